@@ -1,0 +1,1 @@
+"""Strict, frozen configuration: pydantic models, TOML files, dotted overrides."""

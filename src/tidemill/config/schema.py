@@ -1,0 +1,265 @@
+"""The configuration of a run: one section per concern, defaults that work, units in names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from tidemill.config.base import Config
+
+Probability = Annotated[float, Field(ge=0, le=1)]
+
+
+class RunConfig(Config):
+    name: str = "run"
+    """Names the run in logs, reports and optional sinks."""
+    dir: Path | None = None
+    """The run directory; an existing one is resumed. Default: runs/<name>."""
+    seed: int = Field(0, ge=0)
+    """Seeds data order and sampling."""
+
+
+class CharModelConfig(Config):
+    """A character-level Llama built from a seed, for tests and benchmarks."""
+
+    alphabet: str = "0123456789+-*=abcdefghijklmnopqrstuvwxyz .,?\n"
+    """One token per character, after the special tokens (padding, end)."""
+    hidden_size: int = Field(128, ge=8)
+    """Width of the residual stream."""
+    layers: int = Field(4, ge=1)
+    """Decoder layers."""
+    heads: int = Field(4, ge=1)
+    """Attention heads; must divide hidden_size."""
+    context: int = Field(256, ge=8)
+    """Longest sequence, in tokens."""
+    seed: int = Field(0, ge=0)
+    """Seeds the initial weights."""
+
+
+class ModelConfig(Config):
+    source: str = "smollm2-135m"
+    """`smollm2-135m`, `char` (see model.char), a local Hugging Face folder, or a hub id."""
+    revision: str | None = None
+    """Hub revision; only for hub ids."""
+    chat_template: bool = False
+    """Wrap each prompt as a user message in the model's chat template."""
+    char: CharModelConfig = CharModelConfig()
+
+
+class ArithmeticTask(Config):
+    kind: Literal["arithmetic"] = "arithmetic"
+    operators: str = "+"
+    """Any of + - * ; one is drawn per prompt."""
+    digits: int = Field(1, ge=1, le=6)
+    """Largest number of digits of an operand."""
+    shots: int = Field(2, ge=0, le=16)
+    """Worked examples before the question, the same for every prompt."""
+    held_out_fraction: float = Field(0.25, gt=0, lt=1)
+    """Share of the problems kept for evaluation; a + b and b + a always fall on the same side."""
+
+
+class ReasoningGymTask(Config):
+    kind: Literal["reasoning_gym"]
+    name: str
+    """A reasoning-gym generator, for example `simple_equations`."""
+    params: dict[str, bool | int | float | str] = {}
+    """Passed to the generator."""
+    train_size: int = Field(1000, ge=1)
+    """Training prompts per epoch."""
+    held_out_size: int = Field(100, ge=1)
+    """Evaluation prompts, none of which is a training prompt."""
+    system_prompt: str = ""
+    """Put before every question."""
+
+
+class JsonlTask(Config):
+    kind: Literal["jsonl"]
+    path: Path
+    """One JSON object per line: `prompt` (text) or `messages` (a list of role and content), `answer`; the rest is metadata."""
+    held_out_path: Path | None = None
+    """Evaluation prompts; by default a share of `path`, chosen by content hash."""
+    held_out_fraction: float = Field(0.1, gt=0, lt=1)
+    """Share kept for evaluation when there is no held_out_path."""
+
+
+TaskConfig = Annotated[ArithmeticTask | ReasoningGymTask | JsonlTask, Field(discriminator="kind")]
+
+
+class RewardConfig(Config):
+    kind: Literal["exact", "numeric", "math_verify", "regex", "length", "task", "random", "python"]
+    """`task` is the task's own checker (reasoning-gym); `random` is a control; `python` is `function` below."""
+    weight: float = 1.0
+    """The sample's reward is the weighted sum of all rewards."""
+    pattern: str = ""
+    """regex: the expression searched for in the completion."""
+    target_tokens: int = Field(0, ge=0)
+    """length: completion length that scores 1, falling off linearly to 0 at twice that or at none."""
+    function: str = ""
+    """python: `package.module:function` or `path/file.py:function`, taking (prompt, completion, answer, metadata)."""
+
+
+class ScoringConfig(Config):
+    rewards: tuple[RewardConfig, ...] = (RewardConfig(kind="exact"),)
+    """Summed, each with its weight."""
+    timeout_s: float = Field(10.0, gt=0)
+    """A reward that takes longer is invalid for that sample."""
+    concurrency: int = Field(8, ge=1)
+    """Samples scored at once."""
+    truncated: Literal["trained", "masked"] = "trained"
+    """What a completion cut by max_new_tokens counts: like any other, or left out of loss and statistics."""
+
+
+class SamplingConfig(Config):
+    max_new_tokens: int = Field(64, ge=1)
+    """Completion limit, in tokens."""
+    temperature: float = Field(1.0, ge=0)
+    """0 is greedy (evaluation only)."""
+    top_k: int = Field(0, ge=0)
+    """0 keeps all tokens; training needs 0."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """1 keeps all tokens; training needs 1."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a completion; they stay part of it."""
+
+
+class EngineConfig(Config):
+    slots: int = Field(64, ge=1)
+    """Samples decoded at once."""
+    context_tokens: int = Field(0, ge=0)
+    """Longest prompt plus completion; 0 takes what the task needs, up to the model's own limit."""
+    prefill_chunk_tokens: int = Field(512, ge=1)
+    """Prompt tokens computed in one step beside the decoding samples."""
+    batch_invariant: bool = False
+    """Fixed shapes: bit-identical tokens whatever the neighbours, cuts and restarts; slower."""
+    tick_s: float = Field(0.1, gt=0)
+    """How often new tokens are flushed to the controller."""
+
+
+class BatchConfig(Config):
+    prompts: int = Field(8, ge=1)
+    """Groups learned from per published version."""
+    group_size: int = Field(8, ge=2)
+    """Samples per prompt."""
+    minibatches: int = Field(1, ge=1)
+    """Optimizer steps per epoch over the batch; must divide `prompts`."""
+    epochs: int = Field(1, ge=1)
+    """Passes over each batch."""
+    microbatch_tokens: int = Field(2048, ge=1)
+    """Packed tokens (shared prefixes once) per forward and backward; a larger group is split by samples."""
+    order: Literal["canonical", "arrival"] = "canonical"
+    """canonical: fixed microbatches, bit-identical weights for a seed. arrival: starts earliest."""
+
+
+class AlgorithmConfig(Config):
+    advantage: Literal["grpo"] = "grpo"
+    """How rewards become advantages."""
+    loss: Literal["ppo_clip"] = "ppo_clip"
+    """The policy objective."""
+    normalize: Literal["sample", "token"] = "sample"
+    """sample: mean over a sample's tokens, then over samples (GRPO). token: mean over the batch's tokens (DAPO)."""
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    """Importance ratios below 1 - clip_low are clipped."""
+    clip_high: float = Field(0.2, gt=0)
+    """Importance ratios above 1 + clip_high are clipped."""
+    dual_clip: float | None = Field(None, gt=1)
+    """Floor c·A on the objective where the advantage is negative; none by default."""
+    kl_beta: float = Field(0.0, ge=0)
+    """Weight of the k3 KL estimate to the reference (the initial model); 0 keeps no reference copy."""
+    kl_stop: float | None = Field(None, gt=0)
+    """Stop the update's remaining epochs and minibatches when approximate KL passes this."""
+
+
+class OptimizerConfig(Config):
+    learning_rate: float = Field(1e-5, gt=0)
+    """Peak learning rate of AdamW."""
+    betas: tuple[Probability, Probability] = (0.9, 0.999)
+    """AdamW moment decay."""
+    eps: float = Field(1e-8, gt=0)
+    """AdamW denominator floor."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled, on matrices only."""
+    warmup_steps: int = Field(0, ge=0)
+    """Optimizer steps of linear warm-up."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After warm-up, down to min_learning_rate_ratio at the last step."""
+    min_learning_rate_ratio: Probability = 0.0
+    """Final learning rate as a share of the peak."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Global gradient norm is clipped to this."""
+
+
+class TrainerConfig(Config):
+    steps: int = Field(20, ge=1)
+    """Batches to learn from (published versions)."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """bf16 autocasts the forward and backward; weights and optimizer stay fp32. auto: bf16 on a GPU, fp32 else."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes a GPU when there is one."""
+    threads: int = Field(0, ge=0)
+    """CPU threads of one operation; 0 measures one against all at the start and takes the faster."""
+    logits_budget_mb: int = Field(256, ge=1)
+    """Largest [tokens, vocabulary] block held at once; beyond it the vocabulary logprobs are computed in chunks."""
+    activation_checkpointing: bool = False
+    """Recompute layers in the backward pass to save memory."""
+
+
+class EvalConfig(Config):
+    every_steps: int = Field(5, ge=0)
+    """Evaluate on held-out prompts every so many steps, besides before and after; 0 only before and after."""
+    prompts: int = Field(64, ge=1)
+    """Held-out prompts, at most; fewer when the task has fewer."""
+    max_new_tokens: int = Field(0, ge=0)
+    """Completion limit in evaluation; 0 takes sampling.max_new_tokens."""
+
+
+class CheckpointConfig(Config):
+    every_steps: int = Field(10, ge=0)
+    """Write a checkpoint every so many steps, besides at the end; 0 only at the end."""
+    keep_last: int = Field(2, ge=1)
+    """Older ones are deleted once a newer is durable."""
+    keep_best: bool = True
+    """Also keep the one with the best held-out accuracy."""
+
+
+class TelemetryConfig(Config):
+    live: bool = True
+    """A live view when standard error is a terminal, plain lines otherwise."""
+    sinks: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
+    """Besides metrics.jsonl; each needs its extra installed."""
+    samples_per_step: int = Field(0, ge=0)
+    """Samples written per step; 0 writes all."""
+
+
+class RunSpec(Config):
+    """A whole run."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig = ModelConfig()
+    task: TaskConfig = ArithmeticTask()
+    scoring: ScoringConfig = ScoringConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    engine: EngineConfig = EngineConfig()
+    batch: BatchConfig = BatchConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+
+    @property
+    def directory(self) -> Path:
+        return self.run.dir or Path("runs") / self.run.name
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RunSpec:
+        if self.batch.prompts % self.batch.minibatches:
+            raise ValueError(
+                f"batch.minibatches = {self.batch.minibatches} does not divide batch.prompts = {self.batch.prompts}; "
+                "make prompts a multiple of minibatches"
+            )
+        if self.model.char.hidden_size % self.model.char.heads:
+            raise ValueError("model.char.heads must divide model.char.hidden_size; change one of them")
+        return self

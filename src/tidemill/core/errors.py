@@ -1,0 +1,42 @@
+"""The error tree. An error a user can act on says what is wrong, where, and what to do about it."""
+
+from __future__ import annotations
+
+
+class TidemillError(Exception):
+    """Base of every error raised on purpose."""
+
+    exit_code = 1
+
+
+class UserError(TidemillError):
+    """The user's input is wrong; the command ends with exit code 2 and nothing is lost.
+
+    Args:
+        what: one sentence naming the fault.
+        where: the key, file and line, or flag at fault (empty when `what` names it).
+        cure: what to do about it.
+    """
+
+    exit_code = 2
+
+    def __init__(self, what: str, *, where: str = "", cure: str = "") -> None:
+        self.what, self.where, self.cure = what, where, cure
+        super().__init__(what, where, cure)
+
+    def __str__(self) -> str:
+        first = f"{self.where}: {self.what}" if self.where else self.what
+        return f"{first}\n  {self.cure}" if self.cure else first
+
+
+class GuardStop(TidemillError):
+    """A guard (not a bug, not the user's input) ended the run; exit code 3."""
+
+    exit_code = 3
+
+
+class DeadlineError(TidemillError):
+    """A wait passed its deadline. The message names what was awaited, for how long, and what to look at."""
+
+    def __init__(self, awaited: str, *, waited_s: float, look_at: str) -> None:
+        super().__init__(f"waited {waited_s:.1f} s for {awaited}; look at {look_at}")

@@ -1,0 +1,172 @@
+"""The contracts between layers. Implementations live below or above; nobody imports across."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from tidemill.core.buffers import TokenBuffer
+from tidemill.core.records import (
+    GenerateRequest,
+    Group,
+    Message,
+    PolicyVersion,
+    Prompt,
+    Record,
+    Reward,
+    SampleId,
+    StepMetrics,
+    TokenDelta,
+    Trajectory,
+    WorkerReport,
+)
+
+
+class EngineCapabilities(Record):
+    """What an engine declares about itself."""
+
+    batch_invariant: bool  # a sample's tokens do not depend on its neighbours, slot or restarts
+    logprobs: bool
+    keeps_kv: bool  # the cache survives a weight load
+    lora: bool
+    own_sampler: bool  # True: the engine's own random numbers; False: Tidemill's counter-based sampling
+
+
+class EngineStatus(Record):
+    """Counts of samples and slots at a token boundary."""
+
+    version: PolicyVersion
+    running: int
+    queued: int
+    free_slots: int
+    tokens_generated: int  # since the engine started
+    prompt_tokens_computed: int
+    prompt_tokens_reused: int  # served from a shared prefix instead of being computed
+
+
+class Engine(Protocol):
+    """Generates tokens: ids in, ids out. Every call happens on one thread or one task at a time."""
+
+    @property
+    def capabilities(self) -> EngineCapabilities: ...
+
+    def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        """Queue samples in the order given."""
+
+    def poll(self, deadline_s: float) -> list[TokenDelta]:
+        """Decode for about `deadline_s` seconds (at least one step) and return what was made, at most one delta a sample.
+
+        Returns at once when nothing is queued or running.
+        """
+
+    def abort(self, sample_ids: Sequence[SampleId]) -> list[TokenDelta]:
+        """Forget samples; returns their last deltas with finish "aborted"."""
+
+    def load(self, version: PolicyVersion) -> None:
+        """Swap to the weights of `version` at a token boundary; cached keys and values of older weights are dropped."""
+
+    def status(self) -> EngineStatus: ...
+
+
+class Worker(Protocol):
+    """The process (or task) around an engine: takes requests, flushes one report per tick."""
+
+    async def submit(self, requests: Sequence[GenerateRequest]) -> None: ...
+
+    async def abort(self, sample_ids: Sequence[SampleId]) -> None: ...
+
+    async def load(self, version: PolicyVersion) -> None: ...
+
+    async def next_report(self, timeout_s: float) -> WorkerReport | None:
+        """The next tick's report, or None when `timeout_s` seconds pass without one."""
+
+    async def close(self) -> None: ...
+
+
+class Trainer(Protocol):
+    """Turns groups into gradients as they come, and a batch into one new version."""
+
+    @property
+    def version(self) -> PolicyVersion: ...
+
+    async def accumulate(self, group: Group) -> None:
+        """Take the next group of the open batch; a microbatch runs as soon as its token budget is full."""
+
+    async def commit(self, step: int) -> StepMetrics:
+        """Finish the batch: remaining microbatches, optimizer step(s), and the next version, now current."""
+
+    async def save(self, directory: Path) -> None:
+        """Write weights (a Hugging Face folder) and trainer state into an empty directory."""
+
+    async def restore(self, directory: Path) -> None:
+        """Read back what `save` wrote."""
+
+
+class PromptSource(Protocol):
+    """The prompts of a run, addressed by position so that nothing about data order needs to be saved but a number."""
+
+    def train_batch(self, step: int) -> Sequence[tuple[int, Prompt]]:
+        """The (epoch, prompt) pairs of 1-based `step`, in canonical order: a pure function of the seed and the step."""
+
+    def held_out(self) -> Sequence[Prompt]:
+        """Evaluation prompts, disjoint from every training prompt, always the same."""
+
+
+class Scorer(Protocol):
+    """Judges a finished sample; never raises for a fault of the reward function, but returns an invalid reward."""
+
+    async def score(self, prompt: Prompt, trajectory: Trajectory) -> Reward: ...
+
+    async def close(self) -> None: ...
+
+
+class Codec(Protocol):
+    """Between text and token ids."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def encode_chat(self, messages: Sequence[Message]) -> tuple[str, list[int]]:
+        """Apply the model's chat template with the generation prompt; returns the text and its token ids."""
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of a completion, special tokens left out."""
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]: ...
+
+
+class Journal(Protocol):
+    """Durable, ordered storage for the ledger. An entry is accepted when `append` returns."""
+
+    async def append(self, step: int, blobs: Sequence[bytes]) -> None: ...
+
+    async def load(self) -> list[tuple[int, bytes]]:
+        """Every surviving (step, blob), in order of appending. A torn last entry is dropped, never returned."""
+
+    async def prune(self, through_step: int) -> None:
+        """Forget the entries of steps up to and including `through_step`."""
+
+    async def close(self) -> None: ...
+
+
+class Telemetry(Protocol):
+    """Where the run's story goes. Never raises for a failing optional sink."""
+
+    def event(self, name: str, **fields: Any) -> None:
+        """One line in events.jsonl."""
+
+    def step(self, metrics: StepMetrics) -> None:
+        """One line in metrics.jsonl, the live view and the optional sinks."""
+
+    def samples(self, step: int, trajectories: Sequence[Trajectory], prompts: Sequence[Prompt]) -> None:
+        """Completed samples, trajectory i answering prompt i."""
+
+    def progress(self, phase: str, done: int, total: int) -> None:
+        """How far the current phase ("rollout", "training", "evaluation", "checkpoint") is."""
+
+
+__all__ = [
+    "Codec", "Engine", "EngineCapabilities", "EngineStatus", "Journal", "PromptSource", "Scorer", "Telemetry",
+    "TokenBuffer", "Trainer", "Worker",
+]  # fmt: skip

@@ -1,0 +1,197 @@
+"""The frozen records that cross every boundary. Shapes stand beside the fields."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+from tidemill.core.buffers import ITEM_BYTES, LogprobBuffer, TokenBuffer, count
+
+Finish: TypeAlias = Literal["stop", "length", "aborted", "error"]
+"""Why a sample ended: a stop token or string; the token limit or the context; called back; the engine failed."""
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """A frozen, slotted, keyword-only record that msgspec can serialise."""
+
+
+class Message(Record):
+    """One chat message."""
+
+    role: str
+    content: str
+
+
+class Prompt(Record):
+    """A model input and what its answer is judged by."""
+
+    prompt_id: str  # names the prompt for ever: equal content, equal id
+    token_ids: TokenBuffer  # int32 [P]
+    text: str  # as the model sees it, after any chat template
+    answer: str
+    metadata: dict[str, Any] = {}
+
+
+class SampleId(Record):
+    """Names a sample and its random numbers for ever."""
+
+    run_seed: int
+    purpose: str  # "train", "eval:<name>", a stage's name
+    prompt_id: str
+    epoch: int
+    index: int  # within the group
+
+    @property
+    def key(self) -> int:
+        """A 64-bit number that seeds this sample's random stream: a hash of every field."""
+        fields = (self.run_seed, self.purpose, self.prompt_id, self.epoch, self.index)
+        return int.from_bytes(hashlib.blake2b(repr(fields).encode(), digest_size=8).digest(), "little")
+
+    @property
+    def group(self) -> tuple[str, str, int]:
+        """What the samples of one group share."""
+        return (self.purpose, self.prompt_id, self.epoch)
+
+
+class PolicyVersion(Record):
+    """One published set of weights: `number` rises by one per published batch, `digest` is of the weights' bytes."""
+
+    number: int
+    digest: str
+
+
+class SamplingParams(Record):
+    """How the next token is drawn. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 keep the whole vocabulary."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+
+
+class GenerateRequest(Record):
+    """One sample to generate, or to go on generating from `prefix_ids`."""
+
+    sample_id: SampleId
+    lease_id: str
+    attempt: int
+    prompt_ids: TokenBuffer  # int32 [P]
+    sampling: SamplingParams
+    prefix_ids: TokenBuffer = b""  # int32 [start], tokens generated in earlier attempts
+    exact_version: int | None = None  # refuse to run under any other version
+    min_version: int = 0
+
+
+class TokenDelta(Record):
+    """New tokens of one sample. Applied only if lease and attempt are current and `start` is the ledger's length."""
+
+    sample_id: SampleId
+    lease_id: str
+    attempt: int
+    start: int  # completion position of the first new token
+    token_ids: TokenBuffer  # int32 [N]
+    logprobs: LogprobBuffer  # float32 [N], of the distribution sampled from
+    version: PolicyVersion
+    finish: Finish | None = None
+    error: str = ""
+
+
+class WorkerStatus(Record):
+    """What a worker is doing."""
+
+    worker_id: str
+    version: int
+    running: int
+    queued: int
+    free_slots: int
+    tokens_per_s: float
+
+
+class WorkerReport(Record):
+    """One worker's message of one tick: the deltas of all its samples, and its state."""
+
+    lease_id: str
+    deltas: tuple[TokenDelta, ...]
+    status: WorkerStatus
+
+
+class VersionRun(Record):
+    """Completion tokens [start, end) were made by `version`."""
+
+    version: PolicyVersion
+    start: int
+    end: int
+
+
+class Segment(Record):
+    """Tokens [start, end) of a trajectory's buffer; only `trained` ones carry loss and rollout logprobs."""
+
+    role: Literal["prompt", "action", "observation"]
+    start: int
+    end: int
+    trained: bool
+
+
+class Reward(Record):
+    """A sample's score. An invalid one has weight 0 and is left out of its group's statistics; `reason` says why."""
+
+    value: float
+    components: dict[str, float] = {}
+    valid: bool = True
+    reason: str = ""
+
+
+class Trajectory(Record):
+    """A finished sample: one token buffer, cut into segments."""
+
+    sample_id: SampleId
+    token_ids: TokenBuffer  # int32 [P + T]
+    segments: tuple[Segment, ...]
+    rollout_logprobs: LogprobBuffer  # float32 [T], one per trained token, in buffer order
+    versions: tuple[VersionRun, ...]
+    finish: Finish
+    text: str = ""  # the completion, decoded
+    reward: Reward | None = None
+    weight: float = 1.0
+
+    @property
+    def prompt_length(self) -> int:
+        return self.segments[0].end
+
+    @property
+    def completion_length(self) -> int:
+        return count(self.token_ids) - self.prompt_length
+
+    @property
+    def prompt_ids(self) -> TokenBuffer:
+        return self.token_ids[: self.prompt_length * ITEM_BYTES]
+
+    @property
+    def completion_ids(self) -> TokenBuffer:
+        return self.token_ids[self.prompt_length * ITEM_BYTES :]
+
+    @property
+    def truncated(self) -> bool:
+        """Cut by the token limit rather than ended by the model."""
+        return self.finish == "length"
+
+
+class Group(Record):
+    """All samples of one prompt, in index order; `position` is the group's canonical place in its batch."""
+
+    position: int
+    prompt_id: str
+    trajectories: tuple[Trajectory, ...]
+
+
+class StepMetrics(Record):
+    """What one published batch taught, reduced once: scalars by name (see docs/metrics.md)."""
+
+    step: int
+    version: PolicyVersion
+    optimizer_steps: int  # taken by this batch
+    values: dict[str, float]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from tidemill.core.buffers import TokenBuffer
 from tidemill.core.records import (
     GenerateRequest,
     Group,
@@ -21,6 +20,14 @@ from tidemill.core.records import (
     Trajectory,
     WorkerReport,
 )
+
+T = TypeVar("T")
+
+
+class Compute(Protocol):
+    """Where blocking numerical work runs, off the controller's loop, one call at a time in the order asked for."""
+
+    async def run(self, function: Callable[[], T]) -> T: ...
 
 
 class EngineCapabilities(Record):
@@ -103,6 +110,16 @@ class Trainer(Protocol):
         """Read back what `save` wrote."""
 
 
+class Checkpoints(Protocol):
+    """Durable trainer states, by step."""
+
+    async def save(self, step: int, *, score: float | None) -> None:
+        """Write the trainer's state atomically; `score` (held-out accuracy, if just measured) decides which is best."""
+
+    async def restore_latest(self) -> int:
+        """Restore the newest complete state into the trainer; returns its step, 0 when there is none."""
+
+
 class PromptSource(Protocol):
     """The prompts of a run, addressed by position so that nothing about data order needs to be saved but a number."""
 
@@ -165,8 +182,3 @@ class Telemetry(Protocol):
     def progress(self, phase: str, done: int, total: int) -> None:
         """How far the current phase ("rollout", "training", "evaluation", "checkpoint") is."""
 
-
-__all__ = [
-    "Codec", "Engine", "EngineCapabilities", "EngineStatus", "Journal", "PromptSource", "Scorer", "Telemetry",
-    "TokenBuffer", "Trainer", "Worker",
-]  # fmt: skip

@@ -77,7 +77,7 @@ class ReasoningGymTask(Config):
 class JsonlTask(Config):
     kind: Literal["jsonl"]
     path: Path
-    """One JSON object per line: `prompt` (text) or `messages` (a list of role and content), `answer`; the rest is metadata."""
+    """One JSON object per line: `prompt` or `messages` (role and content each), and `answer`; the rest is metadata."""
     held_out_path: Path | None = None
     """Evaluation prompts; by default a share of `path`, chosen by content hash."""
     held_out_fraction: float = Field(0.1, gt=0, lt=1)

@@ -1,1 +1,1 @@
-"""Ids, frozen records, protocols, clock and errors: what every other layer speaks. Standard library and msgspec only."""
+"""Ids, frozen records, protocols, clock and errors: what every layer speaks. Standard library and msgspec only."""

@@ -62,7 +62,7 @@ class Engine(Protocol):
         """Queue samples in the order given."""
 
     def poll(self, deadline_s: float) -> list[TokenDelta]:
-        """Decode for about `deadline_s` seconds (at least one step) and return what was made, at most one delta a sample.
+        """Decode for about `deadline_s` seconds (at least one step); return what was made, at most one delta a sample.
 
         Returns at once when nothing is queued or running.
         """
@@ -181,4 +181,3 @@ class Telemetry(Protocol):
 
     def progress(self, phase: str, done: int, total: int) -> None:
         """How far the current phase ("rollout", "training", "evaluation", "checkpoint") is."""
-

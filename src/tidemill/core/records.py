@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, dataclass_transform
 
 import msgspec
 
@@ -13,6 +13,7 @@ Finish: TypeAlias = Literal["stop", "length", "aborted", "error"]
 """Why a sample ended: a stop token or string; the token limit or the context; called back; the engine failed."""
 
 
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(msgspec.field,))
 class Record(msgspec.Struct, frozen=True, kw_only=True):
     """A frozen, slotted, keyword-only record that msgspec can serialise."""
 

@@ -1,0 +1,80 @@
+# Every target prepares .venv by itself; that takes milliseconds when nothing changed. `make` alone lists the targets.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+# Another Python environment may be active: nothing of it is used but its interpreter.
+unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV CONDA_PREFIX PIP_USER PIP_TARGET PIP_PREFIX PIP_ROOT
+export PYTHONNOUSERSITE := 1
+
+BIN := .venv/bin
+READY := .venv/.ready
+READY_BENCH := .venv/.ready-bench
+SETUP := pyproject.toml constraints.txt scripts/prepare_venv.py
+CANDIDATES := $(or $(PYTHON),python3.11 python3.12 python3.13 python3.14 python3 python)
+DEMO_DIR := runs/demo
+COVERED := algos controller core config
+
+define prepare
+	@for candidate in $(CANDIDATES); do \
+	  if "$$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then \
+	    exec "$$candidate" scripts/prepare_venv.py $(1); \
+	  fi; \
+	done; \
+	echo "No Python 3.11 or newer with the venv module among: $(CANDIDATES)." >&2; \
+	echo "Install one, or name it: make PYTHON=/path/to/python3.11" >&2; \
+	exit 2
+endef
+
+.PHONY: help setup demo test check format bench clean constraints
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1	\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
+
+$(READY): $(SETUP)
+	$(call prepare)
+
+$(READY_BENCH): $(SETUP)
+	$(call prepare,--extras dev$(comma)tasks$(comma)bench --stamp .ready-bench)
+
+comma := ,
+
+setup: $(READY) ## prepare .venv only
+
+demo: $(READY) ## a 135M-parameter model learns addition; minutes, no GPU, no network
+	@rm -rf $(DEMO_DIR)
+	$(BIN)/tidemill train @recipes/smollm2-addition.toml --run.dir $(DEMO_DIR)
+	@printf '\nCurves and samples: %s\n' "$(CURDIR)/$(DEMO_DIR)/report.html"
+
+check: $(READY) ## format, lint, types, layers, spelling, dependencies
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/codespell
+	$(BIN)/deptry .
+
+format: $(READY) ## rewrite files in the project's format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+test: check ## check, then every test with coverage
+	$(BIN)/python -m pytest --cov --cov-report=
+	@for part in $(COVERED); do \
+	  printf 'line coverage of %s: ' $$part; \
+	  $(BIN)/coverage report --include="src/tidemill/$$part/*" --format=total --fail-under=95 || { \
+	    echo "coverage of $$part is below 95 %; lines without a test:"; \
+	    $(BIN)/coverage report --include="src/tidemill/$$part/*" --show-missing; exit 1; }; \
+	done
+
+bench: $(READY_BENCH) ## the benchmarks, one after another; about an hour on a quiet machine
+	$(BIN)/python -m benchmarks.generation
+	$(BIN)/python -m benchmarks.grpo_step
+	$(BIN)/python -m benchmarks.demo_accuracy
+
+constraints: $(READY) ## rewrite constraints.txt from pyproject.toml (needs the network)
+	$(BIN)/python scripts/write_constraints.py
+
+clean: ## remove .venv and everything made by tools; keeps runs/ and .cache/
+	rm -rf .venv .venv.lock .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks .coverage build dist
+	find src tests benchmarks scripts -name __pycache__ -type d -prune -exec rm -rf {} +

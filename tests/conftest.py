@@ -1,0 +1,96 @@
+"""What every test runs under: one thread, no network, its own cache, and no process left behind.
+
+`TIDEMILL_CACHE` points to an empty folder of the test session. A test that needs the converted SmolLM2 (about 17 s to
+make) asks for `shared_cache`, a folder that survives sessions: `.cache/tidemill` in the repository, or
+`TIDEMILL_TEST_CACHE`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+# Before torch is imported: the machine is shared, and several threads collapse when another process competes.
+os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "WANDB_MODE": "offline"}
+os.environ |= {"TOKENIZERS_PARALLELISM": "false"}
+
+import multiprocessing
+import signal
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+# Every process started by a test inherits this, also one whose parent is gone.
+os.environ["TIDEMILL_TEST_SESSION"] = uuid.uuid4().hex
+SESSION_MARK = f"TIDEMILL_TEST_SESSION={os.environ['TIDEMILL_TEST_SESSION']}"
+EXIT_GRACE_S = 3.0
+
+_left_behind = pytest.StashKey[list[str]]()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """An empty model cache for the session, so that no test depends on what the machine happens to have."""
+    cache = tmp_path_factory.mktemp("tidemill-cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TIDEMILL_CACHE", str(cache))
+        yield cache
+
+
+@pytest.fixture
+def shared_cache(monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The model cache shared by test sessions; for tests that need the converted SmolLM2."""
+    cache = Path(os.environ.get("TIDEMILL_TEST_CACHE") or REPOSITORY / ".cache" / "tidemill")
+    cache.mkdir(parents=True, exist_ok=True)
+    monkeypatch.setenv("TIDEMILL_CACHE", str(cache))
+    return cache
+
+
+@pytest.fixture(autouse=True)
+def one_torch_thread() -> None:
+    """Undo a test that changed the number of threads; never imports torch."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.get_num_threads() != 1:
+        torch.set_num_threads(1)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail the session when a process started by a test is still alive, and end that process."""
+    deadline = time.monotonic() + EXIT_GRACE_S
+    while (alive := _marked_processes()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    if not alive:
+        return
+    session.config.stash[_left_behind] = [f"{pid}: {command}" for pid, command in alive.items()]
+    session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    for pid in alive:
+        os.kill(pid, signal.SIGKILL)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for line in config.stash.get(_left_behind, []):
+        terminalreporter.write_line(f"FAILED: a test left a process alive (ended now): {line}", red=True)
+
+
+def _marked_processes() -> dict[int, str]:
+    """Command lines of the live processes that tests started, by process id."""
+    if not Path("/proc/self/environ").exists():
+        return {child.pid: child.name for child in multiprocessing.active_children() if child.pid is not None}
+    alive: dict[int, str] = {}
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit() or int(folder.name) == os.getpid():
+            continue
+        try:
+            marked = SESSION_MARK.encode() in (folder / "environ").read_bytes().split(b"\0")
+            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        except OSError:  # gone meanwhile, or another user's
+            continue
+        # multiprocessing ends its own tracker when the interpreter exits; an empty command line is a zombie.
+        if marked and command and "multiprocessing.resource_tracker" not in command:
+            alive[int(folder.name)] = command
+    return alive

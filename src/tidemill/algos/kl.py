@@ -1,0 +1,115 @@
+"""Estimates of how far apart two policies are, from the log-probabilities of sampled tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def k3(trainer_logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
+    """Per-token estimate of KL(trainer ‖ ref): e^d - d - 1 with d = ref - trainer; never negative.
+
+    Args:
+        trainer_logprobs_T: float [T], with gradient when used as a loss term.
+        ref_logprobs_T: float [T], the reference model's; taken as constants.
+
+    Returns:
+        float [T].
+
+    Its *value* is an unbiased estimate where the tokens were sampled from the trainer's policy. As a loss term its
+    *gradient*, (1 - e^d) ∇ log π, is another one: in expectation that of KL(ref ‖ trainer), not of KL(trainer ‖ ref).
+    For tokens sampled from an older policy neither holds unless each is weighted by the importance ratio.
+
+    Source: J. Schulman, "Approximating KL divergence", 2020.
+    """
+    d_T = ref_logprobs_T.detach() - trainer_logprobs_T
+    return torch.expm1(d_T) - d_T
+
+
+def approximate_kl(trainer_logprobs_T: Tensor, proximal_logprobs_T: Tensor) -> Tensor:
+    """Per-token estimate of KL(proximal ‖ trainer), ρ - 1 - log ρ: how far this update has moved. No gradient.
+
+    Args:
+        trainer_logprobs_T: float [T], now.
+        proximal_logprobs_T: float [T], at the start of the update; the tokens count as sampled from it.
+
+    Returns:
+        float [T], never negative; its mean over tokens is what an early stop compares.
+    """
+    return k3(proximal_logprobs_T.detach(), trainer_logprobs_T)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MismatchStats:
+    """How the trainer's probabilities differ from those the tokens were sampled with; r = exp(trainer - rollout)."""
+
+    tokens: int
+    ratio_mean: float
+    ratio_variance: float
+    ratio_max: float
+    effective_sample_size: float  # (Σr)² / (n Σr²), a share: 1 when every token counts alike
+    mismatch_kl: float  # nats per token, KL(rollout ‖ trainer), from r - 1 - log r
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MismatchSums:
+    """Sums that add up over microbatches with `+` and are read once a step with `reduce`."""
+
+    tokens: int
+    excess: Tensor  # float64 [], Σ (r - 1): small differences from 1 survive the sum
+    excess_squared: Tensor  # float64 [], Σ (r - 1)²
+    kl: Tensor  # float64 [], Σ (r - 1 - log r)
+    largest: Tensor  # float64 [], max r
+
+    def __add__(self, other: MismatchSums) -> MismatchSums:
+        return MismatchSums(
+            tokens=self.tokens + other.tokens,
+            excess=self.excess + other.excess,
+            excess_squared=self.excess_squared + other.excess_squared,
+            kl=self.kl + other.kl,
+            largest=torch.maximum(self.largest, other.largest),
+        )
+
+    def reduce(self) -> MismatchStats:
+        """The step's figures; those of identical policies when there are no tokens."""
+        if self.tokens == 0:
+            return MismatchStats(
+                tokens=0, ratio_mean=1.0, ratio_variance=0.0, ratio_max=1.0, effective_sample_size=1.0, mismatch_kl=0.0
+            )
+        n = self.tokens
+        excess, squared, kl, largest = torch.stack((self.excess, self.excess_squared, self.kl, self.largest)).tolist()
+        ratio_sum, ratio_squares = n + excess, n + 2.0 * excess + squared
+        return MismatchStats(
+            tokens=n,
+            ratio_mean=ratio_sum / n,
+            ratio_variance=max(squared / n - (excess / n) ** 2, 0.0),
+            ratio_max=largest,
+            effective_sample_size=ratio_sum**2 / (n * ratio_squares) if ratio_squares > 0 else 0.0,
+            mismatch_kl=kl / n,
+        )
+
+
+def mismatch(rollout_logprobs_T: Tensor, trainer_logprobs_T: Tensor) -> MismatchSums:
+    """Sums of r = exp(trainer - rollout) over one microbatch's tokens, without gradient or a copy to the host.
+
+    Args:
+        rollout_logprobs_T: float [T], recorded when the tokens were sampled.
+        trainer_logprobs_T: float [T], of the same tokens before the update (the proximal ones).
+    """
+    log_ratio_T = (trainer_logprobs_T.detach() - rollout_logprobs_T.detach()).double()
+    excess_T = torch.expm1(log_ratio_T)
+    zero = excess_T.new_zeros(())
+    return MismatchSums(
+        tokens=excess_T.numel(),
+        excess=excess_T.sum(),
+        excess_squared=excess_T.square().sum(),
+        kl=(excess_T - log_ratio_T).sum(),
+        largest=excess_T.max() + 1.0 if excess_T.numel() else zero,
+    )
+
+
+def no_mismatch() -> MismatchSums:
+    """The sums of no tokens: where accumulation starts."""
+    return mismatch(torch.zeros(0), torch.zeros(0))

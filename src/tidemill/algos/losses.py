@@ -1,0 +1,94 @@
+"""Policy objectives on flattened tokens, and the weights that turn them into a mean when the batch is complete."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+Normalize: TypeAlias = Literal["sample", "token"]
+"""sample: mean over a sample's tokens, then over samples. token: mean over all tokens of the batch."""
+
+LOG_RATIO_LIMIT = 80.0  # exp stays finite in float32: a clipped token's zero gradient must not become 0 * inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLoss:
+    """What an objective says of each token; only `loss_T` carries a gradient."""
+
+    loss_T: Tensor  # float [T]
+    clipped_T: Tensor  # bool [T], where the clip changed the objective
+    ratio_T: Tensor  # float [T], trainer over proximal probability
+
+
+def ppo_clip(
+    trainer_logprobs_T: Tensor,
+    proximal_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+) -> TokenLoss:
+    """Clipped surrogate: J = min(ρA, clip(ρ, 1 - clip_low, 1 + clip_high) A), loss = -J, ρ = exp(trainer - proximal).
+
+    Args:
+        trainer_logprobs_T: float [T], log-probabilities now, with gradient.
+        proximal_logprobs_T: float [T], at the start of the update; taken as constants.
+        advantages_T: float [T], taken as constants.
+        clip_low, clip_high: widths of the clip range below and above 1.
+        dual_clip: c > 1; where A < 0 the objective is held at cA or above. None: no such floor.
+
+    A token counts as clipped only where clipping changed its objective; its gradient is zero there. A ratio outside the
+    range whose advantage already pulls it back is left alone.
+
+    Source: PPO, arXiv 1707.06347; dual clip, arXiv 1912.09729; separate widths, DAPO, arXiv 2503.14476.
+    """
+    advantages_T = advantages_T.detach()
+    log_ratio_T = trainer_logprobs_T - proximal_logprobs_T.detach()
+    ratio_T = torch.exp(log_ratio_T.clamp(max=LOG_RATIO_LIMIT))
+    plain_T = ratio_T * advantages_T
+    with torch.no_grad():
+        bound_T = ratio_T.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages_T
+        clipped_T = bound_T < plain_T
+        if dual_clip is not None:
+            floor_T = dual_clip * advantages_T
+            below_T = (advantages_T < 0) & (torch.minimum(plain_T, bound_T) < floor_T)
+            bound_T = torch.where(below_T, floor_T, bound_T)
+            clipped_T = clipped_T | below_T
+    objective_T = torch.where(clipped_T, bound_T, plain_T)
+    return TokenLoss(loss_T=-objective_T, clipped_T=clipped_T, ratio_T=ratio_T.detach())
+
+
+def token_weights(lengths_S: Sequence[int], normalize: Normalize) -> list[float]:
+    """Weight of every token of each sample, so that Σ weight · loss / `denominator` is the mean.
+
+    Args:
+        lengths_S: trained tokens of each valid sample; an invalid one is given as 0.
+        normalize: which mean.
+
+    Returns:
+        [S], 1 / length for "sample", 1 for "token", 0 for a sample without tokens. Each depends on its own sample only,
+        so that gradients accumulate as sums while the batch is still arriving and are divided once, at its end.
+    """
+    if normalize == "sample":
+        return [1.0 / length if length else 0.0 for length in lengths_S]
+    return [1.0 if length else 0.0 for length in lengths_S]
+
+
+def denominator(lengths_S: Sequence[int], normalize: Normalize) -> int:
+    """What the weighted sum of these samples contributes to the divisor: samples with tokens, or their tokens.
+
+    Contributions add up over microbatches; the total is known when the batch is complete.
+    """
+    return sum(1 for length in lengths_S if length) if normalize == "sample" else sum(lengths_S)
+
+
+PolicyLoss: TypeAlias = Callable[..., TokenLoss]
+
+LOSSES: dict[str, PolicyLoss] = {
+    "ppo_clip": ppo_clip,
+}

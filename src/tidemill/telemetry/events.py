@@ -1,0 +1,73 @@
+"""The event log: what its lines are called, how they are stamped, and what they say about earlier sessions.
+
+A *session* is one process working on a run; a run that was resumed has several.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tidemill.core.records import Record
+from tidemill.telemetry.jsonl import read_lines
+
+SESSION_START = "session_start"
+SESSION_END = "session_end"
+RESUME = "resume"
+EVALUATION = "evaluation"
+CHECKPOINT = "checkpoint"
+SINK_FAILED = "sink_failed"
+
+EVENTS: dict[str, str] = {
+    SESSION_START: "a process opened the run; `resumed`, `earlier_wall_s` (of all sessions before), `pid`, `host`",
+    RESUME: "training goes on after `step`; later metrics and samples were dropped and will be written again",
+    "rollout": "span: the samples of `step` were generated",
+    "training": "span: gradients and optimizer steps of `step`",
+    EVALUATION: "span: held-out prompts after `step`; `greedy_accuracy`, `n`",
+    CHECKPOINT: "span: the trainer's state after `step` became durable",
+    "publish": "span: a version became available to workers",
+    SINK_FAILED: "an optional sink raised and was dropped; `sink`, `error`",
+    SESSION_END: "the process closed the run; `outcome` is finished, interrupted or failed",
+}
+"""Event names and what they mean; spans also carry `duration_s` (and `error` when they were left by an exception)."""
+
+HEADER = ("time", "session", "elapsed_s", "event")
+
+
+def timestamp(unix_s: float) -> str:
+    """UTC, to the millisecond, as ISO 8601."""
+    return datetime.fromtimestamp(unix_s, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def event_line(name: str, fields: dict[str, Any], *, unix_s: float, session: int, elapsed_s: float) -> dict[str, Any]:
+    """One line of events.jsonl. A field that is called like a header key gets a trailing underscore."""
+    header = dict(zip(HEADER, (timestamp(unix_s), session, round(elapsed_s, 3), name), strict=True))
+    return header | {f"{key}_" if key in header else key: value for key, value in fields.items()}
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Every whole line of events.jsonl that has a name."""
+    return [line for _, line in read_lines(path) if isinstance(line.get("event"), str)]
+
+
+class PastSessions(Record):
+    """What the logs of a run say about the processes that worked on it before."""
+
+    count: int = 0
+    wall_s: float = 0.0  # of all of them together
+    last: dict[str, Any] = {}  # the newest session_start line
+
+
+def past_sessions(events: Path, metrics: Path) -> PastSessions:
+    """Read both logs, because the last line before a kill may stand in either. Call it before metrics are rewound."""
+    count, earlier_s, elapsed_s, last = 0, 0.0, 0.0, dict[str, Any]()
+    for _, line in read_lines(events):
+        if line.get("event") == SESSION_START:
+            count, last = int(line["session"]), line
+            earlier_s, elapsed_s = float(line.get("earlier_wall_s") or 0.0), 0.0
+        elapsed_s = max(elapsed_s, float(line.get("elapsed_s") or 0.0))
+    for _, line in read_lines(metrics):
+        if line.get("session") == count:
+            elapsed_s = max(elapsed_s, float(line.get("elapsed_s") or 0.0))
+    return PastSessions(count=count, wall_s=earlier_s + elapsed_s, last=last)

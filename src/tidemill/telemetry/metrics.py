@@ -1,0 +1,154 @@
+"""The metrics of a step: their names, units and meanings, and their lines in metrics.jsonl."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from tidemill.core.records import StepMetrics
+from tidemill.telemetry.events import EVENTS, timestamp
+from tidemill.telemetry.jsonl import read_lines
+
+
+class Metric(NamedTuple):
+    """What a number means. An empty unit is a plain ratio or score."""
+
+    unit: str
+    meaning: str
+
+
+GREEDY_ACCURACY: Final = "eval/greedy_accuracy"
+PEAK_RSS: Final = "peak_rss_bytes"
+STEP_TIME: Final = "time_step_s"
+
+METRICS: dict[str, Metric] = {
+    "reward_mean": Metric("", "mean reward of the batch's valid samples"),
+    "reward_std": Metric("", "standard deviation of those rewards"),
+    GREEDY_ACCURACY: Metric("", "mean reward of greedy completions of held-out prompts, after this step"),
+    "eval/n": Metric("prompts", "held-out prompts that accuracy is over"),
+    "entropy": Metric("nats", "mean entropy of the policy's next-token distribution over trained tokens"),
+    "kl_ref": Metric("nats/token", "k3 estimate of KL(policy ‖ reference); only with algorithm.kl_beta > 0"),
+    "approx_kl": Metric("nats/token", "k3 estimate of how far the update moved the policy from where it began"),
+    "clip_fraction": Metric("", "share of trained tokens whose importance ratio was clipped"),
+    "completion_tokens_mean": Metric("tokens", "mean completion length"),
+    "completion_tokens_max": Metric("tokens", "longest completion"),
+    "truncated_fraction": Metric("", "share of completions cut by max_new_tokens"),
+    "groups_without_signal": Metric("groups", "groups skipped because all their rewards are equal"),
+    "groups_skipped_invalid": Metric("groups", "groups skipped because fewer than two of their samples were valid"),
+    "samples_invalid": Metric("samples", "samples left out because their reward raised, timed out or was not a number"),
+    "tokens_generated": Metric("tokens", "completion tokens made for this batch"),
+    "tokens_trained": Metric("tokens", "completion tokens that carried loss, once per epoch"),
+    "prompt_tokens_computed": Metric("tokens", "prompt tokens the engine computed for this batch"),
+    "prompt_tokens_reused": Metric("tokens", "prompt tokens served from a shared prefix instead of being computed"),
+    "loss": Metric("", "the objective minimised, mean over the batch's optimizer steps"),
+    "grad_norm": Metric("", "global gradient norm before clipping, mean over optimizer steps"),
+    "learning_rate": Metric("", "learning rate of the last optimizer step"),
+    "mismatch_kl": Metric("nats/token", "k3 estimate between the engine's and the trainer's logprobs of one token"),
+    "ratio_mean": Metric("", "mean importance ratio over trained tokens"),
+    "ratio_var": Metric("", "variance of the importance ratio"),
+    "ratio_max": Metric("", "largest importance ratio"),
+    "effective_sample_size": Metric("", "(Σw)² / (n Σw²) of the importance ratios: 1 is fully on policy"),
+    "time_rollout_s": Metric("s", "generating; may overlap with training and scoring"),
+    "time_train_s": Metric("s", "forward, backward and optimizer"),
+    "time_score_s": Metric("s", "waiting for rewards that nothing else overlapped"),
+    "time_eval_s": Metric("s", "evaluating after this step"),
+    STEP_TIME: Metric("s", "wall time of the step; evaluation and checkpoints left out"),
+    "tokens_per_s": Metric("tokens/s", "completion tokens generated per second of rollout"),
+    PEAK_RSS: Metric("bytes", "largest resident memory of the process so far"),
+}
+"""Names this project writes. Others are stored and reported all the same, under their bare name."""
+
+HEADER = ("step", "policy_version", "weights_digest", "optimizer_steps", "time", "session", "elapsed_s")
+
+
+class MetricLine(NamedTuple):
+    """One line of metrics.jsonl, read back."""
+
+    step: int
+    policy_version: int
+    weights_digest: str
+    optimizer_steps: int
+    session: int
+    elapsed_s: float
+    values: dict[str, float]
+
+
+def metric_line(
+    metrics: StepMetrics, values: dict[str, float], *, unix_s: float, session: int, elapsed_s: float
+) -> dict[str, Any]:
+    """Flat, so that any table reader takes the file as it is."""
+    return {
+        "step": metrics.step,
+        "policy_version": metrics.version.number,
+        "weights_digest": metrics.version.digest,
+        "optimizer_steps": metrics.optimizer_steps,
+        "time": timestamp(unix_s),
+        "session": session,
+        "elapsed_s": round(elapsed_s, 3),
+        **values,
+    }
+
+
+def read_metrics(path: Path) -> list[MetricLine]:
+    """Every whole line that has a step, in order of steps; of two lines for one step the later counts."""
+    by_step: dict[int, MetricLine] = {}
+    for _, line in read_lines(path):
+        if not isinstance(line.get("step"), int):
+            continue
+        values = {
+            name: float(value)
+            for name, value in line.items()
+            if name not in HEADER and isinstance(value, int | float) and not isinstance(value, bool)
+        }
+        by_step[line["step"]] = MetricLine(
+            step=line["step"],
+            policy_version=int(line.get("policy_version") or 0),
+            weights_digest=str(line.get("weights_digest") or ""),
+            optimizer_steps=int(line.get("optimizer_steps") or 0),
+            session=int(line.get("session") or 0),
+            elapsed_s=float(line.get("elapsed_s") or 0.0),
+            values=values,
+        )
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def describe_metrics() -> str:
+    """The text of docs/metrics.md."""
+    metric_rows = [f"| `{name}` | {metric.unit or '-'} | {metric.meaning} |" for name, metric in METRICS.items()]
+    event_rows = [f"| `{name}` | {meaning} |" for name, meaning in EVENTS.items()]
+    return "\n".join([*METRICS_INTRODUCTION, *metric_rows, *EVENTS_INTRODUCTION, *event_rows, *SAMPLES_TEXT, ""])
+
+
+METRICS_INTRODUCTION = (
+    "# Metrics, events and samples of a run",
+    "",
+    "## `metrics.jsonl`",
+    "",
+    "One line per step: a step learns from one batch and publishes one version. Beside the values below each line has",
+    "`step`, `policy_version`, `weights_digest`, `optimizer_steps` (taken by this step), `time` (UTC), `session` and",
+    "`elapsed_s` (since that session began). A value that is not a finite number is `null`. A resumed run drops the",
+    "lines after the step it resumes from and writes them again, so the file always tells one history.",
+    "",
+    "| name | unit | meaning |",
+    "|---|---|---|",
+)
+EVENTS_INTRODUCTION = (
+    "",
+    "## `events.jsonl`",
+    "",
+    "Only ever appended to: what happened, in the order it happened, over all sessions. Every line has `time` (UTC),",
+    "`session`, `elapsed_s` and `event`; spans are written when they end and carry `duration_s`.",
+    "",
+    "| event | meaning |",
+    "|---|---|",
+)
+SAMPLES_TEXT = (
+    "",
+    "## `samples/step_000012.jsonl`",
+    "",
+    "One line per sample of the step, written at once; evaluation samples go to `step_000012.eval-NAME.jsonl`.",
+    "`prompt`, `completion`, `answer`; `token_ids`, `tokens` (the completion's text cut at token borders) and",
+    "`logprobs` (natural log, of the distribution sampled from; `null` for tokens the model did not make) run in",
+    "parallel; `reward`, `components`, `valid`, `reason`; `finish`, `weight`, and `versions` as",
+    "`[version, digest, start, end]`.",
+)

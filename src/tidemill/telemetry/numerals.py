@@ -1,0 +1,43 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+import math
+
+
+def duration(seconds: float) -> str:
+    """`4.1 s`, `2:31`, `1:02:07`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def compact(value: float) -> str:
+    """Three figures and a suffix: `987`, `1.24k`, `3.1M`, `2.05G`."""
+    for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit * 0.9995:
+            return f"{value / limit:.3g}{suffix}"
+    return f"{value:.3g}"
+
+
+def decimal(value: float | None) -> str:
+    """Three figures whatever the size; `-` for nothing and for what is not a number."""
+    if value is None or not math.isfinite(value):
+        return "-"
+    if value != 0 and (abs(value) < 1e-3 or abs(value) >= 1e5):
+        return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e")
+    return f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
+
+
+def percent(share: float | None) -> str:
+    """A share of one as `0 %`, `0.8 %`, `42 %`."""
+    if share is None or not math.isfinite(share):
+        return "-"
+    value = 100 * share
+    return f"{value:.1f} %" if 0 < abs(value) < 9.95 else f"{value:.0f} %"
+
+
+def gigabytes(count: float) -> str:
+    return f"{count / 1e9:.2f} GB"

@@ -1,0 +1,63 @@
+"""What the views show: the run so far, and how much of it is left."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from statistics import median
+
+from tidemill.telemetry.metrics import GREEDY_ACCURACY, STEP_TIME, MetricLine
+
+HISTORY = 400
+RECENT = 8
+
+
+@dataclass
+class Progress:
+    """Kept current by the recorder; the views only read it. Times are seconds since this session began."""
+
+    run: str
+    total_steps: int
+    groups: int = 0  # per batch
+    earlier_wall_s: float = 0.0
+    step: int = 0
+    values: dict[str, float] = field(default_factory=dict)  # of the newest step
+    history: dict[str, deque[float]] = field(default_factory=dict)
+    evaluations: dict[int, float] = field(default_factory=dict)  # greedy accuracy by step
+    evaluation_n: int = 0
+    phase: str = ""
+    done: int = 0
+    total: int = 0
+    elapsed_s: float = 0.0  # when the newest step ended
+    step_times: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+
+    def add_step(self, step: int, values: dict[str, float], elapsed_s: float) -> None:
+        if step > 0:
+            # Wall time from step to step, so that evaluations and checkpoints count towards the time left.
+            self.step_times.append(elapsed_s - self.elapsed_s if self.step_times else values.get(STEP_TIME, 0.0))
+        self.elapsed_s, self.phase = elapsed_s, ""
+        self._take(step, values)
+
+    def _take(self, step: int, values: dict[str, float]) -> None:
+        self.step, self.values = step, values
+        for name, value in values.items():
+            self.history.setdefault(name, deque(maxlen=HISTORY)).append(value)
+        if GREEDY_ACCURACY in values:
+            self.add_evaluation(step, values[GREEDY_ACCURACY], int(values.get("eval/n", 0)))
+
+    def add_evaluation(self, step: int, accuracy: float, n: int) -> None:
+        self.evaluations[step] = accuracy
+        self.evaluation_n = n or self.evaluation_n
+
+    def restart(self, lines: Iterable[MetricLine], evaluations: dict[int, float]) -> None:
+        """Take over the surviving history of earlier sessions."""
+        self.step, self.values, self.history, self.evaluations = 0, {}, {}, dict(evaluations)
+        for line in lines:
+            self._take(line.step, line.values)
+
+    def left_s(self) -> float | None:
+        """Seconds until the last step, from the median of recent steps; None before the first."""
+        if not self.step_times:
+            return None
+        return max(0, self.total_steps - self.step) * median(self.step_times)

@@ -1,0 +1,257 @@
+"""The recorder: every word of a run's story goes through it. The run directory first, then the view and the sinks."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Literal, Self, TextIO, TypeAlias
+
+from tidemill.config.schema import RunSpec
+from tidemill.core.clock import Clock
+from tidemill.core.errors import UserError
+from tidemill.core.records import Prompt, StepMetrics, Trajectory
+from tidemill.telemetry.evaluations import evaluations
+from tidemill.telemetry.events import (
+    CHECKPOINT,
+    EVALUATION,
+    RESUME,
+    SESSION_END,
+    SESSION_START,
+    SINK_FAILED,
+    event_line,
+    read_events,
+)
+from tidemill.telemetry.jsonl import JsonlWriter
+from tidemill.telemetry.live import LiveView
+from tidemill.telemetry.memory import peak_rss_bytes
+from tidemill.telemetry.metrics import PEAK_RSS, STEP_TIME, metric_line, read_metrics
+from tidemill.telemetry.plain import PlainView, View
+from tidemill.telemetry.progress import Progress
+from tidemill.telemetry.run_dir import RunDirectory, samples_name
+from tidemill.telemetry.samples import Decode, TokenTexts, chosen, sample_line, write_samples
+from tidemill.telemetry.sinks import SinkContext, SinkSet, check_sinks
+from tidemill.telemetry.spans import MonotonicClock
+from tidemill.telemetry.summary import build_summary
+
+Outcome: TypeAlias = Literal["finished", "interrupted", "failed"]
+NOT_PART_OF_A_STEP = (EVALUATION, CHECKPOINT)
+
+
+class Recorder:
+    """Implements core.protocols.Telemetry for one session of a run. Use it as a context manager, or call `close`."""
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        spec: RunSpec,
+        *,
+        decode: Decode | None = None,
+        stream: TextIO | None = None,
+        clock: Clock | None = None,
+        unix_time: Callable[[], float] = time.time,
+        memory: Callable[[], int] = peak_rss_bytes,
+    ) -> None:
+        """Open the logs and the sinks, write `session_start`, and show the view.
+
+        Args:
+            run: opened, that is, locked by this process.
+            spec: the run's configuration.
+            decode: token ids to text, so that the report can colour single tokens; `use_decoder` sets it later.
+            stream: where the view goes; standard error by default. None of its faults reach the run.
+            clock: for durations.
+            unix_time: seconds since 1970, for time stamps.
+            memory: the process's peak memory in bytes.
+
+        Raises:
+            UserError: a sink is not installed or cannot be opened, or the logs cannot be written.
+        """
+        self.run, self._spec = run, spec
+        self._clock, self._unix_time, self._memory = clock or MonotonicClock(), unix_time, memory
+        self._began_s = self._clock.now()
+        self._session = run.past.count + 1
+        self._texts = TokenTexts(decode) if decode else None
+        self._step_began_s: float | None = None
+        self._closed = False
+        check_sinks(spec.telemetry.sinks)
+        self._sinks = SinkSet(self._sink_failed)
+        self._events = JsonlWriter(run.events)
+        self._metrics = JsonlWriter(run.metrics)
+        self._progress = Progress(
+            run=spec.run.name,
+            total_steps=spec.trainer.steps,
+            groups=spec.batch.prompts,
+            earlier_wall_s=run.past.wall_s,
+        )
+        self._view: View | None = None
+        self._start_session()
+        self._view = self._make_view(stream or sys.stderr)
+        try:
+            self._sinks.open(spec.telemetry.sinks, self._sink_context())
+        except UserError:
+            self.close("failed")
+            raise
+
+    def use_decoder(self, decode: Decode) -> None:
+        """Give the recorder what turns token ids into text, once the tokenizer is loaded."""
+        self._texts = TokenTexts(decode)
+
+    def _sink_context(self) -> SinkContext:
+        return SinkContext(
+            run=self._spec.run.name,
+            directory=self.run.path,
+            config=self._spec.model_dump(mode="json"),
+            run_id=str(self.run.read_manifest().get("run_id", self._spec.run.name)),
+            resumed=self._progress.step > 0,
+        )
+
+    def _start_session(self) -> None:
+        past = self.run.past
+        self.event(
+            SESSION_START,
+            resumed=past.count > 0,
+            earlier_wall_s=round(past.wall_s, 3),
+            pid=os.getpid(),
+            host=platform.node(),
+        )
+        self._take_history()
+
+    def _take_history(self) -> None:
+        lines = read_metrics(self.run.metrics)
+        found = evaluations(read_events(self.run.events), lines)
+        self._progress.restart(lines, {one.step: one.greedy_accuracy for one in found})
+        if found:
+            self._progress.evaluation_n = found[-1].n
+
+    def _make_view(self, stream: TextIO) -> View:
+        if self._spec.telemetry.live and stream.isatty():
+            return LiveView(self._progress, stream, self._clock)
+        return PlainView(self._progress, stream, self._clock)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Since this session began."""
+        return self._clock.now() - self._began_s
+
+    def resume(self, step: int) -> None:
+        """Training goes on after `step`: drop later metrics and samples, and say so in the event log."""
+        self.run.rewind(step)
+        self.event(RESUME, step=step)
+        self._sinks.rewind(step)
+        self._take_history()
+
+    def event(self, name: str, **fields: Any) -> None:
+        """One line in events.jsonl.
+
+        Raises:
+            UserError: the disk is full.
+        """
+        self._events.write(
+            event_line(name, fields, unix_s=self._unix_time(), session=self._session, elapsed_s=self.elapsed_s)
+        )
+        if name in NOT_PART_OF_A_STEP and self._step_began_s is not None:
+            self._step_began_s += float(fields.get("duration_s", 0.0))
+        if name == EVALUATION and "greedy_accuracy" in fields:
+            self._progress.add_evaluation(int(fields.get("step", 0)), fields["greedy_accuracy"], fields.get("n", 0))
+        if self._view:
+            self._view.event(name, fields)
+
+    def step(self, metrics: StepMetrics) -> None:
+        """One line in metrics.jsonl, with peak memory and the step's wall time added, then the view and the sinks.
+
+        Raises:
+            UserError: the disk is full.
+        """
+        now_s, elapsed_s = self._clock.now(), self.elapsed_s
+        values = dict(metrics.values)
+        values.setdefault(PEAK_RSS, float(self._memory()))
+        if self._step_began_s is not None and metrics.step > 0:
+            values.setdefault(STEP_TIME, round(now_s - self._step_began_s, 6))
+        self._step_began_s = now_s
+        self._metrics.write(
+            metric_line(metrics, values, unix_s=self._unix_time(), session=self._session, elapsed_s=elapsed_s)
+        )
+        self._progress.add_step(metrics.step, values, elapsed_s)
+        if self._view:
+            self._view.step()
+        self._sinks.step(metrics.step, values)
+
+    def samples(self, step: int, trajectories: Sequence[Trajectory], prompts: Sequence[Prompt]) -> None:
+        """One file per step and purpose, whole or absent; a second call for the same ones replaces the first.
+
+        Raises:
+            UserError: the disk is full.
+        """
+        by_purpose: dict[str, list[tuple[Trajectory, Prompt]]] = {}
+        for trajectory, prompt in zip(trajectories, prompts, strict=True):
+            by_purpose.setdefault(trajectory.sample_id.purpose, []).append((trajectory, prompt))
+        for purpose, pairs in by_purpose.items():
+            kept = [pairs[index] for index in chosen(len(pairs), self._spec.telemetry.samples_per_step)]
+            lines = [sample_line(step, trajectory, prompt, self._texts) for trajectory, prompt in kept]
+            write_samples(self.run.samples / samples_name(step, purpose), lines)
+
+    def progress(self, phase: str, done: int, total: int) -> None:
+        """How far the current phase is; nothing of it is written."""
+        if self._step_began_s is None and phase == "rollout":
+            self._step_began_s = self._clock.now()
+        self._progress.phase, self._progress.done, self._progress.total = phase, done, total
+        if self._view:
+            self._view.phase()
+
+    def note(self, text: str) -> None:
+        """One line for the person watching; nothing of it is written."""
+        if self._view:
+            self._view.note(text)
+
+    def finish(self, outcome: Outcome) -> dict[str, Any]:
+        """End the session and write summary.json.
+
+        Returns:
+            The summary.
+
+        Raises:
+            UserError: the disk is full.
+        """
+        wall_s = self.run.past.wall_s + self.elapsed_s
+        self.close(outcome)
+        summary = build_summary(
+            self.run,
+            outcome=outcome,
+            total_steps=self._spec.trainer.steps,
+            wall_s=wall_s,
+            peak_rss_bytes=self._memory(),
+        )
+        self.run.write_summary(summary)
+        return summary
+
+    def close(self, outcome: Outcome = "interrupted") -> None:
+        """Give the terminal back, close the sinks and the logs. The second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._sinks.close(failed=outcome == "failed")
+            self.event(SESSION_END, outcome=outcome, step=self._progress.step)
+        except UserError as error:
+            self.note(str(error))
+        finally:
+            if self._view:
+                self._view.close()
+            self._events.close()
+            self._metrics.close()
+
+    def _sink_failed(self, sink: str, error: str) -> None:
+        self.event(SINK_FAILED, sink=sink, error=error)
+        self.note(f"warning: {sink} failed and gets no more metrics ({error}); the run goes on")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        interrupted = kind is None or issubclass(kind, KeyboardInterrupt)
+        self.close("interrupted" if interrupted else "failed")

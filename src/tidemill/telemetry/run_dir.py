@@ -1,0 +1,162 @@
+"""The run directory: where everything of a run lies, and the lock that keeps it to one process."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+from filelock import FileLock, Timeout
+
+from tidemill.core.errors import UserError
+from tidemill.telemetry.events import PastSessions, past_sessions
+from tidemill.telemetry.jsonl import disk_error, drop_torn_line, encode, read_lines, write_atomically
+
+SAMPLES_NAME = re.compile(r"step_(\d+)(?:\.([\w.-]+))?\.jsonl$")
+
+
+def samples_name(step: int, purpose: str = "train") -> str:
+    """`step_000012.jsonl`; samples of another purpose than training have it in their name."""
+    suffix = "" if purpose == "train" else "." + re.sub(r"[^A-Za-z0-9_-]", "-", purpose)
+    return f"step_{step:06d}{suffix}.jsonl"
+
+
+class RunDirectory:
+    """Paths of a run. `RunDirectory(path)` is for reading; `RunDirectory.open(path)` creates and locks."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.toml"
+        self.manifest = path / "manifest.json"
+        self.events = path / "events.jsonl"
+        self.metrics = path / "metrics.jsonl"
+        self.samples = path / "samples"
+        self.ledger = path / "ledger.sqlite"
+        self.checkpoints = path / "checkpoints"
+        self.summary = path / "summary.json"
+        self.report = path / "report.html"
+        self.past = PastSessions()
+        self._lock: FileLock | None = None
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Create the directory if needed, lock it for this process, and mend what a kill left half-written.
+
+        Raises:
+            UserError: it cannot be created or written, or another process holds it.
+        """
+        run = cls(path)
+        run._create()
+        run._acquire()
+        try:
+            for log in (run.events, run.metrics):
+                drop_torn_line(log)
+            for leftover in (*path.glob(".*.partial"), *run.samples.glob(".*.partial")):
+                leftover.unlink(missing_ok=True)
+            run.past = past_sessions(run.events, run.metrics)
+        except OSError as error:
+            run.close()
+            raise disk_error(error, path) from error
+        return run
+
+    def _create(self) -> None:
+        try:
+            self.samples.mkdir(parents=True, exist_ok=True)
+            self.checkpoints.mkdir(exist_ok=True)
+            probe = self.path / f".writable-{os.getpid()}"
+            probe.write_bytes(b"\n")
+            probe.unlink()
+        except (FileExistsError, NotADirectoryError) as error:
+            cure = "choose another --run.dir or move the file away"
+            raise UserError("a file stands where a directory should be", where=str(self.path), cure=cure) from error
+        except OSError as error:
+            raise disk_error(error, self.path) from error
+
+    def _acquire(self) -> None:
+        lock = FileLock(self.path / ".lock", blocking=False, thread_local=False)
+        try:
+            lock.acquire()
+        except Timeout as error:
+            holder = past_sessions(self.events, self.metrics).last
+            who = f" (process {holder['pid']} on {holder.get('host', '?')})" if "pid" in holder else ""
+            cure = "wait until it ends or stop it, or choose another --run.dir"
+            raise UserError(f"another process is working on this run{who}", where=str(self.path), cure=cure) from error
+        except OSError as error:
+            raise disk_error(error, self.path / ".lock") from error
+        self._lock = lock
+
+    @property
+    def exists(self) -> bool:
+        """Whether a run was started here: then opening it means resuming it."""
+        return self.config.is_file()
+
+    def read_config(self) -> str | None:
+        """The stored configuration, or None for a new run."""
+        return self.config.read_text(encoding="utf-8") if self.exists else None
+
+    def write_config(self, text: str) -> None:
+        write_atomically(self.config, text.encode())
+
+    def read_manifest(self) -> dict[str, Any]:
+        return read_json(self.manifest)
+
+    def write_manifest(self, manifest: dict[str, Any]) -> None:
+        write_atomically(self.manifest, msgspec.json.format(encode(manifest)) + b"\n")
+
+    def read_summary(self) -> dict[str, Any]:
+        return read_json(self.summary)
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        write_atomically(self.summary, msgspec.json.format(encode(summary)) + b"\n")
+
+    def sample_files(self) -> list[tuple[int, str, Path]]:
+        """(step, purpose as in the file's name, path) of every samples file, by step."""
+        if not self.samples.is_dir():
+            return []
+        named = ((SAMPLES_NAME.match(path.name), path) for path in self.samples.iterdir())
+        return sorted((int(match[1]), match[2] or "train", path) for match, path in named if match)
+
+    def rewind(self, step: int) -> None:
+        """Forget metrics and samples of steps after `step`: the resumed run writes them again. Events stay.
+
+        Safe to repeat when killed half-way, and while a writer has metrics.jsonl open for appending.
+
+        Raises:
+            UserError: the files cannot be changed.
+        """
+        try:
+            for sample_step, _, path in self.sample_files():
+                if sample_step > step:
+                    path.unlink(missing_ok=True)
+            drop_torn_line(self.metrics)
+            for offset, line in read_lines(self.metrics):
+                if int(line.get("step", 0)) > step:
+                    os.truncate(self.metrics, offset)
+                    break
+        except OSError as error:
+            raise disk_error(error, self.path) from error
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty when the file is missing or not one."""
+    try:
+        value = msgspec.json.decode(path.read_bytes())
+    except (FileNotFoundError, msgspec.DecodeError):
+        return {}
+    return value if isinstance(value, dict) else {}

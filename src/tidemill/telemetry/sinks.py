@@ -1,0 +1,167 @@
+"""Optional places metrics also go. Each is imported only when chosen; none can hurt the run once it has begun."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from tidemill.core.errors import UserError
+from tidemill.core.records import Record
+
+
+class SinkContext(Record):
+    """What a sink is told about the run when it opens."""
+
+    run: str
+    directory: Path
+    config: dict[str, Any]
+    run_id: str  # the same over all sessions of a run
+    resumed: bool
+
+
+class Sink(Protocol):
+    """Takes the metrics of a step. May raise; the recorder then drops it."""
+
+    def step(self, step: int, values: dict[str, float]) -> None: ...
+
+    def rewind(self, step: int) -> None:
+        """Values after `step` are about to be sent again."""
+
+    def close(self, *, failed: bool) -> None: ...
+
+
+class TensorBoardSink:
+    """Event files under RUN/tensorboard, written with TensorBoard's own writer: no torch, no TensorFlow."""
+
+    def __init__(self, context: SinkContext) -> None:
+        writer = importlib.import_module("tensorboard.summary.writer.event_file_writer")
+        self._events = importlib.import_module("tensorboard.compat.proto.event_pb2")
+        self._summaries = importlib.import_module("tensorboard.compat.proto.summary_pb2")
+        self._writer = writer.EventFileWriter(str(context.directory / "tensorboard"))
+
+    def step(self, step: int, values: dict[str, float]) -> None:
+        scalars = [self._summaries.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        summary = self._summaries.Summary(value=scalars)
+        self._writer.add_event(self._events.Event(wall_time=time.time(), step=step, summary=summary))
+
+    def rewind(self, step: int) -> None:
+        log = self._events.SessionLog(status=self._events.SessionLog.START)
+        # TensorBoard hides what earlier files hold from this step on.
+        self._writer.add_event(self._events.Event(wall_time=time.time(), step=step + 1, session_log=log))
+
+    def close(self, *, failed: bool) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """Weights & Biases; a resumed run goes on under the same id, and values it already has are not sent again."""
+
+    def __init__(self, context: SinkContext) -> None:
+        self._run = importlib.import_module("wandb").init(
+            project="tidemill",
+            name=context.run,
+            id=context.run_id,
+            resume="allow",
+            config=context.config,
+            dir=str(context.directory),
+        )
+
+    def step(self, step: int, values: dict[str, float]) -> None:
+        # It only takes rising steps: what a resumed run repeats is passed over by it, and equal to what it has.
+        self._run.log(values, step=step)
+
+    def rewind(self, step: int) -> None:
+        pass
+
+    def close(self, *, failed: bool) -> None:
+        self._run.finish(exit_code=1 if failed else 0)
+
+
+class TrackioSink:
+    """trackio, a local dashboard."""
+
+    def __init__(self, context: SinkContext) -> None:
+        self._trackio = importlib.import_module("trackio")
+        name = f"{context.run}-{context.run_id}"
+        self._trackio.init(project="tidemill", name=name, resume="allow", config=context.config)
+
+    def step(self, step: int, values: dict[str, float]) -> None:
+        self._trackio.log(values, step=step)
+
+    def rewind(self, step: int) -> None:
+        pass
+
+    def close(self, *, failed: bool) -> None:
+        self._trackio.finish()
+
+
+SINKS: dict[str, Callable[[SinkContext], Sink]] = {
+    "tensorboard": TensorBoardSink,
+    "wandb": WandbSink,
+    "trackio": TrackioSink,
+}
+
+
+def check_sinks(names: Sequence[str]) -> None:
+    """Refuse sinks that are not installed, before anything is started.
+
+    Raises:
+        UserError: naming the command that installs it.
+    """
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            cure = f"install it with: pip install 'tidemill[{name}]'"
+            raise UserError(f"{name} is not installed", where="telemetry.sinks", cure=cure)
+
+
+class SinkSet:
+    """The chosen sinks, each dropped at its first fault; `warn(sink, error)` is called once for it."""
+
+    def __init__(self, warn: Callable[[str, str], None]) -> None:
+        self._warn = warn
+        self._open: dict[str, Sink] = {}
+
+    def open(self, names: Sequence[str], context: SinkContext) -> None:
+        """Open every sink.
+
+        Raises:
+            UserError: one cannot be opened for a new run. (A resumed run goes on without it.)
+        """
+        for name in dict.fromkeys(names):
+            try:
+                self._open[name] = SINKS[name](context)
+            except Exception as error:
+                if not context.resumed:
+                    cure = f"set it up, or leave {name} out of telemetry.sinks"
+                    what = f"{name} cannot be opened: {_short(error)}"
+                    raise UserError(what, where="telemetry.sinks", cure=cure) from error
+                self._warn(name, _short(error))
+
+    def step(self, step: int, values: dict[str, float]) -> None:
+        finite = {name: value for name, value in values.items() if math.isfinite(value)}
+        self._each(lambda sink: sink.step(step, finite))
+
+    def rewind(self, step: int) -> None:
+        self._each(lambda sink: sink.rewind(step))
+
+    def close(self, *, failed: bool) -> None:
+        self._each(lambda sink: sink.close(failed=failed))
+        self._open.clear()
+
+    def _each(self, call: Callable[[Sink], None]) -> None:
+        for name, sink in list(self._open.items()):
+            try:
+                call(sink)
+            except Exception as error:  # noqa: BLE001 - whatever a foreign library raises must not end the run
+                del self._open[name]
+                self._warn(name, _short(error))
+
+
+def _short(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,0 +1,76 @@
+"""summary.json: the figures of a run, over all its sessions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tidemill.telemetry.evaluations import Evaluation, evaluations
+from tidemill.telemetry.events import past_sessions, read_events
+from tidemill.telemetry.metrics import PEAK_RSS, STEP_TIME, MetricLine, read_metrics
+from tidemill.telemetry.run_dir import RunDirectory
+
+TIMES = ("rollout", "train", "score", "eval")
+
+
+def build_summary(
+    run: RunDirectory, *, outcome: str, total_steps: int, wall_s: float | None = None, peak_rss_bytes: int = 0
+) -> dict[str, Any]:
+    """Figures of the surviving history: each step counts once, however often the run was killed and resumed.
+
+    `wall_s` and `sessions` alone are over everything that ran, repeated work included.
+
+    Args:
+        run: the run directory, locked or not.
+        outcome: "finished", "interrupted" (by the user), "failed" or "running".
+        total_steps: the steps the run was asked for.
+        wall_s: over all sessions; read from the logs when not given.
+        peak_rss_bytes: of this process; earlier sessions' peaks come from the metrics.
+    """
+    lines, events, manifest = read_metrics(run.metrics), read_events(run.events), run.read_manifest()
+    past = past_sessions(run.events, run.metrics)
+    steps = [line for line in lines if line.step > 0]
+    last = lines[-1] if lines else None
+    peaks = [int(line.values.get(PEAK_RSS, 0)) for line in lines]
+    time_rollout_s = _sum(steps, "time_rollout_s")
+    generated = int(_sum(steps, "tokens_generated"))
+    return {
+        "run": manifest.get("run", run.path.name),
+        "model": manifest.get("model", ""),
+        "seed": manifest.get("seed"),
+        "outcome": outcome,
+        "finished": outcome == "finished",
+        "interrupted": outcome == "interrupted",
+        "steps": last.step if last else 0,
+        "total_steps": total_steps,
+        "optimizer_steps": sum(line.optimizer_steps for line in steps),
+        "policy_version": last.policy_version if last else 0,
+        "weights_digest": last.weights_digest if last else "",
+        "sessions": past.count,
+        "wall_s": round(past.wall_s if wall_s is None else wall_s, 3),
+        "training_s": round(_sum(steps, STEP_TIME), 3),
+        "time": {f"{name}_s": round(_sum(lines, f"time_{name}_s"), 3) for name in TIMES},
+        "tokens_generated": generated,
+        "tokens_trained": int(_sum(steps, "tokens_trained")),
+        "tokens_per_s": round(generated / time_rollout_s, 2) if time_rollout_s > 0 else None,
+        "eval": _evaluation(evaluations(events, lines)),
+        "peak_rss_bytes": max([peak_rss_bytes, *peaks]),
+    }
+
+
+def _sum(lines: list[MetricLine], name: str) -> float:
+    return sum(line.values.get(name, 0.0) for line in lines)
+
+
+def _evaluation(found: list[Evaluation]) -> dict[str, Any]:
+    """Before the first step, after the last one evaluated, and the best; None where it was not measured."""
+    before = next((evaluation for evaluation in found if evaluation.step == 0), None)
+    after = found[-1] if found and found[-1].step > 0 else None
+    best = max(found, key=lambda evaluation: (evaluation.greedy_accuracy, -evaluation.step), default=None)
+
+    def entry(evaluation: Evaluation | None) -> dict[str, Any]:
+        return {
+            "greedy_accuracy": evaluation.greedy_accuracy if evaluation else None,
+            "step": evaluation.step if evaluation else None,
+        }
+
+    return {"before": entry(before), "after": entry(after), "best": entry(best), "n": found[-1].n if found else 0}

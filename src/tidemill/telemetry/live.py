@@ -24,7 +24,8 @@ from tidemill.telemetry.progress import Progress
 
 BARS = "▁▂▃▄▅▆▇█"
 PANEL_WIDTH = 100
-TWO_COLUMNS_WIDTH = 76
+TWO_COLUMNS_WIDTH = 84
+LABEL_WIDTH, FIGURES_WIDTH = 10, 24
 REFRESH_PER_S = 4
 ACCENT, QUIET, GOOD, WARN = "cyan", "bright_black", "green", "yellow"
 
@@ -83,7 +84,7 @@ class LiveView:
         progress = self._progress
         width = min(self._console.width, PANEL_WIDTH)
         wide = width >= TWO_COLUMNS_WIDTH
-        spark = max(4, (width - 4) // (2 if wide else 1) - 30)
+        spark = max(4, (width - 4) // (2 if wide else 1) - LABEL_WIDTH - FIGURES_WIDTH - 2)
         table = Table.grid(padding=(0, 1), expand=True)
         cells = [_cell(*row) for row in self._rows(spark)]
         for _ in range(2 if wide else 1):
@@ -93,7 +94,7 @@ class LiveView:
         parts: list[RenderableType] = [table] if progress.values or progress.evaluations else []
         if not self._closed:
             parts.append(self._phase(width))
-        title = Text.assemble((" tidemill ", f"bold {ACCENT}"), (f"{progress.run} ", "bold"))
+        title = Text.assemble(("tidemill ", f"bold {ACCENT}"), (progress.run, "bold"))
         return Panel(
             Group(*parts),
             box=ROUNDED,
@@ -109,10 +110,10 @@ class LiveView:
     def _clocks(self) -> Text:
         progress = self._progress
         running_s = self._clock.now() - self._began_s
-        words = [f" step {progress.step}/{progress.total_steps}", duration(progress.earlier_wall_s + running_s)]
+        words = [f"step {progress.step}/{progress.total_steps}", duration(progress.earlier_wall_s + running_s)]
         if left := progress.left_s():
             words.append(f"{duration(max(0.0, left - (running_s - progress.elapsed_s)))} left")
-        return Text(" · ".join(words) + " ", style=ACCENT)
+        return Text(" · ".join(words), style=ACCENT)
 
     def _rows(self, spark: int) -> list[tuple[str, str, str, str]]:
         """(label, figures, sparkline, style of the sparkline), left and right alternating."""
@@ -125,9 +126,9 @@ class LiveView:
         kl = "kl_ref" if "kl_ref" in values else "approx_kl"
         spread = f" ±{decimal(values['reward_std'])}" if "reward_std" in values else ""
         length = length_words(values)
-        cut = f"  {percent(values['truncated_fraction'])} cut" if values.get("truncated_fraction") else ""
+        cut = f" · {percent(values['truncated_fraction'])} cut" if values.get("truncated_fraction") else ""
         invalid = values.get("samples_invalid", 0)
-        lost = f"  {compact(invalid)} samples invalid" if invalid else ""
+        lost = f" · {compact(invalid)} invalid" if invalid else ""
         speed = f"{compact(values.get('tokens_per_s', 0))} tok/s" if "tokens_per_s" in values else "-"
         return [
             ("reward", decimal(values.get("reward_mean")) + spread, bars("reward_mean"), GOOD),
@@ -136,7 +137,7 @@ class LiveView:
             ("length", length + cut, bars("completion_tokens_mean"), ACCENT),
             ("KL", decimal(values.get(kl)), bars(kl), ACCENT),
             ("clipped", percent(values.get("clip_fraction")), bars("clip_fraction"), ACCENT),
-            ("no signal", no_signal(progress) + " groups" + lost, "" if lost else bars("groups_without_signal"), WARN),
+            ("no signal", no_signal(progress) + " groups" + lost, bars("groups_without_signal"), WARN),
             ("speed", speed, bars("tokens_per_s"), ACCENT),
         ]
 
@@ -145,24 +146,26 @@ class LiveView:
         if not found:
             return "-", ""
         change = f"{decimal(found[0][1])} → {decimal(found[-1][1])}" if len(found) > 1 else decimal(found[0][1])
-        return f"{change}  n {self._progress.evaluation_n}", sparkline([accuracy for _, accuracy in found], spark)
+        return f"{change}  (n {self._progress.evaluation_n})", sparkline([accuracy for _, accuracy in found], spark)
 
     def _phase(self, width: int) -> RenderableType:
         progress = self._progress
         row = Table.grid(padding=(0, 1))
         total = progress.total or 1
+        count = f"{progress.done}/{progress.total}" if progress.total else ""
         bar = ProgressBar(
             total=total,
             completed=progress.done,
-            width=max(10, width - 34),
+            width=max(10, width - 6 - LABEL_WIDTH - len(count)),
             complete_style=ACCENT,
             finished_style=ACCENT,
             style=QUIET,
         )
-        count = f"{progress.done}/{progress.total}" if progress.total else ""
-        row.add_row(Text(f"{progress.phase or 'working':<10}", style="bold"), bar, Text(count, style=QUIET))
+        row.add_row(Text(f"{progress.phase or 'working':<{LABEL_WIDTH}}", style="bold"), bar, Text(count, style=QUIET))
         return row
 
 
 def _cell(label: str, figures: str, bars: str, style: str) -> Text:
-    return Text.assemble((f"{label:<10}", QUIET), (f"{figures:<18}", "bold"), (bars, style), no_wrap=True)
+    return Text.assemble(
+        (f"{label:<{LABEL_WIDTH}}", QUIET), (f"{figures:<{FIGURES_WIDTH}}", "bold"), (bars, style), no_wrap=True
+    )

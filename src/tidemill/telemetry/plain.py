@@ -55,7 +55,7 @@ def step_words(progress: Progress) -> str:
 
 
 def length_words(values: dict[str, float]) -> str:
-    return f"{decimal(values.get('completion_tokens_mean'))} max {compact(values.get('completion_tokens_max', 0))}"
+    return f"{compact(values.get('completion_tokens_mean', 0))} max {compact(values.get('completion_tokens_max', 0))}"
 
 
 def no_signal(progress: Progress) -> str:

@@ -1,0 +1,28 @@
+"""report.html: the whole run on one page that needs nothing but a browser. Works at any moment of a run's life."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tidemill.core.errors import UserError
+from tidemill.telemetry.jsonl import write_atomically
+from tidemill.telemetry.report.page import render
+from tidemill.telemetry.report.story import read_story
+from tidemill.telemetry.run_dir import RunDirectory
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write RUN/report.html from what the run directory holds now; no lock is taken, the run may be in progress.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        UserError: there is no run in that directory, or the page cannot be written.
+    """
+    run = RunDirectory(run_dir)
+    if not any(path.exists() for path in (run.config, run.manifest, run.events, run.metrics)):
+        cure = "name the directory given to `tidemill train` as --run.dir"
+        raise UserError("no run here (no config.toml, no events)", where=str(run_dir), cure=cure)
+    write_atomically(run.report, render(read_story(run)).encode())
+    return run.report

@@ -1,0 +1,141 @@
+"""Which curves the page draws, and their data."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+from tidemill.core.records import Record
+from tidemill.telemetry.events import RESUME
+from tidemill.telemetry.metrics import GREEDY_ACCURACY, METRICS, PEAK_RSS, STEP_TIME
+from tidemill.telemetry.report.story import Story
+
+OTHER_CHARTS = 12
+FIGURES = 6
+
+
+class Chart(Record):
+    """One curve or several that share an axis. `band` is drawn around the first series."""
+
+    title: str
+    note: str
+    series: tuple[tuple[str, str], ...]  # (metric, label)
+    band: str = ""  # metric: half the band's height
+    kind: Literal["line", "points", "stacked"] = "line"
+    low: float | None = None
+    high: float | None = None
+    scale: float = 1.0  # shown value = metric * scale
+
+
+CHARTS: tuple[Chart, ...] = (
+    Chart(
+        title="Held-out accuracy",
+        note="mean reward, greedy",
+        series=((GREEDY_ACCURACY, "accuracy"),),
+        kind="points",
+        low=0,
+        high=1,
+    ),
+    Chart(title="Reward", note="mean ± deviation", series=(("reward_mean", "mean"),), band="reward_std"),
+    Chart(title="Entropy", note="nats per token", series=(("entropy", "entropy"),), low=0),
+    Chart(
+        title="KL", note="nats per token", series=(("approx_kl", "of the update"), ("kl_ref", "to reference")), low=0
+    ),
+    Chart(title="Clip fraction", note="% of tokens", series=(("clip_fraction", "clipped"),), low=0, scale=100),
+    Chart(
+        title="Completion length",
+        note="tokens",
+        series=(("completion_tokens_mean", "mean"), ("completion_tokens_max", "longest")),
+        low=0,
+    ),
+    Chart(title="Cut by the limit", note="% of samples", series=(("truncated_fraction", "cut"),), low=0, scale=100),
+    Chart(
+        title="Without signal",
+        note="per step",
+        series=(
+            ("groups_without_signal", "groups"),
+            ("groups_skipped_invalid", "groups skipped"),
+            ("samples_invalid", "samples invalid"),
+        ),
+        low=0,
+    ),
+    Chart(title="Gradient norm", note="before clipping", series=(("grad_norm", "norm"),), low=0),
+    Chart(title="Learning rate", note="", series=(("learning_rate", "rate"),), low=0),
+    Chart(
+        title="Time per step",
+        note="seconds",
+        series=(
+            ("time_rollout_s", "rollout"),
+            ("time_train_s", "training"),
+            ("time_score_s", "scoring"),
+            ("time_eval_s", "evaluation"),
+        ),
+        kind="stacked",
+        low=0,
+    ),
+    Chart(title="Generation speed", note="tokens per second", series=(("tokens_per_s", "speed"),), low=0),
+    Chart(title="Engine against trainer", note="KL, nats per token", series=(("mismatch_kl", "mismatch"),), low=0),
+    Chart(title="Importance ratio", note="", series=(("ratio_mean", "mean"), ("ratio_max", "largest"))),
+    Chart(title="Effective sample size", note="share", series=(("effective_sample_size", "share"),), low=0, high=1),
+    Chart(
+        title="Prompt tokens",
+        note="per step",
+        series=(("prompt_tokens_computed", "computed"), ("prompt_tokens_reused", "reused")),
+        low=0,
+    ),
+    Chart(title="Peak memory", note="GB", series=((PEAK_RSS, "memory"),), low=0, scale=1e-9),
+)
+
+DRAWN_ELSEWHERE = {"eval/n", "ratio_var", "tokens_generated", "tokens_trained", "reward_std", STEP_TIME, "loss"}
+
+
+def chart_data(story: Story) -> dict[str, Any]:
+    """What the page's script draws: the steps, and every chart that has at least one value."""
+    by_step = {line.step: dict(line.values) for line in story.metrics}
+    for evaluation in story.evaluations:
+        by_step.setdefault(evaluation.step, {})[GREEDY_ACCURACY] = evaluation.greedy_accuracy
+    steps = sorted(by_step)
+    rows = [by_step[step] for step in steps]
+    known = {name for chart in CHARTS for name, _ in chart.series} | DRAWN_ELSEWHERE
+    others = sorted({name for row in rows for name in row} - known)[:OTHER_CHARTS]
+    charts = [*CHARTS, *(_other(name) for name in others)]
+    resumed = sorted({event["step"] for event in story.events if event["event"] == RESUME and _is_step(event)})
+    drawn = [data for chart in charts if (data := _draw(chart, rows))]
+    return {"steps": steps, "resumed": resumed, "charts": drawn}
+
+
+def _is_step(event: dict[str, Any]) -> bool:
+    return isinstance(event.get("step"), int)
+
+
+def _other(name: str) -> Chart:
+    return Chart(title=name, note=METRICS[name].unit if name in METRICS else "", series=((name, name),))
+
+
+def _draw(chart: Chart, rows: list[dict[str, float]]) -> dict[str, Any] | None:
+    series = [
+        {"label": label, "values": [_shown(row.get(name), chart.scale) for row in rows]}
+        for name, label in chart.series
+        if any(name in row for row in rows)
+    ]
+    if chart.kind == "stacked":
+        series = [one for one in series if any(one["values"])]
+    if not series:
+        return None
+    band = [_shown(row.get(chart.band), chart.scale) for row in rows] if chart.band else []
+    return {
+        "title": chart.title,
+        "note": chart.note,
+        "kind": chart.kind,
+        "low": chart.low,
+        "high": chart.high,
+        "series": series,
+        "band": band if any(value is not None for value in band) else [],
+    }
+
+
+def _shown(value: float | None, scale: float) -> float | None:
+    """Few figures keep the page small; JSON has no NaN."""
+    if value is None or not math.isfinite(value):
+        return None
+    return float(f"{value * scale:.{FIGURES}g}")

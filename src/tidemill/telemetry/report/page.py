@@ -1,0 +1,156 @@
+"""From a Story to HTML. Every word of the run passes through the template's escaping."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+import tidemill
+from tidemill.telemetry.events import CHECKPOINT, EVALUATION, RESUME, SESSION_END, SESSION_START, SINK_FAILED
+from tidemill.telemetry.numerals import compact, decimal, duration, gigabytes
+from tidemill.telemetry.report.charts import chart_data
+from tidemill.telemetry.report.histograms import HEIGHT, MARGIN, WIDTH, histograms
+from tidemill.telemetry.report.showcase import LEGEND, best_and_worst, pairs
+from tidemill.telemetry.report.story import SampleWindow, Story
+from tidemill.telemetry.report.words import ENDINGS, before_and_after, findings, headline, wilson_interval
+
+HERE = Path(__file__).parent
+TOLD_EVENTS = (SESSION_START, SESSION_END, RESUME, EVALUATION, CHECKPOINT, SINK_FAILED)
+EVENTS_SHOWN = 500
+PLAIN_KEYS = ("time", "session", "elapsed_s", "event")
+
+
+def render(story: Story) -> str:
+    """The page as text."""
+    environment = Environment(
+        loader=FileSystemLoader(HERE / "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("report.html.j2").render(context(story))
+
+
+def context(story: Story) -> dict[str, Any]:
+    """What the template is given."""
+    held_out, held_out_words = pairs(story)
+    galleries = [
+        {"steps": steps_words(window), "best": best, "worst": worst}
+        for window in (story.last, story.first)
+        for best, worst in [best_and_worst(window)]
+        if best or worst
+    ]
+    return {
+        "story": story,
+        "headline": headline(story),
+        "ending": ENDINGS.get(story.outcome, ENDINGS["unknown"]),
+        "accuracy": accuracy(story),
+        "tiles": tiles(story),
+        "findings": findings(story),
+        "chart_json": script_json(chart_data(story)),
+        "histograms": histograms(story.first, story.last),
+        "svg": {"width": WIDTH, "height": HEIGHT, "floor": HEIGHT - MARGIN},
+        "first_steps": steps_words(story.first),
+        "last_steps": steps_words(story.last),
+        "pairs": held_out,
+        "pairs_words": held_out_words,
+        "galleries": galleries,
+        "legend": LEGEND,
+        "events": event_rows(story),
+        "sessions": list(reversed(story.manifest.get("sessions", []))),
+        "manifest_text": msgspec.json.format(msgspec.json.encode(story.manifest)).decode() if story.manifest else "",
+        # Of the page's own scripts; no other one is run.
+        "nonce": secrets.token_urlsafe(12),
+        "version": tidemill.__version__,
+        "style": trusted("templates/report.css"),
+        "script": trusted("templates/report.js"),
+        "uplot_style": trusted("vendor/uplot/uPlot.min.css"),
+        "uplot_script": trusted("vendor/uplot/uPlot.iife.min.js"),
+        "uplot_license": (HERE / "vendor/uplot/LICENSE").read_text(encoding="utf-8"),
+    }
+
+
+def trusted(name: str) -> str:
+    """A file of this package, put into the page as it is."""
+    return (HERE / name).read_text(encoding="utf-8")
+
+
+def script_json(value: Any) -> str:
+    """JSON that nothing inside can end its script element with: angle brackets and ampersands are escaped."""
+    text = msgspec.json.encode(value).decode()
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def accuracy(story: Story) -> dict[str, Any] | None:
+    """Figures of the before/after panel; None without an evaluation."""
+    before, after = before_and_after(story)
+    shown = [(label, one) for label, one in (("before", before), ("after", after)) if one]
+    if not shown:
+        return None
+    rows = []
+    for label, one in shown:
+        low, high = wilson_interval(min(1.0, max(0.0, one.greedy_accuracy)), one.n)
+        rows.append(
+            {
+                "label": label,
+                "value": decimal(one.greedy_accuracy),
+                "share": 100 * min(1.0, max(0.0, one.greedy_accuracy)),
+                "low": 100 * low,
+                "high": 100 * high,
+                "interval": f"{low:.2f}-{high:.2f}" if one.n else "",
+                "step": one.step,
+            }
+        )
+    return {"rows": rows, "n": shown[-1][1].n}
+
+
+def tiles(story: Story) -> list[tuple[str, str, str]]:
+    """(label, figure, remark)."""
+    summary = story.summary
+    steps = f"{summary['steps']} / {summary['total_steps']}" if summary["total_steps"] else str(summary["steps"])
+    sessions = summary["sessions"]
+    speed = summary["tokens_per_s"]
+    rows = [
+        ("Steps", steps, f"version {summary['policy_version']}"),
+        ("Wall time", duration(summary["wall_s"]), f"in {sessions} sessions" if sessions > 1 else "one session"),
+        ("Training", duration(summary["training_s"]), "steps that count, without evaluation"),
+        ("Tokens generated", compact(summary["tokens_generated"]), f"{compact(speed)} tokens/s" if speed else ""),
+        ("Tokens trained", compact(summary["tokens_trained"]), f"{summary['optimizer_steps']} optimizer steps"),
+        ("Peak memory", gigabytes(summary["peak_rss_bytes"]), "largest of all sessions"),
+    ]
+    return rows if story.metrics else rows[:2]
+
+
+def steps_words(window: SampleWindow) -> str:
+    """`steps 1-3`; empty without any."""
+    if not window.steps:
+        return ""
+    low, high = window.steps[0], window.steps[-1]
+    return f"steps {low}-{high}" if high > low else f"step {low}"
+
+
+def event_rows(story: Story) -> list[dict[str, Any]]:
+    """The turns of the story, newest first: everything but the spans of ordinary steps."""
+    told = [event for event in story.events if event["event"] in TOLD_EVENTS or event.get("error")]
+    return [
+        {
+            "time": str(event.get("time", "")).replace("T", " ").removesuffix("Z"),
+            "session": event.get("session", ""),
+            "event": event["event"],
+            "fields": ", ".join(
+                f"{key} {_field(value)}" for key, value in event.items() if key not in PLAIN_KEYS and value is not None
+            ),
+        }
+        for event in reversed(told[-EVENTS_SHOWN:])
+    ]
+
+
+def _field(value: Any) -> str:
+    return decimal(value) if isinstance(value, float) else str(value)

@@ -1,0 +1,116 @@
+"""Everything a report tells, read from a run directory that may be empty, half-written or still growing."""
+
+from __future__ import annotations
+
+import os
+import platform
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tidemill.core.records import Record
+from tidemill.telemetry.evaluations import Evaluation, evaluations
+from tidemill.telemetry.events import SESSION_END, SESSION_START, read_events
+from tidemill.telemetry.metrics import MetricLine, read_metrics
+from tidemill.telemetry.run_dir import RunDirectory
+from tidemill.telemetry.samples import Sample, read_samples
+from tidemill.telemetry.summary import build_summary
+
+WINDOW_STEPS = 3
+
+
+class SampleWindow(Record):
+    """Training samples of a few steps next to each other."""
+
+    steps: tuple[int, ...] = ()
+    samples: tuple[Sample, ...] = ()
+
+
+class Story(Record):
+    """What the page is made from."""
+
+    name: str
+    outcome: str  # finished, interrupted, failed, running, killed, unknown
+    summary: dict[str, Any]
+    metrics: tuple[MetricLine, ...]
+    evaluations: tuple[Evaluation, ...]
+    events: tuple[dict[str, Any], ...]
+    manifest: dict[str, Any]
+    config_text: str
+    groups: int  # per batch; 0 when the configuration does not say
+    first: SampleWindow
+    last: SampleWindow
+    evaluated_first: SampleWindow  # held-out samples of the first and the last evaluation
+    evaluated_last: SampleWindow
+
+
+def read_story(run: RunDirectory) -> Story:
+    """Read it all; whatever is missing or torn is left out."""
+    lines, events = read_metrics(run.metrics), read_events(run.events)
+    config_text = run.config.read_text(encoding="utf-8", errors="replace") if run.exists else ""
+    config = _parse(config_text)
+    outcome = outcome_of(events)
+    peak_rss_bytes = int(run.read_summary().get("peak_rss_bytes") or 0)
+    summary = build_summary(
+        run, outcome=outcome, total_steps=_whole(config.get("trainer"), "steps"), peak_rss_bytes=peak_rss_bytes
+    )
+    files = run.sample_files()
+    train = [(step, path) for step, purpose, path in files if purpose == "train"]
+    held_out = [(step, path) for step, purpose, path in files if purpose.startswith("eval")]
+    window = min(WINDOW_STEPS, max(1, len(train) // 2))
+    return Story(
+        name=str(summary["run"]),
+        outcome=outcome,
+        summary=summary,
+        groups=_whole(config.get("batch"), "prompts"),
+        metrics=tuple(lines),
+        evaluations=tuple(evaluations(events, lines)),
+        events=tuple(events),
+        manifest=run.read_manifest(),
+        config_text=config_text,
+        first=_window(train[:window]),
+        last=_window(train[-window:] if len(train) > 1 else []),
+        evaluated_first=_window(held_out[:1]),
+        evaluated_last=_window(held_out[-1:] if len(held_out) > 1 else []),
+    )
+
+
+def outcome_of(events: Sequence[dict[str, Any]]) -> str:
+    """How the newest session ended; without a word about its end, whether its process still lives."""
+    sessions = [event for event in events if event["event"] in (SESSION_START, SESSION_END)]
+    if not sessions:
+        return "unknown"
+    newest = sessions[-1]
+    if newest["event"] == SESSION_END:
+        return str(newest.get("outcome", "unknown"))
+    if newest.get("host") != platform.node() or not isinstance(newest.get("pid"), int):
+        return "unknown"
+    return "running" if _alive(newest["pid"]) else "killed"
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def _parse(text: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        return {}
+
+
+def _whole(section: Any, key: str) -> int:
+    value = section.get(key) if isinstance(section, dict) else None
+    return value if isinstance(value, int) else 0
+
+
+def _window(files: Sequence[tuple[int, Path]]) -> SampleWindow:
+    samples = tuple(sample for _, path in files for sample in read_samples(path))
+    return SampleWindow(steps=tuple(step for step, _ in files), samples=samples)

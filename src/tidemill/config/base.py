@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from pydantic import BaseModel, ConfigDict
 
 
@@ -11,3 +13,13 @@ class Config(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
     )
+
+
+ConfigT = TypeVar("ConfigT", bound=Config)
+
+
+def refuse(faults: list[str], config: ConfigT) -> ConfigT:
+    """`config` itself where nothing is wrong; else a ValueError with one fault and its cure a line."""
+    if faults:
+        raise ValueError("\n".join(faults))
+    return config

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from tidemill.config.base import Config
+from tidemill.config.base import Config, refuse
 
 Probability = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+PYTHON_FUNCTION = re.compile(r"([A-Za-z_][\w.]*|.+\.py):[A-Za-z_]\w*")
+
+
+BUILT_IN_MODELS = ("smollm2-135m", "char")
 
 
 class RunConfig(Config):
@@ -37,6 +43,24 @@ class CharModelConfig(Config):
     seed: int = Field(0, ge=0)
     """Seeds the initial weights."""
 
+    @model_validator(mode="after")
+    def _buildable(self) -> CharModelConfig:
+        faults = []
+        if self.hidden_size % self.heads:
+            faults.append(
+                f"heads = {self.heads} does not divide hidden_size = {self.hidden_size}; make it a multiple of heads"
+            )
+        elif self.hidden_size // self.heads % 2:
+            faults.append(
+                f"hidden_size / heads = {self.hidden_size // self.heads} is odd and rotary positions need pairs; "
+                "make it even"
+            )
+        if twice := "".join(sorted({char for char in self.alphabet if self.alphabet.count(char) > 1})):
+            faults.append(f"alphabet repeats {twice!r}; name every character once")
+        if not self.alphabet:
+            faults.append("alphabet is empty; name the characters the task writes with")
+        return refuse(faults, self)
+
 
 class ModelConfig(Config):
     source: str = "smollm2-135m"
@@ -46,6 +70,17 @@ class ModelConfig(Config):
     chat_template: bool = False
     """Wrap each prompt as a user message in the model's chat template."""
     char: CharModelConfig = CharModelConfig()
+
+    @model_validator(mode="after")
+    def _known_source(self) -> ModelConfig:
+        faults = []
+        if not self.source.strip():
+            faults.append("source is empty; name a model (`tidemill model list` shows the built-in ones)")
+        if self.source in BUILT_IN_MODELS and self.revision is not None:
+            faults.append(f'revision is only for hub ids, and source is "{self.source}"; leave revision out')
+        if self.source == "char" and self.chat_template:
+            faults.append('the "char" model has no chat template; set chat_template = false')
+        return refuse(faults, self)
 
 
 class ArithmeticTask(Config):
@@ -58,6 +93,17 @@ class ArithmeticTask(Config):
     """Worked examples before the question, the same for every prompt."""
     held_out_fraction: float = Field(0.25, gt=0, lt=1)
     """Share of the problems kept for evaluation; a + b and b + a always fall on the same side."""
+
+    @model_validator(mode="after")
+    def _known_operators(self) -> ArithmeticTask:
+        faults = []
+        if not self.operators:
+            faults.append('operators is empty; name at least one of + - *, for example "+"')
+        if unknown := "".join(sorted(set(self.operators) - set("+-*"))):
+            faults.append(
+                f"operators = {self.operators!r} holds {unknown!r}; only + - * are known, written without spaces"
+            )
+        return refuse(faults, self)
 
 
 class ReasoningGymTask(Config):
@@ -99,9 +145,35 @@ class RewardConfig(Config):
     function: str = ""
     """python: `package.module:function` or `path/file.py:function`, taking (prompt, completion, answer, metadata)."""
 
+    @model_validator(mode="after")
+    def _complete(self) -> RewardConfig:
+        faults = []
+        if self.kind == "regex" and not self.pattern:
+            faults.append('kind = "regex" needs a pattern; set pattern to the expression to search for')
+        if self.kind == "length" and not self.target_tokens:
+            faults.append('kind = "length" needs target_tokens; set it to the completion length that scores 1')
+        if self.kind == "python" and not self.function:
+            faults.append(
+                'kind = "python" needs a function; set function = "package.module:function" or "file.py:function"'
+            )
+        for name, kind in (("pattern", "regex"), ("target_tokens", "length"), ("function", "python")):
+            if getattr(self, name) and self.kind != kind:
+                faults.append(
+                    f'{name} is only for kind = "{kind}", and kind is "{self.kind}"; change kind or leave {name} out'
+                )
+        if self.function and not PYTHON_FUNCTION.fullmatch(self.function):
+            faults.append(
+                f'function = "{self.function}" names no function; write "package.module:function" or "file.py:function"'
+            )
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            faults.append(f"pattern {self.pattern!r} is not a regular expression ({error}); correct it")
+        return refuse(faults, self)
+
 
 class ScoringConfig(Config):
-    rewards: tuple[RewardConfig, ...] = (RewardConfig(kind="exact"),)
+    rewards: tuple[RewardConfig, ...] = Field((RewardConfig(kind="exact"),), min_length=1)
     """Summed, each with its weight."""
     timeout_s: float = Field(10.0, gt=0)
     """A reward that takes longer is invalid for that sample."""
@@ -174,7 +246,7 @@ class AlgorithmConfig(Config):
 class OptimizerConfig(Config):
     learning_rate: float = Field(1e-5, gt=0)
     """Peak learning rate of AdamW."""
-    betas: tuple[Probability, Probability] = (0.9, 0.999)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     """AdamW moment decay."""
     eps: float = Field(1e-8, gt=0)
     """AdamW denominator floor."""
@@ -255,11 +327,25 @@ class RunSpec(Config):
 
     @model_validator(mode="after")
     def _consistent(self) -> RunSpec:
+        faults = []
         if self.batch.prompts % self.batch.minibatches:
-            raise ValueError(
+            faults.append(
                 f"batch.minibatches = {self.batch.minibatches} does not divide batch.prompts = {self.batch.prompts}; "
                 "make prompts a multiple of minibatches"
             )
-        if self.model.char.hidden_size % self.model.char.heads:
-            raise ValueError("model.char.heads must divide model.char.hidden_size; change one of them")
-        return self
+        if self.task.kind != "reasoning_gym" and any(reward.kind == "task" for reward in self.scoring.rewards):
+            faults.append(
+                f'scoring.rewards has kind = "task", and task.kind = "{self.task.kind}" brings no checker of its own; '
+                'use "exact" or "numeric" (only reasoning_gym brings one)'
+            )
+        context = self.engine.context_tokens
+        for name, limit in (
+            ("sampling.max_new_tokens", self.sampling.max_new_tokens),
+            ("eval.max_new_tokens", self.eval.max_new_tokens),
+        ):
+            if context and limit >= context:
+                faults.append(
+                    f"{name} = {limit} leaves no room for a prompt in engine.context_tokens = {context}; "
+                    "raise context_tokens, or set it to 0 to take what the task needs"
+                )
+        return refuse(faults, self)

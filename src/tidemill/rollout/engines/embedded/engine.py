@@ -1,0 +1,173 @@
+"""The embedded engine: continuous batching over slots, on the very parameters that are being trained.
+
+A step admits waiting samples into free slots, runs the model once (see `packed` and `fixed`), draws one token for every
+sample that has its logits, and frees the slots of those that finished.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+import torch
+from transformers import PreTrainedModel
+
+from tidemill.core.errors import UserError
+from tidemill.core.protocols import EngineCapabilities, EngineStatus
+from tidemill.core.records import GenerateRequest, PolicyVersion, SampleId, TokenDelta
+from tidemill.rollout.engines.embedded.scheduler import FixedScheduler, PackedScheduler
+from tidemill.rollout.engines.embedded.sequence import Sequence
+from tidemill.rollout.sampling import draw, stream_key
+
+
+class EmbeddedEngine:
+    """Generates with `model` in this process. Not thread-safe: one call at a time.
+
+    Args:
+        model: with packed attention; its parameters are read at every step, never copied.
+        decode: text of token ids, for stop strings.
+        slots: samples decoded at once.
+        context: longest prompt plus completion, tokens.
+        prefill_chunk_tokens: prompt tokens computed in one step beside the running samples.
+        batch_invariant: fixed shapes, bit-identical results whatever the neighbours, cuts and restarts.
+        refresh: called at every load, where `model` is a copy (in bf16, say) of the trained one.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        decode: Callable[[Seq[int]], str],
+        slots: int,
+        context: int,
+        version: PolicyVersion,
+        prefill_chunk_tokens: int = 512,
+        batch_invariant: bool = False,
+        refresh: Callable[[], None] | None = None,
+    ) -> None:
+        self._decode, self._context, self._version, self._refresh = decode, context, version, refresh
+        self._waiting: deque[Sequence] = deque()
+        self._ended: list[Sequence] = []
+        self._generated = 0
+        self._batch_invariant = batch_invariant
+        scheduler = FixedScheduler if batch_invariant else PackedScheduler
+        self._scheduler: FixedScheduler | PackedScheduler = scheduler(
+            model, slots=slots, context=context, prefill_chunk_tokens=prefill_chunk_tokens
+        )
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        return EngineCapabilities(
+            batch_invariant=self._batch_invariant, logprobs=True, keeps_kv=False, lora=False, own_sampler=False
+        )
+
+    def submit(self, requests: Seq[GenerateRequest]) -> None:
+        """Queue samples in the order given.
+
+        Raises:
+            UserError: when a prompt leaves no room for a single new token; nothing of the call is queued then.
+        """
+        sequences = [self._sequence(request) for request in requests]
+        for sequence in sequences:
+            wanted = sequence.request.exact_version
+            if wanted is not None and wanted != self._version.number:
+                sequence.finish = "aborted"
+                sequence.error = f"asked for version {wanted}, the engine has {self._version.number}"
+                self._ended.append(sequence)
+            else:
+                self._waiting.append(sequence)
+
+    def _sequence(self, request: GenerateRequest) -> Sequence:
+        length = (len(request.prompt_ids) + len(request.prefix_ids)) // 4
+        if not request.prompt_ids:
+            raise UserError("an empty prompt has nothing to continue", where=request.sample_id.prompt_id)
+        if length >= self._context:
+            raise UserError(
+                f"a prompt of {length} tokens leaves no room for new ones in a context of {self._context}",
+                where=f"prompt {request.sample_id.prompt_id}",
+                cure="shorten the prompt or raise engine.context_tokens (up to the model's own limit)",
+            )
+        return Sequence(request, self._context)
+
+    def poll(self, deadline_s: float) -> list[TokenDelta]:
+        """Decode for about `deadline_s` seconds, at least one step; one delta for every sample with news."""
+        until = time.monotonic() + deadline_s
+        while self._runnable():
+            self._step()
+            if time.monotonic() >= until:
+                break
+        ended, self._ended = self._ended, []
+        deltas = (sequence.flush(self._version) for sequence in [*ended, *self._scheduler.running])
+        return [delta for delta in deltas if delta is not None]
+
+    @torch.inference_mode()
+    def abort(self, sample_ids: Seq[SampleId]) -> list[TokenDelta]:
+        """Forget samples; their last deltas."""
+        gone = set(sample_ids)
+        victims = [s for s in (*self._waiting, *self._scheduler.running) if s.request.sample_id in gone]
+        self._waiting = deque(s for s in self._waiting if s.request.sample_id not in gone)
+        for sequence in victims:
+            sequence.finish = "aborted"
+        self._scheduler.release()
+        return [delta for delta in (sequence.flush(self._version) for sequence in victims) if delta is not None]
+
+    def load(self, version: PolicyVersion) -> None:
+        """Swap weights at a token boundary. Running samples keep their tokens and recompute their keys and values.
+
+        Tokens made under the old version must have been polled before.
+        """
+        for sequence in reversed(self._scheduler.forget()):
+            sequence.computed = 0
+            self._waiting.appendleft(sequence)
+        if self._refresh is not None:
+            self._refresh()
+        self._version = version
+
+    def status(self) -> EngineStatus:
+        return EngineStatus(
+            version=self._version,
+            running=len(self._scheduler.running),
+            queued=len(self._waiting),
+            free_slots=self._scheduler.free,
+            tokens_generated=self._generated,
+            prompt_tokens_computed=self._scheduler.prompt_tokens_computed,
+            prompt_tokens_reused=self._scheduler.prompt_tokens_reused,
+        )
+
+    def _runnable(self) -> bool:
+        ready = bool(self._waiting) and self._waiting[0].request.min_version <= self._version.number
+        return ready or bool(self._scheduler.running)
+
+    @torch.inference_mode()
+    def _step(self) -> None:
+        sequences, logits = self._scheduler.step(self._waiting, self._version.number)
+        if not sequences:
+            return
+        keys = [stream_key(s.sample_key, s.completion_length) for s in sequences]
+        drawn = draw(logits, keys, [s.request.sampling for s in sequences])
+        for sequence, token_id, logprob in zip(
+            sequences, drawn.token_ids.tolist(), drawn.logprobs.tolist(), strict=True
+        ):
+            sequence.append(token_id, logprob)
+            self._judge(sequence, token_id)
+        self._generated += len(sequences)
+        self._ended.extend(s for s in sequences if s.finish is not None)
+        self._scheduler.release()
+
+    def _judge(self, sequence: Sequence, token_id: int) -> None:
+        """Decide whether a sample ends with its newest token."""
+        sampling = sequence.request.sampling
+        if token_id in sampling.stop_token_ids or self._at_stop_string(sequence):
+            sequence.finish = "stop"
+        elif sequence.completion_length >= sampling.max_new_tokens or sequence.known >= self._context:
+            sequence.finish = "length"
+
+    def _at_stop_string(self, sequence: Sequence) -> bool:
+        strings = sequence.request.sampling.stop_strings
+        if not strings:
+            return False
+        longest = max(len(string.encode()) for string in strings)
+        tail = self._decode(sequence.completion[-longest - 1 :].tolist())
+        return any(string in tail for string in strings)

@@ -1,0 +1,193 @@
+"""Which sample holds which slot, and what one step computes: one scheduler per forward."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+
+import torch
+from transformers import PreTrainedModel
+
+from tidemill.rollout.engines.embedded.cache import SlotCache
+from tidemill.rollout.engines.embedded.fixed import CHUNK, decode_forward, prompt_forward
+from tidemill.rollout.engines.embedded.packed import Job, packed_forward
+from tidemill.rollout.engines.embedded.sequence import Sequence
+
+_REMEMBERED_PROMPTS = 64  # whose last logits are kept for siblings (one vocabulary row each)
+
+
+class PackedScheduler:
+    """Running samples hold the rows 0..R-1, so that decoding reads a slice of the cache; the row after the last slot is
+    where a prompt longer than one step's budget is computed chunk by chunk, to be shared by whoever needs it."""
+
+    def __init__(self, model: PreTrainedModel, *, slots: int, context: int, prefill_chunk_tokens: int) -> None:
+        self._model, self._slots, self._budget = model, slots, prefill_chunk_tokens
+        self._device = next(model.parameters()).device
+        self._cache = SlotCache(rows=slots + 1, context=context)
+        self.running: list[Sequence] = []
+        self.prompt_tokens_computed = 0
+        self.prompt_tokens_reused = 0
+
+    @property
+    def free(self) -> int:
+        return self._slots - len(self.running)
+
+    def step(self, waiting: deque[Sequence], version: int) -> tuple[list[Sequence], torch.Tensor]:
+        """Run the model once; the sequences that may draw their next token, and their logits [n, V]."""
+        running = list(self.running)
+        jobs, admitted = self._admit(waiting, version)
+        staged = not admitted and bool(waiting) and self.free > 0 and waiting[0].request.min_version <= version
+        if staged:
+            jobs = [self._stage(waiting[0])]
+        logits = packed_forward(self._model, self._cache, jobs, running, self._device)
+        for row, sequence in enumerate([*running, *admitted]):
+            sequence.computed = sequence.known if row >= len(running) else sequence.computed + 1
+        for row, sequence in enumerate(admitted, len(running)):
+            self._cache.keep(row, sequence.tokens)
+        if staged:
+            past, chunk = jobs[0].past, len(jobs[0].suffixes[0])
+            self._cache.keep(self._slots, waiting[0].tokens[: past + chunk])
+            logits = logits[1:]  # the staged prompt is not finished: nothing to draw from
+        self.running = [*running, *admitted]
+        in_job_order = [s for job in jobs for s in _of_rows(self.running, job.rows)] if not staged else []
+        return [*in_job_order, *running], logits
+
+    def _admit(self, waiting: deque[Sequence], version: int) -> tuple[list[Job], list[Sequence]]:
+        """Take waiting samples into free slots while their new tokens fit the step's budget."""
+        jobs: dict[tuple[int, int], Job] = {}
+        admitted: list[Sequence] = []
+        budget = self._budget
+        while waiting and len(admitted) < self.free and waiting[0].request.min_version <= version:
+            tokens = waiting[0].tokens
+            source, past = self._cache.longest_prefix(tokens[:-1])  # the last token's logits are always computed
+            job = jobs.get((source, past)) or Job(source, past)
+            cost = job.cost(tokens[past:])
+            if cost > budget:
+                break
+            budget -= cost
+            jobs[source, past] = job
+            job.suffixes.append(tokens[past:].copy())
+            job.rows.append(len(self.running) + len(admitted))
+            admitted.append(waiting.popleft())
+            self.prompt_tokens_computed += cost
+            self.prompt_tokens_reused += len(tokens) - cost
+        return list(jobs.values()), admitted
+
+    def _stage(self, sequence: Sequence) -> Job:
+        """The next chunk of a prompt that does not fit one step."""
+        source, past = self._cache.longest_prefix(sequence.tokens[:-1])
+        chunk = sequence.tokens[past : past + self._budget].copy()
+        self.prompt_tokens_computed += len(chunk)
+        self.prompt_tokens_reused -= len(chunk)  # admission will count them as reused
+        return Job(source, past, [chunk], [self._slots])
+
+    def release(self) -> None:
+        """Free the rows of ended samples and close the gaps, so that the running ones are 0..R-1 again."""
+        alive = [row for row, sequence in enumerate(self.running) if sequence.finish is None]
+        count = len(alive)
+        movers = [row for row in alive if row >= count]
+        holes = [row for row in range(count) if self.running[row].finish is not None]
+        for source, target in zip(movers, holes, strict=True):
+            self._cache.copy(source, target, self.running[source].computed)
+            self.running[target] = self.running[source]
+        del self.running[count:]
+
+    def forget(self) -> list[Sequence]:
+        """Drop all keys and values; returns the samples that were running."""
+        self._cache.forget()
+        running, self.running = self.running, []
+        return running
+
+
+class FixedScheduler:
+    """Every sample keeps its row; prompts are computed one chunk at a time, then all rows decode together."""
+
+    def __init__(self, model: PreTrainedModel, *, slots: int, context: int, prefill_chunk_tokens: int) -> None:
+        self._model = model
+        self._chunks = max(1, prefill_chunk_tokens // CHUNK)
+        self._device = next(model.parameters()).device
+        self._cache = SlotCache(rows=slots, context=context)
+        self._rows: list[Sequence | None] = [None] * slots
+        self._last_logits: OrderedDict[bytes, torch.Tensor] = OrderedDict()
+        self.prompt_tokens_computed = 0
+        self.prompt_tokens_reused = 0
+
+    @property
+    def running(self) -> list[Sequence]:
+        return [sequence for sequence in self._rows if sequence is not None]
+
+    @property
+    def free(self) -> int:
+        return self._rows.count(None)
+
+    def step(self, waiting: deque[Sequence], version: int) -> tuple[list[Sequence], torch.Tensor]:
+        """Prompt chunks up to the budget, then one decode step of all rows whose prompt is done."""
+        drawing: list[Sequence] = []
+        logits: list[torch.Tensor] = []
+        chunks = self._chunks
+        for row in self._admissible(waiting, version):
+            sequence = self._rows[row]
+            assert sequence is not None
+            while chunks and sequence.computed < sequence.prompt_length:
+                if (found := self._prompt(row, sequence)) is not None and sequence.known == sequence.prompt_length:
+                    drawing.append(sequence)
+                    logits.append(found)
+                chunks -= 1
+        decoding = [
+            s if s is not None and s.computed >= s.prompt_length and s.computed < s.known else None for s in self._rows
+        ]
+        if any(decoding):
+            decoded = decode_forward(self._model, self._cache, decoding, self._device)
+            for row, sequence in enumerate(decoding):
+                if sequence is not None and sequence.computed == sequence.known:  # a replayed prefix draws nothing
+                    drawing.append(sequence)
+                    logits.append(decoded[row])
+        return drawing, torch.stack(logits) if logits else torch.empty(0, 0)
+
+    def _admissible(self, waiting: deque[Sequence], version: int) -> Iterable[int]:
+        """Rows whose prompt is not done: those of before, then newly admitted ones."""
+        yield from (r for r, s in enumerate(self._rows) if s is not None and s.computed < s.prompt_length)
+        for row, sequence in enumerate(self._rows):
+            if sequence is None and waiting and waiting[0].request.min_version <= version:
+                self._rows[row] = waiting.popleft()
+                yield row
+
+    def _prompt(self, row: int, sequence: Sequence) -> torch.Tensor | None:
+        """Continue a prompt: from what another row holds, or by one chunk; its last logits when it is done."""
+        prompt = sequence.tokens[: sequence.prompt_length]
+        name = prompt.tobytes()
+        source, past = self._cache.longest_prefix(prompt)
+        if past == len(prompt) and name not in self._last_logits:
+            past -= 1  # the last token is computed again for its logits
+        if past <= sequence.computed:
+            before = sequence.computed
+            found = prompt_forward(self._model, self._cache, row, sequence, self._device)
+            self.prompt_tokens_computed += sequence.computed - before
+        else:
+            self.prompt_tokens_reused += past - sequence.computed
+            self._cache.copy(source, row, past)
+            sequence.computed = past
+            found = self._last_logits.get(name) if past == len(prompt) else None
+        self._cache.keep(row, prompt[: sequence.computed])
+        if found is not None:
+            self._last_logits[name] = found
+            self._last_logits.move_to_end(name)
+            while len(self._last_logits) > _REMEMBERED_PROMPTS:
+                self._last_logits.popitem(last=False)
+        return found
+
+    def release(self) -> None:
+        """Free the rows of ended samples."""
+        self._rows = [s if s is not None and s.finish is None else None for s in self._rows]
+
+    def forget(self) -> list[Sequence]:
+        """Drop all keys and values; returns the samples that were running."""
+        self._cache.forget()
+        self._last_logits.clear()
+        running, self._rows = self.running, [None] * len(self._rows)
+        return running
+
+
+def _of_rows(running: list[Sequence], rows: Iterable[int]) -> list[Sequence]:
+    return [running[row] for row in rows]
+

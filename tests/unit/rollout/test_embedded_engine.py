@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from tests.engine_requests import VERSION, Collected, engine, finish_all, prompts, request
+from tests.model_shapes import MODEL_SHAPES, llama
+from tidemill.core.errors import UserError
+from tidemill.core.records import PolicyVersion
+
+
+@pytest.fixture(params=MODEL_SHAPES)
+def shape(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_greedy_tokens_are_those_of_transformers_generate(shape: str, batch_invariant: bool) -> None:
+    """Seven samples over four slots: refilled slots, a window of 8, prompts of different lengths."""
+    texts = [*prompts(3, length=11, shared=5), *prompts(2, length=4), *prompts(2, length=13, shared=5)]
+    reference = MODEL_SHAPES[shape]()
+    expected = [
+        reference.generate(  # type: ignore[operator]
+            torch.tensor([text]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
+        )[0, len(text) :].tolist()
+        for text in texts
+    ]
+    requests = [request(text, temperature=0.0) for text in texts]
+    made = finish_all(engine(MODEL_SHAPES[shape](), batch_invariant=batch_invariant), requests)
+    assert [made.tokens[r.sample_id] for r in requests] == expected
+    assert set(made.finish.values()) == {"length"}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_rollout_logprobs_are_those_of_the_distribution_sampled_from(shape: str, temperature: float) -> None:
+    texts = prompts(3, length=10, shared=6)
+    requests = [request(text, index=i, temperature=temperature) for text in texts for i in range(3)]
+    made = finish_all(engine(MODEL_SHAPES[shape]()), requests)
+    reference = MODEL_SHAPES[shape]()
+    for one, text in zip(requests, [t for t in texts for _ in range(3)], strict=True):
+        completion = made.tokens[one.sample_id]
+        with torch.no_grad():
+            logits = reference(input_ids=torch.tensor([text + completion]), use_cache=False).logits[0]
+        logprobs = (logits[len(text) - 1 : -1] / temperature).log_softmax(-1)
+        expected = logprobs[torch.arange(len(completion)), torch.tensor(completion)]
+        torch.testing.assert_close(torch.tensor(made.logprobs[one.sample_id]), expected, rtol=0, atol=1e-4)
+
+
+def test_a_groups_prompt_and_a_common_header_are_computed_once() -> None:
+    texts = prompts(2, length=10, shared=6)
+    subject = engine(llama(), slots=8)
+    finish_all(subject, [request(text, index=i) for text in texts for i in range(4)])
+    # 6 header tokens + 2 x 4 own ones; the other 8 x 10 - 14 are shared
+    assert (subject.status().prompt_tokens_computed, subject.status().prompt_tokens_reused) == (14, 66)
+
+
+def test_a_sibling_admitted_later_reuses_what_is_resident() -> None:
+    (text,) = prompts(1, length=10)
+    subject = engine(llama(), slots=1)
+    finish_all(subject, [request(text, index=i) for i in range(3)])
+    assert subject.status().prompt_tokens_computed == 10 + 1 + 1  # each sibling computes the last token's logits
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_a_prompt_longer_than_the_budget_is_computed_in_chunks_with_equal_results(batch_invariant: bool) -> None:
+    texts = prompts(2, length=40, shared=35)
+    requests = [request(text, index=i) for text in texts for i in range(3)]
+    whole = finish_all(engine(llama(), batch_invariant=batch_invariant), requests)
+    chunked = engine(llama(), prefill_chunk_tokens=8, batch_invariant=batch_invariant)
+    assert finish_all(chunked, requests).tokens == whole.tokens
+    if not batch_invariant:  # siblings and the header stay shared: 40 + 5 more + at most one token a later sibling
+        assert chunked.status().prompt_tokens_computed <= 45 + 5
+
+
+def test_samples_with_long_prompts_keep_decoding_while_another_is_prefilled() -> None:
+    subject = engine(llama(), prefill_chunk_tokens=4)
+    first, second = prompts(1, length=3)[0], prompts(1, length=40, seed=5)[0]
+    subject.submit([request(first)])
+    made = Collected()
+    made.add(subject.poll(0.0))
+    subject.submit([request(second)])
+    for _ in range(3):
+        made.add(subject.poll(0.0))
+    assert [len(tokens) for tokens in made.tokens.values()] == [4]
+
+
+def test_noise_belongs_to_the_sample_not_to_its_slot() -> None:
+    texts = prompts(4, length=8)
+    requests = [request(text, index=i) for text in texts for i in range(2)]
+    one = finish_all(engine(llama(), slots=8), requests)
+    other = finish_all(engine(llama(), slots=3), requests[::-1])
+    assert one.tokens == other.tokens
+
+
+def test_a_sample_continues_from_its_prefix() -> None:
+    (text,) = prompts(1)
+    whole = finish_all(engine(llama()), [request(text)])
+    (tokens,) = whole.tokens.values()
+    continued = finish_all(engine(llama()), [request(text, prefix=tokens[:5])])
+    assert list(continued.tokens.values()) == [tokens]
+    assert [len(logprobs) for logprobs in continued.logprobs.values()] == [len(tokens) - 5]
+
+
+def test_stop_tokens_and_strings_end_a_sample_and_stay_part_of_it() -> None:
+    (text,) = prompts(1)
+    (tokens,) = finish_all(engine(llama()), [request(text)]).tokens.values()
+    at = tokens.index(tokens[4])
+    by_id = finish_all(engine(llama()), [request(text, stop_token_ids=(tokens[4],))])
+    assert list(by_id.tokens.values()) == [tokens[: at + 1]]
+    assert list(by_id.finish.values()) == ["stop"]
+    spelled = engine(llama(), decode=lambda ids: "".join(f"<{i}>" for i in ids))
+    by_string = finish_all(spelled, [request(text, stop_strings=(f"<{tokens[2]}><{tokens[3]}>",))])
+    assert list(by_string.tokens.values()) == [tokens[:4]]
+
+
+def test_the_context_ends_a_sample() -> None:
+    (text,) = prompts(1, length=9)
+    made = finish_all(engine(llama(), context=14), [request(text)])
+    assert [len(tokens) for tokens in made.tokens.values()] == [5]
+    assert list(made.finish.values()) == ["length"]
+    with pytest.raises(UserError, match="leaves no room"):
+        engine(llama(), context=9).submit([request(text)])
+
+
+def test_top_k_and_top_p_keep_what_they_say() -> None:
+    (text,) = prompts(1)
+    requests = [request(text, index=i, top_k=1, max_new_tokens=5) for i in range(4)]
+    nucleus = [request(text, index=i, top_p=1e-6, max_new_tokens=5) for i in range(4)]
+    greedy = finish_all(engine(llama()), [request(text, temperature=0.0, max_new_tokens=5)])
+    for made in (finish_all(engine(llama()), requests), finish_all(engine(llama()), nucleus)):
+        assert list(made.tokens.values()) == [*greedy.tokens.values()] * 4
+        assert all(logprobs == [0.0] * 5 for logprobs in made.logprobs.values())  # one token kept: probability 1
+
+
+def test_new_weights_are_used_from_the_next_token_on() -> None:
+    """Samples running at a load keep their tokens and go on exactly as a fresh engine of the new weights would."""
+    texts = prompts(2)
+    requests = [request(text) for text in texts]
+    model, after = llama(0), llama(1)
+    subject = engine(model)
+    subject.submit(requests)
+    made = Collected()
+    for _ in range(4):
+        made.add(subject.poll(0.0))
+    before = copy.deepcopy(made.tokens)
+    model.load_state_dict(after.state_dict())
+    subject.load(PolicyVersion(number=1, digest="next"))
+    while subject.status().running or subject.status().queued:
+        deltas = subject.poll(0.0)
+        assert {delta.version.number for delta in deltas} == {1}
+        made.add(deltas)
+    continued = finish_all(
+        engine(after), [request(text, prefix=before[r.sample_id]) for text, r in zip(texts, requests, strict=True)]
+    )
+    assert made.tokens == continued.tokens
+
+
+def test_abort_returns_what_was_made_and_frees_the_slot() -> None:
+    texts = prompts(3)
+    requests = [request(text) for text in texts]
+    subject = engine(llama(), slots=2)
+    subject.submit(requests)
+    made = Collected()
+    made.add(subject.poll(0.0))
+    made.add(subject.abort([requests[0].sample_id, requests[2].sample_id]))
+    assert (subject.status().running, subject.status().queued, subject.status().free_slots) == (1, 0, 1)
+    assert made.finish == {requests[0].sample_id: "aborted", requests[2].sample_id: "aborted"}
+    while subject.status().running:
+        made.add(subject.poll(0.0))
+    alone = finish_all(engine(llama()), [requests[1]])
+    assert made.tokens[requests[1].sample_id] == alone.tokens[requests[1].sample_id]
+
+
+def test_versions_asked_for() -> None:
+    (text,) = prompts(1)
+    subject = engine(llama())
+    waits = request(text)
+    subject.submit([type(waits)(**{f: getattr(waits, f) for f in waits.__struct_fields__} | {"min_version": 1})])
+    assert subject.poll(0.0) == [] and subject.status().queued == 1
+    subject.load(PolicyVersion(number=1, digest="next"))
+    assert subject.poll(0.0)[0].version.number == 1
+    stale = type(waits)(**{f: getattr(waits, f) for f in waits.__struct_fields__} | {"exact_version": VERSION.number})
+    subject.submit([stale])
+    (refused,) = [delta for delta in subject.poll(0.0) if delta.finish == "aborted"]
+    assert "asked for version 0, the engine has 1" in refused.error

@@ -1,0 +1,118 @@
+"""Figures out of turns: ratios, tables, result files."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.turns import SideResult
+
+RESULTS = Path(__file__).resolve().parent / "results"
+BYTES_PER_GB = 1e9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Ours against theirs, in one case. Speed-ups are theirs / ours in seconds for the same work."""
+
+    case: str
+    ours_s: float  # median of the turns' wall time
+    theirs_s: float
+    speedup: float  # median of the rounds' ratios
+    speedup_low: float
+    speedup_high: float
+    speedup_cpu: float  # the same of CPU time
+    target: float | None
+    details: dict[str, Any]
+
+    @property
+    def reached(self) -> bool | None:
+        return None if self.target is None else self.speedup >= self.target
+
+
+def compare(case: str, ours: SideResult, theirs: SideResult, *, target: float | None, **details: object) -> Comparison:
+    """Reduce interleaved turns; round i of one side is compared with round i of the other."""
+    ratios = [b.wall_s / a.wall_s for a, b in zip(ours.turns, theirs.turns, strict=True)]
+    cpu = [b.cpu_s / a.cpu_s for a, b in zip(ours.turns, theirs.turns, strict=True)]
+    work = ours.turns[0].work
+    return Comparison(
+        case=case,
+        ours_s=statistics.median(turn.wall_s for turn in ours.turns),
+        theirs_s=statistics.median(turn.wall_s for turn in theirs.turns),
+        speedup=statistics.median(ratios),
+        speedup_low=min(ratios),
+        speedup_high=max(ratios),
+        speedup_cpu=statistics.median(cpu),
+        target=target,
+        details={
+            "rounds": len(ratios),
+            "samples": work.samples,
+            "prompt_tokens": work.prompt_tokens,
+            "completion_tokens": work.completion_tokens,
+            "ours_peak_rss_bytes": ours.peak_rss_bytes,
+            "theirs_peak_rss_bytes": theirs.peak_rss_bytes,
+            **details,
+        },
+    )
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were taken on."""
+    cpu = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [
+            line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
+        ]
+        cpu = names[0] if names else cpu
+    packages = {name: version(name) for name in ("torch", "transformers", "tidemill")}
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "load_average_1min": os.getloadavg()[0],
+        "python": platform.python_version(),
+        **packages,
+    }
+
+
+def report(
+    name: str, comparisons: Sequence[Comparison], *, theirs: str, notes: Mapping[str, Any] | None = None
+) -> None:
+    """Print the table on standard output and write results/NAME.json."""
+    table = Table(title=f"{name}: Tidemill against {theirs}, one thread, interleaved on one core", box=box.SIMPLE)
+    for column in ("case", "ours s", f"{theirs} s", "times faster", "range", "by CPU time", "target"):
+        table.add_column(column, justify="left" if column == "case" else "right")
+    for item in comparisons:
+        verdict = "" if item.reached is None else f"{item.target:g}x {'reached' if item.reached else 'MISSED'}"
+        spread = f"{item.speedup_low:.2f}-{item.speedup_high:.2f}"
+        figures = (
+            f"{item.ours_s:.2f}",
+            f"{item.theirs_s:.2f}",
+            f"{item.speedup:.2f}x",
+            spread,
+            f"{item.speedup_cpu:.2f}x",
+        )
+        table.add_row(item.case, *figures, verdict)
+    Console(width=140).print(table)
+    cases = [{**vars(item), "reached": item.reached} for item in comparisons]
+    write_result(name, {"theirs": theirs, "cases": cases, **(notes or {})})
+
+
+def write_result(name: str, content: Mapping[str, Any]) -> Path:
+    """Write results/NAME.json with the machine beside the figures."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({"benchmark": name, "machine": machine(), **content}, indent=2) + "\n")
+    print(f"written: {path}")
+    return path

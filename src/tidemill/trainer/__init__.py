@@ -1,0 +1,1 @@
+"""Training: the policy's step, its optimizer and its checkpoints."""

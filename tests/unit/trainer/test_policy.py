@@ -1,0 +1,249 @@
+"""The packed, shared-prefix, micro-batched update against the plain one: every sample on its own, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from tests.model_shapes import MODEL_SHAPES, VOCABULARY, llama
+from tests.trajectories import group, trajectory
+from tidemill.config.schema import RunSpec
+from tidemill.core.buffers import unpack_tokens
+from tidemill.core.records import Group
+from tidemill.models.attention import use_packed_attention
+from tidemill.runtime.compute import ComputeThread
+from tidemill.trainer.policy import PolicyTrainer
+
+LEARNING_RATE = 1e-2
+
+
+def spec(**sections: dict[str, Any]) -> RunSpec:
+    base: dict[str, dict[str, Any]] = {
+        "batch": {"prompts": 3, "group_size": 4, "microbatch_tokens": 4096},
+        "optimizer": {"learning_rate": LEARNING_RATE, "max_grad_norm": 1e9},
+        "sampling": {"max_new_tokens": 12},
+    }
+    return RunSpec.model_validate({name: {**base.get(name, {}), **sections.get(name, {})} for name in {*base, *sections}})
+
+
+def trainer(model: PreTrainedModel, settings: RunSpec, reference: PreTrainedModel | None = None) -> PolicyTrainer:
+    for one in (model, reference):
+        if one is not None:
+            use_packed_attention(one)
+    return PolicyTrainer(model, settings, compute=ComputeThread(), reference=reference)
+
+
+def groups(seed: int = 0, *, count: int = 3, size: int = 4) -> list[Group]:
+    """Prompts with a common header; completions of 1 to 12 tokens, some of which begin alike."""
+    rng = np.random.default_rng(seed)
+    header = rng.integers(2, VOCABULARY, 5).tolist()
+    made = []
+    for position in range(count):
+        prompt = header + rng.integers(2, VOCABULARY, 4).tolist()
+        start = rng.integers(2, VOCABULARY, 2).tolist()
+        samples = [
+            trajectory(prompt, [*start, *rng.integers(2, VOCABULARY, rng.integers(1, 11)).tolist()], reward, index=index)
+            for index, reward in enumerate(rng.normal(size=size).tolist())
+        ]
+        made.append(group(position, samples))
+    return made
+
+
+def plain_logprobs(model: PreTrainedModel, tokens: list[int], prompt: int, temperature: float) -> torch.Tensor:
+    logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, prompt - 1 : -1]
+    logprobs: torch.Tensor = (logits / temperature).log_softmax(-1)
+    return logprobs[torch.arange(len(tokens) - prompt), torch.tensor(tokens[prompt:])]
+
+
+def plain_gradients(
+    model: PreTrainedModel,
+    batch: Sequence[Group],
+    *,
+    normalize: str = "sample",
+    temperature: float = 1.0,
+    reference: PreTrainedModel | None = None,
+    beta: float = 0.0,
+) -> dict[str, torch.Tensor]:
+    """GRPO's first step written out: the ratio is 1, so the gradient of -ratio * A is -A * grad(logprob)."""
+    losses, lengths = [], []
+    for one in batch:
+        rewards = torch.tensor([t.reward.value for t in one.trajectories if t.reward])
+        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+        for sample, advantage in zip(one.trajectories, advantages, strict=True):
+            tokens = unpack_tokens(sample.token_ids)
+            logprobs = plain_logprobs(model, tokens, sample.prompt_length, temperature)
+            loss = -(logprobs - logprobs.detach()).exp() * advantage
+            if reference is not None:
+                with torch.no_grad():
+                    ref = plain_logprobs(reference, tokens, sample.prompt_length, temperature)
+                loss = loss + beta * (torch.exp(ref - logprobs) - (ref - logprobs) - 1)
+            losses.append(loss)
+            lengths.append(len(loss))
+    if normalize == "sample":
+        total = torch.stack([loss.mean() for loss in losses]).mean()
+    else:
+        total = torch.cat(losses).sum() / sum(lengths)
+    model.zero_grad()
+    total.backward()  # type: ignore[no-untyped-call]
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def accumulated(subject: PolicyTrainer, batch: Sequence[Group]) -> dict[str, torch.Tensor]:
+    """Normalised gradients just before the optimizer step."""
+    for one in batch:
+        subject.take(one)
+    (minibatch,) = subject._minibatches
+    if rest := minibatch.close():
+        subject._close(minibatch, rest, backward=True)
+    scale = 1.0 / minibatch.denominator
+    return {name: p.grad * scale for name, p in subject.model.named_parameters() if p.grad is not None}
+
+
+def assert_equal_gradients(ours: dict[str, torch.Tensor], plain: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == plain.keys()
+    largest = max(float(gradient.abs().max()) for gradient in plain.values())
+    for name, gradient in plain.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-5 * largest, msg=name)
+
+
+@pytest.mark.parametrize("shape", MODEL_SHAPES)
+@pytest.mark.parametrize("microbatch_tokens", [4096, 40, 13])
+def test_packed_gradients_equal_plain_ones(shape: str, microbatch_tokens: int) -> None:
+    """One microbatch for everything, one a group, and groups split by samples."""
+    batch = groups()
+    plain = plain_gradients(MODEL_SHAPES[shape](), batch)
+    subject = trainer(MODEL_SHAPES[shape](), spec(batch={"microbatch_tokens": microbatch_tokens}))
+    assert_equal_gradients(accumulated(subject, batch), plain)
+    assert len(subject._minibatches[0].microbatches) == {4096: 1, 40: 3, 13: 12}[microbatch_tokens]
+
+
+def test_vocabulary_in_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = groups()
+    plain = plain_gradients(llama(), batch, temperature=0.7)
+    monkeypatch.setattr("tidemill.trainer.policy.MEGABYTE", 7 * VOCABULARY * 4)  # seven rows of logits at once
+    settings = spec(sampling={"temperature": 0.7}, trainer={"logits_budget_mb": 1})
+    assert_equal_gradients(accumulated(trainer(llama(), settings), batch), plain)
+
+
+def test_token_mean_and_kl_penalty() -> None:
+    batch = groups()
+    plain = plain_gradients(llama(), batch, normalize="token", reference=llama(1), beta=0.3)
+    settings = spec(algorithm={"normalize": "token", "kl_beta": 0.3})
+    assert_equal_gradients(accumulated(trainer(llama(), settings, llama(1)), batch), plain)
+
+
+def test_activation_checkpointing_changes_nothing() -> None:
+    batch = groups()
+    model = llama()
+    model.gradient_checkpointing_enable()
+    model.train()
+    assert_equal_gradients(accumulated(trainer(model, spec()), batch), plain_gradients(llama(), batch))
+
+
+def test_sharing_is_counted() -> None:
+    prompt = [5, 6, 7, 8]
+    samples = [trajectory(prompt, [9, 10, 11], 1.0), trajectory(prompt, [9, 12, 13], 0.0, index=1)]
+    subject = trainer(llama(), spec(batch={"prompts": 1, "group_size": 2}))
+    subject.take(group(0, samples))
+    metrics = subject.learn(1)
+    # inputs 5 6 7 8 9 10 and 5 6 7 8 9 12 share five nodes; the last token of each predicts nothing
+    assert metrics.values["tokens_packed"] == 7
+    assert metrics.values["tokens_unpacked"] == 12
+    assert metrics.values["tokens_trained"] == 6
+
+
+def test_a_group_without_signal_is_skipped_but_keeps_its_place_in_the_mean() -> None:
+    batch = groups(count=2)
+    flat = group(2, [trajectory([3, 4, 5], [6, 7], 1.0, index=i) for i in range(4)])
+    plain = plain_gradients(llama(), [*batch, flat])
+    subject = trainer(llama(), spec())
+    assert_equal_gradients(accumulated(subject, [*batch, flat]), plain)
+    assert subject._sums.groups_without_signal == 1
+    assert subject._sums.tokens_trained == sum(t.completion_length for one in batch for t in one.trajectories)
+
+
+def test_invalid_samples_leave_statistics_loss_and_mean() -> None:
+    (whole,) = groups(count=1)
+    broken = trajectory([3, 4], [5], float("nan"), index=9, valid=False)
+    masked = trajectory([3, 4], [5], 100.0, index=10, weight=0.0)
+    plain = plain_gradients(llama(), [whole])
+    subject = trainer(llama(), spec())
+    assert_equal_gradients(accumulated(subject, [group(0, [*whole.trajectories, broken, masked])]), plain)
+    subject.take(group(1, [whole.trajectories[0], broken]))
+    assert subject._sums.groups_skipped_invalid == 1
+
+
+def test_a_batch_without_any_signal_publishes_the_same_weights() -> None:
+    subject = trainer(llama(), spec())
+    before = subject.version.digest
+    subject.take(group(0, [trajectory([3, 4], [5], 1.0, index=i) for i in range(4)]))
+    metrics = subject.learn(1)
+    assert (metrics.optimizer_steps, subject.version.number, subject.version.digest) == (0, 1, before)
+
+
+def test_minibatches_and_epochs_use_the_ratio_to_the_start_of_the_update() -> None:
+    """Four optimizer steps against the same written out with torch's own AdamW and plain clipping."""
+    batch = groups(count=2)
+    settings = spec(
+        batch={"prompts": 2, "minibatches": 2, "epochs": 2}, optimizer={"learning_rate": 1e-3, "max_grad_norm": 0.5}
+    )
+    subject = trainer(llama(), settings)
+    for one in batch:
+        subject.take(one)
+    metrics = subject.learn(1)
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    samples = [[(unpack_tokens(t.token_ids), t) for t in one.trajectories] for one in batch]
+    with torch.no_grad():
+        proximal = [[plain_logprobs(model, ids, t.prompt_length, 1.0) for ids, t in part] for part in samples]
+    clipped = total = 0
+    for _ in range(2):
+        for part, starts in zip(samples, proximal, strict=True):
+            rewards = torch.tensor([t.reward.value for _, t in part if t.reward])
+            advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+            losses = []
+            for (ids, t), start, a in zip(part, starts, advantages, strict=True):
+                ratio = (plain_logprobs(model, ids, t.prompt_length, 1.0) - start).exp()
+                objective = torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a)
+                clipped += int((ratio.clamp(0.8, 1.2) * a < ratio * a).sum())
+                total += len(ratio)
+                losses.append(-objective.mean())
+            optimizer.zero_grad()
+            torch.stack(losses).mean().backward()  # type: ignore[no-untyped-call]
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+    assert metrics.optimizer_steps == 4
+    assert metrics.values["clip_fraction"] == pytest.approx(clipped / total)
+    assert clipped > 0
+    for (name, ours), plain in zip(subject.model.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-3, atol=2e-5, msg=name)
+
+
+def test_the_update_stops_when_the_policy_moved_too_far() -> None:
+    settings = spec(
+        batch={"prompts": 2, "minibatches": 2, "epochs": 3},
+        algorithm={"kl_stop": 1e-4},
+        optimizer={"learning_rate": 5e-3},
+    )
+    subject = trainer(llama(), settings)
+    for one in groups(count=2):
+        subject.take(one)
+    metrics = subject.learn(1)
+    assert metrics.optimizer_steps == 1
+    assert metrics.values["minibatches_dropped"] == 5
+    assert all(p.grad is None for p in subject.model.parameters())
+
+
+def test_same_batch_same_bits() -> None:
+    digests = []
+    for _ in range(2):
+        subject = trainer(llama(), spec(batch={"microbatch_tokens": 40}))
+        for one in groups():
+            subject.take(one)
+        digests.append(subject.learn(1).version.digest)
+    assert digests[0] == digests[1]

@@ -170,6 +170,9 @@ class Journal(Protocol):
 class Telemetry(Protocol):
     """Where the run's story goes. Never raises for a failing optional sink."""
 
+    def resume(self, step: int) -> None:
+        """Training goes on after `step`: later metrics and samples are dropped, they will be written again."""
+
     def event(self, name: str, **fields: Any) -> None:
         """One line in events.jsonl."""
 

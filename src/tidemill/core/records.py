@@ -110,6 +110,8 @@ class WorkerStatus(Record):
     queued: int
     free_slots: int
     tokens_per_s: float
+    prompt_tokens_computed: int = 0  # since the engine started
+    prompt_tokens_reused: int = 0  # served from a shared prefix instead of being computed
 
 
 class WorkerReport(Record):

@@ -1,0 +1,107 @@
+"""What the ledger writes to its journal: one msgpack blob per message, samples named by their place in the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from tidemill.controller.batch import BatchPlan
+from tidemill.core.records import PolicyVersion, Record, Reward, TokenDelta, Trajectory
+
+
+class EvalResult(Record):
+    """One evaluation's figures."""
+
+    name: str
+    step: int  # committed batches behind the weights
+    version: PolicyVersion
+    greedy_accuracy: float  # share of samples whose evaluation reward is valid and at least 1
+    n: int
+    invalid: int  # samples whose reward failed; counted as wrong
+    truncated_fraction: float
+    completion_tokens_mean: float
+    duration_s: float
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True):
+    """Base of all entries; packed as arrays because there is one per tick."""
+
+
+class Opened(Entry, frozen=True, tag="opened"):
+    """A batch was begun."""
+
+    plan: BatchPlan
+
+
+class Piece(Entry, frozen=True):
+    """New tokens of one sample."""
+
+    ordinal: int
+    attempt: int
+    start: int
+    token_ids: bytes
+    logprobs: bytes
+    version: int  # index into the message's versions
+    finish: Literal["stop", "length"] | None
+
+
+class Accepted(Entry, frozen=True, tag="tokens"):
+    """What was accepted of one worker's report."""
+
+    versions: tuple[PolicyVersion, ...]
+    pieces: tuple[Piece, ...]
+
+
+class Rewarded(Entry, frozen=True, tag="rewards"):
+    """Rewards that arrived together, with the ordinals of their samples."""
+
+    rewards: tuple[tuple[int, Reward], ...]
+
+
+class Evaluated(Entry, frozen=True, tag="evaluation"):
+    """An evaluation was finished. Its samples are kept only until a checkpoint covers them."""
+
+    result: EvalResult
+    samples: tuple[Trajectory, ...] = ()
+
+
+AnyEntry: TypeAlias = Opened | Accepted | Rewarded | Evaluated
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[AnyEntry] = msgspec.msgpack.Decoder(AnyEntry)
+
+
+def encode(entry: AnyEntry) -> bytes:
+    return _encoder.encode(entry)
+
+
+def decode(blob: bytes) -> AnyEntry:
+    """Read an entry back.
+
+    Raises:
+        msgspec.DecodeError: the blob is not one of ours.
+    """
+    return _decoder.decode(blob)
+
+
+def accepted(deltas: Iterable[tuple[int, TokenDelta]]) -> Accepted | None:
+    """The entry for (ordinal, applied delta) pairs; None when they hold nothing that must survive."""
+    versions: dict[PolicyVersion, int] = {}
+    pieces = []
+    for ordinal, delta in deltas:
+        finish = delta.finish if delta.finish in ("stop", "length") else None
+        if delta.token_ids or finish:
+            pieces.append(
+                Piece(
+                    ordinal,
+                    delta.attempt,
+                    delta.start,
+                    delta.token_ids,
+                    delta.logprobs,
+                    versions.setdefault(delta.version, len(versions)),
+                    finish,
+                )
+            )
+    return Accepted(tuple(versions), tuple(pieces)) if pieces else None

@@ -1,0 +1,90 @@
+"""Greedy accuracy on held-out prompts, by the same worker that generates for training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import fmean
+
+import msgspec
+
+from tidemill.controller.batch import Batch, plan_batch
+from tidemill.controller.collection import collecting
+from tidemill.controller.entries import EvalResult
+from tidemill.controller.ledger import Ledger
+from tidemill.controller.rollout import Rollout
+from tidemill.core.errors import UserError
+from tidemill.core.protocols import Scorer
+from tidemill.core.records import PolicyVersion, Prompt, Record, SamplingParams, Trajectory
+
+HELD_OUT = "held_out"
+
+
+class Evaluation(Record):
+    """An evaluation's figures and its samples, in the order of the prompts."""
+
+    result: EvalResult
+    samples: tuple[Trajectory, ...]
+
+
+async def evaluate(
+    *,
+    step: int,
+    version: PolicyVersion,
+    prompts: Sequence[Prompt],
+    rollout: Rollout,
+    scorer: Scorer,
+    sampling: SamplingParams,
+    seed: int,
+    name: str = HELD_OUT,
+) -> Evaluation:
+    """One greedy completion per prompt, judged by `scorer`: 1 is right, anything less is wrong.
+
+    `scorer` is not the training one: what a run is rewarded for (a length, a random control) need not be what it is
+    measured by. Nothing is journalled; an interrupted evaluation starts anew.
+
+    Args:
+        step: committed batches behind `version`, which the worker must have loaded.
+        rollout: its ledger and scorer are not used.
+        sampling: the temperature is set to 0.
+
+    Raises:
+        UserError: there are no prompts.
+        Exception: as `collecting`.
+    """
+    if not prompts:
+        raise UserError(
+            "the task has no held-out prompts", where="task", cure="keep some (held_out_fraction, held_out_path)"
+        )
+    rollout = replace(rollout, scorer=scorer, ledger=Ledger(None), truncated="trained", phase="evaluation")
+    greedy = msgspec.structs.replace(sampling, temperature=0.0, top_k=0, top_p=1.0)
+    members = [(0, prompt) for prompt in prompts]
+    plan = plan_batch(step, members, run_seed=seed, group_size=1, sampling=greedy, purpose=f"eval:{name}")
+    batch = Batch(plan, members, version_number=version.number)
+    began = rollout.clock.now()
+    async with collecting(batch, rollout) as scored:
+        by_prompt = {trajectory.sample_id.prompt_id: trajectory async for trajectory in scored}
+    samples = tuple(by_prompt[prompt.prompt_id] for prompt in prompts)
+    return Evaluation(result=_judged(name, step, version, samples, rollout.clock.now() - began), samples=samples)
+
+
+def correct(trajectory: Trajectory) -> bool:
+    """Whether the evaluation's scorer found the completion right."""
+    reward = trajectory.reward
+    return reward is not None and reward.valid and reward.value >= 1.0 - 1e-6
+
+
+def _judged(
+    name: str, step: int, version: PolicyVersion, samples: Sequence[Trajectory], duration_s: float
+) -> EvalResult:
+    return EvalResult(
+        name=name,
+        step=step,
+        version=version,
+        greedy_accuracy=fmean(correct(sample) for sample in samples),
+        n=len(samples),
+        invalid=sum(sample.reward is None or not sample.reward.valid for sample in samples),
+        truncated_fraction=fmean(sample.truncated for sample in samples),
+        completion_tokens_mean=fmean(sample.completion_length for sample in samples),
+        duration_s=duration_s,
+    )

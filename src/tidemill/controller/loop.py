@@ -1,0 +1,132 @@
+"""The training loop.
+
+```
+ source ──prompts──▶ open ──▶ generate ⇄ score ──groups──▶ accumulate ──▶ commit ──▶ load ──▶ evaluate ──▶ checkpoint
+                      ▲          │         │                 (trainer)   (trainer)  (worker)  (if due)     (if due)
+                      │          ▼         ▼                                                                  │
+                      │        ledger ◀── journal                        ledger.prune ◀───────────────────────┘
+                      └─────────────────────────── the next step ◀────────────────────────────────────────────┘
+```
+A step consumes one batch of prompts and produces one version. Samples are scored one by one as they finish, and a group
+goes to the trainer as soon as its last sample is scored, while others are still being generated. The optimizer moves
+the weights only when no sample is in flight (lag 0), so an engine may share them with the trainer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from tidemill.config.schema import RunSpec
+from tidemill.controller.entries import EvalResult
+from tidemill.controller.ledger import Ledger
+from tidemill.controller.rollout import Rollout, StopRequested
+from tidemill.controller.run import Run
+from tidemill.controller.waiting import Patience
+from tidemill.core.clock import Clock
+from tidemill.core.protocols import Checkpoints, Codec, PromptSource, Scorer, Telemetry, Trainer, Worker
+from tidemill.core.records import PolicyVersion, Record, SamplingParams
+
+
+class LoopResult(Record):
+    """How a call of `train_loop` ended."""
+
+    steps: int  # batches committed, over all sessions
+    version: PolicyVersion
+    resumed_from: int  # the checkpoint this session began at; 0 for none
+    replayed: int  # batches this session found in the journal, whole or in part
+    interrupted: bool
+    already_finished: bool  # there was nothing left to do
+    tokens_generated: int  # by this session, evaluation left out
+    evaluations: tuple[EvalResult, ...]  # by step, over all sessions
+
+
+async def train_loop(
+    *,
+    spec: RunSpec,
+    source: PromptSource,
+    worker: Worker,
+    trainer: Trainer,
+    scorer: Scorer,
+    eval_scorer: Scorer,
+    ledger: Ledger,
+    checkpoints: Checkpoints,
+    telemetry: Telemetry,
+    codec: Codec,
+    clock: Clock,
+    stop: asyncio.Event,
+    stop_strings: tuple[str, ...] = (),
+    patience: Patience | None = None,
+    lease_id: str = "local",
+) -> LoopResult:
+    """Train until `spec.trainer.steps` batches are committed, going on from wherever the run stands.
+
+    Args:
+        source: prompts by step.
+        worker: generates; it is left open.
+        scorer: what the run is rewarded for.
+        eval_scorer: what held-out accuracy is measured by; 1 is right, anything less is wrong.
+        stop: set it to end the run early: what is in flight is journalled, and a checkpoint of the last committed batch
+            is written unless there is one.
+        stop_strings: the task's own, used when `spec.sampling.stop` is empty.
+        patience: deadlines of every wait.
+        lease_id: names the worker in its requests.
+
+    Raises:
+        UserError: a fault of the user's input, of the run directory or of the disk.
+        DeadlineError: something awaited did not come.
+        TidemillError: the engine failed again and again on one sample.
+    """
+    rollout = Rollout(
+        worker=worker,
+        ledger=ledger,
+        scorer=scorer,
+        codec=codec,
+        telemetry=telemetry,
+        clock=clock,
+        stop=stop,
+        patience=patience or Patience(),
+        lease_id=lease_id,
+        truncated=spec.scoring.truncated,
+    )
+    sampling = sampling_params(spec, codec, stop_strings)
+    run = Run(spec, source, trainer, eval_scorer, checkpoints, rollout, sampling)
+    await run.resume()
+    try:
+        await run.evaluate_start()
+        while run.step < spec.trainer.steps:
+            batch = await run.open_batch()
+            trajectories = await run.learn_from(batch)
+            metrics = await run.publish(batch, trajectories)
+            await run.tell(metrics)
+            await run.checkpoint_if_due()
+    except StopRequested:
+        await run.checkpoint_if_newer()
+        return _result(run, interrupted=True)
+    return _result(run, interrupted=False)
+
+
+def sampling_params(spec: RunSpec, codec: Codec, stop_strings: tuple[str, ...]) -> SamplingParams:
+    """How training samples are drawn; the task's stop strings hold unless the user gave some."""
+    sampling = spec.sampling
+    return SamplingParams(
+        max_new_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        stop_token_ids=codec.stop_token_ids,
+        stop_strings=sampling.stop or stop_strings,
+    )
+
+
+def _result(run: Run, *, interrupted: bool) -> LoopResult:
+    known = run.rollout.ledger.evaluations
+    return LoopResult(
+        steps=run.step,
+        version=run.trainer.version,
+        resumed_from=run.resumed_from,
+        replayed=run.replayed,
+        interrupted=interrupted,
+        already_finished=run.already_finished,
+        tokens_generated=run.tokens_generated,
+        evaluations=tuple(known[step].result for step in sorted(known) if step <= run.step),
+    )

@@ -1,0 +1,70 @@
+"""What turns requests into scored samples: the parts that every batch shares."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from tidemill.controller.batch import Batch
+from tidemill.controller.ledger import Ledger
+from tidemill.controller.waiting import Patience, Wait, patiently
+from tidemill.core.clock import Clock
+from tidemill.core.protocols import Codec, Scorer, Telemetry, Worker
+from tidemill.core.records import WorkerReport, WorkerStatus
+from tidemill.telemetry.spans import span
+
+T = TypeVar("T")
+
+
+class StopRequested(Exception):
+    """The user asked the run to stop; what was collected is journalled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """Who generates, who judges, and where it is noted."""
+
+    worker: Worker
+    ledger: Ledger
+    scorer: Scorer
+    codec: Codec
+    telemetry: Telemetry
+    clock: Clock
+    stop: asyncio.Event  # set by whoever wants the run to end
+    patience: Patience = field(default_factory=Patience)
+    lease_id: str = "local"
+    truncated: Literal["trained", "masked"] = "trained"  # what a completion cut by the token limit counts
+    phase: str = "rollout"
+    newest: dict[str, WorkerStatus] = field(default_factory=dict)  # what each worker said last
+
+    async def patiently(self, call: Coroutine[Any, Any, T], *, awaited: str, look_at: str, deadline_s: float) -> T:
+        """Await with "waiting" events and a deadline.
+
+        Raises:
+            DeadlineError: it took longer than `deadline_s` seconds.
+        """
+        wait = Wait(awaited=awaited, look_at=look_at, deadline_s=deadline_s)
+        return await patiently(call, wait, notice_s=self.patience.notice_s, telemetry=self.telemetry, clock=self.clock)
+
+    @contextmanager
+    def span(self, name: str, **fields: Any) -> Iterator[dict[str, Any]]:
+        """An event with a duration; a block left by `StopRequested` is told as interrupted, not as failed."""
+        stopped: StopRequested | None = None
+        with span(self.telemetry, self.clock, name, **fields) as told:
+            try:
+                yield told
+            except StopRequested as request:
+                told["interrupted"], stopped = True, request
+        if stopped is not None:
+            raise stopped
+
+    def note_status(self, report: WorkerReport, batch: Batch) -> None:
+        """Remember what a worker is doing; count the prompt tokens it computed since it last spoke."""
+        status = report.status
+        before = self.newest.get(status.worker_id)
+        batch.prompt_tokens_computed += status.prompt_tokens_computed - (before.prompt_tokens_computed if before else 0)
+        batch.prompt_tokens_reused += status.prompt_tokens_reused - (before.prompt_tokens_reused if before else 0)
+        self.newest[status.worker_id] = status

@@ -1,0 +1,154 @@
+"""One sample's state, token by token, and the only legal ways it changes."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from tidemill.core.buffers import ITEM_BYTES, count
+from tidemill.core.records import (
+    Finish,
+    PolicyVersion,
+    Prompt,
+    Reward,
+    SampleId,
+    Segment,
+    TokenDelta,
+    Trajectory,
+    VersionRun,
+)
+
+Verdict: TypeAlias = Literal[
+    "applied",
+    "unknown_sample",
+    "not_running",
+    "stale_lease",
+    "stale_attempt",
+    "malformed",
+    "wrong_version",
+    "overlap",
+    "gap",
+]
+"""What became of a delta; everything but "applied" is counted and otherwise ignored."""
+
+
+class SampleState(enum.Enum):
+    """Where a sample stands."""
+
+    WAITING = "waiting"  # nobody generates it; it may already hold tokens
+    RUNNING = "running"  # assigned to a lease
+    FINISHED = "finished"  # all its tokens are there
+    SCORED = "scored"  # and its reward
+
+
+LEGAL: dict[SampleState, frozenset[SampleState]] = {
+    SampleState.WAITING: frozenset({SampleState.RUNNING}),
+    SampleState.RUNNING: frozenset({SampleState.WAITING, SampleState.FINISHED}),
+    SampleState.FINISHED: frozenset({SampleState.SCORED}),
+    SampleState.SCORED: frozenset(),
+}
+
+
+class IllegalTransition(RuntimeError):
+    """The controller tried to move a sample in a way its state does not allow: a bug, never bad input."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Sample:
+    """The tokens of one sample and who is generating it. Buffers only ever grow."""
+
+    sample_id: SampleId
+    ordinal: int  # canonical place in its batch: group position * group size + index
+    prompt: Prompt
+    state: SampleState = SampleState.WAITING
+    lease_id: str = ""
+    attempt: int = 0
+    failures: int = 0  # attempts that ended in an engine error
+    last_error: str = ""
+    token_ids: bytearray = field(default_factory=bytearray)  # int32 [T]
+    logprobs: bytearray = field(default_factory=bytearray)  # float32 [T]
+    versions: list[VersionRun] = field(default_factory=list)
+    finish: Finish | None = None
+    reward: Reward | None = None
+
+    @property
+    def length(self) -> int:
+        """Completion tokens so far."""
+        return len(self.token_ids) // ITEM_BYTES
+
+    def move(self, state: SampleState) -> None:
+        """Change state.
+
+        Raises:
+            IllegalTransition: when `LEGAL` does not have it.
+        """
+        if state not in LEGAL[self.state]:
+            raise IllegalTransition(f"{self.sample_id}: {self.state.value} -> {state.value}")
+        self.state = state
+
+    def assign(self, lease_id: str) -> None:
+        """Hand the sample to a lease; whatever an earlier attempt still sends is stale from now on."""
+        self.move(SampleState.RUNNING)
+        self.lease_id = lease_id
+        self.attempt += 1
+
+    def judge(self, delta: TokenDelta, version_number: int) -> Verdict:
+        """What `apply` would make of a delta; the sample is not changed."""
+        if self.state is not SampleState.RUNNING:
+            return "not_running"
+        if delta.lease_id != self.lease_id:
+            return "stale_lease"
+        if delta.attempt != self.attempt:
+            return "stale_attempt"
+        if len(delta.token_ids) != len(delta.logprobs) or len(delta.token_ids) % ITEM_BYTES:
+            return "malformed"
+        if count(delta.token_ids) and delta.version.number != version_number:
+            return "wrong_version"
+        if delta.start != self.length:
+            return "overlap" if delta.start < self.length else "gap"
+        return "applied"
+
+    def extend(self, token_ids: bytes, logprobs: bytes, version: PolicyVersion) -> None:
+        """Append tokens and note which version made them."""
+        start = self.length
+        self.token_ids += token_ids
+        self.logprobs += logprobs
+        if start == self.length:
+            return
+        if self.versions and self.versions[-1].version == version:
+            start = self.versions.pop().start
+        self.versions.append(VersionRun(version=version, start=start, end=self.length))
+
+    def end_attempt(self, finish: Finish, error: str) -> None:
+        """A finished sample is finished; one called back or failed keeps its tokens and waits for its next attempt."""
+        if finish in ("stop", "length"):
+            self.move(SampleState.FINISHED)
+            self.finish = finish
+            return
+        self.move(SampleState.WAITING)
+        if finish == "error":
+            self.failures += 1
+            self.last_error = error
+
+    def score(self, reward: Reward) -> None:
+        self.move(SampleState.SCORED)
+        self.reward = reward
+
+    def trajectory(self, text: str) -> Trajectory:
+        """The finished sample as the scorer sees it; its only trained segment is the completion."""
+        assert self.finish is not None, f"{self.sample_id} has not finished"
+        prompt_length = count(self.prompt.token_ids)
+        total = prompt_length + self.length
+        return Trajectory(
+            sample_id=self.sample_id,
+            token_ids=self.prompt.token_ids + bytes(self.token_ids),
+            segments=(
+                Segment(role="prompt", start=0, end=prompt_length, trained=False),
+                Segment(role="action", start=prompt_length, end=total, trained=True),
+            ),
+            rollout_logprobs=bytes(self.logprobs),
+            versions=tuple(self.versions),
+            finish=self.finish,
+            text=text,
+        )

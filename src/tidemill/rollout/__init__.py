@@ -1,0 +1,1 @@
+"""Generating: workers, sampling and engines."""

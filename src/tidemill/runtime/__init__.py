@@ -1,0 +1,1 @@
+"""Wiring: the only place where threads, processes and files meet the controller."""

@@ -1,0 +1,185 @@
+"""The ledger's journal on disk: SQLite in WAL mode, every commit flushed to the disk before it counts."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self, TypeVar
+
+from tidemill.core.clock import within
+from tidemill.core.errors import UserError
+from tidemill.runtime.compute import ComputeThread
+
+T = TypeVar("T")
+
+FORMAT = 1
+DEADLINE_S = 120.0
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS entries (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, step INTEGER NOT NULL, checksum INTEGER NOT NULL, blob BLOB NOT NULL
+);
+CREATE INDEX IF NOT EXISTS entries_by_step ON entries (step);
+"""
+
+START_AGAIN = "delete it (and the files beside it of the same name): the run goes on from its last checkpoint"
+
+
+@dataclass(frozen=True, slots=True)
+class _Append:
+    step: int
+    blobs: tuple[bytes, ...]
+    durable: asyncio.Future[None]
+
+
+class SqliteJournal:
+    """Implements `core.protocols.Journal`. Make one with `await SqliteJournal.open(path)`.
+
+    Every call runs on one thread of its own. Appends that arrive while a commit is under way share the next one. Once
+    an append has failed all later ones fail: a journal with a hole in it would be worse than none.
+    """
+
+    def __init__(self, path: Path, connection: sqlite3.Connection, thread: ComputeThread, deadline_s: float) -> None:
+        self._path, self._connection, self._thread, self._deadline_s = path, connection, thread, deadline_s
+        self._pending: list[_Append] = []
+        self._flushing: asyncio.Task[None] | None = None
+        self._failure: Exception | None = None
+
+    @classmethod
+    async def open(cls, path: Path, *, deadline_s: float = DEADLINE_S) -> Self:
+        """Open or create the file.
+
+        Raises:
+            UserError: it cannot be opened, is not a journal, or was written by a newer version.
+        """
+        thread = ComputeThread("tidemill-journal")
+        try:
+            connection = await within(
+                thread.run(lambda: _open(path)), timeout_s=deadline_s, awaited="the ledger to open", look_at=str(path)
+            )
+        except BaseException:
+            await thread.close(deadline_s)
+            raise
+        return cls(path, connection, thread, deadline_s)
+
+    async def append(self, step: int, blobs: Sequence[bytes]) -> None:
+        """Raises UserError: the disk is full or refuses to be written."""
+        if self._failure is not None:
+            raise self._failure
+        if not blobs:
+            return
+        durable = asyncio.get_running_loop().create_future()
+        self._pending.append(_Append(step, tuple(blobs), durable))
+        if self._flushing is None or self._flushing.done():
+            self._flushing = asyncio.create_task(self._flush(), name="journal commits")
+        await within(
+            durable, timeout_s=self._deadline_s, awaited="the ledger to reach the disk", look_at=str(self._path)
+        )
+
+    async def load(self) -> list[tuple[int, bytes]]:
+        """Raises UserError: the file is damaged."""
+        return await self._run(self._load, "the ledger to be read")
+
+    async def prune(self, through_step: int) -> None:
+        await self._run(lambda: self._prune(through_step), "the ledger to shrink")
+
+    async def close(self) -> None:
+        """Wait for commits under way, then close the file.
+
+        Raises:
+            DeadlineError: the disk did not answer in time.
+        """
+        if self._flushing is not None:
+            await asyncio.wait({self._flushing}, timeout=self._deadline_s)
+        await self._run(self._connection.close, "the ledger to close")
+        await self._thread.close(self._deadline_s)
+
+    async def _run(self, function: Callable[[], T], awaited: str) -> T:
+        return await within(
+            self._thread.run(function), timeout_s=self._deadline_s, awaited=awaited, look_at=str(self._path)
+        )
+
+    async def _flush(self) -> None:
+        while self._pending:
+            batch, self._pending = self._pending, []
+            try:
+                await self._thread.run(lambda batch=batch: self._write(batch))  # type: ignore[misc]
+            except Exception as error:  # noqa: BLE001 - raised to everyone who waits for these entries
+                self._failure = error
+                batch, self._pending = batch + self._pending, []
+            for entry in batch:
+                if entry.durable.done():  # whoever waited for it has gone
+                    continue
+                if self._failure is None:
+                    entry.durable.set_result(None)
+                else:
+                    entry.durable.set_exception(self._failure)
+
+    # What follows runs on the journal's thread.
+
+    def _write(self, batch: Sequence[_Append]) -> None:
+        rows = [(entry.step, zlib.crc32(blob), blob) for entry in batch for blob in entry.blobs]
+        with _explained(self._path), self._connection:
+            self._connection.executemany("INSERT INTO entries (step, checksum, blob) VALUES (?, ?, ?)", rows)
+
+    def _load(self) -> list[tuple[int, bytes]]:
+        with _explained(self._path):
+            rows = self._connection.execute("SELECT step, checksum, blob FROM entries ORDER BY id").fetchall()
+        for step, checksum, blob in rows:
+            if zlib.crc32(blob) != checksum:
+                raise UserError(f"an entry of step {step} is damaged", where=str(self._path), cure=START_AGAIN)
+        return [(step, blob) for step, _, blob in rows]
+
+    def _prune(self, through_step: int) -> None:
+        with _explained(self._path):
+            with self._connection:
+                self._connection.execute("DELETE FROM entries WHERE step <= ?", (through_step,))
+            self._connection.execute("PRAGMA incremental_vacuum").fetchall()
+            self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    with _explained(path):
+        connection = sqlite3.connect(path, timeout=10.0)
+        try:
+            connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # heeded only while the file is empty
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = FULL")
+            (written_by,) = connection.execute("PRAGMA user_version").fetchone()
+            if written_by > FORMAT:
+                what = f"it was written by a newer version of Tidemill (format {written_by}, this one knows {FORMAT})"
+                raise UserError(what, where=str(path), cure="resume the run with that version")
+            connection.executescript(SCHEMA)
+            connection.execute(f"PRAGMA user_version = {FORMAT}")
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Turn what SQLite raises into an error that says what to do."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the low byte is the primary code
+        what, cure = _FAULTS.get(code, (f"the ledger cannot be used ({error})", "check the disk and its permissions"))
+        raise UserError(what, where=str(path), cure=cure) from error
+
+
+_RESUME = "run the same command again, it goes on from what is stored"
+_FAULTS = {
+    sqlite3.SQLITE_FULL: ("the disk is full; the ledger cannot be written", f"free some space and {_RESUME}"),
+    sqlite3.SQLITE_IOERR: ("the disk refuses to write the ledger", f"check the disk and its quota, then {_RESUME}"),
+    sqlite3.SQLITE_READONLY: ("the ledger is read-only", f"make it writable and {_RESUME}"),
+    sqlite3.SQLITE_CANTOPEN: ("the ledger cannot be opened", "check that its folder exists and is writable"),
+    sqlite3.SQLITE_CORRUPT: ("the ledger is damaged", START_AGAIN),
+    sqlite3.SQLITE_NOTADB: ("this is not a ledger, or a damaged one", START_AGAIN),
+    sqlite3.SQLITE_BUSY: ("another process is using the ledger", f"end it and {_RESUME}"),
+}

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 
 from tidemill.config.base import Config, refuse
 
@@ -326,7 +326,7 @@ class RunSpec(Config):
         return self.run.dir or Path("runs") / self.run.name
 
     @model_validator(mode="after")
-    def _consistent(self) -> RunSpec:
+    def _consistent(self, info: ValidationInfo) -> RunSpec:
         faults = []
         if self.batch.prompts % self.batch.minibatches:
             faults.append(
@@ -348,4 +348,8 @@ class RunSpec(Config):
                     f"{name} = {limit} leaves no room for a prompt in engine.context_tokens = {context}; "
                     "raise context_tokens, or set it to 0 to take what the task needs"
                 )
+        if info.context is not None:
+            # The loader collects these, to show them together with what it finds itself.
+            info.context["inconsistent"].extend(faults)
+            return self
         return refuse(faults, self)

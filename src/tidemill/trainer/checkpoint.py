@@ -1,0 +1,252 @@
+"""The trainer's whole state in one folder: a Hugging Face model, and beside it what training goes on from.
+
+    config.json, model.safetensors, tokenizer files   loads with plain `from_pretrained`
+    trainer_state/state.json                          counters, and the names of the files below
+    trainer_state/moments-00001.safetensors ...       the optimizer's state by parameter name
+    trainer_state/random.safetensors                  torch's random states
+
+Nothing is pickled. Saving copies no tensor on the CPU; restoring copies into the tensors that are already there.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tidemill.core.errors import UserError
+from tidemill.models.quiet import quiet
+from tidemill.models.safetensors_files import weight_files
+from tidemill.trainer.checkpoint_manifest import MANIFEST
+
+STATE_FOLDER = "trainer_state"
+FORMAT = 1
+_SHARD_BYTES = 200 << 20  # from a GPU a whole file passes through host memory
+_TENSOR_FILES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx"}
+_NOT_COPIED = {"config.json", "generation_config.json", MANIFEST}
+_TEMPLATE_FOLDERS = ("additional_chat_templates",)
+_SMALL_FILES_BYTES = 32 << 20  # tokenizer, configuration and headers, generously
+
+
+def state_bytes(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> int:
+    """About what `save_state` will write, for a look at the free space before it starts."""
+    weights = sum({id(t): int(t.nbytes) for t in model.state_dict(keep_vars=True).values()}.values())
+    moments = sum(2 * int(p.nbytes) for group in optimizer.param_groups for p in group["params"])
+    return weights + moments + _SMALL_FILES_BYTES
+
+
+def save_state(
+    directory: Path,
+    *,
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    source: Path,
+    counters: Mapping[str, Any],
+) -> None:
+    """Write everything into an empty directory.
+
+    Args:
+        source: the Hugging Face folder the model came from; its tokenizer files are copied.
+        counters: anything JSON can say, given back by `restore_state`: steps, versions, positions.
+
+    Raises:
+        OSError: the disk is full or a file cannot be written.
+    """
+    with _as_os_error(directory), quiet():
+        model.save_pretrained(directory)
+        _copy_tokenizer(source, directory)
+        folder = directory / STATE_FOLDER
+        folder.mkdir()
+        shards = []
+        for number, shard in enumerate(_shards(_named_moments(model, optimizer)), start=1):
+            shards.append(f"moments-{number:05}.safetensors")
+            save_file(shard, folder / shards[-1])
+        save_file(_random_states(), folder / "random.safetensors")
+        state = {"format": FORMAT, "counters": dict(counters), "moments": shards}
+        (folder / "state.json").write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+    mode = (directory / "config.json").stat().st_mode  # safetensors files are born private to their owner
+    for path in directory.rglob("*.safetensors"):
+        path.chmod(mode)
+
+
+def restore_state(directory: Path, *, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Read back what `save_state` wrote, bit for bit, into the model's and the optimizer's own tensors.
+
+    At most one tensor is held twice at a time. torch's random states are set, too.
+
+    Returns:
+        The counters.
+
+    Raises:
+        UserError: the folder holds no trainer state, or that of another model.
+    """
+    folder = directory / STATE_FOLDER
+    state = _read_state(folder)
+    _restore_weights(directory, model)
+    _restore_moments([folder / name for name in state["moments"]], model, optimizer)
+    _restore_random_states(folder / "random.safetensors")
+    counters: dict[str, Any] = state["counters"]
+    return counters
+
+
+def _read_state(folder: Path) -> dict[str, Any]:
+    path = folder / "state.json"
+    try:
+        state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        known = state["format"] == FORMAT
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"no trainer state can be read ({error})",
+            where=str(path),
+            cure="resume from a checkpoint that training wrote; a bare model folder goes into model.source",
+        ) from error
+    if not known:
+        raise UserError(
+            f"trainer state of format {state['format']}; this version reads {FORMAT}",
+            where=str(path),
+            cure="resume with the version of Tidemill that wrote it",
+        )
+    return state
+
+
+def _restore_weights(directory: Path, model: PreTrainedModel) -> None:
+    targets = model.state_dict()  # shares memory with the parameters; tied ones appear under each of their names
+    missing = {tensor.data_ptr() for tensor in targets.values() if tensor.numel()}
+    stored = {name: file for file in weight_files(directory) for name in _names(file)}
+    if not stored.keys() <= targets.keys():
+        _restore_converted(directory, model)
+        return
+    for name, tensor in _tensors(weight_files(directory)):
+        _fill(targets[name], tensor, name, directory)
+        missing.discard(targets[name].data_ptr())
+    if missing:
+        lost = sorted(name for name, tensor in targets.items() if tensor.data_ptr() in missing)
+        raise _other_model(directory, f"it lacks {lost[0]}")
+
+
+def _restore_converted(directory: Path, model: PreTrainedModel) -> None:
+    """Some architectures store their weights under other names or fused differently; their own loader knows how."""
+    with quiet():
+        stored = type(model).from_pretrained(directory, dtype=model.dtype, local_files_only=True).state_dict()
+    targets = model.state_dict()
+    if stored.keys() != targets.keys():
+        raise _other_model(directory, f"they differ in {min(stored.keys() ^ targets.keys())}")
+    for name, target in targets.items():
+        _fill(target, stored[name], name, directory)
+
+
+def _restore_moments(files: list[Path], model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
+    parameters = dict(model.named_parameters())
+    fused = {id(p) for group in optimizer.param_groups if group.get("fused") for p in group["params"]}
+    restored: dict[str, set[str]] = {}
+    for label, tensor in _tensors(files):
+        key, _, name = label.partition(":")
+        if name not in parameters:
+            raise _other_model(files[0].parent, f"its optimizer knows {name}")
+        parameter = parameters[name]
+        state = optimizer.state[parameter]
+        if key not in state:
+            # Step counts live beside the parameter only where the fused kernel reads them.
+            device = parameter.device if tensor.ndim or id(parameter) in fused else torch.device("cpu")
+            like = parameter.detach() if tensor.shape == parameter.shape else tensor
+            state[key] = torch.empty_like(like, dtype=tensor.dtype, device=device)
+        _fill(state[key], tensor, label, files[0].parent)
+        restored.setdefault(name, set()).add(key)
+    for name, parameter in parameters.items():  # a parameter that had learned nothing yet has no state
+        if name not in restored:
+            optimizer.state.pop(parameter, None)
+
+
+def _fill(target: Tensor, tensor: Tensor, name: str, where: Path) -> None:
+    if target.shape != tensor.shape or target.dtype != tensor.dtype:
+        stored, present = (f"{t.dtype} {list(t.shape)}".removeprefix("torch.") for t in (tensor, target))
+        raise _other_model(where, f"{name} is {stored} there and {present} here")
+    with torch.no_grad():
+        target.copy_(tensor)
+
+
+def _other_model(where: Path, how: str) -> UserError:
+    return UserError(
+        f"the trainer state is of another model: {how}",
+        where=str(where),
+        cure="resume with the model the run was started with, or start a new run directory",
+    )
+
+
+def _named_moments(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in model.named_parameters():
+        for key, tensor in optimizer.state.get(parameter, {}).items():
+            yield f"{key}:{name}", tensor
+
+
+def _shards(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    shard: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors:
+        if shard and size + tensor.nbytes > _SHARD_BYTES:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor.contiguous()
+        size += tensor.nbytes
+    if shard:
+        yield shard
+
+
+def _random_states() -> dict[str, Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states |= {f"cuda:{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())}
+    return states
+
+
+def _restore_random_states(file: Path) -> None:
+    for name, state in _tensors([file]):
+        if name == "cpu":
+            torch.set_rng_state(state)
+        elif torch.cuda.is_available() and torch.device(name).index < torch.cuda.device_count():
+            torch.cuda.set_rng_state(state, name)
+
+
+def _names(file: Path) -> list[str]:
+    with safe_open(file, framework="pt") as stored:
+        return list(stored.keys())
+
+
+def _tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
+    """One tensor after another, read rather than mapped: a map would keep the whole file in this process's peak."""
+    for file in files:
+        with safe_open(file, framework="pt", backend="pread") as stored:
+            for name in stored.keys():  # noqa: SIM118 (not a dict)
+                yield name, stored.get_tensor(name)
+
+
+def _copy_tokenizer(source: Path, directory: Path) -> None:
+    """Every small file of the source folder but weights and what is written anew."""
+    for path in sorted(source.iterdir()):
+        weights = path.suffix in _TENSOR_FILES or path.name.endswith(".index.json")
+        if path.is_file() and not weights and not path.name.startswith(".") and path.name not in _NOT_COPIED:
+            shutil.copyfile(path, directory / path.name)
+    for name in _TEMPLATE_FOLDERS:
+        if (source / name).is_dir():
+            shutil.copytree(source / name, directory / name)
+
+
+@contextmanager
+def _as_os_error(directory: Path) -> Iterator[None]:
+    """safetensors has an error class of its own for a disk that fails; it names the system's number in its text."""
+    try:
+        yield
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        raise OSError(int(number[1]) if number else errno.EIO, str(error), str(directory)) from error

@@ -1,0 +1,111 @@
+"""What a whole checkpoint consists of: written beside its files, and checked before anything is read from them."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from tidemill.core.records import Record
+
+MANIFEST = "checkpoint.json"
+FORMAT = 1
+_CHUNK_BYTES = 4 << 20
+
+
+class FileRecord(Record):
+    """One file, as it was when it was written."""
+
+    bytes: int
+    xxh3_128: str
+
+
+class Manifest(Record):
+    """The files of one checkpoint and how good it is."""
+
+    step: int
+    score: float | None  # higher is better; None when not measured at this step
+    files: dict[str, FileRecord]  # by path relative to the checkpoint
+    format: int = FORMAT
+
+    @property
+    def bytes(self) -> int:
+        """Size of all files."""
+        return sum(file.bytes for file in self.files.values())
+
+
+def seal(folder: Path, *, step: int, score: float | None) -> Manifest:
+    """Flush every file under `folder` to the disk and write the manifest that names them all.
+
+    Raises:
+        OSError: the disk is full, or a file cannot be read back.
+    """
+    target = folder / MANIFEST
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != target)
+    files = {path.relative_to(folder).as_posix(): _flush(path) for path in paths}
+    if score is not None and not math.isfinite(score):
+        score = None
+    manifest = Manifest(step=step, score=score, files=files)
+    target.write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+    _flush(target)
+    for directory in sorted({path.parent for path in (*paths, target)}, reverse=True):
+        sync_directory(directory)
+    return manifest
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint.
+
+    Raises:
+        OSError, msgspec.MsgspecError: missing, unreadable, or not a manifest.
+    """
+    return msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
+
+
+def damage(folder: Path) -> str:
+    """Why the checkpoint cannot be used; empty when every file is as it was written. Reads every byte."""
+    try:
+        manifest = read_manifest(folder)
+    except OSError as error:
+        return f"{MANIFEST}: {error.strerror}"
+    except msgspec.MsgspecError as error:
+        return f"{MANIFEST} is damaged: {error}"
+    if manifest.format != FORMAT:
+        return f"format {manifest.format} is not known to this version, which writes {FORMAT}"
+    for name, expected in manifest.files.items():
+        path = folder / name
+        try:
+            size = path.stat().st_size
+            if size != expected.bytes:
+                return f"{name} has {size:,} bytes instead of {expected.bytes:,}"
+            if _flush(path, sync=False) != expected:
+                return f"{name} does not match its checksum"
+        except OSError as error:
+            return f"{name}: {error.strerror}"
+    return ""
+
+
+def sync_directory(folder: Path) -> None:
+    """Make the entries of a directory durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _flush(path: Path, *, sync: bool = True) -> FileRecord:
+    """Size and checksum of a file, made durable on the way."""
+    digest = xxhash.xxh3_128()
+    buffer = memoryview(bytearray(_CHUNK_BYTES))
+    size = 0
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+            size += count
+        if sync:
+            os.fsync(file.fileno())
+    return FileRecord(bytes=size, xxh3_128=digest.hexdigest())

@@ -109,6 +109,18 @@ def type_words(annotation: Any, bounds: Sequence[Any] = ()) -> str:
     return f"{SCALARS.get(annotation, str(annotation))} {limits}".rstrip()
 
 
+def element_type(key: Key) -> Any:
+    """The type of one element of an array, or of one value of a free table."""
+    kind = without_none(key.annotation)
+    parts = get_args(kind)
+    return parts[-1] if get_origin(kind) is dict else parts[0] if parts else kind
+
+
+def element_words(key: Key) -> str:
+    """What one element of an array or one value of a free table accepts, in words."""
+    return type_words(element_type(key))
+
+
 def bound_words(bound: Any) -> str:
     """`Ge(ge=1)` as `>= 1`; empty for metadata that is no bound."""
     for sign, kind, name in (

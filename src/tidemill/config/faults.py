@@ -1,0 +1,181 @@
+"""Faults of a configuration: one line each, all of a run at once, in the schema's words instead of pydantic's."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from tidemill.config.keys import (
+    ITEM,
+    Key,
+    dotted,
+    element_type,
+    element_words,
+    find,
+    keys_by_path,
+    sections,
+    suggest,
+    variants,
+    without_none,
+)
+from tidemill.core.errors import UserError
+
+Location = tuple[str | int, ...]
+Locate = Callable[[Location], str]
+"""Where a key was given ("recipes/a.toml:3", "command line"); empty when it was not given at all."""
+
+SHOWN_VALUE_CHARS = 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One thing wrong: the key, what about it, the file and line or flag that says so, and the cure."""
+
+    what: str
+    key: str = ""
+    source: str = ""
+    cure: str = ""
+
+    @property
+    def line(self) -> str:
+        """`trainer.stpes: unknown key (a.toml:3); did you mean trainer.steps?`"""
+        text = f"{self.key}: {self.what}" if self.key else self.what
+        text += f" ({self.source})" if self.source else ""
+        return f"{text}; {self.cure}" if self.cure else text
+
+
+class ConfigError(UserError):
+    """Every fault found in a configuration, a line each. `faults` holds them one by one."""
+
+    def __init__(self, faults: Sequence[Fault]) -> None:
+        self.faults = tuple(faults)
+        super().__init__("\n".join(fault.line for fault in faults))
+
+
+def translate(error: ValidationError, data: dict[str, Any], locate: Locate) -> list[Fault]:
+    """The faults in pydantic's report, in the order of the schema; `data` is what was validated."""
+    faults: list[Fault] = []
+    for details in error.errors(include_url=False):
+        location = without_tags(details["loc"], data)
+        if details["type"] == "too_short" and details["input"]:
+            continue  # its elements are at fault, and reported
+        if details["type"] == "value_error":
+            source = locate(location) if location else ""
+            lines = str(details["ctx"]["error"]).splitlines()
+            faults += [split_cure(line, key=dotted(location), source=source) for line in lines]
+        else:
+            faults.append(_fault(details, location, data, locate))
+    return list(dict.fromkeys(faults))  # a value that fits no member of a union is reported once for each
+
+
+def without_tags(location: Location, data: dict[str, Any]) -> Location:
+    """pydantic names the variant inside a location: ("task", "jsonl", "path") is the key task.path."""
+    for table, kinds in variants().items():
+        size = len(table)
+        if location[:size] == table and len(location) > size and location[size] in kinds:
+            return location[:size] + location[size + 1 :]
+    return location
+
+
+def shown(value: Any) -> str:
+    """A value as the user wrote it, near enough, and not too long."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= SHOWN_VALUE_CHARS else text[: SHOWN_VALUE_CHARS - 3] + "..."
+
+
+def split_cure(line: str, *, key: str = "", source: str = "") -> Fault:
+    """The fault in a validator's line, "what; cure"."""
+    what, _, cure = line.partition("; ")
+    return Fault(key=key, what=what, source=source, cure=cure)
+
+
+def _fault(details: ErrorDetails, location: Location, data: dict[str, Any], locate: Locate) -> Fault:
+    kind, given = details["type"], details["input"]
+    if kind == "extra_forbidden":
+        return unknown_key(location, data, locate(location))
+    if kind.startswith("union_tag"):
+        location = (*location, "kind")
+        given = given.get("kind") if isinstance(given, dict) else given
+    if kind == "missing" and isinstance(location[-1], int):  # an array too short for its fixed length
+        location, given, kind = location[:-1], details["input"], "too_few"
+    location, key = _owner(location)
+    name, source = dotted(location), locate(location)
+    if kind == "missing":
+        return Fault(key=name, what="not given, and there is no default", source=source, cure=_how_to_give(key, data))
+    if key is None:
+        what = f"is a table of settings, was given {shown(given)}"
+        return Fault(key=name, what=what, source=source, cure=f"set its keys one by one: {_first_keys(location)}")
+    if kind == "too_short":
+        return Fault(key=name, what="is empty", source=source, cure="give at least one")
+    if len(location) > len(key.path):
+        words, cure = element_words(key), _closest(element_type(key), given)
+    else:
+        words, cure = key.words, _closest(without_none(key.annotation), given) or _in_brackets(key, given)
+    return Fault(key=name, what=f"needs {words}, was given {shown(given)}", source=source, cure=cure)
+
+
+def _owner(location: Location) -> tuple[Location, Key | None]:
+    """The location cut to what a user can name, and the key it is or is part of; None for a section."""
+    if (key := find(location)) or location in sections():
+        return location, key
+    for size in range(len(location) - 1, 0, -1):
+        if key := find(location[:size]):
+            return location[: size + 1], key
+    return location, None
+
+
+def unknown_key(location: Location, data: dict[str, Any], source: str = "") -> Fault:
+    """The fault of a key that is not in the schema, with what was probably meant."""
+    plain = tuple(ITEM if isinstance(part, int) else part for part in location)
+    table = next((table for table in variants() if plain[: len(table)] == table), None)
+    kind = _kind(data, table) if table else ""
+    elsewhere = [key for key in keys_by_path().get(plain, ()) if key.variant and key.variant != kind]
+    if table and elsewhere:
+        what = f'belongs to {dotted(table)}.kind = "{elsewhere[0].variant}", and the kind here is "{kind}"'
+        return Fault(key=dotted(location), what=what, source=source, cure="change the kind or leave the key out")
+    meant = suggest(location, kind=kind)
+    what = "unknown section" if len(location) == 1 and not meant.count(".") else "unknown key"
+    cure = f"did you mean {meant}?" if meant else "`tidemill train --help` lists every key"
+    return Fault(key=dotted(location), what=what, source=source, cure=cure)
+
+
+def _kind(data: dict[str, Any], table: tuple[str, ...]) -> str:
+    node: Any = data
+    for part in table:
+        node = node.get(part, {}) if isinstance(node, dict) else {}
+    return str(node.get("kind", "")) if isinstance(node, dict) else ""
+
+
+def _how_to_give(key: Key | None, data: dict[str, Any]) -> str:
+    if key is None:
+        return ""
+    if ITEM in key.path:
+        return f"add {key.path[-1]} to that table ({key.words})"
+    needed = ""
+    if key.variant:
+        needed = f', which {dotted(key.path[:-1])}.kind = "{_kind(data, key.path[:-1])}" needs'
+    return f"give --{key.dotted} VALUE ({key.words}{needed})"
+
+
+def _first_keys(section: Location) -> str:
+    names = list(dict.fromkeys(dotted(path) for path in keys_by_path() if path[: len(section)] == section))
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+def _closest(annotation: Any, given: Any) -> str:
+    """The choice that a misspelt one was probably meant to be."""
+    choices = [str(choice) for choice in get_args(annotation)] if get_origin(annotation) is Literal else []
+    close = difflib.get_close_matches(given, choices, 1, 0.6) if isinstance(given, str) else []
+    return f'did you mean "{close[0]}"?' if close else ""
+
+
+def _in_brackets(key: Key, given: Any) -> str:
+    """How to write the only element of an array."""
+    wants_array = get_origin(without_none(key.annotation)) is tuple
+    return f"write it in brackets: [{shown(given)}]" if wants_array and not isinstance(given, (list, dict)) else ""

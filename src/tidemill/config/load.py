@@ -1,0 +1,127 @@
+"""From a command line to a validated run: `@recipe.toml ...` composed left to right, then `--section.key value`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from tidemill.config.checks import Purpose, contradictions
+from tidemill.config.faults import ConfigError, Fault, Location, split_cure, translate
+from tidemill.config.keys import default_kind, variants
+from tidemill.config.layers import (
+    Layer,
+    Tree,
+    command_line,
+    merge,
+    recipe_layer,
+    split_arguments,
+    with_absolute_paths,
+    without_value,
+)
+from tidemill.config.schema import RunSpec
+from tidemill.config.toml import parse_toml
+
+
+def load_spec(args: Sequence[str], *, purpose: Purpose = "train") -> RunSpec:
+    """The run that `args` describe.
+
+    Recipes come first, from left to right, whatever the order on the command line; overrides go on top. Tables merge,
+    arrays and values are replaced, and a changed `task.kind` drops the old kind's keys. Relative input paths (task
+    files, a reward's file, a model folder written ./folder) start at the recipe's own folder, or at the working
+    directory when given on the command line; run.dir is an output and starts at the working directory in either case.
+
+    Args:
+        args: `@file.toml`, `--section.key value`, `--section.key=value`, and bare `--section.flag` for true.
+        purpose: what the run is for; training refuses sampling that its loss could not account for.
+
+    Raises:
+        ConfigError: every fault found, a line each.
+    """
+    given = split_arguments(args)
+    if given.rest:
+        raise ConfigError([_stray(item) for item in given.rest])
+    layers, faults = [], list[Fault]()
+    for recipe in given.recipes:
+        try:
+            layers.append(recipe_layer(recipe))
+        except ConfigError as error:
+            faults += error.faults
+    layers.append(command_line(given.assignments))
+    faults += without_value(given.assignments)
+    if faults:
+        # With a recipe missing, most of what else is wrong would be wrong only for want of it.
+        complete = len(layers) == len(given.recipes) + 1
+        raise ConfigError(faults + (_faults_of(layers, purpose) if complete else []))
+    return compose(layers, purpose=purpose)
+
+
+def from_toml(text: str, *, source: str = "config.toml", folder: Path | None = None) -> RunSpec:
+    """The run a TOML text describes, for example one written by `to_toml`; relative input paths start at `folder`."""
+    tree = parse_toml(text, source=source)
+    if folder is not None:
+        tree = with_absolute_paths(tree, folder)
+    return compose([Layer(name=source, tree=tree, text=text)], purpose="read")
+
+
+def compose(layers: Sequence[Layer], *, purpose: Purpose) -> RunSpec:
+    """Merge the layers, later over earlier, and validate the result."""
+    tree: Tree = {}
+    for layer in layers:
+        tree = merge(tree, layer.tree)
+    for table in variants():
+        if isinstance(tree.get(table[0]), dict):
+            tree[table[0]].setdefault("kind", default_kind(table))
+
+    def locate(location: Location) -> str:
+        # A missing or derived key is reported where its table was given.
+        for size in range(len(location), 0, -1):
+            for layer in reversed(layers):
+                if found := layer.locate(location[:size]):
+                    return found
+        return ""
+
+    inconsistent: list[str] = []
+    try:
+        # JSON, because only there strict types allow an array for a tuple and text for a path.
+        document = json.dumps(tree, default=str)
+        spec = RunSpec.model_validate_json(document, strict=True, context={"inconsistent": inconsistent})
+    except ValidationError as error:
+        raise ConfigError(translate(error, tree, locate)) from None
+    if faults := [split_cure(line) for line in inconsistent] + contradictions(spec, purpose):
+        raise ConfigError(faults)
+    return spec
+
+
+def differences(old: RunSpec, new: RunSpec) -> list[tuple[str, Any, Any]]:
+    """(dotted key, old value, new value) wherever two runs differ; a key only one of them has is None in the other."""
+    before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
+    names = dict.fromkeys([*before, *after])
+    return [(name, before.get(name), after.get(name)) for name in names if before.get(name) != after.get(name)]
+
+
+def _faults_of(layers: Sequence[Layer], purpose: Purpose) -> list[Fault]:
+    try:
+        compose(layers, purpose=purpose)
+    except ConfigError as error:
+        return list(error.faults)
+    return []
+
+
+def _flat(tree: Tree, prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
+def _stray(item: str) -> Fault:
+    if item.endswith(".toml") or Path(item).is_file():
+        return Fault(key=item, what="a recipe is named with @ before it", cure=f"write @{item}")
+    return Fault(key=item, what="unexpected argument", cure="write @recipe.toml or --section.key value")

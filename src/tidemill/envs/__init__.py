@@ -1,0 +1,1 @@
+"""What prompts come from and how completions are judged."""

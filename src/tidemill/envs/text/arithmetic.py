@@ -1,0 +1,184 @@
+"""Few-shot arithmetic: "2+3=5\\n4+1=5\\n7+6=" and the model goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tidemill.config.schema import ArithmeticTask
+from tidemill.core.errors import UserError
+from tidemill.core.protocols import PromptSource
+from tidemill.core.records import Record
+from tidemill.envs.text.content import Item, hash_number, hash_share, in_content_order, text_item
+from tidemill.envs.text.prompts import ListedSource, Render, SampledSource
+from tidemill.envs.text.task import Longest, Task, longest_of
+
+STOP = "\n"
+OPERATIONS: dict[str, Callable[[int, int], int]] = {
+    "+": lambda left, right: left + right,
+    "-": lambda left, right: left - right,
+    "*": lambda left, right: left * right,
+}
+COMMUTATIVE = "+*"
+LISTED_DIGITS = 2
+"""Up to here all problems are listed (at most 30,000); beyond, they are drawn."""
+MEASURED_ITEMS = 1000
+"""Up to so many prompts each is tokenized at the start to find the longest; beyond, a bound is used."""
+SAMPLED_HELD_OUT = 1024
+"""Held-out prompts where problems are drawn rather than listed."""
+RAREST_SHARE = 0.01
+"""Drawing a problem of either side must not take hundreds of tries."""
+
+
+class Problem(Record):
+    """left ∘ right, both in [0, 10^digits)."""
+
+    operator: str
+    left: int
+    right: int
+
+    @property
+    def answer(self) -> str:
+        return str(OPERATIONS[self.operator](self.left, self.right))
+
+    @property
+    def question(self) -> str:
+        return f"{self.left}{self.operator}{self.right}="
+
+    @property
+    def kind(self) -> tuple[str, int, int]:
+        """What it shares with its commuted twin."""
+        left, right = self.left, self.right
+        if self.operator in COMMUTATIVE:
+            left, right = min(left, right), max(left, right)
+        return (self.operator, left, right)
+
+
+def format_prompt(shots: Sequence[Problem], problem: Problem) -> str:
+    """Worked examples, one a line, then the question: the shots are a prefix that all prompts share."""
+    return "".join(f"{shot.question}{shot.answer}{STOP}" for shot in shots) + problem.question
+
+
+def draw_problem(config: ArithmeticTask, *key: object) -> Problem:
+    """The problem a key stands for: operator and operands uniform and independent."""
+    return Problem(
+        operator=config.operators[hash_number("operator", key) % len(config.operators)],
+        left=hash_number("left", key) % 10**config.digits,
+        right=hash_number("right", key) % 10**config.digits,
+    )
+
+
+def choose_shots(config: ArithmeticTask) -> list[Problem]:
+    """The same for every seed: operators take turns, no two are twins, and no 0 or 1 hides what an operator does."""
+    shots: dict[tuple[str, int, int], Problem] = {}
+    number = 0
+    while len(shots) < config.shots:
+        problem = draw_problem(config, "shot", number)
+        turn = config.operators[len(shots) % len(config.operators)]
+        if problem.operator == turn and min(problem.left, problem.right) >= 2:
+            shots.setdefault(problem.kind, problem)
+        number += 1
+    return list(shots.values())
+
+
+def split_listed(config: ArithmeticTask, shots: Sequence[Problem]) -> tuple[list[Problem], list[Problem]]:
+    """(training, held-out) of all problems but the shots: of each operator the kinds lowest by hash are held out."""
+    train: list[Problem] = []
+    held_out: list[Problem] = []
+    shot_kinds = {shot.kind for shot in shots}
+    operands = range(10**config.digits)
+    for operator in config.operators:
+        problems = [Problem(operator=operator, left=left, right=right) for left in operands for right in operands]
+        problems = [problem for problem in problems if problem.kind not in shot_kinds]
+        kinds = sorted({problem.kind for problem in problems}, key=lambda kind: hash_number("held out", kind))
+        kept = min(max(round(config.held_out_fraction * len(kinds)), 1), len(kinds) - 1)
+        held_out_kinds = set(kinds[:kept])
+        for problem in problems:
+            (held_out if problem.kind in held_out_kinds else train).append(problem)
+    return train, held_out
+
+
+def build_arithmetic(config: ArithmeticTask, *, batch_prompts: int, seed: int, render: Render) -> Task:
+    """The arithmetic task; the split depends on the task's settings alone, the order of training prompts on `seed`.
+
+    Raises:
+        UserError: for a held-out share that drawing could not meet in sensible time.
+    """
+    config = config.model_copy(update={"operators": "".join(dict.fromkeys(config.operators))})
+    shots = choose_shots(config)
+
+    def item(problem: Problem) -> Item:
+        return text_item(format_prompt(shots, problem), problem.answer, metadata={"question": problem.question})
+
+    widest = Problem(operator=config.operators[0], left=10**config.digits - 1, right=10**config.digits - 1)
+    if config.digits <= LISTED_DIGITS:
+        train, held_out = split_listed(config, shots)
+        train_items, held_out_items = [item(problem) for problem in train], [item(problem) for problem in held_out]
+        source: PromptSource = ListedSource(
+            train_items, in_content_order(held_out_items), batch_prompts=batch_prompts, seed=seed, render=render
+        )
+        train_size, held_out_size = len(train), len(held_out)
+        if train_size + held_out_size <= MEASURED_ITEMS:
+            longest = longest_of([*train_items, *held_out_items], render)
+        else:
+            longest = _bound(item(widest), widest, render)
+    else:
+        source = _sampled(config, shots, item, batch_prompts=batch_prompts, seed=seed, render=render)
+        train_size = round(len(config.operators) * 100**config.digits * (1 - config.held_out_fraction))
+        held_out_size = SAMPLED_HELD_OUT
+        longest = _bound(item(widest), widest, render)
+    return Task(
+        source=source,
+        default_stop_strings=(STOP,),
+        check=None,
+        train_size=train_size,
+        held_out_size=held_out_size,
+        longest=longest,
+        description=f"arithmetic {' '.join(config.operators)}, digits up to {config.digits}, shots {len(shots)}",
+    )
+
+
+def _sampled(
+    config: ArithmeticTask,
+    shots: Sequence[Problem],
+    item: Callable[[Problem], Item],
+    *,
+    batch_prompts: int,
+    seed: int,
+    render: Render,
+) -> SampledSource:
+    if not RAREST_SHARE <= config.held_out_fraction <= 1 - RAREST_SHARE:
+        raise UserError(
+            f"{config.held_out_fraction} leaves one side too rare to be drawn from {config.digits}-digit problems",
+            where="task.held_out_fraction",
+            cure=f"take a share between {RAREST_SHARE} and {1 - RAREST_SHARE}",
+        )
+    shot_kinds = {shot.kind for shot in shots}
+
+    def draw(held_out: bool, *key: object) -> Problem:
+        attempt = 0
+        while True:
+            problem = draw_problem(config, *key, attempt)
+            is_held_out = hash_share("held out", problem.kind) < config.held_out_fraction
+            if is_held_out == held_out and problem.kind not in shot_kinds:
+                return problem
+            attempt += 1
+
+    evaluation: dict[tuple[str, int, int], Problem] = {}
+    number = 0
+    while len(evaluation) < SAMPLED_HELD_OUT:
+        problem = draw(True, "evaluation", number)
+        evaluation.setdefault(problem.kind, problem)
+        number += 1
+    return SampledSource(
+        lambda key, number: item(draw(False, key, number)),
+        [item(problem) for problem in evaluation.values()],
+        batch_prompts=batch_prompts,
+        seed=seed,
+        render=render,
+    )
+
+
+def _bound(item: Item, widest: Problem, render: Render) -> Longest:
+    # A byte-level tokenizer makes at most one token of a byte: another question adds at most its bytes.
+    longest = longest_of([item], render)
+    return Longest(tokens=longest.tokens + len(widest.question), text=longest.text)

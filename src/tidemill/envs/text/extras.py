@@ -1,0 +1,22 @@
+"""Optional packages: imported only when a task or reward names them."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from tidemill.core.errors import UserError
+
+
+def import_extra(module: str, *, package: str, needed_by: str) -> Any:
+    """The module of an optional package, untyped.
+
+    Raises:
+        UserError: with the command that installs it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(
+            f"{needed_by} needs the package {package} ({error})", cure='pip install "tidemill[tasks]"'
+        ) from error

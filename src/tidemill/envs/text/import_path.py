@@ -1,0 +1,71 @@
+"""A reward function by its import path: `package.module:function` or `path/file.py:function`."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from tidemill.core.errors import UserError
+
+WHERE = "scoring.rewards.function"
+SIGNATURE = "function(prompt: str, completion: str, answer: str, metadata: dict) -> float"
+
+
+def import_function(path: str) -> Callable[..., Any]:
+    """The function, checked to take (prompt, completion, answer, metadata) by position.
+
+    Raises:
+        UserError: when it cannot be imported, is not there, or takes something else.
+    """
+    source, _, name = path.rpartition(":")
+    try:
+        module = _import_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
+    except UserError:
+        raise
+    except Exception as error:
+        cure = "correct the module"
+        if isinstance(error, ModuleNotFoundError) and str(error.name) in source:
+            cure = "install the package, or give the file itself: path/file.py:function"
+        raise UserError(f"cannot import {source}: {type(error).__name__}: {error}", where=WHERE, cure=cure) from error
+    function: Callable[..., Any] | None = getattr(module, name, None)
+    if not callable(function):
+        close = difflib.get_close_matches(name, [key for key in vars(module) if callable(getattr(module, key))], n=1)
+        cure = f"did you mean {source}:{close[0]}?" if close else f"define {name} in it"
+        raise UserError(f"{source} has no function {name}", where=WHERE, cure=cure)
+    _check_signature(function, path)
+    return function
+
+
+def _import_file(file: Path) -> ModuleType:
+    if not file.is_file():
+        raise UserError(f"no file {file}", where=WHERE, cure="paths are relative to the working directory")
+    name = f"tidemill_reward_{file.stem}_{hashlib.blake2b(str(file.resolve()).encode(), digest_size=4).hexdigest()}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None, "a .py file always has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickling look their module up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _check_signature(function: Callable[..., Any], path: str) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a builtin without one
+        return
+    try:
+        signature.bind("prompt", "completion", "answer", {})
+    except TypeError as error:
+        raise UserError(f"{path} takes {signature}", where=WHERE, cure=f"it is called as {SIGNATURE}") from error

@@ -1,0 +1,127 @@
+"""Any generator of the reasoning-gym package, judged by its own scorer."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import re
+from typing import Any
+
+from tidemill.config.schema import ReasoningGymTask
+from tidemill.core.errors import UserError
+from tidemill.core.records import Message, Prompt
+from tidemill.envs.text.content import Item, hash_share, in_content_order, prompt_id, question_key
+from tidemill.envs.text.extras import import_extra
+from tidemill.envs.text.prompts import ListedSource, Render
+from tidemill.envs.text.task import Check, Task, longest_of
+
+DATA_SEED = 0
+"""Seeds the generator, so that every run seed learns from and is evaluated on the same prompts."""
+TRIES_PER_PROMPT = 20
+"""A generator that repeats itself this often is said to have no more prompts."""
+ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+def build_reasoning_gym(config: ReasoningGymTask, *, batch_prompts: int, seed: int, render: Render) -> Task:
+    """The task of one generator.
+
+    Raises:
+        UserError: when the package is missing, the generator unknown, its parameters refused or its prompts too few.
+    """
+    dataset = _create(config)
+    entries, train, held_out = _collect(config, dataset)
+    return Task(
+        source=ListedSource(train, in_content_order(held_out), batch_prompts=batch_prompts, seed=seed, render=render),
+        default_stop_strings=(),
+        check=_checker(dataset, entries),
+        train_size=len(train),
+        held_out_size=len(held_out),
+        longest=longest_of([*train, *held_out], render),
+        description=f"reasoning-gym {config.name}",
+    )
+
+
+def answer_of(completion: str) -> str:
+    """What a completion says is its answer: the inside of its last <answer> tag, else all of it, stripped."""
+    tagged = ANSWER.findall(completion)
+    return str(tagged[-1] if tagged else completion).strip()
+
+
+def _create(config: ReasoningGymTask) -> Any:
+    package = import_extra("reasoning_gym", package="reasoning-gym", needed_by=f"the task {config.name!r}")
+    datasets = import_extra("reasoning_gym.factory", package="reasoning-gym", needed_by="the task").DATASETS
+    if config.name not in datasets:
+        close = difflib.get_close_matches(config.name, datasets, n=3)
+        raise UserError(
+            f"reasoning-gym has no generator {config.name!r}",
+            where="task.name",
+            cure=f"did you mean {' or '.join(close)}?" if close else f"it has {', '.join(sorted(datasets))}",
+        )
+    settings = {"seed": DATA_SEED, "size": _most_tries(config), **config.params}
+    try:
+        return package.create_dataset(config.name, **settings)
+    except Exception as error:
+        known = sorted(field.name for field in dataclasses.fields(datasets[config.name][1]))
+        raise UserError(
+            f"{config.name} refuses its parameters: {type(error).__name__}: {error}",
+            where="task.params",
+            cure=f"it takes {', '.join(known)}",
+        ) from error
+
+
+def _most_tries(config: ReasoningGymTask) -> int:
+    return TRIES_PER_PROMPT * (config.train_size + config.held_out_size)
+
+
+def _collect(config: ReasoningGymTask, dataset: Any) -> tuple[dict[str, Any], list[Item], list[Item]]:
+    """Entries by prompt id, training items and held-out items; a question's content decides its side."""
+    fraction = config.held_out_size / (config.train_size + config.held_out_size)
+    entries: dict[str, Any] = {}
+    train: list[Item] = []
+    held_out: list[Item] = []
+    asked: set[str] = set()
+    for index in range(min(_most_tries(config), len(dataset))):
+        try:
+            entry = dataset[index]
+        except Exception as error:
+            raise UserError(
+                f"{config.name} fails at prompt {index}: {type(error).__name__}: {error}",
+                where="task.params",
+                cure="change the parameters, or take another generator",
+            ) from error
+        item = _item(config, entry)
+        question = question_key(item)
+        is_held_out = hash_share("held out", question) < fraction
+        side, wanted = (held_out, config.held_out_size) if is_held_out else (train, config.train_size)
+        if question in asked or len(side) == wanted:
+            continue
+        asked.add(question)
+        side.append(item)
+        entries[prompt_id(item)] = entry
+        if len(train) == config.train_size and len(held_out) == config.held_out_size:
+            return entries, train, held_out
+    raise UserError(
+        f"{config.name} makes too few different prompts: {len(train)} of {config.train_size} for training "
+        f"and {len(held_out)} of {config.held_out_size} for evaluation",
+        where="task.train_size",
+        cure="lower task.train_size and task.held_out_size together, or widen task.params",
+    )
+
+
+def _item(config: ReasoningGymTask, entry: Any) -> Item:
+    system = (Message(role="system", content=config.system_prompt),) if config.system_prompt else ()
+    # Entries hold sets, dates and fractions; what travels with the prompt must be plain data.
+    metadata = json.loads(json.dumps(entry["metadata"], default=str, skipkeys=True))
+    return Item(
+        messages=(*system, Message(role="user", content=entry["question"])),
+        answer=str(entry["answer"]),
+        metadata=metadata,
+    )
+
+
+def _checker(dataset: Any, entries: dict[str, Any]) -> Check:
+    def check(completion: str, prompt: Prompt) -> float:
+        return float(dataset.score_answer(answer_of(completion), entries[prompt.prompt_id]))
+
+    return check

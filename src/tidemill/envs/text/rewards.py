@@ -1,0 +1,197 @@
+"""The rewards a completion can earn, each one function of the sample; `REWARDS` lists them."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any, TypeAlias
+
+from tidemill.config.schema import RewardConfig
+from tidemill.core.errors import UserError
+from tidemill.core.records import Prompt, SampleId
+from tidemill.envs.text.content import hash_number
+from tidemill.envs.text.extras import import_extra
+from tidemill.envs.text.import_path import import_function
+from tidemill.envs.text.task import Task
+
+WHERE = "scoring.rewards"
+NUMBER = re.compile(
+    r"(?:(?<![0-9.)])[-+])?"  # a sign, not a subtraction
+    r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+    r"(?:[eE][-+]?[0-9]{1,3})?"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """What a reward sees."""
+
+    prompt: Prompt
+    completion: str  # decoded, with the stop string that ended it
+    completion_tokens: int
+    sample_id: SampleId
+
+
+RewardFunction: TypeAlias = Callable[[Sample], Any]
+"""Returns a number, or an awaitable of one; may raise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedReward:
+    """A reward ready to be asked. `inline` ones cost microseconds and run on the loop; others get a thread or task."""
+
+    name: str
+    weight: float
+    function: RewardFunction
+    inline: bool
+    asynchronous: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """What building a reward may need beside its own configuration."""
+
+    task: Task
+    seed: int
+    stop_strings: tuple[str, ...]
+
+
+def until_stop(completion: str, stop_strings: Sequence[str]) -> str:
+    """The completion up to the first stop string in it, which is left out."""
+    cuts = [completion.find(stop) for stop in stop_strings if stop and stop in completion]
+    return completion[: min(cuts)] if cuts else completion
+
+
+def last_number(text: str) -> Decimal | None:
+    """The last decimal number in a text: sign, digits (commas between thousands allowed), fraction, exponent.
+
+    A minus right after a digit, a point or a closing bracket is a subtraction, not a sign.
+    """
+    found = NUMBER.findall(text.replace("\u2212", "-"))
+    return Decimal(found[-1].replace(",", "")) if found else None
+
+
+def _exact(config: RewardConfig, context: Context) -> RewardFunction:
+    """1 if the completion up to the first stop string is the answer, both stripped of white space; else 0."""
+
+    def exact(sample: Sample) -> float:
+        return float(until_stop(sample.completion, context.stop_strings).strip() == sample.prompt.answer.strip())
+
+    return exact
+
+
+def _numeric(config: RewardConfig, context: Context) -> RewardFunction:
+    """1 if the last number before the first stop string equals the answer's last number (12 = 12.0); else 0."""
+
+    def numeric(sample: Sample) -> float:
+        expected = last_number(sample.prompt.answer)
+        if expected is None:
+            raise ValueError(f"the answer {sample.prompt.answer[:40]!r} has no number in it")
+        return float(last_number(until_stop(sample.completion, context.stop_strings)) == expected)
+
+    return numeric
+
+
+def _math_verify(config: RewardConfig, context: Context) -> RewardFunction:
+    """1 if math-verify finds the completion's mathematical expression equal to the answer's; else 0."""
+    package = import_extra("math_verify", package="math-verify", needed_by="the reward math_verify")
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeout is off
+
+    def parse(text: str) -> Any:
+        return package.parse(text, parsing_timeout=None)  # its timeouts are signals, which only the main thread may set
+
+    def math_verify(sample: Sample) -> float:
+        answer = sample.prompt.answer
+        expected = parse(f"${answer}$" if "\\" in answer and "$" not in answer else answer)
+        if not expected:
+            raise ValueError(f"math-verify finds no expression in the answer {answer[:40]!r}")
+        return float(package.verify(expected, parse(sample.completion), timeout_seconds=None))
+
+    return math_verify
+
+
+def _regex(config: RewardConfig, context: Context) -> RewardFunction:
+    """1 if the pattern is found anywhere in the completion; else 0."""
+    pattern = re.compile(config.pattern)
+    return lambda sample: float(pattern.search(sample.completion) is not None)
+
+
+def _length(config: RewardConfig, context: Context) -> RewardFunction:
+    """1 at the target number of completion tokens T, falling linearly to 0 at 0 and at 2T: max(0, 1 - |t - T| / T)."""
+    target = config.target_tokens
+    return lambda sample: max(0.0, 1 - abs(sample.completion_tokens - target) / target)
+
+
+def _task(config: RewardConfig, context: Context) -> RewardFunction:
+    """What the task's own scorer says."""
+    check = context.task.check
+    if check is None:
+        raise UserError(
+            "this task has no scorer of its own",
+            where=WHERE,
+            cure='compare with the answer: reward kind "exact" or "numeric"',
+        )
+    return lambda sample: check(sample.completion, sample.prompt)
+
+
+def _random(config: RewardConfig, context: Context) -> RewardFunction:
+    """A fair coin, 0 or 1, decided by run seed and sample id: a control that nothing can be learned from."""
+    return lambda sample: float(hash_number("random reward", context.seed, sample.sample_id.key) % 2)
+
+
+def _python(config: RewardConfig, context: Context) -> RewardFunction:
+    """The user's function of (prompt, completion, answer, metadata)."""
+    function = import_function(config.function)
+
+    def call(sample: Sample) -> Any:
+        prompt = sample.prompt
+        return function(prompt.text, sample.completion, prompt.answer, dict(prompt.metadata))
+
+    async def call_asynchronous(sample: Sample) -> Any:
+        return await call(sample)
+
+    return call_asynchronous if _is_asynchronous(function) else call
+
+
+REWARDS: dict[str, Callable[[RewardConfig, Context], RewardFunction]] = {
+    "exact": _exact,
+    "numeric": _numeric,
+    "math_verify": _math_verify,
+    "regex": _regex,
+    "length": _length,
+    "task": _task,
+    "random": _random,
+    "python": _python,
+}
+INLINE = frozenset({"exact", "numeric", "regex", "length", "random"})
+
+
+def build_rewards(configs: Sequence[RewardConfig], context: Context) -> tuple[NamedReward, ...]:
+    """The configured rewards, named by kind (a python one by its function); a name used again gets a number.
+
+    Raises:
+        UserError: for a reward that cannot work, before any sample is generated.
+    """
+    rewards: dict[str, NamedReward] = {}
+    for config in configs:
+        base = config.function.rpartition(":")[2] if config.kind == "python" else config.kind
+        name, number = base, 2
+        while name in rewards:
+            name, number = f"{base}_{number}", number + 1
+        function = REWARDS[config.kind](config, context)
+        rewards[name] = NamedReward(
+            name=name,
+            weight=config.weight,
+            function=function,
+            inline=config.kind in INLINE,
+            asynchronous=inspect.iscoroutinefunction(function),
+        )
+    return tuple(rewards.values())
+
+
+def _is_asynchronous(function: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)

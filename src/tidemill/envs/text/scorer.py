@@ -1,0 +1,156 @@
+"""Judges finished samples: a fault of a reward function marks its sample and never ends the run."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Awaitable
+from typing import Any
+
+from tidemill.config.schema import RewardConfig, ScoringConfig
+from tidemill.core.records import Prompt, Reward, SampleId, Trajectory
+from tidemill.envs.text.rewards import Context, NamedReward, Sample, build_rewards
+from tidemill.envs.text.task import Task
+from tidemill.envs.text.threads import DaemonThreads, HangingError
+
+MOST_HANGING = 64
+"""With so many calls hanging past their deadline, further ones fail at once instead of taking threads."""
+SAYS_NOTHING_OF_CORRECTNESS = frozenset({"random", "length"})
+LONGEST_REASON = 300
+
+
+class RewardScorer:
+    """Implements core.protocols.Scorer over a weighted list of rewards."""
+
+    def __init__(self, rewards: tuple[NamedReward, ...], *, timeout_s: float, concurrency: int) -> None:
+        self._rewards, self._timeout_s = rewards, timeout_s
+        self._turns = asyncio.Semaphore(concurrency)
+        self._threads = DaemonThreads(most_hanging=max(MOST_HANGING, concurrency))
+        self._left_behind: set[asyncio.Task[Any]] = set()
+
+    async def score(self, prompt: Prompt, trajectory: Trajectory) -> Reward:
+        """The weighted sum of all rewards; `components` holds each before its weight.
+
+        One that raises, passes its deadline or returns no finite number makes the sample's reward invalid: value 0,
+        and a reason naming reward, fault and sample.
+        """
+        sample = Sample(
+            prompt=prompt,
+            completion=trajectory.text,
+            completion_tokens=trajectory.completion_length,
+            sample_id=trajectory.sample_id,
+        )
+        components: dict[str, float] = {}
+        faults: list[str] = []
+        if all(reward.inline for reward in self._rewards):
+            await self._ask_all(sample, components, faults)
+        else:
+            async with self._turns:
+                await self._ask_all(sample, components, faults)
+        if faults:
+            reason = f"{'; '.join(faults)} (sample {_name(sample.sample_id)})"
+            return Reward(value=0.0, components=components, valid=False, reason=reason)
+        value = math.fsum(reward.weight * components[reward.name] for reward in self._rewards)
+        return Reward(value=value, components=components)
+
+    async def close(self) -> None:
+        """Ends idle threads and cancels what is still awaited; calls that hang are left to the process's end."""
+        self._threads.close()
+        for task in self._left_behind:
+            task.cancel()
+
+    async def _ask_all(self, sample: Sample, components: dict[str, float], faults: list[str]) -> None:
+        for reward in self._rewards:
+            try:
+                components[reward.name] = _finite(await self._ask(reward, sample))
+            except TimeoutError as error:
+                late = str(error) or f"no result within {self._timeout_s:g} s"
+                faults.append(f"reward {reward.name}: {late}")
+            except HangingError as error:
+                faults.append(f"reward {reward.name}: not asked, {error}")
+            except Exception as error:  # noqa: BLE001 -- whatever a reward raises is its sample's fault, not the run's
+                faults.append(f"reward {reward.name}: {_words(error)}")
+
+    async def _ask(self, reward: NamedReward, sample: Sample) -> Any:
+        if reward.inline:
+            return reward.function(sample)
+        if reward.asynchronous:
+            return await self._await(reward.function(sample), self._timeout_s)
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        result = await self._threads.call(lambda: reward.function(sample), timeout_s=self._timeout_s)
+        if inspect.isawaitable(result):
+            result = await self._await(result, max(0.0, started + self._timeout_s - clock()))
+        return result
+
+    async def _await(self, awaitable: Awaitable[Any], timeout_s: float) -> Any:
+        # Not wait_for: it waits for the cancelled task to end, and one that swallows its cancellation never does.
+        task = asyncio.ensure_future(_contained(awaitable))
+        self._left_behind.add(task)
+        task.add_done_callback(self._forget)
+        try:
+            done, _ = await asyncio.wait({task}, timeout=timeout_s)
+        finally:
+            task.cancel()
+        if not done:
+            raise TimeoutError
+        if task.cancelled():
+            raise RuntimeError("it was cancelled")
+        return task.result()
+
+    def _forget(self, task: asyncio.Task[Any]) -> None:
+        self._left_behind.discard(task)
+        if not task.cancelled():
+            task.exception()  # looked at, so that the loop does not report it as unseen
+
+
+def build_scorer(
+    scoring: ScoringConfig, *, task: Task, seed: int, stop_strings: tuple[str, ...] | None = None
+) -> RewardScorer:
+    """The scorer of a run.
+
+    Args:
+        stop_strings: where `exact` and `numeric` stop reading a completion; the task's own by default.
+
+    Raises:
+        UserError: for a reward that cannot work.
+    """
+    stops = task.default_stop_strings if stop_strings is None else stop_strings
+    rewards = build_rewards(scoring.rewards, Context(task=task, seed=seed, stop_strings=stops))
+    return RewardScorer(rewards, timeout_s=scoring.timeout_s, concurrency=scoring.concurrency)
+
+
+def evaluation_scoring(scoring: ScoringConfig, *, task: Task) -> ScoringConfig:
+    """What evaluation judges by: the run's rewards without those that say nothing of being right (`random`, `length`).
+
+    With none left it is the task's own scorer, else the comparison with the answer: so a control run is still measured.
+    """
+    kept = tuple(reward for reward in scoring.rewards if reward.kind not in SAYS_NOTHING_OF_CORRECTNESS)
+    fallback = RewardConfig(kind="exact" if task.check is None else "task")
+    return scoring.model_copy(update={"rewards": kept or (fallback,)})
+
+
+async def _contained(awaitable: Awaitable[Any]) -> Any:
+    try:
+        return await awaitable
+    except (SystemExit, KeyboardInterrupt) as error:  # in a task these would end the loop
+        raise RuntimeError(_words(error)) from error
+
+
+def _finite(result: Any) -> float:
+    if isinstance(result, str | bytes) or not hasattr(type(result), "__float__"):
+        raise TypeError(f"returned {result!r:.60}, which is no number")
+    value = float(result)
+    if not math.isfinite(value):
+        raise ValueError(f"returned {value}, which is not finite")
+    return value
+
+
+def _words(error: BaseException) -> str:
+    message = " ".join(str(error).split())[:LONGEST_REASON]
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def _name(sample_id: SampleId) -> str:
+    return f"{sample_id.purpose} {sample_id.prompt_id} epoch {sample_id.epoch} index {sample_id.index}"

@@ -18,10 +18,16 @@ RESUME = "resume"
 EVALUATION = "evaluation"
 CHECKPOINT = "checkpoint"
 SINK_FAILED = "sink_failed"
+REPLAY = "replay"
+ALREADY_FINISHED = "already_finished"
+WAITING = "waiting"
 
 EVENTS: dict[str, str] = {
     SESSION_START: "a process opened the run; `resumed`, `earlier_wall_s` (of all sessions before), `pid`, `host`",
     RESUME: "training goes on after `step`; later metrics and samples were dropped and will be written again",
+    REPLAY: "the ledger has the samples of `first_step` to `last_step`; they are learned from again, not generated",
+    ALREADY_FINISHED: "the run had done all its steps; nothing was trained",
+    WAITING: "a wait goes on: `awaited`, `waited_s`, `deadline_s`",
     "rollout": "span: the samples of `step` were generated",
     "training": "span: gradients and optimizer steps of `step`",
     EVALUATION: "span: held-out prompts after `step`; `greedy_accuracy`, `n`",

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tidemill.core.clock import Clock
-from tidemill.telemetry.events import CHECKPOINT
+from tidemill.telemetry.events import EVALUATION
 from tidemill.telemetry.numerals import compact, decimal, duration, percent
 from tidemill.telemetry.plain import event_words, length_words, no_signal
 from tidemill.telemetry.progress import Progress
@@ -33,7 +33,7 @@ ACCENT, QUIET, GOOD, WARN = "cyan", "bright_black", "green", "yellow"
 def sparkline(values: Sequence[float], width: int) -> str:
     """The newest `width` values as bars between their own extremes; a flat line stays low."""
     shown = [value for value in tuple(values) if math.isfinite(value)][-width:]
-    if not shown:
+    if not shown or width <= 0:
         return ""
     low, high = min(shown), max(shown)
     scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
@@ -64,8 +64,8 @@ class LiveView:
         self._live.refresh()
 
     def event(self, name: str, fields: dict[str, Any]) -> None:
-        # The panel shows the rest.
-        if (name == CHECKPOINT or "error" in fields) and (words := event_words(name, fields)):
+        # The panel shows evaluations itself.
+        if (name != EVALUATION or "error" in fields) and (words := event_words(name, fields)):
             self.note(words)
 
     def phase(self) -> None:
@@ -84,7 +84,7 @@ class LiveView:
         progress = self._progress
         width = min(self._console.width, PANEL_WIDTH)
         wide = width >= TWO_COLUMNS_WIDTH
-        spark = max(4, (width - 4) // (2 if wide else 1) - LABEL_WIDTH - FIGURES_WIDTH - 2)
+        spark = (width - 4) // (2 if wide else 1) - LABEL_WIDTH - FIGURES_WIDTH - 2
         table = Table.grid(padding=(0, 1), expand=True)
         cells = [_cell(*row) for row in self._rows(spark)]
         for _ in range(2 if wide else 1):
@@ -149,19 +149,24 @@ class LiveView:
         return f"{change}  (n {self._progress.evaluation_n})", sparkline([accuracy for _, accuracy in found], spark)
 
     def _phase(self, width: int) -> RenderableType:
-        progress = self._progress
         row = Table.grid(padding=(0, 1))
-        total = progress.total or 1
-        count = f"{progress.done}/{progress.total}" if progress.total else ""
+        phases = self._progress.current_phases()
+        name, done, total = phases[0] if phases else ("working", 0, 1)
+        others = "".join(f" · {other} {part}/{whole}" for other, part, whole in phases[1:])
+        count = f"{done}/{total}{others}" if phases else ""
         bar = ProgressBar(
             total=total,
-            completed=progress.done,
+            completed=done,
             width=max(10, width - 6 - LABEL_WIDTH - len(count)),
             complete_style=ACCENT,
             finished_style=ACCENT,
             style=QUIET,
         )
-        row.add_row(Text(f"{progress.phase or 'working':<{LABEL_WIDTH}}", style="bold"), bar, Text(count, style=QUIET))
+        row.add_row(
+            Text(f"{name:<{LABEL_WIDTH}}", style="bold"),
+            bar,
+            Text(count, style=QUIET, no_wrap=True, overflow="ellipsis"),
+        )
         return row
 
 

@@ -36,7 +36,14 @@ METRICS: dict[str, Metric] = {
     "groups_without_signal": Metric("groups", "groups skipped because all their rewards are equal"),
     "groups_skipped_invalid": Metric("groups", "groups skipped because fewer than two of their samples were valid"),
     "samples_invalid": Metric("samples", "samples left out because their reward raised, timed out or was not a number"),
-    "tokens_generated": Metric("tokens", "completion tokens made for this batch"),
+    "samples": Metric("samples", "completions of the batch"),
+    "samples_left_out": Metric("samples", "completions of weight 0: invalid, or cut and masked"),
+    "tokens_generated": Metric("tokens", "completion tokens of this batch"),
+    "tokens_recovered": Metric("tokens", "of these, tokens an earlier session had generated"),
+    "tokens_other_weights": Metric(
+        "tokens", "of these, tokens made by weights of this version's number but not digest"
+    ),
+    "deltas_ignored": Metric("messages", "token deltas refused because their lease, attempt or position was outdated"),
     "tokens_trained": Metric("tokens", "completion tokens that carried loss, once per epoch"),
     "prompt_tokens_computed": Metric("tokens", "prompt tokens the engine computed for this batch"),
     "prompt_tokens_reused": Metric("tokens", "prompt tokens served from a shared prefix instead of being computed"),
@@ -56,7 +63,10 @@ METRICS: dict[str, Metric] = {
     "tokens_per_s": Metric("tokens/s", "completion tokens generated per second of rollout"),
     PEAK_RSS: Metric("bytes", "largest resident memory of the process so far"),
 }
-"""Names this project writes. Others are stored and reported all the same, under their bare name."""
+"""Names this project writes, besides `reward/NAME` for each of several rewards.
+
+Others are stored and reported all the same, under their bare name.
+"""
 
 HEADER = ("step", "policy_version", "weights_digest", "optimizer_steps", "time", "session", "elapsed_s")
 
@@ -93,7 +103,7 @@ def read_metrics(path: Path) -> list[MetricLine]:
     """Every whole line that has a step, in order of steps; of two lines for one step the later counts."""
     by_step: dict[int, MetricLine] = {}
     for _, line in read_lines(path):
-        if not isinstance(line.get("step"), int):
+        if type(line.get("step")) is not int:  # a bool is no step
             continue
         values = {
             name: float(value)
@@ -134,6 +144,8 @@ METRICS_INTRODUCTION = (
 )
 EVENTS_INTRODUCTION = (
     "",
+    "With several rewards, `reward/NAME` is the mean of each.",
+    "",
     "## `events.jsonl`",
     "",
     "Only ever appended to: what happened, in the order it happened, over all sessions. Every line has `time` (UTC),",
@@ -151,4 +163,12 @@ SAMPLES_TEXT = (
     "`logprobs` (natural log, of the distribution sampled from; `null` for tokens the model did not make) run in",
     "parallel; `reward`, `components`, `valid`, `reason`; `finish`, `weight`, and `versions` as",
     "`[version, digest, start, end]`.",
+    "",
+    "## `summary.json`",
+    "",
+    "Written when a session ends. `steps`, `tokens_generated`, `tokens_trained`, `optimizer_steps`, `training_s` and",
+    "`time` count each step of the surviving history once; `wall_s` and `sessions` are over everything that ran,",
+    "repeated work included; `peak_rss_bytes` is the largest of all sessions. `eval` has `before` (step 0), `after`",
+    "(the newest evaluation) and `best`, each with `greedy_accuracy` and `step`, and `n`. What was not measured is",
+    "`null`.",
 )

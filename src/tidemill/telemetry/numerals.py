@@ -27,7 +27,8 @@ def decimal(value: float | None) -> str:
     if value is None or not math.isfinite(value):
         return "-"
     if value != 0 and (abs(value) < 1e-3 or abs(value) >= 1e5):
-        return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e")
+        mantissa, _, exponent = f"{value:.1e}".partition("e")
+        return f"{mantissa}e{int(exponent)}"
     return f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
 
 

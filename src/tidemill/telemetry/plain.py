@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol, TextIO
 
 from tidemill.core.clock import Clock
-from tidemill.telemetry.events import CHECKPOINT, EVALUATION, RESUME
+from tidemill.telemetry.events import ALREADY_FINISHED, CHECKPOINT, EVALUATION, REPLAY, RESUME, WAITING
 from tidemill.telemetry.metrics import GREEDY_ACCURACY
 from tidemill.telemetry.numerals import compact, decimal, duration, percent
 from tidemill.telemetry.progress import Progress
@@ -75,6 +75,12 @@ def event_words(name: str, fields: dict[str, Any]) -> str:
         return f"held-out accuracy after step {step}: {decimal(fields['greedy_accuracy'])}{n}"
     if name == CHECKPOINT:
         return f"checkpoint of step {step} written{took}"
+    if name == WAITING:
+        return f"still waiting for {fields['awaited']} after {duration(fields['waited_s'])}"
+    if name == REPLAY:
+        return f"steps {fields['first_step']} to {fields['last_step']} are learned from again, without generating"
+    if name == ALREADY_FINISHED:
+        return f"this run has done all its {fields['steps']} steps"
     if name == RESUME:
         return f"resumed after step {step}"
     return ""
@@ -97,7 +103,8 @@ class PlainView:
     def phase(self) -> None:
         if self._clock.now() - self._last_line_s >= HEARTBEAT_S:
             now = self._progress
-            self.note(f"step {now.step + 1}/{now.total_steps}: {now.phase} {now.done}/{now.total}")
+            phases = ", ".join(f"{name} {done}/{total}" for name, done, total in now.current_phases())
+            self.note(f"step {now.step + 1}/{now.total_steps}: {phases or 'working'}")
 
     def note(self, text: str) -> None:
         self._last_line_s = self._clock.now()

@@ -26,9 +26,7 @@ class Progress:
     history: dict[str, deque[float]] = field(default_factory=dict)
     evaluations: dict[int, float] = field(default_factory=dict)  # greedy accuracy by step
     evaluation_n: int = 0
-    phase: str = ""
-    done: int = 0
-    total: int = 0
+    phases: dict[str, tuple[int, int]] = field(default_factory=dict)  # (done, total) since the newest step, in order
     elapsed_s: float = 0.0  # when the newest step ended
     step_times: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 
@@ -36,7 +34,7 @@ class Progress:
         if step > 0:
             # Wall time from step to step, so that evaluations and checkpoints count towards the time left.
             self.step_times.append(elapsed_s - self.elapsed_s if self.step_times else values.get(STEP_TIME, 0.0))
-        self.elapsed_s, self.phase = elapsed_s, ""
+        self.elapsed_s, self.phases = elapsed_s, {}
         self._take(step, values)
 
     def _take(self, step: int, values: dict[str, float]) -> None:
@@ -55,6 +53,10 @@ class Progress:
         self.step, self.values, self.history, self.evaluations = 0, {}, {}, dict(evaluations)
         for line in lines:
             self._take(line.step, line.values)
+
+    def current_phases(self) -> list[tuple[str, int, int]]:
+        """(name, done, total) of what is under way: training may begin before the rollout is done."""
+        return [(name, done, total) for name, (done, total) in self.phases.copy().items() if done < total]
 
     def left_s(self) -> float | None:
         """Seconds until the last step, from the median of recent steps; None before the first."""

@@ -141,6 +141,7 @@ class Recorder:
         self.run.rewind(step)
         self.event(RESUME, step=step)
         self._sinks.rewind(step)
+        self._step_began_s = None
         self._take_history()
 
     def event(self, name: str, **fields: Any) -> None:
@@ -197,7 +198,7 @@ class Recorder:
         """How far the current phase is; nothing of it is written."""
         if self._step_began_s is None and phase == "rollout":
             self._step_began_s = self._clock.now()
-        self._progress.phase, self._progress.done, self._progress.total = phase, done, total
+        self._progress.phases[phase] = (done, total)
         if self._view:
             self._view.phase()
 

@@ -25,6 +25,7 @@ class Chart(Record):
     low: float | None = None
     high: float | None = None
     scale: float = 1.0  # shown value = metric * scale
+    only_if_any: bool = False  # left out while all values are 0
 
 
 CHARTS: tuple[Chart, ...] = (
@@ -83,10 +84,20 @@ CHARTS: tuple[Chart, ...] = (
         series=(("prompt_tokens_computed", "computed"), ("prompt_tokens_reused", "reused")),
         low=0,
     ),
+    Chart(
+        title="Kept from earlier sessions",
+        note="tokens",
+        series=(("tokens_recovered", "recovered"), ("tokens_other_weights", "by other weights")),
+        low=0,
+        only_if_any=True,
+    ),
+    Chart(title="Outdated messages", note="ignored", series=(("deltas_ignored", "ignored"),), low=0, only_if_any=True),
     Chart(title="Peak memory", note="GB", series=((PEAK_RSS, "memory"),), low=0, scale=1e-9),
 )
 
-DRAWN_ELSEWHERE = {"eval/n", "ratio_var", "tokens_generated", "tokens_trained", "reward_std", STEP_TIME, "loss"}
+COMPONENT = "reward/"
+NOT_DRAWN = {"eval/n", "ratio_var", "tokens_generated", "tokens_trained", "samples", "samples_left_out", "loss"}
+NOT_DRAWN |= {"reward_std", STEP_TIME}
 
 
 def chart_data(story: Story) -> dict[str, Any]:
@@ -96,9 +107,16 @@ def chart_data(story: Story) -> dict[str, Any]:
         by_step.setdefault(evaluation.step, {})[GREEDY_ACCURACY] = evaluation.greedy_accuracy
     steps = sorted(by_step)
     rows = [by_step[step] for step in steps]
-    known = {name for chart in CHARTS for name, _ in chart.series} | DRAWN_ELSEWHERE
-    others = sorted({name for row in rows for name in row} - known)[:OTHER_CHARTS]
-    charts = [*CHARTS, *(_other(name) for name in others)]
+    known = {name for chart in CHARTS for name, _ in chart.series} | NOT_DRAWN
+    unknown = sorted({name for row in rows for name in row} - known)
+    components = tuple((name, name.removeprefix(COMPONENT)) for name in unknown if name.startswith(COMPONENT))
+    others = [name for name in unknown if not name.startswith(COMPONENT)][:OTHER_CHARTS]
+    charts = [
+        *CHARTS[:2],
+        Chart(title="Rewards apart", note="mean of each", series=components),
+        *CHARTS[2:],
+        *(_other(name) for name in others),
+    ]
     resumed = sorted({event["step"] for event in story.events if event["event"] == RESUME and _is_step(event)})
     drawn = [data for chart in charts if (data := _draw(chart, rows))]
     return {"steps": steps, "resumed": resumed, "charts": drawn}
@@ -120,7 +138,7 @@ def _draw(chart: Chart, rows: list[dict[str, float]]) -> dict[str, Any] | None:
     ]
     if chart.kind == "stacked":
         series = [one for one in series if any(one["values"])]
-    if not series:
+    if not series or (chart.only_if_any and not any(value for one in series for value in one["values"])):
         return None
     band = [_shown(row.get(chart.band), chart.scale) for row in rows] if chart.band else []
     return {

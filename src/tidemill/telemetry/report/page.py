@@ -10,7 +10,16 @@ import msgspec
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 import tidemill
-from tidemill.telemetry.events import CHECKPOINT, EVALUATION, RESUME, SESSION_END, SESSION_START, SINK_FAILED
+from tidemill.telemetry.events import (
+    CHECKPOINT,
+    EVALUATION,
+    REPLAY,
+    RESUME,
+    SESSION_END,
+    SESSION_START,
+    SINK_FAILED,
+    WAITING,
+)
 from tidemill.telemetry.numerals import compact, decimal, duration, gigabytes
 from tidemill.telemetry.report.charts import chart_data
 from tidemill.telemetry.report.histograms import HEIGHT, MARGIN, WIDTH, histograms
@@ -19,7 +28,7 @@ from tidemill.telemetry.report.story import SampleWindow, Story
 from tidemill.telemetry.report.words import ENDINGS, before_and_after, findings, headline, wilson_interval
 
 HERE = Path(__file__).parent
-TOLD_EVENTS = (SESSION_START, SESSION_END, RESUME, EVALUATION, CHECKPOINT, SINK_FAILED)
+TOLD_EVENTS = (SESSION_START, SESSION_END, RESUME, REPLAY, EVALUATION, CHECKPOINT, SINK_FAILED, WAITING)
 EVENTS_SHOWN = 500
 PLAIN_KEYS = ("time", "session", "elapsed_s", "event")
 
@@ -62,7 +71,7 @@ def context(story: Story) -> dict[str, Any]:
         "galleries": galleries,
         "legend": LEGEND,
         "events": event_rows(story),
-        "sessions": list(reversed(story.manifest.get("sessions", []))),
+        "facts": facts(story),
         "manifest_text": msgspec.json.format(msgspec.json.encode(story.manifest)).decode() if story.manifest else "",
         # Of the page's own scripts; no other one is run.
         "nonce": secrets.token_urlsafe(12),
@@ -134,6 +143,28 @@ def steps_words(window: SampleWindow) -> str:
         return ""
     low, high = window.steps[0], window.steps[-1]
     return f"steps {low}-{high}" if high > low else f"step {low}"
+
+
+def facts(story: Story) -> list[tuple[str, str]]:
+    """(label, text) of the newest session: how it was started, with what, on what."""
+    sessions = story.manifest.get("sessions") or [{}]
+    newest = {key: value for key, value in sessions[-1].items() if value}
+    git, machine, digest = newest.get("git", {}), newest.get("machine", {}), story.summary["weights_digest"]
+    rows = [
+        ("Command", " ".join(newest.get("argv", []))),
+        ("Versions", ", ".join(f"{package} {number}" for package, number in newest.get("versions", {}).items())),
+        ("Commit", git.get("commit", "") + (" with local changes" if git.get("changed") else "")),
+        ("Machine", ", ".join(_machine_words(machine))),
+        ("Weights", f"version {story.summary['policy_version']}, digest {digest}" if digest else ""),
+    ]
+    return [(label, text) for label, text in rows if text]
+
+
+def _machine_words(machine: dict[str, Any]) -> list[str]:
+    words = [str(machine.get("processor", ""))]
+    words += [f"{machine['cores']} cores"] if machine.get("cores") else []
+    words += [gigabytes(machine["memory_bytes"])] if machine.get("memory_bytes") else []
+    return [word for word in (*words, str(machine.get("system", ""))) if word]
 
 
 def event_rows(story: Story) -> list[dict[str, Any]]:

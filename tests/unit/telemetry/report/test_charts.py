@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tidemill.telemetry.report.charts import chart_data
+from tidemill.telemetry.report.story import read_story
+from tidemill.telemetry.run_dir import RunDirectory
+
+
+def charts_of(tmp_path: Path, metrics: str, events: str = "") -> dict[str, Any]:
+    run = RunDirectory(tmp_path)
+    run.metrics.write_text(metrics)
+    run.events.write_text(events)
+    return chart_data(read_story(run))
+
+
+def test_only_what_was_measured_is_drawn(tmp_path: Path) -> None:
+    data = charts_of(tmp_path, '{"step":1,"entropy":0.5}\n{"step":2,"entropy":0.25,"kl_ref":1e-4}\n')
+    assert data["steps"] == [1, 2]
+    assert [chart["title"] for chart in data["charts"]] == ["Entropy", "KL"]
+    assert data["charts"][0]["series"] == [{"label": "entropy", "values": [0.5, 0.25]}]
+    assert data["charts"][1]["series"] == [{"label": "to reference", "values": [None, 1e-4]}]
+
+
+def test_evaluations_have_their_steps_even_without_a_metrics_line(tmp_path: Path) -> None:
+    event = '{"event":"evaluation","step":0,"greedy_accuracy":0.25,"n":8}\n{"event":"resume","step":1}\n'
+    data = charts_of(tmp_path, '{"step":1,"eval/greedy_accuracy":0.5}\n', event)
+    assert data["steps"] == [0, 1] and data["resumed"] == [1]
+    assert data["charts"][0]["series"] == [{"label": "accuracy", "values": [0.25, 0.5]}]
+
+
+def test_the_band_is_the_deviation(tmp_path: Path) -> None:
+    (chart,) = charts_of(tmp_path, '{"step":1,"reward_mean":0.5,"reward_std":0.25}\n')["charts"]
+    assert (chart["title"], chart["band"]) == ("Reward", [0.25])
+
+
+def test_shares_are_drawn_in_per_cent_and_with_few_figures(tmp_path: Path) -> None:
+    (chart,) = charts_of(tmp_path, '{"step":1,"clip_fraction":0.0123456789}\n')["charts"]
+    assert chart["series"][0]["values"] == [1.23457]
+
+
+def test_several_rewards_share_a_chart_and_unknown_metrics_get_their_own(tmp_path: Path) -> None:
+    data = charts_of(tmp_path, '{"step":1,"reward/exact":1,"reward/length":0.5,"my_metric":3}\n')
+    titles = {chart["title"]: [one["label"] for one in chart["series"]] for chart in data["charts"]}
+    assert titles == {"Rewards apart": ["exact", "length"], "my_metric": ["my_metric"]}
+
+
+def test_figures_that_stay_at_zero_are_left_out_where_that_is_normal(tmp_path: Path) -> None:
+    assert charts_of(tmp_path, '{"step":1,"tokens_recovered":0,"tokens_other_weights":0}\n')["charts"] == []
+    assert len(charts_of(tmp_path, '{"step":1,"tokens_recovered":5,"tokens_other_weights":0}\n')["charts"]) == 1
+
+
+def test_an_empty_run_has_no_charts(tmp_path: Path) -> None:
+    assert charts_of(tmp_path, "") == {"steps": [], "resumed": [], "charts": []}

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tidemill.telemetry.report.showcase import LEGEND, best_and_worst, colour, level, pairs, shorten, shown
+from tidemill.telemetry.report.story import SampleWindow, Story
+from tidemill.telemetry.samples import Sample
+
+
+@pytest.mark.parametrize(
+    ("probability", "expected"),
+    [(1.0, 0), (0.95, 0), (0.94, 1), (0.8, 1), (0.5, 2), (0.2, 3), (0.05, 4), (0.049, 5), (1e-9, 5)],
+)
+def test_levels_follow_the_legend(probability: float, expected: int) -> None:
+    assert level(math.log(probability) + 1e-12) == expected
+    assert 0 <= expected < len(LEGEND)
+
+
+def sample(
+    text: str = "ab", reward: float | None = 1.0, prompt: str = "p", logprob: float = -0.1, **more: object
+) -> Sample:
+    fields = {"tokens": tuple(text), "logprobs": (logprob,) * len(text), "length": len(text), "valid": True} | more
+    return Sample(step=1, prompt=prompt, prompt_id=prompt, completion=text, reward=reward, **fields)  # type: ignore[arg-type]
+
+
+def test_tokens_are_coloured_one_by_one() -> None:
+    tokens = colour(sample("a\n", tokens=("a", "\n", ""), logprobs=(-0.01, -5.0, None)))
+    assert [(token.text, token.level) for token in tokens] == [("a", 0), ("↵\n", 5)]
+    assert tokens[0].title == "'a'  p 99 %, logprob -0.010"
+
+
+def test_an_end_mark_has_a_sign() -> None:
+    tokens = colour(sample("a", tokens=("a", ""), logprobs=(-0.01, -0.5)))
+    assert [token.text for token in tokens] == ["a", "∎"]
+
+
+@pytest.mark.parametrize("tokens", [(), ("x", "y")])
+def test_without_fitting_tokens_the_completion_is_one_piece(tokens: tuple[str, ...]) -> None:
+    (token,) = colour(sample("ab", tokens=tokens))
+    assert (token.text, token.level) == ("ab", None)
+
+
+def test_a_sample_without_logprobs_is_shown_uncoloured() -> None:
+    assert [token.level for token in colour(sample("ab", logprobs=()))] == [None, None]
+    assert shown(sample("ab", logprobs=())).logprob == "-"
+
+
+def test_very_long_completions_are_cut_and_say_so() -> None:
+    card = shown(sample("x" * 1000))
+    assert (len(card.tokens), card.left_out, card.length) == (800, 200, 1000)
+    assert shorten("a" * 700 + "?") == "… " + "a" * 599 + "?"
+
+
+def test_the_worst_are_the_confident_mistakes_and_the_invalid() -> None:
+    unsure = sample(reward=0.0, prompt="unsure", logprob=-3.0)
+    sure = sample(reward=0.0, prompt="sure", logprob=-0.1)
+    right = sample(reward=1.0, prompt="right")
+    broken = sample(reward=0.0, prompt="broken", valid=False, reason="raised")
+    best, worst = best_and_worst(SampleWindow(steps=(1,), samples=(unsure, right, sure, broken)))
+    assert [card.prompt for card in worst] == ["broken", "sure", "unsure"]
+    assert [card.prompt for card in best] == ["right", "sure", "unsure"]
+
+
+def test_each_prompt_is_shown_once_and_equal_rewards_have_no_worst() -> None:
+    best, worst = best_and_worst(SampleWindow(samples=(sample(), sample(logprob=-2.0), sample(prompt="q"))))
+    assert [card.prompt for card in best] == ["p", "q"] and worst == []
+    assert best_and_worst(SampleWindow()) == ([], [])
+
+
+def story_with(first: tuple[Sample, ...], last: tuple[Sample, ...]) -> Story:
+    return Story(
+        name="r",
+        outcome="finished",
+        summary={},
+        metrics=(),
+        evaluations=(),
+        events=(),
+        manifest={},
+        config_text="",
+        groups=0,
+        first=SampleWindow(),
+        last=SampleWindow(),
+        evaluated_first=SampleWindow(steps=(0,), samples=first),
+        evaluated_last=SampleWindow(steps=(9,), samples=last),
+    )
+
+
+def test_held_out_prompts_side_by_side_changed_ones_first() -> None:
+    first = (sample("a", 1.0, "shots\n1 + 1"), sample("b", 0.0, "shots\n2 + 2"), sample("c", 1.0, "shots\n3 + 3"))
+    last = (sample("d", 1.0, "shots\n1 + 1"), sample("e", 1.0, "shots\n2 + 2"), sample("f", 0.0, "shots\n3 + 3"))
+    found, words = pairs(story_with(first, (*last, sample("g", 1.0, "shots\nnew"))))
+    assert [(pair.prompt, pair.before, pair.after) for pair in found] == [
+        ("2 + 2", "b", "e"),
+        ("3 + 3", "c", "f"),
+        ("1 + 1", "a", "d"),
+    ]
+    assert words == "1 of 3 gained reward, 1 lost"
+
+
+def test_prompts_with_nothing_in_common_stay_whole() -> None:
+    first = (sample("a", 1.0, "x\ny"), sample("b", 0.0, "z\ny"))
+    assert {pair.prompt for pair in pairs(story_with(first, first))[0]} == {"x\ny", "z\ny"}
+    only = (sample("a", 1.0, "x\ny"),)
+    assert pairs(story_with(only, only))[0][0].prompt == "x\ny"

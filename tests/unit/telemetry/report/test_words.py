@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.fabricated_run import FabricatedRun
+from tidemill.telemetry.evaluations import Evaluation
+from tidemill.telemetry.report.story import Story, read_story
+from tidemill.telemetry.report.words import clearly_differs, findings, headline, wilson_interval
+from tidemill.telemetry.run_dir import RunDirectory
+
+
+def story_of(tmp_path: Path, metrics: str = "", events: str = "", config: str = "") -> Story:
+    run = RunDirectory(tmp_path)
+    run.metrics.write_text(metrics)
+    run.events.write_text(events)
+    run.config.write_text(config)
+    return read_story(run)
+
+
+def lines(name: str, values: list[float]) -> str:
+    return "".join(f'{{"step":{step},"{name}":{value}}}\n' for step, value in enumerate(values, 1))
+
+
+def evaluated(step: int, accuracy: float, n: int = 64) -> str:
+    return f'{{"event":"evaluation","step":{step},"greedy_accuracy":{accuracy},"n":{n}}}\n'
+
+
+ONE_STEP = lines("entropy", [1.0])
+
+
+def test_the_interval_of_half_of_ten() -> None:
+    # z = 1.96, p = 0.5, n = 10: z²/n = 0.38416; centre (0.5 + 0.19208) / 1.38416 = 0.5;
+    # half width 1.96 / 1.38416 * sqrt(0.025 + 0.009604) = 1.41602 * 0.186022 = 0.26341.
+    assert wilson_interval(0.5, 10) == pytest.approx((0.23659, 0.76341), abs=1e-4)
+    assert wilson_interval(0.5, 0) == (0.0, 1.0)
+    assert wilson_interval(0.0, 10)[0] == 0.0 and wilson_interval(1.0, 10)[1] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "n", "clear"),
+    [(0.28, 0.83, 64, True), (0.83, 0.28, 64, True), (0.50, 0.55, 64, False), (0.50, 0.55, 5000, True)],
+)
+def test_chance_is_told_from_change(before: float, after: float, n: int, clear: bool) -> None:
+    assert clearly_differs(Evaluation(0, before, n), Evaluation(5, after, n)) is clear
+
+
+def test_scores_that_are_no_shares_differ_when_they_differ() -> None:
+    assert clearly_differs(Evaluation(0, 1.5, 64), Evaluation(5, 1.6, 64))
+
+
+@pytest.mark.parametrize(
+    ("metrics", "events", "said"),
+    [
+        ("", "", "No step has been completed yet."),
+        ("", evaluated(0, 0.25), "Held-out accuracy is 0.250 before the first step."),
+        (lines("reward_mean", [0.2, 0.4]), "", "Mean reward went from 0.200 to 0.400 in 2 steps."),
+        (ONE_STEP, evaluated(0, 0.28) + evaluated(1, 0.83), "Held-out accuracy rose from 0.280 to 0.830 in 1 step."),
+        (ONE_STEP, evaluated(0, 0.83) + evaluated(1, 0.28), "Held-out accuracy fell from 0.830 to 0.280 in 1 step."),
+        (
+            ONE_STEP,
+            evaluated(0, 0.50) + evaluated(1, 0.55),
+            "Held-out accuracy went from 0.500 to 0.550 in 1 step: no more than chance may do.",
+        ),
+    ],
+)  # fmt: skip
+def test_headlines(tmp_path: Path, metrics: str, events: str, said: str) -> None:
+    assert headline(story_of(tmp_path, metrics, events)) == said
+
+
+@pytest.mark.parametrize(
+    ("metrics", "events", "config", "title"),
+    [
+        (lines("samples_invalid", [0, 2, 1]), "", "", "3 samples without a valid reward"),
+        (lines("groups_without_signal", [7] * 6), "", "[batch]\nprompts = 8\n", "88 % of recent groups gave no signal"),
+        (lines("truncated_fraction", [0.0, 0.5]), "", "", "25 % of recent completions were cut"),
+        (lines("entropy", [2.0] + [0.1] * 6), "", "", "Entropy is nearly used up"),
+        (lines("mismatch_kl", [0.01]), "", "", "Engine and trainer disagree"),
+        (lines("loss", [1, 1]), evaluated(1, 0.9) + evaluated(2, 0.4), "", "Held-out accuracy is past its best"),
+        ("", '{"event":"checkpoint","error":"OSError"}\n', "", "1 errors in the event log"),
+        ("", '{"event":"session_start","session":3,"elapsed_s":0}\n', "", "Resumed 2 times"),
+    ],
+)
+def test_what_deserves_a_look(tmp_path: Path, metrics: str, events: str, config: str, title: str) -> None:
+    assert [finding.title for finding in findings(story_of(tmp_path, metrics, events, config))] == [title]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "config"),
+    [
+        (lines("groups_without_signal", [4] * 6), "[batch]\nprompts = 8\n"),
+        (lines("groups_without_signal", [7] * 6), "batch = 3\n"),
+        (lines("groups_without_signal", [7] * 6), "not toml"),
+        (lines("truncated_fraction", [0.5] + [0.1] * 5), ""),
+        (lines("entropy", [2.0, 0.1]), ""),
+        (lines("samples_invalid", [0, 0]), ""),
+        (lines("mismatch_kl", [1e-6]), ""),
+    ],
+)
+def test_what_is_as_it_should_be_is_not_mentioned(tmp_path: Path, metrics: str, config: str) -> None:
+    assert findings(story_of(tmp_path, metrics, "", config)) == []
+
+
+def test_the_fabricated_run_was_resumed_and_had_invalid_samples(tmp_path: Path) -> None:
+    story = read_story(FabricatedRun(tmp_path).make())
+    assert [finding.title.split(" ", 1)[-1] for finding in findings(story)] == [
+        "samples without a valid reward",
+        "once",
+    ]

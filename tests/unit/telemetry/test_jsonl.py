@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tidemill.core.errors import UserError
+from tidemill.telemetry.jsonl import JsonlWriter, disk_error, drop_torn_line, encode, read_lines, write_atomically
+
+
+def test_a_line_has_no_line_break_and_no_nan() -> None:
+    assert (
+        encode({"text": "a\nb", "value": float("nan"), "up": float("inf")})
+        == b'{"text":"a\\nb","value":null,"up":null}'
+    )
+
+
+def test_foreign_values_are_written_as_their_item_or_as_text() -> None:
+    class Scalar:
+        def item(self) -> float:
+            return 0.5
+
+    assert encode({"scalar": Scalar(), "path": Path("a/b")}) == b'{"scalar":0.5,"path":"a/b"}'
+
+
+def test_written_lines_are_read_back_with_their_offsets(tmp_path: Path) -> None:
+    writer = JsonlWriter(tmp_path / "log.jsonl")
+    writer.write({"n": 1})
+    writer.write({"n": 22})
+    writer.close()
+    # '{"n":1}' and its line break are 8 bytes.
+    assert list(read_lines(tmp_path / "log.jsonl")) == [(0, {"n": 1}), (8, {"n": 22})]
+
+
+def test_a_reader_passes_over_torn_and_broken_lines(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(b'{"n":1}\nnot json\n[1]\n\xff\xfe\n{"n":2}\n{"n":3')
+    assert [line["n"] for _, line in read_lines(path)] == [1, 2]
+
+
+def test_a_missing_file_has_no_lines(tmp_path: Path) -> None:
+    assert list(read_lines(tmp_path / "absent.jsonl")) == []
+    assert drop_torn_line(tmp_path / "absent.jsonl") == 0
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(b"", b""), (b"ab\n", b"ab\n"), (b"ab\ncd", b"ab\n"), (b"abcd", b""), (b"ab\n" + b"x" * 200_000, b"ab\n")],
+)
+def test_what_follows_the_last_line_break_is_cut(tmp_path: Path, before: bytes, after: bytes) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(before)
+    assert drop_torn_line(path) == len(before) - len(after)
+    assert path.read_bytes() == after
+
+
+def test_a_writer_goes_on_after_a_torn_line(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(b'{"n":1}\n{"n":')
+    writer = JsonlWriter(path)
+    writer.write({"n": 2})
+    writer.close()
+    assert path.read_bytes() == b'{"n":1}\n{"n":2}\n'
+
+
+def disk_that_fills_after(free_bytes: int) -> Callable[[int, bytes], int]:
+    """Like os.write on a full disk: takes what fits, then fails."""
+    real_write, left = os.write, free_bytes
+
+    def write(fd: int, data: bytes) -> int:
+        nonlocal left
+        if left == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken = real_write(fd, data[:left])
+        left -= taken
+        return taken
+
+    return write
+
+
+@pytest.mark.parametrize("free_bytes", [0, 3])
+def test_a_full_disk_is_said_and_leaves_whole_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_bytes: int
+) -> None:
+    path = tmp_path / "log.jsonl"
+    writer = JsonlWriter(path)
+    writer.write({"n": 1})
+    monkeypatch.setattr(os, "write", disk_that_fills_after(free_bytes))
+    with pytest.raises(UserError, match="the disk is full") as caught:
+        writer.write({"n": 2})
+    assert caught.value.where == str(path) and "resumes" in caught.value.cure
+    monkeypatch.undo()
+    assert path.read_bytes() == b'{"n":1}\n'
+    writer.write({"n": 3})
+    writer.close()
+    assert path.read_bytes() == b'{"n":1}\n{"n":3}\n'
+
+
+def test_a_failed_replacement_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "summary.json"
+    write_atomically(path, b"old")
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match="the disk is full"):
+        write_atomically(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert [file.name for file in tmp_path.iterdir()] == ["summary.json"]
+
+
+@pytest.mark.parametrize(
+    ("code", "what"), [(errno.EDQUOT, "the disk is full"), (errno.EROFS, "not writable"), (errno.EIO, "Input/output")]
+)
+def test_disk_errors_in_words(code: int, what: str) -> None:
+    assert what in str(disk_error(OSError(code, os.strerror(code)), Path("x")))

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.fabricated_run import FabricatedRun, FakeClock
+from tidemill.telemetry.live import LiveView, sparkline
+from tidemill.telemetry.progress import Progress
+
+SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def plain_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+
+
+def test_a_sparkline_spans_its_own_extremes() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([5, 0, 7, 3.5], 2) == "█▁", "the newest two only"
+    assert sparkline([2, 2], 8) == "▁▁"
+    assert sparkline([1, float("nan"), 2], 8) == "▁█"
+    assert sparkline([], 8) == "" and sparkline([1, 2], 0) == ""
+
+
+def rendered(view: LiveView, width: int) -> str:
+    console = Console(file=io.StringIO(), width=width, record=True)
+    view._console = console
+    console.print(view.render())
+    return console.export_text()
+
+
+@pytest.fixture
+def progress(tmp_path: Path) -> Progress:
+    fabricated = FabricatedRun(tmp_path)
+    recorder = fabricated.session()
+    fabricated.evaluate(recorder, 0)
+    for step in range(1, 11):
+        fabricated.learn(recorder, step)
+    recorder.close()
+    recorder.run.close()
+    return recorder._progress
+
+
+@pytest.mark.parametrize(("width", "lines"), [(100, 7), (84, 7), (72, 11), (40, 11)])
+def test_the_panel_fits_any_width(progress: Progress, width: int, lines: int) -> None:
+    view = LiveView(progress, Terminal(), FakeClock())
+    view.close()
+    view._closed = False
+    progress.phases |= {"rollout": (38, 64), "training": (16, 64)}
+    text = rendered(view, width)
+    assert len(text.splitlines()) == lines and max(map(len, text.splitlines())) <= width
+    for word in ("smollm2-addition", "reward", "held-out", "entropy", "KL", "clipped", "length", "no signal", "speed"):
+        assert word in text
+    assert "step 10/20" in text and "left" in text and "rollout" in text
+
+
+def test_the_panel_of_a_run_that_just_began(progress: Progress) -> None:
+    view = LiveView(Progress(run="new", total_steps=3), Terminal(), FakeClock())
+    view.close()
+    view._closed = False
+    text = rendered(view, 80)
+    assert "step 0/3" in text and "working" in text and "reward" not in text
+
+
+def test_the_terminal_is_given_back_whatever_happens() -> None:
+    terminal = Terminal()
+    view = LiveView(Progress(run="r", total_steps=3), terminal, FakeClock())
+    assert HIDE_CURSOR in terminal.getvalue()
+    view.close()
+    view.close()
+    assert terminal.getvalue().rindex(SHOW_CURSOR) > terminal.getvalue().rindex(HIDE_CURSOR)
+
+
+def test_notes_scroll_above_and_evaluations_do_not() -> None:
+    terminal = Terminal()
+    view = LiveView(Progress(run="r", total_steps=3), terminal, FakeClock())
+    view.event("checkpoint", {"step": 2, "duration_s": 1.25})
+    view.event("evaluation", {"step": 2, "greedy_accuracy": 0.123, "n": 64})
+    view.event("rollout", {"step": 2, "error": "OSError"})
+    view.close()
+    shown = terminal.getvalue()
+    assert "checkpoint of step 2 written, 1.2 s" in shown and "rollout of step 2 failed: OSError" in shown
+    assert "0.123" not in shown

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import pytest
+
+from tidemill.telemetry.numerals import compact, decimal, duration, gigabytes, percent
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(0.04, "0.0 s"), (4.12, "4.1 s"), (59.4, "59 s"), (151, "2:31"), (3727, "1:02:07")]
+)
+def test_durations(seconds: float, shown: str) -> None:
+    assert duration(seconds) == shown
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(0, "0"), (987, "987"), (999.7, "1k"), (1240, "1.24k"), (3.1e6, "3.1M"), (2.05e9, "2.05G")]
+)
+def test_compact_counts(value: float, shown: str) -> None:
+    assert compact(value) == shown
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (None, "-"),
+        (float("nan"), "-"),
+        (0.0, "0.000"),
+        (0.5312, "0.531"),
+        (12.34, "12.3"),
+        (2.4e-4, "2.4e-4"),
+        (-3e-7, "-3.0e-7"),
+        (1.5e12, "1.5e12"),
+        (1.5e5, "1.5e5"),
+    ],
+)
+def test_decimals(value: float | None, shown: str) -> None:
+    assert decimal(value) == shown
+
+
+@pytest.mark.parametrize(
+    ("share", "shown"), [(None, "-"), (0.0, "0 %"), (0.008, "0.8 %"), (0.42, "42 %"), (0.0996, "10 %"), (1.0, "100 %")]
+)
+def test_percentages(share: float | None, shown: str) -> None:
+    assert percent(share) == shown
+
+
+def test_gigabytes_are_decimal() -> None:
+    assert gigabytes(2_950_000_000) == "2.95 GB"

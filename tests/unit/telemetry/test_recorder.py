@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import errno
+import io
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fabricated_run import FabricatedRun, FakeClock, decode, make_prompt, make_trajectory
+from tidemill.config.schema import RunSpec
+from tidemill.core.errors import UserError
+from tidemill.core.protocols import Telemetry
+from tidemill.core.records import PolicyVersion, Reward, StepMetrics
+from tidemill.telemetry import sinks
+from tidemill.telemetry.events import read_events
+from tidemill.telemetry.metrics import read_metrics
+from tidemill.telemetry.plain import PlainView
+from tidemill.telemetry.recorder import Recorder
+from tidemill.telemetry.run_dir import RunDirectory
+from tidemill.telemetry.samples import read_samples
+
+
+def spec_of(directory: Path, **telemetry: Any) -> RunSpec:
+    return RunSpec.model_validate({"run": {"dir": str(directory)}, "telemetry": telemetry})
+
+
+def open_recorder(directory: Path, clock: FakeClock | None = None, **telemetry: Any) -> Recorder:
+    return Recorder(
+        RunDirectory.open(directory),
+        spec_of(directory, **telemetry),
+        decode=decode,
+        stream=io.StringIO(),
+        clock=clock or FakeClock(),
+        unix_time=lambda: 0.0,
+        memory=lambda: 123,
+    )
+
+
+def end(recorder: Recorder) -> None:
+    recorder.close()
+    recorder.run.close()
+
+
+def metrics_of(step: int, **values: float) -> StepMetrics:
+    return StepMetrics(step=step, version=PolicyVersion(number=step, digest="d"), optimizer_steps=1, values=values)
+
+
+def test_it_is_the_telemetry_of_the_controller(tmp_path: Path) -> None:
+    recorder = open_recorder(tmp_path)
+    telemetry: Telemetry = recorder
+    telemetry.event("publish", version=1)
+    end(recorder)
+    names = [event["event"] for event in read_events(recorder.run.events)]
+    assert names == ["session_start", "publish", "session_end"]
+
+
+def test_a_step_gets_peak_memory_and_its_wall_time(tmp_path: Path) -> None:
+    clock = FakeClock(50.0)
+    recorder = open_recorder(tmp_path, clock)
+    clock.pass_s(20.0)  # loading the model
+    recorder.progress("rollout", 0, 64)
+    clock.pass_s(4.0)
+    recorder.step(metrics_of(1, reward_mean=0.5))
+    clock.pass_s(3.0)
+    recorder.event("evaluation", step=1, duration_s=2.0)  # two of these three seconds
+    recorder.step(metrics_of(2, peak_rss_bytes=7.0))
+    end(recorder)
+    first, second = read_metrics(recorder.run.metrics)
+    assert first.values == {"reward_mean": 0.5, "peak_rss_bytes": 123.0, "time_step_s": 4.0}
+    assert second.values == {"peak_rss_bytes": 7.0, "time_step_s": 1.0}
+    assert (first.elapsed_s, second.elapsed_s) == (24.0, 27.0)
+
+
+def test_samples_are_filed_by_step_and_purpose(tmp_path: Path) -> None:
+    recorder = open_recorder(tmp_path, samples_per_step=2)
+    prompt = make_prompt("1 + 1 =")
+    reward = Reward(value=1.0)
+    train = [make_trajectory(prompt, " 2\n", reward=reward, index=index) for index in range(4)]
+    held_out = make_trajectory(prompt, " 3\n", reward=reward, purpose="eval:held_out")
+    recorder.samples(3, [*train, held_out], [prompt] * 5)
+    end(recorder)
+    folder = recorder.run.samples
+    assert sorted(path.name for path in folder.iterdir()) == ["step_000003.eval-held_out.jsonl", "step_000003.jsonl"]
+    assert len(read_samples(folder / "step_000003.jsonl")) == 2
+    assert read_samples(folder / "step_000003.eval-held_out.jsonl")[0].tokens == (" ", "3", "\n")
+
+
+def test_a_decoder_may_come_later(tmp_path: Path) -> None:
+    recorder = Recorder(RunDirectory.open(tmp_path), spec_of(tmp_path), stream=io.StringIO(), clock=FakeClock())
+    prompt = make_prompt("1")
+    recorder.samples(1, [make_trajectory(prompt, "2")], [prompt])
+    recorder.use_decoder(decode)
+    recorder.samples(2, [make_trajectory(prompt, "2")], [prompt])
+    end(recorder)
+    files = [path for _, _, path in recorder.run.sample_files()]
+    assert [read_samples(path)[0].tokens for path in files] == [(), ("2",)]
+
+
+def test_resuming_drops_what_comes_after_and_says_so(tmp_path: Path) -> None:
+    recorder = open_recorder(tmp_path)
+    for step in (1, 2, 3):
+        recorder.step(metrics_of(step, reward_mean=step / 10))
+    end(recorder)
+    again = open_recorder(tmp_path)
+    again.resume(1)
+    again.step(metrics_of(2, reward_mean=0.9))
+    end(again)
+    assert [line.values["reward_mean"] for line in read_metrics(again.run.metrics)] == [0.1, 0.9]
+    assert [(event["event"], event["session"]) for event in read_events(again.run.events)] == [
+        ("session_start", 1),
+        ("session_end", 1),
+        ("session_start", 2),
+        ("resume", 2),
+        ("session_end", 2),
+    ]
+
+
+def test_finishing_writes_the_summary(tmp_path: Path) -> None:
+    clock = FakeClock()
+    recorder = open_recorder(tmp_path, clock)
+    clock.pass_s(2.5)
+    summary = recorder.finish("interrupted")
+    recorder.run.close()
+    assert summary == recorder.run.read_summary()
+    assert (summary["outcome"], summary["wall_s"], summary["peak_rss_bytes"]) == ("interrupted", 2.5, 123)
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"), [(None, "interrupted"), (KeyboardInterrupt, "interrupted"), (ValueError, "failed")]
+)
+def test_leaving_the_block_ends_the_session(tmp_path: Path, error: type[BaseException] | None, outcome: str) -> None:
+    recorder = open_recorder(tmp_path)
+    with suppress(KeyboardInterrupt, ValueError), recorder:
+        if error:
+            raise error
+    recorder.run.close()
+    assert read_events(recorder.run.events)[-1]["outcome"] == outcome
+
+
+def test_closing_after_finishing_changes_nothing(tmp_path: Path) -> None:
+    with open_recorder(tmp_path) as recorder:
+        recorder.finish("finished")
+    recorder.run.close()
+    ends = [event["outcome"] for event in read_events(recorder.run.events) if event["event"] == "session_end"]
+    assert ends == ["finished"]
+
+
+def test_a_missing_sink_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with RunDirectory.open(tmp_path) as run, pytest.raises(UserError, match="trackio is not installed"):
+        Recorder(run, spec_of(tmp_path, sinks=["trackio"]), stream=io.StringIO())
+    assert not run.events.exists()
+
+
+def test_a_sink_that_fails_is_told_once_and_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing:
+        def __init__(self, context: sinks.SinkContext) -> None: ...
+
+        def step(self, step: int, values: dict[str, float]) -> None:
+            raise OSError("gone")
+
+    monkeypatch.setattr(sinks, "SINKS", {"wandb": Failing})
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    recorder = open_recorder(tmp_path, sinks=["wandb"])
+    recorder.step(metrics_of(1))
+    recorder.step(metrics_of(2))
+    end(recorder)
+    failures = [event for event in read_events(recorder.run.events) if event["event"] == "sink_failed"]
+    assert [(event["sink"], event["error"]) for event in failures] == [("wandb", "OSError: gone")]
+    assert len(read_metrics(recorder.run.metrics)) == 2
+    assert isinstance(recorder._view, PlainView) and isinstance(recorder._view._stream, io.StringIO)
+    assert recorder._view._stream.getvalue().count("wandb failed") == 1
+
+
+def test_a_full_disk_ends_the_run_clearly_and_still_closes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = open_recorder(tmp_path)
+
+    def full(fd: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(UserError, match="the disk is full"):
+        recorder.step(metrics_of(1))
+    recorder.close("failed")
+    monkeypatch.undo()
+    recorder.run.close()
+    assert [event["event"] for event in read_events(recorder.run.events)] == ["session_start"]
+
+
+def test_the_fabricated_run_has_one_history(tmp_path: Path) -> None:
+    run = FabricatedRun(tmp_path).make()
+    lines = read_metrics(run.metrics)
+    assert [line.step for line in lines] == list(range(1, 21))
+    assert [line.session for line in lines] == [1] * 10 + [2] * 10
+    assert len(run.metrics.read_text().splitlines()) == 20

@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from tidemill.core.errors import UserError
+from tidemill.telemetry.jsonl import JsonlWriter
+from tidemill.telemetry.run_dir import RunDirectory, read_json, samples_name
+
+
+def test_the_paths_are_those_of_the_design(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "demo")
+    named = (run.config, run.manifest, run.events, run.metrics, run.samples, run.ledger, run.checkpoints, run.summary)
+    assert [path.name for path in (*named, run.report)] == [
+        "config.toml",
+        "manifest.json",
+        "events.jsonl",
+        "metrics.jsonl",
+        "samples",
+        "ledger.sqlite",
+        "checkpoints",
+        "summary.json",
+        "report.html",
+    ]
+    assert not run.path.exists(), "naming a directory does not make it"
+
+
+def test_opening_creates_and_a_second_opening_is_refused(tmp_path: Path) -> None:
+    with RunDirectory.open(tmp_path / "deep" / "demo") as run:
+        assert run.samples.is_dir() and run.checkpoints.is_dir()
+        with pytest.raises(UserError, match="another process is working on this run") as caught:
+            RunDirectory.open(run.path)
+        assert caught.value.where == str(run.path) and "--run.dir" in caught.value.cure
+    RunDirectory.open(run.path).close()
+
+
+def test_the_refusal_names_the_process_that_holds_the_run(tmp_path: Path) -> None:
+    with RunDirectory.open(tmp_path) as run:
+        run.events.write_text('{"event":"session_start","session":1,"elapsed_s":0,"pid":4711,"host":"mill"}\n')
+        with pytest.raises(UserError, match="process 4711 on mill"):
+            RunDirectory.open(tmp_path)
+
+
+def test_a_run_exists_once_it_has_a_configuration(tmp_path: Path) -> None:
+    with RunDirectory.open(tmp_path) as run:
+        assert (run.exists, run.read_config()) == (False, None)
+        run.write_config("[run]\n")
+        assert (run.exists, run.read_config()) == (True, "[run]\n")
+
+
+@pytest.mark.parametrize("below", ["", "inner"])
+def test_a_file_in_the_way_is_a_clear_error(tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="a file stands where a directory should be") as caught:
+        RunDirectory.open(tmp_path / "file" / below)
+    assert "--run.dir" in caught.value.cure
+
+
+def test_an_unwritable_place_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Path, data: bytes) -> int:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+    with pytest.raises(UserError, match="not writable") as caught:
+        RunDirectory.open(tmp_path / "demo")
+    assert caught.value.where.endswith("demo")
+
+
+def test_opening_mends_what_a_kill_left(tmp_path: Path) -> None:
+    RunDirectory.open(tmp_path).close()
+    run = RunDirectory(tmp_path)
+    run.events.write_bytes(b'{"event":"session_start","session":1,"elapsed_s":0.5}\n{"event":"roll')
+    run.metrics.write_bytes(b'{"step":1,"session":1,"elapsed_s":4.25}\n{"st')
+    (tmp_path / ".summary.json.partial").write_bytes(b"{")
+    (run.samples / ".step_000002.jsonl.partial").write_bytes(b"{")
+    with RunDirectory.open(tmp_path) as run:
+        assert run.events.read_bytes().endswith(b"0.5}\n") and run.metrics.read_bytes().endswith(b"4.25}\n")
+        assert (run.past.count, run.past.wall_s) == (1, 4.25)
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+def make_steps(run: RunDirectory, steps: int) -> None:
+    for step in range(1, steps + 1):
+        with run.metrics.open("a") as file:
+            file.write(f'{{"step":{step}}}\n')
+        (run.samples / samples_name(step)).write_text("{}\n")
+        (run.samples / samples_name(step, "eval:held_out")).write_text("{}\n")
+
+
+def test_rewinding_drops_later_metrics_and_samples(tmp_path: Path) -> None:
+    with RunDirectory.open(tmp_path) as run:
+        make_steps(run, 4)
+        run.events.write_text('{"event":"rollout","step":4}\n')
+        with run.metrics.open("a") as file:
+            file.write('{"step":5')
+        run.rewind(2)
+        run.rewind(2)
+        assert run.metrics.read_text() == '{"step":1}\n{"step":2}\n'
+        assert [(step, purpose) for step, purpose, _ in run.sample_files()] == [
+            (1, "eval-held_out"),
+            (1, "train"),
+            (2, "eval-held_out"),
+            (2, "train"),
+        ]
+        assert run.events.read_text() == '{"event":"rollout","step":4}\n', "events only ever grow"
+
+
+def test_rewinding_does_not_cut_off_an_open_writer(tmp_path: Path) -> None:
+    with RunDirectory.open(tmp_path) as run:
+        make_steps(run, 3)
+        writer = JsonlWriter(run.metrics)
+        run.rewind(1)
+        writer.write({"step": 2})
+        writer.close()
+        assert run.metrics.read_text() == '{"step":1}\n{"step":2}\n'
+
+
+def test_rewinding_to_nothing_keeps_step_zero(tmp_path: Path) -> None:
+    with RunDirectory.open(tmp_path) as run:
+        run.metrics.write_text('{"step":0}\n{"step":1}\n')
+        run.rewind(0)
+        assert run.metrics.read_text() == '{"step":0}\n'
+
+
+def test_samples_names(tmp_path: Path) -> None:
+    assert samples_name(12) == "step_000012.jsonl"
+    assert samples_name(12, "eval:held_out") == "step_000012.eval-held_out.jsonl"
+    assert samples_name(1, "../x") == "step_000001.---x.jsonl", "a purpose cannot lead out of the folder"
+    run = RunDirectory(tmp_path)
+    assert run.sample_files() == []
+
+
+def test_json_files_that_are_not_there_or_not_objects_are_empty(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    assert read_json(path) == {}
+    for text in ("[]", "{", ""):
+        path.write_text(text)
+        assert read_json(path) == {}
+    RunDirectory(tmp_path).write_summary({"steps": 3})
+    assert RunDirectory(tmp_path).read_summary() == {"steps": 3}

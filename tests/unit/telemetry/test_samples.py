@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.fabricated_run import decode, make_prompt, make_trajectory
+from tidemill.core.buffers import pack_logprobs, pack_tokens
+from tidemill.core.records import Reward, Segment
+from tidemill.telemetry.samples import TokenTexts, chosen, read_samples, sample_line, write_samples
+
+
+def test_tokens_are_the_text_cut_at_their_borders() -> None:
+    pieces = {1: "12", 2: " +", 3: "é", 9: ""}
+    texts = TokenTexts(lambda ids: pieces[ids[0]])
+    assert texts.split([1, 2, 3, 9], "12 +é") == ["12", " +", "é", ""]
+
+
+def test_a_space_that_only_shows_inside_a_text_stays_with_its_token() -> None:
+    texts = TokenTexts(lambda ids: {1: "Hello", 2: "world"}[ids[0]])
+    assert texts.split([1, 2], "Hello world") == ["Hello", " world"]
+
+
+def test_a_character_of_several_tokens_belongs_to_the_first() -> None:
+    texts = TokenTexts(lambda ids: {1: "a", 2: "\ufffd", 3: "\ufffd", 4: "b"}[ids[0]])
+    assert texts.split([1, 2, 3, 4, 2, 3], "a🙂b🙂") == ["a", "🙂", "", "b", "🙂", ""]
+
+
+def test_tokens_that_do_not_fit_the_text_speak_for_themselves() -> None:
+    texts = TokenTexts(lambda ids: {1: "a", 2: "b"}[ids[0]])
+    assert texts.split([1, 2], "something else") == ["a", "b"]
+    assert texts.split([1, 2], "ab and more") == ["a", "b"]
+
+
+def test_each_token_is_decoded_once() -> None:
+    calls: list[int] = []
+
+    def counted(ids: Sequence[int]) -> str:
+        calls.append(ids[0])
+        return "x"
+
+    texts = TokenTexts(counted)
+    texts.split([1, 1, 2], "xxx")
+    texts.split([2, 1], "xx")
+    assert calls == [1, 2]
+
+
+def test_a_line_tells_everything_about_a_sample(tmp_path: Path) -> None:
+    prompt = make_prompt("1 + 1 =", "2")
+    reward = Reward(value=0.5, components={"exact": 1.0, "length": 0.0})
+    trajectory = make_trajectory(prompt, " 2\n", logprobs=[-0.1, -0.25, -3.0], reward=reward, index=3, version=6)
+    line = sample_line(7, trajectory, prompt, TokenTexts(decode))
+    assert line == {
+        "step": 7,
+        "purpose": "train",
+        "prompt_id": "p-1 + 1 =",
+        "epoch": 0,
+        "index": 3,
+        "prompt": "1 + 1 =",
+        "completion": " 2\n",
+        "answer": "2",
+        "token_ids": [1, 4, 0],
+        "tokens": [" ", "2", "\n"],
+        "logprobs": [-0.1, -0.25, -3.0],
+        "reward": 0.5,
+        "components": {"exact": 1.0, "length": 0.0},
+        "valid": True,
+        "reason": "",
+        "finish": "stop",
+        "weight": 1.0,
+        "versions": [[6, "d0", 0, 3]],
+    }
+    path = tmp_path / "step_000007.jsonl"
+    write_samples(path, [line, line])
+    first, second = read_samples(path)
+    assert first == second
+    assert (first.completion, first.tokens, first.logprobs) == (" 2\n", (" ", "2", "\n"), (-0.1, -0.25, -3.0))
+    assert (first.reward, first.valid, first.length, first.components) == (0.5, True, 3, {"exact": 1.0, "length": 0.0})
+
+
+def test_tokens_the_model_did_not_make_have_no_logprob() -> None:
+    prompt = make_prompt("1")
+    trajectory = msgspec.structs.replace(
+        make_trajectory(prompt, ""),
+        token_ids=pack_tokens([3, 4, 5, 6, 7]),
+        segments=(
+            Segment(role="prompt", start=0, end=1, trained=False),
+            Segment(role="action", start=1, end=2, trained=True),
+            Segment(role="observation", start=2, end=4, trained=False),
+            Segment(role="action", start=4, end=5, trained=True),
+        ),
+        rollout_logprobs=pack_logprobs([-0.5, -2.0]),
+    )
+    line = sample_line(1, trajectory, prompt, None)
+    assert line["logprobs"] == [-0.5, None, None, -2.0]
+    assert (line["reward"], line["valid"], line["reason"], line["tokens"]) == (None, False, "not scored", [])
+
+
+@pytest.mark.parametrize(
+    ("count", "limit", "expected"),
+    [(4, 0, [0, 1, 2, 3]), (4, 9, [0, 1, 2, 3]), (64, 8, [0, 8, 16, 24, 32, 40, 48, 56]), (5, 2, [0, 2]), (0, 3, [])],
+)
+def test_a_limit_takes_samples_evenly(count: int, limit: int, expected: list[int]) -> None:
+    assert chosen(count, limit) == expected
+
+
+def test_a_broken_samples_line_reads_as_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "step_000001.jsonl"
+    path.write_text('{"step":1,"prompt":3,"tokens":"x","logprobs":[null,"y",-1],"reward":"?","components":[1]}\n{"ste')
+    (sample,) = read_samples(path)
+    assert (sample.prompt, sample.tokens, sample.logprobs, sample.reward) == ("", (), (None, None, -1.0), None)
+    assert sample.components == {} and not sample.valid

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.fabricated_run import HELD_OUT, FabricatedRun
+from tidemill.telemetry.metrics import read_metrics
+from tidemill.telemetry.run_dir import RunDirectory
+from tidemill.telemetry.samples import read_samples
+from tidemill.telemetry.summary import build_summary
+
+
+def test_a_run_killed_and_resumed_counts_each_step_once(tmp_path: Path) -> None:
+    run = FabricatedRun(tmp_path).make()
+    summary = run.read_summary()
+    files = [path for _, purpose, path in run.sample_files() if purpose == "train"]
+    tokens = sum(sample.length for path in files for sample in read_samples(path))
+    assert len(files) == 20
+    assert (summary["tokens_generated"], summary["tokens_trained"]) == (tokens, tokens)
+    assert (summary["steps"], summary["optimizer_steps"], summary["policy_version"]) == (20, 20, 20)
+    assert (summary["outcome"], summary["finished"], summary["interrupted"]) == ("finished", True, False)
+    assert (summary["model"], summary["seed"], summary["sessions"]) == ("smollm2-135m", 0, 2)
+
+
+def test_wall_time_is_over_all_sessions_without_the_hours_between(tmp_path: Path) -> None:
+    fabricated = FabricatedRun(tmp_path)
+    run = fabricated.make()
+    # Everything the fake clock did, except the 3600 s during which no process ran.
+    assert abs(run.read_summary()["wall_s"] - (fabricated.clock.now_s - 3600.0)) < 0.01
+
+
+def test_training_time_leaves_evaluation_and_checkpoints_out(tmp_path: Path) -> None:
+    run = FabricatedRun(tmp_path).make()
+    summary = run.read_summary()
+    # In the fabricated run a step is nothing but rollout and training.
+    assert abs(summary["training_s"] - summary["time"]["rollout_s"] - summary["time"]["train_s"]) < 0.01
+
+
+def test_accuracy_before_after_and_best(tmp_path: Path) -> None:
+    run = FabricatedRun(tmp_path).make()
+    measured = {}
+    for step, purpose, path in run.sample_files():
+        if purpose == "eval-held_out":
+            measured[step] = sum(sample.reward or 0.0 for sample in read_samples(path)) / HELD_OUT
+    found = run.read_summary()["eval"]
+    assert found["before"] == {"greedy_accuracy": measured[0], "step": 0}
+    assert found["after"] == {"greedy_accuracy": measured[20], "step": 20}
+    assert found["best"]["greedy_accuracy"] == max(measured.values())
+    assert found["n"] == HELD_OUT
+
+
+def test_the_peak_is_the_largest_of_all_sessions(tmp_path: Path) -> None:
+    run = FabricatedRun(tmp_path, steps=2).make()
+    assert build_summary(run, outcome="finished", total_steps=2, peak_rss_bytes=1)["peak_rss_bytes"] == 2_900_000_000
+    assert build_summary(run, outcome="finished", total_steps=2, peak_rss_bytes=10**10)["peak_rss_bytes"] == 10**10
+
+
+def test_a_run_without_a_step_has_a_summary_too(tmp_path: Path) -> None:
+    summary = build_summary(RunDirectory(tmp_path / "demo"), outcome="interrupted", total_steps=20)
+    assert (summary["run"], summary["steps"], summary["interrupted"]) == ("demo", 0, True)
+    assert summary["eval"] == {
+        "before": {"greedy_accuracy": None, "step": None},
+        "after": {"greedy_accuracy": None, "step": None},
+        "best": {"greedy_accuracy": None, "step": None},
+        "n": 0,
+    }
+    assert summary["tokens_per_s"] is None and summary["wall_s"] == 0.0
+
+
+def test_an_evaluation_before_the_first_step_is_not_one_after(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.metrics.write_text('{"step":0,"eval/greedy_accuracy":0.25,"eval/n":8}\n')
+    found = build_summary(run, outcome="running", total_steps=20)["eval"]
+    assert found["before"]["greedy_accuracy"] == 0.25 and found["after"]["greedy_accuracy"] is None
+    assert found["n"] == 8 and len(read_metrics(run.metrics)) == 1

@@ -1,0 +1,173 @@
+"""What `--dry-run` says: the derived arithmetic of a run, in words. Needs no model, tokenizer or torch."""
+
+from __future__ import annotations
+
+from tidemill.config.checks import Purpose
+from tidemill.config.derive import Derived, derive
+from tidemill.config.schema import BUILT_IN_MODELS, ArithmeticTask, JsonlTask, RunSpec
+
+BYTES_PER_PARAMETER = 12  # a checkpoint holds fp32 weights and AdamW's two moments
+PARAMETERS = {"smollm2-135m": 134_515_008}
+LABEL_CHARS = 12
+
+
+def describe(spec: RunSpec, *, purpose: Purpose = "train", prompt_tokens: int | None = None) -> str:
+    """The run in words, a topic a line; `prompt_tokens` is one prompt's length if known."""
+    said = topics(spec, purpose=purpose, prompt_tokens=prompt_tokens)
+    return "\n".join(f"{topic:<{LABEL_CHARS}}{words}" for topic, words in said)
+
+
+def topics(spec: RunSpec, *, purpose: Purpose = "train", prompt_tokens: int | None = None) -> list[tuple[str, str]]:
+    """(topic, sentence) pairs; several "note"s may follow."""
+    derived = derive(spec, prompt_tokens=prompt_tokens)
+    if purpose == "generate":
+        return [("model", _model(spec)), ("sampling", _sampling(spec))]
+    if purpose == "eval":
+        return [("model", _model(spec)), ("task", _task(spec)), ("evaluation", _held_out(spec))]
+    return [
+        ("model", _model(spec)),
+        ("task", _task(spec)),
+        ("step", _step(spec, derived)),
+        ("learning", _learning(spec, derived)),
+        ("microbatch", _microbatch(spec, derived)),
+        ("tokens", _tokens(spec, derived)),
+        ("run", _run(spec, derived)),
+        ("evaluation", _evaluation(spec, derived)),
+        ("checkpoint", _checkpoint(spec, derived)),
+        ("directory", f"{spec.directory}; the same command again resumes it"),
+        *(("note", note) for note in notes(spec, derived)),
+    ]
+
+
+def notes(spec: RunSpec, derived: Derived) -> list[str]:
+    """Settings that are allowed and will probably not do what was hoped."""
+    found = []
+    if spec.algorithm.kl_stop is not None and derived.optimizer_steps_per_batch == 1:
+        found.append(
+            "algorithm.kl_stop never acts: each batch is one optimizer step, so that there is nothing left to stop"
+        )
+    if spec.optimizer.warmup_steps >= derived.optimizer_steps:
+        found.append(
+            f"the learning rate never reaches its peak: warm-up takes {number(spec.optimizer.warmup_steps)} of "
+            f"{counted(derived.optimizer_steps, 'optimizer step')}"
+        )
+    if any(reward.kind == "random" and reward.weight for reward in spec.scoring.rewards):
+        found.append("rewards are random: a control that should learn nothing")
+    if spec.sampling.temperature not in (0, 1):
+        found.append(f"samples are drawn, and trainer logprobs taken, at temperature {spec.sampling.temperature:g}")
+    if derived.prompt_tokens and spec.sampling.max_new_tokens + derived.prompt_tokens > spec.batch.microbatch_tokens:
+        found.append(
+            f"one prompt of about {number(derived.prompt_tokens)} tokens and its completion may exceed "
+            f"batch.microbatch_tokens = {number(spec.batch.microbatch_tokens)}; each sample then runs alone"
+        )
+    return found
+
+
+def number(value: int) -> str:
+    return f"{value:,}"
+
+
+def counted(value: int, noun: str) -> str:
+    """`1 sample`, `64 samples`, `2 microbatches`."""
+    plural = f"{noun}es" if noun.endswith("batch") else f"{noun}s"
+    return f"{number(value)} {noun if value == 1 else plural}"
+
+
+def _model(spec: RunSpec) -> str:
+    source = spec.model.source
+    where = "" if source in BUILT_IN_MODELS else " (a local folder or a hub id)"
+    precision = {"fp32": "fp32", "bf16": "bf16 autocast over fp32 weights", "auto": "bf16 autocast on a GPU, fp32 else"}
+    reference = " plus a frozen copy as KL reference" if spec.algorithm.kl_beta else ""
+    return f"{source}{where}{reference}; {precision[spec.trainer.precision]}"
+
+
+def _task(spec: RunSpec) -> str:
+    task = spec.task
+    if isinstance(task, ArithmeticTask):
+        digits = "1 digit" if task.digits == 1 else f"1 to {task.digits} digits"
+        what = f"arithmetic: {' '.join(task.operators)} on numbers of {digits}, {counted(task.shots, 'worked example')}"
+    elif isinstance(task, JsonlTask):
+        what = f"jsonl: {task.path}"
+    else:
+        what = f"reasoning-gym {task.name}: {counted(task.train_size, 'training prompt')}"
+    rewards = spec.scoring.rewards
+    terms = [reward.kind if reward.weight == 1 else f"{reward.weight:g} × {reward.kind}" for reward in rewards]
+    return f"{what}; reward = {' + '.join(terms)}"
+
+
+def _sampling(spec: RunSpec) -> str:
+    sampling = spec.sampling
+    if sampling.temperature == 0:
+        return f"greedy, at most {counted(sampling.max_new_tokens, 'new token')}"
+    kept = [f"top-k {sampling.top_k}"] if sampling.top_k else []
+    kept += [f"top-p {sampling.top_p:g}"] if sampling.top_p < 1 else []
+    words = ", ".join([f"temperature {sampling.temperature:g}", *kept])
+    return f"{words}, at most {counted(sampling.max_new_tokens, 'new token')}"
+
+
+def _step(spec: RunSpec, derived: Derived) -> str:
+    batch, waves = spec.batch, -(-derived.samples_per_step // spec.engine.slots)
+    held = "all decoded at once" if waves == 1 else f"decoded {number(spec.engine.slots)} at a time"
+    return (
+        f"{counted(batch.prompts, 'prompt')} × {counted(batch.group_size, 'sample')} = "
+        f"{counted(derived.samples_per_step, 'sample')} per step, {held}"
+    )
+
+
+def _learning(spec: RunSpec, derived: Derived) -> str:
+    batch, optimizer = spec.batch, spec.optimizer
+    return (
+        f"{counted(batch.epochs, 'epoch')} × {counted(batch.minibatches, 'minibatch')} = "
+        f"{counted(derived.optimizer_steps_per_batch, 'optimizer step')} per batch, each from "
+        f"{counted(derived.samples_per_optimizer_step, 'sample')}; learning rate {optimizer.learning_rate:g}, "
+        f"{optimizer.schedule}, {counted(optimizer.warmup_steps, 'warm-up step')}"
+    )
+
+
+def _microbatch(spec: RunSpec, derived: Derived) -> str:
+    shape = f"up to {counted(spec.batch.microbatch_tokens, 'packed token')}, a group's prompt counted once: "
+    if derived.prompt_tokens is None:
+        shape += f"{counted(derived.microbatches_per_optimizer_step, 'microbatch')} for the completions alone"
+        return f"{shape} of one optimizer step, more for the prompts (their length is known at the start)"
+    prompts = f"prompts of about {counted(derived.prompt_tokens, 'token')} and completions at their limit"
+    return (
+        f"{shape}about {counted(derived.microbatches_per_optimizer_step, 'microbatch')} per optimizer step ({prompts})"
+    )
+
+
+def _tokens(spec: RunSpec, derived: Derived) -> str:
+    return (
+        f"{counted(derived.samples_per_step, 'sample')} × {counted(spec.sampling.max_new_tokens, 'new token')} = "
+        f"at most {counted(derived.completion_tokens_per_step, 'completion token')} per step"
+    )
+
+
+def _run(spec: RunSpec, derived: Derived) -> str:
+    return (
+        f"{counted(spec.trainer.steps, 'step')}: {counted(derived.optimizer_steps, 'optimizer step')}, "
+        f"{counted(derived.samples, 'sample')}, at most {counted(derived.completion_tokens, 'token')} generated and "
+        f"{number(derived.trained_tokens)} trained on"
+    )
+
+
+def _evaluation(spec: RunSpec, derived: Derived) -> str:
+    every = f", every {counted(spec.eval.every_steps, 'step')}" if spec.eval.every_steps else ""
+    return (
+        f"{counted(derived.evaluations, 'time')} (before{every} and after the last) × {_held_out(spec)}: "
+        f"at most {counted(derived.eval_tokens, 'token')} in all"
+    )
+
+
+def _held_out(spec: RunSpec) -> str:
+    limit = spec.eval.max_new_tokens or spec.sampling.max_new_tokens
+    return f"at most {counted(spec.eval.prompts, 'held-out prompt')} of at most {counted(limit, 'new token')} each, greedily"
+
+
+def _checkpoint(spec: RunSpec, derived: Derived) -> str:
+    every, best = spec.checkpoint.every_steps, " and the best" if spec.checkpoint.keep_best else ""
+    due = f"every {counted(every, 'step')} and at the end" if every else "at the end"
+    size = f"{BYTES_PER_PARAMETER} bytes per parameter"
+    if parameters := PARAMETERS.get(spec.model.source):
+        size = f"about {parameters * BYTES_PER_PARAMETER / 1e9:.1f} GB"
+    kept = f"the last {number(spec.checkpoint.keep_last)}{best} kept"
+    return f"{due}: {number(derived.checkpoints)} written, {kept}, {size} each"

@@ -105,7 +105,7 @@ class Recorder:
             directory=self.run.path,
             config=self._spec.model_dump(mode="json"),
             run_id=str(self.run.read_manifest().get("run_id", self._spec.run.name)),
-            resumed=self._progress.step > 0,
+            last_step=self._progress.step,
         )
 
     def _start_session(self) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,7 +23,7 @@ class SinkContext(Record):
     directory: Path
     config: dict[str, Any]
     run_id: str  # the same over all sessions of a run
-    resumed: bool
+    last_step: int  # the newest step an earlier session sent; 0 for a new run
 
 
 class Sink(Protocol):
@@ -59,9 +61,10 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """Weights & Biases; a resumed run goes on under the same id, and values it already has are not sent again."""
+    """Weights & Biases. A resumed run goes on under the same id; it takes only rising steps, so none is sent twice."""
 
     def __init__(self, context: SinkContext) -> None:
+        self._last_step = context.last_step
         self._run = importlib.import_module("wandb").init(
             project="tidemill",
             name=context.run,
@@ -72,8 +75,8 @@ class WandbSink:
         )
 
     def step(self, step: int, values: dict[str, float]) -> None:
-        # It only takes rising steps: what a resumed run repeats is passed over by it, and equal to what it has.
-        self._run.log(values, step=step)
+        if step > self._last_step:
+            self._run.log(values, step=step)
 
     def rewind(self, step: int) -> None:
         pass
@@ -83,21 +86,26 @@ class WandbSink:
 
 
 class TrackioSink:
-    """trackio, a local dashboard."""
+    """trackio, a local dashboard. It would keep a repeated step beside the first, so none is sent twice."""
 
     def __init__(self, context: SinkContext) -> None:
-        self._trackio = importlib.import_module("trackio")
+        self._last_step = context.last_step
         name = f"{context.run}-{context.run_id}"
-        self._trackio.init(project="tidemill", name=name, resume="allow", config=context.config)
+        # It prints; standard output belongs to the command line's JSON.
+        with redirect_stdout(sys.stderr):
+            self._trackio = importlib.import_module("trackio")
+            self._trackio.init(project="tidemill", name=name, resume="allow", config=context.config)
 
     def step(self, step: int, values: dict[str, float]) -> None:
-        self._trackio.log(values, step=step)
+        if step > self._last_step:
+            self._trackio.log(values, step=step)
 
     def rewind(self, step: int) -> None:
         pass
 
     def close(self, *, failed: bool) -> None:
-        self._trackio.finish()
+        with redirect_stdout(sys.stderr):
+            self._trackio.finish()
 
 
 SINKS: dict[str, Callable[[SinkContext], Sink]] = {
@@ -136,7 +144,7 @@ class SinkSet:
             try:
                 self._open[name] = SINKS[name](context)
             except Exception as error:
-                if not context.resumed:
+                if context.last_step == 0:
                     cure = f"set it up, or leave {name} out of telemetry.sinks"
                     what = f"{name} cannot be opened: {_short(error)}"
                     raise UserError(what, where="telemetry.sinks", cure=cure) from error

@@ -32,7 +32,7 @@ class FakeSink:
 
 @pytest.fixture
 def context(tmp_path: Path) -> SinkContext:
-    return SinkContext(run="demo", directory=tmp_path, config={"a": 1}, run_id="id7", resumed=False)
+    return SinkContext(run="demo", directory=tmp_path, config={"a": 1}, run_id="id7", last_step=0)
 
 
 def open_fakes(
@@ -86,7 +86,7 @@ def test_a_sink_that_cannot_open_stops_a_new_run(monkeypatch: pytest.MonkeyPatch
 def test_a_sink_that_cannot_open_does_not_stop_a_resumed_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sinks, "SINKS", {"wandb": refuse})
     warnings: list[tuple[str, str]] = []
-    resumed = SinkContext(run="demo", directory=tmp_path, config={}, run_id="id7", resumed=True)
+    resumed = SinkContext(run="demo", directory=tmp_path, config={}, run_id="id7", last_step=4)
     SinkSet(lambda name, error: warnings.append((name, error))).open(["wandb"], resumed)
     assert warnings == [("wandb", "RuntimeError: not logged in")]
 
@@ -100,6 +100,27 @@ class Calls(list[tuple[str, dict[str, Any]]]):
             return self
 
         return call
+
+
+@pytest.mark.parametrize(("module", "sink"), [("wandb", WandbSink), ("trackio", TrackioSink)])
+def test_steps_that_a_resumed_run_repeats_are_not_sent_twice(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, module: str, sink: type[WandbSink | TrackioSink]
+) -> None:
+    calls = Calls()
+    monkeypatch.setitem(sys.modules, module, calls)
+    opened = sink(SinkContext(run="demo", directory=tmp_path, config={}, run_id="id7", last_step=4))
+    for step in (3, 4, 5):
+        opened.step(step, {"x": 1.0})
+    assert calls[1:] == [("log", {"arg0": {"x": 1.0}, "step": 5})]
+
+
+def test_trackio_keeps_off_standard_output(
+    monkeypatch: pytest.MonkeyPatch, context: SinkContext, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chatty = SimpleNamespace(init=lambda **_: print("hello"), finish=lambda: print("bye"))
+    monkeypatch.setitem(sys.modules, "trackio", chatty)
+    TrackioSink(context).close(failed=False)
+    assert capsys.readouterr() == ("", "hello\nbye\n")
 
 
 def test_wandb_goes_on_under_the_same_id(monkeypatch: pytest.MonkeyPatch, context: SinkContext) -> None:

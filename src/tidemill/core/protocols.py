@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from tidemill.core.records import (
@@ -102,12 +101,6 @@ class Trainer(Protocol):
 
     async def commit(self, step: int) -> StepMetrics:
         """Finish the batch: remaining microbatches, optimizer step(s), and the next version, now current."""
-
-    async def save(self, directory: Path) -> None:
-        """Write weights (a Hugging Face folder) and trainer state into an empty directory."""
-
-    async def restore(self, directory: Path) -> None:
-        """Read back what `save` wrote."""
 
 
 class Checkpoints(Protocol):

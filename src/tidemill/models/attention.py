@@ -34,6 +34,16 @@ class AttentionPlan(Protocol):
         ...
 
 
+def masked_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float
+) -> torch.Tensor:
+    """[B, heads, N, D] queries against [B, kv_heads, M, D] keys and values, bool mask broadcast to [B, 1, N, M]."""
+    repeats = query.shape[1] // key.shape[1]
+    if repeats > 1:
+        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    return functional.scaled_dot_product_attention(query, key, value, mask, scale=scaling)
+
+
 class TreePlan:
     """Each token attends to its ancestors in a tree and to itself: the plan of training."""
 
@@ -54,10 +64,7 @@ class TreePlan:
         if window not in self._masks:
             mask = self._tree.ancestor_mask(self._device, window=window)
             self._masks[window] = mask[None, None]
-        repeats = query.shape[1] // key.shape[1]
-        if repeats > 1:
-            key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-        return functional.scaled_dot_product_attention(query, key, value, self._masks[window], scale=scaling)
+        return masked_attention(query, key, value, self._masks[window], scaling)
 
 
 def _attention(

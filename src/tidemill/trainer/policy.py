@@ -11,6 +11,7 @@ import math
 import time
 from pathlib import Path
 
+import msgspec
 import torch
 from transformers import PreTrainedModel
 
@@ -18,9 +19,11 @@ from tidemill.algos.advantages import ADVANTAGES, has_signal
 from tidemill.algos.kl import approximate_kl, k3, mismatch
 from tidemill.algos.losses import LOSSES, denominator, token_weights
 from tidemill.config.schema import RunSpec
+from tidemill.core.errors import UserError
 from tidemill.core.protocols import Compute
 from tidemill.core.records import Group, PolicyVersion, StepMetrics
 from tidemill.models.loading import weights_digest
+from tidemill.trainer.checkpoint import restore_state, save_state, state_bytes
 from tidemill.trainer.logprobs import token_logprobs
 from tidemill.trainer.optimizer import build_optimizer, clip_and_step, learning_rate, set_learning_rate
 from tidemill.trainer.packing import Microbatch, Weighted, pack, split_by_budget, trained_tokens
@@ -35,6 +38,7 @@ class PolicyTrainer:
     Args:
         model: trained in place; the embedded engine reads the same parameters.
         reference: frozen; needed when `algorithm.kl_beta` is positive.
+        source: the folder the model came from; its tokenizer goes into checkpoints.
         compute: where the work runs; the public coroutines only wait for it.
         autocast: dtype of the forward and backward passes; None computes in the weights' own.
     """
@@ -45,13 +49,15 @@ class PolicyTrainer:
         spec: RunSpec,
         *,
         compute: Compute,
+        source: Path,
         reference: PreTrainedModel | None = None,
         autocast: torch.dtype | None = None,
     ) -> None:
         self.model, self.spec = model, spec
         self.optimizer = build_optimizer(model, spec.optimizer)
         self.optimizer_steps = 0
-        self._compute, self._reference, self._autocast = compute, reference, autocast
+        self._compute, self._source = compute, source
+        self._reference, self._autocast = reference, autocast
         self._device = next(model.parameters()).device
         self._version = PolicyVersion(number=0, digest=weights_digest(model))
         self._open_batch()
@@ -59,10 +65,6 @@ class PolicyTrainer:
     @property
     def version(self) -> PolicyVersion:
         return self._version
-
-    @version.setter
-    def version(self, version: PolicyVersion) -> None:
-        self._version = version
 
     async def accumulate(self, group: Group) -> None:
         await self._compute.run(lambda: self.take(group))
@@ -93,9 +95,7 @@ class PolicyTrainer:
         digest = weights_digest(self.model) if steps_taken else self._version.digest
         self._version = PolicyVersion(number=step, digest=digest)
         self._sums.train_s += time.perf_counter() - started
-        metrics = StepMetrics(
-            step=step, version=self._version, optimizer_steps=steps_taken, values=self._sums.values()
-        )
+        metrics = StepMetrics(step=step, version=self._version, optimizer_steps=steps_taken, values=self._sums.values())
         self._open_batch()
         return metrics
 
@@ -231,9 +231,28 @@ class PolicyTrainer:
                 logits_budget_bytes=self.spec.trainer.logits_budget_mb * MEGABYTE,
             )
 
-    async def save(self, directory: Path) -> None:
-        raise NotImplementedError
+    def state_bytes(self) -> int:
+        """About what `write_state` will write."""
+        return state_bytes(self.model, self.optimizer)
 
-    async def restore(self, directory: Path) -> None:
-        raise NotImplementedError
+    def write_state(self, directory: Path) -> None:
+        """Weights as a Hugging Face folder, optimizer, random states and counters, into an empty directory."""
+        counters = {"optimizer_steps": self.optimizer_steps, "version": msgspec.to_builtins(self._version)}
+        save_state(directory, model=self.model, optimizer=self.optimizer, source=self._source, counters=counters)
 
+    def read_state(self, directory: Path) -> None:
+        """Go on from what `write_state` wrote.
+
+        Raises:
+            UserError: the weights are not those that were written.
+        """
+        counters = restore_state(directory, model=self.model, optimizer=self.optimizer)
+        self.optimizer_steps = int(counters["optimizer_steps"])
+        self._version = msgspec.convert(counters["version"], PolicyVersion)
+        if weights_digest(self.model) != self._version.digest:
+            raise UserError(
+                "the weights are not those of the version written beside them",
+                where=str(directory),
+                cure="delete this checkpoint; the run goes on from the one before",
+            )
+        self._open_batch()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 
-
 from tidemill.algos.kl import MismatchSums, no_mismatch
 from tidemill.trainer.packing import Microbatch, Weighted, packed_size
 
@@ -84,5 +83,3 @@ class Sums:
             "effective_sample_size": stats.effective_sample_size,
             "time_train_s": self.train_s,
         }
-
-

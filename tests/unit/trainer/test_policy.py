@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ def trainer(model: PreTrainedModel, settings: RunSpec, reference: PreTrainedMode
     for one in (model, reference):
         if one is not None:
             use_packed_attention(one)
-    return PolicyTrainer(model, settings, compute=ComputeThread(), reference=reference)
+    return PolicyTrainer(model, settings, compute=ComputeThread(), source=Path(), reference=reference)
 
 
 def groups(seed: int = 0, *, count: int = 3, size: int = 4) -> list[Group]:

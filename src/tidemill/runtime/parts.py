@@ -1,0 +1,149 @@
+"""The parts of an in-process run, put together from its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from tidemill.config.schema import RunSpec
+from tidemill.core.errors import UserError
+from tidemill.core.records import PolicyVersion
+from tidemill.envs.text.build import build_task
+from tidemill.envs.text.scorer import RewardScorer, build_scorer, evaluation_scoring
+from tidemill.envs.text.task import Task, check_fits
+from tidemill.models.catalog import resolve
+from tidemill.models.codec import TextCodec, load_codec
+from tidemill.models.loading import context_limit, load_model
+from tidemill.rollout.engines.embedded import EmbeddedEngine
+from tidemill.runtime.machine import choose_device, choose_precision, set_threads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """A model in memory, how it is computed, and what speaks its tokens."""
+
+    spec: RunSpec
+    folder: Path  # the Hugging Face folder the model came from
+    model: PreTrainedModel
+    codec: TextCodec
+    device: torch.device
+    autocast: torch.dtype | None
+    threads: int
+
+    def task(self) -> Task:
+        """The configured task, checked against the model's context."""
+        spec = self.spec
+        task = build_task(
+            spec.task,
+            codec=self.codec,
+            batch_prompts=spec.batch.prompts,
+            seed=spec.run.seed,
+            chat_template=spec.model.chat_template,
+        )
+        check_fits(task, self._longest_context(), self.new_tokens)
+        return task
+
+    @property
+    def new_tokens(self) -> int:
+        """The longest completion that training or evaluation may ask for."""
+        return max(self.spec.sampling.max_new_tokens, self.spec.eval.max_new_tokens)
+
+    def _longest_context(self) -> int:
+        limit, wanted = context_limit(self.model), self.spec.engine.context_tokens
+        if wanted > limit:
+            raise UserError(
+                f"{wanted} tokens are more than the model's own limit of {limit}",
+                where="engine.context_tokens",
+                cure=f"lower it to {limit}, or set it to 0 to take what the task needs",
+            )
+        return wanted or limit
+
+    def scorers(self, task: Task) -> tuple[RewardScorer, RewardScorer]:
+        """What training is rewarded by, and what held-out accuracy is measured by."""
+        spec = self.spec
+        stops = spec.sampling.stop or task.default_stop_strings
+
+        def build(scoring: object) -> RewardScorer:
+            return build_scorer(scoring, task=task, seed=spec.run.seed, stop_strings=stops)  # type: ignore[arg-type]
+
+        return build(spec.scoring), build(evaluation_scoring(spec.scoring, task=task))
+
+    def engine(self, version: PolicyVersion, *, prompt_tokens: int) -> EmbeddedEngine:
+        """An engine over the model itself, or over a copy in the autocast dtype that follows it at every load."""
+        spec = self.spec
+        context = spec.engine.context_tokens or min(prompt_tokens + self.new_tokens, self._longest_context())
+        model, refresh = self.model, None
+        if self.autocast is not None:
+            model = load_model(self.folder, device=self.device, dtype=self.autocast).requires_grad_(False)
+            refresh = _follow(model, self.model)
+        return EmbeddedEngine(
+            model,
+            decode=self.codec.decode,
+            slots=spec.engine.slots,
+            context=context,
+            version=version,
+            prefill_chunk_tokens=spec.engine.prefill_chunk_tokens,
+            batch_invariant=spec.engine.batch_invariant,
+            refresh=refresh,
+        )
+
+    def reference(self) -> PreTrainedModel | None:
+        """The initial model, frozen, where the loss needs it."""
+        if self.spec.algorithm.kl_beta == 0:
+            return None
+        return load_model(self.folder, device=self.device).requires_grad_(False)
+
+
+def _follow(copy: PreTrainedModel, original: PreTrainedModel) -> Callable[[], None]:
+    @torch.no_grad()
+    def refresh() -> None:
+        for target, source in zip(copy.parameters(), original.parameters(), strict=True):
+            target.copy_(source)
+
+    return refresh
+
+
+def load_parts(spec: RunSpec, *, progress: Callable[[str], None], folder: Path | None = None) -> Parts:
+    """Choose device and threads, and load model and tokenizer.
+
+    Args:
+        progress: told, in words, what takes long.
+        folder: a model or checkpoint folder instead of the configured source.
+
+    Raises:
+        UserError: the model, the device or the tokenizer cannot be had.
+    """
+    device = choose_device(spec.trainer)
+    threads = set_threads(spec.trainer, device)
+    if folder is not None:
+        spec = spec.model_copy(update={"model": spec.model.model_copy(update={"source": str(folder)})})
+    found = resolve(spec.model, progress=progress)
+    model = load_model(found, device=device)
+    if spec.trainer.activation_checkpointing:
+        model.gradient_checkpointing_enable()  # type: ignore[no-untyped-call]
+        model.train()  # the library recomputes layers in this mode only; dropout is refused below
+        _refuse_dropout(model)
+    return Parts(
+        spec=spec,
+        folder=found,
+        model=model,
+        codec=load_codec(found),
+        device=device,
+        autocast=choose_precision(spec.trainer, device),
+        threads=threads,
+    )
+
+
+def _refuse_dropout(model: PreTrainedModel) -> None:
+    config = model.config.get_text_config()
+    rates = {name: value for name, value in vars(config).items() if "dropout" in name and isinstance(value, float)}
+    if any(rates.values()):
+        raise UserError(
+            f"the model has dropout ({', '.join(name for name, rate in rates.items() if rate)})",
+            where="trainer.activation_checkpointing",
+            cure="turn it off for this model, or set its dropout to 0 in config.json",
+        )

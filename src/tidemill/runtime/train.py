@@ -1,0 +1,161 @@
+"""`tidemill train` in one process: the engine shares the trainer's parameters, and one thread computes for both."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
+from typing import Any, TextIO
+
+from tidemill.config.load import differences, from_toml
+from tidemill.config.schema import RunSpec
+from tidemill.config.toml import to_toml
+from tidemill.controller.ledger import Ledger
+from tidemill.controller.loop import LoopResult, train_loop
+from tidemill.core.clock import LoopClock
+from tidemill.core.errors import UserError
+from tidemill.rollout.worker import EngineWorker
+from tidemill.runtime.checkpoints import TrainerCheckpoints
+from tidemill.runtime.compute import ComputeThread
+from tidemill.runtime.journal import SqliteJournal
+from tidemill.runtime.parts import Parts, load_parts
+from tidemill.telemetry.manifest import build_manifest
+from tidemill.telemetry.recorder import Recorder
+from tidemill.telemetry.report import write_report
+from tidemill.telemetry.run_dir import RunDirectory
+from tidemill.trainer.checkpoint_store import CheckpointStore
+from tidemill.trainer.policy import PolicyTrainer
+
+RESUMABLE = ("run.dir", "run.name", "trainer.steps", "trainer.threads", "engine.tick_s", "checkpoint.", "telemetry.",
+             "eval.", "scoring.concurrency", "scoring.timeout_s")  # fmt: skip
+"""Keys (or sections) that may differ when a run is resumed: they do not change what it learns from each batch."""
+
+
+def train(spec: RunSpec, *, telemetry_stream: TextIO | None = None) -> dict[str, Any]:
+    """Run or resume, until done or asked to stop (Ctrl-C, SIGTERM); returns the summary.
+
+    Raises:
+        UserError: a fault of the input, the run directory or the disk; nothing finished is lost.
+        DeadlineError: something awaited did not come.
+    """
+    with RunDirectory.open(spec.directory) as run:
+        _check_same_run(run, spec)
+        run.write_config(to_toml(spec))
+        manifest = build_manifest(
+            run.read_manifest(),
+            run=spec.run.name,
+            model=spec.model.source,
+            seed=spec.run.seed,
+            unix_s=time.time(),
+        )
+        run.write_manifest(manifest)
+        with Recorder(run, spec, stream=telemetry_stream) as recorder:
+            parts = load_parts(spec, progress=recorder.note)
+            recorder.use_decoder(parts.codec.decode)
+            result = asyncio.run(_train(parts, run, recorder))
+            if result.already_finished:
+                recorder.note(f"this run had already finished its {result.steps} steps; raise trainer.steps to go on")
+            summary = recorder.finish("interrupted" if result.interrupted else "finished")
+        write_report(run.path)
+    return summary | {"run_dir": str(spec.directory), "already_finished": result.already_finished}
+
+
+async def _train(parts: Parts, run: RunDirectory, recorder: Recorder) -> LoopResult:
+    """Everything started here is stopped here, in reverse order, whatever happens."""
+    spec, clock = parts.spec, LoopClock()
+    task = parts.task()
+    async with AsyncExitStack() as stack:
+        compute = ComputeThread()
+        stack.push_async_callback(compute.close)
+        journal = await SqliteJournal.open(run.ledger)
+        stack.push_async_callback(journal.close)
+        trainer = PolicyTrainer(
+            parts.model,
+            spec,
+            compute=compute,
+            source=parts.folder,
+            reference=parts.reference(),
+            autocast=parts.autocast,
+        )
+        _check_same_model(run, trainer.version.digest)
+        engine = parts.engine(trainer.version, prompt_tokens=task.longest_prompt_tokens)
+        worker = EngineWorker(engine, compute, clock=clock, tick_s=spec.engine.tick_s)
+        stack.push_async_callback(worker.close)
+        scorer, eval_scorer = parts.scorers(task)
+        stack.push_async_callback(scorer.close)
+        stack.push_async_callback(eval_scorer.close)
+        store = CheckpointStore(
+            run.checkpoints, keep_last=spec.checkpoint.keep_last, keep_best=spec.checkpoint.keep_best
+        )
+        recorder.event("machine", device=str(parts.device), threads=parts.threads, autocast=str(parts.autocast))
+        with _stop_on_signals(recorder) as stop:
+            return await train_loop(
+                spec=spec,
+                source=task.source,
+                worker=worker,
+                trainer=trainer,
+                scorer=scorer,
+                eval_scorer=eval_scorer,
+                ledger=Ledger(journal),
+                checkpoints=TrainerCheckpoints(store, trainer, compute, warn=recorder.note),
+                telemetry=recorder,
+                codec=parts.codec,
+                clock=clock,
+                stop=stop,
+                stop_strings=task.default_stop_strings,
+            )
+
+
+def _check_same_run(run: RunDirectory, spec: RunSpec) -> None:
+    """A run directory belongs to one configuration."""
+    stored = run.read_config()
+    if stored is None:
+        return
+    changed = [
+        f"{key} = {new!r}, the run has {old!r}"
+        for key, old, new in differences(from_toml(stored, source=str(run.config)), spec)
+        if not key.startswith(RESUMABLE)
+    ]
+    if changed:
+        raise UserError(
+            "this run was started with another configuration: " + "; ".join(changed),
+            where=str(run.path),
+            cure="resume with the configuration in its config.toml, or choose another --run.dir",
+        )
+
+
+def _check_same_model(run: RunDirectory, digest: str) -> None:
+    """The initial weights of a resumed run must be those it began with: its batches are applied to them again."""
+    manifest = run.read_manifest()
+    if manifest.setdefault("model_digest", digest) != digest:
+        raise UserError(
+            "the model has changed since this run began",
+            where="model.source",
+            cure="put the former weights back, or choose another --run.dir",
+        )
+    run.write_manifest(manifest)
+
+
+@contextmanager
+def _stop_on_signals(recorder: Recorder) -> Iterator[asyncio.Event]:
+    """The first Ctrl-C or SIGTERM asks the loop to end with a checkpoint; a second one ends the process at once."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    caught = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+
+    def ask() -> None:
+        recorder.note("stopping: the last finished step is being checkpointed (again to stop at once)")
+        stop.set()
+        for one in caught:
+            loop.remove_signal_handler(one)
+
+    for one in caught:
+        loop.add_signal_handler(one, ask)
+    try:
+        yield stop
+    finally:
+        for one in caught:
+            loop.remove_signal_handler(one)

@@ -82,7 +82,9 @@ def _compare(model: str, workload: Workload) -> Comparison:
         largest_logprob_difference=agreement.largest_difference,
         logprobs_checked=agreement.tokens,
     )
-    rates = f"ours {tokens / comparison.ours_s:.0f}, theirs {tokens / comparison.theirs_s:.0f} tokens/s"
+    rates = (
+        f"ours {tokens / comparison.ours_cpu_s:.0f}, theirs {tokens / comparison.theirs_cpu_s:.0f} tokens/s of CPU time"
+    )
     print(f"  {rates}; logprobs agree to {agreement.largest_difference:.1e}", file=sys.stderr, flush=True)
     return comparison
 

@@ -1,0 +1,121 @@
+"""What the demo reaches: held-out greedy accuracy before and after, with three seeds, and a control with random rewards.
+
+    python -m benchmarks.demo_accuracy [--seeds 3] [--threads N]
+
+Every run is `tidemill train` in a process of its own, as a user would start it. The control shows what training without a
+reward to learn from does: nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.measuring import BYTES_PER_GB, write_result
+from benchmarks.models import quiet, smollm2
+
+RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "smollm2-addition.toml"
+CONTROL = '[scoring]\nrewards = [{ kind = "random" }]\n'
+DEADLINE_S = 3600.0
+TARGET_ACCURACY = 0.80
+TARGET_TRAINING_S = 360.0
+TARGET_PEAK_BYTES = 3.5e9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """One run. Accuracies are shares of `n` held-out prompts."""
+
+    seed: int
+    before: float
+    after: float
+    n: int
+    training_s: float
+    wall_s: float
+    peak_rss_bytes: int
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Held-out accuracy of the demo over seeds, and its control.")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=0, help="trainer.threads; 0 lets the run measure")
+    options = parser.parse_args()
+    quiet()
+    smollm2()  # converted before the first run, so that all runs do the same
+    with tempfile.TemporaryDirectory(prefix="tidemill-demo-") as folder:
+        control = Path(folder) / "control.toml"
+        control.write_text(CONTROL)
+        kinds = {"correct answers": [], "random rewards": [f"@{control}"]}
+        outcomes = {
+            kind: [_run(Path(folder), seed, options.threads, recipes) for seed in range(options.seeds)]
+            for kind, recipes in kinds.items()
+        }
+    _print(outcomes)
+    demo = outcomes["correct answers"]
+    accuracy = statistics.mean(outcome.after for outcome in demo)
+    reached = {
+        "accuracy": accuracy >= TARGET_ACCURACY,
+        "training_s": max(outcome.training_s for outcome in demo) <= TARGET_TRAINING_S,
+        "peak_rss": max(outcome.peak_rss_bytes for outcome in demo) <= TARGET_PEAK_BYTES,
+    }
+    runs = {kind: [vars(outcome) for outcome in results] for kind, results in outcomes.items()}
+    write_result("demo_accuracy", {"recipe": RECIPE.name, "runs": runs, "reached": reached})
+    return 0
+
+
+def _run(folder: Path, seed: int, threads: int, recipes: list[str]) -> Outcome:
+    run_dir = folder / "run"
+    shutil.rmtree(run_dir, ignore_errors=True)  # a checkpoint is 1.6 GB
+    command = [sys.executable, "-m", "tidemill", "train", f"@{RECIPE}", *recipes, "--json"]
+    command += ["--run.dir", str(run_dir), "--run.seed", str(seed), "--trainer.threads", str(threads)]
+    command += ["--checkpoint.every_steps", "0"]
+    done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True, timeout=DEADLINE_S)
+    if done.returncode != 0:
+        raise RuntimeError(f"`{' '.join(command)}` ended with {done.returncode}")
+    summary: dict[str, Any] = json.loads(done.stdout)
+    return Outcome(
+        seed=seed,
+        before=summary["eval"]["before"]["greedy_accuracy"],
+        after=summary["eval"]["after"]["greedy_accuracy"],
+        n=summary["eval"]["n"],
+        training_s=summary["training_s"],
+        wall_s=summary["wall_s"],
+        peak_rss_bytes=summary["peak_rss_bytes"],
+    )
+
+
+def _print(outcomes: dict[str, list[Outcome]]) -> None:
+    table = Table(title="demo: held-out greedy accuracy, mean over seeds (lowest-highest)", box=box.SIMPLE)
+    for column in ("rewards", "seeds", "n", "before", "after", "training s", "peak RSS GB"):
+        table.add_column(column, justify="left" if column == "rewards" else "right")
+    for kind, results in outcomes.items():
+        table.add_row(
+            kind,
+            str(len(results)),
+            str(results[0].n),
+            _spread([result.before for result in results], 2),
+            _spread([result.after for result in results], 2),
+            _spread([result.training_s for result in results], 0),
+            f"{max(result.peak_rss_bytes for result in results) / BYTES_PER_GB:.2f}",
+        )
+    Console(width=140).print(table)
+
+
+def _spread(values: list[float], digits: int) -> str:
+    return f"{statistics.mean(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

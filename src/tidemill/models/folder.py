@@ -1,0 +1,78 @@
+"""A local Hugging Face folder: what must be in it before anything is loaded from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tidemill.core.errors import UserError
+from tidemill.models.safetensors_files import stored_tensors
+
+CONFIG = "config.json"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+def check_folder(folder: Path) -> Path:
+    """Return `folder` if it holds a configuration, complete safetensors weights and a tokenizer.
+
+    Raises:
+        UserError: naming the file at fault.
+    """
+    if not folder.is_dir():
+        what = "is a file, not a model folder" if folder.exists() else "there is no such folder"
+        cure = "give the folder that holds config.json and model.safetensors"
+        raise UserError(what, where=str(folder), cure=cure)
+    check_config(folder)
+    if not stored_tensors(folder):
+        raise _no_weights(folder)
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise UserError(
+            "the folder has no tokenizer",
+            where=str(folder),
+            cure="copy the model's tokenizer files (tokenizer.json) there",
+        )
+    return folder
+
+
+def check_config(folder: Path) -> None:
+    """Raises UserError unless config.json is a readable model configuration."""
+    path = folder / CONFIG
+    if not path.is_file():
+        if (folder / "adapter_config.json").is_file():
+            raise UserError(
+                "the folder holds an adapter without its base model",
+                where=str(folder),
+                cure="merge the adapter into its base model and save that",
+            )
+        raise UserError("the folder has no config.json", where=str(folder), cure="give a Hugging Face model folder")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+        raise UserError(
+            "the model configuration is not valid JSON", where=f"{path}{line}", cure="copy or download the file again"
+        ) from error
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise UserError(
+            "the model configuration names no model_type", where=str(path), cure="give a Hugging Face model folder"
+        )
+
+
+def _no_weights(folder: Path) -> UserError:
+    pickles = [path.name for pattern in _PICKLES for path in sorted(folder.glob(pattern))]
+    if pickles:
+        return UserError(
+            f"the weights are in {pickles[0]}, a pickle, which can run code when opened; only safetensors are read",
+            where=str(folder),
+            cure="if you trust it, convert it: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)",
+        )
+    if gguf := sorted(folder.glob("*.gguf")):
+        return UserError(
+            f"the weights are in {gguf[0].name}; only safetensors are read",
+            where=str(folder),
+            cure="use the safetensors version of the model",
+        )
+    return UserError(
+        "the folder has no model.safetensors", where=str(folder), cure="copy or download the weights again"
+    )

@@ -1,0 +1,114 @@
+"""From a model folder to a model in memory, and the digest that names its weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tidemill.core.errors import UserError
+from tidemill.models.attention import use_packed_attention
+from tidemill.models.folder import check_folder
+from tidemill.models.quiet import quiet
+from tidemill.models.safetensors_files import StoredTensor, stored_tensors
+
+_DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+
+
+def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Load a causal language model for training and generation: eval mode, gradients on, Tidemill's attention.
+
+    Nothing is fetched. Peak memory is the model plus its largest tensor when the stored dtype is `dtype`.
+
+    Raises:
+        UserError: the folder is incomplete or damaged, or holds no causal language model that can be used.
+    """
+    check_folder(folder)
+    try:
+        with quiet():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
+            )
+    except (ValueError, OSError, KeyError, RuntimeError, ImportError) as error:
+        reason = str(error).strip().split("\n", 1)[0][:300]
+        raise UserError(
+            f"the model cannot be loaded: {reason}",
+            where=str(folder),
+            cure="give a causal language model that this version of transformers knows",
+        ) from error
+    model: PreTrainedModel = loaded[0]
+    _check_complete(loaded[1], folder)
+    _own_storage(model, folder)
+    model.to(device=device)  # type: ignore[call-arg]
+    model.eval()
+    model.requires_grad_(True)
+    use_packed_attention(model)
+    return model
+
+
+def context_limit(model: PreTrainedModel) -> int:
+    """The longest sequence (prompt plus completion, in tokens) the model was made for."""
+    return int(model.config.get_text_config().max_position_embeddings)
+
+
+def weights_digest(model: torch.nn.Module) -> str:
+    """32 hex digits (xxh3-128) over name, dtype, shape and bytes of every parameter, in the order of named_parameters.
+
+    Tied parameters count once. On the CPU the bytes are read where they lie; from a GPU one tensor at a time is copied.
+    """
+    digest = xxhash.xxh3_128()
+    for name, parameter in model.named_parameters():
+        tensor = parameter.detach().contiguous().cpu()
+        digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+        digest.update(_bytes(tensor))
+    return digest.hexdigest()
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, not copied. (numpy has no bfloat16, so every dtype goes as bytes.)"""
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _check_complete(report: dict[str, Any], folder: Path) -> None:
+    """A tensor the file lacks would be filled with random numbers: refuse."""
+    missing, mismatched = sorted(report["missing_keys"]), sorted(map(str, report["mismatched_keys"]))
+    if missing or mismatched:
+        fault = f"lack {missing[0]}" if missing else f"do not fit the configuration at {mismatched[0]}"
+        more = len(missing) + len(mismatched) - 1
+        raise UserError(
+            f"the weights {fault}" + (f" and {more} more" if more else ""),
+            where=str(folder),
+            cure="the weights and config.json must belong to the same model with a language-modelling head",
+        )
+
+
+def _own_storage(model: torch.nn.Module, folder: Path) -> None:
+    """Give every parameter memory of its own.
+
+    The library maps the file into memory, so that changing or truncating the file would change or crash a running
+    model. Reading into new memory (rather than cloning the map) keeps the file's pages out of this process's peak.
+    """
+    stored = stored_tensors(folder)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            tensor = stored.get(name)
+            if tensor is None or tensor.dtype != _DTYPE_NAMES.get(parameter.dtype) or tensor.shape != parameter.shape:
+                parameter.data = parameter.data.clone()
+            else:
+                parameter.data = _read(tensor, parameter.dtype)
+
+
+def _read(tensor: StoredTensor, dtype: torch.dtype) -> torch.Tensor:
+    fresh = torch.empty(tensor.shape, dtype=dtype)
+    with tensor.file.open("rb", buffering=0) as stream:
+        stream.seek(tensor.offset)
+        target = _bytes(fresh)
+        while target:
+            count = stream.readinto(target)
+            if not count:
+                raise UserError("the weight file became shorter while it was read", where=str(tensor.file))
+            target = target[count:]
+    return fresh

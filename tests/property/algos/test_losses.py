@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tidemill.algos.losses import Normalize, denominator, ppo_clip, token_weights
+
+token = st.tuples(st.floats(-2, 2), st.floats(-8, 0), st.floats(-3, 3))  # log ratio, proximal logprob, advantage
+tokens = st.lists(token, min_size=1, max_size=24)
+dual = st.one_of(st.none(), st.floats(1.5, 5))
+COMMON = settings(deadline=None, max_examples=80)
+
+
+def columns(rows: list[tuple[float, float, float]]) -> tuple[Tensor, Tensor, Tensor]:
+    log_ratio, proximal, advantages = torch.tensor(rows, dtype=torch.float64).unbind(1)
+    return (proximal + log_ratio).requires_grad_(), proximal, advantages
+
+
+def gradient(loss_T: Tensor, trainer: Tensor) -> Tensor:
+    (grad,) = torch.autograd.grad(loss_T.sum(), trainer)
+    return grad
+
+
+@COMMON
+@given(tokens, dual)
+def test_gradient_is_zero_where_clipped_and_the_plain_one_elsewhere(
+    rows: list[tuple[float, float, float]], floor: float | None
+) -> None:
+    trainer, proximal, advantages = columns(rows)
+    result = ppo_clip(trainer, proximal, advantages, clip_low=0.2, clip_high=0.3, dual_clip=floor)
+    grad = gradient(result.loss_T, trainer)
+    assert bool((grad[result.clipped_T] == 0).all())
+    torch.testing.assert_close(grad[~result.clipped_T], -(result.ratio_T * advantages)[~result.clipped_T])
+
+
+@COMMON
+@given(tokens)
+def test_clipped_means_that_the_objective_is_below_the_plain_one(rows: list[tuple[float, float, float]]) -> None:
+    trainer, proximal, advantages = columns(rows)
+    result = ppo_clip(trainer, proximal, advantages, clip_low=0.2, clip_high=0.3)
+    plain = result.ratio_T * advantages
+    assert bool((-result.loss_T <= plain).all())
+    assert torch.equal(result.clipped_T, -result.loss_T.detach() < plain)
+
+
+@COMMON
+@given(tokens, st.floats(1.5, 5))
+def test_the_dual_clip_bounds_the_loss_of_bad_tokens(rows: list[tuple[float, float, float]], floor: float) -> None:
+    trainer, proximal, advantages = columns(rows)
+    result = ppo_clip(trainer, proximal, advantages, clip_low=0.2, clip_high=0.3, dual_clip=floor)
+    bad = advantages < 0
+    assert bool((result.loss_T[bad] <= -floor * advantages[bad] + 1e-12).all())
+
+
+@COMMON
+@given(tokens, st.floats(-3, 3))
+def test_shift_of_both_logprobs_changes_nothing(rows: list[tuple[float, float, float]], shift: float) -> None:
+    trainer, proximal, advantages = columns(rows)
+    one = ppo_clip(trainer, proximal, advantages, clip_low=0.2, clip_high=0.2)
+    other = ppo_clip(trainer + shift, proximal + shift, advantages, clip_low=0.2, clip_high=0.2)
+    torch.testing.assert_close(one.loss_T, other.loss_T)
+
+
+@COMMON
+@given(tokens, st.floats(0.1, 10))
+def test_loss_scales_with_the_advantage(rows: list[tuple[float, float, float]], scale: float) -> None:
+    trainer, proximal, advantages = columns(rows)
+    one = ppo_clip(trainer, proximal, advantages, clip_low=0.2, clip_high=0.2)
+    other = ppo_clip(trainer, proximal, scale * advantages, clip_low=0.2, clip_high=0.2)
+    torch.testing.assert_close(other.loss_T, scale * one.loss_T)
+
+
+@COMMON
+@given(tokens, st.randoms(use_true_random=False))
+def test_permutation(rows: list[tuple[float, float, float]], random: object) -> None:
+    order = list(range(len(rows)))
+    random.shuffle(order)  # type: ignore[attr-defined]
+    one = ppo_clip(*columns(rows), clip_low=0.2, clip_high=0.2)
+    other = ppo_clip(*columns([rows[i] for i in order]), clip_low=0.2, clip_high=0.2)
+    assert torch.equal(other.loss_T, one.loss_T[order])
+    assert torch.equal(other.clipped_T, one.clipped_T[order])
+
+
+@COMMON
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.sampled_from(["sample", "token"]), st.data())
+def test_weights_make_the_mean_however_the_batch_is_cut(
+    lengths: list[int], normalize: Normalize, data: st.DataObject
+) -> None:
+    cut = data.draw(st.integers(0, len(lengths)))
+    parts = [lengths[:cut], lengths[cut:]]
+    weights = [weight for part in parts for weight in token_weights(part, normalize)]
+    assert weights == token_weights(lengths, normalize)
+    total = sum(denominator(part, normalize) for part in parts)
+    assert total == denominator(lengths, normalize)
+    # the mean of a loss of 1 everywhere is 1
+    weighted = sum(weight * length for weight, length in zip(weights, lengths, strict=True))
+    assert weighted == pytest.approx(total)

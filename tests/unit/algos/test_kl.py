@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tidemill.algos.kl import approximate_kl, k3, mismatch, no_mismatch
+
+
+def test_k3_value_and_gradient() -> None:
+    # d = ref - trainer = (0.5, -0.5, 0): e^0.5 - 1.5 = 0.1487213; e^-0.5 - 0.5 = 0.1065307; 0
+    # gradient to trainer 1 - e^d: 1 - 1.6487213 = -0.6487213; 1 - 0.6065307 = 0.3934693; 0
+    trainer = torch.tensor([-2.0, -1.0, -3.0], requires_grad=True)
+    ref = torch.tensor([-1.5, -1.5, -3.0], requires_grad=True)
+    penalty = k3(trainer, ref)
+    assert penalty.tolist() == pytest.approx([0.1487213, 0.1065307, 0.0], abs=1e-6)
+    penalty.sum().backward()
+    assert trainer.grad is not None
+    assert trainer.grad.tolist() == pytest.approx([-0.6487213, 0.3934693, 0.0], abs=1e-6)
+    assert ref.grad is None
+
+
+def test_k3_of_a_small_difference_is_accurate() -> None:
+    # e^d - d - 1 = d²/2 + d³/6 + ...: 5e-9 for d = 1e-4, which exp(d) - d - 1 in float32 rounds to 0 or 1e-7
+    assert k3(torch.tensor([0.0]), torch.tensor([1e-4])).item() == pytest.approx(5e-9, rel=0.05)
+
+
+def test_approximate_kl_value_and_direction() -> None:
+    # log ρ = trainer - proximal = 0.5: ρ - 1 - log ρ = 1.6487213 - 1.5 = 0.1487213
+    trainer = torch.tensor([-1.5], requires_grad=True)
+    estimate = approximate_kl(trainer, torch.tensor([-2.0]))
+    assert estimate.tolist() == pytest.approx([0.1487213], abs=1e-6)
+    assert not estimate.requires_grad
+
+
+def test_estimates_are_unbiased_over_a_whole_vocabulary() -> None:
+    p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.3, 0.5])
+    # KL(p ‖ q) = 0.5 ln 2.5 + 0.2 ln 0.4 = 0.4581454 - 0.1832581 = 0.2748872
+    assert float((p * k3(p.log(), q.log())).sum()) == pytest.approx(0.2748872, abs=1e-6)
+    assert float((p * approximate_kl(q.log(), p.log())).sum()) == pytest.approx(0.2748872, abs=1e-6)
+
+
+def test_the_gradient_of_k3_is_that_of_the_other_direction() -> None:
+    # Documented caveat: Σ p ∇k3 (p held fixed, as sampling does) equals ∇KL(ref ‖ trainer), not ∇KL(trainer ‖ ref)
+    logits = torch.tensor([0.3, -0.2, 0.9], dtype=torch.float64, requires_grad=True)
+    ref = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
+    logprobs = logits.log_softmax(-1)
+    (sampled,) = torch.autograd.grad((logprobs.exp().detach() * k3(logprobs, ref.log())).sum(), logits)
+    forward = (ref * (ref.log() - logits.log_softmax(-1))).sum()
+    (expected,) = torch.autograd.grad(forward, logits)
+    now = logits.log_softmax(-1)
+    (reverse,) = torch.autograd.grad((now.exp() * (now - ref.log())).sum(), logits)
+    assert torch.allclose(sampled, expected)
+    assert not torch.allclose(sampled, reverse)
+
+
+def test_mismatch_stats() -> None:
+    # r = (1, 2, 0.5): mean 3.5 / 3 = 1.1666667; Σr² = 5.25, variance 5.25 / 3 - 1.3611111 = 0.3888889;
+    # ESS 3.5² / (3 * 5.25) = 12.25 / 15.75 = 0.7777778;
+    # KL (0 + (1 - ln 2) + (-0.5 + ln 2)) / 3 = 0.5 / 3 = 0.1666667
+    ratios = torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64)
+    stats = mismatch(torch.full((3,), -4.0), ratios.log() - 4.0).reduce()
+    assert stats.tokens == 3
+    assert stats.ratio_mean == pytest.approx(1.1666667)
+    assert stats.ratio_variance == pytest.approx(0.3888889)
+    assert stats.ratio_max == pytest.approx(2.0)
+    assert stats.effective_sample_size == pytest.approx(0.7777778)
+    assert stats.mismatch_kl == pytest.approx(0.1666667)
+
+
+def test_mismatch_of_ratios_below_one_reports_their_own_maximum() -> None:
+    stats = (no_mismatch() + mismatch(torch.tensor([0.0]), torch.tensor([math.log(0.5)]))).reduce()
+    assert stats.ratio_max == pytest.approx(0.5)
+
+
+def test_mismatch_of_tiny_differences_is_not_lost_in_rounding() -> None:
+    # log r = ±1e-6: variance of r 1e-12, KL 5e-13 per token
+    trainer = torch.tensor([1e-6, -1e-6] * 500, dtype=torch.float64)
+    stats = mismatch(torch.zeros(1000, dtype=torch.float64), trainer).reduce()
+    assert stats.ratio_variance == pytest.approx(1e-12, rel=1e-3)
+    assert stats.mismatch_kl == pytest.approx(5e-13, rel=1e-3)
+
+
+def test_no_tokens_reduce_to_agreement() -> None:
+    stats = no_mismatch().reduce()
+    assert (stats.tokens, stats.ratio_mean, stats.ratio_variance, stats.ratio_max) == (0, 1.0, 0.0, 1.0)
+    assert (stats.effective_sample_size, stats.mismatch_kl) == (1.0, 0.0)
+
+
+def test_ratios_that_all_vanish_leave_no_effective_sample() -> None:
+    stats = mismatch(torch.zeros(2), torch.full((2,), -2000.0)).reduce()
+    assert stats.effective_sample_size == 0.0
+    assert stats.ratio_mean == 0.0

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from tidemill.algos.losses import LOSSES, TokenLoss, denominator, ppo_clip, token_weights
+
+
+def clip(ratios: list[float], advantages: list[float], *, dual_clip: float | None = None) -> tuple[Tensor, TokenLoss]:
+    """Losses of tokens whose trainer logprobs are log(ratio) above proximal ones of -2."""
+    trainer = (torch.tensor(ratios, dtype=torch.float64).log() - 2.0).requires_grad_()
+    proximal = torch.full_like(trainer, -2.0).detach()
+    loss = ppo_clip(
+        trainer,
+        proximal,
+        torch.tensor(advantages, dtype=torch.float64),
+        clip_low=0.2,
+        clip_high=0.3,
+        dual_clip=dual_clip,
+    )
+    loss.loss_T.sum().backward()
+    assert trainer.grad is not None
+    return trainer.grad, loss
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "gradient", "clipped"),
+    [
+        # inside the range: loss -ρA, gradient -ρA
+        (1.0, 2.0, -2.0, -2.0, False),
+        (1.1, 2.0, -2.2, -2.2, False),
+        (0.9, -2.0, 1.8, 1.8, False),
+        # pushed further out: held at the bound (1.3 * 2, 0.8 * -2), no gradient
+        (1.5, 2.0, -2.6, 0.0, True),
+        (0.5, -2.0, 1.6, 0.0, True),
+        # pulled back in: not clipped, -ρA
+        (1.5, -2.0, 3.0, 3.0, False),
+        (0.5, 2.0, -1.0, -1.0, False),
+        # no advantage: nothing, and nothing clipped
+        (1.5, 0.0, 0.0, 0.0, False),
+    ],
+)
+def test_ppo_clip(ratio: float, advantage: float, loss: float, gradient: float, clipped: bool) -> None:
+    grad, result = clip([ratio], [advantage])
+    assert result.loss_T.item() == pytest.approx(loss)
+    assert grad.item() == pytest.approx(gradient)
+    assert result.clipped_T.tolist() == [clipped]
+    assert result.ratio_T.item() == pytest.approx(ratio)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "gradient", "clipped"),
+    [
+        # A < 0 and ρ beyond c = 3: the objective cA = -6 instead of ρA = -10
+        (5.0, -2.0, 6.0, 0.0, True),
+        # below c nothing changes
+        (2.0, -2.0, 4.0, 4.0, False),
+        # A > 0 is never held by the floor: upper bound 1.3 as ever, and a small ratio is left alone
+        (5.0, 2.0, -2.6, 0.0, True),
+        (0.1, 2.0, -0.2, -0.2, False),
+        # the lower bound still clips
+        (0.5, -2.0, 1.6, 0.0, True),
+    ],
+)
+def test_dual_clip(ratio: float, advantage: float, loss: float, gradient: float, clipped: bool) -> None:
+    grad, result = clip([ratio], [advantage], dual_clip=3.0)
+    assert result.loss_T.item() == pytest.approx(loss)
+    assert grad.item() == pytest.approx(gradient)
+    assert result.clipped_T.tolist() == [clipped]
+
+
+def test_only_the_loss_carries_a_gradient() -> None:
+    trainer = torch.tensor([-1.0], requires_grad=True)
+    proximal = torch.tensor([-1.1], requires_grad=True)
+    advantages = torch.tensor([1.0], requires_grad=True)
+    result = ppo_clip(trainer, proximal, advantages, clip_low=0.2, clip_high=0.2)
+    assert not result.ratio_T.requires_grad
+    assert not result.clipped_T.requires_grad
+    result.loss_T.sum().backward()
+    assert trainer.grad is not None
+    assert proximal.grad is None
+    assert advantages.grad is None
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("log_ratio", [200.0, -200.0])
+def test_an_exploded_ratio_gives_no_nan(advantage: float, log_ratio: float) -> None:
+    # exp(200) overflows float32; the zero gradient of a clipped token must not become 0 * inf
+    trainer = torch.tensor([log_ratio], requires_grad=True)
+    result = ppo_clip(trainer, torch.zeros(1), torch.tensor([advantage]), clip_low=0.2, clip_high=0.2)
+    result.loss_T.sum().backward()
+    assert trainer.grad is not None
+    assert math.isfinite(trainer.grad.item())
+    assert math.isfinite(result.loss_T.item())
+
+
+def test_no_tokens() -> None:
+    empty = torch.zeros(0)
+    assert ppo_clip(empty, empty, empty, clip_low=0.2, clip_high=0.2).loss_T.shape == (0,)
+
+
+def test_token_weights_by_sample() -> None:
+    # samples of 2 and 4 tokens: 1/2 and 1/4 each; an invalid one (no tokens) weighs nothing and is not counted
+    assert token_weights([2, 4, 0], "sample") == [0.5, 0.25, 0.0]
+    assert denominator([2, 4, 0], "sample") == 2
+
+
+def test_token_weights_by_token() -> None:
+    assert token_weights([2, 4, 0], "token") == [1.0, 1.0, 0.0]
+    assert denominator([2, 4, 0], "token") == 6
+
+
+def test_the_weighted_sum_over_the_denominator_is_the_mean_whatever_the_microbatches() -> None:
+    # losses (1, 3 | 2, 2, 2, 6): means of samples 2 and 3, their mean 2.5; mean of tokens 16 / 6
+    losses = [[1.0, 3.0], [2.0, 2.0, 2.0, 6.0]]
+    for normalize, expected in (("sample", 2.5), ("token", 16 / 6)):
+        total, count = 0.0, 0
+        for sample in losses:  # one microbatch each
+            (weight,) = token_weights([len(sample)], normalize)  # type: ignore[arg-type]
+            total += weight * sum(sample)
+            count += denominator([len(sample)], normalize)  # type: ignore[arg-type]
+        assert total / count == pytest.approx(expected)
+
+
+def test_config_names_match_the_registry() -> None:
+    from tidemill.config.schema import AlgorithmConfig
+
+    assert AlgorithmConfig.model_fields["loss"].annotation.__args__ == tuple(LOSSES)  # type: ignore[union-attr]

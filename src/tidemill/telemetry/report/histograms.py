@@ -22,7 +22,7 @@ class Bins(Record):
     edges: tuple[float, ...]
     first: tuple[float, ...]
     last: tuple[float, ...]
-    discrete: bool  # one bin per value, centred on it
+    values: tuple[float, ...] = ()  # the value each bin is for, where each value has its own
 
 
 class Bar(Record):
@@ -83,14 +83,19 @@ def make_bins(first: Sequence[float], last: Sequence[float], span: tuple[float, 
     discrete = span is None and (high - low < BINS if whole else len(distinct) <= CATEGORIES)
     low, high, whole = (*span, False) if span else (low, high, whole)
     if discrete and whole:
-        edges = [low + index - 0.5 for index in range(int(high - low) + 2)]
-    elif discrete:
+        distinct = [low + index for index in range(int(high - low) + 1)]
+    if discrete:
         middles = [(one + other) / 2 for one, other in pairwise(distinct)]
         edges = [low - 0.5, *middles, high + 0.5]
     else:
         width = math.ceil((high - low + 1) / BINS) if whole else (high - low) / BINS
         edges = [low + index * width for index in range(BINS + 1)]
-    return Bins(edges=tuple(edges), first=_shares(first, edges), last=_shares(last, edges), discrete=discrete)
+    return Bins(
+        edges=tuple(edges),
+        first=_shares(first, edges),
+        last=_shares(last, edges),
+        values=tuple(distinct) if discrete else (),
+    )
 
 
 def _shares(values: Sequence[float], edges: Sequence[float]) -> tuple[float, ...]:
@@ -130,13 +135,13 @@ def _layout(title: str, note: str, bins: Bins) -> Histogram:
 
 def _bin_label(bins: Bins, index: int) -> str:
     low, high = bins.edges[index], bins.edges[index + 1]
-    return compact((low + high) / 2) if bins.discrete else f"{compact(low)} to {compact(high)}"
+    return compact(bins.values[index]) if bins.values else f"{compact(low)} to {compact(high)}"
 
 
 def _ticks(bins: Bins, slot: float) -> list[Tick]:
     count = len(bins.first)
     every = max(1, math.ceil(count / 8))
-    if bins.discrete:
+    if bins.values:
         return [
             Tick(x=round((index + 0.5) * slot, 2), label=_bin_label(bins, index)) for index in range(0, count, every)
         ]

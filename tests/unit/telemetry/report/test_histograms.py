@@ -9,22 +9,23 @@ from tidemill.telemetry.samples import Sample
 
 def test_few_whole_values_have_a_bin_each() -> None:
     bins = make_bins([1, 1, 2], [2, 3, 3, 3])
-    assert bins.edges == (0.5, 1.5, 2.5, 3.5)
-    assert bins.discrete
+    assert list(bins.edges) == [0.5, 1.5, 2.5, 3.5]
+    assert list(bins.values) == [1, 2, 3]
     assert bins.first == pytest.approx([2 / 3, 1 / 3, 0])
     assert bins.last == (0, 0.25, 0.75)
 
 
 def test_few_other_values_have_a_bin_each_too() -> None:
     bins = make_bins([0.0, 0.1], [1.0])
-    assert bins.edges == (-0.5, 0.05, 0.55, 1.5)
+    assert list(bins.edges) == [-0.5, 0.05, 0.55, 1.5]
     assert (*bins.first, *bins.last) == (0.5, 0.5, 0, 0, 0, 1)
+    assert list(bins.values) == [0.0, 0.1, 1.0], "labelled by the values, not by the middle of uneven bins"
 
 
 def test_many_values_share_bins_and_the_highest_is_counted() -> None:
     values = [index / 100 for index in range(101)]
     bins = make_bins(values, [1.0])
-    assert len(bins.first) == BINS and not bins.discrete
+    assert len(bins.first) == BINS and not bins.values
     assert sum(bins.first) == pytest.approx(1) and bins.last[-1] == 1
 
 

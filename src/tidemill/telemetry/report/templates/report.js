@@ -37,6 +37,17 @@
     return sums;
   };
 
+  // Long runs are noisy: the values are drawn faintly, and their running mean over a fiftieth of the run clearly.
+  const smooth = (values) => {
+    const reach = Math.ceil(values.length / 100);
+    return values.map((value, at) => {
+      if (value == null) return null;
+      let sum = 0, count = 0;
+      for (let i = Math.max(0, at - reach); i <= Math.min(values.length - 1, at + reach); i++) if (values[i] != null) { sum += values[i]; count++; }
+      return sum / count;
+    });
+  };
+
   const resumeLines = (plot) => {
     const context = plot.ctx;
     context.save();
@@ -91,13 +102,15 @@
     const build = () => {
       const hue = (at) => HUES[at % HUES.length];
       const lone = data.steps.length === 1;
+      const noisy = chart.kind === "line" && data.steps.length > 150;
+      const fewPoints = chart.series[0].values.filter((value) => value != null).length <= 60;
       const series = drawn.map((_, at) => ({
         label: chart.series[at].label,
-        stroke: css(hue(at)),
-        width: stacked ? 1 : 2,
+        stroke: noisy ? canvasColour(hue(at), 0.3) : css(hue(at)),
+        width: stacked || noisy ? 1 : 2,
         spanGaps: chart.kind === "points",
         fill: stacked ? (at ? undefined : canvasColour(hue(at), 0.6)) : chart.series.length === 1 && !chart.band.length ? canvasColour(hue(at), 0.1) : undefined,
-        points: { show: chart.kind === "points" || lone, size: 6, fill: css("--card") },
+        points: { show: (chart.kind === "points" && fewPoints) || lone, size: 6, fill: css("--card") },
       }));
       const columns = [...drawn];
       const bands = [];
@@ -107,13 +120,17 @@
         for (const label of ["above", "below"]) series.push({ label, stroke: "transparent", points: { show: false } });
         bands.push({ series: [series.length - 1, series.length], fill: canvasColour("--accent", 0.14) });
       }
+      if (noisy) drawn.forEach((values, at) => {
+        columns.push(smooth(values));
+        series.push({ label: "mean", stroke: css(hue(at)), width: 2, points: { show: false } });
+      });
       if (stacked) for (let at = 1; at < series.length; at++) bands.push({ series: [at + 1, at], fill: canvasColour(hue(at), 0.6) });
       const axis = { stroke: css("--muted"), font: "11px system-ui, sans-serif", ticks: { show: false } };
       return new uPlot({
         width: plotHome.clientWidth, height: 158,
         legend: { show: false },
         cursor: { sync: { key: "steps" }, y: false, points: { show: !stacked }, drag: { x: true, y: false } },
-        scales: { x: { time: false, range: (_, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) }, y: { range: (_, low, high) => range(chart, low, high) } },
+        scales: { x: { time: false, range: (_, low, high) => (lone ? [data.steps[0] - 1, data.steps[0] + 1] : [low, high]) }, y: { range: (_, low, high) => range(chart, low, high) } },
         axes: [
           { ...axis, size: 24, gap: 3, grid: { show: false }, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5] },
           { ...axis, size: 46, gap: 4, grid: { stroke: css("--line"), width: 1 }, values: (_, splits) => splits.map(show), space: 34 },

@@ -1,0 +1,216 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import nn
+
+from tests.model_shapes import llama
+from tidemill.config.schema import OptimizerConfig
+from tidemill.trainer.optimizer import build_optimizer, clip_and_step, learning_rate, set_learning_rate
+
+
+def parameters(*values: list[float]) -> nn.ParameterList:
+    return nn.ParameterList(nn.Parameter(torch.tensor(value)) for value in values)
+
+
+def with_gradients(*gradients: list[float]) -> tuple[nn.ParameterList, torch.optim.AdamW]:
+    """Vectors of ones with these gradients, under AdamW with learning rate 0.1 and no weight decay."""
+    module = parameters(*([1.0] * len(gradient) for gradient in gradients))
+    for parameter, gradient in zip(module, gradients, strict=True):
+        parameter.grad = torch.tensor(gradient)
+    return module, build_optimizer(module, OptimizerConfig(learning_rate=0.1))
+
+
+def rates(total: int, **fields: Any) -> list[float]:
+    config = OptimizerConfig(learning_rate=1.0, **fields)
+    return [learning_rate(step, total, config) for step in range(1, total + 1)]
+
+
+def test_constant_schedule_with_warmup() -> None:
+    # 1/4, 2/4, 3/4, 4/4, then the peak
+    assert rates(6, warmup_steps=4) == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 1.0])
+
+
+def test_linear_schedule() -> None:
+    # peak at step 1, 0 at step 5: 1, 3/4, 2/4, 1/4, 0
+    assert rates(5, schedule="linear") == pytest.approx([1.0, 0.75, 0.5, 0.25, 0.0])
+
+
+def test_linear_schedule_after_warmup_to_a_floor() -> None:
+    # peak at step 2, floor 0.2 at step 6, a quarter of the remaining 0.8 each: 1, 0.8, 0.6, 0.4, 0.2
+    expected = [0.5, 1.0, 0.8, 0.6, 0.4, 0.2]
+    assert rates(6, schedule="linear", warmup_steps=2, min_learning_rate_ratio=0.2) == pytest.approx(expected)
+
+
+def test_cosine_schedule() -> None:
+    # progress 0, 1/4, 1/2, 3/4, 1: (1 + cos(π p)) / 2 = 1, 0.8535534, 0.5, 0.1464466, 0; floor 0.1: 0.1 + 0.9 of it
+    expected = [1.0, 0.8681981, 0.55, 0.2318019, 0.1]
+    assert rates(5, schedule="cosine", min_learning_rate_ratio=0.1) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_schedules_of_a_single_step_and_of_warmup_longer_than_the_run(schedule: str) -> None:
+    assert rates(1, schedule=schedule) == [1.0]
+    assert rates(2, schedule=schedule, warmup_steps=4) == [0.25, 0.5]
+    assert rates(2, schedule=schedule, warmup_steps=2) == [0.5, 1.0]
+
+
+def test_steps_beyond_the_last_stay_at_its_rate() -> None:
+    config = OptimizerConfig(learning_rate=2.0, schedule="linear", min_learning_rate_ratio=0.5)
+    assert learning_rate(99, 4, config) == pytest.approx(1.0)
+
+
+def test_set_learning_rate_reaches_every_group() -> None:
+    optimizer = build_optimizer(llama(), OptimizerConfig())
+    set_learning_rate(optimizer, 0.25)
+    assert {group["lr"] for group in optimizer.param_groups} == {0.25}
+
+
+def test_weight_decay_is_on_matrices_only_and_frozen_parameters_are_left_out() -> None:
+    model = llama()
+    frozen = model.get_input_embeddings().weight
+    frozen.requires_grad_(False)
+    optimizer = build_optimizer(model, OptimizerConfig(weight_decay=0.1, betas=(0.8, 0.9), eps=1e-6))
+    decayed, plain = optimizer.param_groups
+    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
+    assert {p.ndim for p in decayed["params"]} == {2}
+    assert {p.ndim for p in plain["params"]} == {1}
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert held == {id(p) for p in model.parameters()} - {id(frozen)}
+    assert all(group["betas"] == (0.8, 0.9) and group["eps"] == 1e-6 for group in optimizer.param_groups)
+    assert decayed["fused"] is True
+
+
+def test_parameters_without_a_fused_kernel_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = torch.optim.AdamW
+
+    def unfused(*args: Any, fused: bool, **rest: Any) -> torch.optim.AdamW:
+        if fused:
+            raise RuntimeError("no fused kernel")
+        return real(*args, fused=False, **rest)
+
+    monkeypatch.setattr(torch.optim, "AdamW", unfused)
+    assert build_optimizer(llama(), OptimizerConfig()).param_groups[0]["fused"] is False
+
+
+def test_a_beta_of_one_is_refused_by_the_configuration() -> None:
+    with pytest.raises(ValidationError):
+        OptimizerConfig(betas=(0.9, 1.0))
+
+
+def test_gradients_are_scaled_then_measured_then_clipped() -> None:
+    # sums (6, 0) and (8): scaled by 1/2 to (3, 0), (4): norm 5; clipped to 1: (0.6, 0), (0.8)
+    module, optimizer = with_gradients([6.0, 0.0], [8.0])
+    used: list[list[float]] = []
+    optimizer.register_step_pre_hook(lambda *_: used.extend(p.grad.tolist() for p in module if p.grad is not None))
+    assert clip_and_step(optimizer, scale=0.5, max_grad_norm=1.0) == pytest.approx(5.0)
+    assert used == [pytest.approx([0.6, 0.0]), pytest.approx([0.8])]
+
+
+def test_a_norm_below_the_limit_is_only_scaled() -> None:
+    module, optimizer = with_gradients([6.0, 0.0], [8.0])
+    used: list[list[float]] = []
+    optimizer.register_step_pre_hook(lambda *_: used.extend(p.grad.tolist() for p in module if p.grad is not None))
+    assert clip_and_step(optimizer, scale=0.5, max_grad_norm=100.0) == pytest.approx(5.0)
+    assert used == [[3.0, 0.0], [4.0]]
+
+
+def test_one_step_of_adamw_by_hand() -> None:
+    # gradient 2 (norm 2, not clipped): m = 0.1 * 2, v = 0.001 * 4; corrected 2 and 4; 1 - 0.1 * 2 / (2 + 1e-8) = 0.9
+    module, optimizer = with_gradients([2.0])
+    clip_and_step(optimizer, scale=1.0, max_grad_norm=10.0)
+    assert module[0].tolist() == pytest.approx([0.9])
+
+
+def test_gradients_are_consumed_and_changed_in_place() -> None:
+    module, optimizer = with_gradients([6.0, 0.0], [8.0])
+    gradient = module[0].grad
+    assert gradient is not None
+    clip_and_step(optimizer, scale=0.5, max_grad_norm=100.0)
+    assert gradient.tolist() == [3.0, 0.0]
+    assert all(p.grad is None for p in module)
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_a_gradient_that_is_not_finite_skips_the_step(poison: float) -> None:
+    module, optimizer = with_gradients([1.0], [1.0])
+    clip_and_step(optimizer, scale=1.0, max_grad_norm=1.0)
+    before = [p.tolist() for p in module]
+    moments = [{k: v.clone() for k, v in optimizer.state[p].items()} for p in module]
+    module[0].grad, module[1].grad = torch.tensor([poison]), torch.tensor([1.0])
+    assert not math.isfinite(clip_and_step(optimizer, scale=1.0, max_grad_norm=1.0))
+    assert [p.tolist() for p in module] == before
+    assert all(
+        torch.equal(optimizer.state[p][k], v) for p, m in zip(module, moments, strict=True) for k, v in m.items()
+    )
+    assert all(p.grad is None for p in module)
+
+
+def test_zero_gradients_still_take_a_step() -> None:
+    module, optimizer = with_gradients([0.0])
+    assert clip_and_step(optimizer, scale=1.0, max_grad_norm=1.0) == 0.0
+    assert optimizer.state[module[0]]["step"].item() == 1
+
+
+def test_no_gradients_at_all_take_none() -> None:
+    module = parameters([1.0])
+    optimizer = build_optimizer(module, OptimizerConfig())
+    assert clip_and_step(optimizer, scale=1.0, max_grad_norm=1.0) == 0.0
+    assert not optimizer.state
+
+
+def test_scalars_and_empty_tensors_have_norms_too() -> None:
+    # sqrt(3² + 4²) = 5
+    module = nn.ParameterList(
+        [nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.ones(1, 1)), nn.Parameter(torch.ones(0))]
+    )
+    optimizer = build_optimizer(module, OptimizerConfig())
+    for parameter, value in zip(module, (3.0, 4.0, 0.0), strict=True):
+        parameter.grad = torch.full_like(parameter, value)
+    assert clip_and_step(optimizer, scale=1.0, max_grad_norm=1.0) == pytest.approx(5.0)
+
+
+def test_the_norm_of_a_large_matrix_is_accurate() -> None:
+    # 4M elements of 0.001: norm 0.001 * 2048 = 2.048; a single float32 sum of squares is off by 1e-3
+    module = nn.ParameterList([nn.Parameter(torch.zeros(4096, 1024))])
+    optimizer = build_optimizer(module, OptimizerConfig())
+    module[0].grad = torch.full((4096, 1024), 1e-3)
+    assert clip_and_step(optimizer, scale=1.0, max_grad_norm=1.0) == pytest.approx(2.048, rel=1e-6)
+
+
+def test_steps_are_deterministic() -> None:
+    def trained() -> list[torch.Tensor]:
+        model = llama(seed=1)
+        optimizer = build_optimizer(model, OptimizerConfig(learning_rate=1e-2, weight_decay=0.01))
+        draw = torch.Generator().manual_seed(0)
+        for _ in range(3):
+            for parameter in model.parameters():
+                parameter.grad = torch.randn(parameter.shape, generator=draw)
+            clip_and_step(optimizer, scale=0.1, max_grad_norm=1.0)
+        return [parameter.detach() for parameter in model.parameters()]
+
+    assert all(torch.equal(one, other) for one, other in zip(trained(), trained(), strict=True))
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory can be reset on Linux only")
+def test_no_copy_of_the_gradients_is_made() -> None:
+    tensor_bytes, count = 16 << 20, 4
+    module = nn.ParameterList([nn.Parameter(torch.ones(tensor_bytes // 4096, 1024)) for _ in range(count)])
+    optimizer = build_optimizer(module, OptimizerConfig())
+    for _ in range(2):  # the first step makes the moments
+        for parameter in module:
+            parameter.grad = torch.ones_like(parameter)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts at the memory held now
+        before = status_bytes("VmRSS")
+        clip_and_step(optimizer, scale=0.5, max_grad_norm=1.0)
+    assert status_bytes("VmHWM") - before < tensor_bytes // 2
+
+
+def status_bytes(field: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024

@@ -160,7 +160,9 @@ def _evaluation(spec: RunSpec, derived: Derived) -> str:
 
 def _held_out(spec: RunSpec) -> str:
     limit = spec.eval.max_new_tokens or spec.sampling.max_new_tokens
-    return f"at most {counted(spec.eval.prompts, 'held-out prompt')} of at most {counted(limit, 'new token')} each, greedily"
+    return (
+        f"at most {counted(spec.eval.prompts, 'held-out prompt')}, {counted(limit, 'new token')} each at most, greedily"
+    )
 
 
 def _checkpoint(spec: RunSpec, derived: Derived) -> str:

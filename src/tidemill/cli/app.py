@@ -1,0 +1,118 @@
+"""`tidemill VERB ...`: finds the verb, runs it, and turns what comes of it into output and an exit code.
+
+Exit codes: 0 fine, 2 the user's input, 3 stopped by a guard, 130 interrupted (Ctrl-C), 1 a bug or something that never
+came. With `--json` exactly one JSON object goes to standard output, whatever happens: the verb's result, or
+`{"error": {...}, "exit_code": N}`; everything else goes to standard error.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+
+from cyclopts import App, CycloptsError
+
+from tidemill import __version__
+from tidemill.cli.failure import INTERRUPTED_CODE, explain
+from tidemill.cli.output import reserved_stdout, write_json, write_result
+from tidemill.cli.result import Result
+from tidemill.core.errors import UserError
+
+VERBS = {
+    "train": ("tidemill.cli.train:train", "Train a model, or resume a run."),
+    "eval": ("tidemill.cli.eval:evaluate", "Measure greedy accuracy on held-out prompts."),
+    "generate": ("tidemill.cli.generate:generate", "Try prompts on a model or a checkpoint."),
+    "model": ("tidemill.cli.model:app", "List the built-in models; fetch one into the cache."),
+    "report": ("tidemill.cli.report:report", "Write report.html of a run, finished or not."),
+    "doctor": ("tidemill.cli.doctor:doctor", "What this machine has, what would run, what to mend."),
+}
+CONFIGURED_VERBS = ("train", "eval", "generate")  # their --help lists the configuration's keys
+HELP_FLAGS = ("--help", "-h")
+VERSION_FLAGS = ("--version",)
+DESCRIPTION = """Post-trains language models with reinforcement learning.
+
+`tidemill VERB @recipe.toml [@more.toml] [--section.key value] [--dry-run] [--json] [--debug]`
+"""
+EPILOGUE = """Recipes compose from left to right and `--section.key value` goes on top; `tidemill train --help` lists
+the keys. `--dry-run` shows the resolved configuration and what it amounts to; `--json` prints one JSON object on stdout;
+`--debug` prints the traceback of an error.
+
+Exit codes: 0 fine, 1 a bug, 2 your input, 3 stopped by a guard, 130 interrupted."""
+
+
+def build_app() -> App:
+    """The command line's grammar; a verb's module is imported when the verb is called."""
+    app = App(
+        name="tidemill",
+        help=DESCRIPTION,
+        help_epilogue=EPILOGUE,
+        version=__version__,
+        result_action="return_value",
+    )
+    for name, (target, words) in VERBS.items():
+        if target.endswith(":app"):
+            app.command(target, name=name, help=words)
+        else:
+            app.command(target, name=name, help_epilogue="")
+    return app
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code. `argv` is without the program's name, by default the process's own."""
+    tokens = list(sys.argv[1:] if argv is None else argv)
+    as_json, debug = "--json" in tokens, "--debug" in tokens
+    tokens = [token for token in tokens if token != "--debug"]
+    try:
+        with reserved_stdout(as_json) as stdout:
+            try:
+                result = dispatch(tokens)
+            except SystemExit as stop:
+                return int(stop.code or 0)
+            except BaseException as error:  # noqa: BLE001 (the one place where every error ends)
+                failure = explain(error, debug=debug)
+                sys.stderr.write(f"{failure.text}\n")
+                if as_json:
+                    write_json({"error": failure.data, "exit_code": failure.exit_code}, stdout)
+                return failure.exit_code
+            write_result(result, stdout, as_json=as_json)
+            return result.exit_code
+    except BrokenPipeError:
+        # The reader has gone (`| head`): nothing to say, and no traceback at shutdown either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 0
+    except KeyboardInterrupt:
+        return INTERRUPTED_CODE
+
+
+def dispatch(tokens: Sequence[str]) -> Result:
+    """The result of a verb; help and version are printed, and have none.
+
+    Raises:
+        UserError: no such verb, or arguments it does not take.
+    """
+    app = build_app()
+    verb = tokens[0] if tokens else ""
+    if verb and verb not in (*VERBS, *HELP_FLAGS, *VERSION_FLAGS):
+        raise unknown_verb(verb)
+    if verb in CONFIGURED_VERBS and any(token in HELP_FLAGS for token in tokens):
+        from tidemill.cli.key_table import print_keys
+
+        app.help_print([verb])
+        print_keys()
+        return Result()
+    try:
+        result = app(tokens, exit_on_error=False, print_error=False)
+    except CycloptsError as error:
+        raise UserError(str(error).strip(), cure=f"see `{' '.join(['tidemill', *tokens[:1]])} --help`") from None
+    return result if isinstance(result, Result) else Result()
+
+
+def unknown_verb(verb: str) -> UserError:
+    """What was probably meant: a verb, or a recipe or key without one before it."""
+    close = difflib.get_close_matches(verb, VERBS, 1, 0.5)
+    if verb.startswith(("@", "-")):
+        return UserError("a verb comes first", where=verb, cure=f"write `tidemill train {verb}`, or another verb")
+    cure = f"did you mean `tidemill {close[0]}`?" if close else f"verbs: {', '.join(VERBS)}"
+    return UserError("unknown verb", where=verb, cure=cure)

@@ -1,0 +1,75 @@
+"""What verbs make of their arguments: a run's configuration, a checkpoint, prompts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from tidemill.cli.result import Result
+from tidemill.config.checks import Purpose
+from tidemill.config.derive import derive
+from tidemill.config.describe import describe, topics
+from tidemill.config.layers import split_arguments
+from tidemill.config.load import load_spec
+from tidemill.config.schema import RunSpec
+from tidemill.config.toml import to_toml
+from tidemill.core.errors import UserError
+
+Items = Annotated[
+    str,
+    Parameter(
+        allow_leading_hyphen=True, show=True, help="`@recipe.toml` and `--section.key value`, as many as needed."
+    ),
+]
+Checkpoint = Annotated[
+    Path | None,
+    Parameter(
+        name="--checkpoint",
+        accepts_keys=False,
+        help="A checkpoint, or a run directory for its newest one. Without a recipe, its run's config.toml is used.",
+    ),
+]
+STEP_FOLDER = re.compile(r"step_(\d+)")
+
+
+def spec_for(items: Sequence[str], checkpoint: Path | None, *, purpose: Purpose) -> RunSpec:
+    """The configuration that `items` describe; without a recipe, that of the checkpoint's own run if it has one."""
+    if checkpoint is not None and not split_arguments(items).recipes:
+        own = next((each / "config.toml" for each in (checkpoint, *checkpoint.resolve().parents[:2])
+                    if (each / "config.toml").is_file()), None)  # fmt: skip
+        items = [f"@{own}", *items] if own else items
+    return load_spec(items, purpose=purpose)
+
+
+def model_folder(checkpoint: Path | None) -> Path | None:
+    """The folder with the weights: the checkpoint itself, or the newest one of a run directory.
+
+    Raises:
+        UserError: there is none.
+    """
+    if checkpoint is None or (checkpoint / "config.json").is_file():
+        return checkpoint
+    where = f"--checkpoint {checkpoint}"
+    if not checkpoint.is_dir():
+        raise UserError("no such folder", where=where, cure="name a run directory or runs/<name>/checkpoints/step_N")
+    folder = checkpoint / "checkpoints" if (checkpoint / "checkpoints").is_dir() else checkpoint
+    steps = {int(match[1]): each for each in folder.iterdir() if (match := STEP_FOLDER.fullmatch(each.name))}
+    if not steps:
+        raise UserError("holds no checkpoint", where=where, cure="a checkpoint is a folder with a config.json")
+    return steps[max(steps)]
+
+
+def dry_run(spec: RunSpec, *, purpose: Purpose = "train") -> Result:
+    """The resolved configuration, and what it amounts to."""
+    said = topics(spec, purpose=purpose)
+    data = {
+        "config": spec.model_dump(mode="json"),
+        "derived": asdict(derive(spec)),
+        "words": [{"topic": topic, "text": words} for topic, words in said],
+    }
+    return Result(data=data, text=f"{to_toml(spec)}\n{describe(spec, purpose=purpose)}")

@@ -1,0 +1,125 @@
+"""From an exception to what the user reads, what `--json` says, and the exit code."""
+
+from __future__ import annotations
+
+import errno
+import tempfile
+import traceback
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tidemill.core.errors import DeadlineError, GuardStop, TidemillError, UserError
+
+BUG_CODE = 1
+INTERRUPTED_CODE = 130
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """`data["kind"]` is "input", "guard", "interrupted", "deadline" or "bug"."""
+
+    text: str
+    data: dict[str, Any]
+    exit_code: int
+
+
+def explain(error: BaseException, *, debug: bool = False) -> Failure:
+    """The failure an exception amounts to; with `debug` the traceback is in its text, else a bug's goes to a file."""
+    error = root_fault(error)
+    told = "".join(traceback.format_exception(error)) if debug else ""
+    if isinstance(error, KeyboardInterrupt):
+        return Failure(
+            text=told + "interrupted",
+            data={"kind": "interrupted", "message": "interrupted"},
+            exit_code=INTERRUPTED_CODE,
+        )
+    if (known := as_user_error(error)) is not None:
+        return Failure(text=told + user_text(known), data=user_data(known), exit_code=known.exit_code)
+    if isinstance(error, GuardStop):
+        return Failure(
+            text=f"{told}stopped by a guard: {error}",
+            data={"kind": "guard", "message": str(error)},
+            exit_code=error.exit_code,
+        )
+    message = str(error) if isinstance(error, TidemillError) else f"{type(error).__name__}: {error}"
+    kind = "deadline" if isinstance(error, DeadlineError) else "bug"
+    data = {"kind": kind, "message": message}
+    text = f"error: {message}" if isinstance(error, TidemillError) else f"internal error: {message}"
+    if not debug:
+        data["traceback"] = write_traceback(error)
+        text += f"\n  the traceback is in {data['traceback']} (or run again with --debug)"
+    if kind == "bug":
+        text += "\n  this is a bug in Tidemill: please report it, with the traceback and the command"
+    return Failure(text=told + text, data=data, exit_code=BUG_CODE)
+
+
+def root_fault(error: BaseException) -> BaseException:
+    """What a group of concurrent failures comes down to: an interrupt, the user's fault, a guard, or the first."""
+    leaves = list(_leaves(error))
+    for kind in (KeyboardInterrupt, UserError, GuardStop, OSError):
+        for leaf in leaves:
+            if isinstance(leaf, kind):
+                return leaf
+    return leaves[0] if leaves else error
+
+
+def as_user_error(error: BaseException) -> UserError | None:
+    """The error as a fault of input or machine that its user can mend; None if it is something else."""
+    if isinstance(error, UserError):
+        return error
+    if isinstance(error, OSError) and error.errno in (*DISK_FULL, *NOT_ALLOWED):
+        full = error.errno in DISK_FULL
+        cure = "free some space and run the same command again" if full else "choose a place you may write to"
+        return UserError(str(error.strerror).lower(), where=str(error.filename or ""), cure=cure)
+    # torch's own class, named so that torch need not be imported.
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        first = str(error).splitlines()[:1]
+        cure = "lower batch.microbatch_tokens, engine.slots or trainer.logits_budget_mb"
+        return UserError(f"out of memory{': ' if first else ''}{''.join(first)}", cure=cure)
+    return None
+
+
+def user_text(error: UserError) -> str:
+    """`error: ` before every fault; the cure below."""
+    from tidemill.config.faults import ConfigError
+
+    if isinstance(error, ConfigError):
+        return "\n".join(f"error: {fault.line}" for fault in error.faults)
+    return f"error: {error}"
+
+
+def user_data(error: UserError) -> dict[str, Any]:
+    """The same for programs."""
+    from tidemill.config.faults import ConfigError
+
+    faults = [asdict(fault) for fault in error.faults] if isinstance(error, ConfigError) else []
+    return {
+        "kind": "input",
+        "message": error.what,
+        "where": error.where,
+        "cure": error.cure,
+        "faults": faults,
+    }
+
+
+def write_traceback(error: BaseException) -> str:
+    """The path of a file with the traceback, or why there is none."""
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="tidemill-error-", suffix=".txt", delete=False, encoding="utf-8"
+        ) as file:
+            file.write("".join(traceback.format_exception(error)))
+    except OSError as problem:
+        return f"no file ({problem})"
+    return file.name
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for each in error.exceptions:
+            yield from _leaves(each)
+    else:
+        yield error

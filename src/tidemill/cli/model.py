@@ -1,0 +1,62 @@
+"""`tidemill model list` and `tidemill model get NAME`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
+from cyclopts import App, Parameter
+from rich.markup import escape
+from rich.table import Table
+
+from tidemill.cli.findings import size
+from tidemill.cli.output import note
+from tidemill.cli.result import Json, Result
+from tidemill.config.load import load_spec
+from tidemill.core.errors import UserError
+from tidemill.models.catalog import listing, resolve
+
+app = App(name="model", help="List the models at hand; fetch one into the cache.", help_epilogue="")
+
+
+@app.command(name="list")
+def list_models(*, json: Json = False) -> Result:
+    """The built-in models, and what the cache holds. A local folder or a hub id may be named as well."""
+    models = [msgspec.to_builtins(entry) for entry in listing()]
+    return Result(data={"models": models}, text=model_table(models))
+
+
+@app.command(name="get")
+def get(
+    name: Annotated[str, Parameter(name="NAME")],
+    /,
+    *items: Annotated[
+        str, Parameter(allow_leading_hyphen=True, help="`--model.revision TEXT`, `--model.char.layers N`, ...")
+    ],
+    json: Json = False,
+) -> Result:
+    """Make a model ready to load: build, convert or fetch it into the cache, or check a local folder.
+
+    Parameters
+    ----------
+    name
+        As model.source: smollm2-135m, char, a folder, or a hub id.
+    """
+    if name.startswith(("-", "@")):
+        raise UserError("the model's name comes first", where=name, cure="write tidemill model get NAME")
+    spec = load_spec([*items, f"--model.source={name}"], purpose="read")
+    folder = resolve(spec.model, progress=note)
+    return Result(data={"name": name, "path": str(folder)}, text=str(folder))
+
+
+def model_table(models: Sequence[dict[str, Any]]) -> Table:
+    """A line a model: name, parameters, size on the disk, origin."""
+    shown = Table(box=None, pad_edge=False)
+    for heading in ("model", "parameters", "cached", "from"):
+        shown.add_column(heading, overflow="fold")
+    for model in models:
+        parameters = f"{model['parameters'] / 1e6:.1f} M" if model["parameters"] else "unknown"
+        cached = size(model["size_bytes"]) if model["cached"] else "no"
+        shown.add_row(escape(model["name"]), parameters, cached, escape(model["origin"]))
+    return shown

@@ -1,0 +1,64 @@
+"""What torch says of this machine, as one JSON line. A process of its own: a broken torch must not break `doctor`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+ROUNDS = 7
+ROWS, WIDTH, HIDDEN = 256, 576, 1536  # a 135M-parameter model's feed-forward layer
+
+
+def probe() -> dict[str, Any]:
+    """Version, GPUs, and seconds of one layer's product for one thread, all threads, and bf16."""
+    import torch
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    found: dict[str, Any] = {
+        "version": torch.__version__,
+        "cuda_build": torch.version.cuda,
+        "gpus": [_gpu(index) for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else [],
+        "threads": {},
+    }
+    for threads in sorted({1, cores}):
+        torch.set_num_threads(threads)
+        found["threads"][str(threads)] = _seconds(torch.float32)
+    torch.set_num_threads(1)
+    found["bf16_s"] = _seconds(torch.bfloat16)
+    found["gflops"] = 2e-9 * ROWS * WIDTH * HIDDEN / found["threads"]["1"]
+    return found
+
+
+def _gpu(index: int) -> dict[str, Any]:
+    import torch
+
+    properties = torch.cuda.get_device_properties(index)
+    free, total = torch.cuda.mem_get_info(index)
+    return {
+        "name": properties.name,
+        "memory_bytes": total,
+        "free_bytes": free,
+        "capability": f"{properties.major}.{properties.minor}",
+        "bf16": torch.cuda.is_bf16_supported(),
+    }
+
+
+def _seconds(dtype: Any) -> float:
+    """Median of a few rounds: the usual speed, other processes included."""
+    import torch
+
+    x, weight = torch.ones(ROWS, WIDTH, dtype=dtype), torch.ones(HIDDEN, WIDTH, dtype=dtype)
+    torch.nn.functional.linear(x, weight)
+    rounds = []
+    for _ in range(ROUNDS):
+        began = time.perf_counter()
+        torch.nn.functional.linear(x, weight)
+        rounds.append(time.perf_counter() - began)
+    return sorted(rounds)[ROUNDS // 2]
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(probe()) + "\n")

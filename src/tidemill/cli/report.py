@@ -1,0 +1,24 @@
+"""`tidemill report`: report.html of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from tidemill.cli.result import Json, Result
+
+
+def report(run_dir: Annotated[Path, Parameter(name="RUN_DIR")], /, *, json: Json = False) -> Result:
+    """Write report.html of a run: curves, histograms and samples on one page. The run may be in progress.
+
+    Parameters
+    ----------
+    run_dir
+        The directory given to `tidemill train` as --run.dir.
+    """
+    from tidemill.telemetry.report import write_report
+
+    path = write_report(run_dir)
+    return Result(data={"report": str(path)}, text=str(path))

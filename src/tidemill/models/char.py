@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+import numpy as np
 import torch
 from tokenizers import Regex, Tokenizer
 from tokenizers.decoders import Fuse
@@ -69,7 +70,9 @@ def _model(config: CharModelConfig) -> LlamaForCausalLM:
 
 
 def _initialise(model: LlamaForCausalLM, config: CharModelConfig) -> None:
-    """Draw every matrix from its own stream, so that the bytes depend on nothing but the configuration.
+    """Draw every matrix from its own stream, so that the bytes depend on the configuration alone.
+
+    numpy's generator gives the same numbers on every processor; torch's vectorised one need not.
 
     Matrices keep the variance of their input (1/fan-in); those that write to the residual stream are scaled down by
     the square root of how many do (as in GPT-2).
@@ -86,8 +89,9 @@ def _initialise(model: LlamaForCausalLM, config: CharModelConfig) -> None:
                     writes if name.endswith(("o_proj.weight", "down_proj.weight")) else 1
                 )
             stream = hashlib.blake2b(f"{config.seed}:{name}".encode(), digest_size=7).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(stream, "little"))
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+            generator = np.random.Generator(np.random.PCG64(int.from_bytes(stream, "little")))
+            values = generator.standard_normal(tuple(parameter.shape), dtype=np.float32)
+            parameter.copy_(torch.from_numpy(values) * std)
 
 
 def _tokenizer(config: CharModelConfig) -> PreTrainedTokenizerFast:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tidemill.config.schema import RunSpec
+from tidemill.controller.batch import Batch, BatchPlan, plan_batch
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.loop import LoopResult, train_loop
 from tidemill.controller.memory_journal import MemoryJournal, PowerCut
@@ -26,9 +27,12 @@ from tidemill.core.records import (
     Prompt,
     Reward,
     SampleId,
+    SamplingParams,
     StepMetrics,
     TokenDelta,
     Trajectory,
+    WorkerReport,
+    WorkerStatus,
 )
 from tidemill.rollout.worker import EngineWorker
 
@@ -36,6 +40,8 @@ T = TypeVar("T")
 
 VOCABULARY = 50
 MAX_NEW = 12
+V3 = PolicyVersion(number=3, digest="a")
+V3_AGAIN = PolicyVersion(number=3, digest="b")  # made again after a restart, a little different
 
 
 def digest_of(*parts: object) -> str:
@@ -52,6 +58,39 @@ def make_prompt(name: str) -> Prompt:
 
 def make_id(name: str = "p0", index: int = 0) -> SampleId:
     return SampleId(run_seed=0, purpose="train", prompt_id=name, epoch=0, index=index)
+
+
+def make_delta(**changes: Any) -> TokenDelta:
+    tokens = changes.pop("tokens", [1, 2])
+    fields: dict[str, Any] = {
+        "sample_id": make_id(),
+        "lease_id": "lease",
+        "attempt": 1,
+        "start": 0,
+        "token_ids": pack_tokens(tokens),
+        "logprobs": pack_logprobs([-1.0] * len(tokens)),
+        "version": V3,
+    }
+    return TokenDelta(**{**fields, **changes})
+
+
+SAMPLING = SamplingParams(max_new_tokens=8)
+PROMPTS = [(0, make_prompt("p0")), (0, make_prompt("p1")), (1, make_prompt("p0"))]
+
+
+def make_report(*deltas: TokenDelta) -> WorkerReport:
+    status = WorkerStatus(worker_id="w", version=3, running=0, queued=0, free_slots=1, tokens_per_s=0.0)
+    return WorkerReport(lease_id="lease", deltas=deltas, status=status)
+
+
+def make_plan(
+    prompts: list[tuple[int, Prompt]] = PROMPTS, step: int = 4, group_size: int = 2, seed: int = 0
+) -> BatchPlan:
+    return plan_batch(step, prompts, run_seed=seed, group_size=group_size, sampling=SAMPLING)
+
+
+def make_batch() -> Batch:
+    return Batch(make_plan(), PROMPTS, version_number=3)
 
 
 def completion(sample_id: SampleId, version: PolicyVersion, limit: int = MAX_NEW) -> tuple[list[int], Finish]:
@@ -159,7 +198,7 @@ class Disk:
 class TrainerState:
     """Its history is its weights: every batch learned from, group by group."""
 
-    version: PolicyVersion = PolicyVersion(number=0, digest="init")
+    version: PolicyVersion = field(default_factory=lambda: PolicyVersion(number=0, digest="init"))
     history: tuple[tuple[object, ...], ...] = ()
 
 
@@ -336,13 +375,15 @@ class Session:
     spec: RunSpec = field(default_factory=small_spec)
     power_cut_after: int | None = None
     patience: Patience = field(default_factory=Patience)
+    slots: int = 3
     stop: asyncio.Event = field(default_factory=asyncio.Event)
+    result: LoopResult | None = None
 
     def __post_init__(self) -> None:
         self.journal = MemoryJournal(self.disk.journal, power_cut_after=self.power_cut_after)
         self.compute = FakeCompute(0.1)
         self.trainer = FakeTrainer(self.compute, lambda: self.engine)
-        self.engine = FakeEngine(self.trainer.version)
+        self.engine = FakeEngine(self.trainer.version, slots=self.slots)
         self.worker = EngineWorker(self.engine, self.compute, clock=LoopClock(), tick_s=0.1)
         self.scorer, self.eval_scorer = FakeScorer(), FakeScorer()
         self.telemetry = FakeTelemetry()

@@ -135,6 +135,7 @@ class Collection:
 
     async def run(self) -> None:
         try:
+            self._tell_progress()
             self._release(self._batch.in_state(SampleState.SCORED))
             self._start_scoring(self._batch.in_state(SampleState.FINISHED))
             await self._submit_waiting()
@@ -197,9 +198,12 @@ class Collection:
         await rollout.ledger.reward(batch, mail.rewards)
         self._release([sample for sample, _ in mail.rewards])
         self._keep_time()
-        rollout.telemetry.progress(rollout.phase, batch.scored, len(batch.samples))
+        self._tell_progress()
         for error in mail.failures:
             raise error
+
+    def _tell_progress(self) -> None:
+        self._rollout.telemetry.progress(self._rollout.phase, self._batch.scored, len(self._batch.samples))
 
     def _keep_time(self) -> None:
         elapsed_s = self._rollout.clock.now() - self._began

@@ -42,6 +42,7 @@ class Ledger:
         self._journal = journal
         self._stored: dict[int, list[bytes]] = {}  # batches of an earlier process, decoded when they are opened
         self.evaluations: dict[int, Evaluated] = {}  # by step, the newest of each
+        self._covered = 0  # the step of the newest checkpoint
         self.fresh = True  # nothing was found in the journal
 
     async def load(self, *, after_step: int) -> int:
@@ -60,14 +61,14 @@ class Ledger:
             entry = _decoded(blob, OUTLIVES_CHECKPOINTS)
             if isinstance(entry, Evaluated):
                 self.evaluations[entry.result.step] = entry
-        following = after_step
+        self._covered = following = after_step
         while following + 1 in stored:
             following += 1
         self._stored = {step: stored[step] for step in range(after_step + 1, following + 1)}
         self.fresh = not (stored or self.evaluations)
         superfluous = after_step if self._stored else max(stored, default=after_step)
-        if stored:
-            await self.prune(superfluous)
+        if self._journal and stored:
+            await self._journal.prune(superfluous)
         return len(self._stored)
 
     async def open(self, plan: BatchPlan, prompts: Sequence[tuple[int, Prompt]], *, version_number: int) -> Batch:
@@ -106,7 +107,7 @@ class Ledger:
             entry = accepted((sample.ordinal, delta) for sample, delta in applied)
             if entry is not None:
                 blobs.append(encode(entry))
-            finished += [sample for sample, _ in applied if sample.state is SampleState.FINISHED]
+            finished += [sample for sample, delta in applied if delta.finish in ("stop", "length")]
         await self._append(batch.plan.step, blobs)
         return finished
 
@@ -123,12 +124,14 @@ class Ledger:
 
         (A run resumed from an earlier step writes its samples files after that step again.)
         """
-        self.evaluations[result.step] = Evaluated(result, tuple(samples))
-        await self._append(result.step, [encode(self.evaluations[result.step])])
+        self.evaluations[result.step] = Evaluated(result)
+        if result.step > self._covered:
+            await self._append(result.step, [encode(Evaluated(result, tuple(samples)))])
         await self._append(OUTLIVES_CHECKPOINTS, [encode(Evaluated(result))])
 
     async def prune(self, through_step: int) -> None:
         """Forget batches that a durable checkpoint has learned from."""
+        self._covered = through_step
         if self._journal is not None:
             await self._journal.prune(through_step)
 

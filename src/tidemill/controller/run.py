@@ -88,18 +88,21 @@ class Run:
         with rollout.span("rollout", step=plan.step) as fields:
             async with collecting(batch, rollout) as samples:
                 async for sample in samples:
+                    if rollout.stop.is_set():
+                        continue  # the iteration ends when what is in flight has been journalled
                     for group in assembly.add(sample):
                         await self._accumulate(group)
                         learned += group.trajectories
-                        rollout.telemetry.progress("training", len(learned), len(batch.samples))
+                        if batch.complete:
+                            rollout.telemetry.progress("training", len(learned), len(batch.samples))
+            if rollout.stop.is_set():
+                raise StopRequested
             self.timings |= {"time_rollout_s": samples.generating_s, "time_score_s": samples.scoring_s}
             fields |= {"samples": len(learned), "tokens": batch.tokens_accepted, "recovered": batch.tokens_recovered}
         self.tokens_generated += batch.tokens_accepted
         return learned
 
     async def _accumulate(self, group: Group) -> None:
-        if self.rollout.stop.is_set():
-            raise StopRequested
         await self._train(self.trainer.accumulate(group), f"the trainer to learn from group {group.position}")
 
     async def publish(self, batch: Batch, trajectories: Sequence[Trajectory]) -> StepMetrics:
@@ -133,7 +136,7 @@ class Run:
             return {}
         prompts = list(self.source.held_out())[: self.spec.eval.prompts]
         known = rollout.ledger.evaluations.get(self.step)
-        if known is not None and known.result.version == self.trainer.version:
+        if known is not None and (known.result.version, known.result.n) == (self.trainer.version, len(prompts)):
             self._tell_again(known, prompts)
             return _figures(known.result)
         return _figures(await self._evaluate(prompts)) if prompts else {}

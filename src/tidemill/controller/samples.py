@@ -127,7 +127,7 @@ class Sample:
             self.finish = finish
             return
         self.move(SampleState.WAITING)
-        if finish == "error":
+        if finish == "error" or error:  # an engine that refuses a sample aborts it and says why
             self.failures += 1
             self.last_error = error
 

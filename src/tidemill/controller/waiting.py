@@ -13,6 +13,8 @@ from tidemill.core.records import Record
 
 T = TypeVar("T")
 
+CLOCK_RESOLUTION_S = 1e-6
+
 
 class Patience(Record):
     """How long the controller waits, in seconds, before it says so and before it gives up."""
@@ -59,6 +61,6 @@ def still_waiting(wait: Wait, *, waited_s: float, telemetry: Telemetry) -> None:
     Raises:
         DeadlineError: it has lasted `wait.deadline_s` seconds.
     """
-    if waited_s >= wait.deadline_s:
+    if waited_s >= wait.deadline_s - CLOCK_RESOLUTION_S:
         raise DeadlineError(wait.awaited, waited_s=waited_s, look_at=wait.look_at)
     telemetry.event("waiting", awaited=wait.awaited, waited_s=round(waited_s, 1), deadline_s=wait.deadline_s)

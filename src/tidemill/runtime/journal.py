@@ -139,7 +139,7 @@ class SqliteJournal:
         with _explained(self._path):
             with self._connection:
                 self._connection.execute("DELETE FROM entries WHERE step <= ?", (through_step,))
-            self._connection.execute("PRAGMA incremental_vacuum").fetchall()
+            self._connection.executescript("PRAGMA incremental_vacuum;")  # `execute` would free a single page
             self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
 

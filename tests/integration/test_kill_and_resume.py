@@ -1,0 +1,226 @@
+"""The whole loop in virtual time: killed at any instant, it learns exactly what it would have learned."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from tests.fake_fleet import Disk, Session, small_spec
+from tests.virtual_time import run_virtual
+from tidemill.controller.memory_journal import PowerCut
+from tidemill.core.records import SampleId
+
+SPEC = small_spec()
+ARRIVAL = small_spec(batch={"order": "arrival"})
+
+
+def live(disk: Disk, *, power_cut_after: int | None = None, spec: Any = SPEC) -> Session:
+    """One process's life, to its end or until the power goes."""
+
+    async def main() -> Session:
+        session = Session(disk=disk, spec=spec, power_cut_after=power_cut_after)
+        session.result = await session.run_until_power_cut()
+        return session
+
+    return run_virtual(main())
+
+
+@functools.cache
+def quiet_run() -> tuple[Session, tuple[int, ...]]:
+    """An undisturbed run, and how many bytes were in its journal after each append."""
+    ends: list[int] = []
+
+    async def main() -> Session:
+        session = Session(spec=SPEC)
+        append = session.journal.append
+
+        async def noted(step: int, blobs: Any) -> None:
+            await append(step, blobs)
+            ends.append(session.journal.written)
+
+        session.journal.append = noted  # type: ignore[method-assign]
+        session.result = await session.run()
+        return session
+
+    return run_virtual(main()), tuple(ends)
+
+
+def assert_same_history(session: Session, after: object) -> None:
+    reference, _ = quiet_run()
+    assert session.result is not None, after
+    assert session.result.steps == 4, after
+    assert session.trainer.state.history == reference.trainer.state.history, after
+    assert session.trainer.version == reference.trainer.version, after
+    told = {step: (known.result.greedy_accuracy, known.result.version) for step, known in evaluated(session)}
+    assert told == {step: (known.result.greedy_accuracy, known.result.version) for step, known in evaluated(reference)}
+
+
+def evaluated(session: Session) -> Iterable[tuple[int, Any]]:
+    return session.ledger.evaluations.items()
+
+
+def test_the_quiet_run_is_worth_comparing_with() -> None:
+    reference, ends = quiet_run()
+
+    assert len(reference.trainer.state.history) == 4
+    assert reference.trainer.positions == [[0, 1, 2]] * 4
+    finishes = {sample[3] for batch in reference.trainer.state.history for group in batch for sample in group[2]}  # type: ignore[index]
+    assert finishes == {"stop", "length"}
+    assert len(ends) > 60
+    assert_same_history(live(Disk()), "nothing")
+
+
+def test_killed_in_or_after_every_write_of_the_journal_it_learns_the_same() -> None:
+    _, ends = quiet_run()
+    for end in ends:
+        for cut in (end, end - 3, end - 40):  # written but never acknowledged; torn; torn near its start
+            disk = Disk()
+            killed = live(disk, power_cut_after=cut)
+            assert killed.result is None, cut
+            resumed = live(disk)
+            assert_same_history(resumed, cut)
+
+
+def test_no_finished_sample_is_generated_again() -> None:
+    _, ends = quiet_run()
+    spared = 0
+    for cut in ends[3::5]:
+        disk = Disk()
+        killed = live(disk, power_cut_after=cut)
+        resumed = live(disk)
+        again = [sample for sample in resumed.engine.submitted if sample.purpose == "train"]
+        assert len(set(again)) == len(again)
+        done_before = finished_and_durable(killed)
+        assert not done_before & set(again), cut
+        spared += len(done_before)
+    assert spared > 50
+
+
+def finished_and_durable(session: Session) -> set[SampleId]:
+    """Samples that were handed to the scorer, which happens only to durable ones."""
+    return {sample for sample in session.scorer.scored if sample.purpose == "train"}
+
+
+@pytest.mark.parametrize("cut_every", [2200, 3000, 5000])
+def test_killed_again_and_again_it_gets_there(cut_every: int) -> None:
+    """An evaluation's entry, the largest, has about 2000 bytes: less than that a life would never get past it."""
+    disk, lives = Disk(), 1
+    while (session := live(disk, power_cut_after=cut_every)).result is None:
+        lives += 1
+        assert lives < 50, "no progress"
+
+    assert lives > 2
+    assert_same_history(session, cut_every)
+
+
+@pytest.mark.parametrize("write", range(1, 5))
+def test_killed_beside_a_checkpoint_write_it_learns_the_same(write: int) -> None:
+    """Two checkpoints, each with a moment before and one after it is durable."""
+    disk = Disk()
+    calls = 0
+
+    def power() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == write:
+            raise PowerCut
+
+    async def main() -> None:
+        session = Session(disk=disk, spec=SPEC)
+        session.checkpoints.power = power
+        assert await session.run_until_power_cut() is None
+
+    run_virtual(main())
+    assert len(disk.checkpoints) == write // 2  # before the 1st: none; after it: 1; before the 2nd: 1; after it: 2
+
+    assert_same_history(live(disk), write)
+
+
+def test_a_resumed_run_tells_one_story() -> None:
+    _, ends = quiet_run()
+    disk = Disk()
+    first = live(disk, power_cut_after=ends[-12])
+    second = live(disk)
+
+    assert second.result is not None
+    assert second.result.resumed_from == 2
+    assert second.telemetry.named("resume") == [{"step": 2}]
+    assert [metrics.step for metrics in second.telemetry.steps] == [3, 4]
+    assert [metrics.step for metrics in first.telemetry.steps][:3] == [0, 1, 2]
+    assert second.telemetry.named("replay") == [{"first_step": 3, "last_step": 2 + second.result.replayed}]
+    # tokens found in the journal and those generated again add up to the batch
+    reference = {metrics.step: metrics.values for metrics in quiet_run()[0].telemetry.steps}
+    for metrics in second.telemetry.steps:
+        assert metrics.values["tokens_generated"] == reference[metrics.step]["tokens_generated"]
+    assert second.telemetry.steps[0].values["tokens_recovered"] > 0
+
+
+def test_an_evaluation_beyond_the_checkpoint_is_told_again_but_not_made_again() -> None:
+    spec = small_spec(checkpoint={"every_steps": 0})  # one checkpoint, at the end
+    disk = Disk()
+
+    async def main() -> None:
+        session = Session(disk=disk, spec=spec)
+
+        def no_power() -> None:
+            raise PowerCut
+
+        session.checkpoints.power = no_power
+        assert await session.run_until_power_cut() is None
+
+    run_virtual(main())
+    resumed = live(disk, spec=spec)
+
+    assert resumed.result is not None
+    assert [known.step for known in resumed.result.evaluations] == [0, 2, 4]
+    assert resumed.eval_scorer.scored == []
+    assert resumed.engine.submitted == []  # everything was in the journal
+    assert [fields["step"] for fields in resumed.telemetry.named("evaluation")] == [0, 2, 4]
+    assert {step for step, purpose in resumed.telemetry.sample_files if purpose != "train"} == {2, 4}
+    assert resumed.telemetry.steps[-1].values["eval/greedy_accuracy"] == resumed.result.evaluations[-1].greedy_accuracy
+    assert_same_history(resumed, "no checkpoint")
+
+
+def test_in_order_of_arrival_every_sample_is_learned_once() -> None:
+    disk = Disk()
+    while (session := live(disk, power_cut_after=2500, spec=ARRIVAL)).result is None:
+        pass
+
+    assert len(session.trainer.state.history) == 4
+    for batch in session.trainer.state.history:
+        samples = [sample[0] for group in batch for sample in group[2]]  # type: ignore[index]
+        assert len(samples) == len(set(samples)) == 6
+
+
+def test_a_finished_run_says_so() -> None:
+    disk = Disk()
+    live(disk)
+    again = live(disk)
+
+    assert again.result is not None
+    assert again.result.already_finished
+    assert (again.result.steps, again.result.tokens_generated) == (4, 0)
+    assert again.telemetry.named("already_finished") == [{"step": 4, "steps": 4}]
+    assert again.engine.submitted == []
+    assert again.checkpoints.saved == []
+    assert [known.step for known in again.result.evaluations] == [0, 2, 4]
+
+
+def test_a_finished_run_goes_on_when_it_is_given_more_steps() -> None:
+    disk = Disk()
+    live(disk)
+    longer = small_spec(trainer={"steps": 6})
+
+    resumed = live(disk, spec=longer)
+
+    assert resumed.result is not None
+    assert (resumed.result.resumed_from, resumed.result.steps) == (4, 6)
+    assert resumed.trainer.state.history[:4] == quiet_run()[0].trainer.state.history
+    assert run_of_six().trainer.version == resumed.trainer.version
+
+
+def run_of_six() -> Session:
+    return live(Disk(), spec=small_spec(trainer={"steps": 6}))

@@ -1,0 +1,91 @@
+"""Batches: plans, requests and counts."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fake_fleet import PROMPTS, SAMPLING, make_batch, make_delta, make_id, make_plan
+from tidemill.controller.samples import SampleState
+from tidemill.core.buffers import pack_tokens
+from tidemill.core.errors import UserError
+from tidemill.core.records import PolicyVersion, Prompt, Reward
+
+
+def test_samples_stand_group_by_group_and_the_same_prompt_of_another_epoch_is_another_group() -> None:
+    names = [(s.sample_id.prompt_id, s.sample_id.epoch, s.sample_id.index, s.ordinal) for s in make_batch().samples]
+
+    assert names == [
+        ("p0", 0, 0, 0),
+        ("p0", 0, 1, 1),
+        ("p1", 0, 0, 2),
+        ("p1", 0, 1, 3),
+        ("p0", 1, 0, 4),
+        ("p0", 1, 1, 5),
+    ]
+
+
+def test_a_prompt_twice_in_one_epoch_is_the_users_fault() -> None:
+    with pytest.raises(UserError, match="p0 occurs 2 times in the train batch of step 4"):
+        make_plan([PROMPTS[0], PROMPTS[0]])
+
+
+def test_a_plan_knows_its_prompts_by_their_tokens() -> None:
+    other = Prompt(prompt_id="p0", token_ids=pack_tokens([1]), text="p0", answer="7")
+
+    assert make_plan() == make_plan()
+    assert make_plan().prompts_digest != make_plan([(0, other), *PROMPTS[1:]]).prompts_digest
+
+
+def test_requests_come_in_group_order_and_go_on_from_the_tokens_there_are() -> None:
+    one = make_batch()
+    first = one.assign("lease")
+    assert [request.sample_id for request in first] == [sample.sample_id for sample in one.samples]
+    assert {(r.attempt, r.exact_version, r.lease_id, r.prefix_ids, r.sampling) for r in first} == {
+        (1, 3, "lease", b"", SAMPLING)
+    }
+    assert one.apply(make_delta()) == "applied"
+    assert one.apply(make_delta(start=2, tokens=[3], finish="aborted")) == "applied"
+
+    (again,) = one.assign("other")
+
+    assert (again.attempt, again.lease_id, again.prefix_ids) == (2, "other", pack_tokens([1, 2, 3]))
+
+
+def test_counts_follow_the_samples() -> None:
+    one = make_batch()
+    assert (one.running, one.unfinished, one.scored, one.complete) == (0, 6, 0, False)
+    for request in one.assign("lease"):
+        one.apply(make_delta(sample_id=request.sample_id, finish="stop"))
+    assert (one.running, one.unfinished, one.tokens_accepted) == (0, 0, 12)  # 6 samples of 2 tokens
+
+    for sample in one.in_state(SampleState.FINISHED):
+        one.score(sample, Reward(value=1.0))
+
+    assert (one.scored, one.complete) == (6, True)
+
+
+def test_what_is_ignored_is_counted_and_changes_nothing() -> None:
+    one = make_batch()
+    one.assign("lease")
+
+    one.apply(make_delta())
+    one.apply(make_delta())
+    one.apply(make_delta(lease_id="other", start=2))
+    one.apply(make_delta(sample_id=make_id("nobody")))
+
+    assert dict(one.ignored) == {"overlap": 1, "stale_lease": 1, "unknown_sample": 1}
+    assert one.samples[0].length == 2
+    assert one.running == 6
+
+
+@pytest.mark.parametrize(
+    "broken", [make_delta(start=1), make_delta(logprobs=b""), make_delta(version=PolicyVersion(number=1, digest=""))]
+)
+def test_an_attempt_that_cannot_go_on_waits_for_the_next(broken: object) -> None:
+    one = make_batch()
+    one.assign("lease")
+
+    one.apply(broken)  # type: ignore[arg-type]
+
+    assert (one.samples[0].state, one.samples[0].failures, one.running) == (SampleState.WAITING, 1, 5)
+    assert "does not fit" in one.samples[0].last_error

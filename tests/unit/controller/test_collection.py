@@ -1,0 +1,308 @@
+"""Collecting: scoring one by one, retries, deadlines and stopping, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+
+from tests.fake_fleet import (
+    PROMPTS,
+    FakeCodec,
+    FakeCompute,
+    FakeEngine,
+    FakeScorer,
+    FakeTelemetry,
+    make_plan,
+)
+from tests.virtual_time import run_virtual
+from tidemill.controller.batch import Batch
+from tidemill.controller.collection import Collection, collecting
+from tidemill.controller.ledger import Ledger
+from tidemill.controller.memory_journal import MemoryJournal
+from tidemill.controller.rollout import Rollout, StopRequested
+from tidemill.controller.samples import SampleState
+from tidemill.controller.waiting import Patience
+from tidemill.core.clock import LoopClock
+from tidemill.core.errors import DeadlineError, TidemillError
+from tidemill.core.protocols import Scorer
+from tidemill.core.records import PolicyVersion, Prompt, Reward, TokenDelta, Trajectory
+from tidemill.rollout.worker import EngineWorker
+
+PATIENCE = Patience(notice_s=10.0, worker_s=60.0, scorer_s=40.0, stop_s=5.0)
+
+
+@dataclass
+class Stage:
+    """A batch of six samples about to be collected."""
+
+    engine: FakeEngine = field(default_factory=lambda: FakeEngine(PolicyVersion(number=3, digest="a")))
+    scorer: Scorer = field(default_factory=FakeScorer)
+    telemetry: FakeTelemetry = field(default_factory=FakeTelemetry)
+    journal: MemoryJournal = field(default_factory=MemoryJournal)
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    batch: Batch = field(init=False)
+    got: list[Trajectory] = field(default_factory=list)
+
+    async def collect(self, each: Callable[[Collection], Awaitable[None]] | None = None) -> Collection:
+        ledger = Ledger(self.journal)
+        await ledger.load(after_step=3)
+        self.batch = await ledger.open(make_plan(), PROMPTS, version_number=3)
+        worker = EngineWorker(self.engine, FakeCompute(0.1), clock=LoopClock(), tick_s=0.1)
+        rollout = Rollout(
+            worker=worker,
+            ledger=ledger,
+            scorer=self.scorer,
+            codec=FakeCodec(),
+            telemetry=self.telemetry,
+            clock=LoopClock(),
+            stop=self.stop,
+            patience=PATIENCE,
+        )
+        try:
+            async with collecting(self.batch, rollout) as collection:
+                async for trajectory in collection:
+                    self.got.append(trajectory)
+                    if each:
+                        await each(collection)
+            return collection
+        finally:
+            await worker.close()
+
+
+class SlowScorer(FakeScorer):
+    """Remembers when each sample came."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds, self.asked_at = seconds, list[float]()
+
+    async def score(self, prompt: Prompt, trajectory: Trajectory) -> Reward:
+        self.asked_at.append(asyncio.get_running_loop().time())
+        await asyncio.sleep(self.seconds)
+        return Reward(value=1.0)
+
+
+def test_every_sample_comes_once_scored_and_decoded() -> None:
+    stage = Stage()
+
+    collection = run_virtual(stage.collect())
+
+    assert {t.sample_id for t in stage.got} == {sample.sample_id for sample in stage.batch.samples}
+    assert len(stage.got) == 6
+    assert all(t.reward is not None and t.text for t in stage.got)
+    assert stage.telemetry.progressed[0] == ("rollout", 0, 6)
+    assert stage.telemetry.progressed[-1] == ("rollout", 6, 6)
+    assert collection.generating_s > 0
+
+
+def test_a_sample_is_scored_while_others_are_generated() -> None:
+    scorer = SlowScorer(0.05)
+    stage = Stage(scorer=scorer)
+
+    collection = run_virtual(stage.collect())
+
+    assert len(set(scorer.asked_at)) > 1
+    assert min(scorer.asked_at) < collection.generating_s
+    # the last sample was scored for 0.05 s after everything was generated
+    assert collection.scoring_s == pytest.approx(0.05)
+
+
+def test_a_slow_consumer_stops_neither_generating_nor_scoring() -> None:
+    stage = Stage()
+
+    async def dawdle(_: Collection) -> None:
+        await asyncio.sleep(1000.0)  # far beyond every deadline
+
+    collection = run_virtual(stage.collect(dawdle))
+
+    assert len(stage.got) == 6
+    assert collection.generating_s < 10.0
+    assert stage.telemetry.named("waiting") == []
+
+
+class NappingEngine(FakeEngine):
+    """Makes nothing from its third poll until `wake_at`."""
+
+    polls = 0
+    wake_at = 500.0
+
+    def poll(self, deadline_s: float) -> list[TokenDelta]:
+        self.polls += 1
+        asleep = self.polls > 3 and asyncio.get_running_loop().time() < self.wake_at
+        return [] if asleep else super().poll(deadline_s)
+
+
+def test_a_silent_engine_is_no_news_while_the_consumer_is_busy() -> None:
+    """The trainer may be working on the engine's own thread."""
+    stage = Stage(engine=NappingEngine(PolicyVersion(number=3, digest="a")))
+
+    async def train_for_long(_: Collection) -> None:
+        await asyncio.sleep(480.0 if len(stage.got) == 1 else 0.0)
+
+    run_virtual(stage.collect(train_for_long))
+
+    assert len(stage.got) == 6
+    # the consumer waited for the last 20 s only, with a word every 10 s
+    assert len(stage.telemetry.named("waiting")) <= 2
+
+
+class StumblingEngine(FakeEngine):
+    """Fails at its second poll for some samples, `times` times each."""
+
+    def __init__(self, times: int, how: str) -> None:
+        super().__init__(PolicyVersion(number=3, digest="a"))
+        self.times, self.how, self.stumbled = times, how, 0
+
+    def poll(self, deadline_s: float) -> list[TokenDelta]:
+        deltas = super().poll(deadline_s)
+        if self.stumbled >= self.times or not deltas or deltas[0].start == 0:
+            return deltas
+        self.stumbled += 1
+        return [self._stumble(deltas[0]), *deltas[1:]]
+
+    def _stumble(self, delta: TokenDelta) -> TokenDelta:
+        if self.how == "error":
+            self.jobs.pop(delta.sample_id, None)
+            return msgspec.structs.replace(delta, token_ids=b"", logprobs=b"", finish="error", error="out of memory")
+        if self.how == "refused":
+            self.jobs.pop(delta.sample_id, None)
+            return msgspec.structs.replace(delta, token_ids=b"", logprobs=b"", finish="aborted", error="wrong version")
+        if self.how == "called back":
+            self.jobs.pop(delta.sample_id, None)
+            return msgspec.structs.replace(delta, token_ids=b"", logprobs=b"", finish="aborted")
+        return msgspec.structs.replace(delta, start=delta.start + 1)  # a gap, and the engine goes on
+
+
+@pytest.mark.parametrize(("how", "failures"), [("error", 2), ("refused", 2), ("gap", 2), ("called back", 0)])
+def test_a_sample_that_fails_goes_on_where_it_was(how: str, failures: int) -> None:
+    stage, quiet = Stage(engine=StumblingEngine(2, how)), Stage()
+
+    run_virtual(stage.collect())
+    run_virtual(quiet.collect())
+
+    assert sum(sample.failures for sample in stage.batch.samples) == failures
+    assert max(sample.attempt for sample in stage.batch.samples) > 1
+    assert {(t.sample_id, t.token_ids) for t in stage.got} == {(t.sample_id, t.token_ids) for t in quiet.got}
+
+
+def test_a_sample_that_always_fails_ends_the_run_with_its_error() -> None:
+    stage = Stage(engine=StumblingEngine(10**6, "error"))
+
+    with pytest.raises(TidemillError, match=r"3 attempts to generate .* failed; the last: out of memory"):
+        run_virtual(stage.collect())
+
+
+def test_what_the_engine_raises_is_raised_and_nothing_before_it_is_lost() -> None:
+    stage = Stage()
+    polls = 0
+
+    def break_down() -> None:
+        nonlocal polls
+        polls += 1
+        if polls == 4:
+            raise ValueError("engine on fire")
+
+    stage.engine.on_poll = break_down
+
+    with pytest.raises(ValueError, match="engine on fire"):
+        run_virtual(stage.collect())
+
+    # three polls of three slots, two tokens each, unless a sample ended with one
+    assert 15 <= stage.batch.tokens_accepted <= 18
+    again = Stage(journal=MemoryJournal(stage.journal.disk))
+    run_virtual(again.collect())
+    assert again.batch.tokens_recovered == stage.batch.tokens_accepted
+
+
+class FailingScorer(FakeScorer):
+    async def score(self, prompt: Prompt, trajectory: Trajectory) -> Reward:
+        raise LookupError("a bug in the scorer")
+
+
+def test_what_the_scorer_raises_is_raised() -> None:
+    with pytest.raises(LookupError, match="a bug in the scorer"):
+        run_virtual(Stage(scorer=FailingScorer()).collect())
+
+
+class SilentEngine(FakeEngine):
+    """Has work and makes nothing of it; its worker goes on sending heartbeats."""
+
+    def poll(self, deadline_s: float) -> list[TokenDelta]:
+        return []
+
+
+def test_an_engine_that_makes_nothing_meets_a_deadline_after_words_of_warning() -> None:
+    stage = Stage(engine=SilentEngine(PolicyVersion(number=3, digest="a")))
+
+    with pytest.raises(
+        DeadlineError, match=r"waited 60.* s for tokens of 6 samples of step 4 \(train\); look at the worker"
+    ):
+        run_virtual(stage.collect())
+
+    # a word every 10 s (heartbeats come every 0.1 s), the sixth is the end
+    assert [round(fields["waited_s"] / 10) for fields in stage.telemetry.named("waiting")] == [1, 2, 3, 4, 5]
+
+
+def test_an_engine_that_hangs_in_its_poll_meets_the_same_deadline() -> None:
+    stage = Stage()
+    stage.engine.slots = 0  # nothing runs, so no poll says anything
+
+    with pytest.raises(DeadlineError, match="tokens of 6 samples"):
+        run_virtual(stage.collect())
+
+
+def test_a_scorer_that_hangs_meets_its_own_deadline() -> None:
+    with pytest.raises(DeadlineError, match=r"waited 40.* s for rewards of 6 samples of step 4 .*\[scoring\]"):
+        run_virtual(Stage(scorer=SlowScorer(10**6)).collect())
+
+
+def test_stopping_journals_what_is_in_flight_and_calls_it_back() -> None:
+    stage = Stage()
+
+    async def stop_soon() -> None:
+        asyncio.get_running_loop().call_later(0.35, stage.stop.set)
+        await stage.collect()
+
+    with pytest.raises(StopRequested):
+        run_virtual(stop_soon())
+
+    assert stage.engine.jobs == {}
+    assert stage.batch.running == 0
+    assert stage.batch.tokens_accepted == stage.engine.generated > 0
+    again = Stage(journal=MemoryJournal(stage.journal.disk))
+    run_virtual(again.collect())
+    assert again.batch.tokens_recovered == stage.engine.generated
+    assert {t.sample_id for t in again.got} == {sample.sample_id for sample in again.batch.samples}
+
+
+class DeafEngine(FakeEngine):
+    """Forgets what it is told to abort without a word."""
+
+    def abort(self, sample_ids: object) -> list[TokenDelta]:
+        return []
+
+    def poll(self, deadline_s: float) -> list[TokenDelta]:
+        return super().poll(deadline_s) if self.generated < 4 else []
+
+
+def test_stopping_does_not_wait_long_for_an_engine_that_does_not_answer() -> None:
+    stage = Stage(engine=DeafEngine(PolicyVersion(number=3, digest="a")))
+    ended = 0.0
+
+    async def stop_soon() -> None:
+        nonlocal ended
+        asyncio.get_running_loop().call_later(1.0, stage.stop.set)
+        try:
+            await stage.collect()
+        finally:
+            ended = asyncio.get_running_loop().time()
+
+    with pytest.raises(StopRequested):
+        run_virtual(stop_soon())
+
+    assert 6.0 <= ended < 7.0  # stopped at 1 s, 5 s of patience
+    assert stage.batch.in_state(SampleState.RUNNING)

@@ -1,0 +1,92 @@
+"""Evaluation: greedy, one sample a prompt, judged by its own scorer."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.fabricated_run import make_trajectory
+from tests.fake_fleet import FakeCodec, FakeCompute, FakeEngine, FakeScorer, FakeTelemetry, make_prompt
+from tests.virtual_time import run_virtual
+from tidemill.controller.evaluation import Evaluation, correct, evaluate
+from tidemill.controller.ledger import Ledger
+from tidemill.controller.rollout import Rollout
+from tidemill.core.clock import LoopClock
+from tidemill.core.errors import UserError
+from tidemill.core.records import GenerateRequest, PolicyVersion, Prompt, Reward, SamplingParams, Trajectory
+from tidemill.rollout.worker import EngineWorker
+
+VERSION = PolicyVersion(number=3, digest="a")
+
+
+class ByName(FakeScorer):
+    """Right, half right, wrong but invalid, right: by the prompt's number."""
+
+    async def score(self, prompt: Prompt, trajectory: Trajectory) -> Reward:
+        return {
+            "h0": Reward(value=1.0),
+            "h1": Reward(value=0.5),
+            "h2": Reward(value=1.0, valid=False),
+            "h3": Reward(value=1.0),
+        }[prompt.prompt_id]
+
+
+async def run(prompts: list[Prompt], seen: list[GenerateRequest]) -> Evaluation:
+    engine = FakeEngine(VERSION)
+    submit = engine.submit
+    engine.submit = lambda requests: (seen.extend(requests), submit(requests))[1]  # type: ignore[method-assign,func-returns-value]
+    worker = EngineWorker(engine, FakeCompute(0.1), clock=LoopClock(), tick_s=0.1)
+    rollout = Rollout(
+        worker=worker,
+        ledger=Ledger(None),
+        scorer=FakeScorer(),
+        codec=FakeCodec(),
+        telemetry=FakeTelemetry(),
+        clock=LoopClock(),
+        stop=asyncio.Event(),
+        truncated="masked",
+    )
+    sampling = SamplingParams(max_new_tokens=5, temperature=0.7, top_k=3, top_p=0.5, stop_strings=("\n",))
+    try:
+        return await evaluate(
+            step=3, version=VERSION, prompts=prompts, rollout=rollout, scorer=ByName(), sampling=sampling, seed=9
+        )
+    finally:
+        await worker.close()
+
+
+def test_accuracy_is_the_share_of_valid_right_answers() -> None:
+    seen: list[GenerateRequest] = []
+    prompts = [make_prompt(f"h{at}") for at in range(4)]
+
+    evaluation = run_virtual(run(prompts, seen))
+
+    result = evaluation.result
+    # h0 and h3 of four are right; h1 only half, h2's reward failed
+    assert (result.greedy_accuracy, result.n, result.invalid) == (0.5, 4, 1)
+    assert [sample.sample_id.prompt_id for sample in evaluation.samples] == ["h0", "h1", "h2", "h3"]
+    assert result.completion_tokens_mean == sum(s.completion_length for s in evaluation.samples) / 4
+    assert result.truncated_fraction == sum(s.truncated for s in evaluation.samples) / 4 > 0
+    assert result.duration_s > 0
+    assert {(r.sampling.temperature, r.sampling.top_k, r.sampling.top_p) for r in seen} == {(0.0, 0, 1.0)}
+    assert {(r.sampling.max_new_tokens, r.sampling.stop_strings) for r in seen} == {(5, ("\n",))}
+    assert {(r.sample_id.purpose, r.sample_id.run_seed, r.sample_id.index) for r in seen} == {("eval:held_out", 9, 0)}
+
+
+def test_without_prompts_there_is_nothing_to_evaluate() -> None:
+    with pytest.raises(UserError, match="no held-out prompts"):
+        run_virtual(run([], []))
+
+
+@pytest.mark.parametrize(
+    ("reward", "expected"),
+    [
+        (Reward(value=1.0), True),
+        (Reward(value=0.99), False),
+        (Reward(value=1.0, valid=False), False),
+        (None, False),
+    ],
+)
+def test_correct(reward: Reward | None, expected: bool) -> None:
+    assert correct(make_trajectory(make_prompt("1"), "1", reward=reward)) is expected

@@ -1,0 +1,252 @@
+"""The training loop: what it tells, in which order it learns, how it is stopped. Kills are in tests/integration."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.fake_fleet import Disk, FakeSource, Session, small_spec
+from tests.virtual_time import run_virtual
+from tidemill.controller.waiting import Patience
+from tidemill.core.errors import DeadlineError, UserError
+from tidemill.core.records import Group, Reward, StepMetrics
+
+
+def run(spec: Any = None, **settings: Any) -> Session:
+    async def main() -> Session:
+        session = Session(spec=spec or small_spec(), **settings)
+        session.result = await session.run()
+        return session
+
+    return run_virtual(main())
+
+
+def test_a_run_from_the_first_step_to_the_last() -> None:
+    session = run()
+
+    result = session.result
+    assert result is not None
+    assert (result.steps, result.version.number, result.interrupted, result.resumed_from) == (4, 4, False, 0)
+    assert [known.step for known in result.evaluations] == [0, 2, 4]
+    assert session.checkpoints.saved == [
+        (2, result.evaluations[1].greedy_accuracy),
+        (4, result.evaluations[2].greedy_accuracy),
+    ]
+    assert [metrics.step for metrics in session.telemetry.steps] == [0, 1, 2, 3, 4]
+    assert session.telemetry.named("resume") == []
+    assert session.engine.version == session.trainer.version
+    assert result.tokens_generated == sum(m.values.get("tokens_generated", 0) for m in session.telemetry.steps)
+
+
+def test_a_steps_metrics_are_the_trainers_and_the_controllers() -> None:
+    metrics = run().telemetry.steps[2]
+
+    assert metrics.version.number == 2
+    assert metrics.values["loss"] == 1.0  # the trainer's
+    names = {"reward_mean", "reward_std", "completion_tokens_mean", "truncated_fraction", "samples_invalid"}
+    times = {"time_rollout_s", "time_train_s", "time_score_s", "time_eval_s", "tokens_per_s", "tokens_generated"}
+    assert names | times | {"eval/greedy_accuracy", "eval/n"} <= set(metrics.values)
+    assert metrics.values["time_train_s"] > 0.3  # three groups and a commit, 0.1 s each and a turn's wait
+    assert metrics.values["prompt_tokens_computed"] == 6 * 2
+
+
+def test_samples_are_written_in_canonical_order() -> None:
+    session = run()
+
+    assert set(session.telemetry.sample_files) == {
+        *((step, "train") for step in range(1, 5)),
+        *((step, "eval:held_out") for step in (0, 2, 4)),
+    }
+    prompts = [prompt.prompt_id for _, prompt in session.source.train_batch(3)]
+    written = [(s.prompt_id, s.index) for s in session.telemetry.sample_files[3, "train"]]
+    assert written == [(prompt, index) for prompt in prompts for index in range(2)]
+
+
+def test_two_runs_are_the_same_and_another_seed_is_not() -> None:
+    assert run().trainer.state == run().trainer.state
+    assert run().trainer.state != run(small_spec(run={"seed": 1})).trainer.state
+
+
+MANY = {"batch": {"prompts": 8, "group_size": 2}, "trainer": {"steps": 2}}
+
+
+def test_canonical_order_is_strict_and_arrival_order_is_not() -> None:
+    canonical = run(small_spec(**MANY), slots=16)  # all at once, so that some finish before the first one
+    arrival = run(small_spec(**{**MANY, "batch": {"prompts": 8, "group_size": 2, "order": "arrival"}}), slots=16)
+
+    assert canonical.trainer.positions == [list(range(8))] * 2
+    assert [sorted(positions) for positions in arrival.trainer.positions] == [list(range(8))] * 2
+    assert arrival.trainer.positions != canonical.trainer.positions
+
+
+def test_groups_are_learned_from_while_others_are_generated() -> None:
+    in_flight: list[int] = []
+
+    async def main() -> Session:
+        session = Session(spec=small_spec(**MANY))
+        accumulate = session.trainer.accumulate
+
+        async def watched(group: Group) -> None:
+            in_flight.append(len(session.engine.jobs))
+            await accumulate(group)
+
+        session.trainer.accumulate = watched  # type: ignore[method-assign]
+        await session.run()
+        return session
+
+    run_virtual(main())
+
+    assert in_flight[0] > 0  # and FakeTrainer itself asserts that at a commit nothing is
+    assert in_flight[-1] == 0
+
+
+async def stop_at(session: Session, seconds: float) -> Session:
+    asyncio.get_running_loop().call_later(seconds, session.stop.set)
+    session.result = await session.run()
+    return session
+
+
+@pytest.mark.parametrize("tenths", range(0, 110, 3))
+def test_stopped_at_any_time_it_checkpoints_and_a_resumed_run_learns_the_same(tenths: int) -> None:
+    disk = Disk()
+    stopped = run_virtual(stop_at(Session(disk=disk), tenths / 10))
+
+    assert stopped.result is not None
+    if stopped.result.interrupted:
+        assert stopped.engine.jobs == {}
+        assert max(disk.checkpoints, default=0) == stopped.result.steps == stopped.trainer.version.number
+        assert all("error" not in fields for _, fields in stopped.telemetry.events)
+        steps = [metrics.step for metrics in stopped.telemetry.steps]
+        assert [step for step in steps if step] == list(range(1, stopped.result.steps + 1))
+    resumed = run_virtual(stop_at(Session(disk=disk), 10**6))
+
+    assert resumed.result is not None
+    assert not resumed.result.interrupted
+    assert resumed.trainer.state == run().trainer.state
+    assert [known.step for known in resumed.result.evaluations] == [0, 2, 4]
+
+
+def test_stopping_before_anything_was_learned_writes_no_checkpoint() -> None:
+    stopped = run_virtual(stop_at(Session(), 0.0))
+
+    assert stopped.result is not None
+    assert (stopped.result.interrupted, stopped.result.steps) == (True, 0)
+    assert stopped.checkpoints.saved == []
+
+
+def test_a_trainer_that_hangs_meets_a_deadline() -> None:
+    async def main() -> None:
+        session = Session(patience=Patience(notice_s=10.0, trainer_s=50.0))
+
+        async def hang(step: int) -> StepMetrics:
+            await asyncio.sleep(10**6)
+            raise AssertionError
+
+        session.trainer.commit = hang  # type: ignore[method-assign]
+        with pytest.raises(DeadlineError, match=r"waited 50.0 s for the trainer to commit step 1; look at the trainer"):
+            await session.run()
+        assert len(session.telemetry.named("waiting")) == 4
+
+    run_virtual(main())
+
+
+def test_a_worker_that_hangs_meets_a_deadline() -> None:
+    async def main() -> None:
+        session = Session(patience=Patience(notice_s=10.0, worker_s=50.0))
+        session.engine.slots = 0
+        with pytest.raises(DeadlineError, match=r"tokens of 4 samples of step 0 \(eval:held_out\)"):
+            await session.run()
+
+    run_virtual(main())
+
+
+def test_what_the_trainer_raises_ends_the_run() -> None:
+    async def main() -> None:
+        session = Session()
+
+        async def burst(group: Group) -> None:
+            raise MemoryError("out of memory")
+
+        session.trainer.accumulate = burst  # type: ignore[method-assign]
+        with pytest.raises(MemoryError):
+            await session.run()
+        assert session.telemetry.named("rollout")[0]["error"] == "MemoryError"
+
+    run_virtual(main())
+
+
+def test_a_full_disk_at_a_checkpoint_keeps_the_last_good_one_and_the_run_resumes() -> None:
+    disk = Disk()
+
+    async def main() -> None:
+        session = Session(disk=disk)
+        saves = 0
+
+        def full() -> None:
+            nonlocal saves
+            saves += 1
+            if saves == 3:  # before the second checkpoint is durable
+                raise UserError("the disk is full")
+
+        session.checkpoints.power = full
+        with pytest.raises(UserError, match="the disk is full"):
+            await session.run()
+
+    run_virtual(main())
+    assert set(disk.checkpoints) == {2}
+
+    resumed = run_virtual(stop_at(Session(disk=disk), 10**6))
+    assert resumed.trainer.state == run().trainer.state
+    assert resumed.engine.submitted == []
+
+
+def test_other_sampling_settings_cannot_continue_a_batch() -> None:
+    disk = Disk()
+    stopped = run_virtual(stop_at(Session(disk=disk), 1.8))
+    assert stopped.result is not None
+    assert stopped.result.steps == 0
+
+    with pytest.raises(UserError, match=r"step 1 was begun with another batch \(different: sampling\)"):
+        run_virtual(stop_at(Session(disk=disk, spec=small_spec(sampling={"max_new_tokens": 5})), 10**6))
+
+
+def test_invalid_and_masked_samples_carry_no_weight() -> None:
+    session = run(small_spec(scoring={"truncated": "masked"}, **MANY))
+
+    samples = [sample for batch in session.trainer.state.history for group in batch for sample in group[2]]  # type: ignore[index]
+    kinds = {(finish, bool(reward and reward[1]), weight) for _, _, _, finish, _, reward, weight, _ in samples}
+    assert ("length", True, 0.0) in kinds
+    assert ("stop", True, 1.0) in kinds
+    assert all(weight == 0.0 for finish, valid, weight in kinds if finish == "length" or not valid)
+
+
+def test_a_task_without_held_out_prompts_is_not_evaluated() -> None:
+    async def main() -> Session:
+        session = Session()
+        session.source = FakeSource(3, held_out=0)
+        session.result = await session.run()
+        return session
+
+    session = run_virtual(main())
+    assert session.result is not None
+    assert session.result.evaluations == ()
+    assert session.checkpoints.saved == [(2, None), (4, None)]
+
+
+def test_the_evaluation_is_judged_by_its_own_scorer() -> None:
+    async def main() -> Session:
+        session = Session()
+
+        async def always(prompt: object, trajectory: object) -> Reward:
+            return Reward(value=1.0)
+
+        session.eval_scorer.score = always  # type: ignore[method-assign]
+        session.result = await session.run()
+        return session
+
+    session = run_virtual(main())
+    assert session.result is not None
+    assert [known.greedy_accuracy for known in session.result.evaluations] == [1.0] * 3
+    assert all(sample.purpose == "train" for sample in session.scorer.scored)

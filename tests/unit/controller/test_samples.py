@@ -1,0 +1,112 @@
+"""A sample's states and what becomes of deltas."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from tests.fake_fleet import V3, V3_AGAIN, make_delta, make_id, make_prompt
+from tidemill.controller.samples import LEGAL, IllegalTransition, Sample, SampleState
+from tidemill.core.buffers import pack_logprobs, pack_tokens, unpack_tokens
+from tidemill.core.records import PolicyVersion, Reward, Segment, VersionRun
+
+
+def sample() -> Sample:
+    return Sample(sample_id=make_id(), ordinal=0, prompt=make_prompt("p0"))
+
+
+def running() -> Sample:
+    one = sample()
+    one.assign("lease")
+    return one
+
+
+@pytest.mark.parametrize(("before", "after"), list(itertools.product(SampleState, SampleState)))
+def test_only_legal_transitions_happen(before: SampleState, after: SampleState) -> None:
+    one = sample()
+    one.state = before
+
+    if after in LEGAL[before]:
+        one.move(after)
+        assert one.state is after
+    else:
+        with pytest.raises(IllegalTransition, match=f"{before.value} -> {after.value}"):
+            one.move(after)
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict"),
+    [
+        ({}, "applied"),
+        ({"lease_id": "other"}, "stale_lease"),
+        ({"attempt": 0}, "stale_attempt"),
+        ({"attempt": 2}, "stale_attempt"),
+        ({"start": 1}, "gap"),
+        ({"logprobs": b""}, "malformed"),
+        ({"token_ids": b"123", "logprobs": b"123"}, "malformed"),  # not whole tokens
+        ({"version": PolicyVersion(number=2, digest="a")}, "wrong_version"),
+        ({"version": V3_AGAIN}, "applied"),  # the same version made again after a restart
+        ({"tokens": [], "version": PolicyVersion(number=2, digest="a"), "finish": "aborted"}, "applied"),
+    ],
+)
+def test_a_delta_is_applied_only_if_it_is_current_and_fits(changes: dict[str, Any], verdict: str) -> None:
+    assert running().judge(make_delta(**changes), 3) == verdict
+
+
+def test_a_repeated_delta_overlaps() -> None:
+    one = running()
+    one.extend(pack_tokens([1, 2]), pack_logprobs([-1.0, -1.0]), V3)
+
+    assert one.judge(make_delta(), 3) == "overlap"
+    assert one.judge(make_delta(start=2), 3) == "applied"
+
+
+def test_a_sample_nobody_generates_takes_no_tokens() -> None:
+    assert sample().judge(make_delta(), 3) == "not_running"
+
+
+def test_version_runs_follow_the_tokens() -> None:
+    one = running()
+    for tokens, version in (([1, 2], V3), ([3], V3), ([], V3_AGAIN), ([4], V3_AGAIN)):
+        one.extend(pack_tokens(tokens), pack_logprobs([-1.0] * len(tokens)), version)
+
+    # two tokens and one of the same version make [0, 3); the empty message makes nothing; the last token is [3, 4)
+    assert one.versions == [VersionRun(version=V3, start=0, end=3), VersionRun(version=V3_AGAIN, start=3, end=4)]
+
+
+@pytest.mark.parametrize(
+    ("finish", "error", "failures"), [("aborted", "", 0), ("aborted", "wrong", 1), ("error", "", 1)]
+)
+def test_an_attempt_that_was_cut_short_keeps_its_tokens(finish: Any, error: str, failures: int) -> None:
+    one = running()
+    one.extend(pack_tokens([1]), pack_logprobs([-1.0]), V3)
+
+    one.end_attempt(finish, error)
+
+    assert (one.state, one.length, one.failures, one.finish) == (SampleState.WAITING, 1, failures, None)
+    one.assign("next")
+    assert one.attempt == 2
+
+
+def test_the_trajectory_has_the_prompt_in_front() -> None:
+    one = running()  # its prompt "p0" has two tokens: 112 and 48
+    one.extend(pack_tokens([5, 6, 0]), pack_logprobs([-0.5, -1.0, -2.0]), V3)
+    one.end_attempt("stop", "")
+
+    trajectory = one.trajectory("text")
+
+    assert unpack_tokens(trajectory.token_ids) == [112, 48, 5, 6, 0]
+    assert trajectory.segments == (
+        Segment(role="prompt", start=0, end=2, trained=False),
+        Segment(role="action", start=2, end=5, trained=True),
+    )
+    assert (trajectory.prompt_length, trajectory.completion_length, trajectory.text) == (2, 3, "text")
+    assert trajectory.rollout_logprobs == pack_logprobs([-0.5, -1.0, -2.0])
+
+
+def test_scoring_comes_after_finishing() -> None:
+    one = running()
+    with pytest.raises(IllegalTransition):
+        one.score(Reward(value=1.0))

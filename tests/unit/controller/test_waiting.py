@@ -1,0 +1,56 @@
+"""Waits that speak up and end."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.fake_fleet import FakeTelemetry
+from tests.virtual_time import run_virtual
+from tidemill.controller.waiting import Wait, patiently
+from tidemill.core.clock import LoopClock
+from tidemill.core.errors import DeadlineError
+
+WAIT = Wait(awaited="the tide", look_at="the moon", deadline_s=100.0)
+
+
+async def wait_for(seconds: float, telemetry: FakeTelemetry) -> str:
+    return await patiently(asyncio.sleep(seconds, "came"), WAIT, notice_s=30.0, telemetry=telemetry, clock=LoopClock())
+
+
+def test_what_comes_in_time_is_returned_after_a_notice_every_while() -> None:
+    telemetry = FakeTelemetry()
+
+    assert run_virtual(wait_for(70.0, telemetry)) == "came"
+
+    # 70 s with a word every 30 s: at 30 and at 60
+    assert [fields["waited_s"] for fields in telemetry.named("waiting")] == [30.0, 60.0]
+    assert telemetry.named("waiting")[0]["awaited"] == "the tide"
+
+
+def test_what_does_not_come_ends_with_a_deadline_that_says_where_to_look() -> None:
+    telemetry = FakeTelemetry()
+
+    with pytest.raises(DeadlineError, match=r"waited 100.0 s for the tide; look at the moon"):
+        run_virtual(wait_for(1000.0, telemetry))
+
+    assert len(telemetry.named("waiting")) == 3
+
+
+def test_a_failure_goes_through_and_a_cancelled_wait_cancels_what_it_waits_for() -> None:
+    async def fail() -> None:
+        raise ValueError("broken")
+
+    async def main() -> bool:
+        with pytest.raises(ValueError, match="broken"):
+            await patiently(fail(), WAIT, notice_s=1.0, telemetry=FakeTelemetry(), clock=LoopClock())
+        inner = asyncio.get_running_loop().create_future()
+        outer = asyncio.create_task(patiently(inner, WAIT, notice_s=1.0, telemetry=FakeTelemetry(), clock=LoopClock()))
+        await asyncio.sleep(0.5)
+        outer.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await outer
+        return inner.cancelled()
+
+    assert run_virtual(main())

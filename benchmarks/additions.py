@@ -1,4 +1,4 @@
-"""The same few-shot additions for both sides: 18 tokens (SmolLM2 has one a character here), completions of 3."""
+"""Prompts for both sides: 18 tokens (SmolLM2 has one a character here) that are continued by 3."""
 
 from __future__ import annotations
 
@@ -9,6 +9,13 @@ NEW_TOKENS = 3
 
 
 def addition_prompts(count: int, *, seed: int = 0) -> list[str]:
-    """Distinct prompts of 18 characters."""
+    """Distinct few-shot additions, as in the demo: the worked examples are a prefix of all."""
     questions = [f"{left}+{right}=" for left in range(10) for right in range(10)]
     return [SHOTS + question for question in random.Random(seed).sample(questions, count)]
+
+
+def unrelated_prompts(count: int, *, seed: int = 0) -> list[str]:
+    """Digits at random, as long as the additions: nothing is shared from one prompt to the next."""
+    source = random.Random(seed)
+    length = len(addition_prompts(1)[0])
+    return ["".join(source.choice("0123456789") for _ in range(length)) for _ in range(count)]

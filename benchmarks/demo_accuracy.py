@@ -1,9 +1,9 @@
-"""What the demo reaches: held-out greedy accuracy before and after, with three seeds, and a control with random rewards.
+"""What the demo reaches: held-out greedy accuracy before and after over seeds, and a control with random rewards.
 
     python -m benchmarks.demo_accuracy [--seeds 3] [--threads N]
 
-Every run is `tidemill train` in a process of its own, as a user would start it. The control shows what training without a
-reward to learn from does: nothing.
+Every run is `tidemill train` in a process of its own, as a user would start it. The control shows what training without
+a reward to learn from does: nothing.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ def main() -> int:
         item for item in (quick_workloads() if options.quick else full_workloads()) if options.only in item.case
     ]
     comparisons = [_compare(model, workload) for workload in workloads]
-    name = "generation-quick" if options.quick else "generation"
-    report(name, comparisons, theirs="transformers.generate", notes={"model": Path(model).name})
+    partial = "-quick" if options.quick else "-partial" if options.only or options.model else ""
+    report(f"generation{partial}", comparisons, theirs="transformers.generate", notes={"model": Path(model).name})
     agree = all(item.details["largest_logprob_difference"] <= LARGEST_DIFFERENCE for item in comparisons)
     if not agree:
         print(f"logprobs differ by more than {LARGEST_DIFFERENCE:g}", file=sys.stderr)

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.additions import NEW_TOKENS, addition_prompts, unrelated_prompts
 from benchmarks.grpo_tidemill import tidemill_side
 from benchmarks.grpo_trl import trl_side
 from benchmarks.measuring import Comparison, compare, report
@@ -20,7 +22,7 @@ from benchmarks.models import char_model, quiet, smollm2
 from benchmarks.turns import take_turns
 
 DEADLINE_S = 600.0
-SHAPE = {"prompts": 8, "group_size": 8, "new_tokens": 3}
+PROMPTS, GROUP_SIZE = 8, 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +35,21 @@ class Case:
     target: float | None
     rounds: int
     trl_microbatch: int
+    prompts: Callable[[int], list[str]] = addition_prompts
 
 
 CASES = (
     Case(name="SmolLM2-135M fp32", small=False, bf16=False, target=4.0, rounds=4, trl_microbatch=16),
     Case(name="SmolLM2-135M bf16", small=False, bf16=True, target=None, rounds=2, trl_microbatch=16),
+    Case(
+        name="SmolLM2-135M fp32, nothing in common between prompts",
+        small=False,
+        bf16=False,
+        target=None,
+        rounds=2,
+        trl_microbatch=16,
+        prompts=unrelated_prompts,
+    ),
     Case(name="character model 0.8M fp32", small=True, bf16=False, target=2.0, rounds=20, trl_microbatch=64),
 )
 
@@ -52,14 +64,22 @@ def main() -> int:
     chosen = [case for case in CASES if options.only in case.name and (case.small or not options.quick)]
     rounds = 2 if options.quick else options.rounds
     comparisons = [_compare(case, rounds or case.rounds) for case in chosen]
-    report("grpo_step-quick" if options.quick else "grpo_step", comparisons, theirs="TRL")
+    partial = "-quick" if options.quick else "-partial" if options.only or options.rounds else ""
+    report(f"grpo_step{partial}", comparisons, theirs="TRL")
     return 0
 
 
 def _compare(case: Case, rounds: int) -> Comparison:
     print(case.name, file=sys.stderr, flush=True)
     model: Path = char_model() if case.small else smollm2()
-    settings = {"model": str(model), "bf16": case.bf16, "microbatch": case.trl_microbatch, **SHAPE}
+    settings = {
+        "model": str(model),
+        "prompts": case.prompts(PROMPTS),
+        "group_size": GROUP_SIZE,
+        "new_tokens": NEW_TOKENS,
+        "bf16": case.bf16,
+        "microbatch": case.trl_microbatch,
+    }
     sides = {"tidemill": (tidemill_side, settings), "TRL": (trl_side, settings)}
     results = take_turns(sides, rounds=rounds, deadline_s=DEADLINE_S)
     ours = results["tidemill"]

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.additions import addition_prompts
 from benchmarks.turns import Turns, Work
 from tidemill.config.schema import RunSpec
 from tidemill.core.records import Prompt, StepMetrics, Trajectory
@@ -19,30 +18,29 @@ from tidemill.models.codec import TextCodec
 from tidemill.runtime.train import train
 from tidemill.telemetry.recorder import Recorder
 
+REWARD = Path(__file__).with_name("varied_reward.py")
 MANY_STEPS = 10_000  # the turns decide when it ends
 
 
 def tidemill_side(turns: Turns, settings: Mapping[str, Any]) -> None:
-    """Settings: model (folder), prompts, group_size, new_tokens, bf16."""
+    """Settings: model (folder), prompts (texts), group_size, new_tokens, bf16."""
     _hand_over_turns(turns)
     with tempfile.TemporaryDirectory() as folder:
         train(_spec(Path(folder), settings))
 
 
 def _spec(folder: Path, settings: Mapping[str, Any]) -> RunSpec:
-    prompts = addition_prompts(settings["prompts"] + 1)
-    _write_prompts(folder / "prompts.jsonl", prompts[:-1])
-    _write_prompts(folder / "held_out.jsonl", prompts[-1:])
+    _write_prompts(folder / "prompts.jsonl", settings["prompts"])
+    _write_prompts(folder / "held_out.jsonl", ["0+0="])
     task = {"kind": "jsonl", "path": folder / "prompts.jsonl", "held_out_path": folder / "held_out.jsonl"}
     return RunSpec.model_validate(
         {
             "run": {"dir": folder / "run"},
             "model": {"source": settings["model"]},
             "task": task,
-            # Every group has signal.
-            "scoring": {"rewards": [{"kind": "random"}]},
+            "scoring": {"rewards": [{"kind": "python", "function": f"{REWARD}:varied_reward"}]},
             "sampling": {"max_new_tokens": settings["new_tokens"]},
-            "batch": {"prompts": settings["prompts"], "group_size": settings["group_size"]},
+            "batch": {"prompts": len(settings["prompts"]), "group_size": settings["group_size"]},
             "trainer": {"steps": MANY_STEPS, "threads": 1, "precision": "bf16" if settings["bf16"] else "fp32"},
             "eval": {"every_steps": 0, "prompts": 1},
             "checkpoint": {"every_steps": 0},

@@ -19,7 +19,6 @@ from transformers import (
 )
 from trl import GRPOConfig, GRPOTrainer
 
-from benchmarks.additions import addition_prompts
 from benchmarks.turns import Turns, Work
 
 MANY_STEPS = 10_000  # the turns decide when it ends
@@ -58,12 +57,12 @@ class TakeTurns(TrainerCallback):
 
 
 def trl_side(turns: Turns, settings: Mapping[str, Any]) -> None:
-    """Settings: model (folder), prompts, group_size, new_tokens, bf16, microbatch (samples)."""
+    """Settings: model (folder), prompts (texts), group_size, new_tokens, bf16, microbatch (samples)."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(settings["model"])
-    prompts: list[str] = addition_prompts(settings["prompts"])
-    samples = settings["prompts"] * settings["group_size"]
+    prompts: list[str] = settings["prompts"]
+    samples = len(prompts) * settings["group_size"]
     rewards = random.Random(0)
 
     def random_reward(completions: list[str], **_: Any) -> list[float | None]:

@@ -36,8 +36,8 @@ DESCRIPTION = """Post-trains language models with reinforcement learning.
 `tidemill VERB @recipe.toml [@more.toml] [--section.key value] [--dry-run] [--json] [--debug]`
 """
 EPILOGUE = """Recipes compose from left to right and `--section.key value` goes on top; `tidemill train --help` lists
-the keys. `--dry-run` shows the resolved configuration and what it amounts to; `--json` prints one JSON object on stdout;
-`--debug` prints the traceback of an error.
+the keys. `--dry-run` shows the resolved configuration and what it amounts to; `--json` prints one JSON object on
+stdout; `--debug` prints the traceback of an error.
 
 Exit codes: 0 fine, 1 a bug, 2 your input, 3 stopped by a guard, 130 interrupted."""
 

@@ -31,6 +31,7 @@ def summary_text(summary: dict[str, Any], directory: Path) -> str:
     """Two or three lines: how far, how good, where to look."""
     steps, total = summary.get("steps", 0), summary.get("total_steps", summary.get("steps", 0))
     word = "interrupted" if summary.get("interrupted") else "finished"
+    word = "already finished" if summary.get("already_finished") else word
     lines = [f"{word}: {steps} of {total} steps in {duration(summary.get('wall_s') or 0.0)}"]
     measured = summary.get("eval") or {}
     before, after = (accuracy(measured.get(when)) for when in ("before", "after"))

@@ -106,11 +106,11 @@ def _fault(details: ErrorDetails, location: Location, data: dict[str, Any], loca
         location, given, kind = location[:-1], details["input"], "too_few"
     location, key = _owner(location)
     name, source = dotted(location), locate(location)
-    if kind == "missing":
-        return Fault(key=name, what="not given, and there is no default", source=source, cure=_how_to_give(key, data))
     if key is None:
         what = f"is a table of settings, was given {shown(given)}"
         return Fault(key=name, what=what, source=source, cure=f"set its keys one by one: {_first_keys(location)}")
+    if kind == "missing":
+        return Fault(key=name, what="not given, and there is no default", source=source, cure=_how_to_give(key, data))
     if kind == "too_short":
         return Fault(key=name, what="is empty", source=source, cure="give at least one")
     if len(location) > len(key.path):
@@ -152,9 +152,7 @@ def _kind(data: dict[str, Any], table: tuple[str, ...]) -> str:
     return str(node.get("kind", "")) if isinstance(node, dict) else ""
 
 
-def _how_to_give(key: Key | None, data: dict[str, Any]) -> str:
-    if key is None:
-        return ""
+def _how_to_give(key: Key, data: dict[str, Any]) -> str:
     if ITEM in key.path:
         return f"add {key.path[-1]} to that table ({key.words})"
     needed = ""

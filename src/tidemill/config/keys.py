@@ -55,10 +55,6 @@ class Key:
     def is_flag(self) -> bool:
         return without_none(self.annotation) is bool
 
-    @property
-    def is_free_table(self) -> bool:
-        return get_origin(without_none(self.annotation)) is dict
-
 
 def dotted(path: Sequence[str | int]) -> str:
     """`("scoring", "rewards", 0, "kind")` as `scoring.rewards[0].kind`."""
@@ -178,8 +174,8 @@ def find(path: Sequence[str | int]) -> Key | None:
 def suggest(path: Sequence[str | int], *, kind: str = "") -> str:
     """The key someone who wrote `path` most likely meant, dotted; empty if nothing is close.
 
-    A slip in the last word comes first, then the same word in another section, then whatever looks alike as a whole.
-    Keys of other kinds than `kind` are not offered.
+    A slip or initials in the last word come first, then the same word in another section; then, if the section is
+    unknown too, whatever looks alike as a whole. Keys of other kinds than `kind` are not offered.
     """
     plain = tuple(part for part in path if isinstance(part, str))
     section, leaf = plain[:-1], plain[-1].replace("-", "_")
@@ -189,12 +185,14 @@ def suggest(path: Sequence[str | int], *, kind: str = "") -> str:
     siblings = {known[-1]: known for known in offered if tuple(p for p in known[:-1] if p != ITEM) == section}
     for close in difflib.get_close_matches(leaf, siblings, 1, 0.6):
         return dotted(siblings[close])
+    for name, known in siblings.items():
+        if "_" in name and leaf == "".join(word[:1] for word in name.split("_")):
+            return dotted(known)
     same_word = [known for known in offered if known[-1] == leaf and known not in sections()]
     if same_word:
         return dotted(min(same_word, key=len))
-    for close in difflib.get_close_matches(".".join(plain), flat, 1, 0.6):
-        return dotted(flat[close])
-    return ""
+    alike = [] if section in sections() else difflib.get_close_matches(".".join(plain), flat, 1, 0.6)
+    return dotted(flat[alike[0]]) if alike else ""
 
 
 def _section_keys(model: type[BaseModel], prefix: KeyPath, variant: str = "") -> Iterator[Key]:

@@ -1,0 +1,213 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tidemill.config.faults import ConfigError
+from tidemill.config.keys import find
+from tidemill.config.layers import (
+    COMMAND_LINE,
+    Layer,
+    command_line,
+    merge,
+    nearby_recipes,
+    parse_value,
+    recipe_layer,
+    split_arguments,
+    with_absolute_paths,
+    without_value,
+)
+
+
+def test_arguments_are_taken_apart() -> None:
+    found = split_arguments(
+        ["@a.toml", "--run.seed", "-5", "prompt", "--sampling.top_p=0.5", "--engine.batch_invariant", "@b.toml"]
+    )
+    assert found.recipes == ["a.toml", "b.toml"]
+    assert found.assignments == [
+        (("run", "seed"), "-5"),  # a negative number is a value
+        (("sampling", "top_p"), "0.5"),
+        (("engine", "batch_invariant"), None),  # a flag does not swallow what follows
+    ]
+    assert found.rest == ["prompt"]
+
+
+def test_a_flag_takes_true_or_false() -> None:
+    found = split_arguments(["--engine.batch_invariant", "false", "--checkpoint.keep_best", "other"])
+    assert found.assignments == [(("engine", "batch_invariant"), "false"), (("checkpoint", "keep_best"), None)]
+    assert found.rest == ["other"]
+
+
+def test_a_known_key_may_take_a_value_that_looks_like_a_recipe() -> None:
+    assert split_arguments(["--run.name", "@x"]).assignments == [(("run", "name"), "@x")]
+    assert split_arguments(["--unknown", "@x"]).recipes == ["x"]
+
+
+def test_values_with_an_equals_sign_survive() -> None:
+    assert split_arguments(["--task.operators=a=b"]).assignments == [(("task", "operators"), "a=b")]
+
+
+def test_arguments_and_back() -> None:
+    args = ["@a.toml", "--run.seed=3", "--engine.batch_invariant"]
+    assert split_arguments(args).items == args
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "value"),
+    [
+        ("trainer.steps", "5", 5),
+        ("trainer.steps", "007", 7),  # no TOML number, and plain enough
+        ("trainer.steps", "-5", -5),
+        ("sampling.top_p", ".5", 0.5),
+        ("sampling.top_p", "1e-3", 0.001),
+        ("trainer.steps", "many", "many"),
+        ("run.name", "2024", "2024"),  # text needs no quotes, even if it looks like a number
+        ("run.name", '"quoted"', "quoted"),
+        ("run.name", "true", "true"),
+        ("run.dir", "runs/x", "runs/x"),
+        ("run.dir", "none", None),
+        ("run.name", "none", "none"),  # may not be unset
+        ("algorithm.kl_stop", "none", None),
+        ("trainer.precision", "bf16", "bf16"),
+        ("sampling.stop", r'["\n", "x"]', ["\n", "x"]),
+        ("scoring.rewards", '[{kind="exact"}]', [{"kind": "exact"}]),
+        ("engine.batch_invariant", "true", True),
+        ("engine.batch_invariant", "yes", "yes"),
+        ("task.params.depth", "3", 3),
+        ("task.params.name", "abc", "abc"),
+        ("task.params.two", "1\nx = 2", "1\nx = 2"),  # a value is one value
+    ],
+)
+def test_values(path: str, text: str, value: Any) -> None:
+    parsed = parse_value(text, find(tuple(path.split("."))))
+    assert parsed == value
+    assert type(parsed) is type(value)
+
+
+def test_overrides_make_one_tree_whatever_their_order() -> None:
+    one = command_line([(("task", "path"), "/x"), (("task", "kind"), "jsonl")])
+    other = command_line([(("task", "kind"), "jsonl"), (("task", "path"), "/x")])
+    assert one.tree == other.tree == {"task": {"kind": "jsonl", "path": "/x"}}
+    assert one.name == COMMAND_LINE
+
+
+def test_the_last_of_equal_overrides_wins() -> None:
+    layer = command_line([(("run",), "1"), (("run", "seed"), "1"), (("run", "seed"), "2")])
+    assert layer.tree == {"run": {"seed": 2}}
+
+
+@pytest.mark.parametrize(
+    ("path", "line"),
+    [
+        ("trainer.steps", "--trainer.steps: needs a value; write --trainer.steps VALUE (integer >= 1)"),
+        ("dry-rnu", "--dry-rnu: unknown option; did you mean --dry-run?"),
+        ("trainer.stpes", "--trainer.stpes: unknown option; did you mean --trainer.steps?"),
+        ("xyzzy", "--xyzzy: unknown option; `tidemill train --help` lists every option"),
+    ],
+)
+def test_options_without_a_value(path: str, line: str) -> None:
+    assignment = (tuple(path.split(".")), None)
+    assert [fault.line for fault in without_value([assignment])] == [line]
+    assert command_line([assignment]).tree == {}
+
+
+def test_tables_merge_and_all_else_is_replaced() -> None:
+    base = {"a": {"x": 1, "y": [1, 2]}, "b": 1}
+    over = {"a": {"y": [3]}, "b": {"z": 1}}
+    assert merge(base, over) == {"a": {"x": 1, "y": [3]}, "b": {"z": 1}}
+    assert base == {"a": {"x": 1, "y": [1, 2]}, "b": 1}  # unchanged
+
+
+@pytest.mark.parametrize(
+    ("base", "over", "merged"),
+    [
+        ({"kind": "jsonl", "path": "x"}, {"kind": "arithmetic"}, {"kind": "arithmetic"}),
+        ({"kind": "jsonl", "path": "x"}, {"kind": "jsonl"}, {"kind": "jsonl", "path": "x"}),
+        ({"kind": "jsonl", "path": "x"}, {"path": "y"}, {"kind": "jsonl", "path": "y"}),
+        ({"digits": 2}, {"kind": "arithmetic"}, {"digits": 2, "kind": "arithmetic"}),  # the kind it had all along
+        ({"digits": 2}, {"kind": "jsonl"}, {"kind": "jsonl"}),
+    ],
+)
+def test_a_changed_kind_starts_anew(base: dict[str, Any], over: dict[str, Any], merged: dict[str, Any]) -> None:
+    assert merge({"task": base}, {"task": over}) == {"task": merged}
+
+
+def test_a_kind_elsewhere_is_an_ordinary_value() -> None:
+    base, over = {"kind": "a", "x": 1}, {"kind": "b"}
+    assert merge({"params": base}, {"params": over}) == {"params": {"kind": "b", "x": 1}}
+
+
+def test_input_paths_start_at_the_folder(tmp_path: Path) -> None:
+    tree = {
+        "run": {"dir": "runs/x"},
+        "task": {"kind": "jsonl", "path": "../data/x.jsonl", "held_out_path": "/abs/y.jsonl"},
+        "model": {"source": "./weights"},
+        "scoring": {
+            "rewards": [
+                {"kind": "python", "function": "mine.py:score"},
+                {"kind": "python", "function": "package.mine:score"},
+                {"kind": "exact"},
+                "not a table",
+            ]
+        },
+    }
+    changed = with_absolute_paths(tree, tmp_path / "recipes")
+    assert changed["run"] == {"dir": "runs/x"}  # an output: it starts at the working directory
+    assert changed["task"]["path"] == str(tmp_path / "data/x.jsonl")
+    assert changed["task"]["held_out_path"] == "/abs/y.jsonl"
+    assert changed["model"]["source"] == str(tmp_path / "recipes/weights")
+    assert [each["function"] for each in changed["scoring"]["rewards"][:2]] == [
+        f"{tmp_path}/recipes/mine.py:score",
+        "package.mine:score",
+    ]
+    assert changed["scoring"]["rewards"][2:] == [{"kind": "exact"}, "not a table"]
+
+
+def test_hub_ids_are_no_paths_and_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    tree = {"model": {"source": "organisation/name"}, "run": {"dir": "~/runs"}}
+    changed = with_absolute_paths(tree, tmp_path)
+    assert changed == {"model": {"source": "organisation/name"}, "run": {"dir": "/home/someone/runs"}}
+
+
+def test_wrong_shapes_pass_through_for_the_validator_to_name(tmp_path: Path) -> None:
+    tree = {"task": 3, "scoring": {"rewards": 1}, "model": {"source": 5}, "run": []}
+    assert with_absolute_paths(tree, tmp_path) == tree
+
+
+def test_a_layer_knows_its_lines() -> None:
+    text = '[run]\nname = "a"\n\n[[scoring.rewards]]\nkind = "exact"\n'
+    layer = Layer(name="r.toml", tree={"run": {"name": "a"}, "scoring": {"rewards": [{"kind": "exact"}]}}, text=text)
+    assert layer.locate(("run", "name")) == "r.toml:2"
+    assert layer.locate(("scoring", "rewards", 0, "kind")) == "r.toml:5"
+    assert layer.locate(("scoring", "rewards", 1)) == ""
+    assert layer.locate(("run", "name", "deeper")) == ""
+    assert Layer(name=COMMAND_LINE, tree={"run": {}}).locate(("run",)) == COMMAND_LINE
+
+
+def one_fault(name: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        recipe_layer(name)
+    return str(caught.value)
+
+
+def test_a_missing_recipe_suggests_the_closest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "smollm2-addition.toml").touch()
+    assert one_fault("smollm-addition.toml") == (
+        "@smollm-addition.toml: no such file; did you mean @recipes/smollm2-addition.toml?"
+    )
+    assert nearby_recipes(Path("zzz.toml")) == "recipes at hand: @recipes/smollm2-addition.toml"
+    (tmp_path / "recipes" / "smollm2-addition.toml").unlink()
+    assert nearby_recipes(Path("zzz.toml")) == "name an existing TOML file"
+
+
+def test_unreadable_recipes(tmp_path: Path) -> None:
+    assert one_fault(str(tmp_path)).endswith("cannot be read: is a directory; name a readable TOML file")
+    (tmp_path / "latin.toml").write_bytes(b'a = "\xe9"')
+    assert "not UTF-8 text" in one_fault(str(tmp_path / "latin.toml"))
+    (tmp_path / "file").touch()
+    assert "no such file" in one_fault(str(tmp_path / "file" / "x.toml"))

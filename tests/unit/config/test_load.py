@@ -1,0 +1,277 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tidemill.config.faults import ConfigError
+from tidemill.config.load import differences, from_toml, load_spec
+from tidemill.config.schema import ArithmeticTask, JsonlTask, ReasoningGymTask, RunConfig, RunSpec
+from tidemill.config.toml import to_toml
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def recipe(name: str, text: str) -> str:
+    path = Path(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return f"@{name}"
+
+
+def lines(*args: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_spec(args)
+    assert caught.value.exit_code == 2
+    return str(caught.value).splitlines()
+
+
+def test_nothing_is_the_default_run() -> None:
+    assert load_spec([]) == RunSpec()
+
+
+def test_recipes_from_left_to_right_then_overrides() -> None:
+    first = recipe("a.toml", '[run]\nname = "a"\nseed = 1\n[trainer]\nsteps = 3\n[sampling]\nstop = ["x", "y"]\n')
+    second = recipe("b.toml", '[run]\nname = "b"\n[sampling]\nstop = ["z"]\n')
+    # Overrides win even where they stand before a recipe.
+    spec = load_spec(["--trainer.steps", "7", first, second, "--run.seed=-0"])
+    assert (spec.run.name, spec.run.seed, spec.trainer.steps, spec.sampling.stop) == ("b", 0, 7, ("z",))
+
+
+def test_types_are_exact_but_numbers_widen() -> None:
+    assert load_spec(["--sampling.temperature", "2"]).sampling.temperature == 2.0
+    assert lines(recipe("a.toml", '[trainer]\nsteps = "5"\n')) == [
+        'trainer.steps: needs integer >= 1, was given "5" (a.toml:2)'
+    ]
+    assert lines("--trainer.steps", "5.5") == ["trainer.steps: needs integer >= 1, was given 5.5 (command line)"]
+    assert lines("--engine.batch_invariant=1") == [
+        "engine.batch_invariant: needs true or false, was given 1 (command line)"
+    ]
+
+
+def test_a_changed_kind_drops_the_old_keys() -> None:
+    jsonl = recipe("a.toml", '[task]\nkind = "jsonl"\npath = "x.jsonl"\n')
+    assert load_spec([jsonl, "--task.kind", "arithmetic"]).task == ArithmeticTask()
+    spec = load_spec([jsonl, "--task.name", "gym", "--task.kind", "reasoning_gym", "--task.params.depth=2"])
+    assert spec.task == ReasoningGymTask(kind="reasoning_gym", name="gym", params={"depth": 2})
+
+
+def test_a_table_without_kind_keeps_the_default_kind() -> None:
+    assert load_spec([recipe("a.toml", "[task]\ndigits = 2\n")]).task == ArithmeticTask(digits=2)
+
+
+def test_paths_start_at_the_recipe_or_the_working_directory(tmp_path: Path) -> None:
+    jsonl = recipe("sub/a.toml", '[task]\nkind = "jsonl"\npath = "../data/x.jsonl"\n')
+    task = load_spec([jsonl]).task
+    assert isinstance(task, JsonlTask)
+    assert task.path == tmp_path / "data/x.jsonl"
+    task = load_spec([jsonl, "--task.path", "y.jsonl"]).task
+    assert isinstance(task, JsonlTask)
+    assert task.path == tmp_path / "y.jsonl"
+
+
+def test_every_fault_at_once_each_a_line_with_its_place() -> None:
+    text = """\
+[run]
+seed = -1
+[trainer]
+stpes = 3
+[fleet]
+workers = 2
+[[scoring.rewards]]
+kind = "exact"
+[[scoring.rewards]]
+kind = "regx"
+wieght = 1
+"""
+    assert lines(recipe("a.toml", text), "--sampling.top_p", "2", "--batch.order=arival") == [
+        "run.seed: needs integer >= 0, was given -1 (a.toml:2)",
+        (
+            'scoring.rewards[1].kind: needs one of "exact", "numeric", "math_verify", "regex", "length", '
+            '"task", "random", "python", was given "regx" (a.toml:10); did you mean "regex"?'
+        ),
+        "scoring.rewards[1].wieght: unknown key (a.toml:11); did you mean scoring.rewards[].weight?",
+        "sampling.top_p: needs number > 0 and <= 1, was given 2 (command line)",
+        'batch.order: needs one of "canonical", "arrival", was given "arival" (command line); did you mean "arrival"?',
+        "trainer.stpes: unknown key (a.toml:4); did you mean trainer.steps?",
+        "fleet: unknown section (a.toml:5); `tidemill train --help` lists every key",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        (
+            ("--task.path", "x"),
+            (
+                'task.path: belongs to task.kind = "jsonl", and the kind here is "arithmetic" (command line); '
+                "change the kind or leave the key out"
+            ),
+        ),
+        (
+            ("--task.kind", "jsonl"),
+            (
+                "task.path: not given, and there is no default (command line); "
+                'give --task.path VALUE (path, which task.kind = "jsonl" needs)'
+            ),
+        ),
+        (
+            ("--task.kind", "jsonk"),
+            (
+                'task.kind: needs one of "arithmetic", "reasoning_gym", "jsonl", was given "jsonk" (command line); '
+                'did you mean "jsonl"?'
+            ),
+        ),
+        (
+            ("--trainer", "5"),
+            (
+                "trainer: is a table of settings, was given 5 (command line); "
+                "set its keys one by one: trainer.steps, trainer.precision, trainer.device, ..."
+            ),
+        ),
+        (
+            ("--task", "5"),
+            (
+                "task: is a table of settings, was given 5 (command line); "
+                "set its keys one by one: task.kind, task.operators, task.digits, ..."
+            ),
+        ),
+        (
+            ("--scoring.rewards", "[{weight=1.0}]"),
+            (
+                "scoring.rewards[0].kind: not given, and there is no default (command line); add kind to that table "
+                '(one of "exact", "numeric", "math_verify", "regex", "length", "task", "random", "python")'
+            ),
+        ),
+        (("--scoring.rewards", "[]"), "scoring.rewards: is empty (command line); give at least one"),
+        (("--scoring.rewards", "[3]"), "scoring.rewards[0]: needs table, was given 3 (command line)"),
+        (
+            ("--sampling.stop", "x"),
+            'sampling.stop: needs array of text, was given "x" (command line); write it in brackets: ["x"]',
+        ),
+        (("--sampling.stop", "[1]"), "sampling.stop[0]: needs text, was given 1 (command line)"),
+        (
+            ("--telemetry.sinks", '["wandbb"]'),
+            (
+                'telemetry.sinks[0]: needs one of "tensorboard", "wandb", "trackio", was given "wandbb" '
+                '(command line); did you mean "wandb"?'
+            ),
+        ),
+        (
+            ("--optimizer.betas", "[0.9]"),
+            (
+                "optimizer.betas: needs array of 2: number >= 0 and < 1, number >= 0 and < 1, "
+                "was given [0.9] (command line)"
+            ),
+        ),
+        (
+            ("--optimizer.betas", "[0.9, 1.5]"),
+            "optimizer.betas[1]: needs number >= 0 and < 1, was given 1.5 (command line)",
+        ),
+        (
+            ("--task.kind=reasoning_gym", "--task.name=x", "--task.params.a=[1]"),
+            "task.params.a: needs true or false or integer or number or text, was given [1] (command line)",
+        ),
+        (("--run.seed.x", "3"), 'run.seed: needs integer >= 0, was given {"x": 3} (command line)'),
+        (
+            ("--optimizer.learning_rate", "nan"),
+            "optimizer.learning_rate: needs number > 0, was given NaN (command line)",
+        ),
+        (
+            ("--model.char.hidden_size", "30"),
+            "model.char: heads = 4 does not divide hidden_size = 30 (command line); make it a multiple of heads",
+        ),
+        (("--steps", "5"), "steps: unknown key (command line); did you mean trainer.steps?"),
+    ],
+)
+def test_faults(args: tuple[str, ...], line: str) -> None:
+    assert lines(*args) == [line]
+
+
+def test_long_values_are_cut_short() -> None:
+    (line,) = lines("--trainer.steps", "x" * 200)
+    assert line == f'trainer.steps: needs integer >= 1, was given "{"x" * 56}... (command line)'
+
+
+def test_missing_options_are_told_with_the_rest() -> None:
+    assert lines("--trainer.stpes=1", "--dryrun") == [
+        "--dryrun: unknown option; did you mean --dry-run?",
+        "trainer.stpes: unknown key (command line); did you mean trainer.steps?",
+    ]
+    assert len(lines("--dryrun")) == 1
+
+
+def test_with_a_recipe_missing_its_consequences_are_not_told() -> None:
+    broken = recipe("b.toml", "a = \n")
+    assert [line.split(":")[0] for line in lines("@none.toml", broken, "--task.path=x")] == ["@none.toml", "b.toml"]
+
+
+def test_stray_arguments() -> None:
+    Path("settings").touch()
+    assert lines("a.toml", "settings", "word") == [
+        "a.toml: a recipe is named with @ before it; write @a.toml",
+        "settings: a recipe is named with @ before it; write @settings",
+        "word: unexpected argument; write @recipe.toml or --section.key value",
+    ]
+
+
+def test_contradictions_of_the_run_and_of_training_are_told_together() -> None:
+    found = lines("--batch.minibatches", "3", "--sampling.top_k", "5", "--sampling.temperature", "0")
+    assert [line.split(";")[0].split(":")[0] for line in found] == [
+        "batch.minibatches = 3 does not divide batch.prompts = 8",
+        "sampling.top_k",
+        "sampling.temperature",
+    ]
+
+
+def test_other_purposes_allow_what_training_refuses() -> None:
+    args = ["--sampling.top_k=5", "--sampling.temperature=0", "--batch.microbatch_tokens=1"]
+    assert load_spec(args, purpose="generate").sampling.top_k == 5
+    assert len(lines(*args)) == 3
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        [],
+        ["--task.kind=jsonl", "--task.path=x", "--run.dir=runs/ü", "--algorithm.kl_stop=0.5"],
+        ["--task.kind=reasoning_gym", "--task.name=n", '--task.params={a=1, "b c"=true, d=1.0, e="x"}'],
+        ['--scoring.rewards=[{kind="regex", pattern="\\\\d+"}, {kind="length", target_tokens=3, weight=-0.5}]'],
+        ["--sampling.top_k=5", "--sampling.temperature=0"],
+    ],
+)
+def test_a_run_reads_back_as_written(args: list[str]) -> None:
+    spec = load_spec(args, purpose="generate")
+    assert from_toml(to_toml(spec)) == spec
+
+
+def test_a_stored_run_has_its_paths_where_it_says(tmp_path: Path) -> None:
+    text = '[task]\nkind = "jsonl"\npath = "x.jsonl"\n'
+    kept, moved = from_toml(text).task, from_toml(text, folder=tmp_path / "f").task
+    assert isinstance(kept, JsonlTask)
+    assert isinstance(moved, JsonlTask)
+    assert (kept.path, moved.path) == (Path("x.jsonl"), tmp_path / "f/x.jsonl")
+
+
+def test_faults_of_a_stored_run_name_its_file() -> None:
+    with pytest.raises(ConfigError, match=r"runs/x/config\.toml:2"):
+        from_toml("[run]\nseeed = 1\n", source="runs/x/config.toml")
+
+
+def test_differences() -> None:
+    old = RunSpec(run=RunConfig(seed=1))
+    new = load_spec(["--run.seed=2", "--task.kind=jsonl", "--task.path=/x", "--model.char.layers=2"])
+    assert differences(old, old) == []
+    assert differences(old, new) == [
+        ("run.seed", 1, 2),
+        ("model.char.layers", 4, 2),
+        ("task.kind", "arithmetic", "jsonl"),
+        ("task.operators", "+", None),
+        ("task.digits", 1, None),
+        ("task.shots", 2, None),
+        ("task.held_out_fraction", 0.25, 0.1),
+        ("task.path", None, "/x"),
+    ]

@@ -1,0 +1,139 @@
+"""Each cross-field check, with the cure its message names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from tidemill.config.schema import (
+    ArithmeticTask,
+    BatchConfig,
+    CharModelConfig,
+    EngineConfig,
+    EvalConfig,
+    JsonlTask,
+    ModelConfig,
+    OptimizerConfig,
+    RewardConfig,
+    RunConfig,
+    RunSpec,
+    SamplingConfig,
+    ScoringConfig,
+)
+
+
+def messages(build: Any, **fields: Any) -> str:
+    with pytest.raises(ValidationError) as caught:
+        build(**fields)
+    return str(caught.value)
+
+
+def test_the_defaults_are_a_valid_run() -> None:
+    spec = RunSpec()
+    assert str(spec.directory) == "runs/run"
+    assert str(RunSpec(run=RunConfig.model_validate({"dir": "elsewhere"})).directory) == "elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"hidden_size": 30}, "heads = 4 does not divide hidden_size = 30; make it a multiple of heads"),
+        ({"hidden_size": 12}, "hidden_size / heads = 3 is odd"),  # 12 / 4 = 3
+        ({"alphabet": "abca"}, "alphabet repeats 'a'; name every character once"),
+        ({"alphabet": ""}, "alphabet is empty"),
+    ],
+)
+def test_char_model(fields: dict[str, Any], says: str) -> None:
+    assert says in messages(CharModelConfig, **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"source": " "}, "source is empty"),
+        ({"source": "char", "revision": "main"}, "leave revision out"),
+        ({"source": "char", "chat_template": True}, "set chat_template = false"),
+    ],
+)
+def test_model(fields: dict[str, Any], says: str) -> None:
+    assert says in messages(ModelConfig, **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [({"operators": ""}, "operators is empty"), ({"operators": "+/"}, "only + - * are known")],
+)
+def test_arithmetic(fields: dict[str, Any], says: str) -> None:
+    assert says in messages(ArithmeticTask, **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"kind": "regex"}, "needs a pattern"),
+        ({"kind": "regex", "pattern": "("}, "is not a regular expression"),
+        ({"kind": "length"}, "needs target_tokens"),
+        ({"kind": "python"}, "needs a function"),
+        ({"kind": "python", "function": "module"}, "names no function"),
+        ({"kind": "exact", "pattern": "x"}, 'pattern is only for kind = "regex"'),
+        ({"kind": "exact", "target_tokens": 3}, 'target_tokens is only for kind = "length"'),
+        ({"kind": "exact", "function": "a:b"}, 'function is only for kind = "python"'),
+    ],
+)
+def test_reward(fields: dict[str, Any], says: str) -> None:
+    assert says in messages(RewardConfig, **fields)
+
+
+@pytest.mark.parametrize("function", ["package.module:function", "rewards/mine.py:score", "/a b/c.py:f"])
+def test_reward_functions_by_module_or_file(function: str) -> None:
+    assert RewardConfig(kind="python", function=function).function == function
+
+
+def test_scoring_needs_a_reward() -> None:
+    assert "at least 1 item" in messages(ScoringConfig, rewards=())
+
+
+def test_adamw_betas_stay_below_one() -> None:
+    # At 1 the moment never moves and its bias correction divides by zero.
+    assert "less than 1" in messages(OptimizerConfig, betas=(0.9, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"batch": BatchConfig(prompts=8, minibatches=3)}, "make prompts a multiple of minibatches"),
+        ({"scoring": ScoringConfig(rewards=(RewardConfig(kind="task"),))}, "brings no checker of its own"),
+        (
+            {"engine": EngineConfig(context_tokens=64), "sampling": SamplingConfig(max_new_tokens=64)},
+            "sampling.max_new_tokens = 64 leaves no room for a prompt",
+        ),
+        (
+            {
+                "engine": EngineConfig(context_tokens=65),
+                "sampling": SamplingConfig(max_new_tokens=64),
+                "eval": EvalConfig(max_new_tokens=65),
+            },
+            "eval.max_new_tokens = 65 leaves no room for a prompt",
+        ),
+    ],
+)
+def test_run(fields: dict[str, Any], says: str) -> None:
+    assert says in messages(RunSpec, **fields)
+
+
+def test_a_jsonl_task_has_no_checker_either() -> None:
+    task = JsonlTask.model_validate({"kind": "jsonl", "path": "x.jsonl"})
+    said = messages(RunSpec, task=task, scoring=ScoringConfig(rewards=(RewardConfig(kind="task"),)))
+    assert 'task.kind = "jsonl" brings no checker' in said
+
+
+def test_room_for_one_token_of_prompt_is_enough() -> None:
+    RunSpec(engine=EngineConfig(context_tokens=65), sampling=SamplingConfig(max_new_tokens=64))
+
+
+def test_all_contradictions_of_a_section_are_told_together() -> None:
+    said = messages(CharModelConfig, hidden_size=30, alphabet="aa")
+    assert "does not divide" in said
+    assert "repeats" in said

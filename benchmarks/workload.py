@@ -87,4 +87,5 @@ def geometric_lengths(count: int, *, mean: float, cut: int, seed: int = 0) -> tu
 def random_prompts(count: int, length: int, vocabulary: int, *, seed: int = 0) -> tuple[tuple[int, ...], ...]:
     """Token ids with nothing in common from one prompt to the next; low ids (special tokens) are left out."""
     source = random.Random(seed)
-    return tuple(tuple(source.randrange(min(100, vocabulary // 2), vocabulary) for _ in range(length)) for _ in range(count))
+    lowest = min(100, vocabulary // 2)
+    return tuple(tuple(source.randrange(lowest, vocabulary) for _ in range(length)) for _ in range(count))

@@ -42,6 +42,9 @@ def main() -> int:
         words = " ".join(str(word) for word in error.cmd)
         print(f"could not prepare .venv: `{words}` failed; its message is above. Run make again.", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted; the next make starts the installation afresh", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -1,0 +1,95 @@
+"""Trains a tiny model twice: without interruption, and in processes that are killed (-9) at random moments.
+
+Prints the digest of both final weights, the number of kills, and how many fell inside a checkpoint write. The processes
+are forks of this one, so that the model library is imported once.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from tests.model_shapes import VOCABULARY, llama
+from tidemill.config.schema import OptimizerConfig
+from tidemill.models.loading import weights_digest
+from tidemill.trainer.checkpoint import restore_state, save_state
+from tidemill.trainer.checkpoint_store import CheckpointStore
+from tidemill.trainer.optimizer import build_optimizer, clip_and_step
+
+STEPS = 24
+DEADLINE_S = 180.0
+
+
+def run(root: Path, source: Path) -> None:
+    """Train to the end from whatever is in `root`, with a checkpoint after every step."""
+    model = llama()
+    optimizer = build_optimizer(model, OptimizerConfig(learning_rate=1e-2))
+    torch.manual_seed(0)
+    store = CheckpointStore(root, keep_last=1)
+    store.recover()
+    step = 0
+    if latest := store.latest().checkpoint:
+        step = restore_state(latest.path, model=model, optimizer=optimizer)["step"]
+    while step < STEPS:
+        step += 1
+        ids = torch.randint(2, VOCABULARY, (2, 9))  # from the random state that is saved, too
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        clip_and_step(optimizer, scale=1.0, max_grad_norm=1.0)
+        counters = {"step": step, "digest": weights_digest(model)}
+        save = partial(save_state, model=model, optimizer=optimizer, source=source, counters=counters)
+        store.write(step, save)
+
+
+def final_digest(root: Path) -> str:
+    model = llama(seed=5)
+    latest = CheckpointStore(root, keep_last=1).latest().checkpoint
+    assert latest is not None
+    counters = restore_state(latest.path, model=model, optimizer=build_optimizer(model, OptimizerConfig()))
+    assert counters["step"] == STEPS
+    assert counters["digest"] == weights_digest(model)
+    return weights_digest(model)
+
+
+def newest(root: Path) -> int:
+    return max((int(path.name.removeprefix("step_")) for path in root.glob("step_*")), default=0)
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    source, calm, wild = folder / "source", folder / "calm", folder / "wild"
+    source.mkdir()
+    started = time.monotonic()
+    run(calm, source)
+    per_step_s = (time.monotonic() - started) / STEPS
+    moments = random.Random(1)
+    kills = torn = 0
+    while time.monotonic() - started < DEADLINE_S:
+        child = os.fork()
+        if child == 0:
+            run(wild, source)
+            os._exit(0)
+        goal, pause_s = newest(wild) + moments.randint(1, 6), moments.uniform(0, per_step_s)
+        ended, status = 0, 0
+        while newest(wild) < goal and not ended:
+            time.sleep(0.002)
+            ended, status = os.waitpid(child, os.WNOHANG)
+        if not ended:
+            time.sleep(pause_s)
+            os.kill(child, signal.SIGKILL)
+            _, status = os.waitpid(child, 0)
+        if os.WIFEXITED(status):
+            assert os.WEXITSTATUS(status) == 0
+            break
+        kills += 1
+        torn += any(path.name.startswith(".writing") for path in wild.iterdir()) if wild.exists() else 0
+    sys.stdout.write(f"{final_digest(calm)} {final_digest(wild)} {kills} {torn}\n")
+
+
+main(Path(sys.argv[1]))

@@ -1,0 +1,58 @@
+"""A checkpoint store whose writer is killed (-9) at random moments, and a training run on top of it."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tidemill.trainer.checkpoint_manifest import damage
+from tidemill.trainer.checkpoint_store import CheckpointStore
+
+REPOSITORY = Path(__file__).parents[3]
+KILLS = 12
+
+
+def test_a_killed_writer_leaves_only_whole_checkpoints(tmp_path: Path) -> None:
+    moments = random.Random(0)
+    torn = acknowledged = 0
+    for _ in range(KILLS):
+        command = [sys.executable, "-m", "tests.integration.trainer.endless_writer", str(tmp_path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) as writer:
+            assert writer.stdout is not None
+            lines = [writer.stdout.readline() for _ in range(2)]  # one replaced and one new: from here on, any moment
+            time.sleep(moments.uniform(0, 0.1))
+            writer.kill()
+            lines += writer.stdout.readlines()
+        acknowledged = max(int(line.split()[1]) for line in lines if line.endswith("\n"))
+        torn += any(path.name.startswith(".") for path in tmp_path.iterdir())
+        visible = [path for path in tmp_path.iterdir() if not path.name.startswith(".")]
+        assert [damage(path) for path in visible] == [""] * len(visible)
+        store = CheckpointStore(tmp_path, keep_last=1)
+        store.recover()
+        assert not any(path.name.startswith(".") for path in tmp_path.iterdir())
+        latest = store.latest()
+        assert latest.passed_over == ()
+        assert latest.checkpoint is not None
+        assert latest.checkpoint.step >= acknowledged
+        best = store.best()
+        assert best is not None
+        if acknowledged >= 2:
+            assert best.score == 0.8  # step 2, 7, 12 ... (14 % 5 = 4): the first of them is kept for good
+            assert best.step == 2
+    assert acknowledged >= KILLS  # it did get on between the kills
+    assert torn > 0  # some kills fell inside a write
+
+
+@pytest.mark.timeout(240)
+def test_training_killed_at_random_moments_ends_with_the_weights_of_an_uninterrupted_run(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.integration.trainer.killed_training", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=220, check=False, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stdout + done.stderr
+    uninterrupted, resumed, kills, _torn = done.stdout.split()[-4:]
+    assert resumed == uninterrupted
+    assert int(kills) >= 3  # a life adds at most 7 checkpoints, of 24

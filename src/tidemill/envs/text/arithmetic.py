@@ -8,7 +8,7 @@ from tidemill.config.schema import ArithmeticTask
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import PromptSource
 from tidemill.core.records import Record
-from tidemill.envs.text.content import Item, hash_number, hash_share, in_content_order, text_item
+from tidemill.envs.text.content import Item, content_digest, hash_number, hash_share, in_content_order, text_item
 from tidemill.envs.text.prompts import ListedSource, Render, SampledSource
 from tidemill.envs.text.task import Longest, Task, longest_of
 
@@ -110,42 +110,39 @@ def build_arithmetic(config: ArithmeticTask, *, batch_prompts: int, seed: int, r
         return text_item(format_prompt(shots, problem), problem.answer, metadata={"question": problem.question})
 
     widest = Problem(operator=config.operators[0], left=10**config.digits - 1, right=10**config.digits - 1)
+    longest = _bound(item(widest), widest, render)
+    train_size = round(len(config.operators) * 100**config.digits * (1 - config.held_out_fraction))
+    train: list[Item] = []
     if config.digits <= LISTED_DIGITS:
-        train, held_out = split_listed(config, shots)
-        train_items, held_out_items = [item(problem) for problem in train], [item(problem) for problem in held_out]
-        source: PromptSource = ListedSource(
-            train_items, in_content_order(held_out_items), batch_prompts=batch_prompts, seed=seed, render=render
-        )
-        train_size, held_out_size = len(train), len(held_out)
-        if train_size + held_out_size <= MEASURED_ITEMS:
-            longest = longest_of([*train_items, *held_out_items], render)
-        else:
-            longest = _bound(item(widest), widest, render)
+        train, held_out = ([item(problem) for problem in side] for side in split_listed(config, shots))
+        train_size, held_out = len(train), in_content_order(held_out)
+        if train_size + len(held_out) <= MEASURED_ITEMS:
+            longest = longest_of([*train, *held_out], render)
+        source: PromptSource = ListedSource(train, held_out, batch_prompts=batch_prompts, seed=seed, render=render)
     else:
-        source = _sampled(config, shots, item, batch_prompts=batch_prompts, seed=seed, render=render)
-        train_size = round(len(config.operators) * 100**config.digits * (1 - config.held_out_fraction))
-        held_out_size = SAMPLED_HELD_OUT
-        longest = _bound(item(widest), widest, render)
+        draw = _drawer(config, shots)
+        held_out = [item(problem) for problem in _drawn_held_out(draw)]
+        source = SampledSource(
+            lambda key, number: item(draw(False, key, number)),
+            held_out,
+            batch_prompts=batch_prompts,
+            seed=seed,
+            render=render,
+        )
     return Task(
         source=source,
         default_stop_strings=(STOP,),
         check=None,
         train_size=train_size,
-        held_out_size=held_out_size,
+        held_out_size=len(held_out),
         longest=longest,
+        digest=content_digest(train, held_out),
         description=f"arithmetic {' '.join(config.operators)}, digits up to {config.digits}, shots {len(shots)}",
     )
 
 
-def _sampled(
-    config: ArithmeticTask,
-    shots: Sequence[Problem],
-    item: Callable[[Problem], Item],
-    *,
-    batch_prompts: int,
-    seed: int,
-    render: Render,
-) -> SampledSource:
+def _drawer(config: ArithmeticTask, shots: Sequence[Problem]) -> Callable[..., Problem]:
+    """draw(held_out, *key): the problem of that side that a key stands for."""
     if not RAREST_SHARE <= config.held_out_fraction <= 1 - RAREST_SHARE:
         raise UserError(
             f"{config.held_out_fraction} leaves one side too rare to be drawn from {config.digits}-digit problems",
@@ -163,19 +160,17 @@ def _sampled(
                 return problem
             attempt += 1
 
-    evaluation: dict[tuple[str, int, int], Problem] = {}
+    return draw
+
+
+def _drawn_held_out(draw: Callable[..., Problem]) -> list[Problem]:
+    found: dict[tuple[str, int, int], Problem] = {}
     number = 0
-    while len(evaluation) < SAMPLED_HELD_OUT:
+    while len(found) < SAMPLED_HELD_OUT:
         problem = draw(True, "evaluation", number)
-        evaluation.setdefault(problem.kind, problem)
+        found.setdefault(problem.kind, problem)
         number += 1
-    return SampledSource(
-        lambda key, number: item(draw(False, key, number)),
-        [item(problem) for problem in evaluation.values()],
-        batch_prompts=batch_prompts,
-        seed=seed,
-        render=render,
-    )
+    return list(found.values())
 
 
 def _bound(item: Item, widest: Problem, render: Render) -> Longest:

@@ -43,6 +43,11 @@ def prompt_id(item: Item) -> str:
     return hashlib.blake2b(json.dumps([content, item.answer]).encode(), digest_size=16).hexdigest()
 
 
+def content_digest(*parts: Sequence[Item]) -> str:
+    """One name for several sets of items; the order within a set does not matter."""
+    return hashlib.blake2b(repr([sorted(map(prompt_id, part)) for part in parts]).encode(), digest_size=16).hexdigest()
+
+
 def question_key(item: Item) -> str:
     """What makes two items the same question: all messages, answers left out, white space collapsed."""
     return json.dumps([[message.role, " ".join(message.content.split())] for message in item.messages])
@@ -50,7 +55,10 @@ def question_key(item: Item) -> str:
 
 def distinct(items: Iterable[Item]) -> list[Item]:
     """The first item of each prompt id, in order."""
-    return list({prompt_id(item): item for item in reversed(list(items))}.values())[::-1]
+    kept: dict[str, Item] = {}
+    for item in items:
+        kept.setdefault(prompt_id(item), item)
+    return list(kept.values())
 
 
 def split_by_content(items: Sequence[Item], held_out_fraction: float) -> tuple[list[Item], list[Item]]:

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from tidemill.config.schema import JsonlTask
 from tidemill.core.errors import UserError
 from tidemill.core.records import Message
-from tidemill.envs.text.content import Item, distinct, in_content_order, question_key, split_by_content
+from tidemill.envs.text.content import Item, content_digest, distinct, in_content_order, question_key, split_by_content
 from tidemill.envs.text.prompts import ListedSource, Render
 from tidemill.envs.text.task import Task, longest_of
 
@@ -59,6 +59,7 @@ def build_jsonl(config: JsonlTask, *, batch_prompts: int, seed: int, render: Ren
         train_size=len(train),
         held_out_size=len(held_out),
         longest=longest_of([*train, *held_out], render),
+        digest=content_digest(train, held_out),
         description=f"{config.path.name}" + (f" (left out of training: {', '.join(left_out)})" if left_out else ""),
     )
 

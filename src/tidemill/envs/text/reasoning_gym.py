@@ -5,19 +5,23 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import random
 import re
+import time
 from typing import Any
 
 from tidemill.config.schema import ReasoningGymTask
 from tidemill.core.errors import UserError
 from tidemill.core.records import Message, Prompt
-from tidemill.envs.text.content import Item, hash_share, in_content_order, prompt_id, question_key
+from tidemill.envs.text.content import Item, content_digest, hash_share, in_content_order, prompt_id, question_key
 from tidemill.envs.text.extras import import_extra
 from tidemill.envs.text.prompts import ListedSource, Render
 from tidemill.envs.text.task import Check, Task, longest_of
 
 DATA_SEED = 0
 """Seeds the generator, so that every run seed learns from and is evaluated on the same prompts."""
+GENERATION_TIMEOUT_S = 300
+"""Looked at between prompts."""
 TRIES_PER_PROMPT = 20
 """A generator that repeats itself this often is said to have no more prompts."""
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -38,6 +42,7 @@ def build_reasoning_gym(config: ReasoningGymTask, *, batch_prompts: int, seed: i
         train_size=len(train),
         held_out_size=len(held_out),
         longest=longest_of([*train, *held_out], render),
+        digest=content_digest(train, held_out),
         description=f"reasoning-gym {config.name}",
     )
 
@@ -81,9 +86,12 @@ def _collect(config: ReasoningGymTask, dataset: Any) -> tuple[dict[str, Any], li
     train: list[Item] = []
     held_out: list[Item] = []
     asked: set[str] = set()
+    deadline = time.monotonic() + GENERATION_TIMEOUT_S
     for index in range(min(_most_tries(config), len(dataset))):
+        if time.monotonic() > deadline:
+            break
         try:
-            entry = dataset[index]
+            entry = _generate(dataset, index)
         except Exception as error:
             raise UserError(
                 f"{config.name} fails at prompt {index}: {type(error).__name__}: {error}",
@@ -102,11 +110,21 @@ def _collect(config: ReasoningGymTask, dataset: Any) -> tuple[dict[str, Any], li
         if len(train) == config.train_size and len(held_out) == config.held_out_size:
             return entries, train, held_out
     raise UserError(
-        f"{config.name} makes too few different prompts: {len(train)} of {config.train_size} for training "
-        f"and {len(held_out)} of {config.held_out_size} for evaluation",
+        f"{config.name} makes too few different prompts, or takes over {GENERATION_TIMEOUT_S} s: "
+        f"{len(train)} of {config.train_size} for training, {len(held_out)} of {config.held_out_size} for evaluation",
         where="task.train_size",
         cure="lower task.train_size and task.held_out_size together, or widen task.params",
     )
+
+
+def _generate(dataset: Any, index: int) -> Any:
+    # Some generators draw from the global random numbers beside their own: a prompt must not depend on what ran before.
+    before = random.getstate()
+    random.seed(index)
+    try:
+        return dataset[index]
+    finally:
+        random.setstate(before)
 
 
 def _item(config: ReasoningGymTask, entry: Any) -> Item:

@@ -35,6 +35,7 @@ class Task:
     train_size: int  # distinct training prompts; an estimate where they are drawn from too many to list
     held_out_size: int
     longest: Longest
+    digest: str  # of the content of both sides: another one on resume means that the prompts are no longer the same
     description: str
 
     @property

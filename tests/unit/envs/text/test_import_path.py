@@ -1,0 +1,94 @@
+"""Reward functions by import path, and what can be wrong with one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tidemill.core.errors import UserError
+from tidemill.envs.text.import_path import import_function
+
+SOURCE = """
+from dataclasses import dataclass
+
+@dataclass
+class Judged:
+    value: float
+
+def score(prompt, completion, answer, metadata):
+    return Judged(1.0).value
+
+def two(prompt, completion):
+    return 0.0
+
+constant = 3
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "rewards.py"
+    path.write_text(SOURCE)
+    return path
+
+
+def test_a_file(file: Path) -> None:
+    assert import_function(f"{file}:score")("p", "c", "a", {}) == 1.0
+
+
+def test_files_of_one_name_in_two_folders_do_not_mix(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    other = tmp_path / "other" / "rewards.py"
+    other.write_text("def score(*args):\n    return 2.0\n")
+    assert (import_function(f"{file}:score")(1, 2, 3, 4), import_function(f"{other}:score")(1, 2, 3, 4)) == (1.0, 2.0)
+
+
+def test_a_module(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = file.rename(file.with_name("rewards_of_a_test.py"))
+    monkeypatch.syspath_prepend(str(module.parent))
+    assert import_function("rewards_of_a_test:score")("p", "c", "a", {}) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "cure"),
+    [
+        ("scor", "has no function scor", "did you mean"),
+        ("constant", "has no function constant", "define constant"),
+        ("two", "takes (prompt, completion)", "function(prompt: str, completion: str, answer: str, metadata: dict)"),
+    ],
+)
+def test_a_function_that_is_not_there_or_does_not_fit(file: Path, name: str, fault: str, cure: str) -> None:
+    with pytest.raises(UserError) as caught:
+        import_function(f"{file}:{name}")
+    assert fault in caught.value.what
+    assert cure in caught.value.cure
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no file .*none\.py"):
+        import_function(f"{tmp_path}/none.py:score")
+
+
+def test_a_missing_package_is_told_from_one_that_misses_something(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        import_function("no_such_package_here.rewards:score")
+    assert "install the package" in caught.value.cure
+    broken = tmp_path / "broken.py"
+    broken.write_text("import no_such_package_here\n")
+    with pytest.raises(UserError) as caught:
+        import_function(f"{broken}:score")
+    assert "no_such_package_here" in caught.value.what
+    assert caught.value.cure == "correct the module"
+
+
+@pytest.mark.parametrize("source", ["def score(:\n", "1 / 0\n", "raise SystemExit(3)\n"])
+def test_a_module_that_fails_while_imported(tmp_path: Path, source: str) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text(source)
+    with pytest.raises(UserError, match="cannot import"):
+        import_function(f"{broken}:score")
+
+
+def test_builtins_without_a_signature_are_taken_as_they_are() -> None:
+    assert import_function("builtins:max") is max

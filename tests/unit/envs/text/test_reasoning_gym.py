@@ -1,0 +1,103 @@
+"""Generators of reasoning-gym, and what can be wrong with one."""
+
+from __future__ import annotations
+
+import random
+import sys
+
+import pytest
+
+from tests.char_codec import CharCodec
+from tidemill.config.schema import ReasoningGymTask
+from tidemill.core.errors import UserError
+from tidemill.envs.text import Task, build_task
+from tidemill.envs.text.reasoning_gym import answer_of
+
+gym = pytest.importorskip("reasoning_gym")
+
+
+def build(name: str = "simple_equations", *, seed: int = 0, chat_template: bool = False, **settings: object) -> Task:
+    sizes = {"train_size": 30, "held_out_size": 10}
+    config = ReasoningGymTask.model_validate({"kind": "reasoning_gym", "name": name, **sizes, **settings})
+    return build_task(config, codec=CharCodec(), batch_prompts=6, seed=seed, chat_template=chat_template)
+
+
+def test_sizes_are_met_and_sides_disjoint() -> None:
+    task = build()
+    trained = {prompt.text for step in range(1, 6) for _, prompt in task.source.train_batch(step)}
+    held_out = {prompt.text for prompt in task.source.held_out()}
+    assert (len(trained), len(held_out)) == (30, 10) == (task.train_size, task.held_out_size)
+    assert not trained & held_out
+
+
+def test_a_run_seed_orders_and_does_not_choose() -> None:
+    first, second = build(seed=1), build(seed=2)
+    assert first.digest == second.digest == build(seed=1).digest
+    assert first.source.held_out() == second.source.held_out()
+    assert first.source.train_batch(1) != second.source.train_batch(1)
+
+
+@pytest.mark.parametrize("name", ["simple_equations", "chain_sum", "word_sorting", "list_functions"])
+def test_the_generators_scorer_judges(name: str) -> None:
+    task = build(name, train_size=5, held_out_size=2)
+    assert task.check is not None
+    for prompt in task.source.held_out():
+        assert task.check(f" {prompt.answer}\n", prompt) == 1.0
+        assert task.check(f"Let me see. <answer>{prompt.answer}</answer>", prompt) == 1.0
+        assert task.check("no idea", prompt) < 0.1
+
+
+def test_the_last_answer_tag_counts() -> None:
+    assert answer_of("<answer>1</answer> or <answer> 2\n</answer>.") == "2"
+    assert answer_of(" 3 \n") == "3"
+
+
+def test_the_prompts_do_not_depend_on_the_global_random_numbers() -> None:
+    before = random.getstate()
+    digest = build("list_functions").digest
+    assert random.getstate() == before
+    random.seed(99)
+    assert build("list_functions").digest == digest
+    random.setstate(before)
+
+
+def test_a_system_prompt_stands_before_the_question() -> None:
+    plain = build(system_prompt="Be brief.").source.held_out()[0].text
+    chat = build(system_prompt="Be brief.", chat_template=True).source.held_out()[0].text
+    assert plain.startswith("Be brief.\n\n")
+    assert chat.startswith("<system>Be brief.<user>")
+
+
+def test_params_reach_the_generator() -> None:
+    task = build("chain_sum", params={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1})
+    assert all(len(prompt.metadata["difficulty"]["num_terms"]) == 2 for prompt in task.source.held_out())
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault", "cure"),
+    [
+        ({"name": "simple_equation"}, "no generator 'simple_equation'", "simple_equations"),
+        ({"name": "zzzzqq"}, "no generator", "chain_sum"),
+        ({"params": {"max_term": 3}}, "max_term", "max_terms"),
+        ({"params": {"min_terms": 5, "max_terms": 2}}, "refuses its parameters: AssertionError", "it takes"),
+        (
+            {"name": "chain_sum", "params": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}}
+            | {"train_size": 500},
+            "too few different prompts",
+            "lower task.train_size",
+        ),
+    ],
+)
+def test_faults_name_their_cure(settings: dict[str, object], fault: str, cure: str) -> None:
+    with pytest.raises(UserError) as caught:
+        build(**settings)  # type: ignore[arg-type]
+    assert fault in caught.value.what
+    assert cure in caught.value.cure
+
+
+def test_a_missing_extra_is_said_with_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(UserError) as caught:
+        build()
+    assert "needs the package reasoning-gym" in caught.value.what
+    assert 'pip install "tidemill[tasks]"' in caught.value.cure

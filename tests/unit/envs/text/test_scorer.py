@@ -1,0 +1,298 @@
+"""The scorer: sums, faults that stay with their sample, deadlines, and a process that can end."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.char_codec import CharCodec, make_prompt, make_trajectory
+from tidemill.config.schema import ArithmeticTask, RewardConfig, ScoringConfig
+from tidemill.core.records import Reward, SampleId
+from tidemill.envs.text import build_scorer, build_task, evaluation_scoring
+from tidemill.envs.text.rewards import NamedReward
+from tidemill.envs.text.scorer import MOST_HANGING, RewardScorer
+
+TASK = build_task(ArithmeticTask(), codec=CharCodec(), batch_prompts=4, seed=0, chat_template=False)
+PROMPT = make_prompt("5+7=", "12")
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def named(name: str, function: Callable[..., Any], weight: float = 1.0) -> NamedReward:
+    asynchronous = asyncio.iscoroutinefunction(function)
+    return NamedReward(name=name, weight=weight, function=function, inline=False, asynchronous=asynchronous)
+
+
+def scorer(*functions: Callable[..., Any], timeout_s: float = 10.0, concurrency: int = 4) -> RewardScorer:
+    rewards = tuple(named(f"reward{number}", function) for number, function in enumerate(functions))
+    return RewardScorer(rewards, timeout_s=timeout_s, concurrency=concurrency)
+
+
+async def judge(scorer: RewardScorer, completion: str = "12\n", index: int = 0) -> Reward:
+    return await scorer.score(PROMPT, make_trajectory(PROMPT, completion, index=index))
+
+
+async def test_weighted_rewards_are_summed_and_kept_apart() -> None:
+    scoring = ScoringConfig(
+        rewards=(
+            RewardConfig(kind="exact", weight=2.0),
+            RewardConfig(kind="length", target_tokens=4, weight=-0.5),
+            RewardConfig(kind="regex", pattern="9"),
+        )
+    )
+    reward = await judge(build_scorer(scoring, task=TASK, seed=0))
+    # 3 tokens against a target of 4: 0.75. 2·1 - 0.5·0.75 + 1·0 = 1.625.
+    assert reward == Reward(value=1.625, components={"exact": 1.0, "length": 0.75, "regex": 0.0})
+
+
+async def test_stop_strings_of_the_run_replace_those_of_the_task() -> None:
+    scoring = ScoringConfig()
+    assert (await judge(build_scorer(scoring, task=TASK, seed=0), "12\nx")).value == 1
+    assert (await judge(build_scorer(scoring, task=TASK, seed=0, stop_strings=("x",)), "12\nx")).value == 1
+    assert (await judge(build_scorer(scoring, task=TASK, seed=0, stop_strings=()), "12\nx")).value == 0
+
+
+async def test_inline_rewards_take_no_thread() -> None:
+    before = threading.active_count()
+    built = build_scorer(ScoringConfig(), task=TASK, seed=0)
+    await asyncio.gather(*(judge(built) for _ in range(20)))
+    assert threading.active_count() == before
+
+
+async def test_sync_and_async_rewards_by_path(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        textwrap.dedent(
+            """
+            import asyncio, threading
+
+            def plain(prompt, completion, answer, metadata):
+                return 1.0 if threading.current_thread() is not threading.main_thread() else 0.0
+
+            async def later(prompt, completion, answer, metadata):
+                await asyncio.sleep(0)
+                return 3
+
+            def handed_on(prompt, completion, answer, metadata):
+                return later(prompt, completion, answer, metadata)
+
+            class Judge:
+                async def __call__(self, prompt, completion, answer, metadata):
+                    return 5
+
+            judge = Judge()
+            """
+        )
+    )
+    names = ("plain", "later", "handed_on", "judge")
+    scoring = ScoringConfig(rewards=tuple(RewardConfig(kind="python", function=f"{file}:{name}") for name in names))
+    built = build_scorer(scoring, task=TASK, seed=0)
+    assert (await judge(built)).components == {"plain": 1.0, "later": 3.0, "handed_on": 3.0, "judge": 5.0}
+    await built.close()
+
+
+async def test_a_fault_is_reported_with_reward_type_message_and_sample() -> None:
+    def fails(sample: object) -> float:
+        raise KeyError("no\nsuch key")
+
+    async def fails_later(sample: object) -> float:
+        raise ZeroDivisionError("division by zero")
+
+    def fine(sample: object) -> float:
+        return 1.0
+
+    built = scorer(fails, fine, fails_later)
+    reward = await judge(built, index=5)
+    assert (reward.valid, reward.value, reward.components) == (False, 0.0, {"reward1": 1.0})
+    assert reward.reason == (
+        "reward reward0: KeyError: 'no\\nsuch key'; reward reward2: ZeroDivisionError: division by zero "
+        "(sample train p epoch 0 index 5)"
+    )
+    await built.close()
+
+
+@pytest.mark.parametrize(
+    ("result", "fault"),
+    [
+        (float("nan"), "not finite"),
+        (float("-inf"), "not finite"),
+        (None, "no number"),
+        ("1.0", "no number"),
+        ([1.0], "no number"),
+        (10**400, "OverflowError"),
+    ],
+)
+async def test_what_is_no_finite_number_is_invalid(result: object, fault: str) -> None:
+    built = scorer(lambda sample: result)
+    reward = await judge(built)
+    assert not reward.valid
+    assert fault in reward.reason
+    await built.close()
+
+
+@pytest.mark.parametrize(("result", "expected"), [(True, 1.0), (3, 3.0), (-0.5, -0.5)])
+async def test_what_is_a_number_counts(result: object, expected: float) -> None:
+    built = scorer(lambda sample: result)
+    assert await judge(built) == Reward(value=expected, components={"reward0": expected})
+    await built.close()
+
+
+async def test_a_reward_that_calls_exit_does_not_end_the_run() -> None:
+    def leaves(sample: object) -> float:
+        sys.exit(4)
+
+    async def leaves_later(sample: object) -> float:
+        sys.exit(4)
+
+    async def gives_up(sample: object) -> float:
+        raise asyncio.CancelledError
+
+    built = scorer(leaves, leaves_later, gives_up)
+    reward = await judge(built)
+    assert reward.reason.count("SystemExit: 4") == 2
+    assert "it was cancelled" in reward.reason
+    await built.close()
+
+
+async def test_a_hanging_reward_times_out_and_others_go_on(gate: threading.Event) -> None:
+    def hangs_on_the_first(sample: Any) -> float:
+        if sample.sample_id.index == 0:
+            gate.wait()
+        return 1.0
+
+    built = scorer(hangs_on_the_first, timeout_s=0.3, concurrency=1)
+    rewards = await asyncio.gather(*(judge(built, index=index) for index in range(4)))
+    assert [reward.valid for reward in rewards] == [False, True, True, True]
+    assert rewards[0].reason == "reward reward0: no result within 0.3 s (sample train p epoch 0 index 0)"
+    await built.close()
+
+
+async def test_an_async_reward_that_ignores_its_cancellation_is_left_behind() -> None:
+    release = asyncio.Event()
+
+    async def stubborn(sample: object) -> float:
+        while not release.is_set():
+            try:
+                await release.wait()
+            except asyncio.CancelledError:
+                continue
+        return 1.0
+
+    built = scorer(stubborn, timeout_s=0.05)
+    async with asyncio.timeout(10):
+        reward = await judge(built)
+    assert "no result within 0.05 s" in reward.reason
+    release.set()
+    await asyncio.sleep(0)
+    await built.close()
+
+
+async def test_a_reward_that_hangs_for_every_sample_fails_fast_in_the_end(gate: threading.Event) -> None:
+    built = scorer(lambda sample: gate.wait(), timeout_s=0.01, concurrency=16)
+    rewards = await asyncio.gather(*(judge(built, index=index) for index in range(MOST_HANGING + 20)))
+    assert not any(reward.valid for reward in rewards)
+    assert any("earlier calls still hang" in reward.reason for reward in rewards)
+    await built.close()
+
+
+async def test_the_time_a_sample_waits_for_its_turn_is_not_the_rewards_time() -> None:
+    built = scorer(lambda sample: time.sleep(0.1), lambda sample: 1.0, timeout_s=0.9, concurrency=1)
+    rewards = await asyncio.gather(*(judge(built) for _ in range(12)))  # 1.2 s one after the other
+    assert not any("no result within" in reward.reason for reward in rewards)
+    await built.close()
+
+
+async def test_no_more_samples_at_once_than_allowed() -> None:
+    running, most = 0, 0
+
+    async def counts(sample: object) -> float:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.002)
+        running -= 1
+        return 0.0
+
+    built = scorer(counts, concurrency=3)
+    await asyncio.gather(*(judge(built) for _ in range(20)))
+    assert most == 3
+    await built.close()
+
+
+def test_a_process_with_a_hanging_reward_ends() -> None:
+    script = """
+        import asyncio, time
+        from tests.char_codec import make_prompt, make_trajectory
+        from tidemill.envs.text.rewards import NamedReward
+        from tidemill.envs.text.scorer import RewardScorer
+
+        def hangs(sample):
+            time.sleep(3600)
+
+        async def main():
+            reward = NamedReward(name="hangs", weight=1.0, function=hangs, inline=False, asynchronous=False)
+            scorer = RewardScorer((reward,), timeout_s=0.1, concurrency=2)
+            prompt = make_prompt()
+            print((await scorer.score(prompt, make_trajectory(prompt, "x"))).reason)
+            await scorer.close()
+
+        asyncio.run(main())
+    """
+    root = Path(__file__).resolve().parents[4]
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert "no result within 0.1 s" in done.stdout
+
+
+async def test_math_verify_runs_in_a_thread_within_our_deadline() -> None:
+    pytest.importorskip("math_verify")
+    scoring = ScoringConfig(rewards=(RewardConfig(kind="math_verify"),), timeout_s=60)
+    built = build_scorer(scoring, task=TASK, seed=0)
+    assert await judge(built, "24/2") == Reward(value=1.0, components={"math_verify": 1.0})
+    await built.close()
+
+
+async def test_evaluation_of_a_control_run_still_measures() -> None:
+    control = ScoringConfig(rewards=(RewardConfig(kind="random"),))
+    built = build_scorer(evaluation_scoring(control, task=TASK), task=TASK, seed=0)
+    assert [(await judge(built, completion)).value for completion in ("12\n", "13\n")] == [1.0, 0.0]
+
+
+def test_evaluation_keeps_what_tells_right_from_wrong() -> None:
+    mixed = ScoringConfig(
+        rewards=(
+            RewardConfig(kind="numeric"),
+            RewardConfig(kind="length", target_tokens=3),
+            RewardConfig(kind="random"),
+        )
+    )
+    assert [reward.kind for reward in evaluation_scoring(mixed, task=TASK).rewards] == ["numeric"]
+
+
+async def test_the_random_reward_is_the_samples_own() -> None:
+    control = ScoringConfig(rewards=(RewardConfig(kind="random"),))
+    first, second = (build_scorer(control, task=TASK, seed=0) for _ in range(2))
+    tossed = [(await judge(first, "a", index=index)).value for index in range(16)]
+    assert tossed == [(await judge(second, "b", index=index)).value for index in range(16)]
+    assert set(tossed) == {0.0, 1.0}
+    assert SampleId(run_seed=0, purpose="train", prompt_id="p", epoch=0, index=0).key

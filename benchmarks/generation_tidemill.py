@@ -17,6 +17,7 @@ from benchmarks.workload import Workload
 from tidemill.core.buffers import pack_tokens, unpack_logprobs, unpack_tokens
 from tidemill.core.records import GenerateRequest, PolicyVersion, Record, SampleId, SamplingParams, TokenDelta
 from tidemill.models.loading import load_model
+from tidemill.models.quiet import quiet
 from tidemill.rollout.engines.embedded import EmbeddedEngine
 
 VERSION = PolicyVersion(number=0, digest="benchmark")
@@ -128,7 +129,8 @@ def check_logprobs(model_folder: str, completions: Path) -> Agreement:
     """Teacher-force the stock model, one sample at a time, over an even choice of the completions."""
     done = msgspec.json.decode(completions.read_bytes(), type=list[Completion])
     chosen = done[:: max(1, len(done) // CHECKED_SAMPLES)]
-    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
+    with quiet():
+        model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
     largest, tokens = 0.0, 0
     for completion in chosen:
         ids = torch.tensor([completion.prompt + completion.tokens])

@@ -148,9 +148,6 @@ class _Player:
 def _run_side(side: Side, settings: Mapping[str, Any], pipe: Connection, core: int) -> None:
     os.sched_setaffinity(0, {core})
     try:
-        import torch
-
-        torch.set_num_threads(1)
         try:
             side(Turns(pipe), settings)
         except Over:

@@ -1,0 +1,41 @@
+"""Ratios out of turns."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.measuring import compare
+from benchmarks.turns import SideResult, Turn, Work
+
+WORK = Work(samples=4, prompt_tokens=40, completion_tokens=12)
+
+
+def side(*seconds: tuple[float, float]) -> SideResult:
+    turns = [Turn(wall_s=wall, cpu_s=cpu, work=WORK, notes={}) for wall, cpu in seconds]
+    return SideResult(turns=turns, peak_rss_bytes=7)
+
+
+def test_the_ratio_is_the_median_of_the_rounds_in_cpu_time() -> None:
+    ours = side((2.0, 1.0), (1.0, 1.0), (1.0, 2.0))
+    theirs = side((8.0, 4.0), (6.0, 3.0), (9.0, 2.0))
+
+    result = compare("case", ours, theirs, target=3.0, more=1)
+
+    # CPU: 4/1, 3/1, 2/2 -> median 3. Wall: 8/2, 6/1, 9/1 -> median 6.
+    assert (result.speedup, result.speedup_low, result.speedup_high) == (3.0, 1.0, 4.0)
+    assert result.speedup_wall == 6.0
+    assert (result.ours_s, result.theirs_s) == (1.0, 8.0)
+    assert (result.ours_cpu_s, result.theirs_cpu_s) == (1.0, 3.0)
+    assert result.reached is True
+    assert result.details["completion_tokens"] == 12
+    assert result.details["more"] == 1
+
+
+def test_a_missed_target_is_not_reached() -> None:
+    assert compare("case", side((1, 1)), side((2, 2)), target=2.5).reached is False
+    assert compare("case", side((1, 1)), side((2, 2)), target=None).reached is None
+
+
+def test_sides_with_different_numbers_of_rounds_cannot_be_compared() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        compare("case", side((1, 1)), side((2, 2), (2, 2)), target=None)

@@ -123,8 +123,7 @@ def _read_state(folder: Path) -> dict[str, Any]:
 def _restore_weights(directory: Path, model: PreTrainedModel) -> None:
     targets = model.state_dict()  # shares memory with the parameters; tied ones appear under each of their names
     missing = {tensor.data_ptr() for tensor in targets.values() if tensor.numel()}
-    stored = {name: file for file in weight_files(directory) for name in _names(file)}
-    if not stored.keys() <= targets.keys():
+    if not {name for file in weight_files(directory) for name in _names(file)} <= targets.keys():
         _restore_converted(directory, model)
         return
     for name, tensor in _tensors(weight_files(directory)):

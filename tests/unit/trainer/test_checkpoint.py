@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM, PreTrainedModel
 
 from tests.model_shapes import MODEL_SHAPES, VOCABULARY, llama, qwen3
@@ -224,6 +225,27 @@ def test_another_models_state_is_refused(
     saved(tmp_path / "c", source, model, optimizer)
     with pytest.raises(UserError, match="another model"):
         restore_state(tmp_path / "c", model=other, optimizer=build_optimizer(other, CONFIG))
+
+
+def test_weights_that_lack_a_tensor_are_refused(tmp_path: Path, source: Path) -> None:
+    model = llama()
+    optimizer = build_optimizer(model, CONFIG)
+    folder = saved(tmp_path / "c", source, model, optimizer)
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(UserError, match=r"it lacks model\.norm\.weight"):
+        restore_state(folder, model=model, optimizer=optimizer)
+
+
+def test_moments_of_an_unknown_parameter_are_refused(tmp_path: Path, source: Path) -> None:
+    model = llama()
+    optimizer = build_optimizer(model, CONFIG)
+    train(model, optimizer, 1)
+    folder = saved(tmp_path / "c", source, model, optimizer)
+    save_file({"exp_avg:somewhere.else": torch.zeros(2)}, folder / "trainer_state" / "moments-00001.safetensors")
+    with pytest.raises(UserError, match=r"its optimizer knows somewhere\.else"):
+        restore_state(folder, model=model, optimizer=optimizer)
 
 
 def test_another_size_is_refused(tmp_path: Path, source: Path) -> None:

@@ -54,7 +54,7 @@ def test_a_short_file_is_named_with_both_sizes(sealed: Path) -> None:
 
 
 def test_a_flipped_byte_is_found(sealed: Path) -> None:
-    (sealed / "weights").write_bytes(b"abd" + b"abc" * 999)
+    (sealed / "weights").write_bytes(b"xbc" + b"abc" * 999)
     assert damage(sealed) == "weights does not match its checksum"
 
 

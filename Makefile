@@ -14,6 +14,7 @@ SETUP := pyproject.toml constraints.txt scripts/prepare_venv.py
 CANDIDATES := $(or $(PYTHON),python3.11 python3.12 python3.13 python3.14 python3 python)
 DEMO_DIR := runs/demo
 COVERED := algos controller core config
+CHECKS := check-format check-lint check-types check-layers check-spelling check-dependencies
 
 define prepare
 	@for candidate in $(CANDIDATES); do \
@@ -26,7 +27,7 @@ define prepare
 	exit 2
 endef
 
-.PHONY: help setup demo test check format bench clean constraints
+.PHONY: help setup demo test check format bench clean constraints $(CHECKS)
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1	\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -46,12 +47,25 @@ demo: $(READY) ## a 135M-parameter model learns addition; minutes, no GPU, no ne
 	$(BIN)/tidemill train @recipes/smollm2-addition.toml --run.dir $(DEMO_DIR)
 	@printf '\nCurves and samples: %s\n' "$(CURDIR)/$(DEMO_DIR)/report.html"
 
-check: $(READY) ## format, lint, types, layers, spelling, dependencies
+# One target each, so that `make -k check` tells everything that is wrong at once.
+check: $(CHECKS) ## format, lint, types, layers, spelling, dependencies
+
+check-format: $(READY)
 	$(BIN)/ruff format --check .
+
+check-lint: $(READY)
 	$(BIN)/ruff check .
+
+check-types: $(READY)
 	$(BIN)/mypy
+
+check-layers: $(READY)
 	$(BIN)/lint-imports --no-logo
+
+check-spelling: $(READY)
 	$(BIN)/codespell
+
+check-dependencies: $(READY)
 	$(BIN)/deptry .
 
 format: $(READY) ## rewrite files in the project's format

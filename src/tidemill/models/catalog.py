@@ -48,7 +48,7 @@ def resolve(config: ModelConfig, *, progress: Progress) -> Path:
         DeadlineError: another process holds the same cache entry for too long.
     """
     source = config.source.strip()
-    if config.revision is not None and (source in BUILDERS or _local(source)):
+    if config.revision is not None and _local(source):
         raise UserError(
             f"{source} has no revisions", where="model.revision", cure="only hub ids have them; leave it out"
         )

@@ -14,7 +14,6 @@ from tokenizers.pre_tokenizers import Split
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tidemill.config.schema import CharModelConfig
-from tidemill.core.errors import UserError
 from tidemill.models.char_shape import EOS, PAD, SPECIAL_TOKENS, intermediate_size
 from tidemill.models.quiet import quiet
 
@@ -22,30 +21,10 @@ EMBEDDING_STD = 0.02  # tied to the output head: the untrained model's choices a
 
 
 def build_char_model(config: CharModelConfig, folder: Path) -> None:
-    """Write weights, configuration and tokenizer into an empty folder, as `from_pretrained` reads them.
-
-    Raises:
-        UserError: the configuration does not describe a model.
-    """
-    _check(config)
+    """Write weights, configuration and tokenizer into an empty folder, as `from_pretrained` reads them."""
     with quiet():
         _model(config).save_pretrained(folder)
         _tokenizer(config).save_pretrained(folder)
-
-
-def _check(config: CharModelConfig) -> None:
-    repeated = sorted({char for char in config.alphabet if config.alphabet.count(char) > 1})
-    if repeated or not config.alphabet:
-        fault = f"{''.join(repeated)!r} more than once" if repeated else "no character"
-        raise UserError(
-            f"the alphabet holds {fault}", where="model.char.alphabet", cure="list each character exactly once"
-        )
-    if config.hidden_size % (2 * config.heads):
-        raise UserError(
-            f"hidden_size {config.hidden_size} over {config.heads} heads is not an even number",
-            where="model.char.heads",
-            cure="rotary position embeddings need an even head size; make hidden_size a multiple of 2 * heads",
-        )
 
 
 def _model(config: CharModelConfig) -> LlamaForCausalLM:
@@ -70,9 +49,8 @@ def _model(config: CharModelConfig) -> LlamaForCausalLM:
 
 
 def _initialise(model: LlamaForCausalLM, config: CharModelConfig) -> None:
-    """Draw every matrix from its own stream, so that the bytes depend on the configuration alone.
-
-    numpy's generator gives the same numbers on every processor; torch's vectorised one need not.
+    """Draw every matrix from its own stream, so that the bytes depend on the configuration alone:
+    numpy's generator gives the same numbers on every processor, torch's vectorised one need not.
 
     Matrices keep the variance of their input (1/fan-in); those that write to the residual stream are scaled down by
     the square root of how many do (as in GPT-2).

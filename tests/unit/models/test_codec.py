@@ -1,0 +1,123 @@
+"""Text to ids and back, on tokenizers made here."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
+
+from tests.model_folders import small_tokenizer
+from tidemill.core.errors import UserError
+from tidemill.core.records import Message
+from tidemill.models.codec import TextCodec, load_codec
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    "[{{ m.role }}]{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def codec(tokenizer: PreTrainedTokenizerFast) -> TextCodec:
+    return TextCodec(tokenizer, [1])
+
+
+def saved(folder: Path, tokenizer: PreTrainedTokenizerFast, **files: dict[str, object]) -> Path:
+    tokenizer.save_pretrained(folder)
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder
+
+
+def test_plain_text_round_trip() -> None:
+    plain = codec(small_tokenizer())
+    ids = plain.encode("1 + 2 =\n")
+    assert ids == [ord(char) for char in "1 + 2 =\n"]
+    assert plain.decode(ids) == "1 + 2 =\n"
+    assert plain.encode("") == [] and plain.decode([]) == ""
+
+
+def test_special_tokens_are_left_out_of_completions() -> None:
+    assert codec(small_tokenizer()).decode([ord("4"), 1, 0, 0]) == "4"
+
+
+def test_leading_special_tokens_are_kept_and_trailing_ones_left_out() -> None:
+    tokenizer = small_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<pad> $A <eos>", special_tokens=[("<pad>", 0), ("<eos>", 1)]
+    )
+    assert tokenizer("7").input_ids == [0, ord("7"), 1]
+    assert codec(tokenizer).encode("7") == [0, ord("7")]
+    assert codec(tokenizer).encode("") == [0]
+
+
+def test_a_beginning_that_is_also_the_end_token_is_kept() -> None:
+    tokenizer = small_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 1)])
+    assert codec(tokenizer).encode("7") == [1, ord("7")]
+
+
+def test_a_character_outside_the_vocabulary_is_named() -> None:
+    with pytest.raises(UserError, match="cannot express 'é'"):
+        codec(small_tokenizer()).encode("caf\u00e9")
+
+
+def test_chat_ends_where_the_answer_begins_and_adds_no_other_tokens() -> None:
+    tokenizer = small_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<pad> $A", special_tokens=[("<pad>", 0)])
+    text, ids = codec(tokenizer).encode_chat([Message(role="user", content="2+2?")])
+    assert text == "[user]2+2?\n[assistant]"
+    assert ids == [ord(char) for char in text]
+
+
+def test_a_template_that_refuses_is_explained() -> None:
+    tokenizer = small_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    with pytest.raises(UserError, match="no system role") as caught:
+        codec(tokenizer).encode_chat([Message(role="system", content="x"), Message(role="user", content="y")])
+    assert "system, user" in caught.value.cure
+
+
+def test_a_model_without_template_says_what_to_set() -> None:
+    with pytest.raises(UserError, match="no chat template") as caught:
+        codec(small_tokenizer()).encode_chat([Message(role="user", content="x")])
+    assert caught.value.where == "model.chat_template"
+
+
+def test_stop_ids_come_from_every_file(tmp_path: Path) -> None:
+    folder = saved(tmp_path, small_tokenizer(), generation_config={"eos_token_id": [9, 1]}, config={"eos_token_id": 5})
+    assert load_codec(folder).stop_token_ids == (1, 5, 9)
+
+
+def test_stop_ids_of_a_folder_that_names_none(tmp_path: Path) -> None:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=small_tokenizer().backend_tokenizer)
+    assert load_codec(saved(tmp_path, tokenizer, config={"eos_token_id": None})).stop_token_ids == ()
+
+
+def test_a_broken_generation_config_is_named(tmp_path: Path) -> None:
+    folder = saved(tmp_path, small_tokenizer())
+    (folder / "generation_config.json").write_text("{")
+    with pytest.raises(UserError, match="not valid JSON") as caught:
+        load_codec(folder)
+    assert caught.value.where.endswith("generation_config.json")
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"version": "1.0"}'])
+def test_a_damaged_tokenizer_is_the_users_to_cure(content: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path, small_tokenizer())
+    (folder / "tokenizer.json").write_text(content)
+    with pytest.raises(UserError, match="tokenizer") as caught:
+        load_codec(folder)
+    assert caught.value.where == str(folder)
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_threads_may_share_a_codec() -> None:
+    shared = codec(small_tokenizer())
+    texts = [f"{i} + {i} = {2 * i}\n" * 20 for i in range(400)]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda text: shared.decode(shared.encode(text)), texts)) == texts

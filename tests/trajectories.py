@@ -38,6 +38,4 @@ def trajectory(
 
 
 def group(position: int, trajectories: Sequence[Trajectory]) -> Group:
-    return Group(
-        position=position, prompt_id=trajectories[0].sample_id.prompt_id, trajectories=tuple(trajectories)
-    )
+    return Group(position=position, prompt_id=trajectories[0].sample_id.prompt_id, trajectories=tuple(trajectories))

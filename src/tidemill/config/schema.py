@@ -256,7 +256,7 @@ class OptimizerConfig(Config):
     """Optimizer steps of linear warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After warm-up, down to min_learning_rate_ratio at the last step."""
-    min_learning_rate_ratio: Probability = 0.0
+    min_learning_rate_ratio: Probability = 0.1
     """Final learning rate as a share of the peak."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Global gradient norm is clipped to this."""

@@ -43,7 +43,6 @@ class Ledger:
         self._stored: dict[int, list[bytes]] = {}  # batches of an earlier process, decoded when they are opened
         self.evaluations: dict[int, Evaluated] = {}  # by step, the newest of each
         self._covered = 0  # the step of the newest checkpoint
-        self.fresh = True  # nothing was found in the journal
 
     async def load(self, *, after_step: int) -> int:
         """Read the journal of a run whose newest checkpoint is of `after_step`; returns how many stored batches follow.
@@ -65,7 +64,6 @@ class Ledger:
         while following + 1 in stored:
             following += 1
         self._stored = {step: stored[step] for step in range(after_step + 1, following + 1)}
-        self.fresh = not (stored or self.evaluations)
         superfluous = after_step if self._stored else max(stored, default=after_step)
         if self._journal and stored:
             await self._journal.prune(superfluous)

@@ -49,8 +49,7 @@ class Run:
         self.step = self.resumed_from = self.checkpointed = step
         ledger, telemetry = self.rollout.ledger, self.rollout.telemetry
         self.replayed = await ledger.load(after_step=step)
-        if step or not ledger.fresh:
-            telemetry.resume(step)
+        telemetry.resume(step)
         self.already_finished = step >= self.spec.trainer.steps
         if self.already_finished:
             telemetry.event("already_finished", step=step, steps=self.spec.trainer.steps)

@@ -164,7 +164,7 @@ class Telemetry(Protocol):
     """Where the run's story goes. Never raises for a failing optional sink."""
 
     def resume(self, step: int) -> None:
-        """Training goes on after `step`: later metrics and samples are dropped, they will be written again."""
+        """Training starts, or goes on, after `step`: what an earlier session told of later ones will be told again."""
 
     def event(self, name: str, **fields: Any) -> None:
         """One line in events.jsonl."""

@@ -1,8 +1,8 @@
 """One attention for training and generation: the model runs over a packed list of tokens [1, N], and a plan passed
 along with the call says which token may see which keys.
 
-Any `transformers` causal language model that takes its attention from the library's attention interface works unchanged;
-everything else of the model (projections, norms, rotary embeddings, logit scaling) is the library's.
+Any `transformers` causal language model that takes its attention from the library's attention interface works
+unchanged; everything else of the model (projections, norms, rotary embeddings) is the library's.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def common_prefix(a: Tokens, b: Tokens) -> int:
 
 
 def build_tree(sequences: Sequence[Tokens]) -> TokenTree:
-    """Pack sequences (int32 [T_s] each) into a tree. In lexicographic order each adds only what differs from the last."""
+    """Pack sequences (int32 [T_s] each) into a tree: in lexicographic order each adds what differs from the last."""
     order = sorted(range(len(sequences)), key=lambda index: sequences[index].tolist())
     paths: list[IntArray] = [np.empty(0, np.int64)] * len(sequences)
     tokens: list[Tokens] = []

@@ -61,8 +61,8 @@ def draw(logits: torch.Tensor, keys: Sequence[int], params: Sequence[SamplingPar
 def gumbel(keys: Sequence[int], vocabulary: int, device: torch.device) -> torch.Tensor:
     """Standard Gumbel noise, float32 [len(keys), vocabulary], a pure function of key and column.
 
-    A 31-bit hash h gives v = (h + 1/2) / 2^31 in (0, 1), E = -log(1 - v) exponential, -log E Gumbel. Small v are exact in
-    float32, so the upper tail, which decides the argmax, is drawn to 2^-32.
+    A 31-bit hash h gives v = (h + 1/2) / 2^31 in (0, 1), E = -log(1 - v) exponential, -log E Gumbel. Small v are exact
+    in float32, so the upper tail, which decides the argmax, is drawn to 2^-32.
     """
     low = torch.tensor([_signed(key & 0xFFFFFFFF) for key in keys], dtype=torch.int32, device=device)
     high = torch.tensor([_signed(key >> 32) for key in keys], dtype=torch.int32, device=device)

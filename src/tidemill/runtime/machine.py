@@ -22,7 +22,9 @@ def choose_device(config: TrainerConfig) -> torch.device:
     available = torch.cuda.is_available()
     if config.device == "cuda" and not available:
         raise UserError(
-            "no GPU that torch can use", where="trainer.device", cure='set it to "auto" or "cpu", or see `tidemill doctor`'
+            "no GPU that torch can use",
+            where="trainer.device",
+            cure='set it to "auto" or "cpu", or see `tidemill doctor`',
         )
     return torch.device("cuda" if config.device != "cpu" and available else "cpu")
 

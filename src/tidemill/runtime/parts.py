@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from tidemill.config.schema import RunSpec
+from tidemill.config.schema import RunSpec, ScoringConfig
 from tidemill.core.errors import UserError
 from tidemill.core.records import PolicyVersion
 from tidemill.envs.text.build import build_task
@@ -67,8 +67,8 @@ class Parts:
         spec = self.spec
         stops = spec.sampling.stop or task.default_stop_strings
 
-        def build(scoring: object) -> RewardScorer:
-            return build_scorer(scoring, task=task, seed=spec.run.seed, stop_strings=stops)  # type: ignore[arg-type]
+        def build(scoring: ScoringConfig) -> RewardScorer:
+            return build_scorer(scoring, task=task, seed=spec.run.seed, stop_strings=stops)
 
         return build(spec.scoring), build(evaluation_scoring(spec.scoring, task=task))
 
@@ -124,7 +124,7 @@ def load_parts(spec: RunSpec, *, progress: Callable[[str], None], folder: Path |
     found = resolve(spec.model, progress=progress)
     model = load_model(found, device=device)
     if spec.trainer.activation_checkpointing:
-        model.gradient_checkpointing_enable()  # type: ignore[no-untyped-call]
+        model.gradient_checkpointing_enable()
         model.train()  # the library recomputes layers in this mode only; dropout is refused below
         _refuse_dropout(model)
     return Parts(

@@ -137,7 +137,12 @@ class Recorder:
         return self._clock.now() - self._began_s
 
     def resume(self, step: int) -> None:
-        """Training goes on after `step`: drop later metrics and samples, and say so in the event log."""
+        """Training goes on after `step`: drop later metrics and samples, and say so in the event log.
+
+        Nothing happens in a run's first session.
+        """
+        if self.run.past.count == 0:
+            return
         self.run.rewind(step)
         self.event(RESUME, step=step)
         self._sinks.rewind(step)

@@ -122,6 +122,8 @@ class RunDirectory:
     def rewind(self, step: int) -> None:
         """Forget metrics and samples of steps after `step`: the resumed run writes them again. Events stay.
 
+        A run that starts over from step 0 tells the figures from before the first step again, too.
+
         Safe to repeat when killed half-way, and while a writer has metrics.jsonl open for appending.
 
         Raises:
@@ -133,7 +135,7 @@ class RunDirectory:
                     path.unlink(missing_ok=True)
             drop_torn_line(self.metrics)
             for offset, line in read_lines(self.metrics):
-                if int(line.get("step", 0)) > step:
+                if int(line.get("step", 0)) > (step or -1):
                     os.truncate(self.metrics, offset)
                     break
         except OSError as error:

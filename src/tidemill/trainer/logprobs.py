@@ -15,8 +15,8 @@ FLOAT_BYTES = 4
 def token_logprobs(
     model: PreTrainedModel, microbatch: Microbatch, *, temperature: float, logits_budget_bytes: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logprobs float32 [T] of the trained tokens at `temperature` (with gradient, where enabled), and the entropy [T] in
-    nats of the distributions that predicted them (without).
+    """Logprobs float32 [T] of the trained tokens at `temperature` (with gradient, where enabled), and the entropy [T]
+    in nats (without) of the distributions that predicted them.
 
     When one block of logits would pass the budget, the vocabulary is computed in chunks of rows, and again in the
     backward pass.

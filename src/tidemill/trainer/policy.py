@@ -172,9 +172,9 @@ class PolicyTrainer:
         set_learning_rate(self.optimizer, rate)
         norm = clip_and_step(self.optimizer, scale=1.0 / minibatch.denominator, max_grad_norm=config.max_grad_norm)
         self._sums.learning_rate = rate
-        self._sums.loss += self._loss / minibatch.denominator
-        self._loss = 0.0
+        loss, self._loss = self._loss / minibatch.denominator, 0.0
         if math.isfinite(norm):
+            self._sums.loss += loss
             self._sums.grad_norm += norm
             self._sums.optimizer_steps += 1
             self.optimizer_steps += 1
@@ -203,7 +203,7 @@ class PolicyTrainer:
             loss_T = loss_T + algorithm.kl_beta * penalty
             self._sums.kl_ref += float(penalty.detach().sum())
         loss = (microbatch.weights * loss_T).sum()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         sums = self._sums
         self._loss += float(loss.detach())
         sums.clipped += float(token.clipped_T.sum())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-
 from tidemill.algos.kl import MismatchSums, no_mismatch
 from tidemill.trainer.packing import Microbatch, Weighted, packed_size
 

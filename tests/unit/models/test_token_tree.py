@@ -53,7 +53,8 @@ def test_packed_logits_equal_those_of_each_sequence_alone(shape: str) -> None:
     """Against transformers' own attention, longer than the sliding window, prefixes shared and not."""
     rng = np.random.default_rng(0)
     header = rng.integers(2, VOCABULARY, 9)
-    sequences = [np.concatenate([header[:cut], rng.integers(2, VOCABULARY, 14)]).astype(np.int32) for cut in (9, 9, 4, 0)]
+    tails = [(cut, rng.integers(2, VOCABULARY, 14)) for cut in (9, 9, 4, 0)]
+    sequences = [np.concatenate([header[:cut], tail]).astype(np.int32) for cut, tail in tails]
     model = MODEL_SHAPES[shape]()
     with torch.no_grad():
         expected = [model(input_ids=torch.from_numpy(s).long()[None], use_cache=False).logits[0] for s in sequences]

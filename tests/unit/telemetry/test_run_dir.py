@@ -117,11 +117,11 @@ def test_rewinding_does_not_cut_off_an_open_writer(tmp_path: Path) -> None:
         assert run.metrics.read_text() == '{"step":1}\n{"step":2}\n'
 
 
-def test_rewinding_to_nothing_keeps_step_zero(tmp_path: Path) -> None:
+def test_starting_over_tells_the_figures_from_before_the_first_step_again(tmp_path: Path) -> None:
     with RunDirectory.open(tmp_path) as run:
         run.metrics.write_text('{"step":0}\n{"step":1}\n')
         run.rewind(0)
-        assert run.metrics.read_text() == '{"step":0}\n'
+        assert run.metrics.read_text() == ""
 
 
 def test_samples_names(tmp_path: Path) -> None:

@@ -29,7 +29,9 @@ def spec(**sections: dict[str, Any]) -> RunSpec:
         "optimizer": {"learning_rate": LEARNING_RATE, "max_grad_norm": 1e9},
         "sampling": {"max_new_tokens": 12},
     }
-    return RunSpec.model_validate({name: {**base.get(name, {}), **sections.get(name, {})} for name in {*base, *sections}})
+    return RunSpec.model_validate(
+        {name: {**base.get(name, {}), **sections.get(name, {})} for name in {*base, *sections}}
+    )
 
 
 def trainer(model: PreTrainedModel, settings: RunSpec, reference: PreTrainedModel | None = None) -> PolicyTrainer:
@@ -48,7 +50,9 @@ def groups(seed: int = 0, *, count: int = 3, size: int = 4) -> list[Group]:
         prompt = header + rng.integers(2, VOCABULARY, 4).tolist()
         start = rng.integers(2, VOCABULARY, 2).tolist()
         samples = [
-            trajectory(prompt, [*start, *rng.integers(2, VOCABULARY, rng.integers(1, 11)).tolist()], reward, index=index)
+            trajectory(
+                prompt, [*start, *rng.integers(2, VOCABULARY, rng.integers(1, 11)).tolist()], reward, index=index
+            )
             for index, reward in enumerate(rng.normal(size=size).tolist())
         ]
         made.append(group(position, samples))
@@ -90,7 +94,7 @@ def plain_gradients(
     else:
         total = torch.cat(losses).sum() / sum(lengths)
     model.zero_grad()
-    total.backward()  # type: ignore[no-untyped-call]
+    total.backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -215,7 +219,7 @@ def test_minibatches_and_epochs_use_the_ratio_to_the_start_of_the_update() -> No
                 total += len(ratio)
                 losses.append(-objective.mean())
             optimizer.zero_grad()
-            torch.stack(losses).mean().backward()  # type: ignore[no-untyped-call]
+            torch.stack(losses).mean().backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
     assert metrics.optimizer_steps == 4

@@ -1,5 +1,7 @@
-"""Keys and values of every slot, and which tokens they belong to: a slot's contents stay usable as a shared prefix after
-its sample has finished, until the slot is taken again."""
+"""Keys and values of every slot, and which tokens they belong to.
+
+A slot's contents stay usable as a shared prefix after its sample has finished, until the slot is taken again.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,11 @@ Tokens = npt.NDArray[np.int32]
 
 
 class SlotCache:
-    """`rows` rows of `context` tokens each. A layer's tensors [rows, kv_heads, context + 1, head_dim] are allocated when it
-    is first written; position `context` takes what nobody reads."""
+    """`rows` rows of `context` tokens each.
+
+    A layer's tensors [rows, kv_heads, context + 1, head_dim] are allocated when it is first written. Position `context`
+    takes what nobody reads.
+    """
 
     def __init__(self, *, rows: int, context: int) -> None:
         self.rows, self.context = rows, context

@@ -1,7 +1,7 @@
 """The batch-invariant forward: two shapes, whatever is running.
 
-On a given machine a row of a fixed-shape matrix product does not depend on the other rows, so a token computed through the
-same shape is the same to the last bit whatever its slot and its neighbours. Prompt tokens always go through the
+On a given machine a row of a fixed-shape matrix product does not depend on the other rows, so a token computed through
+the same shape is the same to the last bit whatever its slot and its neighbours. Prompt tokens always go through the
 prompt shape [1, CHUNK], completion tokens (also those of a prefix that is continued) always through the decode shape
 [slots, 1], against the whole capacity of the cache. That is what it costs.
 """

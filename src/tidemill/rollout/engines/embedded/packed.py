@@ -77,9 +77,9 @@ class PackedPlan:
             values[rows, :, positions] = value[0, :, start:].transpose(0, 1)
             outputs.append(self._attend_running(query[:, :, start:], keys, values, scaling, window))
         # Only now: a row written here may be the source of a job above.
-        for (job_keys, job_values), (rows, index) in zip(writes, self._targets, strict=True):
-            keys[rows, :, : index.shape[1]] = job_keys[:, index].transpose(0, 1)
-            values[rows, :, : index.shape[1]] = job_values[:, index].transpose(0, 1)
+        for (job_keys, job_values), (rows, places) in zip(writes, self._targets, strict=True):
+            keys[rows, :, : places.shape[1]] = job_keys[:, places].transpose(0, 1)
+            values[rows, :, : places.shape[1]] = job_values[:, places].transpose(0, 1)
         return torch.cat(outputs, 2)
 
     def _attend_running(
@@ -141,11 +141,12 @@ def packed_forward(
     packed, places = np.concatenate(tokens), np.concatenate(positions)
     hidden = hidden_states(model, torch.from_numpy(packed).to(device), torch.from_numpy(places).to(device), plan)
 
-    wanted, start = [], 0
+    wanted: list[int] = []
+    start = 0
     for tree in plan.trees:
         wanted.extend(start + int(path[-1]) for path in tree.paths)
         start += tree.size
     wanted.extend(range(start, start + len(running)))
-    distinct, spread = np.unique(np.array(wanted), return_inverse=True)
+    distinct, spread = np.unique(np.array(wanted, np.int64), return_inverse=True)
     logits = vocabulary_logits(model, hidden[torch.from_numpy(distinct).to(device)])
     return logits[torch.from_numpy(spread).to(device)]

@@ -190,4 +190,3 @@ class FixedScheduler:
 
 def _of_rows(running: list[Sequence], rows: Iterable[int]) -> list[Sequence]:
     return [running[row] for row in rows]
-

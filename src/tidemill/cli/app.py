@@ -42,20 +42,19 @@ stdout; `--debug` prints the traceback of an error.
 Exit codes: 0 fine, 1 a bug, 2 your input, 3 stopped by a guard, 130 interrupted."""
 
 
-def build_app() -> App:
-    """The command line's grammar; a verb's module is imported when the verb is called."""
+def build_app(called: str = "") -> App:
+    """The command line's grammar; a verb's module is imported when the verb is called, and then speaks for itself."""
     app = App(
         name="tidemill",
         help=DESCRIPTION,
         help_epilogue=EPILOGUE,
         version=__version__,
         result_action="return_value",
+        suppress_keyboard_interrupt=False,
     )
     for name, (target, words) in VERBS.items():
-        if target.endswith(":app"):
-            app.command(target, name=name, help=words)
-        else:
-            app.command(target, name=name, help_epilogue="")
+        options = {} if target.endswith(":app") else {"help_epilogue": ""}
+        app.command(target, name=name, help=None if name == called else words, **options)
     return app
 
 
@@ -92,8 +91,8 @@ def dispatch(tokens: Sequence[str]) -> Result:
     Raises:
         UserError: no such verb, or arguments it does not take.
     """
-    app = build_app()
     verb = tokens[0] if tokens else ""
+    app = build_app(verb)
     if verb and verb not in (*VERBS, *HELP_FLAGS, *VERSION_FLAGS):
         raise unknown_verb(verb)
     if verb in CONFIGURED_VERBS and any(token in HELP_FLAGS for token in tokens):

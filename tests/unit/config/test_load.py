@@ -10,6 +10,9 @@ from tidemill.config.schema import ArithmeticTask, JsonlTask, ReasoningGymTask, 
 from tidemill.config.toml import to_toml
 
 
+RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.toml"))
+
+
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -39,6 +42,13 @@ def test_recipes_from_left_to_right_then_overrides() -> None:
     # Overrides win even where they stand before a recipe.
     spec = load_spec(["--trainer.steps", "7", first, second, "--run.seed=-0"])
     assert (spec.run.name, spec.run.seed, spec.trainer.steps, spec.sampling.stop) == ("b", 0, 7, ("z",))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_the_projects_own_recipes_are_valid(path: Path) -> None:
+    spec = load_spec([f"@{path}"])
+    assert spec != RunSpec()
+    assert from_toml(to_toml(spec)) == spec
 
 
 def test_types_are_exact_but_numbers_widen() -> None:

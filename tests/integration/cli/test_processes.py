@@ -1,0 +1,133 @@
+"""The installed command as a process: what it imports, what it writes where, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tidemill.cli.app import main
+
+DEADLINE_S = 120.0
+CHAR = """\
+[model]
+source = "char"
+[model.char]
+hidden_size = 32
+layers = 1
+[sampling]
+max_new_tokens = 3
+[eval]
+prompts = 4
+[batch]
+prompts = 2
+group_size = 2
+"""
+
+
+def tidemill(*argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tidemill", *argv]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["--help"], ["train", "--help"], ["train", "--dry-run"], ["trian"], ["model", "list"], ["doctor", "--help"]],
+)
+def test_no_tensor_library_is_loaded(tmp_path: Path, argv: list[str]) -> None:
+    script = (
+        "import sys\nfrom tidemill.cli.app import main\n"
+        f"main({argv!r})\n"
+        "loaded = {name.split('.')[0] for name in sys.modules} & {'torch', 'transformers', 'numpy', 'safetensors'}\n"
+        "sys.exit(f'loaded {loaded}' if loaded & {'torch', 'transformers'} else 0)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_is_light(tmp_path: Path) -> None:
+    script = "import sys\nfrom tidemill.cli.app import main\nmain(['--help'])\nsys.exit('pydantic' in sys.modules)\n"
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, timeout=DEADLINE_S, check=False
+    )
+    assert done.returncode == 0  # not even the configuration's library
+
+
+@pytest.mark.parametrize(("argv", "code"), [(["--help"], 0), (["train", "--run.sede=3"], 2), (["trian"], 2)])
+def test_exit_codes(tmp_path: Path, argv: list[str], code: int) -> None:
+    assert tidemill(*argv, cwd=tmp_path).returncode == code
+
+
+def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m tidemill train --dry-run | head -n 1"
+    done = subprocess.run(
+        command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+    assert done.stdout == "[run]\n"
+    assert done.stderr == ""
+
+
+def test_train_then_eval_generate_and_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "char.toml").write_text(CHAR, encoding="utf-8")
+    trained = tidemill("train", "@char.toml", "--trainer.steps=1", "--run.dir=D", "--json", cwd=tmp_path)
+    assert trained.returncode == 0, trained.stderr
+    summary = json.loads(trained.stdout)
+    assert summary == {**summary, "steps": 1, "policy_version": 1}
+    assert json.loads((tmp_path / "D/summary.json").read_text(encoding="utf-8"))["steps"] == 1
+    assert (tmp_path / "D/report.html").is_file()
+    # The rest in this process: importing torch is most of what a command on a small model costs.
+    monkeypatch.chdir(tmp_path)
+    assert main(["eval", "--checkpoint", "D", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["n"] == summary["eval"]["n"]
+    assert main(["generate", "1+2=", "--checkpoint", "D", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["samples"][0]["prompt"] == "1+2="
+    assert main(["report", "D"]) == 0
+    assert capfd.readouterr().out == "D/report.html\n"
+    assert main(["train", "@char.toml", "--trainer.steps=1", "--run.dir=D", "--batch.prompts=4"]) == 2
+    assert "batch.prompts = 4, the run has 2" in capfd.readouterr().err
+
+
+def test_ctrl_c_ends_a_run_with_a_checkpoint_and_130(tmp_path: Path) -> None:
+    (tmp_path / "char.toml").write_text(CHAR, encoding="utf-8")
+    command = [
+        sys.executable,
+        "-m",
+        "tidemill",
+        "train",
+        "@char.toml",
+        "--trainer.steps=100000",
+        "--run.dir=D",
+        "--json",
+    ]
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        deadline = time.monotonic() + DEADLINE_S
+        metrics = tmp_path / "D" / "metrics.jsonl"
+        while time.monotonic() < deadline and process.poll() is None:
+            if metrics.exists() and metrics.read_text(encoding="utf-8").count("\n") >= 3:
+                break
+            time.sleep(0.05)
+        os.kill(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 130, err
+    summary = json.loads(out)
+    assert summary["interrupted"] is True
+    assert (tmp_path / "D" / "checkpoints" / f"step_{summary['steps']}").is_dir()
+
+
+def test_doctor(tmp_path: Path) -> None:
+    done = tidemill("doctor", "--json", cwd=tmp_path)
+    found = json.loads(done.stdout)
+    assert done.returncode == (0 if found["usable"] else 2)
+    assert found["machine"]["torch"]["threads"]["1"] > 0

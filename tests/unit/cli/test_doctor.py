@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.cli.conftest import Run
+from tests.unit.cli.test_findings import FACTS, changed
+
+HEADER = {"python": "3.11.0", "system": "Linux"}
+
+
+def test_doctor(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tidemill.cli.doctor.gather", lambda _: FACTS | HEADER)
+    ran = run("doctor")
+    assert ran.code == 0
+    assert ran.out.startswith("Python 3.11.0 on Linux")
+    assert "pip install 'tidemill[wandb]'" in ran.out  # brackets are no markup
+    data = run("doctor", "--json").data
+    assert data["usable"] is True
+    assert data["machine"]["cpu"]["cores"] == 4
+
+
+def test_an_unusable_machine(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = changed("torch", {"error": "ImportError"}) | HEADER
+    monkeypatch.setattr("tidemill.cli.doctor.gather", lambda _: facts)
+    ran = run("doctor", "--json")
+    assert ran.code == 2
+    assert ran.data["usable"] is False

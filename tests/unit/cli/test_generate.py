@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.cli.conftest import Pretend, Run
+from tidemill.config.schema import RunSpec
+
+Asked = list[tuple[RunSpec, Sequence[str]]]
+
+
+@pytest.fixture
+def asked(pretend: Pretend) -> Asked:
+    calls: Asked = []
+
+    def generate(
+        spec: RunSpec, *, model_folder: Path | None, prompts: Sequence[str], progress: Callable[[str], None]
+    ) -> list[dict[str, Any]]:
+        calls.append((spec, prompts))
+        return [{"prompt": prompt, "completion": "5\n", "finish": "stop"} for prompt in prompts]
+
+    pretend("tidemill.runtime.generate", "generate", generate)
+    return calls
+
+
+def test_prompts_among_options(run: Run, asked: Asked) -> None:
+    ran = run("generate", "2+3=", "--sampling.temperature", "0", "1+4=", "--engine.batch_invariant")
+    assert ran.code == 0
+    assert ran.out == "2+3=5\n\n---\n1+4=5\n\n"
+    spec, prompts = asked[0]
+    assert prompts == ["2+3=", "1+4="]
+    assert (spec.sampling.temperature, spec.engine.batch_invariant) == (0.0, True)
+    assert run("generate", "x", "--json").data == {"samples": [{"prompt": "x", "completion": "5\n", "finish": "stop"}]}
+
+
+def test_a_prompt_from_standard_input(run: Run, asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("--two\nlines\n"))
+    run("generate", "-")
+    assert asked[0][1] == ["--two\nlines"]
+
+
+def test_without_a_prompt(run: Run, asked: Asked) -> None:
+    ran = run("generate", "--sampling.top_k=5")
+    assert (ran.code, asked) == (2, [])
+    assert ran.err.startswith("error: no prompt given\n")
+
+
+def test_dry_run(run: Run, asked: Asked) -> None:
+    assert "temperature 1, top-k 5, at most 64 new tokens" in run("generate", "--dry-run", "--sampling.top_k=5").out

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.unit.cli.conftest import Pretend, Run
+from tidemill.cli.train import accuracy, duration
+from tidemill.config.load import from_toml
+from tidemill.config.schema import RunSpec
+
+SUMMARY: dict[str, Any] = {
+    "steps": 20,
+    "total_steps": 20,
+    "wall_s": 192.4,
+    "eval": {"before": {"greedy_accuracy": 0.28}, "after": {"greedy_accuracy": 0.83}, "n": 64},
+}
+
+
+def test_a_run_and_its_summary(run: Run, pretend: Pretend) -> None:
+    asked: list[RunSpec] = []
+
+    def train(spec: RunSpec) -> dict[str, Any]:
+        asked.append(spec)
+        print("a library's noise")
+        return SUMMARY
+
+    pretend("tidemill.runtime.train", "train", train)
+    ran = run("train", "--trainer.steps", "20", "--run.dir", "D")
+    assert ran.code == 0
+    assert ran.out.splitlines() == [
+        "a library's noise",
+        "finished: 20 of 20 steps in 3 min 12 s",
+        "held-out greedy accuracy 0.28 → 0.83 (n = 64)",
+        "curves and samples: D/report.html",
+    ]
+    assert asked[0].trainer.steps == 20
+    as_json = run("train", "--json")
+    assert as_json.data == SUMMARY
+    assert "a library's noise" in as_json.err
+
+
+def test_interrupted(run: Run, pretend: Pretend) -> None:
+    pretend(
+        "tidemill.runtime.train", "train", lambda _: {"steps": 3, "total_steps": 9, "interrupted": True, "wall_s": 5}
+    )
+    ran = run("train")
+    assert ran.code == 130
+    assert ran.out.splitlines() == [
+        "interrupted: 3 of 9 steps in 5 s",
+        "the same command resumes it",
+        "curves and samples: runs/run/report.html",
+    ]
+    assert run("train", "--json").code == 130
+
+
+def test_already_finished(run: Run, pretend: Pretend) -> None:
+    pretend("tidemill.runtime.train", "train", lambda _: {**SUMMARY, "already_finished": True})
+    assert run("train").out.startswith("already finished: 20 of 20 steps")
+
+
+def test_dry_run_trains_nothing(run: Run, pretend: Pretend) -> None:
+    pretend("tidemill.runtime.train", "train", lambda _: pytest.fail("it trained"))
+    ran = run("train", "--dry-run", "--run.seed=3")
+    assert ran.code == 0
+    text, words = ran.out.split("\nmodel  ", 1)
+    assert from_toml(text).run.seed == 3
+    assert "8 prompts × 8 samples = 64 samples per step" in words
+    data = run("train", "--dry-run", "--json").data
+    assert data["config"]["batch"]["prompts"] == 8
+    assert data["derived"]["samples_per_step"] == 64
+    assert data["words"][0]["topic"] == "model"
+
+
+def test_help_lists_the_keys(run: Run) -> None:
+    out = run("train", "--help").out
+    assert "scoring.rewards[].kind" in out
+    assert "Samples per prompt. (integer >= 2, default 8)" in out
+    assert 'kind = "jsonl"' in out
+    assert "required" in out
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0 s"), (59.4, "59 s"), (59.6, "1 min 00 s"), (3599.4, "59 min 59 s"), (7500, "2 h 05 min")],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize("evaluation", [None, {}, {"greedy_accuracy": None}, 0.5])
+def test_accuracy_that_was_not_measured(evaluation: Any) -> None:
+    assert accuracy(evaluation) is None

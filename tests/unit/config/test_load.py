@@ -9,7 +9,6 @@ from tidemill.config.load import differences, from_toml, load_spec
 from tidemill.config.schema import ArithmeticTask, JsonlTask, ReasoningGymTask, RunConfig, RunSpec
 from tidemill.config.toml import to_toml
 
-
 RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.toml"))
 
 

@@ -30,7 +30,7 @@ def import_function(path: str) -> Callable[..., Any]:
         module = _import_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
     except UserError:
         raise
-    except (Exception, SystemExit) as error:  # noqa: BLE001 -- whatever a module raises while imported
+    except (Exception, SystemExit) as error:
         cure = "correct the module"
         if isinstance(error, ModuleNotFoundError) and str(error.name) in source:
             cure = "install the package, or give the file itself: path/file.py:function"

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tidemill.core.records import SamplingParams
+from tidemill.rollout.sampling import draw, gumbel, stream_key
+
+CPU = torch.device("cpu")
+
+
+def params(count: int, **fields: float) -> list[SamplingParams]:
+    return [SamplingParams(max_new_tokens=1, **fields)] * count  # type: ignore[arg-type]
+
+
+def test_stream_keys_are_splitmix64() -> None:
+    # The generator's published first outputs from seed 1234567; position t is output t.
+    expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    assert [stream_key(1234567, position) for position in range(3)] == expected
+
+
+def test_noise_is_standard_gumbel() -> None:
+    noise = gumbel([stream_key(1, t) for t in range(64)], 4096, CPU).double()
+    n = noise.numel()
+    # mean Euler's gamma, variance pi^2 / 6; standard error of the mean sqrt(1.645 / n), 5 of them allowed
+    assert abs(noise.mean() - 0.5772157) < 5 * math.sqrt(math.pi**2 / 6 / n)
+    assert noise.var() == pytest.approx(math.pi**2 / 6, rel=0.02)
+    # the distribution function exp(-exp(-x)) is uniform: compare ten bins, chi-squared with 9 degrees of freedom
+    counts = torch.histc(torch.exp(-torch.exp(-noise)), bins=10, min=0, max=1)
+    assert float(((counts - n / 10) ** 2 / (n / 10)).sum()) < 27.9  # its 0.999 quantile
+
+
+def test_noise_of_neighbouring_keys_positions_and_tokens_is_uncorrelated() -> None:
+    noise = gumbel([stream_key(7, t) for t in range(512)], 512, CPU)
+    centred = noise - noise.mean()
+    for other in (centred.roll(1, 0), centred.roll(1, 1), centred.flip(0), centred.T):
+        correlation = float((centred * other).mean() / centred.var())
+        assert abs(correlation) < 5 / 512
+
+
+def test_draws_follow_the_softmax() -> None:
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
+    n = 40_000
+    drawn = draw(logits.expand(n, 4), [stream_key(3, t) for t in range(n)], params(n, temperature=0.8))
+    expected = (logits / 0.8).softmax(-1)
+    counts = torch.bincount(drawn.token_ids, minlength=4)
+    assert float(((counts - n * expected) ** 2 / (n * expected)).sum()) < 16.3  # chi-squared(3), 0.999
+    torch.testing.assert_close(drawn.logprobs, expected.log()[drawn.token_ids])
+
+
+def test_greedy_takes_the_most_likely_and_reports_its_probability() -> None:
+    drawn = draw(torch.tensor([[0.0, math.log(3.0)]]), [0], params(1, temperature=0.0))
+    assert drawn.token_ids.tolist() == [1]
+    assert drawn.logprobs.tolist() == pytest.approx([math.log(3 / 4)])
+
+
+def test_top_k_and_top_p_renormalise_over_what_they_keep() -> None:
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
+    n = 400
+    keys = [stream_key(5, t) for t in range(n)]
+    two = draw(logits.expand(n, 4), keys, params(n, top_k=2))
+    assert set(two.token_ids.tolist()) == {0, 1}
+    assert two.logprobs[two.token_ids == 0][0].item() == pytest.approx(math.log(0.4 / 0.7), rel=1e-5)
+    # 0.4 + 0.3 < 0.75 <= 0.4 + 0.3 + 0.2: the token that crosses the line stays
+    three = draw(logits.expand(n, 4), keys, params(n, top_p=0.75))
+    assert set(three.token_ids.tolist()) == {0, 1, 2}
+    assert three.logprobs[three.token_ids == 2][0].item() == pytest.approx(math.log(0.2 / 0.9), rel=1e-5)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(st.permutations(range(9)), st.integers(0, 2**64 - 1))
+def test_a_row_does_not_depend_on_its_neighbours(order: list[int], seed: int) -> None:
+    logits = torch.linspace(-3, 3, 9 * 50).reshape(9, 50).sin() * 4
+    keys = [stream_key(seed, t) for t in range(9)]
+    mixed = [*params(3), *params(3, temperature=0.0), *params(3, temperature=0.5, top_p=0.9)]
+    together = draw(logits, keys, mixed)
+    shuffled = draw(logits[list(order)], [keys[i] for i in order], [mixed[i] for i in order])
+    assert torch.equal(shuffled.token_ids, together.token_ids[list(order)])
+    assert torch.equal(shuffled.logprobs, together.logprobs[list(order)])

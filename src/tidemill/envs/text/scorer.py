@@ -16,6 +16,7 @@ from tidemill.envs.text.threads import DaemonThreads, HangingError
 
 MOST_HANGING = 64
 """With so many calls hanging past their deadline, further ones fail at once instead of taking threads."""
+JUDGES_THE_ANSWER = frozenset({"exact", "numeric", "math_verify", "task"})
 SAYS_NOTHING_OF_CORRECTNESS = frozenset({"random", "length"})
 LONGEST_REASON = 300
 
@@ -122,10 +123,15 @@ def build_scorer(
 
 
 def evaluation_scoring(scoring: ScoringConfig, *, task: Task) -> ScoringConfig:
-    """What evaluation judges by: the run's rewards without those that say nothing of being right (`random`, `length`).
+    """What evaluation judges by, so that a value of 1 means a right answer whatever training adds up.
 
-    With none left it is the task's own scorer, else the comparison with the answer: so a control run is still measured.
+    It is the run's first reward that compares with the answer, alone and with weight 1. Without one it is the others
+    as they are, but for `random` and `length`, which say nothing of being right. With none left it is the task's own
+    scorer or the comparison with the answer: so a control run is still measured.
     """
+    for reward in scoring.rewards:
+        if reward.kind in JUDGES_THE_ANSWER:
+            return scoring.model_copy(update={"rewards": (reward.model_copy(update={"weight": 1.0}),)})
     kept = tuple(reward for reward in scoring.rewards if reward.kind not in SAYS_NOTHING_OF_CORRECTNESS)
     fallback = RewardConfig(kind="exact" if task.check is None else "task")
     return scoring.model_copy(update={"rewards": kept or (fallback,)})

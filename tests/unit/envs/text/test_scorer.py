@@ -278,15 +278,22 @@ async def test_evaluation_of_a_control_run_still_measures() -> None:
     assert [(await judge(built, completion)).value for completion in ("12\n", "13\n")] == [1.0, 0.0]
 
 
-def test_evaluation_keeps_what_tells_right_from_wrong() -> None:
+def test_evaluation_asks_the_first_reward_that_compares_with_the_answer_and_no_other() -> None:
+    # Trained on 0.5·numeric + 1·regex a wrong answer in the right form earns 1; measured it must be wrong.
     mixed = ScoringConfig(
         rewards=(
-            RewardConfig(kind="numeric"),
-            RewardConfig(kind="length", target_tokens=3),
-            RewardConfig(kind="random"),
+            RewardConfig(kind="regex", pattern="[0-9]"),
+            RewardConfig(kind="numeric", weight=0.5),
+            RewardConfig(kind="exact", weight=3.0),
         )
     )
-    assert [reward.kind for reward in evaluation_scoring(mixed, task=TASK).rewards] == ["numeric"]
+    assert evaluation_scoring(mixed, task=TASK).rewards == (RewardConfig(kind="numeric"),)
+
+
+def test_evaluation_without_such_a_reward_keeps_those_that_may_tell_right_from_wrong() -> None:
+    own = RewardConfig(kind="python", function="a:b", weight=2.0)
+    shaped = ScoringConfig(rewards=(own, RewardConfig(kind="length", target_tokens=3), RewardConfig(kind="random")))
+    assert evaluation_scoring(shaped, task=TASK).rewards == (own,)
 
 
 async def test_the_random_reward_is_the_samples_own() -> None:

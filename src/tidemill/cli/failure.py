@@ -19,7 +19,7 @@ NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """`data["kind"]` is "input", "guard", "interrupted", "deadline" or "bug"."""
+    """`data["kind"]` is "input", "guard", "interrupted", "deadline", "exit" or "bug"."""
 
     text: str
     data: dict[str, Any]
@@ -36,6 +36,10 @@ def explain(error: BaseException, *, debug: bool = False) -> Failure:
             data={"kind": "interrupted", "message": "interrupted"},
             exit_code=INTERRUPTED_CODE,
         )
+    if isinstance(error, SystemExit):  # a library's: rich ends the process when the reader of a table has gone
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        words = error.code if isinstance(error.code, str) else ""
+        return Failure(text=told + words, data={"kind": "exit", "message": words}, exit_code=code)
     if (known := as_user_error(error)) is not None:
         return Failure(text=told + user_text(known), data=user_data(known), exit_code=known.exit_code)
     if isinstance(error, GuardStop):

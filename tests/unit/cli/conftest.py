@@ -35,6 +35,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
     """`run("train", "--json")` in an empty folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # where tracebacks of bugs are left
 
     def call(*argv: str) -> Ran:
         code = main(argv)

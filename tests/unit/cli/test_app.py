@@ -114,6 +114,11 @@ def test_debug_shows_the_traceback_wherever_it_stands(run: Run, pretend: Pretend
         assert "raise error\nValueError: odd" in ran.err
 
 
-def test_a_library_that_ends_the_process_decides_the_code(run: Run, pretend: Pretend) -> None:
-    pretend("tidemill.runtime.train", "train", failing(SystemExit(5)))
-    assert run("train").code == 5
+@pytest.mark.parametrize(("given", "code", "says"), [(5, 5, ""), (None, 0, ""), ("words", 1, "words\n")])
+def test_a_library_that_ends_the_process_decides_the_code(
+    run: Run, pretend: Pretend, given: int | str | None, code: int, says: str
+) -> None:
+    pretend("tidemill.runtime.train", "train", failing(SystemExit(given)))
+    ran = run("train")
+    assert (ran.code, ran.out, ran.err) == (code, "", says)
+    assert run("train", "--json").data["exit_code"] == code

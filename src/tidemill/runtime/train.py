@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 from typing import Any, TextIO
 
+from tidemill.config.checks import refuse_untrainable
 from tidemill.config.load import differences, from_toml
 from tidemill.config.schema import RunSpec
 from tidemill.config.toml import to_toml
@@ -41,6 +42,7 @@ def train(spec: RunSpec, *, telemetry_stream: TextIO | None = None) -> dict[str,
         UserError: a fault of the input, the run directory or the disk; nothing finished is lost.
         DeadlineError: something awaited did not come.
     """
+    refuse_untrainable(spec)
     with RunDirectory.open(spec.directory) as run:
         _check_same_run(run, spec)
         run.write_config(to_toml(spec))

@@ -29,7 +29,7 @@ class SilentTelemetry:
 
     def progress(self, phase: str, done: int, total: int) -> None:
         """Tenths, each told once."""
-        text = f"{phase}: {10 * done // max(total, 1)}0 % of {total}"
+        text = f"{phase}: {10 * (10 * done // max(total, 1))} % of {total}"
         if text != self._told:
             self._told = text
             self._tell(text)

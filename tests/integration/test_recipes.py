@@ -1,0 +1,208 @@
+"""Every recipe through the real command line, shortened: what it leaves behind is what a user is promised."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.commands import Ran, run_here, run_process
+from tests.conftest import REPOSITORY
+from tidemill.config.load import load_spec
+from tidemill.models.quiet import quiet
+from tidemill.runtime.train import train
+
+RECIPES = sorted((REPOSITORY / "recipes").glob("*.toml"))
+CHAR = f"@{REPOSITORY / 'recipes' / 'char-addition.toml'}"
+ONE_THREAD = "--trainer.threads=1"
+# Sixteen steps of the recipe's sixty, four times as fast: enough to see the reward rise.
+LEARNING = (CHAR, ONE_THREAD, "--trainer.steps=16", "--optimizer.learning_rate=1e-3", "--eval.every_steps=0")
+SHORT = (CHAR, ONE_THREAD, "--trainer.steps=2", "--batch.prompts=4", "--batch.group_size=8", "--eval.every_steps=0")
+PROMISED = ("steps", "wall_s", "tokens_generated", "tokens_trained", "policy_version", "peak_rss_bytes")
+PROMPTS = ("1+2=", "9+4=", "7+7=")
+
+pytestmark = pytest.mark.timeout(300)
+Train = Callable[..., dict[str, Any]]
+
+
+def figures(run: Path, name: str) -> list[float]:
+    """One metric of every step that tells it."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [line[name] for line in lines if name in line]
+
+
+def check_summary(ran: Ran, run: Path) -> dict[str, Any]:
+    """What `--json` prints is what summary.json holds, with everything that is promised of it."""
+    assert ran.code == 0, ran.err
+    summary: dict[str, Any] = ran.data
+    stored = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    assert stored == {name: summary[name] for name in stored}
+    assert all(summary[name] > 0 for name in PROMISED)
+    assert summary["steps"] == summary["policy_version"] == summary["total_steps"]
+    assert summary["tokens_trained"] <= summary["tokens_generated"]
+    assert 0 <= summary["eval"]["before"]["greedy_accuracy"] <= 1
+    assert 0 <= summary["eval"]["after"]["greedy_accuracy"] <= 1
+    assert summary["eval"]["n"] > 0
+    return summary
+
+
+def check_report(run: Path) -> None:
+    """One page that needs nothing beside it and no network."""
+    page = (run / "report.html").read_text(encoding="utf-8")
+    assert page.lstrip().lower().startswith("<!doctype html>")
+    assert not re.search(r"""(?:src|href)=["'](?!data:|#)|@import|url\((?!["']?data:)|\bfetch\(|XMLHttpRequest""", page)
+
+
+def check_checkpoint(run: Path, prompts: tuple[str, ...], *, tokens: int) -> None:
+    """Plain transformers reads the checkpoint, and completes greedily as `tidemill generate` does."""
+    folder = max((run / "checkpoints").iterdir(), key=lambda path: int(path.name.removeprefix("step_")))
+    asked = (f"--sampling.max_new_tokens={tokens}", "--sampling.temperature=0", "--sampling.stop=[]", ONE_THREAD)
+    ours = run_here("generate", *prompts, "--checkpoint", str(run), *asked, "--json")
+    assert ours.code == 0, ours.err
+    with quiet():
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        for sample in ours.data["samples"]:
+            ids = torch.tensor([tokenizer.encode(sample["prompt"], add_special_tokens=False)])
+            theirs = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False)
+            completion = theirs[0, ids.shape[1] :]
+            assert sample["completion"] == tokenizer.decode(completion, skip_special_tokens=True)
+            assert sample["tokens"] == len(completion)
+            with torch.no_grad():
+                logits = model(theirs).logits[0, ids.shape[1] - 1 : -1]
+            chosen = logits.log_softmax(-1).gather(-1, completion[:, None]).sum().item()
+            assert sample["logprob"] == pytest.approx(chosen, abs=1e-4)
+
+
+@pytest.fixture
+def short(tmp_path: Path) -> Train:
+    """Two steps of the character recipe in this process, with overrides."""
+
+    def run(*overrides: str) -> dict[str, Any]:
+        folder = tmp_path / ("run" + "".join(overrides).replace("/", ""))
+        spec = load_spec([*SHORT, *overrides, f"--run.dir={folder}"], purpose="train")
+        summary = train(spec, telemetry_stream=io.StringIO())
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        steps = [line for line in lines if line["step"] > 0]
+        assert [line["step"] for line in steps] == [1, 2]
+        for line in steps:
+            assert all(math.isfinite(line[name]) for name in ("loss", "entropy", "grad_norm", "approx_kl"))
+            assert line["grad_norm"] > 0
+        digests = [line["weights_digest"] for line in lines]
+        assert len(set(digests)) == len(digests)  # every step changed the weights
+        return summary | {"metrics": steps}
+
+    return run
+
+
+def test_there_is_a_recipe_for_every_kind_of_task() -> None:
+    assert {path.stem for path in RECIPES} >= {"char-addition", "jsonl", "reasoning-gym", "smollm2-addition"}
+
+
+def test_the_character_recipe_learns_the_same_twice_and_leaves_what_is_promised(tmp_path: Path) -> None:
+    run, again = tmp_path / "run", tmp_path / "again"
+    summary = check_summary(run_process("train", *LEARNING, f"--run.dir={run}", "--json", cwd=tmp_path), run)
+    assert summary["steps"] == summary["optimizer_steps"] == 16
+    assert summary["eval"]["n"] == 20
+    rewards = figures(run, "reward_mean")
+    assert len(rewards) == 16
+    # From 0.06 to 0.3 or so: a number and a line end are soon learned (0.2), and then some answers.
+    assert fmean(rewards[-4:]) > 2 * fmean(rewards[:4])
+    check_report(run)
+    check_checkpoint(run, PROMPTS, tokens=3)
+    # Another process, and a process in which other things ran before: canonical order makes no difference of it.
+    repeated = train(load_spec([*LEARNING, f"--run.dir={again}"], purpose="train"), telemetry_stream=io.StringIO())
+    assert repeated["weights_digest"] == summary["weights_digest"]
+    assert figures(again, "reward_mean") == rewards
+    assert figures(again, "weights_digest") == figures(run, "weights_digest")
+
+
+def test_the_seed_decides_what_is_learned(short: Train) -> None:
+    assert short()["weights_digest"] == short("--run.name=again")["weights_digest"]
+    assert short()["weights_digest"] != short("--run.seed=1")["weights_digest"]
+
+
+def test_order_of_arrival_learns_from_the_same_samples(short: Train) -> None:
+    canonical, arrival = short()["metrics"], short("--batch.order=arrival")["metrics"]
+    for name in ("samples", "tokens_generated", "tokens_trained", "reward_mean", "groups_without_signal"):
+        assert arrival[0][name] == canonical[0][name]  # before the first update nothing depends on the order
+    assert arrival[0]["grad_norm"] == pytest.approx(canonical[0]["grad_norm"], rel=1e-4)
+
+
+def test_minibatches_and_epochs_are_so_many_optimizer_steps(short: Train) -> None:
+    summary = short("--batch.minibatches=2", "--batch.epochs=2")
+    # 2 minibatches x 2 epochs x 2 steps, and the later ones are off the policy that sampled.
+    assert summary["optimizer_steps"] == 8
+    assert [line["optimizer_steps"] for line in summary["metrics"]] == [4, 4]
+    assert all(line["approx_kl"] > 0 for line in summary["metrics"])
+    assert summary["policy_version"] == 2
+
+
+def test_the_reference_is_the_initial_model(short: Train) -> None:
+    first, second = short("--algorithm.kl_beta=0.1")["metrics"]
+    assert first["kl_ref"] == pytest.approx(0, abs=1e-6)
+    assert second["kl_ref"] > 1e-6
+
+
+def test_bf16_learns_from_nearly_the_same(short: Train) -> None:
+    plain, half = short()["metrics"], short("--trainer.precision=bf16")["metrics"]
+    assert half[0]["entropy"] == pytest.approx(plain[0]["entropy"], rel=0.05)
+    assert 0 < half[0]["mismatch_kl"] < 1e-2
+
+
+def test_recomputing_activations_changes_nothing(short: Train) -> None:
+    plain, recomputed = short()["metrics"], short("--trainer.activation_checkpointing=true")["metrics"]
+    for before, after in zip(plain, recomputed, strict=True):
+        assert after["loss"] == pytest.approx(before["loss"], abs=1e-6)
+        assert after["grad_norm"] == pytest.approx(before["grad_norm"], rel=1e-4)
+
+
+def test_what_is_cut_by_length_may_be_left_out(short: Train) -> None:
+    large = "--batch.group_size=16"  # an untrained model rarely stops by itself: enough must be left to learn from
+    kept = short(large)["metrics"][0]
+    masked = short(large, "--scoring.truncated=masked")["metrics"][0]
+    assert kept["truncated_fraction"] == masked["truncated_fraction"] > 0
+    assert kept["samples_left_out"] == 0
+    assert masked["samples_left_out"] == masked["truncated_fraction"] * masked["samples"]
+    # Every sample left out was cut at max_new_tokens = 3.
+    assert masked["tokens_trained"] <= masked["tokens_generated"] - 3 * masked["samples_left_out"]
+
+
+@pytest.fixture
+def emptied(tmp_path: Path) -> Iterator[Path]:
+    """A folder that is removed at once: a checkpoint of SmolLM2 takes 1.6 GB."""
+    yield tmp_path
+    shutil.rmtree(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "recipe", [path for path in RECIPES if path.stem != "char-addition"], ids=lambda path: path.stem
+)
+def test_recipes_of_the_pretrained_model(recipe: Path, shared_cache: Path, emptied: Path) -> None:
+    run = emptied / "run"
+    shortened = (
+        "--trainer.steps=1",
+        "--batch.prompts=4",
+        "--eval.prompts=2",
+        "--eval.every_steps=0",
+    )
+    argv = ("train", f"@{recipe}", ONE_THREAD, *shortened, f"--run.dir={run}", "--json")
+    offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    assert os.environ["TIDEMILL_CACHE"] == str(shared_cache)
+    summary = check_summary(run_process(*argv, cwd=emptied, env=offline), run)
+    assert summary["eval"]["n"] == 2
+    assert summary["model"] == "smollm2-135m"
+    check_report(run)
+    if recipe.stem == "smollm2-addition":
+        check_checkpoint(run, ("3+4=7\n5+2=",), tokens=3)

@@ -11,6 +11,7 @@ from tests.char_codec import CharCodec
 from tidemill.config.schema import ReasoningGymTask
 from tidemill.core.errors import UserError
 from tidemill.envs.text import Task, build_task
+from tidemill.envs.text import reasoning_gym as module
 from tidemill.envs.text.reasoning_gym import answer_of
 
 gym = pytest.importorskip("reasoning_gym")
@@ -101,3 +102,31 @@ def test_a_missing_extra_is_said_with_its_cure(monkeypatch: pytest.MonkeyPatch) 
         build()
     assert "needs the package reasoning-gym" in caught.value.what
     assert 'pip install "tidemill[tasks]"' in caught.value.cure
+
+
+class Generator:
+    """A generator that makes `good` prompts and then fails."""
+
+    def __init__(self, good: int) -> None:
+        self.good = good
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> dict[str, object]:
+        if index >= self.good:
+            raise IndexError("nothing left")
+        return {"question": f"q{index}", "answer": "a", "metadata": {}}
+
+
+def test_a_generator_that_fails_is_named_with_its_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_create", lambda config: Generator(3))
+    with pytest.raises(UserError, match="simple_equations fails at prompt 3: IndexError: nothing left"):
+        build()
+
+
+def test_a_generator_that_takes_for_ever_is_given_up_between_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_create", lambda config: Generator(1000))
+    monkeypatch.setattr(module, "GENERATION_TIMEOUT_S", -1)
+    with pytest.raises(UserError, match="0 of 30 for training"):
+        build()

@@ -228,7 +228,7 @@ class FakeTrainer:
         self.state = TrainerState()
         self.open: list[tuple[object, ...]] = []
         self.positions: list[list[int]] = []  # in the order learned from, batch by batch
-        self.accumulated_at: list[float] = []
+        self.salt = ""  # as if another machine rounded differently
         self._compute, self._engine = compute, engine
 
     @property
@@ -237,7 +237,6 @@ class FakeTrainer:
 
     async def accumulate(self, group: Group) -> None:
         await self._compute.run(lambda: self.open.append(seen(group)))
-        self.accumulated_at.append(asyncio.get_running_loop().time())
 
     async def commit(self, step: int) -> StepMetrics:
         return await self._compute.run(lambda: self._commit(step))
@@ -247,7 +246,7 @@ class FakeTrainer:
         assert step == self.state.version.number + 1
         batch, self.open = tuple(self.open), []
         self.positions.append([group[0] for group in batch])  # type: ignore[misc]
-        digest = digest_of(self.state.version.digest, batch)
+        digest = digest_of(self.state.version.digest, batch, self.salt)
         self.state = TrainerState(PolicyVersion(number=step, digest=digest), (*self.state.history, batch))
         return StepMetrics(step=step, version=self.version, optimizer_steps=1, values={"loss": 1.0})
 

@@ -184,6 +184,34 @@ def test_an_evaluation_beyond_the_checkpoint_is_told_again_but_not_made_again() 
     assert_same_history(resumed, "no checkpoint")
 
 
+def test_weights_that_were_made_again_a_little_different_are_evaluated_again() -> None:
+    """As on a GPU, or in order of arrival: the digest tells."""
+    spec = small_spec(checkpoint={"every_steps": 0})
+    disk = Disk()
+
+    def no_power() -> None:
+        raise PowerCut
+
+    async def main(salt: str, power: Any) -> Session:
+        session = Session(disk=disk, spec=spec)
+        session.trainer.salt = salt
+        session.checkpoints.power = power
+        session.result = await session.run_until_power_cut()
+        return session
+
+    run_virtual(main("", no_power))
+    resumed = run_virtual(main("another processor", lambda: None))
+
+    assert resumed.result is not None
+    assert {sample.purpose for sample in resumed.engine.submitted} == {"eval:held_out"}
+    assert len(resumed.eval_scorer.scored) == 8  # after steps 2 and 4; the initial weights are the same
+    assert resumed.result.evaluations[-1].version == resumed.trainer.version
+    foreign = [metrics.values.get("tokens_other_weights", 0.0) for metrics in resumed.telemetry.steps]
+    # the first batch was made by the initial weights, the others by weights that are no more
+    assert foreign[1] == 0.0
+    assert all(count > 0 for count in foreign[2:])
+
+
 def test_in_order_of_arrival_every_sample_is_learned_once() -> None:
     disk = Disk()
     while (session := live(disk, power_cut_after=2500, spec=ARRIVAL)).result is None:

@@ -91,6 +91,18 @@ async def test_two_deltas_of_a_sample_in_one_report_finish_it_once() -> None:
     assert finished == [0]
 
 
+async def test_reports_that_arrive_together_are_all_journalled() -> None:
+    journal = MemoryJournal()
+    ledger, batch = await opened(journal)
+    batch.assign("lease")
+    reports = [make_report(make_delta(sample_id=sample_id, finish="stop")) for sample_id in FOLLOWING]
+
+    assert len(await ledger.accept(batch, reports)) == 3
+
+    _, again = await restarted(journal)
+    assert [sample.state.value for sample in again.samples] == ["finished"] * 3 + ["waiting"] * 3
+
+
 async def test_a_message_without_news_is_not_journalled() -> None:
     journal = MemoryJournal()
     ledger, batch = await opened(journal)

@@ -9,6 +9,7 @@ import pytest
 
 from tests.fake_fleet import Disk, FakeSource, Session, small_spec
 from tests.virtual_time import run_virtual
+from tidemill.controller.ledger import OUTLIVES_CHECKPOINTS
 from tidemill.controller.waiting import Patience
 from tidemill.core.errors import DeadlineError, UserError
 from tidemill.core.records import Group, Reward, StepMetrics
@@ -38,6 +39,15 @@ def test_a_run_from_the_first_step_to_the_last() -> None:
     assert session.telemetry.named("resume") == [{"step": 0}]
     assert session.engine.version == session.trainer.version
     assert result.tokens_generated == sum(m.values.get("tokens_generated", 0) for m in session.telemetry.steps)
+
+
+def test_what_a_checkpoint_covers_leaves_the_journal() -> None:
+    session = run()
+
+    async def steps() -> set[int]:
+        return {step for step, _ in await session.journal.load()}
+
+    assert run_virtual(steps()) == {OUTLIVES_CHECKPOINTS}  # the figures of evaluations
 
 
 def test_a_steps_metrics_are_the_trainers_and_the_controllers() -> None:

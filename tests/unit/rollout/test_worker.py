@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import pytest
 
@@ -16,6 +17,8 @@ from tidemill.core.errors import DeadlineError
 from tidemill.core.records import GenerateRequest, PolicyVersion, TokenDelta
 from tidemill.rollout.worker import EngineWorker
 from tidemill.runtime.compute import ComputeThread
+
+T = TypeVar("T")
 
 V0, V1 = PolicyVersion(number=0, digest="v0"), PolicyVersion(number=1, digest="v1")
 
@@ -103,6 +106,30 @@ def test_samples_submitted_while_the_last_ones_end_are_not_forgotten(delay: floa
         await stage.worker.submit([request("p1")])
         finished = [delta.sample_id for delta in await stage.deltas() if delta.finish]
         assert finished == [make_id("p0"), make_id("p1")]
+        await stage.worker.close()
+
+    run_virtual(main())
+
+
+class LateNews(FakeCompute):
+    """Tells late what a poll found; what was submitted meanwhile is told earlier."""
+
+    async def run(self, function: Callable[[], T]) -> T:
+        result = await super().run(function)
+        if result is not None:
+            await asyncio.sleep(0.5)
+        return result
+
+
+def test_samples_submitted_behind_the_last_poll_are_not_taken_for_idleness() -> None:
+    async def main() -> None:
+        stage = Stage()
+        stage.worker = EngineWorker(stage.engine, LateNews(0.1), clock=LoopClock(), tick_s=0.1, lease_id="lease")
+        stage.engine.per_poll = 100  # one poll finishes a sample
+        await stage.worker.submit([request("p0")])
+        await asyncio.sleep(0.15)  # that poll is over, and the worker has not heard of it
+        await stage.worker.submit([request("p1")])
+        assert {delta.sample_id for delta in await stage.deltas() if delta.finish} == {make_id("p0"), make_id("p1")}
         await stage.worker.close()
 
     run_virtual(main())

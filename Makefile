@@ -84,6 +84,7 @@ test: check ## check, then every test with coverage
 bench: $(READY_BENCH) ## the benchmarks, one after another; about an hour on a quiet machine
 	$(BIN)/python -m benchmarks.generation
 	$(BIN)/python -m benchmarks.grpo_step
+	$(BIN)/python -m benchmarks.batch_shapes
 	$(BIN)/python -m benchmarks.demo_accuracy
 
 constraints: $(READY) ## rewrite constraints.txt from pyproject.toml (needs the network)

@@ -120,7 +120,7 @@ def build_arithmetic(config: ArithmeticTask, *, batch_prompts: int, seed: int, r
             longest = longest_of([*train, *held_out], render)
         source: PromptSource = ListedSource(train, held_out, batch_prompts=batch_prompts, seed=seed, render=render)
     else:
-        draw = _drawer(config, shots)
+        draw = draw_from(config, shots)
         held_out = [item(problem) for problem in _drawn_held_out(draw)]
         source = SampledSource(
             lambda key, number: item(draw(False, key, number)),
@@ -141,7 +141,7 @@ def build_arithmetic(config: ArithmeticTask, *, batch_prompts: int, seed: int, r
     )
 
 
-def _drawer(config: ArithmeticTask, shots: Sequence[Problem]) -> Callable[..., Problem]:
+def draw_from(config: ArithmeticTask, shots: Sequence[Problem]) -> Callable[..., Problem]:
     """draw(held_out, *key): the problem of that side that a key stands for."""
     if not RAREST_SHARE <= config.held_out_fraction <= 1 - RAREST_SHARE:
         raise UserError(

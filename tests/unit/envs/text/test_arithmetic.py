@@ -9,7 +9,7 @@ from tidemill.config.schema import ArithmeticTask
 from tidemill.core.errors import UserError
 from tidemill.core.records import Prompt
 from tidemill.envs.text import Task, build_task
-from tidemill.envs.text.arithmetic import Problem, choose_shots, format_prompt, split_listed
+from tidemill.envs.text.arithmetic import Problem, choose_shots, draw_from, format_prompt, split_listed
 
 
 def build(seed: int = 0, batch_prompts: int = 8, **settings: object) -> Task:
@@ -122,3 +122,9 @@ def test_a_share_that_cannot_be_drawn_is_refused() -> None:
 def test_the_end_of_a_line_ends_an_answer() -> None:
     assert build().default_stop_strings == ("\n",)
     assert build().check is None
+
+
+def test_a_drawn_problem_is_never_one_of_the_shots() -> None:
+    config = ArithmeticTask(digits=3)
+    first = draw_from(config, [])(False, "key")
+    assert draw_from(config, [first])(False, "key").kind != first.kind

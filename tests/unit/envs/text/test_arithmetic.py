@@ -107,11 +107,12 @@ def test_long_operands_are_quick_to_set_up_and_stay_within_the_stated_bound(digi
 
 
 def test_drawn_problems_have_fresh_epochs_and_never_repeat_in_a_batch() -> None:
-    source = build(digits=3, batch_prompts=64).source
+    # 3000 draws from 750,000 problems: about 3000² / (2·750,000) = 6 repeats, were they not drawn again.
+    source = build(digits=3, batch_prompts=3000).source
     for step in (1, 7):
         batch = source.train_batch(step)
         assert {epoch for epoch, _ in batch} == {step - 1}
-        assert len({prompt.prompt_id for _, prompt in batch}) == 64
+        assert len({prompt.prompt_id for _, prompt in batch}) == 3000
 
 
 def test_a_share_that_cannot_be_drawn_is_refused() -> None:

@@ -181,6 +181,23 @@ async def test_a_hanging_reward_times_out_and_others_go_on(gate: threading.Event
     await built.close()
 
 
+async def test_an_async_reward_past_its_deadline_is_cancelled() -> None:
+    cancelled = asyncio.Event()
+
+    async def slow(sample: object) -> float:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            cancelled.set()
+        return 1.0
+
+    built = scorer(slow, timeout_s=0.05)
+    assert "no result within 0.05 s" in (await judge(built)).reason
+    async with asyncio.timeout(10):
+        await cancelled.wait()
+    await built.close()
+
+
 async def test_an_async_reward_that_ignores_its_cancellation_is_left_behind() -> None:
     release = asyncio.Event()
 

@@ -91,7 +91,7 @@ def build_once(
     if is_built(folder) and fault(folder) is None:
         return folder
     with _writable(folder.parent):
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        _make(folder.parent)
         with _locked(folder, progress, lock_deadline_s):
             _sweep(folder)
             damage = fault(folder)
@@ -102,6 +102,13 @@ def build_once(
             _check_space(folder.parent, needs_bytes)
             _build(folder, build)
     return folder
+
+
+def _make(parent: Path) -> None:
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+    except FileNotFoundError as error:  # a place that takes no folders at all, such as /proc
+        raise NotADirectoryError(errno.ENOTDIR, error.strerror, str(parent)) from error
 
 
 def _build(folder: Path, build: Callable[[Path], None]) -> None:

@@ -33,6 +33,8 @@ from tidemill.trainer.policy import PolicyTrainer
 RESUMABLE = ("run.dir", "run.name", "trainer.steps", "trainer.threads", "engine.tick_s", "checkpoint.", "telemetry.",
              "eval.", "scoring.concurrency", "scoring.timeout_s")  # fmt: skip
 """Keys (or sections) that may differ when a run is resumed: they do not change what it learns from each batch."""
+MODEL_DIGEST, TASK_DIGEST = "model_digest", "task_digest"
+"""In the manifest: of the weights and the prompts the run began with; noted just before the first sample."""
 
 
 def train(spec: RunSpec, *, telemetry_stream: TextIO | None = None) -> dict[str, Any]:
@@ -82,7 +84,6 @@ async def _train(parts: Parts, run: RunDirectory, recorder: Recorder) -> LoopRes
             reference=parts.reference(),
             autocast=parts.autocast,
         )
-        _check_same_model(run, trainer.version.digest)
         engine = parts.engine(trainer.version, prompt_tokens=task.longest_prompt_tokens)
         worker = EngineWorker(engine, compute, clock=clock, tick_s=spec.engine.tick_s)
         stack.push_async_callback(worker.close)
@@ -92,6 +93,7 @@ async def _train(parts: Parts, run: RunDirectory, recorder: Recorder) -> LoopRes
         store = CheckpointStore(
             run.checkpoints, keep_last=spec.checkpoint.keep_last, keep_best=spec.checkpoint.keep_best
         )
+        _check_same_beginning(run, model=trainer.version.digest, task=task.digest)  # from here on the run has begun
         recorder.event("machine", device=str(parts.device), threads=parts.threads, autocast=str(parts.autocast))
         with _stop_on_signals(recorder) as stop:
             return await train_loop(
@@ -112,9 +114,9 @@ async def _train(parts: Parts, run: RunDirectory, recorder: Recorder) -> LoopRes
 
 
 def _check_same_run(run: RunDirectory, spec: RunSpec) -> None:
-    """A run directory belongs to one configuration."""
+    """A run directory belongs to one configuration, once its run has begun: until then a mistake may be corrected."""
     stored = run.read_config()
-    if stored is None:
+    if stored is None or MODEL_DIGEST not in run.read_manifest():
         return
     changed = [
         f"{key} = {new!r}, the run has {old!r}"
@@ -129,14 +131,21 @@ def _check_same_run(run: RunDirectory, spec: RunSpec) -> None:
         )
 
 
-def _check_same_model(run: RunDirectory, digest: str) -> None:
-    """The initial weights of a resumed run must be those it began with: its batches are applied to them again."""
+def _check_same_beginning(run: RunDirectory, *, model: str, task: str) -> None:
+    """A resumed run applies its batches to the weights it began with, and its samples answer the prompts it began with."""
     manifest = run.read_manifest()
-    if manifest.setdefault("model_digest", digest) != digest:
+    if manifest.setdefault(MODEL_DIGEST, model) != model:
         raise UserError(
             "the model has changed since this run began",
             where="model.source",
             cure="put the former weights back, or choose another --run.dir",
+        )
+    if manifest.setdefault(TASK_DIGEST, task) != task:
+        raise UserError(
+            "the task's prompts have changed since this run began",
+            where="task",
+            cure="put the former data back (some reasoning-gym generators need a fixed PYTHONHASHSEED), "
+            "or choose another --run.dir",
         )
     run.write_manifest(manifest)
 

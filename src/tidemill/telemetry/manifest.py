@@ -32,6 +32,7 @@ def build_manifest(
     }
     created = earlier.get("created", session["started"])
     return {
+        **earlier,  # whatever else was noted of this run stays
         "run": run,
         "run_id": earlier.get("run_id", blake2b(f"{run} {created}".encode(), digest_size=6).hexdigest()),
         "model": model,

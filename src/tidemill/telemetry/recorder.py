@@ -76,6 +76,7 @@ class Recorder:
         self._texts = TokenTexts(decode) if decode else None
         self._step_began_s: float | None = None
         self._closed = False
+        self._known_faults: set[str] = set()
         check_sinks(spec.telemetry.sinks)
         self._sinks = SinkSet(self._sink_failed)
         self._events = JsonlWriter(run.events)
@@ -198,6 +199,17 @@ class Recorder:
             kept = [pairs[index] for index in chosen(len(pairs), self._spec.telemetry.samples_per_step)]
             lines = [sample_line(step, trajectory, prompt, self._texts) for trajectory, prompt in kept]
             write_samples(self.run.samples / samples_name(step, purpose), lines)
+        self._note_faults(step, trajectories)
+
+    def _note_faults(self, step: int, trajectories: Sequence[Trajectory]) -> None:
+        """Tell a kind of reward fault the first time it is met: a run whose rewards all fail should not look busy."""
+        reasons = [each.reward.reason for each in trajectories if each.reward is not None and not each.reward.valid]
+        new = [reason for reason in reasons if reason.partition(" (sample ")[0] not in self._known_faults]
+        self._known_faults |= {reason.partition(" (sample ")[0] for reason in new}
+        if new:
+            self.note(
+                f"warning: {len(reasons)} of {len(trajectories)} samples of step {step} not scored, one: {new[0]}"
+            )
 
     def progress(self, phase: str, done: int, total: int) -> None:
         """How far the current phase is; nothing of it is written."""

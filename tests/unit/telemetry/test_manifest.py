@@ -9,7 +9,9 @@ from tidemill.telemetry.manifest import build_manifest, git_state, machine, vers
 
 def test_a_session_is_added_to_the_earlier_ones() -> None:
     first = build_manifest({}, run="demo", model="char", seed=3, unix_s=0.0, argv=["/usr/bin/tidemill", "train"])
-    second = build_manifest(first, run="demo", model="char", seed=3, unix_s=86400.5, argv=["tidemill", "train"])
+    noted = {**first, "model_digest": "0123"}
+    second = build_manifest(noted, run="demo", model="char", seed=3, unix_s=86400.5, argv=["tidemill", "train"])
+    assert second["model_digest"] == "0123"  # what others noted stays
     assert second["created"] == first["created"] == "1970-01-01T00:00:00.000Z"
     assert second["run_id"] == first["run_id"]
     assert [session["started"] for session in second["sessions"]] == [

@@ -196,3 +196,23 @@ def test_the_fabricated_run_has_one_history(tmp_path: Path) -> None:
     assert [line.step for line in lines] == list(range(1, 21))
     assert [line.session for line in lines] == [1] * 10 + [2] * 10
     assert len(run.metrics.read_text().splitlines()) == 20
+
+
+def test_a_reward_fault_is_told_the_first_time_it_is_met(tmp_path: Path) -> None:
+    recorder = open_recorder(tmp_path)
+    prompt = make_prompt("1+1=", "2")
+
+    def record(step: int, *faults: str) -> None:
+        rewards = [Reward(value=0.0, valid=not fault, reason=fault and f"{fault} (sample {step})") for fault in faults]
+        recorder.samples(step, [make_trajectory(prompt, "2", reward=one) for one in rewards], [prompt] * len(rewards))
+
+    record(1, "", "")
+    record(2, "late", "", "late")
+    record(3, "late", "")
+    record(4, "raises", "late")
+    end(recorder)
+    assert isinstance(recorder._view, PlainView) and isinstance(recorder._view._stream, io.StringIO)
+    assert [line for line in recorder._view._stream.getvalue().splitlines() if "not scored" in line] == [
+        "warning: 2 of 3 samples of step 2 not scored, one: late (sample 2)",
+        "warning: 2 of 2 samples of step 4 not scored, one: raises (sample 4)",
+    ]

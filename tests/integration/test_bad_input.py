@@ -1,0 +1,282 @@
+"""What a user gets wrong ends with exit code 2 and a line or two naming what, where and the cure; nothing is lost."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.commands import Ran, run_here, run_process
+from tidemill.trainer.policy import PolicyTrainer
+
+CHAR = """\
+[model]
+source = "char"
+[model.char]
+alphabet = "0123456789+=\\n"
+hidden_size = 32
+layers = 1
+[task]
+kind = "arithmetic"
+shots = 0
+[sampling]
+max_new_tokens = 3
+[eval]
+prompts = 4
+[batch]
+prompts = 2
+group_size = 4
+[trainer]
+steps = 4
+threads = 1
+[checkpoint]
+every_steps = 1
+"""
+REWARDS = """\
+import time
+
+
+def raises(prompt, completion, answer, metadata):
+    if len(completion) == 3:
+        raise ValueError("no idea what to think of it")
+    return len(completion)
+
+
+def hangs(prompt, completion, answer, metadata):
+    if len(completion) == 3:
+        time.sleep(1000)
+    return len(completion)
+"""
+KEPT = ("steps", "weights_digest", "tokens_generated", "tokens_trained", "optimizer_steps")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # where tracebacks of bugs would go
+    (tmp_path / "char.toml").write_text(CHAR, encoding="utf-8")
+    (tmp_path / "rewards.py").write_text(REWARDS, encoding="utf-8")
+    return tmp_path
+
+
+def train(*argv: str) -> Ran:
+    return run_here("train", "@char.toml", "--run.dir=D", *argv, "--json")
+
+
+def assert_refused(ran: Ran, *says: str) -> None:
+    """Exit code 2; at the end at most two lines that hold every one of `says`; the same as JSON for programs."""
+    assert ran.code == 2, ran.err
+    _, told, error = ran.err.rpartition("error: ")
+    assert told
+    assert error.count("\n") <= 2
+    for part in says:
+        assert part in error
+    assert "Traceback" not in ran.err
+    assert ran.data["exit_code"] == 2
+    assert ran.data["error"]["kind"] == "input"
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--trainer.stepz=3"], ["trainer.stepz", "unknown key", "did you mean trainer.steps?"]),
+        (["--trianer.steps=3"], ["trianer", "unknown section", "did you mean trainer?"]),
+        (["--trainer.steps=many"], ["trainer.steps", "needs integer >= 1", '"many"']),
+        (["--batch.prompts=1.5"], ["batch.prompts", "needs integer", "1.5"]),
+        (["--batch.prompts=3", "--batch.minibatches=2"], ["does not divide batch.prompts", "make prompts a multiple"]),
+        (["--sampling.top_p=0.9"], ["sampling.top_p", "1"]),
+        (["--engine.context_tokens=3"], ["sampling.max_new_tokens = 3", "raise context_tokens"]),
+        (["@nowhere.toml"], ["nowhere.toml"]),
+        (["--task.kind=arithmatic"], ["task.kind", "arithmetic"]),
+    ],
+    ids=lambda value: value[0] if value[0].startswith(("-", "@")) else "",
+)
+def test_faults_of_the_configuration_are_seen_before_anything_is_made(argv: list[str], says: list[str]) -> None:
+    assert_refused(train(*argv), *says)
+    assert not Path("D").exists()
+
+
+def test_a_wrong_type_in_a_recipe_names_file_and_line(folder: Path) -> None:
+    (folder / "wrong.toml").write_text('[trainer]\nsteps = "four"\n', encoding="utf-8")
+    assert_refused(train("@wrong.toml"), "wrong.toml:2", "trainer.steps")
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--model.source=./nowhere"], ["nowhere", "no such folder", "config.json"]),
+        (["--model.source=smolm2-135m"], ["smolm2-135m", "smollm2-135m"]),
+        (["--task.kind=jsonl", "--task.path=nowhere.jsonl"], ["nowhere.jsonl", "task.path"]),
+        (["--task.kind=jsonl", "--task.path=rewards.py"], ["rewards.py, line 1", "one JSON object per line"]),
+        (['--scoring.rewards=[{kind="python",function="rewards.py:rises"}]'], ["rewards.py", "rises", "did you mean"]),
+        (["--engine.context_tokens=1000"], ["engine.context_tokens", "limit of 256", "lower it to 256"]),
+    ],
+    ids=["missing model", "unknown model", "missing prompts", "no prompts", "missing reward", "too long a context"],
+)
+def test_a_mistake_in_what_is_named_may_be_corrected_in_the_same_directory(argv: list[str], says: list[str]) -> None:
+    assert_refused(train(*argv), *says)
+    ran = train("--trainer.steps=1")  # another configuration: nothing had begun, so nothing stands in its way
+    assert ran.code == 0, ran.err
+    assert ran.data["steps"] == 1
+
+
+def test_a_broken_line_is_named_by_its_number(folder: Path) -> None:
+    whole = json.dumps({"prompt": "1+1=", "answer": "2"})
+    (folder / "prompts.jsonl").write_text(f'{whole}\n\n{whole}\n{{"prompt": "1+2=", "ans\n', encoding="utf-8")
+    asked = ("--task.kind=jsonl", "--task.path=prompts.jsonl")
+    assert_refused(train(*asked), "prompts.jsonl, line 4", "broken JSON", "one JSON object per line")
+
+
+def test_a_prompt_longer_than_the_context_is_named(folder: Path) -> None:
+    lines = [json.dumps({"prompt": f"{number}=", "answer": "1"}) for number in (*range(5), int("7" * 260))]
+    (folder / "prompts.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    asked = ("--task.kind=jsonl", "--task.path=prompts.jsonl")
+    assert_refused(
+        train(*asked), "prompts.jsonl, line 6", "'7777", "261 tokens", "context of 256", "shorten the prompt"
+    )
+    generated = run_here("generate", "7" * 260, "@char.toml", "--json")
+    assert_refused(generated, "7777", "260 tokens", "256")
+
+
+@pytest.mark.parametrize("damage", ["cut", "overwritten", "missing"])
+def test_a_damaged_model_file_is_named(folder: Path, damage: str) -> None:
+    model = Path(run_here("model", "get", "char", "--model.char.hidden_size=32", "--json").data["path"])
+    copy = folder / "model"
+    copy.mkdir()
+    for path in model.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    weights = copy / "model.safetensors"
+    if damage == "cut":
+        os.truncate(weights, weights.stat().st_size // 2)
+    elif damage == "overwritten":
+        weights.write_bytes(b"not a model" * 1000)
+    else:
+        weights.unlink()
+    assert_refused(train(f"--model.source={copy}"), "model", "safetensors")
+
+
+def test_a_run_directory_that_cannot_be_written(folder: Path) -> None:
+    (folder / "file").write_text("mine", encoding="utf-8")
+    for place in ("file", "file/below"):
+        assert_refused(
+            train(f"--run.dir={place}"), place, "a file stands where a directory should be", "another --run.dir"
+        )
+    assert (folder / "file").read_text(encoding="utf-8") == "mine"
+    if Path("/proc").is_dir():
+        assert_refused(train("--run.dir=/proc/run"), "/proc/run")
+
+
+def test_a_cache_that_cannot_be_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    places = [folder / "char.toml" / "cache", Path("/proc/cache")] if Path("/proc").is_dir() else [folder / "char.toml"]
+    for place in places:
+        monkeypatch.setenv("TIDEMILL_CACHE", str(place))
+        assert_refused(train(), str(place), "cache", "TIDEMILL_CACHE")
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [("raises", "ValueError: no idea what to think of it"), ("hangs", "no result within 0.2 s")],
+)
+def test_a_reward_that_fails_costs_its_samples_and_is_told(function: str, reason: str) -> None:
+    rewards = f'--scoring.rewards=[{{kind="python",function="rewards.py:{function}"}}]'
+    # In a process of its own: it must end although threads hang in the reward.
+    shape = ("--trainer.steps=1", "--batch.prompts=4", "--batch.group_size=8", "--scoring.timeout_s=0.2")
+    argv = ("train", "@char.toml", "--run.dir=D", rewards, *shape, "--scoring.concurrency=32", "--json")
+    ran = run_process(*argv, cwd=Path.cwd())
+    assert ran.code == 0, ran.err
+    lines = [json.loads(line) for line in Path("D/samples/step_000001.jsonl").read_text(encoding="utf-8").splitlines()]
+    failed = [line for line in lines if len(line["completion"]) == 3]
+    assert 0 < len(failed) < len(lines) == 32
+    for line in lines:
+        assert line["valid"] is (len(line["completion"]) < 3)
+        assert line["weight"] == line["valid"]
+    assert all(reason in line["reason"] and line["prompt_id"] in line["reason"] for line in failed)
+    step = json.loads(Path("D/metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
+    assert step["samples_invalid"] == len(failed)
+    # Told once, where it is met first: in the evaluation before the first step, which asks this reward too.
+    assert "warning: 3 of 4 samples of step 0 not scored" in ran.err
+    assert ran.err.count(reason) == 1
+
+
+def test_another_models_weights_are_not_taken_for_the_runs(folder: Path) -> None:
+    first, second = (
+        run_here("model", "get", "char", "--model.char.hidden_size=32", f"--model.char.seed={seed}", "--json").data[
+            "path"
+        ]
+        for seed in (0, 1)
+    )
+    (folder / "model").symlink_to(first)
+    assert train("--model.source=./model", "--trainer.steps=1").code == 0
+    (folder / "model").unlink()
+    (folder / "model").symlink_to(second)
+    assert_refused(train("--model.source=./model", "--trainer.steps=2"), "the model has changed", "another --run.dir")
+
+
+def uninterrupted() -> dict[str, Any]:
+    summary: dict[str, Any] = run_here("train", "@char.toml", "--run.dir=quiet", "--json").data
+    return summary
+
+
+def checkpoints(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+def test_a_disk_that_fills_while_a_checkpoint_is_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = uninterrupted()
+    write, written = PolicyTrainer.write_state, []
+
+    def fills_up(trainer: PolicyTrainer, place: Path) -> None:
+        written.append(place)
+        if len(written) > 2:
+            (place / "model.safetensors").write_bytes(b"half of it")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(place))
+        write(trainer, place)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PolicyTrainer, "write_state", fills_up)
+        assert_refused(train(), "disk is full", "checkpoint", "free")
+    assert checkpoints(folder / "D") == ["step_1", "step_2"]
+    assert json.loads((folder / "D/metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])["step"] == 3
+    resumed = train()
+    assert resumed.code == 0, resumed.err
+    assert {name: resumed.data[name] for name in KEPT} == {name: expected[name] for name in KEPT}
+
+
+@pytest.fixture
+def small_disk(folder: Path) -> Iterator[Path]:
+    """A file system of 48 MB: little more than is asked for before a checkpoint is written."""
+    place = folder / "disk"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=48m", "tmpfs", str(place)], check=False, capture_output=True, timeout=10
+    )
+    if mounted.returncode:
+        pytest.skip("no right to mount a small file system")
+    yield place
+    subprocess.run(["umount", "--lazy", str(place)], check=True, timeout=10)
+
+
+@pytest.mark.parametrize("free_bytes", [4_000_000, 60_000, 4096, 0])
+def test_a_disk_that_is_really_full(small_disk: Path, free_bytes: int) -> None:
+    """Wherever it happens: in a checkpoint, a samples file, the ledger or the very first file."""
+    expected = uninterrupted()
+    run = small_disk / "run"
+    begun = train(f"--run.dir={run}", "--trainer.steps=1", "--eval.every_steps=0")
+    assert begun.code == 0, begun.err
+    ballast = small_disk / "ballast"
+    stat = os.statvfs(small_disk)
+    ballast.write_bytes(b"x" * max(0, stat.f_bavail * stat.f_frsize - free_bytes))
+    ran = train(f"--run.dir={run}", "--eval.every_steps=0")
+    assert_refused(ran, str(run), "disk", "run the same command again")
+    assert (run / "checkpoints" / "step_1").is_dir()
+    assert not list((run / "checkpoints").glob(".*"))
+    ballast.unlink()
+    resumed = train(f"--run.dir={run}", "--eval.every_steps=0")
+    assert resumed.code == 0, resumed.err
+    assert {name: resumed.data[name] for name in KEPT} == {name: expected[name] for name in KEPT}

@@ -17,7 +17,8 @@ from tidemill.config.schema import CharModelConfig
 from tidemill.models.char_shape import EOS, PAD, SPECIAL_TOKENS, intermediate_size
 from tidemill.models.quiet import quiet
 
-EMBEDDING_STD = 0.02  # tied to the output head: the untrained model's choices are close to uniform
+# Tied to the output head: small, so that an untrained model explores; of 0.02 to 0.09, learns addition fastest at 0.05.
+EMBEDDING_STD = 0.05
 
 
 def build_char_model(config: CharModelConfig, folder: Path) -> None:

@@ -9,7 +9,7 @@ from tidemill.config.schema import CharModelConfig
 
 PAD, EOS = "<pad>", "<eos>"
 SPECIAL_TOKENS = (PAD, EOS)
-BUILDER_VERSION = 2  # raise when the same configuration would give other weights or another tokenizer
+BUILDER_VERSION = 3  # raise when the same configuration would give other weights or another tokenizer
 
 
 def content_key(config: CharModelConfig) -> str:

@@ -45,7 +45,7 @@ setup: $(READY) ## prepare .venv only
 demo: $(READY) ## a 135M-parameter model learns addition; minutes, no GPU, no network
 	@rm -rf $(DEMO_DIR)
 	$(BIN)/tidemill train @recipes/smollm2-addition.toml --run.dir $(DEMO_DIR)
-	@printf '\nCurves and samples: %s\n' "$(CURDIR)/$(DEMO_DIR)/report.html"
+	@printf '\nOpen in a browser: file://%s\n' "$(CURDIR)/$(DEMO_DIR)/report.html"
 
 # One target each, so that `make -k check` tells everything that is wrong at once.
 check: $(CHECKS) ## format, lint, types, layers, spelling, dependencies

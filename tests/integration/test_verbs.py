@@ -1,0 +1,163 @@
+"""Every verb on a real, small run: what one says, another confirms."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.commands import DEADLINE_S, Ran, run_here, run_process
+from tests.conftest import REPOSITORY
+
+RECIPE = f"@{REPOSITORY / 'recipes' / 'char-addition.toml'}"
+# Held-out problems are learned only by chance; the small reward for a number is learned soon, so accuracy is not all 0.
+SHAPE = ("--trainer.steps=12", "--optimizer.learning_rate=3e-3", "--trainer.threads=1", "--eval.every_steps=6",
+         "--checkpoint.every_steps=6", "--batch.prompts=8", "--task.held_out_fraction=0.9")  # fmt: skip
+
+
+class Trained(NamedTuple):
+    run: Path
+    ran: Ran
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        data: dict[str, Any] = self.ran.data
+        return data
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, session_cache: Path) -> Iterator[Trained]:
+    """A finished run of twelve steps, in a directory given as a relative path."""
+    folder = tmp_path_factory.mktemp("verbs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        yield Trained(folder / "runs/a", run_here("train", RECIPE, *SHAPE, "--run.dir=runs/a", "--json"))
+
+
+def test_training_says_where_to_look(trained: Trained) -> None:
+    assert trained.ran.code == 0, trained.ran.err
+    assert trained.summary["run_dir"] == "runs/a"
+    assert (trained.run / "report.html").is_file()
+
+
+def test_eval_of_a_checkpoint_is_what_the_run_said(trained: Trained) -> None:
+    expected = trained.summary["eval"]
+    ran = run_here("eval", "--checkpoint", str(trained.run), "--json")
+    assert ran.code == 0, ran.err
+    found = ran.data
+    assert found["n"] == expected["n"] == 64
+    assert found["greedy_accuracy"] == expected["after"]["greedy_accuracy"]
+    assert found["weights_digest"] == trained.summary["weights_digest"]
+    # The completions too, one by one.
+    told = (trained.run / "samples" / "step_000012.eval-held_out.jsonl").read_text(encoding="utf-8").splitlines()
+    recorded = {line["prompt"]: line["completion"] for line in map(json.loads, told)}
+    assert {sample["prompt"]: sample["completion"] for sample in found["samples"]} == recorded
+    assert sum(sample["correct"] for sample in found["samples"]) / found["n"] == found["greedy_accuracy"]
+
+
+def test_eval_without_a_checkpoint_is_of_the_untrained_model(trained: Trained) -> None:
+    ran = run_here("eval", RECIPE, *SHAPE, "--json")
+    assert ran.data["greedy_accuracy"] == trained.summary["eval"]["before"]["greedy_accuracy"]
+    assert ran.data["weights_digest"] != trained.summary["weights_digest"]
+
+
+def test_an_earlier_checkpoint_may_be_named(trained: Trained) -> None:
+    ran = run_here("eval", "--checkpoint", str(trained.run / "checkpoints/step_6"), "--json")
+    at_6 = [json.loads(line) for line in (trained.run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()][-7]
+    assert at_6["step"] == 6
+    assert ran.data["weights_digest"] == at_6["weights_digest"]
+    assert ran.data["greedy_accuracy"] == at_6["eval/greedy_accuracy"]
+
+
+def test_generate_draws_the_same_for_a_seed_and_another_for_another(trained: Trained) -> None:
+    def drawn(*argv: str) -> list[dict[str, Any]]:
+        ran = run_here("generate", "1+2=", "3+4=", "9+9=", "--checkpoint", str(trained.run), "--json", *argv)
+        assert ran.code == 0, ran.err
+        samples: list[dict[str, Any]] = ran.data["samples"]
+        return samples
+
+    long = "--sampling.max_new_tokens=20"
+    first = drawn(long)
+    assert [sample["prompt"] for sample in first] == ["1+2=", "3+4=", "9+9="]
+    assert drawn(long) == first
+    assert drawn(long, "--run.seed=1") != first
+    assert all(0 < sample["tokens"] <= 20 and sample["logprob"] < 0 for sample in first)
+    greedy = drawn("--sampling.temperature=0")
+    assert drawn("--sampling.temperature=0", "--run.seed=1") == greedy
+    stopped = drawn("--sampling.temperature=0", '--sampling.stop=["1"]', long)
+    assert all(sample["completion"].partition("1")[2] == "" for sample in stopped)
+
+
+def test_generate_from_standard_input_in_a_process_of_its_own(trained: Trained) -> None:
+    """What a person sees: progress on one stream, the text on the other."""
+    ran = run_process(
+        "generate", "-", "--checkpoint", "a", "--sampling.temperature=0", cwd=trained.run.parent, stdin="1+2="
+    )
+    assert ran.code == 0, ran.err
+    here = run_here("generate", "1+2=", "--checkpoint", str(trained.run), "--sampling.temperature=0", "--json")
+    assert ran.out == f"1+2={here.data['samples'][0]['completion']}\n"
+
+
+def test_a_character_the_model_has_no_token_for_is_refused(trained: Trained) -> None:
+    ran = run_here("generate", "1+é=", "--checkpoint", str(trained.run))
+    assert ran.code == 2
+    assert "é" in ran.err
+
+
+def test_models_are_listed_and_fetched_once(trained: Trained) -> None:
+    listed = {model["name"]: model for model in run_here("model", "list", "--json").data["models"]}
+    assert "smollm2-135m" in " ".join(listed) and "char" in " ".join(listed)
+    wanted = ("model", "get", "char", "--model.char.layers=1", "--model.char.hidden_size=16", "--json")
+    first = Path(run_here(*wanted).data["path"])
+    written = (first / "model.safetensors").stat().st_mtime_ns
+    assert Path(run_here(*wanted).data["path"]) == first
+    assert (first / "model.safetensors").stat().st_mtime_ns == written
+    assert run_here("model", "get", str(first)).out == f"{first}\n"
+    checkpoint = trained.run / "checkpoints/step_12"
+    assert run_here("model", "get", str(checkpoint)).out == f"{checkpoint}\n"
+
+
+def test_a_report_may_be_written_again_and_of_a_run_that_is_over(trained: Trained) -> None:
+    page = trained.run / "report.html"
+    before = page.read_text(encoding="utf-8")
+    page.unlink()
+    assert run_here("report", str(trained.run)).out == f"{page}\n"
+    again = page.read_text(encoding="utf-8")
+    assert "char-addition" in again
+    assert abs(len(again) - len(before)) < 200  # the same story; only times of day may differ
+
+
+def test_the_stored_configuration_is_the_recipe_of_the_run(trained: Trained) -> None:
+    said = run_here("train", RECIPE, *SHAPE, "--run.dir=runs/a", "--dry-run", "--json").data
+    assert said["config"]["batch"]["prompts"] == 8
+    assert "8 prompts × 16 samples = 128 samples" in " ".join(topic["text"] for topic in said["words"])
+    assert run_here("train", f"@{trained.run / 'config.toml'}", "--dry-run", "--json").data == said
+    before = (trained.run / "metrics.jsonl").read_bytes()
+    finished = run_here("train", f"@{trained.run / 'config.toml'}", "--json")
+    assert finished.data["already_finished"] is True
+    assert (trained.run / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_dry_run_makes_nothing(tmp_path: Path) -> None:
+    for verb in ("train", "eval", "generate"):
+        ran = run_here(verb, RECIPE, f"--run.dir={tmp_path / 'run'}", "--dry-run")
+        assert ran.code == 0, ran.err
+        assert "held_out_fraction = 0.2" in ran.out
+    assert not list(tmp_path.iterdir())
+
+
+def test_doctor_is_json_for_any_reader(tmp_path: Path) -> None:
+    command = f"'{sys.executable}' -m tidemill doctor --json | '{sys.executable}' -m json.tool"
+    done = subprocess.run(
+        command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["usable"] is True
+    assert {finding["status"] for finding in found["findings"]} <= {"ok", "note", "warn"}
+    assert found["machine"]["cpu"]["usable"] >= 1

@@ -45,6 +45,12 @@ METRICS: dict[str, Metric] = {
     ),
     "deltas_ignored": Metric("messages", "token deltas refused because their lease, attempt or position was outdated"),
     "tokens_trained": Metric("tokens", "completion tokens that carried loss, once per epoch"),
+    "tokens_packed": Metric("tokens", "tokens of the forward and backward passes, shared prefixes once"),
+    "tokens_unpacked": Metric("tokens", "what these would have been with every sample by itself"),
+    "optimizer_steps_skipped": Metric("steps", "optimizer steps not taken because the gradient was not finite"),
+    "minibatches_dropped": Metric(
+        "minibatches", "not learned from because the policy had moved past algorithm.kl_stop"
+    ),
     "prompt_tokens_computed": Metric("tokens", "prompt tokens the engine computed for this batch"),
     "prompt_tokens_reused": Metric("tokens", "prompt tokens served from a shared prefix instead of being computed"),
     "loss": Metric("", "the objective minimised, mean over the batch's optimizer steps"),

@@ -201,7 +201,7 @@ class PolicyTrainer:
         if microbatch.ref_logprobs is not None:
             penalty = k3(logprobs, microbatch.ref_logprobs)
             loss_T = loss_T + algorithm.kl_beta * penalty
-            self._sums.kl_ref += float(penalty.detach().sum())
+            self._sums.kl_ref = (self._sums.kl_ref or 0.0) + float(penalty.detach().sum())
         loss = (microbatch.weights * loss_T).sum()
         loss.backward()
         sums = self._sums

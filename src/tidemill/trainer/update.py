@@ -46,7 +46,7 @@ class Sums:
     clipped: float = 0.0
     entropy: float = 0.0
     approx_kl: float = 0.0
-    kl_ref: float = 0.0
+    kl_ref: float | None = None  # None without a reference
     loss: float = 0.0
     optimizer_steps: int = 0
     steps_skipped_nonfinite: int = 0
@@ -57,17 +57,8 @@ class Sums:
     mismatch: MismatchSums = field(default_factory=no_mismatch)
 
     def values(self) -> dict[str, float]:
-        """Metrics by name; see docs/metrics.md."""
-        tokens, steps = max(self.tokens_trained, 1), max(self.optimizer_steps, 1)
-        stats = self.mismatch.reduce()
-        return {
-            "loss": self.loss / steps,
-            "entropy": self.entropy / tokens,
-            "approx_kl": self.approx_kl / tokens,
-            "kl_ref": self.kl_ref / tokens,
-            "clip_fraction": self.clipped / tokens,
-            "grad_norm": self.grad_norm / steps,
-            "learning_rate": self.learning_rate,
+        """Metrics by name; see docs/metrics.md. Of no trained tokens and no optimizer steps there are no means."""
+        values: dict[str, float] = {
             "groups_without_signal": self.groups_without_signal,
             "groups_skipped_invalid": self.groups_skipped_invalid,
             "tokens_trained": self.tokens_trained,
@@ -75,10 +66,28 @@ class Sums:
             "tokens_unpacked": self.tokens_unpacked,
             "optimizer_steps_skipped": self.steps_skipped_nonfinite,
             "minibatches_dropped": self.minibatches_dropped,
+            "time_train_s": self.train_s,
+        }
+        if self.tokens_trained:
+            values |= self._means_of_tokens()
+        if self.optimizer_steps:
+            values |= {
+                "loss": self.loss / self.optimizer_steps,
+                "grad_norm": self.grad_norm / self.optimizer_steps,
+                "learning_rate": self.learning_rate,
+            }
+        return values
+
+    def _means_of_tokens(self) -> dict[str, float]:
+        tokens, stats = self.tokens_trained, self.mismatch.reduce()
+        means = {
+            "entropy": self.entropy / tokens,
+            "approx_kl": self.approx_kl / tokens,
+            "clip_fraction": self.clipped / tokens,
             "mismatch_kl": stats.mismatch_kl,
             "ratio_mean": stats.ratio_mean,
             "ratio_var": stats.ratio_variance,
             "ratio_max": stats.ratio_max,
             "effective_sample_size": stats.effective_sample_size,
-            "time_train_s": self.train_s,
         }
+        return means if self.kl_ref is None else means | {"kl_ref": self.kl_ref / tokens}

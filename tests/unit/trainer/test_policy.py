@@ -189,6 +189,9 @@ def test_a_batch_without_any_signal_publishes_the_same_weights() -> None:
     subject.take(group(0, [trajectory([3, 4], [5], 1.0, index=i) for i in range(4)]))
     metrics = subject.learn(1)
     assert (metrics.optimizer_steps, subject.version.number, subject.version.digest) == (0, 1, before)
+    # No mean of no tokens and no steps: a curve has a gap there, not a zero.
+    assert not {"entropy", "loss", "grad_norm", "learning_rate", "ratio_mean"} & metrics.values.keys()
+    assert metrics.values["groups_without_signal"] == 1
 
 
 def test_minibatches_and_epochs_use_the_ratio_to_the_start_of_the_update() -> None:

@@ -85,6 +85,19 @@ CHARTS: tuple[Chart, ...] = (
         low=0,
     ),
     Chart(
+        title="Trained tokens",
+        note="per step, with their prompts",
+        series=(("tokens_packed", "shared prefixes once"), ("tokens_unpacked", "each sample by itself")),
+        low=0,
+    ),
+    Chart(
+        title="Updates cut short",
+        note="per step",
+        series=(("minibatches_dropped", "minibatches, by kl_stop"), ("optimizer_steps_skipped", "steps, not finite")),
+        low=0,
+        only_if_any=True,
+    ),
+    Chart(
         title="Kept from earlier sessions",
         note="tokens",
         series=(("tokens_recovered", "recovered"), ("tokens_other_weights", "by other weights")),

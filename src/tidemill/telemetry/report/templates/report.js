@@ -70,7 +70,7 @@
     const room = (top - bottom) * 0.08;
     if (chart.high == null) top += room;
     if (chart.low == null) bottom -= room;
-    if (top <= bottom) { const pad = Math.abs(top) * 0.1 || 1; top += pad; if (chart.low == null) bottom -= pad; }
+    if (top - bottom < 1e-3 * Math.abs(top) || top <= bottom) { const pad = Math.abs(top) * 0.1 || 1; top += pad; if (chart.low == null) bottom -= pad; }
     return [bottom, top];
   };
 

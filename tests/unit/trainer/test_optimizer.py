@@ -38,7 +38,7 @@ def test_constant_schedule_with_warmup() -> None:
 
 def test_linear_schedule() -> None:
     # peak at step 1, 0 at step 5: 1, 3/4, 2/4, 1/4, 0
-    assert rates(5, schedule="linear") == pytest.approx([1.0, 0.75, 0.5, 0.25, 0.0])
+    assert rates(5, schedule="linear", min_learning_rate_ratio=0.0) == pytest.approx([1.0, 0.75, 0.5, 0.25, 0.0])
 
 
 def test_linear_schedule_after_warmup_to_a_floor() -> None:

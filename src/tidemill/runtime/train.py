@@ -132,7 +132,7 @@ def _check_same_run(run: RunDirectory, spec: RunSpec) -> None:
 
 
 def _check_same_beginning(run: RunDirectory, *, model: str, task: str) -> None:
-    """A resumed run applies its batches to the weights it began with, and its samples answer the prompts it began with."""
+    """A resumed run applies its batches to the weights it began with; its samples answer the prompts it began with."""
     manifest = run.read_manifest()
     if manifest.setdefault(MODEL_DIGEST, model) != model:
         raise UserError(

@@ -9,7 +9,6 @@ export PYTHONNOUSERSITE := 1
 
 BIN := .venv/bin
 READY := .venv/.ready
-READY_BENCH := .venv/.ready-bench
 SETUP := pyproject.toml constraints.txt scripts/prepare_venv.py
 CANDIDATES := $(or $(PYTHON),python3.11 python3.12 python3.13 python3.14 python3 python)
 DEMO_DIR := runs/demo
@@ -19,7 +18,7 @@ CHECKS := check-format check-lint check-types check-layers check-spelling check-
 define prepare
 	@for candidate in $(CANDIDATES); do \
 	  if "$$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then \
-	    exec "$$candidate" scripts/prepare_venv.py $(1); \
+	    exec "$$candidate" scripts/prepare_venv.py; \
 	  fi; \
 	done; \
 	echo "No Python 3.11 or newer with the venv module among: $(CANDIDATES)." >&2; \
@@ -34,11 +33,6 @@ help: ## list the targets
 
 $(READY): $(SETUP)
 	$(call prepare)
-
-$(READY_BENCH): $(SETUP)
-	$(call prepare,--extras dev$(comma)tasks$(comma)bench --stamp .ready-bench)
-
-comma := ,
 
 setup: $(READY) ## prepare .venv only
 
@@ -73,7 +67,7 @@ format: $(READY) ## rewrite files in the project's format
 	$(BIN)/ruff check --fix .
 
 test: check ## check, then every test with coverage
-	$(BIN)/python -m pytest --cov --cov-report=
+	$(BIN)/python -m pytest -n 2 --cov --cov-report=
 	@for part in $(COVERED); do \
 	  printf 'line coverage of %s: ' $$part; \
 	  $(BIN)/coverage report --include="src/tidemill/$$part/*" --format=total --fail-under=95 || { \
@@ -81,7 +75,7 @@ test: check ## check, then every test with coverage
 	    $(BIN)/coverage report --include="src/tidemill/$$part/*" --show-missing; exit 1; }; \
 	done
 
-bench: $(READY_BENCH) ## the benchmarks, one after another; about an hour on a quiet machine
+bench: $(READY) ## the benchmarks, one after another; about an hour on a quiet machine
 	$(BIN)/python -m benchmarks.generation
 	$(BIN)/python -m benchmarks.grpo_step
 	$(BIN)/python -m benchmarks.batch_shapes

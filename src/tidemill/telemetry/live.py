@@ -171,6 +171,10 @@ class LiveView:
 
 
 def _cell(label: str, figures: str, bars: str, style: str) -> Text:
+    figures = f"{figures:<{FIGURES_WIDTH - 1}} "
     return Text.assemble(
-        (f"{label:<{LABEL_WIDTH}}", QUIET), (f"{figures:<{FIGURES_WIDTH}}", "bold"), (bars, style), no_wrap=True
+        (f"{label:<{LABEL_WIDTH}}", QUIET),
+        (figures, "bold"),
+        (bars[len(figures) - FIGURES_WIDTH :], style),
+        no_wrap=True,
     )

@@ -11,6 +11,7 @@ from tidemill.telemetry.numerals import compact, decimal, duration, percent
 from tidemill.telemetry.progress import Progress
 
 HEARTBEAT_S = 30.0
+INTERRUPTIONS = ("CancelledError", "KeyboardInterrupt")  # what a span calls a second Ctrl-C
 
 
 class View(Protocol):
@@ -69,7 +70,8 @@ def event_words(name: str, fields: dict[str, Any]) -> str:
     step, error = fields.get("step"), fields.get("error")
     took = f", {duration(fields['duration_s'])}" if "duration_s" in fields else ""
     if error:
-        return f"{name} of step {step} failed: {error}" if step is not None else f"{name} failed: {error}"
+        ended = "was interrupted" if error in INTERRUPTIONS else f"failed: {error}"
+        return f"{name} of step {step} {ended}" if step is not None else f"{name} {ended}"
     if name == EVALUATION and "greedy_accuracy" in fields:
         n = f" (n {fields['n']}{took})" if "n" in fields else ""
         return f"held-out accuracy after step {step}: {decimal(fields['greedy_accuracy'])}{n}"

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from tests.fabricated_run import FabricatedRun, FakeClock
-from tidemill.telemetry.live import LiveView, sparkline
+from tidemill.telemetry.live import LiveView, _cell, sparkline
 from tidemill.telemetry.progress import Progress
 
 SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
@@ -87,7 +87,17 @@ def test_notes_scroll_above_and_evaluations_do_not() -> None:
     view.event("checkpoint", {"step": 2, "duration_s": 1.25})
     view.event("evaluation", {"step": 2, "greedy_accuracy": 0.123, "n": 64})
     view.event("rollout", {"step": 2, "error": "OSError"})
+    view.event("checkpoint", {"step": 3, "error": "CancelledError"})
     view.close()
     shown = terminal.getvalue()
     assert "checkpoint of step 2 written, 1.2 s" in shown and "rollout of step 2 failed: OSError" in shown
+    assert "checkpoint of step 3 was interrupted" in shown
     assert "0.123" not in shown
+
+
+def test_figures_longer_than_their_column_take_from_the_curve() -> None:
+    long = "0/16 groups · 1234 invalid and more"
+    row = _cell("no signal", long, "▁▂▃▄▅▆▇█" * 4, "red").plain
+    assert f"{long} " in row
+    assert row.endswith("▆▇█")
+    assert len(row) == len(_cell("no signal", "0/16", "▁▂▃▄▅▆▇█" * 4, "red").plain)

@@ -25,8 +25,9 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-# Every process started by a test inherits this, also one whose parent is gone.
-os.environ["TIDEMILL_TEST_SESSION"] = uuid.uuid4().hex
+# Every process started by a test inherits this, also one whose parent is gone; pytest's own workers share it.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["TIDEMILL_TEST_SESSION"] = uuid.uuid4().hex
 SESSION_MARK = f"TIDEMILL_TEST_SESSION={os.environ['TIDEMILL_TEST_SESSION']}"
 EXIT_GRACE_S = 3.0
 
@@ -59,8 +60,11 @@ def one_torch_thread() -> None:
         torch.set_num_threads(1)
 
 
+@pytest.hookimpl(trylast=True)  # when pytest's own workers are gone
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail the session when a process started by a test is still alive, and end that process."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return  # the session that started this worker looks at all of them
     deadline = time.monotonic() + EXIT_GRACE_S
     while (alive := _marked_processes()) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -31,7 +31,7 @@ from tidemill.rollout.engines.embedded import EmbeddedEngine
 VERSION = PolicyVersion(number=0, digest="measured")
 OPENINGS = ("Once upon a time", "The capital of France", "7+8=15\n9+4=13\n2+6=", "def add(a, b):", "Dear Sir or Madam,",
             "In 1969 the first", "Water boils at", "My favourite recipe is")  # fmt: skip
-GROUP = 32
+GROUP = 16
 
 Samples = dict[SampleId, tuple[list[int], list[float]]]
 

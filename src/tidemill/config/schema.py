@@ -270,7 +270,8 @@ class TrainerConfig(Config):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes a GPU when there is one."""
     threads: int = Field(0, ge=0)
-    """CPU threads of one operation; 0 measures one against all at the start and takes the faster."""
+    """CPU threads of one operation; 0 measures one against all when a run begins and keeps the faster. Give a number
+    where two runs must agree bit for bit: another number may round sums differently."""
     logits_budget_mb: int = Field(256, ge=1)
     """Largest [tokens, vocabulary] block held at once; beyond it the vocabulary logprobs are computed in chunks."""
     activation_checkpointing: bool = False

@@ -62,7 +62,7 @@ def gumbel(keys: Sequence[int], vocabulary: int, device: torch.device) -> torch.
     """Standard Gumbel noise, float32 [len(keys), vocabulary], a pure function of key and column.
 
     A 31-bit hash h gives v = (h + 1/2) / 2^31 in (0, 1), E = -log(1 - v) exponential, -log E Gumbel. Small v are exact
-    in float32, so the upper tail, which decides the argmax, is drawn to 2^-32.
+    in float32, so the upper tail, which decides the argmax, is drawn to 2^-32; large ones are kept below 1.
     """
     low = torch.tensor([_signed(key & 0xFFFFFFFF) for key in keys], dtype=torch.int32, device=device)
     high = torch.tensor([_signed(key >> 32) for key in keys], dtype=torch.int32, device=device)
@@ -70,7 +70,7 @@ def gumbel(keys: Sequence[int], vocabulary: int, device: torch.device) -> torch.
     _mix(x, 0x7FEB352D, 0x846CA68B)
     x += high[:, None]
     _mix(x, 0x2C1B3C6D, 0x297A2D39)
-    v = x.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31)
+    v = x.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=1.0 - 2.0**-24)
     return v.neg_().log1p_().neg_().log_().neg_()
 
 

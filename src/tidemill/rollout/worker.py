@@ -115,6 +115,8 @@ class EngineWorker:
         if status.running + status.queued == 0 and submissions == self._submissions:
             self._work.clear()
         self._report(deltas, status, self._clock.now() - began)
+        if not deltas and self._work.is_set():
+            await asyncio.sleep(self._tick_s)  # all that is queued waits for a later version
 
     def _report(self, deltas: Sequence[TokenDelta], status: EngineStatus, elapsed_s: float) -> None:
         tokens = sum(count(delta.token_ids) for delta in deltas)

@@ -32,9 +32,10 @@ from tidemill.trainer.policy import PolicyTrainer
 
 RESUMABLE = ("run.dir", "run.name", "trainer.steps", "trainer.threads", "engine.tick_s", "checkpoint.", "telemetry.",
              "eval.", "scoring.concurrency", "scoring.timeout_s")  # fmt: skip
-"""Keys (or sections) that may differ when a run is resumed: they do not change what it learns from each batch."""
-MODEL_DIGEST, TASK_DIGEST = "model_digest", "task_digest"
-"""In the manifest: of the weights and the prompts the run began with; noted just before the first sample."""
+"""Keys (or sections) that may differ when a run is resumed: the user's to change. (More steps stretch a falling
+learning-rate schedule, and other threads may round differently.)"""
+MODEL_DIGEST, TASK_DIGEST, THREADS = "model_digest", "task_digest", "threads"
+"""In the manifest: the weights, the prompts and the threads the run began with; noted just before the first sample."""
 
 
 def train(spec: RunSpec, *, telemetry_stream: TextIO | None = None) -> dict[str, Any]:
@@ -57,7 +58,7 @@ def train(spec: RunSpec, *, telemetry_stream: TextIO | None = None) -> dict[str,
         )
         run.write_manifest(manifest)
         with Recorder(run, spec, stream=telemetry_stream) as recorder:
-            parts = load_parts(spec, progress=recorder.note)
+            parts = load_parts(_with_threads(spec, manifest), progress=recorder.note)
             recorder.use_decoder(parts.codec.decode)
             result = asyncio.run(_train(parts, run, recorder))
             if result.already_finished:
@@ -93,7 +94,7 @@ async def _train(parts: Parts, run: RunDirectory, recorder: Recorder) -> LoopRes
         store = CheckpointStore(
             run.checkpoints, keep_last=spec.checkpoint.keep_last, keep_best=spec.checkpoint.keep_best
         )
-        _check_same_beginning(run, model=trainer.version.digest, task=task.digest)  # from here on the run has begun
+        _check_same_beginning(run, parts, model=trainer.version.digest, task=task.digest)  # now the run has begun
         recorder.event("machine", device=str(parts.device), threads=parts.threads, autocast=str(parts.autocast))
         with _stop_on_signals(recorder) as stop:
             return await train_loop(
@@ -131,7 +132,13 @@ def _check_same_run(run: RunDirectory, spec: RunSpec) -> None:
         )
 
 
-def _check_same_beginning(run: RunDirectory, *, model: str, task: str) -> None:
+def _with_threads(spec: RunSpec, manifest: dict[str, Any]) -> RunSpec:
+    """A resumed run keeps the number of threads it measured at its beginning: another may round sums differently."""
+    threads = spec.trainer.threads or int(manifest.get(THREADS, 0))
+    return spec.model_copy(update={"trainer": spec.trainer.model_copy(update={"threads": threads})})
+
+
+def _check_same_beginning(run: RunDirectory, parts: Parts, *, model: str, task: str) -> None:
     """A resumed run applies its batches to the weights it began with; its samples answer the prompts it began with."""
     manifest = run.read_manifest()
     if manifest.setdefault(MODEL_DIGEST, model) != model:
@@ -147,6 +154,7 @@ def _check_same_beginning(run: RunDirectory, *, model: str, task: str) -> None:
             cure="put the former data back (some reasoning-gym generators need a fixed PYTHONHASHSEED), "
             "or choose another --run.dir",
         )
+    manifest.setdefault(THREADS, parts.threads)
     run.write_manifest(manifest)
 
 

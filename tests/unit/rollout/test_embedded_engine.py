@@ -185,3 +185,18 @@ def test_versions_asked_for() -> None:
     subject.submit([stale])
     (refused,) = [delta for delta in subject.poll(0.0) if delta.finish == "aborted"]
     assert "asked for version 0, the engine has 1" in refused.error
+
+
+def test_a_load_ends_samples_that_asked_for_the_version_before() -> None:
+    (text,) = prompts(1)
+    subject = engine(llama())
+    running = request(text)
+    fields = {f: getattr(running, f) for f in running.__struct_fields__}
+    subject.submit([type(running)(**fields | {"exact_version": VERSION.number})])
+    (first,) = subject.poll(0.0)
+    assert first.finish is None
+    subject.load(PolicyVersion(number=1, digest="next"))
+    (last,) = subject.poll(0.0)
+    assert (last.finish, last.token_ids) == ("aborted", b"")
+    assert "asked for version 0, the engine has 1" in last.error
+    assert (subject.status().running, subject.status().queued) == (0, 0)

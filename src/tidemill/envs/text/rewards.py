@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, TypeAlias
 
+import regex
+
 from tidemill.config.schema import RewardConfig
 from tidemill.core.errors import UserError
 from tidemill.core.records import Prompt, SampleId
@@ -19,6 +21,7 @@ from tidemill.envs.text.import_path import import_function
 from tidemill.envs.text.task import Task
 
 WHERE = "scoring.rewards"
+REGEX_DEADLINE_S = 60.0  # the scorer gives up a sample earlier; this ends the search itself
 NUMBER = re.compile(
     r"(?:(?<![0-9.)])[-+])?"  # a sign, not a subtraction
     r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
@@ -115,9 +118,15 @@ def _math_verify(config: RewardConfig, context: Context) -> RewardFunction:
 
 
 def _regex(config: RewardConfig, context: Context) -> RewardFunction:
-    """1 if the pattern is found anywhere in the completion; else 0."""
-    pattern = re.compile(config.pattern)
-    return lambda sample: float(pattern.search(sample.completion) is not None)
+    """1 if the pattern is found anywhere in the completion; else 0.
+
+    A pattern that backtracks for ages must cost its sample only: the standard library's matcher would hold the
+    interpreter's lock meanwhile and cannot be stopped, this one lets go of it and ends by itself.
+    """
+    pattern = regex.compile(config.pattern)
+    return lambda sample: float(
+        pattern.search(sample.completion, timeout=REGEX_DEADLINE_S, concurrent=True) is not None
+    )
 
 
 def _length(config: RewardConfig, context: Context) -> RewardFunction:
@@ -167,7 +176,7 @@ REWARDS: dict[str, Callable[[RewardConfig, Context], RewardFunction]] = {
     "random": _random,
     "python": _python,
 }
-INLINE = frozenset({"exact", "numeric", "regex", "length", "random"})
+INLINE = frozenset({"exact", "numeric", "length", "random"})
 
 
 def build_rewards(configs: Sequence[RewardConfig], context: Context) -> tuple[NamedReward, ...]:

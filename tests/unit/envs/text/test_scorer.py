@@ -320,3 +320,22 @@ async def test_the_random_reward_is_the_samples_own() -> None:
     assert tossed == [(await judge(second, "b", index=index)).value for index in range(16)]
     assert set(tossed) == {0.0, 1.0}
     assert SampleId(run_seed=0, purpose="train", prompt_id="p", epoch=0, index=0).key
+
+
+async def test_a_pattern_that_backtracks_for_ages_costs_its_sample_and_leaves_the_loop_running() -> None:
+    config = ScoringConfig(rewards=(RewardConfig(kind="regex", pattern="(1|11)+$"),), timeout_s=0.2)
+    subject = build_scorer(config, task=TASK, seed=0)
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            await asyncio.sleep(0.01)
+            ticks += 1
+
+    ticking = asyncio.create_task(tick())
+    reward = await judge(subject, "1" * 60 + "=")
+    ticking.cancel()
+    await subject.close()
+    assert not reward.valid and "0.2 s" in reward.reason
+    assert ticks > 3

@@ -70,14 +70,17 @@ class EmbeddedEngine:
             UserError: when a prompt leaves no room for a single new token; nothing of the call is queued then.
         """
         sequences = [self._sequence(request) for request in requests]
-        for sequence in sequences:
-            wanted = sequence.request.exact_version
-            if wanted is not None and wanted != self._version.number:
-                sequence.finish = "aborted"
-                sequence.error = f"asked for version {wanted}, the engine has {self._version.number}"
-                self._ended.append(sequence)
-            else:
-                self._waiting.append(sequence)
+        self._waiting.extend(sequence for sequence in sequences if not self._refused(sequence))
+
+    def _refused(self, sequence: Sequence) -> bool:
+        """End a sample that wants another version than this one."""
+        wanted = sequence.request.exact_version
+        if wanted is None or wanted == self._version.number:
+            return False
+        sequence.finish = "aborted"
+        sequence.error = f"asked for version {wanted}, the engine has {self._version.number}"
+        self._ended.append(sequence)
+        return True
 
     def _sequence(self, request: GenerateRequest) -> Sequence:
         length = (len(request.prompt_ids) + len(request.prefix_ids)) // 4
@@ -124,6 +127,7 @@ class EmbeddedEngine:
         if self._refresh is not None:
             self._refresh()
         self._version = version
+        self._waiting = deque(sequence for sequence in self._waiting if not self._refused(sequence))
 
     def status(self) -> EngineStatus:
         return EngineStatus(

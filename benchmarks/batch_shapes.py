@@ -1,6 +1,6 @@
 """How often a sample's tokens depend on what is computed beside it: the fast mode, and the batch-invariant one.
 
-    python -m benchmarks.batch_shapes [--prompts 8] [--new-tokens 64]
+    python -m benchmarks.batch_shapes [--prompts 8] [--new-tokens 48]
 
 SmolLM2 in fp32 generates the same samples twice: once over 64 slots, once over 6 slots in another order, where every
 sample is cut at a random point and continued by a fresh engine. Sampling noise belongs to the sample, so a token
@@ -31,7 +31,7 @@ from tidemill.rollout.engines.embedded import EmbeddedEngine
 VERSION = PolicyVersion(number=0, digest="measured")
 OPENINGS = ("Once upon a time", "The capital of France", "7+8=15\n9+4=13\n2+6=", "def add(a, b):", "Dear Sir or Madam,",
             "In 1969 the first", "Water boils at", "My favourite recipe is")  # fmt: skip
-GROUP = 16
+GROUP = 8
 
 Samples = dict[SampleId, tuple[list[int], list[float]]]
 
@@ -108,7 +108,7 @@ class Bench:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("--prompts", type=int, default=len(OPENINGS))
-    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, default=48)
     options = parser.parse_args()
     quiet()
     torch.set_num_threads(1)

@@ -259,3 +259,24 @@ async def test_with_a_real_thread() -> None:
         finished += sum(delta.finish is not None for delta in report.deltas)
     await worker.close()
     await compute.close(5.0)
+
+
+def test_a_queue_that_waits_for_a_later_version_is_looked_at_once_a_tick() -> None:
+    class Waiting(FakeEngine):
+        """Has a sample that no loaded version may serve yet."""
+
+        def poll(self, deadline_s: float) -> list[TokenDelta]:
+            self.on_poll()
+            return []
+
+    async def main() -> None:
+        stage = Stage()
+        stage.engine = Waiting(V0)
+        stage.engine.on_poll = stage._count
+        stage.worker = EngineWorker(stage.engine, FakeCompute(0.0), clock=LoopClock(), tick_s=0.1)
+        await stage.worker.submit([request("p0")])
+        await asyncio.sleep(1.05)
+        assert stage.polls <= 11
+        await stage.worker.close()
+
+    run_virtual(main())

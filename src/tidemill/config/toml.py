@@ -58,9 +58,11 @@ def line_of(text: str, location: Sequence[str | int]) -> int | None:
 
 def to_toml(spec: RunSpec) -> str:
     """Every value of a run, written out; reading it back gives an equal run. Unset keys are comments."""
-    lines: list[str] = []
-    for section, table in spec.model_dump(mode="json").items():
-        _write_table(lines, (section,), table)
+    sections = spec.model_dump(mode="json")
+    lines = [f"{name} = {write_value(value)}" for name, value in sections.items() if not isinstance(value, dict)]
+    for section, table in sections.items():
+        if isinstance(table, dict):
+            _write_table(lines, (section,), table)
     return "\n".join(lines).lstrip("\n") + "\n"
 
 

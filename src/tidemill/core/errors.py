@@ -35,6 +35,14 @@ class GuardStop(TidemillError):
     exit_code = 3
 
 
+class WorkerLost(TidemillError):
+    """A worker is gone. For the fleet an event like any other; `cause` and `cure` are for whoever reads the log."""
+
+    def __init__(self, cause: str, *, cure: str = "") -> None:
+        self.cause, self.cure = cause, cure
+        super().__init__(f"{cause}; {cure}" if cure else cause)
+
+
 class DeadlineError(TidemillError):
     """A wait passed its deadline. The message names what was awaited, for how long, and what to look at."""
 

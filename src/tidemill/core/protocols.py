@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
+from tidemill.core.buffers import LogprobBuffer, TokenBuffer
 from tidemill.core.records import (
+    FleetRow,
     GenerateRequest,
     Group,
+    Lease,
+    LeaseEvent,
+    Loaded,
     Message,
     PolicyVersion,
     Prompt,
@@ -17,6 +22,7 @@ from tidemill.core.records import (
     StepMetrics,
     TokenDelta,
     Trajectory,
+    WeightManifest,
     WorkerReport,
 )
 
@@ -72,20 +78,69 @@ class Engine(Protocol):
     def load(self, version: PolicyVersion) -> None:
         """Swap to the weights of `version` at a token boundary; cached keys and values of older weights are dropped."""
 
+    def probe(self, token_ids: TokenBuffer) -> LogprobBuffer:
+        """Logprobs (float32 [N - 1], temperature 1) of the tokens after the first of a fixed sequence (int32 [N])."""
+
     def status(self) -> EngineStatus: ...
 
 
 class Worker(Protocol):
-    """The process (or task) around an engine: takes requests, flushes one report per tick."""
+    """The process (or task) around an engine: takes requests, flushes one report per tick.
+
+    Every call raises `WorkerLost` once the worker is known to be gone.
+    """
 
     async def submit(self, requests: Sequence[GenerateRequest]) -> None: ...
 
-    async def abort(self, sample_ids: Sequence[SampleId]) -> None: ...
+    async def abort(self, sample_ids: Sequence[SampleId]) -> None:
+        """Stop generating samples; their last tokens and the finish "aborted" come with the next report."""
 
-    async def load(self, version: PolicyVersion) -> None: ...
+    async def load(self, version: PolicyVersion) -> Loaded:
+        """Pull a published version, verify it, and swap to it at a token boundary."""
 
     async def next_report(self, timeout_s: float) -> WorkerReport | None:
-        """The next tick's report, or None when `timeout_s` seconds pass without one."""
+        """The next tick's report, or None when `timeout_s` seconds pass without one.
+
+        A worker with nothing to generate says so now and then: any report is a heartbeat.
+        """
+
+    async def close(self) -> None:
+        """End it after the tick that is running."""
+
+    def kill(self) -> None:
+        """End it now, as an eviction does: nothing that was not reported survives. Harmless when it is already gone."""
+
+
+class WorkerHost(Protocol):
+    """Starts workers on leased machines."""
+
+    async def start(self, lease: Lease) -> Worker:
+        """Raises WorkerLost: the machine went away, or the worker does not come up on it."""
+
+    async def close(self) -> None:
+        """Stop whatever `start` started and is still there."""
+
+
+class Provider(Protocol):
+    """Where leases come from."""
+
+    def want(self, workers: int) -> None:
+        """How many preemptible workers would be of use from now on. Never waits; the provider gives what it can."""
+
+    async def next_event(self, timeout_s: float) -> LeaseEvent | None:
+        """The next thing that happened, or None when `timeout_s` seconds pass without one."""
+
+    async def release(self, lease_id: str) -> None:
+        """The lease is of no more use: its worker was lost, quarantined or is superfluous."""
+
+    async def close(self) -> None: ...
+
+
+class Publisher(Protocol):
+    """Makes the trainer's current weights available to workers."""
+
+    async def publish(self, version: PolicyVersion) -> WeightManifest:
+        """Returns when the version can be pulled. Readers of older versions are not disturbed."""
 
     async def close(self) -> None: ...
 
@@ -177,3 +232,6 @@ class Telemetry(Protocol):
 
     def progress(self, phase: str, done: int, total: int) -> None:
         """How far the current phase ("rollout", "training", "evaluation", "checkpoint") is."""
+
+    def fleet(self, rows: Sequence[FleetRow]) -> None:
+        """The workers there are, for the live view; nothing of it is written."""

@@ -109,9 +109,10 @@ class WorkerStatus(Record):
     running: int
     queued: int
     free_slots: int
-    tokens_per_s: float
+    tokens_per_s: float  # over the tick just reported
     prompt_tokens_computed: int = 0  # since the engine started
     prompt_tokens_reused: int = 0  # served from a shared prefix instead of being computed
+    tokens_generated: int = 0  # since the engine started
 
 
 class WorkerReport(Record):
@@ -120,6 +121,104 @@ class WorkerReport(Record):
     lease_id: str
     deltas: tuple[TokenDelta, ...]
     status: WorkerStatus
+    notice_s: float | None = None  # the worker was told that its machine goes in so many seconds
+
+
+LeaseKind: TypeAlias = Literal["reserved", "preemptible"]
+
+
+class Lease(Record):
+    """The right to one worker on one machine for a time. A machine that comes back comes with a new lease."""
+
+    lease_id: str  # never used twice in a run
+    worker_id: str  # what people call it: "local", "spot-3"
+    kind: LeaseKind
+    price_usd_per_hour: float
+    start_s: float  # on the run's clock
+    node: str = ""  # where the worker must be started; empty for anywhere
+
+
+class LeaseGranted(Record):
+    """A machine is there; a worker may be started on it."""
+
+    lease: Lease
+
+
+class LeaseNoticed(Record):
+    """The machine will be taken at `deadline_s` on the run's clock."""
+
+    lease_id: str
+    deadline_s: float
+    cause: str = ""
+
+
+class LeaseEnded(Record):
+    """The machine is gone, and everything on it."""
+
+    lease_id: str
+    cause: str  # in words
+
+
+class FleetRow(Record):
+    """One worker as people watch it."""
+
+    lease_id: str
+    worker_id: str
+    kind: LeaseKind
+    state: Literal["starting", "loading", "serving", "leaving"]
+    version: int | None  # None until its first weights are there
+    running: int
+    queued: int
+    tokens_per_s: float
+    price_usd_per_hour: float
+    age_s: float
+
+
+LeaseEvent: TypeAlias = LeaseGranted | LeaseNoticed | LeaseEnded
+
+
+class TensorEntry(Record):
+    """Where one tensor lies in a snapshot."""
+
+    name: str
+    dtype: str  # "float32", "bfloat16", "float16"
+    shape: tuple[int, ...]
+    offset: int  # bytes
+    nbytes: int
+    checksum: int  # xxh3_64 of its bytes
+
+
+class DeltaEntry(Record):
+    """A lossless difference from another version, stored beside the snapshot."""
+
+    base: PolicyVersion
+    base_digest: str  # of the snapshot it applies to
+    nbytes: int
+    checksum: int  # xxh3_64 of its bytes
+
+
+class WeightManifest(Record):
+    """One published version: what its snapshot holds, and how a puller knows that it got it whole."""
+
+    version: PolicyVersion
+    digest: str  # of the snapshot's bytes: in bf16 another one than the version's, which is of the trained weights
+    nbytes: int
+    tensors: tuple[TensorEntry, ...]
+    delta: DeltaEntry | None = None
+    probe_ids: TokenBuffer = b""  # int32 [N], a fixed sequence
+    probe_logprobs: LogprobBuffer = b""  # float32 [N - 1], of its tokens after the first, by the publisher's own model
+
+
+class Loaded(Record):
+    """What it took a worker to change weights, in seconds, and what it now says of the probe."""
+
+    version: PolicyVersion
+    nbytes: int = 0  # pulled
+    full: bool = True  # a whole snapshot rather than deltas
+    pull_s: float = 0.0  # fetched and verified, while generation went on
+    swap_s: float = 0.0  # generation stood still
+    retries: int = 0  # transfers found torn or corrupt and pulled again
+    probe_logprobs: LogprobBuffer = b""  # float32 [N - 1]; empty where the weights are the trainer's own
 
 
 class VersionRun(Record):

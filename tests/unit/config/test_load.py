@@ -88,7 +88,7 @@ def test_every_fault_at_once_each_a_line_with_its_place() -> None:
 seed = -1
 [trainer]
 stpes = 3
-[fleet]
+[herd]
 workers = 2
 [[scoring.rewards]]
 kind = "exact"
@@ -106,7 +106,7 @@ wieght = 1
         "sampling.top_p: needs number > 0 and <= 1, was given 2 (command line)",
         'batch.order: needs one of "canonical", "arrival", was given "arival" (command line); did you mean "arrival"?',
         "trainer.stpes: unknown key (a.toml:4); did you mean trainer.steps?",
-        "fleet: unknown section (a.toml:5); `tidemill train --help` lists every key",
+        "herd: unknown section (a.toml:5); `tidemill train --help` lists every key",
     ]
 
 

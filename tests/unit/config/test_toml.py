@@ -90,5 +90,5 @@ def test_every_section_is_written_with_every_value() -> None:
     assert list(tree) == list(RunSpec.model_fields)
     assert tree["scoring"]["rewards"][0]["kind"] == "exact"
     assert "# dir is not set" in text  # said, since TOML has no null
-    assert text.startswith("[run]\n")
+    assert text.startswith('runtime = "inprocess"\n\n[run]\n')
     assert text.endswith("\n")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 
 from tidemill.controller.samples import Sample, SampleState, Verdict
 from tidemill.core.buffers import count
@@ -96,11 +96,13 @@ class Batch:
         self.tokens_recovered = 0
         self.prompt_tokens_computed = 0
         self.prompt_tokens_reused = 0
-        self._states: Counter[SampleState] = Counter()
+        self.migrations = 0  # samples given to another lease than the one before
+        self.tokens_recomputed = 0  # completion tokens that an assignment brought along as its prefix
         for epoch, prompt in prompts:
             for index in range(plan.group_size):
                 self._add(epoch, prompt, index)
         self._by_id = {sample.sample_id: sample for sample in self.samples}
+        self._index()
 
     def _add(self, epoch: int, prompt: Prompt, index: int) -> None:
         sample_id = SampleId(
@@ -111,7 +113,15 @@ class Batch:
             index=index,
         )
         self.samples.append(Sample(sample_id=sample_id, ordinal=len(self.samples), prompt=prompt))
-        self._states[SampleState.WAITING] += 1
+
+    def _index(self) -> None:
+        """Sort the samples by state: who waits, and what each lease holds."""
+        self._states = Counter(sample.state for sample in self.samples)
+        self._waiting = {s.ordinal: s for s in self.samples if s.state is SampleState.WAITING}
+        self._held: defaultdict[str, dict[int, Sample]] = defaultdict(dict)
+        for sample in self.samples:
+            if sample.state is SampleState.RUNNING:
+                self._held[sample.lease_id][sample.ordinal] = sample
 
     @property
     def running(self) -> int:
@@ -134,13 +144,32 @@ class Batch:
         """Samples in one state, in canonical order."""
         return [sample for sample in self.samples if sample.state is state]
 
-    def assign(self, lease_id: str) -> list[GenerateRequest]:
-        """Give every waiting sample to a lease; returns the requests in group order, each going on from its tokens."""
-        waiting = self.in_state(SampleState.WAITING)
-        for sample in waiting:
+    @property
+    def waiting(self) -> Mapping[int, Sample]:
+        """Samples that nobody generates, by ordinal, in no particular order."""
+        return self._waiting
+
+    def held(self, lease_id: str) -> Mapping[int, Sample]:
+        """Samples a lease is generating, by ordinal."""
+        return self._held[lease_id]
+
+    def assign(self, lease_id: str, samples: Iterable[Sample] | None = None) -> list[GenerateRequest]:
+        """Give waiting samples (by default all, in canonical order) to a lease; each request goes on from its tokens."""
+        chosen = self.in_state(SampleState.WAITING) if samples is None else list(samples)
+        for sample in chosen:
+            self.migrations += sample.lease_id not in ("", lease_id)
+            self.tokens_recomputed += sample.length
             sample.assign(lease_id)
-            self._recount(SampleState.WAITING, sample)
-        return [self._request(sample) for sample in waiting]
+            self._moved(SampleState.WAITING, sample)
+        return [self._request(sample) for sample in chosen]
+
+    def revoke(self, lease_id: str) -> list[Sample]:
+        """A lease is over: what it was generating waits again, with the tokens it has; whatever it still sends is stale."""
+        samples = list(self._held[lease_id].values())
+        for sample in samples:
+            sample.move(SampleState.WAITING)
+            self._moved(SampleState.RUNNING, sample)
+        return samples
 
     def apply(self, delta: TokenDelta) -> Verdict:
         """Append a delta's tokens if its lease and attempt are current and it starts where the sample ends.
@@ -162,23 +191,35 @@ class Batch:
             self.tokens_accepted += count(delta.token_ids)
             if delta.finish is not None:
                 sample.end_attempt(delta.finish, delta.error)
-        self._recount(before, sample)
+        self._moved(before, sample)
         return verdict
 
     def score(self, sample: Sample, reward: Reward) -> None:
         """Note a finished sample's reward."""
         before = sample.state
         sample.score(reward)
-        self._recount(before, sample)
+        self._moved(before, sample)
 
     def recovered(self) -> None:
         """Take stock after the samples were filled from the journal."""
         self.tokens_recovered = sum(sample.length for sample in self.samples)
-        self._states = Counter(sample.state for sample in self.samples)
+        self._index()
 
-    def _recount(self, before: SampleState, sample: Sample) -> None:
+    def _moved(self, before: SampleState, sample: Sample) -> None:
+        """Keep the index, after a sample changed from state `before`."""
+        after = sample.state
+        if after is before:
+            return
         self._states[before] -= 1
-        self._states[sample.state] += 1
+        self._states[after] += 1
+        if before is SampleState.WAITING:
+            del self._waiting[sample.ordinal]
+        elif before is SampleState.RUNNING:
+            del self._held[sample.lease_id][sample.ordinal]
+        if after is SampleState.WAITING:
+            self._waiting[sample.ordinal] = sample
+        elif after is SampleState.RUNNING:
+            self._held[sample.lease_id][sample.ordinal] = sample
 
     def _request(self, sample: Sample) -> GenerateRequest:
         return GenerateRequest(

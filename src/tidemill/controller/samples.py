@@ -64,6 +64,7 @@ class Sample:
     state: SampleState = SampleState.WAITING
     lease_id: str = ""
     attempt: int = 0
+    moves: int = 0  # times it was called back to even out the load
     failures: int = 0  # attempts that ended in an engine error
     last_error: str = ""
     token_ids: bytearray = field(default_factory=bytearray)  # int32 [T]

@@ -20,6 +20,7 @@ from tidemill.core.clock import LoopClock
 from tidemill.core.protocols import EngineCapabilities, EngineStatus
 from tidemill.core.records import (
     Finish,
+    FleetRow,
     GenerateRequest,
     Group,
     Message,
@@ -330,6 +331,7 @@ class FakeTelemetry:
         self.steps: list[StepMetrics] = []
         self.sample_files: dict[tuple[int, str], list[SampleId]] = {}
         self.progressed: list[tuple[str, int, int]] = []
+        self.fleet_rows: tuple[FleetRow, ...] = ()
 
     def resume(self, step: int) -> None:
         self.event("resume", step=step)
@@ -347,6 +349,9 @@ class FakeTelemetry:
 
     def progress(self, phase: str, done: int, total: int) -> None:
         self.progressed.append((phase, done, total))
+
+    def fleet(self, rows: Sequence[FleetRow]) -> None:
+        self.fleet_rows = tuple(rows)
 
     def named(self, name: str) -> list[dict[str, Any]]:
         return [fields for found, fields in self.events if found == name]

@@ -21,6 +21,18 @@ SINK_FAILED = "sink_failed"
 REPLAY = "replay"
 ALREADY_FINISHED = "already_finished"
 WAITING = "waiting"
+LEASE = "lease"
+JOIN = "join"
+PULL = "pull"
+DECODE = "decode"
+NOTICE = "notice"
+HAND_BACK = "hand_back"
+EVICTION = "eviction"
+LEASE_END = "lease_end"
+REBALANCE = "rebalance"
+QUARANTINE = "quarantine"
+JOIN_FAILED = "join_failed"
+PUBLISH = "publish"
 
 EVENTS: dict[str, str] = {
     SESSION_START: "a process opened the run; `resumed`, `earlier_wall_s` (of all sessions before), `pid`, `host`",
@@ -32,7 +44,23 @@ EVENTS: dict[str, str] = {
     "training": "span: gradients and optimizer steps of `step`",
     EVALUATION: "span: held-out prompts after `step`; `greedy_accuracy`, `n`",
     CHECKPOINT: "span: the trainer's state after `step` became durable",
-    "publish": "span: a version became available to workers",
+    PUBLISH: "span: a version became available to workers; `version`, `nbytes`, `delta_nbytes` where it was written",
+    LEASE: "a machine is there; `lease`, `worker`, `kind` (reserved or preemptible), `price_usd_per_hour`",
+    JOIN: "span: a worker came up on its machine; `lease`, `worker`",
+    PULL: "span: a worker fetched a version and swapped to it; `lease`, `worker`, `version`, `nbytes`, `full` (a whole "
+    "snapshot rather than a delta), `swap_s` (generation stood still), `retries` (transfers found damaged)",
+    DECODE: "span: a worker had samples of this batch; `lease`, `worker`, `kind`, `step`, `purpose`, `tokens`, "
+    "`samples`",
+    NOTICE: "a machine will be taken in `grace_s`; `lease`, `worker`, `cause`",
+    HAND_BACK: "a warned worker gave back the `samples` it was generating; `lease`, `worker`",
+    EVICTION: "a machine was taken; `lease`, `worker`, `cause`, `noticed`, `samples` that go on elsewhere, their "
+    "`tokens_kept`, and `tokens_lost`, estimated from its speed and how long it had not been heard of",
+    LEASE_END: "a machine is no longer held; `lease`, `worker`, `kind`, `cause`, `evicted`, `held_s`, `cost_usd`, "
+    "`tokens`",
+    REBALANCE: "`samples` moved from `from_worker` to `to_worker` to even out the load",
+    QUARANTINE: "a worker's logprobs differ from the trainer's by `difference`, more than `limit`; it is given back; "
+    "`lease`, `worker`",
+    JOIN_FAILED: "a worker did not come up on its machine; `lease`, `worker`, `cause`",
     SINK_FAILED: "an optional sink raised and was dropped; `sink`, `error`",
     SESSION_END: "the process closed the run; `outcome` is finished, interrupted or failed",
 }

@@ -34,7 +34,10 @@ def disk_error(error: OSError, path: Path) -> UserError:
     elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         what, cure = "not writable", "choose another --run.dir or change the permissions of this one"
     else:
-        what, cure = error.strerror or str(error), "choose another --run.dir, or check the disk and run the same command again"
+        what, cure = (
+            error.strerror or str(error),
+            "choose another --run.dir, or check the disk and run the same command again",
+        )
     return UserError(what, where=str(path), cure=cure)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import median
 
+from tidemill.core.records import FleetRow
 from tidemill.telemetry.metrics import GREEDY_ACCURACY, STEP_TIME, MetricLine
 
 HISTORY = 400
@@ -27,6 +28,7 @@ class Progress:
     evaluations: dict[int, float] = field(default_factory=dict)  # greedy accuracy by step
     evaluation_n: int = 0
     phases: dict[str, tuple[int, int]] = field(default_factory=dict)  # (done, total) since the newest step, in order
+    fleet: tuple[FleetRow, ...] = ()  # the workers there are, as last told
     elapsed_s: float = 0.0  # when the newest step ended
     step_times: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self, TextIO, TypeAlias
 from tidemill.config.schema import RunSpec
 from tidemill.core.clock import Clock
 from tidemill.core.errors import UserError
-from tidemill.core.records import Prompt, StepMetrics, Trajectory
+from tidemill.core.records import FleetRow, Prompt, StepMetrics, Trajectory
 from tidemill.telemetry.evaluations import evaluations
 from tidemill.telemetry.events import (
     CHECKPOINT,
@@ -218,6 +218,10 @@ class Recorder:
         self._progress.phases[phase] = (done, total)
         if self._view:
             self._view.phase()
+
+    def fleet(self, rows: Sequence[FleetRow]) -> None:
+        """The workers there are, for the live view; nothing of it is written."""
+        self._progress.fleet = tuple(rows)
 
     def note(self, text: str) -> None:
         """One line for the person watching; nothing of it is written."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tidemill.core.records import Prompt, StepMetrics, Trajectory
+from tidemill.core.records import FleetRow, Prompt, StepMetrics, Trajectory
 
 
 class SilentTelemetry:
@@ -33,3 +33,6 @@ class SilentTelemetry:
         if text != self._told:
             self._told = text
             self._tell(text)
+
+    def fleet(self, rows: Sequence[FleetRow]) -> None:
+        pass

@@ -15,7 +15,7 @@ from tidemill.controller.ledger import Ledger
 from tidemill.controller.loop import LoopResult, train_loop
 from tidemill.controller.memory_journal import MemoryJournal, PowerCut
 from tidemill.controller.waiting import Patience
-from tidemill.core.buffers import count, pack_logprobs, pack_tokens, unpack_tokens
+from tidemill.core.buffers import LogprobBuffer, TokenBuffer, count, pack_logprobs, pack_tokens, unpack_tokens
 from tidemill.core.clock import LoopClock
 from tidemill.core.protocols import EngineCapabilities, EngineStatus
 from tidemill.core.records import (
@@ -173,6 +173,11 @@ class FakeEngine:
     def load(self, version: PolicyVersion) -> None:
         assert not self.jobs, "weights changed under a running sample"
         self.version = version
+
+    def probe(self, token_ids: TokenBuffer) -> LogprobBuffer:
+        """A function of the weights, like what it generates."""
+        tokens = unpack_tokens(token_ids)[1:]
+        return pack_logprobs(logprob(number(self.version.digest, token) % VOCABULARY) for token in tokens)
 
     def status(self) -> EngineStatus:
         running = min(self.slots, len(self.jobs))

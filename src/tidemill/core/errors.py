@@ -43,6 +43,10 @@ class WorkerLost(TidemillError):
         super().__init__(f"{cause}; {cure}" if cure else cause)
 
 
+class WeightsError(TidemillError):
+    """A published version could not be had whole. The message names the version and what of it was missing or wrong."""
+
+
 class DeadlineError(TidemillError):
     """A wait passed its deadline. The message names what was awaited, for how long, and what to look at."""
 

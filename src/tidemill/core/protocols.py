@@ -16,6 +16,7 @@ from tidemill.core.records import (
     Message,
     PolicyVersion,
     Prompt,
+    Pulled,
     Record,
     Reward,
     SampleId,
@@ -82,6 +83,24 @@ class Engine(Protocol):
         """Logprobs (float32 [N - 1], temperature 1) of the tokens after the first of a fixed sequence (int32 [N])."""
 
     def status(self) -> EngineStatus: ...
+
+
+class WeightSource(Protocol):
+    """Where an engine that does not share the trainer's parameters has its weights from: one buffer is in use while
+    another is filled."""
+
+    async def prepare(self, version: PolicyVersion) -> Pulled:
+        """Pull a version and verify it, while the engine goes on with the one it has.
+
+        Raises:
+            WeightsError: it cannot be had whole; the version in use stays in use.
+        """
+
+    def swap(self, pulled: Pulled) -> None:
+        """Put what was prepared under the engine's model. On the engine's compute, at a token boundary."""
+
+    def close(self) -> None:
+        """Give up whatever is held. Harmless when done twice."""
 
 
 class Worker(Protocol):

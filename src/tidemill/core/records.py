@@ -209,6 +209,16 @@ class WeightManifest(Record):
     probe_logprobs: LogprobBuffer = b""  # float32 [N - 1], of its tokens after the first, by the publisher's own model
 
 
+class Pulled(Record):
+    """A version fetched and verified, not yet in use."""
+
+    manifest: WeightManifest
+    nbytes: int
+    full: bool  # a whole snapshot rather than deltas
+    pull_s: float
+    retries: int
+
+
 class Loaded(Record):
     """What it took a worker to change weights, in seconds, and what it now says of the probe."""
 

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 from tidemill.core.buffers import count
 from tidemill.core.clock import Clock
-from tidemill.core.errors import DeadlineError
-from tidemill.core.protocols import Compute, Engine, EngineStatus
-from tidemill.core.records import GenerateRequest, PolicyVersion, SampleId, TokenDelta, WorkerReport, WorkerStatus
+from tidemill.core.errors import DeadlineError, WorkerLost
+from tidemill.core.protocols import Compute, Engine, WeightSource
+from tidemill.core.records import (
+    GenerateRequest,
+    Loaded,
+    PolicyVersion,
+    Pulled,
+    SampleId,
+    TokenDelta,
+    WorkerReport,
+    WorkerStatus,
+)
+
+T = TypeVar("T")
 
 
 class EngineWorker:
@@ -19,6 +32,11 @@ class EngineWorker:
     A background task polls the engine for `tick_s` seconds at a time while it has samples, one report each, and sleeps
     while it has none. Every engine call goes through `compute`, so they never overlap. When the engine raises, the
     reports made before it are delivered, and then every call raises what it raised.
+
+    Args:
+        source: where `load` pulls from; None where the engine reads the trainer's own parameters.
+        heartbeat_s: a worker that has said nothing for so long sends an empty report. It does not while the engine is
+            inside a call: an engine that does not come back is silence.
     """
 
     def __init__(
@@ -30,41 +48,74 @@ class EngineWorker:
         tick_s: float,
         worker_id: str = "local",
         lease_id: str = "local",
+        source: WeightSource | None = None,
+        heartbeat_s: float = 1.0,
         close_timeout_s: float = 30.0,
     ) -> None:
-        self._engine, self._compute, self._clock = engine, compute, clock
-        self._tick_s, self._close_timeout_s = tick_s, close_timeout_s
+        self._engine, self._compute, self._clock, self._source = engine, compute, clock, source
+        self._tick_s, self._heartbeat_s, self._close_timeout_s = tick_s, heartbeat_s, close_timeout_s
         self._worker_id, self._lease_id = worker_id, lease_id
+        self._status = engine.status()  # after the last call
         self._reports: deque[WorkerReport] = deque()
+        self._reported = 0
+        self._notice_s: float | None = None
         self._news = asyncio.Event()  # a report, a failure, or the end
         self._work = asyncio.Event()  # the engine has samples
-        self._submissions = 0
-        self._failure: BaseException | None = None
+        self._loading = asyncio.Lock()
+        self._inside = False  # the engine is in a call
+        self._failure: Exception | None = None
         self._closing = False
         self._serving: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()  # what a kill cancels
 
     async def submit(self, requests: Sequence[GenerateRequest]) -> None:
-        self._check()
-        if self._serving is None:
-            self._serving = asyncio.create_task(self._serve(), name=f"worker {self._worker_id}")
-        await self._compute.run(lambda: self._engine.submit(requests))
-        self._submissions += 1
+        self._start()
+        await self._on_engine(lambda: self._engine.submit(requests))
         self._work.set()
 
     async def abort(self, sample_ids: Sequence[SampleId]) -> None:
         """Stop generating samples; their last tokens and the finish "aborted" come with the next report."""
-        self._check()
         began = self._clock.now()
-        deltas, status = await self._compute.run(lambda: (self._engine.abort(sample_ids), self._engine.status()))
+        deltas = await self._on_engine(lambda: self._engine.abort(sample_ids))
         if deltas:
-            self._report(deltas, status, self._clock.now() - began)
+            self._report(deltas, self._clock.now() - began)
 
-    async def load(self, version: PolicyVersion) -> None:
-        self._check()
-        await self._compute.run(lambda: self._engine.load(version))
+    async def load(self, version: PolicyVersion) -> Loaded:
+        """Pull and verify while generation goes on; then swap, and compute the probe, between two tokens.
+
+        Raises:
+            WeightsError: the version cannot be had whole; the engine goes on with the one it has.
+        """
+        self._start()
+        source = self._source
+        async with self._loading:
+            if source is None:
+                return await self._on_engine(lambda: self._swap(version, None))
+            pulled = await self._until_killed(lambda: source.prepare(version))
+            return await self._on_engine(lambda: self._swap(version, pulled))
+
+    def _swap(self, version: PolicyVersion, pulled: Pulled | None) -> Loaded:
+        began = time.perf_counter()
+        if self._source is None or pulled is None:
+            self._engine.load(version)
+            return Loaded(version=version, swap_s=time.perf_counter() - began)
+        self._source.swap(pulled)
+        self._engine.load(version)
+        probe_ids = pulled.manifest.probe_ids
+        probe_logprobs = self._engine.probe(probe_ids) if probe_ids else b""
+        return Loaded(
+            version=version,
+            nbytes=pulled.nbytes,
+            full=pulled.full,
+            pull_s=pulled.pull_s,
+            swap_s=time.perf_counter() - began,
+            retries=pulled.retries,
+            probe_logprobs=probe_logprobs,
+        )
 
     async def next_report(self, timeout_s: float) -> WorkerReport | None:
-        if not self._reports and self._failure is None:
+        if not self._reports:
+            self._start()
             self._news.clear()
             try:
                 await asyncio.wait_for(self._news.wait(), timeout_s)
@@ -75,6 +126,12 @@ class EngineWorker:
         self._check()
         return None
 
+    def notice(self, seconds: float) -> None:
+        """The machine goes in so many seconds: the next report, due at once, says so."""
+        self._notice_s = seconds
+        if self._failure is None and not self._closing:
+            self._report((), 0.0)
+
     async def close(self) -> None:
         """Stop after the tick that is running.
 
@@ -84,19 +141,72 @@ class EngineWorker:
         self._closing = True
         self._work.set()
         self._news.set()
-        if self._serving is None:
-            return
-        done, _ = await asyncio.wait({self._serving}, timeout=self._close_timeout_s)
-        if not done:
-            self._serving.cancel()
-            where = f"the engine of worker {self._worker_id}, which is still in its poll"
-            raise DeadlineError("the worker to stop", waited_s=self._close_timeout_s, look_at=where)
+        try:
+            if self._serving is None:
+                return
+            done, _ = await asyncio.wait({self._serving}, timeout=self._close_timeout_s)
+            if not done:
+                where = f"the engine of worker {self._worker_id}, which is still in its poll"
+                raise DeadlineError("the worker to stop", waited_s=self._close_timeout_s, look_at=where)
+        finally:
+            self._end()
+
+    def kill(self) -> None:
+        """End it now: what was not taken with `next_report` is lost, whoever waits gets WorkerLost.
+
+        A call that the engine is in runs to its end on its compute; nobody sees its result.
+        """
+        self._failure = WorkerLost(f"worker {self._worker_id} was killed")
+        self._reports.clear()
+        self._news.set()
+        self._end()
+
+    def _end(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        if self._source is not None:
+            self._source.close()
 
     def _check(self) -> None:
         if self._failure is not None:
             raise self._failure
         if self._closing:
             raise RuntimeError(f"worker {self._worker_id} is closed")
+
+    def _start(self) -> None:
+        self._check()
+        if self._serving is None:
+            self._serving = self._task(self._serve())
+            self._task(self._beat())
+
+    def _task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work, name=f"worker {self._worker_id}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _until_killed(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        self._check()
+        task = self._task(call())
+        try:
+            return await task
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if self._failure is not None and not (caller and caller.cancelling()):
+                raise self._failure from None
+            raise
+
+    async def _on_engine(self, call: Callable[[], T]) -> T:
+        def run() -> T:
+            self._inside = True
+            try:
+                result = call()
+                self._status = self._engine.status()
+                return result
+            finally:
+                self._inside = False
+
+        return await self._until_killed(lambda: self._compute.run(run))
 
     async def _serve(self) -> None:
         try:
@@ -109,17 +219,23 @@ class EngineWorker:
             self._news.set()
 
     async def _tick(self) -> None:
-        submissions, began = self._submissions, self._clock.now()
-        deltas, status = await self._compute.run(lambda: (self._engine.poll(self._tick_s), self._engine.status()))
-        # Samples submitted behind this poll are not in its status: only an unchanged count means idle.
-        if status.running + status.queued == 0 and submissions == self._submissions:
+        began = self._clock.now()
+        deltas = await self._on_engine(lambda: self._engine.poll(self._tick_s))
+        if self._status.running + self._status.queued == 0:  # also of samples submitted behind this poll
             self._work.clear()
-        self._report(deltas, status, self._clock.now() - began)
+        self._report(deltas, self._clock.now() - began)
         if not deltas and self._work.is_set():
             await asyncio.sleep(self._tick_s)  # all that is queued waits for a later version
 
-    def _report(self, deltas: Sequence[TokenDelta], status: EngineStatus, elapsed_s: float) -> None:
-        tokens = sum(count(delta.token_ids) for delta in deltas)
+    async def _beat(self) -> None:
+        while self._failure is None:
+            before = self._reported
+            await asyncio.sleep(self._heartbeat_s)
+            if self._reported == before and not self._reports and not self._inside:
+                self._report((), 0.0)
+
+    def _report(self, deltas: Sequence[TokenDelta], elapsed_s: float) -> None:
+        tokens, status = sum(count(delta.token_ids) for delta in deltas), self._status
         self._reports.append(
             WorkerReport(
                 lease_id=self._lease_id,
@@ -130,10 +246,14 @@ class EngineWorker:
                     running=status.running,
                     queued=status.queued,
                     free_slots=status.free_slots,
+                    tokens_per_s=tokens / elapsed_s if elapsed_s > 0 else 0.0,
                     prompt_tokens_computed=status.prompt_tokens_computed,
                     prompt_tokens_reused=status.prompt_tokens_reused,
-                    tokens_per_s=tokens / elapsed_s if elapsed_s > 0 else 0.0,
+                    tokens_generated=status.tokens_generated,
                 ),
+                notice_s=self._notice_s,
             )
         )
+        self._notice_s = None
+        self._reported += 1
         self._news.set()

@@ -5,16 +5,26 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import TypeVar
 
 import pytest
 
 from tests.fake_fleet import SAMPLING, FakeCompute, FakeEngine, completion, make_id, make_prompt
 from tests.virtual_time import run_virtual
-from tidemill.core.buffers import unpack_tokens
+from tidemill.core.buffers import count, pack_tokens, unpack_tokens
 from tidemill.core.clock import LoopClock
-from tidemill.core.errors import DeadlineError
-from tidemill.core.records import GenerateRequest, PolicyVersion, TokenDelta
+from tidemill.core.errors import DeadlineError, WeightsError, WorkerLost
+from tidemill.core.protocols import WeightSource
+from tidemill.core.records import (
+    GenerateRequest,
+    Loaded,
+    PolicyVersion,
+    Pulled,
+    TokenDelta,
+    WeightManifest,
+    WorkerReport,
+)
 from tidemill.rollout.worker import EngineWorker
 from tidemill.runtime.compute import ComputeThread
 
@@ -40,8 +50,19 @@ class Stage:
         self.compute = FakeCompute(0.1)
         self.polls, self.fail_at = 0, 0
         self.engine.on_poll = self._count
-        self.worker = EngineWorker(
-            self.engine, self.compute, clock=LoopClock(), tick_s=0.1, worker_id="w1", lease_id="lease"
+        self.worker = self.make_worker()
+
+    def make_worker(self, heartbeat_s: float = 1e6, source: WeightSource | None = None) -> EngineWorker:
+        """Its heartbeat is out of the way unless asked for."""
+        return EngineWorker(
+            self.engine,
+            self.compute,
+            clock=LoopClock(),
+            tick_s=0.1,
+            worker_id="w1",
+            lease_id="lease",
+            source=source,
+            heartbeat_s=heartbeat_s,
         )
 
     def _count(self) -> None:
@@ -124,7 +145,8 @@ class LateNews(FakeCompute):
 def test_samples_submitted_behind_the_last_poll_are_not_taken_for_idleness() -> None:
     async def main() -> None:
         stage = Stage()
-        stage.worker = EngineWorker(stage.engine, LateNews(0.1), clock=LoopClock(), tick_s=0.1, lease_id="lease")
+        stage.compute = LateNews(0.1)
+        stage.worker = stage.make_worker()
         stage.engine.per_poll = 100  # one poll finishes a sample
         await stage.worker.submit([request("p0")])
         await asyncio.sleep(0.15)  # that poll is over, and the worker has not heard of it
@@ -277,6 +299,217 @@ def test_a_queue_that_waits_for_a_later_version_is_looked_at_once_a_tick() -> No
         await stage.worker.submit([request("p0")])
         await asyncio.sleep(1.05)
         assert stage.polls <= 11
+        await stage.worker.close()
+
+    run_virtual(main())
+
+
+PROBE = pack_tokens([3, 1, 4, 1, 5])
+
+
+class SlowSource:
+    """A pull takes `seconds`; notes what the engine did when it swapped."""
+
+    def __init__(self, engine: FakeEngine, seconds: float = 1.0) -> None:
+        self.engine, self.seconds = engine, seconds
+        self.prepared: list[PolicyVersion] = []
+        self.swapped: list[tuple[PolicyVersion, PolicyVersion]] = []  # from the engine's version, to
+        self.closed = 0
+        self.fault: Exception | None = None
+
+    async def prepare(self, version: PolicyVersion) -> Pulled:
+        await asyncio.sleep(self.seconds)
+        if self.fault is not None:
+            raise self.fault
+        self.prepared.append(version)
+        manifest = WeightManifest(version=version, digest=version.digest, nbytes=100, tensors=(), probe_ids=PROBE)
+        return Pulled(manifest=manifest, nbytes=10, full=False, pull_s=self.seconds, retries=2)
+
+    def swap(self, pulled: Pulled) -> None:
+        self.swapped.append((self.engine.version, pulled.manifest.version))
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_generation_goes_on_while_a_version_is_pulled() -> None:
+    async def main() -> None:
+        stage = Stage()
+        source = SlowSource(stage.engine)
+        stage.worker = stage.make_worker(source=source)
+        loading = asyncio.create_task(stage.worker.load(V1))
+        await stage.worker.submit([request("p0")])
+        made = await stage.deltas()
+        assert {delta.version for delta in made} == {V0}
+        assert made[-1].finish is not None
+
+        loaded = await loading
+
+        assert source.swapped == [(V0, V1)]
+        expected = stage.engine.probe(PROBE)
+        assert count(expected) == 4
+        assert loaded == Loaded(
+            version=V1,
+            nbytes=10,
+            full=False,
+            pull_s=1.0,
+            swap_s=loaded.swap_s,
+            retries=2,
+            probe_logprobs=expected,
+        )
+        assert 0 <= loaded.swap_s < 1.0
+        await stage.worker.close()
+        assert source.closed
+
+    run_virtual(main())
+
+
+def test_without_a_source_the_engine_has_the_weights_already() -> None:
+    async def main() -> None:
+        stage = Stage()
+        loaded = await stage.worker.load(V1)
+        assert (loaded.version, loaded.nbytes, loaded.probe_logprobs) == (V1, 0, b"")
+        assert stage.engine.version == V1
+        await stage.worker.close()
+
+    run_virtual(main())
+
+
+def test_a_version_that_cannot_be_had_leaves_the_worker_at_work() -> None:
+    async def main() -> None:
+        stage = Stage()
+        source = SlowSource(stage.engine)
+        source.fault = WeightsError("version 1 is gone")
+        stage.worker = stage.make_worker(source=source)
+        with pytest.raises(WeightsError, match="version 1 is gone"):
+            await stage.worker.load(V1)
+        await stage.worker.submit([request("p0")])
+        assert {delta.version for delta in await stage.deltas()} == {V0}
+        await stage.worker.close()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("at_s", [0.0, 0.05, 0.15, 0.5, 1.05])
+def test_nothing_survives_a_kill(at_s: float) -> None:
+    """Cut while idle, in a poll, between polls, in a pull, in a swap."""
+
+    async def main() -> None:
+        stage = Stage()
+        source = SlowSource(stage.engine)
+        stage.worker = stage.make_worker(heartbeat_s=0.01, source=source)
+        await stage.worker.submit([request("p0"), request("p1")])
+        loading = asyncio.create_task(stage.worker.load(V1))
+        waiting = asyncio.create_task(_reports_until_lost(stage.worker))
+        await asyncio.sleep(at_s)
+
+        stage.worker.kill()
+
+        with pytest.raises(WorkerLost, match="w1 was killed"):
+            await loading
+        told = len(await waiting)
+        calls: list[Awaitable[object]] = [
+            stage.worker.next_report(1.0),
+            stage.worker.submit([request("p2")]),
+            stage.worker.abort([make_id("p0")]),
+            stage.worker.load(V1),
+        ]
+        for call in calls:
+            with pytest.raises(WorkerLost):
+                await call
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        polls = stage.polls
+        await asyncio.sleep(10.0)
+        assert (stage.polls, source.swapped, source.closed > 0) == (polls, [], True)
+        assert told >= int(at_s / 0.1)
+        stage.worker.kill()
+        stage.worker.notice(1.0)
+        await stage.worker.close()
+
+    run_virtual(main())
+
+
+async def _reports_until_lost(worker: EngineWorker) -> list[WorkerReport]:
+    reports: list[WorkerReport] = []
+    with suppress(WorkerLost):
+        while report := await worker.next_report(100.0):
+            reports.append(report)
+        pytest.fail("it fell silent instead")
+    return reports
+
+
+def test_reports_not_taken_die_with_the_worker() -> None:
+    async def main() -> None:
+        stage = Stage()
+        await stage.worker.submit([request("p0")])
+        await asyncio.sleep(0.15)
+        stage.worker.kill()
+        with pytest.raises(WorkerLost):
+            await stage.worker.next_report(1.0)
+
+    run_virtual(main())
+
+
+def test_a_caller_that_is_cancelled_is_not_told_of_a_kill() -> None:
+    async def main() -> None:
+        stage = Stage()
+        stage.worker = stage.make_worker(source=SlowSource(stage.engine))
+        loading = asyncio.create_task(stage.worker.load(V1))
+        await asyncio.sleep(0.5)
+        loading.cancel()
+        stage.worker.kill()
+        with pytest.raises(asyncio.CancelledError):
+            await loading
+
+    run_virtual(main())
+
+
+def test_an_idle_worker_says_that_it_is_there() -> None:
+    async def main() -> None:
+        stage = Stage()
+        stage.worker = stage.make_worker(heartbeat_s=1.0)
+        for second in (1, 2, 3):
+            report = await stage.worker.next_report(5.0)
+            assert report is not None and not report.deltas
+            assert asyncio.get_running_loop().time() == pytest.approx(second)
+        await stage.worker.submit([request("p0")])
+        made = [report for _ in range(5) if (report := await stage.worker.next_report(5.0)) is not None]
+        assert sum(bool(report.deltas) for report in made) >= 3
+        tokens = sum(count(delta.token_ids) for report in made for delta in report.deltas)
+        assert made[-1].status.tokens_generated == tokens > 0
+        await asyncio.sleep(100.25)  # nobody listens: nothing piles up
+        assert await stage.worker.next_report(0.0) is not None
+        assert await stage.worker.next_report(0.0) is None
+        await stage.worker.close()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    run_virtual(main())
+
+
+async def test_an_engine_that_does_not_come_back_is_silence() -> None:
+    engine, compute, go_on = FakeEngine(V0), ComputeThread("stuck"), threading.Event()
+    engine.on_poll = lambda: (go_on.wait(10.0), None)[1]
+    worker = EngineWorker(engine, compute, clock=LoopClock(), tick_s=0.01, heartbeat_s=0.01)
+    assert await worker.next_report(5.0) is not None
+    await worker.submit([request("p0")])
+    await asyncio.sleep(0.05)
+    while await worker.next_report(0.0):
+        pass  # said before the engine was stuck
+    assert await worker.next_report(0.2) is None
+    worker.kill()
+    go_on.set()
+    await compute.close(5.0)
+
+
+def test_a_notice_is_told_once_and_at_once() -> None:
+    async def main() -> None:
+        stage = Stage()
+        stage.worker.notice(12.5)
+        report = await stage.worker.next_report(0.1)
+        assert report is not None and report.notice_s == 12.5
+        await stage.worker.submit([request("p0")])
+        later = await stage.worker.next_report(5.0)
+        assert later is not None and later.notice_s is None
         await stage.worker.close()
 
     run_virtual(main())

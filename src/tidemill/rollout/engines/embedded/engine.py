@@ -14,9 +14,11 @@ from collections.abc import Sequence as Seq
 import torch
 from transformers import PreTrainedModel
 
+from tidemill.core.buffers import LogprobBuffer, TokenBuffer
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import EngineCapabilities, EngineStatus
 from tidemill.core.records import GenerateRequest, PolicyVersion, SampleId, TokenDelta
+from tidemill.models.probe import probe_logprobs
 from tidemill.rollout.engines.embedded.scheduler import FixedScheduler, PackedScheduler
 from tidemill.rollout.engines.embedded.sequence import Sequence
 from tidemill.rollout.sampling import draw, stream_key
@@ -47,6 +49,7 @@ class EmbeddedEngine:
         batch_invariant: bool = False,
         refresh: Callable[[], None] | None = None,
     ) -> None:
+        self._model = model
         self._decode, self._context, self._version, self._refresh = decode, context, version, refresh
         self._waiting: deque[Sequence] = deque()
         self._ended: list[Sequence] = []
@@ -128,6 +131,10 @@ class EmbeddedEngine:
             self._refresh()
         self._version = version
         self._waiting = deque(sequence for sequence in self._waiting if not self._refused(sequence))
+
+    def probe(self, token_ids: TokenBuffer) -> LogprobBuffer:
+        """Logprobs float32 [N - 1] of a fixed sequence int32 [N]; running samples are not touched."""
+        return probe_logprobs(self._model, token_ids)
 
     def status(self) -> EngineStatus:
         return EngineStatus(

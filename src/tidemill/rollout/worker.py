@@ -150,6 +150,7 @@ class EngineWorker:
                 raise DeadlineError("the worker to stop", waited_s=self._close_timeout_s, look_at=where)
         finally:
             self._end()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def kill(self) -> None:
         """End it now: what was not taken with `next_report` is lost, whoever waits gets WorkerLost.

@@ -161,6 +161,15 @@ def test_a_batch_that_fills_the_fleet_has_every_group_on_one_worker() -> None:
     assert len({(ordinal // 8, lease) for ordinal, lease in decided}) == 4
 
 
+def test_what_is_queued_goes_where_its_siblings_were_put() -> None:
+    waiting = [make_waiting(ordinal, group=ordinal // 5) for ordinal in range(10)]
+
+    decided = dispatch(waiting, [make_load(0), make_load(1)], queue_limit=LIMIT)
+
+    # Free slots: four of the first group; its fifth and three of the second. Queued: one sample each.
+    assert decided[3:] == [(3, "lease 0"), *((ordinal, "lease 1") for ordinal in range(4, 9)), (9, "lease 0")]
+
+
 def test_work_that_does_not_fill_the_fleet_is_spread() -> None:
     waiting = [make_waiting(ordinal, group=ordinal // 4) for ordinal in range(8)]
     loads = [make_load(name, slots=64) for name in range(4)]
@@ -178,13 +187,14 @@ def test_work_that_does_not_fill_the_fleet_is_spread() -> None:
         ((1, 0), "lease 1"),  # an idle worker comes first
         ((8, 7), "lease 1"),  # no free slot
         ((10, 9), "lease 0"),  # queues: 2 and 1
-        ((11, 9), "lease 1"),  # queues: 3, which is the limit, and 1
+        ((11, 9), "lease 1"),  # queues: 3, which is two more, and 1
+        ((12, 11), "lease 1"),  # queues: 4, which is the limit, and 3
     ],
 )
 def test_a_prefix_attracts_where_the_load_is_about_even(assigned: tuple[int, int], expected: str) -> None:
     loads = [make_load(0, 8, assigned[0], groups=[0]), make_load(1, 8, assigned[1])]
 
-    assert dispatch([make_waiting(0)], loads, queue_limit=LIMIT) == [(0, expected)]
+    assert dispatch([make_waiting(0)], loads, queue_limit=4) == [(0, expected)]
 
 
 def test_a_sample_returns_to_the_worker_that_lost_it_only_if_no_other_has_a_free_slot() -> None:

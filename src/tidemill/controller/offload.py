@@ -1,0 +1,105 @@
+"""How much the reserved side generates itself, and how many preemptible workers are wanted. Pure.
+
+RLBoost's adaptive rollout offload (arXiv 2510.19225): in the first `T_seed` seconds of a step, the seeding window, the
+reserved engines generate too; then they train while preemptible workers finish the batch. After every step
+
+    T_seed += (t_train_wait - t_remote_wait) / eta
+    N_prem  = (t_remote * n_prem + T_seed * N_resv) / t_train
+
+so that in the end neither side waits for the other, and the preemptible workers alone can keep the trainer busy.
+"""
+
+from __future__ import annotations
+
+import math
+
+from msgspec.structs import replace
+
+from tidemill.core.records import Record
+
+STEADY = 0.1
+"""A mean number of workers so close to a whole one counts as that number all along."""
+
+
+class OffloadState(Record):
+    """What is carried from step to step."""
+
+    window_s: float  # T_seed after the last step
+    wanted_workers: int  # N_prem
+    window_by_count: dict[int, float] = {}  # the memory: T_seed by number of preemptible workers
+    predicted_workers: int = 0  # how many the next step is expected to have: as many as the last one had
+
+
+class StepObservation(Record):
+    """What a step was like. Times in seconds."""
+
+    workers_mean: float  # n_prem: preemptible workers serving, over the rollout
+    trainer_wait_s: float  # the trainer had nothing to learn from
+    remote_wait_s: float  # preemptible workers had nothing left to generate
+    remote_s: float  # preemptible workers were generating
+    train_s: float  # the trainer was learning
+    reserved_engines: int = 1  # N_resv
+
+
+def start(window_s: float, reserved_engines: int = 1) -> OffloadState:
+    """Before the first step: as many preemptible workers are wanted as there are engines on the reserved side."""
+    return OffloadState(window_s=window_s, wanted_workers=reserved_engines)
+
+
+def window(state: OffloadState, workers: int) -> float:
+    """The seeding window in seconds for a step that begins with so many preemptible workers."""
+    return state.window_by_count.get(workers, state.window_s)
+
+
+def after_step(state: OffloadState, observation: StepObservation, *, gain: float, floor_s: float = 0.0) -> OffloadState:
+    """What a step teaches.
+
+    The window is remembered for a number of workers when the step had that number throughout and it was the predicted
+    one: what a changing fleet makes both sides wait says little about any number. A step without preemptible workers
+    teaches nothing, and one in which nothing was trained leaves the wanted number as it was.
+
+    Args:
+        gain: eta; divides the imbalance by which the window moves.
+        floor_s: the window is never shorter.
+    """
+    workers = round(observation.workers_mean)
+    if observation.workers_mean <= STEADY:
+        return replace(state, predicted_workers=0)
+    imbalance_s = observation.trainer_wait_s - observation.remote_wait_s
+    window_s = max(window(state, workers) + imbalance_s / gain, floor_s)
+    steady = abs(observation.workers_mean - workers) <= STEADY and workers == state.predicted_workers
+    return OffloadState(
+        window_s=window_s,
+        wanted_workers=_wanted(observation, window_s) or state.wanted_workers,
+        window_by_count={**state.window_by_count, workers: window_s} if steady else state.window_by_count,
+        predicted_workers=workers,
+    )
+
+
+def _wanted(observation: StepObservation, window_s: float) -> int | None:
+    """N_prem rounded up, so that the preemptible side is not the slower one; None when nothing was trained."""
+    if observation.train_s <= 0:
+        return None
+    engine_s = observation.remote_s * observation.workers_mean + window_s * observation.reserved_engines
+    return max(1, math.ceil(engine_s / observation.train_s - 1e-9))
+
+
+def seeding_useful(
+    *,
+    elapsed_s: float,
+    window_s: float,
+    preemptible_serving: int,
+    preemptible_free_slots: int,
+    unassigned: int,
+    local_running: int,
+    trainable_groups: int,
+) -> bool:
+    """Whether the reserved side should generate now, `elapsed_s` seconds into the step.
+
+    Without a preemptible worker it always should. Otherwise until the window is over, or earlier once the preemptible
+    side has free slots for all that is left and the trainer has something to do.
+    """
+    if preemptible_serving == 0:
+        return True
+    others_can = unassigned == 0 and preemptible_free_slots >= local_running
+    return elapsed_s < window_s and not (others_can and trainable_groups > 0)

@@ -1,0 +1,185 @@
+"""Adaptive offload: each expected figure's arithmetic stands beside it, and a small loop shows where it leads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tidemill.controller.offload import (
+    OffloadState,
+    StepObservation,
+    after_step,
+    seeding_useful,
+    start,
+    window,
+)
+
+
+def make_observation(**changes: Any) -> StepObservation:
+    fields: dict[str, Any] = {
+        "workers_mean": 2.0,
+        "trainer_wait_s": 12.0,
+        "remote_wait_s": 3.0,
+        "remote_s": 40.0,
+        "train_s": 50.0,
+    }
+    return StepObservation(**{**fields, **changes})
+
+
+def test_the_first_step_uses_the_window_given_and_wants_as_many_workers_as_reserved_engines() -> None:
+    assert start(150.0, 4) == OffloadState(window_s=150.0, wanted_workers=4)
+    assert window(start(150.0, 4), 3) == 150.0
+
+
+def test_the_window_moves_by_the_imbalance_over_the_gain() -> None:
+    state = after_step(start(10.0), make_observation(), gain=3.0)
+
+    assert state.window_s == 13.0  # 10 + (12 - 3) / 3
+    assert state.wanted_workers == 2  # (40 * 2 + 13 * 1) / 50 = 1.86
+    assert state.predicted_workers == 2
+
+
+def test_the_window_has_a_floor() -> None:
+    observation = make_observation(trainer_wait_s=0.0, remote_wait_s=60.0)
+
+    assert after_step(start(10.0), observation, gain=3.0).window_s == 0.0  # 10 + (0 - 60) / 3 = -10
+    assert after_step(start(10.0), observation, gain=3.0, floor_s=5.0).window_s == 5.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({"reserved_engines": 4}, 3),  # (40 * 2 + 13 * 4) / 50 = 2.64
+        ({"remote_s": 68.5}, 3),  # (68.5 * 2 + 13) / 50 = 3 exactly
+        ({"train_s": 1000.0}, 1),  # 93 / 1000; never none, or no step could teach anything
+        ({"train_s": 0.0}, 7),  # unknown: as before
+    ],
+)
+def test_the_wanted_number_is_the_generating_time_over_the_training_time(changes: dict[str, Any], wanted: int) -> None:
+    before = OffloadState(window_s=10.0, wanted_workers=7)
+
+    assert after_step(before, make_observation(**changes), gain=3.0).wanted_workers == wanted
+
+
+def test_a_window_is_remembered_when_the_number_of_workers_was_the_predicted_one() -> None:
+    first = after_step(start(10.0), make_observation(), gain=3.0)
+    assert first.window_by_count == {}  # 0 were predicted
+
+    second = after_step(first, make_observation(), gain=3.0)
+    assert second.window_by_count == {2: 16.0}  # 13 + 9 / 3
+
+    changed = after_step(second, make_observation(workers_mean=3.0), gain=3.0)
+    assert (changed.window_s, changed.window_by_count) == (19.0, {2: 16.0})  # 16 + 3; 2 were predicted
+    assert window(changed, 2) == 16.0
+    assert window(changed, 3) == 19.0
+
+    back = after_step(changed, make_observation(), gain=3.0)
+    assert back.window_s == 19.0  # from the remembered 16, not from 19
+    assert back.window_by_count == {2: 16.0}
+
+
+@pytest.mark.parametrize(("mean", "remembered"), [(2.05, {2: 16.0}), (1.95, {2: 16.0}), (2.2, {}), (1.8, {})])
+def test_a_number_that_changed_during_the_step_is_not_remembered(mean: float, remembered: dict[int, float]) -> None:
+    state = OffloadState(window_s=13.0, wanted_workers=2, predicted_workers=2)
+
+    assert after_step(state, make_observation(workers_mean=mean), gain=3.0).window_by_count == remembered
+
+
+def test_a_step_without_workers_teaches_nothing() -> None:
+    state = OffloadState(window_s=13.0, wanted_workers=2, window_by_count={2: 13.0}, predicted_workers=2)
+    alone = make_observation(workers_mean=0.0, trainer_wait_s=100.0, remote_s=0.0)
+
+    assert after_step(state, alone, gain=3.0) == OffloadState(
+        window_s=13.0, wanted_workers=2, window_by_count={2: 13.0}, predicted_workers=0
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "useful"),
+    [
+        ({}, True),
+        ({"elapsed_s": 10.0}, False),  # the window is over
+        ({"elapsed_s": 99.0, "preemptible_serving": 0}, True),
+        ({"preemptible_serving": 0, "window_s": 0.0}, True),
+        ({"window_s": 0.0, "elapsed_s": 0.0}, False),
+        ({"unassigned": 0}, False),  # four free slots for the four that run here
+        ({"unassigned": 0, "local_running": 5}, True),
+        ({"unassigned": 0, "trainable_groups": 0}, True),  # the trainer would only wait
+        ({"unassigned": 0, "local_running": 0, "preemptible_free_slots": 0}, False),
+    ],
+)
+def test_seeding_ends_with_its_window_or_when_it_helps_nobody(changes: dict[str, Any], useful: bool) -> None:
+    fields: dict[str, Any] = {
+        "elapsed_s": 9.0,
+        "window_s": 10.0,
+        "preemptible_serving": 2,
+        "preemptible_free_slots": 4,
+        "unassigned": 1,
+        "local_running": 4,
+        "trainable_groups": 1,
+    }
+
+    assert seeding_useful(**{**fields, **changes}) is useful
+
+
+TRAIN_S = 60.0
+WORK = 240.0
+"""Seconds one worker would need for the whole batch; the reserved engine is as fast as a worker."""
+
+
+def play(window_s: float, workers: int) -> StepObservation:
+    """One step: all generate during the window; then the reserved side trains while the workers finish."""
+    seeded = min(window_s * (1 + workers), WORK)
+    remote_s = window_s + (WORK - seeded) / workers
+    trained_s = window_s + TRAIN_S  # when the trainer would be through if it never had to wait
+    return StepObservation(
+        workers_mean=float(workers),
+        trainer_wait_s=max(remote_s - trained_s, 0.0),
+        remote_wait_s=max(trained_s - remote_s, 0.0),
+        remote_s=remote_s,
+        train_s=TRAIN_S,
+    )
+
+
+def play_steps(state: OffloadState, workers: int, steps: int) -> OffloadState:
+    for _ in range(steps):
+        state = after_step(state, play(window(state, workers), workers), gain=3.0)
+    return state
+
+
+def balanced(workers: int) -> float:
+    """Where both sides wait equally: WORK - T (1 + n) = TRAIN_S n."""
+    return (WORK - TRAIN_S * workers) / (1 + workers)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])  # 90 s, 40 s, 15 s
+def test_the_window_converges_to_where_both_sides_wait_about_equally(workers: int) -> None:
+    state = play_steps(start(10.0), workers, 30)
+
+    assert state.window_s == pytest.approx(balanced(workers), abs=0.1)
+    step = play(state.window_s, workers)
+    assert step.trainer_wait_s == pytest.approx(step.remote_wait_s, abs=0.2)
+
+
+def test_enough_workers_need_no_window_and_the_wanted_number_leads_there() -> None:
+    state, workers = start(10.0), 1
+    for _ in range(60):
+        state = play_steps(state, workers, 1)
+        workers = state.wanted_workers
+
+    assert workers == 4  # WORK / TRAIN_S: they generate as fast as the trainer learns
+    assert state.window_s == pytest.approx(0.0, abs=0.1)
+
+
+def test_memory_restores_the_window_when_the_number_of_workers_changes() -> None:
+    state = play_steps(start(10.0), 3, 30)
+    state = play_steps(state, 1, 30)
+    assert state.window_s == pytest.approx(90.0, abs=0.1)
+
+    step = play(window(state, 3), 3)
+
+    assert window(state, 3) == pytest.approx(15.0, abs=0.1)
+    assert step.trainer_wait_s == pytest.approx(step.remote_wait_s, abs=0.2)
+    forgetful = play(state.window_s, 3)
+    assert forgetful.remote_wait_s > 50.0

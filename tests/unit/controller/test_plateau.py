@@ -1,0 +1,82 @@
+"""Where throughput flattens, from noisy ticks."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tidemill.controller import plateau as module
+from tidemill.controller.plateau import ThroughputProfile
+
+
+def saturating(running: int) -> float:
+    """Tokens/s of an engine that decodes up to 16 samples at 10 tokens/s each."""
+    return 10.0 * min(running, 16)
+
+
+def make_profile(*sizes: int, times: int = 3) -> ThroughputProfile:
+    profile = ThroughputProfile()
+    for running in sizes:
+        for _ in range(times):
+            profile.observe(running, saturating(running))
+    return profile
+
+
+def test_the_plateau_begins_where_nine_tenths_of_the_best_are_reached() -> None:
+    assert make_profile(1, 2, 4, 8, 12, 14, 16, 24, 32).plateau(64) == 16  # 14 samples: 140 of 160 is 0.875
+    assert make_profile(1, 2, 4, 8, 12, 15, 24, 32).plateau(64) == 15  # 150 of 160 is 0.94
+
+
+def test_while_throughput_still_rises_the_plateau_is_the_largest_seen() -> None:
+    assert make_profile(2, 4, 8).plateau(64) == 8
+
+
+@pytest.mark.parametrize("sizes", [(), (16,), (16, 24)])
+def test_nothing_is_concluded_from_too_short_a_curve(sizes: tuple[int, ...]) -> None:
+    assert make_profile(*sizes).plateau(64) == 64
+
+
+def test_nothing_is_concluded_from_single_ticks() -> None:
+    assert make_profile(1, 4, 16, 32, times=1).plateau(64) == 64
+    assert make_profile(1, 4, 16, 32, times=2).plateau(64) == 64  # older than fresh: a weight just below 2
+
+
+def test_ticks_that_were_cut_short_or_idle_do_not_matter() -> None:
+    profile = make_profile(1, 2, 4, 8, 16, 32, times=7)
+    for running in (8, 16, 32):
+        for rate in (0.3, 5.0, 4000.0):
+            profile.observe(running, rate)
+    for running, rate in ((0, 50.0), (4, 0.0), (64, float("inf")), (64, float("nan"))):
+        profile.observe(running, rate)
+
+    assert profile.plateau(64) == 16
+
+
+def test_noise_of_a_tenth_moves_it_little() -> None:
+    source, profile = random.Random(0), ThroughputProfile()
+    for _ in range(600):
+        running = source.randint(1, 64)
+        profile.observe(running, saturating(running) * source.gauss(1.0, 0.1))
+
+    assert 13 <= profile.plateau(64) <= 19
+
+
+def test_what_was_true_long_ago_is_forgotten() -> None:
+    profile = make_profile(1, 2, 4, 8, 16, 32, 64, times=module.KEPT)
+    for _ in range(8 * module.HALF_LIFE):  # the old sizes now weigh 32 / 2 ** 8 = 0.125 each
+        profile.observe(2, 20.0)
+        profile.observe(4, 21.0)
+
+    assert profile.plateau(64) == 2  # 20 of 21 is 0.95
+
+
+def test_memory_is_bounded() -> None:
+    profile = ThroughputProfile()
+    for running in range(1, 4097):
+        for _ in range(3):
+            profile.observe(running, 1.0)
+
+    sizes = 4 * 12 + 1  # 4096 is 2 ** 12
+    assert len(profile._sizes) <= sizes
+    assert max(len(rows) for rows in profile._sizes.values()) == module.KEPT

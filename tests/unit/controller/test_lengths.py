@@ -59,7 +59,11 @@ def test_only_the_newest_lengths_and_prompts_are_remembered() -> None:
     for index in range(module.PROMPTS - 1):
         estimator.observe(f"p{index}", 30)
     assert estimator.expected("a", 1) == 10.0
+    estimator.observe("a", 10)  # now p0 was seen least recently
     estimator.observe("one more", 30)
+    assert estimator.expected("a", 1) == 10.0
+    for index in range(module.PROMPTS - 1):
+        estimator.observe(f"q{index}", 30)
 
     assert estimator.expected("a", 1) == 30.0  # forgotten: the mean of all, of which the newest are all 30
 

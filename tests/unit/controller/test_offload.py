@@ -52,7 +52,10 @@ def test_the_window_has_a_floor() -> None:
     [
         ({"reserved_engines": 4}, 3),  # (40 * 2 + 13 * 4) / 50 = 2.64
         ({"remote_s": 68.5}, 3),  # (68.5 * 2 + 13) / 50 = 3 exactly
-        ({"train_s": 1000.0}, 1),  # 93 / 1000; never none, or no step could teach anything
+        ({"train_s": 1000.0}, 1),  # 93 / 1000
+        ({"trainer_wait_s": 0.0, "remote_wait_s": 60.0, "remote_s": 0.0}, 1),  # 0 / 50; without one, none is ever tried
+        # (0.1 * 3 + 0 * 1) / 0.3, which floating point makes a little more than 1
+        ({"trainer_wait_s": 0.0, "remote_wait_s": 60.0, "remote_s": 0.1, "workers_mean": 3.0, "train_s": 0.3}, 1),
         ({"train_s": 0.0}, 7),  # unknown: as before
     ],
 )

@@ -43,12 +43,16 @@ def test_nothing_is_concluded_from_single_ticks() -> None:
 
 
 def test_ticks_that_were_cut_short_or_idle_do_not_matter() -> None:
-    profile = make_profile(1, 2, 4, 8, 16, 32, times=7)
+    profile = ThroughputProfile()
     for running in (8, 16, 32):
-        for rate in (0.3, 5.0, 4000.0):
+        for rate in (4000.0, 0.3, 5.0):
             profile.observe(running, rate)
     for running, rate in ((0, 50.0), (4, 0.0), (64, float("inf")), (64, float("nan"))):
-        profile.observe(running, rate)
+        for _ in range(9):
+            profile.observe(running, rate)
+    for running in (1, 2, 4, 8, 16, 32):
+        for _ in range(7):
+            profile.observe(running, saturating(running))
 
     assert profile.plateau(64) == 16
 

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from tidemill.core.clock import Clock
 from tidemill.telemetry.events import EVALUATION
+from tidemill.telemetry.fleet_table import fleet_table
 from tidemill.telemetry.numerals import compact, decimal, duration, percent
 from tidemill.telemetry.plain import event_words, length_words, no_signal
 from tidemill.telemetry.progress import Progress
@@ -94,6 +95,8 @@ class LiveView:
         parts: list[RenderableType] = [table] if progress.values or progress.evaluations else []
         if not self._closed:
             parts.append(self._phase(width))
+            if progress.preemptible:
+                parts.append(fleet_table(progress.fleet, width - 4))
         title = Text.assemble(("tidemill ", f"bold {ACCENT}"), (progress.run, "bold"))
         return Panel(
             Group(*parts),

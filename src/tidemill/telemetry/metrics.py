@@ -176,6 +176,25 @@ EVENTS_INTRODUCTION = (
     "| event | meaning |",
     "|---|---|",
 )
+FLEET_KEYS = {
+    "leases": "preemptible machines held, each time it came counted",
+    "joins": "preemptible workers that came up on them",
+    "notices": "warnings that a machine would be taken",
+    "evictions": "machines taken; `evictions_noticed` of them after a warning",
+    "quarantined": "workers given back because their logprobs differed from the trainer's",
+    "migrations": "samples that went on at another worker: `samples_kept` of machines that were taken or had been "
+    "warned, and those moved to even out the load",
+    "tokens_kept": "tokens that samples of taken machines had and went on from",
+    "tokens_lost": "generated there and never received, an estimate",
+    "tokens_recomputed": "tokens of moved samples that their next worker computed again",
+    "goodput_tokens_per_s": "`tokens_trained` per second of `wall_s`",
+    "cost_usd": "`cost_by_kind_usd` together: `reserved` is `fleet.reserved_usd_per_hour` for as long as sessions ran, "
+    "`preemptible` the price of each machine for as long as it was held (until the last word of a session that was "
+    "killed)",
+    "reserved_only_usd": "what the run would have cost with the reserved side generating every token: the time in which "
+    "anybody generated, replaced by all tokens at the rate of the reserved side's own stretches; `null` when it "
+    "generated nothing or has no price",
+}
 SAMPLES_TEXT = (
     "",
     "## `samples/step_000012.jsonl`",
@@ -193,4 +212,10 @@ SAMPLES_TEXT = (
     "repeated work included; `peak_rss_bytes` is the largest of all sessions. `eval` has `before` (step 0), `after`",
     "(the newest evaluation) and `best`, each with `greedy_accuracy` and `step`, and `n`. What was not measured is",
     "`null`.",
+    "",
+    "What the fleet did and cost is over everything that ran, too: an eviction in a step that was rewound happened.",
+    "",
+    "| key | meaning |",
+    "|---|---|",
+    *(f"| `{key}` | {meaning} |" for key, meaning in FLEET_KEYS.items()),
 )

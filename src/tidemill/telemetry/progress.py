@@ -29,6 +29,7 @@ class Progress:
     evaluation_n: int = 0
     phases: dict[str, tuple[int, int]] = field(default_factory=dict)  # (done, total) since the newest step, in order
     fleet: tuple[FleetRow, ...] = ()  # the workers there are, as last told
+    preemptible: bool = False  # whether any worker of this session was
     elapsed_s: float = 0.0  # when the newest step ended
     step_times: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 
@@ -49,6 +50,10 @@ class Progress:
     def add_evaluation(self, step: int, accuracy: float, n: int) -> None:
         self.evaluations[step] = accuracy
         self.evaluation_n = n or self.evaluation_n
+
+    def set_fleet(self, rows: Iterable[FleetRow]) -> None:
+        self.fleet = tuple(rows)
+        self.preemptible |= any(row.kind == "preemptible" for row in self.fleet)
 
     def restart(self, lines: Iterable[MetricLine], evaluations: dict[int, float]) -> None:
         """Take over the surviving history of earlier sessions."""

@@ -25,10 +25,12 @@ from tidemill.telemetry.events import (
     event_line,
     read_events,
 )
+from tidemill.telemetry.fleet_figures import evictions_sentence, recomputed
+from tidemill.telemetry.fleet_lines import FLEET_EVENTS, FleetLines
 from tidemill.telemetry.jsonl import JsonlWriter
 from tidemill.telemetry.live import LiveView
 from tidemill.telemetry.memory import peak_rss_bytes
-from tidemill.telemetry.metrics import PEAK_RSS, STEP_TIME, metric_line, read_metrics
+from tidemill.telemetry.metrics import PEAK_RSS, STEP_TIME, TOKENS_RECOMPUTED, metric_line, read_metrics
 from tidemill.telemetry.plain import PlainView, View
 from tidemill.telemetry.progress import Progress
 from tidemill.telemetry.run_dir import RunDirectory, samples_name
@@ -76,6 +78,7 @@ class Recorder:
         self._texts = TokenTexts(decode) if decode else None
         self._step_began_s: float | None = None
         self._closed = False
+        self._fleet_lines = FleetLines(self._clock)
         self._known_faults: set[str] = set()
         check_sinks(spec.telemetry.sinks)
         self._sinks = SinkSet(self._sink_failed)
@@ -144,8 +147,9 @@ class Recorder:
         """
         if self.run.past.count == 0:
             return
+        dropped = recomputed(line for line in read_metrics(self.run.metrics) if line.step > step)
         self.run.rewind(step)
-        self.event(RESUME, step=step)
+        self.event(RESUME, step=step, **({TOKENS_RECOMPUTED: dropped} if dropped else {}))
         self._sinks.rewind(step)
         self._step_began_s = None
         self._take_history()
@@ -163,8 +167,14 @@ class Recorder:
             self._step_began_s += float(fields.get("duration_s", 0.0))
         if name == EVALUATION and "greedy_accuracy" in fields:
             self._progress.add_evaluation(int(fields.get("step", 0)), fields["greedy_accuracy"], fields.get("n", 0))
-        if self._view:
+        if name in FLEET_EVENTS:
+            self._tell(self._fleet_lines.event(name, fields))
+        elif self._view:
             self._view.event(name, fields)
+
+    def _tell(self, lines: Sequence[str]) -> None:
+        for line in lines:
+            self.note(line)
 
     def step(self, metrics: StepMetrics) -> None:
         """One line in metrics.jsonl, with peak memory and the step's wall time added, then the view and the sinks.
@@ -184,6 +194,7 @@ class Recorder:
         self._progress.add_step(metrics.step, values, elapsed_s)
         if self._view:
             self._view.step()
+        self._tell(self._fleet_lines.due())
         self._sinks.step(metrics.step, values)
 
     def samples(self, step: int, trajectories: Sequence[Trajectory], prompts: Sequence[Prompt]) -> None:
@@ -218,10 +229,11 @@ class Recorder:
         self._progress.phases[phase] = (done, total)
         if self._view:
             self._view.phase()
+        self._tell(self._fleet_lines.due())
 
     def fleet(self, rows: Sequence[FleetRow]) -> None:
         """The workers there are, for the live view; nothing of it is written."""
-        self._progress.fleet = tuple(rows)
+        self._progress.set_fleet(rows)
 
     def note(self, text: str) -> None:
         """One line for the person watching; nothing of it is written."""
@@ -247,6 +259,8 @@ class Recorder:
             peak_rss_bytes=self._memory(),
         )
         self.run.write_summary(summary)
+        if sentence := evictions_sentence(summary):
+            self.note(sentence)
         return summary
 
     def close(self, outcome: Outcome = "interrupted") -> None:
@@ -254,6 +268,7 @@ class Recorder:
         if self._closed:
             return
         self._closed = True
+        self._tell(self._fleet_lines.due(closing=True))
         try:
             self._sinks.close(failed=outcome == "failed")
             self.event(SESSION_END, outcome=outcome, step=self._progress.step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import tomllib
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -96,6 +97,13 @@ class RunDirectory:
     def read_config(self) -> str | None:
         """The stored configuration, or None for a new run."""
         return self.config.read_text(encoding="utf-8") if self.exists else None
+
+    def read_settings(self) -> dict[str, Any]:
+        """The stored configuration's sections; empty when it is missing or not TOML."""
+        try:
+            return tomllib.loads(self.config.read_text(encoding="utf-8", errors="replace"))
+        except (FileNotFoundError, tomllib.TOMLDecodeError):
+            return {}
 
     def write_config(self, text: str) -> None:
         write_atomically(self.config, text.encode())

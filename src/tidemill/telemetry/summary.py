@@ -6,6 +6,7 @@ from typing import Any
 
 from tidemill.telemetry.evaluations import Evaluation, evaluations
 from tidemill.telemetry.events import past_sessions, read_events
+from tidemill.telemetry.fleet_figures import amount, fleet_figures
 from tidemill.telemetry.metrics import PEAK_RSS, STEP_TIME, MetricLine, read_metrics
 from tidemill.telemetry.run_dir import RunDirectory
 
@@ -17,7 +18,7 @@ def build_summary(
 ) -> dict[str, Any]:
     """Figures of the surviving history: each step counts once, however often the run was killed and resumed.
 
-    `wall_s` and `sessions` alone are over everything that ran, repeated work included.
+    `wall_s`, `sessions` and what the fleet did and cost are over everything that ran, repeated work included.
 
     Args:
         run: the run directory, locked or not.
@@ -32,6 +33,8 @@ def build_summary(
     last = lines[-1] if lines else None
     peaks = [int(line.values.get(PEAK_RSS, 0)) for line in lines]
     time_rollout_s = _sum(steps, "time_rollout_s")
+    wall_s = past.wall_s if wall_s is None else wall_s
+    fleet, trained = run.read_settings().get("fleet"), int(_sum(steps, "tokens_trained"))
     generated = int(_sum(steps, "tokens_generated"))
     return {
         "run": manifest.get("run", run.path.name),
@@ -46,13 +49,20 @@ def build_summary(
         "policy_version": last.policy_version if last else 0,
         "weights_digest": last.weights_digest if last else "",
         "sessions": past.count,
-        "wall_s": round(past.wall_s if wall_s is None else wall_s, 3),
+        "wall_s": round(wall_s, 3),
         "training_s": round(_sum(steps, STEP_TIME), 3),
         "time": {f"{name}_s": round(_sum(lines, f"time_{name}_s"), 3) for name in TIMES},
         "tokens_generated": generated,
-        "tokens_trained": int(_sum(steps, "tokens_trained")),
+        "tokens_trained": trained,
         "tokens_per_s": round(generated / time_rollout_s, 2) if time_rollout_s > 0 else None,
         "eval": _evaluation(evaluations(events, lines)),
+        **fleet_figures(
+            events,
+            lines,
+            wall_s=wall_s,
+            tokens_trained=trained,
+            reserved_usd_per_hour=amount(fleet, "reserved_usd_per_hour") if isinstance(fleet, dict) else 0.0,
+        ),
         "peak_rss_bytes": max([peak_rss_bytes, *peaks]),
     }
 

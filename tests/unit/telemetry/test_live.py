@@ -3,10 +3,12 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
 from tests.fabricated_run import FabricatedRun, FakeClock
+from tidemill.core.records import FleetRow
 from tidemill.telemetry.live import LiveView, _cell, sparkline
 from tidemill.telemetry.progress import Progress
 
@@ -62,6 +64,24 @@ def test_the_panel_fits_any_width(progress: Progress, width: int, lines: int) ->
     for word in ("smollm2-addition", "reward", "held-out", "entropy", "KL", "clipped", "length", "no signal", "speed"):
         assert word in text
     assert "step 10/20" in text and "left" in text and "rollout" in text
+
+
+def test_workers_that_come_and_go_get_a_table(progress: Progress) -> None:
+    view = LiveView(progress, Terminal(), FakeClock())
+    view.close()
+    view._closed = False
+    local = FleetRow(
+        lease_id="l", worker_id="local", kind="reserved", state="serving", version=9, running=3, queued=0,
+        tokens_per_s=40.0, price_usd_per_hour=2.0, age_s=7.0,
+    )  # fmt: skip
+    progress.set_fleet([local])
+    assert "worker" not in rendered(view, 100), "the reserved side alone is no fleet"
+    progress.set_fleet([local, msgspec.structs.replace(local, worker_id="spot-1", kind="preemptible")])
+    assert "spot-1" in rendered(view, 100)
+    progress.set_fleet([local])
+    text = rendered(view, 100)
+    assert "spot-1" not in text and "local" in text, "the table stays when all have been taken"
+    assert max(map(len, text.splitlines())) == 100
 
 
 def test_the_panel_of_a_run_that_just_began(progress: Progress) -> None:

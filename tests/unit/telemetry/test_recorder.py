@@ -216,3 +216,34 @@ def test_a_reward_fault_is_told_the_first_time_it_is_met(tmp_path: Path) -> None
         "warning: 2 of 3 samples of step 2 not scored, one: late (sample 2)",
         "warning: 2 of 2 samples of step 4 not scored, one: raises (sample 4)",
     ]
+
+
+def test_the_fleets_events_are_told_and_counted_at_the_end(tmp_path: Path) -> None:
+    recorder = open_recorder(tmp_path)
+    recorder.event("lease", lease="l3", worker="spot-3", kind="preemptible", price_usd_per_hour=0.5)
+    eviction = {"lease": "l3", "worker": "spot-3", "samples": 5, "tokens_kept": 1210, "tokens_lost": 37}
+    for noticed in (False,) * 8 + (True,) * 4:
+        recorder.event("eviction", **eviction, noticed=noticed)
+    summary = recorder.finish("finished")
+    recorder.run.close()
+    assert (summary["evictions"], summary["evictions_noticed"], summary["migrations"]) == (12, 4, 60)
+    assert isinstance(recorder._view, PlainView) and isinstance(recorder._view._stream, io.StringIO)
+    shown = recorder._view._stream.getvalue().splitlines()
+    assert shown[:8] == ["evicted spot-3 without notice: 5 samples go on elsewhere with 1,210 tokens kept, 37 lost"] * 8
+    assert shown[8:] == [
+        "also 4 evictions: 20 samples go on elsewhere with 4,840 tokens kept, 148 lost",
+        "12 evictions (4 with notice): 60 samples went on elsewhere, 14,520 tokens kept, 444 lost",
+    ]
+
+
+def test_what_was_computed_again_counts_even_where_the_step_was_rewound(tmp_path: Path) -> None:
+    recorder = open_recorder(tmp_path)
+    for step in (1, 2, 3):
+        recorder.step(metrics_of(step, tokens_recomputed=10.0 * step))
+    end(recorder)
+    again = open_recorder(tmp_path)
+    again.resume(1)
+    again.step(metrics_of(2, tokens_recomputed=7.0))
+    # 10 of step 1, 20 + 30 of the steps that were dropped, 7 of step 2 as it was done again.
+    assert again.finish("finished")["tokens_recomputed"] == 67
+    again.run.close()

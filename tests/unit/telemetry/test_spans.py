@@ -25,6 +25,8 @@ class Heard:
 
     def progress(self, phase: str, done: int, total: int) -> None: ...
 
+    def fleet(self, rows: Any) -> None: ...
+
 
 def test_a_span_is_one_event_with_its_duration_and_fields() -> None:
     heard, clock = Heard(), FakeClock(100.0)

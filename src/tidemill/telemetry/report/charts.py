@@ -7,7 +7,20 @@ from typing import Any, Literal
 
 from tidemill.core.records import Record
 from tidemill.telemetry.events import RESUME
-from tidemill.telemetry.metrics import GREEDY_ACCURACY, METRICS, PEAK_RSS, STEP_TIME
+from tidemill.telemetry.metrics import (
+    EVICTIONS,
+    GREEDY_ACCURACY,
+    METRICS,
+    MIGRATIONS,
+    PEAK_RSS,
+    REMOTE_WAIT,
+    SEED_WINDOW,
+    STEP_TIME,
+    TOKENS_LOST,
+    TOKENS_RECOMPUTED,
+    TRAINER_WAIT,
+    WORKERS_MEAN,
+)
 from tidemill.telemetry.report.story import Story
 
 OTHER_CHARTS = 12
@@ -105,6 +118,28 @@ CHARTS: tuple[Chart, ...] = (
         only_if_any=True,
     ),
     Chart(title="Outdated messages", note="ignored", series=(("deltas_ignored", "ignored"),), low=0, only_if_any=True),
+    Chart(
+        title="Evictions",
+        note="per step",
+        series=((EVICTIONS, "machines taken"), (MIGRATIONS, "samples moved")),
+        low=0,
+        only_if_any=True,
+    ),
+    Chart(
+        title="Lost and computed again",
+        note="tokens per step",
+        series=((TOKENS_LOST, "lost"), (TOKENS_RECOMPUTED, "computed again")),
+        low=0,
+        only_if_any=True,
+    ),
+    Chart(title="Preemptible workers", note="mean", series=((WORKERS_MEAN, "workers"),), low=0, only_if_any=True),
+    Chart(
+        title="Who waited for whom",
+        note="seconds per step",
+        series=((TRAINER_WAIT, "trainer"), (REMOTE_WAIT, "workers"), (SEED_WINDOW, "seeding window")),
+        low=0,
+        only_if_any=True,
+    ),
     Chart(title="Peak memory", note="GB", series=((PEAK_RSS, "memory"),), low=0, scale=1e-9),
 )
 

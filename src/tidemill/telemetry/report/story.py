@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -49,7 +48,7 @@ def read_story(run: RunDirectory) -> Story:
     """Read it all; whatever is missing or torn is left out."""
     lines, events = read_metrics(run.metrics), read_events(run.events)
     config_text = run.config.read_text(encoding="utf-8", errors="replace") if run.exists else ""
-    config = _parse(config_text)
+    config = run.read_settings()
     outcome = outcome_of(events)
     peak_rss_bytes = int(run.read_summary().get("peak_rss_bytes") or 0)
     summary = build_summary(
@@ -97,13 +96,6 @@ def _alive(pid: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def _parse(text: str) -> dict[str, Any]:
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError:
-        return {}
 
 
 def _whole(section: Any, key: str) -> int:

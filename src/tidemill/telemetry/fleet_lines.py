@@ -1,0 +1,108 @@
+"""What workers that come and go are worth a line of: a few each in so many seconds, and a count of the rest."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+from tidemill.config.describe import counted
+from tidemill.core.clock import Clock
+from tidemill.telemetry.events import (
+    DECODE,
+    EVICTION,
+    HAND_BACK,
+    JOIN,
+    JOIN_FAILED,
+    LEASE,
+    LEASE_END,
+    NOTICE,
+    PULL,
+    QUARANTINE,
+    REBALANCE,
+)
+from tidemill.telemetry.numerals import decimal, duration
+
+FLEET_EVENTS = frozenset(
+    {LEASE, JOIN, PULL, DECODE, NOTICE, HAND_BACK, EVICTION, LEASE_END, REBALANCE, QUARANTINE, JOIN_FAILED}
+)
+LINES, WINDOW_S = 8, 10.0
+NOUNS = {
+    JOIN: "join",
+    NOTICE: "notice",
+    HAND_BACK: "hand-back",
+    EVICTION: "eviction",
+    PULL: "damaged pull",
+    JOIN_FAILED: "failed join",
+}
+
+
+def fleet_words(name: str, fields: dict[str, Any]) -> str:
+    """One of the fleet's events as a line; empty where it is not worth one."""
+    worker, cause = fields.get("worker"), f" ({fields['cause']})" if fields.get("cause") else ""
+    if name == JOIN and "error" not in fields:
+        return f"{worker} joined after {duration(fields.get('duration_s', 0.0))}"
+    if name == NOTICE:
+        return f"{worker} will be taken in {duration(fields.get('grace_s', 0.0))}{cause}"
+    if name == HAND_BACK:
+        return f"{worker} handed back {counted(fields.get('samples', 0), 'sample')}"
+    if name == EVICTION:
+        noticed = "after notice" if fields.get("noticed") else "without notice"
+        return f"evicted {worker} {noticed}: {_moved(fields)}{cause}"
+    if name == JOIN_FAILED:
+        return f"{worker} did not come up{cause}"
+    if name == PULL and (retries := fields.get("retries")):
+        return f"{worker} pulled version {fields.get('version')} again: {counted(retries, 'damaged transfer')}"
+    if name == QUARANTINE:
+        difference, limit = decimal(fields.get("difference")), decimal(fields.get("limit"))
+        return f"quarantined {worker}: its logprobs differ from the trainer's by {difference} (limit {limit})"
+    return ""
+
+
+def _moved(fields: dict[str, Any]) -> str:
+    samples, kept, lost = (fields.get(key, 0) for key in ("samples", "tokens_kept", "tokens_lost"))
+    if not samples:
+        return "no sample was there"
+    verb = "goes" if samples == 1 else "go"
+    words = f"{counted(samples, 'sample')} {verb} on elsewhere with {counted(kept, 'token')} kept"
+    return f"{words}, {lost:,} lost" if lost else words
+
+
+class FleetLines:
+    """Turns events into lines for people. At most `LINES` in `WINDOW_S`; what came beyond is told together after it."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._reserved: set[str] = set()
+        self._window_began_s = -math.inf
+        self._told = 0
+        self._held: Counter[str] = Counter()
+        self._held_moves: Counter[str] = Counter()
+
+    def event(self, name: str, fields: dict[str, Any]) -> list[str]:
+        """The lines to show now."""
+        lines = self.due()
+        if name == LEASE and fields.get("kind") == "reserved":
+            self._reserved.add(str(fields.get("lease")))
+        words = "" if str(fields.get("lease")) in self._reserved else fleet_words(name, fields)
+        if not words:
+            return lines
+        if self._clock.now() - self._window_began_s >= WINDOW_S:
+            self._window_began_s, self._told = self._clock.now(), 0
+        self._told += 1
+        if self._told <= LINES or name == QUARANTINE:
+            return [*lines, words]
+        self._held[name] += 1
+        if name == EVICTION:
+            self._held_moves.update({key: int(fields.get(key, 0)) for key in ("samples", "tokens_kept", "tokens_lost")})
+        return lines
+
+    def due(self, *, closing: bool = False) -> list[str]:
+        """One line about what was held back, once its time is over."""
+        if not self._held or not (closing or self._clock.now() - self._window_began_s >= WINDOW_S):
+            return []
+        counts = ", ".join(counted(self._held[name], noun) for name, noun in NOUNS.items() if self._held[name])
+        moves = f": {_moved(self._held_moves)}" if self._held_moves["samples"] else ""
+        self._held.clear()
+        self._held_moves.clear()
+        return [f"also {counts}{moves}"]

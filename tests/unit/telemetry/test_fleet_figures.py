@@ -1,0 +1,166 @@
+"""A run of two sessions, the first killed after 60 s, and what it amounts to, by hand.
+
+```
+s     0        10        20        30        40        50        60 | 0        10        20        30        40
+local |---- decode 300 ----------|                                  |       |---- decode 100 ----|
+a     [ lease 0.9 $/h                 evicted 40]                   |
+b         [ lease 10 .. never ended, 1.8 $/h                        ]
+c                                                                   |[ lease 0 .. end 30, says 0.02 $ ]
+```
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tidemill.telemetry.fleet_figures import (
+    covered_s,
+    evictions_sentence,
+    fleet_figures,
+    held_leases,
+    reserved_only_s,
+    sessions_of,
+)
+from tidemill.telemetry.metrics import MetricLine
+
+
+def line(name: str, session: int, elapsed_s: float, **fields: Any) -> dict[str, Any]:
+    return {"event": name, "session": session, "elapsed_s": elapsed_s, **fields}
+
+
+def lease(session: int, at_s: float, name: str, price: float, kind: str = "preemptible") -> dict[str, Any]:
+    return line("lease", session, at_s, lease=name, worker=f"spot-{name}", kind=kind, price_usd_per_hour=price)
+
+
+def decode(session: int, at_s: float, name: str, kind: str, tokens: int, duration_s: float) -> dict[str, Any]:
+    return line("decode", session, at_s, lease=name, kind=kind, tokens=tokens, samples=1, duration_s=duration_s)
+
+
+EVENTS = [
+    line("session_start", 1, 0.0, earlier_wall_s=0.0),
+    lease(1, 0.0, "local", 0.0, kind="reserved"),
+    line("join", 1, 0.5, lease="local", duration_s=0.5),
+    lease(1, 0.0, "a", 0.9),
+    line("join", 1, 4.0, lease="a", duration_s=4.0),
+    lease(1, 10.0, "b", 1.8),
+    line("join", 1, 12.0, lease="b", error="WorkerLost", duration_s=2.0),
+    decode(1, 20.0, "local", "reserved", 300, 20.0),
+    line("notice", 1, 38.0, lease="a", grace_s=2.0),
+    line("hand_back", 1, 39.0, lease="a", samples=3),
+    decode(1, 40.0, "a", "preemptible", 500, 30.0),
+    line("eviction", 1, 40.0, lease="a", noticed=True, samples=1, tokens_kept=20, tokens_lost=0),
+    # 40 s / 3600 × 0.9 $/h = 0.01 $
+    line("lease_end", 1, 40.0, lease="a", kind="preemptible", evicted=True, held_s=40.0, cost_usd=0.01, tokens=500),
+    line("rebalance", 1, 45.0, from_worker="spot-b", to_worker="local", samples=2),
+    line("rollout", 1, 55.0, step=2),
+    line("session_start", 2, 0.0, earlier_wall_s=60.0),
+    line("resume", 2, 0.0, step=1, tokens_recomputed=70),
+    lease(2, 0.0, "c", 2.4),
+    line("join", 2, 1.0, lease="c", duration_s=1.0),
+    decode(2, 30.0, "local", "reserved", 100, 20.0),
+    line("eviction", 2, 30.0, lease="c", noticed=False, samples=2, tokens_kept=15, tokens_lost=6),
+    line("lease_end", 2, 30.0, lease="c", kind="preemptible", evicted=True, held_s=30.0, cost_usd=0.02, tokens=0),
+    line("quarantine", 2, 31.0, lease="d", difference=0.3, limit=0.1),
+    line("session_end", 2, 40.0),
+]
+
+
+def metric(step: int, session: int, elapsed_s: float, **values: float) -> MetricLine:
+    return MetricLine(
+        step=step, policy_version=step, weights_digest="", optimizer_steps=1, session=session, elapsed_s=elapsed_s,
+        values=values,
+    )  # fmt: skip
+
+
+METRICS = [metric(1, 1, 50.0, tokens_recomputed=11.0), metric(2, 2, 20.0, tokens_recomputed=5.0)]
+
+
+def figures(events: list[dict[str, Any]] = EVENTS, price: float = 3.6, wall_s: float = 100.0) -> dict[str, Any]:
+    return fleet_figures(events, METRICS, wall_s=wall_s, tokens_trained=450, reserved_usd_per_hour=price)
+
+
+def test_sessions_follow_one_another() -> None:
+    found = sessions_of(EVENTS, METRICS)
+    # Session 1's last event is at 55 s; session 2 knows that it lasted until 60 s.
+    assert [(one.start_s, one.end_s, one.killed) for one in found.values()] == [(0, 60, True), (60, 100, False)]
+
+
+def test_the_newest_session_lasts_until_its_last_line_in_either_log() -> None:
+    found = sessions_of(EVENTS[:5], [metric(1, 1, 9.0)])
+    assert (found[1].end_s, found[1].killed) == (9.0, True)
+    assert sessions_of([], []) == {}
+
+
+def test_a_lease_that_was_never_ended_is_charged_until_its_session_died() -> None:
+    held = held_leases(EVENTS, sessions_of(EVENTS, METRICS))
+    b, c = held[1, "b"], held[2, "c"]
+    # 50 s at 1.8 $/h
+    assert (b.start_s, b.end_s, b.tokens) == (10.0, 60.0, None)
+    assert b.cost_usd == pytest.approx(0.025)
+    assert (c.start_s, c.end_s, c.cost_usd, c.evicted, c.tokens) == (60.0, 90.0, 0.02, True, 0)
+    assert list(held) == [(1, "local"), (1, "a"), (1, "b"), (2, "c")]
+
+
+def test_an_end_whose_beginning_was_lost_still_counts() -> None:
+    (held,) = held_leases([EVENTS[0], EVENTS[12]], sessions_of(EVENTS, METRICS)).values()
+    assert (held.start_s, held.end_s, held.cost_usd, held.worker) == (0.0, 40.0, 0.01, "a")
+
+
+def test_stretches_that_overlap_count_once() -> None:
+    assert covered_s([(5.0, 8.0), (0.0, 4.0), (1.0, 2.0), (3.0, 6.0)]) == 8.0
+    assert covered_s([]) == 0.0
+
+
+def test_what_happened() -> None:
+    found = figures()
+    assert {key: found[key] for key in ("leases", "joins", "notices", "evictions", "evictions_noticed")} == {
+        "leases": 3,
+        "joins": 2,  # the local engine and the failed one left out
+        "notices": 1,
+        "evictions": 2,
+        "evictions_noticed": 1,
+    }
+    assert found["quarantined"] == 1
+    assert found["migrations"] == 1 + 3 + 2 + 2
+    assert (found["samples_kept"], found["tokens_kept"], found["tokens_lost"]) == (6, 35, 6)
+    assert found["tokens_recomputed"] == 11 + 5 + 70
+    assert found["goodput_tokens_per_s"] == 4.5
+
+
+def test_costs() -> None:
+    found = figures()
+    # 100 s at 3.6 $/h; leases a 0.01, b 0.025, c 0.02
+    assert found["cost_by_kind_usd"] == {"reserved": 0.1, "preemptible": 0.055}
+    assert found["cost_usd"] == 0.155
+
+
+def test_the_reserved_side_alone() -> None:
+    # It made 400 tokens in 40 s of its own: 10 a second. Somebody generated in [0, 40] and [70, 90]: 60 of 100 s.
+    # All 900 tokens would have taken it 90 s: 100 - 60 + 90 = 130 s, at 3.6 $/h 0.13 $.
+    assert reserved_only_s(EVENTS, sessions_of(EVENTS, METRICS), 100.0) == pytest.approx(130.0)
+    assert figures()["reserved_only_usd"] == pytest.approx(0.13)
+
+
+def test_what_cannot_be_told_is_null() -> None:
+    remote_only = [event for event in EVENTS if event.get("kind") != "reserved"]
+    assert figures(remote_only)["reserved_only_usd"] is None
+    assert figures(price=0.0)["reserved_only_usd"] is None
+    assert figures(price=0.0)["cost_usd"] == 0.055
+    assert figures(wall_s=0.0)["goodput_tokens_per_s"] is None
+
+
+def test_a_run_on_the_reserved_side_alone_costs_its_wall_time() -> None:
+    alone = [event for event in EVENTS if event["event"].startswith("session") or event.get("kind") == "reserved"]
+    found = figures(alone)
+    assert (found["cost_usd"], found["reserved_only_usd"]) == (0.1, 0.1)
+    assert found["cost_by_kind_usd"] == {"reserved": 0.1, "preemptible": 0.0}
+    assert not any(found[key] for key in ("leases", "joins", "evictions", "migrations", "tokens_lost", "quarantined"))
+
+
+def test_the_sentence_at_the_end() -> None:
+    assert evictions_sentence(figures()) == (
+        "2 evictions (1 with notice): 6 samples went on elsewhere, 35 tokens kept, 6 lost"
+    )
+    assert evictions_sentence(figures([])) == ""

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.fabricated_run import FakeClock
+from tidemill.telemetry.events import EVENTS
+from tidemill.telemetry.fleet_lines import FLEET_EVENTS, LINES, WINDOW_S, FleetLines, fleet_words
+
+EVICTED = {"lease": "l3", "worker": "spot-3", "noticed": False, "samples": 5, "tokens_kept": 1210, "tokens_lost": 0}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "words"),
+    [
+        ("join", {"duration_s": 4.21}, "spot-3 joined after 4.2 s"),
+        ("join", {"duration_s": 4.21, "error": "WorkerLost"}, ""),
+        ("notice", {"grace_s": 30, "cause": "SIGTERM"}, "spot-3 will be taken in 30 s (SIGTERM)"),
+        ("hand_back", {"samples": 1}, "spot-3 handed back 1 sample"),
+        ("eviction", EVICTED, "evicted spot-3 without notice: 5 samples go on elsewhere with 1,210 tokens kept"),
+        (
+            "eviction",
+            EVICTED | {"noticed": True, "samples": 1, "tokens_lost": 37, "cause": "silent for 15 s"},
+            "evicted spot-3 after notice: 1 sample goes on elsewhere with 1,210 tokens kept, 37 lost (silent for 15 s)",
+        ),
+        ("eviction", {"samples": 0}, "evicted spot-3 without notice: no sample was there"),
+        ("join_failed", {"cause": "no answer in 300 s"}, "spot-3 did not come up (no answer in 300 s)"),
+        ("pull", {"version": 4, "retries": 2}, "spot-3 pulled version 4 again: 2 damaged transfers"),
+        ("pull", {"version": 4, "retries": 0}, ""),
+        (
+            "quarantine",
+            {"difference": 0.31, "limit": 0.1},
+            "quarantined spot-3: its logprobs differ from the trainer's by 0.310 (limit 0.100)",
+        ),
+        ("lease", {}, ""),
+        ("lease_end", {"cause": "the run ended"}, ""),
+        ("decode", {"tokens": 5}, ""),
+    ],
+)
+def test_words(name: str, fields: dict[str, Any], words: str) -> None:
+    assert fleet_words(name, {"worker": "spot-3"} | fields) == words
+
+
+def test_they_are_events_with_a_meaning() -> None:
+    assert set(EVENTS) >= FLEET_EVENTS
+
+
+def test_hundreds_of_evictions_do_not_drown_the_steps() -> None:
+    clock = FakeClock()
+    lines = FleetLines(clock)
+    shown = [words for _ in range(LINES + 37) for words in lines.event("eviction", EVICTED)]
+    assert len(shown) == LINES and lines.due() == []
+    assert lines.event("join", {"worker": "spot-9", "duration_s": 1.0}) == []
+    clock.pass_s(WINDOW_S)
+    # 37 × 5 samples, 37 × 1210 tokens
+    assert lines.event("join", {"worker": "spot-9", "duration_s": 1.0}) == [
+        "also 1 join, 37 evictions: 185 samples go on elsewhere with 44,770 tokens kept",
+        "spot-9 joined after 1.0 s",
+    ]
+    assert lines.due(closing=True) == []
+
+
+def test_what_is_held_back_at_the_end_is_told() -> None:
+    lines = FleetLines(FakeClock())
+    for _ in range(LINES + 2):
+        lines.event("notice", {"worker": "spot-1", "grace_s": 5.0})
+    assert lines.event("quarantine", {"worker": "spot-1", "difference": 1.0, "limit": 0.1}) != []
+    assert lines.due(closing=True) == ["also 2 notices"]
+
+
+def test_the_reserved_side_is_not_news() -> None:
+    lines = FleetLines(FakeClock())
+    lines.event("lease", {"lease": "local", "worker": "local", "kind": "reserved"})
+    assert lines.event("join", {"lease": "local", "worker": "local", "duration_s": 1.0}) == []

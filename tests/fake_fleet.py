@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from tidemill.config.schema import RunSpec
 from tidemill.controller.batch import Batch, BatchPlan, plan_batch
+from tidemill.controller.fleet import Fleet
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.loop import LoopResult, train_loop
 from tidemill.controller.memory_journal import MemoryJournal, PowerCut
@@ -399,25 +400,29 @@ class Session:
         self.checkpoints = FakeCheckpoints(self.disk, self.trainer)
         self.source = FakeSource(self.spec.batch.prompts)
         self.ledger = Ledger(self.journal)
+        self.fleet = Fleet(
+            self.worker, slots=self.slots, clock=LoopClock(), telemetry=self.telemetry, patience=self.patience
+        )
 
     async def run(self) -> LoopResult:
         """Train; whatever happens, the disk has what it had at the end."""
         try:
-            return await train_loop(
-                spec=self.spec,
-                source=self.source,
-                worker=self.worker,
-                trainer=self.trainer,
-                scorer=self.scorer,
-                eval_scorer=self.eval_scorer,
-                ledger=self.ledger,
-                checkpoints=self.checkpoints,
-                telemetry=self.telemetry,
-                codec=FakeCodec(),
-                clock=LoopClock(),
-                stop=self.stop,
-                patience=self.patience,
-            )
+            async with self.fleet:
+                return await train_loop(
+                    spec=self.spec,
+                    source=self.source,
+                    fleet=self.fleet,
+                    trainer=self.trainer,
+                    scorer=self.scorer,
+                    eval_scorer=self.eval_scorer,
+                    ledger=self.ledger,
+                    checkpoints=self.checkpoints,
+                    telemetry=self.telemetry,
+                    codec=FakeCodec(),
+                    clock=LoopClock(),
+                    stop=self.stop,
+                    patience=self.patience,
+                )
         finally:
             self.disk.journal = self.journal.disk
             await self.worker.close()

@@ -263,13 +263,15 @@ PoolConfig = Annotated[StaticPool | TracePool | SyntheticPool | RayPool, Field(d
 class FleetConfig(Config):
     """How preemptible workers are used. Where they come from is `pool`."""
 
+    size: Literal["pool", "adaptive"] = "pool"
+    """pool: every worker the pool offers. adaptive: as many as the balance of generation and training asks for."""
     seeding: bool = True
     """The reserved side generates too, at the start of a step and whenever no preemptible worker is there."""
     seed_window_s: float = Field(10.0, ge=0)
     """How long it does so in the first step; later windows adapt to who waited for whom."""
     window_gain: float = Field(3.0, gt=0)
     """Divides the imbalance (seconds the trainer waited minus seconds workers idled) by which the window moves."""
-    queue_limit: int = Field(4, ge=1)
+    queue_limit: int = Field(8, ge=1)
     """Samples queued at one worker beyond those it decodes; more wait with the controller."""
     max_moves: int = Field(2, ge=0)
     """Times one sample may be moved to even out the load; evictions do not count."""
@@ -435,6 +437,10 @@ class RunSpec(Config):
             faults.append(
                 f"batch.minibatches = {self.batch.minibatches} does not divide batch.prompts = {self.batch.prompts}; "
                 "make prompts a multiple of minibatches"
+            )
+        if not self.fleet.seeding and self.pool.kind == "static" and not self.pool.workers:
+            faults.append(
+                "fleet.seeding = false and pool.workers = 0 leave nobody to generate; allow seeding or add workers"
             )
         if self.pool.kind == "ray" and self.runtime != "ray":
             faults.append(f'pool.kind = "ray" needs runtime = "ray", and runtime is "{self.runtime}"; set one of them')

@@ -96,6 +96,8 @@ class Batch:
         self.tokens_recovered = 0
         self.prompt_tokens_computed = 0
         self.prompt_tokens_reused = 0
+        self.evictions = 0
+        self.tokens_lost = 0  # estimated
         self.migrations = 0  # samples given to another lease than the one before
         self.tokens_recomputed = 0  # completion tokens that an assignment brought along as its prefix
         for epoch, prompt in prompts:
@@ -118,6 +120,7 @@ class Batch:
         """Sort the samples by state: who waits, and what each lease holds."""
         self._states = Counter(sample.state for sample in self.samples)
         self._waiting = {s.ordinal: s for s in self.samples if s.state is SampleState.WAITING}
+        self._newly_waiting = list(self._waiting)
         self._held: defaultdict[str, dict[int, Sample]] = defaultdict(dict)
         for sample in self.samples:
             if sample.state is SampleState.RUNNING:
@@ -149,12 +152,22 @@ class Batch:
         """Samples that nobody generates, by ordinal, in no particular order."""
         return self._waiting
 
+    def take_newly_waiting(self) -> list[Sample]:
+        """Samples that began to wait since the last call, and still do."""
+        ordinals, self._newly_waiting = self._newly_waiting, []
+        return [self.samples[ordinal] for ordinal in dict.fromkeys(ordinals) if ordinal in self._waiting]
+
+    @property
+    def leases(self) -> list[str]:
+        """Leases that are generating something."""
+        return [lease_id for lease_id, samples in self._held.items() if samples]
+
     def held(self, lease_id: str) -> Mapping[int, Sample]:
         """Samples a lease is generating, by ordinal."""
         return self._held[lease_id]
 
     def assign(self, lease_id: str, samples: Iterable[Sample] | None = None) -> list[GenerateRequest]:
-        """Give waiting samples (by default all, in canonical order) to a lease; each request goes on from its tokens."""
+        """Give waiting samples (by default all, in canonical order) to a lease; each goes on from its tokens."""
         chosen = self.in_state(SampleState.WAITING) if samples is None else list(samples)
         for sample in chosen:
             self.migrations += sample.lease_id not in ("", lease_id)
@@ -164,7 +177,7 @@ class Batch:
         return [self._request(sample) for sample in chosen]
 
     def revoke(self, lease_id: str) -> list[Sample]:
-        """A lease is over: what it was generating waits again, with the tokens it has; whatever it still sends is stale."""
+        """A lease is over: its samples wait again with the tokens they have, and what it still sends is stale."""
         samples = list(self._held[lease_id].values())
         for sample in samples:
             sample.move(SampleState.WAITING)
@@ -218,6 +231,7 @@ class Batch:
             del self._held[sample.lease_id][sample.ordinal]
         if after is SampleState.WAITING:
             self._waiting[sample.ordinal] = sample
+            self._newly_waiting.append(sample.ordinal)
         elif after is SampleState.RUNNING:
             self._held[sample.lease_id][sample.ordinal] = sample
 

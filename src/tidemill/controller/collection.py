@@ -1,39 +1,38 @@
 """From an open batch to its scored samples, one by one as they finish.
 
 ```
- batch ──requests──▶ worker ──reports──┐
-   ▲                                   ▼
-   │                               ( mailbox ) ◀──rewards── scorer ◀──┐
-   │                                   │                              │
-   └──── ledger: apply, journal ◀──────┴───▶ finished samples ────────┘
-                                       └───▶ scored samples ──▶ whoever iterates
+ batch ──dispatcher──▶ fleet ──reports, ends of leases──┐
+   ▲                                                    ▼
+   │                                                ( mailbox ) ◀──rewards── scorer ◀──┐
+   │                                                    │                              │
+   └──── ledger: apply, journal, take back ◀────────────┴───▶ finished samples ────────┘
+                                                        └───▶ scored samples ──▶ whoever iterates
 ```
-One task owns the batch and reads the mailbox; receiving and scoring only put letters into it. The consumer may take its
-time (the trainer does): generating, journalling and scoring go on meanwhile.
+One task owns the batch and reads the mailbox; the fleet and the scorers only put letters into it. The consumer may take
+its time (the trainer does): generating, journalling and scoring go on meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
-from typing import Any
 
 from tidemill.controller.assembly import scored
 from tidemill.controller.batch import Batch
+from tidemill.controller.dispatcher import Dispatcher
+from tidemill.controller.mailbox import Ended, Mail, Mailbox
 from tidemill.controller.rollout import Rollout, StopRequested
 from tidemill.controller.samples import Sample, SampleState
 from tidemill.controller.waiting import Wait, still_waiting
 from tidemill.core.buffers import unpack_tokens
-from tidemill.core.errors import TidemillError
-from tidemill.core.records import Reward, Trajectory, WorkerReport
+from tidemill.core.records import Trajectory
 
-MAX_FAILURES = 3
-"""Attempts at one sample that may end in an engine error before the run does."""
+GATHER_S = 0.01
+"""With many workers, letters are read at most this often, several at a time."""
 
-RECEIVE_S = 10.0
-"""How long one `next_report` waits; only a rhythm, the deadline is `Patience.worker_s`."""
+WATCH_S = 0.5
+"""How often the live view hears of the fleet."""
 
 
 @asynccontextmanager
@@ -42,36 +41,21 @@ async def collecting(batch: Batch, rollout: Rollout) -> AsyncIterator[Collection
 
     The iteration raises:
         StopRequested: `rollout.stop` was set; the samples in flight were called back and what they had is journalled.
-        DeadlineError: nothing came from the worker or the scorer for too long.
+        DeadlineError: nothing came from the workers or the scorer for too long.
         TidemillError: the engine failed again and again on one sample.
-        Exception: whatever the worker, the scorer or the journal raised.
+        Exception: whatever the reserved worker, the provider of leases, the scorer or the journal raised.
     """
     collection = Collection(batch, rollout)
-    tasks = [asyncio.create_task(job) for job in (collection.run(), collection.receive(), collection.watch_stop())]
-    try:
-        yield collection
-    finally:
-        for task in (*tasks, *collection.scoring):
-            task.cancel()
-        await asyncio.gather(*tasks, *collection.scoring, return_exceptions=True)
-
-
-@dataclass(slots=True)
-class _Mail:
-    """What the mailbox held, by kind."""
-
-    reports: list[WorkerReport] = field(default_factory=list)
-    rewards: list[tuple[Sample, Reward]] = field(default_factory=list)
-    failures: list[Exception] = field(default_factory=list)
-    stop: bool = False
-
-    def __bool__(self) -> bool:
-        return bool(self.reports or self.rewards or self.failures or self.stop)
-
-    @property
-    def news(self) -> bool:
-        """Whether anything but heartbeats came."""
-        return bool(self.rewards or self.failures or self.stop or any(report.deltas for report in self.reports))
+    with rollout.fleet.delivering_to(collection.mailbox):
+        tasks = [asyncio.create_task(job) for job in (collection.run(), collection.watch_stop())]
+        try:
+            yield collection
+        finally:
+            for task in (*tasks, *collection.scoring):
+                task.cancel()
+            await asyncio.gather(*tasks, *collection.scoring, return_exceptions=True)
+            for lease_id in batch.leases:
+                rollout.fleet.abort(lease_id, [sample.sample_id for sample in batch.held(lease_id).values()])
 
 
 class Collection:
@@ -79,8 +63,8 @@ class Collection:
 
     def __init__(self, batch: Batch, rollout: Rollout) -> None:
         self._batch, self._rollout = batch, rollout
-        self._mail = _Mail()
-        self._arrived = asyncio.Event()
+        self._dispatcher = Dispatcher(batch, rollout.fleet, window_s=rollout.window_s)
+        self.mailbox = Mailbox()
         self._scored: asyncio.Queue[Trajectory | Exception] = asyncio.Queue()
         self._began = self._news_at = self._noticed_at = rollout.clock.now()
         self._wanted_at: float | None = None  # since when the consumer waits; None while it is busy
@@ -88,12 +72,20 @@ class Collection:
         self.scoring: set[asyncio.Task[None]] = set()
         self.generating_s = 0.0  # until the last sample finished
         self.scoring_s = 0.0  # from then to the last reward
+        self.waited_s = 0.0  # by the consumer, while the reserved side was not generating
+        self._watched_at = -WATCH_S
         self._all_finished = not batch.unfinished
+
+    @property
+    def workers_mean(self) -> float:
+        """Preemptible workers that served, on average."""
+        return self._dispatcher.workers_mean
 
     async def __aiter__(self) -> AsyncIterator[Trajectory]:
         for _ in self._batch.samples:
             self._wanted_at = self._rollout.clock.now()
             item = await self._scored.get()
+            self._count_wait(self._wanted_at)
             self._wanted_at = None
             if self._stopped:
                 raise StopRequested
@@ -103,33 +95,19 @@ class Collection:
 
     # The tasks that only write letters.
 
-    async def receive(self) -> None:
-        try:
-            while True:
-                report = await self._rollout.worker.next_report(RECEIVE_S)
-                if report is not None:
-                    self._mail.reports.append(report)
-                    self._arrived.set()
-        except Exception as error:  # noqa: BLE001 - the iteration raises it
-            self._fail(error)
-
     async def watch_stop(self) -> None:
         await self._rollout.stop.wait()
-        self._mail.stop = True
-        self._arrived.set()
+        self.mailbox.mail.stop = True
+        self.mailbox.ring()
 
     async def _score(self, sample: Sample) -> None:
         try:
             reward = await self._rollout.scorer.score(sample.prompt, self._trajectory(sample))
         except Exception as error:  # noqa: BLE001 - the iteration raises it
-            self._fail(error)
+            self.mailbox.put_failure(error)
         else:
-            self._mail.rewards.append((sample, reward))
-            self._arrived.set()
-
-    def _fail(self, error: Exception) -> None:
-        self._mail.failures.append(error)
-        self._arrived.set()
+            self.mailbox.mail.rewards.append((sample, reward))
+            self.mailbox.ring()
 
     # The task that owns the batch.
 
@@ -138,25 +116,23 @@ class Collection:
             self._tell_progress()
             self._release(self._batch.in_state(SampleState.SCORED))
             self._start_scoring(self._batch.in_state(SampleState.FINISHED))
-            await self._submit_waiting()
+            self._dispatch()
             while not self._batch.complete:
                 mail = await self._letters()
                 await self._digest(mail)
                 if mail.stop:
                     await self._call_back()
                     raise StopRequested
-                await self._submit_waiting()
+                self._dispatch()
         except Exception as error:  # noqa: BLE001 - the iteration raises it
             self._stopped = isinstance(error, StopRequested)
             self._scored.put_nowait(error)
 
-    async def _letters(self) -> _Mail:
+    async def _letters(self) -> Mail:
         """Everything that has arrived, after waiting a while for something."""
-        if not self._mail:
-            self._arrived.clear()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._arrived.wait(), self._rollout.patience.notice_s)
-        mail, self._mail = self._mail, _Mail()
+        if self._rollout.fleet.elastic:
+            await asyncio.sleep(GATHER_S)
+        mail = await self.mailbox.take(min(self._rollout.patience.notice_s, self._dispatcher.window_left_s))
         if mail.news:
             self._news_at = self._noticed_at = self._rollout.clock.now()
         else:
@@ -176,6 +152,12 @@ class Collection:
     def _wait(self) -> Wait:
         batch, patience = self._batch, self._rollout.patience
         name = f"step {batch.plan.step} ({batch.plan.purpose})"
+        if batch.unfinished and not batch.running:
+            return Wait(
+                awaited=f"a worker to generate {batch.unfinished} samples of {name}",
+                look_at=f"[pool] and the machines it offers ({self._rollout.fleet.preemptible} joining)",
+                deadline_s=patience.worker_s,
+            )
         if batch.unfinished:
             ignored = f" (messages ignored: {dict(batch.ignored)})" if batch.ignored else ""
             return Wait(
@@ -189,12 +171,19 @@ class Collection:
             deadline_s=patience.scorer_s,
         )
 
-    async def _digest(self, mail: _Mail) -> None:
-        """Journal what came, then act on it."""
+    async def _digest(self, mail: Mail) -> None:
+        """Journal what came, then act on it. What a worker said before its lease ended counts."""
         batch, rollout = self._batch, self._rollout
         for report in mail.reports:
             rollout.note_status(report, batch)
-        self._start_scoring(await rollout.ledger.accept(batch, mail.reports))
+        finished = await rollout.ledger.accept(batch, mail.reports)
+        for sample in finished:
+            rollout.fleet.lengths.observe(sample.sample_id.prompt_id, sample.length)
+        self._start_scoring(finished)
+        for ended in mail.ended:
+            self._take_back(ended)
+        self._dispatcher.hand_back(mail.hand_back)
+        self._dispatcher.note_idle({report.lease_id for report in mail.reports})
         await rollout.ledger.reward(batch, mail.rewards)
         self._release([sample for sample, _ in mail.rewards])
         self._keep_time()
@@ -202,8 +191,24 @@ class Collection:
         for error in mail.failures:
             raise error
 
+    def _take_back(self, ended: Ended) -> None:
+        """The samples of a worker that is gone wait for another, each with the tokens it has."""
+        samples = self._batch.revoke(ended.lease_id)
+        if ended.evicted:
+            self._batch.evictions += 1
+            self._batch.tokens_lost += ended.tokens_lost if samples else 0
+            self._rollout.fleet.story.evicted(ended, samples)
+        if ended.crashed:
+            for sample in samples:
+                sample.failures += 1
+                sample.last_error = ended.cause
+
     def _tell_progress(self) -> None:
-        self._rollout.telemetry.progress(self._rollout.phase, self._batch.scored, len(self._batch.samples))
+        telemetry, fleet, now_s = self._rollout.telemetry, self._rollout.fleet, self._rollout.clock.now()
+        telemetry.progress(self._rollout.phase, self._batch.scored, len(self._batch.samples))
+        if fleet.elastic and now_s - self._watched_at >= WATCH_S:
+            self._watched_at = now_s
+            telemetry.fleet(fleet.rows())
 
     def _keep_time(self) -> None:
         elapsed_s = self._rollout.clock.now() - self._began
@@ -211,36 +216,23 @@ class Collection:
             self.generating_s, self._all_finished = elapsed_s, not self._batch.unfinished
         self.scoring_s = elapsed_s - self.generating_s
 
-    async def _submit_waiting(self) -> None:
-        """Submit what waits, called-back and failed samples included: each goes on from the tokens it has."""
-        batch, worker = self._batch, self._rollout.worker
-        if batch.unfinished == batch.running:
-            return
-        failed = [sample for sample in batch.in_state(SampleState.WAITING) if sample.failures]
-        for sample in failed:
-            if sample.failures >= MAX_FAILURES:
-                raise TidemillError(
-                    f"{sample.failures} attempts to generate {sample.sample_id} failed; the last: {sample.last_error}"
-                )
-        if failed:  # an engine may still be at the attempt that went wrong
-            await self._to_worker(worker.abort([sample.sample_id for sample in failed]), "drop samples")
-        await self._to_worker(worker.submit(batch.assign(self._rollout.lease_id)), "take samples")
+    def _dispatch(self) -> None:
+        """Give out what waits, called-back and failed samples included: each goes on from the tokens it has."""
+        self._dispatcher.dispatch(trainable_groups=-(-self._scored.qsize() // self._batch.plan.group_size))
 
     async def _call_back(self) -> None:
-        """Take samples back from the worker; what they had is in the reports that follow."""
-        running = [sample.sample_id for sample in self._batch.in_state(SampleState.RUNNING)]
-        if running:
-            await self._to_worker(self._rollout.worker.abort(running), "hand samples back")
+        """Take samples back from the workers; what they had is in the reports that follow."""
+        self._dispatcher.call_back_all()
         with suppress(TimeoutError):
             async with asyncio.timeout(self._rollout.patience.stop_s):
                 while self._batch.running:
                     await self._digest(await self._letters())
 
-    async def _to_worker(self, call: Coroutine[Any, Any, None], what: str) -> None:
-        deadline_s = self._rollout.patience.load_s
-        await self._rollout.patiently(
-            call, awaited=f"the worker to {what}", look_at="the worker and its engine", deadline_s=deadline_s
-        )
+    def _count_wait(self, since_s: float) -> None:
+        """The reserved side has nothing to do while the consumer waits and the window is over."""
+        idle_since_s = self._dispatcher.seeded_until_s
+        if idle_since_s is not None:
+            self.waited_s += max(0.0, self._rollout.clock.now() - max(since_s, idle_since_s))
 
     def _start_scoring(self, samples: Sequence[Sample]) -> None:
         for sample in samples:

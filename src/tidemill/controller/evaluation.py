@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
@@ -56,7 +57,9 @@ async def evaluate(
         raise UserError(
             "the task has no held-out prompts", where="task", cure="keep some (held_out_fraction, held_out_path)"
         )
-    rollout = replace(rollout, scorer=scorer, ledger=Ledger(None), truncated="trained", phase="evaluation")
+    rollout = replace(
+        rollout, scorer=scorer, ledger=Ledger(None), truncated="trained", phase="evaluation", window_s=math.inf
+    )
     greedy = msgspec.structs.replace(sampling, temperature=0.0, top_k=0, top_p=1.0)
     members = [(0, prompt) for prompt in prompts]
     plan = plan_batch(step, members, run_seed=seed, group_size=1, sampling=greedy, purpose=f"eval:{name}")

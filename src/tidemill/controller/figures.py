@@ -54,4 +54,8 @@ def batch_figures(batch: Batch, version: PolicyVersion) -> dict[str, float]:
         "prompt_tokens_computed": float(batch.prompt_tokens_computed),
         "prompt_tokens_reused": float(batch.prompt_tokens_reused),
         "deltas_ignored": float(sum(batch.ignored.values())),
+        "evictions": float(batch.evictions),
+        "migrations": float(batch.migrations),
+        "tokens_lost": float(batch.tokens_lost),
+        "tokens_recomputed": float(batch.tokens_recomputed),
     }

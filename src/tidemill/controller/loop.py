@@ -1,8 +1,8 @@
 """The training loop.
 
 ```
- source ──prompts──▶ open ──▶ generate ⇄ score ──groups──▶ accumulate ──▶ commit ──▶ load ──▶ evaluate ──▶ checkpoint
-                      ▲          │         │                 (trainer)   (trainer)  (worker)  (if due)     (if due)
+ source ──prompts──▶ open ──▶ generate ⇄ score ──groups──▶ accumulate ──▶ commit ──▶ publish ──▶ evaluate ──▶ checkpoint
+                      ▲          │         │                 (trainer)   (trainer)   (fleet)  (if due)     (if due)
                       │          ▼         ▼                                                                  │
                       │        ledger ◀── journal                        ledger.prune ◀───────────────────────┘
                       └─────────────────────────── the next step ◀────────────────────────────────────────────┘
@@ -18,12 +18,13 @@ import asyncio
 
 from tidemill.config.schema import RunSpec
 from tidemill.controller.entries import EvalResult
+from tidemill.controller.fleet import Fleet
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.rollout import Rollout, StopRequested
 from tidemill.controller.run import Run
 from tidemill.controller.waiting import Patience
 from tidemill.core.clock import Clock
-from tidemill.core.protocols import Checkpoints, Codec, PromptSource, Scorer, Telemetry, Trainer, Worker
+from tidemill.core.protocols import Checkpoints, Codec, PromptSource, Scorer, Telemetry, Trainer
 from tidemill.core.records import PolicyVersion, Record, SamplingParams
 
 
@@ -44,7 +45,7 @@ async def train_loop(
     *,
     spec: RunSpec,
     source: PromptSource,
-    worker: Worker,
+    fleet: Fleet,
     trainer: Trainer,
     scorer: Scorer,
     eval_scorer: Scorer,
@@ -56,20 +57,18 @@ async def train_loop(
     stop: asyncio.Event,
     stop_strings: tuple[str, ...] = (),
     patience: Patience | None = None,
-    lease_id: str = "local",
 ) -> LoopResult:
     """Train until `spec.trainer.steps` batches are committed, going on from wherever the run stands.
 
     Args:
         source: prompts by step.
-        worker: generates; it is left open.
+        fleet: generates; it is entered already.
         scorer: what the run is rewarded for.
         eval_scorer: what held-out accuracy is measured by; 1 is right, anything less is wrong.
         stop: set it to end the run early: what is in flight is journalled, and a checkpoint of the last committed batch
             is written unless there is one.
         stop_strings: the task's own, used when `spec.sampling.stop` is empty.
         patience: deadlines of every wait.
-        lease_id: names the worker in its requests.
 
     Raises:
         UserError: a fault of the user's input, of the run directory or of the disk.
@@ -77,7 +76,7 @@ async def train_loop(
         TidemillError: the engine failed again and again on one sample.
     """
     rollout = Rollout(
-        worker=worker,
+        fleet=fleet,
         ledger=ledger,
         scorer=scorer,
         codec=codec,
@@ -85,7 +84,6 @@ async def train_loop(
         clock=clock,
         stop=stop,
         patience=patience or Patience(),
-        lease_id=lease_id,
         truncated=spec.scoring.truncated,
     )
     sampling = sampling_params(spec, codec, stop_strings)

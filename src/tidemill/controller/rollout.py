@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from tidemill.controller.batch import Batch
+from tidemill.controller.fleet import Fleet
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.waiting import Patience, Wait, patiently
 from tidemill.core.clock import Clock
-from tidemill.core.protocols import Codec, Scorer, Telemetry, Worker
+from tidemill.core.protocols import Codec, Scorer, Telemetry
 from tidemill.core.records import WorkerReport, WorkerStatus
 from tidemill.telemetry.spans import span
 
@@ -27,7 +29,7 @@ class StopRequested(Exception):
 class Rollout:
     """Who generates, who judges, and where it is noted."""
 
-    worker: Worker
+    fleet: Fleet
     ledger: Ledger
     scorer: Scorer
     codec: Codec
@@ -35,9 +37,9 @@ class Rollout:
     clock: Clock
     stop: asyncio.Event  # set by whoever wants the run to end
     patience: Patience = field(default_factory=Patience)
-    lease_id: str = "local"
     truncated: Literal["trained", "masked"] = "trained"  # what a completion cut by the token limit counts
     phase: str = "rollout"
+    window_s: float = math.inf  # how long the reserved side generates beside preemptible workers
     newest: dict[str, WorkerStatus] = field(default_factory=dict)  # what each worker said last
 
     async def patiently(self, call: Coroutine[Any, Any, T], *, awaited: str, look_at: str, deadline_s: float) -> T:

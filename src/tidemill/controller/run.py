@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,6 +16,7 @@ from tidemill.controller.collection import collecting
 from tidemill.controller.entries import EvalResult, Evaluated
 from tidemill.controller.evaluation import evaluate
 from tidemill.controller.figures import batch_figures, sample_figures
+from tidemill.controller.offload import OffloadState, StepObservation, after_step, start, window
 from tidemill.controller.rollout import Rollout, StopRequested
 from tidemill.core.protocols import Checkpoints, PromptSource, Scorer, Trainer
 from tidemill.core.records import Group, Prompt, SamplingParams, StepMetrics, Trajectory
@@ -41,6 +43,7 @@ class Run:
     replayed: int = 0
     already_finished: bool = False
     tokens_generated: int = 0
+    offload: OffloadState | None = None  # once a step with a fleet has begun
     timings: dict[str, float] = field(default_factory=dict)  # of the open batch, in seconds
 
     async def resume(self) -> None:
@@ -55,7 +58,7 @@ class Run:
             telemetry.event("already_finished", step=step, steps=self.spec.trainer.steps)
         elif self.replayed:
             telemetry.event("replay", first_step=step + 1, last_step=step + self.replayed)
-        await self._load_weights()
+        await self.rollout.fleet.publish(self.trainer.version)
 
     async def evaluate_start(self) -> None:
         """Where this session begins; before the first step the figures make a metrics line of their own."""
@@ -85,7 +88,7 @@ class Run:
         assembly, learned = GroupAssembly(plan, self.spec.batch.order), list[Trajectory]()
         self.timings = {"time_train_s": 0.0}
         with rollout.span("rollout", step=plan.step) as fields:
-            async with collecting(batch, rollout) as samples:
+            async with collecting(batch, replace(rollout, window_s=self._window_s())) as samples:
                 async for sample in samples:
                     if rollout.stop.is_set():
                         continue  # the iteration ends when what is in flight has been journalled
@@ -97,6 +100,8 @@ class Run:
             if rollout.stop.is_set():
                 raise StopRequested
             self.timings |= {"time_rollout_s": samples.generating_s, "time_score_s": samples.scoring_s}
+            if rollout.fleet.elastic:
+                self.timings |= {"workers_mean": samples.workers_mean, "time_trainer_wait_s": samples.waited_s}
             fields |= {"samples": len(learned), "tokens": batch.tokens_accepted, "recovered": batch.tokens_recovered}
         self.tokens_generated += batch.tokens_accepted
         return learned
@@ -110,7 +115,8 @@ class Run:
         with rollout.span("training", step=step):
             metrics = await self._train(self.trainer.commit(step), f"the trainer to commit step {step}")
         self.step = step
-        await self._load_weights()
+        await rollout.fleet.publish(self.trainer.version)
+        self._adapt()
         ordinals = {sample.sample_id: sample.ordinal for sample in batch.samples}
         ordered = sorted(trajectories, key=lambda trajectory: ordinals[trajectory.sample_id])
         rollout.telemetry.samples(step, ordered, [sample.prompt for sample in batch.samples])
@@ -119,6 +125,32 @@ class Run:
             figures["tokens_per_s"] = batch.tokens_accepted / self.timings["time_rollout_s"]
         # Where both know a number, the trainer's counts: it measures on its own thread.
         return msgspec.structs.replace(metrics, values={**figures, **metrics.values})
+
+    def _window_s(self) -> float:
+        """How long the reserved side generates beside the preemptible workers in the next step."""
+        fleet = self.rollout.fleet
+        if not fleet.elastic:
+            return math.inf
+        if self.offload is None:
+            self.offload = start(fleet.config.seed_window_s)
+        return window(self.offload, len(fleet.serving(self.trainer.version.number)))
+
+    def _adapt(self) -> None:
+        """Learn from who waited for whom: the seeding window of later steps, and how many workers would be of use."""
+        fleet, timings = self.rollout.fleet, self.timings
+        if self.offload is None:
+            return
+        timings["time_remote_wait_s"], timings["seed_window_s"] = fleet.idle_s(), self.offload.window_s
+        observation = StepObservation(
+            workers_mean=timings["workers_mean"],
+            trainer_wait_s=timings["time_trainer_wait_s"],
+            remote_wait_s=timings["time_remote_wait_s"],
+            remote_s=timings["time_rollout_s"],
+            train_s=timings["time_train_s"],
+        )
+        self.offload = after_step(self.offload, observation, gain=fleet.config.window_gain)
+        if fleet.config.size == "adaptive":
+            fleet.want(self.offload.wanted_workers)
 
     async def tell(self, metrics: StepMetrics) -> None:
         """One line of metrics, with held-out accuracy when it is due; written even if that evaluation is cut short."""
@@ -185,16 +217,6 @@ class Run:
             await self._checkpoint_io(self.checkpoints.save(step, score=score), "the checkpoint to be written")
         self.checkpointed = step
         await rollout.ledger.prune(step)
-
-    async def _load_weights(self) -> None:
-        rollout, version = self.rollout, self.trainer.version
-        with rollout.span("publish", version=version.number, digest=version.digest):
-            await rollout.patiently(
-                rollout.worker.load(version),
-                awaited=f"the worker to load version {version.number}",
-                look_at="the worker and its engine",
-                deadline_s=rollout.patience.load_s,
-            )
 
     async def _train(self, call: Coroutine[Any, Any, T], awaited: str) -> T:
         """Await the trainer, and count how long."""

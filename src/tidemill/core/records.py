@@ -165,7 +165,7 @@ class FleetRow(Record):
     lease_id: str
     worker_id: str
     kind: LeaseKind
-    state: Literal["starting", "loading", "serving", "leaving"]
+    state: str  # starting, loading, serving or leaving
     version: int | None  # None until its first weights are there
     running: int
     queued: int

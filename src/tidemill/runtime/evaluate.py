@@ -13,6 +13,7 @@ import msgspec
 from tidemill.config.schema import RunSpec
 from tidemill.controller.evaluation import Evaluation, correct
 from tidemill.controller.evaluation import evaluate as evaluate_prompts
+from tidemill.controller.fleet import Fleet
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.loop import sampling_params
 from tidemill.controller.rollout import Rollout
@@ -69,12 +70,15 @@ async def _evaluate(parts: Parts, progress: Callable[[str], None]) -> tuple[Eval
         scorer, eval_scorer = parts.scorers(task)
         stack.push_async_callback(scorer.close)
         stack.push_async_callback(eval_scorer.close)
+        telemetry = SilentTelemetry(progress)
+        fleet = Fleet(worker, slots=spec.engine.slots, clock=clock, telemetry=telemetry)
+        await stack.enter_async_context(fleet)
         rollout = Rollout(
-            worker=worker,
+            fleet=fleet,
             ledger=Ledger(None),
             scorer=scorer,
             codec=parts.codec,
-            telemetry=SilentTelemetry(progress),
+            telemetry=telemetry,
             clock=clock,
             stop=asyncio.Event(),
         )

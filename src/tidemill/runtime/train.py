@@ -14,6 +14,7 @@ from tidemill.config.checks import refuse_untrainable
 from tidemill.config.load import differences, from_toml
 from tidemill.config.schema import RunSpec
 from tidemill.config.toml import to_toml
+from tidemill.controller.fleet import Fleet
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.loop import LoopResult, train_loop
 from tidemill.core.clock import LoopClock
@@ -31,7 +32,7 @@ from tidemill.trainer.checkpoint_store import CheckpointStore
 from tidemill.trainer.policy import PolicyTrainer
 
 RESUMABLE = ("run.dir", "run.name", "trainer.steps", "trainer.threads", "engine.tick_s", "checkpoint.", "telemetry.",
-             "eval.", "scoring.concurrency", "scoring.timeout_s")  # fmt: skip
+             "eval.", "runtime", "pool.", "fleet.", "ray.", "scoring.concurrency", "scoring.timeout_s")  # fmt: skip
 """Keys (or sections) that may differ when a run is resumed: the user's to change. (More steps stretch a falling
 learning-rate schedule, and other threads may round differently.)"""
 MODEL_DIGEST, TASK_DIGEST, THREADS = "model_digest", "task_digest", "threads"
@@ -96,11 +97,13 @@ async def _train(parts: Parts, run: RunDirectory, recorder: Recorder) -> LoopRes
         )
         _check_same_beginning(run, parts, model=trainer.version.digest, task=task.digest)  # now the run has begun
         recorder.event("machine", device=str(parts.device), threads=parts.threads, autocast=str(parts.autocast))
+        fleet = Fleet(worker, slots=spec.engine.slots, clock=clock, telemetry=recorder, config=spec.fleet)
+        await stack.enter_async_context(fleet)
         with _stop_on_signals(recorder) as stop:
             return await train_loop(
                 spec=spec,
                 source=task.source,
-                worker=worker,
+                fleet=fleet,
                 trainer=trainer,
                 scorer=scorer,
                 eval_scorer=eval_scorer,

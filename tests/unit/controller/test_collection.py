@@ -21,6 +21,7 @@ from tests.fake_fleet import (
 from tests.virtual_time import run_virtual
 from tidemill.controller.batch import Batch
 from tidemill.controller.collection import Collection, collecting
+from tidemill.controller.fleet import Fleet
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.memory_journal import MemoryJournal
 from tidemill.controller.rollout import Rollout, StopRequested
@@ -52,8 +53,9 @@ class Stage:
         await ledger.load(after_step=3)
         self.batch = await ledger.open(make_plan(), PROMPTS, version_number=3)
         worker = EngineWorker(self.engine, FakeCompute(0.1), clock=LoopClock(), tick_s=0.1)
+        fleet = Fleet(worker, slots=3, clock=LoopClock(), telemetry=self.telemetry, patience=PATIENCE)
         rollout = Rollout(
-            worker=worker,
+            fleet=fleet,
             ledger=ledger,
             scorer=self.scorer,
             codec=FakeCodec(),
@@ -63,7 +65,7 @@ class Stage:
             patience=PATIENCE,
         )
         try:
-            async with collecting(self.batch, rollout) as collection:
+            async with fleet, collecting(self.batch, rollout) as collection:
                 async for trajectory in collection:
                     self.got.append(trajectory)
                     if each:

@@ -10,6 +10,7 @@ from tests.fabricated_run import make_trajectory
 from tests.fake_fleet import FakeCodec, FakeCompute, FakeEngine, FakeScorer, FakeTelemetry, make_prompt
 from tests.virtual_time import run_virtual
 from tidemill.controller.evaluation import Evaluation, correct, evaluate
+from tidemill.controller.fleet import Fleet
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.rollout import Rollout
 from tidemill.core.clock import LoopClock
@@ -37,8 +38,9 @@ async def run(prompts: list[Prompt], seen: list[GenerateRequest]) -> Evaluation:
     submit = engine.submit
     engine.submit = lambda requests: (seen.extend(requests), submit(requests))[1]  # type: ignore[method-assign,func-returns-value]
     worker = EngineWorker(engine, FakeCompute(0.1), clock=LoopClock(), tick_s=0.1)
+    fleet = Fleet(worker, slots=3, clock=LoopClock(), telemetry=FakeTelemetry())
     rollout = Rollout(
-        worker=worker,
+        fleet=fleet,
         ledger=Ledger(None),
         scorer=FakeScorer(),
         codec=FakeCodec(),
@@ -49,9 +51,10 @@ async def run(prompts: list[Prompt], seen: list[GenerateRequest]) -> Evaluation:
     )
     sampling = SamplingParams(max_new_tokens=5, temperature=0.7, top_k=3, top_p=0.5, stop_strings=("\n",))
     try:
-        return await evaluate(
-            step=3, version=VERSION, prompts=prompts, rollout=rollout, scorer=ByName(), sampling=sampling, seed=9
-        )
+        async with fleet:
+            return await evaluate(
+                step=3, version=VERSION, prompts=prompts, rollout=rollout, scorer=ByName(), sampling=sampling, seed=9
+            )
     finally:
         await worker.close()
 

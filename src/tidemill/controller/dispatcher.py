@@ -1,0 +1,211 @@
+"""Carries out what the router and the offload policy decide, for one batch."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from tidemill.controller.batch import Batch
+from tidemill.controller.fleet import LOCAL, Fleet
+from tidemill.controller.member import Member
+from tidemill.controller.offload import seeding_useful
+from tidemill.controller.router import Load, Movable, Waiting, dispatch, rebalance
+from tidemill.controller.samples import Sample, SampleState
+from tidemill.core.errors import TidemillError
+
+MAX_FAILURES = 3
+"""Attempts at one sample that may end in an engine error before the run does."""
+
+REBALANCE_S = 0.5
+"""How often the load is evened out once nothing waits with the controller."""
+
+
+class Dispatcher:
+    """Gives a batch's waiting samples to workers, takes them back from those about to leave, and evens out the load.
+
+    Args:
+        window_s: how long the reserved side generates too, from now on, while preemptible workers serve.
+    """
+
+    def __init__(self, batch: Batch, fleet: Fleet, *, window_s: float = math.inf) -> None:
+        self._batch, self._fleet, self._window_s = batch, fleet, window_s
+        self._began_s = self._balanced_s = fleet.clock.now()
+        self._queue: list[tuple[float, int]] = []  # a heap of waiting samples: longest expected first, then canonical
+        self._seeds = False
+        self._called_back: dict[int, int] = {}  # ordinal: the attempt that was asked back
+        self.seeded_until_s: float | None = None  # since when the reserved side has not been generating
+        self.workers_mean = 0.0  # preemptible workers serving, over all looks
+        self._looks = 1
+
+    @property
+    def window_left_s(self) -> float:
+        """Until the reserved side may have to stop generating; infinite when it is not a question of time."""
+        left_s = self._began_s + self._window_s - self._fleet.clock.now()
+        return left_s if self._seeds and self._fleet.elastic and left_s > 0 else math.inf
+
+    def dispatch(self, *, trainable_groups: int) -> None:
+        """Do what the state of batch and fleet asks for; never waits.
+
+        Raises:
+            TidemillError: engines failed again and again on one sample.
+        """
+        members = self._members(trainable_groups)
+        self.workers_mean += (sum(member.preemptible for member in members) - self.workers_mean) / self._looks
+        self._looks += 1
+        self._enqueue()
+        if self._batch.waiting:
+            self._hand_out(members)
+        elif len(members) > 1:
+            self._even_out(members)
+
+    def hand_back(self, lease_ids: Iterable[str]) -> None:
+        """Workers about to leave: call back what they are generating."""
+        for lease_id in lease_ids:
+            if lease_id in self._fleet and (samples := list(self._batch.held(lease_id).values())):
+                self._fleet.story.handed_back(self._fleet[lease_id], len(samples))
+                self._fleet.abort(lease_id, [sample.sample_id for sample in samples])
+
+    def call_back_all(self) -> None:
+        for lease_id in self._batch.leases:
+            self._fleet.abort(lease_id, [sample.sample_id for sample in self._batch.held(lease_id).values()])
+
+    def note_idle(self, lease_ids: Iterable[str]) -> None:
+        """Workers that may have finished what they had."""
+        for lease_id in lease_ids:
+            if lease_id in self._fleet and not self._batch.held(lease_id):
+                self._fleet.note_idle(lease_id)
+
+    def _members(self, trainable_groups: int) -> list[Member]:
+        """Who takes samples now. The reserved side's own are called back when its window is over."""
+        fleet, batch = self._fleet, self._batch
+        members = fleet.serving(batch.version_number)
+        if fleet.local is None:
+            return members
+        seeds = not fleet.elastic
+        if fleet.elastic and fleet.config.seeding:
+            free = sum(max(0, fleet.slots - len(batch.held(member.lease.lease_id))) for member in members)
+            seeds = seeding_useful(
+                elapsed_s=fleet.clock.now() - self._began_s,
+                window_s=self._window_s,
+                preemptible_serving=len(members),
+                preemptible_free_slots=free,
+                unassigned=len(batch.waiting),
+                local_running=len(batch.held(LOCAL)),
+                trainable_groups=trainable_groups,
+            )
+        if self._seeds and not seeds:
+            self.seeded_until_s = fleet.clock.now()
+            fleet.abort(LOCAL, [sample.sample_id for sample in batch.held(LOCAL).values()])
+        elif seeds:
+            self.seeded_until_s = None
+        self._seeds = seeds
+        return [*members, fleet.local] if seeds else members
+
+    def _enqueue(self) -> None:
+        for sample in self._batch.take_newly_waiting():
+            if sample.failures >= MAX_FAILURES:
+                raise TidemillError(
+                    f"{sample.failures} attempts to generate {sample.sample_id} failed; the last: {sample.last_error}"
+                )
+            if sample.failures:  # its engine may still be at the attempt that went wrong
+                self._fleet.abort(sample.lease_id, [sample.sample_id])
+            heapq.heappush(self._queue, (-self._expected(sample), sample.ordinal))
+
+    def _hand_out(self, members: Sequence[Member]) -> None:
+        """Fill free slots and short queues. Without preemptible workers the local engine keeps the queue itself."""
+        limit = self._fleet.config.queue_limit if self._fleet.elastic else len(self._batch.samples)
+        held = {member.lease.lease_id: len(self._batch.held(member.lease.lease_id)) for member in members}
+        room = sum(max(0, self._fleet.slots + limit - assigned) for assigned in held.values())
+        chosen = self._pop(room)
+        if not chosen:
+            return
+        near = self._siblings(chosen)
+        loads = [
+            Load(lease_id=lease_id, slots=self._fleet.slots, assigned=assigned, groups=frozenset(near[lease_id]))
+            for lease_id, assigned in held.items()
+        ]
+        waiting = [
+            Waiting(
+                ordinal=sample.ordinal,
+                group=sample.sample_id.group,
+                expected_tokens=self._expected(sample),
+                lost_lease=sample.lease_id,
+            )
+            for sample in chosen
+        ]
+        shares: defaultdict[str, list[Sample]] = defaultdict(list)
+        for ordinal, lease_id in dispatch(waiting, loads, queue_limit=limit):
+            shares[lease_id].append(self._batch.samples[ordinal])
+        for lease_id, samples in shares.items():
+            self._fleet.submit(lease_id, self._batch.assign(lease_id, samples), step=self._batch.plan.step)
+        for sample in chosen:  # what the router did not place waits on
+            if sample.ordinal in self._batch.waiting:
+                heapq.heappush(self._queue, (-self._expected(sample), sample.ordinal))
+
+    def _pop(self, room: int) -> list[Sample]:
+        chosen: list[Sample] = []
+        while self._queue and len(chosen) < room:
+            _, ordinal = heapq.heappop(self._queue)
+            if ordinal in self._batch.waiting:
+                chosen.append(self._batch.samples[ordinal])
+        return chosen
+
+    def _siblings(self, chosen: Sequence[Sample]) -> defaultdict[str, set[tuple[str, str, int]]]:
+        """Which worker holds samples of the groups that wait, and so has computed their prompt."""
+        near: defaultdict[str, set[tuple[str, str, int]]] = defaultdict(set)
+        size = self._batch.plan.group_size
+        for position in {sample.ordinal // size for sample in chosen}:
+            for sibling in self._batch.samples[position * size : (position + 1) * size]:
+                if sibling.lease_id:
+                    near[sibling.lease_id].add(sibling.sample_id.group)
+        return near
+
+    def _expected(self, sample: Sample) -> float:
+        limit = self._batch.plan.sampling.max_new_tokens
+        return self._fleet.lengths.expected_remaining(sample.sample_id.prompt_id, sample.length, limit)
+
+    def _even_out(self, members: Sequence[Member]) -> None:
+        """Move samples from workers with a queue, or with more than pays, to workers with nothing to do."""
+        now_s, fleet, batch = self._fleet.clock.now(), self._fleet, self._batch
+        if now_s - self._balanced_s < REBALANCE_S:
+            return
+        self._balanced_s = now_s
+        held = {member.lease.lease_id: batch.held(member.lease.lease_id) for member in members}
+        if all(len(samples) >= fleet.slots for samples in held.values()) or self._awaiting_back():
+            return
+        moves = rebalance(
+            [Load(lease_id=lease_id, slots=fleet.slots, assigned=len(samples)) for lease_id, samples in held.items()],
+            {lease_id: [self._movable(sample) for sample in samples.values()] for lease_id, samples in held.items()},
+            plateau=fleet.profile.plateau(fleet.slots),
+            max_moves=fleet.config.max_moves,
+            queue_limit=fleet.config.queue_limit,
+        )
+        routes: defaultdict[tuple[str, str], list[Sample]] = defaultdict(list)
+        for move in moves:
+            routes[move.source, move.target].append(batch.samples[move.ordinal])
+        for (source, target), samples in routes.items():
+            for sample in samples:
+                sample.moves += 1
+                self._called_back[sample.ordinal] = sample.attempt
+            fleet.story.rebalanced(fleet[source], fleet[target], len(samples))
+            fleet.abort(source, [sample.sample_id for sample in samples])
+
+    def _awaiting_back(self) -> bool:
+        """Whether a sample that was asked back has not come yet."""
+        samples = self._batch.samples
+        self._called_back = {
+            ordinal: attempt
+            for ordinal, attempt in self._called_back.items()
+            if samples[ordinal].state is SampleState.RUNNING and samples[ordinal].attempt == attempt
+        }
+        return bool(self._called_back)
+
+    def _movable(self, sample: Sample) -> Movable:
+        return Movable(
+            ordinal=sample.ordinal,
+            moves=sample.moves,
+            expected_tokens=self._expected(sample),
+            kept_tokens=sample.length,
+        )

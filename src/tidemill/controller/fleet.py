@@ -1,0 +1,435 @@
+"""The workers there are: who joins, who leaves, and what each is told.
+
+```
+ provider ──granted──▶ start ──▶ load ──▶ serve ⇄ orders ──▶ (noticed: hand back) ──▶ end
+                      (host)   (pull,      │
+                               probe)      └──reports, ends──▶ mailbox of the open batch
+```
+Each worker has a task of its own, so that a slow, hanging or dying one delays nobody. The trainer's own engine is a
+member like the others but for two things: its weights are the trainer's own, and its failure is the run's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Self
+
+import msgspec
+
+from tidemill.config.schema import FleetConfig
+from tidemill.controller.lengths import LengthEstimator
+from tidemill.controller.mailbox import Ended, Mailbox
+from tidemill.controller.member import Member, MemberState, Order, probe_difference
+from tidemill.controller.plateau import ThroughputProfile
+from tidemill.controller.story import Story
+from tidemill.controller.waiting import Patience, Wait, patiently
+from tidemill.core.clock import Clock
+from tidemill.core.errors import DeadlineError, WorkerLost
+from tidemill.core.protocols import Provider, Publisher, Telemetry, Worker, WorkerHost
+from tidemill.core.records import (
+    FleetRow,
+    GenerateRequest,
+    Lease,
+    LeaseEnded,
+    LeaseEvent,
+    LeaseGranted,
+    LeaseNoticed,
+    PolicyVersion,
+    SampleId,
+    WeightManifest,
+)
+from tidemill.telemetry.events import JOIN, PUBLISH
+from tidemill.telemetry.spans import span
+
+RECEIVE_S = 10.0
+"""How long one `next_report` or `next_event` waits; only a rhythm, deadlines are those of `Patience` and `[fleet]`."""
+LOCAL = "local"
+_WORKER = "the worker and its engine"
+
+
+class Quarantined(WorkerLost):
+    """A worker computes something else than the trainer."""
+
+
+class Fleet:
+    """Use as an async context manager: everything it starts ends with it. The local worker stays open.
+
+    Args:
+        local: the trainer's own engine.
+        slots: samples any worker decodes at once.
+        provider: where preemptible workers come from; None for none, and then `host` and `publisher` are not needed.
+        host: starts them.
+        publisher: gives them weights.
+        silence_s: overrides `config.silence_s`: infinite where workers share a thread with the trainer, whose work
+            would look like their silence.
+    """
+
+    def __init__(
+        self,
+        local: Worker | None,
+        *,
+        slots: int,
+        clock: Clock,
+        telemetry: Telemetry,
+        config: FleetConfig | None = None,
+        patience: Patience | None = None,
+        provider: Provider | None = None,
+        host: WorkerHost | None = None,
+        publisher: Publisher | None = None,
+        silence_s: float | None = None,
+    ) -> None:
+        self.slots, self.clock, self.config = slots, clock, config or FleetConfig()
+        self.lengths, self.profile = LengthEstimator(), ThroughputProfile()
+        self.story = Story(telemetry, clock)
+        self._telemetry, self._patience = telemetry, patience or Patience()
+        self._provider, self._host, self._publisher = provider, host, publisher
+        self._silence_s = self.config.silence_s if silence_s is None else silence_s
+        self._members: dict[str, Member] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._mailbox: Mailbox | None = None
+        self._manifest: WeightManifest | None = None
+        self._published = asyncio.Event()
+        self._failure: Exception | None = None
+        self.local: Member | None = None
+        if local is not None:
+            lease = Lease(
+                lease_id=LOCAL,
+                worker_id=LOCAL,
+                kind="reserved",
+                price_usd_per_hour=self.config.reserved_usd_per_hour,
+                start_s=0.0,
+            )
+            self.local = Member(lease=lease, worker=local)
+
+    @property
+    def elastic(self) -> bool:
+        """Whether preemptible workers may come at all."""
+        return self._provider is not None
+
+    async def __aenter__(self) -> Self:
+        if self.local is not None:
+            self.local.lease = msgspec.structs.replace(self.local.lease, start_s=self.clock.now())
+            self.local.state = MemberState.SERVING
+            self._enter(self.local, self._run_local(self.local))
+        if self._provider is not None:
+            self._spawn(self._follow(self._provider), "leases")
+            self._spawn(self._listen_for_silence(), "silence")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for member in list(self._members.values()):
+            self._leave(member)
+            self.story.lease_ended(member, "the run ended", evicted=False)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # What the task that owns a batch asks for.
+
+    @contextmanager
+    def delivering_to(self, mailbox: Mailbox) -> Iterator[None]:
+        """Reports and ends of leases go to this mailbox; without one they are of no interest to anybody."""
+        self._mailbox = mailbox
+        if self._failure is not None:
+            mailbox.put_failure(self._failure)
+        try:
+            yield
+        finally:
+            self._mailbox = None
+
+    def __getitem__(self, lease_id: str) -> Member:
+        return self._members[lease_id]
+
+    def __contains__(self, lease_id: str) -> bool:
+        return lease_id in self._members
+
+    def serving(self, version_number: int) -> list[Member]:
+        """Preemptible workers that take samples of a version now."""
+        return [
+            member
+            for member in self._members.values()
+            if member.preemptible
+            and member.state is MemberState.SERVING
+            and member.version is not None
+            and member.version.number == version_number
+        ]
+
+    @property
+    def preemptible(self) -> int:
+        """Preemptible workers held, in whatever state."""
+        return sum(member.preemptible for member in self._members.values())
+
+    def submit(self, lease_id: str, requests: Sequence[GenerateRequest], *, step: int) -> None:
+        """Give samples to a worker; never waits."""
+        member = self._members[lease_id]
+        self.story.busy(member, len(requests), step=step, purpose=requests[0].sample_id.purpose)
+        self._order(member, Order(lambda worker: worker.submit(requests), "take samples"))
+
+    def abort(self, lease_id: str, sample_ids: Sequence[SampleId]) -> None:
+        """Ask a worker for samples back; never waits. Harmless when the worker has left."""
+        if sample_ids and (member := self._members.get(lease_id)) is not None:
+            self._order(member, Order(lambda worker: worker.abort(sample_ids), "hand samples back"))
+
+    def note_idle(self, lease_id: str) -> None:
+        """A worker has none of the open batch's samples."""
+        self.story.idle(self._members[lease_id])
+
+    def rows(self) -> list[FleetRow]:
+        now_s = self.clock.now()
+        return [member.row(now_s) for member in self._members.values()]
+
+    def idle_s(self) -> float:
+        """How long the preemptible workers have had nothing to do, on average; 0 without any."""
+        now_s = self.clock.now()
+        idle = [
+            0.0 if member.busy_since_s is not None else now_s - member.idle_since_s
+            for member in self._members.values()
+            if member.preemptible and member.state is MemberState.SERVING
+        ]
+        return sum(idle) / len(idle) if idle else 0.0
+
+    def want(self, workers: int) -> None:
+        if self._provider is not None:
+            self._provider.want(workers)
+
+    # Weights.
+
+    async def publish(self, version: PolicyVersion) -> None:
+        """Make the trainer's weights everybody's. Waits for the local engine; the others pull in their own time."""
+        with span(self._telemetry, self.clock, PUBLISH, version=version.number, digest=version.digest) as fields:
+            if self._publisher is not None:
+                awaited = f"version {version.number} to be published"
+                manifest = await self._patiently(self._publisher.publish(version), awaited, "the weights' store")
+                fields |= _sizes(manifest)
+                self._announce(manifest)
+            if self.local is not None and self.local.worker is not None:
+                load = self.local.worker.load(version)
+                loaded = await self._patiently(load, f"the worker to load version {version.number}", _WORKER)
+                self.local.version = loaded.version
+
+    def _announce(self, manifest: WeightManifest) -> None:
+        self._manifest = manifest
+        self._published.set()
+        for member in self._members.values():
+            if member.preemptible and member.state in (MemberState.SERVING, MemberState.LEAVING):
+                self._order(member, Order(partial(self._catch_up, member), "take weights"))
+
+    async def _catch_up(self, member: Member, worker: Worker) -> None:
+        """Pull the newest version, and again if a newer one was published meanwhile.
+
+        Raises:
+            Quarantined: what the worker then computes is not what the publisher computes.
+        """
+        await self._published.wait()
+        while self._manifest is not None and member.version != self._manifest.version:
+            manifest, began_s = self._manifest, self.clock.now()
+            loaded = await worker.load(manifest.version)
+            member.heard_s = self.clock.now()
+            self.story.pulled(member, loaded, member.heard_s - began_s)
+            difference = probe_difference(loaded, manifest)
+            if difference > self.config.probe_limit:
+                self.story.quarantined(member, difference, self.config.probe_limit)
+                raise Quarantined(f"its logprobs of the probe are {difference:.3g} nats from the trainer's on average")
+            member.version = loaded.version
+        self._ring()
+
+    # A worker's life.
+
+    async def _follow(self, provider: Provider) -> None:
+        try:
+            while True:
+                event = await provider.next_event(RECEIVE_S)
+                if event is not None:
+                    self._take(event)
+        except Exception as error:  # noqa: BLE001 - the open batch raises it
+            self._fail(error)
+
+    def _take(self, event: LeaseEvent) -> None:
+        if isinstance(event, LeaseGranted):
+            member = Member(lease=event.lease, heard_s=self.clock.now(), idle_since_s=self.clock.now())
+            self.story.granted(member)
+            self._enter(member, self._live(member))
+        elif (member_ := self._members.get(event.lease_id)) is None:
+            return  # it ended before its provider knew
+        elif isinstance(event, LeaseNoticed):
+            self._notice(member_, event.deadline_s, event.cause or "its provider takes it back")
+        elif isinstance(event, LeaseEnded):
+            self._end(member_, event.cause, provider_knows=True)
+
+    def _enter(self, member: Member, life: Coroutine[Any, Any, None]) -> None:
+        self._members[member.lease.lease_id] = member
+        member.task = self._spawn(life, f"worker {member.lease.lease_id}")
+
+    async def _live(self, member: Member) -> None:
+        try:
+            try:
+                async with asyncio.timeout(self.config.join_s):
+                    await self._join(member)
+            except TimeoutError as error:
+                raise WorkerLost(f"it was not generating {self.config.join_s:.0f} s after its lease began") from error
+            await self._serve(member)
+        except (WorkerLost, DeadlineError) as error:
+            self._end(member, str(error), evicted=not isinstance(error, Quarantined))
+        except Exception as error:  # noqa: BLE001 - a fault of one worker is not the fleet's
+            self._end(member, f"it failed: {error!r}", crashed=True)
+
+    async def _join(self, member: Member) -> None:
+        assert self._host is not None, "leases but no host to start workers on"
+        with span(self._telemetry, self.clock, JOIN, lease=member.lease.lease_id, worker=member.lease.worker_id):
+            member.worker = await self._host.start(member.lease)
+        member.state = MemberState.LOADING
+        await self._catch_up(member, member.worker)
+        member.state = MemberState.LEAVING if member.noticed else MemberState.SERVING
+        member.heard_s = self.clock.now()
+
+    async def _serve(self, member: Member) -> None:
+        """Receive and obey until one of them fails."""
+        jobs = {asyncio.ensure_future(self._receive(member)), asyncio.ensure_future(self._obey(member))}
+        try:
+            done, _ = await asyncio.wait(jobs, return_when=asyncio.FIRST_COMPLETED)
+            for job in done:
+                job.result()
+        finally:
+            for job in jobs:
+                job.cancel()
+            await asyncio.gather(*jobs, return_exceptions=True)
+
+    async def _run_local(self, member: Member) -> None:
+        try:
+            await self._serve(member)
+        except Exception as error:  # noqa: BLE001 - the open batch raises it
+            self._fail(error)
+
+    async def _receive(self, member: Member) -> None:
+        worker = member.worker
+        assert worker is not None, f"{member.lease.lease_id} was not started"
+        while True:
+            report = await worker.next_report(min(RECEIVE_S, self._silence_s))
+            if report is None:
+                continue
+            member.heard_s, member.status = self.clock.now(), report.status
+            tokens = sum(len(delta.token_ids) for delta in report.deltas) // 4
+            member.tokens += tokens
+            member.busy_tokens += tokens
+            if report.status.running and tokens:
+                self.profile.observe(report.status.running, report.status.tokens_per_s)
+            if report.notice_s is not None:
+                self._notice(member, member.heard_s + report.notice_s, "the worker was told")
+            if self._mailbox is not None:
+                self._mailbox.put_reports([report])
+
+    async def _obey(self, member: Member) -> None:
+        while True:
+            order = await member.orders.get()
+            assert member.worker is not None, f"{member.lease.lease_id} was not started"
+            name = "the worker" if member is self.local else f"worker {member.lease.worker_id}"
+            await self._patiently(order.call(member.worker), f"{name} to {order.what}", _WORKER)
+
+    def _notice(self, member: Member, deadline_s: float, cause: str) -> None:
+        """The machine goes at `deadline_s`: take no more samples, and hand back what is left shortly before."""
+        if member.noticed:
+            return
+        member.noticed = True
+        if member.state is MemberState.SERVING:
+            member.state = MemberState.LEAVING
+        self.story.noticed(member, deadline_s - self.clock.now(), cause)
+        self._spawn(self._hand_back(member, deadline_s - self.config.hand_back_s), f"notice {member.lease.lease_id}")
+
+    async def _hand_back(self, member: Member, at_s: float) -> None:
+        await asyncio.sleep(max(0.0, at_s - self.clock.now()))
+        if member.state is not MemberState.GONE and self._mailbox is not None:
+            self._mailbox.mail.hand_back.append(member.lease.lease_id)
+            self._mailbox.ring()
+
+    def _end(
+        self,
+        member: Member,
+        cause: str,
+        *,
+        provider_knows: bool = False,
+        evicted: bool = True,
+        crashed: bool = False,
+    ) -> None:
+        """A lease is over, for whatever reason: its samples go on elsewhere. The second call does nothing."""
+        if member.state is MemberState.GONE:
+            return
+        joined, now_s = member.state in (MemberState.SERVING, MemberState.LEAVING), self.clock.now()
+        self._leave(member)
+        if self._provider is not None and not provider_knows:
+            self._spawn(self._provider.release(member.lease.lease_id), f"release {member.lease.lease_id}")
+        if joined:
+            ended = Ended(
+                lease_id=member.lease.lease_id,
+                worker_id=member.lease.worker_id,
+                cause=cause,
+                noticed=member.noticed,
+                crashed=crashed,
+                evicted=evicted,
+                tokens_lost=member.tokens_since(now_s),
+            )
+            if self._mailbox is not None:
+                self._mailbox.mail.ended.append(ended)
+                self._ring()
+            elif evicted:
+                self.story.evicted(ended, [])
+        elif evicted:
+            self.story.join_failed(member, cause)
+        self.story.lease_ended(member, cause, evicted=joined and evicted)
+
+    def _leave(self, member: Member) -> None:
+        self.story.idle(member)
+        member.state = MemberState.GONE
+        del self._members[member.lease.lease_id]
+        if member.task is not None and member.task is not asyncio.current_task():
+            member.task.cancel()
+        if member.worker is not None and member is not self.local:
+            member.worker.kill()
+
+    async def _listen_for_silence(self) -> None:
+        """Judged only when this task itself came on time: after a busy stretch the reports are read first."""
+        every_s = self._silence_s / 4
+        while self._silence_s < float("inf"):
+            due_s = self.clock.now() + every_s
+            await asyncio.sleep(every_s)
+            if self.clock.now() - due_s > every_s:
+                continue
+            for member in list(self._members.values()):
+                silent_s = self.clock.now() - member.heard_s
+                joined = member.state in (MemberState.SERVING, MemberState.LEAVING)
+                if member.preemptible and joined and silent_s > self._silence_s:
+                    self._end(member, f"it was silent for {silent_s:.1f} s")
+
+    # Small things.
+
+    def _order(self, member: Member, order: Order) -> None:
+        member.orders.put_nowait(order)
+
+    def _ring(self) -> None:
+        if self._mailbox is not None:
+            self._mailbox.ring()
+
+    def _fail(self, error: Exception) -> None:
+        self._failure = error
+        if self._mailbox is not None:
+            self._mailbox.put_failure(error)
+
+    def _spawn(self, job: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(job, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _patiently(self, call: Coroutine[Any, Any, Any], awaited: str, look_at: str) -> Any:
+        wait = Wait(awaited=awaited, look_at=look_at, deadline_s=self._patience.load_s)
+        return await patiently(
+            call, wait, notice_s=self._patience.notice_s, telemetry=self._telemetry, clock=self.clock
+        )
+
+
+def _sizes(manifest: WeightManifest) -> dict[str, int]:
+    """What the event log says of a published version."""
+    sizes = {"nbytes": manifest.nbytes}
+    return sizes if manifest.delta is None else sizes | {"delta_nbytes": manifest.delta.nbytes}

@@ -1,0 +1,95 @@
+"""One worker of the fleet, from its lease to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import math
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from tidemill.core.buffers import unpack_logprobs
+from tidemill.core.protocols import Worker
+from tidemill.core.records import FleetRow, Lease, Loaded, PolicyVersion, WeightManifest, WorkerStatus
+
+
+class MemberState(enum.Enum):
+    """Where a worker stands; the names are shown to people."""
+
+    STARTING = "starting"
+    LOADING = "loading"
+    SERVING = "serving"
+    LEAVING = "leaving"  # warned: it takes no new samples
+    GONE = "gone"  # the fleet has forgotten it
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """One call to make on a worker, in its turn."""
+
+    call: Callable[[Worker], Coroutine[Any, Any, object]]
+    what: str  # "take samples"
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Member:
+    """What the controller knows of a worker. Orders are carried out one after another; no worker waits for another."""
+
+    lease: Lease
+    state: MemberState = MemberState.STARTING
+    worker: Worker | None = None
+    version: PolicyVersion | None = None
+    status: WorkerStatus | None = None
+    heard_s: float = 0.0  # when it last said anything
+    noticed: bool = False
+    tokens: int = 0  # accepted of it
+    busy_since_s: float | None = None  # since when it has samples of the open batch
+    busy_tokens: int = 0  # accepted of it since then
+    busy_samples: int = 0  # given to it since then
+    busy_step: int = 0
+    busy_purpose: str = ""
+    idle_since_s: float = 0.0
+    orders: asyncio.Queue[Order] = field(default_factory=asyncio.Queue)
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def preemptible(self) -> bool:
+        return self.lease.kind == "preemptible"
+
+    def tokens_since(self, now_s: float) -> int:
+        """About how many tokens it has made since it was last heard."""
+        if self.status is None or not self.status.running:
+            return 0
+        return round(self.status.tokens_per_s * max(0.0, now_s - self.heard_s))
+
+    def cost_usd(self, now_s: float) -> float:
+        return self.lease.price_usd_per_hour * (now_s - self.lease.start_s) / 3600
+
+    def row(self, now_s: float) -> FleetRow:
+        status = self.status
+        return FleetRow(
+            lease_id=self.lease.lease_id,
+            worker_id=self.lease.worker_id,
+            kind=self.lease.kind,
+            state=self.state.value,
+            version=self.version.number if self.version else None,
+            running=status.running if status else 0,
+            queued=status.queued if status else 0,
+            tokens_per_s=status.tokens_per_s if status and status.running else 0.0,
+            price_usd_per_hour=self.lease.price_usd_per_hour,
+            age_s=now_s - self.lease.start_s,
+        )
+
+
+def probe_difference(loaded: Loaded, manifest: WeightManifest) -> float:
+    """Mean absolute difference between a worker's logprobs of the probe and the publisher's, in nats.
+
+    Infinite when the worker says something else than numbers for every token; 0 when there was nothing to compare.
+    """
+    expected, said = unpack_logprobs(manifest.probe_logprobs), unpack_logprobs(loaded.probe_logprobs)
+    if not expected:
+        return 0.0
+    if len(said) != len(expected) or not all(map(math.isfinite, said)):
+        return math.inf
+    return sum(abs(a - b) for a, b in zip(said, expected, strict=True)) / len(expected)

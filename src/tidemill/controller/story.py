@@ -1,0 +1,119 @@
+"""What the event log says of the fleet: one method per thing that happens to a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tidemill.controller.mailbox import Ended
+from tidemill.controller.member import Member
+from tidemill.controller.samples import Sample
+from tidemill.core.clock import Clock
+from tidemill.core.protocols import Telemetry
+from tidemill.core.records import Loaded
+from tidemill.telemetry.events import (
+    DECODE,
+    EVICTION,
+    HAND_BACK,
+    JOIN_FAILED,
+    LEASE,
+    LEASE_END,
+    NOTICE,
+    PULL,
+    QUARANTINE,
+    REBALANCE,
+)
+
+_ROUND = 6
+
+
+class Story:
+    """Writes events; keeps nothing but the members' own notes of when they became busy."""
+
+    def __init__(self, telemetry: Telemetry, clock: Clock) -> None:
+        self._telemetry, self._clock = telemetry, clock
+
+    def granted(self, member: Member) -> None:
+        lease = member.lease
+        self._tell(LEASE, member, kind=lease.kind, price_usd_per_hour=lease.price_usd_per_hour)
+
+    def join_failed(self, member: Member, cause: str) -> None:
+        self._tell(JOIN_FAILED, member, cause=cause)
+
+    def pulled(self, member: Member, loaded: Loaded, duration_s: float) -> None:
+        self._tell(
+            PULL,
+            member,
+            version=loaded.version.number,
+            nbytes=loaded.nbytes,
+            full=loaded.full,
+            duration_s=round(duration_s, _ROUND),
+            swap_s=round(loaded.swap_s, _ROUND),
+            retries=loaded.retries,
+        )
+
+    def quarantined(self, member: Member, difference: float, limit: float) -> None:
+        # JSON has no infinity: a worker that says no numbers at all differs by the largest one.
+        self._tell(QUARANTINE, member, difference=min(difference, 1e9), limit=limit)
+
+    def noticed(self, member: Member, grace_s: float, cause: str) -> None:
+        self._tell(NOTICE, member, grace_s=round(grace_s, 3), cause=cause)
+
+    def handed_back(self, member: Member, samples: int) -> None:
+        self._tell(HAND_BACK, member, samples=samples)
+
+    def busy(self, member: Member, samples: int, *, step: int, purpose: str) -> None:
+        """It was given samples."""
+        if member.busy_since_s is None:
+            member.busy_since_s, member.busy_tokens, member.busy_samples = self._clock.now(), 0, 0
+            member.busy_step, member.busy_purpose = step, purpose
+        member.busy_samples += samples
+
+    def idle(self, member: Member) -> None:
+        """It has no samples left, or they are taken from it."""
+        if member.busy_since_s is None:
+            return
+        member.idle_since_s = self._clock.now()
+        self._tell(
+            DECODE,
+            member,
+            kind=member.lease.kind,
+            step=member.busy_step,
+            purpose=member.busy_purpose,
+            tokens=member.busy_tokens,
+            samples=member.busy_samples,
+            duration_s=round(member.idle_since_s - member.busy_since_s, _ROUND),
+        )
+        member.busy_since_s = None
+
+    def rebalanced(self, source: Member, target: Member, samples: int) -> None:
+        self._telemetry.event(
+            REBALANCE, from_worker=source.lease.worker_id, to_worker=target.lease.worker_id, samples=samples
+        )
+
+    def evicted(self, ended: Ended, samples: Sequence[Sample]) -> None:
+        self._telemetry.event(
+            EVICTION,
+            lease=ended.lease_id,
+            worker=ended.worker_id,
+            cause=ended.cause,
+            noticed=ended.noticed,
+            samples=len(samples),
+            tokens_kept=sum(sample.length for sample in samples),
+            tokens_lost=ended.tokens_lost if samples else 0,
+        )
+
+    def lease_ended(self, member: Member, cause: str, *, evicted: bool) -> None:
+        now_s, lease = self._clock.now(), member.lease
+        self._tell(
+            LEASE_END,
+            member,
+            kind=lease.kind,
+            cause=cause,
+            evicted=evicted,
+            held_s=round(now_s - lease.start_s, 3),
+            cost_usd=round(member.cost_usd(now_s), 9),
+            tokens=member.tokens,
+        )
+
+    def _tell(self, name: str, member: Member, **fields: object) -> None:
+        self._telemetry.event(name, lease=member.lease.lease_id, worker=member.lease.worker_id, **fields)

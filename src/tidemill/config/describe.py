@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from tidemill.config.checks import Purpose
 from tidemill.config.derive import Derived, derive
+from tidemill.config.describe_pool import pool_notes, pool_topics
 from tidemill.config.schema import BUILT_IN_MODELS, ArithmeticTask, JsonlTask, RunSpec
+from tidemill.config.words import counted, number
 
 BYTES_PER_PARAMETER = 12  # a checkpoint holds fp32 weights and AdamW's two moments
 PARAMETERS = {"smollm2-135m": 134_515_008}
@@ -31,6 +33,7 @@ def topics(spec: RunSpec, *, purpose: Purpose = "train", prompt_tokens: int | No
         ("learning", _learning(spec, derived)),
         ("microbatch", _microbatch(spec, derived)),
         ("tokens", _tokens(spec, derived)),
+        *pool_topics(spec),
         ("run", _run(spec, derived)),
         ("evaluation", _evaluation(spec, derived)),
         ("checkpoint", _checkpoint(spec, derived)),
@@ -41,7 +44,7 @@ def topics(spec: RunSpec, *, purpose: Purpose = "train", prompt_tokens: int | No
 
 def notes(spec: RunSpec, derived: Derived) -> list[str]:
     """Settings that are allowed and will probably not do what was hoped."""
-    found = []
+    found = pool_notes(spec)
     if spec.algorithm.kl_stop is not None and derived.optimizer_steps_per_batch == 1:
         found.append(
             "algorithm.kl_stop never acts: each batch is one optimizer step, so that there is nothing left to stop"
@@ -61,16 +64,6 @@ def notes(spec: RunSpec, derived: Derived) -> list[str]:
             f"batch.microbatch_tokens = {number(spec.batch.microbatch_tokens)}; each sample then runs alone"
         )
     return found
-
-
-def number(value: int) -> str:
-    return f"{value:,}"
-
-
-def counted(value: int, noun: str) -> str:
-    """`1 sample`, `64 samples`, `2 microbatches`."""
-    plural = f"{noun}es" if noun.endswith("batch") else f"{noun}s"
-    return f"{number(value)} {noun if value == 1 else plural}"
 
 
 def _model(spec: RunSpec) -> str:

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from typing import Any
 
-from tidemill.config.describe import counted
+from tidemill.config.words import counted
 from tidemill.core.clock import Clock
 from tidemill.telemetry.events import (
     DECODE,

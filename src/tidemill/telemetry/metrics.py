@@ -191,8 +191,8 @@ FLEET_KEYS = {
     "cost_usd": "`cost_by_kind_usd` together: `reserved` is `fleet.reserved_usd_per_hour` for as long as sessions ran, "
     "`preemptible` the price of each machine for as long as it was held (until the last word of a session that was "
     "killed)",
-    "reserved_only_usd": "what the run would have cost with the reserved side generating every token: the time in which "
-    "anybody generated, replaced by all tokens at the rate of the reserved side's own stretches; `null` when it "
+    "reserved_only_usd": "what the run would have cost with the reserved side generating every token: the time in "
+    "which anybody generated, replaced by all tokens at the rate of the reserved side's own stretches; `null` when it "
     "generated nothing or has no price",
 }
 SAMPLES_TEXT = (

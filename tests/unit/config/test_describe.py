@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tidemill.config.describe import counted, describe, topics
+from tidemill.config.describe import describe, topics
 from tidemill.config.load import load_spec
 from tidemill.config.schema import RunSpec
 
@@ -78,6 +78,8 @@ def test_prompts_of_unknown_length() -> None:
         (['--scoring.rewards=[{kind="random"}]'], "rewards are random"),
         (["--sampling.temperature=0.7"], "at temperature 0.7"),
         (["--batch.microbatch_tokens=70"], "one prompt of about 18 tokens and its completion may exceed"),
+        (["--pool.kind=synthetic", "--pool.noticed=0.5"], "pool.noticed has no effect"),
+        (["--pool.kind=synthetic", "--pool.noticed=0.5", "--pool.notice_s=1"], "hands its samples back at once"),
     ],
 )
 def test_notes(args: list[str], note: str) -> None:
@@ -101,14 +103,52 @@ def test_evaluating_and_generating_say_less() -> None:
     assert [topic for topic, _ in topics(spec, purpose="eval")] == ["model", "task", "evaluation"]
 
 
-@pytest.mark.parametrize(
-    ("value", "noun", "text"),
-    [
-        (1, "sample", "1 sample"),
-        (1280, "sample", "1,280 samples"),
-        (2, "microbatch", "2 microbatches"),
-        (2, "epoch", "2 epochs"),
-    ],
-)
-def test_counted(value: int, noun: str, text: str) -> None:
-    assert counted(value, noun) == text
+def generation(*args: str) -> dict[str, str]:
+    return {
+        name: words for name, words in topics(load_spec(args)) if name in ("workers", "notice", "seeding", "prices")
+    }
+
+
+def test_the_reserved_side_alone_needs_no_words_but_its_price() -> None:
+    assert generation() == {}
+    assert generation("--fleet.reserved_usd_per_hour=2.5", "--fleet.preemptible_usd_per_hour=1") == {
+        "prices": "$2.5 an hour for the reserved side"
+    }
+
+
+def test_workers_that_come_and_go() -> None:
+    args = ("--pool.kind=synthetic", "--pool.workers=3", "--pool.notice_s=4", "--pool.noticed=0.25")
+    assert generation(*args, "--fleet.reserved_usd_per_hour=2.5", "--fleet.preemptible_usd_per_hour=0.5") == {
+        "workers": (
+            "3 preemptible workers; on average one is evicted after 20 s and back 5 s later; simulated in this process"
+        ),
+        "notice": "4 s before 25 % of evictions; samples are handed back 1 s before the end",
+        "seeding": (
+            "the reserved side generates too in the first 10 s of a step (this adapts), and whenever no worker is there"
+        ),
+        "prices": "$2.5 an hour for the reserved side, $0.5 an hour for each preemptible worker",
+    }
+
+
+def test_workers_of_a_trace() -> None:
+    said = generation("--pool.kind=trace", "--pool.path=/t.csv", "--pool.speed=60", "--pool.start_s=90")
+    assert said["workers"] == (
+        "as many preemptible workers as /t.csv has from second 90, 60 times as fast, at most 8; "
+        "simulated in this process"
+    )
+    assert said["notice"].startswith("none; samples of a worker that was taken go on elsewhere")
+    announced = generation("--pool.kind=trace", "--pool.path=/t.csv", "--pool.notice_s=0.5")
+    assert announced["notice"] == "0.5 s before each eviction; samples are handed back 0.5 s before the end"
+
+
+def test_workers_of_a_cluster() -> None:
+    said = generation("--runtime=ray", "--pool.kind=ray", "--fleet.seeding=false", "--ray.address=10.0.0.1:6379")
+    assert said["workers"] == (
+        "at most 64 preemptible workers, on nodes labelled ray.io/market-type=spot; "
+        "Ray actors on the cluster at 10.0.0.1:6379"
+    )
+    assert said["notice"].startswith("as the cluster gives it")
+    assert said["seeding"] == "none: the reserved side never generates, and the run waits while no worker is there"
+    fixed = generation("--runtime=ray", "--pool.workers=1")
+    assert fixed["workers"] == ("1 preemptible worker, there from the start; Ray actors on a cluster of this machine")
+    assert "notice" not in fixed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal, TypeAlias
 
 from tidemill.core.buffers import ITEM_BYTES, count
@@ -69,7 +70,7 @@ class Sample:
     last_error: str = ""
     token_ids: bytearray = field(default_factory=bytearray)  # int32 [T]
     logprobs: bytearray = field(default_factory=bytearray)  # float32 [T]
-    versions: list[VersionRun] = field(default_factory=list)
+    made_by: list[tuple[PolicyVersion, int]] = field(default_factory=list)  # a version and the first token it made
     finish: Finish | None = None
     reward: Reward | None = None
 
@@ -77,6 +78,15 @@ class Sample:
     def length(self) -> int:
         """Completion tokens so far."""
         return len(self.token_ids) // ITEM_BYTES
+
+    @property
+    def versions(self) -> list[VersionRun]:
+        """Which version made which tokens, in order and without a hole."""
+        cuts = [*(start for _, start in self.made_by), self.length]
+        return [
+            VersionRun(version=version, start=start, end=end)
+            for (version, _), (start, end) in zip(self.made_by, pairwise(cuts), strict=True)
+        ]
 
     def move(self, state: SampleState) -> None:
         """Change state.
@@ -102,24 +112,21 @@ class Sample:
             return "stale_lease"
         if delta.attempt != self.attempt:
             return "stale_attempt"
-        if len(delta.token_ids) != len(delta.logprobs) or len(delta.token_ids) % ITEM_BYTES:
+        nbytes, beyond = len(delta.token_ids), delta.start * ITEM_BYTES - len(self.token_ids)
+        if nbytes != len(delta.logprobs) or nbytes % ITEM_BYTES:
             return "malformed"
-        if count(delta.token_ids) and delta.version.number != version_number:
+        if nbytes and delta.version.number != version_number:
             return "wrong_version"
-        if delta.start != self.length:
-            return "overlap" if delta.start < self.length else "gap"
+        if beyond:
+            return "overlap" if beyond < 0 else "gap"
         return "applied"
 
     def extend(self, token_ids: bytes, logprobs: bytes, version: PolicyVersion) -> None:
         """Append tokens and note which version made them."""
-        start = self.length
+        if token_ids and (not self.made_by or self.made_by[-1][0] != version):
+            self.made_by.append((version, self.length))
         self.token_ids += token_ids
         self.logprobs += logprobs
-        if start == self.length:
-            return
-        if self.versions and self.versions[-1].version == version:
-            start = self.versions.pop().start
-        self.versions.append(VersionRun(version=version, start=start, end=self.length))
 
     def end_attempt(self, finish: Finish, error: str) -> None:
         """A finished sample is finished; one called back or failed keeps its tokens and waits for its next attempt."""

@@ -191,20 +191,22 @@ class Batch:
         next one.
         """
         sample = self._by_id.get(delta.sample_id)
-        verdict: Verdict = sample.judge(delta, self.version_number) if sample else "unknown_sample"
-        if verdict != "applied":
-            self.ignored[verdict] += 1
-        if sample is None or verdict not in BREAKING | {"applied"}:
-            return verdict
-        before = sample.state
-        if verdict != "applied":
-            sample.end_attempt("error", f"its engine sent a delta that does not fit ({verdict})")
-        else:
+        if sample is None:
+            self.ignored["unknown_sample"] += 1
+            return "unknown_sample"
+        verdict = sample.judge(delta, self.version_number)
+        if verdict == "applied":
             sample.extend(delta.token_ids, delta.logprobs, delta.version)
             self.tokens_accepted += count(delta.token_ids)
-            if delta.finish is not None:
-                sample.end_attempt(delta.finish, delta.error)
-        self._moved(before, sample)
+            if delta.finish is None:
+                return verdict
+            sample.end_attempt(delta.finish, delta.error)
+        else:
+            self.ignored[verdict] += 1
+            if verdict not in BREAKING:
+                return verdict
+            sample.end_attempt("error", f"its engine sent a delta that does not fit ({verdict})")
+        self._moved(SampleState.RUNNING, sample)
         return verdict
 
     def score(self, sample: Sample, reward: Reward) -> None:

@@ -91,6 +91,24 @@ class LedgerMachine(RuleBasedStateMachine):
         self.leases += 1
         self.attempts += map(Attempt, self.batch.assign(f"lease {self.leases}"))
 
+    @precondition(lambda self: self.batch.waiting)
+    @rule(data=st.data())
+    def assign_some(self, data: st.DataObject) -> None:
+        """Different workers get different samples."""
+        ordinals = data.draw(st.lists(st.sampled_from(sorted(self.batch.waiting)), unique=True, min_size=1))
+        self.leases += 1
+        samples = [self.batch.samples[ordinal] for ordinal in ordinals]
+        self.attempts += map(Attempt, self.batch.assign(f"lease {self.leases}", samples))
+
+    @precondition(lambda self: self.batch.leases)
+    @rule(data=st.data())
+    def evict(self, data: st.DataObject) -> None:
+        """A lease ends; its worker goes on talking, and what it says is in the bag."""
+        lease_id = data.draw(st.sampled_from(self.batch.leases))
+        for sample in self.batch.revoke(lease_id):
+            assert sample.state is SampleState.WAITING
+        assert not self.batch.held(lease_id)
+
     @precondition(lambda self: any(not attempt.over for attempt in self.attempts))
     @rule(data=st.data(), length=st.integers(0, 4), cut=st.sampled_from([None, None, None, "aborted", "error"]))
     def speak(self, data: st.DataObject, length: int, cut: Finish | None) -> None:
@@ -142,6 +160,13 @@ class LedgerMachine(RuleBasedStateMachine):
             assert [(run.start, run.end) for run in sample.versions] == ([(0, sample.length)] if sample.length else [])
             if sample.state in (SampleState.FINISHED, SampleState.SCORED):
                 assert (sample.length, sample.finish) == (len(tokens), ending)
+
+    @invariant()
+    def the_index_is_true(self) -> None:
+        batch = self.batch
+        assert sorted(batch.waiting) == [sample.ordinal for sample in batch.in_state(SampleState.WAITING)]
+        held = sorted(ordinal for lease_id in batch.leases for ordinal in batch.held(lease_id))
+        assert held == [sample.ordinal for sample in batch.in_state(SampleState.RUNNING)]
 
     @invariant()
     def nothing_accepted_is_lost(self) -> None:

@@ -1,0 +1,306 @@
+"""Workers that join, leave, hang and lie, in virtual time: the run learns the same thing."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.fake_fleet import Session, small_spec
+from tests.fake_pool import BrokenHost, FakeHost, PoolEngine, PoolSession, ended, granted, noticed, trained
+from tests.virtual_time import run_virtual
+from tidemill.config.schema import FleetConfig, RunSpec
+from tidemill.controller.waiting import Patience
+from tidemill.core.buffers import pack_logprobs
+from tidemill.core.errors import DeadlineError, TidemillError
+from tidemill.core.records import Lease, LeaseEvent, TokenDelta
+
+SPEC = small_spec(batch={"prompts": 6, "group_size": 3})
+FLEET = FleetConfig(silence_s=5.0, join_s=20.0, hand_back_s=0.5, seed_window_s=1.0)
+
+
+def quiet(spec: RunSpec = SPEC) -> object:
+    session = Session(spec=spec)
+    run_virtual(session.run())
+    return trained(session)
+
+
+def pool(*script: tuple[float, LeaseEvent], **changes: Any) -> PoolSession:
+    return PoolSession(**{"spec": SPEC, "script": script, "config": FLEET, **changes})
+
+
+def test_workers_share_the_work_and_change_nothing() -> None:
+    session = pool(granted("a"), granted("b"))
+
+    run_virtual(session.run())
+
+    assert trained(session) == quiet()
+    assert all(session.host.engines[f"lease-{name}"].generated > 20 for name in "ab")
+    assert [fields["worker"] for fields in session.telemetry.named("join")] == ["spot-a", "spot-b"]
+    # each worker pulled every version but the last, or that too
+    assert {fields["version"] for fields in session.telemetry.named("pull")} >= {0, 1, 2, 3}
+
+
+def test_zero_workers_is_a_normal_state() -> None:
+    session = pool()
+
+    run_virtual(session.run())
+
+    assert trained(session) == quiet()
+    assert session.telemetry.named("waiting") == []
+
+
+def test_remote_workers_alone_are_enough() -> None:
+    session = pool(granted("a"), seeding_worker=False, config=FLEET.model_copy(update={"seeding": False}))
+
+    run_virtual(session.run())
+
+    assert trained(session) == quiet()
+    assert session.engine.generated == 0
+
+
+def test_an_eviction_without_notice_moves_samples_with_what_was_accepted() -> None:
+    session = pool(granted("a"), granted("b"), ended("a", 2.23), seeding_worker=False)
+
+    run_virtual(session.run())
+
+    assert trained(session) == quiet()
+    (eviction,) = session.telemetry.named("eviction")
+    assert (eviction["worker"], eviction["noticed"], eviction["cause"]) == ("spot-a", False, "taken away")
+    assert eviction["samples"] > 0
+    (end,) = [fields for fields in session.telemetry.named("lease_end") if fields["lease"] == "lease-a"]
+    assert end["evicted"]
+    assert end["held_s"] == pytest.approx(2.23)
+    assert end["cost_usd"] == pytest.approx(2.23 / 1000)  # 3.6 USD an hour
+
+
+def test_what_an_eviction_loses_is_less_than_a_tick() -> None:
+    times = [1.0 + 0.37 * at for at in range(12)]
+    script = [line for at, t in enumerate(times) for line in (granted(f"w{at}", max(0.0, t - 1.1)), ended(f"w{at}", t))]
+    session = pool(*script)
+
+    run_virtual(session.run())
+
+    assert trained(session) == quiet()
+    evictions = session.telemetry.named("eviction")
+    assert len(evictions) >= 8
+    reported = {fields["lease"]: fields["tokens"] for fields in session.telemetry.named("lease_end")}
+    for fields in evictions:
+        lost = session.host.engines[fields["lease"]].generated - reported[fields["lease"]]
+        assert 0 <= lost <= 6  # a tick makes two tokens in each of three slots
+
+
+def test_a_notice_loses_nothing() -> None:
+    session = pool(granted("a"), granted("b"), noticed("a", 1.5, 3.0), ended("a", 3.0), seeding_worker=False)
+
+    run_virtual(session.run())
+
+    assert trained(session) == quiet()
+    (notice,) = session.telemetry.named("notice")
+    assert notice["grace_s"] == pytest.approx(1.5)
+    (end,) = [fields for fields in session.telemetry.named("lease_end") if fields["lease"] == "lease-a"]
+    assert end["tokens"] == session.host.engines["lease-a"].generated
+    (eviction,) = session.telemetry.named("eviction")
+    assert (eviction["noticed"], eviction["samples"], eviction["tokens_lost"]) == (True, 0, 0)
+
+
+def test_a_worker_that_joins_in_the_middle_of_a_step_serves_that_step() -> None:
+    session = pool(granted("a"), granted("late", 1.0), seeding_worker=False)
+
+    run_virtual(session.run())
+
+    assert trained(session) == quiet()
+    first = session.telemetry.named("decode")
+    assert any(fields["worker"] == "spot-late" and fields["step"] == 1 for fields in first)
+
+
+def test_a_worker_lost_while_it_joins_or_pulls_delays_nobody() -> None:
+    session = pool(granted("a"), ended("a", 0.1), granted("b"), ended("b", 0.4), granted("c"))
+
+    run_virtual(session.run())
+
+    assert trained(session) == quiet()
+    assert session.telemetry.named("eviction") == []
+    assert len(session.telemetry.named("join_failed")) == 2
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_machines_that_never_come_up_are_given_back(silent: bool) -> None:
+    class Host(BrokenHost):
+        pass
+
+    Host.silent = silent
+    session = pool(granted("a"), host_type=Host, spec=small_spec(trainer={"steps": 30}))
+
+    run_virtual(session.run())
+
+    assert session.provider.released == ["lease-a"]
+    (failed,) = session.telemetry.named("join_failed")
+    assert ("20 s" if silent else "no such machine; try another zone") in failed["cause"]
+
+
+def spoil(session: PoolSession, name: str, how: Any) -> None:
+    def prepare(lease: Lease, engine: PoolEngine) -> None:
+        if lease.worker_id == f"spot-{name}":
+            how(engine)
+
+    session.host.prepare = prepare
+
+
+def test_a_worker_that_computes_something_else_is_quarantined() -> None:
+    session = pool(granted("a"), granted("b"))
+
+    def lie(engine: PoolEngine) -> None:
+        engine.probe_logprobs = pack_logprobs([-0.5, -1.5])
+
+    spoil(session, "a", lie)
+    run_virtual(session.run())
+
+    assert trained(session) == quiet()
+    (quarantine,) = session.telemetry.named("quarantine")
+    assert (quarantine["worker"], quarantine["difference"], quarantine["limit"]) == ("spot-a", 0.25, 0.1)
+    assert session.host.engines["lease-a"].generated == 0
+    assert session.provider.released == ["lease-a"]
+    assert session.telemetry.named("eviction") == []
+
+
+@pytest.mark.parametrize("said", [[float("nan"), -1.0], [-0.5]])
+def test_a_worker_that_says_no_numbers_is_quarantined(said: list[float]) -> None:
+    session = pool(granted("a"))
+    spoil(session, "a", lambda engine: setattr(engine, "probe_logprobs", pack_logprobs(said)))
+
+    run_virtual(session.run())
+
+    assert len(session.telemetry.named("quarantine")) == 1
+
+
+def test_a_silent_worker_loses_its_lease_and_its_work_moves_on() -> None:
+    session = pool(granted("a"), granted("b"), seeding_worker=False)
+    polls = 0
+
+    def hang(engine: PoolEngine) -> None:
+        def on_poll() -> None:
+            nonlocal polls
+            polls += 1
+            if polls == 3:
+                session.host.workers["lease-a"].next_report = stopped  # type: ignore[method-assign,assignment]
+
+        engine.on_poll = on_poll
+
+    async def stopped(timeout_s: float) -> None:
+        await asyncio.sleep(10**6)
+
+    spoil(session, "a", hang)
+    run_virtual(session.run())
+
+    assert trained(session) == quiet()
+    (eviction,) = session.telemetry.named("eviction")
+    assert eviction["worker"] == "spot-a"
+    assert "silent for" in eviction["cause"]
+    assert session.provider.released == ["lease-a"]
+
+
+def test_a_worker_whose_engine_raises_is_lost_and_the_run_is_not() -> None:
+    session = pool(granted("a"), granted("b"))
+    polls = 0
+
+    def fail(engine: PoolEngine) -> None:
+        def on_poll() -> None:
+            nonlocal polls
+            polls += 1
+            if polls == 3:
+                raise ValueError("engine on fire")
+
+        engine.on_poll = on_poll
+
+    spoil(session, "a", fail)
+    run_virtual(session.run())
+
+    assert trained(session) == quiet()
+    (eviction,) = session.telemetry.named("eviction")
+    assert "engine on fire" in eviction["cause"]
+
+
+def test_a_sample_that_breaks_every_worker_ends_the_run() -> None:
+    session = pool(*[granted(f"w{at}") for at in range(16)], seeding_worker=False)
+
+    def fail(lease: Lease, engine: PoolEngine) -> None:
+        def poll(deadline_s: float) -> list[TokenDelta]:
+            if engine.jobs:
+                raise ValueError("engine on fire")
+            return []
+
+        engine.poll = poll  # type: ignore[method-assign]
+
+    session.host.prepare = fail
+    with pytest.raises(TidemillError, match=r"3 attempts to generate .* failed; the last: .*engine on fire"):
+        run_virtual(session.run())
+
+
+def test_nobody_to_generate_meets_a_deadline_that_names_the_pool() -> None:
+    session = pool(seeding_worker=False, patience=Patience(worker_s=100.0))
+
+    with pytest.raises(DeadlineError, match=r"a worker to generate .* samples of step 0 .*look at \[pool\]"):
+        run_virtual(session.run())
+
+
+def test_all_workers_gone_for_a_while() -> None:
+    script = [granted("a"), granted("b"), ended("a", 1.5), ended("b", 1.5), granted("c", 60.0)]
+    session = pool(*script, seeding_worker=False)
+
+    run_virtual(session.run())
+
+    assert trained(session) == quiet()
+    assert len(session.telemetry.named("eviction")) == 2
+    assert session.telemetry.named("waiting")[0]["awaited"].startswith("a worker to generate")
+
+
+def test_the_reserved_side_stops_generating_when_its_window_is_over() -> None:
+    config = FLEET.model_copy(update={"seed_window_s": 0.35, "window_gain": 1e9})
+    session = pool(granted("a"), config=config, spec=small_spec(batch={"prompts": 12, "group_size": 4}))
+    alone = Session(spec=session.spec)
+
+    run_virtual(session.run())
+    run_virtual(alone.run())
+
+    assert trained(session) == trained(alone)
+    local = [f for f in session.telemetry.named("decode") if f["worker"] == "local" and f["purpose"] == "train"]
+    assert session.engine.generated < session.host.engines["lease-a"].generated
+    # the window, and the tick that was running; the worker took 8 s and more for its share
+    assert all(fields["duration_s"] < 1.0 for fields in local if fields["step"] >= 2)
+
+
+def test_the_window_adapts_and_the_provider_hears_how_many_are_wanted() -> None:
+    config = FLEET.model_copy(update={"size": "adaptive"})
+    session = pool(granted("a"), config=config, spec=small_spec(trainer={"steps": 6}))
+
+    run_virtual(session.run())
+
+    steps = [step.values for step in session.telemetry.steps if step.step]
+    assert len(session.provider.wanted) == 6
+    assert all(wanted >= 0 for wanted in session.provider.wanted)
+    assert len({values["seed_window_s"] for values in steps}) > 1
+    assert 0.5 < steps[-1]["workers_mean"] <= 1.0  # less while it takes new weights
+
+
+def test_everything_ends_with_the_fleet() -> None:
+    session = pool(granted("a"), granted("b"))
+
+    async def run() -> int:
+        await session.run()
+        await asyncio.sleep(0)
+        return len(asyncio.all_tasks()) - 1
+
+    assert run_virtual(run()) == 0
+    ends = {fields["lease"]: fields["cause"] for fields in session.telemetry.named("lease_end")}
+    assert ends == dict.fromkeys(("local", "lease-a", "lease-b"), "the run ended")
+
+
+def test_the_host_is_asked_for_workers_only_when_leases_come() -> None:
+    session = pool()
+
+    run_virtual(session.run())
+
+    assert isinstance(session.host, FakeHost)
+    assert session.host.workers == {}

@@ -22,6 +22,7 @@ from tidemill.core.records import PolicyVersion, Prompt
 from tidemill.models.loading import weights_digest
 from tidemill.rollout.worker import EngineWorker
 from tidemill.runtime.compute import ComputeThread
+from tidemill.runtime.machinery import scorers
 from tidemill.runtime.parts import Parts, load_parts
 from tidemill.telemetry.silent import SilentTelemetry
 
@@ -67,7 +68,7 @@ async def _evaluate(parts: Parts, progress: Callable[[str], None]) -> tuple[Eval
         engine = parts.engine(version, prompt_tokens=task.longest_prompt_tokens)
         worker = EngineWorker(engine, compute, clock=clock, tick_s=spec.engine.tick_s)
         stack.push_async_callback(worker.close)
-        scorer, eval_scorer = parts.scorers(task)
+        scorer, eval_scorer = scorers(spec, task)
         stack.push_async_callback(scorer.close)
         stack.push_async_callback(eval_scorer.close)
         telemetry = SilentTelemetry(progress)

@@ -9,11 +9,10 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from tidemill.config.schema import RunSpec, ScoringConfig
+from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.records import PolicyVersion
 from tidemill.envs.text.build import build_task
-from tidemill.envs.text.scorer import RewardScorer, build_scorer, evaluation_scoring
 from tidemill.envs.text.task import Task, check_fits
 from tidemill.models.catalog import resolve
 from tidemill.models.codec import TextCodec, load_codec
@@ -61,16 +60,6 @@ class Parts:
                 cure=f"lower it to {limit}, or set it to 0 to take what the task needs",
             )
         return wanted or limit
-
-    def scorers(self, task: Task) -> tuple[RewardScorer, RewardScorer]:
-        """What training is rewarded by, and what held-out accuracy is measured by."""
-        spec = self.spec
-        stops = spec.sampling.stop or task.default_stop_strings
-
-        def build(scoring: ScoringConfig) -> RewardScorer:
-            return build_scorer(scoring, task=task, seed=spec.run.seed, stop_strings=stops)
-
-        return build(spec.scoring), build(evaluation_scoring(spec.scoring, task=task))
 
     def engine(self, version: PolicyVersion, *, prompt_tokens: int) -> EmbeddedEngine:
         """An engine over the model itself, or over a copy in the autocast dtype that follows it at every load."""

@@ -1,4 +1,4 @@
-"""`tidemill train` in one process: the engine shares the trainer's parameters, and one thread computes for both."""
+"""`tidemill train`: the run directory, the journal, the fleet and the loop, on whatever runtime was chosen."""
 
 from __future__ import annotations
 
@@ -19,17 +19,13 @@ from tidemill.controller.ledger import Ledger
 from tidemill.controller.loop import LoopResult, train_loop
 from tidemill.core.clock import LoopClock
 from tidemill.core.errors import UserError
-from tidemill.rollout.worker import EngineWorker
-from tidemill.runtime.checkpoints import TrainerCheckpoints
-from tidemill.runtime.compute import ComputeThread
+from tidemill.runtime.inprocess import in_process
 from tidemill.runtime.journal import SqliteJournal
-from tidemill.runtime.parts import Parts, load_parts
+from tidemill.runtime.machinery import Machinery, OpenMachinery, scorers
 from tidemill.telemetry.manifest import build_manifest
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.report import write_report
 from tidemill.telemetry.run_dir import RunDirectory
-from tidemill.trainer.checkpoint_store import CheckpointStore
-from tidemill.trainer.policy import PolicyTrainer
 
 RESUMABLE = ("run.dir", "run.name", "trainer.steps", "trainer.threads", "engine.tick_s", "checkpoint.", "telemetry.",
              "eval.", "runtime", "pool.", "fleet.", "ray.", "scoring.concurrency", "scoring.timeout_s")  # fmt: skip
@@ -59,9 +55,7 @@ def train(spec: RunSpec, *, telemetry_stream: TextIO | None = None) -> dict[str,
         )
         run.write_manifest(manifest)
         with Recorder(run, spec, stream=telemetry_stream) as recorder:
-            parts = load_parts(_with_threads(spec, manifest), progress=recorder.note)
-            recorder.use_decoder(parts.codec.decode)
-            result = asyncio.run(_train(parts, run, recorder))
+            result = asyncio.run(_train(_with_threads(spec, manifest), run, recorder))
             if result.already_finished:
                 recorder.note(f"this run had already finished its {result.steps} steps; raise trainer.steps to go on")
             summary = recorder.finish("interrupted" if result.interrupted else "finished")
@@ -69,52 +63,55 @@ def train(spec: RunSpec, *, telemetry_stream: TextIO | None = None) -> dict[str,
     return summary | {"run_dir": str(spec.directory), "already_finished": result.already_finished}
 
 
-async def _train(parts: Parts, run: RunDirectory, recorder: Recorder) -> LoopResult:
+async def _train(spec: RunSpec, run: RunDirectory, recorder: Recorder) -> LoopResult:
     """Everything started here is stopped here, in reverse order, whatever happens."""
-    spec, clock = parts.spec, LoopClock()
-    task = parts.task()
+    clock = LoopClock()
     async with AsyncExitStack() as stack:
-        compute = ComputeThread()
-        stack.push_async_callback(compute.close)
+        machinery = await stack.enter_async_context(_runtime(spec)(spec, run, recorder, clock))
+        recorder.use_decoder(machinery.codec.decode)
         journal = await SqliteJournal.open(run.ledger)
         stack.push_async_callback(journal.close)
-        trainer = PolicyTrainer(
-            parts.model,
-            spec,
-            compute=compute,
-            source=parts.folder,
-            reference=parts.reference(),
-            autocast=parts.autocast,
-        )
-        engine = parts.engine(trainer.version, prompt_tokens=task.longest_prompt_tokens)
-        worker = EngineWorker(engine, compute, clock=clock, tick_s=spec.engine.tick_s)
-        stack.push_async_callback(worker.close)
-        scorer, eval_scorer = parts.scorers(task)
+        scorer, eval_scorer = scorers(spec, machinery.task)
         stack.push_async_callback(scorer.close)
         stack.push_async_callback(eval_scorer.close)
-        store = CheckpointStore(
-            run.checkpoints, keep_last=spec.checkpoint.keep_last, keep_best=spec.checkpoint.keep_best
+        _check_same_beginning(run, machinery)  # now the run has begun
+        recorder.event("machine", **machinery.about)
+        fleet = Fleet(
+            machinery.local,
+            slots=spec.engine.slots,
+            clock=clock,
+            telemetry=recorder,
+            config=spec.fleet,
+            provider=machinery.provider,
+            host=machinery.host,
+            publisher=machinery.publisher,
+            silence_s=machinery.silence_s,
         )
-        _check_same_beginning(run, parts, model=trainer.version.digest, task=task.digest)  # now the run has begun
-        recorder.event("machine", device=str(parts.device), threads=parts.threads, autocast=str(parts.autocast))
-        fleet = Fleet(worker, slots=spec.engine.slots, clock=clock, telemetry=recorder, config=spec.fleet)
         await stack.enter_async_context(fleet)
         with _stop_on_signals(recorder) as stop:
             return await train_loop(
                 spec=spec,
-                source=task.source,
+                source=machinery.task.source,
                 fleet=fleet,
-                trainer=trainer,
+                trainer=machinery.trainer,
                 scorer=scorer,
                 eval_scorer=eval_scorer,
                 ledger=Ledger(journal),
-                checkpoints=TrainerCheckpoints(store, trainer, compute, warn=recorder.note),
+                checkpoints=machinery.checkpoints,
                 telemetry=recorder,
-                codec=parts.codec,
+                codec=machinery.codec,
                 clock=clock,
                 stop=stop,
-                stop_strings=task.default_stop_strings,
+                stop_strings=machinery.task.default_stop_strings,
             )
+
+
+def _runtime(spec: RunSpec) -> OpenMachinery:
+    if spec.runtime == "inprocess":
+        return in_process
+    from tidemill.runtime.cluster.machinery import on_ray
+
+    return on_ray
 
 
 def _check_same_run(run: RunDirectory, spec: RunSpec) -> None:
@@ -141,9 +138,9 @@ def _with_threads(spec: RunSpec, manifest: dict[str, Any]) -> RunSpec:
     return spec.model_copy(update={"trainer": spec.trainer.model_copy(update={"threads": threads})})
 
 
-def _check_same_beginning(run: RunDirectory, parts: Parts, *, model: str, task: str) -> None:
+def _check_same_beginning(run: RunDirectory, machinery: Machinery) -> None:
     """A resumed run applies its batches to the weights it began with; its samples answer the prompts it began with."""
-    manifest = run.read_manifest()
+    manifest, model, task = run.read_manifest(), machinery.trainer.version.digest, machinery.task.digest
     if manifest.setdefault(MODEL_DIGEST, model) != model:
         raise UserError(
             "the model has changed since this run began",
@@ -157,7 +154,7 @@ def _check_same_beginning(run: RunDirectory, parts: Parts, *, model: str, task: 
             cure="put the former data back (some reasoning-gym generators need a fixed PYTHONHASHSEED), "
             "or choose another --run.dir",
         )
-    manifest.setdefault(THREADS, parts.threads)
+    manifest.setdefault(THREADS, machinery.threads)
     run.write_manifest(manifest)
 
 

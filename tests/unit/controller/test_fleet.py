@@ -184,7 +184,7 @@ def test_a_silent_worker_loses_its_lease_and_its_work_moves_on() -> None:
             nonlocal polls
             polls += 1
             if polls == 3:
-                session.host.workers["lease-a"].next_report = stopped  # type: ignore[method-assign,assignment]
+                session.host.workers["lease-a"].next_report = stopped  # type: ignore[method-assign]
 
         engine.on_poll = on_poll
 

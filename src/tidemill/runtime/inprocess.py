@@ -1,0 +1,64 @@
+"""Everything in one process: the reserved engine shares the trainer's parameters, and one thread computes for all.
+
+Preemptible workers are simulated: each has an engine of its own over a published snapshot, and is forgotten in the
+middle of whatever it does when its machine is taken.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from tidemill.config.schema import RunSpec
+from tidemill.core.clock import Clock
+from tidemill.rollout.worker import EngineWorker
+from tidemill.runtime.checkpoints import TrainerCheckpoints
+from tidemill.runtime.compute import ComputeThread
+from tidemill.runtime.machinery import Machinery, scheduled_provider
+from tidemill.runtime.parts import load_parts
+from tidemill.telemetry.recorder import Recorder
+from tidemill.telemetry.run_dir import RunDirectory
+from tidemill.trainer.checkpoint_store import CheckpointStore
+from tidemill.trainer.policy import PolicyTrainer
+
+
+@asynccontextmanager
+async def in_process(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Clock) -> AsyncIterator[Machinery]:
+    """Implements `OpenMachinery`.
+
+    Raises:
+        UserError: the model, the device, the task or the pool cannot be had.
+    """
+    parts = load_parts(spec, progress=recorder.note)
+    task = parts.task()
+    provider = scheduled_provider(spec, run, clock)
+    async with AsyncExitStack() as stack:
+        compute = ComputeThread()
+        stack.push_async_callback(compute.close)
+        trainer = PolicyTrainer(
+            parts.model,
+            spec,
+            compute=compute,
+            source=parts.folder,
+            reference=parts.reference(),
+            autocast=parts.autocast,
+        )
+        engine = parts.engine(trainer.version, prompt_tokens=task.longest_prompt_tokens)
+        local = EngineWorker(engine, compute, clock=clock, tick_s=spec.engine.tick_s)
+        stack.push_async_callback(local.close)
+        store = CheckpointStore(
+            run.checkpoints, keep_last=spec.checkpoint.keep_last, keep_best=spec.checkpoint.keep_best
+        )
+        yield Machinery(
+            trainer=trainer,
+            checkpoints=TrainerCheckpoints(store, trainer, compute, warn=recorder.note),
+            local=local,
+            task=task,
+            codec=parts.codec,
+            threads=parts.threads,
+            about={"device": str(parts.device), "threads": parts.threads, "autocast": str(parts.autocast)},
+            provider=provider,
+            # A worker that waits for the thread while the trainer computes is not silent.
+            silence_s=math.inf,
+        )

@@ -1,0 +1,66 @@
+"""What a runtime brings to a run: everything that computes, wherever it does so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from tidemill.config.schema import RunSpec, ScoringConfig
+from tidemill.core.clock import Clock
+from tidemill.core.protocols import Checkpoints, Provider, Publisher, Trainer, Worker, WorkerHost
+from tidemill.envs.text.scorer import RewardScorer, build_scorer, evaluation_scoring
+from tidemill.envs.text.task import Task
+from tidemill.models.codec import TextCodec
+from tidemill.pool.build import build_provider
+from tidemill.telemetry.recorder import Recorder
+from tidemill.telemetry.run_dir import RunDirectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machinery:
+    """The parts that a training loop drives; its maker stops them."""
+
+    trainer: Trainer
+    checkpoints: Checkpoints
+    local: Worker  # the trainer's own engine
+    task: Task
+    codec: TextCodec
+    threads: int  # inside one operation of the trainer
+    about: dict[str, Any] = field(default_factory=dict)  # what computes, for the event log
+    provider: Provider | None = None
+    host: WorkerHost | None = None
+    publisher: Publisher | None = None
+    silence_s: float | None = None  # instead of the configured one
+
+
+OpenMachinery: TypeAlias = Callable[[RunSpec, RunDirectory, Recorder, Clock], AbstractAsyncContextManager[Machinery]]
+"""Starts what a runtime needs, and stops all of it in the end, whatever happens."""
+
+
+def scorers(spec: RunSpec, task: Task) -> tuple[RewardScorer, RewardScorer]:
+    """What training is rewarded by, and what held-out accuracy is measured by."""
+    stops = spec.sampling.stop or task.default_stop_strings
+
+    def build(scoring: ScoringConfig) -> RewardScorer:
+        return build_scorer(scoring, task=task, seed=spec.run.seed, stop_strings=stops)
+
+    return build(spec.scoring), build(evaluation_scoring(spec.scoring, task=task))
+
+
+def is_elastic(spec: RunSpec) -> bool:
+    """Whether preemptible workers may come at all."""
+    return spec.pool.kind != "static" or spec.pool.workers > 0
+
+
+def scheduled_provider(spec: RunSpec, run: RunDirectory, clock: Clock) -> Provider | None:
+    """Where simulated machines come from; None when none will, or when the machines are real ones.
+
+    Raises:
+        UserError: the trace cannot be read.
+    """
+    if spec.pool.kind == "ray" or not is_elastic(spec):
+        return None
+    price, session = spec.fleet.preemptible_usd_per_hour, run.past.count + 1
+    return build_provider(spec.pool, price_usd_per_hour=price, clock=clock, session=session)

@@ -64,7 +64,7 @@ class EngineWorker:
         self._loading = asyncio.Lock()
         self._inside = False  # the engine is in a call
         self._failure: Exception | None = None
-        self._closing = False
+        self._killed = self._closing = False
         self._serving: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()  # what a kill cancels
 
@@ -129,7 +129,7 @@ class EngineWorker:
     def notice(self, seconds: float) -> None:
         """The machine goes in so many seconds: the next report, due at once, says so."""
         self._notice_s = seconds
-        if self._failure is None and not self._closing:
+        if self._failure is None and not self._killed and not self._closing:
             self._report((), 0.0)
 
     async def close(self) -> None:
@@ -157,7 +157,7 @@ class EngineWorker:
 
         A call that the engine is in runs to its end on its compute; nobody sees its result.
         """
-        self._failure = WorkerLost(f"worker {self._worker_id} was killed")
+        self._killed = True
         self._reports.clear()
         self._news.set()
         self._end()
@@ -169,6 +169,8 @@ class EngineWorker:
             self._source.close()
 
     def _check(self) -> None:
+        if self._killed:  # a new one each time: kept, its traceback would keep the engine and its weights in memory
+            raise WorkerLost(f"worker {self._worker_id} was killed")
         if self._failure is not None:
             raise self._failure
         if self._closing:
@@ -193,8 +195,8 @@ class EngineWorker:
             return await task
         except asyncio.CancelledError:
             caller = asyncio.current_task()
-            if self._failure is not None and not (caller and caller.cancelling()):
-                raise self._failure from None
+            if self._killed and not (caller and caller.cancelling()):
+                self._check()
             raise
 
     async def _on_engine(self, call: Callable[[], T]) -> T:

@@ -1,0 +1,111 @@
+"""Between a model's parameters and a snapshot: one buffer of raw bytes with every tensor at its offset.
+
+A tied parameter is one tensor. Persistent buffers are not weights and are not in it (no supported model has any).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import PreTrainedModel
+
+from tidemill.core.errors import WeightsError
+from tidemill.core.records import TensorEntry
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_ALIGNMENT = 64  # of each tensor, in bytes, as torch aligns its own memory: kernels then take the same path
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def snapshot_layout(model: PreTrainedModel, dtype: torch.dtype) -> tuple[TensorEntry, ...]:
+    """Where every parameter would lie in a snapshot of `dtype`; checksums are 0 until there is something to sum."""
+    entries: list[TensorEntry] = []
+    offset = 0
+    for name, parameter in model.named_parameters():
+        nbytes = parameter.numel() * dtype.itemsize
+        shape = tuple(parameter.shape)
+        entries.append(
+            TensorEntry(name=name, dtype=_NAMES[dtype], shape=shape, offset=offset, nbytes=nbytes, checksum=0)
+        )
+        offset += math.ceil(nbytes / _ALIGNMENT) * _ALIGNMENT
+    return tuple(entries)
+
+
+def snapshot_bytes(tensors: Sequence[TensorEntry]) -> int:
+    """Length of the buffer that holds them."""
+    return max((entry.offset + entry.nbytes for entry in tensors), default=0)
+
+
+@torch.no_grad()
+def write_snapshot(model: PreTrainedModel, tensors: Sequence[TensorEntry], buffer: Bytes) -> None:
+    """Copy every parameter to its place, rounded to the entry's dtype; one pass, from whatever device."""
+    for entry, parameter in _matched(model, tensors):
+        _view(entry, buffer).copy_(parameter)
+
+
+@torch.no_grad()
+def bind_snapshot(model: PreTrainedModel, tensors: Sequence[TensorEntry], buffer: Bytes) -> None:
+    """Make `model` compute with a snapshot.
+
+    On the CPU its parameters become views of `buffer`: nothing is copied, and nobody may write to either. On a GPU they
+    are copied into memory allocated once.
+
+    Raises:
+        WeightsError: the snapshot is of another model; nothing was changed.
+    """
+    for entry, parameter in _matched(model, tensors):
+        view = _view(entry, buffer)
+        if parameter.device.type == "cpu":
+            parameter.data = view
+        elif parameter.shape == view.shape:
+            parameter.copy_(view)
+        else:
+            parameter.data = view.to(parameter.device)
+
+
+def empty_twin(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """A second module tree of the same class, in eval mode; its parameters have no elements until a snapshot is bound.
+
+    Buffers (rotary frequencies and the like) are copies.
+    """
+    hollow: dict[int, Any] = {
+        id(parameter): torch.nn.Parameter(torch.empty(0, dtype=dtype, device=parameter.device), requires_grad=False)
+        for parameter in model.parameters()
+    }
+    twin: PreTrainedModel = copy.deepcopy(model, hollow)
+    twin.eval()
+    return twin
+
+
+def _matched(model: PreTrainedModel, tensors: Sequence[TensorEntry]) -> list[tuple[TensorEntry, torch.nn.Parameter]]:
+    parameters = dict(model.named_parameters())
+    names = [entry.name for entry in tensors]
+    if names != list(parameters):
+        odd = next(iter(set(names) ^ set(parameters)), "the order of its tensors")
+        raise WeightsError(f"the snapshot is not of this model ({type(model).__name__}): {odd}")
+    return [(entry, parameters[entry.name]) for entry in tensors]
+
+
+def _view(entry: TensorEntry, buffer: Bytes) -> torch.Tensor:
+    flat = torch.from_numpy(_writable(buffer[entry.offset : entry.offset + entry.nbytes]))
+    return flat.view(DTYPES[entry.dtype]).view(entry.shape)
+
+
+class _Memory:
+    """Lends an array's memory under a writable flag, which torch insists on; keeps the array alive."""
+
+    def __init__(self, array: Bytes) -> None:
+        self._array = array
+        self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
+
+
+def _writable(array: Bytes) -> Bytes:
+    return array if array.flags.writeable else np.asarray(_Memory(array))

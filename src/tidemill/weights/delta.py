@@ -1,0 +1,158 @@
+"""The lossless difference between two versions of the same tensors.
+
+A reinforcement-learning step changes few elements of a bf16 tensor, and those mostly by one unit in the last place. So
+what is written is where (the gap to the changed element before) and by how much: the difference of the bit patterns,
+taken as integers in the order of the numbers they stand for, with its sign folded into the lowest bit. Both are small
+integers; they go out in groups of 7 bits, one byte plane per group, and each plane is entropy-coded by itself. Every
+bit pattern survives, NaN payloads and negative zeros too.
+
+Layout, little-endian, tensor after tensor, `CHUNK` elements at a time: uint32 number of changed elements; if any, the
+planes of the gaps and those of the differences. A plane is uint32 length and deflated bytes; the high bit of a byte
+says that the number goes on in the next plane.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from tidemill.core.records import DeltaEntry, TensorEntry
+from tidemill.weights.snapshot import Damaged, checksum
+from tidemill.weights.transport import Blob
+
+CHUNK = 1 << 20
+"""Elements at a time: temporaries stay within some tens of megabytes."""
+
+Patterns: TypeAlias = npt.NDArray[Any]  # uint16 or uint32, the bit patterns of floats
+Numbers: TypeAlias = npt.NDArray[Any]  # unsigned
+
+PATTERNS: dict[str, type[np.unsignedinteger[Any]]] = {
+    "bfloat16": np.uint16,
+    "float16": np.uint16,
+    "float32": np.uint32,
+}
+_LENGTH = struct.Struct("<I")
+_STRATEGY = zlib.Z_RLE
+"""Huffman codes and runs: of zlib's strategies the smallest or nearly so in both dtypes, and among the fastest."""
+
+
+def encode_delta(tensors: Sequence[TensorEntry], old: Blob, new: Blob) -> Blob:
+    """What turns the bytes of `tensors` in `old` into those in `new`."""
+    return np.frombuffer(b"".join(_encoded(tensors, old, new)), np.uint8)
+
+
+def apply_delta(tensors: Sequence[TensorEntry], delta: Blob, entry: DeltaEntry, old: Blob, out: Blob) -> None:
+    """Write the tensors of `old`, changed by `delta`, into `out`, which may be `old` itself.
+
+    Raises:
+        Damaged: `delta` is not what `entry` describes. `out` is then of no use.
+    """
+    if len(delta) != entry.nbytes or checksum(delta) != entry.checksum:
+        raise Damaged(f"the delta from version {entry.base.number} is torn or corrupt ({len(delta)} bytes)")
+    reader = _Reader(delta)
+    try:
+        for source, target in zip(_chunks(tensors, old), _chunks(tensors, out), strict=True):
+            if out is not old:
+                target[:] = source
+            _change(target, reader)
+    except (zlib.error, struct.error, IndexError, ValueError) as error:
+        raise Damaged(f"the delta from version {entry.base.number} cannot be read: {error}") from error
+
+
+def _encoded(tensors: Sequence[TensorEntry], old: Blob, new: Blob) -> Iterator[bytes]:
+    for before, after in zip(_chunks(tensors, old), _chunks(tensors, new), strict=True):
+        places = np.flatnonzero(before != after)
+        yield _LENGTH.pack(len(places))
+        if len(places):
+            yield from _planes((np.diff(places, prepend=-1) - 1).astype(np.uint32))
+            yield from _planes(_folded(_ordered(after[places]) - _ordered(before[places])))
+
+
+def _change(target: Patterns, reader: _Reader) -> None:
+    """Apply one chunk in place."""
+    if not (changed := reader.length()):
+        return
+    places = np.cumsum(reader.numbers(changed, np.uint32), dtype=np.int64) + np.arange(changed)
+    differences = _unfolded(reader.numbers(changed, target.dtype.type))
+    target[places] = _unordered(_ordered(target[places]) + differences)
+
+
+def _chunks(tensors: Sequence[TensorEntry], buffer: Blob) -> Iterator[Patterns]:
+    for entry in tensors:
+        patterns = buffer[entry.offset : entry.offset + entry.nbytes].view(PATTERNS[entry.dtype])
+        for start in range(0, len(patterns), CHUNK):
+            yield patterns[start : start + CHUNK]
+
+
+def _top(patterns: Patterns) -> Any:
+    return patterns.dtype.type(1 << (8 * patterns.itemsize - 1))
+
+
+def _ordered(patterns: Patterns) -> Numbers:
+    """Unsigned integers in the order of the floats: negative ones reversed below, the others above."""
+    top = _top(patterns)
+    numbers: Numbers = np.where(patterns & top, ~patterns, patterns | top)
+    return numbers
+
+
+def _unordered(numbers: Numbers) -> Patterns:
+    top = _top(numbers)
+    patterns: Patterns = np.where(numbers & top, numbers ^ top, ~numbers)
+    return patterns
+
+
+def _folded(differences: Numbers) -> Numbers:
+    """+1, -1, +2, -2, ... as 1, 0, 3, 2, ...: never zero, so what is left counts from 0."""
+    signed = differences.view(f"i{differences.itemsize}")
+    folded: Numbers = (signed << 1) ^ (signed >> (8 * signed.itemsize - 1))
+    unsigned: Numbers = folded.view(differences.dtype) - differences.dtype.type(1)
+    return unsigned
+
+
+def _unfolded(numbers: Numbers) -> Numbers:
+    folded = numbers + numbers.dtype.type(1)
+    differences: Numbers = (folded >> 1) ^ (~(folded & 1) + folded.dtype.type(1))
+    return differences
+
+
+def _planes(numbers: Numbers) -> Iterator[bytes]:
+    while len(numbers):
+        more = numbers > 127
+        deflate = zlib.compressobj(1, zlib.DEFLATED, -zlib.MAX_WBITS, 9, _STRATEGY)
+        plane = ((numbers & 127) | np.where(more, 128, 0)).astype(np.uint8)
+        packed = deflate.compress(plane.data) + deflate.flush()
+        yield _LENGTH.pack(len(packed)) + packed
+        numbers = numbers[more] >> 7
+
+
+class _Reader:
+    """Reads numbers off a delta, front to back."""
+
+    def __init__(self, delta: Blob) -> None:
+        self._delta, self._at = delta.data, 0
+
+    def length(self) -> int:
+        (length,) = _LENGTH.unpack_from(self._delta, self._at)
+        self._at += _LENGTH.size
+        return int(length)
+
+    def numbers(self, count: int, dtype: type[np.unsignedinteger[Any]], *, shift: int = 0) -> Numbers:
+        if shift >= 8 * np.dtype(dtype).itemsize:
+            raise ValueError("a number longer than its type")
+        packed = self.length()
+        plane = np.frombuffer(self._inflate(packed, count), np.uint8)
+        if len(plane) != count:
+            raise ValueError(f"{len(plane)} numbers where {count} are due")
+        found = (plane & 127).astype(dtype)
+        if further := int(np.count_nonzero(more := plane > 127)):
+            found[more] |= self.numbers(further, dtype, shift=shift + 7) << dtype(7)
+        return found
+
+    def _inflate(self, packed: int, limit: int) -> bytes:
+        start, self._at = self._at, self._at + packed
+        return zlib.decompressobj(-zlib.MAX_WBITS).decompress(self._delta[start : self._at], limit)

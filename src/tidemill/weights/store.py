@@ -1,0 +1,146 @@
+"""The publisher's side: immutable versions, each put whole or not at all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from tidemill.core.buffers import LogprobBuffer, TokenBuffer
+from tidemill.core.errors import WeightsError
+from tidemill.core.protocols import Compute
+from tidemill.core.records import DeltaEntry, PolicyVersion, TensorEntry, WeightManifest
+from tidemill.weights.delta import encode_delta
+from tidemill.weights.manifest import LATEST, delta_name, manifest_name, pack_manifest, snapshot_name
+from tidemill.weights.snapshot import checksum, digest_of, sealed
+from tidemill.weights.transport import Blob, Transport
+
+SNAPSHOTS_KEPT = 2
+DELTAS_KEPT = 8
+"""Deltas are small: a puller that was away for some versions takes a chain of them."""
+
+
+@dataclass(slots=True)
+class _Published:
+    version: PolicyVersion
+    whole: bool = True  # its snapshot is still there
+
+
+class WeightStore:
+    """Publishes versions into a transport. A manifest goes out after all it speaks of, so a publish that was cut
+    anywhere is invisible.
+
+    The snapshots of the newest two versions are kept, so that whoever is at one can pull while the next is written, and
+    those that a reader has pinned.
+
+    Args:
+        compute: where checksums and deltas are computed.
+    """
+
+    def __init__(self, transport: Transport, *, compute: Compute) -> None:
+        self.transport = transport
+        self.latest: WeightManifest | None = None
+        self._compute = compute
+        self._published: list[_Published] = []  # oldest first
+        self._pins: Counter[PolicyVersion] = Counter()
+        self._unfinished: list[str] = []  # blobs of a publish that has not reached its end
+
+    @contextmanager
+    def pinned(self, version: PolicyVersion) -> Iterator[None]:
+        """Keep all of a version for as long as the block lasts."""
+        self._pins[version] += 1
+        try:
+            yield
+        finally:
+            self._pins -= Counter([version])
+
+    async def make_room(self) -> None:
+        """Before a new snapshot is written: delete all but the newest one (and what is pinned)."""
+        await self._delete_unfinished()
+        await self._retire(SNAPSHOTS_KEPT - 1)
+
+    async def publish(
+        self,
+        version: PolicyVersion,
+        tensors: Sequence[TensorEntry],
+        snapshot: Blob,
+        *,
+        probe_ids: TokenBuffer = b"",
+        probe_logprobs: LogprobBuffer = b"",
+    ) -> WeightManifest:
+        """Make a version available; returns when it can be pulled.
+
+        Args:
+            tensors: where each tensor lies in `snapshot`; their checksums are filled in here.
+            snapshot: aligned, and nobody's to change from now on.
+        """
+        await self._delete_unfinished()
+        entries = await self._compute.run(lambda: sealed(tensors, snapshot))
+        digest = digest_of(entries)
+        delta = None if self.transport.zero_copy else await self._delta(entries, snapshot)
+        manifest = WeightManifest(
+            version=version,
+            digest=digest,
+            nbytes=len(snapshot),
+            tensors=entries,
+            delta=delta[0] if delta else None,
+            probe_ids=probe_ids,
+            probe_logprobs=probe_logprobs,
+        )
+        await self._put(snapshot_name(version), snapshot)
+        if delta:
+            await self._put(delta_name(version), delta[1])
+        packed = pack_manifest(manifest)
+        await self._put(manifest_name(version), packed)
+        self._unfinished.clear()
+        self._published.append(_Published(version))
+        self.latest = manifest
+        await self.transport.put(LATEST, packed)
+        await self._retire(SNAPSHOTS_KEPT)
+        return manifest
+
+    async def close(self) -> None:
+        """Delete everything."""
+        await self.transport.close()
+
+    async def _put(self, name: str, blob: Blob) -> None:
+        self._unfinished.append(name)
+        await self.transport.put(name, blob)
+
+    async def _delete_unfinished(self) -> None:
+        while self._unfinished:
+            await self.transport.delete(self._unfinished[-1])
+            self._unfinished.pop()
+
+    async def _delta(self, entries: Sequence[TensorEntry], snapshot: Blob) -> tuple[DeltaEntry, Blob] | None:
+        """Against the version before; None where there is none of the same layout, or nothing is saved."""
+        base = self.latest
+        if base is None or _layout(base.tensors) != _layout(entries):
+            return None
+        try:
+            before = await self.transport.get(snapshot_name(base.version))
+        except WeightsError:
+            return None
+        blob = await self._compute.run(lambda: encode_delta(entries, before, snapshot))
+        if len(blob) >= len(snapshot):
+            return None
+        entry = DeltaEntry(base=base.version, base_digest=base.digest, nbytes=len(blob), checksum=checksum(blob))
+        return entry, blob
+
+    async def _retire(self, snapshots: int) -> None:
+        """Delete the snapshots of all but the newest so many versions, and deltas and manifests older still."""
+        for age, entry in enumerate(reversed(self._published)):
+            if self._pins[entry.version]:
+                continue
+            if age >= snapshots and entry.whole:
+                entry.whole = False
+                await self.transport.delete(snapshot_name(entry.version))
+            if age >= DELTAS_KEPT:
+                self._published.remove(entry)
+                await self.transport.delete(manifest_name(entry.version))
+                await self.transport.delete(delta_name(entry.version))
+
+
+def _layout(tensors: Sequence[TensorEntry]) -> list[tuple[str, str, tuple[int, ...], int]]:
+    return [(entry.name, entry.dtype, entry.shape, entry.offset) for entry in tensors]

@@ -69,7 +69,8 @@ class Mailbox:
     async def take(self, timeout_s: float) -> Mail:
         """Everything that has arrived, after waiting at most so long for something."""
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._rung.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):  # `wait_for` of Python 3.11 loses a cancellation that meets a ring
+                await self._rung.wait()
         self._rung.clear()
         mail, self.mail = self.mail, Mail()
         return mail

@@ -1,0 +1,58 @@
+"""The mailbox of a batch: one reader, who can be ended at any moment."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tests.fake_fleet import make_report
+from tests.virtual_time import run_virtual
+from tidemill.controller.mailbox import Mailbox
+from tidemill.core.clock import within
+
+
+def test_letters_are_taken_together_once_somebody_rings() -> None:
+    async def exchange() -> list[int]:
+        mailbox = Mailbox()
+        mailbox.put_reports([make_report()])
+        mailbox.put_reports([make_report(), make_report()])
+        return [len((await mailbox.take(1.0)).reports) for _ in range(2)]
+
+    assert run_virtual(exchange()) == [3, 0]
+
+
+def test_a_reader_cancelled_in_the_moment_of_a_ring_ends() -> None:
+    async def cancelled() -> bool:
+        mailbox = Mailbox()
+
+        async def read() -> None:
+            while True:
+                await mailbox.take(5.0)
+
+        reader = asyncio.create_task(read())
+        await asyncio.sleep(0.1)
+        mailbox.ring()
+        await asyncio.sleep(0)  # the reader's wait is over, and it has not run yet
+        reader.cancel()
+        await asyncio.wait({reader}, timeout=1.0)
+        return reader.done()
+
+    assert run_virtual(cancelled())
+
+
+def test_a_wait_with_a_deadline_cancelled_in_the_moment_of_its_result_ends() -> None:
+    async def cancelled() -> bool:
+        result: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        async def wait() -> None:
+            await within(result, timeout_s=5.0, awaited="a result", look_at="nothing")
+            await asyncio.sleep(60.0)
+
+        waiter = asyncio.create_task(wait())
+        await asyncio.sleep(0.1)
+        result.set_result(None)
+        await asyncio.sleep(0)
+        waiter.cancel()
+        await asyncio.wait({waiter}, timeout=1.0)
+        return waiter.done()
+
+    assert run_virtual(cancelled())

@@ -78,6 +78,8 @@ def make_trajectory(
 class FabricatedRun:
     """Twenty steps in which a model learns to add, killed after step 13 and resumed from the checkpoint of step 10."""
 
+    config = '[run]\nname = "smollm2-addition"\n\n[trainer]\nsteps = 20\nlearning_rate = 1e-5\n'
+
     def __init__(self, path: Path, *, seed: int = 0, steps: int = 20, groups: int = 8, group_size: int = 8) -> None:
         self.path, self.steps, self.groups, self.group_size = path, steps, groups, group_size
         self.random = random.Random(seed)
@@ -91,7 +93,7 @@ class FabricatedRun:
         run = RunDirectory.open(self.path)
         unix_s = 1_790_000_000 + self.clock.now_s
         if not run.exists:
-            run.write_config('[run]\nname = "smollm2-addition"\n\n[trainer]\nsteps = 20\nlearning_rate = 1e-5\n')
+            run.write_config(self.config)
         earlier = run.read_manifest()
         argv = ["tidemill", "train", "@recipes/smollm2-addition.toml", "--run.dir", "runs/demo"]
         run.write_manifest(
@@ -123,9 +125,16 @@ class FabricatedRun:
         second.resume(10)
         for step in range(11, self.steps + 1):
             self.learn(second, step)
+        self.leave(second)
         second.finish("finished")
         second.run.close()
         return RunDirectory(self.path)
+
+    def leave(self, recorder: Recorder) -> None:
+        """What happens at the end of a session that is not killed."""
+
+    def spend(self, recorder: Recorder, seconds: float) -> None:
+        self.clock.pass_s(seconds)
 
     def skill(self, step: int) -> float:
         return 0.28 + 0.58 / (1 + math.exp(-(step - 7) / 2.2))
@@ -135,11 +144,7 @@ class FabricatedRun:
         recorder.progress("rollout", 0, self.groups * self.group_size)
         pairs = [self._sample(step, group, index) for group in range(self.groups) for index in range(self.group_size)]
         trajectories = [trajectory for trajectory, _ in pairs]
-        rollout_s, train_s = self.random.uniform(0.8, 1.1), self.random.uniform(2.6, 3.1)
-        with span(recorder, self.clock, "rollout", step=step):
-            self.clock.pass_s(rollout_s)
-        with span(recorder, self.clock, "training", step=step):
-            self.clock.pass_s(train_s)
+        rollout_s, train_s = self.work(recorder, step)
         recorder.samples(step, trajectories, [prompt for _, prompt in pairs])
         values = self._values(step, trajectories, rollout_s, train_s)
         if step % 5 == 0:
@@ -154,14 +159,23 @@ class FabricatedRun:
         )
         if step % 10 == 0:
             with span(recorder, self.clock, "checkpoint", step=step):
-                self.clock.pass_s(1.4)
+                self.spend(recorder, 1.4)
+
+    def work(self, recorder: Recorder, step: int) -> tuple[float, float]:
+        """Generate and train; returns how long either took."""
+        rollout_s, train_s = self.random.uniform(0.8, 1.1), self.random.uniform(2.6, 3.1)
+        with span(recorder, self.clock, "rollout", step=step):
+            self.spend(recorder, rollout_s)
+        with span(recorder, self.clock, "training", step=step):
+            self.spend(recorder, train_s)
+        return rollout_s, train_s
 
     def evaluate(self, recorder: Recorder, step: int) -> dict[str, float]:
         """Held-out prompts: samples and an event. Returns what goes into the step's metrics."""
         pairs = [self._sample(step, index, 0, purpose="eval:held_out") for index in range(HELD_OUT)]
         accuracy = sum((t.reward.value if t.reward else 0.0) for t, _ in pairs) / HELD_OUT
         with span(recorder, self.clock, "evaluation", step=step) as fields:
-            self.clock.pass_s(1.9)
+            self.spend(recorder, 1.9)
             fields |= {"greedy_accuracy": accuracy, "n": HELD_OUT}
         recorder.samples(step, [t for t, _ in pairs], [p for _, p in pairs])
         return {"eval/greedy_accuracy": accuracy, "eval/n": float(HELD_OUT), "time_eval_s": 1.9}

@@ -47,8 +47,9 @@ def fleet_words(name: str, fields: dict[str, Any]) -> str:
     if name == HAND_BACK:
         return f"{worker} handed back {counted(fields.get('samples', 0), 'sample')}"
     if name == EVICTION:
-        noticed = "after notice" if fields.get("noticed") else "without notice"
-        return f"evicted {worker} {noticed}: {_moved(fields)}{cause}"
+        if fields.get("noticed"):  # which said why
+            return f"evicted {worker} after notice: {_moved(fields)}"
+        return f"evicted {worker} without notice: {_moved(fields)}{cause}"
     if name == JOIN_FAILED:
         return f"{worker} did not come up{cause}"
     if name == PULL and (retries := fields.get("retries")):
@@ -62,7 +63,7 @@ def fleet_words(name: str, fields: dict[str, Any]) -> str:
 def _moved(fields: dict[str, Any]) -> str:
     samples, kept, lost = (fields.get(key, 0) for key in ("samples", "tokens_kept", "tokens_lost"))
     if not samples:
-        return "no sample was there"
+        return "nothing was running there"
     verb = "goes" if samples == 1 else "go"
     words = f"{counted(samples, 'sample')} {verb} on elsewhere with {counted(kept, 'token')} kept"
     return f"{words}, {lost:,} lost" if lost else words

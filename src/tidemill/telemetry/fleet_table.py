@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 
 from rich.console import Group, RenderableType
@@ -10,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tidemill.core.records import FleetRow
-from tidemill.telemetry.numerals import compact, duration
+from tidemill.telemetry.numerals import compact, duration, natural
 
 ROWS = 12
 QUIET = "bright_black"
@@ -28,11 +27,6 @@ COLUMNS: dict[str, Callable[[FleetRow], str]] = {
 }
 WORDS = ("worker", "kind", "state")
 NEEDED_WIDTH = {"version": 48, "queued": 48, "kind": 72, "$/h": 72, "age": 72}  # below it the column is left out
-
-
-def natural(name: str) -> list[tuple[int, str]]:
-    """Sorts spot-2 before spot-10."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def shown(rows: Sequence[FleetRow]) -> list[FleetRow]:

@@ -180,7 +180,7 @@ FLEET_KEYS = {
     "leases": "preemptible machines held, each time it came counted",
     "joins": "preemptible workers that came up on them",
     "notices": "warnings that a machine would be taken",
-    "evictions": "machines taken; `evictions_noticed` of them after a warning",
+    "evictions": "machines taken from workers that were up; `evictions_noticed` of them after a warning",
     "quarantined": "workers given back because their logprobs differed from the trainer's",
     "migrations": "samples that went on at another worker: `samples_kept` of machines that were taken or had been "
     "warned, and those moved to even out the load",

@@ -1,8 +1,9 @@
-"""Numbers as people read them."""
+"""Numbers, and names with numbers in them, as people read them."""
 
 from __future__ import annotations
 
 import math
+import re
 
 
 def duration(seconds: float) -> str:
@@ -42,3 +43,13 @@ def percent(share: float | None) -> str:
 
 def gigabytes(count: float) -> str:
     return f"{count / 1e9:.2f} GB"
+
+
+def dollars(value: float) -> str:
+    """`$1,234`, `$12.34`, `$0.0123`."""
+    return f"${value:,.0f}" if value >= 1000 else f"${value:.2f}" if value >= 1 else f"${value:.4f}"
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """Sorts spot-2 before spot-10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]

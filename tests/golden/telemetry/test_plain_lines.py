@@ -1,4 +1,4 @@
-"""What a log shows of a whole run, word for word. To accept a change: delete plain_lines.txt, run twice."""
+"""What a log shows of a whole run, word for word. To accept a change: delete the text file, run twice."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.fabricated_fleet import FabricatedFleet
 from tests.fabricated_run import FabricatedRun
 from tidemill.telemetry.plain import HEARTBEAT_S
 from tidemill.telemetry.recorder import Recorder
 
-GOLDEN = Path(__file__).with_name("plain_lines.txt")
+HERE = Path(__file__).parent
 
 
 def shown(recorder: Recorder) -> str:
@@ -49,10 +50,26 @@ def test_the_lines_of_a_run_that_is_interrupted_and_resumed(tmp_path: Path) -> N
     third.close()
     third.run.close()
     text = "".join(f"--- session\n{shown(recorder)}" for recorder in (first, second, third))
-    if not GOLDEN.exists():
-        GOLDEN.write_text(text)
-        pytest.fail("plain_lines.txt was written; look at it and run again")
-    assert text == GOLDEN.read_text()
+    assert text == golden("plain_lines.txt", text)
+
+
+def golden(name: str, text: str) -> str:
+    if not (HERE / name).exists():
+        (HERE / name).write_text(text)
+        pytest.fail(f"{name} was written; look at it and run again")
+    return (HERE / name).read_text()
+
+
+def test_the_lines_of_a_run_whose_workers_come_and_go(tmp_path: Path) -> None:
+    fleet = FabricatedFleet(tmp_path, places=3, life_s=15.0, steps=4)
+    recorder = fleet.session()
+    for step in range(1, 5):
+        fleet.learn(recorder, step)
+    fleet.leave(recorder)
+    recorder.finish("finished")
+    recorder.run.close()
+    text = shown(recorder)
+    assert text == golden("fleet_lines.txt", text)
 
 
 def test_a_reader_that_went_away_does_not_end_the_run(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tidemill.telemetry.numerals import compact, decimal, duration, gigabytes, percent
+from tidemill.telemetry.numerals import compact, decimal, dollars, duration, gigabytes, natural, percent
 
 
 @pytest.mark.parametrize(
@@ -46,3 +46,15 @@ def test_percentages(share: float | None, shown: str) -> None:
 
 def test_gigabytes_are_decimal() -> None:
     assert gigabytes(2_950_000_000) == "2.95 GB"
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(1234.4, "$1,234"), (12.345, "$12.35"), (0.01234, "$0.0123"), (0, "$0.0000")]
+)
+def test_dollars(value: float, shown: str) -> None:
+    assert dollars(value) == shown
+
+
+def test_names_with_numbers_sort_by_them() -> None:
+    names = ["spot-10", "local", "spot-2", "7", "spot"]
+    assert sorted(names, key=natural) == ["7", "local", "spot", "spot-2", "spot-10"]

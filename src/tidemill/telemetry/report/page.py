@@ -13,6 +13,9 @@ import tidemill
 from tidemill.telemetry.events import (
     CHECKPOINT,
     EVALUATION,
+    EVICTION,
+    JOIN_FAILED,
+    QUARANTINE,
     REPLAY,
     RESUME,
     SESSION_END,
@@ -20,15 +23,21 @@ from tidemill.telemetry.events import (
     SINK_FAILED,
     WAITING,
 )
+from tidemill.telemetry.fleet_lines import FLEET_EVENTS
 from tidemill.telemetry.numerals import compact, decimal, duration, gigabytes
 from tidemill.telemetry.report.charts import chart_data
+from tidemill.telemetry.report.fleet import fleet_section
 from tidemill.telemetry.report.histograms import HEIGHT, MARGIN, WIDTH, histograms
 from tidemill.telemetry.report.showcase import LEGEND, best_and_worst, pairs
 from tidemill.telemetry.report.story import SampleWindow, Story
+from tidemill.telemetry.report.timeline import drawn, timeline
 from tidemill.telemetry.report.words import ENDINGS, before_and_after, findings, headline, wilson_interval
 
 HERE = Path(__file__).parent
-TOLD_EVENTS = (SESSION_START, SESSION_END, RESUME, REPLAY, EVALUATION, CHECKPOINT, SINK_FAILED, WAITING)
+TOLD_EVENTS = (
+    SESSION_START, SESSION_END, RESUME, REPLAY, EVALUATION, CHECKPOINT, SINK_FAILED, WAITING, EVICTION, JOIN_FAILED,
+    QUARANTINE,
+)  # fmt: skip
 EVENTS_SHOWN = 500
 PLAIN_KEYS = ("time", "session", "elapsed_s", "event")
 
@@ -48,6 +57,7 @@ def render(story: Story) -> str:
 def context(story: Story) -> dict[str, Any]:
     """What the template is given."""
     held_out, held_out_words = pairs(story)
+    workers = timeline(story)
     galleries = [
         {"steps": steps_words(window), "best": best, "worst": worst}
         for window in (story.last, story.first)
@@ -61,7 +71,8 @@ def context(story: Story) -> dict[str, Any]:
         "accuracy": accuracy(story),
         "tiles": tiles(story),
         "findings": findings(story),
-        "chart_json": script_json(chart_data(story)),
+        "fleet": fleet_section(story, workers) if workers else None,
+        "chart_json": script_json(chart_data(story) | ({"fleet": drawn(workers)} if workers else {})),
         "histograms": histograms(story.first, story.last),
         "svg": {"width": WIDTH, "height": HEIGHT, "floor": HEIGHT - MARGIN},
         "first_steps": steps_words(story.first),
@@ -78,6 +89,7 @@ def context(story: Story) -> dict[str, Any]:
         "version": tidemill.__version__,
         "style": trusted("templates/report.css"),
         "script": trusted("templates/report.js"),
+        "fleet_script": trusted("templates/fleet.js"),
         "uplot_style": trusted("vendor/uplot/uPlot.min.css"),
         "uplot_script": trusted("vendor/uplot/uPlot.iife.min.js"),
         "uplot_license": (HERE / "vendor/uplot/LICENSE").read_text(encoding="utf-8"),
@@ -169,7 +181,11 @@ def _machine_words(machine: dict[str, Any]) -> list[str]:
 
 def event_rows(story: Story) -> list[dict[str, Any]]:
     """The turns of the story, newest first: everything but the spans of ordinary steps."""
-    told = [event for event in story.events if event["event"] in TOLD_EVENTS or event.get("error")]
+    told = [
+        event
+        for event in story.events
+        if event["event"] in TOLD_EVENTS or (event.get("error") and event["event"] not in FLEET_EVENTS)
+    ]
     return [
         {
             "time": str(event.get("time", "")).replace("T", " ").removesuffix("Z"),

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import NamedTuple
 
+from tidemill.config.words import counted
 from tidemill.telemetry.evaluations import Evaluation
+from tidemill.telemetry.fleet_lines import FLEET_EVENTS
 from tidemill.telemetry.numerals import compact, decimal, percent
 from tidemill.telemetry.report.story import Story
 
@@ -80,7 +82,7 @@ def headline(story: Story) -> str:
 
 def findings(story: Story) -> list[Finding]:
     """What a careful reader would notice, most urgent first; often nothing."""
-    checks = (_invalid, _no_signal, _truncated, _entropy, _mismatch, _past_its_best, _errors, _resumed)
+    checks = (_invalid, _no_signal, _truncated, _entropy, _mismatch, _past_its_best, _quarantined, _errors, _resumed)
     return [found for check in checks if (found := check(story))]
 
 
@@ -145,11 +147,22 @@ def _past_its_best(story: Story) -> Finding | None:
 
 
 def _errors(story: Story) -> Finding | None:
-    failed = [event for event in story.events if event.get("error")]
+    # Workers that fail are not the run's fault; the fleet's section has them.
+    failed = [event for event in story.events if event.get("error") and event["event"] not in FLEET_EVENTS]
     if not failed:
         return None
     last = failed[-1]
     return Finding(f"{len(failed)} errors in the event log", f"The last: {last['event']}, {last['error']}")
+
+
+def _quarantined(story: Story) -> Finding | None:
+    count = story.summary["quarantined"]
+    if not count:
+        return None
+    text = (
+        "Their logprobs of the probe differed from the trainer's by more than fleet.probe_limit; they were given back."
+    )
+    return Finding(f"{counted(count, 'worker')} quarantined", text)
 
 
 def _resumed(story: Story) -> Finding | None:

@@ -79,6 +79,7 @@ def test_headlines(tmp_path: Path, metrics: str, events: str, said: str) -> None
         (lines("mismatch_kl", [0.01]), "", "", "Engine and trainer disagree"),
         (lines("loss", [1, 1]), evaluated(1, 0.9) + evaluated(2, 0.4), "", "Held-out accuracy is past its best"),
         ("", '{"event":"checkpoint","error":"OSError"}\n', "", "1 errors in the event log"),
+        ("", '{"event":"quarantine","session":1,"worker":"w"}\n', "", "1 worker quarantined"),
         ("", '{"event":"session_start","session":3,"elapsed_s":0}\n', "", "Resumed 2 times"),
     ],
 )
@@ -100,6 +101,10 @@ def test_what_deserves_a_look(tmp_path: Path, metrics: str, events: str, config:
 )
 def test_what_is_as_it_should_be_is_not_mentioned(tmp_path: Path, metrics: str, config: str) -> None:
     assert findings(story_of(tmp_path, metrics, "", config)) == []
+
+
+def test_a_worker_that_fails_to_start_is_no_error_of_the_run(tmp_path: Path) -> None:
+    assert findings(story_of(tmp_path, "", '{"event":"join","session":1,"error":"WorkerLost"}\n')) == []
 
 
 def test_the_fabricated_run_was_resumed_and_had_invalid_samples(tmp_path: Path) -> None:

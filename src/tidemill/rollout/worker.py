@@ -118,7 +118,8 @@ class EngineWorker:
             self._start()
             self._news.clear()
             try:
-                await asyncio.wait_for(self._news.wait(), timeout_s)
+                async with asyncio.timeout(timeout_s):  # `wait_for` of Python 3.11 can lose a cancellation
+                    await self._news.wait()
             except TimeoutError:
                 return None
         if self._reports:

@@ -156,7 +156,7 @@ class Collection:
             return Wait(
                 awaited=f"a worker to generate {batch.unfinished} samples of {name}",
                 look_at=f"[pool] and the machines it offers ({self._rollout.fleet.preemptible} joining)",
-                deadline_s=patience.worker_s,
+                deadline_s=patience.pool_s,
             )
         if batch.unfinished:
             ignored = f" (messages ignored: {dict(batch.ignored)})" if batch.ignored else ""
@@ -218,7 +218,9 @@ class Collection:
 
     def _dispatch(self) -> None:
         """Give out what waits, called-back and failed samples included: each goes on from the tokens it has."""
-        self._dispatcher.dispatch(trainable_groups=-(-self._scored.qsize() // self._batch.plan.group_size))
+        trainable = -(-self._scored.qsize() // self._batch.plan.group_size)
+        if self._dispatcher.dispatch(trainable_groups=trainable):
+            self._news_at = self._noticed_at = self._rollout.clock.now()  # an answer is awaited from now on
 
     async def _call_back(self) -> None:
         """Take samples back from the workers; what they had is in the reports that follow."""

@@ -32,7 +32,7 @@ class Dispatcher:
     def __init__(self, batch: Batch, fleet: Fleet, *, window_s: float = math.inf) -> None:
         self._batch, self._fleet, self._window_s = batch, fleet, window_s
         self._began_s = self._balanced_s = fleet.clock.now()
-        self._queue: list[tuple[float, int]] = []  # a heap of waiting samples: longest expected first, then canonical
+        self._queue: list[tuple[bool, float, int]] = []  # a heap of waiting samples, see `_push`
         self._seeds = False
         self._called_back: dict[int, int] = {}  # ordinal: the attempt that was asked back
         self.seeded_until_s: float | None = None  # since when the reserved side has not been generating
@@ -45,8 +45,8 @@ class Dispatcher:
         left_s = self._began_s + self._window_s - self._fleet.clock.now()
         return left_s if self._seeds and self._fleet.elastic and left_s > 0 else math.inf
 
-    def dispatch(self, *, trainable_groups: int) -> None:
-        """Do what the state of batch and fleet asks for; never waits.
+    def dispatch(self, *, trainable_groups: int) -> bool:
+        """Do what the state of batch and fleet asks for; never waits. Says whether samples were given out.
 
         Raises:
             TidemillError: engines failed again and again on one sample.
@@ -56,9 +56,10 @@ class Dispatcher:
         self._looks += 1
         self._enqueue()
         if self._batch.waiting:
-            self._hand_out(members)
-        elif len(members) > 1:
+            return self._hand_out(members)
+        if len(members) > 1:
             self._even_out(members)
+        return False
 
     def hand_back(self, lease_ids: Iterable[str]) -> None:
         """Workers about to leave: call back what they are generating."""
@@ -111,16 +112,20 @@ class Dispatcher:
                 )
             if sample.failures:  # its engine may still be at the attempt that went wrong
                 self._fleet.abort(sample.lease_id, [sample.sample_id])
-            heapq.heappush(self._queue, (-self._expected(sample), sample.ordinal))
+            self._push(sample)
 
-    def _hand_out(self, members: Sequence[Member]) -> None:
+    def _push(self, sample: Sample) -> None:
+        """Samples begun elsewhere first, so that groups complete; then the longest expected; then canonical order."""
+        heapq.heappush(self._queue, (sample.attempt == 0, -self._expected(sample), sample.ordinal))
+
+    def _hand_out(self, members: Sequence[Member]) -> bool:
         """Fill free slots and short queues. Without preemptible workers the local engine keeps the queue itself."""
         limit = self._fleet.config.queue_limit if self._fleet.elastic else len(self._batch.samples)
         held = {member.lease.lease_id: len(self._batch.held(member.lease.lease_id)) for member in members}
         room = sum(max(0, self._fleet.slots + limit - assigned) for assigned in held.values())
         chosen = self._pop(room)
         if not chosen:
-            return
+            return False
         near = self._siblings(chosen)
         loads = [
             Load(lease_id=lease_id, slots=self._fleet.slots, assigned=assigned, groups=frozenset(near[lease_id]))
@@ -142,12 +147,13 @@ class Dispatcher:
             self._fleet.submit(lease_id, self._batch.assign(lease_id, samples), step=self._batch.plan.step)
         for sample in chosen:  # what the router did not place waits on
             if sample.ordinal in self._batch.waiting:
-                heapq.heappush(self._queue, (-self._expected(sample), sample.ordinal))
+                self._push(sample)
+        return bool(shares)
 
     def _pop(self, room: int) -> list[Sample]:
         chosen: list[Sample] = []
         while self._queue and len(chosen) < room:
-            _, ordinal = heapq.heappop(self._queue)
+            _, _, ordinal = heapq.heappop(self._queue)
             if ordinal in self._batch.waiting:
                 chosen.append(self._batch.samples[ordinal])
         return chosen

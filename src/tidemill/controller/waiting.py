@@ -21,6 +21,7 @@ class Patience(Record):
 
     notice_s: float = 30.0  # a "waiting" event this often
     worker_s: float = 600.0  # without any message while samples are in flight
+    pool_s: float = 86400.0  # while there is nobody to generate: machines that went may come back
     scorer_s: float = 600.0  # without any reward while samples are being scored
     trainer_s: float = 7200.0  # one accumulate or commit
     stop_s: float = 30.0  # for the last tokens of samples called back

@@ -239,7 +239,7 @@ def test_a_sample_that_breaks_every_worker_ends_the_run() -> None:
 
 
 def test_nobody_to_generate_meets_a_deadline_that_names_the_pool() -> None:
-    session = pool(seeding_worker=False, patience=Patience(worker_s=100.0))
+    session = pool(seeding_worker=False, patience=Patience(worker_s=50.0, pool_s=100.0))
 
     with pytest.raises(DeadlineError, match=r"a worker to generate .* samples of step 0 .*look at \[pool\]"):
         run_virtual(session.run())
@@ -254,6 +254,15 @@ def test_all_workers_gone_for_a_while() -> None:
     assert trained(session) == quiet()
     assert len(session.telemetry.named("eviction")) == 2
     assert session.telemetry.named("waiting")[0]["awaited"].startswith("a worker to generate")
+
+
+def test_an_outage_longer_than_a_workers_deadline_is_not_held_against_those_who_come_back() -> None:
+    script = [granted("a"), ended("a", 1.5), granted("b", 500.0)]
+    session = pool(*script, seeding_worker=False, patience=Patience(worker_s=50.0))
+
+    run_virtual(session.run())
+
+    assert trained(session) == quiet()
 
 
 def test_the_reserved_side_stops_generating_when_its_window_is_over() -> None:

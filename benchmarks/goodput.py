@@ -1,0 +1,228 @@
+"""How much of what the workers present could have decoded is accepted, while they come and go.
+
+    python -m benchmarks.goodput [--hours 6] [--trace FILE ...]
+
+The real controller (fleet, dispatcher, ledger with its journal) runs in virtual time over simulated engines of fixed
+speed, so that the noise of this machine does not enter. Machines follow synthetic markets with the counts, bursts and
+times to eviction of two Bamboo traces, or the capacity traces given. There is always more to generate than the machines
+can do: what is measured is what evictions, queues, prefills and migration cost, not the end of a batch. The ideal is every
+machine at its peak speed for as long as it is there and up; beside it stands the share of what it would be if machines
+booted and pulled weights in no time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.measuring import write_result
+from tidemill.config.schema import FleetConfig
+from tidemill.controller.batch import plan_batch
+from tidemill.controller.collection import collecting
+from tidemill.controller.fleet import Fleet
+from tidemill.controller.ledger import Ledger
+from tidemill.controller.memory_journal import MemoryJournal
+from tidemill.controller.rollout import Rollout
+from tidemill.core.buffers import pack_tokens
+from tidemill.core.clock import LoopClock
+from tidemill.core.records import (
+    Message,
+    PolicyVersion,
+    Prompt,
+    Reward,
+    SampleId,
+    SamplingParams,
+    Trajectory,
+    WeightManifest,
+)
+from tidemill.pool.capacity import CapacityTrace
+from tidemill.pool.provider import ScheduledProvider
+from tidemill.pool.synthetic import Market, synthetic_trace
+from tidemill.pool.trace import trace_timetable
+from tidemill.pool.trace_files import read_trace
+from tidemill.sim.virtual_time import run_virtual
+from tidemill.sim.worker import SimulatedHost, Speed
+from tidemill.telemetry.silent import SilentTelemetry
+
+TARGET = 0.95
+# Counts, times to eviction and return, and sizes of bursts of two Bamboo traces (g4dn in us-east-1c and us-east-1d).
+MARKETS = {
+    "like Bamboo us-east-1c": Market(
+        machines=12,
+        present=4,
+        mean_time_to_eviction_s=8457,
+        mean_time_to_return_s=922,
+        bursts=(1.0, 0.486, 0.286, 0.2, 0.114, 0.114, 0.086, 0.057, 0.057, 0.029),
+        arrivals=(1.0, 0.8, 0.65, 0.55, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1),
+    ),
+    "like Bamboo us-east-1d": Market(
+        machines=12,
+        present=2,
+        mean_time_to_eviction_s=2222,
+        mean_time_to_return_s=2272,
+        bursts=(1.0, 0.765, 0.588, 0.412, 0.176, 0.059),
+        arrivals=(1.0, 1.0, 0.733, 0.4, 0.267, 0.2, 0.133, 0.067),
+    ),
+}
+# An engine as of one small GPU with an 8B model; boot and pull as of a warm image and a fast network.
+SPEED = Speed(slots=64, plateau=64, step_s=0.025, prefill_tokens_per_s=8000.0, boot_s=20.0, pull_s=5.0)
+TICK_S = 1.0
+GROUP = 8
+LONGEST = 8192
+PROMPT_TOKENS = 256
+VERSION = PolicyVersion(number=1, digest="measured")
+
+
+def completion_length(sample_id: SampleId) -> int:
+    """Geometric, mean 1,200 tokens."""
+    return min(LONGEST, 1 + int(random.Random(sample_id.key).expovariate(1 / 1200)))
+
+
+class Publisher:
+    async def publish(self, version: PolicyVersion) -> WeightManifest:
+        return WeightManifest(version=version, digest="", nbytes=0, tensors=())
+
+    async def close(self) -> None:
+        pass
+
+
+class Scorer:
+    async def score(self, prompt: Prompt, trajectory: Trajectory) -> Reward:
+        return Reward(value=0.0)
+
+    async def close(self) -> None:
+        pass
+
+
+class Codec:
+    stop_token_ids: tuple[int, ...] = ()
+
+    def encode(self, text: str) -> list[int]:
+        return []
+
+    def encode_chat(self, messages: Sequence[Message]) -> tuple[str, list[int]]:
+        return "", []
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return ""
+
+
+async def measure(trace: CapacityTrace, duration_s: float, seed: int) -> dict[str, Any]:
+    clock, telemetry = LoopClock(), SilentTelemetry(lambda _: None)
+    timetable = trace_timetable(trace, start_s=0.0, speed=1.0, max_workers=64, notice_s=0.0, seed=seed)
+    host = SimulatedHost(SPEED, length=completion_length, clock=clock, tick_s=TICK_S)
+    fleet = Fleet(
+        None,
+        slots=SPEED.slots,
+        clock=clock,
+        telemetry=telemetry,
+        config=FleetConfig(seeding=False),
+        provider=ScheduledProvider(timetable, clock=clock, session=1),
+        host=host,
+        publisher=Publisher(),
+    )
+    ideal = ideal_tokens(trace, duration_s)
+    prompts = int(1.2 * ideal / 1200 / GROUP) + 100
+    members = [
+        (0, Prompt(prompt_id=f"p{at}", token_ids=pack_tokens([at] * PROMPT_TOKENS), text="", answer=""))
+        for at in range(prompts)
+    ]
+    plan = plan_batch(1, members, run_seed=0, group_size=GROUP, sampling=SamplingParams(max_new_tokens=LONGEST))
+    ledger = Ledger(MemoryJournal())
+    batch = await ledger.open(plan, members, version_number=VERSION.number)
+    rollout = Rollout(
+        fleet=fleet,
+        ledger=ledger,
+        scorer=Scorer(),
+        codec=Codec(),
+        telemetry=telemetry,
+        clock=clock,
+        stop=asyncio.Event(),
+    )
+    async with fleet:
+        await fleet.publish(VERSION)
+        async with collecting(batch, rollout) as samples:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(duration_s):
+                    async for _ in samples:
+                        pass
+            assert not batch.complete, "there was not enough to generate"
+            accepted, evictions, joins = batch.tokens_accepted, batch.evictions, len(host.workers)
+            migrations, recomputed = batch.migrations, batch.tokens_recomputed
+    ready = ideal - joins * (SPEED.boot_s + SPEED.pull_s) * SPEED.peak_tokens_per_s
+    made = sum(worker.generated for worker in host.workers)
+    return {
+        "goodput": accepted / ready,
+        "goodput_of_leased": accepted / ideal,
+        "hours": duration_s / 3600,
+        "evictions": evictions,
+        "joins": joins,
+        "workers_mean": ideal / SPEED.peak_tokens_per_s / duration_s,
+        "migrations": migrations,
+        "tokens_accepted": accepted,
+        "tokens_made_and_not_accepted": made - accepted,
+        "tokens_recomputed": recomputed,
+    }
+
+
+def ideal_tokens(trace: CapacityTrace, duration_s: float) -> float:
+    """Every machine at its peak speed for as long as it is leased."""
+    machine_s = 0.0
+    steps = [(t, n) for t, n in trace.steps if t < duration_s]
+    for (start_s, count), (end_s, _) in zip(steps, [*steps[1:], (duration_s, 0)], strict=True):
+        machine_s += count * (end_s - start_s)
+    return machine_s * SPEED.peak_tokens_per_s
+
+
+def cases(arguments: argparse.Namespace) -> list[tuple[str, CapacityTrace, float]]:
+    longest_s = arguments.hours * 3600
+    found = [
+        (name, synthetic_trace(market, seed=7, duration_s=longest_s), longest_s) for name, market in MARKETS.items()
+    ]
+    for path in arguments.trace:
+        trace = read_trace(path, Path.read_bytes)
+        trace = trace.since(next(t for t, n in trace.steps if n))
+        found.append((path.stem, trace, min(trace.end_s, longest_s)))
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hours", type=float, default=6.0, help="of each trace, at most")
+    parser.add_argument("--trace", type=Path, action="append", default=[], help="a capacity trace to run on, too")
+    arguments = parser.parse_args()
+    table = Table("trace", "hours", "workers", "evictions", "moved", "of the ideal", "boots included", "target")
+    results = {}
+    for name, trace, duration_s in cases(arguments):
+        began = time.perf_counter()
+        result = run_virtual(measure(trace, duration_s, seed=7))
+        results[name] = result | {"computed_s": time.perf_counter() - began}
+        reached = "reached" if result["goodput"] >= TARGET else "missed"
+        table.add_row(
+            name,
+            f"{result['hours']:.1f}",
+            f"{result['workers_mean']:.1f}",
+            str(result["evictions"]),
+            str(result["migrations"]),
+            f"{result['goodput']:.1%}",
+            f"{result['goodput_of_leased']:.1%}",
+            f"{TARGET:.0%} {reached}",
+        )
+        print(name, result, file=sys.stderr)
+    Console(width=140).print(table)
+    print("written:", write_result("goodput", {"speed": SPEED.__repr__(), "cases": results}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

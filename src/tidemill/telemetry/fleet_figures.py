@@ -88,12 +88,19 @@ def moment(event: dict[str, Any], sessions: dict[int, Session]) -> float:
 
 
 def held_leases(events: Iterable[dict[str, Any]], sessions: dict[int, Session]) -> dict[tuple[int, str], HeldLease]:
-    """By session and id, in order of their beginning. A lease without an end is charged until its session's."""
+    """By session and id, in order of their beginning. A lease without an end is charged until its session's.
+
+    The reserved side is there from the beginning of a session, whether or not a line says so.
+    """
     granted, ended = dict[tuple[int, str], dict[str, Any]](), dict[tuple[int, str], dict[str, Any]]()
     for event in events:
-        if event["event"] in (LEASE, LEASE_END):
-            book = granted if event["event"] == LEASE else ended
-            book[int(amount(event, "session")), str(event.get("lease", ""))] = event
+        key = (int(amount(event, "session")), str(event.get("lease", "")))
+        if event["event"] == LEASE_END:
+            ended[key] = event
+        elif event["event"] == LEASE:
+            granted[key] = event
+        elif event["event"] == DECODE and event.get("kind") == "reserved":
+            granted.setdefault(key, event | {"elapsed_s": 0.0})
     leases = [_held(key, granted.get(key, {}), ended.get(key), sessions) for key in granted | ended]
     return {(one.session, one.lease_id): one for one in sorted(leases, key=lambda one: one.start_s)}
 
@@ -172,7 +179,7 @@ def fleet_figures(
     """
     sessions = sessions_of(events, metrics)
     leases = [one for one in held_leases(events, sessions).values() if one.kind == "preemptible"]
-    preemptible_usd = sum(one.cost_usd for one in leases)
+    preemptible_usd = sum((one.cost_usd for one in leases), 0.0)
     alone_s = reserved_only_s(events, sessions, wall_s)
     reserved_usd, alone_usd = (reserved_usd_per_hour * seconds / HOUR_S for seconds in (wall_s, alone_s or 0.0))
     return {

@@ -100,7 +100,9 @@ def test_a_lease_that_was_never_ended_is_charged_until_its_session_died() -> Non
     assert (b.start_s, b.end_s, b.tokens) == (10.0, 60.0, None)
     assert b.cost_usd == pytest.approx(0.025)
     assert (c.start_s, c.end_s, c.cost_usd, c.evicted, c.tokens) == (60.0, 90.0, 0.02, True, 0)
-    assert list(held) == [(1, "local"), (1, "a"), (1, "b"), (2, "c")]
+    # In session 2 nothing but its generating says that the reserved side is there.
+    assert list(held) == [(1, "local"), (1, "a"), (1, "b"), (2, "c"), (2, "local")]
+    assert (held[2, "local"].start_s, held[2, "local"].end_s, held[2, "local"].kind) == (60.0, 100.0, "reserved")
 
 
 def test_an_end_whose_beginning_was_lost_still_counts() -> None:

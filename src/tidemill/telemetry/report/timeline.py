@@ -213,7 +213,7 @@ def _work_bars(
             words = (_pull_words if name == PULL else _decode_words)(event, took)
             yield Bar(row=row_of[_key(event)], kind=kind, start_s=start_s, end_s=end_s, words=words)
         elif name in ("training", CHECKPOINT):
-            kind, what = ("train", "trained on") if name == "training" else ("checkpoint", "checkpoint of")
+            kind, what = ("train", "optimizer") if name == "training" else ("checkpoint", "checkpoint of")
             yield Bar(row=0, kind=kind, start_s=start_s, end_s=end_s, words=f"{what} step {event.get('step')}\n{took}")
 
 

@@ -82,7 +82,7 @@ def test_bars_say_who_did_what_for_how_long(tmp_path: Path) -> None:
             "spot-2 pulled version 3 as a delta\n2.5 MB in 0.5 s, stood still 12 ms\npulled again 1 time",
         ),
         (2, "decode", 5.0, 9.0, "spot-2 generated, step 4\n4.0 s, 100 tok/s\n400 tokens of 8 samples"),
-        (0, "train", 9.0, 10.0, "trained on step 4\n1.0 s"),
+        (0, "train", 9.0, 10.0, "optimizer step 4\n1.0 s"),
     ]
     assert [(bar.kind, bar.words.splitlines()[0]) for bar in found.bars if bar.row == 1] == [
         ("held", "local, reserved"),

@@ -14,7 +14,7 @@
   const KINDS = {
     held: ["leased", "--accent-4", 0.26], boot: ["starting", "--accent-4", 0.85], pull: ["pulling weights", "--accent-3", 1],
     decode: ["generating", "--accent", 1], evaluate: ["evaluating", "--accent", 0.5], notice: ["warned", "--bad", 0.6],
-    train: ["training", "--accent-2", 1], checkpoint: ["checkpoint", "--accent-2", 0.5],
+    train: ["optimizer step", "--accent-2", 1], checkpoint: ["checkpoint", "--accent-2", 0.5],
   };
   const MARKS = { eviction: "evicted", handed: "handed back", quarantine: "quarantined", failed: "did not start" };
 

@@ -35,10 +35,10 @@ def test_a_row_says_all_there_is() -> None:
 
 def test_of_many_workers_the_busiest_are_shown() -> None:
     rows = [row(f"spot-{at}", running=at, tokens_per_s=10.0 * at) for at in range(1, 50)]
-    found = lines(rows)
-    assert [text.split()[0] for text in found[1:-1]] == [f"spot-{at}" for at in range(38, 50)]
-    # 10 × (1 + 2 + ... + 37) = 10 × 37 × 38 / 2
-    assert found[-1] == "... and 37 more, 7.03k tok/s together"
+    found = lines([row("local", kind="reserved", running=0, queued=0), *rows])
+    assert [text.split()[0] for text in found[1:-1]] == ["local", *(f"spot-{at}" for at in range(39, 50))]
+    # 10 × (1 + 2 + ... + 38) = 10 × 38 × 39 / 2
+    assert found[-1] == "... and 38 more, 7.41k tok/s together"
 
 
 @pytest.mark.parametrize("width", [36, 70, 96])

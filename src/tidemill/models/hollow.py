@@ -1,0 +1,57 @@
+"""A model without weights, made from its configuration alone: what a worker that pulls its weights begins with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from tidemill.core.errors import UserError
+from tidemill.models.attention import use_packed_attention
+from tidemill.models.quiet import quiet
+from tidemill.models.snapshots import empty_twin
+
+WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
+LARGEST_FILE = 64 << 20
+"""Configuration and tokenizer of a model; anything larger is not needed to generate."""
+
+
+def shell_files(folder: Path) -> dict[str, bytes]:
+    """What of a model folder a worker needs besides its weights, by file name."""
+    files = [path for path in sorted(folder.iterdir()) if path.is_file() and path.suffix not in WEIGHTS]
+    return {path.name: path.read_bytes() for path in files if path.stat().st_size <= LARGEST_FILE}
+
+
+def stored_context_limit(folder: Path) -> int:
+    """`loading.context_limit` of the model in a folder, which is not loaded."""
+    return int(_config(folder).get_text_config().max_position_embeddings)
+
+
+def hollow_model(folder: Path, *, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of a folder's configuration: eval mode, Tidemill's attention, parameters of no elements until a
+    snapshot is bound (see `snapshots`).
+
+    Raises:
+        UserError: the configuration is of no causal language model.
+    """
+    try:
+        with quiet(), no_init_weights():
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(_config(folder), dtype=dtype)
+    except (ValueError, KeyError, ImportError) as error:
+        raise UserError(
+            f"no model can be made of its configuration: {str(error).strip().splitlines()[0]}",
+            where=str(folder / "config.json"),
+            cure="give a causal language model that this version of transformers knows",
+        ) from error
+    model.tie_weights()  # skipped with the initial values
+    use_packed_attention(model)
+    twin = empty_twin(model, dtype)
+    twin.to(device=device)  # type: ignore[call-arg]
+    return twin
+
+
+def _config(folder: Path):  # type: ignore[no-untyped-def]
+    with quiet():
+        return AutoConfig.from_pretrained(folder, local_files_only=True)

@@ -1,0 +1,211 @@
+"""The cluster a run uses: one that is there, or one of its own on this machine."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import msgspec
+import ray
+import ray._private.worker
+from ray._private import ray_constants
+
+from tidemill.config.schema import PoolConfig, RayConfig, RayPool, RunSpec, StaticPool, SyntheticPool
+from tidemill.core.errors import DeadlineError, UserError
+from tidemill.runtime.cluster import keeper
+from tidemill.runtime.cluster.blocking import blocking
+from tidemill.runtime.cluster.keeper import Keep, Kept, LocalNode
+from tidemill.runtime.cluster.nodes import NodeWatch
+from tidemill.runtime.cluster.process import HOOK
+
+START_S = 120.0
+CONNECT_S = 60.0
+STOP_S = 30.0
+MOST_NODES = 2
+"""Preemptible nodes of a cluster on one machine: enough that one can die and another stay."""
+
+# Loopback is the machine's address then, and nothing listens elsewhere. Read when Ray is imported; see `_connect`.
+_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+
+
+def selector_of(pool: PoolConfig) -> dict[str, str]:
+    """Labels of the nodes that preemptible workers may run on."""
+    return pool.selector if isinstance(pool, RayPool) else RayPool(kind="ray").selector
+
+
+def reserved_selector(config: RayConfig, preemptible: dict[str, str]) -> dict[str, str]:
+    """Labels of the node that trains: as configured, or not those of preemptible nodes."""
+    if config.reserved_selector:
+        return config.reserved_selector
+    key, value = next(iter(preemptible.items()), ("", ""))
+    return {key: value.removeprefix("!") if value.startswith("!") else f"!{value}"} if key else {}
+
+
+def local_nodes(spec: RunSpec) -> tuple[LocalNode, ...]:
+    """A reserved node with the trainer, and preemptible ones with room for the pool's workers."""
+    config, selector = spec.ray, selector_of(spec.pool)
+    reserved = {key: value for key, value in config.reserved_selector.items() if not value.startswith(("!", "in("))}
+    head = LocalNode(
+        name="reserved", cpus=config.trainer_cpus, gpus=config.trainer_gpus, labels=reserved, visible_gpus=None
+    )
+    workers = _most_workers(spec.pool)
+    if not workers:
+        return (head,)
+    count = min(workers, MOST_NODES)
+    labels = {key: value for key, value in selector.items() if not value.startswith(("!", "in("))}
+    # A killed worker that does not react keeps its place for some seconds: one more, unless the pool counts places.
+    places = math.ceil(workers / count) + (0 if isinstance(spec.pool, RayPool) else 1)
+    spot = [
+        LocalNode(
+            name=f"spot-node-{index}",
+            cpus=places * config.worker_cpus,
+            gpus=math.ceil(workers / count) * config.worker_gpus,
+            labels=labels,
+        )
+        for index in range(count)
+    ]
+    return _with_gpus((head, *spot))
+
+
+def _most_workers(pool: PoolConfig) -> int:
+    if isinstance(pool, RayPool):
+        return min(pool.max_workers, max(1, (os.cpu_count() or 1) - 1))
+    return pool.workers if isinstance(pool, (StaticPool, SyntheticPool)) else pool.max_workers
+
+
+def _with_gpus(nodes: tuple[LocalNode, ...]) -> tuple[LocalNode, ...]:
+    """Every node sees GPUs of its own: each Ray node counts from the first that it sees."""
+    given, first = [], 0
+    for node in nodes:
+        count = math.ceil(node.gpus)
+        visible = ",".join(map(str, range(first, first + count))) if count else None
+        given.append(msgspec.structs.replace(node, visible_gpus=visible))
+        first += count
+    return tuple(given)
+
+
+@asynccontextmanager
+async def connected(spec: RunSpec, *, model_bytes: int, tell: Callable[[str], None]) -> AsyncIterator[NodeWatch]:
+    """Connect this process to the cluster of `spec.ray.address`, or to one made here that ends with the block, or with
+    this process however it ends.
+
+    Args:
+        model_bytes: of all weights; object stores of a cluster made here hold a few versions.
+        tell: told, in words, what takes long.
+
+    Raises:
+        UserError: there is no cluster at that address, or none can be started here.
+    """
+    kept = None
+    if not spec.ray.address:
+        nodes = local_nodes(spec)
+        tell(f"starting Ray on this machine: {', '.join(node.name for node in nodes)}")
+        kept = await start_keeper(Keep(nodes=nodes, object_store_bytes=object_store_bytes(model_bytes)))
+    try:
+        await _connect(spec.ray.address if kept is None else kept.address, here=kept is not None)
+        watch = NodeWatch()
+        try:
+            await watch.start()
+            yield watch
+        finally:
+            await watch.close()
+            await blocking(ray.shutdown, awaited="Ray to let go", timeout_s=STOP_S)
+    finally:
+        if kept is not None:
+            await kept.close()
+
+
+def object_store_bytes(model_bytes: int) -> int:
+    """Room for two snapshots, one being written and the deltas, in float32 at most; Ray wants 80 MB at least."""
+    return max(128 << 20, 4 * model_bytes)
+
+
+class KeptCluster:
+    """A running keeper."""
+
+    def __init__(self, process: subprocess.Popen[bytes], address: str) -> None:
+        self.process, self.address = process, address
+
+    async def close(self) -> None:
+        """End the cluster; returns when no process of it is left."""
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        await blocking(self._ended, awaited="Ray on this machine to stop", timeout_s=STOP_S + 5)
+
+    def _ended(self) -> None:
+        try:
+            self.process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()  # its servers die with it
+            self.process.wait(5)
+        finally:
+            if self.process.stdout is not None:
+                self.process.stdout.close()
+
+
+async def start_keeper(keep: Keep) -> KeptCluster:
+    """Start a cluster here.
+
+    Raises:
+        UserError: Ray said why it does not start.
+        DeadlineError: it neither started nor failed.
+    """
+    process = _keeper_process()
+    assert process.stdin is not None
+    assert process.stdout is not None
+    cluster = KeptCluster(process, "")
+    try:
+        process.stdin.write(msgspec.json.encode(keep) + b"\n")
+        process.stdin.flush()
+        line = await blocking(process.stdout.readline, awaited="Ray to start on this machine", timeout_s=START_S)
+        kept = msgspec.json.decode(line, type=Kept) if line else Kept(error="it ended without a word")
+        if kept.error:
+            raise UserError(
+                f"Ray does not start on this machine: {kept.error}",
+                where="ray",
+                cure="see that there is memory and room in the temporary folder, or give ray.address",
+            )
+    except BaseException:
+        await cluster.close()
+        raise
+    cluster.address = kept.address
+    return cluster
+
+
+def _keeper_process() -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", keeper.__name__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | _ENVIRONMENT,
+        start_new_session=True,  # Ctrl-C is for the run to heed, not for the cluster under it
+    )
+
+
+async def _connect(address: str, *, here: bool) -> None:
+    def connect() -> None:
+        ray_constants.ENABLE_RAY_CLUSTER = not here  # as the environment of a cluster made here says
+        ray.init(
+            address=address,
+            namespace=f"tidemill-{uuid.uuid4().hex}",
+            log_to_driver=False,
+            logging_level="ERROR",
+            runtime_env={"worker_process_setup_hook": HOOK},
+        )
+
+    # Ray prints what its servers say to standard output, which belongs to the command's own result.
+    ray._private.worker.print_to_stdstream = lambda *_, **__: None
+    try:
+        await blocking(connect, awaited=f"the Ray cluster at {address}", timeout_s=CONNECT_S)
+    except (ConnectionError, ValueError, RuntimeError, DeadlineError) as error:
+        raise UserError(
+            f"there is no Ray cluster at {address!r} that can be joined: {str(error).strip().splitlines()[0]}",
+            where="ray.address",
+            cure="give the address of a running cluster (`ray status` shows it), or leave it empty to start one here",
+        ) from error

@@ -1,0 +1,150 @@
+"""A run on Ray: the driver has the controller, the task and the tokenizer; everything that computes is an actor."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from tidemill.config.schema import RayConfig, RayPool, RunSpec
+from tidemill.core.clock import Clock
+from tidemill.core.errors import UserError
+from tidemill.core.protocols import Provider
+from tidemill.envs.text.task import Task
+from tidemill.models.catalog import resolve
+from tidemill.models.codec import load_codec
+from tidemill.models.hollow import shell_files, stored_context_limit
+from tidemill.models.safetensors_files import stored_tensors
+from tidemill.runtime.cluster.blocking import blocking
+from tidemill.runtime.cluster.host import RayHost
+from tidemill.runtime.cluster.local import connected, reserved_selector, selector_of
+from tidemill.runtime.cluster.nodes import NodeWatch
+from tidemill.runtime.cluster.plan import Started, TrainerPlan, WorkerPlan, spec_to_send
+from tidemill.runtime.cluster.provider import RayProvider
+from tidemill.runtime.cluster.remote import Remote
+from tidemill.runtime.cluster.trainer import RayCheckpoints, RayPublisher, RayTrainer, trainer_lost
+from tidemill.runtime.cluster.trainer_actor import TrainerActor
+from tidemill.runtime.cluster.wire import encode
+from tidemill.runtime.cluster.worker import RayWorker
+from tidemill.runtime.machinery import Machinery, is_elastic, scheduled_provider
+from tidemill.runtime.publish import probe_sequence
+from tidemill.runtime.task import fitting_task
+from tidemill.telemetry.recorder import Recorder
+from tidemill.telemetry.run_dir import RunDirectory
+
+PLACE_S = 60.0
+LOAD_S = 900.0
+
+
+@asynccontextmanager
+async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Clock) -> AsyncIterator[Machinery]:
+    """Implements `OpenMachinery`.
+
+    Raises:
+        UserError: the model, the task, the pool or the cluster cannot be had.
+    """
+    folder = resolve(spec.model, progress=recorder.note)
+    codec, limit = load_codec(folder), stored_context_limit(folder)
+    task = fitting_task(spec, codec, limit=limit)
+    provider = scheduled_provider(spec, run, clock)
+    async with AsyncExitStack() as stack:
+        nodes = await stack.enter_async_context(connected(spec, model_bytes=_stored_bytes(folder), tell=recorder.note))
+        reserved = reserved_selector(spec.ray, selector_of(spec.pool))
+        handle = await stack.enter_async_context(_trainer_process(spec.ray, reserved))
+        remote = Remote(handle, gone=trainer_lost, where=lambda: "")
+        started = await _start_trainer(remote, spec, run, folder, task)
+        trainer = RayTrainer(remote, started)
+        machinery = Machinery(
+            trainer=trainer,
+            checkpoints=RayCheckpoints(remote, trainer, warn=recorder.note),
+            local=RayWorker(remote, owned=False),
+            task=task,
+            codec=codec,
+            threads=started.threads,
+            about={"device": started.device, "threads": started.threads, "autocast": started.autocast},
+        )
+        if is_elastic(spec):
+            plan = WorkerPlan(
+                spec=spec_to_send(spec, folder),
+                prompt_tokens=task.longest_prompt_tokens,
+                dtype=started.dtype,
+                threads=max(1, int(spec.ray.worker_cpus)),
+                cloud_notices=bool(spec.ray.address),
+            )
+            host = RayHost(
+                plan,
+                spec.ray,
+                nodes,
+                files=shell_files(folder),
+                publisher=handle,
+                preemptible=selector_of(spec.pool),
+                reserved=reserved,
+                start_s=spec.fleet.join_s,
+                tells_drains=provider is not None,
+            )
+            stack.push_async_callback(host.close)
+            if isinstance(spec.pool, RayPool):
+                provider = _node_provider(spec, spec.pool, nodes, run, clock)
+                stack.push_async_callback(provider.close)
+            machinery = _elastic(machinery, host, provider, RayPublisher(remote))
+        yield machinery
+
+
+def _elastic(machinery: Machinery, host: RayHost, provider: Provider | None, publisher: RayPublisher) -> Machinery:
+    return replace(machinery, host=host, provider=provider, publisher=publisher)
+
+
+def _node_provider(spec: RunSpec, pool: RayPool, nodes: NodeWatch, run: RunDirectory, clock: Clock) -> RayProvider:
+    price, session = spec.fleet.preemptible_usd_per_hour, run.past.count + 1
+    return RayProvider(pool, spec.ray, nodes, clock=clock, session=session, price_usd_per_hour=price)
+
+
+def _stored_bytes(folder: Path) -> int:
+    return sum(tensor.nbytes for tensor in stored_tensors(folder).values())
+
+
+async def _start_trainer(remote: Remote, spec: RunSpec, run: RunDirectory, folder: Path, task: Task) -> Started:
+    plan = TrainerPlan(
+        spec=spec_to_send(spec, folder),
+        checkpoints=str(run.checkpoints.resolve()),
+        prompt_tokens=task.longest_prompt_tokens,
+        probe_ids=probe_sequence(task.source) if is_elastic(spec) else b"",
+    )
+    return await remote.call("start", encode(plan), kind=Started, timeout_s=LOAD_S)
+
+
+@asynccontextmanager
+async def _trainer_process(config: RayConfig, selector: dict[str, str]) -> AsyncIterator[Any]:
+    """An actor in a placement group of its own, both ended with the block.
+
+    Raises:
+        UserError: no node has the room.
+    """
+    need = {"CPU": config.trainer_cpus, "GPU": config.trainer_gpus}
+    bundle = {kind: amount for kind, amount in need.items() if amount} or {"CPU": 0.001}
+    group = placement_group([bundle], strategy="PACK", bundle_label_selector=[selector])
+    try:
+        placed = await blocking(lambda: group.wait(PLACE_S), awaited="a place for the trainer", timeout_s=PLACE_S + 10)
+        if not placed:
+            wanted = " and ".join(f"{amount:g} free {kind}" for kind, amount in bundle.items())
+            labels = " and ".join(f"{key}={value}" for key, value in selector.items()) or "any label"
+            raise UserError(
+                f"no node with label {labels} has {wanted} for the trainer",
+                where="ray",
+                cure="lower ray.trainer_cpus or ray.trainer_gpus, change ray.reserved_selector, or add a node",
+            )
+        options = {"num_cpus": bundle.get("CPU", 0), "num_gpus": bundle.get("GPU", 0), "max_restarts": 0}
+        where = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=0)
+        handle = ray.remote(TrainerActor).options(scheduling_strategy=where, max_task_retries=0, **options).remote()
+        try:
+            yield handle
+        finally:
+            ray.kill(handle, no_restart=True)
+    finally:
+        remove_placement_group(group)

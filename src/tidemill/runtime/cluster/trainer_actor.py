@@ -1,0 +1,116 @@
+"""The trainer's process: model, optimizer, checkpoints, published weights, and the reserved engine that shares them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tidemill.config.schema import RunSpec
+from tidemill.core.clock import LoopClock
+from tidemill.core.errors import TidemillError
+from tidemill.core.records import Group, PolicyVersion, WeightManifest
+from tidemill.rollout.worker import EngineWorker
+from tidemill.runtime.checkpoints import TrainerCheckpoints
+from tidemill.runtime.cluster.plan import Committed, Restored, Started, TrainerPlan
+from tidemill.runtime.cluster.serving import Serving, asked
+from tidemill.runtime.cluster.transport import ObjectStoreTransport
+from tidemill.runtime.cluster.wire import decode
+from tidemill.runtime.compute import ComputeThread
+from tidemill.runtime.parts import load_parts
+from tidemill.runtime.publish import ModelPublisher
+from tidemill.trainer.checkpoint_store import CheckpointStore
+from tidemill.trainer.policy import PolicyTrainer
+from tidemill.weights.store import WeightStore
+
+
+class TrainerActor(Serving):
+    """Behind `trainer.RayTrainer`, `RayCheckpoints` and `RayPublisher`, and a `RayWorker` for its engine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._trainer: PolicyTrainer | None = None
+        self._checkpoints: TrainerCheckpoints | None = None
+        self._publisher: ModelPublisher | None = None
+        self._transport = ObjectStoreTransport()
+        self._warnings: list[str] = []
+
+    @asked
+    async def start(self, plan: bytes) -> Started:
+        """Load the model.
+
+        Raises:
+            UserError: the model or the device cannot be had here.
+        """
+        planned = decode(plan, TrainerPlan)
+        compute = ComputeThread()
+        spec = RunSpec.model_validate_json(planned.spec)
+        parts = await compute.run(lambda: load_parts(spec, progress=lambda _: None))
+        reference = await compute.run(parts.reference)
+        trainer = PolicyTrainer(
+            parts.model,
+            spec,
+            compute=compute,
+            source=parts.folder,
+            reference=reference,
+            autocast=parts.autocast,
+        )
+        engine = parts.engine(trainer.version, prompt_tokens=planned.prompt_tokens)
+        self.worker = EngineWorker(engine, compute, clock=LoopClock(), tick_s=spec.engine.tick_s)
+        store = CheckpointStore(
+            Path(planned.checkpoints), keep_last=spec.checkpoint.keep_last, keep_best=spec.checkpoint.keep_best
+        )
+        self._trainer = trainer
+        self._checkpoints = TrainerCheckpoints(store, trainer, compute, warn=self._warnings.append)
+        if planned.probe_ids:
+            weights_compute = ComputeThread("tidemill-weights")
+            self._publisher = ModelPublisher(
+                parts.model,
+                WeightStore(self._transport, compute=weights_compute),
+                compute=compute,
+                dtype=parts.rollout_dtype,
+                probe_ids=planned.probe_ids,
+                autocast=parts.autocast,
+            )
+        return Started(
+            version=trainer.version,
+            device=str(parts.device),
+            threads=parts.threads,
+            autocast=str(parts.autocast),
+            dtype=str(parts.rollout_dtype).removeprefix("torch."),
+        )
+
+    @asked
+    async def accumulate(self, group: bytes) -> None:
+        await self._ready().accumulate(decode(group, Group))
+
+    @asked
+    async def commit(self, step: int) -> Committed:
+        trainer = self._ready()
+        metrics = await trainer.commit(step)
+        return Committed(metrics=metrics, version=trainer.version)
+
+    @asked
+    async def save(self, step: int, score: float | None) -> None:
+        assert self._checkpoints is not None, "not started"
+        await self._checkpoints.save(step, score=score)
+
+    @asked
+    async def restore_latest(self) -> Restored:
+        assert self._checkpoints is not None, "not started"
+        step = await self._checkpoints.restore_latest()
+        warnings, self._warnings[:] = tuple(self._warnings), []
+        return Restored(step=step, version=self._ready().version, warnings=warnings)
+
+    @asked
+    async def publish(self, version: bytes) -> WeightManifest:
+        assert self._publisher is not None, "nobody was to pull weights"
+        return await self._publisher.publish(decode(version, PolicyVersion))
+
+    async def blob(self, name: str) -> list[Any]:
+        """For `ObjectStoreReader`."""
+        return self._transport.refs(name)
+
+    def _ready(self) -> PolicyTrainer:
+        if self._trainer is None:
+            raise TidemillError("this trainer has not been started")
+        return self._trainer

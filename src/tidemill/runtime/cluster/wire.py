@@ -1,0 +1,81 @@
+"""What crosses between processes: msgpack of records, and faults as records rather than pickled exceptions."""
+
+from __future__ import annotations
+
+import functools
+import traceback
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import msgspec
+
+from tidemill.core.errors import TidemillError, UserError, WeightsError, WorkerLost
+from tidemill.core.records import Record
+
+T = TypeVar("T")
+
+_encoder = msgspec.msgpack.Encoder()
+encode = _encoder.encode
+
+
+class Fault(Record):
+    """An exception, as far as it matters elsewhere."""
+
+    kind: str  # a key of `_KINDS`, or "" for what nobody foresaw
+    words: tuple[str, ...]
+
+
+class Answer(Record):
+    """What a remote call came to."""
+
+    value: msgspec.Raw = msgspec.Raw(b"\xc0")  # nil
+    fault: Fault | None = None
+
+
+def _user(what: str, where: str, cure: str) -> UserError:
+    return UserError(what, where=where, cure=cure)
+
+
+def _lost(cause: str, cure: str) -> WorkerLost:
+    return WorkerLost(cause, cure=cure)
+
+
+_KINDS: dict[str, Callable[..., TidemillError]] = {"user": _user, "lost": _lost, "weights": WeightsError}
+
+
+def decode(blob: bytes, kind: type[T]) -> T:
+    return msgspec.msgpack.decode(blob, type=kind)
+
+
+def answering(method: Callable[..., Awaitable[object]]) -> Callable[..., Awaitable[bytes]]:
+    """Make an actor's coroutine return an encoded `Answer`, also when it raises."""
+
+    @functools.wraps(method)
+    async def answer(*args: Any) -> bytes:
+        try:
+            return encode(Answer(value=msgspec.Raw(encode(await method(*args)))))
+        except Exception as error:  # noqa: BLE001 - it belongs to the caller, in another process
+            return encode(Answer(fault=_fault(error)))
+
+    return answer
+
+
+def read_answer(blob: bytes, kind: type[T]) -> T:
+    """Raises what the remote call raised: UserError, WorkerLost and WeightsError as themselves, others in words."""
+    answer = decode(blob, Answer)
+    if answer.fault is None:
+        return decode(bytes(answer.value), kind)
+    build = _KINDS.get(answer.fault.kind)
+    raise build(*answer.fault.words) if build else TidemillError(*answer.fault.words)
+
+
+def _fault(error: Exception) -> Fault:
+    if isinstance(error, UserError):
+        return Fault(kind="user", words=(error.what, error.where, error.cure))
+    if isinstance(error, WorkerLost):
+        return Fault(kind="lost", words=(error.cause, error.cure))
+    if isinstance(error, WeightsError):
+        return Fault(kind="weights", words=(str(error),))
+    if isinstance(error, TidemillError):
+        return Fault(kind="", words=(str(error),))
+    return Fault(kind="", words=("".join(traceback.format_exception(error)).rstrip(),))

@@ -1,0 +1,66 @@
+"""The trainer's weights as published versions."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from tidemill.core.buffers import ITEM_BYTES, LogprobBuffer, TokenBuffer, count
+from tidemill.core.protocols import Compute, PromptSource
+from tidemill.core.records import PolicyVersion, WeightManifest
+from tidemill.models.probe import probe_logprobs
+from tidemill.models.snapshots import snapshot_bytes, snapshot_layout, write_snapshot
+from tidemill.weights.snapshot import allocate
+from tidemill.weights.store import WeightStore
+from tidemill.weights.transport import Blob
+
+PROBE_TOKENS = 64
+
+
+class ModelPublisher:
+    """Implements `core.protocols.Publisher` over a model in this process.
+
+    Args:
+        compute: the trainer's: nothing moves the weights while they are copied.
+        dtype: what workers generate in.
+        autocast: as the trainer computes; so is the probe.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        store: WeightStore,
+        *,
+        compute: Compute,
+        dtype: torch.dtype,
+        probe_ids: TokenBuffer,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        self._model, self._store, self._compute = model, store, compute
+        self._probe_ids, self._autocast = probe_ids, autocast
+        self._layout = snapshot_layout(model, dtype)
+
+    async def publish(self, version: PolicyVersion) -> WeightManifest:
+        """Only the copy and the probe hold the trainer up; checksums and deltas are the store's own."""
+        latest = self._store.latest
+        if latest is not None and latest.version == version:
+            return latest
+        await self._store.make_room()
+        snapshot, logprobs = await self._compute.run(self._export)
+        return await self._store.publish(
+            version, self._layout, snapshot, probe_ids=self._probe_ids, probe_logprobs=logprobs
+        )
+
+    async def close(self) -> None:
+        await self._store.close()
+
+    def _export(self) -> tuple[Blob, LogprobBuffer]:
+        snapshot = allocate(snapshot_bytes(self._layout))
+        write_snapshot(self._model, self._layout, snapshot)
+        return snapshot, probe_logprobs(self._model, self._probe_ids, autocast=self._autocast)
+
+
+def probe_sequence(source: PromptSource) -> TokenBuffer:
+    """Something the model knows to speak of: the beginning of the run's first prompt, at least two tokens."""
+    token_ids = source.train_batch(1)[0][1].token_ids[: PROBE_TOKENS * ITEM_BYTES]
+    return token_ids if count(token_ids) > 1 else token_ids * 2

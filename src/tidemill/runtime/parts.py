@@ -12,13 +12,13 @@ from transformers import PreTrainedModel
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.records import PolicyVersion
-from tidemill.envs.text.build import build_task
-from tidemill.envs.text.task import Task, check_fits
+from tidemill.envs.text.task import Task
 from tidemill.models.catalog import resolve
 from tidemill.models.codec import TextCodec, load_codec
 from tidemill.models.loading import context_limit, load_model
 from tidemill.rollout.engines.embedded import EmbeddedEngine
 from tidemill.runtime.machine import choose_device, choose_precision, set_threads
+from tidemill.runtime.task import engine_context, fitting_task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,31 +35,7 @@ class Parts:
 
     def task(self) -> Task:
         """The configured task, checked against the model's context."""
-        spec = self.spec
-        task = build_task(
-            spec.task,
-            codec=self.codec,
-            batch_prompts=spec.batch.prompts,
-            seed=spec.run.seed,
-            chat_template=spec.model.chat_template,
-        )
-        check_fits(task, self._longest_context(), self.new_tokens)
-        return task
-
-    @property
-    def new_tokens(self) -> int:
-        """The longest completion that training or evaluation may ask for."""
-        return max(self.spec.sampling.max_new_tokens, self.spec.eval.max_new_tokens)
-
-    def _longest_context(self) -> int:
-        limit, wanted = context_limit(self.model), self.spec.engine.context_tokens
-        if wanted > limit:
-            raise UserError(
-                f"{wanted} tokens are more than the model's own limit of {limit}",
-                where="engine.context_tokens",
-                cure=f"lower it to {limit}, or set it to 0 to take what the task needs",
-            )
-        return wanted or limit
+        return fitting_task(self.spec, self.codec, limit=context_limit(self.model))
 
     def engine(self, version: PolicyVersion, *, prompt_tokens: int) -> EmbeddedEngine:
         """An engine over the model itself, or over a copy in the autocast dtype that follows it at every load."""
@@ -79,7 +55,7 @@ class Parts:
     ) -> EmbeddedEngine:
         """An engine with the configured settings over any weights of this model: equal weights, equal tokens."""
         spec = self.spec
-        context = spec.engine.context_tokens or min(prompt_tokens + self.new_tokens, self._longest_context())
+        context = engine_context(spec, limit=context_limit(self.model), prompt_tokens=prompt_tokens)
         return EmbeddedEngine(
             model,
             decode=self.codec.decode,

@@ -15,12 +15,16 @@ from tidemill.core.clock import Clock
 from tidemill.rollout.worker import EngineWorker
 from tidemill.runtime.checkpoints import TrainerCheckpoints
 from tidemill.runtime.compute import ComputeThread
+from tidemill.runtime.host import InProcessHost
 from tidemill.runtime.machinery import Machinery, scheduled_provider
 from tidemill.runtime.parts import load_parts
+from tidemill.runtime.publish import ModelPublisher, probe_sequence
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory
 from tidemill.trainer.checkpoint_store import CheckpointStore
 from tidemill.trainer.policy import PolicyTrainer
+from tidemill.weights.memory import MemoryTransport
+from tidemill.weights.store import WeightStore
 
 
 @asynccontextmanager
@@ -50,6 +54,29 @@ async def in_process(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock
         store = CheckpointStore(
             run.checkpoints, keep_last=spec.checkpoint.keep_last, keep_best=spec.checkpoint.keep_best
         )
+        host = publisher = None
+        if provider is not None:
+            weights_compute = ComputeThread("tidemill-weights")
+            stack.push_async_callback(weights_compute.close)
+            weights = WeightStore(MemoryTransport(), compute=weights_compute)
+            host = InProcessHost(
+                parts,
+                weights,
+                compute=compute,
+                weights_compute=weights_compute,
+                clock=clock,
+                prompt_tokens=task.longest_prompt_tokens,
+            )
+            stack.push_async_callback(host.close)
+            publisher = ModelPublisher(
+                parts.model,
+                weights,
+                compute=compute,
+                dtype=parts.rollout_dtype,
+                probe_ids=probe_sequence(task.source),
+                autocast=parts.autocast,
+            )
+            stack.push_async_callback(publisher.close)
         yield Machinery(
             trainer=trainer,
             checkpoints=TrainerCheckpoints(store, trainer, compute, warn=recorder.note),
@@ -59,6 +86,8 @@ async def in_process(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock
             threads=parts.threads,
             about={"device": str(parts.device), "threads": parts.threads, "autocast": str(parts.autocast)},
             provider=provider,
+            host=host,
+            publisher=publisher,
             # A worker that waits for the thread while the trainer computes is not silent.
             silence_s=math.inf,
         )

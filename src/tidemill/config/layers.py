@@ -20,7 +20,7 @@ Assignment = tuple[tuple[str, ...], str | None]
 
 COMMAND_LINE = "command line"
 COMMAND_FLAGS = ("dry-run", "json", "debug", "help", "checkpoint")  # the verbs' own, offered for misspelt ones
-INPUT_PATHS: tuple[KeyPath, ...] = (("task", "path"), ("task", "held_out_path"))
+INPUT_PATHS: tuple[KeyPath, ...] = (("task", "path"), ("task", "held_out_path"), ("pool", "path"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,13 +148,14 @@ def parse_value(text: str, key: Key | None) -> Any:
 
 def with_absolute_paths(tree: Tree, folder: Path) -> Tree:
     """Input paths made absolute from `folder`; run.dir is an output and stays relative to the working directory."""
-    run, task, scoring, model = (tree.get(name) for name in ("run", "task", "scoring", "model"))
+    run, scoring, model = (tree.get(name) for name in ("run", "scoring", "model"))
     changed = dict(tree)
     if isinstance(run, dict) and str(run.get("dir", "")).startswith("~"):
         changed["run"] = run | {"dir": str(Path(run["dir"]).expanduser())}
-    if isinstance(task, dict):
-        names = [path[-1] for path in INPUT_PATHS if isinstance(task.get(path[-1]), str)]
-        changed["task"] = task | {name: _absolute(task[name], folder) for name in names}
+    for section, key in INPUT_PATHS:
+        table = changed.get(section)
+        if isinstance(table, dict) and isinstance(table.get(key), str):
+            changed[section] = table | {key: _absolute(table[key], folder)}
     if isinstance(scoring, dict) and isinstance(scoring.get("rewards"), list):
         changed["scoring"] = scoring | {
             "rewards": [_with_absolute_function(each, folder) for each in scoring["rewards"]]

@@ -143,6 +143,7 @@ def test_input_paths_start_at_the_folder(tmp_path: Path) -> None:
     tree = {
         "run": {"dir": "runs/x"},
         "task": {"kind": "jsonl", "path": "../data/x.jsonl", "held_out_path": "/abs/y.jsonl"},
+        "pool": {"kind": "trace", "path": "spot.csv"},
         "model": {"source": "./weights"},
         "scoring": {
             "rewards": [
@@ -157,6 +158,7 @@ def test_input_paths_start_at_the_folder(tmp_path: Path) -> None:
     assert changed["run"] == {"dir": "runs/x"}  # an output: it starts at the working directory
     assert changed["task"]["path"] == str(tmp_path / "data/x.jsonl")
     assert changed["task"]["held_out_path"] == "/abs/y.jsonl"
+    assert changed["pool"]["path"] == str(tmp_path / "recipes/spot.csv")
     assert changed["model"]["source"] == str(tmp_path / "recipes/weights")
     assert [each["function"] for each in changed["scoring"]["rewards"][:2]] == [
         f"{tmp_path}/recipes/mine.py:score",
@@ -173,7 +175,7 @@ def test_hub_ids_are_no_paths_and_home_is_expanded(tmp_path: Path, monkeypatch: 
 
 
 def test_wrong_shapes_pass_through_for_the_validator_to_name(tmp_path: Path) -> None:
-    tree = {"task": 3, "scoring": {"rewards": 1}, "model": {"source": 5}, "run": []}
+    tree = {"task": 3, "scoring": {"rewards": 1}, "model": {"source": 5}, "run": [], "pool": {"path": 1}}
     assert with_absolute_paths(tree, tmp_path) == tree
 
 

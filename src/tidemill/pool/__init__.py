@@ -1,0 +1,1 @@
+"""Where preemptible workers come from: leases, the timetables that play them, capacity traces, eviction notices."""

@@ -1,0 +1,129 @@
+"""A capacity trace: how many machines a market had at each time, and what that says of evictions."""
+
+from __future__ import annotations
+
+import math
+import random
+from bisect import bisect_right, insort
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+
+from tidemill.core.records import Record
+
+
+class CapacityTrace(Record):
+    """A step function of counts. Made by `of`, which brings what was measured into this form."""
+
+    steps: tuple[tuple[float, int], ...]  # (seconds, machines from then on); times rise, neighbouring counts differ
+    end_s: float  # of what was measured; the last count holds for ever
+
+    @classmethod
+    def of(cls, points: Iterable[tuple[float, int]], *, end_s: float | None = None) -> CapacityTrace:
+        """From (seconds, count) pairs, at least one, in the order of time; of several at one time the last holds.
+
+        `end_s` is when measuring ended, by default at the last pair.
+        """
+        steps: list[tuple[float, int]] = []
+        last_s = 0.0
+        for time_s, count in points:
+            last_s = time_s
+            if steps and steps[-1][0] == time_s:
+                steps.pop()
+            if not steps or steps[-1][1] != count:
+                steps.append((time_s, count))
+        return cls(steps=tuple(steps), end_s=last_s if end_s is None else end_s)
+
+    @property
+    def start_s(self) -> float:
+        return self.steps[0][0]
+
+    @property
+    def peak(self) -> int:
+        return max(count for _, count in self.steps)
+
+    def count_at(self, time_s: float) -> int:
+        """Machines at `time_s`; before the first step as at it."""
+        return self.steps[max(0, bisect_right(self.steps, (time_s, math.inf)) - 1)][1]
+
+    def changes(self, after_s: float = -math.inf, through_s: float = math.inf) -> Iterator[tuple[float, int]]:
+        """(seconds, difference) of each change in `after_s` < time <= `through_s`."""
+        for (_, before), (time_s, count) in pairwise(self.steps):
+            if after_s < time_s <= through_s:
+                yield time_s, count - before
+
+    def since(self, time_s: float) -> CapacityTrace:
+        """What follows `time_s`, which becomes second 0."""
+        later = [(at_s - time_s, count) for at_s, count in self.steps if at_s > time_s]
+        return CapacityTrace.of([(0.0, self.count_at(time_s)), *later], end_s=max(0.0, self.end_s - time_s))
+
+    def capped(self, machines: int) -> CapacityTrace:
+        """As seen by someone who takes at most so many."""
+        return CapacityTrace.of([(time_s, min(count, machines)) for time_s, count in self.steps], end_s=self.end_s)
+
+    def machine_seconds(self) -> float:
+        """The sum of all machines' times from `start_s` to `end_s`."""
+        ends = [time_s for time_s, _ in self.steps[1:]] + [self.end_s]
+        return sum(count * (end_s - time_s) for (time_s, count), end_s in zip(self.steps, ends, strict=True))
+
+
+class Stay(Record):
+    """One machine's time in the market: [start_s, end_s), for ever when `end_s` is infinite."""
+
+    place: int
+    start_s: float
+    end_s: float
+
+
+def stays(trace: CapacityTrace, *, seed: int) -> list[Stay]:
+    """One history of single machines that makes `trace`: who goes when the count falls is drawn, each as likely.
+
+    A machine that comes takes the lowest free place. In the order of endings, those that stay last.
+    """
+    rng, found = random.Random(seed), list[Stay]()
+    since_s = dict.fromkeys(range(trace.steps[0][1]), trace.start_s)  # of the places that are taken
+    free: list[int] = []
+    for time_s, difference in trace.changes():
+        for place in sorted(rng.sample(sorted(since_s), max(0, -difference))):
+            found.append(Stay(place=place, start_s=since_s.pop(place), end_s=time_s))
+            insort(free, place)
+        for _ in range(difference):
+            since_s[free.pop(0) if free else len(since_s)] = time_s
+    return found + [Stay(place=place, start_s=at_s, end_s=math.inf) for place, at_s in sorted(since_s.items())]
+
+
+class Statistics(Record):
+    """What a trace says of its market."""
+
+    duration_s: float
+    mean: float  # machines
+    peak: int
+    evictions: int  # machines that went
+    joins: int  # machines that came
+    bursts: tuple[int, ...]  # machines that went at one time, in order
+    arrivals: tuple[int, ...]  # machines that came at one time, in order
+    mean_time_to_eviction_s: float  # machine-seconds per eviction, which needs no guess who went; inf without any
+    mean_time_to_return_s: float  # seconds of places below the peak, per machine that came; inf without any
+    times_to_eviction_s: tuple[float, ...]  # sorted, of one drawn history; machines never evicted are not among them
+
+
+def statistics(trace: CapacityTrace, *, seed: int = 0) -> Statistics:
+    """`seed` draws the history (see `stays`) that `times_to_eviction_s` is of."""
+    differences = [difference for _, difference in trace.changes()]
+    bursts = tuple(-difference for difference in differences if difference < 0)
+    arrivals = tuple(difference for difference in differences if difference > 0)
+    duration_s, present_s = trace.end_s - trace.start_s, trace.machine_seconds()
+    away_s = trace.peak * duration_s - present_s
+    return Statistics(
+        duration_s=duration_s,
+        mean=present_s / duration_s if duration_s else float(trace.steps[0][1]),
+        peak=trace.peak,
+        evictions=sum(bursts),
+        joins=sum(arrivals),
+        bursts=bursts,
+        arrivals=arrivals,
+        mean_time_to_eviction_s=present_s / sum(bursts) if bursts else math.inf,
+        mean_time_to_return_s=away_s / sum(arrivals) if arrivals else math.inf,
+        times_to_eviction_s=tuple(
+            sorted(stay.end_s - stay.start_s for stay in stays(trace, seed=seed) if stay.end_s < math.inf)
+        ),
+    )

@@ -1,0 +1,214 @@
+"""What a machine's cloud says of its end: the metadata endpoints of AWS, Google and Azure, asked by a worker on it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any, Protocol, TypeAlias
+
+from tidemill.core.errors import TidemillError
+from tidemill.core.records import Record
+
+LINK_LOCAL = "http://169.254.169.254"
+"""Where all three answer, and nobody outside the machine can."""
+GOOGLE_GRACE_S = 30.0  # from `preempted` to the end
+AZURE_API = "2020-07-01"
+
+
+class MetadataFault(TidemillError):
+    """An endpoint did not answer as documented."""
+
+
+class Notice(Record):
+    """The machine will be taken."""
+
+    seconds_left: float  # 0 when it is going now, or nobody says when
+    cause: str  # in words
+
+
+class Fetch(Protocol):
+    async def __call__(self, method: str, url: str, headers: Mapping[str, str], timeout_s: float) -> tuple[int, bytes]:
+        """Status and body; follows no redirect, uses no proxy.
+
+        Raises:
+            OSError: no answer, TimeoutError included.
+        """
+
+
+class Endpoint(Record):
+    """How a metadata service is asked."""
+
+    base: str = LINK_LOCAL
+    timeout_s: float = 2.0  # one request
+    interval_s: float = 2.0  # between two looks
+
+
+Ask: TypeAlias = Callable[[Fetch, Endpoint, Callable[[], float]], Awaitable[Notice | None]]
+"""One look; the last argument tells the time in Unix seconds. Raises MetadataFault or OSError."""
+Probe: TypeAlias = Callable[[Fetch, Endpoint], Awaitable[object]]
+"""Returns on a machine of this cloud; elsewhere raises MetadataFault or OSError."""
+
+
+class Cloud(Record):
+    name: str
+    probe: Probe
+    ask: Ask
+
+
+async def probe_aws(fetch: Fetch, at: Endpoint) -> str:
+    """A session token of the metadata service's version 2 (EC2 user guide, "Use IMDSv2")."""
+    path, headers = "/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
+    token = _expect_200(*await _request(fetch, at, "PUT", path, headers), at, path)
+    if not token or not token.isascii() or not token.isprintable():
+        raise MetadataFault(f"{at.base}: no session token")
+    return token
+
+
+async def ask_aws(fetch: Fetch, at: Endpoint, unix_s: Callable[[], float]) -> Notice | None:
+    """`spot/instance-action` (EC2 user guide, "Spot Instance interruption notices"): 404 while nothing is planned."""
+    headers = {"X-aws-ec2-metadata-token": await probe_aws(fetch, at)}
+    path = "/latest/meta-data/spot/instance-action"
+    status, text = await _request(fetch, at, "GET", path, headers)
+    if status == 404:
+        return None
+    tree = _json(_expect_200(status, text, at, path), at, path)
+    action = tree.get("action")
+    if action not in ("stop", "terminate", "hibernate"):
+        raise MetadataFault(f"{at.base}{path}: no action that is known: {text[:100]!r}")
+    cause = f"AWS takes the spot instance back ({action})"
+    # Hibernation begins at once, whatever time is given.
+    return Notice(seconds_left=0.0 if action == "hibernate" else _seconds_to(tree.get("time"), unix_s()), cause=cause)
+
+
+async def probe_google(fetch: Fetch, at: Endpoint) -> str:
+    """TRUE once the instance is being preempted, else FALSE (Compute Engine, "Create and use preemptible VMs")."""
+    text = (await _get(fetch, at, "/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"})).strip()
+    if text not in ("TRUE", "FALSE"):
+        raise MetadataFault(f"{at.base}: `preempted` is neither TRUE nor FALSE but {text[:100]!r}")
+    return text
+
+
+async def ask_google(fetch: Fetch, at: Endpoint, unix_s: Callable[[], float]) -> Notice | None:
+    """No time is given: half a minute is, less what may have passed since the last look."""
+    if await probe_google(fetch, at) == "FALSE":
+        return None
+    return Notice(seconds_left=max(0.0, GOOGLE_GRACE_S - at.interval_s), cause="Google preempts the spot VM")
+
+
+async def probe_azure(fetch: Fetch, at: Endpoint) -> str:
+    """This machine's name, as scheduled events call it (Azure Instance Metadata Service)."""
+    path = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
+    name = (await _get(fetch, at, path, {"Metadata": "true"})).strip()
+    if not name or len(name) > 200 or not name.isprintable() or "<" in name:
+        raise MetadataFault(f"{at.base}: no machine name but {name[:100]!r}")
+    return name
+
+
+async def ask_azure(fetch: Fetch, at: Endpoint, unix_s: Callable[[], float]) -> Notice | None:
+    """Scheduled events of the types Preempt and Terminate (Azure, "Scheduled Events for Linux VMs").
+
+    A scale set's machines all see each other's events. The first request ever may take two minutes; it switches the
+    service on. `NotBefore` is empty once an event has begun.
+    """
+    path = f"/metadata/scheduledevents?api-version={AZURE_API}"
+    events = _json(await _get(fetch, at, path, {"Metadata": "true"}), at, path).get("Events")
+    if not isinstance(events, list):
+        raise MetadataFault(f"{at.base}{path}: no list of events")
+    ending = [each for each in events if isinstance(each, dict) and each.get("EventType") in ("Preempt", "Terminate")]
+    if not ending:
+        return None
+    name = await probe_azure(fetch, at)
+    notices = [
+        Notice(seconds_left=_seconds_to(each.get("NotBefore"), unix_s()), cause=f"Azure: {each['EventType']}")
+        for each in ending
+        if isinstance(each.get("Resources"), list) and name in each["Resources"]
+    ]
+    return min(notices, key=lambda notice: notice.seconds_left, default=None)
+
+
+CLOUDS = {
+    "aws": Cloud(name="aws", probe=probe_aws, ask=ask_aws),
+    "google": Cloud(name="google", probe=probe_google, ask=ask_google),
+    "azure": Cloud(name="azure", probe=probe_azure, ask=ask_azure),
+}
+
+
+async def detect(fetch: Fetch, endpoints: Mapping[str, Endpoint], *, timeout_s: float = 1.0) -> Cloud | None:
+    """The cloud this machine is in, or None when no endpoint has answered as one of them after `timeout_s` seconds.
+
+    All are asked at once; `endpoints` are by name of the cloud.
+    """
+
+    async def answers(name: str) -> bool:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await CLOUDS[name].probe(fetch, endpoints[name])
+        except (MetadataFault, OSError):
+            return False
+        return True
+
+    found = await asyncio.gather(*(answers(name) for name in endpoints))
+    return next((CLOUDS[name] for name, here in zip(endpoints, found, strict=True) if here), None)
+
+
+async def watch(
+    cloud: Cloud, fetch: Fetch, at: Endpoint, *, unix_s: Callable[[], float], longest_s: float = 10.0
+) -> Notice:
+    """Look every `interval_s` seconds until there is a notice.
+
+    No answer, or one that makes no sense, is no notice; then the looks become rarer, down to one in `longest_s`
+    seconds, until an answer comes.
+    """
+    wait_s = at.interval_s
+    while True:
+        try:
+            notice = await cloud.ask(fetch, at, unix_s)
+        except (MetadataFault, OSError):
+            wait_s = min(2 * wait_s, max(longest_s, at.interval_s))
+        else:
+            if notice is not None:
+                return notice
+            wait_s = at.interval_s
+        await asyncio.sleep(wait_s)
+
+
+async def _get(fetch: Fetch, at: Endpoint, path: str, headers: Mapping[str, str]) -> str:
+    return _expect_200(*await _request(fetch, at, "GET", path, headers), at, path)
+
+
+async def _request(fetch: Fetch, at: Endpoint, method: str, path: str, headers: Mapping[str, str]) -> tuple[int, str]:
+    async with asyncio.timeout(at.timeout_s):
+        status, body = await fetch(method, at.base + path, headers, at.timeout_s)
+    return status, body.decode(errors="replace")
+
+
+def _expect_200(status: int, text: str, at: Endpoint, path: str) -> str:
+    if status != 200:
+        raise MetadataFault(f"{at.base}{path}: status {status}")
+    return text
+
+
+def _json(text: str, at: Endpoint, path: str) -> dict[str, Any]:
+    try:
+        tree = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise MetadataFault(f"{at.base}{path}: not JSON: {text[:100]!r}") from error
+    if not isinstance(tree, dict):
+        raise MetadataFault(f"{at.base}{path}: not a JSON object: {text[:100]!r}")
+    return tree
+
+
+def _seconds_to(time: Any, now_unix_s: float) -> float:
+    """From now to `2026-09-18T08:22:00Z` or `Mon, 19 Sep 2026 18:29:47 GMT`; 0 when it is past, or is no time."""
+    for parse in (datetime.fromisoformat, parsedate_to_datetime):
+        try:
+            moment = parse(time)
+        except (ValueError, TypeError, OverflowError):
+            continue
+        if moment.tzinfo is None:
+            moment = moment.replace(tzinfo=UTC)
+        return max(0.0, moment.timestamp() - now_unix_s)
+    return 0.0

@@ -1,0 +1,163 @@
+"""The provider of every simulated pool: plays a timetable of machines as leases."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
+
+from tidemill.core.clock import Clock
+from tidemill.core.records import Lease, LeaseEnded, LeaseEvent, LeaseGranted, LeaseNoticed, Record
+from tidemill.pool.timetable import Change, Timetable
+
+CLOCK_RESOLUTION_S = 1e-6  # a timer may wake its waiter so much early
+
+
+class BackOff(Record):
+    """How long a place stays empty after its lease was given back, so that a worker that always fails does not spin."""
+
+    first_s: float = 1.0  # doubled each time
+    longest_s: float = 60.0
+    settled_s: float = 60.0  # a lease held so long counts as a success: the next wait is the first again
+
+    def after(self, failures: int) -> float:
+        """Seconds to wait after so many leases in a row that did not settle."""
+        return float(min(self.longest_s, self.first_s * 2.0 ** min(failures, 64)))
+
+
+@dataclass(slots=True)
+class _Place:
+    up: bool = False
+    warned: bool = False
+    lease: Lease | None = None
+    retry_s: float = -math.inf  # on the run's clock: not leased again before
+    failures: int = 0
+
+    @property
+    def offered(self) -> bool:
+        return self.up and not self.warned and self.lease is None
+
+
+class ScheduledProvider:
+    """Leases the machines of a timetable to whoever asks for events; the timetable begins when this is made.
+
+    A lease ends in one of two ways, once: its machine goes (`LeaseEnded`), or `release` gives it back, after which no
+    event names it. Fewer wanted means no new leases; it takes none away. A machine given back may be leased again, as
+    a new lease after a back-off, but not one that is already warned. Events are made when they are asked for: who
+    asks late is not granted what has come and gone meanwhile.
+
+    Args:
+        session: which life of the run this is; lease ids hold it, so that a resumed run never uses one again.
+    """
+
+    def __init__(
+        self,
+        timetable: Timetable,
+        *,
+        clock: Clock,
+        session: int,
+        price_usd_per_hour: float = 0.0,
+        back_off: BackOff | None = None,
+    ) -> None:
+        self._timetable, self._clock, self._session, self._price = timetable, clock, session, price_usd_per_hour
+        self._back_off = back_off or BackOff()
+        self._start_s = clock.now()
+        self._coming = next(timetable, None)
+        self._places: dict[int, _Place] = {}
+        self._held: dict[str, _Place] = {}
+        self._events = deque[LeaseEvent]()
+        self._wanted: float = math.inf  # everything, until someone says otherwise
+        self._granted = 0
+        self._woken = asyncio.Event()
+
+    def want(self, workers: int) -> None:
+        self._wanted = workers
+        self._woken.set()
+
+    async def next_event(self, timeout_s: float) -> LeaseEvent | None:
+        deadline_s = self._clock.now() + timeout_s
+        while True:
+            now_s = self._clock.now()
+            self._catch_up(now_s)
+            if self._events:
+                return self._events.popleft()
+            if now_s >= deadline_s - CLOCK_RESOLUTION_S:
+                return None
+            self._woken.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(deadline_s, self._next_s(now_s)) - now_s):
+                    await self._woken.wait()
+
+    async def release(self, lease_id: str) -> None:
+        self._events = deque(event for event in self._events if _lease_of(event) != lease_id)
+        place = self._held.pop(lease_id, None)
+        if place is None or place.lease is None:
+            return  # its machine went meanwhile
+        now_s = self._clock.now()
+        if now_s - place.lease.start_s >= self._back_off.settled_s:
+            place.failures = 0
+        place.retry_s = now_s + self._back_off.after(place.failures)
+        place.failures += 1
+        place.lease = None
+        self._woken.set()
+
+    async def close(self) -> None:
+        """Nothing happens any more."""
+        self._coming = None
+        self._places.clear()
+        self._held.clear()
+        self._events.clear()
+
+    def _catch_up(self, now_s: float) -> None:
+        while self._coming is not None and self._start_s + self._coming.time_s <= now_s + CLOCK_RESOLUTION_S:
+            self._apply(self._coming)
+            self._coming = next(self._timetable, None)
+        for index in sorted(self._places):
+            place = self._places[index]
+            if len(self._held) >= self._wanted:
+                break
+            if place.offered and place.retry_s <= now_s + CLOCK_RESOLUTION_S:
+                self._grant(index, place, now_s)
+
+    def _apply(self, change: Change) -> None:
+        place = self._places.setdefault(change.place, _Place())
+        if change.to == "up":
+            place.up, place.warned, place.retry_s, place.failures = True, False, -math.inf, 0
+        elif change.to == "warned":
+            place.warned = True
+            if place.lease is not None:
+                deadline_s = self._start_s + change.deadline_s
+                cause = "its machine will be taken away"
+                self._events.append(LeaseNoticed(lease_id=place.lease.lease_id, deadline_s=deadline_s, cause=cause))
+        else:
+            place.up = False
+            if place.lease is not None:
+                cause = f"its machine was taken away{', as announced' if place.warned else ' without notice'}"
+                self._events.append(LeaseEnded(lease_id=place.lease.lease_id, cause=cause))
+                del self._held[place.lease.lease_id]
+                place.lease = None
+
+    def _grant(self, index: int, place: _Place, now_s: float) -> None:
+        self._granted += 1
+        place.lease = Lease(
+            lease_id=f"lease-{self._session}-{self._granted}",
+            worker_id=f"spot-{index}",
+            kind="preemptible",
+            price_usd_per_hour=self._price,
+            start_s=now_s,
+        )
+        self._held[place.lease.lease_id] = place
+        self._events.append(LeaseGranted(lease=place.lease))
+
+    def _next_s(self, now_s: float) -> float:
+        """When something will happen of itself."""
+        times = [math.inf if self._coming is None else self._start_s + self._coming.time_s]
+        if len(self._held) < self._wanted:
+            times += [place.retry_s for place in self._places.values() if place.offered and place.retry_s > now_s]
+        return min(times)
+
+
+def _lease_of(event: LeaseEvent) -> str:
+    return event.lease.lease_id if isinstance(event, LeaseGranted) else event.lease_id

@@ -1,0 +1,41 @@
+"""A capacity trace as a timetable: replays when machines came and went, faster if wanted."""
+
+from __future__ import annotations
+
+import math
+
+from tidemill.pool.capacity import CapacityTrace, stays
+from tidemill.pool.timetable import Change, Timetable
+
+ORDER = {"down": 0, "up": 1, "warned": 2}  # at one time, so that there are never more machines than the trace has
+
+
+def trace_timetable(
+    trace: CapacityTrace,
+    *,
+    start_s: float = 0.0,
+    speed: float = 1.0,
+    max_workers: int,
+    notice_s: float = 0.0,
+    seed: int = 0,
+) -> Timetable:
+    """Plays `trace` from `start_s` on, `speed` seconds of it a second, as seen by someone who takes `max_workers`.
+
+    A machine is warned `notice_s` seconds (of the player's time) before the count falls, so that the capacity is the
+    trace's at every moment; one that would have to be warned before it is there is not offered. At the end of the
+    trace its last count stays.
+    """
+    changes = []
+    for stay in stays(trace.since(start_s).capped(max_workers), seed=seed):
+        begin_s, end_s = stay.start_s / speed, stay.end_s / speed
+        if end_s - begin_s <= notice_s:
+            continue
+        changes.append(Change(time_s=begin_s, place=stay.place, to="up"))
+        if end_s == math.inf:
+            continue
+        if notice_s:
+            changes.append(
+                Change(time_s=max(begin_s, end_s - notice_s), place=stay.place, to="warned", deadline_s=end_s)
+            )
+        changes.append(Change(time_s=end_s, place=stay.place, to="down"))
+    return iter(sorted(changes, key=lambda change: (change.time_s, ORDER[change.to], change.place)))

@@ -1,0 +1,74 @@
+"""Listen to a provider in virtual time, and account for every lease."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from tests.virtual_time import run_virtual
+from tidemill.core.clock import LoopClock
+from tidemill.core.protocols import Provider
+from tidemill.core.records import LeaseEnded, LeaseEvent, LeaseGranted, LeaseNoticed
+from tidemill.pool.provider import CLOCK_RESOLUTION_S, BackOff, ScheduledProvider
+from tidemill.pool.timetable import Timetable
+
+
+def scheduled(timetable: Timetable, *, session: int = 1, back_off: BackOff | None = None) -> ScheduledProvider:
+    return ScheduledProvider(timetable, clock=LoopClock(), session=session, price_usd_per_hour=2.0, back_off=back_off)
+
+
+@dataclass
+class Story:
+    """What was heard, and when; `held` are the leases there are, with the workers they are for."""
+
+    told: list[tuple[float, LeaseEvent]] = field(default_factory=list)
+    held: dict[str, str] = field(default_factory=dict)
+
+    def hear(self, time_s: float, event: LeaseEvent) -> None:
+        self.told.append((time_s, event))
+        if isinstance(event, LeaseGranted):
+            assert event.lease.lease_id not in self.granted_before(), "a lease id was used twice"
+            assert event.lease.worker_id not in self.held.values(), "one worker has two leases"
+            self.held[event.lease.lease_id] = event.lease.worker_id
+        else:
+            assert event.lease_id in self.held, "an event of a lease that is not held"
+            if isinstance(event, LeaseEnded):
+                del self.held[event.lease_id]
+
+    def granted_before(self) -> list[str]:
+        return [event.lease.lease_id for _, event in self.told[:-1] if isinstance(event, LeaseGranted)]
+
+    @property
+    def granted(self) -> list[tuple[float, str]]:
+        """(time, worker)"""
+        return [(time_s, event.lease.worker_id) for time_s, event in self.told if isinstance(event, LeaseGranted)]
+
+    @property
+    def noticed(self) -> list[tuple[float, LeaseNoticed]]:
+        return [(time_s, event) for time_s, event in self.told if isinstance(event, LeaseNoticed)]
+
+    @property
+    def ended(self) -> list[tuple[float, LeaseEnded]]:
+        return [(time_s, event) for time_s, event in self.told if isinstance(event, LeaseEnded)]
+
+
+async def listen(provider: Provider, story: Story, until_s: float) -> Story:
+    """Everything the provider tells until the loop's time `until_s`."""
+    loop = asyncio.get_running_loop()
+    while (left_s := until_s - loop.time()) > CLOCK_RESOLUTION_S:
+        event = await provider.next_event(left_s)
+        if event is not None:
+            story.hear(loop.time(), event)
+    return story
+
+
+def whole_story(timetable: Timetable, until_s: float, *, session: int = 1, want: int | None = None) -> Story:
+    """From second 0 on, with nothing given back."""
+
+    async def run() -> Story:
+        provider = scheduled(timetable, session=session)
+        if want is not None:
+            provider.want(want)
+        return await listen(provider, Story(), until_s)
+
+    return run_virtual(run())

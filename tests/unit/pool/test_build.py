@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.lease_story import Story, listen
+from tests.virtual_time import run_virtual
+from tidemill.config.schema import StaticPool, SyntheticPool, TracePool
+from tidemill.core.clock import LoopClock
+from tidemill.core.errors import UserError
+from tidemill.core.records import LeaseGranted
+from tidemill.pool.build import ScheduledPool, build_provider
+
+
+def story_of(pool: ScheduledPool, until_s: float) -> Story:
+    async def run() -> Story:
+        provider = build_provider(pool, price_usd_per_hour=1.5, clock=LoopClock(), session=3)
+        story = await listen(provider, Story(), until_s)
+        await provider.close()
+        return story
+
+    return run_virtual(run())
+
+
+def test_a_static_pool() -> None:
+    story = story_of(StaticPool(workers=2), until_s=100.0)
+    assert next(event.lease for _, event in story.told if isinstance(event, LeaseGranted)).price_usd_per_hour == 1.5
+    assert list(story.held) == ["lease-3-1", "lease-3-2"]
+
+
+def test_a_trace_pool_with_everything_set(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("0,0\n100,9\n300,1\n400,1\n")
+    pool = TracePool(
+        kind="trace", path=tmp_path / "t.csv", start_s=50.0, speed=10.0, max_workers=2, notice_s=4.0, seed=1
+    )
+    story = story_of(pool, until_s=100.0)
+    assert [time_s for time_s, _ in story.granted] == [5.0, 5.0]
+    assert [(time_s, event.deadline_s) for time_s, event in story.noticed] == [(21.0, 25.0)]
+    assert [time_s for time_s, _ in story.ended] == [25.0]
+
+
+def test_a_synthetic_pool() -> None:
+    pool = SyntheticPool(kind="synthetic", workers=3, notice_s=1.0, noticed=0.5, seed=2)
+    story = story_of(pool, until_s=500.0)
+    assert len(story.ended) > 10
+    assert story.told == story_of(pool, until_s=500.0).told
+
+
+def test_a_trace_that_is_not_there_is_the_users_fault(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        story_of(TracePool(kind="trace", path=tmp_path / "none.csv"), until_s=1.0)
+    assert caught.value.exit_code == 2
+    assert str(caught.value) == (
+        f"{tmp_path}/none.csv: cannot read the capacity trace: No such file or directory\n  check pool.path"
+    )
+
+
+def test_a_trace_that_is_over_before_the_run_begins(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("0,1\n100,2\n")
+    with pytest.raises(UserError, match=r"100 lies beyond the end of .* which is 100 s long"):
+        story_of(TracePool(kind="trace", path=tmp_path / "t.csv", start_s=100.0), until_s=1.0)

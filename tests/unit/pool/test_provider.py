@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.lease_story import Story, listen, scheduled, whole_story
+from tests.virtual_time import run_virtual
+from tidemill.core.records import Lease, LeaseEnded, LeaseGranted, LeaseNoticed
+from tidemill.pool.provider import BackOff
+from tidemill.pool.static import static_timetable
+from tidemill.pool.timetable import Change
+
+
+def up(time_s: float, place: int = 0) -> Change:
+    return Change(time_s=time_s, place=place, to="up")
+
+
+def down(time_s: float, place: int = 0) -> Change:
+    return Change(time_s=time_s, place=place, to="down")
+
+
+def warned(time_s: float, deadline_s: float, place: int = 0) -> Change:
+    return Change(time_s=time_s, place=place, to="warned", deadline_s=deadline_s)
+
+
+def lease(lease_id: str, place: int, start_s: float) -> LeaseGranted:
+    return LeaseGranted(
+        lease=Lease(
+            lease_id=lease_id, worker_id=f"spot-{place}", kind="preemptible", price_usd_per_hour=2.0, start_s=start_s
+        )
+    )
+
+
+def test_the_timetable_is_told_as_leases() -> None:
+    changes = [up(1.0), up(2.0, 1), warned(5.0, 7.0), down(7.0), down(8.0, 1), up(9.0)]
+    assert whole_story(iter(changes), until_s=20.0, session=4).told == [
+        (1.0, lease("lease-4-1", 0, 1.0)),
+        (2.0, lease("lease-4-2", 1, 2.0)),
+        (5.0, LeaseNoticed(lease_id="lease-4-1", deadline_s=7.0, cause="its machine will be taken away")),
+        (7.0, LeaseEnded(lease_id="lease-4-1", cause="its machine was taken away, as announced")),
+        (8.0, LeaseEnded(lease_id="lease-4-2", cause="its machine was taken away without notice")),
+        (9.0, lease("lease-4-3", 0, 9.0)),
+    ]
+
+
+def test_another_session_uses_other_lease_ids() -> None:
+    first, second = (whole_story(static_timetable(3), until_s=1.0, session=session) for session in (1, 2))
+    assert not set(first.held) & set(second.held)
+    assert list(first.held.values()) == list(second.held.values())
+
+
+def test_the_timetable_begins_when_its_provider_is_made() -> None:
+    async def run() -> Story:
+        await asyncio.sleep(100.0)
+        return await listen(scheduled(iter([up(1.0), warned(2.0, 3.0), down(3.0)])), Story(), until_s=200.0)
+
+    story = run_virtual(run())
+    assert story.granted == [(101.0, "spot-0")]
+    assert [event.deadline_s for _, event in story.noticed] == [103.0]
+
+
+def test_waiting_for_an_event_has_a_deadline() -> None:
+    async def run() -> None:
+        provider = scheduled(iter([up(5.0)]))
+        assert await provider.next_event(2.0) is None
+        assert asyncio.get_running_loop().time() == 2.0
+        assert await provider.next_event(0.0) is None
+        assert await provider.next_event(4.0) is not None
+        assert asyncio.get_running_loop().time() == 5.0
+
+    run_virtual(run())
+
+
+def test_wanting_more_wakes_who_waits() -> None:
+    async def run() -> None:
+        provider = scheduled(static_timetable(1))
+        provider.want(0)
+        waiting = asyncio.create_task(provider.next_event(100.0))
+        await asyncio.sleep(3.0)
+        provider.want(1)
+        assert await waiting == lease("lease-1-1", 0, 3.0)
+
+    run_virtual(run())
+
+
+def test_who_asks_late_is_not_granted_what_has_gone() -> None:
+    async def run() -> Story:
+        provider = scheduled(iter([up(1.0), down(2.0), up(3.0, 1), up(4.0)]))
+        await asyncio.sleep(10.0)
+        return await listen(provider, Story(), until_s=11.0)
+
+    assert run_virtual(run()).granted == [(10.0, "spot-0"), (10.0, "spot-1")]
+
+
+async def give_back_all(story: Story, *, until_s: float, after_s: float, back_off: BackOff) -> None:
+    """Every lease is given back `after_s` seconds after it was granted."""
+    provider, loop = scheduled(static_timetable(1), back_off=back_off), asyncio.get_running_loop()
+    while loop.time() < until_s:
+        event = await provider.next_event(until_s - loop.time())
+        if event is not None:
+            story.hear(loop.time(), event)
+            await asyncio.sleep(after_s)
+            for lease_id in list(story.held):
+                await provider.release(lease_id)
+                del story.held[lease_id]
+
+
+def test_a_worker_that_always_fails_does_not_spin() -> None:
+    story = Story()
+    run_virtual(give_back_all(story, until_s=60.0, after_s=0.0, back_off=BackOff(first_s=1.0, longest_s=8.0)))
+    # waits of 1, 2, 4, then 8 s for ever
+    assert [time_s for time_s, _ in story.granted] == pytest.approx([0, 1, 3, 7, 15, 23, 31, 39, 47, 55])
+
+
+def test_a_lease_that_was_held_long_is_no_failure() -> None:
+    story = Story()
+    run_virtual(give_back_all(story, until_s=350.0, after_s=99.0, back_off=BackOff(first_s=1.0, settled_s=60.0)))
+    assert [time_s for time_s, _ in story.granted] == pytest.approx([0, 100, 200, 300])
+
+
+def test_the_longest_wait_holds_after_any_number_of_failures() -> None:
+    assert BackOff(first_s=1.0, longest_s=60.0).after(10_000) == 60.0
+
+
+def test_another_free_machine_takes_the_place_of_one_given_back() -> None:
+    async def run() -> None:
+        provider, story = scheduled(static_timetable(2)), Story()
+        provider.want(1)
+        await listen(provider, story, until_s=1.0)
+        await provider.release("lease-1-1")
+        story.held.clear()
+        await listen(provider, story, until_s=9.0)
+        assert story.granted == [(0.0, "spot-0"), (1.0, "spot-1")]
+
+    run_virtual(run())
+
+
+def test_a_machine_given_back_under_notice_is_not_leased_again() -> None:
+    async def run() -> None:
+        provider, story = scheduled(iter([up(0.0), warned(5.0, 50.0), down(50.0), up(60.0)])), Story()
+        await listen(provider, story, until_s=6.0)
+        await provider.release("lease-1-1")
+        story.held.clear()
+        await listen(provider, story, until_s=100.0)
+        assert story.granted == [(0.0, "spot-0"), (60.0, "spot-0")]
+        assert story.ended == []  # it had ended by being given back
+
+    run_virtual(run())
+
+
+def test_a_machine_under_notice_is_not_offered() -> None:
+    async def run() -> None:
+        provider, story = scheduled(iter([up(0.0), warned(5.0, 50.0), down(50.0)])), Story()
+        provider.want(0)
+        await listen(provider, story, until_s=6.0)
+        provider.want(1)
+        await listen(provider, story, until_s=100.0)
+        assert story.told == []
+
+    run_virtual(run())
+
+
+def test_after_a_lease_was_given_back_no_event_names_it() -> None:
+    async def run() -> None:
+        provider, story = scheduled(iter([up(0.0), up(0.0, 1), down(5.0), down(5.0, 1)])), Story()
+        await listen(provider, story, until_s=1.0)
+        await asyncio.sleep(4.5)
+        assert isinstance(await provider.next_event(0.0), LeaseEnded)  # of the first; the second's is waiting
+        await provider.release("lease-1-2")
+        assert await provider.next_event(10.0) is None
+
+    run_virtual(run())
+
+
+def test_giving_back_what_is_not_held_does_nothing() -> None:
+    async def run() -> None:
+        provider, story = scheduled(static_timetable(1)), Story()
+        await listen(provider, story, until_s=1.0)
+        await provider.release("lease-0-1")
+        await provider.release("lease-1-1")
+        await provider.release("lease-1-1")
+        assert await provider.next_event(0.9) is None  # one failure, not two
+        assert await provider.next_event(0.2) is not None
+
+    run_virtual(run())
+
+
+def test_nothing_happens_after_the_close_and_nobody_spins() -> None:
+    async def run() -> None:
+        provider = scheduled(iter([up(0.0), up(0.0, 1), down(5.0)]))
+        assert await provider.next_event(1.0) is not None
+        await provider.close()
+        assert await provider.next_event(30.0) is None
+        assert asyncio.get_running_loop().time() == 30.0
+
+    run_virtual(run())

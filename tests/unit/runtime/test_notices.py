@@ -1,0 +1,170 @@
+"""Notices over real HTTP from a stand-in on loopback, and as a real SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+
+import pytest
+
+from tests.metadata_service import Headers, MetadataService, aws, azure, google, serving
+from tidemill.pool.notices import CLOUDS, Endpoint, Notice, detect, watch
+from tidemill.runtime.notices import LONGEST_ANSWER, HttpFetch, on_sigterm, tell_notices
+
+NOW_UNIX_S = 1_789_722_000.0  # 2026-09-18T09:00:00Z
+AZURE = """{"DocumentIncarnation": 1, "Events": [{"EventId": "1", "EventType": "Preempt", "ResourceType":
+"VirtualMachine", "Resources": ["worker_3"], "EventStatus": "Scheduled", "NotBefore":
+"Fri, 18 Sep 2026 09:00:30 GMT"}]}"""
+GOING = {
+    "aws": (aws('{"action": "terminate", "time": "2026-09-18T09:02:00Z"}'), 120.0),
+    "google": (google("TRUE"), 29.98),
+    "azure": (azure(AZURE), 30.0),
+}
+
+
+def at(service: MetadataService, *, timeout_s: float = 1.0) -> Endpoint:
+    return Endpoint(base=service.base, timeout_s=timeout_s, interval_s=0.02)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(500):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    pytest.fail("not within 5 s")
+
+
+@asynccontextmanager
+async def fetching() -> AsyncIterator[HttpFetch]:
+    fetch = HttpFetch()
+    try:
+        yield fetch
+    finally:
+        await fetch.close()
+
+
+@pytest.mark.parametrize("name", CLOUDS)
+async def test_a_cloud_is_detected_and_its_notice_heard(name: str) -> None:
+    answer, seconds_left = GOING[name]
+    async with serving(MetadataService(answer)) as service, fetching() as fetch:
+        cloud = await detect(fetch, dict.fromkeys(CLOUDS, at(service)))
+        assert cloud is CLOUDS[name]
+        async with asyncio.timeout(5.0):
+            notice = await watch(cloud, fetch, at(service), unix_s=lambda: NOW_UNIX_S)
+    assert notice.seconds_left == pytest.approx(seconds_left)
+
+
+@pytest.mark.parametrize(
+    "ill",
+    [
+        MetadataService(raw=b"\x00\xff garbage\r\n\r\n"),
+        MetadataService(raw=b"HTTP/1.1 200 OK\r\nContent-Length: 50\r\n\r\ntorn"),
+        MetadataService(raw=b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 4\r\n\r\ntorn"),
+        MetadataService(raw=b"HTTP/1.1 200 OK\r\n\r\n" + bytes(LONGEST_ANSWER + 1)),
+        MetadataService(raw=b""),
+        MetadataService(lambda method, path, headers: (500, "TRUE")),
+        MetadataService(lambda method, path, headers: (302, "")),
+        MetadataService(lambda method, path, headers: (200, "<html>\nlog in</html>")),
+        MetadataService(google("TRUE"), slow_s=5.0),
+    ],
+    ids=["garbage", "torn", "not gzip", "too long", "hangs up", "500", "redirect", "portal", "slow"],
+)
+async def test_an_ill_service_is_no_cloud_and_no_notice_and_the_watch_goes_on(ill: MetadataService) -> None:
+    async with serving(replace(ill, asked=[])) as service, fetching() as fetch:
+        assert await detect(fetch, dict.fromkeys(CLOUDS, at(service)), timeout_s=0.2) is None
+        looking = asyncio.create_task(
+            watch(CLOUDS["google"], fetch, at(service, timeout_s=0.1), unix_s=lambda: NOW_UNIX_S, longest_s=0.05)
+        )
+        asked = len(service.asked)
+        await until(lambda: len(service.asked) >= asked + 3)
+        assert not looking.done()
+        service.raw, service.slow_s, service.answer = None, 0.0, google("TRUE")  # it recovers
+        async with asyncio.timeout(5.0):
+            assert (await looking).seconds_left > 29
+
+
+async def test_nobody_there_is_no_notice() -> None:
+    async with serving(MetadataService()) as service, fetching() as fetch:
+        pass  # the port is free again
+    async with fetching() as fetch:
+        with pytest.raises(OSError):
+            await fetch("GET", service.base + "/", {}, 1.0)
+        assert await detect(fetch, dict.fromkeys(CLOUDS, at(service))) is None
+
+
+async def test_a_proxy_of_the_environment_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(MetadataService(google("FALSE"))) as service, serving(MetadataService()) as proxy:
+        for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+            monkeypatch.setenv(name, proxy.base)
+        async with fetching() as fetch:
+            headers = {"Metadata-Flavor": "Google"}
+            url = service.base + "/computeMetadata/v1/instance/preempted"
+            assert await fetch("GET", url, headers, 1.0) == (200, b"FALSE")
+        assert proxy.asked == []
+
+
+@asynccontextmanager
+async def telling(
+    notices: list[Notice], answer: Callable[[str, str, Headers], tuple[int, str]], *, sigterm_grace_s: float | None
+) -> AsyncIterator[MetadataService]:
+    async with serving(MetadataService(answer)) as service:
+        endpoints = dict.fromkeys(CLOUDS, at(service))
+        task = asyncio.create_task(
+            tell_notices(
+                notices.append, sigterm_grace_s=sigterm_grace_s, endpoints=endpoints, unix_s=lambda: NOW_UNIX_S
+            )
+        )
+        try:
+            yield service
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+
+async def test_cloud_and_sigterm_are_told_to_the_same_ear() -> None:
+    notices: list[Notice] = []
+    async with telling(notices, aws(None), sigterm_grace_s=30.0) as service:
+        await until(lambda: "GET /latest/meta-data/spot/instance-action" in service.asked)
+        assert notices == []
+        os.kill(os.getpid(), signal.SIGTERM)
+        await until(lambda: len(notices) == 1)
+        assert notices == [Notice(seconds_left=30.0, cause="the process was sent SIGTERM")]
+        service.answer = GOING["aws"][0]
+        await until(lambda: len(notices) == 2)
+        assert notices[1].seconds_left == 120.0
+        os.kill(os.getpid(), signal.SIGTERM)
+        await until(lambda: len(notices) == 3)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+async def test_sigterm_can_be_left_alone() -> None:
+    notices: list[Notice] = []
+    before = signal.getsignal(signal.SIGTERM)
+    async with telling(notices, GOING["google"][0], sigterm_grace_s=None):
+        await until(lambda: len(notices) == 1)
+        assert signal.getsignal(signal.SIGTERM) is before
+
+
+async def test_without_a_cloud_detection_is_tried_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tidemill.runtime.notices.DETECT_AGAIN_S", 0.01)
+    notices: list[Notice] = []
+    async with telling(notices, lambda method, path, headers: (404, ""), sigterm_grace_s=1.0) as service:
+        await until(lambda: len(service.asked) >= 3 * len(CLOUDS))
+        await asyncio.sleep(0.1)
+        assert len(service.asked) == 3 * len(CLOUDS)
+        os.kill(os.getpid(), signal.SIGTERM)  # is still heard
+        await until(lambda: len(notices) == 1)
+
+
+async def test_sigterm_calls_back_until_the_end() -> None:
+    called = asyncio.Event()
+    with on_sigterm(called.set):
+        os.kill(os.getpid(), signal.SIGTERM)
+        async with asyncio.timeout(5.0):
+            await called.wait()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

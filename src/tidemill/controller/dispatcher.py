@@ -130,6 +130,7 @@ class Dispatcher:
         loads = [
             Load(lease_id=lease_id, slots=self._fleet.slots, assigned=assigned, groups=frozenset(near[lease_id]))
             for lease_id, assigned in held.items()
+            if assigned < self._fleet.slots + limit
         ]
         waiting = [
             Waiting(

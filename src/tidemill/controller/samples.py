@@ -70,7 +70,7 @@ class Sample:
     last_error: str = ""
     token_ids: bytearray = field(default_factory=bytearray)  # int32 [T]
     logprobs: bytearray = field(default_factory=bytearray)  # float32 [T]
-    made_by: list[tuple[PolicyVersion, int]] = field(default_factory=list)  # a version and the first token it made
+    made_by: tuple[tuple[PolicyVersion, int], ...] = ()  # a version and the first token it made
     finish: Finish | None = None
     reward: Reward | None = None
 
@@ -124,7 +124,7 @@ class Sample:
     def extend(self, token_ids: bytes, logprobs: bytes, version: PolicyVersion) -> None:
         """Append tokens and note which version made them."""
         if token_ids and (not self.made_by or self.made_by[-1][0] != version):
-            self.made_by.append((version, self.length))
+            self.made_by += ((version, self.length),)
         self.token_ids += token_ids
         self.logprobs += logprobs
 

@@ -15,7 +15,10 @@ Finish: TypeAlias = Literal["stop", "length", "aborted", "error"]
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(msgspec.field,))
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """A frozen, slotted, keyword-only record that msgspec can serialise."""
+    """A frozen, slotted, keyword-only record that msgspec can serialise.
+
+    Those of which a batch has tens of thousands say `gc=False`: they hold nothing that could refer back to them.
+    """
 
 
 class Message(Record):
@@ -35,7 +38,7 @@ class Prompt(Record):
     metadata: dict[str, Any] = {}
 
 
-class SampleId(Record):
+class SampleId(Record, gc=False):
     """Names a sample and its random numbers for ever."""
 
     run_seed: int
@@ -56,14 +59,14 @@ class SampleId(Record):
         return (self.purpose, self.prompt_id, self.epoch)
 
 
-class PolicyVersion(Record):
+class PolicyVersion(Record, gc=False):
     """One published set of weights: `number` rises by one per published batch, `digest` is of the weights' bytes."""
 
     number: int
     digest: str
 
 
-class SamplingParams(Record):
+class SamplingParams(Record, gc=False):
     """How the next token is drawn. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 keep the whole vocabulary."""
 
     max_new_tokens: int
@@ -74,7 +77,7 @@ class SamplingParams(Record):
     stop_strings: tuple[str, ...] = ()
 
 
-class GenerateRequest(Record):
+class GenerateRequest(Record, gc=False):
     """One sample to generate, or to go on generating from `prefix_ids`."""
 
     sample_id: SampleId
@@ -87,7 +90,7 @@ class GenerateRequest(Record):
     min_version: int = 0
 
 
-class TokenDelta(Record):
+class TokenDelta(Record, gc=False):
     """New tokens of one sample. Applied only if lease and attempt are current and `start` is the ledger's length."""
 
     sample_id: SampleId
@@ -231,7 +234,7 @@ class Loaded(Record):
     probe_logprobs: LogprobBuffer = b""  # float32 [N - 1]; empty where the weights are the trainer's own
 
 
-class VersionRun(Record):
+class VersionRun(Record, gc=False):
     """Completion tokens [start, end) were made by `version`."""
 
     version: PolicyVersion

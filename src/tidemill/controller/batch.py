@@ -184,30 +184,29 @@ class Batch:
             self._moved(SampleState.RUNNING, sample)
         return samples
 
-    def apply(self, delta: TokenDelta) -> Verdict:
+    def apply(self, delta: TokenDelta) -> Sample | None:
         """Append a delta's tokens if its lease and attempt are current and it starts where the sample ends.
 
-        A current attempt that sends what does not fit (a gap, another version) cannot go on: the sample waits for the
-        next one.
+        Returns the sample, or None when the delta is ignored, which is counted. A current attempt that sends what does
+        not fit (a gap, another version) cannot go on: the sample waits for the next one.
         """
         sample = self._by_id.get(delta.sample_id)
         if sample is None:
             self.ignored["unknown_sample"] += 1
-            return "unknown_sample"
+            return None
         verdict = sample.judge(delta, self.version_number)
         if verdict == "applied":
             sample.extend(delta.token_ids, delta.logprobs, delta.version)
             self.tokens_accepted += count(delta.token_ids)
-            if delta.finish is None:
-                return verdict
-            sample.end_attempt(delta.finish, delta.error)
-        else:
-            self.ignored[verdict] += 1
-            if verdict not in BREAKING:
-                return verdict
+            if delta.finish is not None:
+                sample.end_attempt(delta.finish, delta.error)
+                self._moved(SampleState.RUNNING, sample)
+            return sample
+        self.ignored[verdict] += 1
+        if verdict in BREAKING:
             sample.end_attempt("error", f"its engine sent a delta that does not fit ({verdict})")
-        self._moved(SampleState.RUNNING, sample)
-        return verdict
+            self._moved(SampleState.RUNNING, sample)
+        return None
 
     def score(self, sample: Sample, reward: Reward) -> None:
         """Note a finished sample's reward."""

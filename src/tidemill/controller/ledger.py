@@ -101,7 +101,7 @@ class Ledger:
         blobs: list[bytes] = []
         finished: list[Sample] = []
         for report in reports:
-            applied = [(batch[delta.sample_id], delta) for delta in report.deltas if batch.apply(delta) == "applied"]
+            applied = [(sample, delta) for delta in report.deltas if (sample := batch.apply(delta)) is not None]
             entry = accepted((sample.ordinal, delta) for sample, delta in applied)
             if entry is not None:
                 blobs.append(encode(entry))

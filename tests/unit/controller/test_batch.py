@@ -43,8 +43,8 @@ def test_requests_come_in_group_order_and_go_on_from_the_tokens_there_are() -> N
     assert {(r.attempt, r.exact_version, r.lease_id, r.prefix_ids, r.sampling) for r in first} == {
         (1, 3, "lease", b"", SAMPLING)
     }
-    assert one.apply(make_delta()) == "applied"
-    assert one.apply(make_delta(start=2, tokens=[3], finish="aborted")) == "applied"
+    assert one.apply(make_delta()) is one.samples[0]
+    assert one.apply(make_delta(start=2, tokens=[3], finish="aborted")) is one.samples[0]
 
     (again,) = one.assign("other")
 
@@ -69,9 +69,9 @@ def test_what_is_ignored_is_counted_and_changes_nothing() -> None:
     one.assign("lease")
 
     one.apply(make_delta())
-    one.apply(make_delta())
-    one.apply(make_delta(lease_id="other", start=2))
-    one.apply(make_delta(sample_id=make_id("nobody")))
+    assert one.apply(make_delta()) is None
+    assert one.apply(make_delta(lease_id="other", start=2)) is None
+    assert one.apply(make_delta(sample_id=make_id("nobody"))) is None
 
     assert dict(one.ignored) == {"overlap": 1, "stale_lease": 1, "unknown_sample": 1}
     assert one.samples[0].length == 2

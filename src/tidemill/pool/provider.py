@@ -87,7 +87,7 @@ class ScheduledProvider:
                 return None
             self._woken.clear()
             with suppress(TimeoutError):
-                async with asyncio.timeout(min(deadline_s, self._next_s(now_s)) - now_s):
+                async with asyncio.timeout(min(deadline_s, self._next_s()) - now_s):
                     await self._woken.wait()
 
     async def release(self, lease_id: str) -> None:
@@ -151,11 +151,11 @@ class ScheduledProvider:
         self._held[place.lease.lease_id] = place
         self._events.append(LeaseGranted(lease=place.lease))
 
-    def _next_s(self, now_s: float) -> float:
+    def _next_s(self) -> float:
         """When something will happen of itself."""
         times = [math.inf if self._coming is None else self._start_s + self._coming.time_s]
         if len(self._held) < self._wanted:
-            times += [place.retry_s for place in self._places.values() if place.offered and place.retry_s > now_s]
+            times += [place.retry_s for place in self._places.values() if place.offered]
         return min(times)
 
 

@@ -136,6 +136,11 @@ def test_another_free_machine_takes_the_place_of_one_given_back() -> None:
     run_virtual(run())
 
 
+def test_another_free_machine_takes_the_place_of_one_that_went() -> None:
+    story = whole_story(iter([up(0.0), up(0.0, 1), down(5.0), up(6.0), down(8.0, 1)]), until_s=20.0, want=1)
+    assert story.granted == [(0.0, "spot-0"), (5.0, "spot-1"), (8.0, "spot-0")]
+
+
 def test_a_machine_given_back_under_notice_is_not_leased_again() -> None:
     async def run() -> None:
         provider, story = scheduled(iter([up(0.0), warned(5.0, 50.0), down(50.0), up(60.0)])), Story()
@@ -188,7 +193,7 @@ def test_giving_back_what_is_not_held_does_nothing() -> None:
 
 def test_nothing_happens_after_the_close_and_nobody_spins() -> None:
     async def run() -> None:
-        provider = scheduled(iter([up(0.0), up(0.0, 1), down(5.0)]))
+        provider = scheduled(iter([up(0.0), up(0.0, 1), down(5.0), up(6.0)]))
         assert await provider.next_event(1.0) is not None
         await provider.close()
         assert await provider.next_event(30.0) is None

@@ -10,6 +10,7 @@ TRACE = CapacityTrace.of([(0.0, 1), (100.0, 4), (200.0, 2), (300.0, 3), (400.0, 
 
 def test_the_counts_are_those_of_the_trace() -> None:
     assert capacity_of(trace_timetable(TRACE, max_workers=9), 400.0) == TRACE
+    assert capacity_of(trace_timetable(TRACE, max_workers=9, notice_s=30.0), 400.0) == TRACE
 
 
 def test_faster_from_the_middle_and_capped() -> None:
@@ -39,7 +40,7 @@ def test_a_notice_comes_before_the_count_falls() -> None:
     ]
 
 
-def test_a_machine_that_would_have_to_be_warned_before_it_is_there_is_not_offered() -> None:
+def test_a_machine_that_would_have_to_be_warned_before_it_is_there_is_not_leased() -> None:
     trace = CapacityTrace.of([(0.0, 0), (10.0, 1), (15.0, 0), (20.0, 1), (60.0, 0)])
     story = whole_story(trace_timetable(trace, max_workers=9, notice_s=30.0), until_s=99.0)
     assert story.granted == [(20.0, "spot-0")]

@@ -1,0 +1,225 @@
+"""What a pull costs a worker that is generating: the longest gap between two decoding steps, with and without one.
+
+Engine and pull run as in any worker: the engine on one thread, fetching, applying and verifying on another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from benchmarks.additions import unrelated_prompts
+from tidemill.config.schema import RunSpec
+from tidemill.core.buffers import pack_tokens
+from tidemill.core.clock import LoopClock
+from tidemill.core.records import GenerateRequest, Lease, Loaded, PolicyVersion, SampleId, SamplingParams
+from tidemill.rollout.engines.embedded import EmbeddedEngine
+from tidemill.rollout.worker import EngineWorker
+from tidemill.runtime.compute import ComputeThread
+from tidemill.runtime.file_transport import FileTransport
+from tidemill.runtime.host import InProcessHost
+from tidemill.runtime.parts import Parts, load_parts
+from tidemill.runtime.publish import ModelPublisher
+from tidemill.weights.store import WeightStore
+from tidemill.weights.transport import Blob
+
+SAMPLES = 16
+NEW_TOKENS = 2000  # more than a round decodes
+WINDOW_S = 4.0
+LEARNING_RATE = 1e-6
+LEASE = Lease(lease_id="lease", worker_id="worker", kind="preemptible", price_usd_per_hour=0.0, start_s=0.0)
+
+
+class CopiedFiles(FileTransport):
+    """As between machines: what is read is copied, so that deltas pay."""
+
+    zero_copy = False
+
+    async def get(self, name: str) -> Blob:
+        mapped = await super().get(name)
+        return await asyncio.to_thread(mapped.copy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    name: str
+    precision: str
+    transport: type[FileTransport]
+
+
+CASES = (
+    Case(name="fp32, whole, mapped from shared memory", precision="fp32", transport=FileTransport),
+    Case(name="bf16, delta, copied", precision="bf16", transport=CopiedFiles),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pause:
+    """Of one case; medians over the rounds, seconds. A step decodes one token of each of the samples."""
+
+    case: str
+    rounds: int
+    samples: int
+    step_s: float
+    longest_gap_quiet_s: float  # between two steps of a window without a pull
+    longest_gap_pulling_s: float  # while a version was fetched and verified
+    pull_s: float
+    swap_s: float  # the swap and the probe, between two steps
+    longest_gap_swap_s: float  # those, and computing the caches of all running samples anew under the new weights
+    pulled_nbytes: int
+    full: bool
+
+
+def pause(case: Case, model: Path, *, rounds: int) -> Pause:
+    """Generate, and go on while a version is pulled and swapped in, `rounds` times."""
+    spec = RunSpec.model_validate(
+        {
+            "model": {"source": str(model)},
+            "sampling": {"max_new_tokens": NEW_TOKENS},
+            "engine": {"slots": SAMPLES},
+            "trainer": {"threads": 1, "precision": case.precision, "device": "cpu"},
+        }
+    )
+    return asyncio.run(_pause(case, load_parts(spec, progress=lambda _: None), rounds))
+
+
+async def _pause(case: Case, parts: Parts, rounds: int) -> Pause:
+    prompts = [parts.codec.encode(text) for text in unrelated_prompts(SAMPLES)]
+    async with AsyncExitStack() as stack:
+        trainer, engine, weights = (ComputeThread(name) for name in ("trainer", "engine", "weights"))
+        for thread in (trainer, engine, weights):
+            stack.push_async_callback(thread.close)
+        store = WeightStore(case.transport.create(), compute=trainer)
+        stack.push_async_callback(store.close)
+        publisher = ModelPublisher(
+            parts.model,
+            store,
+            compute=trainer,
+            dtype=parts.rollout_dtype,
+            probe_ids=pack_tokens(prompts[0]),
+            autocast=parts.autocast,
+        )
+        host = InProcessHost(
+            parts,
+            store,
+            compute=engine,
+            weights_compute=weights,
+            clock=LoopClock(),
+            prompt_tokens=max(map(len, prompts)),
+        )
+        stack.push_async_callback(host.close)
+        steps = Steps(stack)
+        worker = await host.start(LEASE)
+        measured = [await _round(worker, publisher, parts.model, prompts, steps, number) for number in range(rounds)]
+    loads = [one.loaded for one in measured]
+    return Pause(
+        case=case.name,
+        rounds=rounds,
+        samples=SAMPLES,
+        step_s=statistics.median(gap for one in measured for gap in one.quiet),
+        longest_gap_quiet_s=statistics.median(max(one.quiet) for one in measured),
+        longest_gap_pulling_s=statistics.median(max(one.pulling, default=0.0) for one in measured),
+        longest_gap_swap_s=statistics.median(max(one.swapping) for one in measured),
+        pull_s=statistics.median(loaded.pull_s for loaded in loads),
+        swap_s=statistics.median(loaded.swap_s for loaded in loads),
+        pulled_nbytes=loads[-1].nbytes,
+        full=loads[-1].full,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """Gaps between steps, seconds."""
+
+    quiet: list[float]
+    pulling: list[float]
+    swapping: list[float]
+    loaded: Loaded
+
+
+async def _round(
+    worker: EngineWorker,
+    publisher: ModelPublisher,
+    model: PreTrainedModel,
+    prompts: list[list[int]],
+    steps: Steps,
+    number: int,
+) -> Round:
+    """A quiet window, and one with a pull."""
+    before, after = (PolicyVersion(number=2 * number + at, digest="") for at in (0, 1))
+    await publisher.publish(before)
+    await worker.load(before)
+    _learn(model)
+    await publisher.publish(after)
+    requests = [_request(prompt, index) for index, prompt in enumerate(prompts)]
+    await worker.submit(requests)
+    while not (report := await worker.next_report(60.0)) or not report.deltas:
+        pass  # prompts are being computed
+    draining = asyncio.create_task(_drain(worker))
+    began = time.perf_counter()
+    await asyncio.sleep(WINDOW_S)
+    asked = time.perf_counter()
+    loaded = await worker.load(after)
+    await asyncio.sleep(WINDOW_S)
+    await worker.abort([request.sample_id for request in requests])
+    draining.cancel()
+    pulled = asked + loaded.pull_s
+    return Round(
+        quiet=steps.gaps(began, asked),
+        pulling=steps.gaps(asked, pulled),
+        swapping=steps.gaps(pulled, math.inf),
+        loaded=loaded,
+    )
+
+
+class Steps:
+    """When each decoding step of any engine ended."""
+
+    def __init__(self, stack: AsyncExitStack) -> None:
+        self.times: list[float] = []
+        step: Callable[[EmbeddedEngine], None] = EmbeddedEngine._step
+
+        def timed(engine: EmbeddedEngine) -> None:
+            step(engine)
+            self.times.append(time.perf_counter())
+
+        EmbeddedEngine._step = timed  # type: ignore[method-assign,assignment]
+        stack.callback(setattr, EmbeddedEngine, "_step", step)
+
+    def gaps(self, after: float, until: float) -> list[float]:
+        """Of the steps that ended in a span of time."""
+        times = np.array(self.times)
+        gaps: list[float] = np.diff(times)[(times[1:] > after) & (times[1:] <= until)].tolist()
+        return gaps
+
+
+def _learn(model: PreTrainedModel) -> None:
+    """About what an early step of Adam does: every weight moves by up to the learning rate."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.rand_like(parameter) * 2 - 1, alpha=LEARNING_RATE)
+
+
+async def _drain(worker: EngineWorker) -> None:
+    while True:
+        await worker.next_report(60.0)
+
+
+def _request(prompt: list[int], index: int) -> GenerateRequest:
+    return GenerateRequest(
+        sample_id=SampleId(run_seed=0, purpose="pause", prompt_id=str(index), epoch=0, index=0),
+        lease_id="lease",
+        attempt=0,
+        prompt_ids=pack_tokens(prompt),
+        sampling=SamplingParams(max_new_tokens=NEW_TOKENS),
+    )

@@ -119,7 +119,7 @@ class Codec:
 
 async def measure(trace: CapacityTrace, duration_s: float, seed: int) -> dict[str, Any]:
     clock, telemetry = LoopClock(), SilentTelemetry(lambda _: None)
-    timetable = trace_timetable(trace, start_s=0.0, speed=1.0, max_workers=64, notice_s=0.0, seed=seed)
+    timetable = trace_timetable(trace, start_s=0.0, speed=1.0, notice_s=0.0, seed=seed)
     host = SimulatedHost(SPEED, length=completion_length, clock=clock, tick_s=TICK_S)
     fleet = Fleet(
         None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import dataclass, field
 
 from tests.virtual_time import run_virtual
@@ -13,8 +14,12 @@ from tidemill.pool.provider import CLOCK_RESOLUTION_S, BackOff, ScheduledProvide
 from tidemill.pool.timetable import Timetable
 
 
-def scheduled(timetable: Timetable, *, session: int = 1, back_off: BackOff | None = None) -> ScheduledProvider:
-    return ScheduledProvider(timetable, clock=LoopClock(), session=session, price_usd_per_hour=2.0, back_off=back_off)
+def scheduled(
+    timetable: Timetable, *, session: int = 1, most: float = math.inf, back_off: BackOff | None = None
+) -> ScheduledProvider:
+    return ScheduledProvider(
+        timetable, clock=LoopClock(), session=session, price_usd_per_hour=2.0, most=most, back_off=back_off
+    )
 
 
 @dataclass
@@ -62,11 +67,13 @@ async def listen(provider: Provider, story: Story, until_s: float) -> Story:
     return story
 
 
-def whole_story(timetable: Timetable, until_s: float, *, session: int = 1, want: int | None = None) -> Story:
+def whole_story(
+    timetable: Timetable, until_s: float, *, session: int = 1, want: int | None = None, most: float = math.inf
+) -> Story:
     """From second 0 on, with nothing given back."""
 
     async def run() -> Story:
-        provider = scheduled(timetable, session=session)
+        provider = scheduled(timetable, session=session, most=most)
         if want is not None:
             provider.want(want)
         return await listen(provider, Story(), until_s)

@@ -34,8 +34,13 @@ def build_provider(
     Raises:
         UserError: the trace cannot be read, or is over before the run begins.
     """
-    timetable = timetable_of(pool, read)
-    return ScheduledProvider(timetable, clock=clock, session=session, price_usd_per_hour=price_usd_per_hour)
+    return ScheduledProvider(
+        timetable_of(pool, read),
+        clock=clock,
+        session=session,
+        price_usd_per_hour=price_usd_per_hour,
+        most=pool.max_workers if isinstance(pool, TracePool) else pool.workers,
+    )
 
 
 def timetable_of(pool: ScheduledPool, read: Callable[[Path], bytes]) -> Timetable:
@@ -48,11 +53,4 @@ def timetable_of(pool: ScheduledPool, read: Callable[[Path], bytes]) -> Timetabl
     if pool.start_s > 0 and pool.start_s >= trace.end_s:
         what = f"{pool.start_s:g} lies beyond the end of {pool.path}, which is {trace.end_s:g} s long"
         raise UserError(what, where="pool.start_s", cure="begin earlier")
-    return trace_timetable(
-        trace,
-        start_s=pool.start_s,
-        speed=pool.speed,
-        max_workers=pool.max_workers,
-        notice_s=pool.notice_s,
-        seed=pool.seed,
-    )
+    return trace_timetable(trace, start_s=pool.start_s, speed=pool.speed, notice_s=pool.notice_s, seed=pool.seed)

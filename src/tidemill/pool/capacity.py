@@ -56,10 +56,6 @@ class CapacityTrace(Record):
         later = [(at_s - time_s, count) for at_s, count in self.steps if at_s > time_s]
         return CapacityTrace.of([(0.0, self.count_at(time_s)), *later], end_s=max(0.0, self.end_s - time_s))
 
-    def capped(self, machines: int) -> CapacityTrace:
-        """As seen by someone who takes at most so many."""
-        return CapacityTrace.of([(time_s, min(count, machines)) for time_s, count in self.steps], end_s=self.end_s)
-
     def machine_seconds(self) -> float:
         """The sum of all machines' times from `start_s` to `end_s`."""
         ends = [time_s for time_s, _ in self.steps[1:]] + [self.end_s]

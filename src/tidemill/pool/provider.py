@@ -49,6 +49,8 @@ class ScheduledProvider:
     asks late is not granted what has come and gone meanwhile.
 
     Args:
+        most: leases held at once, whatever is wanted. The market's other machines are there all the same: one of them
+            takes the place of one that goes.
         session: which life of the run this is; lease ids hold it, so that a resumed run never uses one again.
     """
 
@@ -59,6 +61,7 @@ class ScheduledProvider:
         clock: Clock,
         session: int,
         price_usd_per_hour: float = 0.0,
+        most: float = math.inf,
         back_off: BackOff | None = None,
     ) -> None:
         self._timetable, self._clock, self._session, self._price = timetable, clock, session, price_usd_per_hour
@@ -68,12 +71,13 @@ class ScheduledProvider:
         self._places: dict[int, _Place] = {}
         self._held: dict[str, _Place] = {}
         self._events = deque[LeaseEvent]()
-        self._wanted: float = math.inf  # everything, until someone says otherwise
+        self._most = most
+        self._wanted = most  # everything, until someone says otherwise
         self._granted = 0
         self._woken = asyncio.Event()
 
     def want(self, workers: int) -> None:
-        self._wanted = workers
+        self._wanted = min(workers, self._most)
         self._woken.set()
 
     async def next_event(self, timeout_s: float) -> LeaseEvent | None:

@@ -15,18 +15,17 @@ def trace_timetable(
     *,
     start_s: float = 0.0,
     speed: float = 1.0,
-    max_workers: int,
     notice_s: float = 0.0,
     seed: int = 0,
 ) -> Timetable:
-    """Plays `trace` from `start_s` on, `speed` seconds of it a second, as seen by someone who takes `max_workers`.
+    """Plays `trace` from `start_s` on, `speed` seconds of it a second.
 
     A machine is warned `notice_s` seconds (of the player's time) before the count falls, so that the capacity is the
     trace's at every moment. One that would have to be warned before it is there is warned as it comes, and so not
     leased. At the end of the trace its last count stays.
     """
     changes = []
-    for stay in stays(trace.since(start_s).capped(max_workers), seed=seed):
+    for stay in stays(trace.since(start_s), seed=seed):
         begin_s, end_s = stay.start_s / speed, stay.end_s / speed
         changes.append(Change(time_s=begin_s, place=stay.place, to="up"))
         if end_s == math.inf:

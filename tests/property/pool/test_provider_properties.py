@@ -67,8 +67,8 @@ def test_a_trace_gains_and_loses_what_its_counts_say(trace: CapacityTrace) -> No
 def test_a_replayed_trace_is_never_exceeded(
     trace: CapacityTrace, seed: int, notice_s: float, cap: int, speed: float
 ) -> None:
-    timetable = trace_timetable(trace, speed=speed, max_workers=cap, notice_s=notice_s, seed=seed)
-    story, held = whole_story(timetable, until_s=trace.end_s / speed + 1.0), 0
+    timetable = trace_timetable(trace, speed=speed, notice_s=notice_s, seed=seed)
+    story, held = whole_story(timetable, until_s=trace.end_s / speed + 1.0, most=cap), 0
     for at, (time_s, event) in enumerate(story.told):
         held += isinstance(event, LeaseGranted) - isinstance(event, LeaseEnded)
         last_of_its_time = at + 1 == len(story.told) or story.told[at + 1][0] > time_s + 1e-5
@@ -82,7 +82,7 @@ def test_a_replayed_trace_is_never_exceeded(
 @settings(deadline=None)
 @given(TRACES, SEEDS, st.sampled_from([0.5, 7.0]))
 def test_a_notice_precedes_its_end_by_exactly_its_length(trace: CapacityTrace, seed: int, notice_s: float) -> None:
-    story = whole_story(trace_timetable(trace, max_workers=9, notice_s=notice_s, seed=seed), until_s=trace.end_s + 1.0)
+    story = whole_story(trace_timetable(trace, notice_s=notice_s, seed=seed), until_s=trace.end_s + 1.0)
     noticed = {event.lease_id: time_s for time_s, event in story.noticed}
     deadlines = {event.lease_id: event.deadline_s for _, event in story.noticed}
     assert len(noticed) == len(story.noticed)
@@ -137,7 +137,7 @@ def test_every_lease_ends_once_or_is_still_held(
     def timetable() -> Timetable:
         if isinstance(kind, Market):
             return market_timetable(kind, seed=seed)
-        return trace_timetable(kind, max_workers=5, notice_s=2.0, seed=seed)
+        return trace_timetable(kind, notice_s=2.0, seed=seed)
 
     # A story asserts of itself that no worker has two leases, and that nothing is told of a lease that has ended.
     story, given_back = run_virtual(act(timetable(), acts))

@@ -35,9 +35,10 @@ def test_a_trace_pool_with_everything_set(tmp_path: Path) -> None:
         kind="trace", path=tmp_path / "t.csv", start_s=50.0, speed=10.0, max_workers=2, notice_s=4.0, seed=1
     )
     story = story_of(pool, until_s=100.0)
-    assert [time_s for time_s, _ in story.granted] == [5.0, 5.0]
-    assert [(time_s, event.deadline_s) for time_s, event in story.noticed] == [(21.0, 25.0)]
-    assert [time_s for time_s, _ in story.ended] == [25.0]
+    # Two of nine machines are taken; both go when eight do, and the ninth is taken instead.
+    assert story.granted == [(5.0, "spot-0"), (5.0, "spot-1"), (25.0, "spot-5")]
+    assert [(time_s, event.deadline_s) for time_s, event in story.noticed] == [(21.0, 25.0), (21.0, 25.0)]
+    assert [time_s for time_s, _ in story.ended] == [25.0, 25.0]
 
 
 def test_a_synthetic_pool() -> None:

@@ -29,10 +29,9 @@ def test_changes_between_two_times() -> None:
     assert list(TRACE.changes(10.0, 30.0)) == [(30.0, 2)]  # after the first, through the second
 
 
-def test_since_a_time_and_seen_through_a_cap() -> None:
+def test_since_a_time() -> None:
     assert TRACE.since(20.0) == CapacityTrace(steps=((0.0, 1), (10.0, 3), (20.0, 2)), end_s=30.0)
     assert TRACE.since(99.0) == CapacityTrace(steps=((0.0, 2),), end_s=0.0)
-    assert TRACE.capped(2).steps == ((0.0, 2), (10.0, 1), (30.0, 2))  # from 3 to 2 is no change to someone who takes 2
 
 
 def test_statistics_by_hand() -> None:

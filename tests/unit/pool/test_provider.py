@@ -141,6 +141,18 @@ def test_another_free_machine_takes_the_place_of_one_that_went() -> None:
     assert story.granted == [(0.0, "spot-0"), (5.0, "spot-1"), (8.0, "spot-0")]
 
 
+def test_never_more_leases_than_the_most_whatever_is_wanted() -> None:
+    async def run() -> None:
+        provider, story = scheduled(iter([up(0.0), up(0.0, 1), up(0.0, 2), down(5.0, 1)]), most=2), Story()
+        await listen(provider, story, until_s=1.0)
+        assert story.granted == [(0.0, "spot-0"), (0.0, "spot-1")]
+        provider.want(9)
+        await listen(provider, story, until_s=20.0)
+        assert story.granted[2:] == [(5.0, "spot-2")]  # in the place of the one that went
+
+    run_virtual(run())
+
+
 def test_a_machine_given_back_under_notice_is_not_leased_again() -> None:
     async def run() -> None:
         provider, story = scheduled(iter([up(0.0), warned(5.0, 50.0), down(50.0), up(60.0)])), Story()

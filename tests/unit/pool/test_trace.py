@@ -9,19 +9,19 @@ TRACE = CapacityTrace.of([(0.0, 1), (100.0, 4), (200.0, 2), (300.0, 3), (400.0, 
 
 
 def test_the_counts_are_those_of_the_trace() -> None:
-    assert capacity_of(trace_timetable(TRACE, max_workers=9), 400.0) == TRACE
-    assert capacity_of(trace_timetable(TRACE, max_workers=9, notice_s=30.0), 400.0) == TRACE
+    assert capacity_of(trace_timetable(TRACE), 400.0) == TRACE
+    assert capacity_of(trace_timetable(TRACE, notice_s=30.0), 400.0) == TRACE
 
 
-def test_faster_from_the_middle_and_capped() -> None:
-    # From second 150, where there are 4, ten times as fast, seen by someone who takes 3.
-    found = capacity_of(trace_timetable(TRACE, start_s=150.0, speed=10.0, max_workers=3), 25.0)
-    assert found == CapacityTrace(steps=((0.0, 3), (5.0, 2), (15.0, 3)), end_s=25.0)
+def test_faster_from_the_middle() -> None:
+    # From second 150, where there are 4, ten times as fast.
+    found = capacity_of(trace_timetable(TRACE, start_s=150.0, speed=10.0), 25.0)
+    assert found == CapacityTrace(steps=((0.0, 4), (5.0, 2), (15.0, 3)), end_s=25.0)
 
 
 def test_the_victims_are_the_seeds_choice() -> None:
     def victims(seed: int) -> tuple[int, ...]:
-        changes = trace_timetable(TRACE, max_workers=9, seed=seed)
+        changes = trace_timetable(TRACE, seed=seed)
         return tuple(change.place for change in changes if change.to == "down")
 
     assert victims(7) == victims(7)
@@ -30,7 +30,7 @@ def test_the_victims_are_the_seeds_choice() -> None:
 
 def test_a_notice_comes_before_the_count_falls() -> None:
     trace = CapacityTrace.of([(0.0, 2), (100.0, 0)])
-    assert list(trace_timetable(trace, speed=2.0, max_workers=9, notice_s=30.0)) == [
+    assert list(trace_timetable(trace, speed=2.0, notice_s=30.0)) == [
         Change(time_s=0.0, place=0, to="up"),
         Change(time_s=0.0, place=1, to="up"),
         Change(time_s=20.0, place=0, to="warned", deadline_s=50.0),  # 100 s of the trace are 50 s; 50 - 30
@@ -42,17 +42,17 @@ def test_a_notice_comes_before_the_count_falls() -> None:
 
 def test_a_machine_that_would_have_to_be_warned_before_it_is_there_is_not_leased() -> None:
     trace = CapacityTrace.of([(0.0, 0), (10.0, 1), (15.0, 0), (20.0, 1), (60.0, 0)])
-    story = whole_story(trace_timetable(trace, max_workers=9, notice_s=30.0), until_s=99.0)
+    story = whole_story(trace_timetable(trace, notice_s=30.0), until_s=99.0)
     assert story.granted == [(20.0, "spot-0")]
     assert [(time_s, event.deadline_s) for time_s, event in story.noticed] == [(30.0, 60.0)]
     assert [time_s for time_s, _ in story.ended] == [60.0]
 
 
 def test_after_the_end_the_last_count_stays() -> None:
-    story = whole_story(trace_timetable(TRACE, max_workers=9), until_s=1e6)
+    story = whole_story(trace_timetable(TRACE), until_s=1e6)
     assert len(story.held) == 3
     assert story.told[-1][0] == 300.0
 
 
 def test_beyond_the_end_the_last_count_is_all_there_is() -> None:
-    assert capacity_of(trace_timetable(TRACE, start_s=1e6, max_workers=9), 10.0).steps == ((0.0, 3),)
+    assert capacity_of(trace_timetable(TRACE, start_s=1e6), 10.0).steps == ((0.0, 3),)

@@ -107,7 +107,6 @@ async def _pause(case: Case, parts: Parts, rounds: int) -> Pause:
             compute=trainer,
             dtype=parts.rollout_dtype,
             probe_ids=pack_tokens(prompts[0]),
-            autocast=parts.autocast,
         )
         host = InProcessHost(
             parts,

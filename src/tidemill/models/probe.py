@@ -12,9 +12,7 @@ from tidemill.models.token_tree import build_tree
 
 
 @torch.inference_mode()
-def probe_logprobs(
-    model: PreTrainedModel, token_ids: TokenBuffer, *, autocast: torch.dtype | None = None
-) -> LogprobBuffer:
+def probe_logprobs(model: PreTrainedModel, token_ids: TokenBuffer) -> LogprobBuffer:
     """Logprobs (float32 [N - 1], temperature 1) of the tokens after the first of a sequence (int32 [N], N >= 2).
 
     One plain forward pass, no cache. `model` has packed attention.
@@ -22,7 +20,6 @@ def probe_logprobs(
     device = next(model.parameters()).device
     tree = build_tree([np.frombuffer(token_ids, np.int32)])
     tokens, positions = (torch.from_numpy(array).to(device) for array in (tree.token_ids, tree.depths))
-    with torch.autocast(device.type, autocast, enabled=autocast is not None):
-        logits = vocabulary_logits(model, hidden_states(model, tokens, positions, TreePlan(tree, device))[:-1])
+    logits = vocabulary_logits(model, hidden_states(model, tokens, positions, TreePlan(tree, device))[:-1])
     logprobs = logits.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
     return np.ascontiguousarray(logprobs.cpu().numpy(), np.float32).tobytes()

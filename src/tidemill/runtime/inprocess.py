@@ -74,7 +74,6 @@ async def in_process(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock
                 compute=compute,
                 dtype=parts.rollout_dtype,
                 probe_ids=probe_sequence(task.source),
-                autocast=parts.autocast,
             )
             stack.push_async_callback(publisher.close)
         yield Machinery(

@@ -9,7 +9,7 @@ from tidemill.core.buffers import ITEM_BYTES, LogprobBuffer, TokenBuffer, count
 from tidemill.core.protocols import Compute, PromptSource
 from tidemill.core.records import PolicyVersion, WeightManifest
 from tidemill.models.probe import probe_logprobs
-from tidemill.models.snapshots import snapshot_bytes, snapshot_layout, write_snapshot
+from tidemill.models.snapshots import bind_snapshot, empty_twin, snapshot_bytes, snapshot_layout, write_snapshot
 from tidemill.weights.snapshot import allocate
 from tidemill.weights.store import WeightStore
 from tidemill.weights.transport import Blob
@@ -22,8 +22,8 @@ class ModelPublisher:
 
     Args:
         compute: the trainer's: nothing moves the weights while they are copied.
-        dtype: what workers generate in.
-        autocast: as the trainer computes; so is the probe.
+        dtype: what workers generate in. The probe is computed with weights rounded to it, as workers will: in bf16 the
+            trainer's own would differ from them by more than any limit that still finds a fault.
     """
 
     def __init__(
@@ -34,10 +34,9 @@ class ModelPublisher:
         compute: Compute,
         dtype: torch.dtype,
         probe_ids: TokenBuffer,
-        autocast: torch.dtype | None = None,
     ) -> None:
         self._model, self._store, self._compute = model, store, compute
-        self._probe_ids, self._autocast = probe_ids, autocast
+        self._dtype, self._probe_ids = dtype, probe_ids
         self._layout = snapshot_layout(model, dtype)
 
     async def publish(self, version: PolicyVersion) -> WeightManifest:
@@ -57,7 +56,15 @@ class ModelPublisher:
     def _export(self) -> tuple[Blob, LogprobBuffer]:
         snapshot = allocate(snapshot_bytes(self._layout))
         write_snapshot(self._model, self._layout, snapshot)
-        return snapshot, probe_logprobs(self._model, self._probe_ids, autocast=self._autocast)
+        return snapshot, probe_logprobs(self._rounded(snapshot), self._probe_ids)
+
+    def _rounded(self, snapshot: Blob) -> PreTrainedModel:
+        """The model as it was written; on a GPU a copy, until the probe is computed."""
+        if self._model.dtype == self._dtype:
+            return self._model
+        twin = empty_twin(self._model, self._dtype)
+        bind_snapshot(twin, self._layout, snapshot)
+        return twin
 
 
 def probe_sequence(source: PromptSource) -> TokenBuffer:

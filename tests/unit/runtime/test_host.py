@@ -51,7 +51,6 @@ class Stage:
             compute=compute,
             dtype=parts.rollout_dtype,
             probe_ids=PROBE,
-            autocast=parts.autocast,
         )
         clock = LoopClock()
         self.host = InProcessHost(
@@ -110,12 +109,8 @@ async def test_a_pulled_version_generates_bit_by_bit_what_the_trainers_own_engin
         loaded = await worker.load(version)
         assert (loaded.version, loaded.full, loaded.retries) == (version, True, 0)
         assert loaded.swap_s > 0
-        said, expected = unpack_logprobs(loaded.probe_logprobs), unpack_logprobs(manifest.probe_logprobs)
-        assert len(said) == count(PROBE) - 1
-        if stage.parts.autocast is None:
-            assert said == expected
-        else:  # the trainer's own weights stay in fp32
-            assert said == pytest.approx(expected, abs=0.1)
+        assert loaded.probe_logprobs == manifest.probe_logprobs
+        assert count(loaded.probe_logprobs) == count(PROBE) - 1
         assert await generate(worker) == await generate(stage.local)
         stage.learn()
 

@@ -69,7 +69,6 @@ class TrainerActor(Serving):
                 compute=compute,
                 dtype=parts.rollout_dtype,
                 probe_ids=planned.probe_ids,
-                autocast=parts.autocast,
             )
         return Started(
             version=trainer.version,

@@ -20,6 +20,8 @@ from tidemill.core.records import (
 )
 
 TRAIN = "train"
+LOCAL = "local"
+"""The lease of the trainer's own engine."""
 
 BREAKING: frozenset[Verdict] = frozenset({"malformed", "wrong_version", "gap"})
 """From the current attempt these mean that what follows cannot be applied either."""
@@ -98,7 +100,7 @@ class Batch:
         self.prompt_tokens_reused = 0
         self.evictions = 0
         self.tokens_lost = 0  # estimated
-        self.migrations = 0  # samples given to another lease than the one before
+        self.migrations = 0  # samples that a preemptible worker had and another went on with
         self.tokens_recomputed = 0  # completion tokens that an assignment brought along as its prefix
         for epoch, prompt in prompts:
             for index in range(plan.group_size):
@@ -170,7 +172,7 @@ class Batch:
         """Give waiting samples (by default all, in canonical order) to a lease; each goes on from its tokens."""
         chosen = self.in_state(SampleState.WAITING) if samples is None else list(samples)
         for sample in chosen:
-            self.migrations += sample.lease_id not in ("", lease_id)
+            self.migrations += sample.lease_id not in ("", LOCAL, lease_id)
             self.tokens_recomputed += sample.length
             sample.assign(lease_id)
             self._moved(SampleState.WAITING, sample)

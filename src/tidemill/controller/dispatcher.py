@@ -7,8 +7,8 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from tidemill.controller.batch import Batch
-from tidemill.controller.fleet import LOCAL, Fleet
+from tidemill.controller.batch import LOCAL, Batch
+from tidemill.controller.fleet import Fleet
 from tidemill.controller.member import Member
 from tidemill.controller.offload import seeding_useful
 from tidemill.controller.router import Load, Movable, Waiting, dispatch, rebalance
@@ -65,7 +65,7 @@ class Dispatcher:
         """Workers about to leave: call back what they are generating."""
         for lease_id in lease_ids:
             if lease_id in self._fleet and (samples := list(self._batch.held(lease_id).values())):
-                self._fleet.story.handed_back(self._fleet[lease_id], len(samples))
+                self._fleet.story.handed_back(self._fleet[lease_id], samples)
                 self._fleet.abort(lease_id, [sample.sample_id for sample in samples])
 
     def call_back_all(self) -> None:

@@ -20,6 +20,7 @@ from typing import Any, Self
 import msgspec
 
 from tidemill.config.schema import FleetConfig
+from tidemill.controller.batch import LOCAL
 from tidemill.controller.lengths import LengthEstimator
 from tidemill.controller.mailbox import Ended, Mailbox
 from tidemill.controller.member import Member, MemberState, Order, probe_difference
@@ -46,7 +47,6 @@ from tidemill.telemetry.spans import span
 
 RECEIVE_S = 10.0
 """How long one `next_report` or `next_event` waits; only a rhythm, deadlines are those of `Patience` and `[fleet]`."""
-LOCAL = "local"
 _WORKER = "the worker and its engine"
 
 
@@ -312,6 +312,7 @@ class Fleet:
                 continue
             member.heard_s, member.status = self.clock.now(), report.status
             tokens = sum(len(delta.token_ids) for delta in report.deltas) // 4
+            member.heard_tokens = tokens
             member.tokens += tokens
             member.busy_tokens += tokens
             if report.status.running and tokens:

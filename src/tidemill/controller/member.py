@@ -42,6 +42,7 @@ class Member:
     version: PolicyVersion | None = None
     status: WorkerStatus | None = None
     heard_s: float = 0.0  # when it last said anything
+    heard_tokens: int = 0  # in its last report
     noticed: bool = False
     tokens: int = 0  # accepted of it
     busy_since_s: float | None = None  # since when it has samples of the open batch
@@ -58,10 +59,10 @@ class Member:
         return self.lease.kind == "preemptible"
 
     def tokens_since(self, now_s: float) -> int:
-        """About how many tokens it has made since it was last heard."""
+        """About how many tokens it has made since it was last heard: a tick's at most, or it would have said so."""
         if self.status is None or not self.status.running:
             return 0
-        return round(self.status.tokens_per_s * max(0.0, now_s - self.heard_s))
+        return min(self.heard_tokens, round(self.status.tokens_per_s * max(0.0, now_s - self.heard_s)))
 
     def cost_usd(self, now_s: float) -> float:
         return self.lease.price_usd_per_hour * (now_s - self.lease.start_s) / 3600

@@ -58,8 +58,9 @@ class Story:
     def noticed(self, member: Member, grace_s: float, cause: str) -> None:
         self._tell(NOTICE, member, grace_s=round(grace_s, 3), cause=cause)
 
-    def handed_back(self, member: Member, samples: int) -> None:
-        self._tell(HAND_BACK, member, samples=samples)
+    def handed_back(self, member: Member, samples: Sequence[Sample]) -> None:
+        kept = sum(sample.length for sample in samples)
+        self._tell(HAND_BACK, member, samples=len(samples), tokens_kept=kept)
 
     def busy(self, member: Member, samples: int, *, step: int, purpose: str) -> None:
         """It was given samples."""

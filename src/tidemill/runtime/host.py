@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
+
+from transformers import PreTrainedModel
 
 from tidemill.core.clock import Clock
 from tidemill.core.protocols import Compute
@@ -46,7 +49,7 @@ class InProcessHost:
 
     async def start(self, lease: Lease) -> EngineWorker:
         parts = self._parts
-        model = await self._weights_compute.run(lambda: empty_twin(parts.model, parts.rollout_dtype))
+        model = await self._weights_compute.run(self._empty_twin)
         puller = Puller(self._store.transport, self._weights_compute, clock=self._clock, pinned=self._store.pinned)
         worker = EngineWorker(
             parts.engine_over(model, NOTHING_YET, prompt_tokens=self._prompt_tokens),
@@ -59,6 +62,12 @@ class InProcessHost:
         )
         self._workers.add(worker)
         return worker
+
+    def _empty_twin(self) -> PreTrainedModel:
+        # Workers that were killed lie in reference cycles, with their caches and the snapshots they were over. Python
+        # does not know how large these are and would let many of them pile up.
+        gc.collect()
+        return empty_twin(self._parts.model, self._parts.rollout_dtype)
 
     async def close(self) -> None:
         for worker in list(self._workers):

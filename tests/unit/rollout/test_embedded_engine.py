@@ -7,6 +7,7 @@ import torch
 
 from tests.engine_requests import VERSION, Collected, engine, finish_all, prompts, request
 from tests.model_shapes import MODEL_SHAPES, llama
+from tidemill.core.buffers import count, pack_tokens
 from tidemill.core.errors import UserError
 from tidemill.core.records import PolicyVersion
 
@@ -200,3 +201,23 @@ def test_a_load_ends_samples_that_asked_for_the_version_before() -> None:
     assert (last.finish, last.token_ids) == ("aborted", b"")
     assert "asked for version 0, the engine has 1" in last.error
     assert (subject.status().running, subject.status().queued) == (0, 0)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_a_probe_disturbs_nothing_and_follows_the_weights(batch_invariant: bool) -> None:
+    texts = prompts(3, length=10)
+    requests, model, ids = [request(text) for text in texts], llama(), pack_tokens(prompts(1, length=20, seed=3)[0])
+    undisturbed = finish_all(engine(llama(), batch_invariant=batch_invariant), requests)
+    subject = engine(model, batch_invariant=batch_invariant)
+    subject.submit(requests)
+    made = Collected()
+    said = set()
+    while subject.status().running + subject.status().queued:
+        made.add(subject.poll(0.0))
+        said.add(subject.probe(ids))
+    assert made.tokens == undisturbed.tokens
+    assert made.logprobs == undisturbed.logprobs
+    assert [count(one) for one in said] == [19]
+    with torch.no_grad():
+        next(model.parameters()).mul_(1.1)
+    assert subject.probe(ids) not in said

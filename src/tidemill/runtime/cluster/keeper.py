@@ -35,6 +35,8 @@ SYSTEM: dict[str, Any] = {
     "health_check_failure_threshold": 3,
     # A call whose actor vanished with its node fails without waiting for the verdict on the node.
     "timeout_ms_task_wait_for_death_info": 200,
+    # A stopped process is ended, and its place free, this long after it was told to end.
+    "kill_worker_timeout_milliseconds": 1000,
     "enable_worker_prestart": False,
     "prestart_worker_first_driver": False,
 }

@@ -29,7 +29,7 @@ STOP_S = 30.0
 MOST_NODES = 2
 """Preemptible nodes of a cluster on one machine: enough that one can die and another stay."""
 
-# Loopback is the machine's address then, and nothing listens elsewhere. Read when Ray is imported; see `_connect`.
+# Loopback is the machine's address then, and nothing listens elsewhere. Read when Ray is imported; see `connect`.
 _ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 
 
@@ -107,7 +107,7 @@ async def connected(spec: RunSpec, *, model_bytes: int, tell: Callable[[str], No
         tell(f"starting Ray on this machine: {', '.join(node.name for node in nodes)}")
         kept = await start_keeper(Keep(nodes=nodes, object_store_bytes=object_store_bytes(model_bytes)))
     try:
-        await _connect(spec.ray.address if kept is None else kept.address, here=kept is not None)
+        await connect(spec.ray.address if kept is None else kept.address, here=kept is not None)
         watch = NodeWatch()
         try:
             await watch.start()
@@ -188,7 +188,13 @@ def _keeper_process() -> subprocess.Popen[bytes]:
     )
 
 
-async def _connect(address: str, *, here: bool) -> None:
+async def connect(address: str, *, here: bool) -> None:
+    """Make this process a driver of a cluster; `here` is one that a keeper holds.
+
+    Raises:
+        UserError: there is none at that address.
+    """
+
     def connect() -> None:
         ray_constants.ENABLE_RAY_CLUSTER = not here  # as the environment of a cluster made here says
         ray.init(

@@ -18,11 +18,16 @@ _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode
 
 
+class RemoteError(TidemillError):
+    """Something nobody foresaw went wrong in another process; its traceback is in the notes."""
+
+
 class Fault(Record):
     """An exception, as far as it matters elsewhere."""
 
-    kind: str  # a key of `_KINDS`, or "" for what nobody foresaw
+    kind: str  # a key of `_KINDS`, or "" for any other
     words: tuple[str, ...]
+    traceback: str = ""  # of what nobody foresaw
 
 
 class Answer(Record):
@@ -65,8 +70,15 @@ def read_answer(blob: bytes, kind: type[T]) -> T:
     answer = decode(blob, Answer)
     if answer.fault is None:
         return decode(bytes(answer.value), kind)
-    build = _KINDS.get(answer.fault.kind)
-    raise build(*answer.fault.words) if build else TidemillError(*answer.fault.words)
+    raise _rebuilt(answer.fault)
+
+
+def _rebuilt(fault: Fault) -> TidemillError:
+    if fault.traceback:
+        error = RemoteError(*fault.words)
+        error.add_note(fault.traceback)
+        return error
+    return _KINDS.get(fault.kind, TidemillError)(*fault.words)
 
 
 def _fault(error: Exception) -> Fault:
@@ -78,4 +90,5 @@ def _fault(error: Exception) -> Fault:
         return Fault(kind="weights", words=(str(error),))
     if isinstance(error, TidemillError):
         return Fault(kind="", words=(str(error),))
-    return Fault(kind="", words=("".join(traceback.format_exception(error)).rstrip(),))
+    what = f"{type(error).__name__}: {error}"
+    return Fault(kind="", words=(what,), traceback="".join(traceback.format_exception(error)))

@@ -1,0 +1,360 @@
+"""Workers as actors on a Ray cluster of several nodes, here; they are killed, stopped, warned and forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray._private import state as ray_state
+from ray._raylet import GcsClient  # type: ignore[attr-defined]
+from ray.core.generated import autoscaler_pb2
+
+from tidemill.config.schema import RayConfig, RayPool, RunSpec
+from tidemill.core.buffers import pack_tokens
+from tidemill.core.clock import LoopClock
+from tidemill.core.errors import WorkerLost
+from tidemill.core.records import (
+    GenerateRequest,
+    Lease,
+    LeaseEnded,
+    LeaseGranted,
+    LeaseNoticed,
+    PolicyVersion,
+    SampleId,
+    SamplingParams,
+    TokenDelta,
+)
+from tidemill.models.catalog import resolve
+from tidemill.models.hollow import shell_files
+from tidemill.runtime.cluster.host import RayHost
+from tidemill.runtime.cluster.keeper import Keep, LocalNode
+from tidemill.runtime.cluster.local import KeptCluster, connect, start_keeper
+from tidemill.runtime.cluster.nodes import NodeWatch
+from tidemill.runtime.cluster.plan import Started, TrainerPlan, WorkerPlan
+from tidemill.runtime.cluster.provider import RayProvider
+from tidemill.runtime.cluster.remote import Remote
+from tidemill.runtime.cluster.trainer import RayPublisher, trainer_lost
+from tidemill.runtime.cluster.trainer_actor import TrainerActor
+from tidemill.runtime.cluster.wire import encode
+from tidemill.runtime.cluster.worker import RayWorker
+
+pytestmark = pytest.mark.xdist_group("ray")
+
+SPOT = {"ray.io/market-type": "spot"}
+RESERVED = {"ray.io/market-type": "!spot"}
+CONFIG = RayConfig(worker_cpus=1)
+SPEC = RunSpec.model_validate(
+    {
+        "runtime": "ray",
+        "model": {"source": "char", "char": {"hidden_size": 32, "layers": 2, "context": 128}},
+        "engine": {"slots": 4, "batch_invariant": True, "tick_s": 0.05},
+        "sampling": {"max_new_tokens": 100},
+        "trainer": {"threads": 1},
+    }
+)
+PROMPT = pack_tokens([5, 6, 7, 8])
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[KeptCluster]:
+    nodes = (
+        LocalNode(name="reserved", cpus=1, gpus=0, labels={}),
+        *(LocalNode(name=f"spot-{index}", cpus=2, gpus=0, labels=SPOT) for index in range(3)),
+    )
+    kept = asyncio.run(start_keeper(Keep(nodes=nodes, object_store_bytes=100 << 20)))
+    asyncio.run(connect(kept.address, here=True))
+    yield kept
+    ray.shutdown()
+    asyncio.run(kept.close())
+    assert kept.process.returncode == 0
+
+
+@dataclass
+class Trainer:
+    handle: Any
+    remote: Remote
+    version: PolicyVersion
+    local: RayWorker
+
+
+@pytest.fixture(scope="module")
+def trainer(cluster: KeptCluster, tmp_path_factory: pytest.TempPathFactory) -> Trainer:
+    """Its weights are published as version 0."""
+    handle = ray.remote(TrainerActor).options(num_cpus=1, label_selector=RESERVED).remote()
+    remote = Remote(handle, gone=trainer_lost)
+    plan = TrainerPlan(
+        spec=SPEC.model_dump_json(),
+        checkpoints=str(tmp_path_factory.mktemp("checkpoints")),
+        prompt_tokens=4,
+        probe_ids=PROMPT,
+    )
+
+    async def start() -> PolicyVersion:
+        started = await remote.call("start", encode(plan), kind=Started, timeout_s=60)
+        await RayPublisher(remote).publish(started.version)
+        return started.version
+
+    return Trainer(handle, remote, asyncio.run(start()), RayWorker(remote, owned=False))
+
+
+@dataclass
+class Workplace:
+    """What a test starts workers with; everything it started ends with the test."""
+
+    trainer: Trainer
+    nodes: NodeWatch
+    hosts: list[RayHost] = field(default_factory=list)
+    leases: int = 0
+
+    def host(
+        self, *, start_s: float = 60.0, selector: dict[str, str] = SPOT, orphan_s: float = 60.0, broken: bool = False
+    ) -> RayHost:
+        plan = WorkerPlan(
+            spec="{" if broken else SPEC.model_dump_json(),
+            prompt_tokens=4,
+            dtype="float32",
+            threads=1,
+            cloud_notices=False,
+            orphan_s=orphan_s,
+        )
+        host = RayHost(
+            plan,
+            CONFIG,
+            self.nodes,
+            files=shell_files(resolve(SPEC.model, progress=lambda _: None)),
+            publisher=self.trainer.handle,
+            preemptible=selector,
+            reserved=RESERVED,
+            start_s=start_s,
+            tells_drains=True,
+        )
+        self.hosts.append(host)
+        return host
+
+    async def worker(self, node: str = "", *, host: RayHost | None = None) -> tuple[RayWorker, int]:
+        """A worker with the weights of version 0, and its process."""
+        before = _pids()
+        worker = await (host or self.host()).start(self.lease(node))
+        assert isinstance(worker, RayWorker)
+        (pid,) = _pids() - before
+        await worker.load(self.trainer.version)
+        return worker, pid
+
+    def lease(self, node: str = "") -> Lease:
+        self.leases += 1
+        return Lease(
+            lease_id=f"lease-{self.leases}",
+            worker_id=f"w{self.leases}",
+            kind="preemptible",
+            price_usd_per_hour=0.0,
+            start_s=0.0,
+            node=node,
+        )
+
+
+@pytest.fixture
+async def workplace(trainer: Trainer) -> AsyncIterator[Workplace]:
+    nodes = NodeWatch()
+    await nodes.start()
+    place = Workplace(trainer, nodes)
+    yield place
+    for host in place.hosts:
+        await host.close()
+    await nodes.close()
+
+
+def _pids() -> set[int]:
+    """Processes of all live actors."""
+    return {actor["Pid"] for actor in ray_state.actors().values() if actor["State"] == "ALIVE"}
+
+
+def _request(index: int, version: PolicyVersion, tokens: int = 100) -> GenerateRequest:
+    return GenerateRequest(
+        sample_id=SampleId(run_seed=0, purpose="train", prompt_id="p", epoch=0, index=index),
+        lease_id="any",
+        attempt=1,
+        prompt_ids=PROMPT,
+        sampling=SamplingParams(max_new_tokens=tokens),
+        exact_version=version.number,
+    )
+
+
+async def _finished(worker: RayWorker, samples: int) -> dict[SampleId, bytes]:
+    """Completions by sample, once all have ended."""
+    tokens: dict[SampleId, bytes] = {}
+    ended = 0
+    async with asyncio.timeout(30):
+        while ended < samples:
+            report = await worker.next_report(5.0)
+            for delta in report.deltas if report else ():
+                tokens[delta.sample_id] = tokens.get(delta.sample_id, b"") + delta.token_ids
+                ended += delta.finish is not None
+    return tokens
+
+
+async def _first_tokens(worker: RayWorker) -> TokenDelta:
+    async with asyncio.timeout(30):
+        while True:
+            report = await worker.next_report(5.0)
+            for delta in report.deltas if report else ():
+                if delta.token_ids:
+                    return delta
+
+
+async def _notice_s(worker: RayWorker) -> float:
+    async with asyncio.timeout(20):
+        while True:
+            report = await worker.next_report(5.0)
+            if report is not None and report.notice_s is not None:
+                return report.notice_s
+
+
+async def _lost(worker: RayWorker, timeout_s: float = 20.0) -> tuple[WorkerLost, float]:
+    """How its end is told, and after how many seconds."""
+    began = time.monotonic()
+    while time.monotonic() - began < timeout_s:
+        try:
+            await worker.next_report(1.0)
+        except WorkerLost as error:
+            return error, time.monotonic() - began
+    raise AssertionError("the worker's end was not noticed")
+
+
+async def _until(condition: Callable[[], bool], timeout_s: float) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110 - of processes, not of this loop
+            await asyncio.sleep(0.02)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return _stat(pid)[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def _stat(pid: int) -> tuple[str, int]:
+    """State and parent of a process."""
+    state, parent, *_ = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return state, int(parent)
+
+
+async def test_a_worker_generates_is_warned_goes_on_and_is_killed(workplace: Workplace) -> None:
+    trainer = workplace.trainer
+    before = _pids()
+    worker = await workplace.host().start(workplace.lease())
+    assert isinstance(worker, RayWorker)
+    (pid,) = _pids() - before
+    loaded = await worker.load(trainer.version)
+    manifest = await RayPublisher(trainer.remote).publish(trainer.version)  # again: the one there is
+    assert (loaded.version, loaded.full) == (trainer.version, True)
+    assert loaded.nbytes >= manifest.nbytes
+    assert loaded.probe_logprobs == manifest.probe_logprobs
+
+    requests = [_request(index, trainer.version, tokens=20) for index in range(3)]
+    await worker.submit(requests)
+    await trainer.local.submit(requests)
+    theirs, ours = await _finished(worker, 3), await _finished(trainer.local, 3)
+    assert theirs == ours
+    assert len(theirs) == 3
+
+    os.kill(pid, signal.SIGTERM)
+    assert await _notice_s(worker) == 5.0
+    await worker.submit([_request(3, trainer.version)])
+    await _first_tokens(worker)
+
+    os.kill(pid, signal.SIGKILL)
+    error, after_s = await _lost(worker)
+    assert error.cause == "its process was killed (SIGKILL or out of memory)"
+    assert after_s < 1.0
+    with pytest.raises(WorkerLost, match="was killed"):
+        await worker.submit(requests)
+
+
+async def test_a_stopped_worker_is_silent_and_its_process_ends_with_its_lease(workplace: Workplace) -> None:
+    worker, pid = await workplace.worker()
+    await worker.submit([_request(0, workplace.trainer.version)])
+    await _first_tokens(worker)
+    os.kill(pid, signal.SIGSTOP)
+    began = time.monotonic()
+    while await worker.next_report(0.3) is not None:  # what it had said before
+        assert time.monotonic() - began < 5
+    assert await worker.next_report(0.5) is None
+    worker.kill()
+    error, after_s = await _lost(worker)
+    assert error.cause == "it was ended"
+    assert after_s < 1.0
+    await _until(lambda: not _alive(pid), timeout_s=15)
+
+
+async def test_a_worker_that_nobody_asks_ends_itself(workplace: Workplace) -> None:
+    _, pid = await workplace.worker(host=workplace.host(orphan_s=1.0))
+    assert _alive(pid)
+    await _until(lambda: not _alive(pid), timeout_s=10)
+
+
+async def test_a_worker_that_no_node_takes(workplace: Workplace) -> None:
+    with pytest.raises(WorkerLost) as caught:
+        await workplace.host(start_s=1.0, selector={"disk": "huge"}).start(workplace.lease())
+    assert caught.value.cause == "no node with label disk=huge has 1 free CPU"
+    assert "ray start --labels" in caught.value.cure
+
+
+async def test_a_worker_that_cannot_start_leaves_no_process(workplace: Workplace) -> None:
+    before = _pids()
+    with pytest.raises(WorkerLost, match=r"it does not start: ValidationError: .*"):
+        await workplace.host(broken=True).start(workplace.lease())
+    await _until(lambda: _pids() == before, timeout_s=10)
+
+
+async def test_a_start_that_is_given_up_leaves_no_process(workplace: Workplace) -> None:
+    before = _pids()
+    starting = asyncio.create_task(workplace.host().start(workplace.lease()))
+    await _until(lambda: _pids() != before, timeout_s=20)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    await _until(lambda: _pids() == before, timeout_s=10)
+
+
+async def test_the_leases_of_a_node_that_drains_and_dies(cluster: KeptCluster, workplace: Workplace) -> None:
+    pool = RayPool(kind="ray", max_workers=5, selector=SPOT)
+    provider = RayProvider(pool, CONFIG, workplace.nodes, clock=LoopClock(), session=1, price_usd_per_hour=0.5)
+    leases = [await provider.next_event(5.0) for _ in range(5)]  # three nodes of two CPUs would hold six
+    granted = [event.lease for event in leases if isinstance(event, LeaseGranted)]
+    assert len({lease.lease_id for lease in granted}) == 5
+    assert await provider.next_event(0.1) is None
+    victim = next(node for node in workplace.nodes.fitting(SPOT) if node.name == "spot-2")
+    on_victim = {lease.lease_id for lease in granted if lease.node == victim.node_id}
+    assert on_victim
+
+    worker, pid = await workplace.worker(victim.node_id)
+    await worker.submit([_request(0, workplace.trainer.version)])
+    await _first_tokens(worker)
+    raylet = _stat(pid)[1]
+
+    reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+    gcs = GcsClient(address=cluster.address)
+    assert gcs.drain_node(victim.node_id, reason, "reclaimed", int((time.time() + 30) * 1000))[0]
+    noticed = [await provider.next_event(5.0) for _ in on_victim]
+    assert {event.lease_id for event in noticed if isinstance(event, LeaseNoticed)} == on_victim
+    left_s = [event.deadline_s - LoopClock().now() for event in noticed if isinstance(event, LeaseNoticed)]
+    assert all(20 < seconds < 31 for seconds in left_s)
+    assert 20 < await _notice_s(worker) < 31
+
+    os.kill(raylet, signal.SIGKILL)
+    error, after_s = await _lost(worker)
+    assert "its node spot-2" in error.cause
+    assert after_s < 5
+    await _until(lambda: not _alive(pid), timeout_s=2)  # it dies with its node
+    ended = [await provider.next_event(10.0) for _ in on_victim]
+    assert {event.lease_id for event in ended if isinstance(event, LeaseEnded)} == on_victim
+    await provider.close()

@@ -1,0 +1,64 @@
+"""Which nodes a cluster on this machine has, and who may run where."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tidemill.config.schema import RayConfig, RunSpec
+from tidemill.runtime.cluster.local import local_nodes, reserved_selector, selector_of
+from tidemill.runtime.cluster.nodes import NodeView
+
+
+def _spec(**sections: Any) -> RunSpec:
+    return RunSpec.model_validate({"runtime": "ray", **sections})
+
+
+def _node(labels: dict[str, str], **free: float) -> NodeView:
+    return NodeView(node_id="n", name="n", labels=labels, total=free, free=free)
+
+
+def test_no_workers_need_no_node_of_their_own() -> None:
+    (head,) = local_nodes(_spec(ray={"trainer_cpus": 2}))
+    assert (head.name, head.cpus, head.labels) == ("reserved", 2, {})
+
+
+def test_workers_are_spread_over_two_nodes_with_one_place_to_spare() -> None:
+    _, *spot = local_nodes(_spec(pool={"kind": "static", "workers": 3}, ray={"worker_cpus": 0.5}))
+    # 3 workers on 2 nodes: 2 places each and one for a worker that is slow to die, half a CPU each
+    assert [node.cpus for node in spot] == [1.5, 1.5]
+    assert [node.labels for node in spot] == [{"ray.io/market-type": "spot"}] * 2
+
+
+def test_the_pool_of_nodes_has_as_many_places_as_workers() -> None:
+    pool = {"kind": "ray", "max_workers": 1, "selector": {"market": "spot", "disk": "!slow"}}
+    _, spot = local_nodes(_spec(pool=pool))
+    assert (spot.cpus, spot.labels) == (1, {"market": "spot"})
+
+
+def test_every_node_sees_gpus_of_its_own() -> None:
+    nodes = local_nodes(_spec(pool={"kind": "static", "workers": 2}, ray={"trainer_gpus": 1, "worker_gpus": 0.5}))
+    # one worker of half a GPU on each node rounds up to a GPU of its own
+    assert [node.visible_gpus for node in nodes] == ["0", "1", "2"]
+
+
+def test_the_trainer_stays_off_preemptible_nodes() -> None:
+    preemptible = selector_of(_spec().pool)
+    assert reserved_selector(RayConfig(), preemptible) == {"ray.io/market-type": "!spot"}
+    assert reserved_selector(RayConfig(reserved_selector={"a": "b"}), preemptible) == {"a": "b"}
+    assert reserved_selector(RayConfig(), {"kind": "!good"}) == {"kind": "good"}
+
+
+def test_labels_fit_selectors_as_ray_reads_them() -> None:
+    spot = _node({"market": "spot", "zone": "a"})
+    assert spot.fits({"market": "spot", "zone": "in(a, b)"})
+    assert not spot.fits({"market": "!spot"})
+    assert not spot.fits({"zone": "!in(a, b)"})
+    assert spot.fits({"disk": "!slow"})  # a label that is not there is not that label
+    assert not spot.fits({"disk": "slow"})
+
+
+def test_places_are_counted_by_what_is_scarce() -> None:
+    assert _node({}, CPU=7.0, GPU=2.0).places(2.0, 1.0) == 2
+    assert _node({}, CPU=3.0, GPU=2.0).places(2.0, 1.0) == 1
+    assert _node({}, CPU=0.3).places(0.1, 0.0) == 3  # 0.3 / 0.1 is a little less than 3
+    assert _node({}, CPU=8.0).places(1.0, 1.0) == 0

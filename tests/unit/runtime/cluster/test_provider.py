@@ -1,0 +1,168 @@
+"""Leases of a Ray cluster follow its nodes. Virtual time; the nodes are made up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import cast
+
+import pytest
+
+from tests.virtual_time import run_virtual
+from tidemill.config.schema import RayConfig, RayPool
+from tidemill.core.clock import LoopClock
+from tidemill.core.records import LeaseEnded, LeaseEvent, LeaseGranted, LeaseNoticed
+from tidemill.pool.provider import BackOff
+from tidemill.runtime.cluster import provider as module
+from tidemill.runtime.cluster.nodes import NodeView, NodeWatch
+from tidemill.runtime.cluster.provider import RayProvider
+
+UNIX_S = 1_000_000.0
+
+
+class FakeNodes:
+    """A cluster that looks as a test says."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[str, NodeView] = {}
+
+    def put(self, name: str, cpus: float, drains_unix_s: float | None = None, **labels: str) -> None:
+        free = {"CPU": cpus}
+        labels = labels or {"market": "spot"}
+        self.nodes[name] = NodeView(
+            node_id=name, name=name, labels=labels, total=free, free=free, drains_unix_s=drains_unix_s
+        )
+
+    def fitting(self, selector: Mapping[str, str]) -> list[NodeView]:
+        return [node for node in self.nodes.values() if node.fits(selector)]
+
+    def name(self, node_id: str) -> str:
+        return f"node {node_id}"
+
+    async def changed(self, timeout_s: float) -> None:
+        await asyncio.sleep(min(1.0, timeout_s))
+
+
+class Case:
+    def __init__(self, *, max_workers: int = 8) -> None:
+        self.nodes = FakeNodes()
+        self.provider = RayProvider(
+            RayPool(kind="ray", max_workers=max_workers, selector={"market": "spot"}),
+            RayConfig(worker_cpus=2),
+            cast("NodeWatch", self.nodes),
+            clock=LoopClock(),
+            session=4,
+            price_usd_per_hour=0.5,
+            back_off=BackOff(first_s=3.0),
+            unix_s=lambda: UNIX_S,
+        )
+
+    async def events(self) -> list[LeaseEvent]:
+        """All there are for now."""
+        found = []
+        while (event := await self.provider.next_event(0.0)) is not None:
+            found.append(event)
+        return found
+
+    async def granted(self) -> list[tuple[str, str]]:
+        """(lease, node) of what is granted now, and nothing else is told."""
+        events = await self.events()
+        assert all(isinstance(event, LeaseGranted) for event in events), events
+        return [(event.lease.lease_id, event.lease.node) for event in events if isinstance(event, LeaseGranted)]
+
+
+@pytest.fixture(autouse=True)
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, object]]:
+    """What the autoscaler was asked for: bundles and their selectors."""
+    found: list[tuple[int, object]] = []
+
+    def request(*, bundles: list[dict[str, float]], bundle_label_selectors: list[dict[str, str]]) -> None:
+        assert bundles == [{"CPU": 2.0}] * len(bundles)
+        found.append((len(bundles), bundle_label_selectors))
+
+    monkeypatch.setattr(module, "request_resources", request)
+    return found
+
+
+def test_a_lease_for_every_worker_that_fits_where_the_labels_do() -> None:
+    async def case() -> None:
+        one = Case()
+        one.nodes.put("a", 5)  # 5 CPUs, 2 each: 2 workers
+        one.nodes.put("b", 2)
+        one.nodes.put("c", 8, market="on-demand")
+        assert await one.granted() == [("lease-4-1", "a"), ("lease-4-2", "a"), ("lease-4-3", "b")]
+        one.nodes.put("a", 1)  # they run there now
+        assert await one.granted() == []
+
+    run_virtual(case())
+
+
+def test_no_more_than_wanted_and_more_when_more_is(asked: list[tuple[int, object]]) -> None:
+    async def case() -> None:
+        one = Case(max_workers=3)
+        one.nodes.put("a", 12)
+        one.provider.want(1)
+        assert len(await one.granted()) == 1
+        one.provider.want(9)
+        assert len(await one.granted()) == 2  # three at most
+        one.provider.want(0)
+        assert await one.events() == []  # none is taken away
+
+    run_virtual(case())
+
+
+async def test_the_autoscaler_is_asked_for_what_is_wanted(asked: list[tuple[int, object]]) -> None:
+    one = Case(max_workers=3)
+    one.provider.want(2)
+    one.provider.want(2)
+    await one.provider.close()
+    assert asked == [(2, [{"market": "spot"}] * 2), (0, [])]
+
+
+def test_a_node_that_drains_warns_and_takes_no_more() -> None:
+    async def case() -> None:
+        one = Case()
+        one.nodes.put("a", 2)
+        ((lease, _),) = await one.granted()
+        one.nodes.put("a", 4, drains_unix_s=UNIX_S + 20)
+        now_s = LoopClock().now()
+        assert await one.events() == [
+            LeaseNoticed(lease_id=lease, deadline_s=now_s + 20, cause="its node a is being drained")
+        ]
+        assert await one.events() == []  # told once
+        one.nodes.nodes.clear()
+        assert await one.events() == [LeaseEnded(lease_id=lease, cause="its node node a is gone")]
+
+    run_virtual(case())
+
+
+def test_a_lease_given_back_comes_again_later_and_later() -> None:
+    async def case() -> None:
+        one = Case()
+        one.nodes.put("a", 2)
+        ((first, _),) = await one.granted()
+        await one.provider.release(first)
+        assert await one.granted() == []
+        await asyncio.sleep(3.1)
+        ((second, _),) = await one.granted()
+        assert second != first
+        await one.provider.release(second)
+        await asyncio.sleep(3.1)
+        assert await one.granted() == []  # twice as long
+        await asyncio.sleep(3.0)
+        assert len(await one.granted()) == 1
+
+    run_virtual(case())
+
+
+def test_waiting_for_a_node_that_appears() -> None:
+    async def case() -> None:
+        one = Case()
+        assert await one.provider.next_event(2.5) is None
+        asyncio.get_running_loop().call_later(3.5, lambda: one.nodes.put("a", 2))
+        began = LoopClock().now()
+        event = await one.provider.next_event(10.0)
+        assert isinstance(event, LeaseGranted)
+        assert LoopClock().now() - began == pytest.approx(4.0)  # the next look
+
+    run_virtual(case())

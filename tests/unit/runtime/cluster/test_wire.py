@@ -1,0 +1,58 @@
+"""What crosses between processes comes out as it went in, faults included."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tidemill.core.errors import TidemillError, UserError, WeightsError, WorkerLost
+from tidemill.core.records import PolicyVersion
+from tidemill.runtime.cluster.wire import RemoteError, answering, read_answer
+
+
+async def _through(outcome: object, kind: Any = None) -> Any:
+    @answering
+    async def method() -> object:
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    return read_answer(await method(), kind or type(outcome))
+
+
+async def test_records_and_nothing() -> None:
+    version = PolicyVersion(number=3, digest="abc")
+    assert await _through(version) == version
+    assert await _through([version, version], list[PolicyVersion]) == [version, version]
+    assert await _through(None) is None
+
+
+async def test_a_users_fault_keeps_its_words() -> None:
+    fault = UserError("the disk is full", where="runs/a", cure="free some space")
+    with pytest.raises(UserError) as caught:
+        await _through(fault)
+    assert (caught.value.what, caught.value.where, caught.value.cure) == (
+        "the disk is full",
+        "runs/a",
+        "free some space",
+    )
+    assert str(caught.value) == str(fault)
+
+
+async def test_other_faults_keep_their_kind() -> None:
+    with pytest.raises(WorkerLost) as lost:
+        await _through(WorkerLost("its node died", cure="wait"))
+    assert (lost.value.cause, lost.value.cure) == ("its node died", "wait")
+    with pytest.raises(WeightsError, match=r"^version 3 is torn$"):
+        await _through(WeightsError("version 3 is torn"))
+    with pytest.raises(TidemillError, match=r"^waited long$") as other:
+        await _through(TidemillError("waited long"))
+    assert not isinstance(other.value, RemoteError)
+
+
+async def test_what_nobody_foresaw_brings_its_traceback() -> None:
+    with pytest.raises(RemoteError) as caught:
+        await _through(ZeroDivisionError("no"))
+    assert str(caught.value) == "ZeroDivisionError: no"
+    assert "raise outcome" in caught.value.__notes__[0]

@@ -80,6 +80,7 @@ bench: $(READY) ## the benchmarks, one after another; about an hour on a quiet m
 	$(BIN)/python -m benchmarks.grpo_step
 	$(BIN)/python -m benchmarks.batch_shapes
 	$(BIN)/python -m benchmarks.demo_accuracy
+	$(BIN)/python -m benchmarks.weights
 
 constraints: $(READY) ## rewrite constraints.txt from pyproject.toml (needs the network)
 	$(BIN)/python scripts/write_constraints.py

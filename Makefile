@@ -26,7 +26,7 @@ define prepare
 	exit 2
 endef
 
-.PHONY: help setup demo test check format bench clean constraints $(CHECKS)
+.PHONY: help setup demo test check format chaos bench clean constraints $(CHECKS)
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1	\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -36,9 +36,9 @@ $(READY): $(SETUP)
 
 setup: $(READY) ## prepare .venv only
 
-demo: $(READY) ## a 135M-parameter model learns addition; minutes, no GPU, no network
+demo: $(READY) ## a 135M-parameter model learns addition while its workers come and go; minutes, no GPU, no network
 	@rm -rf $(DEMO_DIR)
-	$(BIN)/tidemill train @recipes/smollm2-addition.toml --run.dir $(DEMO_DIR)
+	$(BIN)/tidemill train @recipes/spot-trace.toml --run.dir $(DEMO_DIR)
 	@printf '\nOpen in a browser: file://%s\n' "$(CURDIR)/$(DEMO_DIR)/report.html"
 
 # One target each, so that `make -k check` tells everything that is wrong at once.
@@ -75,11 +75,19 @@ test: check ## check, then every test with coverage
 	    $(BIN)/coverage report --include="src/tidemill/$$part/*" --show-missing; exit 1; }; \
 	done
 
+chaos: $(READY) ## the faults of tests/chaos again and again, with other seeds; about half an hour
+	$(BIN)/python -m pytest tests/chaos -n 0 --timeout=1800 --chaos-rounds=10
+
 bench: $(READY) ## the benchmarks, one after another; about an hour on a quiet machine
 	$(BIN)/python -m benchmarks.generation
 	$(BIN)/python -m benchmarks.grpo_step
 	$(BIN)/python -m benchmarks.batch_shapes
 	$(BIN)/python -m benchmarks.demo_accuracy
+	$(BIN)/python -m benchmarks.controller_scale
+	$(BIN)/python -m benchmarks.goodput
+	$(BIN)/python -m benchmarks.weights
+	$(BIN)/python -m benchmarks.equivalence
+	$(BIN)/python -m benchmarks.migration
 	$(BIN)/python -m benchmarks.weights
 
 constraints: $(READY) ## rewrite constraints.txt from pyproject.toml (needs the network)

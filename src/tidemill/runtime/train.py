@@ -35,8 +35,13 @@ MODEL_DIGEST, TASK_DIGEST, THREADS = "model_digest", "task_digest", "threads"
 """In the manifest: the weights, the prompts and the threads the run began with; noted just before the first sample."""
 
 
-def train(spec: RunSpec, *, telemetry_stream: TextIO | None = None) -> dict[str, Any]:
+def train(
+    spec: RunSpec, *, telemetry_stream: TextIO | None = None, open_machinery: OpenMachinery | None = None
+) -> dict[str, Any]:
     """Run or resume, until done or asked to stop (Ctrl-C, SIGTERM); returns the summary.
+
+    Args:
+        open_machinery: instead of what `spec.runtime` names, for whoever puts something between the parts.
 
     Raises:
         UserError: a fault of the input, the run directory or the disk; nothing finished is lost.
@@ -55,7 +60,7 @@ def train(spec: RunSpec, *, telemetry_stream: TextIO | None = None) -> dict[str,
         )
         run.write_manifest(manifest)
         with Recorder(run, spec, stream=telemetry_stream) as recorder:
-            result = asyncio.run(_train(_with_threads(spec, manifest), run, recorder))
+            result = asyncio.run(_train(_with_threads(spec, manifest), run, recorder, open_machinery or _runtime(spec)))
             if result.already_finished:
                 recorder.note(f"this run had already finished its {result.steps} steps; raise trainer.steps to go on")
             summary = recorder.finish("interrupted" if result.interrupted else "finished")
@@ -63,11 +68,11 @@ def train(spec: RunSpec, *, telemetry_stream: TextIO | None = None) -> dict[str,
     return summary | {"run_dir": str(spec.directory), "already_finished": result.already_finished}
 
 
-async def _train(spec: RunSpec, run: RunDirectory, recorder: Recorder) -> LoopResult:
+async def _train(spec: RunSpec, run: RunDirectory, recorder: Recorder, open_machinery: OpenMachinery) -> LoopResult:
     """Everything started here is stopped here, in reverse order, whatever happens."""
     clock = LoopClock()
     async with AsyncExitStack() as stack:
-        machinery = await stack.enter_async_context(_runtime(spec)(spec, run, recorder, clock))
+        machinery = await stack.enter_async_context(open_machinery(spec, run, recorder, clock))
         recorder.use_decoder(machinery.codec.decode)
         journal = await SqliteJournal.open(run.ledger)
         stack.push_async_callback(journal.close)

@@ -1,0 +1,127 @@
+"""Two runs of the character model, one quiet and one whose workers vanish: what each learned from, side by side."""
+
+from __future__ import annotations
+
+import io
+import tomllib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from benchmarks.saboteur import Eviction, Saboteur, sabotaged
+from tidemill.config.layers import merge
+from tidemill.config.schema import RunSpec
+from tidemill.core.clock import Clock
+from tidemill.core.protocols import WorkerHost
+from tidemill.core.records import Record
+from tidemill.runtime.train import train
+from tidemill.telemetry.events import EVICTION, LEASE_END
+from tidemill.telemetry.jsonl import read_lines
+from tidemill.telemetry.metrics import read_metrics
+
+RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "char-addition.toml"
+WORKERS = 3
+CHANGES: dict[str, Any] = {
+    "model": {"char": {"hidden_size": 64, "layers": 2}},
+    # Long answers are worth something, so that samples keep moving from worker to worker while they are being made.
+    "scoring": {"rewards": [{"kind": "regex", "pattern": r"^\d"}, {"kind": "length", "target_tokens": 32}]},
+    "sampling": {"max_new_tokens": 32, "stop": ["no such string"]},
+    "engine": {"batch_invariant": True, "slots": 6, "tick_s": 0.005},
+    "batch": {"prompts": 8, "group_size": 4, "order": "canonical"},
+    "optimizer": {"learning_rate": 1e-3},
+    "trainer": {"threads": 1},
+    "eval": {"every_steps": 4, "prompts": 8},
+    "checkpoint": {"every_steps": 0},
+    # Seconds of the engine that shares the trainer's parameters: it takes part, and leaves most to those that vanish.
+    "fleet": {"seed_window_s": 0.05, "window_gain": 1e6, "hand_back_s": 0.1},
+}
+
+
+class Disturbed(Record):
+    """What a run went through, and its summary."""
+
+    summary: dict[str, Any]
+    evictions: tuple[Eviction, ...]  # as they were done
+    seen: frozenset[str]  # leases whose eviction the fleet noted: of workers that had joined
+
+
+class Comparison(Record):
+    """How two runs differ in what they learned from, and in what they learned."""
+
+    samples: int
+    tokens: int
+    differing_tokens: int  # samples whose tokens are not the same
+    differing_samples: int  # samples that differ in anything: a logprob, a version's digest, a reward
+    differing_steps: int  # steps after which the weights are not the same
+    same_files: bool  # the final checkpoint's weights, byte by byte
+
+
+def char_spec(directory: Path, *, workers: int, steps: int, seed: int = 0) -> RunSpec:
+    """The recipe, with completions of up to 32 tokens. `workers` 0 generates everything on the reserved side."""
+    here = {
+        "run": {"dir": directory, "seed": seed},
+        "trainer": {"steps": steps},
+        "pool": {"kind": "static", "workers": workers},
+    }
+    return RunSpec.model_validate(merge(merge(tomllib.loads(RECIPE.read_text()), CHANGES), here))
+
+
+def quiet_run(directory: Path, *, steps: int, seed: int = 0) -> dict[str, Any]:
+    """Its summary."""
+    return train(char_spec(directory, workers=0, steps=steps, seed=seed), telemetry_stream=io.StringIO())
+
+
+def disturbed_run(directory: Path, *, steps: int, seed: int = 0) -> Disturbed:
+    """The same run with workers that vanish."""
+    hired: list[Saboteur] = []
+
+    def hire(host: WorkerHost, clock: Clock) -> Saboteur:
+        hired.append(Saboteur(host, clock=clock, workers=WORKERS, seed=seed))
+        return hired[0]
+
+    spec = char_spec(directory, workers=WORKERS, steps=steps, seed=seed)
+    summary = train(spec, telemetry_stream=io.StringIO(), open_machinery=sabotaged(hire))
+    told = (line for _, line in read_lines(directory / "events.jsonl"))
+    seen = frozenset(line["lease"] for line in told if line["event"] == EVICTION)
+    return Disturbed(summary=summary, evictions=tuple(hired[0].evictions), seen=seen)
+
+
+def tokens_by_kind(directory: Path) -> dict[str, int]:
+    """What the fleet received of the workers of each kind."""
+    tokens = Counter[str]()
+    for _, line in read_lines(directory / "events.jsonl"):
+        if line["event"] == LEASE_END:
+            tokens[line["kind"]] += line["tokens"]
+    return dict(tokens)
+
+
+def digests(directory: Path) -> list[str]:
+    """Of the weights, before the first step and after each."""
+    return [line.weights_digest for line in read_metrics(directory / "metrics.jsonl")]
+
+
+def compare(quiet: Path, disturbed: Path) -> Comparison:
+    """Everything that both runs wrote of their samples and weights.
+
+    Raises:
+        KeyError, ValueError: they did not even have the same samples, or steps.
+    """
+    ours, theirs = _samples(quiet), _samples(disturbed)
+    pairs = [(ours[key], theirs[key]) for key in sorted(ours.keys() | theirs.keys())]
+    steps = list(zip(digests(quiet), digests(disturbed), strict=True))
+    weights = [next((run / "checkpoints").glob("*/*.safetensors")).read_bytes() for run in (quiet, disturbed)]
+    return Comparison(
+        samples=len(pairs),
+        tokens=sum(len(one["token_ids"]) for one, _ in pairs),
+        differing_tokens=sum(one["token_ids"] != other["token_ids"] for one, other in pairs),
+        differing_samples=sum(one != other for one, other in pairs),
+        differing_steps=sum(one != other for one, other in steps),
+        same_files=weights[0] == weights[1],
+    )
+
+
+def _samples(run: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """Every line of every samples file, by what names the sample."""
+    names = ("step", "purpose", "prompt_id", "epoch", "index")
+    lines = [line for path in sorted((run / "samples").iterdir()) for _, line in read_lines(path)]
+    return {tuple(line[name] for name in names): line for line in lines}

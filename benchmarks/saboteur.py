@@ -1,0 +1,387 @@
+"""A pool whose machines vanish on cue, and count what was lost with them.
+
+```
+ fleet ◀──grants, notices, ends── Saboteur ──start──▶ the run's own host
+   └────calls──▶ Victim ──▶ EngineWorker ──▶ CutEngine ──▶ the engine
+                                        └──▶ CutSource ──▶ the puller
+```
+Cues are things that happen (a report, a step of the engine, a pull), never times: how often each kind of eviction
+occurs does not depend on the machine. A tick is a fixed number of engine steps for the same reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from itertools import cycle
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from tidemill.config.schema import RunSpec
+from tidemill.core.buffers import LogprobBuffer, TokenBuffer, count
+from tidemill.core.clock import Clock
+from tidemill.core.protocols import Engine, EngineCapabilities, EngineStatus, WeightSource, WorkerHost
+from tidemill.core.records import (
+    GenerateRequest,
+    Lease,
+    LeaseEnded,
+    LeaseEvent,
+    LeaseGranted,
+    LeaseNoticed,
+    Loaded,
+    PolicyVersion,
+    Pulled,
+    Record,
+    SampleId,
+    TokenDelta,
+    WorkerReport,
+)
+from tidemill.rollout.worker import EngineWorker
+from tidemill.runtime.inprocess import in_process
+from tidemill.runtime.machinery import Machinery, OpenMachinery
+from tidemill.telemetry.recorder import Recorder
+from tidemill.telemetry.run_dir import RunDirectory
+
+Cue: TypeAlias = Literal["mid_tick", "noticed", "pull", "join"]
+"""In the middle of a tick, without a word; with a notice; while a serving worker pulls; while a new one does."""
+
+CUES: tuple[Cue, ...] = ("mid_tick", "noticed", "mid_tick", "pull", "mid_tick", "join", "mid_tick", "noticed")
+PATIENCE_S = 30.0
+"""How long anything here waits for the fleet to act."""
+DRAIN_S = 5.0
+"""How long a machine outlives its deadline while its worker still generates: one that ignores notices is cut."""
+
+
+class Eviction(Record):
+    """What went with one machine."""
+
+    lease_id: str
+    cue: Cue
+    told_by_provider: bool  # rather than found dead
+    tokens_lost: int  # made by the engine and never received by the fleet
+    tokens_of_cut_tick: int  # of those, made since the last tick that came to its end
+    tick_tokens: int  # of a whole tick with every slot taken
+    late_s: float = 0.0  # after a notice: how long beyond its deadline the worker had something left
+
+
+class CutEngine:
+    """Implements `core.protocols.Engine`: ticks of `steps` engine steps, the last of them ended in the middle.
+
+    Args:
+        cut_step: the earliest step of a tick in which it is.
+        cut: called on the engine's thread, inside a poll that has made tokens, when `due()`; returns once the machine
+            is gone.
+    """
+
+    def __init__(self, engine: Engine, *, steps: int, cut_step: int, due: Callable[[], bool], cut: Callable[[], None]):
+        self._engine, self._steps, self._cut_step, self._due, self._cut = engine, steps, cut_step, due, cut
+        self.made = 0  # tokens
+        self.made_before = 0  # when the current tick began; all of it once that has ended
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        return self._engine.capabilities
+
+    def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        self._engine.submit(requests)
+
+    def poll(self, deadline_s: float) -> list[TokenDelta]:
+        deltas = dict[SampleId, TokenDelta]()
+        for step in range(1, self._steps + 1):
+            for delta in self._engine.poll(0.0):
+                deltas[delta.sample_id] = _joined(deltas.get(delta.sample_id), delta)
+            status = self._engine.status()
+            self.made = status.tokens_generated
+            if step >= self._cut_step and self.made > self.made_before and self._due():
+                self._cut()
+                break
+            if not status.running + status.queued:
+                break
+        self.made_before = self.made
+        return list(deltas.values())
+
+    def abort(self, sample_ids: Sequence[SampleId]) -> list[TokenDelta]:
+        return self._engine.abort(sample_ids)
+
+    def load(self, version: PolicyVersion) -> None:
+        self._engine.load(version)
+
+    def probe(self, token_ids: TokenBuffer) -> LogprobBuffer:
+        return self._engine.probe(token_ids)
+
+    def status(self) -> EngineStatus:
+        return self._engine.status()
+
+
+def _joined(earlier: TokenDelta | None, later: TokenDelta) -> TokenDelta:
+    """The news of a sample over several steps as one delta."""
+    if earlier is None:
+        return later
+    assert earlier.start + count(earlier.token_ids) == later.start, f"{later.sample_id}: a hole in its tokens"
+    token_ids, logprobs = earlier.token_ids + later.token_ids, earlier.logprobs + later.logprobs
+    return msgspec.structs.replace(later, start=earlier.start, token_ids=token_ids, logprobs=logprobs)
+
+
+class CutSource:
+    """Implements `core.protocols.WeightSource`: a pull that `due` names is never finished.
+
+    Args:
+        due: told how many pulls there were before this one.
+        cut: returns once the machine is gone.
+    """
+
+    def __init__(self, source: WeightSource, *, due: Callable[[int], bool], cut: Callable[[], None]) -> None:
+        self._source, self._due, self._cut, self._pulls = source, due, cut, 0
+
+    async def prepare(self, version: PolicyVersion) -> Pulled:
+        pull = asyncio.ensure_future(self._source.prepare(version))
+        self._pulls += 1
+        try:
+            if self._due(self._pulls - 1):
+                await asyncio.sleep(0)  # it has asked for bytes
+                assert not pull.done(), "the pull was over before it could be cut"
+                self._cut()
+                await asyncio.sleep(PATIENCE_S)  # cancelled by the kill
+            return await pull
+        finally:
+            pull.cancel()
+
+    def swap(self, pulled: Pulled) -> None:
+        self._source.swap(pulled)
+
+    def close(self) -> None:
+        self._source.close()
+
+
+@dataclass(eq=False)
+class Victim:
+    """A worker whose end is planned. Implements `core.protocols.Worker` around the host's own."""
+
+    lease: Lease
+    cue: Cue
+    after: int  # reports with tokens before its end
+    cut_step: int  # the step of a tick in which it ends
+    told: bool  # its end is announced by the provider; else it is found dead
+    saboteur: Saboteur
+    worker: EngineWorker = field(init=False)
+    engine: CutEngine = field(init=False)
+    reports: int = 0
+    received: int = 0  # tokens
+    late_s: float = 0.0
+    doomed: bool = False
+    gone: threading.Event = field(default_factory=threading.Event)
+
+    def take(self, worker: EngineWorker) -> None:
+        """Put the cuts into a worker that has just been started."""
+        loop = asyncio.get_running_loop()
+
+        def cut_from_thread() -> None:
+            loop.call_soon_threadsafe(self.saboteur.evict, self)
+            assert self.gone.wait(PATIENCE_S), f"nobody ended {self.lease.lease_id}"
+
+        self.engine = CutEngine(
+            worker._engine,
+            steps=self.saboteur.steps_per_tick,
+            cut_step=self.cut_step,
+            due=lambda: self.cue == "mid_tick" and self.reports >= self.after and not self.gone.is_set(),
+            cut=cut_from_thread,
+        )
+        source = worker._source
+        assert source is not None
+        worker._engine, self.worker = self.engine, worker
+        worker._source = CutSource(
+            source,
+            due=lambda earlier: self.cue == ("pull" if earlier else "join"),
+            cut=lambda: self.saboteur.evict(self),
+        )
+
+    @property
+    def idle(self) -> bool:
+        """Whether it has nothing left, neither to generate nor to tell."""
+        status = self.engine.status()
+        return not (self.worker._inside or status.running or status.queued) and self.engine.made == self.received
+
+    async def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        await self.worker.submit(requests)
+
+    async def abort(self, sample_ids: Sequence[SampleId]) -> None:
+        await self.worker.abort(sample_ids)
+
+    async def load(self, version: PolicyVersion) -> Loaded:
+        return await self.worker.load(version)
+
+    async def next_report(self, timeout_s: float) -> WorkerReport | None:
+        report = await self.worker.next_report(timeout_s)
+        tokens = sum(count(delta.token_ids) for delta in report.deltas) if report else 0
+        self.received += tokens
+        self.reports += tokens > 0
+        if self.cue == "noticed" and self.reports >= self.after:
+            self.saboteur.notice(self)
+        return report
+
+    async def close(self) -> None:
+        await self.worker.close()
+
+    def kill(self) -> None:
+        if not self.gone.is_set():
+            self.saboteur.note_end(self)
+        self.worker.kill()
+        self.gone.set()
+
+
+class Saboteur:
+    """Implements `core.protocols.Provider` and `WorkerHost`: always `workers` machines, each with a planned end.
+
+    Args:
+        host: starts the real workers, which must be `EngineWorker`s.
+        steps_per_tick: engine steps between two reports.
+        grace_s: of a notice. The machine then goes as soon as its engine has nothing left, or `DRAIN_S` later.
+        cues: taken in turn.
+    """
+
+    def __init__(
+        self,
+        host: WorkerHost,
+        *,
+        clock: Clock,
+        workers: int,
+        steps_per_tick: int = 4,
+        grace_s: float = 0.2,
+        cues: Sequence[Cue] = CUES,
+        seed: int = 0,
+    ) -> None:
+        self.steps_per_tick, self.evictions = steps_per_tick, list[Eviction]()
+        self._host, self._clock, self._grace_s = host, clock, grace_s
+        self._cues, self._rng = cycle(cues), random.Random(seed)
+        self._events: asyncio.Queue[LeaseEvent] = asyncio.Queue()
+        self._victims: dict[str, Victim] = {}
+        self._ends: dict[str, asyncio.Task[None]] = {}
+        for _ in range(workers):
+            self._grant()
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Evictions by cue."""
+        return dict(Counter(eviction.cue for eviction in self.evictions))
+
+    def _grant(self) -> None:
+        number = len(self._victims) + 1
+        cue = next(self._cues)
+        if cue == "pull" and any(one.cue == "pull" and not one.gone.is_set() for one in self._victims.values()):
+            cue = "mid_tick"  # several that wait for the next publish would take the step's work from the others
+        lease = Lease(
+            lease_id=f"lease-{number}",
+            worker_id=f"spot-{number}",
+            kind="preemptible",
+            price_usd_per_hour=0.0,
+            start_s=self._clock.now(),
+        )
+        self._victims[lease.lease_id] = Victim(
+            lease=lease,
+            cue=cue,
+            after=self._rng.randint(1, 2),
+            cut_step=self._rng.randint(1, self.steps_per_tick),
+            told=self._rng.random() < 0.5,
+            saboteur=self,
+        )
+        self._events.put_nowait(LeaseGranted(lease=lease))
+
+    def notice(self, victim: Victim) -> None:
+        """Its machine will go; once."""
+        if victim.lease.lease_id not in self._ends and not victim.gone.is_set():
+            deadline_s = self._clock.now() + self._grace_s
+            self._events.put_nowait(LeaseNoticed(lease_id=victim.lease.lease_id, deadline_s=deadline_s))
+            self._ends[victim.lease.lease_id] = asyncio.create_task(self._end_noticed(victim, deadline_s))
+
+    async def _end_noticed(self, victim: Victim, deadline_s: float) -> None:
+        await asyncio.sleep(max(0.0, deadline_s - self._clock.now()))
+        while not victim.idle and self._clock.now() < deadline_s + DRAIN_S:
+            victim.late_s = self._clock.now() - deadline_s
+            await asyncio.sleep(0.005)
+        self.evict(victim)
+
+    def evict(self, victim: Victim) -> None:
+        """Its machine is gone, now; another one comes."""
+        if victim.doomed or victim.gone.is_set():
+            return
+        victim.doomed = True
+        if not victim.told:
+            victim.kill()
+        self._events.put_nowait(LeaseEnded(lease_id=victim.lease.lease_id, cause=f"taken ({victim.cue})"))
+        self._grant()
+
+    def note_end(self, victim: Victim) -> None:
+        if victim.doomed:
+            engine, status = victim.engine, victim.engine.status()
+            eviction = Eviction(
+                lease_id=victim.lease.lease_id,
+                cue=victim.cue,
+                told_by_provider=victim.told,
+                tokens_lost=engine.made - victim.received,
+                tokens_of_cut_tick=engine.made - engine.made_before,
+                tick_tokens=(status.running + status.free_slots) * self.steps_per_tick,
+                late_s=victim.late_s,
+            )
+            self.evictions.append(eviction)
+
+    # The provider.
+
+    def want(self, workers: int) -> None:
+        """It has what it has."""
+
+    async def next_event(self, timeout_s: float) -> LeaseEvent | None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._events.get()
+        except TimeoutError:
+            return None
+
+    async def release(self, lease_id: str) -> None:
+        """Nothing to do: a dead machine has been replaced already."""
+
+    # The host.
+
+    async def start(self, lease: Lease) -> Victim:
+        victim = self._victims[lease.lease_id]
+        worker = await self._host.start(lease)
+        assert isinstance(worker, EngineWorker), "the saboteur reaches into workers of this process"
+        victim.take(worker)
+        return victim
+
+    async def close(self) -> None:
+        for task in self._ends.values():
+            task.cancel()
+        await asyncio.gather(*self._ends.values(), return_exceptions=True)
+
+
+def sabotaged(hire: Callable[[WorkerHost, Clock], Saboteur]) -> OpenMachinery:
+    """In one process, with `hire(host, clock)` for the pool; `spec.pool` must ask for workers."""
+
+    def open_machinery(
+        spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Clock
+    ) -> AbstractAsyncContextManager[Machinery]:
+        return _sabotaged(hire, in_process(spec, run, recorder, clock), clock)
+
+    return open_machinery
+
+
+@asynccontextmanager
+async def _sabotaged(
+    hire: Callable[[WorkerHost, Clock], Saboteur], opened: AbstractAsyncContextManager[Machinery], clock: Clock
+) -> AsyncIterator[Machinery]:
+    async with opened as machinery:
+        assert machinery.host is not None, "spec.pool asks for no workers"
+        saboteur = hire(machinery.host, clock)
+        gc.freeze()  # the host collects garbage at every join: without all modules ever imported that takes no time
+        try:
+            yield replace(machinery, provider=saboteur, host=saboteur)
+        finally:
+            gc.unfreeze()
+            await saboteur.close()

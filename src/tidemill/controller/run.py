@@ -43,14 +43,16 @@ class Run:
     replayed: int = 0
     already_finished: bool = False
     tokens_generated: int = 0
-    offload: OffloadState | None = None  # once a step with a fleet has begun
+    offload: OffloadState | None = None  # None where no preemptible worker can come
     timings: dict[str, float] = field(default_factory=dict)  # of the open batch, in seconds
 
     async def resume(self) -> None:
         """Restore the newest checkpoint and find out what the journal has beyond it."""
         step = await self._checkpoint_io(self.checkpoints.restore_latest(), "the checkpoint to be read")
         self.step = self.resumed_from = self.checkpointed = step
-        ledger, telemetry = self.rollout.ledger, self.rollout.telemetry
+        ledger, telemetry, fleet = self.rollout.ledger, self.rollout.telemetry, self.rollout.fleet
+        if fleet.elastic:
+            self._balance(start(fleet.config.seed_window_s))
         self.replayed = await ledger.load(after_step=step)
         telemetry.resume(step)
         self.already_finished = step >= self.spec.trainer.steps
@@ -58,7 +60,7 @@ class Run:
             telemetry.event("already_finished", step=step, steps=self.spec.trainer.steps)
         elif self.replayed:
             telemetry.event("replay", first_step=step + 1, last_step=step + self.replayed)
-        await self.rollout.fleet.publish(self.trainer.version)
+        await fleet.publish(self.trainer.version)
 
     async def evaluate_start(self) -> None:
         """Where this session begins; before the first step the figures make a metrics line of their own."""
@@ -128,12 +130,9 @@ class Run:
 
     def _window_s(self) -> float:
         """How long the reserved side generates beside the preemptible workers in the next step."""
-        fleet = self.rollout.fleet
-        if not fleet.elastic:
-            return math.inf
         if self.offload is None:
-            self.offload = start(fleet.config.seed_window_s)
-        return window(self.offload, len(fleet.serving(self.trainer.version.number)))
+            return math.inf
+        return window(self.offload, len(self.rollout.fleet.serving(self.trainer.version.number)))
 
     def _adapt(self) -> None:
         """Learn from who waited for whom: the seeding window of later steps, and how many workers would be of use."""
@@ -148,9 +147,12 @@ class Run:
             remote_s=timings["time_rollout_s"],
             train_s=timings["time_train_s"],
         )
-        self.offload = after_step(self.offload, observation, gain=fleet.config.window_gain)
-        if fleet.config.size == "adaptive":
-            fleet.want(self.offload.wanted_workers)
+        self._balance(after_step(self.offload, observation, gain=fleet.config.window_gain))
+
+    def _balance(self, offload: OffloadState) -> None:
+        self.offload = offload
+        if self.rollout.fleet.config.size == "adaptive":
+            self.rollout.fleet.want(offload.wanted_workers)
 
     async def tell(self, metrics: StepMetrics) -> None:
         """One line of metrics, with held-out accuracy when it is due; written even if that evaluation is cut short."""

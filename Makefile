@@ -67,7 +67,7 @@ format: $(READY) ## rewrite files in the project's format
 	$(BIN)/ruff check --fix .
 
 test: check ## check, then every test with coverage
-	$(BIN)/python -m pytest -n 2 --cov --cov-report=
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --cov --cov-report=
 	@for part in $(COVERED); do \
 	  printf 'line coverage of %s: ' $$part; \
 	  $(BIN)/coverage report --include="src/tidemill/$$part/*" --format=total --fail-under=95 || { \

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tidemill.core.errors import DeadlineError, GuardStop, TidemillError, UserError
+from tidemill.core.errors import DeadlineError, GuardStop, TidemillError, TrainerLost, UserError
 
 BUG_CODE = 1
 INTERRUPTED_CODE = 130
@@ -19,7 +19,7 @@ NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """`data["kind"]` is "input", "guard", "interrupted", "deadline", "exit" or "bug"."""
+    """`data["kind"]` is "input", "guard", "interrupted", "deadline", "lost", "exit" or "bug"."""
 
     text: str
     data: dict[str, Any]
@@ -49,7 +49,8 @@ def explain(error: BaseException, *, debug: bool = False) -> Failure:
             exit_code=error.exit_code,
         )
     message = str(error) if isinstance(error, TidemillError) else f"{type(error).__name__}: {error}"
-    kind = "deadline" if isinstance(error, DeadlineError) else "bug"
+    kinds = {DeadlineError: "deadline", TrainerLost: "lost"}
+    kind = next((name for known_kind, name in kinds.items() if isinstance(error, known_kind)), "bug")
     data = {"kind": kind, "message": message}
     text = f"error: {message}" if isinstance(error, TidemillError) else f"internal error: {message}"
     if not debug:

@@ -43,6 +43,10 @@ class WorkerLost(TidemillError):
         super().__init__(f"{cause}; {cure}" if cure else cause)
 
 
+class TrainerLost(TidemillError):
+    """The trainer's process is gone, and the run with it; nothing finished is lost."""
+
+
 class WeightsError(TidemillError):
     """A published version could not be had whole. The message names the version and what of it was missing or wrong."""
 

@@ -17,10 +17,10 @@ from ray._private import state as ray_state
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.core.generated import autoscaler_pb2
 
-from tidemill.config.schema import RayConfig, RayPool, RunSpec
+from tidemill.config.schema import ModelConfig, RayConfig, RayPool, RunSpec
 from tidemill.core.buffers import pack_tokens
 from tidemill.core.clock import LoopClock
-from tidemill.core.errors import WorkerLost
+from tidemill.core.errors import TrainerLost, UserError, WorkerLost
 from tidemill.core.records import (
     GenerateRequest,
     Lease,
@@ -41,7 +41,7 @@ from tidemill.runtime.cluster.nodes import NodeWatch
 from tidemill.runtime.cluster.plan import Started, TrainerPlan, WorkerPlan
 from tidemill.runtime.cluster.provider import RayProvider
 from tidemill.runtime.cluster.remote import Remote
-from tidemill.runtime.cluster.trainer import RayPublisher, trainer_lost
+from tidemill.runtime.cluster.trainer import RayCheckpoints, RayPublisher, RayTrainer, trainer_lost
 from tidemill.runtime.cluster.trainer_actor import TrainerActor
 from tidemill.runtime.cluster.wire import encode
 from tidemill.runtime.cluster.worker import RayWorker
@@ -77,6 +77,17 @@ def cluster() -> Iterator[KeptCluster]:
     assert kept.process.returncode == 0
 
 
+def _trainer_process() -> tuple[Any, Remote]:
+    handle = ray.remote(TrainerActor).options(num_cpus=0.5, label_selector=RESERVED).remote()
+    return handle, Remote(handle, gone=trainer_lost)
+
+
+def _trainer_plan(checkpoints: Path, spec: RunSpec = SPEC) -> bytes:
+    return encode(
+        TrainerPlan(spec=spec.model_dump_json(), checkpoints=str(checkpoints), prompt_tokens=4, probe_ids=PROMPT)
+    )
+
+
 @dataclass
 class Trainer:
     handle: Any
@@ -88,17 +99,11 @@ class Trainer:
 @pytest.fixture(scope="module")
 def trainer(cluster: KeptCluster, tmp_path_factory: pytest.TempPathFactory) -> Trainer:
     """Its weights are published as version 0."""
-    handle = ray.remote(TrainerActor).options(num_cpus=1, label_selector=RESERVED).remote()
-    remote = Remote(handle, gone=trainer_lost)
-    plan = TrainerPlan(
-        spec=SPEC.model_dump_json(),
-        checkpoints=str(tmp_path_factory.mktemp("checkpoints")),
-        prompt_tokens=4,
-        probe_ids=PROMPT,
-    )
+    handle, remote = _trainer_process()
+    plan = _trainer_plan(tmp_path_factory.mktemp("checkpoints"))
 
     async def start() -> PolicyVersion:
-        started = await remote.call("start", encode(plan), kind=Started, timeout_s=60)
+        started = await remote.call("start", plan, kind=Started, timeout_s=60)
         await RayPublisher(remote).publish(started.version)
         return started.version
 
@@ -323,6 +328,29 @@ async def test_a_start_that_is_given_up_leaves_no_process(workplace: Workplace) 
     with pytest.raises(asyncio.CancelledError):
         await starting
     await _until(lambda: _pids() == before, timeout_s=10)
+
+
+async def test_a_trainer_tells_the_users_faults_and_its_end_with_what_to_do(
+    cluster: KeptCluster, tmp_path: Path
+) -> None:
+    handle, remote = _trainer_process()
+    missing = SPEC.model_copy(update={"model": ModelConfig(source=str(tmp_path / "nothing"))})
+    with pytest.raises(UserError) as fault:
+        await remote.call("start", _trainer_plan(tmp_path, missing), kind=Started, timeout_s=60)
+    assert str(tmp_path / "nothing") in str(fault.value)
+
+    started = await remote.call("start", _trainer_plan(tmp_path), kind=Started, timeout_s=60)
+    trainer = RayTrainer(remote, started)
+    checkpoints = RayCheckpoints(remote, trainer, warn=pytest.fail)
+    assert await checkpoints.restore_latest() == 0
+    await checkpoints.save(0, score=None)
+    assert (tmp_path / "step_0").is_dir()
+
+    os.kill((ray_state.actors(handle._actor_id.hex()))["Pid"], signal.SIGKILL)
+    with pytest.raises(TrainerLost) as lost:
+        await trainer.commit(1)
+    assert "the trainer died: its process was killed (SIGKILL or out of memory)" in str(lost.value)
+    assert "run the same command again" in str(lost.value)
 
 
 async def test_the_leases_of_a_node_that_drains_and_dies(cluster: KeptCluster, workplace: Workplace) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from tidemill.cli.failure import as_user_error, explain, root_fault, write_traceback
 from tidemill.config.faults import ConfigError, Fault
-from tidemill.core.errors import DeadlineError, GuardStop, TidemillError, UserError
+from tidemill.core.errors import DeadlineError, GuardStop, TidemillError, TrainerLost, UserError
 
 
 def test_of_concurrent_failures_the_one_that_matters_is_told() -> None:
@@ -65,6 +65,13 @@ def test_a_missed_deadline_is_no_bug_of_the_users_nor_a_riddle() -> None:
     assert failure.exit_code == 1
     assert failure.data["kind"] == "deadline"
     assert "error: waited 3.0 s for the worker; look at its log" in failure.text
+    assert "report" not in failure.text
+
+
+def test_a_lost_trainer_is_no_bug() -> None:
+    failure = explain(TrainerLost("the trainer died"), debug=True)
+    assert (failure.exit_code, failure.data["kind"]) == (1, "lost")
+    assert "error: the trainer died" in failure.text
     assert "report" not in failure.text
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from tidemill.core.errors import TidemillError
+from tidemill.core.errors import TrainerLost
 from tidemill.core.records import Group, PolicyVersion, StepMetrics, WeightManifest
 from tidemill.runtime.cluster.plan import Committed, Restored, Started
 from tidemill.runtime.cluster.remote import Remote
@@ -13,10 +13,6 @@ from tidemill.runtime.cluster.wire import encode
 
 UNTIL_GIVEN_UP = math.inf
 """The loop has deadlines of its own for what the trainer does, and cancels."""
-
-
-class TrainerLost(TidemillError):
-    """The trainer's process is gone. Everything finished is in the run directory."""
 
 
 def trainer_lost(cause: str, cure: str) -> TrainerLost:

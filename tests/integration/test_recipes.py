@@ -206,6 +206,8 @@ def test_recipes_of_the_pretrained_model(recipe: Path, shared_cache: Path, empti
         "--eval.prompts=2",
         "--eval.every_steps=0",
     )
+    if recipe.stem == "spot-trace":
+        shortened = (*shortened, "--pool.mean_time_to_eviction_s=1.5")
     argv = ("train", f"@{recipe}", ONE_THREAD, *shortened, f"--run.dir={run}", "--json")
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     assert os.environ["TIDEMILL_CACHE"] == str(shared_cache)
@@ -213,5 +215,7 @@ def test_recipes_of_the_pretrained_model(recipe: Path, shared_cache: Path, empti
     assert summary["eval"]["n"] == 2
     assert summary["model"] == "smollm2-135m"
     check_report(run)
+    if recipe.stem == "spot-trace":
+        assert summary["evictions"] > 0
     if recipe.stem == "smollm2-addition":
         check_checkpoint(run, ("3+4=7\n5+2=",), tokens=3)

@@ -15,7 +15,7 @@ import asyncio
 import gc
 import random
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -55,8 +55,9 @@ Cue: TypeAlias = Literal["mid_tick", "noticed", "pull", "join"]
 CUES: tuple[Cue, ...] = ("mid_tick", "noticed", "mid_tick", "pull", "mid_tick", "join", "mid_tick", "noticed")
 PATIENCE_S = 30.0
 """How long anything here waits for the fleet to act."""
-DRAIN_S = 5.0
-"""How long a machine outlives its deadline while its worker still generates: one that ignores notices is cut."""
+NOTICE_TICKS = 5
+"""A notice is as long as so many ticks of the engine, whatever the clock says: then the worker is cut in the middle of
+the next one, unless it has nothing left."""
 
 
 class Eviction(Record):
@@ -68,7 +69,7 @@ class Eviction(Record):
     tokens_lost: int  # made by the engine and never received by the fleet
     tokens_of_cut_tick: int  # of those, made since the last tick that came to its end
     tick_tokens: int  # of a whole tick with every slot taken
-    late_s: float = 0.0  # after a notice: how long beyond its deadline the worker had something left
+    ticks_after_notice: int = 0  # begun until nothing was left to generate
 
 
 class CutEngine:
@@ -82,6 +83,7 @@ class CutEngine:
 
     def __init__(self, engine: Engine, *, steps: int, cut_step: int, due: Callable[[], bool], cut: Callable[[], None]):
         self._engine, self._steps, self._cut_step, self._due, self._cut = engine, steps, cut_step, due, cut
+        self.ticks = 0  # begun
         self.made = 0  # tokens
         self.made_before = 0  # when the current tick began; all of it once that has ended
 
@@ -94,6 +96,7 @@ class CutEngine:
 
     def poll(self, deadline_s: float) -> list[TokenDelta]:
         deltas = dict[SampleId, TokenDelta]()
+        self.ticks += 1
         for step in range(1, self._steps + 1):
             for delta in self._engine.poll(0.0):
                 deltas[delta.sample_id] = _joined(deltas.get(delta.sample_id), delta)
@@ -174,7 +177,7 @@ class Victim:
     engine: CutEngine = field(init=False)
     reports: int = 0
     received: int = 0  # tokens
-    late_s: float = 0.0
+    ticks_at_notice: int = 0
     doomed: bool = False
     gone: threading.Event = field(default_factory=threading.Event)
 
@@ -190,7 +193,7 @@ class Victim:
             worker._engine,
             steps=self.saboteur.steps_per_tick,
             cut_step=self.cut_step,
-            due=lambda: self.cue == "mid_tick" and self.reports >= self.after and not self.gone.is_set(),
+            due=self._cut_due,
             cut=cut_from_thread,
         )
         source = worker._source
@@ -202,6 +205,14 @@ class Victim:
             cut=lambda: self.saboteur.evict(self),
         )
 
+    def _cut_due(self) -> bool:
+        """Without a word, or long after a notice that was not heeded."""
+        if self.gone.is_set():
+            return False
+        if self.cue == "mid_tick":
+            return self.reports >= self.after
+        return self.ticks_at_notice > 0 and self.engine.ticks > self.ticks_at_notice + NOTICE_TICKS
+
     @property
     def idle(self) -> bool:
         """Whether it has nothing left, neither to generate nor to tell."""
@@ -209,6 +220,8 @@ class Victim:
         return not (self.worker._inside or status.running or status.queued) and self.engine.made == self.received
 
     async def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        for request in requests:
+            self.saboteur.attempts[request.sample_id].append(count(request.prefix_ids))
         await self.worker.submit(requests)
 
     async def abort(self, sample_ids: Sequence[SampleId]) -> None:
@@ -242,7 +255,7 @@ class Saboteur:
     Args:
         host: starts the real workers, which must be `EngineWorker`s.
         steps_per_tick: engine steps between two reports.
-        grace_s: of a notice. The machine then goes as soon as its engine has nothing left, or `DRAIN_S` later.
+        grace_s: of a notice. After that the machine goes as soon as its engine has nothing left (see `NOTICE_TICKS`).
         cues: taken in turn.
     """
 
@@ -253,16 +266,17 @@ class Saboteur:
         clock: Clock,
         workers: int,
         steps_per_tick: int = 4,
-        grace_s: float = 0.2,
+        grace_s: float = 0.05,
         cues: Sequence[Cue] = CUES,
         seed: int = 0,
     ) -> None:
         self.steps_per_tick, self.evictions = steps_per_tick, list[Eviction]()
+        self.attempts: defaultdict[SampleId, list[int]] = defaultdict(list)  # the completion position each began at
         self._host, self._clock, self._grace_s = host, clock, grace_s
         self._cues, self._rng = cycle(cues), random.Random(seed)
         self._events: asyncio.Queue[LeaseEvent] = asyncio.Queue()
         self._victims: dict[str, Victim] = {}
-        self._ends: dict[str, asyncio.Task[None]] = {}
+        self._ends: list[asyncio.Task[None]] = []
         for _ in range(workers):
             self._grant()
 
@@ -295,15 +309,16 @@ class Saboteur:
 
     def notice(self, victim: Victim) -> None:
         """Its machine will go; once."""
-        if victim.lease.lease_id not in self._ends and not victim.gone.is_set():
-            deadline_s = self._clock.now() + self._grace_s
-            self._events.put_nowait(LeaseNoticed(lease_id=victim.lease.lease_id, deadline_s=deadline_s))
-            self._ends[victim.lease.lease_id] = asyncio.create_task(self._end_noticed(victim, deadline_s))
+        if victim.ticks_at_notice or victim.gone.is_set():
+            return
+        victim.ticks_at_notice = victim.engine.ticks
+        deadline_s = self._clock.now() + self._grace_s
+        self._events.put_nowait(LeaseNoticed(lease_id=victim.lease.lease_id, deadline_s=deadline_s))
+        self._ends.append(asyncio.create_task(self._end_when_idle(victim, deadline_s)))
 
-    async def _end_noticed(self, victim: Victim, deadline_s: float) -> None:
+    async def _end_when_idle(self, victim: Victim, deadline_s: float) -> None:
         await asyncio.sleep(max(0.0, deadline_s - self._clock.now()))
-        while not victim.idle and self._clock.now() < deadline_s + DRAIN_S:
-            victim.late_s = self._clock.now() - deadline_s
+        while not (victim.idle or victim.gone.is_set()):  # noqa: ASYNC110 - nobody tells
             await asyncio.sleep(0.005)
         self.evict(victim)
 
@@ -327,7 +342,7 @@ class Saboteur:
                 tokens_lost=engine.made - victim.received,
                 tokens_of_cut_tick=engine.made - engine.made_before,
                 tick_tokens=(status.running + status.free_slots) * self.steps_per_tick,
-                late_s=victim.late_s,
+                ticks_after_notice=engine.ticks - victim.ticks_at_notice if victim.cue == "noticed" else 0,
             )
             self.evictions.append(eviction)
 
@@ -356,9 +371,9 @@ class Saboteur:
         return victim
 
     async def close(self) -> None:
-        for task in self._ends.values():
+        for task in self._ends:
             task.cancel()
-        await asyncio.gather(*self._ends.values(), return_exceptions=True)
+        await asyncio.gather(*self._ends, return_exceptions=True)
 
 
 def sabotaged(hire: Callable[[WorkerHost, Clock], Saboteur]) -> OpenMachinery:

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.equivalent_runs import compare, digests, disturbed_run, quiet_run, tokens_by_kind
 from benchmarks.saboteur import Cue, Eviction
 
-STEPS = 6
+STEPS = 5
 
 
 @pytest.mark.timeout(240)

@@ -1,0 +1,155 @@
+"""Whether a run learns the same thing whichever workers vanish.
+
+    python -m benchmarks.equivalence [--only char,twins,curves] [--seeds 3]
+
+- *char*: whole runs of the character model, batch-invariant, with and without evictions: tokens, logprobs, rewards,
+  weights after every step and the final checkpoint, bit by bit.
+- *twins*: SmolLM2 in the fast mode. Every batch of a run is made twice from the same weights, undisturbed and under
+  evictions; where a sample differs, why.
+- *curves*: the demo and the demo on workers that come and go, over seeds: held-out accuracy side by side.
+
+Evictions of the first two are done on cue (see `benchmarks.saboteur`), those of the third by the recipe's pool. Parts
+that are not run keep their place in results/equivalence.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.equivalent_runs import compare, disturbed_run, quiet_run
+from benchmarks.learning_curves import RECIPES, Curve, Point, curve, points
+from benchmarks.measuring import RESULTS, machine, write_result
+from benchmarks.models import quiet, smollm2
+from benchmarks.saboteur import Eviction
+from benchmarks.twin_batches import losses, twin_run
+
+IDENTICAL_SHARE = 0.99
+TOTALS = ("evictions", "evictions_noticed", "migrations", "tokens_generated", "tokens_kept", "tokens_recomputed")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+    parser.add_argument("--only", default="char,twins,curves", help="parts, separated by commas")
+    parser.add_argument("--seeds", type=int, default=3, help="of char and curves")
+    parser.add_argument("--char-steps", type=int, default=20)
+    parser.add_argument("--twin-steps", type=int, default=10)
+    options = parser.parse_args()
+    quiet()
+    torch.set_num_threads(1)
+    parts: dict[str, Callable[[Path], dict[str, Any]]] = {
+        "char": lambda folder: char_part(folder, seeds=options.seeds, steps=options.char_steps),
+        "twins": lambda folder: twins_part(folder, steps=options.twin_steps),
+        "curves": lambda folder: curves_part(folder, seeds=options.seeds),
+    }
+    reached = True
+    for name in options.only.split(","):
+        with tempfile.TemporaryDirectory(prefix="tidemill-equivalence-") as folder:
+            figures = parts[name](Path(folder))
+        write_result("equivalence", _earlier() | {name: {"measured_on": machine(), **figures}})
+        reached = reached and figures["reached"]
+    return 0 if reached else 1
+
+
+def _earlier() -> dict[str, Any]:
+    """What earlier calls measured of the other parts."""
+    try:
+        found: dict[str, Any] = json.loads((RESULTS / "equivalence.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return {name: found[name] for name in ("char", "twins", "curves") if name in found}
+
+
+def char_part(folder: Path, *, seeds: int, steps: int) -> dict[str, Any]:
+    """Two runs a seed."""
+    runs: list[dict[str, Any]] = []
+    for seed in range(seeds):
+        here = [folder / f"{kind}-{seed}" for kind in ("quiet", "disturbed")]
+        quiet_run(here[0], steps=steps, seed=seed)
+        found = disturbed_run(here[1], steps=steps, seed=seed)
+        runs.append(
+            {
+                "seed": seed,
+                "steps": steps,
+                **msgspec.to_builtins(compare(*here)),
+                **{name: found.summary[name] for name in TOTALS},
+                "cues": _by_cue(found.evictions),
+                **losses(found.evictions),
+            }
+        )
+    _table("character model, batch-invariant: quiet run against disturbed run", runs)
+    same = all(run["differing_samples"] == run["differing_steps"] == 0 and run["same_files"] for run in runs)
+    kept = all(run["lost_more_than_a_tick"] == run["lost_after_notice"] == 0 for run in runs)
+    return {"runs": runs, "reached": same and kept}
+
+
+def _by_cue(evictions: Iterable[Eviction]) -> dict[str, dict[str, int]]:
+    """How many of each kind, and the most tokens that one of them cost."""
+    found: dict[str, dict[str, int]] = {}
+    for one in evictions:
+        of_cue = found.setdefault(one.cue, {"count": 0, "most_lost": 0, "tick": one.tick_tokens})
+        of_cue["count"] += 1
+        of_cue["most_lost"] = max(of_cue["most_lost"], one.tokens_lost)
+    return found
+
+
+def twins_part(folder: Path, *, steps: int) -> dict[str, Any]:
+    smollm2()
+    figures = twin_run(folder / "run", steps=steps)
+    _table("SmolLM2, fast mode: every batch twice from the same weights", figures["by_step"])
+    if figures["differences"]:
+        _table("where samples part", figures["differences"])
+    kept = figures["lost_more_than_a_tick"] == figures["lost_after_notice"] == 0
+    return {**figures, "reached": figures["identical_share"] >= IDENTICAL_SHARE and kept}
+
+
+def curves_part(folder: Path, *, seeds: int) -> dict[str, Any]:
+    smollm2()
+    curves: dict[str, list[Curve]] = {kind: [] for kind in RECIPES}
+    for seed in range(seeds):
+        for kind, of_kind in curves.items():
+            of_kind.append(curve(folder, kind, seed))
+            print(of_kind[-1], flush=True)
+    found = points(curves)
+    _table("demo: held-out greedy accuracy, mean over seeds (lowest-highest)", [_row(point) for point in found])
+    return {
+        "seeds": seeds,
+        "points": msgspec.to_builtins(found),
+        "runs": {kind: msgspec.to_builtins(of_kind, str_keys=True) for kind, of_kind in curves.items()},
+        # With one seed there is no noise to hold a difference against.
+        "reached": all(point.noise is None or abs(point.difference) <= point.noise for point in found),
+    }
+
+
+def _row(point: Point) -> dict[str, Any]:
+    cells = {
+        kind: f"{mean:.3f} ({point.spreads[kind][0]:.2f}-{point.spreads[kind][1]:.2f})"
+        for kind, mean in point.means.items()
+    }
+    noise = "-" if point.noise is None else f"{point.noise:.3f}"
+    return {"step": point.step, **cells, "difference": f"{point.difference:+.3f}", "noise": noise}
+
+
+def _table(title: str, rows: list[dict[str, Any]]) -> None:
+    """One line a row; what is not a number or a word is written as it is."""
+    table = Table(title=title, box=box.SIMPLE)
+    for name in rows[0]:
+        table.add_column(name.replace("_", " "), justify="right", overflow="fold")
+    for row in rows:
+        table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in row.values()))
+    Console(width=180).print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""The demo with workers that come and go against the demo without: held-out accuracy of both at every evaluation."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tidemill.core.records import Record
+from tidemill.telemetry.evaluations import evaluations
+from tidemill.telemetry.events import read_events
+from tidemill.telemetry.metrics import read_metrics
+from tidemill.telemetry.run_dir import RunDirectory
+
+RECIPES = {"quiet": "smollm2-addition.toml", "evicted": "spot-trace.toml"}
+DEADLINE_S = 3600.0
+
+
+class Curve(Record):
+    """One run's held-out greedy accuracy by step, and what happened to its workers."""
+
+    recipe: str
+    seed: int
+    accuracy: dict[int, float]
+    n: int
+    evictions: int
+    migrations: int
+    training_s: float
+
+
+class Point(Record):
+    """One evaluation, over the seeds."""
+
+    step: int
+    means: dict[str, float]  # by kind of run
+    spreads: dict[str, tuple[float, float]]  # lowest and highest
+    difference: float  # of the means, evicted minus quiet
+    noise: float | None  # twice the standard error of that difference; None with one seed
+
+
+def curve(folder: Path, kind: str, seed: int) -> Curve:
+    """Run the demo in a process of its own, as a user would."""
+    recipe = Path(__file__).resolve().parent.parent / "recipes" / RECIPES[kind]
+    run_dir = folder / "run"
+    shutil.rmtree(run_dir, ignore_errors=True)  # a checkpoint is 1.6 GB
+    command = [sys.executable, "-m", "tidemill", "train", f"@{recipe}", "--json", "--run.dir", str(run_dir)]
+    command += ["--run.seed", str(seed), "--trainer.threads", "1", "--checkpoint.every_steps", "0"]
+    done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True, timeout=DEADLINE_S)
+    if done.returncode != 0:
+        raise RuntimeError(f"`{' '.join(command)}` ended with {done.returncode}")
+    summary: dict[str, Any] = json.loads(done.stdout)
+    run = RunDirectory(run_dir)
+    found = evaluations(read_events(run.events), read_metrics(run.metrics))
+    return Curve(
+        recipe=recipe.name,
+        seed=seed,
+        accuracy={one.step: one.greedy_accuracy for one in found},
+        n=summary["eval"]["n"],
+        evictions=summary["evictions"],
+        migrations=summary["migrations"],
+        training_s=summary["training_s"],
+    )
+
+
+def points(curves: dict[str, list[Curve]]) -> list[Point]:
+    """Both kinds side by side, at the steps that all runs evaluated."""
+    steps = set.intersection(*(set(one.accuracy) for of_kind in curves.values() for one in of_kind))
+    found = []
+    for step in sorted(steps):
+        values = {kind: [one.accuracy[step] for one in of_kind] for kind, of_kind in curves.items()}
+        means = {kind: statistics.fmean(of_kind) for kind, of_kind in values.items()}
+        point = Point(
+            step=step,
+            means=means,
+            spreads={kind: (min(of_kind), max(of_kind)) for kind, of_kind in values.items()},
+            difference=means["evicted"] - means["quiet"],
+            noise=_noise(list(values.values())),
+        )
+        found.append(point)
+    return found
+
+
+def _noise(samples: list[list[float]]) -> float | None:
+    if any(len(sample) < 2 for sample in samples):
+        return None
+    return 2.0 * math.sqrt(sum(statistics.variance(sample) / len(sample) for sample in samples))

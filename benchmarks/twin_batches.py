@@ -1,0 +1,283 @@
+"""A training run of SmolLM2 in the fast mode that makes every batch twice from the same weights: by the reserved side,
+and by workers that vanish all the time. It learns from the former; the latter is compared with it, sample by sample."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import math
+import tomllib
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from benchmarks.saboteur import Cue, Eviction, Saboteur
+from tidemill.config.layers import merge
+from tidemill.config.schema import RunSpec
+from tidemill.controller.batch import plan_batch
+from tidemill.controller.collection import collecting
+from tidemill.controller.fleet import Fleet
+from tidemill.controller.ledger import Ledger
+from tidemill.controller.loop import sampling_params
+from tidemill.controller.rollout import Rollout
+from tidemill.core.buffers import unpack_logprobs, unpack_tokens
+from tidemill.core.clock import Clock
+from tidemill.core.protocols import Trainer
+from tidemill.core.records import Group, PolicyVersion, Record, SampleId, StepMetrics, Trajectory
+from tidemill.models.attention import TreePlan, hidden_states, vocabulary_logits
+from tidemill.models.token_tree import build_tree
+from tidemill.rollout.sampling import gumbel, stream_key
+from tidemill.runtime.host import InProcessHost
+from tidemill.runtime.inprocess import in_process
+from tidemill.runtime.machinery import Machinery, scorers
+from tidemill.runtime.train import train
+from tidemill.telemetry.recorder import Recorder
+from tidemill.telemetry.run_dir import RunDirectory
+from tidemill.telemetry.silent import SilentTelemetry
+
+RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "smollm2-addition.toml"
+NEW_TOKENS, WORKERS, STEPS_PER_TICK = 20, 2, 3
+CUES: tuple[Cue, ...] = ("mid_tick", "noticed", "mid_tick", "mid_tick")
+CHANGES: dict[str, Any] = {
+    # The model goes on after its answer with further problems, so that samples are long enough to move in the middle.
+    "sampling": {"max_new_tokens": NEW_TOKENS, "stop": ["no such string"]},
+    "scoring": {"rewards": [{"kind": "python", "function": "benchmarks.twin_batches:first_line_right"}]},
+    "engine": {"slots": 16},
+    "trainer": {"threads": 1},
+    "eval": {"every_steps": 0, "prompts": 1},
+    "checkpoint": {"every_steps": 0},
+    "fleet": {"hand_back_s": 0.3},
+    "pool": {"kind": "static", "workers": WORKERS},
+}
+
+
+def first_line_right(prompt: str, completion: str, answer: str, metadata: dict[str, Any]) -> float:
+    """The run's reward: what follows the first line does not matter."""
+    return float(completion.split("\n", maxsplit=1)[0].strip() == answer.strip())
+
+
+class Difference(Record):
+    """Where a sample's two versions part."""
+
+    step: int
+    prompt_id: str
+    index: int
+    position: int  # completion token
+    attempts_began_at: list[int]  # completion positions; more than one means that the sample migrated
+    migrated_before: bool
+    gap: float  # between the two highest noisy scores there, by one forward pass over the prompt and what both share
+    between_the_two: bool  # the two tokens chosen are those two
+
+
+class StepComparison(Record):
+    """One batch, twice."""
+
+    step: int
+    version: int
+    samples: int
+    migrated: int
+    identical: int
+    tokens: int  # of the quiet batch
+    tokens_compared: int  # up to each sample's first difference, itself included
+    largest_logprob_difference: float  # over equal tokens
+    evictions: dict[str, int]
+    tokens_lost: int
+    lost_more_than_a_tick: int  # evictions
+    lost_after_notice: int  # tokens
+
+
+@dataclass
+class Twin:
+    """Implements `core.protocols.Trainer` around the run's own: compares before it commits, while the weights are still
+    those that made the batch."""
+
+    inner: Trainer
+    machinery: Machinery
+    spec: RunSpec
+    clock: Clock
+    groups: list[Group] = field(default_factory=list)
+    steps: list[StepComparison] = field(default_factory=list)
+    differences: list[Difference] = field(default_factory=list)
+
+    @property
+    def version(self) -> PolicyVersion:
+        return self.inner.version
+
+    async def accumulate(self, group: Group) -> None:
+        self.groups.append(group)
+        await self.inner.accumulate(group)
+
+    async def commit(self, step: int) -> StepMetrics:
+        quiet = {one.sample_id: one for group in self.groups for one in group.trajectories}
+        self.groups = []
+        saboteur, disturbed = await self._disturbed(step)
+        self._compare(step, quiet, disturbed, saboteur)
+        return await self.inner.commit(step)
+
+    async def _disturbed(self, step: int) -> tuple[Saboteur, dict[SampleId, Trajectory]]:
+        """The batch, generated by nobody but workers that vanish."""
+        machinery, spec, telemetry = self.machinery, self.spec, SilentTelemetry()
+        assert machinery.host is not None
+        saboteur = Saboteur(
+            machinery.host,
+            clock=self.clock,
+            workers=WORKERS,
+            steps_per_tick=STEPS_PER_TICK,
+            grace_s=0.6,
+            cues=CUES,
+            seed=step,
+        )
+        sampling = sampling_params(spec, machinery.codec, machinery.task.default_stop_strings)
+        prompts = machinery.task.source.train_batch(step)
+        plan = plan_batch(step, prompts, run_seed=spec.run.seed, group_size=spec.batch.group_size, sampling=sampling)
+        ledger, (scorer, eval_scorer) = Ledger(None), scorers(spec, machinery.task)
+        fleet = Fleet(
+            None,
+            slots=spec.engine.slots,
+            clock=self.clock,
+            telemetry=telemetry,
+            config=spec.fleet,
+            provider=saboteur,
+            host=saboteur,
+            publisher=machinery.publisher,
+            silence_s=math.inf,
+        )
+        try:
+            async with fleet:
+                await fleet.publish(self.version)
+                rollout = Rollout(
+                    fleet=fleet,
+                    ledger=ledger,
+                    scorer=scorer,
+                    codec=machinery.codec,
+                    telemetry=telemetry,
+                    clock=self.clock,
+                    stop=asyncio.Event(),
+                )
+                batch = await ledger.open(plan, prompts, version_number=self.version.number)
+                async with collecting(batch, rollout) as samples:
+                    made = {one.sample_id: one async for one in samples}
+        finally:
+            await saboteur.close()
+            await scorer.close()
+            await eval_scorer.close()
+        return saboteur, made
+
+    def _compare(
+        self, step: int, quiet: dict[SampleId, Trajectory], disturbed: dict[SampleId, Trajectory], saboteur: Saboteur
+    ) -> None:
+        host = self.machinery.host
+        assert isinstance(host, InProcessHost)
+        compared, largest, found = 0, 0.0, list[Difference]()
+        for sample_id, one in quiet.items():
+            ours, theirs = (unpack_tokens(t.completion_ids) for t in (one, disturbed[sample_id]))
+            said = [unpack_logprobs(t.rollout_logprobs) for t in (one, disturbed[sample_id])]
+            at = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), None)
+            if at is None and len(ours) != len(theirs):
+                raise ValueError(f"{sample_id}: equal tokens, and one ends earlier")
+            same = len(ours) if at is None else at
+            compared += same + (at is not None)
+            largest = max([largest, *(abs(a - b) for a, b in zip(said[0][:same], said[1][:same], strict=True))])
+            if at is not None:
+                chosen = {ours[at], theirs[at]}
+                found.append(self._difference(step, one, at, chosen, saboteur.attempts[sample_id], host._parts.model))
+        self.differences += found
+        attempts = [saboteur.attempts[sample_id] for sample_id in quiet]
+        self.steps.append(
+            StepComparison(
+                step=step,
+                version=self.version.number,
+                samples=len(quiet),
+                migrated=sum(any(began > 0 for began in one) for one in attempts),
+                identical=len(quiet) - len(found),
+                tokens=sum(one.completion_length for one in quiet.values()),
+                tokens_compared=compared,
+                largest_logprob_difference=largest,
+                evictions=saboteur.counts,
+                **losses(saboteur.evictions),
+            )
+        )
+        print(self.steps[-1], *found, sep="\n", flush=True)
+
+    def _difference(
+        self, step: int, one: Trajectory, at: int, chosen: set[int], attempts: list[int], model: PreTrainedModel
+    ) -> Difference:
+        best, gap = _two_best(model, one, at)
+        return Difference(
+            step=step,
+            prompt_id=one.sample_id.prompt_id,
+            index=one.sample_id.index,
+            position=at,
+            attempts_began_at=attempts,
+            migrated_before=any(0 < began <= at for began in attempts),
+            gap=gap,
+            between_the_two=chosen == best,
+        )
+
+
+@torch.inference_mode()
+def _two_best(model: PreTrainedModel, one: Trajectory, at: int) -> tuple[set[int], float]:
+    """The tokens with the highest scores, noise included, for completion position `at`, and how far they are apart."""
+    known = unpack_tokens(one.token_ids)[: one.prompt_length + at]
+    tree = build_tree([torch.tensor(known, dtype=torch.int32).numpy()])
+    tokens, positions = torch.from_numpy(tree.token_ids), torch.from_numpy(tree.depths)
+    logits = vocabulary_logits(model, hidden_states(model, tokens, positions, TreePlan(tree, tokens.device))[-1:])
+    scores = logits + gumbel([stream_key(one.sample_id.key, at)], logits.shape[1], logits.device)
+    best = scores[0].topk(2)
+    return set(best.indices.tolist()), float(best.values[0] - best.values[1])
+
+
+def losses(evictions: Sequence[Eviction]) -> dict[str, int]:
+    """What went with the machines, against what may."""
+    return {
+        "tokens_lost": sum(one.tokens_lost for one in evictions),
+        "lost_more_than_a_tick": sum(one.tokens_lost > one.tick_tokens for one in evictions),
+        "lost_after_notice": sum(one.tokens_lost for one in evictions if one.cue == "noticed"),
+    }
+
+
+def twin_run(directory: Path, *, steps: int, seed: int = 0) -> dict[str, Any]:
+    """Train, comparing each step; the figures."""
+    here = {"run": {"dir": directory, "seed": seed}, "trainer": {"steps": steps}}
+    spec = RunSpec.model_validate(merge(merge(tomllib.loads(RECIPE.read_text()), CHANGES), here))
+    twins: list[Twin] = []
+
+    @asynccontextmanager
+    async def open_machinery(
+        spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Clock
+    ) -> AsyncIterator[Machinery]:
+        async with in_process(spec, run, recorder, clock) as machinery:
+            twins.append(Twin(machinery.trainer, machinery, spec, clock))
+            yield replace(machinery, trainer=twins[0], provider=None, host=None, publisher=None)
+
+    summary = train(spec, telemetry_stream=io.StringIO(), open_machinery=open_machinery)
+    return _figures(twins[0], summary)
+
+
+def _figures(twin: Twin, summary: dict[str, Any]) -> dict[str, Any]:
+    steps, evictions = twin.steps, Counter[str]()
+    for step in steps:
+        evictions.update(step.evictions)
+    samples, identical = sum(step.samples for step in steps), sum(step.identical for step in steps)
+    return {
+        "steps": len(steps),
+        "samples": samples,
+        "identical": identical,
+        "identical_share": identical / samples,
+        "migrated": sum(step.migrated for step in steps),
+        "tokens": sum(step.tokens for step in steps),
+        "evictions": dict(evictions),
+        "tokens_lost": sum(step.tokens_lost for step in steps),
+        "lost_more_than_a_tick": sum(step.lost_more_than_a_tick for step in steps),
+        "lost_after_notice": sum(step.lost_after_notice for step in steps),
+        "largest_logprob_difference": max(step.largest_logprob_difference for step in steps),
+        "optimizer_steps": summary["optimizer_steps"],
+        "differences": [{name: getattr(one, name) for name in one.__struct_fields__} for one in twin.differences],
+        "by_step": [{name: getattr(one, name) for name in one.__struct_fields__} for one in steps],
+    }

@@ -94,6 +94,7 @@ class Batch:
         self.version_number = version_number
         self.samples: list[Sample] = []
         self.ignored: Counter[Verdict] = Counter()
+        self._misfits: dict[str, Verdict] = {}
         self.tokens_accepted = 0  # by this process; tokens found in the journal are not counted
         self.tokens_recovered = 0
         self.prompt_tokens_computed = 0
@@ -206,9 +207,15 @@ class Batch:
             return sample
         self.ignored[verdict] += 1
         if verdict in BREAKING:
+            self._misfits[sample.lease_id] = verdict
             sample.end_attempt("error", f"its engine sent a delta that does not fit ({verdict})")
             self._moved(SampleState.RUNNING, sample)
         return None
+
+    def take_misfits(self) -> dict[str, Verdict]:
+        """Leases that sent what does not fit since the last call, and what it was."""
+        misfits, self._misfits = self._misfits, {}
+        return misfits
 
     def score(self, sample: Sample, reward: Reward) -> None:
         """Note a finished sample's reward."""

@@ -132,22 +132,25 @@ class Collection:
         """Everything that has arrived, after waiting a while for something."""
         if self._rollout.fleet.elastic:
             await asyncio.sleep(GATHER_S * self._rollout.fleet.preemptible)
-        mail = await self.mailbox.take(min(self._rollout.patience.notice_s, self._dispatcher.window_left_s))
-        if mail.news:
-            self._news_at = self._noticed_at = self._rollout.clock.now()
-        else:
-            self._judge_silence()
-        return mail
+        return await self.mailbox.take(min(self._rollout.patience.notice_s, self._dispatcher.window_left_s))
 
     def _judge_silence(self) -> None:
-        """The mailbox is empty but for heartbeats: say so, or give up."""
+        """Nothing came that was of use: say so, and give up on those who should have sent it."""
         if self._wanted_at is None:  # the consumer is busy, maybe on the engine's own thread: silence is no news
             return
         now, patience = self._rollout.clock.now(), self._rollout.patience
         wait, waited_s = self._wait(), now - max(self._news_at, self._wanted_at)
+        if waited_s >= wait.deadline_s and self._batch.running and self._dismiss_useless(waited_s):
+            return  # their samples go on elsewhere
         if waited_s >= wait.deadline_s or now - max(self._noticed_at, self._wanted_at) >= patience.notice_s:
             self._noticed_at = now
             still_waiting(wait, waited_s=waited_s, telemetry=self._rollout.telemetry)
+
+    def _dismiss_useless(self, waited_s: float) -> bool:
+        """Workers that say things, but nothing of what they were given, lose their leases; whether there were any."""
+        cause = f"it was heard of, but {waited_s:.0f} s without a token that is of use"
+        dismissed = [self._rollout.fleet.dismiss(lease_id, cause) for lease_id in self._batch.leases]
+        return any(dismissed)
 
     def _wait(self) -> Wait:
         batch, patience = self._batch, self._rollout.patience
@@ -174,9 +177,16 @@ class Collection:
     async def _digest(self, mail: Mail) -> None:
         """Journal what came, then act on it. What a worker said before its lease ended counts."""
         batch, rollout = self._batch, self._rollout
+        tokens_before = batch.tokens_accepted
         for report in mail.reports:
             rollout.note_status(report, batch)
         finished = await rollout.ledger.accept(batch, mail.reports)
+        if mail.news or finished or batch.tokens_accepted > tokens_before:
+            self._news_at = self._noticed_at = rollout.clock.now()
+        else:
+            self._judge_silence()
+        for lease_id, verdict in batch.take_misfits().items():
+            rollout.fleet.dismiss(lease_id, f"it sent what does not fit ({verdict})")
         for sample in finished:
             rollout.fleet.lengths.observe(sample.sample_id.prompt_id, sample.length)
         self._start_scoring(finished)

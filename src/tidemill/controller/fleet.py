@@ -173,6 +173,14 @@ class Fleet:
         if sample_ids and (member := self._members.get(lease_id)) is not None:
             self._order(member, Order(lambda worker: worker.abort(sample_ids), "hand samples back"))
 
+    def dismiss(self, lease_id: str, cause: str) -> bool:
+        """A preemptible worker is of no use: its lease ends. Says whether it was there; the reserved one stays."""
+        member = self._members.get(lease_id)
+        if member is None or not member.preemptible:
+            return False
+        self._end(member, cause)
+        return True
+
     def note_idle(self, lease_id: str) -> None:
         """A worker has none of the open batch's samples."""
         self.story.idle(self._members[lease_id])
@@ -310,6 +318,8 @@ class Fleet:
             report = await worker.next_report(min(RECEIVE_S, self._silence_s))
             if report is None:
                 continue
+            if any(delta.lease_id != member.lease.lease_id for delta in report.deltas):
+                raise WorkerLost("it speaks for another lease")
             member.heard_s, member.status = self.clock.now(), report.status
             tokens = sum(len(delta.token_ids) for delta in report.deltas) // 4
             member.heard_tokens = tokens

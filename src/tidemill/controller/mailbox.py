@@ -36,15 +36,8 @@ class Mail:
 
     @property
     def news(self) -> bool:
-        """Whether anything but heartbeats came."""
-        return bool(
-            self.rewards
-            or self.failures
-            or self.stop
-            or self.ended
-            or self.hand_back
-            or any(report.deltas for report in self.reports)
-        )
+        """Whether anything but reports came: what those are worth is seen when they are applied."""
+        return bool(self.rewards or self.failures or self.stop or self.ended or self.hand_back)
 
 
 class Mailbox:

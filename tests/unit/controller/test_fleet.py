@@ -6,8 +6,9 @@ import asyncio
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from tests.fake_fleet import Session, small_spec
+from tests.fake_fleet import Session, make_id, small_spec
 from tests.fake_pool import BrokenHost, FakeHost, PoolEngine, PoolSession, ended, granted, noticed, trained
 from tests.virtual_time import run_virtual
 from tidemill.config.schema import FleetConfig, RunSpec
@@ -220,6 +221,40 @@ def test_a_worker_whose_engine_raises_is_lost_and_the_run_is_not() -> None:
     assert trained(session) == quiet()
     (eviction,) = session.telemetry.named("eviction")
     assert "engine on fire" in eviction["cause"]
+
+
+LIES: dict[str, dict[str, Any]] = {
+    "it sent what does not fit (gap)": {"start": 1000},
+    "it sent what does not fit (malformed)": {"logprobs": b""},
+    "it speaks for another lease": {"lease_id": "local"},
+    "it was heard of, but 51 s without a token that is of use": {"sample_id": make_id("nobody's")},
+}
+
+
+@pytest.mark.parametrize("cause", LIES)
+def test_a_worker_whose_reports_are_of_no_use_loses_its_lease_and_the_run_goes_on(cause: str) -> None:
+    session = pool(granted("a"), granted("b"), seeding_worker=False, patience=Patience(worker_s=50.0))
+
+    def lie(engine: PoolEngine) -> None:
+        truth = engine.delta
+        engine.delta = lambda *of: replace(truth(*of), **LIES[cause])  # type: ignore[method-assign]
+
+    spoil(session, "a", lie)
+    run_virtual(session.run())
+
+    assert trained(session) == quiet()
+    (eviction,) = session.telemetry.named("eviction")
+    assert (eviction["worker"], eviction["cause"]) == ("spot-a", cause)
+    assert session.provider.released == ["lease-a"]
+
+
+def test_a_reserved_engine_whose_reports_are_of_no_use_ends_the_run() -> None:
+    session = pool(patience=Patience(worker_s=50.0))
+    truth = session.engine.delta
+    session.engine.delta = lambda *of: replace(truth(*of), start=0)  # type: ignore[method-assign]
+
+    with pytest.raises(DeadlineError, match=r"tokens of .* samples .*messages ignored: .*overlap"):
+        run_virtual(session.run())
 
 
 def test_a_sample_that_breaks_every_worker_ends_the_run() -> None:

@@ -34,6 +34,12 @@ class RayWorker:
         self._reports: deque[WorkerReport] = deque()
         self._poll: asyncio.Future[bytes] | None = None
 
+    @property
+    def actor_id(self) -> str:
+        """By which Ray knows it."""
+        name: str = self._remote.handle._actor_id.hex()
+        return name
+
     async def submit(self, requests: Sequence[GenerateRequest]) -> None:
         await self._remote.call("submit", encode(requests), kind=type(None), timeout_s=CALL_S)
 

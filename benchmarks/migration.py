@@ -1,0 +1,278 @@
+"""From the SIGKILL of a Ray worker's process to its samples being decoded elsewhere.
+
+    python -m benchmarks.migration [--kills 20]
+
+A run on a Ray cluster of this machine: three workers, each with slots to spare, and a trainer that hardly learns. Again
+and again the process of a worker that is decoding is killed, at a random moment. What is timed is real: the death is
+noticed by the connection, the lease ends, the samples wait again and are given to the other workers with the tokens
+they have, and the first new token of each comes with a report. A new worker takes the dead one's place meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import io
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ray._private import state
+
+from benchmarks.measuring import write_result
+from tidemill.config.schema import RunSpec
+from tidemill.core.clock import Clock
+from tidemill.core.protocols import Provider, WorkerHost
+from tidemill.core.records import (
+    GenerateRequest,
+    Lease,
+    LeaseEvent,
+    LeaseGranted,
+    Loaded,
+    PolicyVersion,
+    SampleId,
+    WorkerReport,
+)
+from tidemill.runtime.cluster.machinery import on_ray
+from tidemill.runtime.cluster.worker import RayWorker
+from tidemill.runtime.machinery import Machinery
+from tidemill.runtime.train import train
+from tidemill.telemetry.recorder import Recorder
+from tidemill.telemetry.run_dir import RunDirectory
+
+TARGET_S = 1.0  # median over the kills, of the time until the last sample of a dead worker is decoded elsewhere
+WORKERS = 3
+PATIENCE_S = 60.0
+LETTERS = "".join(chr(code) for code in range(0x100, 0x300))  # a large alphabet: an untrained model seldom ends early
+SPEC = {
+    "runtime": "ray",
+    "run": {"name": "migration"},
+    "model": {"source": "char", "char": {"alphabet": "0123456789+=\n" + LETTERS, "context": 256}},
+    "task": {"kind": "arithmetic", "shots": 0},
+    "sampling": {"max_new_tokens": 200},
+    "engine": {"slots": 32},
+    "pool": {"kind": "static", "workers": WORKERS},
+    "fleet": {"seeding": False},
+    "batch": {"prompts": 6, "group_size": 4},
+    "trainer": {"steps": 100_000, "threads": 1},
+    "eval": {"every_steps": 0, "prompts": 1},
+    "checkpoint": {"every_steps": 0},
+    "telemetry": {"live": False},
+}
+
+
+class Replacements:
+    """Implements `Provider`: `WORKERS` leases, and a new one for each that ended."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self._granted = clock, 0
+        self._free: asyncio.Queue[None] = asyncio.Queue()
+        for _ in range(WORKERS):
+            self._free.put_nowait(None)
+
+    def want(self, workers: int) -> None:
+        """As many as there are, always."""
+
+    async def next_event(self, timeout_s: float) -> LeaseEvent | None:
+        try:
+            await asyncio.wait_for(self._free.get(), timeout_s)
+        except TimeoutError:
+            return None
+        self._granted += 1
+        name = f"worker-{self._granted}"
+        return LeaseGranted(
+            lease=Lease(
+                lease_id=name,
+                worker_id=name,
+                kind="preemptible",
+                price_usd_per_hour=0.0,
+                start_s=self._clock.now(),
+            )
+        )
+
+    async def release(self, lease_id: str) -> None:
+        self._free.put_nowait(None)
+
+    async def close(self) -> None:
+        """Nothing was started."""
+
+
+@dataclass
+class Decoding:
+    """Who decodes what, as the driver learns of it."""
+
+    clock: Clock
+    pids: dict[str, int] = field(default_factory=dict)  # by lease, of workers that decode
+    samples: dict[str, set[SampleId]] = field(default_factory=lambda: defaultdict(set))  # decoded there, not finished
+    heard: asyncio.Condition = field(default_factory=asyncio.Condition)
+    seen: dict[SampleId, tuple[str, float]] = field(default_factory=dict)  # the last new token: at which lease, when
+
+    async def note(self, lease_id: str, report: WorkerReport) -> None:
+        for delta in report.deltas:
+            if delta.token_ids:
+                self.seen[delta.sample_id] = (lease_id, self.clock.now())
+                self.samples[lease_id].add(delta.sample_id)
+            if delta.finish is not None:
+                self.samples[lease_id].discard(delta.sample_id)
+        async with self.heard:
+            self.heard.notify_all()
+
+
+class Watched:
+    """Implements `Worker`."""
+
+    def __init__(self, worker: RayWorker, lease: Lease, decoding: Decoding) -> None:
+        self._worker, self._lease_id, self._decoding = worker, lease.lease_id, decoding
+
+    async def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        await self._worker.submit(requests)
+
+    async def abort(self, sample_ids: Sequence[SampleId]) -> None:
+        self._decoding.samples[self._lease_id] -= set(sample_ids)
+        await self._worker.abort(sample_ids)
+
+    async def load(self, version: PolicyVersion) -> Loaded:
+        return await self._worker.load(version)
+
+    async def next_report(self, timeout_s: float) -> WorkerReport | None:
+        report = await self._worker.next_report(timeout_s)
+        if report is not None:
+            await self._decoding.note(self._lease_id, report)
+        return report
+
+    async def close(self) -> None:
+        await self._worker.close()
+
+    def kill(self) -> None:
+        self._decoding.pids.pop(self._lease_id, None)
+        self._worker.kill()
+
+
+class WatchedHost:
+    """Implements `WorkerHost`."""
+
+    def __init__(self, host: WorkerHost, decoding: Decoding) -> None:
+        self._host, self._decoding = host, decoding
+
+    async def start(self, lease: Lease) -> Watched:
+        worker = await self._host.start(lease)
+        assert isinstance(worker, RayWorker)
+        self._decoding.pids[lease.lease_id] = state.actors(worker.actor_id)["Pid"]
+        return Watched(worker, lease, self._decoding)
+
+    async def close(self) -> None:
+        """The host is another's to close."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Migration:
+    """One kill. Seconds from the signal to the first new token elsewhere."""
+
+    samples: int
+    first_s: float
+    median_s: float
+    last_s: float
+
+
+async def kill_again_and_again(decoding: Decoding, kills: int, results: list[Migration]) -> None:
+    random_ = random.Random(0)
+    while len(results) < kills:
+        await asyncio.sleep(random_.uniform(0.3, 1.5))
+        async with decoding.heard, asyncio.timeout(PATIENCE_S):
+            await decoding.heard.wait_for(lambda: len(_busy(decoding)) >= 2)
+        await asyncio.sleep(random_.uniform(0.0, 0.1))  # anywhere in a tick
+        if len(busy := _busy(decoding)) < 2:
+            continue
+        victim = random_.choice(busy)
+        pid, samples = decoding.pids.pop(victim), set(decoding.samples[victim])
+        killed_s = decoding.clock.now()
+        os.kill(pid, signal.SIGKILL)
+        try:
+            results.append(await _migrated(decoding, victim, samples, killed_s))
+        except TimeoutError:
+            print("  a kill at the end of a step: what the worker had was finished, or is for the next one")
+            continue
+        print(f"kill {len(results):2}: {results[-1]}", flush=True)
+    os.kill(os.getpid(), signal.SIGINT)  # the run ends as by Ctrl-C
+
+
+def _busy(decoding: Decoding) -> list[str]:
+    return [lease for lease in decoding.pids if decoding.samples[lease]]
+
+
+async def _migrated(decoding: Decoding, victim: str, samples: set[SampleId], killed_s: float) -> Migration:
+    """Raises TimeoutError: nothing of the victim's went on elsewhere."""
+    first: dict[SampleId, float] = {}
+
+    def all_there() -> bool:
+        for sample in samples - first.keys():
+            lease, at_s = decoding.seen[sample]
+            if lease != victim:
+                first[sample] = at_s - killed_s
+        # What the victim had said last may still have arrived, and have finished a sample.
+        return not (samples & decoding.samples[victim]) - first.keys()
+
+    async with decoding.heard, asyncio.timeout(PATIENCE_S):
+        await decoding.heard.wait_for(all_there)
+    if not first:
+        raise TimeoutError
+    times = sorted(first.values())
+    del decoding.samples[victim]
+    return Migration(samples=len(times), first_s=times[0], median_s=statistics.median(times), last_s=times[-1])
+
+
+def watched(kills: int, results: list[Migration]):  # type: ignore[no-untyped-def]
+    """`on_ray`, with everything watched and workers killed."""
+
+    @asynccontextmanager
+    async def opened(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Clock) -> AsyncIterator[Machinery]:
+        async with on_ray(spec, run, recorder, clock) as machinery:
+            assert machinery.host is not None
+            decoding = Decoding(clock)
+            provider: Provider = Replacements(clock)
+            killing = asyncio.create_task(kill_again_and_again(decoding, kills, results))
+            try:
+                yield replace(machinery, host=WatchedHost(machinery.host, decoding), provider=provider)
+            finally:
+                killing.cancel()
+                await asyncio.gather(killing, return_exceptions=True)
+
+    return opened
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=20)
+    kills = parser.parse_args().kills
+    results: list[Migration] = []
+    with tempfile.TemporaryDirectory() as folder:
+        spec = RunSpec.model_validate({**SPEC, "run": {"name": "migration", "dir": str(Path(folder) / "run")}})
+        train(spec, telemetry_stream=io.StringIO(), open_machinery=watched(kills, results))
+    if len(results) < kills:
+        print(f"only {len(results)} of {kills} kills were seen", file=sys.stderr)
+        return 1
+    figures = {
+        f"{name}_{which}": reduce(getattr(result, name) for result in results)
+        for name in ("first_s", "median_s", "last_s")
+        for which, reduce in (("median", statistics.median), ("worst", max))
+    }
+    for name, value in figures.items():
+        print(f"{name:16} {value:6.3f}")
+    reached = figures["last_s_median"] < TARGET_S
+    print(f"all samples of a dead worker decode elsewhere after (median) {figures['last_s_median']:.3f} s, "
+          f"target {TARGET_S:g} s: {'reached' if reached else 'MISSED'}")  # fmt: skip
+    write_result("migration", {"kills": kills, "target_s": TARGET_S, "reached": reached, **figures,
+                               "each": [vars(result) for result in results]})  # fmt: skip
+    return 0 if reached else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

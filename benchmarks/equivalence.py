@@ -18,7 +18,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +84,9 @@ def char_part(folder: Path, *, seeds: int, steps: int) -> dict[str, Any]:
                 "steps": steps,
                 **msgspec.to_builtins(compare(*here)),
                 **{name: found.summary[name] for name in TOTALS},
-                "cues": _by_cue(found.evictions),
+                **_by_cue(found.evictions),
                 **losses(found.evictions),
+                "tokens_lost_as_estimated": found.summary["tokens_lost"],
             }
         )
     _table("character model, batch-invariant: quiet run against disturbed run", runs)
@@ -94,14 +95,15 @@ def char_part(folder: Path, *, seeds: int, steps: int) -> dict[str, Any]:
     return {"runs": runs, "reached": same and kept}
 
 
-def _by_cue(evictions: Iterable[Eviction]) -> dict[str, dict[str, int]]:
-    """How many of each kind, and the most tokens that one of them cost."""
-    found: dict[str, dict[str, int]] = {}
-    for one in evictions:
-        of_cue = found.setdefault(one.cue, {"count": 0, "most_lost": 0, "tick": one.tick_tokens})
-        of_cue["count"] += 1
-        of_cue["most_lost"] = max(of_cue["most_lost"], one.tokens_lost)
-    return found
+def _by_cue(evictions: Sequence[Eviction]) -> dict[str, Any]:
+    """How many of each kind, and the most tokens that one of them cost; what a whole tick is."""
+    cues = list(dict.fromkeys(one.cue for one in evictions))
+    return {
+        **{cue: sum(one.cue == cue for one in evictions) for cue in cues},
+        **{f"{cue}_most_lost": max(one.tokens_lost for one in evictions if one.cue == cue) for cue in cues},
+        "tokens_of_a_tick": max(one.tick_tokens for one in evictions),
+        "most_ticks_after_notice": max(one.ticks_after_notice for one in evictions),
+    }
 
 
 def twins_part(folder: Path, *, steps: int) -> dict[str, Any]:
@@ -141,13 +143,12 @@ def _row(point: Point) -> dict[str, Any]:
     return {"step": point.step, **cells, "difference": f"{point.difference:+.3f}", "noise": noise}
 
 
-def _table(title: str, rows: list[dict[str, Any]]) -> None:
-    """One line a row; what is not a number or a word is written as it is."""
-    table = Table(title=title, box=box.SIMPLE)
-    for name in rows[0]:
-        table.add_column(name.replace("_", " "), justify="right", overflow="fold")
-    for row in rows:
-        table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in row.values()))
+def _table(title: str, records: list[dict[str, Any]]) -> None:
+    """A column for each, a line for each of their names."""
+    table = Table(title=title, box=box.SIMPLE, show_header=False)
+    for name in records[0]:
+        cells = (f"{value:.3g}" if isinstance(value := record[name], float) else str(value) for record in records)
+        table.add_row(name.replace("_", " "), *cells)
     Console(width=180).print(table)
 
 

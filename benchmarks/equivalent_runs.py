@@ -25,7 +25,8 @@ CHANGES: dict[str, Any] = {
     "model": {"char": {"hidden_size": 64, "layers": 2}},
     # Long answers are worth something, so that samples keep moving from worker to worker while they are being made.
     "scoring": {"rewards": [{"kind": "regex", "pattern": r"^\d"}, {"kind": "length", "target_tokens": 32}]},
-    "sampling": {"max_new_tokens": 32, "stop": ["no such string"]},
+    # Stop strings of two tokens: a worker may take over between them.
+    "sampling": {"max_new_tokens": 32, "stop": ["9+", "\n="]},
     "engine": {"batch_invariant": True, "slots": 6, "tick_s": 0.005},
     "batch": {"prompts": 8, "group_size": 4, "order": "canonical"},
     "optimizer": {"learning_rate": 1e-3},

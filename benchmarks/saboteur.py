@@ -12,7 +12,6 @@ occurs does not depend on the machine. A tick is a fixed number of engine steps 
 from __future__ import annotations
 
 import asyncio
-import gc
 import random
 import threading
 from collections import Counter, defaultdict
@@ -394,9 +393,7 @@ async def _sabotaged(
     async with opened as machinery:
         assert machinery.host is not None, "spec.pool asks for no workers"
         saboteur = hire(machinery.host, clock)
-        gc.freeze()  # the host collects garbage at every join: without all modules ever imported that takes no time
         try:
             yield replace(machinery, provider=saboteur, host=saboteur)
         finally:
-            gc.unfreeze()
             await saboteur.close()

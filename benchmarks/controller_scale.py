@@ -1,0 +1,240 @@
+"""How much of a core the controller takes: 1,000 workers with 64 samples each, a report of every worker every second.
+
+    python -m benchmarks.controller_scale [--workers 1000] [--seconds 20] [--rounds 5]
+
+The process is pinned to one core. Three measurements:
+
+- *The whole controller* in real time: fleet, dispatcher, mailbox, ledger with its SQLite journal, scoring of what
+  finishes and dispatching of what waits. Share of the core = CPU seconds (all threads) per second's worth of deltas, less
+  those spent on making the synthetic workers' messages (`benchmarks/synthetic_fleet.py`); decoding them counts. Take it on
+  a quiet machine: a late controller reads more letters at a time, which is cheaper (`kept_up` must be about 1).
+- *The ledger's path*: decoding, applying and journalling such messages back to back, by number of workers. The cost of
+  a delta must not depend on it.
+- *Memory* of a batch in flight: everything it keeps (tracemalloc), prompts included, per completion token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+import tracemalloc
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks.measuring import write_result
+from benchmarks.synthetic_fleet import TICK_S, Apart, Judge, Mute, SyntheticPool, SyntheticWorker, make_lease
+from tidemill.controller.batch import Batch, BatchPlan, plan_batch
+from tidemill.controller.collection import Collection, collecting
+from tidemill.controller.fleet import Fleet
+from tidemill.controller.ledger import Ledger
+from tidemill.controller.rollout import Rollout
+from tidemill.core.buffers import pack_tokens
+from tidemill.core.clock import LoopClock
+from tidemill.core.records import PolicyVersion, Prompt, SamplingParams, WorkerReport
+from tidemill.runtime.journal import SqliteJournal
+from tidemill.telemetry.silent import SilentTelemetry
+
+SLOTS = 64
+GROUP = 16
+TOKENS = 32  # of each sample every second
+PROMPT_TOKENS = 128
+VERSION = PolicyVersion(number=3, digest="0123456789abcdef0123456789abcdef")
+STEP = 4
+TARGET_SHARE = 0.5
+TARGET_BYTES = 16.0
+TARGET_GROWTH = 1.5  # cost of a delta at the largest number of workers over that at the smallest
+KEPT_UP = 0.98  # share of the messages that must come in time for the figures to count
+PATH_TICKS = 8
+ENCODER = msgspec.msgpack.Encoder()
+DECODER = msgspec.msgpack.Decoder(WorkerReport)
+
+Prompts = list[tuple[int, Prompt]]
+
+
+def make_plan(samples: int) -> tuple[BatchPlan, Prompts]:
+    """A batch of so many samples."""
+    prompts = [
+        (0, Prompt(prompt_id=f"synthetic/{index:06d}", token_ids=pack_tokens(range(PROMPT_TOKENS)), text="", answer=""))
+        for index in range(samples // GROUP)
+    ]
+    sampling = SamplingParams(max_new_tokens=4096)
+    return plan_batch(STEP, prompts, run_seed=0, group_size=GROUP, sampling=sampling), prompts
+
+
+async def whole_controller(folder: Path, *, workers: int, seconds: float) -> dict[str, float]:
+    """Run it for some seconds, with half as many samples again as slots; about two in a hundred finish every second."""
+    pool = SyntheticPool(workers=workers, slots=SLOTS, tokens=TOKENS, ticks=(2, 60))
+    plan, prompts = make_plan(workers * SLOTS * 3 // 2)
+    journal = await SqliteJournal.open(folder / "ledger.sqlite")
+    ledger, telemetry, clock = Ledger(journal), SilentTelemetry(), LoopClock()
+    fleet = Fleet(None, slots=SLOTS, clock=clock, telemetry=telemetry, provider=pool, host=pool, publisher=pool)
+    async with fleet:
+        await fleet.publish(VERSION)
+        async with asyncio.timeout(60.0):
+            while len(fleet.serving(VERSION.number)) < workers:  # noqa: ASYNC110 - nobody else asks
+                await asyncio.sleep(0.1)
+        batch = await ledger.open(plan, prompts, version_number=VERSION.number)
+        rollout = Rollout(
+            fleet=fleet, ledger=ledger, scorer=Judge(), codec=Mute(), telemetry=telemetry, clock=clock,
+            stop=asyncio.Event(),
+        )  # fmt: skip
+        async with collecting(batch, rollout) as collection:
+            consumer = asyncio.create_task(consume(collection))
+            await asyncio.sleep(3 * TICK_S)  # everything handed out, every worker has reported
+            figures = await measured(batch, pool, seconds)
+            consumer.cancel()
+            await asyncio.gather(consumer, return_exceptions=True)
+    await journal.close()
+    return figures
+
+
+async def consume(collection: Collection) -> None:
+    async for _ in collection:
+        pass
+
+
+async def measured(batch: Batch, pool: SyntheticPool, seconds: float) -> dict[str, float]:
+    apart = pool.apart
+    wall_s, cpu_s, apart_s, deltas = time.perf_counter(), time.process_time(), apart.cpu_s, apart.deltas
+    scored, accepted, late_s = batch.scored, batch.tokens_accepted, []
+    while time.perf_counter() - wall_s < seconds:
+        due_s = time.perf_counter() + 0.1
+        await asyncio.sleep(0.1)
+        late_s.append(time.perf_counter() - due_s)
+    wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s - (apart.cpu_s - apart_s)
+    deltas = apart.deltas - deltas
+    due = pool.workers * SLOTS / TICK_S  # deltas per second; fewer come when other processes want the core
+    return {
+        "share_of_a_core": due * cpu_s / deltas,
+        "us_per_delta": 1e6 * cpu_s / deltas,
+        "deltas_per_s": deltas / wall_s,
+        "kept_up": deltas / wall_s / due,
+        "tokens_per_s": (batch.tokens_accepted - accepted) / wall_s,
+        "finished_per_s": (batch.scored - scored) / wall_s,
+        "loop_late_ms_median": 1e3 * statistics.median(late_s),
+        "loop_late_ms_max": 1e3 * max(late_s),
+        "ignored": float(batch.ignored.total()),
+    }
+
+
+async def make_workers(batch: Batch, workers: int) -> list[SyntheticWorker]:
+    """Workers that hold the batch's samples and finish none."""
+    crew = []
+    for index in range(workers):
+        lease = make_lease(index)
+        worker = SyntheticWorker(lease, Apart(), SLOTS, TOKENS, (10**6, 10**6), random.Random(index), VERSION)
+        await worker.submit(batch.assign(lease.lease_id, batch.samples[index * SLOTS : (index + 1) * SLOTS]))
+        crew.append(worker)
+    return crew
+
+
+async def tick(ledger: Ledger, batch: Batch, blobs: Sequence[bytes]) -> None:
+    """Take in every worker's message, some at a time, as many as 1,000 workers send in a hundredth of a second."""
+    for at in range(0, len(blobs), 10):
+        await ledger.accept(batch, [DECODER.decode(blob) for blob in blobs[at : at + 10]])
+
+
+async def ledger_path(path: Path, *, workers: int) -> list[float]:
+    """CPU seconds of decoding, applying and journalling, per delta: one figure for each tick of a fresh batch."""
+    journal = await SqliteJournal.open(path)
+    ledger = Ledger(journal)
+    plan, prompts = make_plan(workers * SLOTS)
+    batch = await ledger.open(plan, prompts, version_number=VERSION.number)
+    crew = await make_workers(batch, workers)
+    costs = []
+    for _ in range(PATH_TICKS):
+        blobs = [ENCODER.encode(worker.report()) for worker in crew]
+        began_s = time.process_time()
+        await tick(ledger, batch, blobs)
+        costs.append((time.process_time() - began_s) / (workers * SLOTS))
+    await journal.close()
+    assert batch.tokens_accepted == workers * SLOTS * TOKENS * PATH_TICKS, "some deltas were not applied"
+    return costs
+
+
+def ledger_costs(folder: Path, sizes: Sequence[int], rounds: int) -> dict[int, float]:
+    """Microseconds per delta by number of workers; the sizes take turns."""
+    costs: dict[int, list[float]] = {size: [] for size in sizes}
+    for _ in range(rounds):
+        for size in sizes:
+            path = folder / f"{size}.sqlite"
+            costs[size] += asyncio.run(ledger_path(path, workers=size))
+            path.unlink()
+    return {size: 1e6 * statistics.median(figures) for size, figures in costs.items()}
+
+
+async def bytes_kept(workers: int, length: int) -> int:
+    """Everything a batch keeps when each of its samples has so many tokens. Its requests are the workers'."""
+    gc.collect()
+    tracemalloc.start()
+    plan, prompts = make_plan(workers * SLOTS)
+    ledger = Ledger(None)
+    batch = await ledger.open(plan, prompts, version_number=VERSION.number)
+    crew = await make_workers(batch, workers)
+    while batch.samples[0].length < length:
+        for worker in crew:
+            await tick(ledger, batch, [ENCODER.encode(worker.report())])
+    del crew, worker
+    gc.collect()
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return kept
+
+
+def memory(workers: int) -> dict[int, float]:
+    """Bytes per token by length of the samples."""
+    return {
+        length: asyncio.run(bytes_kept(workers, length)) / (workers * SLOTS * length)
+        for length in (128, 256, 512, 1024)
+    }
+
+
+def told(figures: Mapping[Any, float]) -> str:
+    return ", ".join(f"{name} {value:.3g}" for name, value in figures.items())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+    parser.add_argument("--workers", type=int, default=1000)
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    sizes = [*(size for size in (10, 100) if size < options.workers), options.workers]
+    with tempfile.TemporaryDirectory() as name:
+        costs = ledger_costs(Path(name), sizes, options.rounds)
+        whole = asyncio.run(whole_controller(Path(name), workers=options.workers, seconds=options.seconds))
+    kept = memory(min(20, options.workers))
+    growth = costs[sizes[-1]] / costs[sizes[0]]
+    print(f"the whole controller, {options.workers} workers: {told(whole)}")
+    if whole["kept_up"] < KEPT_UP:
+        print(
+            "the core was not there in time: other processes want it, and these figures are not those of a quiet machine"
+        )
+    print(f"the ledger's path, microseconds per delta by workers: {told(costs)} (grows {growth:.2f} times)")
+    print(f"memory, bytes per token by length of the samples: {told(kept)}")
+    reached = {
+        f"under {TARGET_SHARE:.0%} of a core": whole["share_of_a_core"] < TARGET_SHARE,
+        f"under {TARGET_BYTES:g} bytes per token": max(kept.values()) < TARGET_BYTES,
+        f"cost per delta grows less than {TARGET_GROWTH:g} times": growth < TARGET_GROWTH,
+    }
+    for target, yes in reached.items():
+        print(f"{target}: {'reached' if yes else 'MISSED'}")
+    figures = {"workers": options.workers, "slots": SLOTS, "tokens_per_delta": TOKENS, "tick_s": TICK_S}
+    content = {"controller": whole, "us_per_delta_by_workers": costs, "bytes_per_token_by_length": kept}
+    write_result("controller_scale", {**figures, **content, "reached": reached})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

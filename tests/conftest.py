@@ -34,6 +34,16 @@ EXIT_GRACE_S = 3.0
 _left_behind = pytest.StashKey[list[str]]()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--chaos-rounds", type=int, default=1, help="how many times as many faults tests/chaos tries")
+
+
+@pytest.fixture
+def chaos_rounds(request: pytest.FixtureRequest) -> int:
+    """How many times as much a test of tests/chaos does."""
+    return int(request.config.getoption("--chaos-rounds"))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """An empty model cache for the session, so that no test depends on what the machine happens to have."""

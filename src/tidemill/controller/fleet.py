@@ -139,6 +139,9 @@ class Fleet:
             yield
         finally:
             self._mailbox = None
+            for ended in mailbox.mail.ended:  # as the last sample came; what it had is of no more interest
+                if ended.evicted:
+                    self.story.evicted(ended, [])
 
     def __getitem__(self, lease_id: str) -> Member:
         return self._members[lease_id]

@@ -1,0 +1,174 @@
+"""Whatever happens to workers, weights, pool and disk, in virtual time: the trainer learns from the very same."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from tests.chaos.faults import FAULTS, fleet_config, herd, setting
+from tests.chaos.world import World
+from tests.fake_fleet import Disk, Session, small_spec
+from tests.fake_pool import trained
+from tests.virtual_time import run_virtual
+from tidemill.controller.ledger import Ledger
+from tidemill.controller.memory_journal import MemoryJournal, PowerCut
+from tidemill.core.errors import UserError
+
+SPEC = small_spec(batch={"prompts": 5, "group_size": 4}, sampling={"max_new_tokens": 30}, trainer={"steps": 4})
+
+
+@functools.cache
+def quiet() -> object:
+    session = Session(spec=SPEC)
+    run_virtual(session.run())
+    return trained(session)
+
+
+def world(seed: int, put: Callable[[World], None], **changes: Any) -> World:
+    rng = random.Random(f"world {seed}")
+    return World(spec=SPEC, setting=put, config=fleet_config(rng), reserved_engine=rng.random() < 0.7, **changes)
+
+
+def lived(seed: int, put: Callable[[World], None], **changes: Any) -> World:
+    """The world of a seed after its run, which learned what a quiet one learns and left nobody behind."""
+
+    async def live() -> World:
+        made = world(seed, put, **changes)
+        await made.live()
+        return made
+
+    done = run_virtual(live())
+    assert trained(done) == quiet()
+    everybody_left(done)
+    return done
+
+
+def everybody_left(done: World) -> None:
+    """Every lease that began has ended, every worker was told so, and what its provider did not take it got back."""
+    told = done.telemetry.named
+    assert told("quarantine") == []  # nobody computes with wrong bytes
+    assert [f["lease"] for f in told("lease")] == [*dict.fromkeys(f["lease"] for f in told("lease"))]
+    ends = {f["lease"]: f for f in told("lease_end")}
+    assert len(ends) == len(told("lease_end"))
+    assert {f["lease"] for f in told("lease")} == ends.keys() - {"local"}
+    evicted = [lease for lease, end in ends.items() if end["evicted"]]
+    assert sorted(evicted) == sorted(f["lease"] for f in told("eviction"))
+    for machine in done.machines.values():
+        if machine.lease_id in ends and machine.worker is not None:
+            assert machine.worker.killed
+            given_back = ends[machine.lease_id]["cause"] not in ("taken away", "the run ended")
+            assert (machine.lease_id in done.provider.released) == given_back
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_by_itself(name: str, chaos_rounds: int) -> None:
+    worlds = [lived(seed, setting(seed, [name], helpers=seed % 2)) for seed in range(chaos_rounds)]
+
+    assert any(not machine.spared for world in worlds for machine in world.machines.values())
+
+
+def some(rng: random.Random) -> Sequence[str]:
+    """A few faults; no more than two of those that an attempt at a sample fails by: three are the run's end."""
+    names = rng.sample(sorted(FAULTS), rng.randint(3, 7))
+    failing = [name for name in names if name.startswith(("crashes", "lies")) or name.endswith("in disorder")]
+    return [name for name in names if name not in failing[2:]]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_faults_together(seed: int, chaos_rounds: int) -> None:
+    migrations = 0
+    for each in range(5 * chaos_rounds):
+        rng = random.Random(f"together {seed} {each}")
+        names = some(rng)
+        done = lived(rng.getrandbits(32), setting(rng.getrandbits(32), names, helpers=rng.randint(0, 2)))
+        migrations += sum(int(step.values.get("migrations", 0)) for step in done.telemetry.steps)
+    assert migrations > 10
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_faults_together_and_a_controller_that_is_killed(seed: int, chaos_rounds: int) -> None:
+    kills = 0
+    for each in range(2 * chaos_rounds):
+        rng, disk = random.Random(f"killed {seed} {each}"), Disk()
+        for cut in [*(rng.randint(0, 12_000) for _ in range(rng.randint(1, 3))), None]:
+            world = outlived(rng, disk, power_cut_after=cut)
+            if world.result is not None:
+                break
+            kills += 1
+        assert trained(world) == quiet()
+    assert kills
+
+
+def outlived(rng: random.Random, disk: Disk, **changes: Any) -> World:
+    """One life among faults, to its end or the power's."""
+    put = setting(rng.getrandbits(32), some(rng), helpers=rng.randint(0, 2))
+
+    async def live() -> World:
+        made = world(rng.getrandbits(32), put, disk=disk, **changes)
+        try:
+            await made.live()
+        except PowerCut:
+            assert changes["power_cut_after"] is not None
+        return made
+
+    done = run_virtual(live())
+    everybody_left(done)
+    return done
+
+
+class FullDisk(MemoryJournal):
+    """Has room for so many bytes, and then for none."""
+
+    room = 0
+
+    async def append(self, step: int, blobs: Sequence[bytes]) -> None:
+        if len(self.disk) + sum(map(len, blobs)) > self.room:
+            raise UserError("the disk is full", where="ledger.sqlite", cure="free some space")
+        await super().append(step, blobs)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_faults_together_and_a_disk_that_is_full_until_room_is_made(seed: int, chaos_rounds: int) -> None:
+    for each in range(chaos_rounds):
+        rng, disk = random.Random(f"full {seed} {each}"), Disk()
+        put = setting(rng.getrandbits(32), some(rng), helpers=1)
+
+        async def live(put: Callable[[World], None] = put, disk: Disk = disk, room: int = rng.randint(0, 9000)) -> None:
+            made = world(seed, put, disk=disk)
+            made.journal = FullDisk(disk.journal)
+            made.journal.room = room
+            made.ledger = Ledger(made.journal)
+            await made.live()
+
+        with pytest.raises(UserError, match="the disk is full"):
+            run_virtual(live())
+        assert trained(outlived(rng, disk)) == quiet()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_provider_that_raises_ends_the_run_with_its_error_and_a_resumed_one_learns_the_same(seed: int) -> None:
+    rng, disk = random.Random(seed), Disk()
+
+    async def live() -> None:
+        made = world(seed, setting(seed, some(rng), helpers=1), disk=disk)
+        asyncio.get_running_loop().call_later(
+            rng.uniform(0.0, 8.0), made.provider.tell, UserError("no credits left", where="pool")
+        )
+        await made.live()
+
+    with pytest.raises(UserError, match="no credits left"):
+        run_virtual(live())
+    assert trained(outlived(rng, disk)) == quiet()
+
+
+def test_two_hundred_workers_that_come_together_and_die_within_seconds(chaos_rounds: int) -> None:
+    for seed in range(chaos_rounds):
+        done = lived(seed, lambda world, seed=seed: herd(world, random.Random(seed), "h", size=200))  # type: ignore[misc]
+        assert len(done.telemetry.named("lease")) == 200
+        assert len(done.telemetry.named("eviction")) > 50
+        assert len(done.telemetry.named("join_failed")) > 20

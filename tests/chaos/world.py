@@ -1,0 +1,446 @@
+"""A fleet in virtual time that things happen to: real controller, workers, weights and pulls; engines that pretend.
+
+What a worker generates is a function of the bytes it pulled, so that a wrong byte is a wrong token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from tests.fake_fleet import FakeCompute, FakeEngine, Session, number
+from tidemill.config.schema import FleetConfig
+from tidemill.controller.fleet import Fleet
+from tidemill.core.buffers import pack_tokens
+from tidemill.core.clock import LoopClock
+from tidemill.core.errors import WorkerLost
+from tidemill.core.protocols import Worker
+from tidemill.core.records import (
+    GenerateRequest,
+    Lease,
+    LeaseEnded,
+    LeaseEvent,
+    LeaseGranted,
+    LeaseNoticed,
+    Loaded,
+    PolicyVersion,
+    Pulled,
+    SampleId,
+    TensorEntry,
+    WeightManifest,
+    WorkerReport,
+)
+from tidemill.rollout.worker import EngineWorker
+from tidemill.weights.memory import MemoryTransport
+from tidemill.weights.puller import Puller
+from tidemill.weights.snapshot import Snapshot, allocate
+from tidemill.weights.store import WeightStore
+from tidemill.weights.transport import Blob
+
+T = TypeVar("T")
+Mend = Callable[[list[WorkerReport]], list[WorkerReport]]
+Lie = Callable[[WorkerReport], WorkerReport]
+
+NOWHERE = PolicyVersion(number=-1, digest="none")
+PROBE = pack_tokens([1, 2, 3])
+NAME_BYTES = 16
+LAYOUT = (
+    TensorEntry(name="name", dtype="float32", shape=(4,), offset=0, nbytes=NAME_BYTES, checksum=0),
+    TensorEntry(name="rest", dtype="float32", shape=(240,), offset=64, nbytes=960, checksum=0),
+)
+BOOT_S, TICK_S, GRACE_S, FETCH_S = 0.3, 0.1, 1.2, 0.15
+
+
+def weights_of(version: PolicyVersion) -> Blob:
+    """They carry the version's digest; of the rest one element in twenty differs from one version to the next."""
+    blob = allocate(LAYOUT[-1].offset + LAYOUT[-1].nbytes)
+    blob[:] = np.arange(len(blob)) % 251
+    blob[:NAME_BYTES] = np.frombuffer(version.digest.encode().ljust(NAME_BYTES), np.uint8)
+    for at in range(12):
+        blob[64 + number(version.digest, at) % 960] ^= 1
+    return blob
+
+
+def tensor_bytes(snapshot: Blob) -> bytes:
+    """What lies between tensors means nothing."""
+    return b"".join(bytes(snapshot[entry.offset : entry.offset + entry.nbytes]) for entry in LAYOUT)
+
+
+class Publisher:
+    """A publish takes `seconds`."""
+
+    def __init__(self, store: WeightStore) -> None:
+        self.store, self.seconds = store, 0.05
+
+    async def publish(self, version: PolicyVersion) -> WeightManifest:
+        latest = self.store.latest
+        if latest is not None and latest.version == version:
+            return latest
+        await asyncio.sleep(self.seconds)
+        await self.store.make_room()
+        said = FakeEngine(version).probe(PROBE)
+        return await self.store.publish(version, LAYOUT, weights_of(version), probe_ids=PROBE, probe_logprobs=said)
+
+    async def close(self) -> None:
+        await self.store.close()
+
+
+class Provider:
+    """Tells what it is told to, when it is told to; an exception it raises."""
+
+    def __init__(self) -> None:
+        self.released: list[str] = []
+        self._events: asyncio.Queue[LeaseEvent | Exception] = asyncio.Queue()
+
+    def tell(self, event: LeaseEvent | Exception) -> None:
+        self._events.put_nowait(event)
+
+    def want(self, workers: int) -> None:
+        pass
+
+    async def next_event(self, timeout_s: float) -> LeaseEvent | None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                event = await self._events.get()
+        except TimeoutError:
+            return None
+        if isinstance(event, Exception):
+            raise event
+        return event
+
+    async def release(self, lease_id: str) -> None:
+        self.released.append(lease_id)
+
+    async def close(self) -> None:
+        pass
+
+
+class Processor(FakeCompute):
+    """A machine's own: it may be stopped, and then nothing on it goes on."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(seconds)
+        self.runs = asyncio.Event()
+        self.runs.set()
+
+    async def run(self, function: Callable[[], T]) -> T:
+        async with self._turn:
+            await asyncio.sleep(self.seconds)
+            await self.runs.wait()
+            return function()
+
+
+class Pulls:
+    """A `WeightSource` that says when a pull begins."""
+
+    def __init__(self, machine: Machine, engine: ReadingEngine, puller: Puller) -> None:
+        self._machine, self._engine, self._puller, self._pulls = machine, engine, puller, 0
+
+    async def prepare(self, version: PolicyVersion) -> Pulled:
+        self._machine.reached("later pull" if self._pulls else "first pull")
+        self._pulls += 1
+        return await self._puller.prepare(version)
+
+    def swap(self, pulled: Pulled) -> None:
+        self._puller.swap(pulled, self._engine.bind)
+
+    def close(self) -> None:
+        self._puller.close()
+
+
+class ReadingEngine(FakeEngine):
+    """Takes the digest that it computes with from the bytes it was given, not from what they are called."""
+
+    snapshot: Blob
+
+    def bind(self, snapshot: Snapshot) -> None:
+        self.snapshot = snapshot.buffer
+
+    def load(self, version: PolicyVersion) -> None:
+        right = tensor_bytes(self.snapshot) == tensor_bytes(weights_of(version))
+        digest = bytes(self.snapshot[:NAME_BYTES]).decode(errors="replace").strip()
+        super().load(PolicyVersion(number=version.number, digest=digest if right else "wrong bytes"))
+
+
+class Machine:
+    """A lease, the worker on it, and what may happen to them. `at` says what happens at which stage of its life."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world, self.name = world, name
+        self.lease_id = f"lease-{name}"
+        self.processor = Processor(TICK_S)
+        self.worker: Line | None = None
+        self.engine: ReadingEngine | None = None
+        self.broken: Exception | None = None  # raised by a start that is under way
+        self.ended = self.noticed = False
+        self._plans: dict[str, tuple[float, Callable[[Machine], None]]] = {}
+
+    def at(self, stage: str, after_s: float, happens: Callable[[Machine], None]) -> None:
+        self._plans[stage] = after_s, happens
+
+    def reached(self, stage: str) -> None:
+        if (plan := self._plans.pop(stage, None)) is not None and not self.ended:
+            self.world.after(plan[0], lambda: plan[1](self))
+
+    @property
+    def spared(self) -> bool:
+        """Something was planned for it that its life never came to."""
+        return bool(self._plans)
+
+    def grant(self) -> None:
+        now_s = asyncio.get_running_loop().time()
+        lease = Lease(
+            lease_id=self.lease_id,
+            worker_id=f"spot-{self.name}",
+            kind="preemptible",
+            price_usd_per_hour=1.0,
+            start_s=now_s,
+        )
+        self.world.machines[self.lease_id] = self
+        self.world.provider.tell(LeaseGranted(lease=lease))
+
+    async def boot(self) -> None:
+        self.reached("boot")
+        await asyncio.sleep(BOOT_S)
+        await self.processor.runs.wait()
+        if self.broken is not None:
+            raise self.broken
+
+    # What may happen to it.
+
+    def taken(self) -> None:
+        self.ended = True
+        self.world.provider.tell(LeaseEnded(lease_id=self.lease_id, cause="taken away"))
+
+    def warned(self) -> None:
+        now_s = asyncio.get_running_loop().time()
+        self.world.provider.tell(LeaseNoticed(lease_id=self.lease_id, deadline_s=now_s + GRACE_S))
+        self.noticed = True
+        self.reached("notice")
+        self.world.after(GRACE_S, self.taken)
+
+    def dies(self) -> None:
+        self.broken = WorkerLost("its process was killed")
+        if self.worker is not None:
+            self.worker.inner.kill()
+
+    def crashes(self) -> None:
+        self.broken = ValueError("engine on fire")
+        if self.engine is not None:
+            self.engine.on_poll = self._burn
+
+    def _burn(self) -> None:
+        raise ValueError("engine on fire")
+
+    def stops(self) -> None:
+        self.processor.runs.clear()
+        if self.worker is not None:
+            self.worker.up.clear()
+
+    def wakes(self) -> None:
+        self.processor.runs.set()
+        if self.worker is not None:
+            self.worker.restore(list)
+
+    def stops_for(self, seconds: float) -> None:
+        self.stops()
+        self.world.after(seconds, self.wakes)
+
+    def slows(self) -> None:
+        self.processor.seconds *= 10
+
+    def is_cut_off(self, seconds: float, mend: Mend) -> None:
+        """Nothing reaches it, and nothing of it arrives, until everything does, as `mend` has it."""
+        if self.worker is not None:
+            self.worker.up.clear()
+            self.world.after(seconds, partial(self.worker.restore, mend))
+
+    def lies(self, lie: Lie) -> None:
+        if self.worker is not None:
+            self.worker.lie = lie
+
+
+class Line:
+    """The controller's line to a worker. Who is told to leave while the line is down hears it when it is up again, and
+    until then may say what it likes."""
+
+    def __init__(self, inner: EngineWorker, machine: Machine) -> None:
+        self.inner, self.machine = inner, machine
+        self.up = asyncio.Event()
+        self.up.set()
+        self.lie: Lie = lambda report: report
+        self.killed = False
+        self._arrived: deque[WorkerReport] = deque()
+
+    async def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        await self.up.wait()
+        await self.inner.submit(requests)
+        self.machine.reached("decode")
+
+    async def abort(self, sample_ids: Sequence[SampleId]) -> None:
+        await self.up.wait()
+        if self.machine.noticed:
+            self.machine.reached("hand back")
+        await self.inner.abort(sample_ids)
+
+    async def load(self, version: PolicyVersion) -> Loaded:
+        await self.up.wait()
+        loaded = await self.inner.load(version)
+        await self.up.wait()
+        return loaded
+
+    async def next_report(self, timeout_s: float) -> WorkerReport | None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.up.wait()
+        except TimeoutError:
+            return None
+        report = self._arrived.popleft() if self._arrived else await self.inner.next_report(timeout_s)
+        return self.lie(report) if report is not None and report.deltas else report
+
+    def restore(self, mend: Mend) -> None:
+        self.machine.world.spawn(self._restore(mend))
+
+    async def _restore(self, mend: Mend) -> None:
+        reports: list[WorkerReport] = []
+        try:
+            while (report := await self.inner.next_report(0.0)) is not None:
+                reports.append(report)
+        except WorkerLost:
+            return
+        reports = mend(reports)
+        self.up.set()
+        if self.killed:
+            self.machine.world.arrives_late(reports)
+            self.inner.kill()
+        else:
+            self._arrived.extend(reports)
+
+    async def close(self) -> None:
+        await self.inner.close()
+
+    def kill(self) -> None:
+        self.killed = True
+        if self.up.is_set():
+            self.inner.kill()
+
+
+@dataclass
+class World(Session):
+    """A session on machines that `setting` puts there; `setting` is called when its loop runs."""
+
+    setting: Callable[[World], None] = lambda world: None
+    config: FleetConfig = field(default_factory=FleetConfig)
+    reserved_engine: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.machines: dict[str, Machine] = {}
+        self.provider = Provider()
+        self.transport = MemoryTransport(zero_copy=False)
+        self.transport.delay_s = FETCH_S
+        self.publisher = Publisher(WeightStore(self.transport, compute=FakeCompute()))
+        self.late = 0  # reports of workers whose leases had ended
+        self._jobs: set[asyncio.Task[None]] = set()
+        self._timers: list[asyncio.TimerHandle] = []
+        self.fleet = Fleet(
+            self.worker if self.reserved_engine else None,
+            slots=self.slots,
+            clock=LoopClock(),
+            telemetry=self.telemetry,
+            config=self.config,
+            patience=self.patience,
+            provider=self.provider,
+            host=self,
+            publisher=self.publisher,
+        )
+
+    async def live(self) -> None:
+        """Train among everything that happens; whatever the end, nothing goes on afterwards."""
+        self.setting(self)
+        try:
+            async with asyncio.timeout(LONG_S):
+                self.result = await self.run()
+        finally:
+            for timer in self._timers:
+                timer.cancel()
+            for job in self._jobs:
+                job.cancel()
+            for machine in self.machines.values():
+                if machine.worker is not None:
+                    machine.worker.inner.kill()
+            for _ in range(5):
+                await asyncio.sleep(0)
+        assert {task.get_name() for task in asyncio.all_tasks() - {asyncio.current_task()}} == set()
+
+    async def start(self, lease: Lease) -> Worker:
+        """The world is the host of its machines."""
+        machine = self.machines[lease.lease_id]
+        await machine.boot()
+        machine.engine = engine = ReadingEngine(NOWHERE, slots=self.slots)
+        puller = Puller(self.transport, machine.processor, clock=LoopClock(), timeout_s=60.0)
+        inner = EngineWorker(
+            engine,
+            machine.processor,
+            clock=LoopClock(),
+            tick_s=TICK_S,
+            worker_id=lease.worker_id,
+            lease_id=lease.lease_id,
+            source=Pulls(machine, engine, puller),
+        )
+        machine.worker = Line(inner, machine)
+        return machine.worker
+
+    async def close(self) -> None:
+        pass
+
+    def after(self, seconds: float, happens: Callable[[], object]) -> None:
+        self._timers.append(asyncio.get_running_loop().call_later(seconds, happens))
+
+    def spawn(self, job: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(job)
+        self._jobs.add(task)
+        task.add_done_callback(self._jobs.discard)
+
+    def arrives_late(self, reports: Sequence[WorkerReport]) -> None:
+        """Letters that were under way when their sender's lease ended. They are wrong: nobody should look at them."""
+        spoiled = [spoil(report) for report in reports]
+        if self.fleet._mailbox is not None:
+            self.late += sum(bool(report.deltas) for report in spoiled)
+            self.fleet._mailbox.put_reports(spoiled)
+
+    @property
+    def present(self) -> list[Machine]:
+        return [machine for machine in self.machines.values() if not machine.ended]
+
+
+LONG_S = 3600.0
+"""Virtual seconds after which a run hangs: ten thousand ticks and more."""
+
+
+def spoil(report: WorkerReport) -> WorkerReport:
+    """Every token another one, every sample at its end."""
+    replace = msgspec.structs.replace
+    deltas = [
+        replace(delta, token_ids=bytes(byte ^ 1 for byte in delta.token_ids), finish="stop") for delta in report.deltas
+    ]
+    return replace(report, deltas=tuple(deltas))
+
+
+def shuffled(seed: int) -> Mend:
+    def mend(reports: list[WorkerReport]) -> list[WorkerReport]:
+        return random.Random(seed).sample(reports, len(reports))
+
+    return mend
+
+
+def repeated(reports: list[WorkerReport]) -> list[WorkerReport]:
+    return [copy for report in reports for copy in (report, report)]

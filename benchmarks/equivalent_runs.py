@@ -28,7 +28,7 @@ CHANGES: dict[str, Any] = {
     # Stop strings of two tokens: a worker may take over between them.
     "sampling": {"max_new_tokens": 32, "stop": ["9+", "\n="]},
     "engine": {"batch_invariant": True, "slots": 6, "tick_s": 0.005},
-    "batch": {"prompts": 8, "group_size": 4, "order": "canonical"},
+    "batch": {"prompts": 8, "group_size": 4, "minibatches": 2, "order": "canonical"},
     "optimizer": {"learning_rate": 1e-3},
     "trainer": {"threads": 1},
     "eval": {"every_steps": 4, "prompts": 8},

@@ -5,9 +5,10 @@
 The process is pinned to one core. Three measurements:
 
 - *The whole controller* in real time: fleet, dispatcher, mailbox, ledger with its SQLite journal, scoring of what
-  finishes and dispatching of what waits. Share of the core = CPU seconds (all threads) per second's worth of deltas, less
-  those spent on making the synthetic workers' messages (`benchmarks/synthetic_fleet.py`); decoding them counts. Take it on
-  a quiet machine: a late controller reads more letters at a time, which is cheaper (`kept_up` must be about 1).
+  finishes and dispatching of what waits. Share of the core = CPU seconds (all threads) per second's worth of deltas,
+  less those spent on making the synthetic workers' messages (`benchmarks/synthetic_fleet.py`); decoding them counts.
+  Take it on a quiet machine: a late controller reads more letters at a time, which is cheaper (`kept_up` must be
+  about 1).
 - *The ledger's path*: decoding, applying and journalling such messages back to back, by number of workers. The cost of
   a delta must not depend on it.
 - *Memory* of a batch in flight: everything it keeps (tracemalloc), prompts included, per completion token.
@@ -218,9 +219,7 @@ def main() -> int:
     growth = costs[sizes[-1]] / costs[sizes[0]]
     print(f"the whole controller, {options.workers} workers: {told(whole)}")
     if whole["kept_up"] < KEPT_UP:
-        print(
-            "the core was not there in time: other processes want it, and these figures are not those of a quiet machine"
-        )
+        print("the core was not there in time: other processes want it; these are not the figures of a quiet machine")
     print(f"the ledger's path, microseconds per delta by workers: {told(costs)} (grows {growth:.2f} times)")
     print(f"memory, bytes per token by length of the samples: {told(kept)}")
     reached = {

@@ -4,10 +4,10 @@
 
 The real controller (fleet, dispatcher, ledger with its journal) runs in virtual time over simulated engines of fixed
 speed, so that the noise of this machine does not enter. Machines follow synthetic markets with the counts, bursts and
-times to eviction of two Bamboo traces, or the capacity traces given. There is always more to generate than the machines
-can do: what is measured is what evictions, queues, prefills and migration cost, not the end of a batch. The ideal is every
-machine at its peak speed for as long as it is there and up; beside it stands the share of what it would be if machines
-booted and pulled weights in no time.
+times to eviction of two Bamboo traces, or the capacity traces given. There is always more to generate than the
+machines can do: what is measured is what evictions, queues, prefills and migration cost, not the end of a batch. The
+ideal is every machine at its peak speed for as long as it is there and up; beside it stands the share of what it would
+be if machines booted and pulled weights in no time.
 """
 
 from __future__ import annotations

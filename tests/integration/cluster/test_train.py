@@ -6,10 +6,11 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.processes import command_lines, processes_below
 
 pytestmark = pytest.mark.xdist_group("ray")
 
@@ -71,32 +72,11 @@ def _wait_for(process: subprocess.Popen[str], run: Path, event: str, session: in
         time.sleep(0.05)
 
 
-def _below(pid: int) -> Iterator[int]:
-    """Every process below one."""
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in map(int, (task / "children").read_text().split()):
-            yield child
-            yield from _below(child)
-
-
-def _names(pids: list[int]) -> dict[int, str]:
-    """Of those that are alive."""
-    names = {}
-    for pid in pids:
-        try:
-            line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-        except FileNotFoundError:
-            continue
-        if line:  # a zombie has none
-            names[pid] = line
-    return names
-
-
 def _all_gone(pids: list[int], within_s: float) -> None:
     until = time.monotonic() + within_s
-    while _names(pids) and time.monotonic() < until:
+    while command_lines(pids) and time.monotonic() < until:
         time.sleep(0.05)
-    assert not _names(pids)
+    assert not command_lines(pids)
 
 
 def _checkpoints(run: Path, session: int) -> list[int]:
@@ -109,8 +89,8 @@ def test_a_run_whose_driver_is_killed_leaves_no_process_and_finishes_when_resume
     first = _start(recipe, run)
     _wait_for(first, run, "checkpoint", session=1)
     _wait_for(first, run, "pull", session=1)
-    below = list(_below(first.pid))
-    names = _names(below)
+    below = list(processes_below(first.pid))
+    names = command_lines(below)
     for part in ("keeper", "gcs_server", "raylet", "ray::TrainerActor", "ray::RolloutActor"):
         assert any(part in name for name in names.values()), f"no {part} among {names}"
     first.kill()

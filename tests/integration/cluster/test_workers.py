@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
@@ -17,6 +19,7 @@ from ray._private import state as ray_state
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.core.generated import autoscaler_pb2
 
+from tests.processes import listening, processes_below
 from tidemill.config.schema import ModelConfig, RayConfig, RayPool, RunSpec
 from tidemill.core.buffers import pack_tokens
 from tidemill.core.clock import LoopClock
@@ -70,7 +73,7 @@ def cluster() -> Iterator[KeptCluster]:
         *(LocalNode(name=f"spot-{index}", cpus=2, gpus=0, labels=SPOT) for index in range(3)),
     )
     kept = asyncio.run(start_keeper(Keep(nodes=nodes, object_store_bytes=100 << 20)))
-    asyncio.run(connect(kept.address, here=True))
+    asyncio.run(connect(kept.address, token=kept.token))
     yield kept
     ray.shutdown()
     asyncio.run(kept.close())
@@ -250,6 +253,25 @@ def _stat(pid: int) -> tuple[str, int]:
     """State and parent of a process."""
     state, parent, *_ = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return state, int(parent)
+
+
+def test_only_this_machine_reaches_the_cluster_and_only_with_its_token(cluster: KeptCluster) -> None:
+    below = [cluster.process.pid, *processes_below(cluster.process.pid)]
+    addresses = listening(below)
+    assert len(addresses) >= 5  # the head's server, and two of each node's
+    assert {address.partition(":")[0] for address in addresses} == {"127.0.0.1"}
+    stranger = f"from ray._raylet import GcsClient; GcsClient(address={cluster.address!r})"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    said = subprocess.run(
+        [sys.executable, "-c", stranger],
+        env={**environment, "RAY_AUTH_MODE": "disabled"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert said.returncode != 0
+    assert "AuthenticationError" in said.stderr
 
 
 async def test_a_worker_generates_is_warned_goes_on_and_is_killed(workplace: Workplace) -> None:

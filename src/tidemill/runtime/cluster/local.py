@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
 import subprocess
 import sys
 import uuid
@@ -14,6 +15,8 @@ import msgspec
 import ray
 import ray._private.worker
 from ray._private import ray_constants
+from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
+from ray.exceptions import RayError
 
 from tidemill.config.schema import PoolConfig, RayConfig, RayPool, RunSpec, StaticPool, SyntheticPool
 from tidemill.core.errors import DeadlineError, UserError
@@ -101,13 +104,16 @@ async def connected(spec: RunSpec, *, model_bytes: int, tell: Callable[[str], No
     Raises:
         UserError: there is no cluster at that address, or none can be started here.
     """
-    kept = None
+    kept, environment = None, {name: os.environ.get(name) for name in _authentication("")}
     if not spec.ray.address:
         nodes = local_nodes(spec)
         tell(f"starting Ray on this machine: {', '.join(node.name for node in nodes)}")
         kept = await start_keeper(Keep(nodes=nodes, object_store_bytes=object_store_bytes(model_bytes)))
     try:
-        await connect(spec.ray.address if kept is None else kept.address, here=kept is not None)
+        if kept is None:
+            await connect(spec.ray.address)
+        else:
+            await connect(kept.address, token=kept.token)
         watch = NodeWatch()
         try:
             await watch.start()
@@ -116,6 +122,9 @@ async def connected(spec: RunSpec, *, model_bytes: int, tell: Callable[[str], No
             await watch.close()
             await blocking(ray.shutdown, awaited="Ray to let go", timeout_s=STOP_S)
     finally:
+        os.environ.update({name: value for name, value in environment.items() if value is not None})
+        for name in (name for name, value in environment.items() if value is None):
+            os.environ.pop(name, None)
         if kept is not None:
             await kept.close()
 
@@ -128,8 +137,9 @@ def object_store_bytes(model_bytes: int) -> int:
 class KeptCluster:
     """A running keeper."""
 
-    def __init__(self, process: subprocess.Popen[bytes], address: str) -> None:
-        self.process, self.address = process, address
+    def __init__(self, process: subprocess.Popen[bytes], *, token: str) -> None:
+        self.process, self.token = process, token
+        self.address = ""
 
     async def close(self) -> None:
         """End the cluster; returns when no process of it is left."""
@@ -155,10 +165,11 @@ async def start_keeper(keep: Keep) -> KeptCluster:
         UserError: Ray said why it does not start.
         DeadlineError: it neither started nor failed.
     """
-    process = _keeper_process()
+    token = secrets.token_hex(32)
+    process = _keeper_process(token)
     assert process.stdin is not None
     assert process.stdout is not None
-    cluster = KeptCluster(process, "")
+    cluster = KeptCluster(process, token=token)
     try:
         process.stdin.write(msgspec.json.encode(keep) + b"\n")
         process.stdin.flush()
@@ -177,26 +188,38 @@ async def start_keeper(keep: Keep) -> KeptCluster:
     return cluster
 
 
-def _keeper_process() -> subprocess.Popen[bytes]:
+def _keeper_process(token: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-m", keeper.__name__],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env=os.environ | _ENVIRONMENT,
+        env=os.environ | _ENVIRONMENT | _authentication(token),
         start_new_session=True,  # Ctrl-C is for the run to heed, not for the cluster under it
     )
 
 
-async def connect(address: str, *, here: bool) -> None:
-    """Make this process a driver of a cluster; `here` is one that a keeper holds.
+def _authentication(token: str) -> dict[str, str]:
+    """Other users of this machine can reach its loopback too: only who knows the token is let in."""
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+
+
+async def connect(address: str, *, token: str | None = None) -> None:
+    """Make this process a driver of a cluster.
+
+    Args:
+        token: of a cluster that a keeper holds; for another one Ray finds its own, as its documentation says.
 
     Raises:
         UserError: there is none at that address.
     """
 
     def connect() -> None:
-        ray_constants.ENABLE_RAY_CLUSTER = not here  # as the environment of a cluster made here says
+        ray_constants.ENABLE_RAY_CLUSTER = token is None  # as the environment of a cluster made here says
+        if token is not None:
+            os.environ.update(_authentication(token))
+        Config.initialize("")  # both are read once, and there may have been another cluster before
+        AuthenticationTokenLoader.instance().reset_cache()
         ray.init(
             address=address,
             namespace=f"tidemill-{uuid.uuid4().hex}",
@@ -209,7 +232,7 @@ async def connect(address: str, *, here: bool) -> None:
     ray._private.worker.print_to_stdstream = lambda *_, **__: None
     try:
         await blocking(connect, awaited=f"the Ray cluster at {address}", timeout_s=CONNECT_S)
-    except (ConnectionError, ValueError, RuntimeError, DeadlineError) as error:
+    except (ConnectionError, ValueError, RuntimeError, DeadlineError, RayError) as error:
         raise UserError(
             f"there is no Ray cluster at {address!r} that can be joined: {str(error).strip().splitlines()[0]}",
             where="ray.address",

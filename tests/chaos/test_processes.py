@@ -1,0 +1,75 @@
+"""A run on workers that come and go is killed, interrupted and out of room, and ends with the quiet run's weights."""
+
+from __future__ import annotations
+
+import random
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.processes import RECIPE, RunningProcess, learned, summary
+
+STEPS = 30
+POOL = """
+[pool]
+kind = "synthetic"
+workers = 3
+mean_time_to_eviction_s = 0.6
+mean_time_to_return_s = 0.1
+noticed = 0.4
+notice_s = 0.2
+[fleet]
+seed_window_s = 0.1
+hand_back_s = 0.1
+queue_limit = 1
+"""
+
+
+def killed(run: RunningProcess, rng: random.Random) -> None:
+    run.wait_for(rng.choice(["join", "pull", "eviction", "notice", "publish", "checkpoint"]))
+    time.sleep(rng.uniform(0.0, 0.5))
+    run.signal(signal.SIGKILL)
+    run.ends(-signal.SIGKILL)
+
+
+def interrupted(run: RunningProcess, rng: random.Random) -> None:
+    run.wait_for("eviction", rng.randint(1, 2))
+    run.signal(signal.SIGINT)
+    run.ends(130)
+    said = summary(run.run)
+    assert said["interrupted"] is True
+    assert (run.run / "checkpoints" / f"step_{said['steps']}").is_dir()
+
+
+def out_of_room(run: RunningProcess, rng: random.Random) -> None:
+    said = run.ends(2)
+    (error,) = re.findall(r"^error: .*", said, re.MULTILINE)
+    assert "disk" in error
+    assert "run the same command again" in said
+    assert "Traceback" not in said
+
+
+DEATHS = (killed, interrupted, killed, out_of_room)
+
+
+@pytest.mark.timeout(1500)
+def test_a_run_that_dies_again_and_again_learns_what_a_quiet_one_does(tmp_path: Path, chaos_rounds: int) -> None:
+    recipe, steps = tmp_path / "recipe.toml", ("--trainer.steps", str(STEPS))
+    recipe.write_text(RECIPE)
+    RunningProcess(recipe, tmp_path / "quiet", steps).ends(0)
+    expected = learned(tmp_path / "quiet")
+    assert expected[0]["optimizer_steps"] > STEPS / 2  # it learned something, or equal weights would say nothing
+    recipe.write_text(RECIPE + POOL)
+    for each in range(chaos_rounds):
+        rng, run = random.Random(each), tmp_path / f"torn-{each}"
+        for death in rng.sample(DEATHS, len(DEATHS)):
+            limit = rng.randint(20_000, 200_000) if death is out_of_room else None
+            death(RunningProcess(recipe, run, steps, file_bytes=limit), rng)
+        RunningProcess(recipe, run, steps).ends(0)
+
+        assert learned(run) == expected
+        assert summary(run)["evictions"] > 3
+        assert not list((run / "checkpoints").glob(".*"))

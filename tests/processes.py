@@ -1,0 +1,58 @@
+"""Processes as the kernel shows them; Linux only."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+LISTEN = "0A"
+
+
+def processes_below(pid: int) -> Iterator[int]:
+    """Every process that descends from one."""
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in map(int, (task / "children").read_text().split()):
+            yield child
+            yield from processes_below(child)
+
+
+def command_lines(pids: Iterable[int]) -> dict[int, str]:
+    """Of those that are alive; a zombie has none."""
+    lines = {}
+    for pid in pids:
+        try:
+            line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except FileNotFoundError:
+            continue
+        if line:
+            lines[pid] = line
+    return lines
+
+
+def listening(pids: Iterable[int]) -> list[str]:
+    """Addresses ("127.0.0.1:8265") on which processes wait for TCP connections."""
+    inodes = {link for pid in pids for fd in Path(f"/proc/{pid}/fd").iterdir() if (link := _target(fd))}
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == LISTEN and f"socket:[{fields[9]}]" in inodes:
+                found.append(_address(fields[1]))
+    return found
+
+
+def _target(fd: Path) -> str:
+    try:
+        return str(fd.readlink())
+    except FileNotFoundError:  # closed meanwhile
+        return ""
+
+
+def _address(text: str) -> str:
+    """The kernel writes 32-bit words in the machine's order."""
+    host, port = text.split(":")
+    words = bytes.fromhex(host)
+    packed = b"".join(words[at : at + 4][::-1] for at in range(0, len(words), 4))
+    name = socket.inet_ntop(socket.AF_INET if len(packed) == 4 else socket.AF_INET6, packed)
+    return f"{name.removeprefix('::ffff:')}:{int(port, 16)}"

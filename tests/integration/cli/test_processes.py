@@ -71,7 +71,7 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
     done = subprocess.run(
         command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )
-    assert done.stdout == "[run]\n"
+    assert done.stdout == 'runtime = "inprocess"\n'
     assert done.stderr == ""
 
 

@@ -35,7 +35,8 @@ from tidemill.weights.transport import Blob
 
 SAMPLES = 16
 NEW_TOKENS = 2000  # more than a round decodes
-WINDOW_S = 4.0
+WINDOW_STEPS = 40
+DEADLINE_S = 300.0
 LEARNING_RATE = 1e-6
 LEASE = Lease(lease_id="lease", worker_id="worker", kind="preemptible", price_usd_per_hour=0.0, start_s=0.0)
 
@@ -166,10 +167,10 @@ async def _round(
         pass  # prompts are being computed
     draining = asyncio.create_task(_drain(worker))
     began = time.perf_counter()
-    await asyncio.sleep(WINDOW_S)
+    await steps.more(WINDOW_STEPS)
     asked = time.perf_counter()
     loaded = await worker.load(after)
-    await asyncio.sleep(WINDOW_S)
+    await steps.more(WINDOW_STEPS)
     await worker.abort([request.sample_id for request in requests])
     draining.cancel()
     pulled = asked + loaded.pull_s
@@ -194,6 +195,13 @@ class Steps:
 
         EmbeddedEngine._step = timed  # type: ignore[method-assign,assignment]
         stack.callback(setattr, EmbeddedEngine, "_step", step)
+
+    async def more(self, count: int) -> None:
+        """Wait for so many of them."""
+        enough = len(self.times) + count
+        async with asyncio.timeout(DEADLINE_S):
+            while len(self.times) < enough:  # noqa: ASYNC110 - steps are made on another thread
+                await asyncio.sleep(0.05)
 
     def gaps(self, after: float, until: float) -> list[float]:
         """Of the steps that ended in a span of time."""

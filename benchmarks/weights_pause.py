@@ -35,6 +35,7 @@ from tidemill.weights.transport import Blob
 
 SAMPLES = 16
 NEW_TOKENS = 2000  # more than a round decodes
+WARM_UP_STEPS = 10  # among them those that compute the prompts
 WINDOW_STEPS = 40
 DEADLINE_S = 300.0
 LEARNING_RATE = 1e-6
@@ -166,6 +167,7 @@ async def _round(
     while not (report := await worker.next_report(60.0)) or not report.deltas:
         pass  # prompts are being computed
     draining = asyncio.create_task(_drain(worker))
+    await steps.more(WARM_UP_STEPS)
     began = time.perf_counter()
     await steps.more(WINDOW_STEPS)
     asked = time.perf_counter()

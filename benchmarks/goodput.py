@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measuring import write_result
-from tidemill.config.schema import FleetConfig
+from tidemill.config.pool import FleetConfig
 from tidemill.controller.batch import plan_batch
 from tidemill.controller.collection import collecting
 from tidemill.controller.fleet import Fleet

@@ -9,7 +9,7 @@ import warnings
 from pathlib import Path
 
 from benchmarks.turns import OFFLINE, ONE_THREAD
-from tidemill.config.schema import ModelConfig
+from tidemill.config.model import ModelConfig
 from tidemill.models.catalog import resolve
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tests.fake_fleet import FakeCompute, FakeEngine, FakeTelemetry, FakeTrainer, Session
-from tidemill.config.schema import FleetConfig
+from tidemill.config.pool import FleetConfig
 from tidemill.controller.fleet import Fleet
 from tidemill.core.buffers import pack_logprobs, pack_tokens
 from tidemill.core.clock import LoopClock

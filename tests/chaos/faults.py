@@ -10,7 +10,7 @@ from functools import partial
 import msgspec
 
 from tests.chaos.world import Lie, Machine, World, repeated, shuffled
-from tidemill.config.schema import FleetConfig
+from tidemill.config.pool import FleetConfig
 from tidemill.core.records import TokenDelta, WorkerReport
 from tidemill.weights.memory import corrupt, torn
 

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from tests.fake_fleet import FakeCompute, FakeEngine, Session, number
-from tidemill.config.schema import FleetConfig
+from tidemill.config.pool import FleetConfig
 from tidemill.controller.fleet import Fleet
 from tidemill.core.buffers import pack_tokens
 from tidemill.core.clock import LoopClock

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.fake_fleet import Disk, Session, small_spec
 from tests.fake_pool import PoolSession, ended, granted, noticed, trained
 from tests.virtual_time import run_virtual
-from tidemill.config.schema import FleetConfig
+from tidemill.config.pool import FleetConfig
 from tidemill.core.records import LeaseEvent
 
 SPEC = small_spec(batch={"prompts": 4, "group_size": 3}, trainer={"steps": 3}, eval={"every_steps": 0})

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tidemill.config.schema import ArithmeticTask, RunSpec
+from tidemill.config.schema import RunSpec
+from tidemill.config.task import ArithmeticTask
 
 SIMULATED_SAMPLES = 65536
 """Beyond so many samples in a minibatch, microbatches are counted from their mean size."""

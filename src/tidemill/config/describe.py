@@ -5,7 +5,9 @@ from __future__ import annotations
 from tidemill.config.checks import Purpose
 from tidemill.config.derive import Derived, derive
 from tidemill.config.describe_pool import pool_notes, pool_topics
-from tidemill.config.schema import BUILT_IN_MODELS, ArithmeticTask, JsonlTask, RunSpec
+from tidemill.config.model import BUILT_IN_MODELS
+from tidemill.config.schema import RunSpec
+from tidemill.config.task import ArithmeticTask, JsonlTask
 from tidemill.config.words import counted, number
 
 BYTES_PER_PARAMETER = 12  # a checkpoint holds fp32 weights and AdamW's two moments

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tidemill.config.schema import RayPool, RunSpec, StaticPool, SyntheticPool, TracePool
+from tidemill.config.pool import RayPool, StaticPool, SyntheticPool, TracePool
+from tidemill.config.schema import RunSpec
 from tidemill.config.words import counted
 
 

@@ -19,7 +19,7 @@ from typing import Any, Self
 
 import msgspec
 
-from tidemill.config.schema import FleetConfig
+from tidemill.config.pool import FleetConfig
 from tidemill.controller.batch import LOCAL
 from tidemill.controller.lengths import LengthEstimator
 from tidemill.controller.mailbox import Ended, Mailbox

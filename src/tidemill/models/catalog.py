@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from tidemill.config.schema import CharModelConfig, ModelConfig
+from tidemill.config.model import CharModelConfig, ModelConfig
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
 from tidemill.models import char_shape

@@ -13,7 +13,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tidemill.config.schema import CharModelConfig
+from tidemill.config.model import CharModelConfig
 from tidemill.models.char_shape import EOS, PAD, SPECIAL_TOKENS, intermediate_size
 from tidemill.models.quiet import quiet
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 
-from tidemill.config.schema import CharModelConfig
+from tidemill.config.model import CharModelConfig
 
 PAD, EOS = "<pad>", "<eos>"
 SPECIAL_TOKENS = (PAD, EOS)

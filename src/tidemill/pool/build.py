@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
-from tidemill.config.schema import StaticPool, SyntheticPool, TracePool
+from tidemill.config.pool import StaticPool, SyntheticPool, TracePool
 from tidemill.core.clock import Clock
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import Provider

@@ -12,7 +12,7 @@ from statistics import fmean
 
 import msgspec
 
-from tidemill.config.schema import SyntheticPool
+from tidemill.config.pool import SyntheticPool
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
 from tidemill.pool.capacity import CapacityTrace, statistics

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from tidemill.config.schema import TrainerConfig
+from tidemill.config.learning import TrainerConfig
 from tidemill.core.errors import UserError
 
 _PROBE_ROUNDS = 5

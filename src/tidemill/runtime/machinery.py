@@ -7,7 +7,8 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from tidemill.config.schema import RunSpec, ScoringConfig
+from tidemill.config.schema import RunSpec
+from tidemill.config.scoring import ScoringConfig
 from tidemill.core.clock import Clock
 from tidemill.core.protocols import Checkpoints, Provider, Publisher, Trainer, Worker, WorkerHost
 from tidemill.envs.text.scorer import RewardScorer, build_scorer, evaluation_scoring

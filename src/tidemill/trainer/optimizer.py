@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from tidemill.config.schema import OptimizerConfig
+from tidemill.config.learning import OptimizerConfig
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:

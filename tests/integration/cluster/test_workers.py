@@ -20,7 +20,9 @@ from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.core.generated import autoscaler_pb2
 
 from tests.processes import listening, processes_below
-from tidemill.config.schema import ModelConfig, RayConfig, RayPool, RunSpec
+from tidemill.config.model import ModelConfig
+from tidemill.config.pool import RayConfig, RayPool
+from tidemill.config.schema import RunSpec
 from tidemill.core.buffers import pack_tokens
 from tidemill.core.clock import LoopClock
 from tidemill.core.errors import TrainerLost, UserError, WorkerLost

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tidemill.config.schema import ModelConfig
+from tidemill.config.model import ModelConfig
 from tidemill.core.errors import UserError
 from tidemill.core.records import Message
 from tidemill.models import catalog, smollm2

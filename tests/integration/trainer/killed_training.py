@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from tests.model_shapes import VOCABULARY, llama
-from tidemill.config.schema import OptimizerConfig
+from tidemill.config.learning import OptimizerConfig
 from tidemill.models.loading import weights_digest
 from tidemill.trainer.checkpoint import restore_state, save_state
 from tidemill.trainer.checkpoint_store import CheckpointStore

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.char_codec import CharCodec
-from tidemill.config.schema import ArithmeticTask, JsonlTask
+from tidemill.config.task import ArithmeticTask, JsonlTask
 from tidemill.core.records import Prompt
 from tidemill.envs.text import Task, build_task
 from tidemill.envs.text.content import question_key, renderer, split_by_content, text_item

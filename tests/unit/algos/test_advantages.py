@@ -76,6 +76,6 @@ def test_registry_row_names_scope_formula_and_source() -> None:
 
 
 def test_config_names_match_the_registry() -> None:
-    from tidemill.config.schema import AlgorithmConfig
+    from tidemill.config.learning import AlgorithmConfig
 
     assert AlgorithmConfig.model_fields["advantage"].annotation.__args__ == tuple(ADVANTAGES)  # type: ignore[union-attr]

@@ -15,7 +15,7 @@ from torch import Tensor
 from tidemill.algos.advantages import grpo
 from tidemill.algos.kl import k3
 from tidemill.algos.losses import Normalize, denominator, ppo_clip, token_weights
-from tidemill.config.schema import CharModelConfig
+from tidemill.config.model import CharModelConfig
 
 pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore")  # what TRL and its dependencies warn of is not ours to mend

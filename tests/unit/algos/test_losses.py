@@ -126,6 +126,6 @@ def test_the_weighted_sum_over_the_denominator_is_the_mean_whatever_the_microbat
 
 
 def test_config_names_match_the_registry() -> None:
-    from tidemill.config.schema import AlgorithmConfig
+    from tidemill.config.learning import AlgorithmConfig
 
     assert AlgorithmConfig.model_fields["loss"].annotation.__args__ == tuple(LOSSES)  # type: ignore[union-attr]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.cli.conftest import Run
-from tidemill.config.schema import ModelConfig
+from tidemill.config.model import ModelConfig
 from tidemill.models.catalog import ModelEntry
 
 ENTRIES = [

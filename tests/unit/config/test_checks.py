@@ -4,16 +4,10 @@ import pytest
 
 from tidemill.config.checks import contradictions, refuse_untrainable
 from tidemill.config.faults import ConfigError
-from tidemill.config.schema import (
-    BatchConfig,
-    CharModelConfig,
-    EvalConfig,
-    ModelConfig,
-    RewardConfig,
-    RunSpec,
-    SamplingConfig,
-    ScoringConfig,
-)
+from tidemill.config.learning import BatchConfig
+from tidemill.config.model import CharModelConfig, ModelConfig
+from tidemill.config.schema import EvalConfig, RunSpec, SamplingConfig
+from tidemill.config.scoring import RewardConfig, ScoringConfig
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ import pytest
 
 from tidemill.config.derive import SIMULATED_SAMPLES, count_microbatches, derive, estimated_prompt_tokens, times
 from tidemill.config.load import load_spec
-from tidemill.config.schema import ArithmeticTask, RunSpec
+from tidemill.config.schema import RunSpec
+from tidemill.config.task import ArithmeticTask
 
 
 def test_the_arithmetic_of_a_run() -> None:

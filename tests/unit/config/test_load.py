@@ -6,7 +6,8 @@ import pytest
 
 from tidemill.config.faults import ConfigError
 from tidemill.config.load import differences, from_toml, load_spec
-from tidemill.config.schema import ArithmeticTask, JsonlTask, ReasoningGymTask, RunConfig, RunSpec
+from tidemill.config.schema import RunConfig, RunSpec
+from tidemill.config.task import ArithmeticTask, JsonlTask, ReasoningGymTask
 from tidemill.config.toml import to_toml
 
 RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.toml"))

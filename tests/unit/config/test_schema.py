@@ -7,21 +7,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from tidemill.config.schema import (
-    ArithmeticTask,
-    BatchConfig,
-    CharModelConfig,
-    EngineConfig,
-    EvalConfig,
-    JsonlTask,
-    ModelConfig,
-    OptimizerConfig,
-    RewardConfig,
-    RunConfig,
-    RunSpec,
-    SamplingConfig,
-    ScoringConfig,
-)
+from tidemill.config.learning import BatchConfig, OptimizerConfig
+from tidemill.config.model import CharModelConfig, ModelConfig
+from tidemill.config.schema import EngineConfig, EvalConfig, RunConfig, RunSpec, SamplingConfig
+from tidemill.config.scoring import RewardConfig, ScoringConfig
+from tidemill.config.task import ArithmeticTask, JsonlTask
 
 
 def messages(build: Any, **fields: Any) -> str:

@@ -11,7 +11,8 @@ from msgspec.structs import replace
 from tests.fake_fleet import Session, make_id, small_spec
 from tests.fake_pool import BrokenHost, FakeHost, PoolEngine, PoolSession, ended, granted, noticed, trained
 from tests.virtual_time import run_virtual
-from tidemill.config.schema import FleetConfig, RunSpec
+from tidemill.config.pool import FleetConfig
+from tidemill.config.schema import RunSpec
 from tidemill.controller.waiting import Patience
 from tidemill.core.buffers import pack_logprobs
 from tidemill.core.errors import DeadlineError, TidemillError

@@ -10,7 +10,7 @@ import pytest
 
 from tests.model_folders import save_folder
 from tests.model_shapes import llama
-from tidemill.config.schema import CharModelConfig, ModelConfig
+from tidemill.config.model import CharModelConfig, ModelConfig
 from tidemill.core.errors import UserError
 from tidemill.models import hub
 from tidemill.models.catalog import SMOLLM2, listing, resolve

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tidemill.config.schema import CharModelConfig
+from tidemill.config.model import CharModelConfig
 from tidemill.models.char import build_char_model
 from tidemill.models.char_shape import content_key, intermediate_size, parameter_count
 from tidemill.models.loading import weights_digest

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tidemill.config.schema import CharModelConfig, ModelConfig
+from tidemill.config.model import CharModelConfig, ModelConfig
 from tidemill.core.buffers import pack_tokens
 from tidemill.core.errors import UserError
 from tidemill.models.catalog import resolve

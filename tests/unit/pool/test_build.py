@@ -6,7 +6,7 @@ import pytest
 
 from tests.lease_story import Story, listen
 from tests.virtual_time import run_virtual
-from tidemill.config.schema import StaticPool, SyntheticPool, TracePool
+from tidemill.config.pool import StaticPool, SyntheticPool, TracePool
 from tidemill.core.clock import LoopClock
 from tidemill.core.errors import UserError
 from tidemill.core.records import LeaseGranted

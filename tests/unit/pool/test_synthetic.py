@@ -7,7 +7,7 @@ from statistics import fmean, median
 import pytest
 
 from tests.lease_story import whole_story
-from tidemill.config.schema import SyntheticPool
+from tidemill.config.pool import SyntheticPool
 from tidemill.core.errors import UserError
 from tidemill.pool.capacity import CapacityTrace, statistics
 from tidemill.pool.synthetic import (

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM, PreTrainedModel
 
 from tests.model_shapes import MODEL_SHAPES, VOCABULARY, llama, qwen3
-from tidemill.config.schema import CharModelConfig, OptimizerConfig
+from tidemill.config.learning import OptimizerConfig
+from tidemill.config.model import CharModelConfig
 from tidemill.core.errors import UserError
 from tidemill.models.attention import use_packed_attention
 from tidemill.models.char import build_char_model

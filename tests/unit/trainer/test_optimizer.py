@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from tests.model_shapes import llama
-from tidemill.config.schema import OptimizerConfig
+from tidemill.config.learning import OptimizerConfig
 from tidemill.trainer.optimizer import build_optimizer, clip_and_step, learning_rate, set_learning_rate
 
 

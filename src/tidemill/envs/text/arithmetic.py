@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tidemill.config.schema import ArithmeticTask
+from tidemill.config.task import ArithmeticTask
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import PromptSource
 from tidemill.core.records import Record

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tidemill.config.schema import ArithmeticTask, JsonlTask, TaskConfig
+from tidemill.config.task import ArithmeticTask, JsonlTask, TaskConfig
 from tidemill.core.protocols import Codec
 from tidemill.envs.text.arithmetic import build_arithmetic
 from tidemill.envs.text.content import renderer

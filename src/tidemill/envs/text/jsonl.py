@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tidemill.config.schema import JsonlTask
+from tidemill.config.task import JsonlTask
 from tidemill.core.errors import UserError
 from tidemill.core.records import Message
 from tidemill.envs.text.content import Item, content_digest, distinct, in_content_order, question_key, split_by_content

@@ -10,7 +10,7 @@ import re
 import time
 from typing import Any
 
-from tidemill.config.schema import ReasoningGymTask
+from tidemill.config.task import ReasoningGymTask
 from tidemill.core.errors import UserError
 from tidemill.core.records import Message, Prompt
 from tidemill.envs.text.content import Item, content_digest, hash_share, in_content_order, prompt_id, question_key

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import regex
 
-from tidemill.config.schema import RewardConfig
+from tidemill.config.scoring import RewardConfig
 from tidemill.core.errors import UserError
 from tidemill.core.records import Prompt, SampleId
 from tidemill.envs.text.content import hash_number

@@ -8,7 +8,7 @@ import math
 from collections.abc import Awaitable
 from typing import Any
 
-from tidemill.config.schema import RewardConfig, ScoringConfig
+from tidemill.config.scoring import RewardConfig, ScoringConfig
 from tidemill.core.records import Prompt, Reward, SampleId, Trajectory
 from tidemill.envs.text.rewards import Context, NamedReward, Sample, build_rewards
 from tidemill.envs.text.task import Task

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from tidemill.config.schema import RayConfig
+from tidemill.config.pool import RayConfig
 from tidemill.core.errors import TidemillError, WorkerLost
 from tidemill.core.protocols import Worker
 from tidemill.core.records import Lease

@@ -18,7 +18,8 @@ from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 from ray.exceptions import RayError
 
-from tidemill.config.schema import PoolConfig, RayConfig, RayPool, RunSpec, StaticPool, SyntheticPool
+from tidemill.config.pool import PoolConfig, RayConfig, RayPool, StaticPool, SyntheticPool
+from tidemill.config.schema import RunSpec
 from tidemill.core.errors import DeadlineError, UserError
 from tidemill.runtime.cluster import keeper
 from tidemill.runtime.cluster.blocking import blocking

@@ -12,7 +12,8 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from tidemill.config.schema import RayConfig, RayPool, RunSpec
+from tidemill.config.pool import RayConfig, RayPool
+from tidemill.config.schema import RunSpec
 from tidemill.core.clock import Clock
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import Provider

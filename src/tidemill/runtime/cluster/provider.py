@@ -12,7 +12,7 @@ from functools import partial
 
 from ray.autoscaler.sdk import request_resources
 
-from tidemill.config.schema import RayConfig, RayPool
+from tidemill.config.pool import RayConfig, RayPool
 from tidemill.core.clock import Clock
 from tidemill.core.records import Lease, LeaseEnded, LeaseEvent, LeaseGranted, LeaseNoticed
 from tidemill.pool.provider import BackOff

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.char_codec import CharCodec
-from tidemill.config.schema import ArithmeticTask
+from tidemill.config.task import ArithmeticTask
 from tidemill.core.errors import UserError
 from tidemill.core.records import Prompt
 from tidemill.envs.text import Task, build_task

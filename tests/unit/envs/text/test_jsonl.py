@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.char_codec import CharCodec
-from tidemill.config.schema import JsonlTask
+from tidemill.config.task import JsonlTask
 from tidemill.core.errors import UserError
 from tidemill.envs.text import Task, build_task
 from tidemill.envs.text.jsonl import read_items

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.char_codec import CharCodec
-from tidemill.config.schema import ReasoningGymTask
+from tidemill.config.task import ReasoningGymTask
 from tidemill.core.errors import UserError
 from tidemill.envs.text import Task, build_task
 from tidemill.envs.text import reasoning_gym as module

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from tests.char_codec import CharCodec, make_prompt
-from tidemill.config.schema import ArithmeticTask, RewardConfig
+from tidemill.config.scoring import RewardConfig
+from tidemill.config.task import ArithmeticTask
 from tidemill.core.errors import UserError
 from tidemill.core.records import SampleId
 from tidemill.envs.text import Task, build_task

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tidemill.config.schema import RayConfig, RunSpec
+from tidemill.config.pool import RayConfig
+from tidemill.config.schema import RunSpec
 from tidemill.runtime.cluster.local import local_nodes, reserved_selector, selector_of
 from tidemill.runtime.cluster.nodes import NodeView
 

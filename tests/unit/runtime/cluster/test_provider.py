@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 
 from tests.virtual_time import run_virtual
-from tidemill.config.schema import RayConfig, RayPool
+from tidemill.config.pool import RayConfig, RayPool
 from tidemill.core.clock import LoopClock
 from tidemill.core.records import LeaseEnded, LeaseEvent, LeaseGranted, LeaseNoticed
 from tidemill.pool.provider import BackOff

@@ -1,0 +1,108 @@
+"""Where preemptible workers come from, how they are used, and on what machines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from tidemill.config.base import Config, Probability
+
+
+class StaticPool(Config):
+    kind: Literal["static"] = "static"
+    workers: int = Field(0, ge=0)
+    """Preemptible workers, there from the start; 0 generates everything on the reserved side."""
+
+
+class TracePool(Config):
+    kind: Literal["trace"]
+    path: Path
+    """A capacity trace: CSV lines `seconds,count`, or JSON `{"metadata": {"gap_seconds": …}, "data": [count, …]}`."""
+    start_s: float = Field(0.0, ge=0)
+    """Where in the trace the run begins, in seconds of the trace."""
+    speed: float = Field(1.0, gt=0)
+    """Seconds of the trace per second of the run."""
+    max_workers: int = Field(8, ge=1)
+    """Machines taken at most, whatever the trace offers."""
+    notice_s: float = Field(0.0, ge=0)
+    """Warning before each eviction, in seconds of the run; 0 evicts without a word."""
+    seed: int = Field(0, ge=0)
+    """Chooses which machine goes when the count falls."""
+
+
+class SyntheticPool(Config):
+    kind: Literal["synthetic"]
+    workers: int = Field(2, ge=1)
+    """Machines there are when none is away."""
+    mean_time_to_eviction_s: float = Field(20.0, gt=0)
+    """Of one machine; the times are exponential."""
+    mean_time_to_return_s: float = Field(5.0, gt=0)
+    """Until an evicted machine's place is filled again."""
+    burst: float = Field(0.3, ge=0, lt=1)
+    """Probability that an eviction takes the next machine along, and that one the next."""
+    notice_s: float = Field(0.0, ge=0)
+    """Warning before an eviction that gives one."""
+    noticed: Probability = 0.0
+    """Share of evictions that give notice."""
+    seed: int = Field(0, ge=0)
+    """Seeds the times and the victims."""
+
+
+class RayPool(Config):
+    kind: Literal["ray"]
+    max_workers: int = Field(64, ge=1)
+    """Workers held at most."""
+    selector: dict[str, str] = {"ray.io/market-type": "spot"}
+    """Labels of the nodes that preemptible workers may run on."""
+
+
+PoolConfig = Annotated[StaticPool | TracePool | SyntheticPool | RayPool, Field(discriminator="kind")]
+
+
+class FleetConfig(Config):
+    """How preemptible workers are used. Where they come from is `pool`."""
+
+    size: Literal["pool", "adaptive"] = "pool"
+    """pool: every worker the pool offers. adaptive: as many as the balance of generation and training asks for."""
+    seeding: bool = True
+    """The reserved side generates too, at the start of a step and whenever no preemptible worker is there."""
+    seed_window_s: float = Field(10.0, ge=0)
+    """How long it does so in the first step; later windows adapt to who waited for whom."""
+    window_gain: float = Field(3.0, gt=0)
+    """Divides the imbalance (seconds the trainer waited minus seconds workers idled) by which the window moves."""
+    queue_limit: int = Field(8, ge=1)
+    """Samples queued at one worker beyond those it decodes; more wait with the controller."""
+    max_moves: int = Field(2, ge=0)
+    """Times one sample may be moved to even out the load; evictions do not count."""
+    silence_s: float = Field(15.0, gt=0)
+    """A worker that has not been heard of for so long loses its lease."""
+    join_s: float = Field(300.0, gt=0)
+    """A worker that is not generating so long after its lease began is given up."""
+    hand_back_s: float = Field(1.0, ge=0)
+    """Before the end of a notice period, when a worker that was warned hands its samples back."""
+    probe_limit: float = Field(0.1, gt=0)
+    """Largest mean difference between a worker's logprobs of the probe and the publisher's; beyond it the worker is
+    quarantined."""
+    reserved_usd_per_hour: float = Field(0.0, ge=0)
+    """Price of the reserved side."""
+    preemptible_usd_per_hour: float = Field(0.0, ge=0)
+    """Price of one preemptible worker."""
+
+
+class RayConfig(Config):
+    """Only with `runtime = "ray"`."""
+
+    address: str = ""
+    """A running cluster's address; empty starts one on this machine, and stops it at the end."""
+    reserved_selector: dict[str, str] = {}
+    """Labels of the node that trains; empty takes any node that preemptible workers may not use."""
+    trainer_cpus: float = Field(1.0, ge=0)
+    """CPUs reserved for the trainer."""
+    trainer_gpus: float = Field(0.0, ge=0)
+    """GPUs reserved for the trainer."""
+    worker_cpus: float = Field(1.0, ge=0)
+    """CPUs reserved for each worker; also its threads inside one operation."""
+    worker_gpus: float = Field(0.0, ge=0)
+    """GPUs reserved for each worker."""

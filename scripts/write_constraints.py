@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-EXTRAS = "dev,tasks,cluster,tensorboard,wandb,trackio"
+EXTRAS = "dev,tasks,cluster,data,lora,tensorboard,wandb,trackio"
 BUILD = ("hatchling==1.33.0", "editables==0.6")
 HEADER = "# Every version that `make` installs, transitive ones included; rewritten by `make constraints`.\n"
 

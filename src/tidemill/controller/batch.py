@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from tidemill.controller.samples import Sample, SampleState, Verdict
-from tidemill.core.buffers import count
+from tidemill.core.buffers import ITEM_BYTES
 from tidemill.core.errors import UserError
 from tidemill.core.records import (
     GenerateRequest,
@@ -200,7 +200,7 @@ class Batch:
         verdict = sample.judge(delta, self.version_number)
         if verdict == "applied":
             sample.extend(delta.token_ids, delta.logprobs, delta.version)
-            self.tokens_accepted += count(delta.token_ids)
+            self.tokens_accepted += len(delta.token_ids) // ITEM_BYTES
             if delta.finish is not None:
                 sample.end_attempt(delta.finish, delta.error)
                 self._moved(SampleState.RUNNING, sample)

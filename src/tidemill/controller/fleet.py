@@ -27,6 +27,7 @@ from tidemill.controller.member import Member, MemberState, Order, probe_differe
 from tidemill.controller.plateau import ThroughputProfile
 from tidemill.controller.story import Story
 from tidemill.controller.waiting import Patience, Wait, patiently
+from tidemill.core.buffers import ITEM_BYTES
 from tidemill.core.clock import Clock
 from tidemill.core.errors import DeadlineError, WorkerLost
 from tidemill.core.protocols import Provider, Publisher, Telemetry, Worker, WorkerHost
@@ -41,6 +42,7 @@ from tidemill.core.records import (
     PolicyVersion,
     SampleId,
     WeightManifest,
+    WorkerReport,
 )
 from tidemill.telemetry.events import JOIN, PUBLISH
 from tidemill.telemetry.spans import span
@@ -321,10 +323,8 @@ class Fleet:
             report = await worker.next_report(min(RECEIVE_S, self._silence_s))
             if report is None:
                 continue
-            if any(delta.lease_id != member.lease.lease_id for delta in report.deltas):
-                raise WorkerLost("it speaks for another lease")
+            tokens = _tokens(report, member.lease.lease_id)
             member.heard_s, member.status = self.clock.now(), report.status
-            tokens = sum(len(delta.token_ids) for delta in report.deltas) // 4
             member.heard_tokens = tokens
             member.tokens += tokens
             member.busy_tokens += tokens
@@ -441,6 +441,20 @@ class Fleet:
         return await patiently(
             call, wait, notice_s=self._patience.notice_s, telemetry=self._telemetry, clock=self.clock
         )
+
+
+def _tokens(report: WorkerReport, lease_id: str) -> int:
+    """New tokens in a report.
+
+    Raises:
+        WorkerLost: it holds what another lease should say.
+    """
+    nbytes = 0
+    for delta in report.deltas:  # a loop, because with many workers this is much of what the controller does
+        if delta.lease_id != lease_id:
+            raise WorkerLost("it speaks for another lease")
+        nbytes += len(delta.token_ids)
+    return nbytes // ITEM_BYTES
 
 
 def _sizes(manifest: WeightManifest) -> dict[str, int]:

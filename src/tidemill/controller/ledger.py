@@ -101,11 +101,16 @@ class Ledger:
         blobs: list[bytes] = []
         finished: list[Sample] = []
         for report in reports:
-            applied = [(sample, delta) for delta in report.deltas if (sample := batch.apply(delta)) is not None]
-            entry = accepted((sample.ordinal, delta) for sample, delta in applied)
+            applied = []
+            for delta in report.deltas:
+                sample = batch.apply(delta)
+                if sample is not None:
+                    applied.append((sample.ordinal, delta))
+                    if delta.finish in ("stop", "length"):
+                        finished.append(sample)
+            entry = accepted(applied)
             if entry is not None:
                 blobs.append(encode(entry))
-            finished += [sample for sample, delta in applied if delta.finish in ("stop", "length")]
         await self._append(batch.plan.step, blobs)
         return finished
 

@@ -34,7 +34,7 @@ Verdict: TypeAlias = Literal[
 """What became of a delta; everything but "applied" is counted and otherwise ignored."""
 
 
-class SampleState(enum.Enum):
+class SampleState(enum.StrEnum):
     """Where a sample stands."""
 
     WAITING = "waiting"  # nobody generates it; it may already hold tokens

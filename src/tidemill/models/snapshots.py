@@ -71,6 +71,12 @@ def bind_snapshot(model: PreTrainedModel, tensors: Sequence[TensorEntry], buffer
             parameter.data = view.to(parameter.device)
 
 
+def release_snapshot(model: PreTrainedModel) -> None:
+    """Leave a model without weights, as `empty_twin` made it."""
+    for parameter in model.parameters():
+        parameter.data = parameter.new_empty(0)
+
+
 def empty_twin(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """A second module tree of the same class, in eval mode; its parameters have no elements until a snapshot is bound.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 
 from tidemill.core.records import PolicyVersion, Pulled
-from tidemill.models.snapshots import bind_snapshot
+from tidemill.models.snapshots import bind_snapshot, release_snapshot
 from tidemill.weights.puller import Puller
 from tidemill.weights.snapshot import Snapshot
 
@@ -23,7 +23,9 @@ class PulledWeights:
         self._puller.swap(pulled, self._bind)
 
     def close(self) -> None:
+        """On the engine's compute, as `swap`. The model, which may live on in reference cycles, keeps no snapshot."""
         self._puller.close()
+        release_snapshot(self._model)
 
     def _bind(self, snapshot: Snapshot) -> None:
         bind_snapshot(self._model, snapshot.manifest.tensors, snapshot.buffer)

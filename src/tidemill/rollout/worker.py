@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from tidemill.core.buffers import count
@@ -67,6 +68,7 @@ class EngineWorker:
         self._killed = self._closing = False
         self._serving: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()  # what a kill cancels
+        self._releasing: asyncio.Task[None] | None = None
 
     async def submit(self, requests: Sequence[GenerateRequest]) -> None:
         self._start()
@@ -152,6 +154,8 @@ class EngineWorker:
         finally:
             self._end()
             await asyncio.gather(*self._tasks, return_exceptions=True)
+            if self._releasing is not None:
+                await self._releasing
 
     def kill(self) -> None:
         """End it now: what was not taken with `next_report` is lost, whoever waits gets WorkerLost.
@@ -166,8 +170,14 @@ class EngineWorker:
     def _end(self) -> None:
         for task in self._tasks:
             task.cancel()
-        if self._source is not None:
-            self._source.close()
+        source, self._source = self._source, None
+        if source is not None:
+            self._releasing = asyncio.create_task(self._release(source))
+
+    async def _release(self, source: WeightSource) -> None:
+        """Behind the call that the engine may be in: it needs its weights to the end."""
+        with suppress(RuntimeError):  # the compute is closed, and holds nothing any more
+            await self._compute.run(source.close)
 
     def _check(self) -> None:
         if self._killed:  # a new one each time: kept, its traceback would keep the engine and its weights in memory

@@ -189,7 +189,7 @@ class PolicyTrainer:
         if microbatch.proximal_logprobs is None:  # nothing has changed since the update began
             microbatch.proximal_logprobs = now
         first_time = microbatch.proximal_logprobs is now
-        token = LOSSES[algorithm.loss](
+        token = LOSSES[algorithm.loss].function(
             logprobs,
             microbatch.proximal_logprobs,
             microbatch.advantages,

@@ -63,10 +63,11 @@ def test_other_tasks_models_and_rewards() -> None:
 
 
 def test_algorithms() -> None:
-    assert said("--algorithm.name=ppo", "--critic.kind=shared", topic="algorithm") == [
+    (words,) = said("--algorithm.name=ppo", "--critic.kind=shared", topic="algorithm")
+    assert words == (
         "ppo: advantage gae, whitened over the batch; critic on the policy's own trunk; KL in the reward, weight 0.01; "
         "loss ppo_clip, mean by token; correction tis"
-    ]
+    )
     assert said("--algorithm.name=gspo", "--algorithm.clip_low=0.1", topic="algorithm")[0].endswith(
         "(not the preset's: clip_low = 0.1)"
     )

@@ -40,6 +40,7 @@ class Microbatch:
     unpacked_tokens: int  # what the samples would cost without sharing
     proximal_logprobs: torch.Tensor | None = None  # float32 [T], once measured
     ref_logprobs: torch.Tensor | None = None  # float32 [T], once measured
+    states: torch.Tensor | None = None  # [H, hidden] of the policy at `head_nodes`, while its forward pass is alive
 
     @property
     def tokens(self) -> int:

@@ -41,6 +41,8 @@ class AlgorithmConfig(Config):
     """Floor c·A on the objective where the advantage is negative; none by default."""
     kl_beta: float = Field(0.0, ge=0)
     """Weight of the k3 KL estimate to the reference (the initial model); 0 keeps no reference copy."""
+    dynamic_sampling: bool = False
+    """Replace groups whose rewards are all equal."""
     kl_stop: float | None = Field(None, gt=0)
     """Stop the update's remaining epochs and minibatches when approximate KL passes this."""
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tidemill.config.schema import RunSpec
-from tidemill.controller.batch import Batch, BatchPlan, plan_batch
 from tidemill.controller.fleet import Fleet
+from tidemill.controller.in_flight import InFlight, Plan, plan_groups
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.loop import LoopResult, train_loop
 from tidemill.controller.memory_journal import MemoryJournal, PowerCut
@@ -85,14 +85,29 @@ def make_report(*deltas: TokenDelta) -> WorkerReport:
     return WorkerReport(lease_id="lease", deltas=deltas, status=status)
 
 
-def make_plan(
-    prompts: list[tuple[int, Prompt]] = PROMPTS, step: int = 4, group_size: int = 2, seed: int = 0
-) -> BatchPlan:
-    return plan_batch(step, prompts, run_seed=seed, group_size=group_size, sampling=SAMPLING)
+GROUPS = plan_groups(PROMPTS, first_position=9, from_version=3)
+"""Of step 4: three groups of two samples each."""
+FIRST = 18
+"""The ordinal of the first of their samples."""
 
 
-def make_batch() -> Batch:
-    return Batch(make_plan(), PROMPTS, version_number=3)
+def make_plan(group_size: int = 2, seed: int = 0, *, exact: bool = True) -> Plan:
+    return Plan(purpose="train", run_seed=seed, group_size=group_size, sampling=SAMPLING, exact_version=exact)
+
+
+def make_prompts() -> list[Prompt]:
+    return [prompt for _, prompt in PROMPTS]
+
+
+def make_in_flight(**changes: Any) -> InFlight:
+    in_flight = InFlight(make_plan(**changes), version_number=3)
+    in_flight.open(GROUPS, make_prompts())
+    return in_flight
+
+
+def prompt_of(position: int) -> tuple[int, Prompt]:
+    """The (epoch, prompt) at a position, as the journal asks for it."""
+    return PROMPTS[position % 3]
 
 
 def completion(sample_id: SampleId, version: PolicyVersion, limit: int = MAX_NEW) -> tuple[list[int], Finish]:
@@ -135,7 +150,9 @@ class FakeEngine:
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
         for request in requests:
-            assert request.exact_version == self.version.number, "asked for weights that are not loaded"
+            if request.exact_version is not None:
+                assert request.exact_version == self.version.number, "asked for weights that are not loaded"
+            assert request.min_version <= self.version.number, "asked for weights that are not loaded"
             assert request.sample_id not in self.jobs, "submitted twice"
             self.jobs[request.sample_id] = (request, count(request.prefix_ids))
             self.submitted.append(request.sample_id)
@@ -399,7 +416,7 @@ class Session:
         self.telemetry = FakeTelemetry()
         self.checkpoints = FakeCheckpoints(self.disk, self.trainer)
         self.source = FakeSource(self.spec.batch.prompts)
-        self.ledger = Ledger(self.journal)
+        self.ledger = Ledger(self.journal, round_size=self.spec.batch.prompts)
         self.fleet = Fleet(
             self.worker, slots=self.slots, clock=LoopClock(), telemetry=self.telemetry, patience=self.patience
         )

@@ -72,7 +72,7 @@ class Collection:
         self._scored: asyncio.Queue[tuple[Sample, int] | Exception] = asyncio.Queue()
         self._news_at = self._noticed_at = rollout.clock.now()
         self._wanted_at: float | None = None  # since when the consumer waits; None while it is busy
-        self._stopped = False
+        self._over: Exception | None = None  # why nothing more will come
         self._paused: asyncio.Event | None = None  # set when nothing is being generated any more
         self._due = len(in_flight.samples)  # samples of the batch that is due
         self.scoring: set[asyncio.Task[None]] = set()
@@ -102,8 +102,8 @@ class Collection:
             item = await self._scored.get()
             self._count_wait(self._wanted_at)
             self._wanted_at = None
-            if self._stopped:
-                raise StopRequested
+            if isinstance(self._over, StopRequested):
+                raise self._over
             if isinstance(item, Exception):
                 raise item
             sample, attempt = item
@@ -120,6 +120,8 @@ class Collection:
     async def paused(self) -> AsyncIterator[None]:
         """Nothing is generated for as long as the block lasts: the workers are somebody else's."""
         self._paused = asyncio.Event()
+        if self._over is not None:
+            raise self._over
         self._dispatcher.call_back_all()
         self.look()
         await self._rollout.patiently(
@@ -167,7 +169,7 @@ class Collection:
                     raise StopRequested
                 self._dispatch()
         except Exception as error:  # noqa: BLE001 - whoever asks for the next sample gets it
-            self._stopped = isinstance(error, StopRequested)
+            self._over = error
             self._scored.put_nowait(error)
             if self._paused is not None:
                 self._paused.set()

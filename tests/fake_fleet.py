@@ -107,7 +107,8 @@ def make_in_flight(**changes: Any) -> InFlight:
 
 def prompt_of(position: int) -> tuple[int, Prompt]:
     """The (epoch, prompt) at a position, as the journal asks for it."""
-    return PROMPTS[position % 3]
+    epoch, prompt = PROMPTS[position % 3]
+    return epoch + 2 * (position // 3 - 3), prompt
 
 
 def completion(sample_id: SampleId, version: PolicyVersion, limit: int = MAX_NEW) -> tuple[list[int], Finish]:

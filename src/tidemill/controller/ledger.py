@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 
 from tidemill.controller.entries import (
     AnyEntry,
@@ -69,7 +70,7 @@ class Ledger:
         stored = await self._journal.load() if self._journal else []
         self._covered, self.next_position = after_step, after_step * self._round_size
         entries = [(filed, decoded(blob, filed)) for filed, blob in stored]
-        for _, entry in entries:
+        for _, entry in sorted(entries, key=lambda filed: filed[0] != OUTLIVES_CHECKPOINTS):  # those with samples last
             if isinstance(entry, Evaluated):
                 self.evaluations[entry.result.step] = entry
         self.learned = batches_after(entries, after_step)
@@ -96,7 +97,8 @@ class Ledger:
         """
         in_flight.open(groups, prompts)
         self.next_position = groups[-1].position + 1
-        await self._file([(group.position, Opened(in_flight.plan, (group,))) for group in groups])
+        rounds = groupby(groups, key=lambda group: self._round(group.position))
+        await self._append([(filed, encode(Opened(in_flight.plan, tuple(part)))) for filed, part in rounds])
 
     async def accept(self, in_flight: InFlight, reports: Sequence[WorkerReport]) -> list[Sample]:
         """Apply every delta that fits and make it durable; returns the samples that finished and may be acted on."""

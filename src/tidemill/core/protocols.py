@@ -100,7 +100,7 @@ class WeightSource(Protocol):
         """Put what was prepared under the engine's model. On the engine's compute, at a token boundary."""
 
     def close(self) -> None:
-        """Give up whatever is held. On the engine's compute, when it will not be called again."""
+        """Give up whatever is held, when neither the engine nor this will be called again."""
 
 
 class Worker(Protocol):

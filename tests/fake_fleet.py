@@ -138,8 +138,9 @@ class FakeCompute:
 class FakeEngine:
     """Decodes `completion`, `per_poll` tokens of each of its `slots` a poll."""
 
-    def __init__(self, version: PolicyVersion, *, slots: int = 3, per_poll: int = 2) -> None:
+    def __init__(self, version: PolicyVersion, *, slots: int = 3, per_poll: int = 2, keeps_jobs: bool = False) -> None:
         self.version, self.slots, self.per_poll = version, slots, per_poll
+        self.keeps_jobs = keeps_jobs  # samples under way go on under new weights
         self.jobs: dict[SampleId, tuple[GenerateRequest, int]] = {}  # request, tokens so far
         self.generated = 0
         self.submitted: list[SampleId] = []
@@ -165,9 +166,9 @@ class FakeEngine:
     def _decode(self, sample_id: SampleId) -> TokenDelta:
         request, at = self.jobs[sample_id]
         tokens, ending = completion(sample_id, self.version, request.sampling.max_new_tokens)
-        end = min(at + self.per_poll, len(tokens))
+        end = max(at, min(at + self.per_poll, len(tokens)))  # other weights may have wanted more
         self.jobs[sample_id] = (request, end)
-        finish = ending if end == len(tokens) else None
+        finish = ending if end >= len(tokens) else None
         if finish:
             del self.jobs[sample_id]
         self.generated += end - at
@@ -190,7 +191,7 @@ class FakeEngine:
         return [self.delta(request, at, [], "aborted") for request, at in known]
 
     def load(self, version: PolicyVersion) -> None:
-        assert not self.jobs, "weights changed under a running sample"
+        assert self.keeps_jobs or not self.jobs, "weights changed under a running sample"
         self.version = version
 
     def probe(self, token_ids: TokenBuffer) -> LogprobBuffer:
@@ -267,7 +268,9 @@ class FakeTrainer:
         return await self._compute.run(lambda: self._commit(step))
 
     def _commit(self, step: int) -> StepMetrics:
-        assert self._engine is None or not self._engine().jobs, "the weights moved while samples were in flight"
+        assert self._engine is None or self._engine().keeps_jobs or not self._engine().jobs, (
+            "the weights moved while samples were in flight"
+        )
         assert step == self.state.version.number + 1
         batch, self.open = tuple(self.open), []
         self.positions.append([group[0] for group in batch])  # type: ignore[misc]
@@ -411,7 +414,8 @@ class Session:
         self.journal = MemoryJournal(self.disk.journal, power_cut_after=self.power_cut_after)
         self.compute = FakeCompute(0.1)
         self.trainer = FakeTrainer(self.compute, lambda: self.engine)
-        self.engine = FakeEngine(self.trainer.version, slots=self.slots)
+        ahead = self.spec.schedule.max_policy_lag > 0
+        self.engine = FakeEngine(self.trainer.version, slots=self.slots, keeps_jobs=ahead)
         self.worker = EngineWorker(self.engine, self.compute, clock=LoopClock(), tick_s=0.1)
         self.scorer, self.eval_scorer = FakeScorer(), FakeScorer()
         self.telemetry = FakeTelemetry()

@@ -2,7 +2,7 @@
 
 Versions rise by one per batch of B groups. A group is begun under some version and learned from when version V is the
 trainer's; its lag is V minus the oldest version that made one of its tokens. The limit is kept from both ends: what is
-begun (here `may_begin`), and what may be left for a later batch (`too_old`).
+begun (`may_begin`), and by when it must be learned from (`latest_step`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ def may_begin(*, version: int, learned: int, in_flight: int, batch_groups: int, 
     return max(0, (version + 1) * batch_groups + overcommit - learned - in_flight)
 
 
-def too_old(oldest_version: int | None, *, next_version: int, max_lag: int) -> bool:
-    """Whether a group would pass the limit if it were left for a batch learned from version `next_version`.
+def latest_step(oldest_version: int | None, newest_version: int, max_lag: int) -> int:
+    """The last step that may learn from a sample (or a group, by its oldest one).
 
-    A group without tokens is as new as the weights that will make them.
+    Step s is learned from version s - 1, which may be `max_lag` beyond the version that made the oldest token. What has
+    no tokens yet is as new as the weights that will make them.
     """
-    return oldest_version is not None and next_version - oldest_version > max_lag
+    return (newest_version if oldest_version is None else oldest_version) + max_lag + 1

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Literal, TypeAlias
 
@@ -58,18 +59,18 @@ class Forming:
     """The batch of one step while it is put together: which complete groups it takes, and when.
 
     Args:
-        size: groups it will have.
-        members: `planned`: the first `size` of those in flight, by position. `first_finished`: whichever are complete
-            first, but always those that must not be left for later.
+        size: groups it will have, and every later batch too.
+        membership: `planned`: the first `size` of those in flight, by position. `first_finished`: whichever are
+            complete first, as long as every group that is left can still be learned from in time.
         order: `canonical`: by position, so that the same members always are learned from in the same order. `arrival`:
             as soon as it is certain that a group is a member.
         recorded: of a batch learned from before a restart: its positions, in their order.
     """
 
     def __init__(
-        self, size: int, *, membership: Membership, order: Order, recorded: Sequence[int] | None = None
+        self, step: int, size: int, *, membership: Membership, order: Order, recorded: Sequence[int] | None = None
     ) -> None:
-        self.size = len(recorded) if recorded is not None else size
+        self.step, self.size = step, len(recorded) if recorded is not None else size
         self._membership, self._order = membership, order
         self._recorded = recorded
         self.taken: list[int] = []
@@ -78,13 +79,13 @@ class Forming:
     def full(self) -> bool:
         return len(self.taken) == self.size
 
-    def take(self, complete: Collection[int], in_flight: Iterable[int], must: Collection[int] = ()) -> list[int]:
+    def take(self, complete: Collection[int], in_flight: Mapping[int, int | None]) -> list[int]:
         """Positions that go to the trainer now, in order.
 
         Args:
             complete: groups all of whose samples are scored, not yet taken, in the order they were completed.
-            in_flight: groups begun and not yet taken, the complete ones among them, by position.
-            must: those of them that would grow too old in a later batch.
+            in_flight: groups begun and not yet taken, the complete ones among them, by position; each with the last
+                step that may learn from it, None for any.
         """
         left = self.size - len(self.taken)
         if self._recorded is not None:
@@ -96,18 +97,35 @@ class Forming:
             else:
                 chosen = [position for position in complete if position in members]
         else:
-            chosen = self._first_finished(left, complete, must)
+            chosen = self._first_finished(left, complete, in_flight)
         self.taken += chosen
         return chosen
 
-    def _first_finished(self, left: int, complete: Collection[int], must: Collection[int]) -> list[int]:
-        outstanding = sum(position not in complete for position in must)
-        urgent = [position for position in complete if position in must]
-        others = [position for position in complete if position not in must]
-        chosen = [*urgent[:left], *others[: max(0, left - len(urgent) - outstanding)]]
+    def _first_finished(self, left: int, complete: Collection[int], in_flight: Mapping[int, int | None]) -> list[int]:
+        due: Counter[int | None] = Counter(latest for latest in in_flight.values() if latest is not None)
+        chosen: list[int] = []
+        for position in complete:
+            if len(chosen) == left:
+                break
+            latest = in_flight[position]
+            due[latest] -= latest is not None
+            if self._fits(due, left - len(chosen) - 1):
+                chosen.append(position)
+            else:
+                due[latest] += latest is not None
         if self._order == "arrival":
             return chosen
         return sorted(chosen) if len(chosen) == left else []
+
+    def _fits(self, due: Mapping[int | None, int], left: int) -> bool:
+        """Whether groups with these latest steps can all be learned from in time: `left` in this step, and `size` in
+        each later one."""
+        waiting = 0
+        for latest in sorted(latest for latest in due if latest is not None):
+            waiting += due[latest]
+            if waiting > left + (latest - self.step) * self.size:
+                return False
+        return True
 
     @staticmethod
     def _in_turn(members: Sequence[int], complete: Collection[int]) -> list[int]:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from tidemill.config.schema import RunSpec
-from tidemill.controller.admission import may_begin, too_old
+from tidemill.controller.admission import latest_step, may_begin
 from tidemill.controller.assembly import Forming, GroupAssembly, has_signal
 from tidemill.controller.collection import Collection
 from tidemill.controller.entries import EvalResult, Evaluated
@@ -87,7 +87,9 @@ class Run:
         batch, schedule = self.spec.batch, self.spec.schedule
         self.timings, self.began_s = {"time_train_s": 0.0}, self.rollout.clock.now()
         recorded = self.rollout.ledger.learned.get(self.step + 1)
-        forming = Forming(batch.prompts, membership=schedule.membership, order=batch.order, recorded=recorded)
+        forming = Forming(
+            self.step + 1, batch.prompts, membership=schedule.membership, order=batch.order, recorded=recorded
+        )
         await self._admit(0)
         self._collection.begin_step(samples=forming.size * batch.group_size, window_s=self._window_s())
         return forming
@@ -146,8 +148,7 @@ class Run:
         while True:
             untaken = [position for position in in_flight.groups if position not in forming.taken]
             complete = [position for position in self.assembly.complete if position in untaken]
-            must = [position for position in untaken if self._must_not_wait(position)]
-            chosen = forming.take(complete, untaken, must)
+            chosen = forming.take(complete, {position: self._latest(position) for position in untaken})
             if not chosen:
                 return learned
             for position in chosen:
@@ -192,13 +193,14 @@ class Run:
             if sample.state is SampleState.RUNNING:
                 self.rollout.fleet.abort(sample.lease_id, [sample.sample_id])
 
-    def _must_not_wait(self, position: int) -> bool:
-        """Whether a group would be too old for the next batch, and the schedule is to wait for it."""
+    def _latest(self, position: int) -> int | None:
+        """The last step that may learn from a group, where the schedule is to wait for it; None for any."""
         schedule = self.spec.schedule
         if schedule.on_lag_limit != "wait":
-            return False
-        oldest = self.in_flight.oldest_version(position)
-        return too_old(oldest, next_version=self.step + 1, max_lag=schedule.max_policy_lag)
+            return None
+        return latest_step(
+            self.in_flight.oldest_version(position), self.in_flight.newest_version, schedule.max_policy_lag
+        )
 
     def _keep_time(self, samples: Sequence[Sample]) -> None:
         """How long the step's samples took, from when it fell due."""
@@ -248,17 +250,19 @@ class Run:
                 continue
             again = [sample for sample in samples if sample in old or self._begins_again(sample)]
             if again:
-                tally.samples_restarted += len(again)
+                tally.samples_restarted += sum(sample.length > 0 for sample in again)
                 tally.tokens_discarded += sum(sample.length for sample in again)
                 self.assembly.forget(position, [sample.sample_id for sample in again])
                 self._call_back(again)
                 await self.rollout.ledger.restart(in_flight, again)
 
     def _too_old(self, sample: Sample) -> bool:
-        return too_old(sample.oldest_version, next_version=self.step, max_lag=self.spec.schedule.max_policy_lag)
+        """Whether the next batch may not learn from it; never so where batches wait."""
+        return latest_step(sample.oldest_version, self.step, self.spec.schedule.max_policy_lag) <= self.step
 
     def _begins_again(self, sample: Sample) -> bool:
-        return self.spec.schedule.unfinished == "restart" and sample.finish is None and sample.length > 0
+        begun = sample.length > 0 or sample.state is SampleState.RUNNING
+        return self.spec.schedule.unfinished == "restart" and sample.finish is None and begun
 
     @property
     def _collection(self) -> Collection:

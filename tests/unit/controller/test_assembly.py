@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from random import Random
 from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.fabricated_run import make_trajectory
@@ -25,11 +26,11 @@ def trajectory(position: int, index: int, reward: float = 0.0) -> Trajectory:
 
 def released(arrivals: Sequence[tuple[int, int]], order: Order) -> list[tuple[int, int]]:
     """(position, after how many samples) of a planned batch of three groups."""
-    assembly, forming = GroupAssembly(2), Forming(3, membership="planned", order=order)
+    assembly, forming = GroupAssembly(2), Forming(1, 3, membership="planned", order=order)
     taken = []
     for at, (position, index) in enumerate(arrivals):
         assembly.add(position, trajectory(position, index))
-        untaken = [position for position in range(3) if position not in forming.taken]
+        untaken = {position: 1 for position in range(3) if position not in forming.taken}
         for each in forming.take(list(assembly.complete), untaken):
             assert [t.sample_id.index for t in assembly.complete.pop(each)] == [0, 1]
             taken.append((each, at))
@@ -51,35 +52,65 @@ def test_arrival_order_releases_a_group_with_its_last_sample(arrivals: list[tupl
     assert released(arrivals, "arrival") == sorted(last.items(), key=lambda item: item[1])
 
 
-def test_a_planned_batch_takes_no_group_of_the_next_one() -> None:
-    forming = Forming(2, membership="planned", order="arrival")
+def at_any_time(*positions: int) -> dict[int, int | None]:
+    return dict.fromkeys(positions)
 
-    assert forming.take([2, 1], [0, 1, 2, 3]) == [1]
-    assert forming.take([2], [0, 2, 3]) == []  # one place is left, and it is group 0's
-    assert forming.take([2, 3], [2, 3]) == [2]  # group 0 was given up
+
+def test_a_planned_batch_takes_no_group_of_the_next_one() -> None:
+    forming = Forming(1, 2, membership="planned", order="arrival")
+
+    assert forming.take([2, 1], at_any_time(0, 1, 2, 3)) == [1]
+    assert forming.take([2], at_any_time(0, 2, 3)) == []  # one place is left, and it is group 0's
+    assert forming.take([2, 3], at_any_time(2, 3)) == [2]  # group 0 was given up
     assert forming.full
 
 
 def test_a_batch_of_whatever_is_finished_first_keeps_places_for_those_that_must_not_wait() -> None:
-    forming = Forming(3, membership="first_finished", order="arrival")
+    forming = Forming(5, 3, membership="first_finished", order="arrival")
 
-    assert forming.take([7, 5, 6], range(8), must=[0, 5]) == [5, 7]  # a place is kept for group 0
-    assert forming.take([6], [0, 1, 2, 3, 4, 6], must=[0]) == []
-    assert forming.take([6, 0], [0, 1, 2, 3, 4, 6], must=[0]) == [0]
+    # groups 0 and 5 may be learned from in this step at the latest: a place is kept for group 0
+    assert forming.take([7, 5, 6], {0: 5, 1: 7, 2: 7, 5: 5, 6: 7, 7: 7}) == [7, 5]
+    assert forming.take([6], {0: 5, 1: 7, 2: 7, 6: 7}) == []
+    assert forming.take([6, 0], {0: 5, 1: 7, 2: 7, 6: 7}) == [0]
+
+
+def test_places_of_later_batches_are_kept_too() -> None:
+    forming = Forming(1, 2, membership="first_finished", order="arrival")
+
+    # four groups for steps 1 and 2, which have four places: none is left for group 9
+    assert forming.take([9, 2], {0: 2, 1: 2, 2: 2, 3: 2, 9: 4}) == [2]
+
+
+@given(st.lists(st.integers(3, 6), min_size=1, max_size=12), st.randoms(use_true_random=False))
+def test_what_could_be_learned_from_in_time_still_can(latest: list[int], random: Random) -> None:
+    in_flight: dict[int, int | None] = dict(enumerate(sorted(latest)))
+    feasible = all(at < (last - 2) * 2 for at, last in enumerate(sorted(latest)))  # two places in each step from 3 on
+    assume(feasible)
+    for step in range(3, 7):
+        forming = Forming(step, 2, membership="first_finished", order="arrival")
+        complete: list[int] = []
+        while not forming.full and in_flight:
+            complete.append(random.choice([position for position in in_flight if position not in complete]))
+            for position in forming.take(complete, in_flight):
+                last = in_flight.pop(position)
+                assert last is not None
+                assert last >= step
+                complete.remove(position)
+    assert not in_flight
 
 
 def test_in_canonical_order_such_a_batch_is_sorted_once_it_is_full() -> None:
-    forming = Forming(3, membership="first_finished", order="canonical")
+    forming = Forming(1, 3, membership="first_finished", order="canonical")
 
-    assert forming.take([7, 5], range(8)) == []
-    assert forming.take([7, 5, 1, 0], range(8)) == [1, 5, 7]
+    assert forming.take([7, 5], at_any_time(*range(8))) == []
+    assert forming.take([7, 5, 1, 0], at_any_time(*range(8))) == [1, 5, 7]
 
 
 def test_a_recorded_batch_is_taken_again_in_its_order() -> None:
-    forming = Forming(3, membership="planned", order="canonical", recorded=[4, 2])
+    forming = Forming(1, 3, membership="planned", order="canonical", recorded=[4, 2])
 
-    assert forming.take([2], [0, 1, 2, 3, 4]) == []
-    assert forming.take([0, 2, 4], [0, 1, 2, 3, 4]) == [4, 2]
+    assert forming.take([2], at_any_time(*range(5))) == []
+    assert forming.take([0, 2, 4], at_any_time(*range(5))) == [4, 2]
     assert forming.full
 
 

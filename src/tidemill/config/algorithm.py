@@ -164,7 +164,8 @@ class AlgorithmConfig(Config):
     such penalty."""
     proximal: Literal["recomputed", "rollout", "interpolated"] = "recomputed"
     """What clipping is measured from. recomputed: the policy at the update's start. rollout: the one that generated,
-    without a correction. interpolated: between rollout and now by lag, which saves a forward pass per minibatch."""
+    without a correction. interpolated: between rollout and now by lag, which saves a forward pass per minibatch.
+    Approximate KL, and kl_stop with it, counts from there."""
     correction: CorrectionConfig = CorrectionConfig()
 
     @model_validator(mode="before")

@@ -148,7 +148,7 @@ def parse_value(text: str, key: Key | None) -> Any:
 
 def with_absolute_paths(tree: Tree, folder: Path) -> Tree:
     """Input paths made absolute from `folder`; run.dir is an output and stays relative to the working directory."""
-    run, scoring, model = (tree.get(name) for name in ("run", "scoring", "model"))
+    run, scoring = tree.get("run"), tree.get("scoring")
     changed = dict(tree)
     if isinstance(run, dict) and str(run.get("dir", "")).startswith("~"):
         changed["run"] = run | {"dir": str(Path(run["dir"]).expanduser())}
@@ -160,8 +160,10 @@ def with_absolute_paths(tree: Tree, folder: Path) -> Tree:
         changed["scoring"] = scoring | {
             "rewards": [_with_absolute_function(each, folder) for each in scoring["rewards"]]
         }
-    if isinstance(model, dict) and str(model.get("source", "")).startswith(("./", "../", "~")):
-        changed["model"] = model | {"source": _absolute(model["source"], folder)}
+    for section in ("model", "critic"):
+        table = changed.get(section)
+        if isinstance(table, dict) and str(table.get("source", "")).startswith(("./", "../", "~")):
+            changed[section] = table | {"source": _absolute(table["source"], folder)}
     return changed
 
 

@@ -7,8 +7,9 @@ from typing import Literal
 
 from pydantic import Field, ValidationInfo, model_validator
 
+from tidemill.config.algorithm import AlgorithmConfig, CriticConfig
 from tidemill.config.base import Config, refuse
-from tidemill.config.learning import AlgorithmConfig, BatchConfig, OptimizerConfig, TrainerConfig
+from tidemill.config.learning import BatchConfig, OptimizerConfig, TrainerConfig
 from tidemill.config.model import ModelConfig
 from tidemill.config.pool import FleetConfig, PoolConfig, RayConfig, StaticPool
 from tidemill.config.schedule import ScheduleConfig
@@ -97,6 +98,7 @@ class RunSpec(Config):
     schedule: ScheduleConfig = ScheduleConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    critic: CriticConfig = CriticConfig()
     trainer: TrainerConfig = TrainerConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -131,6 +133,17 @@ class RunSpec(Config):
             faults.append(
                 f'scoring.rewards has kind = "task", and task.kind = "{self.task.kind}" brings no checker of its own; '
                 'use "exact" or "numeric" (only reasoning_gym brings one)'
+            )
+        if self.batch.group_size < 2 and self.algorithm.compares_siblings:
+            faults.append(
+                f'batch.group_size = 1 and algorithm.advantage = "{self.algorithm.advantage}" compares the samples of '
+                'a group; set group_size to 2 or more, or advantage = "gae" or "reinforce_pp"'
+            )
+        if self.algorithm.overlong_buffer_tokens > self.sampling.max_new_tokens:
+            faults.append(
+                f"algorithm.overlong_buffer_tokens = {self.algorithm.overlong_buffer_tokens} is more than "
+                f"sampling.max_new_tokens = {self.sampling.max_new_tokens}, so that every completion would be "
+                "penalised; lower it, to about a fifth of max_new_tokens"
             )
         context = self.engine.context_tokens
         for name, limit in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -71,6 +72,15 @@ class TextCodec:
     def stop_token_ids(self) -> tuple[int, ...]:
         """Ids that end a completion, ascending."""
         return self._stop_token_ids
+
+    @property
+    def vocabulary_digest(self) -> str:
+        """Names what every id stands for: two models with the same one can read each other's token ids."""
+        vocabulary: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
+        digest = hashlib.blake2b(digest_size=16)
+        for token, number in sorted(vocabulary.items(), key=lambda item: item[1]):
+            digest.update(f"{number}\0{token}\0".encode())
+        return digest.hexdigest()
 
     def _encode(self, text: str) -> list[int]:
         try:

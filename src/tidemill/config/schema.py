@@ -13,6 +13,7 @@ from tidemill.config.learning import BatchConfig, OptimizerConfig, TrainerConfig
 from tidemill.config.model import ModelConfig
 from tidemill.config.pool import FleetConfig, PoolConfig, RayConfig, StaticPool
 from tidemill.config.scoring import ScoringConfig
+from tidemill.config.supervised import PreferenceConfig, RewardModelConfig, SupervisedConfig
 from tidemill.config.task import ArithmeticTask, TaskConfig
 
 
@@ -95,6 +96,9 @@ class RunSpec(Config):
     ray: RayConfig = RayConfig()
     batch: BatchConfig = BatchConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    supervised: SupervisedConfig = SupervisedConfig()
+    reward_model: RewardModelConfig = RewardModelConfig()
+    preference: PreferenceConfig = PreferenceConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     critic: CriticConfig = CriticConfig()
     trainer: TrainerConfig = TrainerConfig()

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from tidemill.config.words import counted
 from tidemill.telemetry.evaluations import Evaluation
 from tidemill.telemetry.fleet_lines import FLEET_EVENTS
+from tidemill.telemetry.metrics import HELD_OUT_LOSS
 from tidemill.telemetry.numerals import compact, decimal, percent
 from tidemill.telemetry.report.story import Story
 
@@ -75,6 +76,10 @@ def headline(story: Story) -> str:
         return f"Held-out accuracy {verb} {change} in {over}."
     if rewards := [line.values["reward_mean"] for line in story.metrics if "reward_mean" in line.values]:
         return f"Mean reward went from {decimal(rewards[0])} to {decimal(rewards[-1])} in {over}."
+    for name, words in ((HELD_OUT_LOSS, "Held-out loss"), ("loss", "Loss")):
+        losses = [line.values[name] for line in story.metrics if name in line.values]
+        if len(losses) > 1:
+            return f"{words} went from {decimal(losses[0])} to {decimal(losses[-1])} in {over}."
     if before:
         return f"Held-out accuracy is {decimal(before.greedy_accuracy)} before the first step."
     return "No step has been completed yet."

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field, ValidationInfo, model_validator
 
 from tidemill.config.base import Config, refuse
+from tidemill.config.data import DataConfig
 from tidemill.config.learning import AlgorithmConfig, BatchConfig, OptimizerConfig, TrainerConfig
 from tidemill.config.model import ModelConfig
 from tidemill.config.pool import FleetConfig, PoolConfig, RayConfig, StaticPool
@@ -86,6 +87,7 @@ class RunSpec(Config):
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
     task: TaskConfig = ArithmeticTask()
+    data: DataConfig = DataConfig()
     scoring: ScoringConfig = ScoringConfig()
     sampling: SamplingConfig = SamplingConfig()
     engine: EngineConfig = EngineConfig()

@@ -57,24 +57,6 @@ class PreferencePair(Record, gc=False):
     margin: float = 0.0  # by how much chosen should beat rejected, in units of the reward (Llama 2's m(r))
 
 
-class Demonstration(Record, gc=False):
-    """A prompt and the completion that a model should learn to give: what supervised fine-tuning learns from."""
-
-    id: str  # names the pair of texts for ever: equal content, equal id
-    prompt_ids: TokenBuffer  # int32 [P], as `Prompt.token_ids`
-    completion_ids: TokenBuffer  # int32 [C], C >= 1, with the token that ends it
-
-
-class PreferencePair(Record, gc=False):
-    """Two completions of one prompt, of which `chosen` was found the better."""
-
-    id: str  # names prompt and both completions for ever: equal content, equal id
-    prompt_ids: TokenBuffer  # int32 [P], as `Prompt.token_ids`
-    chosen_ids: TokenBuffer  # int32 [C], C >= 1, with the token that ends it
-    rejected_ids: TokenBuffer  # int32 [R], R >= 1, another sequence than `chosen_ids`
-    margin: float = 0.0  # by how much chosen should beat rejected, in units of the reward (Llama 2's m(r))
-
-
 class SampleId(Record, gc=False):
     """Names a sample and its random numbers for ever."""
 

@@ -29,6 +29,7 @@ class Advantage:
     scope: Scope  # without whitening, which makes it "batch"
     level: Literal["sample", "token"]
     function: Callable[..., Tensor]
+    settings: tuple[str, ...] = ()  # keys of [algorithm] that it is given by name
     formula: str
     source: str
 
@@ -119,20 +120,22 @@ ADVANTAGES: dict[str, Advantage] = {
         scope="sample",
         level="token",
         function=discounted_returns,
-        formula="A_t = r_t + γ A_{t+1}, then whitened over the batch's tokens",
+        settings=("gamma",),
+        formula="A_t = r_t + γ A_{t+1}; whiten = true makes mean 0 and deviation 1 over the batch's tokens",
         source="REINFORCE++, arXiv 2501.03262",
     ),
     "reinforce_pp_baseline": Advantage(
         scope="group",
         level="sample",
         function=dr_grpo,
-        formula="A = R - mean_G, then whitened over the batch's tokens",
+        formula="A = R - mean_G; whiten = true makes mean 0 and deviation 1 over the batch's tokens",
         source="REINFORCE++, arXiv 2501.03262",
     ),
     "gae": Advantage(
         scope="sample",
         level="token",
         function=gae,
+        settings=("gamma", "lam"),
         formula="δ_t = r_t + γ V_{t+1} (1 - terminated_t) - V_t;  A_t = δ_t + γ λ (1 - ended_t) A_{t+1}",
         source="Generalized advantage estimation, arXiv 1506.02438",
     ),

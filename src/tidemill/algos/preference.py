@@ -87,7 +87,7 @@ class PreferenceLoss:
 
     function: Callable[..., Tensor]  # of chosen, rejected, ref_chosen and ref_rejected [P] and the settings
     reduce: Literal["sum", "mean"]  # how a completion's token logprobs become one number
-    settings: tuple[str, ...]  # given by name
+    settings: dict[str, float]  # given by name, with their usual values
     formula: str
     source: str
 
@@ -96,14 +96,14 @@ PREFERENCE_LOSSES: dict[str, PreferenceLoss] = {
     "dpo": PreferenceLoss(
         function=dpo,
         reduce="sum",
-        settings=("beta", "label_smoothing"),
+        settings={"beta": 0.1, "label_smoothing": 0.0},
         formula="-(1 - ε) log σ(β h) - ε log σ(-β h),  h = (π_w - ref_w) - (π_l - ref_l)",
         source="DPO, arXiv 2305.18290",
     ),
     "ipo": PreferenceLoss(
         function=ipo,
         reduce="mean",
-        settings=("beta",),
+        settings={"beta": 0.1},
         formula="(h - 1 / (2 β))², h of mean logprobs per token",
         source="IPO, arXiv 2310.12036",
     ),

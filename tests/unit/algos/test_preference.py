@@ -52,3 +52,6 @@ def test_cross_entropy() -> None:
 
 def test_registry() -> None:
     assert {name: row.reduce for name, row in PREFERENCE_LOSSES.items()} == {"dpo": "sum", "ipo": "mean"}
+    for row in PREFERENCE_LOSSES.values():
+        # the reference itself: h = 0, so that -log σ(0) = log 2 and (0 - 1 / 0.2)² = 25
+        assert row.function(*pair((-1.0, -2.0, -1.0, -2.0)), **row.settings).item() in (pytest.approx(0.6931472), 25.0)

@@ -21,6 +21,7 @@ from tidemill.core.errors import UserError
 from tidemill.runtime.inprocess import in_process
 from tidemill.runtime.journal import SqliteJournal
 from tidemill.runtime.machinery import Machinery, OpenMachinery, scorers
+from tidemill.runtime.rewards import check_reward_models
 from tidemill.runtime.same_run import TASK_DIGEST, THREADS, check_same_model, check_same_run, with_threads
 from tidemill.telemetry.manifest import build_manifest
 from tidemill.telemetry.recorder import Recorder
@@ -53,6 +54,7 @@ def train(
         )
         run.write_manifest(manifest)
         with Recorder(run, spec, stream=telemetry_stream) as recorder:
+            check_reward_models(spec, progress=recorder.note)
             result = asyncio.run(_train(with_threads(spec, manifest), run, recorder, open_machinery or _runtime(spec)))
             if result.already_finished:
                 recorder.note(f"this run had already finished its {result.steps} steps; raise trainer.steps to go on")
@@ -69,7 +71,7 @@ async def _train(spec: RunSpec, run: RunDirectory, recorder: Recorder, open_mach
         recorder.use_decoder(machinery.codec.decode)
         journal = await SqliteJournal.open(run.ledger)
         stack.push_async_callback(journal.close)
-        scorer, eval_scorer = scorers(spec, machinery.task)
+        scorer, eval_scorer = scorers(spec, machinery.task, machinery.compute)
         stack.push_async_callback(scorer.close)
         stack.push_async_callback(eval_scorer.close)
         _check_same_beginning(run, machinery)  # now the run has begun

@@ -218,3 +218,10 @@ def test_unreadable_recipes(tmp_path: Path) -> None:
     assert "not UTF-8 text" in one_fault(str(tmp_path / "latin.toml"))
     (tmp_path / "file").touch()
     assert "no such file" in one_fault(str(tmp_path / "file" / "x.toml"))
+
+
+def test_a_reward_model_beside_its_recipe_is_found_there(tmp_path: Path) -> None:
+    rewards = [{"kind": "model", "model": each} for each in ("./reward", "stage:reward", "/elsewhere")]
+    changed = with_absolute_paths({"scoring": {"rewards": rewards}}, tmp_path)
+    found = [each["model"] for each in changed["scoring"]["rewards"]]
+    assert found == [str(tmp_path / "reward"), "stage:reward", "/elsewhere"]

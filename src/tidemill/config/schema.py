@@ -13,6 +13,7 @@ from tidemill.config.data import DataConfig
 from tidemill.config.learning import BatchConfig, OptimizerConfig, TrainerConfig
 from tidemill.config.model import ModelConfig
 from tidemill.config.pool import FleetConfig, PoolConfig, RayConfig, StaticPool
+from tidemill.config.schedule import ScheduleConfig
 from tidemill.config.scoring import ScoringConfig
 from tidemill.config.supervised import PreferenceConfig, RewardModelConfig, SupervisedConfig
 from tidemill.config.task import ArithmeticTask, TaskConfig
@@ -97,6 +98,7 @@ class RunSpec(Config):
     fleet: FleetConfig = FleetConfig()
     ray: RayConfig = RayConfig()
     batch: BatchConfig = BatchConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     supervised: SupervisedConfig = SupervisedConfig()
     reward_model: RewardModelConfig = RewardModelConfig()
@@ -119,6 +121,13 @@ class RunSpec(Config):
             faults.append(
                 f"batch.minibatches = {self.batch.minibatches} does not divide batch.prompts = {self.batch.prompts}; "
                 "make prompts a multiple of minibatches"
+            )
+        ahead = self.schedule.max_policy_lag * self.batch.prompts
+        if (self.schedule.overcommit or 0) > ahead:
+            faults.append(
+                f"schedule.overcommit = {self.schedule.overcommit} lets groups grow older than "
+                f"schedule.max_policy_lag = {self.schedule.max_policy_lag}; at most {ahead} "
+                "(max_policy_lag times batch.prompts), or a larger lag"
             )
         if not self.fleet.seeding and self.pool.kind == "static" and not self.pool.workers:
             faults.append(

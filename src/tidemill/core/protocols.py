@@ -100,7 +100,7 @@ class WeightSource(Protocol):
         """Put what was prepared under the engine's model. On the engine's compute, at a token boundary."""
 
     def close(self) -> None:
-        """Give up whatever is held. On the engine's compute, when it will not be called again."""
+        """Give up whatever is held, when neither the engine nor this will be called again."""
 
 
 class Worker(Protocol):
@@ -233,7 +233,8 @@ class CompletionCodec(Codec, Protocol):
 class Journal(Protocol):
     """Durable, ordered storage for the ledger. An entry is accepted when `append` returns."""
 
-    async def append(self, step: int, blobs: Sequence[bytes]) -> None: ...
+    async def append(self, blobs: Sequence[tuple[int, bytes]]) -> None:
+        """Entries, each with the step it is filed under; all of them survive or only the first so many."""
 
     async def load(self) -> list[tuple[int, bytes]]:
         """Every surviving (step, blob), in order of appending. A torn last entry is dropped, never returned."""

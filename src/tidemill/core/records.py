@@ -285,12 +285,17 @@ class Trajectory(Record):
     sample_id: SampleId
     token_ids: TokenBuffer  # int32 [P + T]
     segments: tuple[Segment, ...]
-    rollout_logprobs: LogprobBuffer  # float32 [T], one per trained token, in buffer order
+    rollout_logprobs: (
+        LogprobBuffer  # float32 [T], one per trained token, in buffer order; empty if the engine gave none
+    )
     versions: tuple[VersionRun, ...]
     finish: Finish
     text: str = ""  # the completion, decoded
     reward: Reward | None = None
     weight: float = 1.0
+    # float32 [T] each: of the trained tokens under versions published after they were made, oldest first. A token that
+    # was not made yet has its rollout logprob there.
+    publish_logprobs: tuple[LogprobBuffer, ...] = ()
 
     @property
     def prompt_length(self) -> int:

@@ -96,7 +96,7 @@ async def _train(spec: RunSpec, run: RunDirectory, recorder: Recorder, open_mach
                 trainer=machinery.trainer,
                 scorer=scorer,
                 eval_scorer=eval_scorer,
-                ledger=Ledger(journal),
+                ledger=Ledger(journal, round_size=spec.batch.prompts),
                 checkpoints=machinery.checkpoints,
                 telemetry=recorder,
                 codec=machinery.codec,

@@ -58,12 +58,14 @@ def token_logprobs(
     logits_budget_bytes: int,
     states: Tensor | None = None,
     figure: Figure = entropy,
+    learn_figure: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Logprobs float32 [T] of the trained tokens at `temperature` (with gradient, where enabled), and `figure` [T] of
-    them (without).
+    them.
 
     Args:
         states: what `predicting_states` gave, where it is known already.
+        learn_figure: the figure has a gradient, too, and costs the memory of one.
 
     When one block of logits would pass the budget, the vocabulary is computed in chunks of rows, and again in the
     backward pass.
@@ -78,7 +80,7 @@ def token_logprobs(
         if temperature != 1.0:
             logits = logits / temperature
         normalizers = logits.logsumexp(-1)
-        with torch.no_grad():
+        with torch.set_grad_enabled(learn_figure and torch.is_grad_enabled()):
             known = figure(logits, normalizers, rows, targets)
         return logits[rows, targets] - normalizers[rows], known
 

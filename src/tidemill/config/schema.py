@@ -9,11 +9,13 @@ from pydantic import Field, ValidationInfo, model_validator
 
 from tidemill.config.algorithm import AlgorithmConfig, CriticConfig
 from tidemill.config.base import Config, refuse
+from tidemill.config.data import DataConfig
 from tidemill.config.learning import BatchConfig, OptimizerConfig, TrainerConfig
 from tidemill.config.model import ModelConfig
 from tidemill.config.pool import FleetConfig, PoolConfig, RayConfig, StaticPool
 from tidemill.config.schedule import ScheduleConfig
 from tidemill.config.scoring import ScoringConfig
+from tidemill.config.supervised import PreferenceConfig, RewardModelConfig, SupervisedConfig
 from tidemill.config.task import ArithmeticTask, TaskConfig
 
 
@@ -88,6 +90,7 @@ class RunSpec(Config):
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
     task: TaskConfig = ArithmeticTask()
+    data: DataConfig = DataConfig()
     scoring: ScoringConfig = ScoringConfig()
     sampling: SamplingConfig = SamplingConfig()
     engine: EngineConfig = EngineConfig()
@@ -97,6 +100,9 @@ class RunSpec(Config):
     batch: BatchConfig = BatchConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    supervised: SupervisedConfig = SupervisedConfig()
+    reward_model: RewardModelConfig = RewardModelConfig()
+    preference: PreferenceConfig = PreferenceConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     critic: CriticConfig = CriticConfig()
     trainer: TrainerConfig = TrainerConfig()

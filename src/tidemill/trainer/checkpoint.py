@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tidemill.core.errors import UserError
+from tidemill.models.heads import DESCRIPTION
 from tidemill.models.quiet import quiet
 from tidemill.models.safetensors_files import weight_files
 from tidemill.trainer.checkpoint_manifest import MANIFEST
@@ -34,7 +35,7 @@ STATE_FOLDER = "trainer_state"
 FORMAT = 1
 _SHARD_BYTES = 200 << 20  # from a GPU a whole file passes through host memory
 _TENSOR_FILES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx"}
-_NOT_COPIED = {"config.json", "generation_config.json", MANIFEST}
+_NOT_COPIED = {"config.json", "generation_config.json", MANIFEST, DESCRIPTION}
 _TEMPLATE_FOLDERS = ("additional_chat_templates",)
 _SMALL_FILES_BYTES = 32 << 20  # tokenizer, configuration and headers, generously
 

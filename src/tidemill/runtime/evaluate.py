@@ -50,7 +50,7 @@ def evaluate(
         "truncated_fraction": result.truncated_fraction,
         "completion_tokens_mean": result.completion_tokens_mean,
         "duration_s": result.duration_s,
-        "model": parts.spec.model.source,
+        "model": str(model_folder or parts.spec.model.source),
         "weights_digest": result.version.digest,
         "samples": [
             {"prompt": prompt.text, "completion": sample.text, "answer": prompt.answer, "correct": correct(sample)}

@@ -15,7 +15,7 @@ from tidemill.core.clock import Clock
 from tidemill.rollout.worker import EngineWorker
 from tidemill.runtime.checkpoints import TrainerCheckpoints
 from tidemill.runtime.compute import ComputeThread
-from tidemill.runtime.critics import build_critic
+from tidemill.runtime.critic import build_critic
 from tidemill.runtime.host import InProcessHost
 from tidemill.runtime.machinery import Machinery, scheduled_provider
 from tidemill.runtime.parts import load_parts

@@ -16,7 +16,7 @@ from tidemill.runtime.cluster.serving import Serving, asked
 from tidemill.runtime.cluster.transport import ObjectStoreTransport
 from tidemill.runtime.cluster.wire import decode
 from tidemill.runtime.compute import ComputeThread
-from tidemill.runtime.critics import build_critic
+from tidemill.runtime.critic import build_critic
 from tidemill.runtime.parts import load_parts
 from tidemill.runtime.publish import ModelPublisher
 from tidemill.trainer.checkpoint_store import CheckpointStore

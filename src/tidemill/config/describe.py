@@ -8,7 +8,7 @@ from tidemill.config.derive import Derived, derive
 from tidemill.config.describe_pool import pool_notes, pool_topics
 from tidemill.config.model import BUILT_IN_MODELS
 from tidemill.config.schema import RunSpec
-from tidemill.config.task import ArithmeticTask, JsonlTask
+from tidemill.config.task import ArithmeticTask, PromptFiles
 from tidemill.config.words import counted, number
 
 BYTES_PER_PARAMETER = 12  # a checkpoint holds fp32 weights and AdamW's two moments
@@ -85,8 +85,8 @@ def _task(spec: RunSpec) -> str:
     if isinstance(task, ArithmeticTask):
         digits = "1 digit" if task.digits == 1 else f"1 to {task.digits} digits"
         what = f"arithmetic: {' '.join(task.operators)} on numbers of {digits}, {counted(task.shots, 'worked example')}"
-    elif isinstance(task, JsonlTask):
-        what = f"jsonl: {task.path}"
+    elif isinstance(task, PromptFiles):
+        what = f"{task.kind}: {task.path}"
     else:
         what = f"reasoning-gym {task.name}: {counted(task.train_size, 'training prompt')}"
     rewards = spec.scoring.rewards

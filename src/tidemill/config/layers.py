@@ -20,7 +20,13 @@ Assignment = tuple[tuple[str, ...], str | None]
 
 COMMAND_LINE = "command line"
 COMMAND_FLAGS = ("dry-run", "json", "debug", "help", "checkpoint")  # the verbs' own, offered for misspelt ones
-INPUT_PATHS: tuple[KeyPath, ...] = (("task", "path"), ("task", "held_out_path"), ("pool", "path"))
+INPUT_PATHS: tuple[KeyPath, ...] = (
+    ("task", "path"),
+    ("task", "held_out_path"),
+    ("data", "path"),
+    ("data", "held_out_path"),
+    ("pool", "path"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

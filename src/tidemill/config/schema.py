@@ -9,6 +9,7 @@ from pydantic import Field, ValidationInfo, model_validator
 
 from tidemill.config.algorithm import AlgorithmConfig, CriticConfig
 from tidemill.config.base import Config, refuse
+from tidemill.config.data import DataConfig
 from tidemill.config.learning import BatchConfig, OptimizerConfig, TrainerConfig
 from tidemill.config.model import ModelConfig
 from tidemill.config.pool import FleetConfig, PoolConfig, RayConfig, StaticPool
@@ -88,6 +89,7 @@ class RunSpec(Config):
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
     task: TaskConfig = ArithmeticTask()
+    data: DataConfig = DataConfig()
     scoring: ScoringConfig = ScoringConfig()
     sampling: SamplingConfig = SamplingConfig()
     engine: EngineConfig = EngineConfig()

@@ -220,6 +220,16 @@ class Codec(Protocol):
     def stop_token_ids(self) -> tuple[int, ...]: ...
 
 
+class CompletionCodec(Codec, Protocol):
+    """Also encodes completions that come as text: those of data files. (Sampled ones are ids, and stay so.)"""
+
+    def encode_completion(self, text: str) -> list[int]:
+        """Token ids of a completion's text alone, whatever prompt it follows."""
+
+    def end_token_id(self, *, chat: bool) -> int:
+        """The token that ends the model's turn after a plain prompt, or in its chat template."""
+
+
 class Journal(Protocol):
     """Durable, ordered storage for the ledger. An entry is accepted when `append` returns."""
 

@@ -36,6 +36,7 @@ class Prompt(Record):
     text: str  # as the model sees it, after any chat template
     answer: str
     metadata: dict[str, Any] = {}
+    messages: tuple[Message, ...] = ()  # what a chat template was given; none where `text` is the prompt itself
 
 
 class Demonstration(Record, gc=False):

@@ -143,6 +143,7 @@ def test_input_paths_start_at_the_folder(tmp_path: Path) -> None:
     tree = {
         "run": {"dir": "runs/x"},
         "task": {"kind": "jsonl", "path": "../data/x.jsonl", "held_out_path": "/abs/y.jsonl"},
+        "data": {"path": "pairs", "held_out_path": "../held_out.parquet"},
         "pool": {"kind": "trace", "path": "spot.csv"},
         "model": {"source": "./weights"},
         "scoring": {
@@ -158,6 +159,10 @@ def test_input_paths_start_at_the_folder(tmp_path: Path) -> None:
     assert changed["run"] == {"dir": "runs/x"}  # an output: it starts at the working directory
     assert changed["task"]["path"] == str(tmp_path / "data/x.jsonl")
     assert changed["task"]["held_out_path"] == "/abs/y.jsonl"
+    assert changed["data"] == {
+        "path": str(tmp_path / "recipes/pairs"),
+        "held_out_path": str(tmp_path / "held_out.parquet"),
+    }
     assert changed["pool"]["path"] == str(tmp_path / "recipes/spot.csv")
     assert changed["model"]["source"] == str(tmp_path / "recipes/weights")
     assert [each["function"] for each in changed["scoring"]["rewards"][:2]] == [

@@ -117,7 +117,7 @@ wieght = 1
         (
             ("--task.path", "x"),
             (
-                'task.path: belongs to task.kind = "jsonl", and the kind here is "arithmetic" (command line); '
+                'task.path: belongs to task.kind = "file", and the kind here is "arithmetic" (command line); '
                 "change the kind or leave the key out"
             ),
         ),
@@ -131,8 +131,8 @@ wieght = 1
         (
             ("--task.kind", "jsonk"),
             (
-                'task.kind: needs one of "arithmetic", "reasoning_gym", "jsonl", was given "jsonk" (command line); '
-                'did you mean "jsonl"?'
+                'task.kind: needs one of "arithmetic", "reasoning_gym", "file", "jsonl", was given "jsonk" '
+                '(command line); did you mean "jsonl"?'
             ),
         ),
         (

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from tidemill.config.data import DataConfig
 from tidemill.config.learning import BatchConfig, OptimizerConfig
 from tidemill.config.model import CharModelConfig, ModelConfig
 from tidemill.config.schema import EngineConfig, EvalConfig, RunConfig, RunSpec, SamplingConfig
@@ -117,6 +118,11 @@ def test_a_jsonl_task_has_no_checker_either() -> None:
     task = JsonlTask.model_validate({"kind": "jsonl", "path": "x.jsonl"})
     said = messages(RunSpec, task=task, scoring=ScoringConfig(rewards=(RewardConfig(kind="task"),)))
     assert 'task.kind = "jsonl" brings no checker' in said
+
+
+def test_data_to_evaluate_on_needs_data_to_learn_from() -> None:
+    assert "held_out_path is given without path" in messages(DataConfig, held_out_path="x.jsonl")
+    assert DataConfig().path is None  # a run of reinforcement learning needs none
 
 
 def test_room_for_one_token_of_prompt_is_enough() -> None:

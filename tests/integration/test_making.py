@@ -46,6 +46,17 @@ def test_demonstrations(tmp_path: Path, codec: TextCodec, capsys: pytest.Capture
     assert not {each.prompt_ids for each in made.train} & held_out(codec)
 
 
+def test_demonstrations_to_evaluate_on(tmp_path: Path, codec: TextCodec) -> None:
+    path, kept = tmp_path / "sft.jsonl", tmp_path / "held_out.jsonl"
+    assert main(["demonstrations", "--out", str(path), RECIPE]) == 0
+    assert main(["demonstrations", "--held-out", "--out", str(kept), RECIPE]) == 0
+    made = load_demonstrations(
+        DataConfig(path=path, held_out_path=kept), codec=codec, context_limit=256, chat_template=False
+    )
+    assert {each.prompt_ids for each in made.held_out} == held_out(codec)
+    assert (len(made.train), len(made.held_out)) == (80, 20)
+
+
 def test_pairs_are_the_same_again(tmp_path: Path, codec: TextCodec) -> None:
     paths = [tmp_path / name for name in ("one.jsonl", "other.jsonl")]
     for path in paths:

@@ -1,4 +1,4 @@
-"""Data files made from a task's training prompts: demonstrations, and preference pairs from a model's own answers."""
+"""Data files made from a task's prompts: demonstrations, and preference pairs from a model's own answers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from itertools import count as counting
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from tidemill.config.schema import RunSpec
 from tidemill.controller.evaluation import correct
@@ -28,13 +28,17 @@ PURPOSE = "pairs"
 """Names the samples, and their random numbers."""
 PROMPTS_AT_ONCE = 32
 Progress = Callable[[str], None]
+Side: TypeAlias = Literal["train", "held_out"]
 
 
-def make_demonstrations(spec: RunSpec, path: Path, *, prompts: int, progress: Progress) -> dict[str, Any]:
-    """Write the task's training prompts with their answers as JSON lines, and where they come from beside them.
+def make_demonstrations(
+    spec: RunSpec, path: Path, *, prompts: int, progress: Progress, side: Side = "train"
+) -> dict[str, Any]:
+    """Write the task's prompts with their answers as JSON lines, and where they come from beside them.
 
     Args:
-        prompts: at most so many, in the order of the run's seed.
+        prompts: at most so many; training prompts in the order of the run's seed.
+        side: "held_out" for what `data.held_out_path` names.
 
     Returns:
         The provenance, as it is written to `provenance_path(path)`.
@@ -52,8 +56,8 @@ def make_demonstrations(spec: RunSpec, path: Path, *, prompts: int, progress: Pr
         chat_template=spec.model.chat_template,
     )
     ending = next(iter(spec.sampling.stop or task.default_stop_strings), "")
-    rows = [demonstration_row(prompt, ending=ending) for prompt in training_prompts(task, prompts)]
-    return _write(path, rows, {"kind": "demonstrations", **_origin(spec, task)})
+    rows = [demonstration_row(prompt, ending=ending) for prompt in prompts_of(task, side, prompts)]
+    return _write(path, rows, {"kind": "demonstrations", "side": side, **_origin(spec, task)})
 
 
 def make_pairs(
@@ -64,14 +68,16 @@ def make_pairs(
     samples_per_prompt: int,
     pairs_per_prompt: int,
     progress: Progress,
+    side: Side = "train",
     model_folder: Path | None = None,
 ) -> dict[str, Any]:
-    """Let the model answer the task's training prompts, several times each, and write right answers against wrong ones.
+    """Let the model answer the task's prompts, several times each, and write right answers against wrong ones.
 
     What it writes is a function of the configuration, its seed and the model's weights. Prompts that are always or
     never answered right give no pair, and are counted.
 
     Args:
+        prompts, side: as for `make_demonstrations`.
         model_folder: a model or checkpoint instead of the configured one.
 
     Returns:
@@ -83,7 +89,7 @@ def make_pairs(
     _refuse_existing(path)
     parts = load_parts(_for_drawing(spec), progress=progress, folder=model_folder)
     task = parts.task()
-    asked = training_prompts(task, prompts)
+    asked = prompts_of(task, side, prompts)
     groups, digest = asyncio.run(_draw(parts, task, asked, samples_per_prompt, progress))
     judged = [[_judged(sample, parts.codec) for sample in group.trajectories] for group in groups]
     rows = [
@@ -104,6 +110,7 @@ def make_pairs(
         rows,
         {
             "kind": "pairs",
+            "side": side,
             **_origin(parts.spec, task),
             "weights_digest": digest,
             "samples_per_prompt": samples_per_prompt,
@@ -116,8 +123,10 @@ def make_pairs(
     )
 
 
-def training_prompts(task: Task, most: int) -> list[Prompt]:
-    """The first different training prompts in the order of the task's seed; held-out ones are never among them."""
+def prompts_of(task: Task, side: Side, most: int) -> list[Prompt]:
+    """The first different prompts of a side of the task: no prompt is on both."""
+    if side == "held_out":
+        return list(task.source.held_out())[:most]
     found: dict[str, Prompt] = {}
     wanted = min(most, task.train_size)
     for step in counting(1):

@@ -19,7 +19,14 @@ Assignment = tuple[tuple[str, ...], str | None]
 """A dotted key and its value as text, or None for a bare flag."""
 
 COMMAND_LINE = "command line"
-COMMAND_FLAGS = ("dry-run", "json", "debug", "help", "checkpoint")  # the verbs' own, offered for misspelt ones
+COMMAND_FLAGS = (
+    "dry-run",
+    "json",
+    "debug",
+    "help",
+    "checkpoint",
+    "compare",
+)  # the verbs' own, offered for misspelt ones
 INPUT_PATHS: tuple[KeyPath, ...] = (
     ("task", "path"),
     ("task", "held_out_path"),

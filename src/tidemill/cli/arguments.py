@@ -19,6 +19,7 @@ from tidemill.config.load import load_spec
 from tidemill.config.schema import RunSpec
 from tidemill.config.toml import to_toml
 from tidemill.core.errors import UserError
+from tidemill.models.folder import ADAPTER_CONFIG, CONFIG
 
 Items = Annotated[
     str,
@@ -46,15 +47,18 @@ def spec_for(items: Sequence[str], checkpoint: Path | None, *, purpose: Purpose)
     return load_spec(items, purpose=purpose)
 
 
-def model_folder(checkpoint: Path | None) -> Path | None:
+def model_folder(checkpoint: Path | None, *, option: str = "--checkpoint") -> Path | None:
     """The folder with the weights: the checkpoint itself, or the newest one of a run directory.
+
+    Args:
+        option: that named it, for the errors.
 
     Raises:
         UserError: there is none.
     """
-    if checkpoint is None or (checkpoint / "config.json").is_file():
+    if checkpoint is None or any((checkpoint / name).is_file() for name in (CONFIG, ADAPTER_CONFIG)):
         return checkpoint
-    where = f"--checkpoint {checkpoint}"
+    where = f"{option} {checkpoint}"
     if not checkpoint.is_dir():
         raise UserError("no such folder", where=where, cure="name a run directory or runs/<name>/checkpoints/step_N")
     folder = checkpoint / "checkpoints" if (checkpoint / "checkpoints").is_dir() else checkpoint

@@ -19,8 +19,21 @@ Assignment = tuple[tuple[str, ...], str | None]
 """A dotted key and its value as text, or None for a bare flag."""
 
 COMMAND_LINE = "command line"
-COMMAND_FLAGS = ("dry-run", "json", "debug", "help", "checkpoint")  # the verbs' own, offered for misspelt ones
-INPUT_PATHS: tuple[KeyPath, ...] = (("task", "path"), ("task", "held_out_path"), ("pool", "path"))
+COMMAND_FLAGS = (
+    "dry-run",
+    "json",
+    "debug",
+    "help",
+    "checkpoint",
+    "compare",
+)  # the verbs' own, offered for misspelt ones
+INPUT_PATHS: tuple[KeyPath, ...] = (
+    ("task", "path"),
+    ("task", "held_out_path"),
+    ("data", "path"),
+    ("data", "held_out_path"),
+    ("pool", "path"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,9 +170,7 @@ def with_absolute_paths(tree: Tree, folder: Path) -> Tree:
         if isinstance(table, dict) and isinstance(table.get(key), str):
             changed[section] = table | {key: _absolute(table[key], folder)}
     if isinstance(scoring, dict) and isinstance(scoring.get("rewards"), list):
-        changed["scoring"] = scoring | {
-            "rewards": [_with_absolute_function(each, folder) for each in scoring["rewards"]]
-        }
+        changed["scoring"] = scoring | {"rewards": [_with_absolute_files(each, folder) for each in scoring["rewards"]]}
     for section in ("model", "critic"):
         table = changed.get(section)
         if isinstance(table, dict) and str(table.get("source", "")).startswith(("./", "../", "~")):
@@ -221,8 +232,14 @@ def _absolute(path: str, folder: Path) -> str:
     return os.path.abspath(folder / Path(path).expanduser())  # noqa: PTH100 (no symbolic links resolved)
 
 
-def _with_absolute_function(reward: Any, folder: Path) -> Any:
-    if not isinstance(reward, dict) or not isinstance(reward.get("function"), str):
+def _with_absolute_files(reward: Any, folder: Path) -> Any:
+    if not isinstance(reward, dict):
         return reward
-    file, colon, name = reward["function"].rpartition(":")
-    return reward | {"function": f"{_absolute(file, folder)}:{name}"} if colon and file.endswith(".py") else reward
+    changed = dict(reward)
+    if str(reward.get("model", "")).startswith(("./", "../", "~")):
+        changed["model"] = _absolute(reward["model"], folder)
+    if isinstance(reward.get("function"), str):
+        file, colon, name = reward["function"].rpartition(":")
+        if colon and file.endswith(".py"):
+            changed["function"] = f"{_absolute(file, folder)}:{name}"
+    return changed

@@ -42,7 +42,7 @@ class EngineCapabilities(Record):
     batch_invariant: bool  # a sample's tokens do not depend on its neighbours, slot or restarts
     logprobs: bool
     keeps_kv: bool  # the cache survives a weight load
-    lora: bool
+    lora: bool  # a version may be an adapter alone
     own_sampler: bool  # True: the engine's own random numbers; False: Tidemill's counter-based sampling
 
 
@@ -218,6 +218,16 @@ class Codec(Protocol):
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]: ...
+
+
+class CompletionCodec(Codec, Protocol):
+    """Also encodes completions that come as text: those of data files. (Sampled ones are ids, and stay so.)"""
+
+    def encode_completion(self, text: str) -> list[int]:
+        """Token ids of a completion's text alone, whatever prompt it follows."""
+
+    def end_token_id(self, *, chat: bool) -> int:
+        """The token that ends the model's turn after a plain prompt, or in its chat template."""
 
 
 class Journal(Protocol):

@@ -18,6 +18,7 @@ class Metric(NamedTuple):
 
 
 GREEDY_ACCURACY: Final = "eval/greedy_accuracy"
+HELD_OUT_LOSS: Final = "eval/loss"
 PEAK_RSS: Final = "peak_rss_bytes"
 STEP_TIME: Final = "time_step_s"
 EVICTIONS: Final = "evictions"
@@ -86,6 +87,16 @@ METRICS: dict[str, Metric] = {
     "time_rollout_s": Metric("s", "generating; may overlap with training and scoring"),
     "time_train_s": Metric("s", "forward, backward and optimizer"),
     "time_score_s": Metric("s", "waiting for rewards that nothing else overlapped"),
+    "token_accuracy": Metric("", "sft: share of trained tokens that the model held most probable"),
+    "pairwise_accuracy": Metric("", "share of preference pairs whose chosen side the model puts first"),
+    "score_margin": Metric("", "reward model: mean score of the chosen sides minus that of the rejected ones"),
+    "score_mean": Metric("", "reward model: mean score of both sides"),
+    "reward_margin": Metric("", "dpo: β times how much more than the reference the policy prefers the chosen side"),
+    "reward_chosen": Metric("", "dpo: β times the log-ratio of policy to reference of the chosen side"),
+    "reward_rejected": Metric("", "dpo: the same of the rejected side"),
+    "examples": Metric("examples", "demonstrations or preference pairs of the optimizer step"),
+    "epoch": Metric("", "which pass over the examples the step belongs to, from 1"),
+    HELD_OUT_LOSS: Metric("", "the loss on held-out examples; each figure above has an eval/ one, too"),
     "time_eval_s": Metric("s", "evaluating after this step"),
     STEP_TIME: Metric("s", "wall time of the step; evaluation and checkpoints left out"),
     "tokens_per_s": Metric("tokens/s", "completion tokens generated per second of rollout"),

@@ -53,6 +53,21 @@ def test_other_tasks_models_and_rewards() -> None:
     assert said("--model.source=a/b", "--algorithm.kl_beta=0.1", "--trainer.precision=fp32", topic="model") == [
         "a/b (a local folder or a hub id) plus a frozen copy as KL reference; fp32"
     ]
+    lora = ("--model.lora.rank=8", "--optimizer.learning_rate=3e-4")
+    assert said(*lora, "--algorithm.kl_beta=0.1", "--trainer.precision=fp32", topic="model") == [
+        "smollm2-135m with a LoRA adapter of rank 8 on all linear layers, itself without it as KL reference; fp32"
+    ]
+    assert said(*lora, '--model.lora.targets=["q_proj","v_proj"]', "--trainer.precision=fp32", topic="model") == [
+        "smollm2-135m with a LoRA adapter of rank 8 on q_proj and v_proj; fp32"
+    ]
+    assert said(*lora, topic="checkpoint")[0].endswith("12 bytes per parameter of the adapter each")
+    assert said(*lora, topic="note") == []
+    assert said(lora[0], topic="note") == [
+        (
+            "a LoRA adapter usually wants ten times the learning rate of a whole model or more, and "
+            "optimizer.learning_rate = 1e-05"
+        )
+    ]
     assert said("--model.source=char", topic="checkpoint") == [
         "every 10 steps and at the end: 2 written, the last 2 and the best kept, 12 bytes per parameter each"
     ]
@@ -189,3 +204,12 @@ def test_a_schedule_that_runs_ahead_in_words() -> None:
         "tokens at most 2 versions old: up to 16 groups ahead of the 8 that are due; a batch is the groups finished "
         "first; at new weights, samples under way begin again; when a group would become too old, it is given up"
     )
+
+
+def test_an_evaluation_says_what_it_draws() -> None:
+    spec = load_spec(["--eval.samples_per_prompt=4", "--sampling.max_new_tokens=3"], purpose="eval")
+    assert topics(spec, purpose="eval")[-1] == (
+        "drawn",
+        "4 samples of each prompt for pass@1, pass@2, pass@4; temperature 1, at most 3 new tokens",
+    )
+    assert [topic for topic, _ in topics(RunSpec(), purpose="eval")] == ["model", "task", "evaluation"]

@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from tidemill.config.data import DataConfig
 from tidemill.config.learning import BatchConfig, OptimizerConfig
+from tidemill.config.lora import LoraConfig
 from tidemill.config.model import CharModelConfig, ModelConfig
 from tidemill.config.schema import EngineConfig, EvalConfig, RunConfig, RunSpec, SamplingConfig
 from tidemill.config.scoring import RewardConfig, ScoringConfig
+from tidemill.config.supervised import PreferenceConfig, SupervisedConfig
 from tidemill.config.task import ArithmeticTask, JsonlTask
 
 
@@ -49,6 +52,21 @@ def test_char_model(fields: dict[str, Any], says: str) -> None:
 )
 def test_model(fields: dict[str, Any], says: str) -> None:
     assert says in messages(ModelConfig, **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"rank": 8, "dropout": 0.1}, "set dropout = 0"),
+        ({"targets": ["q_proj"]}, "rank = 0 gives none of them an adapter; set rank"),
+        ({"rank": 8, "targets": ["model.layers.0.q_proj"]}, "name layers by the last part of their names"),
+        ({"rank": 8, "targets": ["q_proj", "o_proj", "q_proj"]}, "targets names q_proj twice"),
+    ],
+)
+def test_lora(fields: dict[str, Any], says: str) -> None:
+    assert says in messages(LoraConfig, **fields)
+    assert not LoraConfig().enabled
+    assert LoraConfig(rank=1).enabled
 
 
 @pytest.mark.parametrize(
@@ -119,6 +137,20 @@ def test_a_jsonl_task_has_no_checker_either() -> None:
     assert 'task.kind = "jsonl" brings no checker' in said
 
 
+def test_the_k_of_pass_at_k() -> None:
+    assert EvalConfig().ks == ()
+    assert EvalConfig(samples_per_prompt=1).ks == (1,)
+    assert EvalConfig(samples_per_prompt=12).ks == (1, 2, 4, 8)
+    assert EvalConfig(samples_per_prompt=12, pass_at=(12, 3)).ks == (3, 12)
+    said = messages(EvalConfig, samples_per_prompt=4, pass_at=(1, 8))
+    assert "pass_at holds 8, and samples_per_prompt = 4 draws fewer" in said
+
+
+def test_data_to_evaluate_on_needs_data_to_learn_from() -> None:
+    assert "held_out_path is given without path" in messages(DataConfig, held_out_path="x.jsonl")
+    assert DataConfig().path is None  # a run of reinforcement learning needs none
+
+
 def test_room_for_one_token_of_prompt_is_enough() -> None:
     RunSpec(engine=EngineConfig(context_tokens=65), sampling=SamplingConfig(max_new_tokens=64))
 
@@ -127,3 +159,35 @@ def test_all_contradictions_of_a_section_are_told_together() -> None:
     said = messages(CharModelConfig, hidden_size=30, alphabet="aa")
     assert "does not divide" in said
     assert "repeats" in said
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"kind": "model"}, "set model to the folder of a reward model"),
+        ({"kind": "exact", "model": "folder"}, 'model is only for kind = "model"'),
+        ({"kind": "http"}, 'kind = "http" needs a url, and it is ""'),
+        ({"kind": "http", "url": "ftp://a"}, 'set url = "http://host:port/path"'),
+        ({"kind": "model", "model": "folder", "url": "http://a"}, 'url is only for kind = "http"'),
+    ],
+)
+def test_rewards_by_other_models(fields: dict[str, Any], says: str) -> None:
+    assert says in messages(RewardConfig, **fields)
+
+
+def test_how_long_a_reward_may_take_depends_on_who_gives_it() -> None:
+    assert RewardConfig(kind="model", model="folder").longest_wait_s == 600
+    assert RewardConfig(kind="http", url="http://a").longest_wait_s == 60
+    assert RewardConfig(kind="http", url="http://a", timeout_s=5).longest_wait_s == 5
+
+
+@pytest.mark.parametrize(
+    ("build", "fields", "says"),
+    [
+        (SupervisedConfig, {"minibatch_tokens": 10, "microbatch_tokens": 20}, "lower the first or raise the second"),
+        (SupervisedConfig, {"patience": 2, "evaluate_every_steps": 0}, "patience = 2 never acts"),
+        (PreferenceConfig, {"loss": "ipo", "label_smoothing": 0.1}, "label_smoothing is only for loss"),
+    ],
+)
+def test_supervised_sections(build: Any, fields: dict[str, Any], says: str) -> None:
+    assert says in messages(build, **fields)

@@ -10,6 +10,7 @@ from tidemill.telemetry.events import RESUME
 from tidemill.telemetry.metrics import (
     EVICTIONS,
     GREEDY_ACCURACY,
+    HELD_OUT_LOSS,
     METRICS,
     MIGRATIONS,
     PEAK_RSS,
@@ -39,6 +40,7 @@ class Chart(Record):
     high: float | None = None
     scale: float = 1.0  # shown value = metric * scale
     only_if_any: bool = False  # left out while all values are 0
+    only_with: str = ""  # metric: left out where it was never measured
 
 
 CHARTS: tuple[Chart, ...] = (
@@ -51,6 +53,26 @@ CHARTS: tuple[Chart, ...] = (
         high=1,
     ),
     Chart(title="Reward", note="mean ± deviation", series=(("reward_mean", "mean"),), band="reward_std"),
+    Chart(
+        title="Loss on examples",
+        note="mean",
+        series=((HELD_OUT_LOSS, "held-out"), ("loss", "training")),
+        only_with="examples",
+    ),
+    Chart(
+        title="Right tokens",
+        note="share",
+        series=(("eval/token_accuracy", "held-out"), ("token_accuracy", "training")),
+        low=0,
+        high=1,
+    ),
+    Chart(
+        title="Pairs put right",
+        note="share",
+        series=(("eval/pairwise_accuracy", "held-out"), ("pairwise_accuracy", "training")),
+        low=0,
+        high=1,
+    ),
     Chart(title="Entropy", note="nats per token", series=(("entropy", "entropy"),), low=0),
     Chart(
         title="KL", note="nats per token", series=(("approx_kl", "of the update"), ("kl_ref", "to reference")), low=0
@@ -165,7 +187,7 @@ CHARTS: tuple[Chart, ...] = (
 COMPONENT = "reward/"
 LAG = "lag/"
 NOT_DRAWN = {"eval/n", "tokens_generated", "tokens_trained", "samples", "samples_left_out", "loss"}
-NOT_DRAWN |= {"reward_std", STEP_TIME, "value_clip_fraction", "value_grad_norm", "returns_mean"}
+NOT_DRAWN |= {"reward_std", STEP_TIME, "value_clip_fraction", "value_grad_norm", "returns_mean", "examples", "epoch"}
 
 
 def chart_data(story: Story) -> dict[str, Any]:
@@ -216,6 +238,8 @@ def _draw(chart: Chart, rows: list[dict[str, float]]) -> dict[str, Any] | None:
     ]
     if chart.kind == "stacked":
         series = [one for one in series if any(one["values"])]
+    if chart.only_with and not any(chart.only_with in row for row in rows):
+        return None
     if not series or (chart.only_if_any and not any(value for one in series for value in one["values"])):
         return None
     band = [_shown(row.get(chart.band), chart.scale) for row in rows] if chart.band else []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -13,9 +13,9 @@ class ScheduleConfig(Config):
     max_policy_lag: int = Field(0, ge=0)
     """Newest policy version minus the oldest one a trained token came from: 0 generates strictly on policy, 1 generates
     the next batch while this one is learned from, more lets generation run further ahead."""
-    overcommit: int | None = Field(None, ge=0)
+    overcommit: Annotated[int, Field(ge=0)] | Literal["adaptive"] | None = None
     """Groups under way beyond those of the batch that is due; at most max_policy_lag times batch.prompts, which is also
-    what is taken when nothing is set."""
+    what is taken when nothing is set. adaptive: more while the reward improves, fewer when it does not."""
     membership: Literal["planned", "first_finished"] = "planned"
     """planned: each batch has the prompts of its step. first_finished: a batch is the groups that are finished first,
     and stragglers go into a later one."""
@@ -34,7 +34,7 @@ class ScheduleConfig(Config):
         faults = []
         if self.max_policy_lag == 0 and self.overcommit:
             faults.append(
-                f"overcommit = {self.overcommit} leaves groups for a later batch, and max_policy_lag = 0 allows none "
+                f"overcommit = {self.overcommit!r} leaves groups for a later batch, and max_policy_lag = 0 allows none "
                 "to be older than its batch; raise max_policy_lag, or leave overcommit out"
             )
         return refuse(faults, self)

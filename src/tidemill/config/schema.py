@@ -144,7 +144,7 @@ class RunSpec(Config):
                 "make prompts a multiple of minibatches"
             )
         ahead = self.schedule.max_policy_lag * self.batch.prompts
-        if (self.schedule.overcommit or 0) > ahead:
+        if isinstance(self.schedule.overcommit, int) and self.schedule.overcommit > ahead:
             faults.append(
                 f"schedule.overcommit = {self.schedule.overcommit} lets groups grow older than "
                 f"schedule.max_policy_lag = {self.schedule.max_policy_lag}; at most {ahead} "

@@ -7,6 +7,14 @@ begun (`may_begin`), and by when it must be learned from (`latest_step`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from statistics import fmean
+
+from tidemill.config.schedule import ScheduleConfig
+
+TREND_STEPS = 4
+"""Batches on either side of the comparison that says whether the reward improves."""
+
 
 def may_begin(*, version: int, learned: int, in_flight: int, batch_groups: int, overcommit: int) -> int:
     """Groups that may be begun now.
@@ -29,3 +37,25 @@ def latest_step(oldest_version: int | None, newest_version: int, max_lag: int) -
     no tokens yet is as new as the weights that will make them.
     """
     return (newest_version if oldest_version is None else oldest_version) + max_lag + 1
+
+
+def overcommitted(schedule: ScheduleConfig, batch_groups: int, rewards: Sequence[float]) -> int:
+    """Groups to have under way beyond the batch that is due.
+
+    `adaptive` begins at none, and from step to step takes an eighth of the limit more while the mean reward of the last
+    batches is above that of those before, and an eighth less otherwise: carrying work over pays while the policy still
+    moves slowly against what it gains (OPPO, arXiv 2509.25762, adapts its Δ by the reward's trend).
+
+    Args:
+        rewards: the mean reward of each batch so far.
+    """
+    limit = schedule.max_policy_lag * batch_groups
+    if schedule.overcommit is None:
+        return limit
+    if isinstance(schedule.overcommit, int):
+        return schedule.overcommit
+    groups, by = 0, max(1, limit // 8)
+    for end in range(2 * TREND_STEPS, len(rewards) + 1):
+        before, last = rewards[end - 2 * TREND_STEPS : end - TREND_STEPS], rewards[end - TREND_STEPS : end]
+        groups = min(limit, groups + by) if fmean(last) > fmean(before) else max(0, groups - by)
+    return groups

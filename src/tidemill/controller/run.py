@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from tidemill.config.schema import RunSpec
-from tidemill.controller.admission import latest_step, may_begin
+from tidemill.controller.admission import latest_step, may_begin, overcommitted
 from tidemill.controller.assembly import Forming, GroupAssembly, has_signal
 from tidemill.controller.collection import Collection
 from tidemill.controller.entries import EvalResult, Evaluated
@@ -51,6 +51,7 @@ class Run:
     offload: OffloadState | None = None  # None where no preemptible worker can come
     timings: dict[str, float] = field(default_factory=dict)  # of the batch that is due, in seconds
     began_s: float = 0.0  # when it fell due
+    rewards: list[float] = field(default_factory=list)  # mean of each batch of this session
     assembly: GroupAssembly = field(init=False)
 
     def __post_init__(self) -> None:
@@ -96,7 +97,6 @@ class Run:
     async def _admit(self, taken: int) -> None:
         """Begin as many groups as the policy lag allows, `taken` of the due batch's being learned from."""
         batch, schedule = self.spec.batch, self.spec.schedule
-        ahead = schedule.max_policy_lag * batch.prompts if schedule.overcommit is None else schedule.overcommit
         open_groups = len(self.in_flight.groups) - taken
         learned = self.step * batch.prompts + taken
         number = may_begin(
@@ -104,7 +104,7 @@ class Run:
             learned=learned,
             in_flight=open_groups,
             batch_groups=batch.prompts,
-            overcommit=ahead,
+            overcommit=overcommitted(schedule, batch.prompts, self.rewards),
         )
         number = min(number, self.spec.trainer.steps * batch.prompts - learned - open_groups)
         if number > 0:
@@ -231,6 +231,7 @@ class Run:
         rollout.telemetry.samples(step, ordered, [sample.prompt for sample in samples])
         tally = self.in_flight.take_tally()
         figures = {**sample_figures(ordered), **batch_figures(samples, tally, version), **self.timings}
+        self.rewards.append(figures.get("reward_mean", 0.0))
         ahead = self.spec.schedule.max_policy_lag > 0  # then there is no end to generating
         generating_s = rollout.clock.now() - self.began_s if ahead else self.timings["time_rollout_s"]
         if generating_s > 0:

@@ -199,7 +199,7 @@ def test_where_nothing_has_signal_redrawing_ends() -> None:
 SCHEDULES = st.fixed_dictionaries(
     {
         "max_policy_lag": st.sampled_from([1, 2, 3]),
-        "overcommit": st.sampled_from([None, 1, 3]),
+        "overcommit": st.sampled_from([None, 1, 3, "adaptive"]),
         "membership": st.sampled_from(["planned", "first_finished"]),
         "unfinished": st.sampled_from(["continue", "finish", "restart"]),
         "on_lag_limit": st.sampled_from(["wait", "restart", "drop"]),

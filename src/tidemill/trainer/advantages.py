@@ -1,9 +1,10 @@
-"""From a group to weighted samples: what shapes their rewards, their advantages, and what a critic is to learn."""
+"""From groups to weighted samples: what shapes their rewards, their advantages, and what a critic is to learn."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +38,7 @@ class Estimate:
     """A group's valid samples. Where they stand in the mean is not known yet: all weights are 1."""
 
     samples: list[Weighted]
-    signal: bool  # whether any of them moves the policy
+    signal: bool  # whether any of them moves the policy, before whitening
 
 
 class Advantages:
@@ -57,47 +58,60 @@ class Advantages:
         self._reference, self._values = reference, values
         self.scope = scope_of(spec.algorithm.advantage, whiten=spec.algorithm.whiten)
 
-    def of_group(self, group: Group, valid: Sequence[bool], *, kl_beta: float) -> Estimate:
-        """Advantages of a complete group, before whitening.
+    def of_groups(self, groups: Sequence[Group], valid: Sequence[Sequence[bool]], *, kl_beta: float) -> list[Estimate]:
+        """Advantages of complete groups: of one at a time, or of the whole batch where the scope is the batch.
+
+        What must be measured is measured of all of them together, so that prefixes are computed once.
 
         Args:
-            valid: which samples count.
+            valid: which samples of each group count.
             kl_beta: the present coefficient, where the penalty is part of the reward.
 
         Raises:
             UserError: rollout logprobs are needed and the engine gave none.
         """
-        kept = [index for index, t in enumerate(group.trajectories) if valid[index] and trained_tokens(t)]
-        trajectories = [group.trajectories[index] for index in kept]
+        kept = [
+            [index for index, t in enumerate(group.trajectories) if ok[index] and trained_tokens(t)]
+            for group, ok in zip(groups, valid, strict=True)
+        ]
+        trajectories = [g.trajectories[at] for g, of_group in zip(groups, kept, strict=True) for at in of_group]
         if not trajectories:  # every completion is empty
-            return Estimate(samples=[], signal=False)
+            return [Estimate(samples=[], signal=False) for _ in groups]
         self._require_logprobs(trajectories)
         references = self._references(trajectories)
-        rewards = [self._shaped(t) if ok else 0.0 for t, ok in zip(group.trajectories, valid, strict=True)]
         penalties = [_penalty(t, ref, kl_beta) for t, ref in zip(trajectories, references, strict=True)]
         if self._row.level == "token":
-            token_rewards = [_with_final(-p, rewards[at]) for p, at in zip(penalties, kept, strict=True)]
-            samples = self._over_time(trajectories, token_rewards)
+            rewards = [_with_final(-p, self._shaped(t)) for t, p in zip(trajectories, penalties, strict=True)]
+            samples = self._over_time(trajectories, rewards)
         else:
-            for at, penalty in zip(kept, penalties, strict=True):
-                rewards[at] -= float(penalty.sum())
-            advantages = self._row.function(torch.tensor(rewards), torch.tensor(valid)).tolist()
-            samples = [
-                Weighted(trajectory=trajectory, advantage=advantages[at], token_weight=1.0)
-                for trajectory, at in zip(trajectories, kept, strict=True)
-            ]
+            samples = []
+            rest = iter(penalties)
+            for group, ok, of_group in zip(groups, valid, kept, strict=True):
+                samples += self._among_siblings(group, ok, of_group, [next(rest) for _ in of_group])
         samples = [replace(sample, ref_logprobs=ref) for sample, ref in zip(samples, references, strict=True)]
-        return Estimate(samples=samples, signal=any(_moves(sample) for sample in samples))
+        moves = [_moves(sample) for sample in samples]
+        samples = self._whitened(samples)
+        ends = np.cumsum([0, *map(len, kept)]).tolist()
+        return [Estimate(samples=samples[start:end], signal=any(moves[start:end])) for start, end in pairwise(ends)]
 
-    def of_batch(self, groups: Sequence[Sequence[Weighted]]) -> list[list[Weighted]]:
-        """The groups of a complete batch, their advantages whitened over all trained tokens if that is asked for."""
-        samples = [sample for group in groups for sample in group]
-        if not self._spec.algorithm.whiten or not samples:
-            return [list(group) for group in groups]
+    def _among_siblings(
+        self, group: Group, valid: Sequence[bool], kept: Sequence[int], penalties: Sequence[DoubleArray]
+    ) -> list[Weighted]:
+        """One advantage a sample, from what its group was rewarded with."""
+        rewards = [self._shaped(t) if ok else 0.0 for t, ok in zip(group.trajectories, valid, strict=True)]
+        for at, penalty in zip(kept, penalties, strict=True):
+            rewards[at] -= float(penalty.sum())
+        advantages = self._row.function(torch.tensor(rewards), torch.tensor(valid)).tolist()
+        return [Weighted(trajectory=group.trajectories[at], advantage=advantages[at], token_weight=1.0) for at in kept]
+
+    def _whitened(self, samples: list[Weighted]) -> list[Weighted]:
+        """Over all trained tokens of the batch, if that is asked for."""
+        if not self._spec.algorithm.whiten:
+            return samples
         lengths = [trained_tokens(sample.trajectory) for sample in samples]
         flat = np.concatenate([np.full(n, s.advantage, np.float64) for s, n in zip(samples, lengths, strict=True)])
-        parts = iter(np.split(whiten(torch.from_numpy(flat)).numpy(), np.cumsum(lengths)[:-1]))
-        return [[replace(sample, advantage=next(parts)) for sample in group] for group in groups]
+        parts = np.split(whiten(torch.from_numpy(flat)).numpy(), np.cumsum(lengths)[:-1])
+        return [replace(sample, advantage=part) for sample, part in zip(samples, parts, strict=True)]
 
     def _over_time(self, trajectories: Sequence[Trajectory], rewards: Sequence[DoubleArray]) -> list[Weighted]:
         """Token-level advantages; with a critic also the returns it is to learn and the values it began with."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from tidemill.core.errors import UserError
 from tidemill.core.protocols import Compute
 from tidemill.core.records import Group, PolicyVersion, StepMetrics
 from tidemill.models.loading import weights_digest
-from tidemill.trainer.advantages import Advantages
+from tidemill.trainer.advantages import Advantages, Estimate
 from tidemill.trainer.checkpoint import restore_state, save_state, state_bytes
 from tidemill.trainer.critic import Critic
 from tidemill.trainer.logprobs import predicting_states, token_logprobs
@@ -93,26 +94,21 @@ class PolicyTrainer:
         return await self._compute.run(lambda: self.learn(step))
 
     def take(self, group: Group) -> None:
-        """Advantages of a complete group, and as many microbatches as it fills unless they wait for the batch."""
+        """A complete group, and as many microbatches as it fills unless its advantages depend on the whole batch."""
         started = time.perf_counter()
         index = min(self._groups * self.spec.batch.minibatches // self.spec.batch.prompts, len(self._minibatches) - 1)
         self._groups += 1
         minibatch = self._minibatches[index]
         minibatch.groups += 1
-        samples = self._weighted(group, minibatch)
-        if self._advantages.scope == "batch":
-            self._waiting.append((index, samples))
-        else:
-            self._feed(index, samples)
+        self._waiting.append((index, group))
+        if self._advantages.scope != "batch":
+            self._admit()
         self._sums.train_s += time.perf_counter() - started
 
     def learn(self, step: int) -> StepMetrics:
         """The rest of the batch, its optimizer steps, and the next version."""
         started = time.perf_counter()
-        indices = [index for index, _ in self._waiting]
-        groups = self._advantages.of_batch([samples for _, samples in self._waiting])
-        for index, samples in zip(indices, groups, strict=True):
-            self._feed(index, samples)
+        self._admit()
         for index, minibatch in enumerate(self._minibatches):
             if rest := minibatch.close():
                 self._close(minibatch, rest, backward=index == 0)
@@ -131,7 +127,7 @@ class PolicyTrainer:
         self._sums = Sums(kl_beta=self.kl_beta)
         self._loss = 0.0  # summed over the open minibatch
         self._minibatches = [Minibatch() for _ in range(self.spec.batch.minibatches)]
-        self._waiting: list[tuple[int, list[Weighted]]] = []  # with their minibatch's index, for the whole batch
+        self._waiting: list[tuple[int, Group]] = []  # with their minibatch's index
         self.optimizer.zero_grad(set_to_none=True)
 
     def _adapt(self, kl_ref: float | None) -> None:
@@ -144,20 +140,31 @@ class PolicyTrainer:
         """Whether the critic learns alone."""
         return self._critic is not None and self.critic_steps < self.spec.algorithm.critic_warmup_steps
 
-    def _weighted(self, group: Group, minibatch: Minibatch) -> list[Weighted]:
-        """The group's valid samples with advantage and token weight; none when they would add no gradient.
+    def _admit(self) -> None:
+        """Take the groups that wait into their minibatches."""
+        waiting, self._waiting = self._waiting, []
+        siblings = 2 if self.spec.algorithm.compares_siblings else 1
+        valid = [_valid(group) for _, group in waiting]
+        enough = [number for number, ok in enumerate(valid) if sum(ok) >= siblings]
+        self._sums.groups_skipped_invalid += len(waiting) - len(enough)
+        estimates = self._advantages.of_groups(
+            [waiting[number][1] for number in enough], [valid[number] for number in enough], kl_beta=self.kl_beta
+        )
+        for number, estimate in zip(enough, estimates, strict=True):
+            index, group = waiting[number]
+            self._feed(index, self._weighted(group, valid[number], estimate, self._minibatches[index]))
+
+    def _weighted(
+        self, group: Group, valid: Sequence[bool], estimate: Estimate, minibatch: Minibatch
+    ) -> list[Weighted]:
+        """The group's valid samples with their token weights; none when they would add no gradient.
 
         Skipped samples stay in the denominator: leaving them out of the work must not change the mean.
         """
         algorithm = self.spec.algorithm
-        valid = [t.weight > 0 and t.reward is not None and t.reward.valid for t in group.trajectories]
-        if sum(valid) < (2 if algorithm.compares_siblings else 1):
-            self._sums.groups_skipped_invalid += 1
-            return []
         lengths = [trained_tokens(t) if ok else 0 for t, ok in zip(group.trajectories, valid, strict=True)]
         constant = self.spec.sampling.max_new_tokens
         minibatch.denominator += denominator(lengths, algorithm.normalize, constant=constant)
-        estimate = self._advantages.of_group(group, valid, kl_beta=self.kl_beta)
         if algorithm.compares_siblings and not estimate.signal:
             self._sums.groups_without_signal += 1
             if not self._learns_without_signal:
@@ -335,6 +342,11 @@ class PolicyTrainer:
                 cure="delete this checkpoint; the run goes on from the one before",
             )
         self._open_batch()
+
+
+def _valid(group: Group) -> list[bool]:
+    """Which samples count."""
+    return [t.weight > 0 and t.reward is not None and t.reward.valid for t in group.trajectories]
 
 
 def _critic_for(spec: RunSpec, critic: Critic | None) -> Critic | None:

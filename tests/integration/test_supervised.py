@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -108,3 +109,18 @@ def test_a_missing_file_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         session(tmp_path / "run", tmp_path / "nothing.jsonl", "sft")
     assert "nothing.jsonl" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["sft", "reward_model", "dpo"])
+def test_a_stage_with_an_adapter_gives_a_plain_model(kind: SupervisedKind, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    data = write_data(tmp_path / "data.jsonl")
+    lora: dict[str, dict[str, Any]] = {"model": {"lora": {"rank": 4}}, "trainer": {"steps": 4}}
+    summary = session(tmp_path / "run", data, kind, **lora)
+    model = load_model(Path(summary["model"]), device=CPU)
+    assert not any("lora" in name for name, _ in model.named_parameters())
+    if kind == "reward_model":
+        reward = load_reward_model(Path(summary["model"]), device=CPU)
+        assert reward.head.bias.abs().item() > 0  # the one that was trained, not a new one
+    again = session(tmp_path / "run", data, kind, **lora)
+    assert (again["already_finished"], again["model"]) == (True, summary["model"])

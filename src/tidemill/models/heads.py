@@ -8,6 +8,7 @@ tidemill.json                                     what the folder is, and which 
 from __future__ import annotations
 
 import hashlib
+import shutil
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -83,6 +84,13 @@ def save_head(folder: Path, head: ScalarHead, *, kind: HeadKind, pooling: Poolin
     )
     save_file({name: tensor.contiguous() for name, tensor in head.state_dict().items()}, folder / HEAD)
     (folder / DESCRIPTION).write_bytes(msgspec.json.format(msgspec.json.encode(description)) + b"\n")
+
+
+def copy_head(source: Path, target: Path) -> None:
+    """Bring a head into another folder with the same model; nothing happens where there is none."""
+    for name in (HEAD, DESCRIPTION):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
 
 
 def read_description(folder: Path, kind: HeadKind) -> HeadDescription:

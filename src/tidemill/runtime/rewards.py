@@ -38,13 +38,14 @@ class ModelJudge:
     def __init__(
         self, reward: RewardModel, *, compute: Compute | None, budget: int, autocast: torch.dtype | None = None
     ) -> None:
-        self._own = ComputeThread("tidemill-reward") if compute is None else None
-        self._compute: Compute | None = compute or self._own
+        self._own: ComputeThread | None = None
+        if compute is None:
+            compute = self._own = ComputeThread("tidemill-reward")
+        self._compute = compute
         self._reward, self._budget, self._autocast = reward, budget, autocast
 
     async def judge(self, samples: Sequence[Sample]) -> Sequence[float | Exception]:
         sequences = [sample.token_ids for sample in samples]
-        assert self._compute is not None
         return await self._compute.run(
             lambda: reward_scores(self._reward, sequences, budget=self._budget, autocast=self._autocast)
         )

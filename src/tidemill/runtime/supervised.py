@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal, TextIO, TypeAlias
 
 from tidemill.config.schema import RunSpec
 from tidemill.config.toml import to_toml
 from tidemill.core.errors import UserError
 from tidemill.envs.text.data import Examples, load_demonstrations, load_pairs
+from tidemill.models.adapter_folder import holds_adapter
+from tidemill.models.heads import copy_head
 from tidemill.models.loading import context_limit, weights_digest
+from tidemill.models.merging import export_merged
 from tidemill.runtime.parts import Parts, load_parts
 from tidemill.runtime.same_run import DATA_DIGEST, THREADS, check_same_model, check_same_run, with_threads
 from tidemill.telemetry.manifest import build_manifest
@@ -27,6 +32,8 @@ from tidemill.trainer.reward_model import train_reward_model
 from tidemill.trainer.supervised import train_sft
 
 SupervisedKind: TypeAlias = Literal["sft", "reward_model", "dpo"]
+
+MERGED = "model"  # in the run directory: what an adapter and its base amount to
 
 LOADERS: dict[SupervisedKind, Callable[..., Examples[Any]]] = {
     "sft": load_demonstrations,
@@ -44,8 +51,8 @@ def train_supervised(spec: RunSpec, kind: SupervisedKind, *, telemetry_stream: T
     """Run or resume a supervised stage in `spec.directory`, until done or asked to stop (Ctrl-C, SIGTERM).
 
     Returns:
-        The summary; `model` is the folder that came of it (None when it was stopped before the first checkpoint), and
-        `held_out` its figures on held-out examples.
+        The summary; `model` is the folder that came of it, a plain model (and head) even where an adapter was trained
+        (None of a stage that was stopped), and `held_out` its figures on held-out examples.
 
     Raises:
         UserError: a fault of the input, the run directory or the disk; nothing checkpointed is lost.
@@ -63,10 +70,11 @@ def train_supervised(spec: RunSpec, kind: SupervisedKind, *, telemetry_stream: T
                 recorder.note(f"this stage had already finished its {result.steps} steps")
             if result.interrupted:
                 recorder.note(f"stopped after step {result.steps}, which is checkpointed; the same command resumes it")
+            model = _plain(result.model, run, recorder.note) if result.model and not result.interrupted else None
             summary = recorder.finish("interrupted" if result.interrupted else "finished")
         summary |= {
             "kind": kind,
-            "model": str(result.model) if result.model else None,
+            "model": str(model) if model else None,
             "held_out": result.held_out,
             "stopped_early": result.stopped_early,
         }
@@ -102,6 +110,18 @@ def _train(
         warn=recorder.note,
     )
     return TRAINERS[kind](spec, train=examples.train, held_out=examples.held_out, bench=bench)
+
+
+def _plain(checkpoint: Path, run: RunDirectory, progress: Callable[[str], None]) -> Path:
+    """The folder itself, or where it holds an adapter a merged one beside the checkpoints, whole or absent."""
+    if not holds_adapter(checkpoint):
+        return checkpoint
+    target, partial = run.path / MERGED, run.path / f".{MERGED}.partial"
+    for leftover in (target, partial):
+        shutil.rmtree(leftover, ignore_errors=True)
+    export_merged(checkpoint, partial, progress=progress)
+    copy_head(checkpoint, partial)
+    return partial.rename(target)
 
 
 def _check_same_beginning(run: RunDirectory, parts: Parts, examples: Examples[Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 from rich.box import ROUNDED
@@ -19,6 +19,7 @@ from rich.text import Text
 from tidemill.core.clock import Clock
 from tidemill.telemetry.events import EVALUATION
 from tidemill.telemetry.fleet_table import fleet_table
+from tidemill.telemetry.metrics import HELD_OUT_LOSS
 from tidemill.telemetry.numerals import compact, decimal, duration, percent
 from tidemill.telemetry.plain import event_words, length_words, no_signal
 from tidemill.telemetry.progress import Progress
@@ -126,6 +127,8 @@ class LiveView:
         def bars(name: str) -> str:
             return sparkline(progress.history.get(name, ()), spark)
 
+        if "examples" in values or HELD_OUT_LOSS in values:
+            return _supervised_rows(values, bars)
         kl = "kl_ref" if "kl_ref" in values else "approx_kl"
         spread = f" ±{decimal(values['reward_std'])}" if "reward_std" in values else ""
         length = length_words(values)
@@ -171,6 +174,21 @@ class LiveView:
             Text(count, style=QUIET, no_wrap=True, overflow="ellipsis"),
         )
         return row
+
+
+def _supervised_rows(values: dict[str, float], bars: Callable[[str], str]) -> list[tuple[str, str, str, str]]:
+    """Of a run that learns from demonstrations or preference pairs; the loss and what it gets right."""
+    right, label = ("token_accuracy", "tokens") if "token_accuracy" in values else ("pairwise_accuracy", "pairs")
+    held_out = f"eval/{right}" if f"eval/{right}" in values else "eval/pairwise_accuracy"
+    rows = [
+        ("loss", "loss", GOOD),
+        ("held-out", HELD_OUT_LOSS, GOOD),
+        (f"{label} ✓", right, ACCENT),
+        ("held-out ✓", held_out, ACCENT),
+        ("gradient", "grad_norm", ACCENT),
+        ("rate", "learning_rate", ACCENT),
+    ]
+    return [(words, decimal(values.get(name)), bars(name), style) for words, name, style in rows]
 
 
 def _cell(label: str, figures: str, bars: str, style: str) -> Text:

@@ -121,3 +121,18 @@ def test_figures_longer_than_their_column_take_from_the_curve() -> None:
     assert f"{long} " in row
     assert row.endswith("▆▇█")
     assert len(row) == len(_cell("no signal", "0/16", "▁▂▃▄▅▆▇█" * 4, "red").plain)
+
+
+@pytest.mark.parametrize(("kind", "label"), [("token_accuracy", "tokens ✓"), ("pairwise_accuracy", "pairs ✓")])
+def test_a_supervised_run_shows_its_losses(kind: str, label: str) -> None:
+    progress = Progress(run="small", total_steps=4)
+    progress.add_step(1, {"examples": 8.0, "loss": 0.75, kind: 0.5, "learning_rate": 1e-3}, 1.0)
+    values = {"examples": 8.0, "loss": 0.25, kind: 0.875, "eval/loss": 0.5, f"eval/{kind}": 0.625, "grad_norm": 2.0}
+    progress.add_step(2, values | {"learning_rate": 5e-4}, 2.0)
+    view = LiveView(progress, Terminal(), FakeClock())
+    view.close()
+    text = rendered(view, 100)
+    for words in ("loss      0.250", "held-out  0.500", f"{label:<10}0.875", "held-out ✓0.625", "gradient  2.00"):
+        assert words in text
+    assert "reward" not in text
+    assert "█" in text

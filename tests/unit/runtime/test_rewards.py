@@ -1,0 +1,129 @@
+"""Reward models as rewards: loaded once, run on whatever thread there is, checked before anything is generated."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import pytest
+import torch
+
+from tests.char_codec import make_prompt, make_trajectory
+from tests.model_folders import save_folder
+from tests.model_shapes import HIDDEN, llama
+from tidemill.config.schema import RunSpec
+from tidemill.core.records import Reward, Trajectory
+from tidemill.envs.text.sample import Sample
+from tidemill.models.codec import load_codec
+from tidemill.models.heads import reward_head, save_head
+from tidemill.models.reward_model import load_reward_model
+from tidemill.runtime.rewards import check_reward_models, model_judges, model_scores
+from tidemill.trainer.reward_scores import reward_scores
+
+T = TypeVar("T")
+PROMPT = make_prompt("5+7=", "12")
+
+
+class CountingCompute:
+    """Runs at once, and counts."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    async def run(self, function: Callable[[], T]) -> T:
+        self.calls += 1
+        return function()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = save_folder(llama(), tmp_path_factory.mktemp("reward") / "model")
+    digest = load_codec(made).vocabulary_digest
+    save_head(made, reward_head(HIDDEN), kind="reward_model", pooling="last_token", vocabulary_digest=digest)
+    return made
+
+
+def spec_of(folder: Path, source: Path | None = None) -> RunSpec:
+    return RunSpec.model_validate(
+        {
+            "model": {"source": str(source or folder)},
+            "scoring": {"rewards": [{"kind": "model", "model": str(folder)}]},
+            "trainer": {"device": "cpu"},
+        }
+    )
+
+
+def sample(text: str) -> Sample:
+    trajectory = make_trajectory(PROMPT, text)
+    return Sample(
+        prompt=PROMPT, completion=text, completion_tokens=len(text), sample_id=trajectory.sample_id,
+        token_ids=np.frombuffer(trajectory.token_ids, np.int32).tobytes(),
+    )  # fmt: skip
+
+
+async def test_a_judge_scores_on_the_given_thread(folder: Path) -> None:
+    spec, compute = spec_of(folder), CountingCompute()
+    judge = model_judges(spec, compute)(spec.scoring.rewards[0])
+    samples = [sample(text) for text in ("12", "7", "12 or so")]
+    scores = await judge.judge(samples)
+    assert compute.calls == 1
+    plain = load_reward_model(folder, device=torch.device("cpu"))
+    assert list(scores) == reward_scores(plain, [each.token_ids for each in samples], budget=2048)
+    await judge.close()  # leaves somebody else's thread alone
+    await judge.judge(samples)
+
+
+async def test_without_one_a_judge_has_a_thread_and_ends_it(folder: Path) -> None:
+    spec = spec_of(folder)
+    judge = model_judges(spec, None)(spec.scoring.rewards[0])
+    assert len(await judge.judge([sample("12")])) == 1
+    assert "tidemill-reward" in {thread.name for thread in threading.enumerate()}
+    await judge.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        await judge.judge([sample("12")])
+
+
+def test_a_model_named_twice_is_loaded_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loads: list[Path] = []
+
+    def counted(path: Path, **options: object) -> object:
+        loads.append(path)
+        return load_reward_model(path, device=torch.device("cpu"))
+
+    monkeypatch.setattr("tidemill.runtime.rewards.load_reward_model", counted)
+    spec = spec_of(folder)
+    judge = model_judges(spec, CountingCompute())
+    judge(spec.scoring.rewards[0])
+    judge(spec.scoring.rewards[0])
+    assert loads == [folder]
+
+
+def test_a_run_without_reward_models_resolves_nothing() -> None:
+    def never(text: str) -> None:
+        raise AssertionError(text)
+
+    check_reward_models(RunSpec.model_validate({"model": {"source": "no/such-model"}}), progress=never)
+
+
+def test_a_fitting_reward_model_passes(folder: Path) -> None:
+    check_reward_models(spec_of(folder), progress=lambda _: None)
+    check_reward_models(spec_of(folder, Path("no/such-model")), progress=lambda _: None, policy_folder=folder)
+
+
+def test_scores_are_read_off_the_components_of_samples() -> None:
+    def judged(reward: Reward | None) -> Trajectory:
+        made = make_trajectory(PROMPT, "12")
+        return Trajectory(**{name: getattr(made, name) for name in made.__struct_fields__} | {"reward": reward})
+
+    samples = [
+        judged(Reward(value=1.0, components={"exact": 1.0, "model": 2.5, "modelled": 1.0})),
+        judged(Reward(value=0.0, components={"exact": 0.0}, valid=False, reason="reward model: late")),
+        judged(None),
+    ]
+    scores = model_scores(samples)
+    assert list(scores) == ["model"]
+    assert [(each.value, each.valid) for each in scores["model"]] == [(2.5, True), (0.0, False), (0.0, False)]
+    assert scores["model"][1].reason == "reward model: late"

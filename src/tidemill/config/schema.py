@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field, ValidationInfo, model_validator
 
 from tidemill.config.base import Config, refuse
+from tidemill.config.export import ExportConfig
 from tidemill.config.learning import AlgorithmConfig, BatchConfig, OptimizerConfig, TrainerConfig
 from tidemill.config.model import ModelConfig
 from tidemill.config.pool import FleetConfig, PoolConfig, RayConfig, StaticPool
@@ -99,6 +100,7 @@ class RunSpec(Config):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
+    export: ExportConfig = ExportConfig()
 
     @property
     def directory(self) -> Path:

@@ -141,25 +141,26 @@ def compose(layers: Sequence[Layer], *, purpose: Purpose) -> RunSpec:
 
 def differences(old: RunSpec, new: RunSpec) -> list[tuple[str, Any, Any]]:
     """(dotted key, old value, new value) wherever two runs differ; a key only one of them has is None in the other."""
-    before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
+    before, after = flattened(old.model_dump(mode="json")), flattened(new.model_dump(mode="json"))
     names = dict.fromkeys([*before, *after])
     return [(name, before.get(name), after.get(name)) for name in names if before.get(name) != after.get(name)]
+
+
+def flattened(tree: Tree, prefix: str = "") -> dict[str, Any]:
+    """Values by dotted key; arrays stay whole."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            flat |= flattened(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
 
 
 def _not_one_run(layers: Sequence[Layer]) -> Fault:
     source = next((place for layer in layers if (place := layer.locate((STAGES, 0)))), "")
     cure = "name a recipe without stages, or the run directory of one stage (--checkpoint runs/NAME/stages/STAGE-...)"
     return Fault(key=STAGES, what="a recipe of several stages, and this is for one run", source=source, cure=cure)
-
-
-def _flat(tree: Tree, prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat
 
 
 def _stray(item: str) -> Fault:

@@ -48,13 +48,13 @@ def resolve(config: ModelConfig, *, progress: Progress) -> Path:
         DeadlineError: another process holds the same cache entry for too long.
     """
     source = config.source.strip()
-    if config.revision is not None and _local(source):
+    if config.revision is not None and is_local(source):
         raise UserError(
             f"{source} has no revisions", where="model.revision", cure="only hub ids have them; leave it out"
         )
     if source in BUILDERS:
         return BUILDERS[source](config, progress)
-    if _local(source):
+    if is_local(source):
         return check_folder(Path(source).expanduser())
     if _HUB_ID.fullmatch(source):
         return _from_hub(source, config.revision, progress)
@@ -97,7 +97,7 @@ def _from_hub(hub_id: str, revision: str | None, progress: Progress) -> Path:
         raise UserError(error.what, where=error.where, cure=f"{near}{error.cure}") from error
 
 
-def _local(source: str) -> bool:
+def is_local(source: str) -> bool:
     """A path that says so by its spelling, or that exists."""
     return source.startswith(("/", "./", "../", "~")) or source.count("/") > 1 or Path(source).exists()
 

@@ -65,7 +65,7 @@ def save_state(
     """
     with _as_os_error(directory), quiet():
         model.save_pretrained(directory)
-        _copy_tokenizer(source, directory)
+        copy_tokenizer(source, directory)
         folder = directory / STATE_FOLDER
         folder.mkdir()
         shards = []
@@ -230,7 +230,7 @@ def _tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
                 yield name, stored.get_tensor(name)
 
 
-def _copy_tokenizer(source: Path, directory: Path) -> None:
+def copy_tokenizer(source: Path, directory: Path) -> None:
     """Every small file of the source folder but weights and what is written anew."""
     for path in sorted(source.iterdir()):
         weights = path.suffix in _TENSOR_FILES or path.name.endswith(".index.json")

@@ -56,7 +56,11 @@ Load = Callable[..., PipelineSpec]
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     monkeypatch.chdir(tmp_path)
-    return lambda text: (tmp_path / "r.toml").write_text(text, encoding="utf-8") and None
+
+    def written(text: str) -> None:
+        (tmp_path / "r.toml").write_text(text, encoding="utf-8")
+
+    return written
 
 
 @pytest.fixture
@@ -163,8 +167,8 @@ def test_other_verbs_do_not_take_stages(load: Load) -> None:
     ("argv", "says"),
     [
         (
-            ["--stage.secnd.trainer.steps=3"],
-            "--stage.secnd: no stage of that name; did you mean second?",
+            ["--stage.sekond.trainer.steps=3"],
+            "--stage.sekond: no stage of that name; did you mean second?",
         ),
         (["--stage.xyz.trainer.steps=3"], "--stage.xyz: no stage of that name; stages: first, second, measured"),
         (["--stage.second=3"], "--stage.second: sets no key; write --stage.second.section.key VALUE"),

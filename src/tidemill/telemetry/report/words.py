@@ -76,7 +76,8 @@ def headline(story: Story) -> str:
     if rewards := [line.values["reward_mean"] for line in story.metrics if "reward_mean" in line.values]:
         return f"Mean reward went from {decimal(rewards[0])} to {decimal(rewards[-1])} in {over}."
     if before:
-        return f"Held-out accuracy is {decimal(before.greedy_accuracy)} before the first step."
+        when = "" if story.outcome == "finished" else " before the first step"
+        return f"Held-out accuracy is {decimal(before.greedy_accuracy)}{when}."
     return "No step has been completed yet."
 
 

@@ -1,0 +1,104 @@
+"""How each kind of stage is run: one function a kind. What computes is imported when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from tidemill.config.pipeline import StageKind
+from tidemill.config.schema import RunSpec
+from tidemill.pipeline.plan import Mark
+from tidemill.telemetry.numerals import compact
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A stage whose turn it is."""
+
+    name: str
+    digest: str
+    spec: RunSpec  # every `stage:NAME` replaced by a path; run.dir is the stage's own folder
+    earlier: Sequence[Mark]  # the finished stages it is built on, nearest last
+    say: Callable[[str], None]
+
+    @property
+    def directory(self) -> Path:
+        return self.spec.directory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What running a stage came to."""
+
+    product: Path | None = None  # what it gives to later stages
+    headline: str = ""
+    figures: dict[str, Any] = field(default_factory=dict)
+    interrupted: bool = False  # by the user: not finished, and the same command goes on with it
+    wall_s: float | None = None  # where the stage itself knows it over several sessions
+
+
+RunStage: TypeAlias = Callable[[Job], Outcome]
+
+
+def run_rl(job: Job) -> Outcome:
+    """Reinforcement learning, or going on with it; gives its last checkpoint."""
+    from tidemill.runtime.train import train
+    from tidemill.trainer.checkpoint_store import CheckpointStore
+
+    summary = train(job.spec)
+    if summary.get("interrupted"):
+        return Outcome(interrupted=True)
+    newest = CheckpointStore(job.directory / "checkpoints", keep_last=1).latest().checkpoint
+    assert newest is not None, "a finished run has a checkpoint of its last step"
+    measured = summary["eval"]
+    before, after = (measured[when]["greedy_accuracy"] for when in ("before", "after"))
+    steps = f"{summary['steps']} step" + ("s" if summary["steps"] != 1 else "")
+    headline = steps
+    if before is not None and after is not None:
+        headline = f"held-out greedy accuracy {before:.3f} → {after:.3f} (n = {measured['n']}) in {steps}"
+    figures = {
+        "steps": summary["steps"],
+        "accuracy_before": before,
+        "accuracy": after,
+        "n": measured["n"],
+        "tokens_generated": summary["tokens_generated"],
+        "tokens_trained": summary["tokens_trained"],
+        "peak_rss_bytes": summary["peak_rss_bytes"],
+    }
+    return Outcome(product=newest.path, headline=headline, figures=figures, wall_s=summary["wall_s"])
+
+
+def run_eval(job: Job) -> Outcome:
+    """Measure a model on the task's held-out prompts; gives figures and every completion."""
+    from tidemill.pipeline.measured import write_measured
+    from tidemill.runtime.evaluate import evaluate
+
+    found = evaluate(job.spec, progress=job.say)
+    figures = write_measured(job.directory, job.spec, found)
+    headline = f"held-out greedy accuracy {found['greedy_accuracy']:.3f} (n = {found['n']})"
+    return Outcome(headline=headline, figures=figures)
+
+
+def run_export(job: Job) -> Outcome:
+    """Write a model as a plain Hugging Face folder; gives that folder."""
+    from tidemill.runtime.export import export_model
+
+    settings = job.spec.export
+    target = (settings.path or job.directory / "model").expanduser().absolute()
+    written = export_model(job.spec, to=target, dtype=settings.dtype, digest=job.digest, history=_history(job))
+    headline = f"{compact(written.parameters)} parameters in {settings.dtype}, {compact(written.bytes)}B"
+    return Outcome(
+        product=target, headline=headline, figures={"bytes": written.bytes, "parameters": written.parameters}
+    )
+
+
+def _history(job: Job) -> list[str]:
+    """How the model of this job came to be: what it began as, then what each stage made of it."""
+    began = next((name for mark in job.earlier if (name := mark.values.get("model.source"))), None)
+    stages = [f"{mark.name} ({mark.kind}): {mark.headline}" for mark in job.earlier]
+    return [f"began as {began}", *stages] if began else stages
+
+
+RUNNERS: dict[StageKind, RunStage] = {"rl": run_rl, "eval": run_eval, "export": run_export}

@@ -46,6 +46,9 @@ class Choice:
     start: str | None = None  # this one and those after it
 
 
+EVERYTHING = Choice()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
     """One stage and what will happen to it."""
@@ -85,7 +88,7 @@ def make_plan(
     *,
     contents: Mapping[str, Mapping[str, str]],
     found: Mapping[str, Found],
-    choice: Choice = Choice(),
+    choice: Choice = EVERYTHING,
 ) -> Plan:
     """
     Args:

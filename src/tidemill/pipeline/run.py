@@ -16,7 +16,7 @@ from tidemill.pipeline.contents import contents_of
 from tidemill.pipeline.folder import PipelineFolder
 from tidemill.pipeline.kinds import RUNNERS, Job, Outcome, RunStage
 from tidemill.pipeline.page import write_page
-from tidemill.pipeline.plan import Choice, Mark, Plan, Planned, make_plan
+from tidemill.pipeline.plan import EVERYTHING, Choice, Mark, Plan, Planned, make_plan
 from tidemill.pipeline.story import Ending, PipelineStory
 from tidemill.pipeline.words import pipeline_toml
 from tidemill.telemetry.events import timestamp
@@ -35,7 +35,7 @@ class Teller(Protocol):
     def say(self, line: str) -> None: ...
 
 
-def plan_pipeline(pipeline: PipelineSpec, *, choice: Choice = Choice()) -> Plan:  # noqa: B008 (frozen)
+def plan_pipeline(pipeline: PipelineSpec, *, choice: Choice = EVERYTHING) -> Plan:
     """What running it would do now; nothing is written.
 
     Raises:
@@ -50,7 +50,7 @@ def run_pipeline(
     pipeline: PipelineSpec,
     *,
     teller: Teller,
-    choice: Choice = Choice(),  # noqa: B008 (frozen)
+    choice: Choice = EVERYTHING,
     prune_stale: bool = False,
     runners: Mapping[StageKind, RunStage] = RUNNERS,
     unix_time: Callable[[], float] = time.time,

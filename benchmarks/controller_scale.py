@@ -34,9 +34,9 @@ import msgspec
 
 from benchmarks.measuring import write_result
 from benchmarks.synthetic_fleet import TICK_S, Apart, Judge, Mute, SyntheticPool, SyntheticWorker, make_lease
-from tidemill.controller.batch import Batch, BatchPlan, plan_batch
 from tidemill.controller.collection import Collection, collecting
 from tidemill.controller.fleet import Fleet
+from tidemill.controller.in_flight import TRAIN, InFlight, Plan, plan_groups
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.rollout import Rollout
 from tidemill.core.buffers import pack_tokens
@@ -50,7 +50,6 @@ GROUP = 16
 TOKENS = 32  # of each sample every second
 PROMPT_TOKENS = 128
 VERSION = PolicyVersion(number=3, digest="0123456789abcdef0123456789abcdef")
-STEP = 4
 TARGET_SHARE = 0.5
 TARGET_BYTES = 16.0
 TARGET_GROWTH = 1.5  # cost of a delta at the largest number of workers over that at the smallest
@@ -59,40 +58,41 @@ PATH_TICKS = 8
 ENCODER = msgspec.msgpack.Encoder()
 DECODER = msgspec.msgpack.Decoder(WorkerReport)
 
-Prompts = list[tuple[int, Prompt]]
 
-
-def make_plan(samples: int) -> tuple[BatchPlan, Prompts]:
-    """A batch of so many samples."""
+async def in_flight_of(ledger: Ledger, samples: int) -> InFlight:
+    """So many samples, begun."""
     prompts = [
-        (0, Prompt(prompt_id=f"synthetic/{index:06d}", token_ids=pack_tokens(range(PROMPT_TOKENS)), text="", answer=""))
+        Prompt(prompt_id=f"synthetic/{index:06d}", token_ids=pack_tokens(range(PROMPT_TOKENS)), text="", answer="")
         for index in range(samples // GROUP)
     ]
-    sampling = SamplingParams(max_new_tokens=4096)
-    return plan_batch(STEP, prompts, run_seed=0, group_size=GROUP, sampling=sampling), prompts
+    plan = Plan(purpose=TRAIN, run_seed=0, group_size=GROUP, sampling=SamplingParams(max_new_tokens=4096))
+    in_flight = InFlight(plan, version_number=VERSION.number)
+    groups = plan_groups([(0, prompt) for prompt in prompts], first_position=0, from_version=VERSION.number)
+    await ledger.open(in_flight, groups, prompts)
+    return in_flight
 
 
 async def whole_controller(folder: Path, *, workers: int, seconds: float) -> dict[str, float]:
     """Run it for some seconds, with half as many samples again as slots; about two in a hundred finish every second."""
     pool = SyntheticPool(workers=workers, slots=SLOTS, tokens=TOKENS, ticks=(2, 60))
-    plan, prompts = make_plan(workers * SLOTS * 3 // 2)
+    samples = workers * SLOTS * 3 // 2
     journal = await SqliteJournal.open(folder / "ledger.sqlite")
-    ledger, telemetry, clock = Ledger(journal), SilentTelemetry(), LoopClock()
+    ledger, telemetry, clock = Ledger(journal, round_size=samples // GROUP), SilentTelemetry(), LoopClock()
     fleet = Fleet(None, slots=SLOTS, clock=clock, telemetry=telemetry, provider=pool, host=pool, publisher=pool)
     async with fleet:
         await fleet.publish(VERSION)
         async with asyncio.timeout(60.0):
             while len(fleet.serving(VERSION.number)) < workers:  # noqa: ASYNC110 - nobody else asks
                 await asyncio.sleep(0.1)
-        batch = await ledger.open(plan, prompts, version_number=VERSION.number)
+        in_flight = await in_flight_of(ledger, samples)
         rollout = Rollout(
             fleet=fleet, ledger=ledger, scorer=Judge(), codec=Mute(), telemetry=telemetry, clock=clock,
             stop=asyncio.Event(),
         )  # fmt: skip
-        async with collecting(batch, rollout) as collection:
+        async with collecting(in_flight, rollout) as collection:
             consumer = asyncio.create_task(consume(collection))
             await asyncio.sleep(3 * TICK_S)  # everything handed out, every worker has reported
-            figures = await measured(batch, pool, seconds)
+            figures = await measured(in_flight, pool, seconds)
             consumer.cancel()
             await asyncio.gather(consumer, return_exceptions=True)
     await journal.close()
@@ -104,10 +104,10 @@ async def consume(collection: Collection) -> None:
         pass
 
 
-async def measured(batch: Batch, pool: SyntheticPool, seconds: float) -> dict[str, float]:
+async def measured(in_flight: InFlight, pool: SyntheticPool, seconds: float) -> dict[str, float]:
     apart = pool.apart
     wall_s, cpu_s, apart_s, deltas = time.perf_counter(), time.process_time(), apart.cpu_s, apart.deltas
-    scored, accepted, late_s = batch.scored, batch.tokens_accepted, []
+    scored, accepted, late_s = in_flight.scored, in_flight.tally.tokens_accepted, []
     while time.perf_counter() - wall_s < seconds:
         due_s = time.perf_counter() + 0.1
         await asyncio.sleep(0.1)
@@ -120,46 +120,45 @@ async def measured(batch: Batch, pool: SyntheticPool, seconds: float) -> dict[st
         "us_per_delta": 1e6 * cpu_s / deltas,
         "deltas_per_s": deltas / wall_s,
         "kept_up": deltas / wall_s / due,
-        "tokens_per_s": (batch.tokens_accepted - accepted) / wall_s,
-        "finished_per_s": (batch.scored - scored) / wall_s,
+        "tokens_per_s": (in_flight.tally.tokens_accepted - accepted) / wall_s,
+        "finished_per_s": (in_flight.scored - scored) / wall_s,
         "loop_late_ms_median": 1e3 * statistics.median(late_s),
         "loop_late_ms_max": 1e3 * max(late_s),
-        "ignored": float(batch.ignored.total()),
+        "ignored": float(in_flight.tally.ignored.total()),
     }
 
 
-async def make_workers(batch: Batch, workers: int) -> list[SyntheticWorker]:
-    """Workers that hold the batch's samples and finish none."""
-    crew = []
+async def make_workers(in_flight: InFlight, workers: int) -> list[SyntheticWorker]:
+    """Workers that hold the samples and finish none."""
+    crew, samples = [], list(in_flight)
     for index in range(workers):
         lease = make_lease(index)
         worker = SyntheticWorker(lease, Apart(), SLOTS, TOKENS, (10**6, 10**6), random.Random(index), VERSION)
-        await worker.submit(batch.assign(lease.lease_id, batch.samples[index * SLOTS : (index + 1) * SLOTS]))
+        await worker.submit(in_flight.assign(lease.lease_id, samples[index * SLOTS : (index + 1) * SLOTS]))
         crew.append(worker)
     return crew
 
 
-async def tick(ledger: Ledger, batch: Batch, blobs: Sequence[bytes]) -> None:
+async def tick(ledger: Ledger, in_flight: InFlight, blobs: Sequence[bytes]) -> None:
     """Take in every worker's message, some at a time, as many as 1,000 workers send in a hundredth of a second."""
     for at in range(0, len(blobs), 10):
-        await ledger.accept(batch, [DECODER.decode(blob) for blob in blobs[at : at + 10]])
+        await ledger.accept(in_flight, [DECODER.decode(blob) for blob in blobs[at : at + 10]])
 
 
 async def ledger_path(path: Path, *, workers: int) -> list[float]:
-    """CPU seconds of decoding, applying and journalling, per delta: one figure for each tick of a fresh batch."""
+    """CPU seconds of decoding, applying and journalling, per delta: one figure for each tick of a fresh journal."""
     journal = await SqliteJournal.open(path)
-    ledger = Ledger(journal)
-    plan, prompts = make_plan(workers * SLOTS)
-    batch = await ledger.open(plan, prompts, version_number=VERSION.number)
-    crew = await make_workers(batch, workers)
+    ledger = Ledger(journal, round_size=workers * SLOTS // GROUP)
+    in_flight = await in_flight_of(ledger, workers * SLOTS)
+    crew = await make_workers(in_flight, workers)
     costs = []
     for _ in range(PATH_TICKS):
         blobs = [ENCODER.encode(worker.report()) for worker in crew]
         began_s = time.process_time()
-        await tick(ledger, batch, blobs)
+        await tick(ledger, in_flight, blobs)
         costs.append((time.process_time() - began_s) / (workers * SLOTS))
     await journal.close()
-    assert batch.tokens_accepted == workers * SLOTS * TOKENS * PATH_TICKS, "some deltas were not applied"
+    assert in_flight.tally.tokens_accepted == workers * SLOTS * TOKENS * PATH_TICKS, "some deltas were not applied"
     return costs
 
 
@@ -175,16 +174,15 @@ def ledger_costs(folder: Path, sizes: Sequence[int], rounds: int) -> dict[int, f
 
 
 async def bytes_kept(workers: int, length: int) -> int:
-    """Everything a batch keeps when each of its samples has so many tokens. Its requests are the workers'."""
+    """Everything that is kept when each sample has so many tokens. The requests are the workers'."""
     gc.collect()
     tracemalloc.start()
-    plan, prompts = make_plan(workers * SLOTS)
     ledger = Ledger(None)
-    batch = await ledger.open(plan, prompts, version_number=VERSION.number)
-    crew = await make_workers(batch, workers)
-    while batch.samples[0].length < length:
+    in_flight = await in_flight_of(ledger, workers * SLOTS)
+    crew = await make_workers(in_flight, workers)
+    while in_flight.samples[0].length < length:
         for worker in crew:
-            await tick(ledger, batch, [ENCODER.encode(worker.report())])
+            await tick(ledger, in_flight, [ENCODER.encode(worker.report())])
     del crew, worker
     gc.collect()
     kept, _ = tracemalloc.get_traced_memory()

@@ -27,9 +27,9 @@ from rich.table import Table
 
 from benchmarks.measuring import write_result
 from tidemill.config.pool import FleetConfig
-from tidemill.controller.batch import plan_batch
 from tidemill.controller.collection import collecting
 from tidemill.controller.fleet import Fleet
+from tidemill.controller.in_flight import TRAIN, InFlight, Plan, plan_groups
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.memory_journal import MemoryJournal
 from tidemill.controller.rollout import Rollout
@@ -134,12 +134,13 @@ async def measure(trace: CapacityTrace, duration_s: float, seed: int) -> dict[st
     ideal = ideal_tokens(trace, duration_s)
     prompts = int(1.2 * ideal / 1200 / GROUP) + 100
     members = [
-        (0, Prompt(prompt_id=f"p{at}", token_ids=pack_tokens([at] * PROMPT_TOKENS), text="", answer=""))
+        Prompt(prompt_id=f"p{at}", token_ids=pack_tokens([at] * PROMPT_TOKENS), text="", answer="")
         for at in range(prompts)
     ]
-    plan = plan_batch(1, members, run_seed=0, group_size=GROUP, sampling=SamplingParams(max_new_tokens=LONGEST))
-    ledger = Ledger(MemoryJournal())
-    batch = await ledger.open(plan, members, version_number=VERSION.number)
+    plan = Plan(purpose=TRAIN, run_seed=0, group_size=GROUP, sampling=SamplingParams(max_new_tokens=LONGEST))
+    ledger, in_flight = Ledger(MemoryJournal(), round_size=prompts), InFlight(plan, version_number=VERSION.number)
+    groups = plan_groups([(0, prompt) for prompt in members], first_position=0, from_version=VERSION.number)
+    await ledger.open(in_flight, groups, members)
     rollout = Rollout(
         fleet=fleet,
         ledger=ledger,
@@ -151,27 +152,26 @@ async def measure(trace: CapacityTrace, duration_s: float, seed: int) -> dict[st
     )
     async with fleet:
         await fleet.publish(VERSION)
-        async with collecting(batch, rollout) as samples:
+        async with collecting(in_flight, rollout) as samples:
             with suppress(TimeoutError):
                 async with asyncio.timeout(duration_s):
                     async for _ in samples:
                         pass
-            assert not batch.complete, "there was not enough to generate"
-            accepted, evictions, joins = batch.tokens_accepted, batch.evictions, len(host.workers)
-            migrations, recomputed = batch.migrations, batch.tokens_recomputed
+            assert not in_flight.complete, "there was not enough to generate"
+            tally, joins = in_flight.tally, len(host.workers)
     ready = ideal - joins * (SPEED.boot_s + SPEED.pull_s) * SPEED.peak_tokens_per_s
-    made = sum(worker.generated for worker in host.workers)
+    made, accepted = sum(worker.generated for worker in host.workers), tally.tokens_accepted
     return {
         "goodput": accepted / ready,
         "goodput_of_leased": accepted / ideal,
         "hours": duration_s / 3600,
-        "evictions": evictions,
+        "evictions": tally.evictions,
         "joins": joins,
         "workers_mean": ideal / SPEED.peak_tokens_per_s / duration_s,
-        "migrations": migrations,
+        "migrations": tally.migrations,
         "tokens_accepted": accepted,
         "tokens_made_and_not_accepted": made - accepted,
-        "tokens_recomputed": recomputed,
+        "tokens_recomputed": tally.tokens_recomputed,
     }
 
 

@@ -20,9 +20,9 @@ from transformers import PreTrainedModel
 from benchmarks.saboteur import Cue, Eviction, Saboteur
 from tidemill.config.layers import merge
 from tidemill.config.schema import RunSpec
-from tidemill.controller.batch import plan_batch
 from tidemill.controller.collection import collecting
 from tidemill.controller.fleet import Fleet
+from tidemill.controller.in_flight import TRAIN, InFlight, Plan, plan_groups
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.loop import sampling_params
 from tidemill.controller.rollout import Rollout
@@ -135,7 +135,9 @@ class Twin:
         )
         sampling = sampling_params(spec, machinery.codec, machinery.task.default_stop_strings)
         prompts = machinery.task.source.train_batch(step)
-        plan = plan_batch(step, prompts, run_seed=spec.run.seed, group_size=spec.batch.group_size, sampling=sampling)
+        plan = Plan(purpose=TRAIN, run_seed=spec.run.seed, group_size=spec.batch.group_size, sampling=sampling)
+        from_version = self.version.number
+        groups = plan_groups(prompts, first_position=(step - 1) * len(prompts), from_version=from_version)
         ledger, (scorer, eval_scorer) = Ledger(None), scorers(spec, machinery.task)
         fleet = Fleet(
             None,
@@ -160,8 +162,9 @@ class Twin:
                     clock=self.clock,
                     stop=asyncio.Event(),
                 )
-                batch = await ledger.open(plan, prompts, version_number=self.version.number)
-                async with collecting(batch, rollout) as samples:
+                in_flight = InFlight(plan, version_number=from_version)
+                await ledger.open(in_flight, groups, [prompt for _, prompt in prompts])
+                async with collecting(in_flight, rollout) as samples:
                     made = {one.sample_id: one async for one in samples}
         finally:
             await saboteur.close()

@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tidemill.core.buffers import pack_logprobs, pack_tokens
+from tidemill.core.errors import UserError
 from tidemill.core.records import Message, Prompt, SampleId, Segment, Trajectory
+
+END, END_OF_TURN = 0, 1
 
 
 class CharCodec:
-    """Token ids are code points; the chat template is `<role>content` for each message and an open `<assistant>`."""
+    """Token ids are code points; the chat template is `<role>content` for each message and an open `<assistant>`.
+
+    A completion ends with 0, in a chat with 1; "\t" has no token.
+    """
 
     def encode(self, text: str) -> list[int]:
         return [ord(char) for char in text]
@@ -21,9 +27,17 @@ class CharCodec:
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(chr(token) for token in token_ids)
 
+    def encode_completion(self, text: str) -> list[int]:
+        if "\t" in text:
+            raise UserError("the model's vocabulary cannot express '\\t'", where="the prompt", cure="add it")
+        return self.encode(text)
+
+    def end_token_id(self, *, chat: bool) -> int:
+        return END_OF_TURN if chat else END
+
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        return (0,)
+        return (END, END_OF_TURN)
 
 
 def make_prompt(text: str = "1+1=", answer: str = "2", **metadata: object) -> Prompt:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tidemill.config.schema import RunSpec
-from tidemill.controller.batch import Batch, BatchPlan, plan_batch
 from tidemill.controller.fleet import Fleet
+from tidemill.controller.in_flight import InFlight, Plan, plan_groups
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.loop import LoopResult, train_loop
 from tidemill.controller.memory_journal import MemoryJournal, PowerCut
@@ -85,14 +85,30 @@ def make_report(*deltas: TokenDelta) -> WorkerReport:
     return WorkerReport(lease_id="lease", deltas=deltas, status=status)
 
 
-def make_plan(
-    prompts: list[tuple[int, Prompt]] = PROMPTS, step: int = 4, group_size: int = 2, seed: int = 0
-) -> BatchPlan:
-    return plan_batch(step, prompts, run_seed=seed, group_size=group_size, sampling=SAMPLING)
+GROUPS = plan_groups(PROMPTS, first_position=9, from_version=3)
+"""Of step 4: three groups of two samples each."""
+FIRST = 18
+"""The ordinal of the first of their samples."""
 
 
-def make_batch() -> Batch:
-    return Batch(make_plan(), PROMPTS, version_number=3)
+def make_plan(group_size: int = 2, seed: int = 0, *, exact: bool = True) -> Plan:
+    return Plan(purpose="train", run_seed=seed, group_size=group_size, sampling=SAMPLING, exact_version=exact)
+
+
+def make_prompts() -> list[Prompt]:
+    return [prompt for _, prompt in PROMPTS]
+
+
+def make_in_flight(**changes: Any) -> InFlight:
+    in_flight = InFlight(make_plan(**changes), version_number=3)
+    in_flight.open(GROUPS, make_prompts())
+    return in_flight
+
+
+def prompt_of(position: int) -> tuple[int, Prompt]:
+    """The (epoch, prompt) at a position, as the journal asks for it."""
+    epoch, prompt = PROMPTS[position % 3]
+    return epoch + 2 * (position // 3 - 3), prompt
 
 
 def completion(sample_id: SampleId, version: PolicyVersion, limit: int = MAX_NEW) -> tuple[list[int], Finish]:
@@ -122,8 +138,9 @@ class FakeCompute:
 class FakeEngine:
     """Decodes `completion`, `per_poll` tokens of each of its `slots` a poll."""
 
-    def __init__(self, version: PolicyVersion, *, slots: int = 3, per_poll: int = 2) -> None:
+    def __init__(self, version: PolicyVersion, *, slots: int = 3, per_poll: int = 2, keeps_jobs: bool = False) -> None:
         self.version, self.slots, self.per_poll = version, slots, per_poll
+        self.keeps_jobs = keeps_jobs  # samples under way go on under new weights
         self.jobs: dict[SampleId, tuple[GenerateRequest, int]] = {}  # request, tokens so far
         self.generated = 0
         self.submitted: list[SampleId] = []
@@ -135,7 +152,9 @@ class FakeEngine:
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
         for request in requests:
-            assert request.exact_version == self.version.number, "asked for weights that are not loaded"
+            if request.exact_version is not None:
+                assert request.exact_version == self.version.number, "asked for weights that are not loaded"
+            assert request.min_version <= self.version.number, "asked for weights that are not loaded"
             assert request.sample_id not in self.jobs, "submitted twice"
             self.jobs[request.sample_id] = (request, count(request.prefix_ids))
             self.submitted.append(request.sample_id)
@@ -147,9 +166,9 @@ class FakeEngine:
     def _decode(self, sample_id: SampleId) -> TokenDelta:
         request, at = self.jobs[sample_id]
         tokens, ending = completion(sample_id, self.version, request.sampling.max_new_tokens)
-        end = min(at + self.per_poll, len(tokens))
+        end = max(at, min(at + self.per_poll, len(tokens)))  # other weights may have wanted more
         self.jobs[sample_id] = (request, end)
-        finish = ending if end == len(tokens) else None
+        finish = ending if end >= len(tokens) else None
         if finish:
             del self.jobs[sample_id]
         self.generated += end - at
@@ -172,7 +191,7 @@ class FakeEngine:
         return [self.delta(request, at, [], "aborted") for request, at in known]
 
     def load(self, version: PolicyVersion) -> None:
-        assert not self.jobs, "weights changed under a running sample"
+        assert self.keeps_jobs or not self.jobs, "weights changed under a running sample"
         self.version = version
 
     def probe(self, token_ids: TokenBuffer) -> LogprobBuffer:
@@ -249,7 +268,9 @@ class FakeTrainer:
         return await self._compute.run(lambda: self._commit(step))
 
     def _commit(self, step: int) -> StepMetrics:
-        assert self._engine is None or not self._engine().jobs, "the weights moved while samples were in flight"
+        assert self._engine is None or self._engine().keeps_jobs or not self._engine().jobs, (
+            "the weights moved while samples were in flight"
+        )
         assert step == self.state.version.number + 1
         batch, self.open = tuple(self.open), []
         self.positions.append([group[0] for group in batch])  # type: ignore[misc]
@@ -393,13 +414,14 @@ class Session:
         self.journal = MemoryJournal(self.disk.journal, power_cut_after=self.power_cut_after)
         self.compute = FakeCompute(0.1)
         self.trainer = FakeTrainer(self.compute, lambda: self.engine)
-        self.engine = FakeEngine(self.trainer.version, slots=self.slots)
+        ahead = self.spec.schedule.max_policy_lag > 0
+        self.engine = FakeEngine(self.trainer.version, slots=self.slots, keeps_jobs=ahead)
         self.worker = EngineWorker(self.engine, self.compute, clock=LoopClock(), tick_s=0.1)
         self.scorer, self.eval_scorer = FakeScorer(), FakeScorer()
         self.telemetry = FakeTelemetry()
         self.checkpoints = FakeCheckpoints(self.disk, self.trainer)
         self.source = FakeSource(self.spec.batch.prompts)
-        self.ledger = Ledger(self.journal)
+        self.ledger = Ledger(self.journal, round_size=self.spec.batch.prompts)
         self.fleet = Fleet(
             self.worker, slots=self.slots, clock=LoopClock(), telemetry=self.telemetry, patience=self.patience
         )

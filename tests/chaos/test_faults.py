@@ -126,10 +126,10 @@ class FullDisk(MemoryJournal):
 
     room = 0
 
-    async def append(self, step: int, blobs: Sequence[bytes]) -> None:
-        if len(self.disk) + sum(map(len, blobs)) > self.room:
+    async def append(self, blobs: Sequence[tuple[int, bytes]]) -> None:
+        if len(self.disk) + sum(len(blob) for _, blob in blobs) > self.room:
             raise UserError("the disk is full", where="ledger.sqlite", cure="free some space")
-        await super().append(step, blobs)
+        await super().append(blobs)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -142,7 +142,7 @@ def test_faults_together_and_a_disk_that_is_full_until_room_is_made(seed: int, c
             made = world(seed, put, disk=disk)
             made.journal = FullDisk(disk.journal)
             made.journal.room = room
-            made.ledger = Ledger(made.journal)
+            made.ledger = Ledger(made.journal, round_size=SPEC.batch.prompts)
             await made.live()
 
         with pytest.raises(UserError, match="the disk is full"):

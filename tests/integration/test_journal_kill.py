@@ -23,7 +23,7 @@ async def main():
     number = len(await journal.load())
 
     async def write(number):
-        await journal.append(1, [number.to_bytes(4, "little") * 500])
+        await journal.append([(1, number.to_bytes(4, "little") * 500)])
         print(number, flush=True)
 
     while True:

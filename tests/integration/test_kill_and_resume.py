@@ -37,8 +37,8 @@ def quiet_run() -> tuple[Session, tuple[int, ...]]:
         session = Session(spec=SPEC)
         append = session.journal.append
 
-        async def noted(step: int, blobs: Any) -> None:
-            await append(step, blobs)
+        async def noted(blobs: Any) -> None:
+            await append(blobs)
             ends.append(session.journal.written)
 
         session.journal.append = noted  # type: ignore[method-assign]

@@ -9,9 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tests.fake_fleet import PROMPTS, V3, completion, logprob, make_plan, make_report
+from tests.fake_fleet import GROUPS, V3, completion, logprob, make_plan, make_prompts, make_report, prompt_of
 from tidemill.controller.assembly import GroupAssembly, scored
-from tidemill.controller.batch import Batch
+from tidemill.controller.in_flight import InFlight
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.memory_journal import MemoryJournal, PowerCut
 from tidemill.controller.samples import SampleState
@@ -68,10 +68,12 @@ class LedgerMachine(RuleBasedStateMachine):
         self._start()
 
     def _start(self) -> None:
-        self.ledger = Ledger(self.journal)
-        now(self.ledger.load(after_step=3))
-        self.batch: Batch = now(self.ledger.open(make_plan(), PROMPTS, version_number=3))
-        self.assembly = GroupAssembly(self.batch.plan, "arrival")
+        self.ledger = Ledger(self.journal, round_size=3)
+        self.batch = InFlight(make_plan(), version_number=3)
+        now(self.ledger.load(self.batch, prompt_of, after_step=3))
+        if not self.batch.groups:
+            now(self.ledger.open(self.batch, GROUPS, make_prompts()))
+        self.assembly = GroupAssembly(2)
         self.learned: list[SampleId] = []  # by the trainer, whose gradients die with the process
         for sample in self.batch.in_state(SampleState.SCORED):
             self._learn(sample.sample_id)
@@ -79,8 +81,9 @@ class LedgerMachine(RuleBasedStateMachine):
     def _learn(self, sample_id: SampleId) -> None:
         sample = self.batch[sample_id]
         assert sample.reward is not None
-        for group in self.assembly.add(scored(sample.trajectory(""), sample.reward, truncated="trained")):
-            self.learned += [trajectory.sample_id for trajectory in group.trajectories]
+        position = sample.ordinal // 2
+        if self.assembly.add(position, scored(sample.trajectory(""), sample.reward, truncated="trained")):
+            self.learned += [trajectory.sample_id for trajectory in self.assembly.complete.pop(position)]
 
     def _restart(self) -> None:
         self.journal = MemoryJournal(self.journal.disk)
@@ -123,7 +126,7 @@ class LedgerMachine(RuleBasedStateMachine):
         finished = now(self.ledger.accept(self.batch, reports))
         assert len({sample.sample_id for sample in finished}) == len(finished)
         assert all(sample.state is SampleState.FINISHED for sample in finished)
-        self.accepted = {sample.sample_id: sample.length for sample in self.batch.samples}
+        self.accepted = {sample.sample_id: sample.length for sample in self.batch}
 
     @precondition(lambda self: self.batch.in_state(SampleState.FINISHED))
     @rule(data=st.data())
@@ -148,12 +151,12 @@ class LedgerMachine(RuleBasedStateMachine):
         except PowerCut:
             self._restart()
         else:  # nothing applied, or it fitted
-            self.accepted = {sample.sample_id: sample.length for sample in self.batch.samples}
+            self.accepted = {sample.sample_id: sample.length for sample in self.batch}
             self.journal = self.ledger._journal = MemoryJournal(self.journal.disk)
 
     @invariant()
     def tokens_are_the_ones_that_were_said(self) -> None:
-        for sample in self.batch.samples:
+        for sample in self.batch:
             tokens, ending = completion(sample.sample_id, V3, LIMIT)
             assert unpack_tokens(bytes(sample.token_ids)) == tokens[: sample.length]
             assert sample.logprobs == pack_logprobs(map(logprob, tokens[: sample.length]))
@@ -185,7 +188,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @invariant()
     def counts_agree(self) -> None:
-        states = [sample.state for sample in self.batch.samples]
+        states = [sample.state for sample in self.batch]
         assert self.batch.running == states.count(SampleState.RUNNING)
         assert self.batch.unfinished == self.batch.running + states.count(SampleState.WAITING)
         assert self.batch.scored == states.count(SampleState.SCORED)

@@ -1,1 +1,1 @@
-"""Advantages, losses and KL estimates: pure functions on tensors, and literal registries of them."""
+"""Advantages, losses, corrections and KL estimates: pure functions on tensors, and literal registries of them."""

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+ADAPTATION = 0.1  # share of the error that one batch corrects
+ADAPTATION_LIMIT = 0.2  # errors beyond this count as this
+
 
 def k3(trainer_logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
     """Per-token estimate of KL(trainer ‖ ref): e^d - d - 1 with d = ref - trainer; never negative.
@@ -20,7 +23,8 @@ def k3(trainer_logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
 
     Its *value* is an unbiased estimate where the tokens were sampled from the trainer's policy. As a loss term its
     *gradient*, (1 - e^d) ∇ log π, is another one: in expectation that of KL(ref ‖ trainer), not of KL(trainer ‖ ref).
-    For tokens sampled from an older policy neither holds unless each is weighted by the importance ratio.
+    For tokens sampled from an older policy neither holds unless each is weighted by the importance ratio; with the
+    ratio's own gradient (`k3 * ratio`) the gradient, too, is that of KL(trainer ‖ ref).
 
     Source: J. Schulman, "Approximating KL divergence", 2020.
     """
@@ -39,6 +43,32 @@ def approximate_kl(trainer_logprobs_T: Tensor, proximal_logprobs_T: Tensor) -> T
         float [T], never negative; its mean over tokens is what an early stop compares.
     """
     return k3(proximal_logprobs_T.detach(), trainer_logprobs_T)
+
+
+def kl_reward(rollout_logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
+    """Per-token estimate of KL(rollout ‖ ref), log(rollout / ref), to be taken off each token's reward.
+
+    Args:
+        rollout_logprobs_T: float [T], of the policy that generated the tokens: for it the estimate is unbiased.
+        ref_logprobs_T: float [T].
+
+    Returns:
+        float [T], of either sign, without gradient: the policy gradient of the reward is the divergence's own.
+    """
+    return (rollout_logprobs_T - ref_logprobs_T).detach()
+
+
+def adapted_beta(beta: float, kl: float, target: float) -> float:
+    """The next KL coefficient: β (1 + 0.1 · clip(kl / target - 1, ±0.2)), so that it moves by at most 2 %.
+
+    Args:
+        beta: the present one.
+        kl: measured over the batch just learned from, nats per token.
+        target: what it should be, nats per token.
+
+    Source: "Fine-tuning language models from human preferences", arXiv 1909.08593, section 2.2.
+    """
+    return beta * (1.0 + ADAPTATION * min(max(kl / target - 1.0, -ADAPTATION_LIMIT), ADAPTATION_LIMIT))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,11 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-Normalize: TypeAlias = Literal["sample", "token"]
-"""sample: mean over a sample's tokens, then over samples. token: mean over all tokens of the batch."""
+from tidemill.algos.samples import Samples
+
+Normalize: TypeAlias = Literal["sample", "token", "constant"]
+"""sample: mean over a sample's tokens, then over samples. token: mean over all tokens of the batch. constant: sum over
+tokens, divided by samples × a constant."""
 
 LOG_RATIO_LIMIT = 80.0  # exp stays finite in float32: a clipped token's zero gradient must not become 0 * inf
 
@@ -63,6 +66,54 @@ def ppo_clip(
     return TokenLoss(loss_T=-objective_T, clipped_T=clipped_T, ratio_T=ratio_T.detach())
 
 
+def gspo(
+    trainer_logprobs_T: Tensor,
+    proximal_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    *,
+    samples: Samples,
+    clip_low: float,
+    clip_high: float,
+) -> TokenLoss:
+    """One ratio a sequence, s = exp(mean_t log ρ_t): J = min(sA, clip(s, 1 - clip_low, 1 + clip_high) A), loss = -J.
+
+    Args:
+        trainer_logprobs_T, proximal_logprobs_T, advantages_T: as for `ppo_clip`.
+        samples: which tokens make a sequence.
+        clip_low, clip_high: widths of the clip range; a mean over tokens moves little, so they are small.
+
+    Every token gets its sequence's loss: their mean (normalize = "sample") is the sequence's. Clipping leaves a whole
+    sequence without gradient.
+
+    Source: GSPO, arXiv 2507.18071.
+    """
+    advantages_T = advantages_T.detach()
+    log_ratio_S = samples.mean(trainer_logprobs_T - proximal_logprobs_T.detach())
+    ratio_T = samples.spread(torch.exp(log_ratio_S.clamp(max=LOG_RATIO_LIMIT)))
+    plain_T = ratio_T * advantages_T
+    with torch.no_grad():
+        bound_T = ratio_T.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages_T
+        clipped_T = bound_T < plain_T
+    return TokenLoss(loss_T=-torch.where(clipped_T, bound_T, plain_T), clipped_T=clipped_T, ratio_T=ratio_T.detach())
+
+
+def cispo(
+    trainer_logprobs_T: Tensor, proximal_logprobs_T: Tensor, advantages_T: Tensor, *, clip_high: float
+) -> TokenLoss:
+    """loss = -sg(min(ρ, clip_high)) A log π: a large ratio is held, and its token keeps its gradient.
+
+    Args:
+        trainer_logprobs_T, proximal_logprobs_T, advantages_T: as for `ppo_clip`.
+        clip_high: the largest ratio itself, as in TRL (others write 1 + clip_high); there is no lower bound.
+
+    Source: MiniMax-M1, arXiv 2506.13585.
+    """
+    log_ratio_T = (trainer_logprobs_T - proximal_logprobs_T).detach()
+    ratio_T = torch.exp(log_ratio_T.clamp(max=LOG_RATIO_LIMIT))
+    loss_T = -ratio_T.clamp(max=clip_high) * advantages_T.detach() * trainer_logprobs_T
+    return TokenLoss(loss_T=loss_T, clipped_T=ratio_T > clip_high, ratio_T=ratio_T)
+
+
 def token_weights(lengths_S: Sequence[int], normalize: Normalize) -> list[float]:
     """Weight of every token of each sample, so that Σ weight · loss / `denominator` is the mean.
 
@@ -71,7 +122,7 @@ def token_weights(lengths_S: Sequence[int], normalize: Normalize) -> list[float]
         normalize: which mean.
 
     Returns:
-        [S], 1 / length for "sample", 1 for "token", 0 for a sample without tokens. Each depends on its own sample only,
+        [S], 1 / length for "sample", else 1; 0 for a sample without tokens. Each depends on its own sample only,
         so that gradients accumulate as sums while the batch is still arriving and are divided once, at its end.
     """
     if normalize == "sample":
@@ -79,16 +130,47 @@ def token_weights(lengths_S: Sequence[int], normalize: Normalize) -> list[float]
     return [1.0 if length else 0.0 for length in lengths_S]
 
 
-def denominator(lengths_S: Sequence[int], normalize: Normalize) -> int:
-    """What the weighted sum of these samples contributes to the divisor: samples with tokens, or their tokens.
+def denominator(lengths_S: Sequence[int], normalize: Normalize, *, constant: int = 1) -> int:
+    """What the weighted sum of these samples contributes to the divisor: samples with tokens, or their tokens, or
+    samples × `constant`.
 
     Contributions add up over microbatches; the total is known when the batch is complete.
     """
-    return sum(1 for length in lengths_S if length) if normalize == "sample" else sum(lengths_S)
+    if normalize == "token":
+        return sum(lengths_S)
+    samples = sum(1 for length in lengths_S if length)
+    return samples if normalize == "sample" else samples * constant
 
 
-PolicyLoss: TypeAlias = Callable[..., TokenLoss]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyLoss:
+    """A row of the registry."""
+
+    function: Callable[..., TokenLoss]  # of trainer and proximal logprobs and advantages [T], and the settings
+    settings: tuple[str, ...]  # keys of [algorithm] that it is given by name
+    by_sample: bool = False  # it is given `samples`, too
+    formula: str
+    source: str
+
 
 LOSSES: dict[str, PolicyLoss] = {
-    "ppo_clip": ppo_clip,
+    "ppo_clip": PolicyLoss(
+        function=ppo_clip,
+        settings=("clip_low", "clip_high", "dual_clip"),
+        formula="J = min(ρ A, clip(ρ, 1 - clip_low, 1 + clip_high) A);  where A < 0, J = max(J, dual_clip A);  -J",
+        source="PPO, arXiv 1707.06347; dual clip, arXiv 1912.09729; DAPO, arXiv 2503.14476",
+    ),
+    "gspo": PolicyLoss(
+        function=gspo,
+        settings=("clip_low", "clip_high"),
+        by_sample=True,
+        formula="s = exp(mean_t log ρ_t);  J = min(s A, clip(s, 1 - clip_low, 1 + clip_high) A);  -J",
+        source="GSPO, arXiv 2507.18071",
+    ),
+    "cispo": PolicyLoss(
+        function=cispo,
+        settings=("clip_high",),
+        formula="-sg(min(ρ, clip_high)) A log π",
+        source="MiniMax-M1, arXiv 2506.13585",
+    ),
 }

@@ -24,6 +24,7 @@ VERBS = {
     "train": ("tidemill.cli.train:train", "Train a model, or resume a run."),
     "eval": ("tidemill.cli.eval:evaluate", "Measure greedy accuracy on held-out prompts."),
     "generate": ("tidemill.cli.generate:generate", "Try prompts on a model or a checkpoint."),
+    "algorithms": ("tidemill.cli.algorithms:algorithms", "List the algorithms a recipe can name, with their formulas."),
     "model": ("tidemill.cli.model:app", "List the built-in models; fetch one into the cache."),
     "report": ("tidemill.cli.report:report", "Write report.html of a run, finished or not."),
     "doctor": ("tidemill.cli.doctor:doctor", "What this machine has, what would run, what to mend."),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from tidemill.config.algorithm import CorrectionConfig
 from tidemill.config.checks import Purpose
 from tidemill.config.derive import Derived, derive
 from tidemill.config.describe_pool import pool_notes, pool_topics
 from tidemill.config.model import BUILT_IN_MODELS
 from tidemill.config.schema import RunSpec
-from tidemill.config.task import ArithmeticTask, JsonlTask
+from tidemill.config.task import ArithmeticTask, PromptFiles
 from tidemill.config.words import counted, number
 
 BYTES_PER_PARAMETER = 12  # a checkpoint holds fp32 weights and AdamW's two moments
@@ -32,6 +33,7 @@ def topics(spec: RunSpec, *, purpose: Purpose = "train", prompt_tokens: int | No
         ("model", _model(spec)),
         ("task", _task(spec)),
         ("step", _step(spec, derived)),
+        ("algorithm", _algorithm(spec)),
         ("learning", _learning(spec, derived)),
         ("microbatch", _microbatch(spec, derived)),
         ("tokens", _tokens(spec, derived)),
@@ -51,6 +53,7 @@ def notes(spec: RunSpec, derived: Derived) -> list[str]:
         found.append(
             "algorithm.kl_stop never acts: each batch is one optimizer step, so that there is nothing left to stop"
         )
+    found += _algorithm_notes(spec)
     if spec.optimizer.warmup_steps >= derived.optimizer_steps:
         found.append(
             f"the learning rate never reaches its peak: warm-up takes {number(spec.optimizer.warmup_steps)} of "
@@ -81,8 +84,8 @@ def _task(spec: RunSpec) -> str:
     if isinstance(task, ArithmeticTask):
         digits = "1 digit" if task.digits == 1 else f"1 to {task.digits} digits"
         what = f"arithmetic: {' '.join(task.operators)} on numbers of {digits}, {counted(task.shots, 'worked example')}"
-    elif isinstance(task, JsonlTask):
-        what = f"jsonl: {task.path}"
+    elif isinstance(task, PromptFiles):
+        what = f"{task.kind}: {task.path}"
     else:
         what = f"reasoning-gym {task.name}: {counted(task.train_size, 'training prompt')}"
     rewards = spec.scoring.rewards
@@ -117,6 +120,38 @@ def _learning(spec: RunSpec, derived: Derived) -> str:
         f"{counted(derived.samples_per_optimizer_step, 'sample')}; learning rate {optimizer.learning_rate:g}, "
         f"{optimizer.schedule}, {counted(optimizer.warmup_steps, 'warm-up step')}"
     )
+
+
+def _algorithm(spec: RunSpec) -> str:
+    algorithm, critic = spec.algorithm, spec.critic
+    parts = [f"advantage {algorithm.advantage}{', whitened over the batch' if algorithm.whiten else ''}"]
+    if algorithm.needs_critic:
+        parts.append("critic on the policy's own trunk" if critic.kind == "shared" else "critic of its own")
+    if algorithm.kl_beta:
+        parts.append(f"KL in the {algorithm.kl_in}, weight {algorithm.kl_beta:g}")
+    parts.append(f"loss {algorithm.loss}, mean by {algorithm.normalize}")
+    parts.append(f"correction {algorithm.correction.kind}")
+    changed = [f"{key} = {_shown(getattr(algorithm, key))}" for key in algorithm.changed_from_preset()]
+    return f"{algorithm.name}: {'; '.join(parts)}" + (f" (not the preset's: {', '.join(changed)})" if changed else "")
+
+
+def _shown(value: object) -> str:
+    """A value of the algorithm's section: the correction, a table, in one word."""
+    return value.kind if isinstance(value, CorrectionConfig) else f"{value}"
+
+
+def _algorithm_notes(spec: RunSpec) -> list[str]:
+    algorithm, found = spec.algorithm, []
+    if algorithm.name == "dapo" and not algorithm.overlong_buffer_tokens:
+        found.append(
+            "DAPO's penalty of overlong completions is off; algorithm.overlong_buffer_tokens sets it (there a fifth of "
+            "max_new_tokens)"
+        )
+    if algorithm.gamma < 1 and algorithm.compares_siblings:
+        found.append(f"algorithm.gamma never acts: advantage {algorithm.advantage} is one number a sample")
+    if algorithm.proximal == "rollout" and algorithm.correction.kind != "none":
+        found.append("algorithm.correction never acts: clipping is measured from the policy that generated")
+    return found
 
 
 def _microbatch(spec: RunSpec, derived: Derived) -> str:

@@ -32,7 +32,13 @@ COMMAND_FLAGS = (
 STAGES = "stage"  # the array of a recipe's stages
 PREFIX = "stage:"
 """`stage:NAME` where a model or file is asked for is what the stage of that name gives."""
-INPUT_PATHS: tuple[KeyPath, ...] = (("task", "path"), ("task", "held_out_path"), ("pool", "path"))
+INPUT_PATHS: tuple[KeyPath, ...] = (
+    ("task", "path"),
+    ("task", "held_out_path"),
+    ("data", "path"),
+    ("data", "held_out_path"),
+    ("pool", "path"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +170,7 @@ def parse_value(text: str, key: Key | None) -> Any:
 def with_absolute_paths(tree: Tree, folder: Path) -> Tree:
     """Input paths made absolute from `folder`, those of stages too; run.dir is an output and stays relative to the
     working directory."""
-    run, scoring, model, stages = (tree.get(name) for name in ("run", "scoring", "model", STAGES))
+    run, scoring, stages = tree.get("run"), tree.get("scoring"), tree.get(STAGES)
     changed = dict(tree)
     if isinstance(stages, list):  # a recipe's
         changed[STAGES] = [with_absolute_paths(each, folder) if isinstance(each, dict) else each for each in stages]
@@ -179,11 +185,11 @@ def with_absolute_paths(tree: Tree, folder: Path) -> Tree:
         if isinstance(table, dict) and isinstance(table.get(key), str) and not table[key].startswith(PREFIX):
             changed[section] = table | {key: _absolute(table[key], folder)}
     if isinstance(scoring, dict) and isinstance(scoring.get("rewards"), list):
-        changed["scoring"] = scoring | {
-            "rewards": [_with_absolute_function(each, folder) for each in scoring["rewards"]]
-        }
-    if isinstance(model, dict) and str(model.get("source", "")).startswith(("./", "../", "~")):
-        changed["model"] = model | {"source": _absolute(model["source"], folder)}
+        changed["scoring"] = scoring | {"rewards": [_with_absolute_files(each, folder) for each in scoring["rewards"]]}
+    for section in ("model", "critic"):
+        table = changed.get(section)
+        if isinstance(table, dict) and str(table.get("source", "")).startswith(("./", "../", "~")):
+            changed[section] = table | {"source": _absolute(table["source"], folder)}
     return changed
 
 
@@ -246,8 +252,14 @@ def _absolute(path: str, folder: Path) -> str:
     return os.path.abspath(folder / Path(path).expanduser())  # noqa: PTH100 (no symbolic links resolved)
 
 
-def _with_absolute_function(reward: Any, folder: Path) -> Any:
-    if not isinstance(reward, dict) or not isinstance(reward.get("function"), str):
+def _with_absolute_files(reward: Any, folder: Path) -> Any:
+    if not isinstance(reward, dict):
         return reward
-    file, colon, name = reward["function"].rpartition(":")
-    return reward | {"function": f"{_absolute(file, folder)}:{name}"} if colon and file.endswith(".py") else reward
+    changed = dict(reward)
+    if str(reward.get("model", "")).startswith(("./", "../", "~")):
+        changed["model"] = _absolute(reward["model"], folder)
+    if isinstance(reward.get("function"), str):
+        file, colon, name = reward["function"].rpartition(":")
+        if colon and file.endswith(".py"):
+            changed["function"] = f"{_absolute(file, folder)}:{name}"
+    return changed

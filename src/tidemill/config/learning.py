@@ -14,8 +14,8 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 class BatchConfig(Config):
     prompts: int = Field(8, ge=1)
     """Groups learned from per published version."""
-    group_size: int = Field(8, ge=2)
-    """Samples per prompt."""
+    group_size: int = Field(8, ge=1)
+    """Samples per prompt; 1 only for advantages that do not compare the samples of a group."""
     minibatches: int = Field(1, ge=1)
     """Optimizer steps per epoch over the batch; must divide `prompts`."""
     epochs: int = Field(1, ge=1)
@@ -24,25 +24,6 @@ class BatchConfig(Config):
     """Packed tokens (shared prefixes once) per forward and backward; a larger group is split by samples."""
     order: Literal["canonical", "arrival"] = "canonical"
     """canonical: fixed microbatches, bit-identical weights for a seed. arrival: starts earliest."""
-
-
-class AlgorithmConfig(Config):
-    advantage: Literal["grpo"] = "grpo"
-    """How rewards become advantages."""
-    loss: Literal["ppo_clip"] = "ppo_clip"
-    """The policy objective."""
-    normalize: Literal["sample", "token"] = "sample"
-    """sample: mean over a sample's tokens, then over samples (GRPO). token: mean over the batch's tokens (DAPO)."""
-    clip_low: float = Field(0.2, gt=0, lt=1)
-    """Importance ratios below 1 - clip_low are clipped."""
-    clip_high: float = Field(0.2, gt=0)
-    """Importance ratios above 1 + clip_high are clipped."""
-    dual_clip: float | None = Field(None, gt=1)
-    """Floor c·A on the objective where the advantage is negative; none by default."""
-    kl_beta: float = Field(0.0, ge=0)
-    """Weight of the k3 KL estimate to the reference (the initial model); 0 keeps no reference copy."""
-    kl_stop: float | None = Field(None, gt=0)
-    """Stop the update's remaining epochs and minibatches when approximate KL passes this."""
 
 
 class OptimizerConfig(Config):

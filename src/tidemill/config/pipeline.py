@@ -17,8 +17,11 @@ Product: TypeAlias = Literal["a model", "a reward model", "data"]
 
 ASKED: dict[KeyPath, Product] = {
     ("model", "source"): "a model",
+    ("critic", "source"): "a model",
     ("task", "path"): "data",
     ("task", "held_out_path"): "data",
+    ("data", "path"): "data",
+    ("data", "held_out_path"): "data",
     ("scoring", "rewards", ITEM, "model"): "a reward model",
 }
 """The keys that name a model or file, and which."""
@@ -31,26 +34,30 @@ class KindOfStage:
     sections: tuple[str, ...]  # top-level keys of a run that mean something to it
     gives: Product | None
     purpose: Purpose = "read"
+    required: KeyPath = ()  # a key without a default that works for it
     neutral: tuple[str, ...] = ()  # keys, or "section.", that do not change what it gives; beside NEUTRAL
 
 
-NEUTRAL = ("run.dir", "run.name", "trainer.threads", "checkpoint.", "telemetry.")
-"""Of every kind: where things are put, how often, how fast and what is told of them."""
+NEUTRAL = ("run.dir", "run.name", "trainer.threads", "checkpoint.keep_last", "telemetry.")
+"""Of every kind: where things are put, how many are kept, how fast it goes and what is told of it."""
 _SCORING = ("engine.tick_s", "scoring.concurrency", "scoring.timeout_s")
-_SUPERVISED = ("run", "model", "optimizer", "trainer", "checkpoint", "telemetry")
+_SUPERVISED = ("run", "model", "data", "supervised", "optimizer", "trainer", "checkpoint", "telemetry")
 
 KINDS: dict[StageKind, KindOfStage] = {
-    "sft": KindOfStage(sections=_SUPERVISED, gives="a model"),
-    "reward_model": KindOfStage(sections=_SUPERVISED, gives="a reward model"),
-    "dpo": KindOfStage(sections=_SUPERVISED, gives="a model"),
+    # Supervised stages may give their best checkpoint: how often one is written is no matter of taste there.
+    "sft": KindOfStage(sections=_SUPERVISED, gives="a model", required=("data", "path")),
+    "reward_model": KindOfStage(
+        sections=(*_SUPERVISED, "reward_model"), gives="a reward model", required=("data", "path")
+    ),
+    "dpo": KindOfStage(sections=(*_SUPERVISED, "preference"), gives="a model", required=("data", "path")),
     "rl": KindOfStage(
         sections=(
             *("runtime", "run", "model", "task", "scoring", "sampling", "engine", "pool", "fleet", "ray"),
-            *("batch", "algorithm", "optimizer", "trainer", "eval", "checkpoint", "telemetry"),
+            *("batch", "schedule", "algorithm", "optimizer", "critic", "trainer", "eval", "checkpoint", "telemetry"),
         ),
         gives="a model",
         purpose="train",
-        neutral=(*_SCORING, "eval.", "runtime", "pool.", "fleet.", "ray."),
+        neutral=(*_SCORING, "eval.", "checkpoint.", "runtime", "pool.", "fleet.", "ray."),
     ),
     "eval": KindOfStage(
         sections=("run", "model", "task", "scoring", "sampling", "engine", "trainer", "eval"),

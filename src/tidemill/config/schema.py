@@ -7,12 +7,16 @@ from typing import Literal
 
 from pydantic import Field, ValidationInfo, model_validator
 
+from tidemill.config.algorithm import AlgorithmConfig, CriticConfig
 from tidemill.config.base import Config, refuse
+from tidemill.config.data import DataConfig
 from tidemill.config.export import ExportConfig
-from tidemill.config.learning import AlgorithmConfig, BatchConfig, OptimizerConfig, TrainerConfig
+from tidemill.config.learning import BatchConfig, OptimizerConfig, TrainerConfig
 from tidemill.config.model import ModelConfig
 from tidemill.config.pool import FleetConfig, PoolConfig, RayConfig, StaticPool
+from tidemill.config.schedule import ScheduleConfig
 from tidemill.config.scoring import ScoringConfig
+from tidemill.config.supervised import PreferenceConfig, RewardModelConfig, SupervisedConfig
 from tidemill.config.task import ArithmeticTask, TaskConfig
 
 
@@ -87,6 +91,7 @@ class RunSpec(Config):
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
     task: TaskConfig = ArithmeticTask()
+    data: DataConfig = DataConfig()
     scoring: ScoringConfig = ScoringConfig()
     sampling: SamplingConfig = SamplingConfig()
     engine: EngineConfig = EngineConfig()
@@ -94,8 +99,13 @@ class RunSpec(Config):
     fleet: FleetConfig = FleetConfig()
     ray: RayConfig = RayConfig()
     batch: BatchConfig = BatchConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    supervised: SupervisedConfig = SupervisedConfig()
+    reward_model: RewardModelConfig = RewardModelConfig()
+    preference: PreferenceConfig = PreferenceConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    critic: CriticConfig = CriticConfig()
     trainer: TrainerConfig = TrainerConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -114,6 +124,13 @@ class RunSpec(Config):
                 f"batch.minibatches = {self.batch.minibatches} does not divide batch.prompts = {self.batch.prompts}; "
                 "make prompts a multiple of minibatches"
             )
+        ahead = self.schedule.max_policy_lag * self.batch.prompts
+        if (self.schedule.overcommit or 0) > ahead:
+            faults.append(
+                f"schedule.overcommit = {self.schedule.overcommit} lets groups grow older than "
+                f"schedule.max_policy_lag = {self.schedule.max_policy_lag}; at most {ahead} "
+                "(max_policy_lag times batch.prompts), or a larger lag"
+            )
         if not self.fleet.seeding and self.pool.kind == "static" and not self.pool.workers:
             faults.append(
                 "fleet.seeding = false and pool.workers = 0 leave nobody to generate; allow seeding or add workers"
@@ -124,6 +141,17 @@ class RunSpec(Config):
             faults.append(
                 f'scoring.rewards has kind = "task", and task.kind = "{self.task.kind}" brings no checker of its own; '
                 'use "exact" or "numeric" (only reasoning_gym brings one)'
+            )
+        if self.batch.group_size < 2 and self.algorithm.compares_siblings:
+            faults.append(
+                f'batch.group_size = 1 and algorithm.advantage = "{self.algorithm.advantage}" compares the samples of '
+                'a group; set group_size to 2 or more, or advantage = "gae" or "reinforce_pp"'
+            )
+        if self.algorithm.overlong_buffer_tokens > self.sampling.max_new_tokens:
+            faults.append(
+                f"algorithm.overlong_buffer_tokens = {self.algorithm.overlong_buffer_tokens} is more than "
+                f"sampling.max_new_tokens = {self.sampling.max_new_tokens}, so that every completion would be "
+                "penalised; lower it, to about a fifth of max_new_tokens"
             )
         context = self.engine.context_tokens
         for name, limit in (

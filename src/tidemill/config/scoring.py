@@ -13,8 +13,9 @@ PYTHON_FUNCTION = re.compile(r"([A-Za-z_][\w.]*|.+\.py):[A-Za-z_]\w*")
 
 
 class RewardConfig(Config):
-    kind: Literal["exact", "numeric", "math_verify", "regex", "length", "task", "random", "python"]
-    """`task` is the task's own checker (reasoning-gym); `random` is a control; `python` is `function` below."""
+    kind: Literal["exact", "numeric", "math_verify", "regex", "length", "task", "random", "python", "model", "http"]
+    """`task` is the task's own checker (reasoning-gym); `random` is a control; `python` is `function` below; `model` is
+    a reward model in this process; `http` asks a server."""
     weight: float = 1.0
     """The sample's reward is the weighted sum of all rewards."""
     pattern: str = ""
@@ -23,6 +24,24 @@ class RewardConfig(Config):
     """length: completion length that scores 1, falling off linearly to 0 at twice that or at none."""
     function: str = ""
     """python: `package.module:function` or `path/file.py:function`, taking (prompt, completion, answer, metadata)."""
+    model: str = ""
+    """model: the folder of a reward model with the policy's tokenizer, for example what a reward_model stage gave."""
+    url: str = ""
+    """http: where {"samples": [{"id", "prompt", "completion", "answer", "metadata"}, ...]} is posted as JSON, and
+    answered with {"scores": [...]}: a number each, or null where there is none."""
+    batch: int = Field(64, ge=1)
+    """model, http: samples scored together, at most. With 1 a reward model's score does not depend on what else was
+    finished just then, not even in its last bit."""
+    timeout_s: float = Field(0.0, ge=0)
+    """model, http: a sample without a score for so long is invalid, waiting and retries included; 0 takes 60 s for http
+    and 600 s for model, which waits for its turn between training steps."""
+    retries: int = Field(2, ge=0)
+    """http: how often a request that failed or timed out is sent again."""
+
+    @property
+    def longest_wait_s(self) -> float:
+        """For kinds that score several samples at once."""
+        return self.timeout_s or (600.0 if self.kind == "model" else 60.0)
 
     @model_validator(mode="after")
     def _complete(self) -> RewardConfig:
@@ -35,7 +54,12 @@ class RewardConfig(Config):
             faults.append(
                 'kind = "python" needs a function; set function = "package.module:function" or "file.py:function"'
             )
-        for name, kind in (("pattern", "regex"), ("target_tokens", "length"), ("function", "python")):
+        if self.kind == "model" and not self.model:
+            faults.append('kind = "model" needs a model; set model to the folder of a reward model')
+        if self.kind == "http" and not self.url.startswith(("http://", "https://")):
+            faults.append(f'kind = "http" needs a url, and it is "{self.url}"; set url = "http://host:port/path"')
+        owners = {"pattern": "regex", "target_tokens": "length", "function": "python", "model": "model", "url": "http"}
+        for name, kind in owners.items():
             if getattr(self, name) and self.kind != kind:
                 faults.append(
                     f'{name} is only for kind = "{kind}", and kind is "{self.kind}"; change kind or leave {name} out'

@@ -14,6 +14,7 @@ from typing import Any
 
 from tidemill.config.faults import ConfigError, Fault
 from tidemill.config.graph import did_you_mean, graph_faults
+from tidemill.config.keys import KeyPath
 from tidemill.config.layers import PREFIX, STAGES, Layer, Tree
 from tidemill.config.load import compose, has_stages, read_sources
 from tidemill.config.pipeline import ASKED, KINDS, PipelineSpec, StageKind, StageSpec
@@ -140,9 +141,20 @@ def _stage(
     except ConfigError as error:
         placed = [fault if fault.source else replace(fault, source=f"stage {name}") for fault in error.faults]
         raise ConfigError([*faults, *placed]) from None
+    if missing := _missing(spec, KINDS[kind].required):
+        what, cure = "not given, and there is no default", f"give --{STAGES}.{name}.{missing} VALUE"
+        faults.append(Fault(key=missing, what=what, source=f"stage {name}", cure=cure))
     if faults:
         raise ConfigError(faults)
     return StageSpec(name=name, kind=kind, spec=spec)
+
+
+def _missing(spec: RunSpec, required: KeyPath) -> str:
+    """The dotted key that this kind of stage needs and has not; empty if nothing is missing."""
+    node: Any = spec
+    for part in required:
+        node = getattr(node, part)
+    return ".".join(required) if required and node is None else ""
 
 
 def _kind(said: Sequence[Layer]) -> StageKind:

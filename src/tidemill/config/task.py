@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from tidemill.config.base import Config, refuse
+from tidemill.config.data import DataFormat
 
 
 class ArithmeticTask(Config):
@@ -47,14 +48,31 @@ class ReasoningGymTask(Config):
     """Put before every question."""
 
 
-class JsonlTask(Config):
-    kind: Literal["jsonl"]
+class PromptFiles(Config):
+    kind: str
     path: Path
-    """One JSON object per line: `prompt` or `messages` (role and content each), and `answer`; the rest is metadata."""
+    """Prompts with their answers, one a row: `prompt` or `messages` (role and content each), and `answer`; the rest is
+    metadata."""
     held_out_path: Path | None = None
     """Evaluation prompts; by default a share of `path`, chosen by content hash."""
     held_out_fraction: float = Field(0.1, gt=0, lt=1)
     """Share kept for evaluation when there is no held_out_path."""
 
 
-TaskConfig = Annotated[ArithmeticTask | ReasoningGymTask | JsonlTask, Field(discriminator="kind")]
+class FileTask(PromptFiles):
+    kind: Literal["file"]
+    format: DataFormat = "auto"
+    """auto: a folder is one that `datasets` saved (save_to_disk), *.parquet is Parquet, any other file JSON lines."""
+
+
+class JsonlTask(PromptFiles):
+    """`file` for JSON lines, whatever the file's name ends with."""
+
+    kind: Literal["jsonl"]
+
+    @property
+    def format(self) -> DataFormat:
+        return "jsonl"
+
+
+TaskConfig = Annotated[ArithmeticTask | ReasoningGymTask | FileTask | JsonlTask, Field(discriminator="kind")]

@@ -1,15 +1,18 @@
-"""When a group is ready to be learned from, and in which order groups go to the trainer: pure bookkeeping."""
+"""Which groups make a batch, and in which order they go to the trainer: pure bookkeeping."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Literal, TypeAlias
 
 import msgspec
 
-from tidemill.controller.batch import BatchPlan
-from tidemill.core.records import Group, Reward, Trajectory
+from tidemill.core.records import Reward, SampleId, Trajectory
 
 Order: TypeAlias = Literal["canonical", "arrival"]
+Membership: TypeAlias = Literal["planned", "first_finished"]
 
 
 def scored(trajectory: Trajectory, reward: Reward, *, truncated: Literal["trained", "masked"]) -> Trajectory:
@@ -21,40 +24,115 @@ def scored(trajectory: Trajectory, reward: Reward, *, truncated: Literal["traine
     return msgspec.structs.replace(trajectory, reward=reward, weight=0.0 if left_out else 1.0)
 
 
+def has_signal(trajectories: Iterable[Trajectory]) -> bool:
+    """Whether a group's valid rewards differ at all: DAPO's dynamic sampling replaces groups without (2503.14476)."""
+    values = {t.reward.value for t in trajectories if t.weight > 0 and t.reward is not None}
+    return len(values) > 1
+
+
 class GroupAssembly:
-    """Collects scored trajectories and releases whole groups: strictly by position, or as they complete."""
+    """Collects the scored trajectories of whole groups, by position, in the order they were completed."""
 
-    def __init__(self, plan: BatchPlan, order: Order) -> None:
-        self._positions = {
-            (plan.purpose, group.prompt_id, group.epoch): position for position, group in enumerate(plan.groups)
-        }
-        self._group_size = plan.group_size
-        self._order: Order = order
-        self._members: dict[int, list[Trajectory]] = {position: [] for position in self._positions.values()}
-        self._complete: dict[int, Group] = {}
-        self._next = 0
+    def __init__(self, group_size: int) -> None:
+        self._group_size = group_size
+        self._members: dict[int, list[Trajectory]] = {}
+        self.complete: dict[int, list[Trajectory]] = {}
 
-    def add(self, trajectory: Trajectory) -> list[Group]:
-        """Take one trajectory (each exactly once); returns the groups that may be learned from now, in order."""
-        position = self._positions[trajectory.sample_id.group]
-        members = self._members[position]
+    def add(self, position: int, trajectory: Trajectory) -> bool:
+        """Take one trajectory (each exactly once); says whether its group is complete with it."""
+        members = self._members.setdefault(position, [])
         members.append(trajectory)
         if len(members) < self._group_size:
-            return []
-        group = Group(
-            position=position,
-            prompt_id=trajectory.sample_id.prompt_id,
-            trajectories=tuple(sorted(members, key=lambda member: member.sample_id.index)),
-        )
-        del self._members[position]
-        if self._order == "arrival":
-            return [group]
-        self._complete[position] = group
-        return self._released()
+            return False
+        self.complete[position] = sorted(self._members.pop(position), key=lambda member: member.sample_id.index)
+        return True
 
-    def _released(self) -> list[Group]:
+    def forget(self, position: int, sample_ids: Collection[SampleId] | None = None) -> None:
+        """Some of a group's samples begin again, or (by default) the group was given up."""
+        members = [*self._members.pop(position, ()), *self.complete.pop(position, ())]
+        kept = [] if sample_ids is None else [member for member in members if member.sample_id not in sample_ids]
+        if kept:
+            self._members[position] = kept
+
+
+class Forming:
+    """The batch of one step while it is put together: which complete groups it takes, and when.
+
+    Args:
+        size: groups it will have, and every later batch too.
+        membership: `planned`: the first `size` of those in flight, by position. `first_finished`: whichever are
+            complete first, as long as every group that is left can still be learned from in time.
+        order: `canonical`: by position, so that the same members always are learned from in the same order. `arrival`:
+            as soon as it is certain that a group is a member.
+        recorded: of a batch learned from before a restart: its positions, in their order.
+    """
+
+    def __init__(
+        self, step: int, size: int, *, membership: Membership, order: Order, recorded: Sequence[int] | None = None
+    ) -> None:
+        self.step, self.size = step, len(recorded) if recorded is not None else size
+        self._membership, self._order = membership, order
+        self._recorded = recorded
+        self.taken: list[int] = []
+
+    @property
+    def full(self) -> bool:
+        return len(self.taken) == self.size
+
+    def take(self, complete: Collection[int], in_flight: Mapping[int, int | None]) -> list[int]:
+        """Positions that go to the trainer now, in order.
+
+        Args:
+            complete: groups all of whose samples are scored, not yet taken, in the order they were completed.
+            in_flight: groups begun and not yet taken, the complete ones among them, by position; each with the last
+                step that may learn from it, None for any.
+        """
+        left = self.size - len(self.taken)
+        if self._recorded is not None:
+            chosen = self._in_turn(self._recorded[len(self.taken) :], complete)
+        elif self._membership == "planned":
+            members = list(islice(in_flight, left))
+            if self._order == "canonical":
+                chosen = self._in_turn(members, complete)
+            else:
+                chosen = [position for position in complete if position in members]
+        else:
+            chosen = self._first_finished(left, complete, in_flight)
+        self.taken += chosen
+        return chosen
+
+    def _first_finished(self, left: int, complete: Collection[int], in_flight: Mapping[int, int | None]) -> list[int]:
+        due: Counter[int | None] = Counter(latest for latest in in_flight.values() if latest is not None)
+        chosen: list[int] = []
+        for position in complete:
+            if len(chosen) == left:
+                break
+            latest = in_flight[position]
+            due[latest] -= latest is not None
+            if self._fits(due, left - len(chosen) - 1):
+                chosen.append(position)
+            else:
+                due[latest] += latest is not None
+        if self._order == "arrival":
+            return chosen
+        return sorted(chosen) if len(chosen) == left else []
+
+    def _fits(self, due: Mapping[int | None, int], left: int) -> bool:
+        """Whether groups with these latest steps can all be learned from in time: `left` in this step, and `size` in
+        each later one."""
+        waiting = 0
+        for latest in sorted(latest for latest in due if latest is not None):
+            waiting += due[latest]
+            if waiting > left + (latest - self.step) * self.size:
+                return False
+        return True
+
+    @staticmethod
+    def _in_turn(members: Sequence[int], complete: Collection[int]) -> list[int]:
+        """The longest beginning that is complete."""
         ready = []
-        while self._next in self._complete:
-            ready.append(self._complete.pop(self._next))
-            self._next += 1
+        for position in members:
+            if position not in complete:
+                break
+            ready.append(position)
         return ready

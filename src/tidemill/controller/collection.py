@@ -1,15 +1,16 @@
-"""From an open batch to its scored samples, one by one as they finish.
+"""From samples in flight to scored ones, one by one as they finish.
 
 ```
- batch ──dispatcher──▶ fleet ──reports, ends of leases──┐
-   ▲                                                    ▼
-   │                                                ( mailbox ) ◀──rewards── scorer ◀──┐
-   │                                                    │                              │
-   └──── ledger: apply, journal, take back ◀────────────┴───▶ finished samples ────────┘
-                                                        └───▶ scored samples ──▶ whoever iterates
+ in flight ──dispatcher──▶ fleet ──reports, ends of leases──┐
+   ▲                                                        ▼
+   │                                                    ( mailbox ) ◀──rewards── scorer ◀──┐
+   │                                                        │                              │
+   └────── ledger: apply, journal, take back ◀──────────────┴───▶ finished samples ────────┘
+                                                            └───▶ scored samples ──▶ whoever asks for the next
 ```
-One task owns the batch and reads the mailbox; the fleet and the scorers only put letters into it. The consumer may take
-its time (the trainer does): generating, journalling and scoring go on meanwhile.
+One task reads the mailbox and changes samples by what it says; the fleet and the scorers only put letters into it. The
+consumer may take its time (the trainer does): generating, journalling and scoring go on meanwhile. It may also begin,
+restart and give up groups meanwhile.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 
 from tidemill.controller.assembly import scored
-from tidemill.controller.batch import Batch
 from tidemill.controller.dispatcher import Dispatcher
+from tidemill.controller.in_flight import InFlight
 from tidemill.controller.mailbox import Ended, Mail, Mailbox
 from tidemill.controller.rollout import Rollout, StopRequested
 from tidemill.controller.samples import Sample, SampleState
@@ -36,16 +37,19 @@ WATCH_S = 0.5
 
 
 @asynccontextmanager
-async def collecting(batch: Batch, rollout: Rollout) -> AsyncIterator[Collection]:
-    """Generate and score a batch: yields its scored samples in the order they come.
+async def collecting(in_flight: InFlight, rollout: Rollout, *, endless: bool = False) -> AsyncIterator[Collection]:
+    """Generate and score what is in flight: gives out scored samples in the order they come.
 
-    The iteration raises:
+    Args:
+        endless: groups may be begun at any time; else the collection ends when all that is in flight is scored.
+
+    Asking for the next sample raises:
         StopRequested: `rollout.stop` was set; the samples in flight were called back and what they had is journalled.
         DeadlineError: nothing came from the workers or the scorer for too long.
         TidemillError: the engine failed again and again on one sample.
         Exception: whatever the reserved worker, the provider of leases, the scorer or the journal raised.
     """
-    collection = Collection(batch, rollout)
+    collection = Collection(in_flight, rollout, endless=endless)
     with rollout.fleet.delivering_to(collection.mailbox):
         tasks = [asyncio.create_task(job) for job in (collection.run(), collection.watch_stop())]
         try:
@@ -54,44 +58,83 @@ async def collecting(batch: Batch, rollout: Rollout) -> AsyncIterator[Collection
             for task in (*tasks, *collection.scoring):
                 task.cancel()
             await asyncio.gather(*tasks, *collection.scoring, return_exceptions=True)
-            for lease_id in batch.leases:
-                rollout.fleet.abort(lease_id, [sample.sample_id for sample in batch.held(lease_id).values()])
+            for lease_id in in_flight.leases:
+                rollout.fleet.abort(lease_id, [sample.sample_id for sample in in_flight.held(lease_id).values()])
 
 
 class Collection:
-    """The state of one `collecting`; iterate over it for the scored samples."""
+    """The state of one `collecting`."""
 
-    def __init__(self, batch: Batch, rollout: Rollout) -> None:
-        self._batch, self._rollout = batch, rollout
-        self._dispatcher = Dispatcher(batch, rollout.fleet, window_s=rollout.window_s)
+    def __init__(self, in_flight: InFlight, rollout: Rollout, *, endless: bool = False) -> None:
+        self._in_flight, self._rollout, self._endless = in_flight, rollout, endless
+        self._dispatcher = Dispatcher(in_flight, rollout.fleet, window_s=rollout.window_s)
         self.mailbox = Mailbox()
-        self._scored: asyncio.Queue[Trajectory | Exception] = asyncio.Queue()
-        self._began = self._news_at = self._noticed_at = rollout.clock.now()
+        self._scored: asyncio.Queue[tuple[Sample, int] | Exception] = asyncio.Queue()
+        self._news_at = self._noticed_at = rollout.clock.now()
         self._wanted_at: float | None = None  # since when the consumer waits; None while it is busy
-        self._stopped = False
+        self._over: Exception | None = None  # why nothing more will come
+        self._paused: asyncio.Event | None = None  # set when nothing is being generated any more
+        self._due = len(in_flight.samples)  # samples of the batch that is due
         self.scoring: set[asyncio.Task[None]] = set()
-        self.generating_s = 0.0  # until the last sample finished
-        self.scoring_s = 0.0  # from then to the last reward
-        self.waited_s = 0.0  # by the consumer, while the reserved side was not generating
+        self.waited_s = 0.0  # by the consumer, in this step
+        self.idle_s = 0.0  # of that, while the reserved side was not generating either
         self._watched_at = -WATCH_S
-        self._all_finished = not batch.unfinished
 
     @property
     def workers_mean(self) -> float:
-        """Preemptible workers that served, on average."""
+        """Preemptible workers that served in this step, on average."""
         return self._dispatcher.workers_mean
 
-    async def __aiter__(self) -> AsyncIterator[Trajectory]:
-        for _ in self._batch.samples:
+    def begin_step(self, *, samples: int, window_s: float) -> None:
+        """The next batch is due, of so many samples; the reserved side generates beside the others for a while."""
+        self._due, self.waited_s, self.idle_s = samples, 0.0, 0.0
+        self._dispatcher.begin_step(window_s)
+        self.look()
+
+    def look(self) -> None:
+        """Groups were begun, or begin again: there may be something to give out."""
+        self.mailbox.ring()
+
+    async def next(self) -> Trajectory:
+        """The next scored sample, whenever it is there."""
+        while True:
             self._wanted_at = self._rollout.clock.now()
             item = await self._scored.get()
             self._count_wait(self._wanted_at)
             self._wanted_at = None
-            if self._stopped:
-                raise StopRequested
+            if isinstance(self._over, StopRequested):
+                raise self._over
             if isinstance(item, Exception):
                 raise item
-            yield item
+            sample, attempt = item
+            if self._is_current(sample, attempt, SampleState.SCORED):
+                assert sample.reward is not None
+                return scored(self._trajectory(sample), sample.reward, truncated=self._rollout.truncated)
+
+    async def __aiter__(self) -> AsyncIterator[Trajectory]:
+        """Every sample that was in flight when the iteration began."""
+        for _ in range(len(self._in_flight.samples)):
+            yield await self.next()
+
+    @asynccontextmanager
+    async def paused(self) -> AsyncIterator[None]:
+        """Nothing is generated for as long as the block lasts: the workers are somebody else's."""
+        self._paused = asyncio.Event()
+        if self._over is not None:
+            raise self._over
+        self._dispatcher.call_back_all()
+        self.look()
+        await self._rollout.patiently(
+            self._paused.wait(),
+            awaited="samples to be handed back",
+            look_at="the workers and their engines",
+            deadline_s=self._rollout.patience.worker_s,
+        )
+        try:
+            yield
+        finally:
+            self._paused = None
+            self.look()
 
     # The tasks that only write letters.
 
@@ -101,32 +144,35 @@ class Collection:
         self.mailbox.ring()
 
     async def _score(self, sample: Sample) -> None:
+        attempt = sample.attempt
         try:
             reward = await self._rollout.scorer.score(sample.prompt, self._trajectory(sample))
         except Exception as error:  # noqa: BLE001 - the iteration raises it
             self.mailbox.put_failure(error)
         else:
-            self.mailbox.mail.rewards.append((sample, reward))
+            self.mailbox.mail.rewards.append((sample, attempt, reward))
             self.mailbox.ring()
 
-    # The task that owns the batch.
+    # The task that reads the letters.
 
     async def run(self) -> None:
         try:
             self._tell_progress()
-            self._release(self._batch.in_state(SampleState.SCORED))
-            self._start_scoring(self._batch.in_state(SampleState.FINISHED))
+            self._release(self._in_flight.in_state(SampleState.SCORED))
+            self._start_scoring(self._in_flight.in_state(SampleState.FINISHED))
             self._dispatch()
-            while not self._batch.complete:
+            while self._endless or not self._in_flight.complete:
                 mail = await self._letters()
                 await self._digest(mail)
                 if mail.stop:
                     await self._call_back()
                     raise StopRequested
                 self._dispatch()
-        except Exception as error:  # noqa: BLE001 - the iteration raises it
-            self._stopped = isinstance(error, StopRequested)
+        except Exception as error:  # noqa: BLE001 - whoever asks for the next sample gets it
+            self._over = error
             self._scored.put_nowait(error)
+            if self._paused is not None:
+                self._paused.set()
 
     async def _letters(self) -> Mail:
         """Everything that has arrived, after waiting a while for something."""
@@ -140,7 +186,7 @@ class Collection:
             return
         now, patience = self._rollout.clock.now(), self._rollout.patience
         wait, waited_s = self._wait(), now - max(self._news_at, self._wanted_at)
-        if waited_s >= wait.deadline_s and self._batch.running and self._dismiss_useless(waited_s):
+        if waited_s >= wait.deadline_s and self._in_flight.running and self._dismiss_useless(waited_s):
             return  # their samples go on elsewhere
         if waited_s >= wait.deadline_s or now - max(self._noticed_at, self._wanted_at) >= patience.notice_s:
             self._noticed_at = now
@@ -149,12 +195,12 @@ class Collection:
     def _dismiss_useless(self, waited_s: float) -> bool:
         """Workers that say things, but nothing of what they were given, lose their leases; whether there were any."""
         cause = f"it was heard of, but {waited_s:.0f} s without a token that is of use"
-        dismissed = [self._rollout.fleet.dismiss(lease_id, cause) for lease_id in self._batch.leases]
+        dismissed = [self._rollout.fleet.dismiss(lease_id, cause) for lease_id in self._in_flight.leases]
         return any(dismissed)
 
     def _wait(self) -> Wait:
-        batch, patience = self._batch, self._rollout.patience
-        name = f"step {batch.plan.step} ({batch.plan.purpose})"
+        batch, patience = self._in_flight, self._rollout.patience
+        name = f"step {batch.newest_version + self._endless} ({batch.plan.purpose})"
         if batch.unfinished and not batch.running:
             return Wait(
                 awaited=f"a worker to generate {batch.unfinished} samples of {name}",
@@ -162,7 +208,7 @@ class Collection:
                 deadline_s=patience.pool_s,
             )
         if batch.unfinished:
-            ignored = f" (messages ignored: {dict(batch.ignored)})" if batch.ignored else ""
+            ignored = f" (messages ignored: {dict(batch.tally.ignored)})" if batch.tally.ignored else ""
             return Wait(
                 awaited=f"tokens of {batch.unfinished} samples of {name}",
                 look_at=f"the worker and its engine{ignored}",
@@ -176,37 +222,49 @@ class Collection:
 
     async def _digest(self, mail: Mail) -> None:
         """Journal what came, then act on it. What a worker said before its lease ended counts."""
-        batch, rollout = self._batch, self._rollout
-        tokens_before = batch.tokens_accepted
+        in_flight, rollout = self._in_flight, self._rollout
+        tokens_before = in_flight.tally.tokens_accepted
         for report in mail.reports:
-            rollout.note_status(report, batch)
-        finished = await rollout.ledger.accept(batch, mail.reports)
-        if mail.news or finished or batch.tokens_accepted > tokens_before:
+            rollout.note_status(report, in_flight.tally)
+        finished = await rollout.ledger.accept(in_flight, mail.reports)
+        if mail.news or finished or in_flight.tally.tokens_accepted != tokens_before:
             self._news_at = self._noticed_at = rollout.clock.now()
         else:
             self._judge_silence()
-        for lease_id, verdict in batch.take_misfits().items():
+        for lease_id, verdict in in_flight.take_misfits().items():
             rollout.fleet.dismiss(lease_id, f"it sent what does not fit ({verdict})")
-        for sample in finished:
-            rollout.fleet.lengths.observe(sample.sample_id.prompt_id, sample.length)
-        self._start_scoring(finished)
+        self._finish(finished)
         for ended in mail.ended:
             self._take_back(ended)
         self._dispatcher.hand_back(mail.hand_back)
         self._dispatcher.note_idle({report.lease_id for report in mail.reports})
-        await rollout.ledger.reward(batch, mail.rewards)
-        self._release([sample for sample, _ in mail.rewards])
-        self._keep_time()
+        rewards = [(sample, reward) for sample, attempt, reward in mail.rewards if self._may_score(sample, attempt)]
+        await rollout.ledger.reward(in_flight, rewards)
+        self._release([sample for sample, _ in rewards])
         self._tell_progress()
         for error in mail.failures:
             raise error
 
+    def _is_current(self, sample: Sample, attempt: int, state: SampleState) -> bool:
+        """Whether a sample still is where it was: its group may have begun again, or been given up."""
+        return sample.state is state and sample.attempt == attempt and sample.ordinal in self._in_flight.samples
+
+    def _may_score(self, sample: Sample, attempt: int) -> bool:
+        return self._is_current(sample, attempt, SampleState.FINISHED)
+
+    def _finish(self, samples: Sequence[Sample]) -> None:
+        current = [sample for sample in samples if self._is_current(sample, sample.attempt, SampleState.FINISHED)]
+        for sample in current:
+            sample.finished_s = self._rollout.clock.now()
+            self._rollout.fleet.lengths.observe(sample.sample_id.prompt_id, sample.length)
+        self._start_scoring(current)
+
     def _take_back(self, ended: Ended) -> None:
         """The samples of a worker that is gone wait for another, each with the tokens it has."""
-        samples = self._batch.revoke(ended.lease_id)
+        samples = self._in_flight.revoke(ended.lease_id)
         if ended.evicted:
-            self._batch.evictions += 1
-            self._batch.tokens_lost += ended.tokens_lost if samples else 0
+            self._in_flight.tally.evictions += 1
+            self._in_flight.tally.tokens_lost += ended.tokens_lost if samples else 0
             self._rollout.fleet.story.evicted(ended, samples)
         if ended.crashed:
             for sample in samples:
@@ -215,20 +273,18 @@ class Collection:
 
     def _tell_progress(self) -> None:
         telemetry, fleet, now_s = self._rollout.telemetry, self._rollout.fleet, self._rollout.clock.now()
-        telemetry.progress(self._rollout.phase, self._batch.scored, len(self._batch.samples))
+        telemetry.progress(self._rollout.phase, min(self._in_flight.scored, self._due), self._due)
         if fleet.elastic and now_s - self._watched_at >= WATCH_S:
             self._watched_at = now_s
             telemetry.fleet(fleet.rows())
 
-    def _keep_time(self) -> None:
-        elapsed_s = self._rollout.clock.now() - self._began
-        if not self._all_finished:
-            self.generating_s, self._all_finished = elapsed_s, not self._batch.unfinished
-        self.scoring_s = elapsed_s - self.generating_s
-
     def _dispatch(self) -> None:
         """Give out what waits, called-back and failed samples included: each goes on from the tokens it has."""
-        trainable = -(-self._scored.qsize() // self._batch.plan.group_size)
+        if self._paused is not None:
+            if not self._in_flight.running:
+                self._paused.set()
+            return
+        trainable = -(-self._scored.qsize() // self._in_flight.plan.group_size)
         if self._dispatcher.dispatch(trainable_groups=trainable):
             self._news_at = self._noticed_at = self._rollout.clock.now()  # an answer is awaited from now on
 
@@ -237,14 +293,15 @@ class Collection:
         self._dispatcher.call_back_all()
         with suppress(TimeoutError):
             async with asyncio.timeout(self._rollout.patience.stop_s):
-                while self._batch.running:
+                while self._in_flight.running:
                     await self._digest(await self._letters())
 
     def _count_wait(self, since_s: float) -> None:
         """The reserved side has nothing to do while the consumer waits and the window is over."""
-        idle_since_s = self._dispatcher.seeded_until_s
+        now_s, idle_since_s = self._rollout.clock.now(), self._dispatcher.seeded_until_s
+        self.waited_s += now_s - since_s
         if idle_since_s is not None:
-            self.waited_s += max(0.0, self._rollout.clock.now() - max(since_s, idle_since_s))
+            self.idle_s += max(0.0, now_s - max(since_s, idle_since_s))
 
     def _start_scoring(self, samples: Sequence[Sample]) -> None:
         for sample in samples:
@@ -254,9 +311,8 @@ class Collection:
 
     def _release(self, samples: Sequence[Sample]) -> None:
         for sample in samples:
-            assert sample.reward is not None
-            trajectory = scored(self._trajectory(sample), sample.reward, truncated=self._rollout.truncated)
-            self._scored.put_nowait(trajectory)
+            sample.scored_s = self._rollout.clock.now()
+            self._scored.put_nowait((sample, sample.attempt))
 
     def _trajectory(self, sample: Sample) -> Trajectory:
         return sample.trajectory(self._rollout.codec.decode(unpack_tokens(bytes(sample.token_ids))))

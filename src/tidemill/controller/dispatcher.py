@@ -1,4 +1,4 @@
-"""Carries out what the router and the offload policy decide, for one batch."""
+"""Carries out what the router and the offload policy decide, for the samples in flight."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from tidemill.controller.batch import LOCAL, Batch
 from tidemill.controller.fleet import Fleet
+from tidemill.controller.in_flight import LOCAL, InFlight
 from tidemill.controller.member import Member
 from tidemill.controller.offload import seeding_useful
 from tidemill.controller.router import Load, Movable, Waiting, dispatch, rebalance
@@ -23,21 +23,26 @@ REBALANCE_S = 0.5
 
 
 class Dispatcher:
-    """Gives a batch's waiting samples to workers, takes them back from those about to leave, and evens out the load.
+    """Gives waiting samples to workers, takes them back from those about to leave, and evens out the load.
 
     Args:
         window_s: how long the reserved side generates too, from now on, while preemptible workers serve.
     """
 
-    def __init__(self, batch: Batch, fleet: Fleet, *, window_s: float = math.inf) -> None:
-        self._batch, self._fleet, self._window_s = batch, fleet, window_s
+    def __init__(self, in_flight: InFlight, fleet: Fleet, *, window_s: float = math.inf) -> None:
+        self._in_flight, self._fleet, self._window_s = in_flight, fleet, window_s
         self._began_s = self._balanced_s = fleet.clock.now()
-        self._queue: list[tuple[bool, float, int]] = []  # a heap of waiting samples, see `_push`
+        self._queue: list[tuple[bool, int, float, int]] = []  # a heap of waiting samples, see `_push`
         self._seeds = False
         self._called_back: dict[int, int] = {}  # ordinal: the attempt that was asked back
         self.seeded_until_s: float | None = None  # since when the reserved side has not been generating
         self.workers_mean = 0.0  # preemptible workers serving, over all looks
         self._looks = 1
+
+    def begin_step(self, window_s: float) -> None:
+        """New weights are there: the reserved side generates too for a while again."""
+        self._began_s, self._window_s, self.seeded_until_s = self._fleet.clock.now(), window_s, None
+        self.workers_mean, self._looks = 0.0, 1
 
     @property
     def window_left_s(self) -> float:
@@ -46,7 +51,7 @@ class Dispatcher:
         return left_s if self._seeds and self._fleet.elastic and left_s > 0 else math.inf
 
     def dispatch(self, *, trainable_groups: int) -> bool:
-        """Do what the state of batch and fleet asks for; never waits. Says whether samples were given out.
+        """Do what the state of samples and fleet asks for; never waits. Says whether samples were given out.
 
         Raises:
             TidemillError: engines failed again and again on one sample.
@@ -55,7 +60,7 @@ class Dispatcher:
         self.workers_mean += (sum(member.preemptible for member in members) - self.workers_mean) / self._looks
         self._looks += 1
         self._enqueue()
-        if self._batch.waiting:
+        if self._in_flight.waiting:
             return self._hand_out(members)
         if len(members) > 1:
             self._even_out(members)
@@ -64,48 +69,49 @@ class Dispatcher:
     def hand_back(self, lease_ids: Iterable[str]) -> None:
         """Workers about to leave: call back what they are generating."""
         for lease_id in lease_ids:
-            if lease_id in self._fleet and (samples := list(self._batch.held(lease_id).values())):
+            if lease_id in self._fleet and (samples := list(self._in_flight.held(lease_id).values())):
                 self._fleet.story.handed_back(self._fleet[lease_id], samples)
                 self._fleet.abort(lease_id, [sample.sample_id for sample in samples])
 
     def call_back_all(self) -> None:
-        for lease_id in self._batch.leases:
-            self._fleet.abort(lease_id, [sample.sample_id for sample in self._batch.held(lease_id).values()])
+        for lease_id in self._in_flight.leases:
+            self._fleet.abort(lease_id, [sample.sample_id for sample in self._in_flight.held(lease_id).values()])
 
     def note_idle(self, lease_ids: Iterable[str]) -> None:
         """Workers that may have finished what they had."""
         for lease_id in lease_ids:
-            if lease_id in self._fleet and not self._batch.held(lease_id):
+            if lease_id in self._fleet and not self._in_flight.held(lease_id):
                 self._fleet.note_idle(lease_id)
 
     def _members(self, trainable_groups: int) -> list[Member]:
         """Who takes samples now. The reserved side's own are called back when its window is over."""
-        fleet, batch = self._fleet, self._batch
-        members = fleet.serving(batch.version_number)
+        fleet, in_flight = self._fleet, self._in_flight
+        members = fleet.serving(in_flight.newest_version)
         if fleet.local is None:
             return members
         seeds = not fleet.elastic
         if fleet.elastic and fleet.config.seeding:
-            free = sum(max(0, fleet.slots - len(batch.held(member.lease.lease_id))) for member in members)
+            free = sum(max(0, fleet.slots - len(in_flight.held(member.lease.lease_id))) for member in members)
             seeds = seeding_useful(
                 elapsed_s=fleet.clock.now() - self._began_s,
                 window_s=self._window_s,
                 preemptible_serving=len(members),
                 preemptible_free_slots=free,
-                unassigned=len(batch.waiting),
-                local_running=len(batch.held(LOCAL)),
+                unassigned=len(in_flight.waiting),
+                local_running=len(in_flight.held(LOCAL)),
                 trainable_groups=trainable_groups,
             )
         if self._seeds and not seeds:
             self.seeded_until_s = fleet.clock.now()
-            fleet.abort(LOCAL, [sample.sample_id for sample in batch.held(LOCAL).values()])
+            fleet.abort(LOCAL, [sample.sample_id for sample in in_flight.held(LOCAL).values()])
         elif seeds:
             self.seeded_until_s = None
         self._seeds = seeds
-        return [*members, fleet.local] if seeds else members
+        up_to_date = fleet.local.version is None or fleet.local.version.number == in_flight.newest_version
+        return [*members, fleet.local] if seeds and up_to_date else members
 
     def _enqueue(self) -> None:
-        for sample in self._batch.take_newly_waiting():
+        for sample in self._in_flight.take_newly_waiting():
             if sample.failures >= MAX_FAILURES:
                 raise TidemillError(
                     f"{sample.failures} attempts to generate {sample.sample_id} failed; the last: {sample.last_error}"
@@ -115,13 +121,14 @@ class Dispatcher:
             self._push(sample)
 
     def _push(self, sample: Sample) -> None:
-        """Samples begun elsewhere first, so that groups complete; then the longest expected; then canonical order."""
-        heapq.heappush(self._queue, (sample.attempt == 0, -self._expected(sample), sample.ordinal))
+        """Samples begun elsewhere first, so that groups complete; then those of the batch that is due first; then the
+        longest expected; then canonical order."""
+        heapq.heappush(self._queue, (sample.attempt == 0, sample.from_version, -self._expected(sample), sample.ordinal))
 
     def _hand_out(self, members: Sequence[Member]) -> bool:
         """Fill free slots and short queues. Without preemptible workers the local engine keeps the queue itself."""
-        limit = self._fleet.config.queue_limit if self._fleet.elastic else len(self._batch.samples)
-        held = {member.lease.lease_id: len(self._batch.held(member.lease.lease_id)) for member in members}
+        limit = self._fleet.config.queue_limit if self._fleet.elastic else len(self._in_flight.samples)
+        held = {member.lease.lease_id: len(self._in_flight.held(member.lease.lease_id)) for member in members}
         room = sum(max(0, self._fleet.slots + limit - assigned) for assigned in held.values())
         chosen = self._pop(room)
         if not chosen:
@@ -143,43 +150,45 @@ class Dispatcher:
         ]
         shares: defaultdict[str, list[Sample]] = defaultdict(list)
         for ordinal, lease_id in dispatch(waiting, loads, queue_limit=limit):
-            shares[lease_id].append(self._batch.samples[ordinal])
+            shares[lease_id].append(self._in_flight.samples[ordinal])
         for lease_id, samples in shares.items():
-            self._fleet.submit(lease_id, self._batch.assign(lease_id, samples), step=self._batch.plan.step)
+            self._fleet.submit(
+                lease_id, self._in_flight.assign(lease_id, samples), step=self._in_flight.newest_version + 1
+            )
         for sample in chosen:  # what the router did not place waits on
-            if sample.ordinal in self._batch.waiting:
+            if sample.ordinal in self._in_flight.waiting:
                 self._push(sample)
         return bool(shares)
 
     def _pop(self, room: int) -> list[Sample]:
         chosen: list[Sample] = []
         while self._queue and len(chosen) < room:
-            _, _, ordinal = heapq.heappop(self._queue)
-            if ordinal in self._batch.waiting:
-                chosen.append(self._batch.samples[ordinal])
+            *_, ordinal = heapq.heappop(self._queue)
+            if ordinal in self._in_flight.waiting:
+                chosen.append(self._in_flight.samples[ordinal])
         return chosen
 
     def _siblings(self, chosen: Sequence[Sample]) -> defaultdict[str, set[tuple[str, str, int]]]:
         """Which worker holds samples of the groups that wait, and so has computed their prompt."""
         near: defaultdict[str, set[tuple[str, str, int]]] = defaultdict(set)
-        size = self._batch.plan.group_size
+        size = self._in_flight.plan.group_size
         for position in {sample.ordinal // size for sample in chosen}:
-            for sibling in self._batch.samples[position * size : (position + 1) * size]:
+            for sibling in self._in_flight.group(position):
                 if sibling.lease_id:
                     near[sibling.lease_id].add(sibling.sample_id.group)
         return near
 
     def _expected(self, sample: Sample) -> float:
-        limit = self._batch.plan.sampling.max_new_tokens
+        limit = self._in_flight.plan.sampling.max_new_tokens
         return self._fleet.lengths.expected_remaining(sample.sample_id.prompt_id, sample.length, limit)
 
     def _even_out(self, members: Sequence[Member]) -> None:
         """Move samples from workers with a queue, or with more than pays, to workers with nothing to do."""
-        now_s, fleet, batch = self._fleet.clock.now(), self._fleet, self._batch
+        now_s, fleet, in_flight = self._fleet.clock.now(), self._fleet, self._in_flight
         if now_s - self._balanced_s < REBALANCE_S:
             return
         self._balanced_s = now_s
-        held = {member.lease.lease_id: batch.held(member.lease.lease_id) for member in members}
+        held = {member.lease.lease_id: in_flight.held(member.lease.lease_id) for member in members}
         if all(len(samples) >= fleet.slots for samples in held.values()) or self._awaiting_back():
             return
         moves = rebalance(
@@ -191,7 +200,7 @@ class Dispatcher:
         )
         routes: defaultdict[tuple[str, str], list[Sample]] = defaultdict(list)
         for move in moves:
-            routes[move.source, move.target].append(batch.samples[move.ordinal])
+            routes[move.source, move.target].append(in_flight.samples[move.ordinal])
         for (source, target), samples in routes.items():
             for sample in samples:
                 sample.moves += 1
@@ -201,11 +210,13 @@ class Dispatcher:
 
     def _awaiting_back(self) -> bool:
         """Whether a sample that was asked back has not come yet."""
-        samples = self._batch.samples
+        samples = self._in_flight.samples
         self._called_back = {
             ordinal: attempt
             for ordinal, attempt in self._called_back.items()
-            if samples[ordinal].state is SampleState.RUNNING and samples[ordinal].attempt == attempt
+            if (sample := samples.get(ordinal)) is not None
+            and sample.state is SampleState.RUNNING
+            and sample.attempt == attempt
         }
         return bool(self._called_back)
 

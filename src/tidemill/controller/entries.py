@@ -1,4 +1,4 @@
-"""What the ledger writes to its journal: one msgpack blob per message, samples named by their place in the batch."""
+"""What the ledger writes to its journal: one msgpack blob per message, samples named by their place among all."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from tidemill.controller.batch import BatchPlan
+from tidemill.controller.in_flight import Plan, PlannedGroup
 from tidemill.core.records import PolicyVersion, Record, Reward, TokenDelta, Trajectory
 
 
@@ -30,15 +30,36 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Opened(Entry, frozen=True, tag="opened"):
-    """A batch was begun."""
+    """Groups were begun."""
 
-    plan: BatchPlan
+    plan: Plan
+    groups: tuple[PlannedGroup, ...]
+
+
+class Learned(Entry, frozen=True, tag="learned"):
+    """What a batch consisted of, in the order it was learned from. Its groups' samples are of no more use once a
+    checkpoint covers the step."""
+
+    step: int
+    positions: tuple[int, ...]
+
+
+class Dropped(Entry, frozen=True, tag="dropped"):
+    """A group was given up: it had no signal, or had grown too old."""
+
+    position: int
+
+
+class Restarted(Entry, frozen=True, tag="restarted"):
+    """Samples began again: they have none of the tokens that came before."""
+
+    ordinals: tuple[int, ...]
 
 
 class Piece(Entry, frozen=True):
     """New tokens of one sample."""
 
-    ordinal: int
+    ordinal: int  # group position * group size + index
     attempt: int
     start: int
     token_ids: bytes
@@ -67,7 +88,7 @@ class Evaluated(Entry, frozen=True, tag="evaluation"):
     samples: tuple[Trajectory, ...] = ()
 
 
-AnyEntry: TypeAlias = Opened | Accepted | Rewarded | Evaluated
+AnyEntry: TypeAlias = Opened | Accepted | Rewarded | Learned | Dropped | Restarted | Evaluated
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyEntry] = msgspec.msgpack.Decoder(AnyEntry)

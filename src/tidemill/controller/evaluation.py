@@ -9,9 +9,9 @@ from statistics import fmean
 
 import msgspec
 
-from tidemill.controller.batch import Batch, plan_batch
 from tidemill.controller.collection import collecting
 from tidemill.controller.entries import EvalResult
+from tidemill.controller.in_flight import InFlight, Plan, plan_groups
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.rollout import Rollout
 from tidemill.core.errors import UserError
@@ -61,11 +61,12 @@ async def evaluate(
         rollout, scorer=scorer, ledger=Ledger(None), truncated="trained", phase="evaluation", window_s=math.inf
     )
     greedy = msgspec.structs.replace(sampling, temperature=0.0, top_k=0, top_p=1.0)
-    members = [(0, prompt) for prompt in prompts]
-    plan = plan_batch(step, members, run_seed=seed, group_size=1, sampling=greedy, purpose=f"eval:{name}")
-    batch = Batch(plan, members, version_number=version.number)
+    plan = Plan(purpose=f"eval:{name}", run_seed=seed, group_size=1, sampling=greedy)
+    in_flight = InFlight(plan, version_number=version.number)
+    groups = plan_groups([(0, prompt) for prompt in prompts], first_position=0, from_version=version.number)
+    in_flight.open(groups, prompts)
     began = rollout.clock.now()
-    async with collecting(batch, rollout) as scored:
+    async with collecting(in_flight, rollout) as scored:
         by_prompt = {trajectory.sample_id.prompt_id: trajectory async for trajectory in scored}
     samples = tuple(by_prompt[prompt.prompt_id] for prompt in prompts)
     return Evaluation(result=_judged(name, step, version, samples, rollout.clock.now() - began), samples=samples)

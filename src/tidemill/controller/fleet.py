@@ -3,7 +3,7 @@
 ```
  provider ──granted──▶ start ──▶ load ──▶ serve ⇄ orders ──▶ (noticed: hand back) ──▶ end
                       (host)   (pull,      │
-                               probe)      └──reports, ends──▶ mailbox of the open batch
+                               probe)      └──reports, ends──▶ mailbox of whoever collects
 ```
 Each worker has a task of its own, so that a slow, hanging or dying one delays nobody. The trainer's own engine is a
 member like the others but for two things: its weights are the trainer's own, and its failure is the run's.
@@ -12,7 +12,7 @@ member like the others but for two things: its weights are the trainer's own, an
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Collection, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Self
@@ -20,7 +20,7 @@ from typing import Any, Self
 import msgspec
 
 from tidemill.config.pool import FleetConfig
-from tidemill.controller.batch import LOCAL
+from tidemill.controller.in_flight import LOCAL
 from tidemill.controller.lengths import LengthEstimator
 from tidemill.controller.mailbox import Ended, Mailbox
 from tidemill.controller.member import Member, MemberState, Order, probe_difference
@@ -93,6 +93,7 @@ class Fleet:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._mailbox: Mailbox | None = None
         self._manifest: WeightManifest | None = None
+        self._version: PolicyVersion | None = None  # the newest
         self._published = asyncio.Event()
         self._failure: Exception | None = None
         self.local: Member | None = None
@@ -133,14 +134,17 @@ class Fleet:
 
     @contextmanager
     def delivering_to(self, mailbox: Mailbox) -> Iterator[None]:
-        """Reports and ends of leases go to this mailbox; without one they are of no interest to anybody."""
-        self._mailbox = mailbox
+        """Reports and ends of leases go to this mailbox; without one they are of no interest to anybody.
+
+        One within another: the outer one gets nothing meanwhile, and must have nothing in flight.
+        """
+        outer, self._mailbox = self._mailbox, mailbox
         if self._failure is not None:
             mailbox.put_failure(self._failure)
         try:
             yield
         finally:
-            self._mailbox = None
+            self._mailbox = outer
             for ended in mailbox.mail.ended:  # as the last sample came; what it had is of no more interest
                 if ended.evicted:
                     self.story.evicted(ended, [])
@@ -187,8 +191,11 @@ class Fleet:
         return True
 
     def note_idle(self, lease_id: str) -> None:
-        """A worker has none of the open batch's samples."""
-        self.story.idle(self._members[lease_id])
+        """A worker has none of the samples in flight."""
+        member = self._members[lease_id]
+        self.story.idle(member)
+        if member.behind:
+            self._let_load(member)
 
     def rows(self) -> list[FleetRow]:
         now_s = self.clock.now()
@@ -210,25 +217,44 @@ class Fleet:
 
     # Weights.
 
-    async def publish(self, version: PolicyVersion) -> None:
-        """Make the trainer's weights everybody's. Waits for the local engine; the others pull in their own time."""
+    async def publish(self, version: PolicyVersion, *, finishing: Collection[str] = ()) -> None:
+        """Make the trainer's weights everybody's. Waits for the local engine; the others pull in their own time.
+
+        Args:
+            finishing: leases whose workers first finish what they have, and load when they are noted as idle.
+        """
         with span(self._telemetry, self.clock, PUBLISH, version=version.number, digest=version.digest) as fields:
             if self._publisher is not None:
                 awaited = f"version {version.number} to be published"
                 manifest = await self._patiently(self._publisher.publish(version), awaited, "the weights' store")
                 fields |= _sizes(manifest)
-                self._announce(manifest)
+                self._announce(manifest, finishing)
+            self._version = version
             if self.local is not None and self.local.worker is not None:
-                load = self.local.worker.load(version)
-                loaded = await self._patiently(load, f"the worker to load version {version.number}", _WORKER)
-                self.local.version = loaded.version
+                if LOCAL in finishing:
+                    self.local.behind = True
+                else:
+                    load = self._load_local(self.local, self.local.worker)
+                    await self._patiently(load, f"the worker to load version {version.number}", _WORKER)
 
-    def _announce(self, manifest: WeightManifest) -> None:
+    def _announce(self, manifest: WeightManifest, finishing: Collection[str]) -> None:
         self._manifest = manifest
         self._published.set()
         for member in self._members.values():
             if member.preemptible and member.state in (MemberState.SERVING, MemberState.LEAVING):
-                self._order(member, Order(partial(self._catch_up, member), "take weights"))
+                member.behind = True
+                if member.lease.lease_id not in finishing:
+                    self._let_load(member)
+
+    def _let_load(self, member: Member) -> None:
+        member.behind = False
+        load = partial(self._load_local if member is self.local else self._catch_up, member)
+        self._order(member, Order(load, "take weights"))
+
+    async def _load_local(self, member: Member, worker: Worker) -> None:
+        assert self._version is not None, "nothing was published"
+        member.version = (await worker.load(self._version)).version
+        self._ring()
 
     async def _catch_up(self, member: Member, worker: Worker) -> None:
         """Pull the newest version, and again if a newer one was published meanwhile.
@@ -257,7 +283,7 @@ class Fleet:
                 event = await provider.next_event(RECEIVE_S)
                 if event is not None:
                     self._take(event)
-        except Exception as error:  # noqa: BLE001 - the open batch raises it
+        except Exception as error:  # noqa: BLE001 - whoever collects raises it
             self._fail(error)
 
     def _take(self, event: LeaseEvent) -> None:
@@ -313,7 +339,7 @@ class Fleet:
     async def _run_local(self, member: Member) -> None:
         try:
             await self._serve(member)
-        except Exception as error:  # noqa: BLE001 - the open batch raises it
+        except Exception as error:  # noqa: BLE001 - whoever collects raises it
             self._fail(error)
 
     async def _receive(self, member: Member) -> None:

@@ -2,125 +2,147 @@
 
 Memory is changed first and the journal awaited before anybody acts on the change. That is safe because a journal keeps
 the order of its appends: what a kill loses is always the newest part of the story, never a piece out of its middle.
+
+An entry is filed under the *round* of its groups: the step whose planned prompts they are. Groups begin round by round,
+so that what a checkpoint makes superfluous is a number of whole rounds.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 
-import msgspec
-
-from tidemill.controller.batch import Batch, BatchPlan
 from tidemill.controller.entries import (
-    Accepted,
     AnyEntry,
+    Dropped,
     EvalResult,
     Evaluated,
+    Learned,
     Opened,
+    Restarted,
     Rewarded,
     accepted,
-    decode,
     encode,
 )
-from tidemill.controller.samples import IllegalTransition, Sample, SampleState
-from tidemill.core.errors import UserError
+from tidemill.controller.in_flight import InFlight, PlannedGroup
+from tidemill.controller.replay import batches_after, decoded, learned_through, replay, tells_of_lost_versions
+from tidemill.controller.samples import Sample
 from tidemill.core.protocols import Journal
-from tidemill.core.records import Prompt, Reward, Trajectory, WorkerReport
+from tidemill.core.records import Prompt, Reward, TokenDelta, Trajectory, WorkerReport
 
 OUTLIVES_CHECKPOINTS = 2**62
 """The journal step of entries that no checkpoint makes superfluous."""
 
 
 class Ledger:
-    """Samples of the open batches and what is known of earlier evaluations.
+    """Samples in flight, what each batch consisted of, and what is known of earlier evaluations.
 
-    `journal` None keeps nothing: for evaluations, whose samples are cheaper to make again than to store.
+    Args:
+        journal: None keeps nothing: for evaluations, whose samples are cheaper to make again than to store.
+        round_size: groups of one round: those planned for one step.
     """
 
-    def __init__(self, journal: Journal | None) -> None:
-        self._journal = journal
-        self._stored: dict[int, list[bytes]] = {}  # batches of an earlier process, decoded when they are opened
+    def __init__(self, journal: Journal | None, *, round_size: int = 1) -> None:
+        self._journal, self._round_size = journal, round_size
         self.evaluations: dict[int, Evaluated] = {}  # by step, the newest of each
+        self.learned: dict[int, tuple[int, ...]] = {}  # by step beyond the newest checkpoint: positions, in order
+        self.next_position = 0  # of the group that is begun next
         self._covered = 0  # the step of the newest checkpoint
 
-    async def load(self, *, after_step: int) -> int:
-        """Read the journal of a run whose newest checkpoint is of `after_step`; returns how many stored batches follow.
+    async def load(
+        self, in_flight: InFlight, prompt_of: Callable[[int], tuple[int, Prompt]], *, after_step: int
+    ) -> int:
+        """Fill `in_flight` with what the journal has beyond the newest checkpoint, which is of `after_step`.
 
-        Batches that do not follow the checkpoint without a hole belong to a history that did not survive and are
-        forgotten.
+        Finished and scored samples are kept, partial ones wait with their tokens, the others wait empty. A history that
+        did not survive (its checkpoint is gone) is forgotten.
+
+        Args:
+            prompt_of: the (epoch, prompt) at a position.
+
+        Returns:
+            How many batches beyond the checkpoint were learned from, whole or in part.
 
         Raises:
-            UserError: the journal cannot be read.
+            UserError: the journal cannot be read, holds other prompts, or entries that make no sense.
         """
-        stored: defaultdict[int, list[bytes]] = defaultdict(list)
-        for step, blob in await self._journal.load() if self._journal else ():
-            stored[step].append(blob)
-        for blob in stored.pop(OUTLIVES_CHECKPOINTS, ()):
-            entry = _decoded(blob, OUTLIVES_CHECKPOINTS)
+        stored = await self._journal.load() if self._journal else []
+        self._covered, self.next_position = after_step, after_step * self._round_size
+        entries = [(filed, decoded(blob, filed)) for filed, blob in stored]
+        for _, entry in sorted(entries, key=lambda filed: filed[0] != OUTLIVES_CHECKPOINTS):  # those with samples last
             if isinstance(entry, Evaluated):
                 self.evaluations[entry.result.step] = entry
-        self._covered = following = after_step
-        while following + 1 in stored:
-            following += 1
-        self._stored = {step: stored[step] for step in range(after_step + 1, following + 1)}
-        superfluous = after_step if self._stored else max(stored, default=after_step)
-        if self._journal and stored:
-            await self._journal.prune(superfluous)
-        return len(self._stored)
+        self.learned = batches_after(entries, after_step)
+        if tells_of_lost_versions(entries, through=max(self.learned, default=after_step)):
+            self.learned = {}
+            if self._journal:
+                await self._journal.prune(max(filed for filed, _ in entries if filed != OUTLIVES_CHECKPOINTS))
+            return 0
+        for filed, entry in entries:
+            replay(in_flight, entry, filed, prompt_of)
+            if isinstance(entry, Opened):
+                self.next_position = max(self.next_position, entry.groups[-1].position + 1)
+        in_flight.recovered()
+        for position in learned_through(entries, after_step) & in_flight.groups.keys():
+            in_flight.close(position)
+        beyond = in_flight.groups.keys() - {p for positions in self.learned.values() for p in positions}
+        return len(self.learned) + bool(beyond)
 
-    async def open(self, plan: BatchPlan, prompts: Sequence[tuple[int, Prompt]], *, version_number: int) -> Batch:
-        """Begin a batch, or go on with it where the journal ends.
-
-        Finished and scored samples are kept, partial ones wait with their tokens, the others wait empty.
+    async def open(self, in_flight: InFlight, groups: Sequence[PlannedGroup], prompts: Sequence[Prompt]) -> None:
+        """Begin groups, durably.
 
         Raises:
-            UserError: the journal holds another batch for this step, or entries that make no sense.
+            UserError: a prompt is in flight already.
         """
-        batch = Batch(plan, prompts, version_number=version_number)
-        blobs = self._stored.pop(plan.step, None)
-        if blobs is None:
-            await self._append(plan.step, [encode(Opened(plan))])
-            return batch
-        for blob in blobs:
-            entry = _decoded(blob, plan.step)
-            if isinstance(entry, Opened):
-                _same_plan(entry.plan, plan)
-                batch = Batch(plan, prompts, version_number=version_number)
-            elif isinstance(entry, Evaluated):
-                self.evaluations[plan.step] = entry
-            else:
-                _replay(batch, entry)
-        for sample in batch.in_state(SampleState.RUNNING):
-            sample.move(SampleState.WAITING)
-        batch.recovered()
-        return batch
+        in_flight.open(groups, prompts)
+        self.next_position = groups[-1].position + 1
+        rounds = groupby(groups, key=lambda group: self._round(group.position))
+        await self._append([(filed, encode(Opened(in_flight.plan, tuple(part)))) for filed, part in rounds])
 
-    async def accept(self, batch: Batch, reports: Sequence[WorkerReport]) -> list[Sample]:
+    async def accept(self, in_flight: InFlight, reports: Sequence[WorkerReport]) -> list[Sample]:
         """Apply every delta that fits and make it durable; returns the samples that finished and may be acted on."""
-        blobs: list[bytes] = []
+        blobs: list[tuple[int, bytes]] = []
         finished: list[Sample] = []
+        per_round = self._round_size * in_flight.plan.group_size
         for report in reports:
-            applied = []
+            applied: defaultdict[int, list[tuple[int, TokenDelta]]] = defaultdict(list)
             for delta in report.deltas:
-                sample = batch.apply(delta)
+                sample = in_flight.apply(delta)
                 if sample is not None:
-                    applied.append((sample.ordinal, delta))
+                    applied[sample.ordinal // per_round + 1].append((sample.ordinal, delta))
                     if delta.finish in ("stop", "length"):
                         finished.append(sample)
-            entry = accepted(applied)
-            if entry is not None:
-                blobs.append(encode(entry))
-        await self._append(batch.plan.step, blobs)
+            for filed, pieces in applied.items():
+                if (entry := accepted(pieces)) is not None:
+                    blobs.append((filed, encode(entry)))
+        await self._append(blobs)
         return finished
 
-    async def reward(self, batch: Batch, rewards: Sequence[tuple[Sample, Reward]]) -> None:
+    async def reward(self, in_flight: InFlight, rewards: Sequence[tuple[Sample, Reward]]) -> None:
         """Note rewards and make them durable; only then may their samples be trained on."""
         for sample, reward in rewards:
-            batch.score(sample, reward)
-        if rewards:
-            entry = Rewarded(tuple((sample.ordinal, reward) for sample, reward in rewards))
-            await self._append(batch.plan.step, [encode(entry)])
+            in_flight.score(sample, reward)
+        size = in_flight.plan.group_size
+        await self._file([(s.ordinal // size, Rewarded(((s.ordinal, reward),))) for s, reward in rewards])
+
+    async def note_learned(self, in_flight: InFlight, step: int, positions: Sequence[int]) -> list[Sample]:
+        """A batch was committed: its groups leave; returns their samples."""
+        if step not in self.learned:
+            self.learned[step] = tuple(positions)
+            await self._file([(max(positions), Learned(step, tuple(positions)))])
+        return [sample for position in positions for sample in in_flight.close(position)]
+
+    async def drop(self, in_flight: InFlight, position: int) -> None:
+        """Give a group up."""
+        in_flight.close(position)
+        await self._file([(position, Dropped(position))])
+
+    async def restart(self, in_flight: InFlight, samples: Sequence[Sample]) -> None:
+        """Let samples of a group begin again."""
+        in_flight.restart(samples)
+        position = samples[0].ordinal // in_flight.plan.group_size
+        await self._file([(position, Restarted(tuple(sample.ordinal for sample in samples)))])
 
     async def evaluated(self, result: EvalResult, samples: Sequence[Trajectory]) -> None:
         """Remember an evaluation: its figures for ever, its samples until a checkpoint covers its step.
@@ -129,67 +151,26 @@ class Ledger:
         """
         self.evaluations[result.step] = Evaluated(result)
         if result.step > self._covered:
-            await self._append(result.step, [encode(Evaluated(result, tuple(samples)))])
-        await self._append(OUTLIVES_CHECKPOINTS, [encode(Evaluated(result))])
+            await self._append([(result.step, encode(Evaluated(result, tuple(samples))))])
+        await self._append([(OUTLIVES_CHECKPOINTS, encode(Evaluated(result)))])
 
-    async def prune(self, through_step: int) -> None:
-        """Forget batches that a durable checkpoint has learned from."""
+    async def prune(self, in_flight: InFlight, through_step: int) -> None:
+        """Forget the rounds of which a durable checkpoint has learned all."""
         self._covered = through_step
+        self.learned = {step: positions for step, positions in self.learned.items() if step > through_step}
+        needed = [*in_flight.groups, *(position for positions in self.learned.values() for position in positions)]
+        if self.next_position > through_step * self._round_size:  # it is known from the last group alone
+            needed.append(self.next_position - 1)
         if self._journal is not None:
-            await self._journal.prune(through_step)
+            await self._journal.prune(self._round(min(needed)) - 1 if needed else through_step)
 
-    async def _append(self, step: int, blobs: Sequence[bytes]) -> None:
+    def _round(self, position: int) -> int:
+        return position // self._round_size + 1
+
+    async def _file(self, entries: Iterable[tuple[int, AnyEntry]]) -> None:
+        """Append entries about single groups, each given with its position."""
+        await self._append([(self._round(position), encode(entry)) for position, entry in entries])
+
+    async def _append(self, blobs: Sequence[tuple[int, bytes]]) -> None:
         if self._journal is not None and blobs:
-            await self._journal.append(step, blobs)
-
-
-def _decoded(blob: bytes, step: int) -> AnyEntry:
-    try:
-        return decode(blob)
-    except msgspec.DecodeError as error:
-        raise _unreadable(step, str(error)) from error
-
-
-def _unreadable(step: int, why: str) -> UserError:
-    return UserError(
-        f"the ledger's entries of step {step} make no sense ({why})",
-        where="ledger.sqlite",
-        cure="delete ledger.sqlite: the run goes on from its last checkpoint and generates later samples again",
-    )
-
-
-def _same_plan(stored: BatchPlan, plan: BatchPlan) -> None:
-    different = [name for name in BatchPlan.__struct_fields__ if getattr(stored, name) != getattr(plan, name)]
-    if different:
-        raise UserError(
-            f"step {plan.step} was begun with another batch (different: {', '.join(different)})",
-            where="ledger.sqlite",
-            cure="resume with the task, batch, sampling and seed settings the run was started with; or delete "
-            "ledger.sqlite to generate the samples since the last checkpoint again",
-        )
-
-
-def _replay(batch: Batch, entry: AnyEntry) -> None:
-    """Apply a stored entry.
-
-    Raises:
-        UserError: it does not fit what came before it.
-    """
-    step = batch.plan.step
-    try:
-        if isinstance(entry, Accepted):
-            for piece in entry.pieces:
-                sample = batch.samples[piece.ordinal]
-                if sample.state is SampleState.WAITING:
-                    sample.move(SampleState.RUNNING)
-                if sample.state is not SampleState.RUNNING or piece.start != sample.length:
-                    raise _unreadable(step, f"sample {piece.ordinal} has a piece out of place")
-                sample.attempt = piece.attempt
-                sample.extend(piece.token_ids, piece.logprobs, entry.versions[piece.version])
-                if piece.finish:
-                    sample.end_attempt(piece.finish, "")
-        elif isinstance(entry, Rewarded):
-            for ordinal, reward in entry.rewards:
-                batch.samples[ordinal].score(reward)
-    except (IndexError, IllegalTransition) as error:
-        raise _unreadable(step, str(error)) from error
+            await self._journal.append(blobs)

@@ -17,8 +17,10 @@ from __future__ import annotations
 import asyncio
 
 from tidemill.config.schema import RunSpec
+from tidemill.controller.collection import collecting
 from tidemill.controller.entries import EvalResult
 from tidemill.controller.fleet import Fleet
+from tidemill.controller.in_flight import TRAIN, InFlight, Plan
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.rollout import Rollout, StopRequested
 from tidemill.controller.run import Run
@@ -86,17 +88,25 @@ async def train_loop(
         patience=patience or Patience(),
         truncated=spec.scoring.truncated,
     )
-    sampling = sampling_params(spec, codec, stop_strings)
-    run = Run(spec, source, trainer, eval_scorer, checkpoints, rollout, sampling)
+    plan = Plan(
+        purpose=TRAIN,
+        run_seed=spec.run.seed,
+        group_size=spec.batch.group_size,
+        sampling=sampling_params(spec, codec, stop_strings),
+        exact_version=spec.schedule.max_policy_lag == 0,
+    )
+    in_flight = InFlight(plan, version_number=trainer.version.number)
+    run = Run(spec, source, trainer, eval_scorer, checkpoints, rollout, in_flight)
     await run.resume()
     try:
         await run.evaluate_start()
-        while run.step < spec.trainer.steps:
-            batch = await run.open_batch()
-            trajectories = await run.learn_from(batch)
-            metrics = await run.publish(batch, trajectories)
-            await run.tell(metrics)
-            await run.checkpoint_if_due()
+        async with collecting(in_flight, rollout, endless=True) as run.samples:
+            while run.step < spec.trainer.steps:
+                batch = await run.begin_batch()
+                trajectories = await run.learn_from(batch)
+                metrics = await run.publish(batch, trajectories)
+                await run.tell(metrics)
+                await run.checkpoint_if_due()
     except StopRequested:
         await run.checkpoint_if_newer()
         return _result(run, interrupted=True)

@@ -1,4 +1,4 @@
-"""What arrives for the task that owns a batch: many write, one reads."""
+"""What arrives for the task that reads letters: many write, one reads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Mail:
     reports: list[WorkerReport] = field(default_factory=list)
     ended: list[Ended] = field(default_factory=list)
     hand_back: list[str] = field(default_factory=list)  # leases about to end
-    rewards: list[tuple[Sample, Reward]] = field(default_factory=list)
+    rewards: list[tuple[Sample, int, Reward]] = field(default_factory=list)  # with the attempt that was judged
     failures: list[Exception] = field(default_factory=list)
     stop: bool = False
 
@@ -41,7 +41,7 @@ class Mail:
 
 
 class Mailbox:
-    """Letters of one batch. `mail` is written to directly; `ring` says so."""
+    """Letters of one collection. `mail` is written to directly; `ring` says so."""
 
     def __init__(self) -> None:
         self.mail = Mail()

@@ -44,6 +44,7 @@ class Member:
     heard_s: float = 0.0  # when it last said anything
     heard_tokens: int = 0  # in its last report
     noticed: bool = False
+    behind: bool = False  # newer weights are there, for when it has finished what it has
     tokens: int = 0  # accepted of it
     busy_since_s: float | None = None  # since when it has samples of the open batch
     busy_tokens: int = 0  # accepted of it since then

@@ -32,8 +32,8 @@ class MemoryJournal:
         """What survives."""
         return bytes(self._disk)
 
-    async def append(self, step: int, blobs: Sequence[bytes]) -> None:
-        frames = b"".join(HEADER.pack(step, len(blob), zlib.crc32(blob)) + blob for blob in blobs)
+    async def append(self, blobs: Sequence[tuple[int, bytes]]) -> None:
+        frames = b"".join(HEADER.pack(step, len(blob), zlib.crc32(blob)) + blob for step, blob in blobs)
         kept = frames if self._left is None else frames[: max(0, self._left - self.written)]
         self._disk += kept
         self.written += len(kept)

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from tidemill.controller.batch import Batch
 from tidemill.controller.fleet import Fleet
+from tidemill.controller.in_flight import Tally
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.waiting import Patience, Wait, patiently
 from tidemill.core.clock import Clock
@@ -63,10 +63,10 @@ class Rollout:
         if stopped is not None:
             raise stopped
 
-    def note_status(self, report: WorkerReport, batch: Batch) -> None:
+    def note_status(self, report: WorkerReport, tally: Tally) -> None:
         """Remember what a worker is doing; count the prompt tokens it computed since it last spoke."""
         status = report.status
         before = self.newest.get(status.worker_id)
-        batch.prompt_tokens_computed += status.prompt_tokens_computed - (before.prompt_tokens_computed if before else 0)
-        batch.prompt_tokens_reused += status.prompt_tokens_reused - (before.prompt_tokens_reused if before else 0)
+        tally.prompt_tokens_computed += status.prompt_tokens_computed - (before.prompt_tokens_computed if before else 0)
+        tally.prompt_tokens_reused += status.prompt_tokens_reused - (before.prompt_tokens_reused if before else 0)
         self.newest[status.worker_id] = status

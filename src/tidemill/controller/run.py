@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
 
 from tidemill.config.schema import RunSpec
-from tidemill.controller.assembly import GroupAssembly
-from tidemill.controller.batch import Batch, plan_batch
-from tidemill.controller.collection import collecting
+from tidemill.controller.admission import latest_step, may_begin
+from tidemill.controller.assembly import Forming, GroupAssembly, has_signal
+from tidemill.controller.collection import Collection
 from tidemill.controller.entries import EvalResult, Evaluated
 from tidemill.controller.evaluation import evaluate
 from tidemill.controller.figures import batch_figures, sample_figures
+from tidemill.controller.in_flight import InFlight, plan_groups
 from tidemill.controller.offload import OffloadState, StepObservation, after_step, start, window
 from tidemill.controller.rollout import Rollout, StopRequested
+from tidemill.controller.samples import Sample, SampleState
+from tidemill.core.errors import TidemillError
 from tidemill.core.protocols import Checkpoints, PromptSource, Scorer, Trainer
-from tidemill.core.records import Group, Prompt, SamplingParams, StepMetrics, Trajectory
+from tidemill.core.records import Group, Prompt, StepMetrics, Trajectory
 from tidemill.telemetry.events import CHECKPOINT, EVALUATION
 from tidemill.telemetry.metrics import GREEDY_ACCURACY
 
@@ -36,7 +40,8 @@ class Run:
     eval_scorer: Scorer
     checkpoints: Checkpoints
     rollout: Rollout
-    sampling: SamplingParams
+    in_flight: InFlight
+    samples: Collection | None = None  # of what is in flight, while the loop runs
     step: int = 0  # batches committed
     resumed_from: int = 0
     checkpointed: int = 0  # the step of the newest checkpoint
@@ -44,7 +49,12 @@ class Run:
     already_finished: bool = False
     tokens_generated: int = 0
     offload: OffloadState | None = None  # None where no preemptible worker can come
-    timings: dict[str, float] = field(default_factory=dict)  # of the open batch, in seconds
+    timings: dict[str, float] = field(default_factory=dict)  # of the batch that is due, in seconds
+    began_s: float = 0.0  # when it fell due
+    assembly: GroupAssembly = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.assembly = GroupAssembly(self.spec.batch.group_size)
 
     async def resume(self) -> None:
         """Restore the newest checkpoint and find out what the journal has beyond it."""
@@ -53,7 +63,8 @@ class Run:
         ledger, telemetry, fleet = self.rollout.ledger, self.rollout.telemetry, self.rollout.fleet
         if fleet.elastic:
             self._balance(start(fleet.config.seed_window_s))
-        self.replayed = await ledger.load(after_step=step)
+        self.in_flight.newest_version = self.trainer.version.number
+        self.replayed = await ledger.load(self.in_flight, self._prompt, after_step=step)
         telemetry.resume(step)
         self.already_finished = step >= self.spec.trainer.steps
         if self.already_finished:
@@ -69,64 +80,194 @@ class Run:
             version = self.trainer.version
             self.rollout.telemetry.step(StepMetrics(step=0, version=version, optimizer_steps=0, values=figures))
 
-    async def open_batch(self) -> Batch:
-        """The next step's batch, new or as the journal has it."""
+    async def begin_batch(self) -> Forming:
+        """The next step's batch: what the journal says it was, or what is to be put together now."""
         if self.rollout.stop.is_set():
             raise StopRequested
-        step, spec = self.step + 1, self.spec
-        prompts = self.source.train_batch(step)
-        plan = plan_batch(
-            step, prompts, run_seed=spec.run.seed, group_size=spec.batch.group_size, sampling=self.sampling
+        batch, schedule = self.spec.batch, self.spec.schedule
+        self.timings, self.began_s = {"time_train_s": 0.0}, self.rollout.clock.now()
+        recorded = self.rollout.ledger.learned.get(self.step + 1)
+        forming = Forming(
+            self.step + 1, batch.prompts, membership=schedule.membership, order=batch.order, recorded=recorded
         )
-        return await self.rollout.ledger.open(plan, prompts, version_number=self.trainer.version.number)
+        await self._admit(0)
+        self._collection.begin_step(samples=forming.size * batch.group_size, window_s=self._window_s())
+        return forming
 
-    async def learn_from(self, batch: Batch) -> list[Trajectory]:
-        """Generate, score and accumulate; returns the batch's trajectories once the trainer has them all.
+    async def _admit(self, taken: int) -> None:
+        """Begin as many groups as the policy lag allows, `taken` of the due batch's being learned from."""
+        batch, schedule = self.spec.batch, self.spec.schedule
+        ahead = schedule.max_policy_lag * batch.prompts if schedule.overcommit is None else schedule.overcommit
+        open_groups = len(self.in_flight.groups) - taken
+        learned = self.step * batch.prompts + taken
+        number = may_begin(
+            version=self.in_flight.newest_version,
+            learned=learned,
+            in_flight=open_groups,
+            batch_groups=batch.prompts,
+            overcommit=ahead,
+        )
+        number = min(number, self.spec.trainer.steps * batch.prompts - learned - open_groups)
+        if number > 0:
+            first = self.rollout.ledger.next_position
+            pairs = [self._prompt(position) for position in range(first, first + number)]
+            groups = plan_groups(pairs, first_position=first, from_version=self.in_flight.newest_version)
+            await self.rollout.ledger.open(self.in_flight, groups, [prompt for _, prompt in pairs])
+            self._collection.look()
 
-        Consumes the batch's prompts, produces gradients; waits for samples, and is unblocked by the last sample of the
-        next group being scored.
+    def _prompt(self, position: int) -> tuple[int, Prompt]:
+        """The (epoch, prompt) of a group: the prompts of all steps, one after another."""
+        prompts = self.spec.batch.prompts
+        return self.source.train_batch(position // prompts + 1)[position % prompts]
+
+    async def learn_from(self, forming: Forming) -> list[Trajectory]:
+        """Take groups as they complete, until the batch is full; its trajectories, once the trainer has them all.
+
+        Consumes scored samples, produces gradients; waits for samples, and is unblocked by the last sample of the next
+        group being scored.
         """
-        rollout, plan = self.rollout, batch.plan
-        assembly, learned = GroupAssembly(plan, self.spec.batch.order), list[Trajectory]()
-        self.timings = {"time_train_s": 0.0}
-        with rollout.span("rollout", step=plan.step) as fields:
-            async with collecting(batch, replace(rollout, window_s=self._window_s())) as samples:
-                async for sample in samples:
-                    if rollout.stop.is_set():
-                        continue  # the iteration ends when what is in flight has been journalled
-                    for group in assembly.add(sample):
-                        await self._accumulate(group)
-                        learned += group.trajectories
-                        if batch.complete:
-                            rollout.telemetry.progress("training", len(learned), len(batch.samples))
+        rollout, learned, step = self.rollout, list[Trajectory](), self.step + 1
+        with rollout.span("rollout", step=step) as fields:
+            while not forming.full:
+                if not rollout.stop.is_set():  # else the next sample never comes: what is in flight is being journalled
+                    learned += await self._learn_what_is_there(forming)
+                if not forming.full:
+                    await self._add(await self._collection.next(), forming)
             if rollout.stop.is_set():
                 raise StopRequested
-            self.timings |= {"time_rollout_s": samples.generating_s, "time_score_s": samples.scoring_s}
-            if rollout.fleet.elastic:
-                self.timings |= {"workers_mean": samples.workers_mean, "time_trainer_wait_s": samples.waited_s}
-            fields |= {"samples": len(learned), "tokens": batch.tokens_accepted, "recovered": batch.tokens_recovered}
-        self.tokens_generated += batch.tokens_accepted
+            samples = [sample for position in forming.taken for sample in self.in_flight.group(position)]
+            self._keep_time(samples)
+            tokens = self.in_flight.tally.tokens_accepted
+            fields |= {"samples": len(learned), "tokens": tokens, "recovered": sum(s.recovered for s in samples)}
+        self.tokens_generated += tokens
         return learned
 
-    async def _accumulate(self, group: Group) -> None:
-        await self._train(self.trainer.accumulate(group), f"the trainer to learn from group {group.position}")
+    async def _learn_what_is_there(self, forming: Forming) -> list[Trajectory]:
+        """Give the trainer every complete group whose turn it is."""
+        in_flight, learned = self.in_flight, list[Trajectory]()
+        while True:
+            untaken = [position for position in in_flight.groups if position not in forming.taken]
+            complete = [position for position in self.assembly.complete if position in untaken]
+            chosen = forming.take(complete, {position: self._latest(position) for position in untaken})
+            if not chosen:
+                return learned
+            for position in chosen:
+                trajectories = self.assembly.complete.pop(position)
+                await self._accumulate(position, trajectories)
+                learned += trajectories
+                if forming.full and position == chosen[-1]:
+                    self.rollout.telemetry.progress("training", len(learned), len(learned))
 
-    async def publish(self, batch: Batch, trajectories: Sequence[Trajectory]) -> StepMetrics:
-        """Commit the batch and give the worker the new weights; returns what the step was like."""
-        rollout, step, version = self.rollout, batch.plan.step, self.trainer.version
+    async def _accumulate(self, position: int, trajectories: Sequence[Trajectory]) -> None:
+        version = self.trainer.version.number
+        lag = max((version - t.versions[0].version.number for t in trajectories if t.versions), default=0)
+        if lag > self.spec.schedule.max_policy_lag:
+            raise TidemillError(f"group {position} is {lag} versions old: the schedule let it pass its limit")
+        group = Group(
+            position=position - self.step * self.spec.batch.prompts,
+            prompt_id=trajectories[0].sample_id.prompt_id,
+            trajectories=tuple(trajectories),
+        )
+        await self._train(self.trainer.accumulate(group), f"the trainer to learn from group {position}")
+
+    async def _add(self, trajectory: Trajectory, forming: Forming) -> None:
+        """Take in a scored sample. A group without signal is replaced, where the algorithm wants that."""
+        position = self.in_flight[trajectory.sample_id].ordinal // self.spec.batch.group_size
+        if not self.assembly.add(position, trajectory) or not self.spec.algorithm.dynamic_sampling:
+            return
+        tally, most = self.in_flight.tally, self.spec.schedule.max_redraws * self.spec.batch.prompts
+        if tally.groups_redrawn < most and not has_signal(self.assembly.complete[position]):
+            tally.groups_redrawn += 1
+            await self._give_up(position)
+            await self._admit(len(forming.taken))
+
+    async def _give_up(self, position: int) -> None:
+        self.assembly.forget(position)
+        samples = self.in_flight.group(position)
+        self._call_back(samples)
+        await self.rollout.ledger.drop(self.in_flight, position)
+        self.in_flight.tally.tokens_discarded += sum(sample.length for sample in samples)
+
+    def _call_back(self, samples: Sequence[Sample]) -> None:
+        for sample in samples:
+            if sample.state is SampleState.RUNNING:
+                self.rollout.fleet.abort(sample.lease_id, [sample.sample_id])
+
+    def _latest(self, position: int) -> int | None:
+        """The last step that may learn from a group, where the schedule is to wait for it; None for any."""
+        schedule = self.spec.schedule
+        if schedule.on_lag_limit != "wait":
+            return None
+        return latest_step(
+            self.in_flight.oldest_version(position), self.in_flight.newest_version, schedule.max_policy_lag
+        )
+
+    def _keep_time(self, samples: Sequence[Sample]) -> None:
+        """How long the step's samples took, from when it fell due."""
+        collection, finished_s = self._collection, max(sample.finished_s for sample in samples)
+        rollout_s = max(0.0, finished_s - self.began_s)
+        self.timings |= {
+            "time_rollout_s": rollout_s,
+            "time_score_s": max(sample.scored_s for sample in samples) - max(finished_s, self.began_s),
+            "time_trainer_idle_s": collection.waited_s,
+        }
+        if self.rollout.fleet.elastic:
+            self.timings |= {"workers_mean": collection.workers_mean, "time_trainer_wait_s": collection.idle_s}
+
+    async def publish(self, forming: Forming, trajectories: Sequence[Trajectory]) -> StepMetrics:
+        """Commit the batch and give everybody the new weights; returns what the step was like."""
+        rollout, step, version = self.rollout, self.step + 1, self.trainer.version
         with rollout.span("training", step=step):
             metrics = await self._train(self.trainer.commit(step), f"the trainer to commit step {step}")
+        samples = await rollout.ledger.note_learned(self.in_flight, step, forming.taken)
         self.step = step
-        await rollout.fleet.publish(self.trainer.version)
+        await self._make_way()
+        self.in_flight.newest_version = step
+        finishing = self.in_flight.leases if self.spec.schedule.unfinished == "finish" else ()
+        await rollout.fleet.publish(self.trainer.version, finishing=finishing)
         self._adapt()
-        ordinals = {sample.sample_id: sample.ordinal for sample in batch.samples}
-        ordered = sorted(trajectories, key=lambda trajectory: ordinals[trajectory.sample_id])
-        rollout.telemetry.samples(step, ordered, [sample.prompt for sample in batch.samples])
-        figures = {**sample_figures(ordered), **batch_figures(batch, version), **self.timings}
+        samples.sort(key=lambda sample: sample.ordinal)
+        by_id = {trajectory.sample_id: trajectory for trajectory in trajectories}
+        ordered = [by_id[sample.sample_id] for sample in samples]
+        rollout.telemetry.samples(step, ordered, [sample.prompt for sample in samples])
+        tally = self.in_flight.take_tally()
+        figures = {**sample_figures(ordered), **batch_figures(samples, tally, version), **self.timings}
         if self.timings["time_rollout_s"] > 0:
-            figures["tokens_per_s"] = batch.tokens_accepted / self.timings["time_rollout_s"]
+            figures["tokens_per_s"] = tally.tokens_accepted / self.timings["time_rollout_s"]
         # Where both know a number, the trainer's counts: it measures on its own thread.
         return msgspec.structs.replace(metrics, values={**figures, **metrics.values})
+
+    async def _make_way(self) -> None:
+        """Before a publish: what the new weights would make too old is given up or begins again, and so does what the
+        schedule does not let go on under them."""
+        schedule, tally, in_flight = self.spec.schedule, self.in_flight.tally, self.in_flight
+        for position in list(in_flight.groups):
+            samples = in_flight.group(position)
+            old = [sample for sample in samples if self._too_old(sample)]
+            if old and schedule.on_lag_limit == "drop":
+                tally.groups_dropped += 1
+                await self._give_up(position)
+                continue
+            again = [sample for sample in samples if sample in old or self._begins_again(sample)]
+            if again:
+                tally.samples_restarted += sum(sample.length > 0 for sample in again)
+                tally.tokens_discarded += sum(sample.length for sample in again)
+                self.assembly.forget(position, [sample.sample_id for sample in again])
+                self._call_back(again)
+                await self.rollout.ledger.restart(in_flight, again)
+
+    def _too_old(self, sample: Sample) -> bool:
+        """Whether the next batch may not learn from it; never so where batches wait."""
+        return latest_step(sample.oldest_version, self.step, self.spec.schedule.max_policy_lag) <= self.step
+
+    def _begins_again(self, sample: Sample) -> bool:
+        begun = sample.length > 0 or sample.state is SampleState.RUNNING
+        return self.spec.schedule.unfinished == "restart" and sample.finish is None and begun
+
+    @property
+    def _collection(self) -> Collection:
+        assert self.samples is not None, "the loop has not begun"
+        return self.samples
 
     def _window_s(self) -> float:
         """How long the reserved side generates beside the preemptible workers in the next step."""
@@ -176,17 +317,18 @@ class Run:
 
     async def _evaluate(self, prompts: Sequence[Prompt]) -> EvalResult:
         rollout, step = self.rollout, self.step
-        limit = self.spec.eval.max_new_tokens or self.sampling.max_new_tokens
+        limit = self.spec.eval.max_new_tokens or self.in_flight.plan.sampling.max_new_tokens
         with rollout.span(EVALUATION, step=step) as fields:
-            evaluation = await evaluate(
-                step=step,
-                version=self.trainer.version,
-                prompts=prompts,
-                rollout=rollout,
-                scorer=self.eval_scorer,
-                sampling=msgspec.structs.replace(self.sampling, max_new_tokens=limit),
-                seed=self.spec.run.seed,
-            )
+            async with self.samples.paused() if self.samples else nullcontext():
+                evaluation = await evaluate(
+                    step=step,
+                    version=self.trainer.version,
+                    prompts=prompts,
+                    rollout=rollout,
+                    scorer=self.eval_scorer,
+                    sampling=msgspec.structs.replace(self.in_flight.plan.sampling, max_new_tokens=limit),
+                    seed=self.spec.run.seed,
+                )
             fields |= _fields(evaluation.result)
         rollout.telemetry.samples(step, evaluation.samples, prompts)
         await rollout.ledger.evaluated(evaluation.result, evaluation.samples)
@@ -218,7 +360,7 @@ class Run:
         with rollout.span(CHECKPOINT, step=step):
             await self._checkpoint_io(self.checkpoints.save(step, score=score), "the checkpoint to be written")
         self.checkpointed = step
-        await rollout.ledger.prune(step)
+        await rollout.ledger.prune(self.in_flight, step)
 
     async def _train(self, call: Coroutine[Any, Any, T], awaited: str) -> T:
         """Await the trainer, and count how long."""

@@ -49,6 +49,7 @@ LEGAL: dict[SampleState, frozenset[SampleState]] = {
     SampleState.FINISHED: frozenset({SampleState.SCORED}),
     SampleState.SCORED: frozenset(),
 }
+"""Besides, any sample may begin again (`Sample.restart`)."""
 
 
 class IllegalTransition(RuntimeError):
@@ -60,8 +61,9 @@ class Sample:
     """The tokens of one sample and who is generating it. Buffers only ever grow."""
 
     sample_id: SampleId
-    ordinal: int  # canonical place in its batch: group position * group size + index
+    ordinal: int  # canonical place among all: group position * group size + index
     prompt: Prompt
+    from_version: int = 0  # no older weights may generate it
     state: SampleState = SampleState.WAITING
     lease_id: str = ""
     attempt: int = 0
@@ -73,6 +75,14 @@ class Sample:
     made_by: tuple[tuple[PolicyVersion, int], ...] = ()  # a version and the first token it made
     finish: Finish | None = None
     reward: Reward | None = None
+    recovered: int = 0  # tokens that came from the journal
+    finished_s: float = 0.0  # when its last token was accepted, on the run's clock
+    scored_s: float = 0.0
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Of the weights that made its tokens; None while it has none."""
+        return self.made_by[0][0].number if self.made_by else None
 
     @property
     def length(self) -> int:
@@ -104,8 +114,15 @@ class Sample:
         self.lease_id = lease_id
         self.attempt += 1
 
-    def judge(self, delta: TokenDelta, version_number: int) -> Verdict:
-        """What `apply` would make of a delta; the sample is not changed."""
+    def restart(self) -> None:
+        """Forget all its tokens, and its reward."""
+        self.state = SampleState.WAITING
+        self.token_ids, self.logprobs, self.made_by = bytearray(), bytearray(), ()
+        self.finish = self.reward = None
+        self.recovered = 0
+
+    def judge(self, delta: TokenDelta, newest: int) -> Verdict:
+        """What `apply` would make of a delta, `newest` being the last published version; the sample is not changed."""
         if self.state is not SampleState.RUNNING:
             return "not_running"
         if delta.lease_id != self.lease_id:
@@ -115,7 +132,7 @@ class Sample:
         nbytes, beyond = len(delta.token_ids), delta.start * ITEM_BYTES - len(self.token_ids)
         if nbytes != len(delta.logprobs) or nbytes % ITEM_BYTES:
             return "malformed"
-        if nbytes and delta.version.number != version_number:
+        if nbytes and not self.from_version <= delta.version.number <= newest:
             return "wrong_version"
         if beyond:
             return "overlap" if beyond < 0 else "gap"

@@ -100,7 +100,7 @@ class WeightSource(Protocol):
         """Put what was prepared under the engine's model. On the engine's compute, at a token boundary."""
 
     def close(self) -> None:
-        """Give up whatever is held. On the engine's compute, when it will not be called again."""
+        """Give up whatever is held, when neither the engine nor this will be called again."""
 
 
 class Worker(Protocol):
@@ -220,10 +220,21 @@ class Codec(Protocol):
     def stop_token_ids(self) -> tuple[int, ...]: ...
 
 
+class CompletionCodec(Codec, Protocol):
+    """Also encodes completions that come as text: those of data files. (Sampled ones are ids, and stay so.)"""
+
+    def encode_completion(self, text: str) -> list[int]:
+        """Token ids of a completion's text alone, whatever prompt it follows."""
+
+    def end_token_id(self, *, chat: bool) -> int:
+        """The token that ends the model's turn after a plain prompt, or in its chat template."""
+
+
 class Journal(Protocol):
     """Durable, ordered storage for the ledger. An entry is accepted when `append` returns."""
 
-    async def append(self, step: int, blobs: Sequence[bytes]) -> None: ...
+    async def append(self, blobs: Sequence[tuple[int, bytes]]) -> None:
+        """Entries, each with the step it is filed under; all of them survive or only the first so many."""
 
     async def load(self) -> list[tuple[int, bytes]]:
         """Every surviving (step, blob), in order of appending. A torn last entry is dropped, never returned."""

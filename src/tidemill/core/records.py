@@ -36,6 +36,25 @@ class Prompt(Record):
     text: str  # as the model sees it, after any chat template
     answer: str
     metadata: dict[str, Any] = {}
+    messages: tuple[Message, ...] = ()  # what a chat template was given; none where `text` is the prompt itself
+
+
+class Demonstration(Record, gc=False):
+    """A prompt and the completion that a model should learn to give: what supervised fine-tuning learns from."""
+
+    id: str  # names the pair of texts for ever: equal content, equal id
+    prompt_ids: TokenBuffer  # int32 [P], as `Prompt.token_ids`
+    completion_ids: TokenBuffer  # int32 [C], C >= 1, with the token that ends it
+
+
+class PreferencePair(Record, gc=False):
+    """Two completions of one prompt, of which `chosen` was found the better."""
+
+    id: str  # names prompt and both completions for ever: equal content, equal id
+    prompt_ids: TokenBuffer  # int32 [P], as `Prompt.token_ids`
+    chosen_ids: TokenBuffer  # int32 [C], C >= 1, with the token that ends it
+    rejected_ids: TokenBuffer  # int32 [R], R >= 1, another sequence than `chosen_ids`
+    margin: float = 0.0  # by how much chosen should beat rejected, in units of the reward (Llama 2's m(r))
 
 
 class SampleId(Record, gc=False):
@@ -266,12 +285,17 @@ class Trajectory(Record):
     sample_id: SampleId
     token_ids: TokenBuffer  # int32 [P + T]
     segments: tuple[Segment, ...]
-    rollout_logprobs: LogprobBuffer  # float32 [T], one per trained token, in buffer order
+    rollout_logprobs: (
+        LogprobBuffer  # float32 [T], one per trained token, in buffer order; empty if the engine gave none
+    )
     versions: tuple[VersionRun, ...]
     finish: Finish
     text: str = ""  # the completion, decoded
     reward: Reward | None = None
     weight: float = 1.0
+    # float32 [T] each: of the trained tokens under versions published after they were made, oldest first. A token that
+    # was not made yet has its rollout logprob there.
+    publish_logprobs: tuple[LogprobBuffer, ...] = ()
 
     @property
     def prompt_length(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from tidemill.models.quiet import quiet
 
 
 class TextCodec:
-    """Implements `tidemill.core.protocols.Codec`. Safe to use from several threads at once.
+    """Implements `tidemill.core.protocols.CompletionCodec`. Safe to use from several threads at once.
 
     A raw prompt starts with the special tokens the tokenizer puts first (Gemma's and Llama 3's <bos>; SmolLM2 and Qwen
     have none); tokens it would put last (an <eos>) are left out, for the completion follows. A chat prompt gets exactly
@@ -28,6 +29,7 @@ class TextCodec:
         # Used directly: the wrapper changes its truncation settings on every call, which is not thread-safe.
         self._backend: Any = tokenizer.backend_tokenizer
         self._stop_token_ids = tuple(sorted(set(stop_token_ids)))
+        self._end_token_ids: dict[bool, int] = {}
         self._prefix = self._leading_special_tokens()
 
     def encode(self, text: str) -> list[int]:
@@ -67,10 +69,59 @@ class TextCodec:
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=True)
         return text
 
+    def encode_completion(self, text: str) -> list[int]:
+        """Token ids of a completion alone: nothing is put before or after, and nothing merges with the prompt's last
+        token, for the prompt's ids are fixed when a model answers it.
+
+        Raises:
+            UserError: as `encode`.
+        """
+        return self._encode(text)
+
+    def end_token_id(self, *, chat: bool) -> int:
+        """The tokenizer's end token; in a chat what the template closes an assistant's turn with, where that is one of
+        the stop tokens.
+
+        Raises:
+            UserError: the model has no token that ends a completion.
+        """
+        if chat not in self._end_token_ids:
+            self._end_token_ids[chat] = self._find_end_token(chat=chat)
+        return self._end_token_ids[chat]
+
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
         """Ids that end a completion, ascending."""
         return self._stop_token_ids
+
+    @property
+    def vocabulary_digest(self) -> str:
+        """Names what every id stands for: two models with the same one can read each other's token ids."""
+        vocabulary: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
+        digest = hashlib.blake2b(digest_size=16)
+        for token, number in sorted(vocabulary.items(), key=lambda item: item[1]):
+            digest.update(f"{number}\0{token}\0".encode())
+        return digest.hexdigest()
+
+    def _find_end_token(self, *, chat: bool) -> int:
+        if chat and self._tokenizer.chat_template:
+            turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+            try:
+                closed = self._encode(str(self._tokenizer.apply_chat_template(turns, tokenize=False)))
+            except (TemplateError, UserError):
+                closed = []
+            # A template that does not close the turn leaves the end token of some earlier one, or none.
+            after = closed[_last_place(closed, self._encode("b")) :]
+            if ends := [token for token in after if token in self._stop_token_ids]:
+                return ends[0]
+        own = self._tokenizer.eos_token_id
+        if own is None and not self._stop_token_ids:
+            raise UserError(
+                "the model has no token that ends a completion",
+                where="model.source",
+                cure="set data.end_token = false, or give its tokenizer an eos_token",
+            )
+        return self._stop_token_ids[0] if own is None else int(own)
 
     def _encode(self, text: str) -> list[int]:
         try:
@@ -99,6 +150,13 @@ class TextCodec:
         full: list[int] = self._backend.encode("a", add_special_tokens=True).ids
         starts = (i for i in range(len(full)) if full[i : i + len(plain)] == plain)
         return full[: next(starts, 0)]
+
+
+def _last_place(token_ids: Sequence[int], wanted: Sequence[int]) -> int:
+    """Where the last occurrence of a sequence in another ends; at the end where there is none."""
+    size = len(wanted)
+    starts = (at for at in range(len(token_ids) - size, -1, -1) if list(token_ids[at : at + size]) == list(wanted))
+    return next(starts, len(token_ids) - size) + size
 
 
 def load_codec(folder: Path) -> TextCodec:

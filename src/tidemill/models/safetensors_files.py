@@ -64,11 +64,16 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """
     tensors: dict[str, StoredTensor] = {}
     for file in weight_files(folder):
-        tensors |= _read_header(file)
+        tensors |= read_header(file)
     return tensors
 
 
-def _read_header(file: Path) -> dict[str, StoredTensor]:
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """Every tensor of one file by name, without reading any weight.
+
+    Raises:
+        UserError: the file is missing, cut short, or not in the format.
+    """
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:

@@ -38,7 +38,7 @@ def file_inputs(stage: StageSpec) -> list[FileInput]:
     """Every file and folder it reads: data, models named by a path, and reward functions kept in files."""
     found = []
     for location, value in asked_for(stage.spec, stage.kind):
-        is_name = location == ("model", "source") and (value in BUILT_IN_MODELS or not is_local(value))
+        is_name = location[-1] == "source" and (value in BUILT_IN_MODELS or not is_local(value))
         if not value.startswith(PREFIX) and not is_name:
             found.append(FileInput(location=location, path=Path(value).expanduser()))
     if "scoring" in KINDS[stage.kind].sections:
@@ -68,6 +68,8 @@ def effective(stage: StageSpec, *, upstream: Mapping[str, str], contents: Mappin
         _put(sections, file.location, {"content": contents[file.key], "name": rest})
     if stage.spec.model.source != "char":
         sections["model"].pop("char")  # how a model is built that is not asked for
+    if "supervised" in sections and stage.spec.supervised.epochs:
+        sections["trainer"].pop("steps")  # epochs decide
     neutral = (*NEUTRAL, *KINDS[stage.kind].neutral)
     return {key: value for key, value in flattened(sections).items() if not key.startswith(neutral)}
 

@@ -9,8 +9,9 @@ from typing import Any, TypeAlias
 
 from tidemill.config.pipeline import StageKind
 from tidemill.config.schema import RunSpec
+from tidemill.config.words import counted
 from tidemill.pipeline.plan import Mark
-from tidemill.telemetry.numerals import compact
+from tidemill.telemetry.numerals import compact, decimal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +19,7 @@ class Job:
     """A stage whose turn it is."""
 
     name: str
+    kind: StageKind
     digest: str
     spec: RunSpec  # every `stage:NAME` replaced by a path; run.dir is the stage's own folder
     earlier: Sequence[Mark]  # the finished stages it is built on, nearest last
@@ -54,7 +56,7 @@ def run_rl(job: Job) -> Outcome:
     assert newest is not None, "a finished run has a checkpoint of its last step"
     measured = summary["eval"]
     before, after = (measured[when]["greedy_accuracy"] for when in ("before", "after"))
-    steps = f"{summary['steps']} step" + ("s" if summary["steps"] != 1 else "")
+    steps = counted(summary["steps"], "step")
     headline = steps
     if before is not None and after is not None:
         headline = f"held-out greedy accuracy {before:.3f} → {after:.3f} (n = {measured['n']}) in {steps}"
@@ -68,6 +70,26 @@ def run_rl(job: Job) -> Outcome:
         "peak_rss_bytes": summary["peak_rss_bytes"],
     }
     return Outcome(product=newest.path, headline=headline, figures=figures, wall_s=summary["wall_s"])
+
+
+def run_supervised(job: Job) -> Outcome:
+    """Learning from demonstrations or preference pairs; gives the best checkpoint where that is kept, else the last."""
+    from tidemill.runtime.supervised import TRAINERS, train_supervised
+
+    summary = train_supervised(job.spec, next(kind for kind in TRAINERS if kind == job.kind))
+    if summary["interrupted"]:
+        return Outcome(interrupted=True)
+    held_out = summary["held_out"]
+    told = [f"{name.replace('_', ' ')} {decimal(value)}" for name, value in held_out.items()]
+    steps = counted(summary["steps"], "step")
+    headline = f"held out: {', '.join(told)}; {steps}" if told else steps
+    figures = {
+        "steps": summary["steps"],
+        **held_out,
+        "tokens_trained": summary["tokens_trained"],
+        "peak_rss_bytes": summary["peak_rss_bytes"],
+    }
+    return Outcome(product=Path(summary["model"]), headline=headline, figures=figures, wall_s=summary["wall_s"])
 
 
 def run_eval(job: Job) -> Outcome:
@@ -101,4 +123,11 @@ def _history(job: Job) -> list[str]:
     return [f"began as {began}", *stages] if began else stages
 
 
-RUNNERS: dict[StageKind, RunStage] = {"rl": run_rl, "eval": run_eval, "export": run_export}
+RUNNERS: dict[StageKind, RunStage] = {
+    "sft": run_supervised,
+    "reward_model": run_supervised,
+    "dpo": run_supervised,
+    "rl": run_rl,
+    "eval": run_eval,
+    "export": run_export,
+}

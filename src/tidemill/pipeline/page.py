@@ -13,8 +13,8 @@ from tidemill.pipeline.folder import PipelineFolder
 from tidemill.telemetry.jsonl import write_atomically
 from tidemill.telemetry.numerals import compact, decimal, duration, gigabytes
 from tidemill.telemetry.report.page import trusted
-from tidemill.telemetry.report.words import wilson_interval
 from tidemill.telemetry.run_dir import read_json
+from tidemill.telemetry.statistics import wilson_interval
 
 HERE = Path(__file__).parent
 ENDINGS = {

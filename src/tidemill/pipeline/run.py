@@ -63,7 +63,6 @@ def run_pipeline(
     Raises:
         UserError: a fault of the input, a stage or the disk; nothing finished is lost.
     """
-    refuse_unknown_kinds(pipeline, runners)
     plan = plan_pipeline(pipeline, choice=choice)  # before anything is made
     with PipelineFolder.open(pipeline.directory) as folder:
         teller.plan(plan)
@@ -81,14 +80,6 @@ def run_pipeline(
             summary = story.end(ending)
             write_page(folder)
     return summary
-
-
-def refuse_unknown_kinds(pipeline: PipelineSpec, runners: Mapping[StageKind, RunStage] = RUNNERS) -> None:
-    """Raises UserError for a kind of stage that cannot be run."""
-    for stage in pipeline.stages:
-        if stage.kind not in runners:
-            what = f"stages of kind {stage.kind} cannot be run yet"
-            raise UserError(what, where=f"stage {stage.name}", cure=f"kinds that can: {', '.join(runners)}")
 
 
 def _run(
@@ -111,7 +102,7 @@ def _run(
         spec = resolved(stage, products, run=story.name, directory=folder.stages / planned.folder)
         directory = folder.begin(planned.folder, to_toml(spec))
         history = [marks[name] for name in _ancestors(stage, plan) if name in marks]
-        job = Job(name=stage.name, digest=planned.digest, spec=spec, earlier=history, say=teller.say)
+        job = Job(name=stage.name, kind=stage.kind, digest=planned.digest, spec=spec, earlier=history, say=teller.say)
         outcome = runners[stage.kind](job)
         if outcome.interrupted:
             return "interrupted"

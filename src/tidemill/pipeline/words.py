@@ -80,7 +80,8 @@ def size(stage: StageSpec) -> str:
         return f"up to {counted(spec.eval.prompts, 'prompt')}"
     if stage.kind == "export":
         return spec.export.dtype
-    return counted(spec.trainer.steps, "step")
+    epochs = spec.supervised.epochs
+    return counted(epochs, "epoch") if epochs else counted(spec.trainer.steps, "step")
 
 
 def _next(planned: Planned, plan: Plan) -> str:

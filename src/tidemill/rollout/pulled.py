@@ -23,7 +23,7 @@ class PulledWeights:
         self._puller.swap(pulled, self._bind)
 
     def close(self) -> None:
-        """On the engine's compute, as `swap`. The model, which may live on in reference cycles, keeps no snapshot."""
+        """The model, which may live on in reference cycles, keeps no snapshot."""
         self._puller.close()
         release_snapshot(self._model)
 

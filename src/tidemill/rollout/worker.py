@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
 from typing import Any, TypeVar
 
 from tidemill.core.buffers import count
@@ -63,12 +63,12 @@ class EngineWorker:
         self._news = asyncio.Event()  # a report, a failure, or the end
         self._work = asyncio.Event()  # the engine has samples
         self._loading = asyncio.Lock()
-        self._inside = False  # the engine is in a call
+        self._entering = threading.Lock()
+        self._inside = self._ended = False  # the engine is in a call; it may not enter another
         self._failure: Exception | None = None
         self._killed = self._closing = False
         self._serving: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()  # what a kill cancels
-        self._releasing: asyncio.Task[None] | None = None
 
     async def submit(self, requests: Sequence[GenerateRequest]) -> None:
         self._start()
@@ -154,8 +154,6 @@ class EngineWorker:
         finally:
             self._end()
             await asyncio.gather(*self._tasks, return_exceptions=True)
-            if self._releasing is not None:
-                await self._releasing
 
     def kill(self) -> None:
         """End it now: what was not taken with `next_report` is lost, whoever waits gets WorkerLost.
@@ -170,14 +168,16 @@ class EngineWorker:
     def _end(self) -> None:
         for task in self._tasks:
             task.cancel()
+        with self._entering:
+            self._ended = True
+            if not self._inside:
+                self._release()
+
+    def _release(self) -> None:
+        """Give the weights back, which a call that the engine is in needs to its end."""
         source, self._source = self._source, None
         if source is not None:
-            self._releasing = asyncio.create_task(self._release(source))
-
-    async def _release(self, source: WeightSource) -> None:
-        """Behind the call that the engine may be in: it needs its weights to the end."""
-        with suppress(RuntimeError):  # the compute is closed, and holds nothing any more
-            await self._compute.run(source.close)
+            source.close()
 
     def _check(self) -> None:
         if self._killed:  # a new one each time: kept, its traceback would keep the engine and its weights in memory
@@ -212,15 +212,27 @@ class EngineWorker:
 
     async def _on_engine(self, call: Callable[[], T]) -> T:
         def run() -> T:
-            self._inside = True
+            self._enter()
             try:
                 result = call()
                 self._status = self._engine.status()
                 return result
             finally:
-                self._inside = False
+                self._leave()
 
         return await self._until_killed(lambda: self._compute.run(run))
+
+    def _enter(self) -> None:
+        with self._entering:
+            if self._ended:
+                raise WorkerLost(f"worker {self._worker_id} is closed")
+            self._inside = True
+
+    def _leave(self) -> None:
+        with self._entering:
+            self._inside = False
+            if self._ended:
+                self._release()
 
     async def _serve(self) -> None:
         try:

@@ -24,6 +24,7 @@ from tidemill.rollout.worker import EngineWorker
 from tidemill.runtime.compute import ComputeThread
 from tidemill.runtime.machinery import scorers
 from tidemill.runtime.parts import Parts, load_parts
+from tidemill.runtime.rewards import check_reward_models
 from tidemill.telemetry.silent import SilentTelemetry
 
 
@@ -38,6 +39,7 @@ def evaluate(
     Raises:
         UserError: a fault of the input.
     """
+    check_reward_models(spec, progress=progress)
     parts = load_parts(spec, progress=progress, folder=model_folder)
     evaluation, prompts = asyncio.run(_evaluate(parts, progress))
     result = evaluation.result
@@ -68,7 +70,7 @@ async def _evaluate(parts: Parts, progress: Callable[[str], None]) -> tuple[Eval
         engine = parts.engine(version, prompt_tokens=task.longest_prompt_tokens)
         worker = EngineWorker(engine, compute, clock=clock, tick_s=spec.engine.tick_s)
         stack.push_async_callback(worker.close)
-        scorer, eval_scorer = scorers(spec, task)
+        scorer, eval_scorer = scorers(spec, task, compute)
         stack.push_async_callback(scorer.close)
         stack.push_async_callback(eval_scorer.close)
         telemetry = SilentTelemetry(progress)

@@ -89,4 +89,5 @@ async def in_process(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock
             publisher=publisher,
             # A worker that waits for the thread while the trainer computes is not silent.
             silence_s=math.inf,
+            compute=compute,
         )

@@ -17,7 +17,7 @@ from tidemill.runtime.compute import ComputeThread
 
 T = TypeVar("T")
 
-FORMAT = 1
+FORMAT = 2
 DEADLINE_S = 120.0
 
 SCHEMA = """
@@ -32,8 +32,7 @@ START_AGAIN = "delete it (and the files beside it of the same name): the run goe
 
 @dataclass(frozen=True, slots=True)
 class _Append:
-    step: int
-    blobs: tuple[bytes, ...]
+    blobs: tuple[tuple[int, bytes], ...]  # each with the step it is filed under
     durable: asyncio.Future[None]
 
 
@@ -67,14 +66,14 @@ class SqliteJournal:
             raise
         return cls(path, connection, thread, deadline_s)
 
-    async def append(self, step: int, blobs: Sequence[bytes]) -> None:
+    async def append(self, blobs: Sequence[tuple[int, bytes]]) -> None:
         """Raises UserError: the disk is full or refuses to be written."""
         if self._failure is not None:
             raise self._failure
         if not blobs:
             return
         durable = asyncio.get_running_loop().create_future()
-        self._pending.append(_Append(step, tuple(blobs), durable))
+        self._pending.append(_Append(tuple(blobs), durable))
         if self._flushing is None or self._flushing.done():
             self._flushing = asyncio.create_task(self._flush(), name="journal commits")
         await within(
@@ -123,7 +122,7 @@ class SqliteJournal:
     # What follows runs on the journal's thread.
 
     def _write(self, batch: Sequence[_Append]) -> None:
-        rows = [(entry.step, zlib.crc32(blob), blob) for entry in batch for blob in entry.blobs]
+        rows = [(step, zlib.crc32(blob), blob) for entry in batch for step, blob in entry.blobs]
         with _explained(self._path), self._connection:
             self._connection.executemany("INSERT INTO entries (step, checksum, blob) VALUES (?, ?, ?)", rows)
 

@@ -10,11 +10,12 @@ from typing import Any, TypeAlias
 from tidemill.config.schema import RunSpec
 from tidemill.config.scoring import ScoringConfig
 from tidemill.core.clock import Clock
-from tidemill.core.protocols import Checkpoints, Provider, Publisher, Trainer, Worker, WorkerHost
+from tidemill.core.protocols import Checkpoints, Compute, Provider, Publisher, Trainer, Worker, WorkerHost
 from tidemill.envs.text.scorer import RewardScorer, build_scorer, evaluation_scoring
 from tidemill.envs.text.task import Task
 from tidemill.models.codec import TextCodec
 from tidemill.pool.build import build_provider
+from tidemill.runtime.rewards import model_judges
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory
 
@@ -34,18 +35,27 @@ class Machinery:
     host: WorkerHost | None = None
     publisher: Publisher | None = None
     silence_s: float | None = None  # instead of the configured one
+    compute: Compute | None = None  # of this process, where what scores may run, too; None without one
 
 
 OpenMachinery: TypeAlias = Callable[[RunSpec, RunDirectory, Recorder, Clock], AbstractAsyncContextManager[Machinery]]
 """Starts what a runtime needs, and stops all of it in the end, whatever happens."""
 
 
-def scorers(spec: RunSpec, task: Task) -> tuple[RewardScorer, RewardScorer]:
-    """What training is rewarded by, and what held-out accuracy is measured by."""
+def scorers(spec: RunSpec, task: Task, compute: Compute | None = None) -> tuple[RewardScorer, RewardScorer]:
+    """What training is rewarded by, and what held-out accuracy is measured by.
+
+    Args:
+        compute: where reward models run; None gives them a thread.
+
+    Raises:
+        UserError: a reward cannot work.
+    """
     stops = spec.sampling.stop or task.default_stop_strings
+    open_model = model_judges(spec, compute)
 
     def build(scoring: ScoringConfig) -> RewardScorer:
-        return build_scorer(scoring, task=task, seed=spec.run.seed, stop_strings=stops)
+        return build_scorer(scoring, task=task, seed=spec.run.seed, stop_strings=stops, open_model=open_model)
 
     return build(spec.scoring), build(evaluation_scoring(spec.scoring, task=task))
 

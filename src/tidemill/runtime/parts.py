@@ -38,10 +38,11 @@ class Parts:
         return fitting_task(self.spec, self.codec, limit=context_limit(self.model))
 
     def engine(self, version: PolicyVersion, *, prompt_tokens: int) -> EmbeddedEngine:
-        """An engine over the model itself, or over a copy in the autocast dtype that follows it at every load."""
+        """An engine over the model itself, or over a copy that follows it at every load: in the autocast dtype, or
+        because samples are generated while the optimizer moves the weights."""
         model, refresh = self.model, None
-        if self.autocast is not None:
-            model = load_model(self.folder, device=self.device, dtype=self.autocast).requires_grad_(False)
+        if self.autocast is not None or self.spec.schedule.max_policy_lag > 0:
+            model = load_model(self.folder, device=self.device, dtype=self.rollout_dtype).requires_grad_(False)
             refresh = _follow(model, self.model)
         return self.engine_over(model, version, prompt_tokens=prompt_tokens, refresh=refresh)
 

@@ -11,7 +11,6 @@ from contextlib import AsyncExitStack, contextmanager
 from typing import Any, TextIO
 
 from tidemill.config.checks import refuse_untrainable
-from tidemill.config.load import differences, from_toml
 from tidemill.config.schema import RunSpec
 from tidemill.config.toml import to_toml
 from tidemill.controller.fleet import Fleet
@@ -22,17 +21,12 @@ from tidemill.core.errors import UserError
 from tidemill.runtime.inprocess import in_process
 from tidemill.runtime.journal import SqliteJournal
 from tidemill.runtime.machinery import Machinery, OpenMachinery, scorers
+from tidemill.runtime.rewards import check_reward_models
+from tidemill.runtime.same_run import TASK_DIGEST, THREADS, check_same_model, check_same_run, with_threads
 from tidemill.telemetry.manifest import build_manifest
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.report import write_report
 from tidemill.telemetry.run_dir import RunDirectory
-
-RESUMABLE = ("run.dir", "run.name", "trainer.steps", "trainer.threads", "engine.tick_s", "checkpoint.", "telemetry.",
-             "eval.", "runtime", "pool.", "fleet.", "ray.", "scoring.concurrency", "scoring.timeout_s")  # fmt: skip
-"""Keys (or sections) that may differ when a run is resumed: the user's to change. (More steps stretch a falling
-learning-rate schedule, and other threads may round differently.)"""
-MODEL_DIGEST, TASK_DIGEST, THREADS = "model_digest", "task_digest", "threads"
-"""In the manifest: the weights, the prompts and the threads the run began with; noted just before the first sample."""
 
 
 def train(
@@ -49,7 +43,7 @@ def train(
     """
     refuse_untrainable(spec)
     with RunDirectory.open(spec.directory) as run:
-        _check_same_run(run, spec)
+        check_same_run(run, spec)
         run.write_config(to_toml(spec))
         manifest = build_manifest(
             run.read_manifest(),
@@ -60,7 +54,8 @@ def train(
         )
         run.write_manifest(manifest)
         with Recorder(run, spec, stream=telemetry_stream) as recorder:
-            result = asyncio.run(_train(_with_threads(spec, manifest), run, recorder, open_machinery or _runtime(spec)))
+            check_reward_models(spec, progress=recorder.note)
+            result = asyncio.run(_train(with_threads(spec, manifest), run, recorder, open_machinery or _runtime(spec)))
             if result.already_finished:
                 recorder.note(f"this run had already finished its {result.steps} steps; raise trainer.steps to go on")
             summary = recorder.finish("interrupted" if result.interrupted else "finished")
@@ -76,7 +71,7 @@ async def _train(spec: RunSpec, run: RunDirectory, recorder: Recorder, open_mach
         recorder.use_decoder(machinery.codec.decode)
         journal = await SqliteJournal.open(run.ledger)
         stack.push_async_callback(journal.close)
-        scorer, eval_scorer = scorers(spec, machinery.task)
+        scorer, eval_scorer = scorers(spec, machinery.task, machinery.compute)
         stack.push_async_callback(scorer.close)
         stack.push_async_callback(eval_scorer.close)
         _check_same_beginning(run, machinery)  # now the run has begun
@@ -101,7 +96,7 @@ async def _train(spec: RunSpec, run: RunDirectory, recorder: Recorder, open_mach
                 trainer=machinery.trainer,
                 scorer=scorer,
                 eval_scorer=eval_scorer,
-                ledger=Ledger(journal),
+                ledger=Ledger(journal, round_size=spec.batch.prompts),
                 checkpoints=machinery.checkpoints,
                 telemetry=recorder,
                 codec=machinery.codec,
@@ -119,39 +114,10 @@ def _runtime(spec: RunSpec) -> OpenMachinery:
     return on_ray
 
 
-def _check_same_run(run: RunDirectory, spec: RunSpec) -> None:
-    """A run directory belongs to one configuration, once its run has begun: until then a mistake may be corrected."""
-    stored = run.read_config()
-    if stored is None or MODEL_DIGEST not in run.read_manifest():
-        return
-    changed = [
-        f"{key} = {new!r}, the run has {old!r}"
-        for key, old, new in differences(from_toml(stored, source=str(run.config)), spec)
-        if not key.startswith(RESUMABLE)
-    ]
-    if changed:
-        raise UserError(
-            "this run was started with another configuration: " + "; ".join(changed),
-            where=str(run.path),
-            cure="resume with the configuration in its config.toml, or choose another --run.dir",
-        )
-
-
-def _with_threads(spec: RunSpec, manifest: dict[str, Any]) -> RunSpec:
-    """A resumed run keeps the number of threads it measured at its beginning: another may round sums differently."""
-    threads = spec.trainer.threads or int(manifest.get(THREADS, 0))
-    return spec.model_copy(update={"trainer": spec.trainer.model_copy(update={"threads": threads})})
-
-
 def _check_same_beginning(run: RunDirectory, machinery: Machinery) -> None:
     """A resumed run applies its batches to the weights it began with; its samples answer the prompts it began with."""
     manifest, model, task = run.read_manifest(), machinery.trainer.version.digest, machinery.task.digest
-    if manifest.setdefault(MODEL_DIGEST, model) != model:
-        raise UserError(
-            "the model has changed since this run began",
-            where="model.source",
-            cure="put the former weights back, or choose another --run.dir",
-        )
+    check_same_model(manifest, model)
     if manifest.setdefault(TASK_DIGEST, task) != task:
         raise UserError(
             "the task's prompts have changed since this run began",

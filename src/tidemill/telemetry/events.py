@@ -33,12 +33,14 @@ REBALANCE = "rebalance"
 QUARANTINE = "quarantine"
 JOIN_FAILED = "join_failed"
 PUBLISH = "publish"
+PLAN = "plan"
 
 EVENTS: dict[str, str] = {
     SESSION_START: "a process opened the run; `resumed`, `earlier_wall_s` (of all sessions before), `pid`, `host`",
     RESUME: "training goes on after `step`; later metrics and samples were dropped and will be written again",
     REPLAY: "the ledger has the samples of `first_step` to `last_step`; they are learned from again, not generated",
     ALREADY_FINISHED: "the run had done all its steps; nothing was trained",
+    PLAN: "the data decide how many optimizer steps the run has: `steps`",
     WAITING: "a wait goes on: `awaited`, `waited_s`, `deadline_s`",
     "rollout": "span: the samples of `step` were generated",
     "training": "span: gradients and optimizer steps of `step`",

@@ -18,6 +18,7 @@ class Metric(NamedTuple):
 
 
 GREEDY_ACCURACY: Final = "eval/greedy_accuracy"
+HELD_OUT_LOSS: Final = "eval/loss"
 PEAK_RSS: Final = "peak_rss_bytes"
 STEP_TIME: Final = "time_step_s"
 EVICTIONS: Final = "evictions"
@@ -36,6 +37,7 @@ METRICS: dict[str, Metric] = {
     "eval/n": Metric("prompts", "held-out prompts that accuracy is over"),
     "entropy": Metric("nats", "mean entropy of the policy's next-token distribution over trained tokens"),
     "kl_ref": Metric("nats/token", "k3 estimate of KL(policy ‖ reference); only with algorithm.kl_beta > 0"),
+    "kl_beta": Metric("", "the KL coefficient the batch was learned with; it moves where there is a kl_target"),
     "approx_kl": Metric("nats/token", "k3 estimate of how far the update moved the policy from where it began"),
     "clip_fraction": Metric("", "share of trained tokens whose importance ratio was clipped"),
     "completion_tokens_mean": Metric("tokens", "mean completion length"),
@@ -68,10 +70,33 @@ METRICS: dict[str, Metric] = {
     "ratio_mean": Metric("", "mean importance ratio over trained tokens"),
     "ratio_var": Metric("", "variance of the importance ratio"),
     "ratio_max": Metric("", "largest importance ratio"),
+    "correction_truncated": Metric("", "share of trained tokens whose weight algorithm.correction held at a limit"),
+    "correction_masked": Metric("", "share of trained tokens that algorithm.correction left out"),
+    "policy_lag_mean": Metric(
+        "versions", "trainer's version minus the one that made a trained token, mean over tokens"
+    ),
+    "policy_lag_max": Metric("versions", "the largest such lag"),
+    "value_loss": Metric("", "the critic's loss, normalised as the policy's, mean over its optimizer steps"),
+    "value_clip_fraction": Metric("", "share of tokens whose value moved beyond algorithm.value_clip"),
+    "value_grad_norm": Metric("", "global gradient norm of the critic's own parameters before clipping"),
+    "explained_variance": Metric(
+        "", "1 - Var(return - value) / Var(return) at the update's start: 1 is a perfect critic"
+    ),
+    "returns_mean": Metric("", "mean return that the critic learned"),
     "effective_sample_size": Metric("", "(Σw)² / (n Σw²) of the importance ratios: 1 is fully on policy"),
     "time_rollout_s": Metric("s", "generating; may overlap with training and scoring"),
     "time_train_s": Metric("s", "forward, backward and optimizer"),
     "time_score_s": Metric("s", "waiting for rewards that nothing else overlapped"),
+    "token_accuracy": Metric("", "sft: share of trained tokens that the model held most probable"),
+    "pairwise_accuracy": Metric("", "share of preference pairs whose chosen side the model puts first"),
+    "score_margin": Metric("", "reward model: mean score of the chosen sides minus that of the rejected ones"),
+    "score_mean": Metric("", "reward model: mean score of both sides"),
+    "reward_margin": Metric("", "dpo: β times how much more than the reference the policy prefers the chosen side"),
+    "reward_chosen": Metric("", "dpo: β times the log-ratio of policy to reference of the chosen side"),
+    "reward_rejected": Metric("", "dpo: the same of the rejected side"),
+    "examples": Metric("examples", "demonstrations or preference pairs of the optimizer step"),
+    "epoch": Metric("", "which pass over the examples the step belongs to, from 1"),
+    HELD_OUT_LOSS: Metric("", "the loss on held-out examples; each figure above has an eval/ one, too"),
     "time_eval_s": Metric("s", "evaluating after this step"),
     STEP_TIME: Metric("s", "wall time of the step; evaluation and checkpoints left out"),
     "tokens_per_s": Metric("tokens/s", "completion tokens generated per second of rollout"),
@@ -87,7 +112,7 @@ METRICS: dict[str, Metric] = {
     REMOTE_WAIT: Metric("s", "preemptible workers had nothing left to generate, mean over workers"),
     PEAK_RSS: Metric("bytes", "largest resident memory of the process so far"),
 }
-"""Names this project writes, besides `reward/NAME` for each of several rewards.
+"""Names this project writes, besides `reward/NAME` for each of several rewards and `lag/N` for each lag.
 
 Others are stored and reported all the same, under their bare name.
 """
@@ -168,7 +193,8 @@ METRICS_INTRODUCTION = (
 )
 EVENTS_INTRODUCTION = (
     "",
-    "With several rewards, `reward/NAME` is the mean of each.",
+    "With several rewards, `reward/NAME` is the mean of each. `lag/N` is the share of trained tokens that were made N",
+    "versions before the trainer's.",
     "",
     "## `events.jsonl`",
     "",

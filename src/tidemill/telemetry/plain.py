@@ -35,12 +35,14 @@ def step_words(progress: Progress) -> str:
     def part(label: str, name: str, shown: str) -> str:
         return f"{label} {shown}" if name in values else ""
 
+    learned = () if "reward_mean" in values else _supervised_parts(values)
     spread = f" ±{decimal(values['reward_std'])}" if "reward_std" in values else ""
     cut = f" ({percent(values['truncated_fraction'])} cut)" if values.get("truncated_fraction") else ""
     kl = "kl_ref" if "kl_ref" in values else "approx_kl"
     left = progress.left_s()
     parts = [
         f"step {progress.step:>{len(str(progress.total_steps))}}/{progress.total_steps}",
+        *learned,
         part("reward", "reward_mean", decimal(values.get("reward_mean")) + spread),
         part("held-out", GREEDY_ACCURACY, decimal(values.get(GREEDY_ACCURACY))),
         part("entropy", "entropy", decimal(values.get("entropy"))),
@@ -53,6 +55,19 @@ def step_words(progress: Progress) -> str:
         f"left {duration(left)}" if left else "",
     ]
     return "  ".join(filter(None, parts))
+
+
+def _supervised_parts(values: dict[str, float]) -> list[str]:
+    """Loss and accuracy of a step that learned from examples, and what was measured of the held-out ones."""
+    labels = (
+        ("loss", "loss"),
+        ("accuracy", "token_accuracy"),
+        ("pairs right", "pairwise_accuracy"),
+        ("held-out loss", "eval/loss"),
+        ("held-out accuracy", "eval/token_accuracy"),
+        ("held-out pairs right", "eval/pairwise_accuracy"),
+    )
+    return [f"{label} {decimal(values[name])}" for label, name in labels if name in values]
 
 
 def length_words(values: dict[str, float]) -> str:

@@ -18,6 +18,7 @@ from tidemill.telemetry.evaluations import evaluations
 from tidemill.telemetry.events import (
     CHECKPOINT,
     EVALUATION,
+    PLAN,
     RESUME,
     SESSION_END,
     SESSION_START,
@@ -41,6 +42,7 @@ from tidemill.telemetry.summary import build_summary
 
 Outcome: TypeAlias = Literal["finished", "interrupted", "failed"]
 NOT_PART_OF_A_STEP = (EVALUATION, CHECKPOINT)
+BEGINS_A_STEP = ("rollout", "training")
 
 
 class Recorder:
@@ -102,6 +104,11 @@ class Recorder:
     def use_decoder(self, decode: Decode) -> None:
         """Give the recorder what turns token ids into text, once the tokenizer is loaded."""
         self._texts = TokenTexts(decode)
+
+    def expect(self, total_steps: int) -> None:
+        """The run will take so many steps: where not the configuration but its data decide that."""
+        self._progress.total_steps = total_steps
+        self.event(PLAN, steps=total_steps)
 
     def _sink_context(self) -> SinkContext:
         return SinkContext(
@@ -224,7 +231,7 @@ class Recorder:
 
     def progress(self, phase: str, done: int, total: int) -> None:
         """How far the current phase is; nothing of it is written."""
-        if self._step_began_s is None and phase == "rollout":
+        if self._step_began_s is None and phase in BEGINS_A_STEP:
             self._step_began_s = self._clock.now()
         self._progress.phases[phase] = (done, total)
         if self._view:
@@ -254,7 +261,7 @@ class Recorder:
         summary = build_summary(
             self.run,
             outcome=outcome,
-            total_steps=self._spec.trainer.steps,
+            total_steps=self._progress.total_steps,
             wall_s=wall_s,
             peak_rss_bytes=self._memory(),
         )

@@ -22,10 +22,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tidemill.core.errors import UserError
+from tidemill.models.heads import DESCRIPTION
 from tidemill.models.quiet import quiet
 from tidemill.models.safetensors_files import weight_files
 from tidemill.trainer.checkpoint_manifest import MANIFEST
@@ -34,7 +35,7 @@ STATE_FOLDER = "trainer_state"
 FORMAT = 1
 _SHARD_BYTES = 200 << 20  # from a GPU a whole file passes through host memory
 _TENSOR_FILES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx"}
-_NOT_COPIED = {"config.json", "generation_config.json", MANIFEST}
+_NOT_COPIED = {"config.json", "generation_config.json", MANIFEST, DESCRIPTION}
 _TEMPLATE_FOLDERS = ("additional_chat_templates",)
 _SMALL_FILES_BYTES = 32 << 20  # tokenizer, configuration and headers, generously
 
@@ -53,10 +54,12 @@ def save_state(
     optimizer: torch.optim.Optimizer,
     source: Path,
     counters: Mapping[str, Any],
+    head: nn.Module | None = None,
 ) -> None:
     """Write everything into an empty directory.
 
     Args:
+        head: what the optimizer trains beside the model; only its moments are written here, its weights by its owner.
         source: the Hugging Face folder the model came from; its tokenizer files are copied.
         counters: anything JSON can say, given back by `restore_state`: steps, versions, positions.
 
@@ -66,21 +69,40 @@ def save_state(
     with _as_os_error(directory), quiet():
         model.save_pretrained(directory)
         copy_tokenizer(source, directory)
-        folder = directory / STATE_FOLDER
-        folder.mkdir()
-        shards = []
-        for number, shard in enumerate(_shards(_named_moments(model, optimizer)), start=1):
-            shards.append(f"moments-{number:05}.safetensors")
-            save_file(shard, folder / shards[-1])
-        save_file(_random_states(), folder / "random.safetensors")
-        state = {"format": FORMAT, "counters": dict(counters), "moments": shards}
-        (folder / "state.json").write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+        _write_state(directory, optimizer, _parameters(model, head), counters)
     mode = (directory / "config.json").stat().st_mode  # safetensors files are born private to their owner
     for path in directory.rglob("*.safetensors"):
         path.chmod(mode)
 
 
-def restore_state(directory: Path, *, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def save_head_state(
+    directory: Path, *, head: nn.Module, optimizer: torch.optim.Optimizer, counters: Mapping[str, Any]
+) -> None:
+    """As `save_state`, for a head whose model is somebody else's."""
+    with _as_os_error(directory):
+        _write_state(directory, optimizer, _parameters(None, head), counters)
+
+
+def _write_state(
+    directory: Path,
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    counters: Mapping[str, Any],
+) -> None:
+    folder = directory / STATE_FOLDER
+    folder.mkdir()
+    shards = []
+    for number, shard in enumerate(_shards(_named_moments(parameters, optimizer)), start=1):
+        shards.append(f"moments-{number:05}.safetensors")
+        save_file(shard, folder / shards[-1])
+    save_file(_random_states(), folder / "random.safetensors")
+    state = {"format": FORMAT, "counters": dict(counters), "moments": shards}
+    (folder / "state.json").write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+
+
+def restore_state(
+    directory: Path, *, model: PreTrainedModel, optimizer: torch.optim.Optimizer, head: nn.Module | None = None
+) -> dict[str, Any]:
     """Read back what `save_state` wrote, bit for bit, into the model's and the optimizer's own tensors.
 
     At most one tensor is held twice at a time. torch's random states are set, too.
@@ -91,13 +113,35 @@ def restore_state(directory: Path, *, model: PreTrainedModel, optimizer: torch.o
     Raises:
         UserError: the folder holds no trainer state, or that of another model.
     """
-    folder = directory / STATE_FOLDER
-    state = _read_state(folder)
+    state = _read_state(directory / STATE_FOLDER)
     _restore_weights(directory, model)
-    _restore_moments([folder / name for name in state["moments"]], model, optimizer)
+    return _restore_rest(directory, state, optimizer, _parameters(model, head))
+
+
+def restore_head_state(directory: Path, *, head: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Read back what `save_head_state` wrote; returns the counters.
+
+    Raises:
+        UserError: the folder holds no such state.
+    """
+    state = _read_state(directory / STATE_FOLDER)
+    return _restore_rest(directory, state, optimizer, _parameters(None, head))
+
+
+def _restore_rest(
+    directory: Path, state: dict[str, Any], optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
+) -> dict[str, Any]:
+    folder = directory / STATE_FOLDER
+    _restore_moments([folder / name for name in state["moments"]], parameters, optimizer)
     _restore_random_states(folder / "random.safetensors")
     counters: dict[str, Any] = state["counters"]
     return counters
+
+
+def _parameters(model: PreTrainedModel | None, head: nn.Module | None) -> dict[str, nn.Parameter]:
+    """By the name under which a moment is stored; no parameter of a model has a colon in its name."""
+    named = dict(model.named_parameters()) if model is not None else {}
+    return named | ({f"head:{name}": each for name, each in head.named_parameters()} if head is not None else {})
 
 
 def _read_state(folder: Path) -> dict[str, Any]:
@@ -145,8 +189,9 @@ def _restore_converted(directory: Path, model: PreTrainedModel) -> None:
         _fill(target, stored[name], name, directory)
 
 
-def _restore_moments(files: list[Path], model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
-    parameters = dict(model.named_parameters())
+def _restore_moments(
+    files: list[Path], parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
+) -> None:
     fused = {id(p) for group in optimizer.param_groups if group.get("fused") for p in group["params"]}
     restored: dict[str, set[str]] = {}
     for label, tensor in _tensors(files):
@@ -183,8 +228,10 @@ def _other_model(where: Path, how: str) -> UserError:
     )
 
 
-def _named_moments(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
-    for name, parameter in model.named_parameters():
+def _named_moments(
+    parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in parameters.items():
         for key, tensor in optimizer.state.get(parameter, {}).items():
             yield f"{key}:{name}", tensor
 

@@ -1,35 +1,40 @@
 """The policy trainer: groups become gradients as they come, a batch becomes one new version.
 
 Within a batch, minibatch 0 is learned from while the rest is still being generated; every later one waits for `commit`,
-because an optimizer step changes the parameters that the engine reads. Gradients accumulate as sums and are divided
-once, before clipping.
+because an optimizer step changes the parameters that the engine reads. Where advantages depend on the whole batch,
+all of it waits. Gradients accumulate as sums and are divided once, before clipping.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import torch
 from transformers import PreTrainedModel
 
-from tidemill.algos.advantages import ADVANTAGES, has_signal
-from tidemill.algos.kl import approximate_kl, k3, mismatch
-from tidemill.algos.losses import LOSSES, denominator, token_weights
+from tidemill.algos.corrections import interpolated_proximal
+from tidemill.algos.kl import adapted_beta
+from tidemill.algos.losses import denominator, token_weights
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import Compute
 from tidemill.core.records import Group, PolicyVersion, StepMetrics
 from tidemill.models.loading import weights_digest
+from tidemill.trainer.advantages import Advantages
 from tidemill.trainer.checkpoint import restore_state, save_state, state_bytes
-from tidemill.trainer.logprobs import token_logprobs
+from tidemill.trainer.critic import Critic
+from tidemill.trainer.logprobs import predicting_states, token_logprobs
 from tidemill.trainer.optimizer import build_optimizer, clip_and_step, learning_rate, set_learning_rate
 from tidemill.trainer.packing import Microbatch, Weighted, pack, split_by_budget, trained_tokens
+from tidemill.trainer.policy_loss import policy_outcome
 from tidemill.trainer.update import Minibatch, Sums
 
 MEGABYTE = 1 << 20
+CRITIC_FOLDER = "critic"
 
 
 class PolicyTrainer:
@@ -38,9 +43,13 @@ class PolicyTrainer:
     Args:
         model: trained in place; the embedded engine reads the same parameters.
         reference: frozen; needed when `algorithm.kl_beta` is positive.
+        critic: needed when `algorithm.advantage` is "gae".
         source: the folder the model came from; its tokenizer goes into checkpoints.
         compute: where the work runs; the public coroutines only wait for it.
         autocast: dtype of the forward and backward passes; None computes in the weights' own.
+
+    Raises:
+        UserError: the algorithm needs a critic and there is none.
     """
 
     def __init__(
@@ -51,14 +60,25 @@ class PolicyTrainer:
         compute: Compute,
         source: Path,
         reference: PreTrainedModel | None = None,
+        critic: Critic | None = None,
         autocast: torch.dtype | None = None,
     ) -> None:
         self.model, self.spec = model, spec
         self.optimizer = build_optimizer(model, spec.optimizer)
         self.optimizer_steps = 0
+        self.critic_steps = 0
+        self.kl_beta = spec.algorithm.kl_beta
         self._compute, self._source = compute, source
         self._reference, self._autocast = reference, autocast
         self._device = next(model.parameters()).device
+        self._critic = _critic_for(spec, critic)
+        penalised = reference is not None and spec.algorithm.kl_in == "reward"
+        self._advantages = Advantages(
+            spec,
+            self._device,
+            reference=self._reference_logprobs if penalised else None,
+            values=self._critic.values if self._critic else None,
+        )
         self._version = PolicyVersion(number=0, digest=weights_digest(model))
         self._open_batch()
 
@@ -73,20 +93,26 @@ class PolicyTrainer:
         return await self._compute.run(lambda: self.learn(step))
 
     def take(self, group: Group) -> None:
-        """Advantages of a complete group, and as many microbatches as it fills."""
+        """Advantages of a complete group, and as many microbatches as it fills unless they wait for the batch."""
         started = time.perf_counter()
         index = min(self._groups * self.spec.batch.minibatches // self.spec.batch.prompts, len(self._minibatches) - 1)
         self._groups += 1
         minibatch = self._minibatches[index]
         minibatch.groups += 1
-        for run in split_by_budget(self._weighted(group, minibatch), self.spec.batch.microbatch_tokens):
-            if full := minibatch.add(run, self.spec.batch.microbatch_tokens):
-                self._close(minibatch, full, backward=index == 0)
+        samples = self._weighted(group, minibatch)
+        if self._advantages.scope == "batch":
+            self._waiting.append((index, samples))
+        else:
+            self._feed(index, samples)
         self._sums.train_s += time.perf_counter() - started
 
     def learn(self, step: int) -> StepMetrics:
         """The rest of the batch, its optimizer steps, and the next version."""
         started = time.perf_counter()
+        indices = [index for index, _ in self._waiting]
+        groups = self._advantages.of_batch([samples for _, samples in self._waiting])
+        for index, samples in zip(indices, groups, strict=True):
+            self._feed(index, samples)
         for index, minibatch in enumerate(self._minibatches):
             if rest := minibatch.close():
                 self._close(minibatch, rest, backward=index == 0)
@@ -95,16 +121,28 @@ class PolicyTrainer:
         digest = weights_digest(self.model) if steps_taken else self._version.digest
         self._version = PolicyVersion(number=step, digest=digest)
         self._sums.train_s += time.perf_counter() - started
-        metrics = StepMetrics(step=step, version=self._version, optimizer_steps=steps_taken, values=self._sums.values())
+        values = self._sums.values()
+        self._adapt(values.get("kl_ref"))
         self._open_batch()
-        return metrics
+        return StepMetrics(step=step, version=self._version, optimizer_steps=steps_taken, values=values)
 
     def _open_batch(self) -> None:
         self._groups = 0
-        self._sums = Sums()
+        self._sums = Sums(kl_beta=self.kl_beta)
         self._loss = 0.0  # summed over the open minibatch
         self._minibatches = [Minibatch() for _ in range(self.spec.batch.minibatches)]
+        self._waiting: list[tuple[int, list[Weighted]]] = []  # with their minibatch's index, for the whole batch
         self.optimizer.zero_grad(set_to_none=True)
+
+    def _adapt(self, kl_ref: float | None) -> None:
+        """Move the KL coefficient towards its target."""
+        if self.spec.algorithm.kl_target is not None and kl_ref is not None:
+            self.kl_beta = adapted_beta(self.kl_beta, kl_ref, self.spec.algorithm.kl_target)
+
+    @property
+    def _warming_up(self) -> bool:
+        """Whether the critic learns alone."""
+        return self._critic is not None and self.critic_steps < self.spec.algorithm.critic_warmup_steps
 
     def _weighted(self, group: Group, minibatch: Minibatch) -> list[Weighted]:
         """The group's valid samples with advantage and token weight; none when they would add no gradient.
@@ -112,36 +150,48 @@ class PolicyTrainer:
         Skipped samples stay in the denominator: leaving them out of the work must not change the mean.
         """
         algorithm = self.spec.algorithm
-        rewards = torch.tensor([t.reward.value if t.reward else 0.0 for t in group.trajectories])
-        valid = torch.tensor([t.weight > 0 and t.reward is not None and t.reward.valid for t in group.trajectories])
-        if int(valid.sum()) < 2:
+        valid = [t.weight > 0 and t.reward is not None and t.reward.valid for t in group.trajectories]
+        if sum(valid) < (2 if algorithm.compares_siblings else 1):
             self._sums.groups_skipped_invalid += 1
             return []
-        lengths = [trained_tokens(t) if ok else 0 for t, ok in zip(group.trajectories, valid.tolist(), strict=True)]
-        minibatch.denominator += denominator(lengths, algorithm.normalize)
-        advantages = ADVANTAGES[algorithm.advantage].function(rewards, valid)
-        if not has_signal(advantages):
+        lengths = [trained_tokens(t) if ok else 0 for t, ok in zip(group.trajectories, valid, strict=True)]
+        constant = self.spec.sampling.max_new_tokens
+        minibatch.denominator += denominator(lengths, algorithm.normalize, constant=constant)
+        estimate = self._advantages.of_group(group, valid, kl_beta=self.kl_beta)
+        if algorithm.compares_siblings and not estimate.signal:
             self._sums.groups_without_signal += 1
-            if algorithm.kl_beta == 0:
+            if not self._learns_without_signal:
                 return []
-        weights = token_weights(lengths, algorithm.normalize)
+        weights = [weight for weight in token_weights(lengths, algorithm.normalize) if weight > 0]
         return [
-            Weighted(trajectory=trajectory, advantage=advantage, token_weight=weight * trajectory.weight)
-            for trajectory, advantage, weight in zip(group.trajectories, advantages.tolist(), weights, strict=True)
-            if weight > 0
+            replace(sample, token_weight=weight * sample.trajectory.weight)
+            for sample, weight in zip(estimate.samples, weights, strict=True)
         ]
+
+    @property
+    def _learns_without_signal(self) -> bool:
+        """Whether samples of advantage 0 have a gradient all the same, or will have another advantage."""
+        algorithm = self.spec.algorithm
+        return (algorithm.kl_beta > 0 and algorithm.kl_in == "loss") or algorithm.entropy_bonus > 0 or algorithm.whiten
+
+    def _feed(self, index: int, samples: list[Weighted]) -> None:
+        """Add a group's samples to a minibatch, and learn from what microbatches they fill."""
+        minibatch, budget = self._minibatches[index], self.spec.batch.microbatch_tokens
+        for run in split_by_budget(samples, budget):
+            if full := minibatch.add(run, budget):
+                self._close(minibatch, full, backward=index == 0)
 
     def _close(self, minibatch: Minibatch, samples: list[Weighted], *, backward: bool) -> None:
         """A microbatch is full: measure what must be known before the first optimizer step, and learn from it if
         this is the minibatch whose turn it is."""
-        microbatch = pack(samples, self._device)
+        microbatch = pack(samples, self._device, version=self._version.number)
         minibatch.microbatches.append(microbatch)
-        if self._reference is not None:
-            microbatch.ref_logprobs = self._measure(self._reference, microbatch)
+        if self._reference is not None and microbatch.ref_logprobs is None:
+            microbatch.ref_logprobs = self._reference_logprobs(microbatch)
         if backward:
             self._backward(microbatch)
-        else:
-            microbatch.proximal_logprobs = self._measure(self.model, microbatch)
+        elif self.spec.algorithm.proximal == "recomputed":
+            microbatch.proximal_logprobs = self._measure(microbatch)
 
     def _optimize(self) -> None:
         """Minibatch after minibatch, epoch after epoch; gradients of the very first are already there."""
@@ -152,7 +202,7 @@ class PolicyTrainer:
                 if (epoch, index) != (0, 0) and not self._learn_again(minibatch):
                     remaining = self.spec.batch.epochs * len(self._minibatches) - epoch * len(self._minibatches) - index
                     self._sums.minibatches_dropped += remaining
-                    self.optimizer.zero_grad(set_to_none=True)
+                    self._drop(minibatch)
                     return
                 self._step(minibatch)
 
@@ -165,7 +215,22 @@ class PolicyTrainer:
         limit = self.spec.algorithm.kl_stop
         return limit is None or (self._sums.approx_kl - before) / max(tokens, 1) <= limit
 
+    def _drop(self, minibatch: Minibatch) -> None:
+        """Forget the policy's gradient; returns are as true as before, and the critic learns them."""
+        self._step_critic(minibatch)
+        self._loss = 0.0
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _step_critic(self, minibatch: Minibatch) -> None:
+        if self._critic is not None:
+            self._sums.critic.append(self._critic.step(minibatch.denominator))
+            self.critic_steps += 1
+
     def _step(self, minibatch: Minibatch) -> None:
+        if self._warming_up:
+            self._drop(minibatch)
+            return
+        self._step_critic(minibatch)
         config, batch = self.spec.optimizer, self.spec.batch
         total = self.spec.trainer.steps * batch.minibatches * batch.epochs
         rate = learning_rate(self.optimizer_steps + 1, total, config)
@@ -182,63 +247,73 @@ class PolicyTrainer:
             self._sums.steps_skipped_nonfinite += 1
 
     def _backward(self, microbatch: Microbatch) -> None:
-        """Add a microbatch's summed gradient and figures."""
-        algorithm = self.spec.algorithm
-        logprobs, entropy = self._logprobs(self.model, microbatch)
+        """Add a microbatch's summed gradient and figures; of the critic alone while that warms up."""
+        with torch.set_grad_enabled(not self._warming_up):
+            logprobs, entropy = self._logprobs(self.model, microbatch)
         now = logprobs.detach()
-        if microbatch.proximal_logprobs is None:  # nothing has changed since the update began
-            microbatch.proximal_logprobs = now
-        first_time = microbatch.proximal_logprobs is now
-        token = LOSSES[algorithm.loss](
-            logprobs,
-            microbatch.proximal_logprobs,
-            microbatch.advantages,
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-            dual_clip=algorithm.dual_clip,
-        )
-        loss_T = token.loss_T
-        if microbatch.ref_logprobs is not None:
-            penalty = k3(logprobs, microbatch.ref_logprobs)
-            loss_T = loss_T + algorithm.kl_beta * penalty
-            self._sums.kl_ref = (self._sums.kl_ref or 0.0) + float(penalty.detach().sum())
-        loss = (microbatch.weights * loss_T).sum()
-        loss.backward()
-        sums = self._sums
-        self._loss += float(loss.detach())
-        sums.clipped += float(token.clipped_T.sum())
-        sums.entropy += float(entropy.sum())
-        sums.approx_kl += float(approximate_kl(now, microbatch.proximal_logprobs).sum())
-        sums.tokens_trained += microbatch.tokens
-        sums.tokens_packed += microbatch.tree.size
-        sums.tokens_unpacked += microbatch.unpacked_tokens
-        if first_time:
-            sums.mismatch += mismatch(microbatch.rollout_logprobs, now)
+        if microbatch.proximal_logprobs is None:
+            self._sums.first_sight(microbatch, now)
+            microbatch.proximal_logprobs = self._proximal(microbatch, now)
+        if self._critic is not None:
+            assert microbatch.returns is not None and microbatch.values is not None
+            self._critic.learn(microbatch, microbatch.returns, microbatch.values)
+        outcome = policy_outcome(self.spec.algorithm, microbatch, logprobs, entropy, kl_beta=self.kl_beta)
+        if not self._warming_up:
+            outcome.loss.backward()
+            self._loss += float(outcome.loss.detach())
+        microbatch.states = None  # the forward pass they belong to is over
+        self._sums.learned(microbatch, outcome, now, entropy)
+
+    def _proximal(self, microbatch: Microbatch, now: torch.Tensor) -> torch.Tensor:
+        """What clipping is measured from, where it was not measured before the first optimizer step."""
+        if self.spec.algorithm.proximal == "rollout":
+            return microbatch.rollout_logprobs
+        if self._sums.optimizer_steps == 0:  # nothing has changed since the update began
+            return now
+        return interpolated_proximal(microbatch.rollout_logprobs, now, microbatch.lags)
 
     @torch.no_grad()
-    def _measure(self, model: PreTrainedModel, microbatch: Microbatch) -> torch.Tensor:
-        logprobs, _ = self._logprobs(model, microbatch)
-        if model is self.model:
-            self._sums.mismatch += mismatch(microbatch.rollout_logprobs, logprobs)
+    def _measure(self, microbatch: Microbatch) -> torch.Tensor:
+        logprobs, _ = self._logprobs(self.model, microbatch)
+        microbatch.states = None
+        self._sums.first_sight(microbatch, logprobs)
         return logprobs
+
+    @torch.no_grad()
+    def _reference_logprobs(self, microbatch: Microbatch) -> torch.Tensor:
+        assert self._reference is not None
+        return self._logprobs(self._reference, microbatch)[0]
 
     def _logprobs(self, model: PreTrainedModel, microbatch: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None):
+            states = predicting_states(model, microbatch)
+            if model is self.model and self._critic is not None:
+                microbatch.states = states
             return token_logprobs(
                 model,
                 microbatch,
                 temperature=self.spec.sampling.temperature,
                 logits_budget_bytes=self.spec.trainer.logits_budget_mb * MEGABYTE,
+                states=states,
+                learn_figure=self.spec.algorithm.entropy_bonus > 0,
             )
 
     def state_bytes(self) -> int:
         """About what `write_state` will write."""
-        return state_bytes(self.model, self.optimizer)
+        return state_bytes(self.model, self.optimizer) + (self._critic.state_bytes() if self._critic else 0)
 
     def write_state(self, directory: Path) -> None:
-        """Weights as a Hugging Face folder, optimizer, random states and counters, into an empty directory."""
-        counters = {"optimizer_steps": self.optimizer_steps, "version": msgspec.to_builtins(self._version)}
+        """Weights as a Hugging Face folder, optimizer, critic, random states and counters, into an empty directory."""
+        counters = {
+            "optimizer_steps": self.optimizer_steps,
+            "critic_steps": self.critic_steps,
+            "kl_beta": self.kl_beta,
+            "version": msgspec.to_builtins(self._version),
+        }
         save_state(directory, model=self.model, optimizer=self.optimizer, source=self._source, counters=counters)
+        if self._critic is not None:
+            (directory / CRITIC_FOLDER).mkdir()
+            self._critic.write_state(directory / CRITIC_FOLDER)
 
     def read_state(self, directory: Path) -> None:
         """Go on from what `write_state` wrote.
@@ -246,8 +321,12 @@ class PolicyTrainer:
         Raises:
             UserError: the weights are not those that were written.
         """
+        if self._critic is not None:
+            self._critic.read_state(directory / CRITIC_FOLDER)
         counters = restore_state(directory, model=self.model, optimizer=self.optimizer)
         self.optimizer_steps = int(counters["optimizer_steps"])
+        self.critic_steps = int(counters["critic_steps"])
+        self.kl_beta = float(counters["kl_beta"])
         self._version = msgspec.convert(counters["version"], PolicyVersion)
         if weights_digest(self.model) != self._version.digest:
             raise UserError(
@@ -256,3 +335,16 @@ class PolicyTrainer:
                 cure="delete this checkpoint; the run goes on from the one before",
             )
         self._open_batch()
+
+
+def _critic_for(spec: RunSpec, critic: Critic | None) -> Critic | None:
+    """The critic, where the algorithm has a use for one."""
+    if not spec.algorithm.needs_critic:
+        return None
+    if critic is None:
+        raise UserError(
+            f'algorithm.advantage = "{spec.algorithm.advantage}" needs a critic, and this trainer was given none',
+            where="algorithm.advantage",
+            cure='give it one, or choose an advantage without: "grpo", "rloo", "reinforce_pp", ...',
+        )
+    return critic

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tidemill.config.model import ModelConfig
 from tidemill.core.errors import UserError
@@ -72,6 +72,17 @@ def test_chat_template(codec: TextCodec) -> None:
     text, ids = codec.encode_chat([Message(role="system", content="S"), Message(role="user", content="U")])
     assert text == "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n"
     assert ids.count(1) == 3 and ids.count(2) == 2  # the marks are single tokens
+
+
+def test_a_completion_is_closed_as_the_template_closes_it(folder: Path, codec: TextCodec) -> None:
+    with quiet():
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    turns = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is 4."}]
+    whole = tokenizer(tokenizer.apply_chat_template(turns, tokenize=False), add_special_tokens=False).input_ids
+    asked = codec.encode_chat([Message(role="user", content="2+2?")])[1]
+    written = [*codec.encode_completion("It is 4."), codec.end_token_id(chat=True)]
+    assert whole[: len(asked) + len(written)] == asked + written
+    assert codec.decode(whole[len(asked) + len(written) :]) == "\n"  # what the template puts between turns
 
 
 def test_the_wheel_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tidemill.algos.advantages import grpo, has_signal
+from tidemill.algos.advantages import dr_grpo, grpo, has_signal, rloo
 
 # Multiples of 1/64: sums, shifts and halvings of these are exact, so that what is tested is the formula.
 rewards = st.lists(st.integers(-256, 256).map(lambda n: n / 64), min_size=2, max_size=16)
@@ -58,3 +58,23 @@ def test_invalid_samples_might_as_well_not_be_there(values: list[float], data: s
     kept = [value for value, ok in zip(values, valid, strict=True) if ok]
     torch.testing.assert_close(result[mask], advantages(kept) if len(kept) > 1 else torch.zeros(len(kept)))
     assert bool((result[~mask] == 0).all())
+
+
+@COMMON
+@given(rewards, st.integers(-64, 64), st.integers(1, 16))
+def test_the_undivided_ones_shift_away_and_scale_along(values: list[float], shift: int, scale: int) -> None:
+    everyone = torch.ones(len(values), dtype=torch.bool)
+    for function in (dr_grpo, rloo):
+        plain = function(torch.tensor(values), everyone)
+        moved = function(torch.tensor([scale * v + shift for v in values]), everyone)
+        torch.testing.assert_close(moved, scale * plain, atol=1e-4, rtol=1e-5)
+        assert abs(plain.double().sum().item()) < 1e-4
+
+
+@COMMON
+@given(rewards)
+def test_rloo_is_the_reward_minus_the_mean_of_the_others(values: list[float]) -> None:
+    result = rloo(torch.tensor(values), torch.ones(len(values), dtype=torch.bool))
+    others = [sum(values[:i] + values[i + 1 :]) / (len(values) - 1) for i in range(len(values))]
+    expected = torch.tensor([value - other for value, other in zip(values, others, strict=True)])
+    torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-5)

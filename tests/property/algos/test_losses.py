@@ -6,7 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tidemill.algos.losses import Normalize, denominator, ppo_clip, token_weights
+from tidemill.algos.losses import Normalize, cispo, denominator, gspo, ppo_clip, token_weights
+from tidemill.algos.samples import Samples
+from tidemill.algos.value import value_loss
 
 token = st.tuples(st.floats(-2, 2), st.floats(-8, 0), st.floats(-3, 3))  # log ratio, proximal logprob, advantage
 tokens = st.lists(token, min_size=1, max_size=24)
@@ -85,7 +87,9 @@ def test_permutation(rows: list[tuple[float, float, float]], random: object) -> 
 
 
 @COMMON
-@given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.sampled_from(["sample", "token"]), st.data())
+@given(
+    st.lists(st.integers(0, 40), min_size=1, max_size=12), st.sampled_from(["sample", "token", "constant"]), st.data()
+)
 def test_weights_make_the_mean_however_the_batch_is_cut(
     lengths: list[int], normalize: Normalize, data: st.DataObject
 ) -> None:
@@ -93,8 +97,62 @@ def test_weights_make_the_mean_however_the_batch_is_cut(
     parts = [lengths[:cut], lengths[cut:]]
     weights = [weight for part in parts for weight in token_weights(part, normalize)]
     assert weights == token_weights(lengths, normalize)
-    total = sum(denominator(part, normalize) for part in parts)
-    assert total == denominator(lengths, normalize)
+    total = sum(denominator(part, normalize, constant=7) for part in parts)
+    assert total == denominator(lengths, normalize, constant=7)
+    if normalize == "constant":
+        assert total == 7 * sum(length > 0 for length in lengths)
+        assert weights == [float(length > 0) for length in lengths]
+        return
     # the mean of a loss of 1 everywhere is 1
     weighted = sum(weight * length for weight, length in zip(weights, lengths, strict=True))
     assert weighted == pytest.approx(total)
+
+
+@COMMON
+@given(tokens, st.data())
+def test_gspo_of_samples_of_one_token_is_the_plain_clip(
+    rows: list[tuple[float, float, float]], data: st.DataObject
+) -> None:
+    trainer, proximal, advantages = columns(rows)
+    samples = Samples(torch.tensor(data.draw(st.permutations(range(len(rows))))), len(rows))
+    one = gspo(trainer, proximal, advantages, samples=samples, clip_low=0.2, clip_high=0.3)
+    other = ppo_clip(trainer, proximal, advantages, clip_low=0.2, clip_high=0.3)
+    torch.testing.assert_close(one.loss_T, other.loss_T)
+    assert torch.equal(one.clipped_T, other.clipped_T)
+
+
+@COMMON
+@given(tokens, st.floats(-3, 3), st.data())
+def test_shift_changes_the_other_ratios_no_more(
+    rows: list[tuple[float, float, float]], shift: float, data: st.DataObject
+) -> None:
+    trainer, proximal, advantages = columns(rows)
+    index = data.draw(st.lists(st.integers(0, 2), min_size=len(rows), max_size=len(rows)))
+    samples = Samples(torch.tensor(index), 3)
+    one = gspo(trainer, proximal, advantages, samples=samples, clip_low=0.2, clip_high=0.2)
+    other = gspo(trainer + shift, proximal + shift, advantages, samples=samples, clip_low=0.2, clip_high=0.2)
+    torch.testing.assert_close(one.loss_T, other.loss_T)
+    held = cispo(trainer, proximal, advantages, clip_high=2.0)
+    moved = cispo(trainer + shift, proximal + shift, advantages, clip_high=2.0)
+    torch.testing.assert_close(gradient(held.loss_T, trainer), gradient(moved.loss_T, trainer))
+
+
+@COMMON
+@given(tokens)
+def test_cispo_gradient_is_the_held_ratio_times_the_advantage(rows: list[tuple[float, float, float]]) -> None:
+    trainer, proximal, advantages = columns(rows)
+    result = cispo(trainer, proximal, advantages, clip_high=2.0)
+    expected = -(trainer - proximal).exp().clamp(max=2.0) * advantages
+    torch.testing.assert_close(gradient(result.loss_T, trainer), expected.detach())
+
+
+@COMMON
+@given(tokens, st.floats(0.05, 2))
+def test_the_clipped_value_loss_is_never_below_the_plain_one(
+    rows: list[tuple[float, float, float]], clip: float
+) -> None:
+    values, returns, start = columns(rows)
+    plain, clipped = value_loss(values, returns, start), value_loss(values, returns, start, clip=clip)
+    assert bool((clipped.loss_T >= plain.loss_T).all())
+    assert bool((gradient(clipped.loss_T, values)[clipped.clipped_T] == 0).all())
+    torch.testing.assert_close(clipped.loss_T[~clipped.clipped_T], plain.loss_T[~clipped.clipped_T])

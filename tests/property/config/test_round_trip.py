@@ -7,6 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tidemill.config.algorithm import CORRECTION_LIMITS, PRESETS
 from tidemill.config.load import differences, from_toml
 from tidemill.config.schema import RunSpec
 from tidemill.config.toml import to_toml
@@ -43,7 +44,13 @@ RUNS = st.fixed_dictionaries(
         "task": TASKS,
         "scoring": st.fixed_dictionaries({"rewards": st.lists(REWARDS, min_size=1, max_size=3)}),
         "sampling": st.fixed_dictionaries({"temperature": NUMBERS, "stop": st.lists(TEXTS, max_size=3)}),
-        "algorithm": st.fixed_dictionaries({"kl_stop": optional(NUMBERS)}),
+        "algorithm": st.fixed_dictionaries(
+            {"name": st.sampled_from(list(PRESETS)), "kl_stop": optional(NUMBERS)},
+            optional={
+                "kl_in": st.sampled_from(["loss", "reward"]),
+                "correction": st.fixed_dictionaries({"kind": st.sampled_from(list(CORRECTION_LIMITS))}),
+            },
+        ),
         "optimizer": st.fixed_dictionaries({"learning_rate": NUMBERS}),
         "engine": st.fixed_dictionaries({"batch_invariant": st.booleans()}),
     }

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
-from tidemill.algos.advantages import ADVANTAGES, grpo, has_signal
+from tidemill.algos.advantages import ADVANTAGES, dr_grpo, grpo, has_signal, rloo, scope_of
+from tidemill.config.algorithm import AlgorithmConfig
 
 NAN, INF = math.nan, math.inf
 
@@ -37,6 +40,31 @@ def test_invalid_samples_get_zero_and_do_not_count(invalid: float) -> None:
     # over the valid (1, 0): mean 0.5, std sqrt(0.5) = 0.7071068; 0.5 / 0.7072068 = 0.7070068
     result = advantages([1.0, invalid, 0.0], [True, False, True])
     assert result == pytest.approx([0.7070068, 0.0, -0.7070068], abs=1e-6)
+
+
+def test_dr_grpo_only_takes_the_mean_off() -> None:
+    # (1, 2, 6) without the invalid one: mean 3
+    rewards, valid = torch.tensor([1.0, NAN, 2.0, 6.0]), torch.tensor([True, False, True, True])
+    assert dr_grpo(rewards, valid).tolist() == [-2.0, 0.0, -1.0, 3.0]
+
+
+def test_rloo_is_against_the_mean_of_the_others() -> None:
+    # 1 - (2 + 6) / 2 = -3; 2 - (1 + 6) / 2 = -1.5; 6 - (1 + 2) / 2 = 4.5
+    rewards, valid = torch.tensor([1.0, NAN, 2.0, 6.0]), torch.tensor([True, False, True, True])
+    assert rloo(rewards, valid).tolist() == pytest.approx([-3.0, 0.0, -1.5, 4.5])
+
+
+@pytest.mark.parametrize("function", [grpo, dr_grpo, rloo])
+def test_nothing_to_compare_is_exactly_zero(function: Callable[[Tensor, Tensor], Tensor]) -> None:
+    assert function(torch.tensor([0.1, 0.1, 0.1]), torch.ones(3, dtype=torch.bool)).tolist() == [0.0] * 3
+    assert function(torch.tensor([0.1, NAN]), torch.tensor([True, False])).tolist() == [0.0] * 2
+    assert function(torch.zeros(0), torch.zeros(0, dtype=torch.bool)).shape == (0,)
+
+
+def test_whitening_makes_any_scope_the_batch() -> None:
+    assert scope_of("grpo", whiten=False) == "group"
+    assert scope_of("gae", whiten=False) == "sample"
+    assert scope_of("gae", whiten=True) == "batch"
 
 
 @pytest.mark.parametrize("valid", [[False, False, False], [True, False, False]])
@@ -76,6 +104,4 @@ def test_registry_row_names_scope_formula_and_source() -> None:
 
 
 def test_config_names_match_the_registry() -> None:
-    from tidemill.config.learning import AlgorithmConfig
-
     assert AlgorithmConfig.model_fields["advantage"].annotation.__args__ == tuple(ADVANTAGES)  # type: ignore[union-attr]

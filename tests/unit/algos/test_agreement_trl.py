@@ -3,123 +3,196 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tidemill.algos.advantages import grpo
+from tests.trl_losses import (
+    LENGTHS,
+    MAX_NEW_TOKENS,
+    drawn,
+    trl_policy_loss,
+    trl_preference_loss,
+    trl_reward_loss,
+)
+from tidemill.algos.advantages import grpo, rloo
+from tidemill.algos.corrections import CORRECTIONS
 from tidemill.algos.kl import k3
-from tidemill.algos.losses import Normalize, denominator, ppo_clip, token_weights
+from tidemill.algos.losses import LOSSES, Normalize, denominator, token_weights
+from tidemill.algos.preference import PREFERENCE_LOSSES, bradley_terry, dpo
+from tidemill.algos.samples import Samples
 from tidemill.config.model import CharModelConfig
 
 pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore")  # what TRL and its dependencies warn of is not ours to mend
 
-LENGTHS = [7, 1, 4, 6]  # completion tokens of each sample, padded to the longest
 BETA, CLIP_LOW, CLIP_HIGH = 0.04, 0.2, 0.28
-TRL_LOSS_TYPE: dict[Normalize, str] = {"sample": "grpo", "token": "dapo"}
+TRL_LOSS_TYPE: dict[Normalize, str] = {"sample": "grpo", "token": "dapo", "constant": "dr_grpo"}
+SAMPLES = Samples(torch.repeat_interleave(torch.tensor(LENGTHS)), len(LENGTHS))
 
 
-def drawn() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Padded trainer, proximal and reference logprobs [S, T], advantages [S] and mask [S, T]; ratios from 0.2 to 5."""
-    draw = torch.Generator().manual_seed(3)
-    shape = (len(LENGTHS), max(LENGTHS))
-    proximal = -4 * torch.rand(shape, generator=draw, dtype=torch.float64)
-    trainer = proximal + 1.6 * (2 * torch.rand(shape, generator=draw, dtype=torch.float64) - 1)
-    ref = proximal + 0.5 * torch.randn(shape, generator=draw, dtype=torch.float64)
-    advantages = torch.tensor([1.3, -0.4, -1.1, 0.6], dtype=torch.float64)
-    mask = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
-    return trainer, proximal, ref, advantages, mask
-
-
-def trl_loss(normalize: Normalize, beta: float, delta: float | None) -> tuple[float, Tensor, float]:
-    """Loss, gradient by token and clip fraction as TRL's own method computes them, on a stand-in for its trainer."""
-    from trl.trainer.grpo_trainer import GRPOTrainer
-
-    trainer, proximal, ref, advantages, mask = drawn()
-    trainer.requires_grad_()
-    metrics: dict[str, Any] = defaultdict(list)
-    stand_in = SimpleNamespace(
-        _get_per_token_logps_and_entropies=lambda *a, **k: (trainer, torch.zeros_like(trainer), None),
-        _metrics={"train": metrics},
-        _entropy_bonus_enabled=False,
-        accelerator=SimpleNamespace(gather=lambda x: x, reduce=lambda x, reduction: x, num_processes=1),
-        args=SimpleNamespace(use_bias_correction_kl=False, delta=delta, steps_per_generation=1),
-        aux_loss_enabled=False,
-        beta=beta,
-        current_gradient_accumulation_steps=1,
-        epsilon_low=CLIP_LOW,
-        epsilon_high=CLIP_HIGH,
-        importance_sampling_level="token",
-        loss_type=TRL_LOSS_TYPE[normalize],
-        model=SimpleNamespace(training=True),
-        off_policy_mask_threshold=None,
-        top_entropy_quantile=1.0,
-        use_vllm=False,
-    )
-    inputs = {
-        "prompt_ids": torch.zeros(len(LENGTHS), 1, dtype=torch.long),
-        "prompt_mask": torch.ones(len(LENGTHS), 1, dtype=torch.long),
-        "completion_ids": torch.zeros(mask.shape, dtype=torch.long),
-        "completion_mask": mask.long(),
-        "advantages": advantages,
-        "old_per_token_logps": proximal,
-        "ref_per_token_logps": ref,
-        "num_items_in_batch": mask.sum(),
-    }
-    loss = GRPOTrainer._compute_loss(stand_in, stand_in.model, inputs)
-    loss.backward()
-    assert trainer.grad is not None
-    return loss.item(), trainer.grad[mask], metrics["clip_ratio/region_mean"][0]
-
-
-def our_loss(normalize: Normalize, beta: float, dual_clip: float | None) -> tuple[float, Tensor, float]:
+def our_loss(
+    name: str,
+    normalize: Normalize,
+    *,
+    beta: float = 0.0,
+    kl_ratio: bool = False,
+    correction: Tensor | None = None,
+    **limits: Any,
+) -> tuple[float, Tensor, Tensor]:
     """The same from the flattened functions, one sample a microbatch, divided once at the end."""
     trainer, proximal, ref, advantages, mask = drawn()
     logprobs_T = trainer[mask].requires_grad_()
-    loss = ppo_clip(
-        logprobs_T,
-        proximal[mask],
-        advantages.repeat_interleave(torch.tensor(LENGTHS)),
-        clip_low=CLIP_LOW,
-        clip_high=CLIP_HIGH,
-        dual_clip=dual_clip,
-    )
-    per_token = loss.loss_T + beta * k3(logprobs_T, ref[mask])
+    row = LOSSES[name]
+    if row.by_sample:
+        limits["samples"] = SAMPLES
+    loss = row.function(logprobs_T, proximal[mask], SAMPLES.spread(advantages), **limits)
+    weights = torch.ones_like(logprobs_T) if correction is None else correction
+    penalty = k3(logprobs_T, ref[mask])
+    if kl_ratio:
+        penalty = penalty * (logprobs_T - proximal[mask]).exp()
+    per_token = loss.loss_T * weights.detach() + beta * penalty
     weights_S = torch.tensor(token_weights(LENGTHS, normalize), dtype=torch.float64)
     weights_T = weights_S.repeat_interleave(torch.tensor(LENGTHS))
     for part, weight in zip(per_token.split(LENGTHS), weights_T.split(LENGTHS), strict=True):
         (part * weight).sum().backward(retain_graph=True)
-    scale = 1.0 / denominator(LENGTHS, normalize)
+    scale = 1.0 / denominator(LENGTHS, normalize, constant=MAX_NEW_TOKENS)
     assert logprobs_T.grad is not None
     value = float((per_token * weights_T).sum().detach()) * scale
-    return value, logprobs_T.grad * scale, loss.clipped_T.double().mean().item()
+    return value, logprobs_T.grad * scale, loss.clipped_T
 
 
-@pytest.mark.parametrize("normalize", ["sample", "token"])
-@pytest.mark.parametrize("beta", [0.0, BETA])
-@pytest.mark.parametrize("dual_clip", [None, 3.0])
-def test_loss_gradient_and_clip_fraction(
-    normalize: Literal["sample", "token"], beta: float, dual_clip: float | None
-) -> None:
-    # TRL's `delta`, an upper limit of the ratio itself, is the dual clip: where A < 0, min(ρ, δ) A = max(ρA, δA).
-    theirs, ours = trl_loss(normalize, beta, dual_clip), our_loss(normalize, beta, dual_clip)
+def assert_agree(ours: tuple[float, Tensor, Tensor], theirs: tuple[float, Tensor, dict[str, Any]]) -> None:
     assert ours[0] == pytest.approx(theirs[0], rel=1e-9)
     torch.testing.assert_close(ours[1], theirs[1], rtol=1e-9, atol=1e-12)
+    assert 0.1 < ours[2].double().mean().item() < 0.9  # the numbers exercise both sides
+
+
+@pytest.mark.parametrize("normalize", ["sample", "token", "constant"])
+@pytest.mark.parametrize("beta", [0.0, BETA])
+@pytest.mark.parametrize("dual_clip", [None, 3.0])
+def test_loss_gradient_and_clip_fraction(normalize: Normalize, beta: float, dual_clip: float | None) -> None:
+    # TRL's `delta`, an upper limit of the ratio itself, is the dual clip: where A < 0, min(ρ, δ) A = max(ρA, δA).
+    theirs = trl_policy_loss(
+        loss_type=TRL_LOSS_TYPE[normalize], beta=beta, delta=dual_clip, clip_low=CLIP_LOW, clip_high=CLIP_HIGH
+    )
+    ours = our_loss("ppo_clip", normalize, beta=beta, clip_low=CLIP_LOW, clip_high=CLIP_HIGH, dual_clip=dual_clip)
+    assert_agree(ours, theirs)
     if dual_clip is None:  # TRL does not count what delta holds
-        assert ours[2] == pytest.approx(theirs[2])
-        assert 0.1 < ours[2] < 0.9  # the numbers exercise both sides
+        assert ours[2].double().mean().item() == pytest.approx(theirs[2]["clip_ratio/region_mean"][0])
 
 
-def test_advantages_of_a_whole_trainer_step(tmp_path: Path) -> None:
+def test_gspo() -> None:
+    # wide limits: the drawn ratios are far from 1
+    theirs = trl_policy_loss(loss_type="grpo", level="sequence", clip_low=0.1, clip_high=0.15)
+    ours = our_loss("gspo", "sample", clip_low=0.1, clip_high=0.15)
+    assert_agree(ours, theirs)
+    by_sample = SAMPLES.mean(ours[2].double()).mean().item()
+    assert by_sample == pytest.approx(theirs[2]["clip_ratio/region_mean"][0])
+
+
+def test_cispo() -> None:
+    theirs = trl_policy_loss(loss_type="cispo", clip_high=1.5)
+    assert_agree(our_loss("cispo", "token", clip_high=1.5), theirs)
+
+
+def test_kl_with_the_importance_ratio() -> None:
+    theirs = trl_policy_loss(loss_type="dapo", beta=BETA, kl_ratio=True, clip_low=CLIP_LOW, clip_high=CLIP_HIGH)
+    ours = our_loss(
+        "ppo_clip", "token", beta=BETA, kl_ratio=True, clip_low=CLIP_LOW, clip_high=CLIP_HIGH, dual_clip=None
+    )
+    assert_agree(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    # TRL's token_truncate, token_mask and sequence_truncate, as its trainer computes them from the log ratio
+    ("kind", "limits"),
+    [
+        ("tis", {"high": 1.2}),
+        ("icepop", {"low": 0.8, "high": 1.2}),
+        ("clip_range", {"low": 0.8, "high": 1.2}),
+        ("sequence_tis", {"high": 1.2}),
+    ],
+)
+def test_corrections(kind: str, limits: dict[str, float]) -> None:
+    *_, mask = drawn()
+    draw = torch.Generator().manual_seed(5)
+    log_ratio = 0.3 * torch.randn(mask.shape, generator=draw, dtype=torch.float64) * mask
+    if kind == "sequence_tis":
+        ratio = log_ratio.sum(-1, keepdim=True).exp().clamp(max=1.2)
+    elif kind == "icepop":
+        plain = log_ratio.exp()
+        ratio = plain.masked_fill((plain < 0.8) | (plain > 1.2), 0.0)
+    else:
+        ratio = log_ratio.exp().clamp(min=limits.get("low"), max=1.2)
+    theirs = trl_policy_loss(loss_type="dapo", clip_low=CLIP_LOW, clip_high=CLIP_HIGH, correction=ratio)
+    corrected = CORRECTIONS[kind].function(log_ratio[mask], SAMPLES, **limits)
+    ours = our_loss(
+        "ppo_clip",
+        "token",
+        correction=corrected.weights_T,
+        clip_low=CLIP_LOW,
+        clip_high=CLIP_HIGH,
+        dual_clip=None,
+    )
+    assert_agree(ours, theirs)
+    assert bool((corrected.truncated_T | corrected.masked_T).any())
+
+
+def pairs() -> tuple[Tensor, Tensor, Tensor]:
+    """Logprobs and reference logprobs [6, 5] of three chosen and three rejected completions, and their mask."""
+    draw = torch.Generator().manual_seed(7)
+    logprobs, ref = (-3 * torch.rand(6, 5, generator=draw, dtype=torch.float64) for _ in range(2))
+    return logprobs, ref, torch.arange(5) < torch.tensor([5, 1, 3, 2, 4, 5])[:, None]
+
+
+@pytest.mark.parametrize(("name", "trl_name"), [("dpo", "sigmoid"), ("ipo", "ipo")])
+def test_preference_losses(name: str, trl_name: str) -> None:
+    logprobs, ref, mask = pairs()
+    theirs = trl_preference_loss(trl_name, 0.1, logprobs, ref, mask)
+    row = PREFERENCE_LOSSES[name]
+    given = logprobs.clone().requires_grad_()
+    lengths = mask.sum(1) if row.reduce == "mean" else torch.ones(6)
+    now, fixed = ((values * mask).sum(1) / lengths for values in (given, ref))
+    loss = row.function(*now.chunk(2), *fixed.chunk(2), beta=0.1).mean()
+    loss.backward()
+    assert loss.item() == pytest.approx(theirs[0], rel=1e-9)
+    assert given.grad is not None
+    torch.testing.assert_close(given.grad, theirs[1], rtol=1e-9, atol=1e-12)
+
+
+def test_label_smoothing_is_a_mixture_of_both_labellings() -> None:
+    logprobs, ref, mask = pairs()
+    swapped = [torch.cat(values.chunk(2)[::-1]) for values in (logprobs, ref, mask)]
+    right = trl_preference_loss("sigmoid", 0.1, logprobs, ref, mask)[0]
+    wrong = trl_preference_loss("sigmoid", 0.1, *swapped)[0]
+    sums, ref_sums = ((values * mask).sum(1).chunk(2) for values in (logprobs, ref))
+    ours = dpo(*sums, *ref_sums, beta=0.1, label_smoothing=0.2).mean().item()
+    assert ours == pytest.approx(0.8 * right + 0.2 * wrong, rel=1e-9)
+
+
+@pytest.mark.parametrize("with_margins", [False, True])
+@pytest.mark.parametrize("centring", [0.0, 0.01])
+def test_reward_model(with_margins: bool, centring: float) -> None:
+    scores = torch.tensor([1.5, -0.3, 0.2, 0.4, 0.9, -2.0], dtype=torch.float64)
+    margins = torch.tensor([0.5, 0.0, 1.0], dtype=torch.float64) if with_margins else None
+    theirs = trl_reward_loss(scores, margins, centring or None)
+    given = scores.clone().requires_grad_()
+    loss = bradley_terry(*given.chunk(2), margins_P=margins, centring=centring).mean()
+    loss.backward()
+    assert loss.item() == pytest.approx(theirs[0], rel=1e-9)
+    assert given.grad is not None
+    torch.testing.assert_close(given.grad, theirs[1], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
+def test_advantages_of_a_whole_trainer_step(tmp_path: Path, algorithm: str) -> None:
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
     from tidemill.models.char import build_char_model
 
@@ -127,7 +200,9 @@ def test_advantages_of_a_whole_trainer_step(tmp_path: Path) -> None:
     rewards = [[0.0, 1.0, 0.25, 1.0], [0.1, 0.1, 0.1, 0.1], [2.0, math.nan, -1.0, 0.5]]
     seen: list[Tensor] = []
 
-    class Recording(GRPOTrainer):
+    trainer_class, config_class = (GRPOTrainer, GRPOConfig) if algorithm == "grpo" else (RLOOTrainer, RLOOConfig)
+
+    class Recording(trainer_class):  # type: ignore[misc, valid-type, unused-ignore]
         def _generate_and_score_completions(self, inputs: Any) -> Any:  # before they are shuffled
             scored = super()._generate_and_score_completions(inputs)
             seen.append(scored["advantages"].clone())
@@ -144,11 +219,12 @@ def test_advantages_of_a_whole_trainer_step(tmp_path: Path) -> None:
         processing_class=AutoTokenizer.from_pretrained(tmp_path),
         reward_funcs=given,
         train_dataset=Dataset.from_list([{"prompt": text} for text in ("1+1=", "2+2=", "3+4=")]),
-        args=GRPOConfig(
+        args=config_class(
             output_dir=str(tmp_path / "out"),
             per_device_train_batch_size=12,
             num_generations=4,
             max_completion_length=2,
+            beta=0.0,
             max_steps=1,
             shuffle_dataset=False,
             report_to=[],
@@ -161,7 +237,8 @@ def test_advantages_of_a_whole_trainer_step(tmp_path: Path) -> None:
     )
     trainer.train()
     (theirs,) = seen
-    ours = torch.cat([grpo(torch.tensor(group), ~torch.tensor(group).isnan()) for group in rewards])
+    ours_of = grpo if algorithm == "grpo" else rloo
+    ours = torch.cat([ours_of(torch.tensor(group), ~torch.tensor(group).isnan()) for group in rewards])
     # TRL leaves rounding noise (up to 1e-8 / 1e-4) where all rewards are equal; we return zero.
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-3)
     torch.testing.assert_close(ours[:4], theirs[:4], rtol=1e-5, atol=1e-6)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tidemill.algos.kl import approximate_kl, k3, mismatch, no_mismatch
+from tidemill.algos.kl import adapted_beta, approximate_kl, k3, kl_reward, mismatch, no_mismatch
 
 
 def test_k3_value_and_gradient() -> None:
@@ -53,6 +53,35 @@ def test_the_gradient_of_k3_is_that_of_the_other_direction() -> None:
     (reverse,) = torch.autograd.grad((now.exp() * (now - ref.log())).sum(), logits)
     assert torch.allclose(sampled, expected)
     assert not torch.allclose(sampled, reverse)
+
+
+def test_with_the_ratio_the_gradient_is_that_of_the_divergence_off_policy() -> None:
+    # Tokens from another policy q: Σ q ∇(ρ k3) with ρ = p / q is ∇KL(p ‖ ref)
+    logits = torch.tensor([0.3, -0.2, 0.9], dtype=torch.float64, requires_grad=True)
+    ref = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
+    rollout = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64)
+    logprobs = logits.log_softmax(-1)
+    weighted = k3(logprobs, ref.log()) * (logprobs - rollout.log()).exp()
+    (sampled,) = torch.autograd.grad((rollout * weighted).sum(), logits)
+    now = logits.log_softmax(-1)
+    (expected,) = torch.autograd.grad((now.exp() * (now - ref.log())).sum(), logits)
+    torch.testing.assert_close(sampled, expected)
+
+
+def test_kl_reward() -> None:
+    rollout = torch.tensor([-1.0, -2.0], requires_grad=True)
+    penalty = kl_reward(rollout, torch.tensor([-1.5, -1.5]))
+    assert penalty.tolist() == [0.5, -0.5]
+    assert not penalty.requires_grad
+
+
+@pytest.mark.parametrize(
+    # error (kl / target - 1) within ±0.2, a tenth of which is corrected
+    ("kl", "beta"),
+    [(0.1, 0.5), (0.11, 0.505), (0.09, 0.495), (1.0, 0.51), (0.0, 0.49)],
+)
+def test_adapted_beta(kl: float, beta: float) -> None:
+    assert adapted_beta(0.5, kl, 0.1) == pytest.approx(beta)
 
 
 def test_mismatch_stats() -> None:

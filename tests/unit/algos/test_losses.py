@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tidemill.algos.losses import LOSSES, TokenLoss, denominator, ppo_clip, token_weights
+from tidemill.algos.losses import LOSSES, TokenLoss, cispo, denominator, gspo, ppo_clip, token_weights
+from tidemill.algos.samples import Samples
+from tidemill.config.algorithm import AlgorithmConfig
 
 
 def clip(ratios: list[float], advantages: list[float], *, dual_clip: float | None = None) -> tuple[Tensor, TokenLoss]:
@@ -113,6 +115,12 @@ def test_token_weights_by_token() -> None:
     assert denominator([2, 4, 0], "token") == 6
 
 
+def test_token_weights_by_a_constant() -> None:
+    # the sum over tokens, divided by two samples × 8
+    assert token_weights([2, 4, 0], "constant") == [1.0, 1.0, 0.0]
+    assert denominator([2, 4, 0], "constant", constant=8) == 16
+
+
 def test_the_weighted_sum_over_the_denominator_is_the_mean_whatever_the_microbatches() -> None:
     # losses (1, 3 | 2, 2, 2, 6): means of samples 2 and 3, their mean 2.5; mean of tokens 16 / 6
     losses = [[1.0, 3.0], [2.0, 2.0, 2.0, 6.0]]
@@ -126,6 +134,50 @@ def test_the_weighted_sum_over_the_denominator_is_the_mean_whatever_the_microbat
 
 
 def test_config_names_match_the_registry() -> None:
-    from tidemill.config.learning import AlgorithmConfig
-
     assert AlgorithmConfig.model_fields["loss"].annotation.__args__ == tuple(LOSSES)  # type: ignore[union-attr]
+
+
+def test_every_setting_of_a_loss_is_a_key() -> None:
+    for loss in LOSSES.values():
+        assert set(loss.settings) <= set(AlgorithmConfig.model_fields)
+        assert loss.formula and loss.source
+
+
+def sequences(ratios: list[list[float]], advantages: list[float]) -> tuple[Tensor, TokenLoss]:
+    """GSPO over samples whose tokens have these ratios, mean over a sample's tokens and summed over samples."""
+    samples = Samples(torch.tensor([s for s, row in enumerate(ratios) for _ in row]), len(ratios))
+    trainer = torch.tensor([r for row in ratios for r in row], dtype=torch.float64).log().requires_grad_()
+    given = samples.spread(torch.tensor(advantages, dtype=torch.float64))
+    loss = gspo(trainer, torch.zeros_like(trainer), given, samples=samples, clip_low=0.2, clip_high=0.3)
+    samples.mean(loss.loss_T).sum().backward()
+    assert trainer.grad is not None
+    return trainer.grad, loss
+
+
+def test_gspo_takes_the_geometric_mean_of_a_sequence() -> None:
+    # s = (0.5 * 2 * 1.331)^(1/3) = 1.1, inside [0.8, 1.3]: loss -1.1 * 2; each token's gradient -sA / 3 = -0.7333333
+    grad, loss = sequences([[0.5, 2.0, 1.331]], [2.0])
+    assert loss.loss_T.tolist() == pytest.approx([-2.2] * 3)
+    assert loss.ratio_T.tolist() == pytest.approx([1.1] * 3)
+    assert grad.tolist() == pytest.approx([-0.7333333] * 3)
+    assert not loss.clipped_T.any()
+
+
+def test_gspo_clips_whole_sequences() -> None:
+    # s = 2 with A 1: held at 1.3, no gradient; s = 2 with A -1 pulls back: 2; s = 0.5 with A -1: held at 0.8
+    grad, loss = sequences([[4.0, 1.0], [2.0], [0.25, 1.0]], [1.0, -1.0, -1.0])
+    assert loss.loss_T.tolist() == pytest.approx([-1.3, -1.3, 2.0, 0.8, 0.8])
+    assert loss.clipped_T.tolist() == [True, True, False, True, True]
+    assert grad.tolist() == pytest.approx([0.0, 0.0, 2.0, 0.0, 0.0])
+
+
+def test_cispo_holds_the_weight_and_keeps_the_gradient() -> None:
+    # proximal -2, ratios (2, 10, 0.1), clip 5: weights (2, 5, 0.1); loss -w A log π with log π = log r - 2
+    # 2 * 1.5 * 1.3068528 = 3.9205585; -5 * 0.3025851 (log π = 0.3025851); 0.1 * -1 * 4.3025851 = -0.4302585
+    trainer = (torch.tensor([2.0, 10.0, 0.1], dtype=torch.float64).log() - 2.0).requires_grad_()
+    loss = cispo(trainer, torch.full_like(trainer, -2.0), torch.tensor([1.5, 1.0, -1.0]), clip_high=5.0)
+    assert loss.loss_T.tolist() == pytest.approx([3.9205585, -1.5129255, -0.4302585])
+    assert loss.clipped_T.tolist() == [False, True, False]
+    loss.loss_T.sum().backward()
+    assert trainer.grad is not None
+    assert trainer.grad.tolist() == pytest.approx([-3.0, -5.0, 0.1])  # -w A

@@ -75,7 +75,7 @@ def test_dry_run_trains_nothing(run: Run, pretend: Pretend) -> None:
 def test_help_lists_the_keys(run: Run) -> None:
     out = run("train", "--help").out
     assert "scoring.rewards[].kind" in out
-    assert "Samples per prompt. (integer >= 2, default 8)" in out
+    assert "Weight of the policy's entropy in the objective. (number >= 0, default 0.0)" in out
     assert 'kind = "jsonl"' in out
     assert "required" in out
 

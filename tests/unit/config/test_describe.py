@@ -16,6 +16,7 @@ def test_the_default_run_in_words() -> None:
         "model       smollm2-135m; bf16 autocast on a GPU, fp32 else",
         "task        arithmetic: + on numbers of 1 digit, 2 worked examples; reward = exact",
         "step        8 prompts × 8 samples = 64 samples per step, all decoded at once",
+        "algorithm   grpo: advantage grpo; loss ppo_clip, mean by sample; correction tis",
         (
             "learning    1 epoch × 1 minibatch = 1 optimizer step per batch, each from 64 samples; "
             "learning rate 1e-05, constant, 0 warm-up steps"
@@ -61,6 +62,19 @@ def test_other_tasks_models_and_rewards() -> None:
     assert said("--engine.slots=16", topic="step")[0].endswith("decoded 16 at a time")
 
 
+def test_algorithms() -> None:
+    (words,) = said("--algorithm.name=ppo", "--critic.kind=shared", topic="algorithm")
+    assert words == (
+        "ppo: advantage gae, whitened over the batch; critic on the policy's own trunk; KL in the reward, weight 0.01; "
+        "loss ppo_clip, mean by token; correction tis"
+    )
+    assert said("--algorithm.name=gspo", "--algorithm.clip_low=0.1", topic="algorithm")[0].endswith(
+        "(not the preset's: clip_low = 0.1)"
+    )
+    changed = said("--algorithm.correction.kind=icepop", topic="algorithm")[0]
+    assert changed.endswith("correction icepop (not the preset's: correction = icepop)")
+
+
 def test_prompts_of_unknown_length() -> None:
     (words,) = said("--task.kind=jsonl", "--task.path=x", topic="microbatch")
     # 64 × 64 tokens in runs of 2048
@@ -74,6 +88,9 @@ def test_prompts_of_unknown_length() -> None:
     ("args", "note"),
     [
         (["--algorithm.kl_stop=0.1"], "algorithm.kl_stop never acts"),
+        (["--algorithm.name=dapo"], "DAPO's penalty of overlong completions is off"),
+        (["--algorithm.gamma=0.9"], "algorithm.gamma never acts"),
+        (["--algorithm.proximal=rollout"], "algorithm.correction never acts"),
         (["--optimizer.warmup_steps=20"], "warm-up takes 20 of 20 optimizer steps"),
         (['--scoring.rewards=[{kind="random"}]'], "rewards are random"),
         (["--sampling.temperature=0.7"], "at temperature 0.7"),

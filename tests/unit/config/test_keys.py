@@ -81,7 +81,7 @@ def test_every_key_that_may_be_unset_is_unset_by_default() -> None:
 
 def test_sections_and_variants() -> None:
     assert ("model", "char") in sections()
-    assert set(variants()[("task",)]) == {"arithmetic", "reasoning_gym", "jsonl"}
+    assert set(variants()[("task",)]) == {"arithmetic", "reasoning_gym", "file", "jsonl"}
     assert default_kind(("task",)) == "arithmetic"
 
 

@@ -143,6 +143,7 @@ def test_input_paths_start_at_the_folder(tmp_path: Path) -> None:
     tree = {
         "run": {"dir": "runs/x"},
         "task": {"kind": "jsonl", "path": "../data/x.jsonl", "held_out_path": "/abs/y.jsonl"},
+        "data": {"path": "pairs", "held_out_path": "../held_out.parquet"},
         "pool": {"kind": "trace", "path": "spot.csv"},
         "model": {"source": "./weights"},
         "scoring": {
@@ -158,6 +159,10 @@ def test_input_paths_start_at_the_folder(tmp_path: Path) -> None:
     assert changed["run"] == {"dir": "runs/x"}  # an output: it starts at the working directory
     assert changed["task"]["path"] == str(tmp_path / "data/x.jsonl")
     assert changed["task"]["held_out_path"] == "/abs/y.jsonl"
+    assert changed["data"] == {
+        "path": str(tmp_path / "recipes/pairs"),
+        "held_out_path": str(tmp_path / "held_out.parquet"),
+    }
     assert changed["pool"]["path"] == str(tmp_path / "recipes/spot.csv")
     assert changed["model"]["source"] == str(tmp_path / "recipes/weights")
     assert [each["function"] for each in changed["scoring"]["rewards"][:2]] == [
@@ -213,3 +218,10 @@ def test_unreadable_recipes(tmp_path: Path) -> None:
     assert "not UTF-8 text" in one_fault(str(tmp_path / "latin.toml"))
     (tmp_path / "file").touch()
     assert "no such file" in one_fault(str(tmp_path / "file" / "x.toml"))
+
+
+def test_a_reward_model_beside_its_recipe_is_found_there(tmp_path: Path) -> None:
+    rewards = [{"kind": "model", "model": each} for each in ("./reward", "stage:reward", "/elsewhere")]
+    changed = with_absolute_paths({"scoring": {"rewards": rewards}}, tmp_path)
+    found = [each["model"] for each in changed["scoring"]["rewards"]]
+    assert found == [str(tmp_path / "reward"), "stage:reward", "/elsewhere"]

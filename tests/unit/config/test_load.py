@@ -101,7 +101,7 @@ wieght = 1
         "run.seed: needs integer >= 0, was given -1 (a.toml:2)",
         (
             'scoring.rewards[1].kind: needs one of "exact", "numeric", "math_verify", "regex", "length", '
-            '"task", "random", "python", was given "regx" (a.toml:10); did you mean "regex"?'
+            '"task", "random", "python", "model", "http", was given "regx" (a.toml:10); did you mean "regex"?'
         ),
         "scoring.rewards[1].wieght: unknown key (a.toml:11); did you mean scoring.rewards[].weight?",
         "sampling.top_p: needs number > 0 and <= 1, was given 2 (command line)",
@@ -117,7 +117,7 @@ wieght = 1
         (
             ("--task.path", "x"),
             (
-                'task.path: belongs to task.kind = "jsonl", and the kind here is "arithmetic" (command line); '
+                'task.path: belongs to task.kind = "file", and the kind here is "arithmetic" (command line); '
                 "change the kind or leave the key out"
             ),
         ),
@@ -131,8 +131,8 @@ wieght = 1
         (
             ("--task.kind", "jsonk"),
             (
-                'task.kind: needs one of "arithmetic", "reasoning_gym", "jsonl", was given "jsonk" (command line); '
-                'did you mean "jsonl"?'
+                'task.kind: needs one of "arithmetic", "reasoning_gym", "file", "jsonl", was given "jsonk" '
+                '(command line); did you mean "jsonl"?'
             ),
         ),
         (
@@ -153,7 +153,8 @@ wieght = 1
             ("--scoring.rewards", "[{weight=1.0}]"),
             (
                 "scoring.rewards[0].kind: not given, and there is no default (command line); add kind to that table "
-                '(one of "exact", "numeric", "math_verify", "regex", "length", "task", "random", "python")'
+                '(one of "exact", "numeric", "math_verify", "regex", "length", "task", "random", "python", "model", '
+                '"http")'
             ),
         ),
         (("--scoring.rewards", "[]"), "scoring.rewards: is empty (command line); give at least one"),

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from tidemill.config.data import DataConfig
 from tidemill.config.learning import BatchConfig, OptimizerConfig
 from tidemill.config.model import CharModelConfig, ModelConfig
 from tidemill.config.schema import EngineConfig, EvalConfig, RunConfig, RunSpec, SamplingConfig
 from tidemill.config.scoring import RewardConfig, ScoringConfig
+from tidemill.config.supervised import PreferenceConfig, SupervisedConfig
 from tidemill.config.task import ArithmeticTask, JsonlTask
 
 
@@ -119,6 +121,11 @@ def test_a_jsonl_task_has_no_checker_either() -> None:
     assert 'task.kind = "jsonl" brings no checker' in said
 
 
+def test_data_to_evaluate_on_needs_data_to_learn_from() -> None:
+    assert "held_out_path is given without path" in messages(DataConfig, held_out_path="x.jsonl")
+    assert DataConfig().path is None  # a run of reinforcement learning needs none
+
+
 def test_room_for_one_token_of_prompt_is_enough() -> None:
     RunSpec(engine=EngineConfig(context_tokens=65), sampling=SamplingConfig(max_new_tokens=64))
 
@@ -127,3 +134,35 @@ def test_all_contradictions_of_a_section_are_told_together() -> None:
     said = messages(CharModelConfig, hidden_size=30, alphabet="aa")
     assert "does not divide" in said
     assert "repeats" in said
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"kind": "model"}, "set model to the folder of a reward model"),
+        ({"kind": "exact", "model": "folder"}, 'model is only for kind = "model"'),
+        ({"kind": "http"}, 'kind = "http" needs a url, and it is ""'),
+        ({"kind": "http", "url": "ftp://a"}, 'set url = "http://host:port/path"'),
+        ({"kind": "model", "model": "folder", "url": "http://a"}, 'url is only for kind = "http"'),
+    ],
+)
+def test_rewards_by_other_models(fields: dict[str, Any], says: str) -> None:
+    assert says in messages(RewardConfig, **fields)
+
+
+def test_how_long_a_reward_may_take_depends_on_who_gives_it() -> None:
+    assert RewardConfig(kind="model", model="folder").longest_wait_s == 600
+    assert RewardConfig(kind="http", url="http://a").longest_wait_s == 60
+    assert RewardConfig(kind="http", url="http://a", timeout_s=5).longest_wait_s == 5
+
+
+@pytest.mark.parametrize(
+    ("build", "fields", "says"),
+    [
+        (SupervisedConfig, {"minibatch_tokens": 10, "microbatch_tokens": 20}, "lower the first or raise the second"),
+        (SupervisedConfig, {"patience": 2, "evaluate_every_steps": 0}, "patience = 2 never acts"),
+        (PreferenceConfig, {"loss": "ipo", "label_smoothing": 0.1}, "label_smoothing is only for loss"),
+    ],
+)
+def test_supervised_sections(build: Any, fields: dict[str, Any], says: str) -> None:
+    assert says in messages(build, **fields)

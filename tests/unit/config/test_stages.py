@@ -238,6 +238,10 @@ def test_faults_of_overrides(load: Load, argv: list[str], says: str) -> None:
             'stage[1].name: two stages are called "a" (r.toml:4); rename one of them',
         ),
         (
+            '[[stage]]\nname = "a"\nkind = "sft"\n',
+            "data.path: not given, and there is no default (stage a); give --stage.a.data.path VALUE",
+        ),
+        (
             '[[stage]]\nname = "a"\nkind = "rl"\n[stage.trainer]\nsteps = 3\nstesp = 3\n',
             "trainer.stesp: unknown key (r.toml:6, stage a); did you mean trainer.steps?",
         ),
@@ -278,4 +282,10 @@ def test_kinds_know_sections_that_there_are() -> None:
     for kind, row in KINDS.items():
         assert set(row.sections) <= set(RunSpec.model_fields), kind
         assert {key.partition(".")[0] for key in row.neutral} <= set(row.sections), kind
-    assert set(KINDS["rl"].sections) == set(RunSpec.model_fields) - {"export"}
+    assert set(KINDS["rl"].sections) == set(RunSpec.model_fields) - {
+        "data",
+        "supervised",
+        "reward_model",
+        "preference",
+        "export",
+    }

@@ -2,65 +2,137 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from random import Random
 from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.fabricated_run import make_trajectory
 from tests.fake_fleet import make_id, make_prompt
-from tidemill.controller.assembly import GroupAssembly, scored
-from tidemill.controller.batch import plan_batch
-from tidemill.core.records import Reward, SamplingParams, Trajectory
+from tidemill.controller.assembly import Forming, GroupAssembly, Order, has_signal, scored
+from tidemill.core.records import Reward, Trajectory
 
-PROMPTS = [make_prompt(f"p{at}") for at in range(3)]
-PLAN = plan_batch(
-    1, [(0, prompt) for prompt in PROMPTS], run_seed=0, group_size=2, sampling=SamplingParams(max_new_tokens=4)
-)
 SAMPLES = [(position, index) for position in range(3) for index in range(2)]
 
 
-def trajectory(position: int, index: int) -> Trajectory:
-    base = make_trajectory(make_prompt(f"p{position}"), "12", index=index)
+def trajectory(position: int, index: int, reward: float = 0.0) -> Trajectory:
+    base = make_trajectory(make_prompt(f"p{position}"), "12", index=index, reward=Reward(value=reward))
     return msgspec.structs.replace(base, sample_id=make_id(f"p{position}", index))
+
+
+def released(arrivals: Sequence[tuple[int, int]], order: Order) -> list[tuple[int, int]]:
+    """(position, after how many samples) of a planned batch of three groups."""
+    assembly, forming = GroupAssembly(2), Forming(1, 3, membership="planned", order=order)
+    taken = []
+    for at, (position, index) in enumerate(arrivals):
+        assembly.add(position, trajectory(position, index))
+        untaken = {position: 1 for position in range(3) if position not in forming.taken}
+        for each in forming.take(list(assembly.complete), untaken):
+            assert [t.sample_id.index for t in assembly.complete.pop(each)] == [0, 1]
+            taken.append((each, at))
+    assert forming.full
+    return taken
 
 
 @given(st.permutations(SAMPLES))
 def test_canonical_order_is_by_position_whatever_arrives_first(arrivals: list[tuple[int, int]]) -> None:
-    assembly = GroupAssembly(PLAN, "canonical")
-    arrived: set[tuple[int, int]] = set()
-    released: list[int] = []
-    for position, index in arrivals:
-        arrived.add((position, index))
-        groups = assembly.add(trajectory(position, index))
-        for group in groups:
-            assert [t.sample_id.index for t in group.trajectories] == [0, 1]
-        released += [group.position for group in groups]
-        # released: exactly the longest run of complete groups from the first on
-        complete = [{(at, 0), (at, 1)} <= arrived for at in range(3)]
-        assert released == list(range(complete.index(False) if False in complete else 3))
+    complete_at = [max(arrivals.index((position, index)) for index in range(2)) for position in range(3)]
+
+    assert released(arrivals, "canonical") == [(position, max(complete_at[: position + 1])) for position in range(3)]
 
 
 @given(st.permutations(SAMPLES))
 def test_arrival_order_releases_a_group_with_its_last_sample(arrivals: list[tuple[int, int]]) -> None:
-    assembly = GroupAssembly(PLAN, "arrival")
-
-    released = [(group.position, at) for at, who in enumerate(arrivals) for group in assembly.add(trajectory(*who))]
-
     last = {position: max(arrivals.index((position, index)) for index in range(2)) for position in range(3)}
-    assert released == sorted(last.items(), key=lambda item: item[1])
+
+    assert released(arrivals, "arrival") == sorted(last.items(), key=lambda item: item[1])
 
 
-def test_the_two_orders_differ() -> None:
-    backwards = [(2, 0), (2, 1), (0, 0), (0, 1), (1, 0), (1, 1)]
-    orders: dict[str, list[int]] = {}
-    for order in ("canonical", "arrival"):
-        assembly = GroupAssembly(PLAN, order)
-        orders[order] = [group.position for who in backwards for group in assembly.add(trajectory(*who))]
+def at_any_time(*positions: int) -> dict[int, int | None]:
+    return dict.fromkeys(positions)
 
-    assert orders == {"canonical": [0, 1, 2], "arrival": [2, 0, 1]}
+
+def test_a_planned_batch_takes_no_group_of_the_next_one() -> None:
+    forming = Forming(1, 2, membership="planned", order="arrival")
+
+    assert forming.take([2, 1], at_any_time(0, 1, 2, 3)) == [1]
+    assert forming.take([2], at_any_time(0, 2, 3)) == []  # one place is left, and it is group 0's
+    assert forming.take([2, 3], at_any_time(2, 3)) == [2]  # group 0 was given up
+    assert forming.full
+
+
+def test_a_batch_of_whatever_is_finished_first_keeps_places_for_those_that_must_not_wait() -> None:
+    forming = Forming(5, 3, membership="first_finished", order="arrival")
+
+    # groups 0 and 5 may be learned from in this step at the latest: a place is kept for group 0
+    assert forming.take([7, 5, 6], {0: 5, 1: 7, 2: 7, 5: 5, 6: 7, 7: 7}) == [7, 5]
+    assert forming.take([6], {0: 5, 1: 7, 2: 7, 6: 7}) == []
+    assert forming.take([6, 0], {0: 5, 1: 7, 2: 7, 6: 7}) == [0]
+
+
+def test_places_of_later_batches_are_kept_too() -> None:
+    forming = Forming(1, 2, membership="first_finished", order="arrival")
+
+    # four groups for steps 1 and 2, which have four places: none is left for group 9
+    assert forming.take([9, 2], {0: 2, 1: 2, 2: 2, 3: 2, 9: 4}) == [2]
+
+
+@given(st.lists(st.integers(3, 6), min_size=1, max_size=12), st.randoms(use_true_random=False))
+def test_what_could_be_learned_from_in_time_still_can(latest: list[int], random: Random) -> None:
+    in_flight: dict[int, int | None] = dict(enumerate(sorted(latest)))
+    feasible = all(at < (last - 2) * 2 for at, last in enumerate(sorted(latest)))  # two places in each step from 3 on
+    assume(feasible)
+    for step in range(3, 7):
+        forming = Forming(step, 2, membership="first_finished", order="arrival")
+        complete: list[int] = []
+        while not forming.full and in_flight:
+            complete.append(random.choice([position for position in in_flight if position not in complete]))
+            for position in forming.take(complete, in_flight):
+                last = in_flight.pop(position)
+                assert last is not None
+                assert last >= step
+                complete.remove(position)
+    assert not in_flight
+
+
+def test_in_canonical_order_such_a_batch_is_sorted_once_it_is_full() -> None:
+    forming = Forming(1, 3, membership="first_finished", order="canonical")
+
+    assert forming.take([7, 5], at_any_time(*range(8))) == []
+    assert forming.take([7, 5, 1, 0], at_any_time(*range(8))) == [1, 5, 7]
+
+
+def test_a_recorded_batch_is_taken_again_in_its_order() -> None:
+    forming = Forming(1, 3, membership="planned", order="canonical", recorded=[4, 2])
+
+    assert forming.take([2], at_any_time(*range(5))) == []
+    assert forming.take([0, 2, 4], at_any_time(*range(5))) == [4, 2]
+    assert forming.full
+
+
+def test_samples_that_begin_again_leave_their_group_incomplete() -> None:
+    assembly = GroupAssembly(2)
+    assert not assembly.add(0, trajectory(0, 1))
+    assert assembly.add(0, trajectory(0, 0))
+
+    assembly.forget(0, [make_id("p0", 1)])
+
+    assert not assembly.complete
+    assert assembly.add(0, trajectory(0, 1))
+    assembly.forget(0)
+    assert not assembly.add(0, trajectory(0, 1))
+
+
+def test_a_group_has_signal_when_its_valid_rewards_differ() -> None:
+    left_out = msgspec.structs.replace(trajectory(0, 2, 9.0), weight=0.0)
+
+    assert has_signal([trajectory(0, 0, 1.0), trajectory(0, 1, 0.0)])
+    assert not has_signal([trajectory(0, 0, 1.0), trajectory(0, 1, 1.0), left_out])
+    assert not has_signal([])
 
 
 @pytest.mark.parametrize(
@@ -77,6 +149,6 @@ def test_the_two_orders_differ() -> None:
 def test_what_is_left_out(completion: str, finish: str, valid: bool, truncated: Any, weight: float) -> None:
     reward = Reward(value=1.0, valid=valid)
 
-    result = scored(make_trajectory(PROMPTS[0], completion, finish=finish), reward, truncated=truncated)
+    result = scored(make_trajectory(make_prompt("p0"), completion, finish=finish), reward, truncated=truncated)
 
     assert (result.weight, result.reward) == (weight, reward)

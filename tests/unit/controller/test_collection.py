@@ -10,18 +10,20 @@ import msgspec
 import pytest
 
 from tests.fake_fleet import (
-    PROMPTS,
+    GROUPS,
     FakeCodec,
     FakeCompute,
     FakeEngine,
     FakeScorer,
     FakeTelemetry,
     make_plan,
+    make_prompts,
+    prompt_of,
 )
 from tests.virtual_time import run_virtual
-from tidemill.controller.batch import Batch
 from tidemill.controller.collection import Collection, collecting
 from tidemill.controller.fleet import Fleet
+from tidemill.controller.in_flight import InFlight
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.memory_journal import MemoryJournal
 from tidemill.controller.rollout import Rollout, StopRequested
@@ -45,13 +47,15 @@ class Stage:
     telemetry: FakeTelemetry = field(default_factory=FakeTelemetry)
     journal: MemoryJournal = field(default_factory=MemoryJournal)
     stop: asyncio.Event = field(default_factory=asyncio.Event)
-    batch: Batch = field(init=False)
+    batch: InFlight = field(init=False)
     got: list[Trajectory] = field(default_factory=list)
 
     async def collect(self, each: Callable[[Collection], Awaitable[None]] | None = None) -> Collection:
-        ledger = Ledger(self.journal)
-        await ledger.load(after_step=3)
-        self.batch = await ledger.open(make_plan(), PROMPTS, version_number=3)
+        ledger = Ledger(self.journal, round_size=3)
+        self.batch = InFlight(make_plan(), version_number=3)
+        await ledger.load(self.batch, prompt_of, after_step=3)
+        if not self.batch.groups:
+            await ledger.open(self.batch, GROUPS, make_prompts())
         worker = EngineWorker(self.engine, FakeCompute(0.1), clock=LoopClock(), tick_s=0.1)
         fleet = Fleet(worker, slots=3, clock=LoopClock(), telemetry=self.telemetry, patience=PATIENCE)
         rollout = Rollout(
@@ -91,26 +95,25 @@ class SlowScorer(FakeScorer):
 def test_every_sample_comes_once_scored_and_decoded() -> None:
     stage = Stage()
 
-    collection = run_virtual(stage.collect())
+    run_virtual(stage.collect())
 
-    assert {t.sample_id for t in stage.got} == {sample.sample_id for sample in stage.batch.samples}
+    assert {t.sample_id for t in stage.got} == {sample.sample_id for sample in stage.batch}
     assert len(stage.got) == 6
     assert all(t.reward is not None and t.text for t in stage.got)
     assert stage.telemetry.progressed[0] == ("rollout", 0, 6)
     assert stage.telemetry.progressed[-1] == ("rollout", 6, 6)
-    assert collection.generating_s > 0
+    assert all(0 < sample.finished_s <= sample.scored_s for sample in stage.batch)
 
 
 def test_a_sample_is_scored_while_others_are_generated() -> None:
     scorer = SlowScorer(0.05)
     stage = Stage(scorer=scorer)
 
-    collection = run_virtual(stage.collect())
+    run_virtual(stage.collect())
 
     assert len(set(scorer.asked_at)) > 1
-    assert min(scorer.asked_at) < collection.generating_s
-    # the last sample was scored for 0.05 s after everything was generated
-    assert collection.scoring_s == pytest.approx(0.05)
+    assert min(scorer.asked_at) < max(sample.finished_s for sample in stage.batch)
+    assert all(sample.scored_s - sample.finished_s == pytest.approx(0.05) for sample in stage.batch)
 
 
 def test_a_slow_consumer_stops_neither_generating_nor_scoring() -> None:
@@ -119,10 +122,10 @@ def test_a_slow_consumer_stops_neither_generating_nor_scoring() -> None:
     async def dawdle(_: Collection) -> None:
         await asyncio.sleep(1000.0)  # far beyond every deadline
 
-    collection = run_virtual(stage.collect(dawdle))
+    run_virtual(stage.collect(dawdle))
 
     assert len(stage.got) == 6
-    assert collection.generating_s < 10.0
+    assert max(sample.finished_s for sample in stage.batch) < 10.0
     assert stage.telemetry.named("waiting") == []
 
 
@@ -186,8 +189,8 @@ def test_a_sample_that_fails_goes_on_where_it_was(how: str, failures: int) -> No
     run_virtual(stage.collect())
     run_virtual(quiet.collect())
 
-    assert sum(sample.failures for sample in stage.batch.samples) == failures
-    assert max(sample.attempt for sample in stage.batch.samples) > 1
+    assert sum(sample.failures for sample in stage.batch) == failures
+    assert max(sample.attempt for sample in stage.batch) > 1
     assert {(t.sample_id, t.token_ids) for t in stage.got} == {(t.sample_id, t.token_ids) for t in quiet.got}
 
 
@@ -214,10 +217,10 @@ def test_what_the_engine_raises_is_raised_and_nothing_before_it_is_lost() -> Non
         run_virtual(stage.collect())
 
     # three polls of three slots, two tokens each, unless a sample ended with one
-    assert 15 <= stage.batch.tokens_accepted <= 18
+    assert 15 <= stage.batch.tally.tokens_accepted <= 18
     again = Stage(journal=MemoryJournal(stage.journal.disk))
     run_virtual(again.collect())
-    assert again.batch.tokens_recovered == stage.batch.tokens_accepted
+    assert sum(sample.recovered for sample in again.batch) == stage.batch.tally.tokens_accepted
 
 
 class FailingScorer(FakeScorer):
@@ -241,7 +244,7 @@ def test_an_engine_that_makes_nothing_meets_a_deadline_after_words_of_warning() 
     stage = Stage(engine=SilentEngine(PolicyVersion(number=3, digest="a")))
 
     with pytest.raises(
-        DeadlineError, match=r"waited 60.* s for tokens of 6 samples of step 4 \(train\); look at the worker"
+        DeadlineError, match=r"waited 60.* s for tokens of 6 samples of step 3 \(train\); look at the worker"
     ):
         run_virtual(stage.collect())
 
@@ -258,7 +261,7 @@ def test_an_engine_that_hangs_in_its_poll_meets_the_same_deadline() -> None:
 
 
 def test_a_scorer_that_hangs_meets_its_own_deadline() -> None:
-    with pytest.raises(DeadlineError, match=r"waited 40.* s for rewards of 6 samples of step 4 .*\[scoring\]"):
+    with pytest.raises(DeadlineError, match=r"waited 40.* s for rewards of 6 samples of step 3 .*\[scoring\]"):
         run_virtual(Stage(scorer=SlowScorer(10**6)).collect())
 
 
@@ -274,11 +277,11 @@ def test_stopping_journals_what_is_in_flight_and_calls_it_back() -> None:
 
     assert stage.engine.jobs == {}
     assert stage.batch.running == 0
-    assert stage.batch.tokens_accepted == stage.engine.generated > 0
+    assert stage.batch.tally.tokens_accepted == stage.engine.generated > 0
     again = Stage(journal=MemoryJournal(stage.journal.disk))
     run_virtual(again.collect())
-    assert again.batch.tokens_recovered == stage.engine.generated
-    assert {t.sample_id for t in again.got} == {sample.sample_id for sample in again.batch.samples}
+    assert sum(sample.recovered for sample in again.batch) == stage.engine.generated
+    assert {t.sample_id for t in again.got} == {sample.sample_id for sample in again.batch}
 
 
 class DeafEngine(FakeEngine):

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from tests.fabricated_run import make_prompt, make_trajectory
-from tests.fake_fleet import V3, V3_AGAIN, make_batch, make_delta
+from tests.fake_fleet import V3, V3_AGAIN, make_delta, make_in_flight
 from tidemill.controller.figures import batch_figures, sample_figures
 from tidemill.core.records import Reward, Trajectory
 
@@ -56,13 +56,13 @@ def test_a_single_component_only_repeats_the_reward() -> None:
 
 
 def test_batch_figures_count_tokens_of_weights_that_were_made_again() -> None:
-    one = make_batch()
+    one = make_in_flight()
     one.assign("lease")
     one.apply(make_delta(version=V3_AGAIN))
     one.apply(make_delta(start=2, tokens=[1, 2, 3]))
     one.apply(make_delta(start=2))
 
-    figures = batch_figures(one, V3)
+    figures = batch_figures(list(one), one.tally, V3)
 
     assert figures["tokens_generated"] == 5.0
     assert figures["tokens_other_weights"] == 2.0

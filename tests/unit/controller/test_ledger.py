@@ -7,10 +7,22 @@ from typing import Any
 
 import pytest
 
-from tests.fabricated_run import make_prompt, make_trajectory
-from tests.fake_fleet import PROMPTS, V3, make_delta, make_id, make_plan, make_report
-from tidemill.controller.batch import Batch
+from tests.fabricated_run import make_prompt as fabricated_prompt
+from tests.fabricated_run import make_trajectory
+from tests.fake_fleet import (
+    FIRST,
+    GROUPS,
+    V3,
+    make_delta,
+    make_id,
+    make_plan,
+    make_prompt,
+    make_prompts,
+    make_report,
+    prompt_of,
+)
 from tidemill.controller.entries import EvalResult
+from tidemill.controller.in_flight import InFlight, plan_groups
 from tidemill.controller.ledger import OUTLIVES_CHECKPOINTS, Ledger
 from tidemill.controller.memory_journal import MemoryJournal
 from tidemill.controller.samples import SampleState
@@ -22,22 +34,29 @@ GOOD = Reward(value=1.0, components={"exact": 1.0})
 FOLLOWING = [make_id("p0", 0), make_id("p0", 1), make_id("p1", 0)]
 
 
-async def opened(journal: MemoryJournal, *, after_step: int = 3, step: int = 4) -> tuple[Ledger, Batch]:
-    ledger = Ledger(journal)
-    await ledger.load(after_step=after_step)
-    return ledger, await ledger.open(make_plan(step=step), PROMPTS, version_number=3)
+async def loaded(journal: MemoryJournal, *, after_step: int = 3, **plan: Any) -> tuple[Ledger, InFlight, int]:
+    """A new process: the ledger, what it found in flight, and how many batches follow the checkpoint."""
+    ledger, in_flight = Ledger(journal, round_size=3), InFlight(make_plan(**plan), version_number=after_step)
+    return ledger, in_flight, await ledger.load(in_flight, prompt_of, after_step=after_step)
 
 
-async def restarted(journal: MemoryJournal, **where: int) -> tuple[Ledger, Batch]:
+async def opened(journal: MemoryJournal, *, after_step: int = 3) -> tuple[Ledger, InFlight]:
+    ledger, in_flight, _ = await loaded(journal, after_step=after_step)
+    if not in_flight.groups:
+        await ledger.open(in_flight, GROUPS, make_prompts())
+    return ledger, in_flight
+
+
+async def restarted(journal: MemoryJournal, **where: int) -> tuple[Ledger, InFlight]:
     return await opened(MemoryJournal(journal.disk), **where)
 
 
-async def generate(ledger: Ledger, batch: Batch, deltas: Sequence[TokenDelta]) -> list[int]:
+async def generate(ledger: Ledger, batch: InFlight, deltas: Sequence[TokenDelta]) -> list[int]:
     batch.assign("lease")
-    return [sample.ordinal for sample in await ledger.accept(batch, [make_report(*deltas)])]
+    return [sample.ordinal - FIRST for sample in await ledger.accept(batch, [make_report(*deltas)])]
 
 
-async def one_of_each(journal: MemoryJournal) -> Batch:
+async def one_of_each(journal: MemoryJournal) -> InFlight:
     """Sample 0 is scored, 1 finished, 2 has two tokens, the others none."""
     ledger, batch = await opened(journal)
     first, second, third = FOLLOWING
@@ -61,13 +80,18 @@ async def test_a_restart_finds_every_sample_where_it_was() -> None:
 
     _, batch = await restarted(journal)
 
-    assert [sample.state.value for sample in batch.samples] == ["scored", "finished", *["waiting"] * 4]
-    assert [unpack_tokens(bytes(sample.token_ids)) for sample in batch.samples[:4]] == [[7], [8], [9, 10], []]
-    assert batch.samples[0].reward == GOOD
-    assert [s.logprobs for s in batch.samples] == [s.logprobs for s in before.samples]
-    assert [s.versions for s in batch.samples] == [s.versions for s in before.samples]
-    assert [s.finish for s in batch.samples[:3]] == ["stop", "length", None]
-    assert (batch.tokens_recovered, batch.tokens_accepted, batch.unfinished, batch.scored) == (4, 0, 4, 1)
+    assert [sample.state.value for sample in batch] == ["scored", "finished", *["waiting"] * 4]
+    assert [unpack_tokens(bytes(sample.token_ids)) for sample in list(batch)[:4]] == [[7], [8], [9, 10], []]
+    assert next(iter(batch)).reward == GOOD
+    assert [s.logprobs for s in batch] == [s.logprobs for s in before]
+    assert [s.versions for s in batch] == [s.versions for s in before]
+    assert [s.finish for s in list(batch)[:3]] == ["stop", "length", None]
+    assert (sum(s.recovered for s in batch), batch.tally.tokens_accepted, batch.unfinished, batch.scored) == (
+        4,
+        0,
+        4,
+        1,
+    )
 
 
 async def test_a_partial_sample_goes_on_in_a_new_attempt() -> None:
@@ -80,7 +104,7 @@ async def test_a_partial_sample_goes_on_in_a_new_attempt() -> None:
     assert (request.sample_id, request.attempt, request.prefix_ids) == (FOLLOWING[2], 2, pack_tokens([9, 10]))
     late = make_delta(sample_id=FOLLOWING[2], start=2, attempt=1)
     assert await ledger.accept(batch, [make_report(late)]) == []
-    assert dict(batch.ignored) == {"stale_lease": 1}
+    assert dict(batch.tally.ignored) == {"stale_lease": 1}
 
 
 async def test_two_deltas_of_a_sample_in_one_report_finish_it_once() -> None:
@@ -100,7 +124,7 @@ async def test_reports_that_arrive_together_are_all_journalled() -> None:
     assert len(await ledger.accept(batch, reports)) == 3
 
     _, again = await restarted(journal)
-    assert [sample.state.value for sample in again.samples] == ["finished"] * 3 + ["waiting"] * 3
+    assert [sample.state.value for sample in again] == ["finished"] * 3 + ["waiting"] * 3
 
 
 async def test_a_message_without_news_is_not_journalled() -> None:
@@ -121,37 +145,37 @@ async def test_tokens_of_a_sample_called_back_are_journalled() -> None:
 
     _, batch = await restarted(journal)
 
-    assert (batch.samples[0].state, batch.samples[0].length) == (SampleState.WAITING, 2)
+    assert (next(iter(batch)).state, next(iter(batch)).length) == (SampleState.WAITING, 2)
 
 
-async def test_a_batch_begun_again_starts_empty() -> None:
+async def test_groups_begun_again_start_empty() -> None:
     journal = MemoryJournal()
     await one_of_each(journal)
-    elsewhere = Ledger(journal)  # does not know of it, as after a hole in the history
-    await elsewhere.open(make_plan(), PROMPTS, version_number=3)
+    elsewhere = Ledger(journal, round_size=3)  # does not know of them, as after a hole in the history
+    await elsewhere.open(InFlight(make_plan(), version_number=3), GROUPS, make_prompts())
 
     _, batch = await restarted(journal)
 
     assert batch.unfinished == 6
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"prompts": PROMPTS[:2]}, "groups, prompts_digest"),
-        ({"group_size": 3}, "group_size"),
-        ({"seed": 1}, "run_seed"),
-    ],
-)
-async def test_another_batch_under_the_same_step_is_refused(change: dict[str, Any], named: str) -> None:
+@pytest.mark.parametrize(("change", "named"), [({"group_size": 3}, "group_size"), ({"seed": 1}, "run_seed")])
+async def test_another_plan_is_refused(change: dict[str, Any], named: str) -> None:
     journal = MemoryJournal()
     await one_of_each(journal)
-    ledger = Ledger(MemoryJournal(journal.disk))
-    await ledger.load(after_step=3)
 
     with pytest.raises(UserError, match=f"step 4 was begun with another batch \\(different: {named}\\)") as error:
-        await ledger.open(make_plan(**change), change.get("prompts", PROMPTS), version_number=3)
+        await loaded(MemoryJournal(journal.disk), **change)
     assert "delete ledger.sqlite" in str(error.value)
+
+
+async def test_other_prompts_are_refused() -> None:
+    journal = MemoryJournal()
+    await one_of_each(journal)
+    ledger = Ledger(journal, round_size=3)
+
+    with pytest.raises(UserError, match=r"\(different: prompt_id, prompt_digest, epoch\)"):
+        await ledger.load(InFlight(make_plan(), version_number=3), lambda _: (0, make_prompt("p2")), after_step=3)
 
 
 async def scramble(journal: MemoryJournal, kind: str) -> None:
@@ -163,8 +187,7 @@ async def scramble(journal: MemoryJournal, kind: str) -> None:
         "reward first": [opened_blob, rewards],
     }[kind]
     await journal.prune(4)
-    for step, blob in changed:
-        await journal.append(step, [blob])
+    await journal.append(changed)
 
 
 @pytest.mark.parametrize("kind", ["not ours", "tokens twice", "reward first"])
@@ -177,34 +200,102 @@ async def test_entries_that_make_no_sense_are_refused(kind: str) -> None:
         await restarted(journal)
 
 
-async def test_a_checkpoint_makes_batches_superfluous() -> None:
+async def learn(ledger: Ledger, in_flight: InFlight, step: int, positions: Sequence[int]) -> None:
+    """As the loop does: every sample of these groups is finished, scored and learned from."""
+    for position in positions:
+        for sample in in_flight.group(position):
+            if sample.finish is None:
+                in_flight.assign("learning", [sample])
+                delta = make_delta(
+                    sample_id=sample.sample_id,
+                    lease_id="learning",
+                    attempt=sample.attempt,
+                    start=sample.length,
+                    finish="stop",
+                )
+                await ledger.accept(in_flight, [make_report(delta)])
+            if sample.reward is None:
+                await ledger.reward(in_flight, [(sample, GOOD)])
+    await ledger.note_learned(in_flight, step, positions)
+
+
+async def test_what_was_learned_before_the_checkpoint_does_not_come_back() -> None:
+    journal = MemoryJournal()
+    ledger, batch = await opened(journal)
+    await learn(ledger, batch, 4, [9, 10, 11])
+
+    _, again, following = await loaded(journal, after_step=4)  # the kill came between the checkpoint and the prune
+
+    assert (following, len(again.samples)) == (0, 0)
+
+
+async def test_a_batch_beyond_the_checkpoint_comes_back_in_its_order() -> None:
+    journal = MemoryJournal()
+    ledger, batch = await opened(journal)
+    await learn(ledger, batch, 4, [10, 9])
+    assert list(batch.groups) == [11]
+
+    ledger, again, following = await loaded(MemoryJournal(journal.disk))
+
+    assert ledger.learned == {4: (10, 9)}
+    assert (list(again.groups), following) == ([9, 10, 11], 2)  # of the second there is a group, begun too early
+    assert [sample.state.value for sample in again] == ["scored"] * 4 + ["waiting"] * 2
+    assert [s.ordinal for s in await ledger.note_learned(again, 4, [10, 9])] == [20, 21, 18, 19]
+
+
+async def test_a_checkpoint_makes_whole_rounds_superfluous() -> None:
+    journal = MemoryJournal()
+    ledger, batch = await opened(journal)
+    following = plan_groups([(2, make_prompt("p0")), (2, make_prompt("p1"))], first_position=12, from_version=3)
+    await ledger.open(batch, following, make_prompts()[:2])
+    await learn(ledger, batch, 4, [9, 10, 12])
+    await ledger.prune(batch, 4)
+    assert {step for step, _ in await journal.load()} == {4, 5}  # group 11 is of the round of step 4
+
+    await learn(ledger, batch, 5, [11])
+    await ledger.prune(batch, 5)
+    assert {step for step, _ in await journal.load()} == {5}  # group 13 is still in flight
+
+    _, again, _ = await loaded(MemoryJournal(journal.disk), after_step=5)
+    assert list(again.groups) == [13]
+
+
+async def test_the_next_position_survives_groups_that_were_given_up() -> None:
+    journal = MemoryJournal()
+    ledger, batch = await opened(journal)
+    await ledger.drop(batch, 10)
+    more = plan_groups([(2, make_prompt("p0"))], first_position=12, from_version=3)
+    await ledger.open(batch, more, make_prompts()[:1])
+    await learn(ledger, batch, 4, [9, 11, 12])
+    await ledger.prune(batch, 4)
+
+    again, in_flight, _ = await loaded(MemoryJournal(journal.disk), after_step=4)
+
+    assert again.next_position == 13  # not 12, which is what four batches of three come to
+    assert not in_flight.groups
+
+
+async def test_a_group_given_up_and_a_sample_begun_again_survive_as_that() -> None:
+    journal = MemoryJournal()
+    batch = await one_of_each(journal)
+    ledger, batch = await restarted(journal)
+    journal = ledger._journal  # type: ignore[assignment]
+    await ledger.restart(batch, [batch[FOLLOWING[0]], batch[FOLLOWING[1]]])
+    await ledger.drop(batch, 10)
+
+    _, again, _ = await loaded(MemoryJournal(journal.disk))
+
+    assert list(again.groups) == [9, 11]
+    assert {(sample.state, sample.length, sample.reward) for sample in again} == {(SampleState.WAITING, 0, None)}
+
+
+async def test_a_history_whose_checkpoint_is_gone_is_forgotten() -> None:
     journal = MemoryJournal()
     await one_of_each(journal)
-    ledger = Ledger(journal)
 
-    assert await ledger.load(after_step=4) == 0  # the kill came between the checkpoint and the prune
+    _, batch, following = await loaded(journal, after_step=1)  # versions 2 and 3 will not be made again as they were
 
-    assert await journal.load() == []
-
-
-async def test_batches_that_do_not_follow_the_checkpoint_are_forgotten() -> None:
-    journal = MemoryJournal()
-    await one_of_each(journal)
-    ledger = Ledger(journal)
-
-    assert await ledger.load(after_step=1) == 0  # steps 2 and 3 are nowhere
-
-    assert await journal.load() == []
-    assert (await ledger.open(make_plan(), PROMPTS, version_number=3)).unfinished == 6
-
-
-async def test_several_batches_follow() -> None:
-    journal = MemoryJournal()
-    await one_of_each(journal)
-    ledger = Ledger(journal)
-    await ledger.open(make_plan(step=5), PROMPTS, version_number=4)
-
-    assert await Ledger(journal).load(after_step=3) == 2
+    assert (following, await journal.load(), len(batch.samples)) == (0, [], 0)
 
 
 def result(step: int, digest: str = "a") -> EvalResult:
@@ -223,8 +314,8 @@ def result(step: int, digest: str = "a") -> EvalResult:
 
 async def test_an_evaluation_outlives_checkpoints_and_its_samples_do_not() -> None:
     journal = MemoryJournal()
-    ledger, _ = await opened(journal)
-    samples = [make_trajectory(make_prompt("1"), "2", version=V3.number)]
+    ledger, batch = await opened(journal)
+    samples = [make_trajectory(fabricated_prompt("1"), "2", version=V3.number)]
     await ledger.evaluated(result(3, "old"), [])
     await ledger.evaluated(result(3), [])
     await ledger.evaluated(result(4), samples)
@@ -233,17 +324,17 @@ async def test_an_evaluation_outlives_checkpoints_and_its_samples_do_not() -> No
     assert {step: known.result for step, known in again.evaluations.items()} == {3: result(3), 4: result(4)}
     assert again.evaluations[4].samples == tuple(samples)
 
-    await ledger.prune(4)
-    pruned = Ledger(MemoryJournal(journal.disk))
-    await pruned.load(after_step=4)
+    await learn(ledger, batch, 4, [9, 10, 11])
+    await ledger.prune(batch, 4)
+    pruned, _, _ = await loaded(MemoryJournal(journal.disk), after_step=4)
     assert pruned.evaluations[4].result == result(4)
     assert pruned.evaluations[4].samples == ()
     assert {step for step, _ in await journal.load()} == {OUTLIVES_CHECKPOINTS}
 
 
 async def test_without_a_journal_nothing_is_kept() -> None:
-    ledger = Ledger(None)
-    batch = await ledger.open(make_plan(), PROMPTS, version_number=3)
+    ledger, batch = Ledger(None), InFlight(make_plan(), version_number=3)
+    await ledger.open(batch, GROUPS, make_prompts())
     assert await generate(ledger, batch, [make_delta(finish="stop")]) == [0]
-    await ledger.prune(4)
-    assert await ledger.load(after_step=0) == 0
+    await ledger.prune(batch, 4)
+    assert await ledger.load(InFlight(make_plan(), version_number=3), prompt_of, after_step=0) == 0

@@ -14,7 +14,7 @@ from tidemill.core.records import PolicyVersion, Reward, Segment, VersionRun
 
 
 def sample() -> Sample:
-    return Sample(sample_id=make_id(), ordinal=0, prompt=make_prompt("p0"))
+    return Sample(sample_id=make_id(), ordinal=0, prompt=make_prompt("p0"), from_version=3)
 
 
 def running() -> Sample:

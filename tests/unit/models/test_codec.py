@@ -88,6 +88,50 @@ def test_a_model_without_template_says_what_to_set() -> None:
     assert caught.value.where == "model.chat_template"
 
 
+def test_completions_are_encoded_alone() -> None:
+    tokenizer = small_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<pad> $A <eos>", special_tokens=[("<pad>", 0), ("<eos>", 1)]
+    )
+    assert codec(tokenizer).encode_completion("7") == [ord("7")]  # neither the beginning's token nor the end's
+    assert codec(tokenizer).encode_completion("7<eos>") == [ord("7"), 1]  # but what the text says
+
+
+def test_the_end_token_is_the_tokenizers_own() -> None:
+    plain = TextCodec(small_tokenizer(), [1, 9])
+    assert plain.end_token_id(chat=False) == 1
+    assert plain.end_token_id(chat=True) == 1  # no template says otherwise
+
+
+def test_a_chat_turn_ends_as_the_template_closes_it() -> None:
+    tokenizer = small_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}#{{ m.role }}:{{ m.content }}~\n{% endfor %}"
+    turned = TextCodec(tokenizer, [1, ord("~")])
+    assert (turned.end_token_id(chat=True), turned.end_token_id(chat=False)) == (ord("~"), 1)
+    # Here "~" ends nothing, and a template that closes turns with what is no stop token has no say.
+    assert TextCodec(tokenizer, [1]).end_token_id(chat=True) == 1
+
+
+def test_a_template_that_closes_only_the_users_turn_has_no_say() -> None:
+    tokenizer = small_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% if m.role == 'user' %}~{% endif %}{% endfor %}"
+    assert TextCodec(tokenizer, [1, ord("~")]).end_token_id(chat=True) == 1
+
+
+def test_a_template_that_refuses_an_assistant_has_no_say() -> None:
+    tokenizer = small_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('no') }}"
+    assert TextCodec(tokenizer, [1]).end_token_id(chat=True) == 1
+
+
+def test_a_model_without_an_end_says_what_to_set() -> None:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=small_tokenizer().backend_tokenizer)
+    with pytest.raises(UserError, match="no token that ends a completion") as caught:
+        TextCodec(tokenizer, []).end_token_id(chat=False)
+    assert "data.end_token = false" in caught.value.cure
+    assert TextCodec(tokenizer, [7, 5]).end_token_id(chat=False) == 5
+
+
 def test_stop_ids_come_from_every_file(tmp_path: Path) -> None:
     folder = saved(tmp_path, small_tokenizer(), generation_config={"eos_token_id": [9, 1]}, config={"eos_token_id": 5})
     assert load_codec(folder).stop_token_ids == (1, 5, 9)

@@ -8,7 +8,7 @@ import pytest
 from tests.pretend_stages import pipeline
 from tidemill.config.pipeline import KINDS, NEUTRAL, StageSpec
 from tidemill.pipeline.digest import effective, file_inputs, folder_name, stage_digest
-from tidemill.runtime.train import RESUMABLE
+from tidemill.runtime.same_run import RESUMABLE
 
 RL = '[[stage]]\nname = "a"\nkind = "rl"\nmodel.source = "char"\n[[stage]]\nname = "b"\nkind = "rl"\n'
 RL += 'model.source = "stage:a"\n'
@@ -68,6 +68,18 @@ def test_an_evaluation_is_decided_by_other_keys_than_training(tmp_path: Path) ->
     plain = digest(first(tmp_path, EVAL))
     assert digest(first(tmp_path, EVAL, "--eval.prompts=3")) != plain
     assert digest(first(tmp_path, EVAL, "--eval.every_steps=3")) == plain
+
+
+def test_a_supervised_stage_may_give_its_best_checkpoint_so_its_cadence_counts(tmp_path: Path) -> None:
+    text = '[[stage]]\nname = "a"\nkind = "sft"\ndata.path = "x.jsonl"\n'
+    contents = {"data.path": "1"}
+    plain = digest(first(tmp_path, text), **contents)
+    assert digest(first(tmp_path, text, "--checkpoint.every_steps=1"), **contents) != plain
+    assert digest(first(tmp_path, text, "--checkpoint.keep_last=5"), **contents) == plain
+    # Epochs decide how long it is, unless there are none.
+    assert digest(first(tmp_path, text, "--trainer.steps=3"), **contents) == plain
+    without = digest(first(tmp_path, text, "--supervised.epochs=0"), **contents)
+    assert digest(first(tmp_path, text, "--supervised.epochs=0", "--trainer.steps=3"), **contents) != without
 
 
 def test_kinds_of_one_configuration_have_addresses_of_their_own(tmp_path: Path) -> None:
@@ -135,4 +147,4 @@ def test_a_training_stage_can_go_on_in_its_folder_whatever_neutral_key_changes()
     neutral = (*NEUTRAL, *KINDS["rl"].neutral)
     assert all(key.startswith(RESUMABLE) for key in neutral)
     # What a resume may change and an address does not overlook: more steps go on in a run, and are another stage.
-    assert [key for key in RESUMABLE if not key.startswith(neutral)] == ["trainer.steps"]
+    assert [key for key in RESUMABLE if not key.startswith(neutral)] == ["trainer.steps", "supervised.epochs"]

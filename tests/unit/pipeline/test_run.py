@@ -12,7 +12,7 @@ from tests.pretend_stages import PowerCut, Quiet, Stages, pipeline, read
 from tidemill.config.stages import load_recipe
 from tidemill.core.errors import UserError
 from tidemill.pipeline.plan import EVERYTHING, Choice
-from tidemill.pipeline.run import plan_pipeline, refuse_unknown_kinds, run_pipeline
+from tidemill.pipeline.run import plan_pipeline, run_pipeline
 
 RECIPE = """\
 [run]
@@ -247,11 +247,6 @@ def test_a_file_in_the_way_is_told(world: World) -> None:
     (world.folder / "D").write_text("")
     with pytest.raises(UserError, match="a file stands where a directory should be"):
         world.run()
-
-
-def test_a_kind_that_cannot_be_run_is_told_before_anything_is_made(world: World) -> None:
-    with pytest.raises(UserError, match="stages of kind eval cannot be run yet"):
-        refuse_unknown_kinds(pipeline(world.folder, RECIPE), {"rl": world.stages.run})
 
 
 def test_a_kill_while_stale_results_are_deleted_leaves_no_half_of_one(

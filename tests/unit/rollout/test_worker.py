@@ -417,9 +417,9 @@ def test_nothing_survives_a_kill(at_s: float) -> None:
         for call in calls:
             with pytest.raises(WorkerLost):
                 await call
+        assert asyncio.all_tasks() == {asyncio.current_task()}
         polls = stage.polls
         await asyncio.sleep(10.0)
-        assert asyncio.all_tasks() == {asyncio.current_task()}
         assert (stage.polls, source.swapped, source.closed) == (polls, [], 1)
         assert told >= int(at_s / 0.1)
         stage.worker.kill()

@@ -40,17 +40,17 @@ async def reopen(request: pytest.FixtureRequest, tmp_path: Path) -> Reopen:
 
 async def test_entries_come_back_in_the_order_of_appending(reopen: Reopen) -> None:
     journal = await reopen()
-    await journal.append(2, [b"a", b"b"])
-    await journal.append(1, [b""])
-    await journal.append(2, [b"\x00\xff" * 100_000])
-    await journal.append(2, [])
+    await journal.append([(2, b"a"), (2, b"b")])
+    await journal.append([(1, b"")])
+    await journal.append([(2, b"\x00\xff" * 100_000)])
+    await journal.append([])
     expected = [(2, b"a"), (2, b"b"), (1, b""), (2, b"\x00\xff" * 100_000)]
     assert await journal.load() == expected
 
     again = await reopen()
 
     assert await again.load() == expected
-    await again.append(3, [b"c"])
+    await again.append([(3, b"c")])
     assert await (await reopen()).load() == [*expected, (3, b"c")]
     await (await reopen()).close()
 
@@ -58,7 +58,7 @@ async def test_entries_come_back_in_the_order_of_appending(reopen: Reopen) -> No
 async def test_appends_that_overlap_keep_their_order(reopen: Reopen) -> None:
     journal = await reopen()
 
-    await asyncio.gather(*(journal.append(1, [str(at).encode()]) for at in range(200)))
+    await asyncio.gather(*(journal.append([(1, str(at).encode())]) for at in range(200)))
 
     assert await journal.load() == [(1, str(at).encode()) for at in range(200)]
     await journal.close()
@@ -67,12 +67,12 @@ async def test_appends_that_overlap_keep_their_order(reopen: Reopen) -> None:
 async def test_pruning_forgets_steps_up_to_one(reopen: Reopen) -> None:
     journal = await reopen()
     for step in (1, 2, 3, 2, 2**62):
-        await journal.append(step, [str(step).encode()])
+        await journal.append([(step, str(step).encode())])
 
     await journal.prune(2)
 
     assert await journal.load() == [(3, b"3"), (2**62, b"%d" % 2**62)]
-    await journal.append(4, [b"4"])
+    await journal.append([(4, b"4")])
     again = await reopen()
     assert [step for step, _ in await again.load()] == [3, 2**62, 4]
     await again.close()
@@ -84,7 +84,7 @@ async def test_memory_torn_anywhere_keeps_whole_entries_and_goes_on(size: int) -
     acknowledged = []
     for at in range(9):
         try:
-            await journal.append(at, [bytes([at]) * at])
+            await journal.append([(at, bytes([at]) * at)])
         except PowerCut:
             break
         acknowledged.append((at, bytes([at]) * at))
@@ -93,7 +93,7 @@ async def test_memory_torn_anywhere_keeps_whole_entries_and_goes_on(size: int) -
     found = await again.load()
     assert found[: len(acknowledged)] == acknowledged
     assert len(found) <= len(acknowledged) + 1
-    await again.append(99, [b"next"])
+    await again.append([(99, b"next")])
 
     assert (await MemoryJournal(again.disk).load())[-1] == (99, b"next")
 
@@ -101,7 +101,7 @@ async def test_memory_torn_anywhere_keeps_whole_entries_and_goes_on(size: int) -
 async def test_memory_without_power_does_nothing() -> None:
     journal = MemoryJournal(power_cut_after=0)
     with pytest.raises(PowerCut):
-        await journal.append(1, [b"a"])
+        await journal.append([(1, b"a")])
     with pytest.raises(PowerCut):
         await journal.prune(1)
     assert journal.disk == b""
@@ -109,7 +109,7 @@ async def test_memory_without_power_does_nothing() -> None:
 
 async def test_memory_damaged_in_place_ends_there() -> None:
     journal = MemoryJournal()
-    await journal.append(1, [b"aaaa", b"bbbb"])
+    await journal.append([(1, b"aaaa"), (1, b"bbbb")])
     broken = bytearray(journal.disk)
     broken[-1] ^= 1
 
@@ -133,7 +133,7 @@ async def test_commits_are_flushed_and_shared(path: Path) -> None:
 
     assert await journal._thread.run(lambda: (pragma("journal_mode"), pragma("synchronous"))) == ("wal", 2)
     await journal._thread.run(lambda: journal._connection.set_trace_callback(commits.append))
-    await asyncio.gather(*(journal.append(1, [b"x"]) for _ in range(100)))
+    await asyncio.gather(*(journal.append([(1, b"x")]) for _ in range(100)))
 
     assert len(await journal.load()) == 100
     assert 1 <= commits.count("COMMIT") <= 3  # the first alone, the others together
@@ -142,20 +142,20 @@ async def test_commits_are_flushed_and_shared(path: Path) -> None:
 
 async def test_a_full_disk_is_the_users_to_mend_and_what_was_accepted_stays(path: Path) -> None:
     journal = await SqliteJournal.open(path)
-    await journal.append(1, [b"accepted"])
+    await journal.append([(1, b"accepted")])
     await journal._thread.run(lambda: journal._connection.execute("PRAGMA max_page_count = 8"))
 
     with pytest.raises(UserError, match="the disk is full") as error:
-        await journal.append(1, [b"x" * 1_000_000])
+        await journal.append([(1, b"x" * 1_000_000)])
     assert error.value.where == str(path)
     assert "free some space" in str(error.value)
     with pytest.raises(UserError, match="the disk is full"):  # no holes: nothing is accepted after a failure
-        await journal.append(1, [b"small"])
+        await journal.append([(1, b"small")])
     await journal.close()
 
     again = await SqliteJournal.open(path)
     assert await again.load() == [(1, b"accepted")]
-    await again.append(1, [b"more"])
+    await again.append([(1, b"more")])
     await again.close()
 
 
@@ -163,7 +163,7 @@ async def test_a_failure_reaches_everyone_who_waits(path: Path) -> None:
     journal = await SqliteJournal.open(path)
     await journal._thread.run(lambda: journal._connection.execute("PRAGMA max_page_count = 8"))
 
-    results = await asyncio.gather(*(journal.append(1, [b"x" * 100_000]) for _ in range(5)), return_exceptions=True)
+    results = await asyncio.gather(*(journal.append([(1, b"x" * 100_000)]) for _ in range(5)), return_exceptions=True)
 
     assert {type(result) for result in results} == {UserError}
     await journal.close()
@@ -183,7 +183,7 @@ async def test_a_file_that_is_no_journal_is_named(path: Path, content: bytes, me
 
 async def filled(path: Path, entries: int = 2000) -> None:
     journal = await SqliteJournal.open(path)
-    await journal.append(1, [bytes([at % 256]) * 200 for at in range(entries)])
+    await journal.append([(1, bytes([at % 256]) * 200) for at in range(entries)])
     await journal.prune(0)  # moves everything from the write-ahead log into the file
     await journal.close()
 
@@ -266,7 +266,7 @@ async def test_a_disk_that_does_not_answer_meets_a_deadline(path: Path) -> None:
     journal._deadline_s = 0.1
 
     with pytest.raises(DeadlineError, match=r"waited 0.1 s for the ledger to reach the disk; look at .*ledger.sqlite"):
-        await journal.append(1, [b"a"])
+        await journal.append([(1, b"a")])
 
     answer.set()
     assert await stuck
@@ -277,7 +277,7 @@ async def test_a_disk_that_does_not_answer_meets_a_deadline(path: Path) -> None:
 
 async def test_pruning_gives_space_back(path: Path) -> None:
     journal = await SqliteJournal.open(path)
-    await journal.append(1, [b"x" * 4_000_000])
+    await journal.append([(1, b"x" * 4_000_000)])
     await journal.prune(0)
     before = size(path)
 

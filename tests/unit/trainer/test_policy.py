@@ -28,6 +28,7 @@ def spec(**sections: dict[str, Any]) -> RunSpec:
         "batch": {"prompts": 3, "group_size": 4, "microbatch_tokens": 4096},
         "optimizer": {"learning_rate": LEARNING_RATE, "max_grad_norm": 1e9},
         "sampling": {"max_new_tokens": 12},
+        "algorithm": {"correction": {"kind": "none"}},  # the rollout logprobs here are made up
     }
     return RunSpec.model_validate(
         {name: {**base.get(name, {}), **sections.get(name, {})} for name in {*base, *sections}}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from tidemill.config.task import ArithmeticTask, JsonlTask, TaskConfig
+from tidemill.config.task import ArithmeticTask, ReasoningGymTask, TaskConfig
 from tidemill.core.protocols import Codec
 from tidemill.envs.text.arithmetic import build_arithmetic
 from tidemill.envs.text.content import renderer
-from tidemill.envs.text.jsonl import build_jsonl
+from tidemill.envs.text.files import build_files
 from tidemill.envs.text.reasoning_gym import build_reasoning_gym
 from tidemill.envs.text.task import Task
 
@@ -23,6 +23,6 @@ def build_task(task: TaskConfig, *, codec: Codec, batch_prompts: int, seed: int,
     render = renderer(codec, chat_template=chat_template)
     if isinstance(task, ArithmeticTask):
         return build_arithmetic(task, batch_prompts=batch_prompts, seed=seed, render=render)
-    if isinstance(task, JsonlTask):
-        return build_jsonl(task, batch_prompts=batch_prompts, seed=seed, render=render)
-    return build_reasoning_gym(task, batch_prompts=batch_prompts, seed=seed, render=render)
+    if isinstance(task, ReasoningGymTask):
+        return build_reasoning_gym(task, batch_prompts=batch_prompts, seed=seed, render=render)
+    return build_files(task, batch_prompts=batch_prompts, seed=seed, render=render)

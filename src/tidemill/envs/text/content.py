@@ -5,21 +5,38 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from tidemill.core.buffers import pack_tokens
 from tidemill.core.protocols import Codec
 from tidemill.core.records import Message, Prompt, Record
 
 
-class Item(Record):
-    """One problem: its messages (a plain text prompt is one user message), the answer and where it came from."""
+class Question(Record, kw_only=True):
+    """What a model is asked (a plain text prompt is one user message) and where it came from."""
 
     messages: tuple[Message, ...]
-    answer: str
     plain: bool = True  # False: only a chat template can render it
-    metadata: dict[str, Any] = {}
     where: str = ""  # for error messages: file and line
+
+    @property
+    def replies(self) -> tuple[str, ...]:
+        """What goes with the question and makes two rows of one question different."""
+        return ()
+
+
+class Item(Question, kw_only=True):
+    """One problem: a question and its answer."""
+
+    answer: str
+    metadata: dict[str, Any] = {}
+
+    @property
+    def replies(self) -> tuple[str, ...]:
+        return (self.answer,)
+
+
+QuestionT = TypeVar("QuestionT", bound=Question)
 
 
 def text_item(text: str, answer: str, **fields: Any) -> Item:
@@ -37,31 +54,31 @@ def hash_share(*parts: object) -> float:
     return (hash_number(*parts) >> 11) / 2**53
 
 
-def prompt_id(item: Item) -> str:
-    """Names the item by its messages and answer, in 32 hex digits."""
-    content = [[message.role, message.content] for message in item.messages]
-    return hashlib.blake2b(json.dumps([content, item.answer]).encode(), digest_size=16).hexdigest()
+def content_id(question: Question) -> str:
+    """Names a question by its messages and what goes with it, in 32 hex digits."""
+    messages = [[message.role, message.content] for message in question.messages]
+    return hashlib.blake2b(json.dumps([messages, *question.replies]).encode(), digest_size=16).hexdigest()
 
 
-def content_digest(*parts: Sequence[Item]) -> str:
+def content_digest(*parts: Sequence[Question]) -> str:
     """One name for several sets of items; the order within a set does not matter."""
-    return hashlib.blake2b(repr([sorted(map(prompt_id, part)) for part in parts]).encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(repr([sorted(map(content_id, part)) for part in parts]).encode(), digest_size=16).hexdigest()
 
 
-def question_key(item: Item) -> str:
+def question_key(item: Question) -> str:
     """What makes two items the same question: all messages, answers left out, white space collapsed."""
     return json.dumps([[message.role, " ".join(message.content.split())] for message in item.messages])
 
 
-def distinct(items: Iterable[Item]) -> list[Item]:
-    """The first item of each prompt id, in order."""
-    kept: dict[str, Item] = {}
+def distinct(items: Iterable[QuestionT]) -> list[QuestionT]:
+    """The first item of each content id, in order."""
+    kept: dict[str, QuestionT] = {}
     for item in items:
-        kept.setdefault(prompt_id(item), item)
+        kept.setdefault(content_id(item), item)
     return list(kept.values())
 
 
-def split_by_content(items: Sequence[Item], held_out_fraction: float) -> tuple[list[Item], list[Item]]:
+def split_by_content(items: Sequence[QuestionT], held_out_fraction: float) -> tuple[list[QuestionT], list[QuestionT]]:
     """(training, held-out): each question's side depends on its content alone, and neither side is empty.
 
     With at least two different questions the side that would be empty gets the question nearest to the boundary.
@@ -76,26 +93,36 @@ def split_by_content(items: Sequence[Item], held_out_fraction: float) -> tuple[l
     return train, held_out
 
 
-def in_content_order(items: Iterable[Item]) -> list[Item]:
+def in_content_order(items: Iterable[QuestionT]) -> list[QuestionT]:
     """Shuffled by content hash, so that any first n are a fair and always the same selection."""
-    return sorted(items, key=lambda item: hash_number("order", prompt_id(item)))
+    return sorted(items, key=lambda item: hash_number("order", content_id(item)))
+
+
+def in_chat(question: Question, *, chat_template: bool) -> bool:
+    """Whether the chat template renders it: because the configuration says so, or because nothing else can."""
+    return chat_template or not question.plain
+
+
+def encode_question(question: Question, codec: Codec, *, chat_template: bool) -> tuple[str, list[int]]:
+    """Text and token ids as the model sees them: in the chat template, or plain with a blank line between messages."""
+    if in_chat(question, chat_template=chat_template):
+        return codec.encode_chat(question.messages)
+    text = "\n\n".join(message.content for message in question.messages)
+    return text, codec.encode(text)
 
 
 def renderer(codec: Codec, *, chat_template: bool) -> Callable[[Item], Prompt]:
-    """How an item becomes a prompt: in the chat template, or as plain text with a blank line between messages."""
+    """How an item becomes a prompt."""
 
     def render(item: Item) -> Prompt:
-        if chat_template or not item.plain:
-            text, token_ids = codec.encode_chat(item.messages)
-        else:
-            text = "\n\n".join(message.content for message in item.messages)
-            token_ids = codec.encode(text)
+        text, token_ids = encode_question(item, codec, chat_template=chat_template)
         return Prompt(
-            prompt_id=prompt_id(item),
+            prompt_id=content_id(item),
             token_ids=pack_tokens(token_ids),
             text=text,
             answer=item.answer,
             metadata=item.metadata,
+            messages=item.messages if in_chat(item, chat_template=chat_template) else (),
         )
 
     return render

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 
 from tidemill.core.records import Prompt
-from tidemill.envs.text.content import Item, hash_number, prompt_id
+from tidemill.envs.text.content import Item, content_id, hash_number
+from tidemill.envs.text.order import EpochOrder
 
 Render = Callable[[Item], Prompt]
 
@@ -25,41 +25,18 @@ class _HeldOut:
 
 
 class ListedSource(_HeldOut):
-    """A finite training set. Step s takes positions [(s-1)·B, s·B); position p is in epoch p // N.
-
-    Every epoch is a permutation of all N prompts drawn from the seed, whatever order they were listed in. With N ≥ 2B
-    no batch holds a prompt twice, also where it straddles two epochs; in a smaller set it may, under different epochs.
-    """
+    """A finite training set. Step s takes positions [(s-1)·B, s·B) of an `EpochOrder`."""
 
     def __init__(
         self, train: Sequence[Item], held_out: Sequence[Item], *, batch_prompts: int, seed: int, render: Render
     ) -> None:
         super().__init__(held_out, render)
         self._train = train
-        self._ids = [prompt_id(item) for item in train]
-        self._batch, self._seed = batch_prompts, seed
-        self._drawn = lru_cache(maxsize=3)(self._draw)
-        self._order = lru_cache(maxsize=2)(self._without_straddling_repeats)
+        self._order = EpochOrder([content_id(item) for item in train], batch=batch_prompts, seed=seed)
 
     def train_batch(self, step: int) -> list[tuple[int, Prompt]]:
         """The (epoch, prompt) pairs of 1-based `step`: a pure function of seed, step and the training set."""
-        first = (step - 1) * self._batch
-        places = [divmod(position, len(self._train)) for position in range(first, first + self._batch)]
-        return [(epoch, self._render(self._train[self._order(epoch)[place]])) for epoch, place in places]
-
-    def _draw(self, epoch: int) -> list[int]:
-        return sorted(
-            range(len(self._ids)), key=lambda index: hash_number("epoch", self._seed, epoch, self._ids[index])
-        )
-
-    def _without_straddling_repeats(self, epoch: int) -> list[int]:
-        drawn, carried = self._drawn(epoch), (epoch * len(self._ids)) % self._batch
-        if not epoch or not carried or len(drawn) < 2 * self._batch:
-            return drawn
-        # The last B places stay as drawn: so the next epoch can look at them without knowing what was moved here.
-        movable, fixed = drawn[: -self._batch], drawn[-self._batch :]
-        just_seen = set(self._drawn(epoch - 1)[-carried:])
-        return sorted(movable, key=lambda index: index in just_seen) + fixed
+        return [(epoch, self._render(self._train[index])) for epoch, index in self._order.batch(step)]
 
 
 class SampledSource(_HeldOut):
@@ -88,6 +65,6 @@ class SampledSource(_HeldOut):
         number = 0
         while len(items) < self._batch:
             item = self._draw_item(key, number)
-            items.setdefault(prompt_id(item), item)
+            items.setdefault(content_id(item), item)
             number += 1
         return [(step - 1, self._render(item)) for item in items.values()]

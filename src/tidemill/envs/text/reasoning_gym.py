@@ -13,7 +13,7 @@ from typing import Any
 from tidemill.config.task import ReasoningGymTask
 from tidemill.core.errors import UserError
 from tidemill.core.records import Message, Prompt
-from tidemill.envs.text.content import Item, content_digest, hash_share, in_content_order, prompt_id, question_key
+from tidemill.envs.text.content import Item, content_digest, content_id, hash_share, in_content_order, question_key
 from tidemill.envs.text.extras import import_extra
 from tidemill.envs.text.prompts import ListedSource, Render
 from tidemill.envs.text.task import Check, Task, longest_of
@@ -106,7 +106,7 @@ def _collect(config: ReasoningGymTask, dataset: Any) -> tuple[dict[str, Any], li
             continue
         asked.add(question)
         side.append(item)
-        entries[prompt_id(item)] = entry
+        entries[content_id(item)] = entry
         if len(train) == config.train_size and len(held_out) == config.held_out_size:
             return entries, train, held_out
     raise UserError(

@@ -14,10 +14,12 @@ import regex
 
 from tidemill.config.scoring import RewardConfig
 from tidemill.core.errors import UserError
-from tidemill.core.records import Prompt, SampleId
+from tidemill.envs.text.batches import Batches, Judge
 from tidemill.envs.text.content import hash_number
 from tidemill.envs.text.extras import import_extra
 from tidemill.envs.text.import_path import import_function
+from tidemill.envs.text.remote import RemoteJudge
+from tidemill.envs.text.sample import Sample
 from tidemill.envs.text.task import Task
 
 WHERE = "scoring.rewards"
@@ -27,16 +29,6 @@ NUMBER = re.compile(
     r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
     r"(?:[eE][-+]?[0-9]{1,3})?"
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """What a reward sees."""
-
-    prompt: Prompt
-    completion: str  # decoded, with the stop string that ended it
-    completion_tokens: int
-    sample_id: SampleId
 
 
 RewardFunction: TypeAlias = Callable[[Sample], Any]
@@ -52,6 +44,8 @@ class NamedReward:
     function: RewardFunction
     inline: bool
     asynchronous: bool
+    batches: Batches | None = None  # the function itself where it judges samples together: as many as have queued up
+    timeout_s: float | None = None  # instead of the scorer's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +55,7 @@ class Context:
     task: Task
     seed: int
     stop_strings: tuple[str, ...]
+    open_model: Callable[[RewardConfig], Judge] | None = None  # what a reward model scores with, where one can be had
 
 
 def until_stop(completion: str, stop_strings: Sequence[str]) -> str:
@@ -166,6 +161,18 @@ def _python(config: RewardConfig, context: Context) -> RewardFunction:
     return call_asynchronous if _is_asynchronous(function) else call
 
 
+def _model(config: RewardConfig, context: Context) -> RewardFunction:
+    """What a reward model says of prompt and completion, as token ids."""
+    if context.open_model is None:
+        raise UserError("no reward model can be run here", where=WHERE, cure='serve it and use kind = "http"')
+    return Batches(context.open_model(config), most=config.batch)
+
+
+def _http(config: RewardConfig, context: Context) -> RewardFunction:
+    """What a server says of prompt and completion, as text."""
+    return Batches(RemoteJudge(config), most=config.batch)
+
+
 REWARDS: dict[str, Callable[[RewardConfig, Context], RewardFunction]] = {
     "exact": _exact,
     "numeric": _numeric,
@@ -175,6 +182,8 @@ REWARDS: dict[str, Callable[[RewardConfig, Context], RewardFunction]] = {
     "task": _task,
     "random": _random,
     "python": _python,
+    "model": _model,
+    "http": _http,
 }
 INLINE = frozenset({"exact", "numeric", "length", "random"})
 
@@ -192,12 +201,15 @@ def build_rewards(configs: Sequence[RewardConfig], context: Context) -> tuple[Na
         while name in rewards:
             name, number = f"{base}_{number}", number + 1
         function = REWARDS[config.kind](config, context)
+        batches = function if isinstance(function, Batches) else None
         rewards[name] = NamedReward(
             name=name,
             weight=config.weight,
             function=function,
             inline=config.kind in INLINE,
-            asynchronous=inspect.iscoroutinefunction(function),
+            asynchronous=batches is not None or inspect.iscoroutinefunction(function),
+            batches=batches,
+            timeout_s=config.longest_wait_s if batches else None,
         )
     return tuple(rewards.values())
 

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import math
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from tidemill.config.scoring import RewardConfig, ScoringConfig
 from tidemill.core.records import Prompt, Reward, SampleId, Trajectory
-from tidemill.envs.text.rewards import Context, NamedReward, Sample, build_rewards
+from tidemill.envs.text.batches import Judge
+from tidemill.envs.text.rewards import Context, NamedReward, build_rewards
+from tidemill.envs.text.sample import Sample
 from tidemill.envs.text.task import Task
 from tidemill.envs.text.threads import DaemonThreads, HangingError
 
 MOST_HANGING = 64
 """With so many calls hanging past their deadline, further ones fail at once instead of taking threads."""
 JUDGES_THE_ANSWER = frozenset({"exact", "numeric", "math_verify", "task"})
-SAYS_NOTHING_OF_CORRECTNESS = frozenset({"random", "length"})
+SAYS_NOTHING_OF_CORRECTNESS = frozenset({"random", "length", "model"})
 LONGEST_REASON = 300
 
 
@@ -41,14 +44,14 @@ class RewardScorer:
             completion=trajectory.text,
             completion_tokens=trajectory.completion_length,
             sample_id=trajectory.sample_id,
+            token_ids=trajectory.token_ids,
         )
-        components: dict[str, float] = {}
+        found: dict[str, float] = {}
         faults: list[str] = []
-        if all(reward.inline for reward in self._rewards):
-            await self._ask_all(sample, components, faults)
-        else:
-            async with self._turns:
-                await self._ask_all(sample, components, faults)
+        together = [self._note(reward, sample, found, faults) for reward in self._rewards if reward.batches]
+        alone = self._ask_in_turn(sample, found, faults)
+        await (asyncio.gather(alone, *together) if together else alone)
+        components = {reward.name: found[reward.name] for reward in self._rewards if reward.name in found}
         if faults:
             reason = f"{'; '.join(faults)} (sample {_name(sample.sample_id)})"
             return Reward(value=0.0, components=components, valid=False, reason=reason)
@@ -60,29 +63,40 @@ class RewardScorer:
         self._threads.close()
         for task in self._left_behind:
             task.cancel()
-
-    async def _ask_all(self, sample: Sample, components: dict[str, float], faults: list[str]) -> None:
         for reward in self._rewards:
-            try:
-                components[reward.name] = _finite(await self._ask(reward, sample))
-            except TimeoutError as error:
-                late = str(error) or f"no result within {self._timeout_s:g} s"
-                faults.append(f"reward {reward.name}: {late}")
-            except HangingError as error:
-                faults.append(f"reward {reward.name}: not asked, {error}")
-            except Exception as error:  # noqa: BLE001 -- whatever a reward raises is its sample's fault, not the run's
-                faults.append(f"reward {reward.name}: {_words(error)}")
+            if reward.batches:
+                await reward.batches.close()
 
-    async def _ask(self, reward: NamedReward, sample: Sample) -> Any:
+    async def _ask_in_turn(self, sample: Sample, found: dict[str, float], faults: list[str]) -> None:
+        """Those that judge one sample at a time, so many samples at once as are allowed. (The others are asked beside
+        them: a limit would be one of their batches.)"""
+        alone = [reward for reward in self._rewards if not reward.batches]
+        async with contextlib.nullcontext() if all(reward.inline for reward in alone) else self._turns:
+            for reward in alone:
+                await self._note(reward, sample, found, faults)
+
+    async def _note(self, reward: NamedReward, sample: Sample, found: dict[str, float], faults: list[str]) -> None:
+        timeout_s = reward.timeout_s or self._timeout_s
+        try:
+            found[reward.name] = _finite(await self._ask(reward, sample, timeout_s))
+        except TimeoutError as error:
+            late = str(error) or f"no result within {timeout_s:g} s"
+            faults.append(f"reward {reward.name}: {late}")
+        except HangingError as error:
+            faults.append(f"reward {reward.name}: not asked, {error}")
+        except Exception as error:  # noqa: BLE001 -- whatever a reward raises is its sample's fault, not the run's
+            faults.append(f"reward {reward.name}: {_words(error)}")
+
+    async def _ask(self, reward: NamedReward, sample: Sample, timeout_s: float) -> Any:
         if reward.inline:
             return reward.function(sample)
         if reward.asynchronous:
-            return await self._await(reward.function(sample), self._timeout_s)
+            return await self._await(reward.function(sample), timeout_s)
         clock = asyncio.get_running_loop().time
         started = clock()
-        result = await self._threads.call(lambda: reward.function(sample), timeout_s=self._timeout_s)
+        result = await self._threads.call(lambda: reward.function(sample), timeout_s=timeout_s)
         if inspect.isawaitable(result):
-            result = await self._await(result, max(0.0, started + self._timeout_s - clock()))
+            result = await self._await(result, max(0.0, started + timeout_s - clock()))
         return result
 
     async def _await(self, awaitable: Awaitable[Any], timeout_s: float) -> Any:
@@ -107,34 +121,41 @@ class RewardScorer:
 
 
 def build_scorer(
-    scoring: ScoringConfig, *, task: Task, seed: int, stop_strings: tuple[str, ...] | None = None
+    scoring: ScoringConfig,
+    *,
+    task: Task,
+    seed: int,
+    stop_strings: tuple[str, ...] | None = None,
+    open_model: Callable[[RewardConfig], Judge] | None = None,
 ) -> RewardScorer:
     """The scorer of a run.
 
     Args:
         stop_strings: where `exact` and `numeric` stop reading a completion; the task's own by default.
+        open_model: makes a judge of a reward of kind "model"; without it there can be none.
 
     Raises:
         UserError: for a reward that cannot work.
     """
     stops = task.default_stop_strings if stop_strings is None else stop_strings
-    rewards = build_rewards(scoring.rewards, Context(task=task, seed=seed, stop_strings=stops))
+    rewards = build_rewards(scoring.rewards, Context(task=task, seed=seed, stop_strings=stops, open_model=open_model))
     return RewardScorer(rewards, timeout_s=scoring.timeout_s, concurrency=scoring.concurrency)
 
 
 def evaluation_scoring(scoring: ScoringConfig, *, task: Task) -> ScoringConfig:
     """What evaluation judges by, so that a value of 1 means a right answer whatever training adds up.
 
-    It is the run's first reward that compares with the answer, alone and with weight 1. Without one it is the others
-    as they are, but for `random` and `length`, which say nothing of being right. With none left it is the task's own
-    scorer or the comparison with the answer: so a control run is still measured.
+    It is the run's first reward that compares with the answer, with weight 1. Without one it is the others as they are,
+    but for those that say nothing of being right. With none left it is the task's own scorer or the comparison with the
+    answer: so a control run is still measured. Reward models are asked too, with weight 0: what they say of held-out
+    samples stands beside the truth.
     """
-    for reward in scoring.rewards:
-        if reward.kind in JUDGES_THE_ANSWER:
-            return scoring.model_copy(update={"rewards": (reward.model_copy(update={"weight": 1.0}),)})
-    kept = tuple(reward for reward in scoring.rewards if reward.kind not in SAYS_NOTHING_OF_CORRECTNESS)
+    models = tuple(each.model_copy(update={"weight": 0.0}) for each in scoring.rewards if each.kind == "model")
+    judging = tuple(each.model_copy(update={"weight": 1.0}) for each in scoring.rewards if each.kind in
+                    JUDGES_THE_ANSWER)  # fmt: skip
+    others = tuple(each for each in scoring.rewards if each.kind not in SAYS_NOTHING_OF_CORRECTNESS)
     fallback = RewardConfig(kind="exact" if task.check is None else "task")
-    return scoring.model_copy(update={"rewards": kept or (fallback,)})
+    return scoring.model_copy(update={"rewards": (judging[:1] or others or (fallback,)) + models})
 
 
 async def _contained(awaitable: Awaitable[Any]) -> Any:

@@ -10,6 +10,7 @@ from tidemill.telemetry.events import RESUME
 from tidemill.telemetry.metrics import (
     EVICTIONS,
     GREEDY_ACCURACY,
+    HELD_OUT_LOSS,
     METRICS,
     MIGRATIONS,
     PEAK_RSS,
@@ -39,6 +40,7 @@ class Chart(Record):
     high: float | None = None
     scale: float = 1.0  # shown value = metric * scale
     only_if_any: bool = False  # left out while all values are 0
+    only_with: str = ""  # metric: left out where it was never measured
 
 
 CHARTS: tuple[Chart, ...] = (
@@ -51,6 +53,26 @@ CHARTS: tuple[Chart, ...] = (
         high=1,
     ),
     Chart(title="Reward", note="mean ± deviation", series=(("reward_mean", "mean"),), band="reward_std"),
+    Chart(
+        title="Loss on examples",
+        note="mean",
+        series=((HELD_OUT_LOSS, "held-out"), ("loss", "training")),
+        only_with="examples",
+    ),
+    Chart(
+        title="Right tokens",
+        note="share",
+        series=(("eval/token_accuracy", "held-out"), ("token_accuracy", "training")),
+        low=0,
+        high=1,
+    ),
+    Chart(
+        title="Pairs put right",
+        note="share",
+        series=(("eval/pairwise_accuracy", "held-out"), ("pairwise_accuracy", "training")),
+        low=0,
+        high=1,
+    ),
     Chart(title="Entropy", note="nats per token", series=(("entropy", "entropy"),), low=0),
     Chart(
         title="KL", note="nats per token", series=(("approx_kl", "of the update"), ("kl_ref", "to reference")), low=0
@@ -90,7 +112,26 @@ CHARTS: tuple[Chart, ...] = (
     Chart(title="Generation speed", note="tokens per second", series=(("tokens_per_s", "speed"),), low=0),
     Chart(title="Engine against trainer", note="KL, nats per token", series=(("mismatch_kl", "mismatch"),), low=0),
     Chart(title="Importance ratio", note="", series=(("ratio_mean", "mean"), ("ratio_max", "largest"))),
+    Chart(title="Variance of the ratio", note="", series=(("ratio_var", "variance"),), low=0),
     Chart(title="Effective sample size", note="share", series=(("effective_sample_size", "share"),), low=0, high=1),
+    Chart(
+        title="Corrected",
+        note="% of tokens",
+        series=(("correction_masked", "left out"), ("correction_truncated", "held at a limit")),
+        low=0,
+        scale=100,
+        only_if_any=True,
+    ),
+    Chart(
+        title="Policy lag",
+        note="versions",
+        series=(("policy_lag_mean", "mean"), ("policy_lag_max", "largest")),
+        low=0,
+        only_if_any=True,
+    ),
+    Chart(title="Value loss", note="", series=(("value_loss", "loss"),), low=0),
+    Chart(title="Explained variance", note="share", series=(("explained_variance", "share"),), high=1),
+    Chart(title="KL coefficient", note="", series=(("kl_beta", "beta"),), low=0, only_if_any=True),
     Chart(
         title="Prompt tokens",
         note="per step",
@@ -144,8 +185,9 @@ CHARTS: tuple[Chart, ...] = (
 )
 
 COMPONENT = "reward/"
-NOT_DRAWN = {"eval/n", "ratio_var", "tokens_generated", "tokens_trained", "samples", "samples_left_out", "loss"}
-NOT_DRAWN |= {"reward_std", STEP_TIME}
+LAG = "lag/"
+NOT_DRAWN = {"eval/n", "tokens_generated", "tokens_trained", "samples", "samples_left_out", "loss"}
+NOT_DRAWN |= {"reward_std", STEP_TIME, "value_clip_fraction", "value_grad_norm", "returns_mean", "examples", "epoch"}
 
 
 def chart_data(story: Story) -> dict[str, Any]:
@@ -158,16 +200,26 @@ def chart_data(story: Story) -> dict[str, Any]:
     known = {name for chart in CHARTS for name, _ in chart.series} | NOT_DRAWN
     unknown = sorted({name for row in rows for name in row} - known)
     components = tuple((name, name.removeprefix(COMPONENT)) for name in unknown if name.startswith(COMPONENT))
-    others = [name for name in unknown if not name.startswith(COMPONENT)][:OTHER_CHARTS]
+    lags = sorted((name for name in unknown if name.startswith(LAG)), key=lambda name: (len(name), name))
+    others = [name for name in unknown if not name.startswith((COMPONENT, LAG))][:OTHER_CHARTS]
     charts = [
         *CHARTS[:2],
         Chart(title="Rewards apart", note="mean of each", series=components),
         *CHARTS[2:],
+        *_lag_chart(lags),
         *(_other(name) for name in others),
     ]
     resumed = sorted({event["step"] for event in story.events if event["event"] == RESUME and _is_step(event)})
     drawn = [data for chart in charts if (data := _draw(chart, rows))]
     return {"steps": steps, "resumed": resumed, "charts": drawn}
+
+
+def _lag_chart(names: list[str]) -> list[Chart]:
+    """Which share of the tokens was how old; nothing where all were made by the trainer's own version."""
+    if names in ([], [f"{LAG}0"]):
+        return []
+    series = tuple((name, name.removeprefix(LAG)) for name in names)
+    return [Chart(title="Tokens by lag", note="% of tokens", series=series, kind="stacked", low=0, scale=100)]
 
 
 def _is_step(event: dict[str, Any]) -> bool:
@@ -186,6 +238,8 @@ def _draw(chart: Chart, rows: list[dict[str, float]]) -> dict[str, Any] | None:
     ]
     if chart.kind == "stacked":
         series = [one for one in series if any(one["values"])]
+    if chart.only_with and not any(chart.only_with in row for row in rows):
+        return None
     if not series or (chart.only_if_any and not any(value for one in series for value in one["values"])):
         return None
     band = [_shown(row.get(chart.band), chart.scale) for row in rows] if chart.band else []

@@ -31,7 +31,8 @@ from tidemill.telemetry.report.histograms import HEIGHT, MARGIN, WIDTH, histogra
 from tidemill.telemetry.report.showcase import LEGEND, best_and_worst, pairs
 from tidemill.telemetry.report.story import SampleWindow, Story
 from tidemill.telemetry.report.timeline import drawn, timeline
-from tidemill.telemetry.report.words import ENDINGS, before_and_after, findings, headline, wilson_interval
+from tidemill.telemetry.report.words import ENDINGS, before_and_after, findings, headline
+from tidemill.telemetry.statistics import wilson_interval
 
 HERE = Path(__file__).parent
 TOLD_EVENTS = (

@@ -10,7 +10,7 @@ from typing import Any
 
 from tidemill.core.records import Record
 from tidemill.telemetry.evaluations import Evaluation, evaluations
-from tidemill.telemetry.events import SESSION_END, SESSION_START, read_events
+from tidemill.telemetry.events import PLAN, SESSION_END, SESSION_START, read_events
 from tidemill.telemetry.metrics import MetricLine, read_metrics
 from tidemill.telemetry.run_dir import RunDirectory
 from tidemill.telemetry.samples import Sample, read_samples
@@ -51,8 +51,12 @@ def read_story(run: RunDirectory) -> Story:
     config = run.read_settings()
     outcome = outcome_of(events)
     peak_rss_bytes = int(run.read_summary().get("peak_rss_bytes") or 0)
+    planned = [event["steps"] for event in events if event["event"] == PLAN and isinstance(event.get("steps"), int)]
     summary = build_summary(
-        run, outcome=outcome, total_steps=_whole(config.get("trainer"), "steps"), peak_rss_bytes=peak_rss_bytes
+        run,
+        outcome=outcome,
+        total_steps=planned[-1] if planned else _whole(config.get("trainer"), "steps"),
+        peak_rss_bytes=peak_rss_bytes,
     )
     files = run.sample_files()
     train = [(step, path) for step, purpose, path in files if purpose == "train"]

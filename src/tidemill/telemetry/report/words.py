@@ -10,10 +10,11 @@ from typing import NamedTuple
 from tidemill.config.words import counted
 from tidemill.telemetry.evaluations import Evaluation
 from tidemill.telemetry.fleet_lines import FLEET_EVENTS
+from tidemill.telemetry.metrics import HELD_OUT_LOSS
 from tidemill.telemetry.numerals import compact, decimal, percent
 from tidemill.telemetry.report.story import Story
+from tidemill.telemetry.statistics import wilson_interval
 
-Z_95 = 1.96
 RECENT = 5
 TRUNCATED_HIGH, MISMATCH_HIGH, ENTROPY_LEFT, NO_SIGNAL_HIGH = 0.2, 1e-3, 0.1, 0.5
 
@@ -32,16 +33,6 @@ class Finding(NamedTuple):
 
     title: str
     text: str
-
-
-def wilson_interval(share: float, n: int) -> tuple[float, float]:
-    """95 % interval of a share measured on `n` items (Wilson 1927); for scores between 0 and 1 it a safe one."""
-    if n == 0:
-        return 0.0, 1.0
-    square = Z_95**2 / n
-    centre = (share + square / 2) / (1 + square)
-    half = Z_95 / (1 + square) * math.sqrt(share * (1 - share) / n + square / (4 * n))
-    return max(0.0, centre - half), min(1.0, centre + half)
 
 
 def clearly_differs(one: Evaluation, other: Evaluation) -> bool:
@@ -75,6 +66,10 @@ def headline(story: Story) -> str:
         return f"Held-out accuracy {verb} {change} in {over}."
     if rewards := [line.values["reward_mean"] for line in story.metrics if "reward_mean" in line.values]:
         return f"Mean reward went from {decimal(rewards[0])} to {decimal(rewards[-1])} in {over}."
+    for name, words in ((HELD_OUT_LOSS, "Held-out loss"), ("loss", "Loss")):
+        losses = [line.values[name] for line in story.metrics if name in line.values]
+        if len(losses) > 1:
+            return f"{words} went from {decimal(losses[0])} to {decimal(losses[-1])} in {over}."
     if before:
         when = "" if story.outcome == "finished" else " before the first step"
         return f"Held-out accuracy is {decimal(before.greedy_accuracy)}{when}."

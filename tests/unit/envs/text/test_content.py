@@ -10,11 +10,11 @@ from tidemill.core.records import Message
 from tidemill.envs.text.content import (
     Item,
     content_digest,
+    content_id,
     distinct,
     hash_number,
     hash_share,
     in_content_order,
-    prompt_id,
     renderer,
     split_by_content,
     text_item,
@@ -23,15 +23,15 @@ from tidemill.envs.text.content import (
 
 def test_prompt_ids_never_change() -> None:
     # Sample ids, and with them every random number, hang on these. Recorded once: a resumed run must find them again.
-    assert prompt_id(text_item("1+1=", "2")) == "72c89c22af2e6afe93dec22f6368a63c"
+    assert content_id(text_item("1+1=", "2")) == "72c89c22af2e6afe93dec22f6368a63c"
     assert hash_number("a", 1) == 12444202034427101082
 
 
 def test_the_id_is_of_messages_and_answer_and_of_nothing_else() -> None:
     item = text_item("q", "a")
-    assert prompt_id(item) == prompt_id(text_item("q", "a", metadata={"x": 1}, where="f, line 3"))
-    assert prompt_id(item) != prompt_id(text_item("q", "b"))
-    assert prompt_id(item) != prompt_id(Item(messages=(Message(role="system", content="q"),), answer="a"))
+    assert content_id(item) == content_id(text_item("q", "a", metadata={"x": 1}, where="f, line 3"))
+    assert content_id(item) != content_id(text_item("q", "b"))
+    assert content_id(item) != content_id(Item(messages=(Message(role="system", content="q"),), answer="a"))
 
 
 def test_distinct_keeps_the_first_of_each_in_order() -> None:

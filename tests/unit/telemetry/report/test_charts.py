@@ -53,3 +53,21 @@ def test_figures_that_stay_at_zero_are_left_out_where_that_is_normal(tmp_path: P
 
 def test_an_empty_run_has_no_charts(tmp_path: Path) -> None:
     assert charts_of(tmp_path, "") == {"steps": [], "resumed": [], "charts": []}
+
+
+def test_how_old_the_tokens_were_is_stacked_by_lag(tmp_path: Path) -> None:
+    lines = '{"step":1,"lag/0":1.0}\n{"step":2,"lag/0":0.5,"lag/2":0.3,"lag/10":0.2}\n'
+    (chart,) = charts_of(tmp_path, lines)["charts"]
+    assert (chart["title"], chart["kind"]) == ("Tokens by lag", "stacked")
+    assert [(one["label"], one["values"][1]) for one in chart["series"]] == [("0", 50.0), ("2", 30.0), ("10", 20.0)]
+
+
+def test_nothing_is_drawn_of_lags_where_every_token_is_the_trainers_own(tmp_path: Path) -> None:
+    assert charts_of(tmp_path, '{"step":1,"lag/0":1.0,"policy_lag_mean":0,"policy_lag_max":0}\n')["charts"] == []
+
+
+def test_a_correction_that_changes_nothing_is_not_drawn(tmp_path: Path) -> None:
+    nothing = '{"step":1,"correction_masked":0.0,"correction_truncated":0.0}\n'
+    assert charts_of(tmp_path, nothing)["charts"] == []
+    (chart,) = charts_of(tmp_path, '{"step":1,"correction_masked":0.25,"correction_truncated":0.0}\n')["charts"]
+    assert chart["series"][0] == {"label": "left out", "values": [25.0]}

@@ -7,7 +7,7 @@ import pytest
 from tests.fabricated_run import FabricatedRun
 from tidemill.telemetry.evaluations import Evaluation
 from tidemill.telemetry.report.story import Story, read_story
-from tidemill.telemetry.report.words import clearly_differs, findings, headline, wilson_interval
+from tidemill.telemetry.report.words import clearly_differs, findings, headline
 from tidemill.telemetry.run_dir import RunDirectory
 
 
@@ -28,14 +28,6 @@ def evaluated(step: int, accuracy: float, n: int = 64) -> str:
 
 
 ONE_STEP = lines("entropy", [1.0])
-
-
-def test_the_interval_of_half_of_ten() -> None:
-    # z = 1.96, p = 0.5, n = 10: z²/n = 0.38416; centre (0.5 + 0.19208) / 1.38416 = 0.5;
-    # half width 1.96 / 1.38416 * sqrt(0.025 + 0.009604) = 1.41602 * 0.186022 = 0.26341.
-    assert wilson_interval(0.5, 10) == pytest.approx((0.23659, 0.76341), abs=1e-4)
-    assert wilson_interval(0.5, 0) == (0.0, 1.0)
-    assert wilson_interval(0.0, 10)[0] == 0.0 and wilson_interval(1.0, 10)[1] == 1.0
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
-"""Batches: plans, requests and counts."""
+"""Samples in flight: groups, requests and counts."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.fake_fleet import PROMPTS, SAMPLING, make_batch, make_delta, make_id, make_plan
+from tests.fake_fleet import FIRST, GROUPS, PROMPTS, SAMPLING, make_delta, make_id, make_in_flight, make_prompts
+from tidemill.controller.in_flight import plan_groups
 from tidemill.controller.samples import SampleState
 from tidemill.core.buffers import pack_tokens
 from tidemill.core.errors import UserError
@@ -12,39 +13,41 @@ from tidemill.core.records import PolicyVersion, Prompt, Reward
 
 
 def test_samples_stand_group_by_group_and_the_same_prompt_of_another_epoch_is_another_group() -> None:
-    names = [(s.sample_id.prompt_id, s.sample_id.epoch, s.sample_id.index, s.ordinal) for s in make_batch().samples]
+    names = [(s.sample_id.prompt_id, s.sample_id.epoch, s.sample_id.index, s.ordinal) for s in make_in_flight()]
 
     assert names == [
-        ("p0", 0, 0, 0),
-        ("p0", 0, 1, 1),
-        ("p1", 0, 0, 2),
-        ("p1", 0, 1, 3),
-        ("p0", 1, 0, 4),
-        ("p0", 1, 1, 5),
+        ("p0", 0, 0, FIRST + 0),
+        ("p0", 0, 1, FIRST + 1),
+        ("p1", 0, 0, FIRST + 2),
+        ("p1", 0, 1, FIRST + 3),
+        ("p0", 1, 0, FIRST + 4),
+        ("p0", 1, 1, FIRST + 5),
     ]
 
 
 def test_a_prompt_twice_in_one_epoch_is_the_users_fault() -> None:
-    with pytest.raises(UserError, match="p0 occurs 2 times in the train batch of step 4"):
-        make_plan([PROMPTS[0], PROMPTS[0]])
+    one = make_in_flight()
+    with pytest.raises(UserError, match=r"prompt p0 occurs twice among those generated at once \(train\)"):
+        one.open(plan_groups(PROMPTS[:1], first_position=12, from_version=3), make_prompts()[:1])
 
 
-def test_a_plan_knows_its_prompts_by_their_tokens() -> None:
+def test_a_group_knows_its_prompt_by_the_tokens() -> None:
     other = Prompt(prompt_id="p0", token_ids=pack_tokens([1]), text="p0", answer="7")
+    (planned,) = plan_groups([(0, other)], first_position=9, from_version=3)
 
-    assert make_plan() == make_plan()
-    assert make_plan().prompts_digest != make_plan([(0, other), *PROMPTS[1:]]).prompts_digest
+    assert planned.prompt_id == GROUPS[0].prompt_id
+    assert planned.prompt_digest != GROUPS[0].prompt_digest
 
 
 def test_requests_come_in_group_order_and_go_on_from_the_tokens_there_are() -> None:
-    one = make_batch()
+    one = make_in_flight()
     first = one.assign("lease")
-    assert [request.sample_id for request in first] == [sample.sample_id for sample in one.samples]
+    assert [request.sample_id for request in first] == [sample.sample_id for sample in one]
     assert {(r.attempt, r.exact_version, r.lease_id, r.prefix_ids, r.sampling) for r in first} == {
         (1, 3, "lease", b"", SAMPLING)
     }
-    assert one.apply(make_delta()) is one.samples[0]
-    assert one.apply(make_delta(start=2, tokens=[3], finish="aborted")) is one.samples[0]
+    assert one.apply(make_delta()) is next(iter(one))
+    assert one.apply(make_delta(start=2, tokens=[3], finish="aborted")) is next(iter(one))
 
     (again,) = one.assign("other")
 
@@ -52,11 +55,11 @@ def test_requests_come_in_group_order_and_go_on_from_the_tokens_there_are() -> N
 
 
 def test_counts_follow_the_samples() -> None:
-    one = make_batch()
+    one = make_in_flight()
     assert (one.running, one.unfinished, one.scored, one.complete) == (0, 6, 0, False)
     for request in one.assign("lease"):
         one.apply(make_delta(sample_id=request.sample_id, finish="stop"))
-    assert (one.running, one.unfinished, one.tokens_accepted) == (0, 0, 12)  # 6 samples of 2 tokens
+    assert (one.running, one.unfinished, one.tally.tokens_accepted) == (0, 0, 12)  # 6 samples of 2 tokens
 
     for sample in one.in_state(SampleState.FINISHED):
         one.score(sample, Reward(value=1.0))
@@ -65,7 +68,7 @@ def test_counts_follow_the_samples() -> None:
 
 
 def test_what_is_ignored_is_counted_and_changes_nothing() -> None:
-    one = make_batch()
+    one = make_in_flight()
     one.assign("lease")
 
     one.apply(make_delta())
@@ -73,8 +76,8 @@ def test_what_is_ignored_is_counted_and_changes_nothing() -> None:
     assert one.apply(make_delta(lease_id="other", start=2)) is None
     assert one.apply(make_delta(sample_id=make_id("nobody"))) is None
 
-    assert dict(one.ignored) == {"overlap": 1, "stale_lease": 1, "unknown_sample": 1}
-    assert one.samples[0].length == 2
+    assert dict(one.tally.ignored) == {"overlap": 1, "stale_lease": 1, "unknown_sample": 1}
+    assert next(iter(one)).length == 2
     assert one.running == 6
 
 
@@ -82,10 +85,10 @@ def test_what_is_ignored_is_counted_and_changes_nothing() -> None:
     "broken", [make_delta(start=1), make_delta(logprobs=b""), make_delta(version=PolicyVersion(number=1, digest=""))]
 )
 def test_an_attempt_that_cannot_go_on_waits_for_the_next(broken: object) -> None:
-    one = make_batch()
+    one = make_in_flight()
     one.assign("lease")
 
     one.apply(broken)  # type: ignore[arg-type]
 
-    assert (one.samples[0].state, one.samples[0].failures, one.running) == (SampleState.WAITING, 1, 5)
-    assert "does not fit" in one.samples[0].last_error
+    assert (next(iter(one)).state, next(iter(one)).failures, one.running) == (SampleState.WAITING, 1, 5)
+    assert "does not fit" in next(iter(one)).last_error

@@ -1,4 +1,4 @@
-"""Prompts from JSON lines, and the faults such files have."""
+"""Tasks of prompts from files, and the faults JSON lines have."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from tests.char_codec import CharCodec
-from tidemill.config.task import JsonlTask
+from tests.unit.envs.text.data import files
+from tests.unit.envs.text.data.files import FORMATS
+from tidemill.config.task import FileTask, JsonlTask
 from tidemill.core.errors import UserError
 from tidemill.envs.text import Task, build_task
-from tidemill.envs.text.jsonl import read_items
+from tidemill.envs.text.data.schemas import read_items
 
 
 def write(path: Path, *rows: object) -> Path:
@@ -31,6 +33,23 @@ def rows(count: int) -> list[dict[str, str]]:
 def training_texts(task: Task) -> list[str]:
     pairs = [pair for step in range(1, task.train_size + 1) for pair in task.source.train_batch(step)]
     return [prompt.text for epoch, prompt in pairs if epoch == 0]
+
+
+@pytest.mark.parametrize("data_format", FORMATS)
+def test_every_format_is_the_same_task(tmp_path: Path, data_format: str) -> None:
+    asked = [{"prompt": f"q{number}", "answer": f"a{number}", "level": number} for number in range(12)]
+    named = FileTask(kind="file", path=files.write(tmp_path, data_format, asked))
+    task, reference = (
+        build_task(config, codec=CharCodec(), batch_prompts=4, seed=0, chat_template=False)
+        for config in (named, JsonlTask(kind="jsonl", path=files.write(tmp_path, "jsonl", asked, "reference")))
+    )
+    assert task.digest == reference.digest
+    assert task.source.train_batch(2) == reference.source.train_batch(2)  # metadata included
+    assert task.source.held_out() == reference.source.held_out()
+
+
+def test_jsonl_reads_json_lines_whatever_the_name(tmp_path: Path) -> None:
+    assert build(write(tmp_path / "lines.parquet", *rows(9))).train_size > 0
 
 
 def test_every_line_is_on_one_side(tmp_path: Path) -> None:
@@ -139,7 +158,7 @@ def test_windows_line_ends_and_byte_order_marks_are_fine(tmp_path: Path) -> None
 
 def test_a_missing_file_a_folder_and_an_empty_file_are_said(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text(" \n\n")
-    for name, fault in (("none.jsonl", "No such file"), (".", "Is a directory"), ("empty.jsonl", "no lines")):
+    for name, fault in (("none.jsonl", "No such file"), (".", "Is a directory"), ("empty.jsonl", "no rows")):
         with pytest.raises(UserError, match=fault):
             build(tmp_path / name)
 

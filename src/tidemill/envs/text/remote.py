@@ -1,0 +1,106 @@
+"""A reward that another process answers over HTTP: JSON goes out, JSON comes back, nothing else.
+
+POST url   {"samples": [{"id", "prompt", "completion", "answer", "metadata"}, ...]}
+200        {"scores": [1.0, null, ...]}     in the same order; null where there is no score
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import httpx2
+import msgspec
+
+from tidemill.config.scoring import RewardConfig
+from tidemill.envs.text.sample import Sample
+
+PAUSE_S = 0.25  # before the first retry; doubled for each further one
+TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
+LONGEST_ANSWER_BYTES = 16 << 20
+
+
+class RemoteError(Exception):
+    """The server did not give scores; says which server and why."""
+
+
+class _TemporaryError(RemoteError):
+    """Another try may succeed."""
+
+
+class RemoteJudge:
+    """Implements `batches.Judge`: one request a batch, tried again while there is hope, all within a sample's deadline.
+
+    Args:
+        pause_s: before the first retry.
+    """
+
+    def __init__(self, config: RewardConfig, *, pause_s: float = PAUSE_S) -> None:
+        self._url, self._tries, self._pause_s = config.url, config.retries + 1, pause_s
+        # No proxy or credentials from the environment, and no redirect to a server nobody named.
+        self._client = httpx2.AsyncClient(
+            trust_env=False, follow_redirects=False, timeout=config.longest_wait_s / self._tries
+        )
+
+    async def judge(self, samples: Sequence[Sample]) -> Sequence[float | Exception]:
+        """
+        Raises:
+            RemoteError: no answer, or one that is not a score for every sample.
+        """
+        body = msgspec.json.encode({"samples": [_told(sample) for sample in samples]})
+        for number in range(self._tries):
+            try:
+                return self._scores(await self._ask(body), len(samples))
+            except _TemporaryError:
+                if number + 1 == self._tries:
+                    raise
+                await asyncio.sleep(self._pause_s * 2**number)
+        raise AssertionError("there is at least one try")
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def _ask(self, body: bytes) -> bytes:
+        headers = {"content-type": "application/json", "accept": "application/json"}
+        try:
+            async with self._client.stream("POST", self._url, content=body, headers=headers) as answer:
+                if answer.status_code in TRY_AGAIN:
+                    raise _TemporaryError(f"{self._url} answered {answer.status_code}")
+                if answer.status_code != 200:
+                    raise RemoteError(f"{self._url} answered {answer.status_code}")
+                parts, size = [], 0
+                async for part in answer.aiter_bytes():
+                    parts.append(part)
+                    size += len(part)
+                    if size > LONGEST_ANSWER_BYTES:
+                        raise RemoteError(f"{self._url} answered with more than {LONGEST_ANSWER_BYTES:,} bytes")
+                return b"".join(parts)
+        except httpx2.HTTPError as error:
+            raise _TemporaryError(f"{self._url}: {type(error).__name__} {error}".rstrip()) from error
+
+    def _scores(self, answer: bytes, count: int) -> list[float | Exception]:
+        try:
+            scores = msgspec.json.decode(answer)["scores"]
+        except (msgspec.DecodeError, KeyError, TypeError) as error:
+            raise RemoteError(f'{self._url} answered without {{"scores": [...]}}') from error
+        if not isinstance(scores, list) or len(scores) != count:
+            found = len(scores) if isinstance(scores, list) else "no array of"
+            raise RemoteError(f"{self._url} answered {found} scores for {count} samples")
+        return [self._score(value) for value in scores]
+
+    def _score(self, value: object) -> float | Exception:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+        return RemoteError(f"{self._url} gave no score: {value!r:.60}")
+
+
+def _told(sample: Sample) -> dict[str, Any]:
+    named = sample.sample_id
+    return {
+        "id": f"{named.purpose}/{named.prompt_id}/{named.epoch}/{named.index}",
+        "prompt": sample.prompt.text,
+        "completion": sample.completion,
+        "answer": sample.prompt.answer,
+        "metadata": sample.prompt.metadata,
+    }

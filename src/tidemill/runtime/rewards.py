@@ -1,0 +1,103 @@
+"""Reward models as rewards of a run: where they compute, and what is checked before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from tidemill.config.schema import RunSpec
+from tidemill.config.scoring import RewardConfig
+from tidemill.core.errors import UserError
+from tidemill.core.protocols import Compute
+from tidemill.envs.text.batches import Judge
+from tidemill.envs.text.sample import Sample
+from tidemill.models.catalog import resolve
+from tidemill.models.codec import load_codec
+from tidemill.models.heads import read_description
+from tidemill.models.reward_model import RewardModel, check_same_vocabulary, load_reward_model
+from tidemill.runtime.compute import ComputeThread
+from tidemill.runtime.machine import choose_device, choose_precision
+from tidemill.trainer.reward_scores import reward_scores
+
+STAGE = "stage:"
+
+
+class ModelJudge:
+    """Implements `envs.text.batches.Judge` with a reward model.
+
+    Args:
+        compute: the thread that computes everything else, too; None starts one for this judge alone.
+        budget: packed tokens of one forward pass.
+    """
+
+    def __init__(
+        self, reward: RewardModel, *, compute: Compute | None, budget: int, autocast: torch.dtype | None = None
+    ) -> None:
+        self._own = ComputeThread("tidemill-reward") if compute is None else None
+        self._compute: Compute | None = compute or self._own
+        self._reward, self._budget, self._autocast = reward, budget, autocast
+
+    async def judge(self, samples: Sequence[Sample]) -> Sequence[float | Exception]:
+        sequences = [sample.token_ids for sample in samples]
+        assert self._compute is not None
+        return await self._compute.run(
+            lambda: reward_scores(self._reward, sequences, budget=self._budget, autocast=self._autocast)
+        )
+
+    async def close(self) -> None:
+        if self._own is not None:
+            await self._own.close()
+
+
+def check_reward_models(spec: RunSpec, *, progress: Callable[[str], None]) -> None:
+    """Every reward model of a run is one, and reads the policy's token ids as the policy means them.
+
+    Raises:
+        UserError: naming the reward at fault.
+    """
+    wanted = [(at, reward) for at, reward in enumerate(spec.scoring.rewards) if reward.kind == "model"]
+    if not wanted:
+        return
+    folders = [(_where(at), _folder(reward, _where(at))) for at, reward in wanted]
+    described = [(where, folder, read_description(folder, "reward_model")) for where, folder in folders]
+    policy = load_codec(resolve(spec.model, progress=progress))
+    for where, folder, description in described:
+        check_same_vocabulary(description, folder, policy, where=where)
+
+
+def model_judges(spec: RunSpec, compute: Compute | None) -> Callable[[RewardConfig], Judge]:
+    """What makes a judge of a reward of kind "model"; a model named twice is loaded once.
+
+    Args:
+        compute: where the work runs; None for a thread of its own (the trainer computes in another process).
+    """
+    loaded: dict[Path, RewardModel] = {}
+
+    def judge(config: RewardConfig) -> Judge:
+        folder, device = _folder(config, "scoring.rewards"), choose_device(spec.trainer)
+        if folder not in loaded:
+            loaded[folder] = load_reward_model(folder, device=device)
+        return ModelJudge(
+            loaded[folder],
+            compute=compute,
+            budget=spec.batch.microbatch_tokens,
+            autocast=choose_precision(spec.trainer, device),
+        )
+
+    return judge
+
+
+def _where(position: int) -> str:
+    return f"scoring.rewards[{position}].model"
+
+
+def _folder(config: RewardConfig, where: str) -> Path:
+    if config.model.startswith(STAGE):
+        raise UserError(
+            f'"{config.model}" names a stage, and this run has none',
+            where=where,
+            cure="give the folder of a reward model, or run the whole pipeline",
+        )
+    return Path(config.model).expanduser()

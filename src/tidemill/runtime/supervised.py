@@ -1,0 +1,139 @@
+"""Supervised stages in one process: the run directory, the model, the examples, and the loop of `trainer.fitting`."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, TextIO, TypeAlias
+
+from tidemill.config.schema import RunSpec
+from tidemill.config.toml import to_toml
+from tidemill.core.errors import UserError
+from tidemill.envs.text.data import Examples, load_demonstrations, load_pairs
+from tidemill.models.loading import context_limit, weights_digest
+from tidemill.runtime.parts import Parts, load_parts
+from tidemill.runtime.same_run import DATA_DIGEST, THREADS, check_same_model, check_same_run, with_threads
+from tidemill.telemetry.manifest import build_manifest
+from tidemill.telemetry.recorder import Recorder
+from tidemill.telemetry.report import write_report
+from tidemill.telemetry.run_dir import RunDirectory
+from tidemill.trainer.checkpoint_store import CheckpointStore
+from tidemill.trainer.fitting import FitResult, Workbench
+from tidemill.trainer.preference import train_dpo
+from tidemill.trainer.reward_model import train_reward_model
+from tidemill.trainer.supervised import train_sft
+
+SupervisedKind: TypeAlias = Literal["sft", "reward_model", "dpo"]
+
+LOADERS: dict[SupervisedKind, Callable[..., Examples[Any]]] = {
+    "sft": load_demonstrations,
+    "reward_model": load_pairs,
+    "dpo": load_pairs,
+}
+TRAINERS: dict[SupervisedKind, Callable[..., FitResult]] = {
+    "sft": train_sft,
+    "reward_model": train_reward_model,
+    "dpo": train_dpo,
+}
+
+
+def train_supervised(spec: RunSpec, kind: SupervisedKind, *, telemetry_stream: TextIO | None = None) -> dict[str, Any]:
+    """Run or resume a supervised stage in `spec.directory`, until done or asked to stop (Ctrl-C, SIGTERM).
+
+    Returns:
+        The summary; `model` is the folder that came of it (None when it was stopped before the first checkpoint), and
+        `held_out` its figures on held-out examples.
+
+    Raises:
+        UserError: a fault of the input, the run directory or the disk; nothing checkpointed is lost.
+    """
+    with RunDirectory.open(spec.directory) as run:
+        check_same_run(run, spec)
+        run.write_config(to_toml(spec))
+        manifest = build_manifest(
+            run.read_manifest(), run=spec.run.name, model=spec.model.source, seed=spec.run.seed, unix_s=time.time()
+        )
+        run.write_manifest(manifest)
+        with Recorder(run, spec, stream=telemetry_stream) as recorder, _stop_on_signals() as stop:
+            result = _train(with_threads(spec, manifest), kind, run, recorder, stop)
+            if result.already_finished:
+                recorder.note(f"this stage had already finished its {result.steps} steps")
+            if result.interrupted:
+                recorder.note(f"stopped after step {result.steps}, which is checkpointed; the same command resumes it")
+            summary = recorder.finish("interrupted" if result.interrupted else "finished")
+        summary |= {
+            "kind": kind,
+            "model": str(result.model) if result.model else None,
+            "held_out": result.held_out,
+            "stopped_early": result.stopped_early,
+        }
+        run.write_summary(summary)
+        write_report(run.path)
+    return summary | {"run_dir": str(spec.directory), "already_finished": result.already_finished}
+
+
+def _train(
+    spec: RunSpec, kind: SupervisedKind, run: RunDirectory, recorder: Recorder, stop: threading.Event
+) -> FitResult:
+    parts = load_parts(spec, progress=recorder.note)
+    examples = LOADERS[kind](
+        spec.data,
+        codec=parts.codec,
+        context_limit=context_limit(parts.model),
+        chat_template=spec.model.chat_template,
+    )
+    _check_same_beginning(run, parts, examples)
+    recorder.event("machine", device=str(parts.device), threads=parts.threads, autocast=str(parts.autocast))
+    recorder.note(f"{len(examples.train)} examples to learn from, {len(examples.held_out)} held out")
+    bench = Workbench(
+        model=parts.model,
+        source=parts.folder,
+        directory=run.path,
+        checkpoints=CheckpointStore(
+            run.checkpoints, keep_last=spec.checkpoint.keep_last, keep_best=spec.checkpoint.keep_best
+        ),
+        telemetry=recorder,
+        autocast=parts.autocast,
+        stop=stop.is_set,
+        expect=recorder.expect,
+        warn=recorder.note,
+    )
+    return TRAINERS[kind](spec, train=examples.train, held_out=examples.held_out, bench=bench)
+
+
+def _check_same_beginning(run: RunDirectory, parts: Parts, examples: Examples[Any]) -> None:
+    """A resumed stage goes on with the weights and the examples it began with."""
+    manifest = run.read_manifest()
+    check_same_model(manifest, weights_digest(parts.model))
+    if manifest.setdefault(DATA_DIGEST, examples.digest) != examples.digest:
+        raise UserError(
+            "the examples have changed since this run began",
+            where="data.path",
+            cure="put the former file back, or choose another --run.dir",
+        )
+    manifest.setdefault(THREADS, parts.threads)
+    run.write_manifest(manifest)
+
+
+@contextmanager
+def _stop_on_signals() -> Iterator[threading.Event]:
+    """The first Ctrl-C or SIGTERM asks to end after the step that is running; a second one ends the process at once."""
+    stop = threading.Event()
+    main = threading.current_thread() is threading.main_thread()
+    before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)} if main else {}
+
+    def ask(number: int, frame: object) -> None:
+        stop.set()  # nothing is told from here: the signal may have come in the middle of a line
+        for one, handler in before.items():
+            signal.signal(one, handler)
+
+    for one in before:
+        signal.signal(one, ask)
+    try:
+        yield stop
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)

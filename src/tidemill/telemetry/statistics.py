@@ -1,0 +1,149 @@
+"""Statistics of an evaluation: pure functions of what was counted, each with the source of its formula."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+LEVEL = 0.95
+Z_95 = 1.96
+RESAMPLES = 2000
+RESAMPLE_SEED = 0
+BLOCK_ITEMS = 1_000_000
+"""Resampled values held at once."""
+
+
+class Interval(NamedTuple):
+    """A figure and the 95 % interval around it."""
+
+    value: float
+    low: float
+    high: float
+
+
+class Paired(NamedTuple):
+    """Two measurements of the same items."""
+
+    n: int
+    before: float  # mean
+    after: float  # mean
+    difference: Interval  # of the means, after minus before
+    better: int  # items whose second value is higher
+    worse: int
+    p_value: float  # of the sign test: how often chance alone makes better and worse so unequal
+
+
+def wilson_interval(share: float, n: int) -> tuple[float, float]:
+    """95 % interval of a share measured on `n` items (Wilson 1927); for scores between 0 and 1 it is a safe one."""
+    if n == 0:
+        return 0.0, 1.0
+    square = Z_95**2 / n
+    centre = (share + square / 2) / (1 + square)
+    half = Z_95 / (1 + square) * math.sqrt(share * (1 - share) / n + square / (4 * n))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """1 - C(n - c, k) / C(n, k): the chance that k of n samples, drawn without replacement, hold a correct one.
+
+    Over the draws of the n samples its mean is exactly the chance that k samples hold a correct one (Chen et al. 2021,
+    "Evaluating Large Language Models Trained on Code", eq. 1).
+
+    Raises:
+        ValueError: not 0 <= correct <= n, or not 1 <= k <= n.
+    """
+    if not (0 <= correct <= n and 1 <= k <= n):
+        raise ValueError(f"{correct} correct of {n} samples, k = {k}")
+    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def mean_pass_at_k(counts: Sequence[tuple[int, int]], k: int) -> Interval:
+    """pass@k over prompts, with the interval of `share_interval`.
+
+    Args:
+        counts: (samples, correct ones) of each prompt.
+    """
+    return share_interval([pass_at_k(n, correct, k) for n, correct in counts])
+
+
+def share_interval(shares: Sequence[float]) -> Interval:
+    """Mean of values in [0, 1], with its 95 % interval over items.
+
+    Where every value is 0 or 1 it is Wilson's. Else it is bootstrapped, but for values that are all alike: no resample
+    of those differs, and Wilson's, which is a safe one, is taken instead.
+    """
+    if not shares:
+        return Interval(math.nan, 0.0, 1.0)
+    mean = math.fsum(shares) / len(shares)
+    if set(shares) <= {0.0, 1.0} or min(shares) == max(shares):
+        return Interval(mean, *wilson_interval(min(1.0, mean), len(shares)))
+    return bootstrap_mean(shares)
+
+
+def bootstrap_mean(values: Sequence[float], *, resamples: int = RESAMPLES, seed: int = RESAMPLE_SEED) -> Interval:
+    """Mean and the 2.5 and 97.5 percentiles of the means of resamples (Efron 1979), the same for the same values."""
+    if not values:
+        return Interval(math.nan, math.nan, math.nan)
+    items_N = np.asarray(values, dtype=np.float64)
+    draw = np.random.Generator(np.random.PCG64(seed))
+    rows = max(1, BLOCK_ITEMS // len(items_N))
+    means_R = np.concatenate([
+        items_N[draw.integers(len(items_N), size=(min(rows, resamples - done), len(items_N)))].mean(axis=1)
+        for done in range(0, resamples, rows)
+    ])  # fmt: skip
+    low, high = np.quantile(means_R, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Interval(float(items_N.mean()), float(low), float(high))
+
+
+def sign_test(better: int, worse: int) -> float:
+    """Two-sided exact p-value of `better` against `worse` changes when either is equally likely; ties do not count.
+
+    min(1, 2 · P(X <= min)), X binomial with n = better + worse and 1/2. Of right and wrong answers to the same prompts
+    this is McNemar's exact test (McNemar 1947; Conover, Practical Nonparametric Statistics, 3.4-3.5).
+    """
+    n = better + worse
+    tail = sum(math.comb(n, at) for at in range(min(better, worse) + 1))
+    return min(1.0, 2 * tail / (1 << n))
+
+
+def paired(before: Sequence[float], after: Sequence[float]) -> Paired:
+    """Compare two measurements of the same items, in the same order; there must be at least one.
+
+    The interval of the difference is bootstrapped over items.
+    """
+    changes = [now - then for then, now in zip(before, after, strict=True)]
+    better, worse = sum(change > 0 for change in changes), sum(change < 0 for change in changes)
+    return Paired(
+        n=len(changes),
+        before=math.fsum(before) / len(changes),
+        after=math.fsum(after) / len(changes),
+        difference=bootstrap_mean(changes),
+        better=better,
+        worse=worse,
+        p_value=sign_test(better, worse),
+    )
+
+
+def distinct_n(completions: Sequence[Sequence[Hashable]], n: int) -> float:
+    """Different n-grams as a share of all n-grams in the completions together (Li et al. 2016, "A Diversity-Promoting
+    Objective Function"); NaN where no completion has n tokens. It falls with the number of completions: compare only
+    what has as many."""
+    grams = [tuple(each[at : at + n]) for each in completions for at in range(len(each) - n + 1)]
+    return len(set(grams)) / len(grams) if grams else math.nan
+
+
+def length_figures(lengths: Sequence[int]) -> dict[str, float]:
+    """Mean, median, 95th percentile (linear between neighbours), smallest and largest; empty for no lengths."""
+    if not lengths:
+        return {}
+    median, p95 = np.quantile(lengths, [0.5, 0.95])
+    return {
+        "mean": sum(lengths) / len(lengths),
+        "median": float(median),
+        "p95": float(p95),
+        "min": float(min(lengths)),
+        "max": float(max(lengths)),
+    }

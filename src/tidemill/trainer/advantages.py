@@ -1,0 +1,218 @@
+"""From a group to weighted samples: what shapes their rewards, their advantages, and what a critic is to learn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tidemill.algos.advantages import ADVANTAGES, has_signal, scope_of
+from tidemill.algos.kl import kl_reward
+from tidemill.algos.returns import whiten
+from tidemill.algos.shaping import overlong_penalty
+from tidemill.config.schema import RunSpec
+from tidemill.core.buffers import pack_logprobs, pack_tokens
+from tidemill.core.errors import UserError
+from tidemill.core.records import Group, Segment, Trajectory
+from tidemill.trainer.packing import (
+    FloatArray,
+    Microbatch,
+    Weighted,
+    pack,
+    rollout_logprobs,
+    split_by_budget,
+    trained_tokens,
+)
+
+Measure = Callable[[Microbatch], torch.Tensor]
+"""Something float32 [T] of every token of a microbatch, without gradient."""
+DoubleArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A group's valid samples. Where they stand in the mean is not known yet: all weights are 1."""
+
+    samples: list[Weighted]
+    signal: bool  # whether any of them moves the policy
+
+
+class Advantages:
+    """What `spec.algorithm` makes of rewards.
+
+    Args:
+        device: where microbatches are measured.
+        reference: logprobs of the reference model, where the reward holds a KL penalty.
+        values: what the critic says, where there is one.
+    """
+
+    def __init__(
+        self, spec: RunSpec, device: torch.device, *, reference: Measure | None = None, values: Measure | None = None
+    ) -> None:
+        self._spec, self._device = spec, device
+        self._row = ADVANTAGES[spec.algorithm.advantage]
+        self._reference, self._values = reference, values
+        self.scope = scope_of(spec.algorithm.advantage, whiten=spec.algorithm.whiten)
+
+    def of_group(self, group: Group, valid: Sequence[bool], *, kl_beta: float) -> Estimate:
+        """Advantages of a complete group, before whitening.
+
+        Args:
+            valid: which samples count.
+            kl_beta: the present coefficient, where the penalty is part of the reward.
+
+        Raises:
+            UserError: rollout logprobs are needed and the engine gave none.
+        """
+        kept = [index for index, t in enumerate(group.trajectories) if valid[index] and trained_tokens(t)]
+        trajectories = [group.trajectories[index] for index in kept]
+        self._require_logprobs(trajectories)
+        references = self._references(trajectories)
+        rewards = [self._shaped(t) if ok else 0.0 for t, ok in zip(group.trajectories, valid, strict=True)]
+        penalties = [_penalty(t, ref, kl_beta) for t, ref in zip(trajectories, references, strict=True)]
+        if self._row.level == "token":
+            token_rewards = [_with_final(-p, rewards[at]) for p, at in zip(penalties, kept, strict=True)]
+            samples = self._over_time(trajectories, token_rewards)
+        else:
+            for at, penalty in zip(kept, penalties, strict=True):
+                rewards[at] -= float(penalty.sum())
+            advantages = self._row.function(torch.tensor(rewards), torch.tensor(valid)).tolist()
+            samples = [
+                Weighted(trajectory=trajectory, advantage=advantages[at], token_weight=1.0)
+                for trajectory, at in zip(trajectories, kept, strict=True)
+            ]
+        samples = [replace(sample, ref_logprobs=ref) for sample, ref in zip(samples, references, strict=True)]
+        return Estimate(samples=samples, signal=any(_moves(sample) for sample in samples))
+
+    def of_batch(self, groups: Sequence[Sequence[Weighted]]) -> list[list[Weighted]]:
+        """The groups of a complete batch, their advantages whitened over all trained tokens if that is asked for."""
+        samples = [sample for group in groups for sample in group]
+        if not self._spec.algorithm.whiten or not samples:
+            return [list(group) for group in groups]
+        lengths = [trained_tokens(sample.trajectory) for sample in samples]
+        flat = np.concatenate([np.full(n, s.advantage, np.float64) for s, n in zip(samples, lengths, strict=True)])
+        parts = iter(np.split(whiten(torch.from_numpy(flat)).numpy(), np.cumsum(lengths)[:-1]))
+        return [[replace(sample, advantage=next(parts)) for sample in group] for group in groups]
+
+    def _over_time(self, trajectories: Sequence[Trajectory], rewards: Sequence[DoubleArray]) -> list[Weighted]:
+        """Token-level advantages; with a critic also the returns it is to learn and the values it began with."""
+        settings = {name: getattr(self._spec.algorithm, name) for name in self._row.settings}
+        lengths = [len(each) for each in rewards]
+        rewards_ST = _padded(rewards)
+        if self._values is None:
+            advantages_ST = self._row.function(rewards_ST, **settings).numpy()
+            rows = zip(trajectories, advantages_ST.astype(np.float32), lengths, strict=True)
+            return [Weighted(trajectory=t, advantage=row[:n], token_weight=1.0) for t, row, n in rows]
+        cut = [self._spec.algorithm.bootstrap_truncated and t.truncated for t in trajectories]
+        measured = self._measured(
+            self._values,
+            [_with_final_observation(t) if is_cut else t for t, is_cut in zip(trajectories, cut, strict=True)],
+        )
+        values = [each[:n] for each, n in zip(measured, lengths, strict=True)]
+        ahead = [np.append(each, 0.0)[1 : n + 1] for each, n in zip(measured, lengths, strict=True)]
+        last_ST = torch.arange(rewards_ST.shape[1]) == torch.tensor(lengths)[:, None] - 1
+        cut_S = torch.tensor(cut)[:, None]
+        advantages_ST = self._row.function(
+            rewards_ST,
+            _padded(values),
+            _padded(ahead),
+            terminated_T=last_ST & ~cut_S,
+            truncated_T=last_ST & cut_S,
+            **settings,
+        ).numpy()
+        return [
+            Weighted(
+                trajectory=trajectory,
+                advantage=row[: len(value)].astype(np.float32),
+                token_weight=1.0,
+                returns=(row[: len(value)] + value).astype(np.float32),
+                values=value,
+            )
+            for trajectory, row, value in zip(trajectories, advantages_ST, values, strict=True)
+        ]
+
+    def _references(self, trajectories: Sequence[Trajectory]) -> list[FloatArray] | list[None]:
+        """Reference logprobs [T] of each sample, where the reward depends on them."""
+        return self._measured(self._reference, trajectories) if self._reference else [None] * len(trajectories)
+
+    def _measured(self, measure: Measure, trajectories: Sequence[Trajectory]) -> list[FloatArray]:
+        """[T] of each sample, in its tokens' order."""
+        bare = [Weighted(trajectory=trajectory, advantage=0.0, token_weight=0.0) for trajectory in trajectories]
+        found: list[FloatArray] = []
+        for run in split_by_budget(bare, self._spec.batch.microbatch_tokens):
+            microbatch = pack(run, self._device)
+            found += microbatch.by_sample(measure(microbatch))
+        return found
+
+    def _shaped(self, trajectory: Trajectory) -> float:
+        """The reward, with what is added for its length."""
+        value = trajectory.reward.value if trajectory.reward else 0.0
+        return value + overlong_penalty(
+            trajectory.completion_length,
+            max_new_tokens=self._spec.sampling.max_new_tokens,
+            buffer_tokens=self._spec.algorithm.overlong_buffer_tokens,
+        )
+
+    def _require_logprobs(self, trajectories: Sequence[Trajectory]) -> None:
+        algorithm = self._spec.algorithm
+        needs = []
+        if algorithm.correction.kind != "none":
+            needs.append(f'algorithm.correction.kind = "{algorithm.correction.kind}"')
+        if algorithm.proximal != "recomputed":
+            needs.append(f'algorithm.proximal = "{algorithm.proximal}"')
+        if self._reference is not None:
+            needs.append('algorithm.kl_in = "reward"')
+        missing = [t for t in trajectories if np.isnan(rollout_logprobs(t, trained_tokens(t))).any()]
+        if needs and missing:
+            raise UserError(
+                f"the engine returned no logprobs of the tokens it generated ({len(missing)} of {len(trajectories)} "
+                f"samples of prompt {missing[0].sample_id.prompt_id}), and {needs[0]} needs them",
+                where="algorithm",
+                cure="have the engine return logprobs of sampled tokens, or set algorithm.correction.kind = "
+                '"none", algorithm.proximal = "recomputed" and algorithm.kl_in = "loss"',
+            )
+
+
+def _penalty(trajectory: Trajectory, ref_logprobs: FloatArray | None, kl_beta: float) -> DoubleArray:
+    """[T], what each token's reward loses to the KL divergence."""
+    tokens = trained_tokens(trajectory)
+    if ref_logprobs is None:
+        return np.zeros(tokens)
+    made = torch.from_numpy(rollout_logprobs(trajectory, tokens).astype(np.float64))
+    penalty: DoubleArray = kl_beta * kl_reward(made, torch.from_numpy(ref_logprobs.astype(np.float64))).numpy()
+    return penalty
+
+
+def _with_final(token_rewards: DoubleArray, reward: float) -> DoubleArray:
+    token_rewards[-1] += reward
+    return token_rewards
+
+
+def _with_final_observation(trajectory: Trajectory) -> Trajectory:
+    """The sample with one more token to be predicted, whichever: the state it is predicted from is the last one."""
+    ids = np.append(np.frombuffer(trajectory.token_ids, np.int32), 0)
+    final = Segment(role="observation", start=len(ids) - 1, end=len(ids), trained=True)
+    tokens = trained_tokens(trajectory)
+    return Trajectory(
+        sample_id=trajectory.sample_id,
+        token_ids=pack_tokens(ids.tolist()),
+        segments=(*trajectory.segments, final),
+        rollout_logprobs=pack_logprobs([0.0] * (tokens + 1)),
+        versions=(),
+        finish=trajectory.finish,
+    )
+
+
+def _padded(rows: Sequence[npt.NDArray[np.floating]]) -> torch.Tensor:
+    """float64 [S, T], zeros after each row's end."""
+    padded = np.zeros((len(rows), max(map(len, rows), default=0)))
+    for row, values in zip(padded, rows, strict=True):
+        row[: len(values)] = values
+    return torch.from_numpy(padded)
+
+
+def _moves(sample: Weighted) -> bool:
+    return has_signal(torch.as_tensor(sample.advantage))

@@ -1,0 +1,256 @@
+"""Critics: what a state is worth, learned from the returns that followed.
+
+V of a token is the head's number at the node that predicts it: the state in which the token was chosen. Gradients
+accumulate as sums with the microbatch's own token weights, so that one denominator normalises policy and critic alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tidemill.algos.value import value_loss
+from tidemill.config.algorithm import CriticConfig
+from tidemill.config.learning import OptimizerConfig
+from tidemill.models.heads import ScalarHead, load_head, save_head
+from tidemill.trainer.checkpoint import restore_head_state, restore_state, save_head_state, save_state, state_bytes
+from tidemill.trainer.logprobs import predicting_states
+from tidemill.trainer.optimizer import build_optimizer, clip_and_step
+from tidemill.trainer.packing import Microbatch
+from tidemill.trainer.returns import ReturnScale
+
+HEAD_BYTES = 1 << 20
+
+
+class Critic(Protocol):
+    """What a policy trainer asks of a critic. All tensors are float32 [T], in the microbatch's own order."""
+
+    def values(self, microbatch: Microbatch) -> Tensor:
+        """V of the state in which each token was chosen; no gradient."""
+
+    def learn(self, microbatch: Microbatch, returns_T: Tensor, values_T: Tensor) -> None:
+        """Add the summed gradient of the value loss; `values_T` are those of the start of the update.
+
+        To be called between the policy's forward and backward pass, with the hidden states of the former in
+        `microbatch.states`: a critic that shares them adds its gradient to theirs.
+        """
+
+    def step(self, denominator: float) -> dict[str, float]:
+        """One optimizer step; returns its metrics."""
+
+    def state_bytes(self) -> int:
+        """About what `write_state` will write."""
+
+    def write_state(self, directory: Path) -> None:
+        """Everything it goes on from, into an empty directory."""
+
+    def read_state(self, directory: Path) -> None:
+        """Go on from what `write_state` wrote."""
+
+
+@dataclass(slots=True)
+class ValueSums:
+    """Figures between two optimizer steps."""
+
+    tokens: int = 0
+    loss: float = 0.0  # weighted as its gradient
+    clipped: float = 0.0
+    returns: float = 0.0
+    squares: float = 0.0
+    errors: float = 0.0  # of the return minus the value at the start of the update
+    error_squares: float = 0.0
+
+    def add(self, returns_T: Tensor, values_T: Tensor, loss: Tensor, clipped_T: Tensor) -> None:
+        returns, errors = returns_T.double(), (returns_T - values_T).double()
+        sums = (returns, returns.square(), errors, errors.square(), clipped_T.double())
+        figures = torch.stack([each.sum() for each in sums] + [loss.detach().double()]).tolist()
+        self.tokens += returns.numel()
+        self.returns += figures[0]
+        self.squares += figures[1]
+        self.errors += figures[2]
+        self.error_squares += figures[3]
+        self.clipped += figures[4]
+        self.loss += figures[5]
+
+    def metrics(self, denominator: float) -> dict[str, float]:
+        """Of no tokens there are none. The explained variance is 1 - Var(R - V) / Var(R); none of constant returns."""
+        if not self.tokens:
+            return {}
+        n = self.tokens
+        variance = max(self.squares / n - (self.returns / n) ** 2, 0.0)
+        unexplained = max(self.error_squares / n - (self.errors / n) ** 2, 0.0)
+        values = {
+            "value_loss": self.loss / denominator,
+            "value_clip_fraction": self.clipped / n,
+            "returns_mean": self.returns / n,
+        }
+        return values | ({"explained_variance": 1.0 - unexplained / variance} if variance > 0 else {})
+
+
+class _HeadCritic:
+    """What both kinds share: a head, its optimizer and the scale of its numbers."""
+
+    def __init__(self, head: ScalarHead, trained: nn.Module, config: CriticConfig, *, value_clip: float) -> None:
+        self.head, self.config = head, config
+        self.optimizer = build_optimizer(trained, OptimizerConfig(learning_rate=config.learning_rate))
+        self.optimizer_steps = 0
+        self._value_clip = value_clip
+        self._scale = ReturnScale()
+        self._sums = ValueSums()
+
+    def _values(self, states: Tensor, microbatch: Microbatch) -> Tensor:
+        values_H: Tensor = self._scale.mean + self._scale.std * self.head(states)
+        return values_H[microbatch.head_rows]
+
+    def _loss(self, states: Tensor, microbatch: Microbatch, returns_T: Tensor, values_T: Tensor) -> Tensor:
+        """The weighted sum, on the scale of the head's numbers."""
+        mean, std = self._scale.mean, self._scale.std
+        now_T = self.head(states)[microbatch.head_rows]
+        parts = value_loss(now_T, (returns_T - mean) / std, (values_T - mean) / std, clip=self._value_clip)
+        loss = (microbatch.weights * parts.loss_T).sum()
+        self._sums.add(returns_T, values_T, loss, parts.clipped_T)
+        return loss
+
+    def step(self, denominator: float) -> dict[str, float]:
+        sums, self._sums = self._sums, ValueSums()
+        norm = clip_and_step(self.optimizer, scale=1.0 / denominator, max_grad_norm=self.config.max_grad_norm)
+        self.optimizer_steps += 1
+        if self.config.normalize and sums.tokens:
+            self._scale.move(self.head, mean=sums.returns / sums.tokens, mean_square=sums.squares / sums.tokens)
+        return sums.metrics(denominator) | {"value_grad_norm": norm}
+
+    def _counters(self) -> dict[str, Any]:
+        return {"optimizer_steps": self.optimizer_steps, "scale": self._scale.state()}
+
+    def _restore_counters(self, counters: dict[str, Any]) -> None:
+        self.optimizer_steps = int(counters["optimizer_steps"])
+        self._scale.restore(counters["scale"])
+
+    def _save_head(self, directory: Path) -> None:
+        save_head(directory, self.head, kind="value_model", pooling="every_token", vocabulary_digest="")
+
+    def _load_head(self, directory: Path) -> None:
+        stored, _ = load_head(directory, "value_model", device=self.head.weight.device)
+        self.head.load_state_dict(stored.state_dict())
+
+
+class ModelCritic(_HeadCritic):
+    """A network of its own; implements `Critic`.
+
+    Args:
+        model: trained in place, with packed attention.
+        source: the folder it came from; its tokenizer goes into checkpoints.
+        value_clip: how far a value may move in one update, in units of the return (of its deviation, where returns are
+            normalised); 0 for any distance.
+        autocast: dtype of the forward and backward passes; None computes in the weights' own.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        head: ScalarHead,
+        config: CriticConfig,
+        *,
+        source: Path,
+        value_clip: float = 0.0,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(head, nn.ModuleList([model, head]), config, value_clip=value_clip)
+        self.model = model
+        self._source, self._autocast = source, autocast
+
+    @torch.no_grad()
+    def values(self, microbatch: Microbatch) -> Tensor:
+        return self._values(self._states(microbatch), microbatch)
+
+    def learn(self, microbatch: Microbatch, returns_T: Tensor, values_T: Tensor) -> None:
+        self._loss(self._states(microbatch), microbatch, returns_T, values_T).backward()
+
+    def _states(self, microbatch: Microbatch) -> Tensor:
+        with torch.autocast(microbatch.targets.device.type, self._autocast, enabled=self._autocast is not None):
+            return predicting_states(self.model, microbatch)
+
+    def state_bytes(self) -> int:
+        return state_bytes(self.model, self.optimizer)
+
+    def write_state(self, directory: Path) -> None:
+        save_state(
+            directory,
+            model=self.model,
+            optimizer=self.optimizer,
+            source=self._source,
+            counters=self._counters(),
+            head=self.head,
+        )
+        self._save_head(directory)
+
+    def read_state(self, directory: Path) -> None:
+        counters = restore_state(directory, model=self.model, optimizer=self.optimizer, head=self.head)
+        self._load_head(directory)
+        self._restore_counters(counters)
+
+
+class TrunkCritic(_HeadCritic):
+    """A value head on the policy's own hidden states; implements `Critic`.
+
+    Where `microbatch.states` holds the policy's states with their graph, nothing is computed twice: the value loss is
+    differentiated down to them, and that gradient is added to whatever the policy's own backward pass brings there.
+    States without a graph train the head alone (a critic's warm-up). Without any, the trunk is run for the critic.
+
+    Args:
+        model: the policy's; its optimizer is the policy trainer's and sees this critic's gradient, scaled.
+        value_coefficient: of the value loss in what the trunk learns; the head itself learns at full strength.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        head: ScalarHead,
+        config: CriticConfig,
+        *,
+        value_coefficient: float,
+        value_clip: float = 0.0,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(head, head, config, value_clip=value_clip)
+        self.model = model
+        self._coefficient, self._autocast = value_coefficient, autocast
+
+    @torch.no_grad()
+    def values(self, microbatch: Microbatch) -> Tensor:
+        return self._values(self._states(microbatch), microbatch)
+
+    def learn(self, microbatch: Microbatch, returns_T: Tensor, values_T: Tensor) -> None:
+        states = self._states(microbatch)
+        cut = states.detach().requires_grad_()
+        self._loss(cut, microbatch, returns_T, values_T).backward()
+        if not states.requires_grad or cut.grad is None:
+            return
+        extra = self._coefficient * cut.grad
+        if microbatch.states is None:
+            states.backward(extra)
+        else:
+            states.register_hook(lambda gradient: gradient + extra)
+
+    def _states(self, microbatch: Microbatch) -> Tensor:
+        if microbatch.states is not None:
+            return microbatch.states
+        with torch.autocast(microbatch.targets.device.type, self._autocast, enabled=self._autocast is not None):
+            return predicting_states(self.model, microbatch)
+
+    def state_bytes(self) -> int:
+        return HEAD_BYTES
+
+    def write_state(self, directory: Path) -> None:
+        save_head_state(directory, head=self.head, optimizer=self.optimizer, counters=self._counters())
+        self._save_head(directory)
+
+    def read_state(self, directory: Path) -> None:
+        counters = restore_head_state(directory, head=self.head, optimizer=self.optimizer)
+        self._load_head(directory)
+        self._restore_counters(counters)

@@ -1,0 +1,271 @@
+"""The loop that supervised fine-tuning, reward models and preference optimisation share.
+
+```
+ minibatch(step) ──microbatches──▶ loss, backward ──▶ normalise, clip, optimizer step ──▶ metrics
+       ▲                                                                                     │
+       └──────────── the next step ◀── checkpoint (if due) ◀── held-out examples (if due) ◀──┘
+```
+A step's examples are a function of the data, the seed and the step, so that a checkpoint needs nothing but its number:
+a run killed at any instant goes on from its newest checkpoint and ends with the bits of one that was not.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic
+
+import torch
+from transformers import PreTrainedModel
+
+from tidemill.config.schema import RunSpec
+from tidemill.core.clock import Clock
+from tidemill.core.errors import UserError
+from tidemill.core.protocols import Telemetry
+from tidemill.core.records import PolicyVersion, Record, StepMetrics
+from tidemill.models.loading import weights_digest
+from tidemill.telemetry.events import ALREADY_FINISHED, CHECKPOINT, EVALUATION
+from tidemill.telemetry.spans import MonotonicClock, span
+from tidemill.trainer.checkpoint import restore_state, save_state, state_bytes
+from tidemill.trainer.checkpoint_store import CheckpointStore
+from tidemill.trainer.minibatches import Minibatches, split_by_tokens
+from tidemill.trainer.objective import E, Objective, Totals
+from tidemill.trainer.optimizer import build_optimizer, clip_and_step, learning_rate, set_learning_rate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workbench:
+    """What a supervised run works with."""
+
+    model: PreTrainedModel  # trained in place, with packed attention
+    source: Path  # the folder it came from; its tokenizer goes into checkpoints
+    directory: Path  # of the run
+    checkpoints: CheckpointStore
+    telemetry: Telemetry
+    autocast: torch.dtype | None = None  # of the forward and backward passes; None computes in the weights' own
+    stop: Callable[[], bool] = lambda: False  # asked before each step: end early, with a checkpoint
+    expect: Callable[[int], None] = lambda _: None  # told the number of steps as soon as it is known
+    warn: Callable[[str], None] = lambda _: None  # told of a damaged checkpoint that was passed over
+    clock: Clock = field(default_factory=MonotonicClock)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def autocasting(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)
+
+
+class FitResult(Record):
+    """How a call of `fit` ended."""
+
+    steps: int  # optimizer steps, over all sessions
+    total_steps: int
+    resumed_from: int  # the checkpoint this session began at; 0 for none
+    interrupted: bool
+    stopped_early: bool  # the held-out loss had stopped falling
+    already_finished: bool  # there was nothing left to do
+    model: Path | None  # the folder of the best checkpoint where that is kept, else of the last; None without any
+    held_out: dict[str, float]  # the newest figures by name; empty without held-out examples
+
+
+def fit(
+    spec: RunSpec, objective: Objective[E], *, train: Sequence[E], held_out: Sequence[E], bench: Workbench
+) -> FitResult:
+    """Learn from `train` until the configured steps or epochs are done, going on from wherever the run stands.
+
+    Raises:
+        UserError: there is nothing to learn from, or the disk is full; nothing checkpointed is lost.
+    """
+    if not train:
+        raise UserError("no training examples", where="data", cure="give more data, or hold out a smaller share of it")
+    return _Fit(spec, objective, train, held_out, bench).run()
+
+
+class _Fit(Generic[E]):
+    """The state of one run."""
+
+    def __init__(
+        self, spec: RunSpec, objective: Objective[E], train: Sequence[E], held_out: Sequence[E], bench: Workbench
+    ) -> None:
+        self.spec, self.objective, self.bench = spec, objective, bench
+        self.settings = spec.supervised
+        self.plan = Minibatches(
+            train,
+            objective.sequences,
+            name=lambda example: example.id,
+            seed=spec.run.seed,
+            budget=self.settings.minibatch_tokens,
+            epochs=self.settings.epochs,
+            steps=spec.trainer.steps,
+        )
+        self.held_out = split_by_tokens(held_out, objective.sequences, self.settings.microbatch_tokens)
+        self.optimizer = build_optimizer(objective.trained, spec.optimizer)
+        self.step = self.saved = 0
+        self.evaluated: dict[str, float] = {}  # newest held-out figures
+        self.evaluated_at = -1
+        self.lowest = math.inf
+        self.worse = 0  # evaluations in a row without a new lowest loss
+        objective.prepare([*train, *held_out])
+
+    def run(self) -> FitResult:
+        self.bench.expect(self.plan.total)
+        resumed_from = self._restore()
+        self.bench.telemetry.resume(self.step)
+        already_finished = self._finished
+        if already_finished:
+            self.bench.telemetry.event(ALREADY_FINISHED, steps=self.step)
+        elif self.step == 0:
+            self._evaluate()
+            self._tell({}, optimizer_steps=0)
+        interrupted = False
+        while not self._finished and not (interrupted := self.bench.stop()):
+            self._next_step()
+        if self.saved < self.step:
+            self._checkpoint()
+        return FitResult(
+            steps=self.step,
+            total_steps=self.plan.total,
+            resumed_from=resumed_from,
+            interrupted=interrupted,
+            stopped_early=self._stopped_early,
+            already_finished=already_finished,
+            model=self._model(),
+            held_out=self.evaluated,
+        )
+
+    @property
+    def _stopped_early(self) -> bool:
+        return 0 < self.settings.patience <= self.worse
+
+    @property
+    def _finished(self) -> bool:
+        return self.step >= self.plan.total or self._stopped_early
+
+    def _next_step(self) -> None:
+        began = time.perf_counter()
+        epoch, examples = self.plan.at(self.step + 1)
+        with span(self.bench.telemetry, self.bench.clock, "training", step=self.step + 1):
+            values, taken = self._learn(examples)
+        self.step += 1
+        values |= {"epoch": float(epoch + 1), "time_train_s": time.perf_counter() - began}
+        every = self.settings.evaluate_every_steps
+        improved = False
+        if self.held_out and (self.step == self.plan.total or (every and self.step % every == 0)):
+            improved = self._evaluate()
+        self._tell(values, optimizer_steps=taken)
+        often = self.spec.checkpoint.every_steps
+        if (often and self.step % often == 0) or (improved and self.settings.patience):
+            self._checkpoint()
+
+    def _learn(self, examples: Sequence[E]) -> tuple[dict[str, float], int]:
+        """One optimizer step; returns its metrics, and 1 when it was taken."""
+        totals, config = Totals(), self.spec.optimizer
+        runs = split_by_tokens(examples, self.objective.sequences, self.settings.microbatch_tokens)
+        for done, run in enumerate(runs):
+            outcome = self.objective.outcome(run)
+            outcome.loss.backward()
+            totals.add(outcome)
+            self.bench.telemetry.progress("training", done + 1, len(runs))
+        rate = learning_rate(self.step + 1, self.plan.total, config)
+        set_learning_rate(self.optimizer, rate)
+        norm = clip_and_step(self.optimizer, scale=1.0 / totals.weight, max_grad_norm=config.max_grad_norm)
+        taken = math.isfinite(norm)
+        counts = {
+            "examples": float(len(examples)),
+            "tokens_trained": float(totals.tokens_trained),
+            "tokens_packed": float(totals.tokens_packed),
+            "tokens_unpacked": float(totals.tokens_unpacked),
+            "optimizer_steps_skipped": float(not taken),
+        }
+        values = totals.means() | {"learning_rate": rate} | ({"grad_norm": norm} if taken else {})
+        return values | counts, int(taken)
+
+    @torch.no_grad()
+    def _evaluate(self) -> bool:
+        """Measure the held-out examples; returns whether their loss is a new lowest one."""
+        if not self.held_out:
+            return False
+        totals = Totals()
+        with span(self.bench.telemetry, self.bench.clock, EVALUATION, step=self.step) as fields:
+            for done, run in enumerate(self.held_out):
+                totals.add(self.objective.outcome(run))
+                self.bench.telemetry.progress("evaluation", done + 1, len(self.held_out))
+            self.evaluated, self.evaluated_at = totals.means(), self.step
+            fields |= self.evaluated | {"n": sum(map(len, self.held_out))}
+        improved = self.evaluated["loss"] < self.lowest
+        self.lowest = min(self.lowest, self.evaluated["loss"])
+        self.worse = 0 if improved else self.worse + 1
+        return improved
+
+    def _tell(self, values: dict[str, float], *, optimizer_steps: int) -> None:
+        if self.evaluated_at == self.step:
+            values = values | {f"eval/{name}": value for name, value in self.evaluated.items()}
+            values["eval/n"] = float(sum(map(len, self.held_out)))
+        version = PolicyVersion(number=self.step, digest=weights_digest(self.objective.trained))
+        self.bench.telemetry.step(
+            StepMetrics(step=self.step, version=version, optimizer_steps=optimizer_steps, values=values)
+        )
+
+    def _checkpoint(self) -> None:
+        score = -self.evaluated["loss"] if self.evaluated_at == self.step else None
+        with span(self.bench.telemetry, self.bench.clock, CHECKPOINT, step=self.step):
+            self.bench.checkpoints.write(
+                self.step, self._write, score=score, expected_bytes=state_bytes(self.bench.model, self.optimizer)
+            )
+        self.saved = self.step
+
+    def _write(self, directory: Path) -> None:
+        counters = {
+            "step": self.step,
+            "evaluated": self.evaluated,
+            "evaluated_at": self.evaluated_at,
+            "lowest": self.lowest if math.isfinite(self.lowest) else None,
+            "worse": self.worse,
+            "digest": weights_digest(self.objective.trained),
+        }
+        save_state(
+            directory,
+            model=self.bench.model,
+            optimizer=self.optimizer,
+            source=self.bench.source,
+            counters=counters,
+            head=self.objective.head,
+        )
+        self.objective.write(directory)
+
+    def _restore(self) -> int:
+        """Go on from the newest whole checkpoint; returns its step, 0 when there is none."""
+        store = self.bench.checkpoints
+        for finding in store.recover():
+            self.bench.warn(finding)
+        latest = store.latest()
+        for damaged in latest.passed_over:
+            self.bench.warn(f"checkpoint {damaged.path.name} was passed over: {damaged.reason}")
+        if latest.checkpoint is None:
+            return 0
+        path = latest.checkpoint.path
+        counters = restore_state(path, model=self.bench.model, optimizer=self.optimizer, head=self.objective.head)
+        self.objective.read(path)
+        if weights_digest(self.objective.trained) != counters["digest"]:
+            raise UserError(
+                "the weights are not those of the state written beside them",
+                where=str(path),
+                cure="delete this checkpoint; the run goes on from the one before",
+            )
+        self.step = self.saved = int(counters["step"])
+        self.evaluated, self.evaluated_at = dict(counters["evaluated"]), int(counters["evaluated_at"])
+        self.lowest = math.inf if counters["lowest"] is None else float(counters["lowest"])
+        self.worse = int(counters["worse"])
+        return self.step
+
+    def _model(self) -> Path | None:
+        store = self.bench.checkpoints
+        best = store.best() if self.spec.checkpoint.keep_best else None
+        last = store.latest().checkpoint
+        chosen = best or last
+        return chosen.path if chosen else None

@@ -1,0 +1,49 @@
+"""A critic that learns nothing: its values are a formula of the state's last token and position."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tidemill.trainer.packing import Microbatch
+
+
+def fixed_value(token_id: int, position: int) -> float:
+    """V of the state whose last token stands at `position`."""
+    return math.sin(0.7 * token_id) + 0.1 * position
+
+
+class FixedCritic:
+    """Implements `Critic`, and remembers what it was to learn: (return, value, weight) of every token."""
+
+    def __init__(self) -> None:
+        self.learned: list[tuple[float, float, float]] = []
+        self.denominators: list[float] = []
+        self.with_graph: list[bool] = []  # whether the policy's states could carry a gradient
+        self.restored = False
+
+    def values(self, microbatch: Microbatch) -> Tensor:
+        nodes = microbatch.head_nodes[microbatch.head_rows].numpy()
+        ids, depths = microbatch.tree.token_ids[nodes].tolist(), microbatch.tree.depths[nodes].tolist()
+        return torch.tensor([fixed_value(*state) for state in zip(ids, depths, strict=True)])
+
+    def learn(self, microbatch: Microbatch, returns_T: Tensor, values_T: Tensor) -> None:
+        columns = (returns_T.tolist(), values_T.tolist(), microbatch.weights.tolist())
+        self.learned += list(zip(*columns, strict=True))
+        self.with_graph.append(microbatch.states is not None and microbatch.states.requires_grad)
+
+    def step(self, denominator: float) -> dict[str, float]:
+        self.denominators.append(denominator)
+        return {"value_loss": float(len(self.denominators))}
+
+    def state_bytes(self) -> int:
+        return 100
+
+    def write_state(self, directory: Path) -> None:
+        (directory / "critic.txt").write_text("fixed")
+
+    def read_state(self, directory: Path) -> None:
+        self.restored = (directory / "critic.txt").read_text() == "fixed"

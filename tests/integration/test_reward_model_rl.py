@@ -1,0 +1,90 @@
+"""A run rewarded by a model that an earlier stage made, and everything that can be wrong with such a reward."""
+
+from __future__ import annotations
+
+import json
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.supervised_process import session, write_data
+from tidemill.config.schema import RunSpec
+from tidemill.core.errors import UserError
+from tidemill.models.heads import DESCRIPTION
+from tidemill.runtime.evaluate import evaluate
+from tidemill.runtime.train import train
+from tidemill.telemetry.metrics import read_metrics
+
+CHAR = {"hidden_size": 32, "layers": 2, "heads": 2, "context": 32}
+
+
+@pytest.fixture(scope="module")
+def reward_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("reward")
+    short = {"trainer": {"steps": 6}}
+    return Path(session(folder / "run", write_data(folder / "data.jsonl"), "reward_model", **short)["model"])
+
+
+def rl_spec(directory: Path, *rewards: dict[str, Any], **model: Any) -> RunSpec:
+    return RunSpec.model_validate(
+        {
+            "run": {"dir": directory},
+            "model": {"source": "char", "char": CHAR} | model,
+            "task": {"kind": "arithmetic", "shots": 0},
+            "sampling": {"max_new_tokens": 4},
+            "scoring": {"rewards": rewards},
+            "batch": {"prompts": 2, "group_size": 4},
+            "trainer": {"steps": 2, "threads": 1},
+            "eval": {"prompts": 4},
+            "telemetry": {"live": False},
+        }
+    )
+
+
+def test_training_with_a_reward_model(reward_folder: Path, tmp_path: Path) -> None:
+    model = {"kind": "model", "model": str(reward_folder)}
+    summary = train(rl_spec(tmp_path / "run", model, {"kind": "exact", "weight": 0.5}), telemetry_stream=StringIO())
+    assert summary["finished"]
+    lines = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if line.step]
+    assert len(lines) == 2
+    assert all(line.values["samples_invalid"] == 0 for line in lines)
+    assert all(line.values["reward_std"] > 0 for line in lines)  # a model tells samples apart where exact does not
+    samples = [json.loads(line) for line in (tmp_path / "run/samples/step_000001.jsonl").read_text().splitlines()]
+    assert all(set(sample["components"]) == {"model", "exact"} for sample in samples)
+    first = samples[0]
+    assert first["reward"] == pytest.approx(first["components"]["model"] + 0.5 * first["components"]["exact"])
+    held_out = (tmp_path / "run/samples/step_000000.eval-held_out.jsonl").read_text().splitlines()
+    judged = [json.loads(line) for line in held_out]
+    assert all(set(sample["components"]) == {"model", "exact"} for sample in judged)
+    assert all(sample["reward"] == sample["components"]["exact"] for sample in judged)  # the truth alone counts
+
+
+def test_a_plain_model_is_refused_before_anything_is_generated(tmp_path: Path, reward_folder: Path) -> None:
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    for path in reward_folder.iterdir():
+        if path.is_file() and path.name != DESCRIPTION:
+            (plain / path.name).write_bytes(path.read_bytes())
+    with pytest.raises(UserError, match=r"no reward model: it has no tidemill\.json"):
+        train(rl_spec(tmp_path / "run", {"kind": "model", "model": str(plain)}), telemetry_stream=StringIO())
+    assert not (tmp_path / "run" / "ledger.sqlite").exists()
+
+
+def test_another_tokenizer_is_refused_with_what_to_do(tmp_path: Path, reward_folder: Path) -> None:
+    other = rl_spec(
+        tmp_path / "run", {"kind": "model", "model": str(reward_folder)}, char=CHAR | {"alphabet": "+=0123456789\n"}
+    )
+    with pytest.raises(UserError, match="another tokenizer than the policy") as caught:
+        train(other, telemetry_stream=StringIO())
+    assert caught.value.where == "scoring.rewards[0].model"
+    assert "reward_model stage" in caught.value.cure
+    with pytest.raises(UserError, match="another tokenizer than the policy"):
+        evaluate(other)
+
+
+def test_a_stage_named_outside_a_pipeline_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match='"stage:reward" names a stage') as caught:
+        train(rl_spec(tmp_path / "run", {"kind": "model", "model": "stage:reward"}), telemetry_stream=StringIO())
+    assert caught.value.where == "scoring.rewards[0].model"

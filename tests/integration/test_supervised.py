@@ -1,0 +1,110 @@
+"""Supervised stages as whole runs: their directory, a resume after kill -9, Ctrl-C, and bad input."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.integration.supervised_process import newest, session, write_data
+from tidemill.core.errors import UserError
+from tidemill.models.codec import load_codec
+from tidemill.models.loading import load_model
+from tidemill.models.reward_model import load_reward_model, sequence_scores
+from tidemill.runtime.supervised import SupervisedKind
+from tidemill.telemetry.metrics import read_metrics
+
+REPOSITORY = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+
+
+def test_sft_tells_its_story_and_gives_a_model(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    summary = session(run, write_data(tmp_path / "data.jsonl"), "sft")
+    assert {path.name for path in run.iterdir()} >= {
+        "config.toml", "manifest.json", "events.jsonl", "metrics.jsonl", "summary.json", "report.html", "checkpoints",
+    }  # fmt: skip
+    lines = read_metrics(run / "metrics.jsonl")
+    assert [line.step for line in lines] == list(range(25))
+    assert lines[-1].values["eval/loss"] < lines[0].values["eval/loss"]
+    assert (summary["steps"], summary["total_steps"], summary["outcome"]) == (24, 24, "finished")
+    assert summary["held_out"]["loss"] == pytest.approx(min(line.values.get("eval/loss", 9) for line in lines), abs=0.2)
+    load_model(Path(summary["model"]), device=CPU)
+    assert json.loads((run / "summary.json").read_text())["model"] == summary["model"]
+    page = (run / "report.html").read_text()
+    assert "Held-out loss went from" in page
+    assert "Loss on examples" in page
+    view = (tmp_path / "view.txt").read_text()
+    assert "step 24/24" in view
+    assert "held-out loss" in view
+    again = session(run, tmp_path / "data.jsonl", "sft")
+    assert again["already_finished"]
+
+
+def test_a_reward_model_tells_right_from_wrong_and_scores_text(tmp_path: Path) -> None:
+    longer = {"trainer": {"steps": 120}, "supervised": {"evaluate_every_steps": 20, "minibatch_tokens": 200}}
+    summary = session(tmp_path / "run", write_data(tmp_path / "data.jsonl"), "reward_model", **longer)
+    folder = Path(summary["model"])
+    reward, codec = load_reward_model(folder, device=CPU), load_codec(folder)
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert lines[-1].values["pairwise_accuracy"] > 0.9  # of what it was trained on
+    sides = [np.array(codec.encode(text), np.int32) for text in ("2+3=5\n", "2+3=6\n")]
+    stop = np.array(codec.stop_token_ids[:1], np.int32)
+    right, wrong = sequence_scores(reward.model, reward.head, [np.concatenate([side, stop]) for side in sides])[0]
+    assert right > wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sft", "reward_model", "dpo"])
+def test_a_stage_killed_at_random_moments_ends_with_the_bits_of_an_uninterrupted_one(
+    kind: SupervisedKind, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "tests.integration.supervised_process", "killed", str(tmp_path), kind]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=118, check=False, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stdout + done.stderr
+    uninterrupted, resumed, kills = done.stdout.split()[-3:]
+    assert resumed == uninterrupted
+    assert int(kills) >= 3  # a life adds at most 7 of 24 steps
+    calm, wild = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("calm", "wild"))
+    assert [(line.step, line.weights_digest) for line in wild] == [(line.step, line.weights_digest) for line in calm]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_stage_with_a_checkpoint_and_130(number: signal.Signals, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.integration.supervised_process", "run", str(tmp_path), "sft"]
+    out, err = subprocess.PIPE, subprocess.STDOUT
+    with subprocess.Popen(command, cwd=REPOSITORY, stdout=out, stderr=err, text=True) as stage:
+        deadline = time.monotonic() + 60
+        while newest(tmp_path / "run") < 4 and time.monotonic() < deadline and stage.poll() is None:
+            time.sleep(0.01)
+        stage.send_signal(number)
+        output, _ = stage.communicate(timeout=60)
+    assert stage.returncode == 130, output
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["outcome"] == "interrupted"
+    assert summary["steps"] == newest(tmp_path / "run")  # the very last step is checkpointed
+    assert "the same command resumes it" in (tmp_path / "view.txt").read_text()
+
+
+def test_a_resumed_stage_refuses_other_data_and_settings(tmp_path: Path) -> None:
+    data = write_data(tmp_path / "data.jsonl")
+    session(tmp_path / "run", data, "sft")
+    with pytest.raises(UserError, match="another configuration"):
+        session(tmp_path / "run", data, "sft", optimizer={"learning_rate": 1e-2})
+    data.write_text(data.read_text().replace("0+1=", "9+1="))
+    with pytest.raises(UserError, match="examples have changed") as caught:
+        session(tmp_path / "run", data, "sft")
+    assert caught.value.where == "data.path"
+
+
+def test_a_missing_file_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        session(tmp_path / "run", tmp_path / "nothing.jsonl", "sft")
+    assert "nothing.jsonl" in str(caught.value)

@@ -1,0 +1,203 @@
+"""The policy update written out: one sample after another, one token after another, nothing shared and nothing packed.
+
+Formulas are written here a second time, from the papers' side: no function of `algos` is called.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tests.fixed_critic import fixed_value
+from tidemill.config.schema import RunSpec
+from tidemill.core.buffers import unpack_logprobs, unpack_tokens
+from tidemill.core.records import Group, Trajectory
+
+
+@dataclass(kw_only=True)
+class PlainSample:
+    """A sample on its own; lists and tensors run over its completion's tokens."""
+
+    trajectory: Trajectory
+    group: int
+    reward: float
+    logprobs: Tensor
+    entropy: Tensor
+    rollout: list[float]
+    ref: Tensor | None
+    advantages: list[float]
+    returns: list[float]
+
+    @property
+    def length(self) -> int:
+        return len(self.rollout)
+
+
+def plain_policy(
+    model: PreTrainedModel, settings: RunSpec, batch: Sequence[Group], reference: PreTrainedModel | None
+) -> tuple[Tensor, list[PlainSample]]:
+    """The loss of the whole batch at the start of its update, with gradient, and its samples."""
+    samples = [
+        _sample(model, settings, t, number, reference) for number, one in enumerate(batch) for t in one.trajectories
+    ]
+    for number in range(len(batch)):
+        _advantages(settings, [sample for sample in samples if sample.group == number])
+    if settings.algorithm.whiten:
+        _whiten(samples)
+    total = torch.zeros(())
+    for sample in samples:
+        loss = _loss(settings, sample, _proximal(settings, sample))
+        total = total + (loss.mean() if settings.algorithm.normalize == "sample" else loss.sum())
+    divisor = {
+        "sample": len(samples),
+        "token": sum(sample.length for sample in samples),
+        "constant": len(samples) * settings.sampling.max_new_tokens,
+    }[settings.algorithm.normalize]
+    return total / divisor, samples
+
+
+def _sample(
+    model: PreTrainedModel, settings: RunSpec, t: Trajectory, group: int, reference: PreTrainedModel | None
+) -> PlainSample:
+    logits = _logits(model, t)
+    with torch.no_grad():
+        ref = _chosen(_logits(reference, t), t) if reference is not None else None
+    buffer = settings.algorithm.overlong_buffer_tokens
+    over = t.completion_length - (settings.sampling.max_new_tokens - buffer)
+    assert t.reward is not None
+    probabilities = logits.softmax(-1)
+    return PlainSample(
+        trajectory=t,
+        group=group,
+        reward=t.reward.value - (max(over, 0) / buffer if buffer else 0.0),
+        logprobs=_chosen(logits, t),
+        entropy=-(probabilities * probabilities.log()).sum(-1),
+        rollout=unpack_logprobs(t.rollout_logprobs),
+        ref=ref,
+        advantages=[],
+        returns=[],
+    )
+
+
+def _logits(model: PreTrainedModel, t: Trajectory) -> Tensor:
+    ids = unpack_tokens(t.token_ids)
+    logits: Tensor = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, t.prompt_length - 1 : -1]
+    return logits
+
+
+def _chosen(logits: Tensor, t: Trajectory) -> Tensor:
+    completion = unpack_tokens(t.token_ids)[t.prompt_length :]
+    return logits.log_softmax(-1)[torch.arange(len(completion)), torch.tensor(completion)]
+
+
+def _advantages(settings: RunSpec, siblings: list[PlainSample]) -> None:
+    algorithm = settings.algorithm
+    penalties = []
+    for sample in siblings:
+        penalised = algorithm.kl_in == "reward" and sample.ref is not None
+        ref = sample.ref.tolist() if penalised and sample.ref is not None else sample.rollout
+        beta = algorithm.kl_beta
+        penalties.append([beta * (made - fixed) for made, fixed in zip(sample.rollout, ref, strict=True)])
+    if algorithm.advantage in ("gae", "reinforce_pp"):
+        for sample, penalty in zip(siblings, penalties, strict=True):
+            rewards = [-each for each in penalty]
+            rewards[-1] += sample.reward
+            _over_time(settings, sample, rewards)
+        return
+    totals = [sample.reward - sum(penalty) for sample, penalty in zip(siblings, penalties, strict=True)]
+    n, mean = len(totals), sum(totals) / len(totals)
+    deviation = math.sqrt(sum((total - mean) ** 2 for total in totals) / (n - 1))
+    for sample, total in zip(siblings, totals, strict=True):
+        advantage = total - mean
+        if algorithm.advantage == "grpo":
+            advantage /= deviation + 1e-4
+        if algorithm.advantage == "rloo":
+            advantage = total - (sum(totals) - total) / (n - 1)
+        sample.advantages = [advantage] * sample.length
+
+
+def _over_time(settings: RunSpec, sample: PlainSample, rewards: list[float]) -> None:
+    algorithm, t = settings.algorithm, sample.trajectory
+    values = [0.0] * (sample.length + 1)
+    lam = 1.0
+    if algorithm.advantage == "gae":
+        ids, lam = unpack_tokens(t.token_ids), algorithm.lam
+        values = [fixed_value(ids[at], at) for at in range(t.prompt_length - 1, len(ids))]
+        if not (t.truncated and algorithm.bootstrap_truncated):
+            values[-1] = 0.0
+    advantage = 0.0
+    for at in reversed(range(sample.length)):
+        error = rewards[at] + algorithm.gamma * values[at + 1] - values[at]
+        advantage = error + algorithm.gamma * lam * advantage
+        sample.advantages.insert(0, advantage)
+    if algorithm.advantage == "gae":
+        sample.returns = [advantage + value for advantage, value in zip(sample.advantages, values[:-1], strict=True)]
+
+
+def _whiten(samples: list[PlainSample]) -> None:
+    every = [advantage for sample in samples for advantage in sample.advantages]
+    mean = sum(every) / len(every)
+    variance = sum((each - mean) ** 2 for each in every) / (len(every) - 1)
+    for sample in samples:
+        sample.advantages = [(each - mean) / math.sqrt(variance + 1e-8) for each in sample.advantages]
+
+
+def _proximal(settings: RunSpec, sample: PlainSample) -> list[float]:
+    return sample.rollout if settings.algorithm.proximal == "rollout" else sample.logprobs.tolist()
+
+
+def _correction(settings: RunSpec, sample: PlainSample, proximal: list[float]) -> list[float]:
+    config = settings.algorithm.correction
+    low, high = config.low or 0.0, config.high or math.inf
+    logs = [after - before for after, before in zip(proximal, sample.rollout, strict=True)]
+    ratios = [math.exp(log) for log in logs]
+    if config.kind == "none":
+        return [1.0] * len(ratios)
+    if config.kind == "icepop":
+        return [ratio if low <= ratio <= high else 0.0 for ratio in ratios]
+    if config.kind == "sequence_tis":
+        return [min(math.exp(sum(logs)), high)] * len(ratios)
+    if config.kind == "geometric":
+        return [float(low <= math.exp(sum(logs) / len(logs)) <= high)] * len(ratios)
+    if config.kind == "mu_step":
+        published = [unpack_logprobs(buffer) for buffer in sample.trajectory.publish_logprobs]
+        chain = [sample.rollout, *published, proximal]
+        weights = [1.0] * len(ratios)
+        for before, after in pairwise(chain):
+            factors = [min(math.exp(a - b), high) for a, b in zip(after, before, strict=True)]
+            weights = [weight * factor for weight, factor in zip(weights, factors, strict=True)]
+        return weights
+    return [min(max(ratio, low), high) for ratio in ratios]
+
+
+def _loss(settings: RunSpec, sample: PlainSample, proximal: list[float]) -> Tensor:
+    """[T] of one sample."""
+    algorithm = settings.algorithm
+    advantages = torch.tensor(sample.advantages)
+    ratio = (sample.logprobs - torch.tensor(proximal)).exp()
+    if algorithm.loss == "gspo":
+        ratio_of_all = (sample.logprobs - torch.tensor(proximal)).mean().exp()
+        held = ratio_of_all.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
+        loss = -torch.minimum(ratio_of_all * advantages, held * advantages)
+    elif algorithm.loss == "cispo":
+        loss = -ratio.detach().clamp(max=algorithm.clip_high) * advantages * sample.logprobs
+    else:
+        held = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
+        objective = torch.minimum(ratio * advantages, held * advantages)
+        if algorithm.dual_clip is not None:
+            floor = torch.maximum(objective, algorithm.dual_clip * advantages)
+            objective = torch.where(advantages < 0, floor, objective)
+        loss = -objective
+    weights = torch.tensor(_correction(settings, sample, proximal))
+    loss = loss * weights
+    if sample.ref is not None and algorithm.kl_in == "loss":
+        difference = sample.ref - sample.logprobs
+        estimate = difference.exp() - difference - 1
+        loss = loss + algorithm.kl_beta * estimate * (ratio * weights if algorithm.kl_ratio else 1.0)
+    return loss - algorithm.entropy_bonus * sample.entropy

@@ -1,0 +1,241 @@
+"""Generation that runs ahead of training: lags, membership, what becomes of samples under way. In virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import chain
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.fake_fleet import Disk, Session, number, small_spec
+from tests.virtual_time import run_virtual
+from tidemill.core.records import Prompt, Reward, SampleId, Trajectory
+
+STEPS, GROUPS, SIZE = 6, 3, 2
+
+
+def spec(algorithm: dict[str, Any] | None = None, **schedule: Any) -> Any:
+    return small_spec(
+        schedule=schedule,
+        algorithm=algorithm or {},
+        trainer={"steps": STEPS},
+        batch={"prompts": GROUPS, "group_size": SIZE},
+        sampling={"max_new_tokens": 24},
+        checkpoint={"every_steps": 2},
+        eval={"every_steps": 3},
+    )
+
+
+def run(algorithm: dict[str, Any] | None = None, *, rewards: Any = None, **schedule: Any) -> Session:
+    async def main() -> Session:
+        session = Session(spec=spec(algorithm, **schedule), slots=4)
+        if rewards:
+            session.scorer.score = rewards  # type: ignore[method-assign]
+        session.result = await session.run()
+        session.ended_s = asyncio.get_running_loop().time()  # type: ignore[attr-defined]
+        return session
+
+    return run_virtual(main())
+
+
+def lags(session: Session) -> list[list[int]]:
+    """By batch: how old each sample's oldest token was, in versions."""
+    return [
+        [step - min(run.version.number for run in sample[7]) for group in batch for sample in group if sample[7]]
+        for step, batch in enumerate(history(session))
+    ]
+
+
+def history(session: Session) -> list[list[list[Any]]]:
+    """By batch and group: the samples, as `tests.fake_fleet.seen` has them."""
+    batches: Any = session.trainer.state.history
+    return [[list(group[2]) for group in batch] for batch in batches]
+
+
+def names(session: Session) -> list[list[Any]]:
+    """The prompts of each batch."""
+    batches: Any = session.trainer.state.history
+    return [[group[1] for group in batch] for batch in batches]
+
+
+def learned(session: Session) -> list[SampleId]:
+    return [sample[0] for batch in history(session) for group in batch for sample in group]
+
+
+def mixed(batch: list[list[Any]]) -> list[Any]:
+    """Samples that more than one version made."""
+    return [sample for group in batch for sample in group if len(sample[7]) > 1]
+
+
+def totals(session: Session, name: str) -> float:
+    return sum(step.values.get(name, 0.0) for step in session.telemetry.steps)
+
+
+def check(session: Session, max_lag: int) -> None:
+    """What holds in every schedule."""
+    assert [len(batch) for batch in history(session)] == [GROUPS] * STEPS
+    assert len(set(learned(session))) == STEPS * GROUPS * SIZE
+    assert max(lag for batch in lags(session) for lag in batch) <= max_lag
+    for batch in history(session):
+        for group in batch:
+            for sample in group:
+                assert sample[1]
+                ends = [(each.start, each.end) for each in sample[7]]
+                assert [start for start, _ in ends] == [0, *(end for _, end in ends[:-1])]
+                assert ends[-1][1] == len(sample[1])
+    assert session.engine.jobs == {}
+
+
+def planned() -> list[list[str]]:
+    source = Session(spec=spec()).source
+    return [[prompt.prompt_id for _, prompt in source.train_batch(step)] for step in range(1, STEPS + 1)]
+
+
+@pytest.mark.parametrize("lag", [1, 2, 4])
+def test_generation_runs_ahead_as_far_as_the_lag_allows(lag: int) -> None:
+    on_policy, ahead = run(), run(max_policy_lag=lag)
+
+    check(ahead, lag)
+    assert max(max(batch) for batch in lags(ahead)) > 0
+    assert {one for batch in lags(on_policy) for one in batch} == {0}
+    assert ahead.ended_s < on_policy.ended_s  # type: ignore[attr-defined]
+    assert names(ahead) == planned()
+    assert totals(ahead, "time_trainer_idle_s") < totals(on_policy, "time_trainer_idle_s")
+
+
+def test_the_step_tells_how_old_its_tokens_were() -> None:
+    session = run(max_policy_lag=2)
+
+    told = [step.values["policy_lag_max"] for step in session.telemetry.steps if step.step]
+    assert max(told) == 2
+    assert all(
+        0 <= step.values["policy_lag_mean"] <= step.values["policy_lag_max"]
+        for step in session.telemetry.steps
+        if step.step
+    )
+
+
+def test_a_sample_under_way_goes_on_under_new_weights() -> None:
+    session = run(max_policy_lag=2)
+
+    assert any(mixed(batch) for batch in history(session))
+
+
+def test_a_sample_under_way_is_finished_under_the_weights_it_began_with() -> None:
+    session = run(max_policy_lag=2, unfinished="finish")
+
+    check(session, 2)
+    # but for those called back for an evaluation: its workers are not theirs meanwhile
+    after_evaluation = {3, 4, 5}
+    for step, batch in enumerate(history(session)):
+        if step not in after_evaluation:
+            assert not mixed(batch)
+    assert max(max(batch) for batch in lags(session)) > 0
+
+
+def test_a_sample_under_way_begins_again() -> None:
+    session = run(max_policy_lag=2, unfinished="restart")
+
+    check(session, 2)
+    assert totals(session, "samples_restarted") > 0
+    assert totals(session, "tokens_discarded") > 0
+    assert not any(mixed(batch) for batch in history(session))
+
+
+class Slow:
+    """A scorer that takes an age over some groups: stragglers."""
+
+    def __init__(self, *, every: int) -> None:
+        self.every = every
+
+    async def __call__(self, prompt: Prompt, trajectory: Trajectory) -> Reward:
+        slow = number("slow", trajectory.sample_id.group) % self.every == 0
+        await asyncio.sleep(8.0 if slow else 0.05)
+        return Reward(value=float(number("r", trajectory.sample_id.key) % 2))
+
+
+@pytest.mark.parametrize("on_limit", ["wait", "restart", "drop"])
+@pytest.mark.parametrize("order", ["canonical", "arrival"])
+def test_stragglers_go_into_a_later_batch_but_never_beyond_the_limit(on_limit: str, order: str) -> None:
+    async def main() -> Session:
+        configured = spec(max_policy_lag=2, membership="first_finished", on_lag_limit=on_limit)
+        configured = configured.model_copy(update={"batch": configured.batch.model_copy(update={"order": order})})
+        session = Session(spec=configured, slots=4)
+        session.scorer.score = Slow(every=4)  # type: ignore[method-assign]
+        session.result = await session.run()
+        return session
+
+    session = run_virtual(main())
+
+    check(session, 2)
+    told = names(session)
+    assert told != planned()
+    if on_limit == "drop":
+        assert totals(session, "groups_dropped") > 0
+    if on_limit == "restart":
+        assert totals(session, "samples_restarted") > 0
+    if on_limit == "wait":
+        assert totals(session, "groups_dropped") == totals(session, "samples_restarted") == 0
+        assert sorted(chain(*told)) == sorted(chain(*planned()))
+
+
+def test_groups_without_signal_are_replaced_as_often_as_allowed() -> None:
+    async def same(prompt: Prompt, trajectory: Trajectory) -> Reward:
+        """Half of the groups have no signal."""
+        await asyncio.sleep(0.01)
+        dull = number("dull", trajectory.sample_id.group) % 2
+        return Reward(value=1.0 if dull else float(trajectory.sample_id.index % 2))
+
+    session = run({"dynamic_sampling": True}, rewards=same)
+
+    check(session, 0)
+    assert totals(session, "groups_redrawn") > 0
+    rewards = [{sample[5][0] for sample in group} for batch in history(session) for group in batch]
+    assert all(len(values) == 2 for values in rewards)
+
+
+def test_where_nothing_has_signal_redrawing_ends() -> None:
+    async def dull(prompt: Prompt, trajectory: Trajectory) -> Reward:
+        return Reward(value=1.0)
+
+    session = run({"dynamic_sampling": True}, rewards=dull, max_redraws=2)
+
+    check(session, 0)
+    told = [step.values["groups_redrawn"] for step in session.telemetry.steps if step.step]
+    assert told == [2 * GROUPS] * STEPS
+
+
+SCHEDULES = st.fixed_dictionaries(
+    {
+        "max_policy_lag": st.sampled_from([1, 2, 3]),
+        "overcommit": st.sampled_from([None, 1, 3]),
+        "membership": st.sampled_from(["planned", "first_finished"]),
+        "unfinished": st.sampled_from(["continue", "finish", "restart"]),
+        "on_lag_limit": st.sampled_from(["wait", "restart", "drop"]),
+    }
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(SCHEDULES, st.lists(st.integers(50, 3000), max_size=3), st.booleans())
+def test_whatever_the_schedule_a_killed_run_goes_on_and_keeps_the_limit(
+    schedule: dict[str, Any], cuts: list[int], redraw: bool
+) -> None:
+    disk = Disk()
+    configured = spec({"dynamic_sampling": redraw}, **schedule)
+
+    async def live(cut: int | None) -> Session:
+        session = Session(spec=configured, slots=4, disk=disk, power_cut_after=cut)
+        session.scorer.score = Slow(every=5)  # type: ignore[method-assign]
+        session.result = await session.run_until_power_cut()
+        return session
+
+    for cut in cuts:
+        run_virtual(live(cut))
+    session = run_virtual(live(None))
+
+    assert session.result is not None
+    check(session, schedule["max_policy_lag"])

@@ -1,0 +1,121 @@
+"""What each kind of row must hold; every fault names its place and its field."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.envs.text.data.files import FORMATS, write
+from tidemill.core.errors import UserError
+from tidemill.core.records import Message
+from tidemill.envs.text.content import Question, content_id
+from tidemill.envs.text.data.schemas import read_demonstrations, read_items, read_pairs
+
+USER = {"role": "user", "content": "2+2?"}
+ASSISTANT = {"role": "assistant", "content": "4"}
+
+
+@pytest.mark.parametrize("data_format", FORMATS)
+def test_demonstrations_in_every_shape(tmp_path: Path, data_format: str) -> None:
+    rows: list[dict[str, Any]] = [{"prompt": "2+2=", "completion": "4"}]
+    chat: list[dict[str, Any]] = [{"messages": [USER], "completion": "4"}, {"messages": [USER, ASSISTANT]}]
+    (plain,) = read_demonstrations(write(tmp_path, data_format, rows))
+    assert (plain.messages[0].content, plain.completion, plain.plain) == ("2+2=", "4", True)
+    for read in read_demonstrations(write(tmp_path, data_format, chat, "chat")):
+        assert (read.messages, read.completion, read.plain) == ((Message(**USER),), "4", False)
+
+
+@pytest.mark.parametrize("data_format", FORMATS)
+def test_pairs_in_every_shape(tmp_path: Path, data_format: str) -> None:
+    rows = [{"prompt": "2+2=", "chosen": "4", "rejected": "5", "margin": 0.5}, USER_PAIR]
+    first, second = read_pairs(write(tmp_path, data_format, rows))
+    assert (first.chosen, first.rejected, first.margin, first.plain) == ("4", "5", 0.5, True)
+    assert (second.messages, second.chosen, second.margin, second.plain) == ((Message(**USER),), "4", 0.0, False)
+
+
+USER_PAIR: dict[str, Any] = {"messages": [USER], "chosen": "4", "rejected": "22"}
+
+
+def test_completions_as_the_assistants_message(tmp_path: Path) -> None:
+    row = {"messages": [USER], "chosen": [ASSISTANT], "rejected": [{"role": "assistant", "content": "5"}]}
+    (pair,) = read_pairs(write(tmp_path, "parquet", [row]))
+    assert (pair.chosen, pair.rejected) == ("4", "5")
+
+
+def test_fields_that_a_table_adds_empty_to_messages_do_not_matter(tmp_path: Path) -> None:
+    rows = [{"messages": [{**USER, "name": None}], "answer": "4"}]
+    (item,) = read_items(write(tmp_path, "parquet", rows))
+    assert item.messages == (Message(**USER),)
+
+
+def test_the_id_is_of_the_texts_and_not_of_margin_or_place(tmp_path: Path) -> None:
+    base = {"prompt": "q", "chosen": "a", "rejected": "b"}
+    rows: list[dict[str, Any]] = [
+        base,
+        {**base, "margin": 1},
+        {**base, "chosen": "c"},
+        {"prompt": "q", "chosen": "b", "rejected": "a"},
+    ]
+    ids = [content_id(pair) for pair in read_pairs(write(tmp_path, "jsonl", rows))]
+    assert ids[0] == ids[1]
+    assert len(set(ids)) == 3
+
+
+def faults(read: Callable[[Path], Any], tmp_path: Path, row: dict[str, Any], good: dict[str, Any]) -> UserError:
+    path = write(tmp_path, "jsonl", [good, row])
+    with pytest.raises(UserError) as caught:
+        list(read(path))
+    assert caught.value.where == f"{path}, line 2"
+    assert caught.value.cure
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("row", "what"),
+    [
+        ({"prompt": "q"}, "`completion` must be there"),
+        ({"prompt": "q", "completion": ""}, "`completion` is empty"),
+        ({"prompt": "q", "completion": " \n"}, "`completion` is empty"),
+        ({"prompt": "q", "completion": 4}, "`completion` must be a text, found int"),
+        ({"prompt": "q", "completion": [USER]}, "`completion` must be a text, or one message of the role assistant"),
+        ({"messages": [USER]}, "`completion` must be there"),
+        ({"messages": [ASSISTANT]}, "`messages` holds nothing but the assistant's turn"),
+        ({"question": "q", "text": "a"}, "expected either `prompt` or `messages`, found `question`, `text`"),
+        ({"prompt": [USER], "completion": "4"}, "a list of messages goes under `messages`"),
+    ],
+)
+def test_faults_of_demonstrations(tmp_path: Path, row: dict[str, Any], what: str) -> None:
+    assert what in faults(read_demonstrations, tmp_path, row, {"prompt": "q", "completion": "a"}).what
+
+
+@pytest.mark.parametrize(
+    ("row", "what"),
+    [
+        ({"rejected": "b"}, "`chosen` must be there"),
+        ({"chosen": "a"}, "`rejected` must be there"),
+        ({"chosen": "a", "rejected": "  "}, "`rejected` is empty"),
+        ({"chosen": "a", "rejected": "a"}, "`chosen` and `rejected` are the same, 'a'"),
+        ({"chosen": "a", "rejected": "b", "margin": "1"}, "`margin` must be a number that is not negative, found '1'"),
+        ({"chosen": "a", "rejected": "b", "margin": -1}, "`margin` must be a number that is not negative, found -1"),
+        ({"chosen": "a", "rejected": "b", "margin": True}, "`margin` must be a number"),
+    ],
+)
+def test_faults_of_pairs(tmp_path: Path, row: dict[str, Any], what: str) -> None:
+    good = {"prompt": "q", "chosen": "a", "rejected": "b"}
+    assert what in faults(read_pairs, tmp_path, {"prompt": "q", **row}, good).what
+
+
+def test_metadata_that_json_cannot_write_is_named(tmp_path: Path) -> None:
+    rows = [{"prompt": "q", "answer": "a", "asked_at": dt.date(2026, 1, 2)}]
+    with pytest.raises(UserError, match="`asked_at` holds a date that JSON cannot write") as caught:
+        list(read_items(write(tmp_path, "parquet", rows)))
+    assert caught.value.where.endswith("row 0 (from 0)")
+
+
+def test_a_question_alone_has_no_replies() -> None:
+    question = Question(messages=(Message(**USER),))
+    assert question.replies == ()

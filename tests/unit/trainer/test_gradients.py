@@ -1,0 +1,229 @@
+"""Every preset, loss, correction and term: the packed, prefix-sharing, micro-batched gradient against the plain one."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from tests.fixed_critic import FixedCritic
+from tests.model_shapes import VOCABULARY, llama
+from tests.plain_policy import plain_policy
+from tests.trajectories import group, trajectory
+from tidemill.config.algorithm import CORRECTION_LIMITS, PRESETS
+from tidemill.config.schema import RunSpec
+from tidemill.core.buffers import pack_logprobs, unpack_tokens
+from tidemill.core.records import Group, Trajectory
+from tidemill.models.attention import use_packed_attention
+from tidemill.runtime.compute import ComputeThread
+from tidemill.trainer.packing import FloatArray
+from tidemill.trainer.policy import PolicyTrainer
+
+MAX_NEW_TOKENS = 12
+# Ratios of the batch below are far from 1: with the presets' own limits nearly everything would be clipped.
+WIDE: dict[str, dict[str, float]] = {"gspo": {"clip_low": 0.03, "clip_high": 0.03}, "cispo": {"clip_high": 1.2}}
+CASES: dict[str, dict[str, Any]] = {
+    **{f"{name}, corrected": {"name": name, "correction": {"high": 1.2}} for name in PRESETS},
+    **{f"{name}, clipped": {"name": name, "proximal": "rollout", **WIDE.get(name, {})} for name in PRESETS},
+    **{kind: {"correction": {"kind": kind}} for kind in CORRECTION_LIMITS if kind != "geometric"},
+    "clip_range, narrow": {"correction": {"kind": "clip_range", "low": 0.8, "high": 1.2}},
+    "icepop, narrow": {"correction": {"kind": "icepop", "low": 0.8, "high": 1.2}},
+    "geometric, wide": {"correction": {"kind": "geometric", "low": 0.9, "high": 1.1}},
+    "mu_step, narrow": {"correction": {"kind": "mu_step", "high": 1.1}},
+    "dual clip": {"proximal": "rollout", "dual_clip": 1.3},
+    "entropy bonus": {"entropy_bonus": 0.3},
+    "entropy bonus by token": {"name": "dapo", "entropy_bonus": 0.3},
+    "KL in the loss": {"kl_beta": 0.3},
+    "KL weighted by the ratio": {"kl_beta": 0.3, "kl_ratio": True, "proximal": "rollout"},
+    "KL in the reward": {"kl_beta": 0.3, "kl_in": "reward"},
+    "KL in each token's reward": {"name": "ppo", "kl_beta": 0.3, "gamma": 0.9},
+    "whitened": {"whiten": True},
+    "not whitened": {"name": "ppo", "whiten": False},
+    "bootstrap": {"name": "ppo", "bootstrap_truncated": True, "gamma": 0.9, "lam": 0.8},
+    "overlong": {"name": "dapo", "overlong_buffer_tokens": 8},
+    "by token": {"normalize": "token"},
+    "by a constant": {"normalize": "constant"},
+}
+
+
+def spec(algorithm: dict[str, Any], **batch: Any) -> RunSpec:
+    return RunSpec.model_validate(
+        {
+            "algorithm": algorithm,
+            "batch": {"prompts": 3, "group_size": 4, **batch},
+            "optimizer": {"max_grad_norm": 1e9},
+            "sampling": {"max_new_tokens": MAX_NEW_TOKENS},
+        }
+    )
+
+
+@cache
+def groups() -> tuple[Group, ...]:
+    """Completions of 1 to 12 tokens that share beginnings; rollout logprobs a little off the model's; two publishes
+    seen by some; lags 0 to 2; some cut by the limit."""
+    rng = np.random.default_rng(0)
+    header, model = rng.integers(2, VOCABULARY, 5).tolist(), llama()
+    made = []
+    for position in range(3):
+        prompt = header + rng.integers(2, VOCABULARY, 4).tolist()
+        start = rng.integers(2, VOCABULARY, 2).tolist()
+        samples = []
+        for index, reward in enumerate(rng.normal(size=4).tolist()):
+            completion = [*start, *rng.integers(2, VOCABULARY, rng.integers(1, 11)).tolist()]
+            completion = completion[:1] if (position, index) == (0, 0) else completion
+            plain = trajectory(prompt, completion, reward, index=index)
+            samples.append(_as_generated(plain, _logprobs(model, plain), rng, cut=index == 2, lag=index % 3))
+        made.append(group(position, samples))
+    return tuple(made)
+
+
+def _logprobs(model: PreTrainedModel, t: Trajectory) -> FloatArray:
+    ids = unpack_tokens(t.token_ids)
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, t.prompt_length - 1 : -1]
+    logprobs: FloatArray = logits.log_softmax(-1).numpy()
+    return logprobs[np.arange(t.completion_length), ids[t.prompt_length :]]
+
+
+def _as_generated(t: Trajectory, logprobs: FloatArray, rng: np.random.Generator, *, cut: bool, lag: int) -> Trajectory:
+    def noisy() -> bytes:
+        return pack_logprobs((logprobs + 0.25 * rng.normal(size=len(logprobs))).tolist())
+
+    versions = [
+        msgspec.structs.replace(run, version=msgspec.structs.replace(run.version, number=3 - lag)) for run in t.versions
+    ]
+    return msgspec.structs.replace(
+        t,
+        rollout_logprobs=noisy(),
+        publish_logprobs=tuple(noisy() for _ in range(lag)),
+        versions=tuple(versions),
+        finish="length" if cut else "stop",
+    )
+
+
+def nearby() -> PreTrainedModel:
+    """A reference as a policy some steps on has it: close by."""
+    model, draw = llama(), torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.03 * torch.randn(parameter.shape, generator=draw))
+    return model
+
+
+class Captured:
+    """Stands in for the optimizer step: keeps the normalised gradients and changes nothing."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.steps: list[dict[str, torch.Tensor]] = []
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *, scale: float, max_grad_norm: float) -> float:
+        named = self.model.named_parameters()
+        self.steps.append({name: p.grad * scale for name, p in named if p.grad is not None})
+        optimizer.zero_grad(set_to_none=True)
+        return 1.0
+
+
+def trainer(settings: RunSpec, monkeypatch: pytest.MonkeyPatch) -> tuple[PolicyTrainer, FixedCritic, Captured]:
+    model, critic = llama(), FixedCritic()
+    reference = nearby() if settings.algorithm.kl_beta else None
+    for one in (model, reference):
+        if one is not None:
+            use_packed_attention(one)
+    captured = Captured(model)
+    monkeypatch.setattr("tidemill.trainer.policy.clip_and_step", captured)
+    subject = PolicyTrainer(model, settings, compute=ComputeThread(), source=Path(), reference=reference, critic=critic)
+    subject._version = msgspec.structs.replace(subject.version, number=3)
+    return subject, critic, captured
+
+
+def assert_equal_gradients(ours: dict[str, torch.Tensor], plain: PreTrainedModel) -> None:
+    expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    assert ours.keys() == expected.keys()
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    assert largest > 1e-4  # something is to be learned
+    for name, gradient in expected.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-5 * largest, msg=name)
+
+
+@pytest.mark.parametrize("microbatch_tokens", [4096, 40])
+@pytest.mark.parametrize("case", CASES)
+def test_packed_gradients_equal_plain_ones(case: str, microbatch_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings, batch = spec(CASES[case], microbatch_tokens=microbatch_tokens), groups()
+    subject, critic, captured = trainer(settings, monkeypatch)
+    for one in batch:
+        subject.take(one)
+    metrics = subject.learn(4)
+    plain = llama()
+    loss, samples = plain_policy(plain, settings, batch, nearby() if settings.algorithm.kl_beta else None)
+    loss.backward()
+    (ours,) = captured.steps
+    assert_equal_gradients(ours, plain)
+    assert metrics.values["loss"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
+    returns = sorted(each for sample in samples for each in sample.returns)
+    assert sorted(each for each, _, _ in critic.learned) == pytest.approx(returns, rel=1e-4, abs=1e-5)
+
+
+def test_the_cases_reach_every_branch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both sides of each limit: a case in which nothing is clipped, held or left out would prove little."""
+
+    def figures(case: str) -> dict[str, float]:
+        subject, *_ = trainer(spec(CASES[case]), monkeypatch)
+        for one in groups():
+            subject.take(one)
+        return subject.learn(4).values
+
+    for case in ("grpo, clipped", "gspo, clipped", "cispo, clipped", "dual clip"):
+        assert 0.05 < figures(case)["clip_fraction"] < 0.95, case
+    for case in ("grpo, corrected", "sequence_tis", "clip_range, narrow", "mu_step, narrow"):
+        assert 0.01 < figures(case)["correction_truncated"] < 0.99, case
+    for case in ("icepop, narrow", "geometric, wide"):
+        assert 0.05 < figures(case)["correction_masked"] < 0.95, case
+
+
+def test_interpolated_proximal_logprobs_of_the_second_minibatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first minibatch knows them; in the second they stand lag / (lag + 1) of the way from rollout to now."""
+    settings = spec({"proximal": "interpolated", "correction": {"high": 1.1}}, prompts=2, minibatches=2)
+    batch = groups()[:2]
+    subject, _, captured = trainer(settings, monkeypatch)
+    for one in batch:
+        subject.take(one)
+    subject.learn(4)
+    for minibatch, ours in zip(batch, captured.steps, strict=True):
+        plain = llama()
+        first = minibatch is batch[0]
+        loss, samples = plain_policy(plain, settings, [minibatch], None)
+        if not first:
+            loss = torch.zeros(())
+            for sample in samples:
+                lag = 3 - sample.trajectory.versions[0].version.number
+                rollout, now = torch.tensor(sample.rollout), sample.logprobs.detach()
+                proximal = rollout + lag / (lag + 1) * (now - rollout)
+                ratio, weight = (sample.logprobs - proximal).exp(), (proximal - rollout).exp().clamp(max=1.1)
+                advantage = torch.tensor(sample.advantages)
+                held = ratio.clamp(0.8, 1.2) * advantage
+                loss = loss - (weight * torch.minimum(ratio * advantage, held)).mean() / len(samples)
+        loss.backward()
+        assert_equal_gradients(ours, plain)
+
+
+def test_lags_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = groups()
+    subject, *_ = trainer(spec({}), monkeypatch)
+    for one in batch:
+        subject.take(one)
+    values = subject.learn(4).values
+    tokens = [0, 0, 0]
+    for one in batch:
+        for t in one.trajectories:
+            tokens[t.sample_id.index % 3] += t.completion_length
+    total = sum(tokens)
+    assert [values[f"lag/{lag}"] for lag in range(3)] == pytest.approx([count / total for count in tokens])
+    assert values["policy_lag_max"] == 2
+    assert values["policy_lag_mean"] == pytest.approx((tokens[1] + 2 * tokens[2]) / total)

@@ -1,0 +1,205 @@
+"""The three objectives against the plain computation: every sequence alone, through the library's own forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tests.model_folders import save_folder
+from tests.model_shapes import HIDDEN, MODEL_SHAPES, VOCABULARY, llama
+from tests.workbench import bench, demonstrations, pairs, supervised_spec
+from tidemill.core.buffers import pack_tokens, unpack_tokens
+from tidemill.core.records import Demonstration, PreferencePair
+from tidemill.models.heads import reward_head
+from tidemill.trainer.minibatches import split_by_tokens
+from tidemill.trainer.objective import Objective, Totals
+from tidemill.trainer.preference import PreferenceObjective
+from tidemill.trainer.reward_model import RewardObjective
+from tidemill.trainer.supervised import SupervisedObjective
+
+BETA, CENTRING = 0.2, 0.05
+
+
+def plain_logprobs(model: PreTrainedModel, prompt: bytes, completion: bytes) -> Tensor:
+    ids, start = unpack_tokens(prompt + completion), len(unpack_tokens(prompt))
+    logits = model(torch.tensor([ids]), use_cache=False).logits[0, start - 1 : -1].float()
+    logprobs: Tensor = logits.log_softmax(-1)[torch.arange(len(ids) - start), torch.tensor(ids[start:])]
+    return logprobs
+
+
+def plain_score(model: PreTrainedModel, head: torch.nn.Module, prompt: bytes, completion: bytes) -> Tensor:
+    output = model(torch.tensor([unpack_tokens(prompt + completion)]), use_cache=False, output_hidden_states=True)
+    score: Tensor = head(output.hidden_states[-1][0, -1:])[0]
+    return score
+
+
+def gradients(module: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+
+
+def learned(objective: Objective[Any], examples: Sequence[Any], budget: int) -> tuple[Totals, dict[str, Tensor]]:
+    """Loss sums and summed gradients over microbatches of `budget` tokens."""
+    totals = Totals()
+    for run in split_by_tokens(examples, objective.sequences, budget):
+        outcome = objective.outcome(run)
+        outcome.loss.backward()
+        totals.add(outcome)
+    return totals, gradients(objective.trained)
+
+
+def assert_equal_gradients(ours: dict[str, Tensor], plain: dict[str, Tensor]) -> None:
+    assert ours.keys() == plain.keys()
+    largest = max(float(gradient.abs().max()) for gradient in plain.values())
+    for name, gradient in plain.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-5 * largest, msg=name)
+
+
+@pytest.mark.parametrize("shape", MODEL_SHAPES)
+@pytest.mark.parametrize("budget", [10_000, 40, 1])
+def test_sft(shape: str, budget: int, tmp_path: Path) -> None:
+    examples, model = demonstrations(6), MODEL_SHAPES[shape]()
+    logprobs = [plain_logprobs(model, each.prompt_ids, each.completion_ids) for each in examples]
+    (-torch.cat(logprobs).sum()).backward()
+    objective = SupervisedObjective(supervised_spec(), bench(tmp_path, model=MODEL_SHAPES[shape]()))
+    totals, ours = learned(objective, examples, budget)
+    assert_equal_gradients(ours, gradients(model))
+    means = totals.means()
+    assert totals.weight == totals.tokens_trained == sum(map(len, logprobs))
+    assert means["loss"] == pytest.approx(-float(torch.cat(logprobs).detach().mean()), rel=1e-5)
+    right = [
+        int(model(torch.tensor([ids[:at]]), use_cache=False).logits[0, -1].argmax()) == ids[at]
+        for each in examples
+        for ids in [unpack_tokens(each.prompt_ids + each.completion_ids)]
+        for at in range(len(unpack_tokens(each.prompt_ids)), len(ids))
+    ]
+    assert means["token_accuracy"] == pytest.approx(sum(right) / len(right))
+
+
+@pytest.mark.parametrize("shape", MODEL_SHAPES)
+@pytest.mark.parametrize("budget", [10_000, 1])
+def test_reward_model(shape: str, budget: int, tmp_path: Path) -> None:
+    examples = pairs(5, margin=0.1)
+    source = save_folder(llama(), tmp_path / "folder")
+    model, head = MODEL_SHAPES[shape](), reward_head(HIDDEN, seed=7)
+    losses, right = [], 0
+    for each in examples:
+        chosen = plain_score(model, head, each.prompt_ids, each.chosen_ids)
+        rejected = plain_score(model, head, each.prompt_ids, each.rejected_ids)
+        losses.append(
+            -torch.nn.functional.logsigmoid(chosen - rejected - each.margin) + CENTRING * (chosen + rejected) ** 2
+        )
+        right += int(chosen > rejected)
+    torch.stack(losses).sum().backward()
+    spec = supervised_spec(reward_model={"centring": CENTRING}, run={"seed": 7})
+    objective = RewardObjective(spec, bench(tmp_path, model=MODEL_SHAPES[shape](), source=source))
+    totals, ours = learned(objective, examples, budget)
+    plain = {f"model.{name}": g for name, g in gradients(model).items()}
+    assert_equal_gradients(ours, plain | {f"head.{name}": g for name, g in gradients(head).items()})
+    assert totals.means()["loss"] == pytest.approx(float(torch.stack(losses).detach().mean()), rel=1e-5)
+    assert totals.means()["pairwise_accuracy"] == right / 5
+
+
+@pytest.mark.parametrize("loss", ["dpo", "ipo"])
+@pytest.mark.parametrize("budget", [10_000, 1])
+def test_preference_losses(loss: str, budget: int, tmp_path: Path) -> None:
+    """The policy has moved away from its reference, which was measured when it began."""
+    examples, initial, moved = pairs(5), llama(0), llama(1)
+    spec = supervised_spec(preference={"loss": loss, "beta": BETA})
+    subject = bench(tmp_path, model=llama(0))
+    objective = PreferenceObjective(spec, subject)
+    objective.prepare(examples)
+    subject.model.load_state_dict(moved.state_dict())
+    losses, margins = [], []
+    for each in examples:
+        sides = []
+        for side in (each.chosen_ids, each.rejected_ids):
+            policy = plain_logprobs(moved, each.prompt_ids, side)
+            with torch.no_grad():
+                ref = plain_logprobs(initial, each.prompt_ids, side)
+            ratio = policy - ref
+            sides.append(ratio.mean() if loss == "ipo" else ratio.sum())
+        h = sides[0] - sides[1]
+        losses.append((h - 1 / (2 * BETA)) ** 2 if loss == "ipo" else -torch.nn.functional.logsigmoid(BETA * h))
+        margins.append(BETA * float(h.detach()))
+    torch.stack(losses).sum().backward()
+    totals, ours = learned(objective, examples, budget)
+    assert_equal_gradients(ours, gradients(moved))
+    assert totals.means()["loss"] == pytest.approx(float(torch.stack(losses).detach().mean()), rel=1e-5)
+    assert totals.means()["reward_margin"] == pytest.approx(sum(margins) / 5, rel=1e-4, abs=1e-5)
+    assert totals.means()["pairwise_accuracy"] == sum(m > 0 for m in margins) / 5
+
+
+def test_a_new_policy_has_the_loss_of_no_preference(tmp_path: Path) -> None:
+    objective = PreferenceObjective(supervised_spec(), bench(tmp_path))
+    examples = pairs(4)
+    objective.prepare(examples)
+    means = learned(objective, examples, 10_000)[0].means()
+    assert means["loss"] == pytest.approx(0.693147, abs=1e-5)  # -log σ(0) = log 2
+    assert means["reward_margin"] == pytest.approx(0.0, abs=1e-5)
+
+
+def test_the_reference_is_measured_once_and_anew_for_other_data_or_weights(tmp_path: Path) -> None:
+    def runs_needed(examples: list[PreferencePair], seed: int = 0) -> int:
+        subject = bench(tmp_path, model=llama(seed))
+        runs: list[int] = []
+        subject.model.base_model.register_forward_hook(lambda *_: runs.append(1))
+        PreferenceObjective(supervised_spec(), subject).prepare(examples)
+        return len(runs)
+
+    examples = pairs(6)
+    assert runs_needed(examples) > 0
+    assert runs_needed(examples) == 0
+    assert runs_needed(examples[1:]) > 0
+    assert runs_needed(examples, seed=1) > 0
+    (tmp_path / "reference.safetensors").write_bytes(b"torn")
+    assert runs_needed(examples, seed=1) > 0
+
+
+def test_prompts_are_computed_once_for_a_pair_and_headers_for_all(tmp_path: Path) -> None:
+    header, one, other = [60, 61, 62, 63], [5, 6, 7], [8, 9]
+    examples = [
+        PreferencePair(
+            id=str(prompt), prompt_ids=pack_tokens([*header, *prompt]), chosen_ids=pack_tokens([10, 1]),
+            rejected_ids=pack_tokens([11, 12, 1]),
+        )
+        for prompt in (one, other)
+    ]  # fmt: skip
+    source = save_folder(llama(), tmp_path / "folder")
+    outcome = RewardObjective(supervised_spec(), bench(tmp_path, source=source)).outcome(examples)
+    # 4 of the header, 3 + 2 of the prompts, and 2 + 3 completion tokens under each; alone 2 · (9 + 10) - 2
+    assert (outcome.tokens_packed, outcome.tokens_unpacked) == (4 + 5 + 2 * 5, 9 + 10 + 8 + 9)
+
+
+def test_a_first_token_without_a_prompt_is_not_trained(tmp_path: Path) -> None:
+    objective = SupervisedObjective(supervised_spec(), bench(tmp_path))
+    example = Demonstration(id="bare", prompt_ids=b"", completion_ids=pack_tokens([5, 6, 7]))
+    outcome = objective.outcome([example])
+    expected = plain_logprobs(llama(), pack_tokens([5]), pack_tokens([6, 7]))
+    assert outcome.weight == 2
+    assert float(outcome.loss.detach()) == pytest.approx(-float(expected.detach().sum()), rel=1e-5)
+
+
+def test_vocabulary_in_chunks_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    examples = demonstrations(4)
+    whole = learned(SupervisedObjective(supervised_spec(), bench(tmp_path)), examples, 10_000)
+    monkeypatch.setattr("tidemill.trainer.supervised.MEGABYTE", 3 * VOCABULARY * 4)  # three rows of logits at once
+    spec = supervised_spec(trainer={"logits_budget_mb": 1})
+    chunked = learned(SupervisedObjective(spec, bench(tmp_path)), examples, 10_000)
+    assert_equal_gradients(chunked[1], whole[1])
+    assert chunked[0].means() == pytest.approx(whole[0].means())
+
+
+def test_activation_checkpointing_changes_nothing(tmp_path: Path) -> None:
+    model = llama()
+    model.gradient_checkpointing_enable()
+    model.train()
+    examples, spec = demonstrations(4), supervised_spec()
+    _, plain = learned(SupervisedObjective(spec, bench(tmp_path)), examples, 10_000)
+    _, ours = learned(SupervisedObjective(spec, bench(tmp_path, model=model)), examples, 10_000)
+    assert_equal_gradients(ours, plain)

@@ -1,0 +1,270 @@
+"""What stands around the policy's gradient: scopes, critics, adaptive penalties, missing logprobs, metrics."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from tests.fixed_critic import FixedCritic
+from tests.model_folders import save_folder
+from tests.model_shapes import HIDDEN, llama
+from tests.trajectories import group, trajectory
+from tidemill.config.algorithm import CriticConfig
+from tidemill.config.schema import RunSpec
+from tidemill.core.errors import UserError
+from tidemill.core.records import Group
+from tidemill.models.attention import use_packed_attention
+from tidemill.models.heads import reward_head
+from tidemill.models.loading import weights_digest
+from tidemill.runtime.compute import ComputeThread
+from tidemill.trainer.critic import Critic, ModelCritic, TrunkCritic
+from tidemill.trainer.packing import Weighted, pack
+from tidemill.trainer.policy import PolicyTrainer
+
+PROMPT = [5, 6, 7]
+PPO = {"name": "ppo", "kl_beta": 0.0}
+
+
+def spec(algorithm: dict[str, Any], **batch: Any) -> RunSpec:
+    sections = {
+        "algorithm": algorithm,
+        "batch": {"prompts": 2, "group_size": 2, **batch},
+        "optimizer": {"learning_rate": 1e-3},
+        "sampling": {"max_new_tokens": 8},
+    }
+    return RunSpec.model_validate(sections)
+
+
+def trainer(
+    settings: RunSpec,
+    critic: Critic | None = None,
+    *,
+    model: PreTrainedModel | None = None,
+    reference: PreTrainedModel | None = None,
+    source: Path = Path(),
+) -> PolicyTrainer:
+    model = model or llama()
+    for one in (model, reference):
+        if one is not None:
+            use_packed_attention(one)
+    return PolicyTrainer(model, settings, compute=ComputeThread(), source=source, critic=critic, reference=reference)
+
+
+def batch() -> list[Group]:
+    """Two groups of two; rollout logprobs of about a random model's size."""
+    made = []
+    for position in range(2):
+        completions = [[9, 10, 11], [12, 13]]
+        samples = [
+            trajectory(PROMPT, completion, reward, index=index, logprobs=[-5.0] * len(completion))
+            for index, (completion, reward) in enumerate(zip(completions, (1.0, 0.25 * position), strict=True))
+        ]
+        made.append(group(position, samples))
+    return made
+
+
+def learn(subject: PolicyTrainer, groups: list[Group] | None = None, step: int = 1) -> dict[str, float]:
+    for one in groups or batch():
+        subject.take(one)
+    return subject.learn(step).values
+
+
+def test_advantages_of_the_batch_wait_for_all_of_it() -> None:
+    streaming, waiting = trainer(spec({}, microbatch_tokens=5)), trainer(spec({"whiten": True}, microbatch_tokens=5))
+    for subject in (streaming, waiting):
+        subject.take(batch()[0])
+    # a group of six packed tokens fills microbatches of five while it comes
+    assert streaming._sums.tokens_trained > 0
+    assert waiting._sums.tokens_trained == 0
+    assert not waiting._minibatches[0].microbatches
+    waiting.take(batch()[1])
+    assert waiting.learn(1).values["tokens_trained"] == 10
+
+
+def test_whitened_advantages_have_mean_0_and_deviation_1_over_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = trainer(spec({"whiten": True, "advantage": "dr_grpo"}))
+    seen: list[Weighted] = []
+    monkeypatch.setattr(subject, "_feed", lambda index, samples: seen.extend(samples))
+    learn(subject)
+    # advantages (.5, -.5) and (.375, -.375) on 3 and 2 tokens each: sums 3 * .875 - 2 * .875 = .875, mean .0875
+    flat = torch.cat([torch.as_tensor(sample.advantage) for sample in seen])
+    raw = torch.tensor([0.5] * 3 + [-0.5] * 2 + [0.375] * 3 + [-0.375] * 2)
+    torch.testing.assert_close(flat, (raw - 0.0875) / raw.std(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_critic_is_needed_and_only_where_it_is() -> None:
+    with pytest.raises(UserError) as caught:
+        trainer(spec(PPO))
+    assert 'algorithm.advantage = "gae" needs a critic' in str(caught.value)
+    critic = FixedCritic()
+    learn(trainer(spec({}), critic))
+    assert not critic.learned and not critic.denominators
+
+
+def test_the_critic_learns_with_the_policys_weights_and_denominator() -> None:
+    critic = FixedCritic()
+    values = learn(trainer(spec(PPO, minibatches=2, epochs=2), critic))
+    # normalize = "token": every weight 1; each minibatch has one group of 5 tokens, learned from twice
+    assert critic.denominators == [5, 5, 5, 5]
+    assert [weight for *_, weight in critic.learned] == [1.0] * 20
+    assert all(critic.with_graph)
+    assert values["value_loss"] == 2.5  # the fixed critic says 1, 2, 3, 4
+
+
+@pytest.mark.parametrize("kind", ["own", "shared"])
+def test_warm_up_teaches_the_critic_alone(kind: str) -> None:
+    model = llama()
+    critic = real_critic(kind, model)
+    subject = trainer(spec({**PPO, "critic_warmup_steps": 2}), critic, model=model)
+    start, head = weights_digest(model), critic.head.weight.detach().clone()
+    for step in (1, 2):
+        for one in batch():
+            subject.take(one)
+        metrics = subject.learn(step)
+        assert metrics.optimizer_steps == 0
+        assert "value_loss" in metrics.values and "loss" not in metrics.values
+        assert weights_digest(model) == start == metrics.version.digest
+        assert all(parameter.grad is None for parameter in model.parameters())
+    assert not torch.equal(critic.head.weight, head)
+    for one in batch():
+        subject.take(one)
+    assert subject.learn(3).optimizer_steps == 1
+    assert weights_digest(model) != start
+
+
+def real_critic(kind: str, model: PreTrainedModel) -> ModelCritic | TrunkCritic:
+    config = CriticConfig.model_validate({"kind": kind, "learning_rate": 1e-2})
+    if kind == "shared":
+        return TrunkCritic(model, reward_head(HIDDEN), config, value_coefficient=0.5)
+    own = llama(3)
+    use_packed_attention(own)
+    return ModelCritic(own, reward_head(HIDDEN), config, source=Path())
+
+
+@pytest.mark.parametrize("kind", ["own", "shared"])
+def test_ppo_with_a_real_critic(kind: str) -> None:
+    """The same batch again and again: the critic comes to know its returns."""
+    model = llama()
+    subject = trainer(spec(PPO), real_critic(kind, model), model=model)
+    values = [learn(subject, step=step) for step in range(1, 31)]
+    assert values[-1]["value_loss"] < 0.3 * values[0]["value_loss"]
+    assert {"explained_variance", "value_grad_norm", "returns_mean"} <= values[-1].keys()
+
+
+def test_a_shared_trunk_feels_the_value_loss() -> None:
+    digests = []
+    for coefficient in (0.01, 10.0):
+        model = llama()
+        head = reward_head(HIDDEN)
+        torch.nn.init.constant_(head.weight, 0.05)
+        critic = TrunkCritic(model, head, CriticConfig(kind="shared"), value_coefficient=coefficient)
+        learn(trainer(spec(PPO), critic, model=model))
+        digests.append(weights_digest(model))
+    assert digests[0] != digests[1]
+
+
+def test_an_update_that_went_too_far_still_teaches_the_critic() -> None:
+    critic = FixedCritic()
+    subject = trainer(spec({**PPO, "kl_stop": 1e-9}, minibatches=2, epochs=3), critic)
+    values = learn(subject)
+    # the first minibatch's step moves the policy; the second is measured, dropped, and four never begin
+    assert values["minibatches_dropped"] == 5
+    assert len(critic.denominators) == 2
+    assert all(parameter.grad is None for parameter in subject.model.parameters())
+
+
+def test_one_sample_a_prompt_will_do_without_siblings() -> None:
+    single = [group(position, one.trajectories[:1]) for position, one in enumerate(batch())]
+    subject = trainer(spec(PPO, group_size=1), FixedCritic())
+    assert learn(subject, single)["groups_skipped_invalid"] == 0
+    assert learn(trainer(spec({})), single)["groups_skipped_invalid"] == 2
+
+
+def test_a_bonus_is_learned_from_groups_without_signal() -> None:
+    flat = [group(0, [trajectory(PROMPT, [9, 10], 1.0, index=index, logprobs=[-5.0] * 2) for index in range(2)])]
+    assert "loss" not in learn(trainer(spec({}, prompts=1)), flat)
+    with_bonus = learn(trainer(spec({"entropy_bonus": 0.01}, prompts=1)), flat)
+    assert with_bonus["groups_without_signal"] == 1
+    assert with_bonus["loss"] == pytest.approx(-0.01 * with_bonus["entropy"], rel=1e-4)
+
+
+def test_a_bonus_raises_the_entropy() -> None:
+    subject = trainer(spec({"entropy_bonus": 1.0}))
+    values = [learn(subject, step=step)["entropy"] for step in range(1, 6)]
+    assert values[-1] > values[0] + 0.05
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "names"),
+    [
+        ({}, 'algorithm.correction.kind = "tis"'),
+        ({"correction": {"kind": "none"}, "proximal": "rollout"}, 'algorithm.proximal = "rollout"'),
+        ({"correction": {"kind": "none"}, "kl_beta": 0.1, "kl_in": "reward"}, 'algorithm.kl_in = "reward"'),
+    ],
+)
+def test_missing_rollout_logprobs_are_told_where_they_are_needed(algorithm: dict[str, Any], names: str) -> None:
+    subject = trainer(spec(algorithm), reference=llama(1) if "kl_beta" in algorithm else None)
+    with pytest.raises(UserError) as caught:
+        learn(subject, without_logprobs())
+    assert f"and {names} needs them" in str(caught.value)
+    assert 'algorithm.correction.kind = "none"' in str(caught.value)
+
+
+def test_without_rollout_logprobs_there_are_no_ratios() -> None:
+    values = learn(trainer(spec({"correction": {"kind": "none"}})), without_logprobs())
+    assert values["tokens_trained"] == 10
+    assert not {"ratio_mean", "mismatch_kl", "effective_sample_size"} & values.keys()
+
+
+def without_logprobs() -> list[Group]:
+    return [
+        group(one.position, [msgspec.structs.replace(t, rollout_logprobs=b"") for t in one.trajectories])
+        for one in batch()
+    ]
+
+
+def test_the_kl_coefficient_follows_its_target(tmp_path: Path) -> None:
+    """Far above the target: β grows by its most, 2 % a batch; it is part of the state."""
+    settings = spec({"kl_beta": 0.1, "kl_target": 1e-4})
+    source = save_folder(llama(), tmp_path / "source")
+    subject = trainer(settings, reference=llama(1), source=source)
+    assert learn(subject)["kl_beta"] == 0.1
+    assert learn(subject, step=2)["kl_beta"] == pytest.approx(0.102)
+    (tmp_path / "state").mkdir()
+    subject.write_state(tmp_path / "state")
+    again = trainer(settings, reference=llama(1), source=source)
+    again.read_state(tmp_path / "state")
+    assert again.kl_beta == pytest.approx(0.1 * 1.02**2)
+
+
+def test_a_fixed_coefficient_stays() -> None:
+    subject = trainer(spec({"kl_beta": 0.1}), reference=llama(1))
+    learn(subject)
+    assert subject.kl_beta == 0.1
+
+
+def test_the_critic_is_part_of_the_state(tmp_path: Path) -> None:
+    source = save_folder(llama(), tmp_path / "source")
+    subject = trainer(spec(PPO), FixedCritic(), source=source)
+    assert subject.state_bytes() == trainer(spec({})).state_bytes() + 100
+    learn(subject)
+    (tmp_path / "state").mkdir()
+    subject.write_state(tmp_path / "state")
+    critic = FixedCritic()
+    again = trainer(spec(PPO), critic, source=source)
+    again.read_state(tmp_path / "state")
+    assert critic.restored
+    assert (again.critic_steps, again.version) == (1, subject.version)
+
+
+def test_tokens_go_back_to_their_samples() -> None:
+    samples = [t for one in batch() for t in one.trajectories]
+    weighted = [Weighted(trajectory=t, advantage=0.0, token_weight=1.0) for t in samples]
+    microbatch = pack(weighted, torch.device("cpu"))
+    parts = [part.tolist() for part in microbatch.by_sample(microbatch.targets)]
+    assert parts == [[9, 10, 11], [12, 13]] * 2

@@ -1,0 +1,105 @@
+"""Supervised training without a run directory: examples made by hand, and telemetry that remembers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from tests.model_shapes import VOCABULARY, llama
+from tidemill.config.schema import RunSpec
+from tidemill.core.buffers import pack_tokens
+from tidemill.core.records import Demonstration, PreferencePair, StepMetrics
+from tidemill.models.attention import use_packed_attention
+from tidemill.telemetry.silent import SilentTelemetry
+from tidemill.trainer.checkpoint_store import CheckpointStore
+from tidemill.trainer.fitting import Workbench
+
+
+class RememberedSteps(SilentTelemetry):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda _: None)
+        self.steps: list[StepMetrics] = []
+        self.events: list[tuple[str, dict[str, Any]]] = []
+
+    def step(self, metrics: StepMetrics) -> None:
+        self.steps.append(metrics)
+
+    def event(self, name: str, **fields: Any) -> None:
+        self.events.append((name, fields))
+
+    def curve(self, name: str) -> list[float]:
+        return [line.values[name] for line in self.steps if name in line.values]
+
+
+def supervised_spec(**sections: dict[str, Any]) -> RunSpec:
+    base: dict[str, dict[str, Any]] = {
+        "supervised": {"minibatch_tokens": 120, "microbatch_tokens": 60, "evaluate_every_steps": 2},
+        "optimizer": {"learning_rate": 3e-3},
+        "checkpoint": {"every_steps": 2},
+    }
+    names = {*base, *sections}
+    return RunSpec.model_validate({name: {**base.get(name, {}), **sections.get(name, {})} for name in names})
+
+
+def bench(
+    folder: Path, *, model: PreTrainedModel | None = None, source: Path | None = None, **options: Any
+) -> Workbench:
+    """A workbench over `folder`; its model is the small Llama unless one is given."""
+    model = model if model is not None else llama()
+    use_packed_attention(model)
+    (folder / "source").mkdir(parents=True, exist_ok=True)
+    options = {"telemetry": RememberedSteps(), **options}
+    return Workbench(
+        model=model,
+        source=source or folder / "source",
+        directory=folder,
+        checkpoints=CheckpointStore(folder / "checkpoints", keep_last=2),
+        **options,
+    )
+
+
+def stop_after(calls: int) -> Callable[[], bool]:
+    """Answers False so many times, then True."""
+    left = iter([False] * calls)
+    return lambda: next(left, True)
+
+
+def demonstrations(count: int, seed: int = 0) -> list[Demonstration]:
+    """A common header, prompts of 3 tokens, completions of 1 to 6 that repeat the prompt's last token and end."""
+    rng = np.random.default_rng(seed)
+    header, made = [60, 61, 62, 63], []
+    for number in range(count):
+        prompt = rng.integers(2, VOCABULARY, 3).tolist()
+        completion = [prompt[-1]] * int(rng.integers(1, 6)) + [1]
+        made.append(
+            Demonstration(
+                id=f"d{number}", prompt_ids=pack_tokens([*header, *prompt]), completion_ids=pack_tokens(completion)
+            )
+        )
+    return made
+
+
+def pairs(count: int, seed: int = 0, *, margin: float = 0.0) -> list[PreferencePair]:
+    """Chosen completions repeat the prompt's last token, rejected ones are random; both are 1 to 5 tokens long."""
+    rng = np.random.default_rng(seed)
+    header, made = [60, 61, 62, 63], []
+    for number in range(count):
+        prompt = rng.integers(2, VOCABULARY, 3).tolist()
+        chosen = [prompt[-1]] * int(rng.integers(1, 5)) + [1]
+        rejected = [*rng.integers(2, VOCABULARY, int(rng.integers(1, 5))).tolist(), 1]
+        made.append(
+            PreferencePair(
+                id=f"p{number}",
+                prompt_ids=pack_tokens([*header, *prompt]),
+                chosen_ids=pack_tokens(chosen),
+                rejected_ids=pack_tokens(rejected),
+                margin=margin * number,
+            )
+        )
+    return made

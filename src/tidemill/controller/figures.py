@@ -44,14 +44,12 @@ def batch_figures(samples: Sequence[Sample], tally: Tally, version: PolicyVersio
 
     `tokens_generated` counts every completion token of the batch, `tokens_recovered` those of them that came from the
     journal, `tokens_other_weights` those made by weights that bear the version's number but not its digest: after a
-    restart a version may have been made again, a little different. The lag is in versions, by token.
+    restart a version may have been made again, a little different.
     """
     runs = [run for sample in samples for run in sample.versions]
-    lags = [(version.number - run.version.number, run.end - run.start) for run in runs]
-    tokens = sum(sample.length for sample in samples)
     other = (r.end - r.start for r in runs if r.version.number == version.number and r.version != version)
     return {
-        "tokens_generated": float(tokens),
+        "tokens_generated": float(sum(sample.length for sample in samples)),
         "tokens_recovered": float(sum(sample.recovered for sample in samples)),
         "tokens_other_weights": float(sum(other)),
         "prompt_tokens_computed": float(tally.prompt_tokens_computed),
@@ -65,6 +63,4 @@ def batch_figures(samples: Sequence[Sample], tally: Tally, version: PolicyVersio
         "samples_restarted": float(tally.samples_restarted),
         "groups_dropped": float(tally.groups_dropped),
         "groups_redrawn": float(tally.groups_redrawn),
-        "policy_lag_mean": sum(lag * length for lag, length in lags) / tokens if tokens else 0.0,
-        "policy_lag_max": float(max((lag for lag, length in lags if length), default=0)),
     }

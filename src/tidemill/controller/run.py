@@ -232,8 +232,10 @@ class Run:
         rollout.telemetry.samples(step, ordered, [sample.prompt for sample in samples])
         tally = self.in_flight.take_tally()
         figures = {**sample_figures(ordered), **batch_figures(samples, tally, version), **self.timings}
-        if self.timings["time_rollout_s"] > 0:
-            figures["tokens_per_s"] = tally.tokens_accepted / self.timings["time_rollout_s"]
+        ahead = self.spec.schedule.max_policy_lag > 0  # then there is no end to generating
+        generating_s = rollout.clock.now() - self.began_s if ahead else self.timings["time_rollout_s"]
+        if generating_s > 0:
+            figures["tokens_per_s"] = tally.tokens_accepted / generating_s
         # Where both know a number, the trainer's counts: it measures on its own thread.
         return msgspec.structs.replace(metrics, values={**figures, **metrics.values})
 

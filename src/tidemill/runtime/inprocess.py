@@ -15,6 +15,7 @@ from tidemill.core.clock import Clock
 from tidemill.rollout.worker import EngineWorker
 from tidemill.runtime.checkpoints import TrainerCheckpoints
 from tidemill.runtime.compute import ComputeThread
+from tidemill.runtime.critic import build_critic
 from tidemill.runtime.host import InProcessHost
 from tidemill.runtime.machinery import Machinery, scheduled_provider
 from tidemill.runtime.parts import load_parts
@@ -46,6 +47,7 @@ async def in_process(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock
             compute=compute,
             source=parts.folder,
             reference=parts.reference(),
+            critic=build_critic(parts, progress=recorder.note),
             autocast=parts.autocast,
         )
         engine = parts.engine(trainer.version, prompt_tokens=task.longest_prompt_tokens)

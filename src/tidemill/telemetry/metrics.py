@@ -108,7 +108,12 @@ METRICS: dict[str, Metric] = {
     TOKENS_RECOMPUTED: Metric("tokens", "tokens of resubmitted samples that their next worker computed again"),
     WORKERS_MEAN: Metric("workers", "preemptible workers that served the step, mean over its rollout"),
     SEED_WINDOW: Metric("s", "how long the reserved side was to generate beside preemptible workers"),
-    TRAINER_WAIT: Metric("s", "the trainer had nothing to learn from, and waited for samples"),
+    "tokens_discarded": Metric("tokens", "of samples that began again and groups that were given up or replaced"),
+    "samples_restarted": Metric("samples", "begun again because they were, or would have become, too old"),
+    "groups_dropped": Metric("groups", "given up because they would have become too old"),
+    "groups_redrawn": Metric("groups", "replaced because all their rewards were equal (algorithm.dynamic_sampling)"),
+    "time_trainer_idle_s": Metric("s", "the trainer had nothing to learn from, whoever was generating"),
+    TRAINER_WAIT: Metric("s", "of that, while the reserved side was not generating either"),
     REMOTE_WAIT: Metric("s", "preemptible workers had nothing left to generate, mean over workers"),
     PEAK_RSS: Metric("bytes", "largest resident memory of the process so far"),
 }

@@ -106,18 +106,6 @@ def test_generation_runs_ahead_as_far_as_the_lag_allows(lag: int) -> None:
     assert totals(ahead, "time_trainer_idle_s") < totals(on_policy, "time_trainer_idle_s")
 
 
-def test_the_step_tells_how_old_its_tokens_were() -> None:
-    session = run(max_policy_lag=2)
-
-    told = [step.values["policy_lag_max"] for step in session.telemetry.steps if step.step]
-    assert max(told) == 2
-    assert all(
-        0 <= step.values["policy_lag_mean"] <= step.values["policy_lag_max"]
-        for step in session.telemetry.steps
-        if step.step
-    )
-
-
 def test_a_sample_under_way_goes_on_under_new_weights() -> None:
     session = run(max_policy_lag=2)
 

@@ -16,6 +16,7 @@ from tidemill.runtime.cluster.serving import Serving, asked
 from tidemill.runtime.cluster.transport import ObjectStoreTransport
 from tidemill.runtime.cluster.wire import decode
 from tidemill.runtime.compute import ComputeThread
+from tidemill.runtime.critic import build_critic
 from tidemill.runtime.parts import load_parts
 from tidemill.runtime.publish import ModelPublisher
 from tidemill.trainer.checkpoint_store import CheckpointStore
@@ -46,12 +47,14 @@ class TrainerActor(Serving):
         spec = RunSpec.model_validate_json(planned.spec)
         parts = await compute.run(lambda: load_parts(spec, progress=lambda _: None))
         reference = await compute.run(parts.reference)
+        critic = await compute.run(lambda: build_critic(parts, progress=lambda _: None))
         trainer = PolicyTrainer(
             parts.model,
             spec,
             compute=compute,
             source=parts.folder,
             reference=reference,
+            critic=critic,
             autocast=parts.autocast,
         )
         engine = parts.engine(trainer.version, prompt_tokens=planned.prompt_tokens)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tidemill.config.pipeline import PipelineSpec, StageKind
+from tidemill.config.pipeline import KINDS, PipelineSpec, StageKind
 from tidemill.config.stages import load_recipe
 from tidemill.pipeline.kinds import Job, Outcome, RunStage
 from tidemill.pipeline.plan import Mark, Plan, Planned
@@ -58,7 +58,7 @@ class Stages:
 
     @property
     def runners(self) -> Mapping[StageKind, RunStage]:
-        return dict.fromkeys(("sft", "reward_model", "dpo", "rl", "eval", "export"), self.run)
+        return dict.fromkeys(KINDS, self.run)
 
     def run(self, job: Job) -> Outcome:
         """Some steps, each remembered in the stage's folder as a checkpoint would be; then the product."""

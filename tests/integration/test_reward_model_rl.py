@@ -61,6 +61,14 @@ def test_training_with_a_reward_model(reward_folder: Path, tmp_path: Path) -> No
     assert all(sample["reward"] == sample["components"]["exact"] for sample in judged)  # the truth alone counts
 
 
+def test_an_evaluation_tells_the_models_score_beside_the_truth(reward_folder: Path, tmp_path: Path) -> None:
+    found = evaluate(rl_spec(tmp_path / "run", {"kind": "model", "model": str(reward_folder)}))
+    score = found["scores"]["model"]
+    assert (score["invalid"], found["n"]) == (0, 4)
+    assert score["mean"] != 0
+    assert found["greedy_accuracy"] in (0.0, 0.25, 0.5, 0.75, 1.0)  # of exact answers
+
+
 def test_a_plain_model_is_refused_before_anything_is_generated(tmp_path: Path, reward_folder: Path) -> None:
     plain = tmp_path / "plain"
     plain.mkdir()

@@ -66,6 +66,31 @@ def test_eval_without_a_checkpoint_is_of_the_untrained_model(trained: Trained) -
     assert ran.data["weights_digest"] != trained.summary["weights_digest"]
 
 
+def test_eval_draws_samples_for_pass_at_k_and_compares(trained: Trained) -> None:
+    asked = ("--eval.samples_per_prompt=4", "--eval.pass_at=[1,2,4]", "--eval.prompts=32")
+    ran = run_here("eval", "--checkpoint", str(trained.run), "--compare=char", *asked, "--json")
+    assert ran.code == 0, ran.err
+    found = ran.data
+    drawn, other = found["drawn"], found["compared_with"]
+    chances = [drawn["pass_at"][k]["value"] for k in ("1", "2", "4")]
+    assert chances == sorted(chances)
+    assert all(figure["low"] <= figure["value"] <= figure["high"] for figure in drawn["pass_at"].values())
+    assert drawn["samples_per_prompt"] == 4
+    assert 0 < drawn["distinct_1"] <= 1
+    low, high = found["greedy_accuracy_interval"]
+    assert low <= found["greedy_accuracy"] <= high
+    # The other model is the one this run began with; McNemar's counts are of the two lists of completions.
+    assert other["weights_digest"] != found["weights_digest"]
+    right = [(that["correct"], this["correct"]) for that, this in zip(other["samples"], found["samples"], strict=True)]
+    figure = other["figures"]["greedy_accuracy"]
+    assert (figure["higher"], figure["lower"]) == (right.count((False, True)), right.count((True, False)))
+    assert figure["this"] == found["greedy_accuracy"]
+    assert other["figures"]["drawn_accuracy"]["this"] == pytest.approx(drawn["pass_at"]["1"]["value"])
+    # The same again is the same again, sample by sample.
+    again = run_here("eval", "--checkpoint", str(trained.run), *asked, "--json").data
+    assert again["drawn"] == drawn
+
+
 def test_an_earlier_checkpoint_may_be_named(trained: Trained) -> None:
     ran = run_here("eval", "--checkpoint", str(trained.run / "checkpoints/step_6"), "--json")
     at_6 = [json.loads(line) for line in (trained.run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()][-7]

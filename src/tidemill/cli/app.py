@@ -22,7 +22,7 @@ from tidemill.core.errors import UserError
 
 VERBS = {
     "train": ("tidemill.cli.train:train", "Train a model, or resume a run."),
-    "eval": ("tidemill.cli.eval:evaluate", "Measure greedy accuracy on held-out prompts."),
+    "eval": ("tidemill.cli.eval:evaluate", "Measure a model on held-out prompts; compare two."),
     "generate": ("tidemill.cli.generate:generate", "Try prompts on a model or a checkpoint."),
     "algorithms": ("tidemill.cli.algorithms:algorithms", "List the algorithms a recipe can name, with their formulas."),
     "model": ("tidemill.cli.model:app", "List the built-in models; fetch one into the cache."),

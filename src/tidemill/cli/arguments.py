@@ -46,15 +46,18 @@ def spec_for(items: Sequence[str], checkpoint: Path | None, *, purpose: Purpose)
     return load_spec(items, purpose=purpose)
 
 
-def model_folder(checkpoint: Path | None) -> Path | None:
+def model_folder(checkpoint: Path | None, *, option: str = "--checkpoint") -> Path | None:
     """The folder with the weights: the checkpoint itself, or the newest one of a run directory.
+
+    Args:
+        option: that named it, for the errors.
 
     Raises:
         UserError: there is none.
     """
     if checkpoint is None or (checkpoint / "config.json").is_file():
         return checkpoint
-    where = f"--checkpoint {checkpoint}"
+    where = f"{option} {checkpoint}"
     if not checkpoint.is_dir():
         raise UserError("no such folder", where=where, cure="name a run directory or runs/<name>/checkpoints/step_N")
     folder = checkpoint / "checkpoints" if (checkpoint / "checkpoints").is_dir() else checkpoint

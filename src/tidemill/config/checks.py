@@ -22,6 +22,11 @@ def contradictions(spec: RunSpec, purpose: Purpose) -> list[Fault]:
     faults = list[Fault]()
     if purpose in ("train", "generate", "eval"):
         faults += _context_faults(spec, purpose)
+    if purpose == "eval" and spec.eval.samples_per_prompt > 1 and spec.sampling.temperature == 0:
+        what = f"0 is greedy: all {spec.eval.samples_per_prompt} samples of a prompt would be the same"
+        faults.append(
+            Fault(key="sampling.temperature", what=what, cure="set it above 0, or eval.samples_per_prompt to 0")
+        )
     if purpose == "train":
         faults += _sampling_faults(spec) + _batch_faults(spec)
     return faults

@@ -28,7 +28,7 @@ def topics(spec: RunSpec, *, purpose: Purpose = "train", prompt_tokens: int | No
     if purpose == "generate":
         return [("model", _model(spec)), ("sampling", _sampling(spec))]
     if purpose == "eval":
-        return [("model", _model(spec)), ("task", _task(spec)), ("evaluation", _held_out(spec))]
+        return [("model", _model(spec)), ("task", _task(spec)), ("evaluation", _held_out(spec)), *_drawn(spec)]
     return [
         ("model", _model(spec)),
         ("task", _task(spec)),
@@ -216,6 +216,14 @@ def _held_out(spec: RunSpec) -> str:
     return (
         f"at most {counted(spec.eval.prompts, 'held-out prompt')}, {counted(limit, 'new token')} each at most, greedily"
     )
+
+
+def _drawn(spec: RunSpec) -> list[tuple[str, str]]:
+    """What `tidemill eval` draws besides."""
+    if not spec.eval.samples_per_prompt:
+        return []
+    ks = ", ".join(f"pass@{k}" for k in spec.eval.ks)
+    return [("drawn", f"{counted(spec.eval.samples_per_prompt, 'sample')} of each prompt for {ks}; {_sampling(spec)}")]
 
 
 def _checkpoint(spec: RunSpec, derived: Derived) -> str:

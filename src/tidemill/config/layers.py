@@ -25,6 +25,7 @@ COMMAND_FLAGS = (
     "debug",
     "help",
     "checkpoint",
+    "compare",
     "only",
     "from",
     "prune-stale",

@@ -11,7 +11,7 @@ from tidemill.config.keys import ITEM, KeyPath
 from tidemill.config.layers import PREFIX
 from tidemill.config.schema import RunConfig, RunSpec
 
-StageKind: TypeAlias = Literal["sft", "reward_model", "dpo", "rl", "eval", "export"]
+StageKind: TypeAlias = Literal["demonstrations", "pairs", "sft", "reward_model", "dpo", "rl", "eval", "export"]
 Product: TypeAlias = Literal["a model", "a reward model", "data"]
 """What one stage may take from another."""
 
@@ -23,6 +23,7 @@ ASKED: dict[KeyPath, Product] = {
     ("data", "path"): "data",
     ("data", "held_out_path"): "data",
     ("scoring", "rewards", ITEM, "model"): "a reward model",
+    ("eval", "compare_with"): "a model",
 }
 """The keys that name a model or file, and which."""
 
@@ -44,6 +45,15 @@ _SCORING = ("engine.tick_s", "scoring.concurrency", "scoring.timeout_s")
 _SUPERVISED = ("run", "model", "data", "supervised", "optimizer", "trainer", "checkpoint", "telemetry")
 
 KINDS: dict[StageKind, KindOfStage] = {
+    "demonstrations": KindOfStage(
+        sections=("run", "model", "task", "sampling", "making"), gives="data", purpose="generate"
+    ),
+    "pairs": KindOfStage(
+        sections=("run", "model", "task", "scoring", "sampling", "engine", "trainer", "making"),
+        gives="data",
+        purpose="generate",
+        neutral=_SCORING,
+    ),
     # Supervised stages may give their best checkpoint: how often one is written is no matter of taste there.
     "sft": KindOfStage(sections=_SUPERVISED, gives="a model", required=("data", "path")),
     "reward_model": KindOfStage(

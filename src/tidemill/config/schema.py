@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, model_validator
 
@@ -12,6 +12,7 @@ from tidemill.config.base import Config, refuse
 from tidemill.config.data import DataConfig
 from tidemill.config.export import ExportConfig
 from tidemill.config.learning import BatchConfig, OptimizerConfig, TrainerConfig
+from tidemill.config.making import MakingConfig
 from tidemill.config.model import ModelConfig
 from tidemill.config.pool import FleetConfig, PoolConfig, RayConfig, StaticPool
 from tidemill.config.schedule import ScheduleConfig
@@ -62,6 +63,30 @@ class EvalConfig(Config):
     """Held-out prompts, at most; fewer when the task has fewer."""
     max_new_tokens: int = Field(0, ge=0)
     """Completion limit in evaluation; 0 takes sampling.max_new_tokens."""
+    samples_per_prompt: int = Field(0, ge=0)
+    """`tidemill eval` draws so many samples of each prompt as `sampling` says, for pass@k, besides the greedy one; 0
+    draws none. Evaluations of a run in progress are greedy."""
+    pass_at: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """The k of pass@k, at most samples_per_prompt; by default its powers of 2."""
+    compare_with: str | None = None
+    """Stages of kind eval: another model, as model.source, that is asked the same; its figures are told beside this
+    one's, with what chance would make of the difference."""
+
+    @property
+    def ks(self) -> tuple[int, ...]:
+        """What k pass@k is told for, ascending."""
+        powers = (2**power for power in range(self.samples_per_prompt.bit_length()))
+        return tuple(sorted(set(self.pass_at or powers)))
+
+    @model_validator(mode="after")
+    def _enough_samples(self) -> EvalConfig:
+        faults = []
+        if self.pass_at and max(self.pass_at) > self.samples_per_prompt:
+            faults.append(
+                f"pass_at holds {max(self.pass_at)}, and samples_per_prompt = {self.samples_per_prompt} draws fewer; "
+                f"raise samples_per_prompt to at least {max(self.pass_at)}"
+            )
+        return refuse(faults, self)
 
 
 class CheckpointConfig(Config):
@@ -110,6 +135,7 @@ class RunSpec(Config):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
+    making: MakingConfig = MakingConfig()
     export: ExportConfig = ExportConfig()
 
     @property

@@ -69,6 +69,11 @@ class TextCodec:
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=True)
         return text
 
+    def decode_whole(self, token_ids: Sequence[int]) -> str:
+        """Text of a completion with its special tokens written out, so that `encode_completion` finds them again."""
+        text: str = self._backend.decode(list(token_ids), skip_special_tokens=False)
+        return text
+
     def encode_completion(self, text: str) -> list[int]:
         """Token ids of a completion alone: nothing is put before or after, and nothing merges with the prompt's last
         token, for the prompt's ids are fixed when a model answers it.

@@ -20,6 +20,8 @@ from tidemill.models.catalog import is_local
 FORMAT = 1
 """Raised when stages of equal configuration begin to give something else."""
 SHORT_CHARS = 10
+NAMED = ("source", "compare_with")
+"""Keys that take the name of a model as well as its folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +40,7 @@ def file_inputs(stage: StageSpec) -> list[FileInput]:
     """Every file and folder it reads: data, models named by a path, and reward functions kept in files."""
     found = []
     for location, value in asked_for(stage.spec, stage.kind):
-        is_name = location[-1] == "source" and (value in BUILT_IN_MODELS or not is_local(value))
+        is_name = location[-1] in NAMED and (value in BUILT_IN_MODELS or not is_local(value))
         if not value.startswith(PREFIX) and not is_name:
             found.append(FileInput(location=location, path=Path(value).expanduser()))
     if "scoring" in KINDS[stage.kind].sections:

@@ -13,6 +13,8 @@ from tidemill.config.words import counted
 from tidemill.pipeline.plan import Mark
 from tidemill.telemetry.numerals import compact, decimal
 
+DATA = "rows.jsonl"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
@@ -42,6 +44,28 @@ class Outcome:
 
 
 RunStage: TypeAlias = Callable[[Job], Outcome]
+
+
+def run_making(job: Job) -> Outcome:
+    """Write rows to learn from, of the task's training prompts: its own answers, or a model's right ones against wrong
+    ones; gives that file."""
+    from tidemill.runtime.making import make_demonstrations, make_pairs
+
+    path, making = job.directory / DATA, job.spec.making
+    path.unlink(missing_ok=True)  # of a session that was killed before it could say that it had finished
+    if job.kind == "demonstrations":
+        found = make_demonstrations(job.spec, path, prompts=making.prompts, progress=job.say)
+    else:
+        found = make_pairs(
+            job.spec,
+            path,
+            prompts=making.prompts,
+            samples_per_prompt=making.samples_per_prompt,
+            pairs_per_prompt=making.pairs_per_prompt,
+            progress=job.say,
+        )
+    figures = {name: value for name, value in found.items() if isinstance(value, (int, float))}
+    return Outcome(product=path, headline=f"{found['rows']:,} {found['kind']}", figures=figures)
 
 
 def run_rl(job: Job) -> Outcome:
@@ -94,13 +118,12 @@ def run_supervised(job: Job) -> Outcome:
 
 def run_eval(job: Job) -> Outcome:
     """Measure a model on the task's held-out prompts; gives figures and every completion."""
-    from tidemill.pipeline.measured import write_measured
+    from tidemill.pipeline.measured import measured_words, write_measured
     from tidemill.runtime.evaluate import evaluate
 
-    found = evaluate(job.spec, progress=job.say)
+    found = evaluate(job.spec, compare=job.spec.eval.compare_with, progress=job.say)
     figures = write_measured(job.directory, job.spec, found)
-    headline = f"held-out greedy accuracy {found['greedy_accuracy']:.3f} (n = {found['n']})"
-    return Outcome(headline=headline, figures=figures)
+    return Outcome(headline=measured_words(found), figures=figures)
 
 
 def run_export(job: Job) -> Outcome:
@@ -124,6 +147,8 @@ def _history(job: Job) -> list[str]:
 
 
 RUNNERS: dict[StageKind, RunStage] = {
+    "demonstrations": run_making,
+    "pairs": run_making,
     "sft": run_supervised,
     "reward_model": run_supervised,
     "dpo": run_supervised,

@@ -12,6 +12,7 @@ from tidemill.config.schema import RunSpec
 from tidemill.telemetry.events import EVALUATION, SESSION_END, SESSION_START, event_line
 from tidemill.telemetry.jsonl import JsonlWriter
 from tidemill.telemetry.manifest import build_manifest
+from tidemill.telemetry.numerals import decimal
 from tidemill.telemetry.report import write_report
 from tidemill.telemetry.run_dir import RunDirectory, samples_name
 from tidemill.telemetry.samples import write_samples
@@ -25,7 +26,10 @@ def write_measured(directory: Path, spec: RunSpec, found: dict[str, Any]) -> dic
     Raises:
         UserError: the directory cannot be written, or another process works on it.
     """
-    figures = {name: value for name, value in found.items() if isinstance(value, (int, float, str)) or value is None}
+    figures = {name: value for name, value in found.items() if isinstance(value, (int, float, str))}
+    figures |= {f"score_{name}": score["value"] for name, score in found.get("scores", {}).items()}
+    for name, pair in _compared(found).items():
+        figures |= {f"{name}_difference": pair["difference"]["value"], f"{name}_p_value": pair["p_value"]}
     lines = [
         {
             "step": 0,
@@ -44,8 +48,24 @@ def write_measured(directory: Path, spec: RunSpec, found: dict[str, Any]) -> dic
         )
         write_samples(run.samples / samples_name(0, PURPOSE), lines)
         _write_events(run, figures)
-        run.write_summary(figures)
+        run.write_summary(found)
         write_report(run.path)
+    return figures
+
+
+def measured_words(found: dict[str, Any]) -> str:
+    """The figures that matter most, in a sentence."""
+    words = [f"held-out greedy accuracy {found['greedy_accuracy']:.3f} (n = {found['n']})"]
+    words += [f"score of {name} {decimal(score['value'])}" for name, score in found.get("scores", {}).items()]
+    for name, pair in _compared(found).items():
+        if name != "completion_tokens":
+            change = f"{pair['difference']['value']:+.3f} (p = {decimal(pair['p_value'])})"
+            words.append(f"{name.replace('_', ' ')} against the other model {change}")
+    return ", ".join(words)
+
+
+def _compared(found: dict[str, Any]) -> dict[str, Any]:
+    figures: dict[str, Any] = found.get("compared_with", {}).get("figures", {})
     return figures
 
 

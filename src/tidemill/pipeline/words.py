@@ -78,6 +78,9 @@ def size(stage: StageSpec) -> str:
         return f"{counted(spec.trainer.steps, 'step')}, {counted(derived.samples, 'sample')}"
     if stage.kind == "eval":
         return f"up to {counted(spec.eval.prompts, 'prompt')}"
+    if stage.kind in ("demonstrations", "pairs"):
+        drawn = f" × {counted(spec.making.samples_per_prompt, 'sample')}" if stage.kind == "pairs" else ""
+        return f"up to {counted(spec.making.prompts, 'prompt')}{drawn}"
     if stage.kind == "export":
         return spec.export.dtype
     epochs = spec.supervised.epochs

@@ -1,99 +1,80 @@
-"""`tidemill eval` in one process."""
+"""`tidemill eval` in one process: one model on the task's held-out prompts, or two on the same."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from tidemill.config.schema import RunSpec
-from tidemill.controller.evaluation import Evaluation, correct
-from tidemill.controller.evaluation import evaluate as evaluate_prompts
-from tidemill.controller.fleet import Fleet
-from tidemill.controller.ledger import Ledger
-from tidemill.controller.loop import sampling_params
-from tidemill.controller.rollout import Rollout
-from tidemill.core.clock import LoopClock
-from tidemill.core.records import PolicyVersion, Prompt
-from tidemill.models.loading import weights_digest
-from tidemill.rollout.worker import EngineWorker
-from tidemill.runtime.compute import ComputeThread
-from tidemill.runtime.machinery import scorers
+from tidemill.core.protocols import Scorer
+from tidemill.core.records import Group, Prompt, Reward, Trajectory
+from tidemill.runtime.answering import answering
+from tidemill.runtime.measured import Measured, comparison, figures
 from tidemill.runtime.parts import Parts, load_parts
-from tidemill.runtime.rewards import check_reward_models
-from tidemill.telemetry.silent import SilentTelemetry
+from tidemill.runtime.rewards import check_reward_models, model_scores
+
+DRAWN = "eval:held_out:drawn"
+"""Names the random numbers of the samples for pass@k."""
+
+Progress = Callable[[str], None]
+Scorers = Mapping[str, Scorer]
+"""Judges beside the task's own, by the name their score is told under."""
 
 
 def evaluate(
-    spec: RunSpec, *, model_folder: Path | None = None, progress: Callable[[str], None] = lambda _: None
+    spec: RunSpec,
+    *,
+    model_folder: Path | None = None,
+    compare: Path | str | None = None,
+    scorers: Scorers | None = None,
+    progress: Progress = lambda _: None,
 ) -> dict[str, Any]:
-    """Greedy accuracy of a model on the task's held-out prompts, and every completion.
+    """Accuracy of a model on the task's held-out prompts, greedily and, if samples are asked for, by pass@k; lengths,
+    diversity, and every greedy completion.
 
     Args:
         model_folder: a model or checkpoint instead of the configured one.
+        compare: another model (a folder, or a source as in the configuration) to be asked the same and compared with.
+        scorers: whoever else judges the greedy completions; closed by whoever made them.
 
     Raises:
         UserError: a fault of the input.
     """
-    check_reward_models(spec, progress=progress)
-    parts = load_parts(spec, progress=progress, folder=model_folder)
-    evaluation, prompts = asyncio.run(_evaluate(parts, progress))
-    result = evaluation.result
-    return {
-        "greedy_accuracy": result.greedy_accuracy,
-        "n": result.n,
-        "invalid": result.invalid,
-        "truncated_fraction": result.truncated_fraction,
-        "completion_tokens_mean": result.completion_tokens_mean,
-        "duration_s": result.duration_s,
-        "model": parts.spec.model.source,
-        "weights_digest": result.version.digest,
-        "samples": [
-            {"prompt": prompt.text, "completion": sample.text, "answer": prompt.answer, "correct": correct(sample)}
-            for prompt, sample in zip(prompts, evaluation.samples, strict=True)
-        ],
-    }
+    this = measure(spec, model=model_folder, scorers=scorers or {}, progress=progress)
+    found = figures(this, ks=spec.eval.ks)
+    if compare is not None:
+        progress(f"now {compare}, on the same prompts")
+        other = measure(spec, model=compare, scorers=scorers or {}, progress=progress)
+        found["compared_with"] = comparison(other, this)
+    return found
 
 
-async def _evaluate(parts: Parts, progress: Callable[[str], None]) -> tuple[Evaluation, list[Prompt]]:
-    spec, clock = parts.spec, LoopClock()
-    task = parts.task()
+def measure(spec: RunSpec, *, model: Path | str | None, scorers: Scorers, progress: Progress) -> Measured:
+    """Ask one model everything: the configured one, that of a folder, or another source."""
+    if isinstance(model, str):
+        spec = spec.model_copy(update={"model": spec.model.model_copy(update={"source": model, "revision": None})})
+    folder = model if isinstance(model, Path) else None
+    check_reward_models(spec, progress=progress, policy_folder=folder)
+    parts = load_parts(spec, progress=progress, folder=folder)
+    return asyncio.run(_measure(parts, scorers, progress))
+
+
+async def _measure(parts: Parts, scorers: Scorers, progress: Progress) -> Measured:
+    spec, task = parts.spec, parts.task()
     prompts = list(task.source.held_out())[: spec.eval.prompts]
-    version = PolicyVersion(number=0, digest=weights_digest(parts.model))
-    async with AsyncExitStack() as stack:
-        compute = ComputeThread()
-        stack.push_async_callback(compute.close)
-        engine = parts.engine(version, prompt_tokens=task.longest_prompt_tokens)
-        worker = EngineWorker(engine, compute, clock=clock, tick_s=spec.engine.tick_s)
-        stack.push_async_callback(worker.close)
-        scorer, eval_scorer = scorers(spec, task, compute)
-        stack.push_async_callback(scorer.close)
-        stack.push_async_callback(eval_scorer.close)
-        telemetry = SilentTelemetry(progress)
-        fleet = Fleet(worker, slots=spec.engine.slots, clock=clock, telemetry=telemetry)
-        await stack.enter_async_context(fleet)
-        rollout = Rollout(
-            fleet=fleet,
-            ledger=Ledger(None),
-            scorer=scorer,
-            codec=parts.codec,
-            telemetry=telemetry,
-            clock=clock,
-            stop=asyncio.Event(),
-        )
-        sampling = sampling_params(spec, parts.codec, task.default_stop_strings)
-        limit = spec.eval.max_new_tokens or sampling.max_new_tokens
-        evaluation = await evaluate_prompts(
-            step=0,
-            version=version,
-            prompts=prompts,
-            rollout=rollout,
-            scorer=eval_scorer,
-            sampling=msgspec.structs.replace(sampling, max_new_tokens=limit),
-            seed=spec.run.seed,
-        )
-    return evaluation, prompts
+    drawn = list[Group]()
+    async with answering(parts, task, progress) as model:
+        greedy = await model.greedily(prompts)
+        if wanted := spec.eval.samples_per_prompt:
+            drawn = await model.draw(prompts, samples_per_prompt=wanted, purpose=DRAWN)
+        scores = {name: await _score(scorer, prompts, greedy.samples) for name, scorer in scorers.items()}
+    scores |= model_scores(greedy.samples)
+    return Measured(model=spec.model.source, prompts=tuple(prompts), greedy=greedy, drawn=tuple(drawn), scores=scores)
+
+
+async def _score(scorer: Scorer, prompts: list[Prompt], samples: tuple[Trajectory, ...]) -> tuple[Reward, ...]:
+    # All at once: one that computes in batches then sees them together.
+    asked = (scorer.score(prompt, sample) for prompt, sample in zip(prompts, samples, strict=True))
+    return tuple(await asyncio.gather(*asked))

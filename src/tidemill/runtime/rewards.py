@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from tidemill.config.schema import RunSpec
 from tidemill.config.scoring import RewardConfig
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import Compute
+from tidemill.core.records import Reward, Trajectory
 from tidemill.envs.text.batches import Judge
 from tidemill.envs.text.sample import Sample
 from tidemill.models.catalog import resolve
@@ -22,6 +24,7 @@ from tidemill.runtime.machine import choose_device, choose_precision
 from tidemill.trainer.reward_scores import reward_scores
 
 STAGE = "stage:"
+MODEL_COMPONENT = re.compile(r"model(_\d+)?")  # what `build_rewards` calls rewards of kind "model"
 
 
 class ModelJudge:
@@ -51,8 +54,11 @@ class ModelJudge:
             await self._own.close()
 
 
-def check_reward_models(spec: RunSpec, *, progress: Callable[[str], None]) -> None:
+def check_reward_models(spec: RunSpec, *, progress: Callable[[str], None], policy_folder: Path | None = None) -> None:
     """Every reward model of a run is one, and reads the policy's token ids as the policy means them.
+
+    Args:
+        policy_folder: a model or checkpoint instead of the configured one.
 
     Raises:
         UserError: naming the reward at fault.
@@ -62,7 +68,7 @@ def check_reward_models(spec: RunSpec, *, progress: Callable[[str], None]) -> No
         return
     folders = [(_where(at), _folder(reward, _where(at))) for at, reward in wanted]
     described = [(where, folder, read_description(folder, "reward_model")) for where, folder in folders]
-    policy = load_codec(resolve(spec.model, progress=progress))
+    policy = load_codec(policy_folder or resolve(spec.model, progress=progress))
     for where, folder, description in described:
         check_same_vocabulary(description, folder, policy, where=where)
 
@@ -87,6 +93,20 @@ def model_judges(spec: RunSpec, compute: Compute | None) -> Callable[[RewardConf
         )
 
     return judge
+
+
+def model_scores(samples: Sequence[Trajectory]) -> dict[str, tuple[Reward, ...]]:
+    """What reward models said of samples whose reward counts them with weight 0, as `evaluation_scoring` has it: by
+    the name of their component, one a sample."""
+    rewards = [sample.reward or Reward(value=0.0, valid=False) for sample in samples]
+    names = dict.fromkeys(name for reward in rewards for name in reward.components if MODEL_COMPONENT.fullmatch(name))
+    return {
+        name: tuple(
+            Reward(value=reward.components.get(name, 0.0), valid=name in reward.components, reason=reward.reason)
+            for reward in rewards
+        )
+        for name in names
+    }
 
 
 def _where(position: int) -> str:

@@ -112,7 +112,8 @@ def sign_test(better: int, worse: int) -> float:
 def paired(before: Sequence[float], after: Sequence[float]) -> Paired:
     """Compare two measurements of the same items, in the same order; there must be at least one.
 
-    The interval of the difference is bootstrapped over items.
+    The interval of the difference is bootstrapped over items; where all items changed alike it has no width and says
+    nothing.
     """
     changes = [now - then for then, now in zip(before, after, strict=True)]
     better, worse = sum(change > 0 for change in changes), sum(change < 0 for change in changes)

@@ -7,17 +7,20 @@ from typing import Any
 import pytest
 
 from tests.unit.cli.conftest import Pretend, Run
+from tidemill.cli.eval import figures
 from tidemill.config.schema import RunSpec
 
-Asked = list[tuple[RunSpec, Path | None]]
+Asked = list[tuple[RunSpec, Path | str | None]]
 
 
 @pytest.fixture
 def asked(pretend: Pretend) -> Asked:
     calls: Asked = []
 
-    def evaluate(spec: RunSpec, *, model_folder: Path | None, progress: Callable[[str], None]) -> dict[str, Any]:
-        calls.append((spec, model_folder))
+    def evaluate(
+        spec: RunSpec, *, model_folder: Path | None, compare: Path | str | None, progress: Callable[[str], None]
+    ) -> dict[str, Any]:
+        calls.append((spec, model_folder if compare is None else compare))
         progress("half way")
         return {"greedy_accuracy": 0.8125, "n": 64, "samples": [{"prompt": "1+1="}]}
 
@@ -51,7 +54,7 @@ def test_a_checkpoint_brings_its_runs_configuration(run: Run, asked: Asked, tmp_
     assert run("eval", "--checkpoint=D/checkpoints").code == 0
     assert [spec.run.seed for spec, _ in asked] == [7, 7, 7]
     assert asked[1][0].eval.prompts == 3
-    folders = [folder.resolve() for _, folder in asked if folder]
+    folders = [folder.resolve() for _, folder in asked if isinstance(folder, Path)]
     assert folders == [early, late, late]  # by number, not by spelling
 
 
@@ -74,6 +77,53 @@ def test_no_checkpoint_there(run: Run, asked: Asked, tmp_path: Path, folder: str
     assert ran.code == 2
     assert ran.err.startswith(says)
     assert asked == []
+
+
+def test_another_model_may_be_named_to_compare_with(run: Run, asked: Asked, tmp_path: Path) -> None:
+    late = checkpoint(tmp_path / "D" / "checkpoints" / "step_10")
+    assert run("eval", "--compare", "D").code == 0
+    assert run("eval", "--compare", "char").code == 0
+    other = checkpoint(tmp_path / "char")  # a folder of that name goes first
+    assert run("eval", "--compare", "char").code == 0
+    assert [Path(found).resolve() if isinstance(found, Path) else found for _, found in asked] == [late, "char", other]
+
+
+def test_no_model_there_to_compare_with(run: Run, asked: Asked) -> None:
+    ran = run("eval", "--compare", "none")
+    assert ran.code == 2
+    assert ran.err.startswith("error: --compare none: no such folder")
+    assert asked == []
+
+
+def test_every_figure_for_people() -> None:
+    interval = {"value": 0.5, "low": 0.25, "high": 0.75}
+    paired = {"n": 64, "other": 0.25, "this": 0.5, "difference": interval, "higher": 20, "lower": 4, "p_value": 0.0015}
+    found = {
+        "greedy_accuracy": 0.8125,
+        "greedy_accuracy_interval": [0.7, 0.9],
+        "n": 64,
+        "completion_tokens": {"mean": 2.5, "max": 3.0},
+        "scores": {"liked": interval},
+        "drawn": {"samples_per_prompt": 8, "pass_at": {"1": interval}, "distinct_1": 0.125},
+        "compared_with": {
+            "model": "char",
+            "weights_digest": "ab",
+            "figures": {"greedy_accuracy": paired},
+            "samples": [],
+        },
+        "samples": [{}],
+    }
+    assert figures(found).splitlines() == [
+        "greedy_accuracy    0.8125 (95 %: 0.7 to 0.9)",
+        "n                  64",
+        "completion_tokens  mean 2.5, max 3",
+        "score liked        0.5 (95 %: 0.25 to 0.75)",
+        "drawn              8 samples of each prompt",
+        "  pass@1           0.5 (95 %: 0.25 to 0.75)",
+        "  distinct_1       0.125",
+        "compared_with      char, weights ab",
+        "  greedy_accuracy  0.25 -> 0.5, +0.5 (95 %: +0.25 to +0.75); higher on 20 of 64, lower on 4, p = 0.0015",
+    ]
 
 
 def test_dry_run(run: Run, asked: Asked) -> None:

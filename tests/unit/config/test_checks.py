@@ -55,3 +55,11 @@ def test_a_completion_must_leave_room_in_the_char_model() -> None:
 
 def test_the_default_run_trains() -> None:
     refuse_untrainable(RunSpec())
+
+
+def test_samples_for_pass_at_k_must_differ() -> None:
+    greedy = SamplingConfig(temperature=0)
+    (fault,) = contradictions(RunSpec(sampling=greedy, eval=EvalConfig(samples_per_prompt=4)), "eval")
+    assert fault.key == "sampling.temperature"
+    assert "all 4 samples of a prompt would be the same" in fault.what
+    assert contradictions(RunSpec(sampling=greedy), "eval") == []

@@ -188,3 +188,12 @@ def test_a_schedule_that_runs_ahead_in_words() -> None:
         "tokens at most 2 versions old: up to 16 groups ahead of the 8 that are due; a batch is the groups finished "
         "first; at new weights, samples under way begin again; when a group would become too old, it is given up"
     )
+
+
+def test_an_evaluation_says_what_it_draws() -> None:
+    spec = load_spec(["--eval.samples_per_prompt=4", "--sampling.max_new_tokens=3"], purpose="eval")
+    assert topics(spec, purpose="eval")[-1] == (
+        "drawn",
+        "4 samples of each prompt for pass@1, pass@2, pass@4; temperature 1, at most 3 new tokens",
+    )
+    assert [topic for topic, _ in topics(RunSpec(), purpose="eval")] == ["model", "task", "evaluation"]

@@ -121,6 +121,15 @@ def test_a_jsonl_task_has_no_checker_either() -> None:
     assert 'task.kind = "jsonl" brings no checker' in said
 
 
+def test_the_k_of_pass_at_k() -> None:
+    assert EvalConfig().ks == ()
+    assert EvalConfig(samples_per_prompt=1).ks == (1,)
+    assert EvalConfig(samples_per_prompt=12).ks == (1, 2, 4, 8)
+    assert EvalConfig(samples_per_prompt=12, pass_at=(12, 3)).ks == (3, 12)
+    said = messages(EvalConfig, samples_per_prompt=4, pass_at=(1, 8))
+    assert "pass_at holds 8, and samples_per_prompt = 4 draws fewer" in said
+
+
 def test_data_to_evaluate_on_needs_data_to_learn_from() -> None:
     assert "held_out_path is given without path" in messages(DataConfig, held_out_path="x.jsonl")
     assert DataConfig().path is None  # a run of reinforcement learning needs none

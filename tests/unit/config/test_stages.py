@@ -205,7 +205,8 @@ def test_other_verbs_do_not_take_stages(load: Load) -> None:
         (
             ["--stage.second.kind=rll"],
             (
-                'stage.second.kind: needs one of "sft", "reward_model", "dpo", "rl", "eval", "export", was given '
+                'stage.second.kind: needs one of "demonstrations", "pairs", "sft", "reward_model", "dpo", "rl", '
+                '"eval", "export", was given '
                 "'rll' (command line, stage second); did you mean rl?"
             ),
         ),
@@ -287,5 +288,6 @@ def test_kinds_know_sections_that_there_are() -> None:
         "supervised",
         "reward_model",
         "preference",
+        "making",
         "export",
     }

@@ -95,6 +95,7 @@ def test_completions_are_encoded_alone() -> None:
     )
     assert codec(tokenizer).encode_completion("7") == [ord("7")]  # neither the beginning's token nor the end's
     assert codec(tokenizer).encode_completion("7<eos>") == [ord("7"), 1]  # but what the text says
+    assert codec(tokenizer).decode_whole([ord("7"), 1]) == "7<eos>"
 
 
 def test_the_end_token_is_the_tokenizers_own() -> None:

@@ -1,0 +1,108 @@
+"""Figures of evaluations, by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+
+from tests.char_codec import make_prompt, make_trajectory
+from tidemill.controller.entries import EvalResult
+from tidemill.controller.evaluation import Evaluation
+from tidemill.core.records import Group, PolicyVersion, Prompt, Reward, Trajectory
+from tidemill.runtime.measured import Measured, comparison, figures
+from tidemill.telemetry.statistics import wilson_interval
+
+PROMPTS = tuple(make_prompt(f"{number}+0=", str(number)) for number in range(4))
+
+
+def answered(prompt: Prompt, completion: str, index: int = 0) -> Trajectory:
+    reward = Reward(value=float(completion == prompt.answer))
+    return msgspec.structs.replace(make_trajectory(prompt, completion, index=index), reward=reward)
+
+
+def measured(
+    greedy: Sequence[str], drawn: Sequence[str] = (), scores: dict[str, tuple[Reward, ...]] | None = None
+) -> Measured:
+    """One greedy completion a prompt; of each prompt the characters of a word, a sample each."""
+    samples = tuple(answered(prompt, text) for prompt, text in zip(PROMPTS, greedy, strict=True))
+    right = sum(sample.text == prompt.answer for sample, prompt in zip(samples, PROMPTS, strict=True))
+    result = EvalResult(
+        name="held_out",
+        step=0,
+        version=PolicyVersion(number=0, digest="ab"),
+        greedy_accuracy=right / 4,
+        n=4,
+        invalid=0,
+        truncated_fraction=0.0,
+        completion_tokens_mean=1.0,
+        duration_s=1.0,
+    )
+    groups = tuple(
+        Group(
+            position=at,
+            prompt_id="p",
+            trajectories=tuple(answered(prompt, text, index) for index, text in enumerate(word)),
+        )
+        for at, (prompt, word) in enumerate(zip(PROMPTS, drawn, strict=False))
+    )
+    return Measured(
+        model="m",
+        prompts=PROMPTS,
+        greedy=Evaluation(result=result, samples=samples),
+        drawn=groups,
+        scores=scores or {},
+    )
+
+
+def test_greedy_figures() -> None:
+    found = figures(measured(["0", "1", "9", "99"]), ks=())
+    assert (found["greedy_accuracy"], found["n"]) == (0.5, 4)
+    assert found["greedy_accuracy_interval"] == list(wilson_interval(0.5, 4))
+    assert found["completion_tokens"]["mean"] == 1.25
+    # Tokens 0 1 9 9 9: three of five differ; one pair, 99.
+    assert (found["distinct_1"], found["distinct_2"]) == (0.6, 1.0)
+    assert "drawn" not in found and "scores" not in found
+    assert found["samples"][2] == {"prompt": "2+0=", "completion": "9", "answer": "2", "correct": False}
+
+
+def test_drawn_figures() -> None:
+    # Right of three samples: 3, 1, 0, 0.
+    found = figures(measured(["0", "1", "2", "3"], ["000", "123", "445", "555"]), ks=(1, 2, 3))["drawn"]
+    values = {k: figure["value"] for k, figure in found["pass_at"].items()}
+    # pass@1: (1 + 1/3) / 4; pass@2: (1 + (1 - C(2,2)/C(3,2))) / 4 = (1 + 2/3) / 4; pass@3: 2 / 4
+    assert values == pytest.approx({"1": 1 / 3, "2": 5 / 12, "3": 0.5})
+    assert found["samples_per_prompt"] == 3
+    # Within prompts 1/3, 3/3, 2/3 and 1/3 of the tokens differ; over all, 0 1 2 3 4 5 are six of twelve.
+    assert found["distinct_1_in_prompt"] == pytest.approx(7 / 12)
+    assert found["distinct_1"] == 0.5
+    assert math.isnan(found["distinct_2"]) and math.isnan(found["distinct_2_in_prompt"])  # no completion has two
+
+
+def test_scores_leave_invalid_ones_out_and_count_them() -> None:
+    rewards = (Reward(value=1.0), Reward(value=3.0), Reward(value=9.0, valid=False), Reward(value=2.0))
+    found = figures(measured(["0"] * 4, scores={"liked": rewards}), ks=())["scores"]["liked"]
+    assert (found["value"], found["invalid"]) == (2.0, 1)
+    assert 1.0 <= found["low"] < 2.0 < found["high"] <= 3.0
+
+
+def test_a_comparison_is_paired_by_prompt() -> None:
+    no, yes = Reward(value=0.0), Reward(value=1.0)
+    bad = Reward(value=7.0, valid=False)
+    other = measured(["0", "9", "9", "99"], ["00", "98", "98", "98"], {"liked": (no, no, bad, no)})
+    this = measured(["9", "1", "2", "3"], ["00", "11", "28", "98"], {"liked": (yes, no, yes, yes)})
+    found = comparison(other, this)["figures"]
+    # One right answer was lost, three were won: 2 · (C(4,0) + C(4,1)) / 2^4 = 10 / 16.
+    greedy = found["greedy_accuracy"]
+    assert (greedy["other"], greedy["this"], greedy["higher"], greedy["lower"]) == (0.25, 0.75, 3, 1)
+    assert greedy["p_value"] == 0.625
+    assert greedy["difference"]["value"] == 0.5
+    # Shares of right samples: 1, 0, 0, 0 and 1, 1, 1/2, 0; two higher, none lower: 2 / 2^2.
+    drawn = found["drawn_accuracy"]
+    assert (drawn["other"], drawn["this"], drawn["higher"], drawn["lower"]) == (0.25, 0.625, 2, 0)
+    assert drawn["p_value"] == 0.5
+    # The pair with an invalid score is left out.
+    assert (found["liked"]["n"], found["liked"]["higher"]) == (3, 2)
+    assert (found["completion_tokens"]["higher"], found["completion_tokens"]["lower"]) == (0, 1)

@@ -72,9 +72,9 @@ def plan_table(shown: Sequence[Row]) -> Table:
     """A line a stage."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for field in fields(Row):
-        table.add_column(field.name, overflow="fold")
+        table.add_column(field.name, overflow="fold", no_wrap=field.name in ("stage", "kind"))
     for row in shown:
-        style = "dim" if row.next in ("done", "leave out") else ""
+        style = "dim" if row.next in ("done", "left out") else ""
         table.add_row(*map(escape, astuple(row)), style=style)
     return table
 

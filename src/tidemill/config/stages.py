@@ -77,7 +77,7 @@ def _tables(recipe: Layer, faults: list[Fault]) -> Iterator[Layer]:
         cure = f'write [[{STAGES}]] and below it name = "...", kind = "..."'
         faults.append(Fault(key=STAGES, what="is an array of tables", source=recipe.locate((STAGES,)), cure=cure))
         return
-    if not tables:
+    if STAGES in recipe.tree and not tables:
         faults.append(Fault(key=STAGES, what="is empty", source=recipe.name, cure="give at least one, or none at all"))
     seen: set[str] = set()
     for index, table in enumerate(tables):

@@ -11,9 +11,10 @@ from tidemill.config.layers import STAGES
 from tidemill.config.pipeline import PipelineSpec, StageSpec
 from tidemill.config.toml import tables_to_toml
 from tidemill.config.words import counted
-from tidemill.pipeline.plan import Plan, Planned
+from tidemill.pipeline.plan import Action, Plan, Planned
 
 SHOWN_CHANGES = 3
+NEXT: dict[Action, str] = {"done": "done", "resume": "resume", "run": "run", "wait": "waits", "leave": "left out"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +46,7 @@ def rows(plan: Plan) -> list[Row]:
             kind=planned.stage.kind,
             model=planned.stage.spec.model.source,
             inputs=", ".join(planned.stage.needs),
-            next=_next(planned, plan),
+            next=_next(planned),
             size=size(planned.stage),
         )
         for planned in plan.stages
@@ -87,12 +88,8 @@ def size(stage: StageSpec) -> str:
     return counted(epochs, "epoch") if epochs else counted(spec.trainer.steps, "step")
 
 
-def _next(planned: Planned, plan: Plan) -> str:
-    if planned.action == "wait":
-        finished = {other.stage.name for other in plan.stages if other.action == "done"}
-        words = f"wait for {' and '.join(name for name in planned.stage.needs if name not in finished)}"
-    else:
-        words = {"done": "done", "resume": "resume", "run": "run", "leave": "leave out"}[planned.action]
+def _next(planned: Planned) -> str:
+    words = NEXT[planned.action]
     if planned.due and planned.changed:
         shown = _changes(planned)
         more = len(shown) - SHOWN_CHANGES

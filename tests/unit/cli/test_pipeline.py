@@ -55,7 +55,7 @@ def test_the_plan_comes_first_then_stages_then_what_they_achieved(run: Run, stag
     assert ran.out.splitlines() == ["finished: 2 of 2 stages done, 2 of them now", *DONE]
     assert told(ran.err) == [
         ["first", "rl", "char", "run", "3", "steps,", "192", "samples"],
-        ["second", "eval", "stage:first", "first", "wait", "for", "first", "up", "to", "64", "prompts"],
+        ["second", "eval", "stage:first", "first", "waits", "up", "to", "64", "prompts"],
     ]
     assert "1 of 2: first (rl)" in ran.err
     assert "2 of 2: second (eval)" in ran.err
@@ -77,7 +77,7 @@ def test_a_change_is_told_in_the_plan(run: Run, stages: Stages) -> None:
     run("train", "@r.toml", "--run.dir=D")
     ran = run("train", "@r.toml", "--run.dir=D", "--stage.first.trainer.steps", "4", "--dry-run")
     assert "run (trainer.steps changed)" in ran.out
-    assert "wait for first (first changed)" in ran.out
+    assert "waits (first changed)" in ran.out
     assert "stale, kept: first-" in ran.out
     assert not stages.worked[6:]
 

@@ -133,6 +133,11 @@ def test_a_later_recipe_adds_to_a_stage_of_the_same_name(load: Load) -> None:
     assert pipeline.stages[1].needs == ("first",)
 
 
+def test_a_later_recipe_may_have_defaults_only(load: Load) -> None:
+    Path("short.toml").write_text("[trainer]\nsteps = 1\n", encoding="utf-8")
+    assert steps(load("@short.toml")) == [2, 1, 1]  # what a stage says of itself is stronger than any recipe's default
+
+
 def test_input_paths_start_at_the_recipes_folder_but_references_are_no_paths(
     write: Callable[[str], None], tmp_path: Path
 ) -> None:

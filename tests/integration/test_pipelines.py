@@ -18,6 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.commands import DEADLINE_S, Ran, run_here, run_process
+from tests.conftest import REPOSITORY
 from tidemill.models.quiet import quiet
 
 RECIPE = """\
@@ -96,6 +97,20 @@ kind = "export"
 source = "stage:rl"
 [stage.export]
 dtype = "bf16"
+"""
+RLHF = REPOSITORY / "recipes" / "rlhf.toml"
+# The recipe's own stages with a model that is trained from nothing in seconds.
+CHAR = """\
+[model]
+source = "char"
+[model.char]
+alphabet = "0123456789+=\\n"
+hidden_size = 32
+layers = 1
+[task]
+shots = 0
+[trainer]
+threads = 1
 """
 NAMES = ["sft", "rl", "measure", "out"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -269,3 +284,40 @@ def test_an_export_does_not_overwrite_what_it_did_not_write(folder: Path) -> Non
     assert (folder / "theirs" / "model.safetensors").is_file()
     ran = train("--stage.out.export.path=theirs", "--stage.out.export.dtype=fp32")  # its own it does replace
     assert ran.code == 0, ran.err
+
+
+def test_the_recipe_of_rlhf_from_written_answers_to_the_truth(folder: Path) -> None:
+    (folder / "char.toml").write_text(CHAR, encoding="utf-8")
+    ran = run_here(
+        "train",
+        f"@{RLHF}",
+        "@char.toml",
+        "--run.dir=D",
+        "--stage.written.making.prompts=60",
+        "--stage.sft.supervised.epochs=60",
+        "--stage.sft.optimizer.learning_rate=3e-3",
+        "--stage.pairs.making.samples_per_prompt=64",
+        "--stage.ppo.trainer.steps=2",
+        "--json",
+    )
+    assert ran.code == 0, ran.err
+    stages = {stage["name"]: stage for stage in ran.data["stages"]}
+    assert {name: stage["kind"] for name, stage in stages.items()} == {
+        "written": "demonstrations",
+        "sft": "sft",
+        "pairs": "pairs",
+        "rm": "reward_model",
+        "ppo": "rl",
+        "measure": "eval",
+    }
+    assert 0 <= stages["rm"]["figures"]["pairwise_accuracy"] <= 1
+    measured = json.loads((stage_folder("measure") / "summary.json").read_text(encoding="utf-8"))
+    trained = json.loads((stage_folder("ppo") / "summary.json").read_text(encoding="utf-8"))
+    assert measured["weights_digest"] == trained["weights_digest"]
+    assert measured["scores"]["model"]["invalid"] == 0
+    compared = measured["compared_with"]
+    assert compared["figures"]["greedy_accuracy"]["other"] == trained["eval"]["before"]["greedy_accuracy"]
+    assert compared["figures"]["greedy_accuracy"]["this"] == measured["greedy_accuracy"]
+    # Another number of steps concerns PPO and its measurement, and nothing before them.
+    planned = run_here("train", f"@{RLHF}", "@char.toml", "--run.dir=D", "--dry-run", "--json").data["plan"]
+    assert [row["action"] for row in planned][-2:] == ["wait", "wait"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -104,8 +104,8 @@ class Watcher:
         self._last = snapshot
 
 
-def publishes_of_a_run(model: Path, *, learning_rate: float, steps: int) -> list[Publish]:
-    """Train the demo's recipe at another learning rate; one row for every step."""
+def publishes_of_a_run(model: Path, *, learning_rate: float, steps: int, more: Sequence[str] = ()) -> list[Publish]:
+    """Train the demo's recipe at another learning rate, and with more arguments; one row for every step."""
     watcher = Watcher()
     learn = PolicyTrainer.learn
 
@@ -122,7 +122,7 @@ def publishes_of_a_run(model: Path, *, learning_rate: float, steps: int) -> list
             given = ["--run.dir", f"{folder}/run", "--model.source", str(model), "--trainer.steps", str(steps)]
             given += ["--optimizer.learning_rate", str(learning_rate), "--trainer.threads", "1"]
             given += ["--trainer.precision", "fp32", "--eval.every_steps", "0", "--eval.prompts", "1"]
-            given += ["--checkpoint.every_steps", "0", "--telemetry.live", "false"]
+            given += ["--checkpoint.every_steps", "0", "--telemetry.live", "false", *more]
             train(load_spec([f"@{RECIPE}", *given]))
     finally:
         PolicyTrainer.learn = learn  # type: ignore[method-assign]

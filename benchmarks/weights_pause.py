@@ -107,7 +107,7 @@ async def _pause(case: Case, parts: Parts, rounds: int) -> Pause:
             parts.model,
             store,
             compute=trainer,
-            dtype=parts.rollout_dtype,
+            rollout_model=parts.rollout_model,
             probe_ids=pack_tokens(prompts[0]),
         )
         host = InProcessHost(

@@ -49,6 +49,12 @@ prompts = 4
 [checkpoint]
 every_steps = 2
 """
+WITH_ADAPTER = """
+[model.lora]
+rank = 4
+[algorithm]
+kl_beta = 0.01
+"""
 DEADLINE_S = 100.0
 
 
@@ -134,7 +140,9 @@ def samples(run: Path) -> dict[str, list[Any]]:
 
 
 @pytest.mark.timeout(400)
-def test_killed_at_random_moments_and_inside_a_checkpoint(recipe: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", ["", WITH_ADAPTER], ids=["whole", "adapter"])
+def test_killed_at_random_moments_and_inside_a_checkpoint(more: str, recipe: Path, tmp_path: Path) -> None:
+    recipe.write_text(RECIPE + more)
     quiet, torn = tmp_path / "quiet", tmp_path / "torn"
     expected = finish(start(recipe, quiet))
     assert expected["optimizer_steps"] > 8  # it learned something, or equal weights would say nothing

@@ -19,6 +19,7 @@ from tidemill.config.load import load_spec
 from tidemill.config.schema import RunSpec
 from tidemill.config.toml import to_toml
 from tidemill.core.errors import UserError
+from tidemill.models.folder import ADAPTER_CONFIG, CONFIG
 
 Items = Annotated[
     str,
@@ -55,7 +56,7 @@ def model_folder(checkpoint: Path | None, *, option: str = "--checkpoint") -> Pa
     Raises:
         UserError: there is none.
     """
-    if checkpoint is None or (checkpoint / "config.json").is_file():
+    if checkpoint is None or any((checkpoint / name).is_file() for name in (CONFIG, ADAPTER_CONFIG)):
         return checkpoint
     where = f"{option} {checkpoint}"
     if not checkpoint.is_dir():

@@ -1,8 +1,9 @@
-"""`tidemill model list` and `tidemill model get NAME`."""
+"""`tidemill model list`, `tidemill model get NAME` and `tidemill model merge CHECKPOINT DIRECTORY`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -10,6 +11,7 @@ from cyclopts import App, Parameter
 from rich.markup import escape
 from rich.table import Table
 
+from tidemill.cli.arguments import model_folder
 from tidemill.cli.findings import size
 from tidemill.cli.output import note
 from tidemill.cli.result import Json, Result
@@ -17,7 +19,7 @@ from tidemill.config.load import load_spec
 from tidemill.core.errors import UserError
 from tidemill.models.catalog import listing, resolve
 
-app = App(name="model", help="List the models at hand; fetch one into the cache.", help_epilogue="")
+app = App(name="model", help="List the models at hand; fetch one into the cache; merge an adapter.", help_epilogue="")
 
 
 @app.command(name="list")
@@ -48,6 +50,31 @@ def get(
     spec = load_spec([*items, f"--model.source={name}"], purpose="read")
     folder = resolve(spec.model, progress=note)
     return Result(data={"name": name, "path": str(folder)}, text=str(folder))
+
+
+@app.command(name="merge")
+def merge(
+    checkpoint: Annotated[Path, Parameter(name="CHECKPOINT")],
+    directory: Annotated[Path, Parameter(name="DIRECTORY")],
+    /,
+    *,
+    json: Json = False,
+) -> Result:
+    """Write a LoRA run's model as a plain Hugging Face folder: the base with the adapter in its weights.
+
+    Parameters
+    ----------
+    checkpoint
+        One that holds an adapter, or a run directory for its newest one.
+    directory
+        Where to; a new or an empty one. It may be a model.source.
+    """
+    folder = model_folder(checkpoint)
+    assert folder is not None
+    from tidemill.models.merging import export_merged
+
+    export_merged(folder, directory, progress=note)
+    return Result(data={"checkpoint": str(folder), "path": str(directory)}, text=str(directory))
 
 
 def model_table(models: Sequence[dict[str, Any]]) -> Table:

@@ -14,6 +14,7 @@ from tidemill.config.words import counted, number
 BYTES_PER_PARAMETER = 12  # a checkpoint holds fp32 weights and AdamW's two moments
 PARAMETERS = {"smollm2-135m": 134_515_008}
 LABEL_CHARS = 12
+LOW_FOR_LORA = 3e-5  # a learning rate at which a whole model learns, and an adapter hardly moves
 
 
 def describe(spec: RunSpec, *, purpose: Purpose = "train", prompt_tokens: int | None = None) -> str:
@@ -60,6 +61,11 @@ def notes(spec: RunSpec, derived: Derived) -> list[str]:
             f"the learning rate never reaches its peak: warm-up takes {number(spec.optimizer.warmup_steps)} of "
             f"{counted(derived.optimizer_steps, 'optimizer step')}"
         )
+    if spec.model.lora.enabled and spec.optimizer.learning_rate <= LOW_FOR_LORA:
+        found.append(
+            f"a LoRA adapter usually wants ten times the learning rate of a whole model or more, and "
+            f"optimizer.learning_rate = {spec.optimizer.learning_rate:g}"
+        )
     if any(reward.kind == "random" and reward.weight for reward in spec.scoring.rewards):
         found.append("rewards are random: a control that should learn nothing")
     if spec.sampling.temperature not in (0, 1):
@@ -73,11 +79,15 @@ def notes(spec: RunSpec, derived: Derived) -> list[str]:
 
 
 def _model(spec: RunSpec) -> str:
-    source = spec.model.source
+    source, lora = spec.model.source, spec.model.lora
     where = "" if source in BUILT_IN_MODELS else " (a local folder or a hub id)"
     precision = {"fp32": "fp32", "bf16": "bf16 autocast over fp32 weights", "auto": "bf16 autocast on a GPU, fp32 else"}
-    reference = " plus a frozen copy as KL reference" if spec.algorithm.kl_beta else ""
-    return f"{source}{where}{reference}; {precision[spec.trainer.precision]}"
+    layers = " and ".join(lora.targets) or "all linear layers"
+    adapter = f" with a LoRA adapter of rank {lora.rank} on {layers}" if lora.enabled else ""
+    reference = ""
+    if spec.algorithm.kl_beta:
+        reference = ", itself without it as KL reference" if lora.enabled else " plus a frozen copy as KL reference"
+    return f"{source}{where}{adapter}{reference}; {precision[spec.trainer.precision]}"
 
 
 def _task(spec: RunSpec) -> str:
@@ -230,7 +240,9 @@ def _checkpoint(spec: RunSpec, derived: Derived) -> str:
     every, best = spec.checkpoint.every_steps, " and the best" if spec.checkpoint.keep_best else ""
     due = f"every {counted(every, 'step')} and at the end" if every else "at the end"
     size = f"{BYTES_PER_PARAMETER} bytes per parameter"
-    if parameters := PARAMETERS.get(spec.model.source):
+    if spec.model.lora.enabled:
+        size += " of the adapter"
+    elif parameters := PARAMETERS.get(spec.model.source):
         size = f"about {parameters * BYTES_PER_PARAMETER / 1e9:.1f} GB"
     kept = f"the last {number(spec.checkpoint.keep_last)}{best} kept"
     return f"{due}: {number(derived.checkpoints)} written, {kept}, {size} each"

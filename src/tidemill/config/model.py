@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field, model_validator
 
 from tidemill.config.base import Config, refuse
+from tidemill.config.lora import LoraConfig
 
 BUILT_IN_MODELS = ("smollm2-135m", "char")
 
@@ -52,6 +53,7 @@ class ModelConfig(Config):
     chat_template: bool = False
     """Wrap each prompt as a user message in the model's chat template."""
     char: CharModelConfig = CharModelConfig()
+    lora: LoraConfig = LoraConfig()
 
     @model_validator(mode="after")
     def _known_source(self) -> ModelConfig:

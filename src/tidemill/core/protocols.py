@@ -42,7 +42,7 @@ class EngineCapabilities(Record):
     batch_invariant: bool  # a sample's tokens do not depend on its neighbours, slot or restarts
     logprobs: bool
     keeps_kv: bool  # the cache survives a weight load
-    lora: bool
+    lora: bool  # a version may be an adapter alone
     own_sampler: bool  # True: the engine's own random numbers; False: Tidemill's counter-based sampling
 
 

@@ -227,6 +227,7 @@ class WeightManifest(Record):
     nbytes: int
     tensors: tuple[TensorEntry, ...]
     delta: DeltaEntry | None = None
+    base_digest: str = ""  # of the snapshot that this one is an adapter of, where that was published, too
     probe_ids: TokenBuffer = b""  # int32 [N], a fixed sequence
     probe_logprobs: LogprobBuffer = b""  # float32 [N - 1], of its tokens after the first, by the publisher's own model
 

@@ -9,6 +9,7 @@ from tidemill.core.errors import UserError
 from tidemill.models.safetensors_files import stored_tensors
 
 CONFIG = "config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
@@ -39,12 +40,8 @@ def check_config(folder: Path) -> None:
     """Raises UserError unless config.json is a readable model configuration."""
     path = folder / CONFIG
     if not path.is_file():
-        if (folder / "adapter_config.json").is_file():
-            raise UserError(
-                "the folder holds an adapter without its base model",
-                where=str(folder),
-                cure="merge the adapter into its base model and save that",
-            )
+        if (folder / ADAPTER_CONFIG).is_file():
+            raise _unmerged(folder)
         raise UserError("the folder has no config.json", where=str(folder), cure="give a Hugging Face model folder")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -59,7 +56,17 @@ def check_config(folder: Path) -> None:
         )
 
 
+def _unmerged(folder: Path) -> UserError:
+    return UserError(
+        "the folder holds an adapter without its base model",
+        where=str(folder),
+        cure=f"merge the two and name the result: tidemill model merge {folder} MERGED",
+    )
+
+
 def _no_weights(folder: Path) -> UserError:
+    if (folder / ADAPTER_CONFIG).is_file():
+        return _unmerged(folder)
     pickles = [path.name for pattern in _PICKLES for path in sorted(folder.glob(pattern))]
     if pickles:
         return UserError(

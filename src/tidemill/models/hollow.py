@@ -8,8 +8,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from tidemill.config.model import ModelConfig
 from tidemill.core.errors import UserError
 from tidemill.models.attention import use_packed_attention
+from tidemill.models.lora import attach_adapter
 from tidemill.models.quiet import quiet
 from tidemill.models.snapshots import empty_twin
 
@@ -29,12 +31,15 @@ def stored_context_limit(folder: Path) -> int:
     return int(_config(folder).get_text_config().max_position_embeddings)
 
 
-def hollow_model(folder: Path, *, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+def hollow_model(folder: Path, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
     """The model of a folder's configuration: eval mode, Tidemill's attention, parameters of no elements until a
     snapshot is bound (see `snapshots`).
 
+    Args:
+        config: whether it has an adapter, and which.
+
     Raises:
-        UserError: the configuration is of no causal language model.
+        UserError: the configuration is of no causal language model, or the adapter cannot be had.
     """
     try:
         with quiet(), no_init_weights():
@@ -47,6 +52,8 @@ def hollow_model(folder: Path, *, device: torch.device, dtype: torch.dtype) -> P
         ) from error
     model.tie_weights()  # skipped with the initial values
     use_packed_attention(model)
+    if config.lora.enabled:
+        attach_adapter(model, config)
     twin = empty_twin(model, dtype)
     twin.to(device=device)  # type: ignore[call-arg]
     return twin

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tidemill.core.errors import UserError
 from tidemill.models.attention import use_packed_attention
 from tidemill.models.folder import check_folder
+from tidemill.models.lora import adapter_of, frozen_parameters, learned_parameters
 from tidemill.models.quiet import quiet
 from tidemill.models.safetensors_files import StoredTensor, stored_tensors
 
@@ -57,10 +59,24 @@ def context_limit(model: PreTrainedModel) -> int:
 def weights_digest(model: torch.nn.Module) -> str:
     """32 hex digits (xxh3-128) over name, dtype, shape and bytes of every parameter, in the order of named_parameters.
 
-    Tied parameters count once. On the CPU the bytes are read where they lie; from a GPU one tensor at a time is copied.
+    Tied parameters count once. Of a model with an adapter: over the base's digest and the adapter's parameters. On the
+    CPU the bytes are read where they lie; from a GPU one tensor at a time is copied.
     """
-    digest = xxhash.xxh3_128()
-    for name, parameter in model.named_parameters():
+    return _digest(learned_parameters(model), begin=base_digest(model))
+
+
+def base_digest(model: torch.nn.Module) -> str:
+    """The digest that the frozen model under an adapter has without it, computed once; empty without an adapter."""
+    adapter = adapter_of(model)
+    if adapter is None:
+        return ""
+    adapter.base_digest = adapter.base_digest or _digest(frozen_parameters(model))
+    return adapter.base_digest
+
+
+def _digest(parameters: Mapping[str, torch.nn.Parameter], *, begin: str = "") -> str:
+    digest = xxhash.xxh3_128(begin.encode())
+    for name, parameter in parameters.items():
         tensor = parameter.detach().contiguous().cpu()
         digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
         digest.update(_bytes(tensor))

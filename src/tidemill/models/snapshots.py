@@ -1,14 +1,15 @@
 """Between a model's parameters and a snapshot: one buffer of raw bytes with every tensor at its offset.
 
-A tied parameter is one tensor. Persistent buffers are not weights and are not in it (no supported model has any).
+A tied parameter is one tensor. Persistent buffers are not weights and are not in it (no supported model has any). Of a
+model with an adapter a snapshot is the adapter alone; `part="base"` is the frozen rest, which no version changes.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,19 +18,21 @@ from transformers import PreTrainedModel
 
 from tidemill.core.errors import WeightsError
 from tidemill.core.records import TensorEntry
+from tidemill.models.lora import frozen_parameters, learned_parameters
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGNMENT = 64  # of each tensor, in bytes, as torch aligns its own memory: kernels then take the same path
 
 Bytes = npt.NDArray[np.uint8]
+Part: TypeAlias = Literal["learned", "base"]
 
 
-def snapshot_layout(model: PreTrainedModel, dtype: torch.dtype) -> tuple[TensorEntry, ...]:
+def snapshot_layout(model: PreTrainedModel, dtype: torch.dtype, *, part: Part = "learned") -> tuple[TensorEntry, ...]:
     """Where every parameter would lie in a snapshot of `dtype`; checksums are 0 until there is something to sum."""
     entries: list[TensorEntry] = []
     offset = 0
-    for name, parameter in model.named_parameters():
+    for name, parameter in _parameters(model, part).items():
         nbytes = parameter.numel() * dtype.itemsize
         shape = tuple(parameter.shape)
         entries.append(
@@ -45,14 +48,18 @@ def snapshot_bytes(tensors: Sequence[TensorEntry]) -> int:
 
 
 @torch.no_grad()
-def write_snapshot(model: PreTrainedModel, tensors: Sequence[TensorEntry], buffer: Bytes) -> None:
+def write_snapshot(
+    model: PreTrainedModel, tensors: Sequence[TensorEntry], buffer: Bytes, *, part: Part = "learned"
+) -> None:
     """Copy every parameter to its place, rounded to the entry's dtype; one pass, from whatever device."""
-    for entry, parameter in _matched(model, tensors):
+    for entry, parameter in _matched(model, tensors, part):
         _view(entry, buffer).copy_(parameter)
 
 
 @torch.no_grad()
-def bind_snapshot(model: PreTrainedModel, tensors: Sequence[TensorEntry], buffer: Bytes) -> None:
+def bind_snapshot(
+    model: PreTrainedModel, tensors: Sequence[TensorEntry], buffer: Bytes, *, part: Part = "learned"
+) -> None:
     """Make `model` compute with a snapshot.
 
     On the CPU its parameters become views of `buffer`: nothing is copied, and nobody may write to either. On a GPU they
@@ -61,7 +68,7 @@ def bind_snapshot(model: PreTrainedModel, tensors: Sequence[TensorEntry], buffer
     Raises:
         WeightsError: the snapshot is of another model; nothing was changed.
     """
-    for entry, parameter in _matched(model, tensors):
+    for entry, parameter in _matched(model, tensors, part):
         view = _view(entry, buffer)
         if parameter.device.type == "cpu":
             parameter.data = view
@@ -71,28 +78,45 @@ def bind_snapshot(model: PreTrainedModel, tensors: Sequence[TensorEntry], buffer
             parameter.data = view.to(parameter.device)
 
 
-def release_snapshot(model: PreTrainedModel) -> None:
-    """Leave a model without weights, as `empty_twin` made it."""
-    for parameter in model.parameters():
+def release_snapshot(model: PreTrainedModel, *, part: Part = "learned") -> None:
+    """Leave a model without what was bound, as `empty_twin` made it. (A base may be shared with others.)"""
+    for parameter in _parameters(model, part).values():
         parameter.data = parameter.new_empty(0)
 
 
-def empty_twin(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+def empty_twin(
+    model: PreTrainedModel, dtype: torch.dtype, *, shared: Iterable[torch.nn.Parameter] = ()
+) -> PreTrainedModel:
     """A second module tree of the same class, in eval mode; its parameters have no elements until a snapshot is bound.
 
     Buffers (rotary frequencies and the like) are copies.
+
+    Args:
+        shared: parameters of `model` that are the twin's as well: the very same, not copied.
     """
     hollow: dict[int, Any] = {
         id(parameter): torch.nn.Parameter(torch.empty(0, dtype=dtype, device=parameter.device), requires_grad=False)
         for parameter in model.parameters()
     }
+    hollow |= {id(parameter): parameter for parameter in shared}
     twin: PreTrainedModel = copy.deepcopy(model, hollow)
     twin.eval()
     return twin
 
 
-def _matched(model: PreTrainedModel, tensors: Sequence[TensorEntry]) -> list[tuple[TensorEntry, torch.nn.Parameter]]:
-    parameters = dict(model.named_parameters())
+def twin_on_base(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """An empty twin that waits for what training changes alone: a base under an adapter is shared."""
+    return empty_twin(model, dtype, shared=frozen_parameters(model).values())
+
+
+def _parameters(model: PreTrainedModel, part: Part) -> dict[str, torch.nn.Parameter]:
+    return learned_parameters(model) if part == "learned" else frozen_parameters(model)
+
+
+def _matched(
+    model: PreTrainedModel, tensors: Sequence[TensorEntry], part: Part
+) -> list[tuple[TensorEntry, torch.nn.Parameter]]:
+    parameters = _parameters(model, part)
     names = [entry.name for entry in tensors]
     if names != list(parameters):
         odd = next(iter(set(names) ^ set(parameters)), "the order of its tensors")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -93,7 +94,7 @@ def run_rl(job: Job) -> Outcome:
         "tokens_trained": summary["tokens_trained"],
         "peak_rss_bytes": summary["peak_rss_bytes"],
     }
-    return Outcome(product=newest.path, headline=headline, figures=figures, wall_s=summary["wall_s"])
+    return Outcome(product=_plain(newest.path, job), headline=headline, figures=figures, wall_s=summary["wall_s"])
 
 
 def run_supervised(job: Job) -> Outcome:
@@ -113,7 +114,9 @@ def run_supervised(job: Job) -> Outcome:
         "tokens_trained": summary["tokens_trained"],
         "peak_rss_bytes": summary["peak_rss_bytes"],
     }
-    return Outcome(product=Path(summary["model"]), headline=headline, figures=figures, wall_s=summary["wall_s"])
+    return Outcome(
+        product=_plain(Path(summary["model"]), job), headline=headline, figures=figures, wall_s=summary["wall_s"]
+    )
 
 
 def run_eval(job: Job) -> Outcome:
@@ -137,6 +140,20 @@ def run_export(job: Job) -> Outcome:
     return Outcome(
         product=target, headline=headline, figures={"bytes": written.bytes, "parameters": written.parameters}
     )
+
+
+def _plain(checkpoint: Path, job: Job) -> Path:
+    """What later stages take: the checkpoint itself, or, of one that holds an adapter, the adapter merged into its
+    base."""
+    from tidemill.models.adapter_folder import holds_adapter
+    from tidemill.models.merging import export_merged
+
+    if not holds_adapter(checkpoint):
+        return checkpoint
+    merged = job.directory / "model"
+    shutil.rmtree(merged, ignore_errors=True)  # of a session that was killed before it could say that it had finished
+    export_merged(checkpoint, merged, progress=job.say)
+    return merged
 
 
 def _history(job: Job) -> list[str]:

@@ -58,10 +58,10 @@ def measure(spec: RunSpec, *, model: Path | str | None, scorers: Scorers, progre
     folder = model if isinstance(model, Path) else None
     check_reward_models(spec, progress=progress, policy_folder=folder)
     parts = load_parts(spec, progress=progress, folder=folder)
-    return asyncio.run(_measure(parts, scorers, progress))
+    return asyncio.run(_measure(parts, str(folder or parts.spec.model.source), scorers, progress))
 
 
-async def _measure(parts: Parts, scorers: Scorers, progress: Progress) -> Measured:
+async def _measure(parts: Parts, name: str, scorers: Scorers, progress: Progress) -> Measured:
     spec, task = parts.spec, parts.task()
     prompts = list(task.source.held_out())[: spec.eval.prompts]
     drawn = list[Group]()
@@ -71,7 +71,7 @@ async def _measure(parts: Parts, scorers: Scorers, progress: Progress) -> Measur
             drawn = await model.draw(prompts, samples_per_prompt=wanted, purpose=DRAWN)
         scores = {name: await _score(scorer, prompts, greedy.samples) for name, scorer in scorers.items()}
     scores |= model_scores(greedy.samples)
-    return Measured(model=spec.model.source, prompts=tuple(prompts), greedy=greedy, drawn=tuple(drawn), scores=scores)
+    return Measured(model=name, prompts=tuple(prompts), greedy=greedy, drawn=tuple(drawn), scores=scores)
 
 
 async def _score(scorer: Scorer, prompts: list[Prompt], samples: tuple[Trajectory, ...]) -> tuple[Reward, ...]:

@@ -16,12 +16,11 @@ from tidemill.core.errors import UserError
 from tidemill.core.records import Record
 from tidemill.models.catalog import resolve
 from tidemill.models.loading import load_model, weights_digest
-from tidemill.models.quiet import quiet
+from tidemill.models.saving import save_model
 from tidemill.telemetry.jsonl import disk_error
 from tidemill.telemetry.manifest import git_state
 from tidemill.telemetry.numerals import compact
 from tidemill.telemetry.run_dir import read_json
-from tidemill.trainer.checkpoint import copy_tokenizer
 
 PROVENANCE = "tidemill.json"
 CARD = "README.md"
@@ -71,9 +70,7 @@ def export_model(
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        with quiet():
-            model.save_pretrained(partial)
-        copy_tokenizer(source, partial)
+        save_model(model, partial, source=source)
         (partial / PROVENANCE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
         (partial / CARD).write_text(card(spec.run.name, to.name, facts), encoding="utf-8")
         size = sum(file.stat().st_size for file in partial.rglob("*") if file.is_file())

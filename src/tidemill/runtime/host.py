@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 from tidemill.core.clock import Clock
 from tidemill.core.protocols import Compute
 from tidemill.core.records import Lease, PolicyVersion
-from tidemill.models.snapshots import empty_twin
 from tidemill.rollout.pulled import PulledWeights
 from tidemill.rollout.worker import EngineWorker
 from tidemill.runtime.parts import Parts
@@ -71,7 +70,7 @@ class InProcessHost:
         if not self._frozen:
             self._frozen = True
             gc.freeze()  # what is there before the first worker stays: looking through it takes a fifth of a second
-        return empty_twin(self._parts.model, self._parts.rollout_dtype)
+        return self._parts.rollout_twin()
 
     async def close(self) -> None:
         for worker in list(self._workers):

@@ -74,7 +74,7 @@ async def in_process(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock
                 parts.model,
                 weights,
                 compute=compute,
-                dtype=parts.rollout_dtype,
+                rollout_model=parts.rollout_model,
                 probe_ids=probe_sequence(task.source),
             )
             stack.push_async_callback(publisher.close)

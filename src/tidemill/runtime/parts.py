@@ -9,14 +9,20 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from tidemill.config.lora import LoraConfig
+from tidemill.config.model import ModelConfig
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.records import PolicyVersion
 from tidemill.envs.text.task import Task
+from tidemill.models.adapter_folder import holds_adapter, load_adapter, read_origin
 from tidemill.models.catalog import resolve
 from tidemill.models.codec import TextCodec, load_codec
 from tidemill.models.loading import context_limit, load_model
+from tidemill.models.lora import attach_adapter, learned_parameters, require_peft
+from tidemill.models.snapshots import empty_twin, twin_on_base
 from tidemill.rollout.engines.embedded import EmbeddedEngine
+from tidemill.runtime.frozen import FrozenModels
 from tidemill.runtime.machine import choose_device, choose_precision, set_threads
 from tidemill.runtime.task import engine_context, fitting_task
 
@@ -28,6 +34,8 @@ class Parts:
     spec: RunSpec
     folder: Path  # the Hugging Face folder the model came from
     model: PreTrainedModel
+    rollout_model: PreTrainedModel  # what engines compute with: `model` itself, or a copy
+    frozen: FrozenModels
     codec: TextCodec
     device: torch.device
     autocast: torch.dtype | None
@@ -38,13 +46,9 @@ class Parts:
         return fitting_task(self.spec, self.codec, limit=context_limit(self.model))
 
     def engine(self, version: PolicyVersion, *, prompt_tokens: int) -> EmbeddedEngine:
-        """An engine over the model itself, or over a copy that follows it at every load: in the autocast dtype, or
-        because samples are generated while the optimizer moves the weights."""
-        model, refresh = self.model, None
-        if self.autocast is not None or self.spec.schedule.max_policy_lag > 0:
-            model = load_model(self.folder, device=self.device, dtype=self.rollout_dtype).requires_grad_(False)
-            refresh = _follow(model, self.model)
-        return self.engine_over(model, version, prompt_tokens=prompt_tokens, refresh=refresh)
+        """An engine over the model itself, or over a copy that follows it at every load."""
+        refresh = None if self.rollout_model is self.model else _follow(self.rollout_model, self.model)
+        return self.engine_over(self.rollout_model, version, prompt_tokens=prompt_tokens, refresh=refresh)
 
     def engine_over(
         self,
@@ -73,20 +77,13 @@ class Parts:
         """Of the weights that engines compute with."""
         return self.autocast or torch.float32
 
+    def rollout_twin(self) -> PreTrainedModel:
+        """A model for one more engine, without what training changes: that comes as a snapshot."""
+        return twin_on_base(self.rollout_model, self.rollout_dtype)
+
     def reference(self) -> PreTrainedModel | None:
         """The initial model, frozen, where the loss needs it."""
-        if self.spec.algorithm.kl_beta == 0:
-            return None
-        return load_model(self.folder, device=self.device).requires_grad_(False)
-
-
-def _follow(copy: PreTrainedModel, original: PreTrainedModel) -> Callable[[], None]:
-    @torch.no_grad()
-    def refresh() -> None:
-        for target, source in zip(copy.parameters(), original.parameters(), strict=True):
-            target.copy_(source)
-
-    return refresh
+        return self.frozen.load(self.folder) if self.spec.algorithm.kl_beta else None
 
 
 def load_parts(spec: RunSpec, *, progress: Callable[[str], None], folder: Path | None = None) -> Parts:
@@ -94,7 +91,8 @@ def load_parts(spec: RunSpec, *, progress: Callable[[str], None], folder: Path |
 
     Args:
         progress: told, in words, what takes long.
-        folder: a model or checkpoint folder instead of the configured source.
+        folder: a model or checkpoint folder instead of the configured source; it stands for itself, with the adapter
+            it holds or with none.
 
     Raises:
         UserError: the model, the device or the tokenizer cannot be had.
@@ -102,9 +100,19 @@ def load_parts(spec: RunSpec, *, progress: Callable[[str], None], folder: Path |
     device = choose_device(spec.trainer)
     threads = set_threads(spec.trainer, device)
     if folder is not None:
-        spec = spec.model_copy(update={"model": spec.model.model_copy(update={"source": str(folder)})})
-    found = resolve(spec.model, progress=progress)
-    model = load_model(found, device=device)
+        spec = spec.model_copy(update={"model": _stored_model(folder, spec.model)})
+    if spec.model.lora.enabled:
+        require_peft()
+    found, autocast = resolve(spec.model, progress=progress), choose_precision(spec.trainer, device)
+    model, frozen = load_model(found, device=device), FrozenModels(device)
+    if spec.model.lora.enabled:
+        frozen.keep(found, _bare(model))
+        attach_adapter(model, spec.model)
+    if folder is not None and holds_adapter(folder):
+        load_adapter(folder, model)
+    # A copy where engines have a dtype of their own, or generate while the optimizer moves the weights.
+    separate = autocast is not None or spec.schedule.max_policy_lag > 0
+    rollout_model = _copy_of(model, autocast or torch.float32) if separate else model
     if spec.trainer.activation_checkpointing:
         model.gradient_checkpointing_enable()
         model.train()  # the library recomputes layers in this mode only; dropout is refused below
@@ -113,11 +121,47 @@ def load_parts(spec: RunSpec, *, progress: Callable[[str], None], folder: Path |
         spec=spec,
         folder=found,
         model=model,
+        rollout_model=rollout_model,
+        frozen=frozen,
         codec=load_codec(found),
         device=device,
-        autocast=choose_precision(spec.trainer, device),
+        autocast=autocast,
         threads=threads,
     )
+
+
+def _stored_model(folder: Path, config: ModelConfig) -> ModelConfig:
+    """What to load for a folder given instead of the configured model."""
+    if not holds_adapter(folder):
+        return config.model_copy(update={"source": str(folder), "revision": None, "lora": LoraConfig()})
+    stored = read_origin(folder).model
+    return stored.model_copy(update={"chat_template": config.chat_template})
+
+
+def _bare(model: PreTrainedModel) -> PreTrainedModel:
+    """The model as it is before it gets an adapter: other modules over the same parameters, which stay as they are."""
+    return empty_twin(model, model.dtype, shared=model.parameters())
+
+
+def _copy_of(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """A second model, equal to the first as far as `dtype` can say; of the same dtype, it shares a base with it."""
+    copy = twin_on_base(model, dtype) if dtype == model.dtype else empty_twin(model, dtype)
+    with torch.no_grad():
+        for target, source in zip(copy.parameters(), model.parameters(), strict=True):
+            if target is not source:
+                target.data = source.to(dtype, copy=True)
+    return copy
+
+
+def _follow(copy: PreTrainedModel, original: PreTrainedModel) -> Callable[[], None]:
+    targets, sources = learned_parameters(copy).values(), learned_parameters(original).values()
+
+    @torch.no_grad()
+    def refresh() -> None:
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+
+    return refresh
 
 
 def _refuse_dropout(model: PreTrainedModel) -> None:

@@ -1,6 +1,7 @@
 """The trainer's whole state in one folder: a Hugging Face model, and beside it what training goes on from.
 
-    config.json, model.safetensors, tokenizer files   loads with plain `from_pretrained`
+    config.json, model.safetensors, tokenizer files   loads with plain `from_pretrained` (see `models.saving`; of a
+                                                      model with an adapter the adapter alone, see `adapter_folder`)
     trainer_state/state.json                          counters, and the names of the files below
     trainer_state/moments-00001.safetensors ...       the optimizer's state by parameter name
     trainer_state/random.safetensors                  torch's random states
@@ -10,39 +11,33 @@ Nothing is pickled. Saving copies no tensor on the CPU; restoring copies into th
 
 from __future__ import annotations
 
-import errno
 import json
-import re
-import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tidemill.core.errors import UserError
-from tidemill.models.heads import DESCRIPTION
+from tidemill.models.adapter_folder import holds_adapter, load_adapter
+from tidemill.models.lora import adapter_of, learned_parameters
 from tidemill.models.quiet import quiet
 from tidemill.models.safetensors_files import weight_files
-from tidemill.trainer.checkpoint_manifest import MANIFEST
+from tidemill.models.saving import disk_faults, save_model, share_files
 
 STATE_FOLDER = "trainer_state"
 FORMAT = 1
 _SHARD_BYTES = 200 << 20  # from a GPU a whole file passes through host memory
-_TENSOR_FILES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx"}
-_NOT_COPIED = {"config.json", "generation_config.json", MANIFEST, DESCRIPTION}
-_TEMPLATE_FOLDERS = ("additional_chat_templates",)
 _SMALL_FILES_BYTES = 32 << 20  # tokenizer, configuration and headers, generously
 
 
 def state_bytes(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> int:
     """About what `save_state` will write, for a look at the free space before it starts."""
-    weights = sum({id(t): int(t.nbytes) for t in model.state_dict(keep_vars=True).values()}.values())
+    weights = sum(int(parameter.nbytes) for parameter in learned_parameters(model).values())
     moments = sum(2 * int(p.nbytes) for group in optimizer.param_groups for p in group["params"])
     return weights + moments + _SMALL_FILES_BYTES
 
@@ -66,20 +61,17 @@ def save_state(
     Raises:
         OSError: the disk is full or a file cannot be written.
     """
-    with _as_os_error(directory), quiet():
-        model.save_pretrained(directory)
-        copy_tokenizer(source, directory)
+    save_model(model, directory, source=source)
+    with disk_faults(directory):
         _write_state(directory, optimizer, _parameters(model, head), counters)
-    mode = (directory / "config.json").stat().st_mode  # safetensors files are born private to their owner
-    for path in directory.rglob("*.safetensors"):
-        path.chmod(mode)
+    share_files(directory)
 
 
 def save_head_state(
     directory: Path, *, head: nn.Module, optimizer: torch.optim.Optimizer, counters: Mapping[str, Any]
 ) -> None:
     """As `save_state`, for a head whose model is somebody else's."""
-    with _as_os_error(directory):
+    with disk_faults(directory):
         _write_state(directory, optimizer, _parameters(None, head), counters)
 
 
@@ -165,6 +157,9 @@ def _read_state(folder: Path) -> dict[str, Any]:
 
 
 def _restore_weights(directory: Path, model: PreTrainedModel) -> None:
+    if adapter_of(model) is not None or holds_adapter(directory):
+        load_adapter(directory, model)
+        return
     targets = model.state_dict()  # shares memory with the parameters; tied ones appear under each of their names
     missing = {tensor.data_ptr() for tensor in targets.values() if tensor.numel()}
     if not {name for file in weight_files(directory) for name in _names(file)} <= targets.keys():
@@ -275,24 +270,3 @@ def _tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
         with safe_open(file, framework="pt", backend="pread") as stored:
             for name in stored.keys():  # noqa: SIM118 (not a dict)
                 yield name, stored.get_tensor(name)
-
-
-def copy_tokenizer(source: Path, directory: Path) -> None:
-    """Every small file of the source folder but weights and what is written anew."""
-    for path in sorted(source.iterdir()):
-        weights = path.suffix in _TENSOR_FILES or path.name.endswith(".index.json")
-        if path.is_file() and not weights and not path.name.startswith(".") and path.name not in _NOT_COPIED:
-            shutil.copyfile(path, directory / path.name)
-    for name in _TEMPLATE_FOLDERS:
-        if (source / name).is_dir():
-            shutil.copytree(source / name, directory / name)
-
-
-@contextmanager
-def _as_os_error(directory: Path) -> Iterator[None]:
-    """safetensors has an error class of its own for a disk that fails; it names the system's number in its text."""
-    try:
-        yield
-    except SafetensorError as error:
-        number = re.search(r"os error (\d+)", str(error))
-        raise OSError(int(number[1]) if number else errno.EIO, str(error), str(directory)) from error

@@ -12,7 +12,7 @@ from tidemill.core.errors import WeightsError
 from tidemill.core.protocols import Compute
 from tidemill.core.records import DeltaEntry, PolicyVersion, TensorEntry, WeightManifest
 from tidemill.weights.delta import encode_delta
-from tidemill.weights.manifest import LATEST, delta_name, manifest_name, pack_manifest, snapshot_name
+from tidemill.weights.manifest import BASE, LATEST, delta_name, manifest_name, pack_manifest, snapshot_name
 from tidemill.weights.snapshot import checksum, digest_of, sealed
 from tidemill.weights.transport import Blob, Transport
 
@@ -45,6 +45,7 @@ class WeightStore:
         self._published: list[_Published] = []  # oldest first
         self._pins: Counter[PolicyVersion] = Counter()
         self._unfinished: list[str] = []  # blobs of a publish that has not reached its end
+        self._base_digest = ""
 
     @contextmanager
     def pinned(self, version: PolicyVersion) -> Iterator[None]:
@@ -59,6 +60,17 @@ class WeightStore:
         """Before a new snapshot is written: delete all but the newest one (and what is pinned)."""
         await self._delete_unfinished()
         await self._retire(SNAPSHOTS_KEPT - 1)
+
+    async def publish_base(self, tensors: Sequence[TensorEntry], snapshot: Blob) -> WeightManifest:
+        """Make what every version lies on available as version `BASE`, before the first of them; it stays for ever."""
+        await self._delete_unfinished()
+        entries = await self._compute.run(lambda: sealed(tensors, snapshot))
+        manifest = WeightManifest(version=BASE, digest=digest_of(entries), nbytes=len(snapshot), tensors=entries)
+        await self._put(snapshot_name(BASE), snapshot)
+        await self._put(manifest_name(BASE), pack_manifest(manifest))
+        self._unfinished.clear()
+        self._base_digest = manifest.digest
+        return manifest
 
     async def publish(
         self,
@@ -85,6 +97,7 @@ class WeightStore:
             nbytes=len(snapshot),
             tensors=entries,
             delta=delta[0] if delta else None,
+            base_digest=self._base_digest,
             probe_ids=probe_ids,
             probe_logprobs=probe_logprobs,
         )

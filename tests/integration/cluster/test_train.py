@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -104,3 +105,21 @@ def test_a_run_whose_driver_is_killed_leaves_no_process_and_finishes_when_resume
     summary = json.loads(out)  # and nothing else is on standard output
     assert (summary["finished"], summary["steps"], summary["sessions"]) == (True, steps + 20, 2)
     assert _checkpoints(run, session=2) == [steps + 20]
+
+
+def test_workers_pull_the_base_once_and_adapters_from_then_on(recipe: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    rewards = '[{ kind = "length", target_tokens = 3 }]'  # there is something to learn in every batch
+    ran = _start(recipe, run, "--model.lora.rank=4", "--scoring.rewards", rewards, "--optimizer.learning_rate=1e-3")
+    _wait_for(ran, run, "checkpoint", session=1)
+    _wait_for(ran, run, "pull", session=1)
+    ran.send_signal(signal.SIGINT)
+    out, err = ran.communicate(timeout=DEADLINE_S)
+    assert json.loads(out)["interrupted"], err
+    published = {line["nbytes"] for line in _events(run) if line["event"] == "publish"}
+    pulls = [int(str(line["nbytes"])) for line in _events(run) if line["event"] == "pull"]
+    # 2 layers × rank 4 × (q, k, v, o: 4 × (32 + 32), gate, up, down: 3 × (32 + 96)) × 4 bytes
+    assert published == {20_480}
+    assert pulls[0] > 20_480 + 2 * (4 * 32 * 32 + 3 * 32 * 96) * 4  # the base, too
+    assert all(nbytes < 20_480 + 20_000 for nbytes in pulls[1:])  # and a manifest
+    assert not [line for line in _events(run) if "quarantine" in str(line["event"])]

@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.adapters import adapted
 from tests.engine_requests import Collected, engine, finish_all, prompts, request
 from tests.model_shapes import MODEL_SHAPES
 from tidemill.core.records import GenerateRequest, SampleId
 
 TEXTS = [*prompts(3, length=9, shared=5), *prompts(2, length=38, shared=20), *prompts(1, length=3)]
 SETTINGS = {"slots": 5, "context": 64, "batch_invariant": True}
-MODELS = {name: build() for name, build in MODEL_SHAPES.items()}
+MODELS = {**{name: build() for name, build in MODEL_SHAPES.items()}, "llama with an adapter": adapted()}
 _ALONE: dict[tuple[str, SampleId], tuple[list[int], list[float]]] = {}
 
 
@@ -30,7 +31,7 @@ def alone(shape: str, one: GenerateRequest) -> tuple[list[int], list[float]]:
     return _ALONE[shape, one.sample_id]
 
 
-@pytest.mark.parametrize("shape", MODEL_SHAPES)
+@pytest.mark.parametrize("shape", MODELS)
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(order=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2)), min_size=1, max_size=8, unique=True))
 def test_whatever_the_batch_mix(shape: str, order: list[tuple[int, int]]) -> None:
@@ -40,7 +41,7 @@ def test_whatever_the_batch_mix(shape: str, order: list[tuple[int, int]]) -> Non
         assert (made.tokens[one.sample_id], made.logprobs[one.sample_id]) == alone(shape, one)
 
 
-@pytest.mark.parametrize("shape", MODEL_SHAPES)
+@pytest.mark.parametrize("shape", MODELS)
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 10**6))
 def test_whatever_the_cut_point_and_engine(shape: str, seed: int) -> None:

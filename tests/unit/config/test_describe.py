@@ -53,6 +53,21 @@ def test_other_tasks_models_and_rewards() -> None:
     assert said("--model.source=a/b", "--algorithm.kl_beta=0.1", "--trainer.precision=fp32", topic="model") == [
         "a/b (a local folder or a hub id) plus a frozen copy as KL reference; fp32"
     ]
+    lora = ("--model.lora.rank=8", "--optimizer.learning_rate=3e-4")
+    assert said(*lora, "--algorithm.kl_beta=0.1", "--trainer.precision=fp32", topic="model") == [
+        "smollm2-135m with a LoRA adapter of rank 8 on all linear layers, itself without it as KL reference; fp32"
+    ]
+    assert said(*lora, '--model.lora.targets=["q_proj","v_proj"]', "--trainer.precision=fp32", topic="model") == [
+        "smollm2-135m with a LoRA adapter of rank 8 on q_proj and v_proj; fp32"
+    ]
+    assert said(*lora, topic="checkpoint")[0].endswith("12 bytes per parameter of the adapter each")
+    assert said(*lora, topic="note") == []
+    assert said(lora[0], topic="note") == [
+        (
+            "a LoRA adapter usually wants ten times the learning rate of a whole model or more, and "
+            "optimizer.learning_rate = 1e-05"
+        )
+    ]
     assert said("--model.source=char", topic="checkpoint") == [
         "every 10 steps and at the end: 2 written, the last 2 and the best kept, 12 bytes per parameter each"
     ]

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from tidemill.config.data import DataConfig
 from tidemill.config.learning import BatchConfig, OptimizerConfig
+from tidemill.config.lora import LoraConfig
 from tidemill.config.model import CharModelConfig, ModelConfig
 from tidemill.config.schema import EngineConfig, EvalConfig, RunConfig, RunSpec, SamplingConfig
 from tidemill.config.scoring import RewardConfig, ScoringConfig
@@ -51,6 +52,21 @@ def test_char_model(fields: dict[str, Any], says: str) -> None:
 )
 def test_model(fields: dict[str, Any], says: str) -> None:
     assert says in messages(ModelConfig, **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"rank": 8, "dropout": 0.1}, "set dropout = 0"),
+        ({"targets": ["q_proj"]}, "rank = 0 gives none of them an adapter; set rank"),
+        ({"rank": 8, "targets": ["model.layers.0.q_proj"]}, "name layers by the last part of their names"),
+        ({"rank": 8, "targets": ["q_proj", "o_proj", "q_proj"]}, "targets names q_proj twice"),
+    ],
+)
+def test_lora(fields: dict[str, Any], says: str) -> None:
+    assert says in messages(LoraConfig, **fields)
+    assert not LoraConfig().enabled
+    assert LoraConfig(rank=1).enabled
 
 
 @pytest.mark.parametrize(

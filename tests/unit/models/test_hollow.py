@@ -14,8 +14,9 @@ from tidemill.core.errors import UserError
 from tidemill.models.catalog import resolve
 from tidemill.models.hollow import hollow_model, shell_files, stored_context_limit
 from tidemill.models.loading import load_model
+from tidemill.models.lora import attach_adapter
 from tidemill.models.probe import probe_logprobs
-from tidemill.models.snapshots import bind_snapshot, snapshot_bytes, snapshot_layout, write_snapshot
+from tidemill.models.snapshots import Part, bind_snapshot, snapshot_bytes, snapshot_layout, write_snapshot
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def test_a_shell_is_enough_to_compute_with_pulled_weights(folder: Path, tmp_path
     assert not any(name.endswith(".safetensors") for name in files)
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
-    hollow = hollow_model(tmp_path, device=torch.device("cpu"), dtype=torch.float32)
+    hollow = hollow_model(tmp_path, ModelConfig(), device=torch.device("cpu"), dtype=torch.float32)
     assert sum(parameter.numel() for parameter in hollow.parameters()) == 0
 
     original = load_model(folder, device=torch.device("cpu"))
@@ -43,6 +44,22 @@ def test_a_shell_is_enough_to_compute_with_pulled_weights(folder: Path, tmp_path
     assert probe_logprobs(hollow, token_ids) == probe_logprobs(original, token_ids)
 
 
+def test_a_shell_with_an_adapter_waits_for_two_snapshots(folder: Path) -> None:
+    config = ModelConfig.model_validate({"lora": {"rank": 4}})
+    hollow = hollow_model(folder, config, device=torch.device("cpu"), dtype=torch.float32)
+    assert sum(parameter.numel() for parameter in hollow.parameters()) == 0
+    original = load_model(folder, device=torch.device("cpu"))
+    attach_adapter(original, config)
+    parts: tuple[Part, ...] = ("base", "learned")
+    for part in parts:
+        layout = snapshot_layout(original, torch.float32, part=part)
+        buffer = np.empty(snapshot_bytes(layout), np.uint8)
+        write_snapshot(original, layout, buffer, part=part)
+        bind_snapshot(hollow, layout, buffer, part=part)
+    token_ids = pack_tokens([3, 4, 5, 6])
+    assert probe_logprobs(hollow, token_ids) == probe_logprobs(original, token_ids)
+
+
 def test_the_context_is_known_without_loading(folder: Path) -> None:
     assert stored_context_limit(folder) == 48
 
@@ -50,4 +67,4 @@ def test_the_context_is_known_without_loading(folder: Path) -> None:
 def test_a_configuration_of_something_else(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "vit"}')
     with pytest.raises(UserError, match="no model can be made of its configuration"):
-        hollow_model(tmp_path, device=torch.device("cpu"), dtype=torch.float32)
+        hollow_model(tmp_path, ModelConfig(), device=torch.device("cpu"), dtype=torch.float32)

@@ -5,11 +5,13 @@ import copy
 import pytest
 import torch
 
+from tests.adapters import adapted
 from tests.engine_requests import VERSION, Collected, engine, finish_all, prompts, request
 from tests.model_shapes import MODEL_SHAPES, llama
-from tidemill.core.buffers import count, pack_tokens
+from tidemill.core.buffers import count, pack_tokens, unpack_logprobs, unpack_tokens
 from tidemill.core.errors import UserError
 from tidemill.core.records import PolicyVersion
+from tidemill.models.probe import probe_logprobs
 
 
 @pytest.fixture(params=MODEL_SHAPES)
@@ -47,6 +49,28 @@ def test_rollout_logprobs_are_those_of_the_distribution_sampled_from(shape: str,
         logprobs = (logits[len(text) - 1 : -1] / temperature).log_softmax(-1)
         expected = logprobs[torch.arange(len(completion)), torch.tensor(completion)]
         torch.testing.assert_close(torch.tensor(made.logprobs[one.sample_id]), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_an_adapter_is_sampled_from_as_it_is_scored(shape: str, batch_invariant: bool) -> None:
+    """Rollout logprobs against one plain forward of each whole sequence by the very model."""
+    model = adapted(shape)
+    texts = prompts(3, length=10, shared=6)
+    requests = [request(text, index=i) for text in texts for i in range(3)]
+    made = finish_all(engine(model, batch_invariant=batch_invariant), requests)
+    for one in requests:
+        text, completion = unpack_tokens(one.prompt_ids), made.tokens[one.sample_id]
+        scored = unpack_logprobs(probe_logprobs(model, pack_tokens([*text, *completion])))[len(text) - 1 :]
+        torch.testing.assert_close(
+            torch.tensor(made.logprobs[one.sample_id]), torch.tensor(list(scored)), rtol=0, atol=1e-5
+        )
+
+
+def test_an_adapter_that_adds_nothing_changes_no_token(shape: str) -> None:
+    requests = [request(text, index=i) for text in prompts(3, length=10, shared=6) for i in range(2)]
+    plain = finish_all(engine(MODEL_SHAPES[shape](), batch_invariant=True), requests)
+    made = finish_all(engine(adapted(shape, learned=False), batch_invariant=True), requests)
+    assert (made.tokens, made.logprobs) == (plain.tokens, plain.logprobs)
 
 
 def test_a_groups_prompt_and_a_common_header_are_computed_once() -> None:

@@ -23,6 +23,7 @@ from tidemill.core.clock import LoopClock
 from tidemill.core.errors import WorkerLost
 from tidemill.core.protocols import Worker
 from tidemill.core.records import Lease, PolicyVersion, Prompt, SampleId
+from tidemill.models.lora import learned_parameters
 from tidemill.rollout.worker import EngineWorker
 from tidemill.runtime.compute import ComputeThread
 from tidemill.runtime.host import NOTHING_YET, InProcessHost
@@ -50,7 +51,7 @@ class Stage:
             parts.model,
             store,
             compute=compute,
-            dtype=parts.rollout_dtype,
+            rollout_model=parts.rollout_model,
             probe_ids=PROBE,
         )
         clock = LoopClock()
@@ -62,18 +63,21 @@ class Stage:
 
     def learn(self) -> None:
         with torch.no_grad():
-            for parameter in self.parts.model.parameters():
-                parameter.mul_(1.01)
+            for parameter in learned_parameters(self.parts.model).values():
+                parameter.mul_(1.01).add_(0.001)
 
 
-@pytest.fixture(params=["fp32", "bf16"])
+@pytest.fixture(
+    params=[("fp32", 0), ("bf16", 0), ("fp32", 4), ("bf16", 4)], ids=lambda both: f"{both[0]}-rank{both[1]}"
+)
 async def stage(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Stage]:
+    precision, rank = request.param
     spec = RunSpec.model_validate(
         {
-            "model": {"source": str(save_folder(llama(), tmp_path))},
+            "model": {"source": str(save_folder(llama(), tmp_path)), "lora": {"rank": rank}},
             "sampling": {"max_new_tokens": 12},
             "engine": {"slots": 4, "batch_invariant": True, "tick_s": 0.01},
-            "trainer": {"threads": 1, "precision": request.param, "device": "cpu"},
+            "trainer": {"threads": 1, "precision": precision, "device": "cpu"},
         }
     )
     async with AsyncExitStack() as stack:
@@ -142,6 +146,19 @@ async def test_workers_of_a_version_share_its_memory_and_reports_name_the_lease(
     report = await workers[1].next_report(5.0)
     assert report is not None
     assert (report.lease_id, report.status.worker_id, report.status.version) == ("lease-spot-2", "spot-2", 1)
+
+
+async def test_an_ended_worker_leaves_the_trainer_its_weights(stage: Stage) -> None:
+    """Under an adapter the two share a base."""
+    await stage.publisher.publish(V1)
+    await stage.local.load(V1)
+    before = await generate(stage.local)
+    worker = await stage.host.start(lease("spot-1"))
+    await worker.load(V1)
+    assert await generate(worker) == before
+    await worker.close()
+    await stage.local.load(V2)  # nothing cached: it computes again
+    assert await generate(stage.local) == before
 
 
 async def test_publishing_again_what_is_newest_costs_nothing(stage: Stage) -> None:

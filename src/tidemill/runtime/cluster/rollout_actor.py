@@ -26,6 +26,7 @@ from tidemill.runtime.cluster.serving import Serving, asked
 from tidemill.runtime.cluster.transport import ObjectStoreReader
 from tidemill.runtime.cluster.wire import decode
 from tidemill.runtime.compute import ComputeThread
+from tidemill.runtime.frozen import FrozenModels
 from tidemill.runtime.host import NOTHING_YET
 from tidemill.runtime.machine import choose_device
 from tidemill.runtime.notices import tell_notices
@@ -56,7 +57,8 @@ class RolloutActor(Serving):
         planned, leased = decode(plan, WorkerPlan), decode(lease, Lease)
         engine_compute, weights_compute = ComputeThread(), ComputeThread("tidemill-weights")
         parts = await engine_compute.run(lambda: _parts(planned, files))
-        puller = Puller(ObjectStoreReader(publisher), weights_compute, clock=LoopClock())
+        reader = ObjectStoreReader(publisher)
+        puller, base = (Puller(reader, weights_compute, clock=LoopClock()) for _ in range(2))
         self.worker = EngineWorker(
             parts.engine_over(parts.model, NOTHING_YET, prompt_tokens=planned.prompt_tokens),
             engine_compute,
@@ -64,7 +66,7 @@ class RolloutActor(Serving):
             tick_s=parts.spec.engine.tick_s,
             worker_id=leased.worker_id,
             lease_id=leased.lease_id,
-            source=PulledWeights(puller, parts.model),
+            source=PulledWeights(puller, parts.model, base=base if parts.spec.model.lora.enabled else None),
         )
         asyncio.get_running_loop().add_reader(signals(), self._on_signal)
         self._keep(self._end_when_forgotten(planned.orphan_s))
@@ -97,10 +99,13 @@ def _parts(plan: WorkerPlan, files: dict[str, bytes]) -> Parts:
         folder = Path(name)
         for file, content in files.items():
             (folder / file).write_bytes(content)
+        model = hollow_model(folder, spec.model, device=device, dtype=DTYPES[plan.dtype])
         return Parts(
             spec=spec,
             folder=folder,
-            model=hollow_model(folder, device=device, dtype=DTYPES[plan.dtype]),
+            model=model,
+            rollout_model=model,
+            frozen=FrozenModels(device),
             codec=load_codec(folder),
             device=device,
             autocast=None,

@@ -70,8 +70,9 @@ class TrainerActor(Serving):
                 parts.model,
                 WeightStore(self._transport, compute=weights_compute),
                 compute=compute,
-                dtype=parts.rollout_dtype,
+                rollout_model=parts.rollout_model,
                 probe_ids=planned.probe_ids,
+                sends_base=True,
             )
         return Started(
             version=trainer.version,

@@ -63,7 +63,7 @@ class EmbeddedEngine:
     @property
     def capabilities(self) -> EngineCapabilities:
         return EngineCapabilities(
-            batch_invariant=self._batch_invariant, logprobs=True, keeps_kv=False, lora=False, own_sampler=False
+            batch_invariant=self._batch_invariant, logprobs=True, keeps_kv=False, lora=True, own_sampler=False
         )
 
     def submit(self, requests: Seq[GenerateRequest]) -> None:

@@ -1,0 +1,120 @@
+"""A LoRA run from the command line: trained, looked at, merged, and refused where it does not fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.commands import Ran, run_here
+from tests.conftest import REPOSITORY
+from tidemill.config.load import load_spec
+from tidemill.models.lora import frozen_parameters, learned_parameters
+from tidemill.runtime.parts import load_parts
+
+RECIPE = f"@{REPOSITORY / 'recipes' / 'char-addition.toml'}"
+LORA = "--model.lora.rank=4"
+SHAPE = ("--trainer.steps=4", "--optimizer.learning_rate=3e-3", "--trainer.threads=1", "--eval.every_steps=2",
+         "--checkpoint.every_steps=2", "--batch.prompts=4", "--task.held_out_fraction=0.9")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, session_cache: Path) -> Path:
+    """A finished run of four steps with a simulated worker."""
+    folder = tmp_path_factory.mktemp("lora") / "run"
+    done(run_here("train", RECIPE, *SHAPE, LORA, "--pool.workers=1", f"--run.dir={folder}", "--json"))
+    return folder
+
+
+def done(ran: Ran) -> Any:
+    assert ran.code == 0, ran.err
+    return ran.data
+
+
+def summary(run: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run / "summary.json").read_text())
+    return found
+
+
+def test_a_run_publishes_adapters(run: Path) -> None:
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    # 4 layers × rank 4 × (q, k, v, o: 4 × (128 + 128), gate, up, down: 3 × (128 + 352)) × 4 bytes
+    assert {event["nbytes"] for event in events if event["event"] == "publish"} == {157_696}
+    assert not [event for event in events if event["event"] == "quarantine"]
+
+
+def test_eval_and_generate_take_the_checkpoint_as_the_run_left_it(run: Path) -> None:
+    found = done(run_here("eval", "--checkpoint", str(run), "--json"))
+    assert found["weights_digest"] == summary(run)["weights_digest"]
+    assert found["greedy_accuracy"] == summary(run)["eval"]["after"]["greedy_accuracy"]
+    assert found["model"] == str(run / "checkpoints" / "step_4")
+    with_recipe = done(run_here("eval", RECIPE, *SHAPE, "--checkpoint", str(run / "checkpoints" / "step_4"), "--json"))
+    assert with_recipe["weights_digest"] == found["weights_digest"]
+    untrained = done(run_here("eval", RECIPE, *SHAPE, LORA, "--json"))
+    assert untrained["weights_digest"] != found["weights_digest"]
+    drawn = done(run_here("generate", "1+2=", "--checkpoint", str(run), "--json"))
+    assert len(drawn["samples"]) == 1
+
+
+def test_a_merged_model_is_a_source_like_any_other(run: Path, tmp_path: Path) -> None:
+    merged = tmp_path / "merged"
+    assert done(run_here("model", "merge", str(run), str(merged), "--json"))["path"] == str(merged)
+    here = done(run_here("eval", "--checkpoint", str(run), "--json"))
+    there = done(run_here("eval", RECIPE, *SHAPE, f"--model.source={merged}", "--json"))
+    assert [one["completion"] for one in there["samples"]] == [one["completion"] for one in here["samples"]]
+
+
+def test_a_finished_run_is_resumed_with_more_steps(run: Path, tmp_path: Path) -> None:
+    more = (*SHAPE[1:], LORA, "--trainer.steps=5")
+    straight = done(
+        run_here("train", RECIPE, *more, "--engine.batch_invariant=true", f"--run.dir={tmp_path / 'a'}", "--json")
+    )
+    first = ("--engine.batch_invariant=true", f"--run.dir={tmp_path / 'b'}", "--json")
+    done(run_here("train", RECIPE, *SHAPE, LORA, *first))
+    again = done(run_here("train", RECIPE, *more, *first))
+    assert (again["sessions"], again["weights_digest"]) == (2, straight["weights_digest"])
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--model.lora.rank=8"], "model.lora.rank = 8, the run has 4"),
+        (["--model.lora.rank=0"], "model.lora.rank = 0, the run has 4"),
+        ([LORA, '--model.lora.targets=["q_proj"]'], "model.lora.targets = "),
+    ],
+)  # fmt: skip
+def test_a_run_goes_on_with_the_adapter_it_began_with(run: Path, more: list[str], says: str) -> None:
+    ran = run_here("train", RECIPE, *SHAPE, *more, "--pool.workers=1", f"--run.dir={run}")
+    assert ran.code == 2
+    assert says in ran.err
+
+
+def test_faults_before_anything_is_trained(run: Path, tmp_path: Path) -> None:
+    def told(*argv: str) -> str:
+        ran = run_here("train", RECIPE, *SHAPE, *argv, f"--run.dir={tmp_path / 'x'}")
+        assert ran.code == 2
+        assert not list(tmp_path.glob("x/samples/*"))
+        return ran.err
+
+    unknown = told(LORA, '--model.lora.targets=["q_proj", "query"]')
+    assert "has no linear layer 'query'" in unknown
+    assert "name some of down_proj, gate_proj" in unknown
+    assert "set dropout = 0" in told(LORA, "--model.lora.dropout=0.1")
+    adapter = told(f"--model.source={run / 'checkpoints' / 'step_4'}")
+    assert "an adapter without its base model" in adapter
+    assert "tidemill model merge" in adapter
+
+
+def test_on_smollm2_a_version_is_under_two_percent_of_the_models_bytes(shared_cache: Path) -> None:
+    spec = load_spec(
+        [f"@{REPOSITORY / 'recipes' / 'smollm2-lora.toml'}", "--trainer.threads=1", "--trainer.device=cpu"]
+    )
+    model = load_parts(spec, progress=lambda _: None).model
+    learned, base = (
+        sum(p.nbytes for p in part.values()) for part in (learned_parameters(model), frozen_parameters(model))
+    )
+    # 30 layers × rank 8 × (q, o: 2 × 1152, k, v: 2 × 768, gate, up, down: 3 × 2112) × 4 bytes
+    assert learned == 30 * 8 * (2304 + 1536 + 6336) * 4
+    assert learned < 0.02 * base

@@ -1,0 +1,114 @@
+"""Pulling an adapter: what lies under it comes once, with the first version."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from tests.adapters import adapted, teach
+from tidemill.core.buffers import pack_tokens
+from tidemill.core.clock import LoopClock
+from tidemill.core.errors import WeightsError
+from tidemill.core.records import PolicyVersion, WeightManifest
+from tidemill.models.probe import probe_logprobs
+from tidemill.models.snapshots import empty_twin, snapshot_bytes, snapshot_layout, write_snapshot
+from tidemill.rollout.pulled import PulledWeights
+from tidemill.runtime.compute import ComputeThread
+from tidemill.runtime.publish import ModelPublisher
+from tidemill.weights.memory import MemoryTransport
+from tidemill.weights.puller import Puller
+from tidemill.weights.snapshot import allocate
+from tidemill.weights.store import WeightStore
+
+IDS = pack_tokens(range(2, 30))
+FIRST, SECOND = (PolicyVersion(number=number, digest=f"d{number}") for number in (1, 2))
+
+
+class Copying(MemoryTransport):
+    """As between machines: deltas are worth their while."""
+
+    zero_copy = False
+
+
+class Stage:
+    def __init__(self, model: PreTrainedModel, compute: ComputeThread) -> None:
+        self.model, self.compute, self.transport = model, compute, Copying()
+        self.store = WeightStore(self.transport, compute=compute)
+        self.publisher = ModelPublisher(
+            model, self.store, rollout_model=model, compute=compute, probe_ids=IDS, sends_base=True
+        )
+        self.hollow = empty_twin(model, torch.float32)
+        puller, base = (Puller(self.transport, compute, clock=LoopClock()) for _ in range(2))
+        self.pulled = PulledWeights(puller, self.hollow, base=base)
+
+    async def publish_and_load(self, version: PolicyVersion) -> tuple[WeightManifest, int]:
+        """What was published, and the bytes it took to have it."""
+        manifest = await self.publisher.publish(version)
+        pulled = await self.pulled.prepare(version)
+        self.pulled.swap(pulled)
+        assert probe_logprobs(self.hollow, IDS) == probe_logprobs(self.model, IDS) == manifest.probe_logprobs
+        return manifest, pulled.nbytes
+
+
+@pytest.fixture
+async def stage() -> AsyncIterator[Stage]:
+    async with AsyncExitStack() as stack:
+        compute = ComputeThread()
+        stack.push_async_callback(compute.close)
+        yield Stage(adapted(), compute)
+
+
+def base_bytes(model: PreTrainedModel) -> int:
+    return snapshot_bytes(snapshot_layout(model, torch.float32, part="base"))
+
+
+async def test_the_base_comes_once_and_then_adapters_alone(stage: Stage) -> None:
+    first, nbytes = await stage.publish_and_load(FIRST)
+    assert nbytes > first.nbytes + base_bytes(stage.model)
+    teach(stage.model, seed=1)
+    second, nbytes = await stage.publish_and_load(SECOND)
+    assert first.base_digest == second.base_digest != ""
+    assert second.nbytes == snapshot_bytes(snapshot_layout(stage.model, torch.float32))
+    assert 0 < nbytes < second.nbytes + 10_000  # and a manifest
+
+
+async def test_the_base_stays_however_many_versions_come(stage: Stage) -> None:
+    for number in range(1, 13):
+        await stage.publisher.publish(PolicyVersion(number=number, digest=f"d{number}"))
+        teach(stage.model, seed=number)
+    await stage.publish_and_load(PolicyVersion(number=13, digest="d13"))
+    assert sum(name.endswith(".snapshot") for name in stage.transport.blobs) == 3  # two versions and the base
+
+
+async def test_what_was_prepared_and_never_used_is_prepared_again(stage: Stage) -> None:
+    await stage.publisher.publish(FIRST)
+    await stage.pulled.prepare(FIRST)
+    teach(stage.model, seed=1)
+    await stage.publish_and_load(SECOND)
+
+
+async def test_an_adapter_of_another_base_is_refused(stage: Stage) -> None:
+    await stage.publish_and_load(FIRST)
+    before = probe_logprobs(stage.hollow, IDS)
+    tensors = snapshot_layout(stage.model, torch.float32, part="base")
+    snapshot = allocate(snapshot_bytes(tensors))
+    snapshot[:] = 0
+    write_snapshot(stage.model, tensors, snapshot, part="base")
+    snapshot[:4] ^= np.uint8(1)
+    await stage.store.publish_base(tensors, snapshot)
+    await stage.publisher.publish(SECOND)
+    with pytest.raises(WeightsError, match="version 2 is an adapter of another base than is at hand"):
+        await stage.pulled.prepare(SECOND)
+    assert probe_logprobs(stage.hollow, IDS) == before
+
+
+async def test_a_closed_one_keeps_nothing(stage: Stage) -> None:
+    await stage.publish_and_load(FIRST)
+    stage.pulled.close()
+    assert all(parameter.numel() == 0 for parameter in stage.hollow.parameters())
+    assert all(parameter.numel() > 0 for parameter in stage.model.parameters())

@@ -1,0 +1,202 @@
+"""Training an adapter: its gradients are autograd's own, nothing else moves, and a checkpoint brings all of it back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from tests.adapters import teach
+from tests.model_folders import save_folder
+from tests.model_shapes import MODEL_SHAPES, VOCABULARY, llama
+from tests.trajectories import group, trajectory
+from tidemill.config.schema import RunSpec
+from tidemill.core.buffers import unpack_tokens
+from tidemill.core.errors import UserError
+from tidemill.core.records import Group
+from tidemill.models.loading import load_model, weights_digest
+from tidemill.models.lora import frozen_parameters, learned_parameters
+from tidemill.runtime.compute import ComputeThread
+from tidemill.runtime.parts import Parts, load_parts
+from tidemill.trainer.policy import PolicyTrainer
+
+BETA = 0.3
+CPU = torch.device("cpu")
+
+
+def spec(base: Path, *, rank: int = 4, **sections: dict[str, Any]) -> RunSpec:
+    settings: dict[str, dict[str, Any]] = {
+        "model": {"source": str(base), "lora": {"rank": rank}},
+        "batch": {"prompts": 2, "group_size": 4},
+        "optimizer": {"learning_rate": 1e-2, "max_grad_norm": 1e9},
+        "sampling": {"max_new_tokens": 8},
+        "trainer": {"threads": 1, "device": "cpu", "precision": "fp32"},
+    }
+    return RunSpec.model_validate({name: {**settings.get(name, {}), **sections.get(name, {})}
+                                   for name in {*settings, *sections}})  # fmt: skip
+
+
+def trainer_of(parts: Parts) -> PolicyTrainer:
+    return PolicyTrainer(
+        parts.model, parts.spec, compute=ComputeThread(), source=parts.folder, reference=parts.reference()
+    )
+
+
+def trained(settings: RunSpec) -> tuple[Parts, PolicyTrainer]:
+    """An adapter that is not at its beginning, so that both of its matrices have gradients."""
+    parts = load_parts(settings, progress=lambda _: None)
+    teach(parts.model)
+    return parts, trainer_of(parts)
+
+
+def groups(seed: int = 0) -> list[Group]:
+    rng = np.random.default_rng(seed)
+    header = rng.integers(2, VOCABULARY, 5).tolist()
+    made = []
+    for position in range(2):
+        prompt = header + rng.integers(2, VOCABULARY, 3).tolist()
+        samples = [
+            trajectory(prompt, rng.integers(2, VOCABULARY, rng.integers(1, 8)).tolist(), reward, index=index)
+            for index, reward in enumerate(rng.normal(size=4).tolist())
+        ]
+        made.append(group(position, samples))
+    return made
+
+
+def accumulated(subject: PolicyTrainer) -> dict[str, torch.Tensor]:
+    """Normalised gradients just before the optimizer step."""
+    for one in groups():
+        subject.take(one)
+    (minibatch,) = subject._minibatches
+    subject._close(minibatch, minibatch.close(), backward=True)
+    named = subject.model.named_parameters()
+    return {name: p.grad / minibatch.denominator for name, p in named if p.grad is not None}
+
+
+def plain_logprobs(model: PreTrainedModel, tokens: list[int], prompt: int) -> torch.Tensor:
+    logprobs: torch.Tensor = (
+        model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, prompt - 1 : -1].log_softmax(-1)
+    )
+    return logprobs[torch.arange(len(tokens) - prompt), torch.tensor(tokens[prompt:])]
+
+
+def plain_gradients(model: PreTrainedModel, reference: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """GRPO's first step with a k3 penalty written out, every sample on its own, in peft's own forward pass."""
+    losses = []
+    for one in groups():
+        rewards = torch.tensor([t.reward.value for t in one.trajectories if t.reward])
+        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+        for sample, advantage in zip(one.trajectories, advantages, strict=True):
+            tokens = unpack_tokens(sample.token_ids)
+            logprobs = plain_logprobs(model, tokens, sample.prompt_length)
+            with torch.no_grad():
+                ref = plain_logprobs(reference, tokens, sample.prompt_length)
+            ratio = (logprobs - logprobs.detach()).exp()
+            losses.append((-ratio * advantage + BETA * (torch.exp(ref - logprobs) - (ref - logprobs) - 1)).mean())
+    torch.stack(losses).mean().backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("shape", MODEL_SHAPES)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_are_plain_ones_and_the_reference_is_the_base(
+    shape: str, checkpointing: bool, tmp_path: Path
+) -> None:
+    base = save_folder(MODEL_SHAPES[shape](), tmp_path)
+    settings = spec(base, algorithm={"kl_beta": BETA}, trainer={"activation_checkpointing": checkpointing})
+    parts, subject = trained(settings)
+    ours = accumulated(subject)
+    plain = load_parts(spec(base), progress=lambda _: None).model
+    teach(plain)
+    plain.set_attn_implementation("eager")
+    expected = plain_gradients(plain, MODEL_SHAPES[shape]())
+    assert list(ours) == list(expected) == list(learned_parameters(parts.model))
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    for name, gradient in expected.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-5 * largest, msg=name)
+
+
+def test_the_reference_costs_no_memory_and_does_not_learn(tmp_path: Path) -> None:
+    parts, subject = trained(spec(save_folder(llama(), tmp_path), algorithm={"kl_beta": BETA}))
+    reference = parts.reference()
+    assert reference is not None
+    assert weights_digest(reference) == weights_digest(llama())
+    frozen = frozen_parameters(parts.model)
+    assert {id(parameter) for parameter in reference.parameters()} == {id(parameter) for parameter in frozen.values()}
+    assert parts.frozen.load(parts.folder) is reference  # and so would another role's be that names this folder
+    for one in groups():
+        subject.take(one)
+    assert subject.learn(1).values["kl_ref"] > 0
+    assert weights_digest(reference) == weights_digest(llama())
+
+
+def test_the_optimizer_knows_the_adapter_alone_and_moves_all_of_it(tmp_path: Path) -> None:
+    parts, subject = trained(spec(save_folder(llama(), tmp_path)))
+    learned = learned_parameters(parts.model)
+    before = {name: parameter.detach().clone() for name, parameter in learned.items()}
+    digest = subject.version.digest
+    assert {id(p) for g in subject.optimizer.param_groups for p in g["params"]} == {id(p) for p in learned.values()}
+    for one in groups():
+        subject.take(one)
+    version = subject.learn(1).version
+    assert all(not torch.equal(before[name], parameter) for name, parameter in learned.items())
+    assert version.digest == weights_digest(parts.model) != digest
+    # fp32 weights and two moments of 4 bytes each
+    count = sum(parameter.numel() for parameter in learned.values())
+    assert 12 * count <= subject.state_bytes() <= 12 * count + (32 << 20)
+
+
+def test_a_checkpoint_brings_it_back_and_training_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    settings = spec(save_folder(llama(), tmp_path / "base"))
+    _, first = trained(settings)
+    directory = tmp_path / "checkpoint"
+    directory.mkdir()
+    for step in (1, 2):
+        if step == 2:
+            first.write_state(directory)
+        for one in groups(step):
+            first.take(one)
+        first.learn(step)
+    again = trainer_of(load_parts(settings, progress=lambda _: None))
+    again.read_state(directory)
+    assert again.version.number == 1
+    for one in groups(2):
+        again.take(one)
+    assert again.learn(2).version == first.version
+    # 2 layers × 4 × (q, o: 2 × 128, k, v: 2 × 96, MLP: 3 × 160) = 7,424 parameters of 12 bytes, of 69,952 in all
+    sizes = [path.stat().st_size for path in directory.rglob("*") if path.is_file()]
+    assert 12 * 7424 < sum(sizes) < 2 * 12 * 7424
+
+
+def test_a_checkpoint_of_another_kind(tmp_path: Path) -> None:
+    base = save_folder(llama(), tmp_path / "base")
+    for name, rank in (("whole", 0), ("rank 4", 4)):
+        (tmp_path / name).mkdir()
+        trainer_of(load_parts(spec(base, rank=rank), progress=lambda _: None)).write_state(tmp_path / name)
+    adapter = trainer_of(load_parts(spec(base, rank=8), progress=lambda _: None))
+    with pytest.raises(UserError, match="holds a whole model, and this run trains an adapter of rank 8"):
+        adapter.read_state(tmp_path / "whole")
+    with pytest.raises(UserError, match=r"model.lora.rank = 4, and 8 is asked for"):
+        adapter.read_state(tmp_path / "rank 4")
+    whole = trainer_of(load_parts(spec(base, rank=0), progress=lambda _: None))
+    with pytest.raises(UserError, match="holds an adapter, and this run trains the whole model"):
+        whole.read_state(tmp_path / "rank 4")
+
+
+def test_a_checkpoint_loads_as_parts_whatever_the_recipe_says(tmp_path: Path) -> None:
+    base = save_folder(llama(), tmp_path / "base")
+    _, subject = trained(spec(base))
+    stored = tmp_path / "stored"
+    stored.mkdir()
+    subject.write_state(stored)
+    for settings in (spec(base, rank=0), spec(base, rank=8), RunSpec()):
+        parts = load_parts(settings, progress=lambda _: None, folder=stored)
+        assert weights_digest(parts.model) == weights_digest(subject.model)
+        assert parts.spec.model.lora.rank == 4
+    parts = load_parts(spec(base, rank=8), progress=lambda _: None, folder=base)  # a whole model stands for itself
+    assert weights_digest(parts.model) == weights_digest(load_model(base, device=CPU))
+    assert not parts.spec.model.lora.enabled

@@ -18,7 +18,10 @@ def report(run_dir: Annotated[Path, Parameter(name="RUN_DIR")], /, *, json: Json
     run_dir
         The directory given to `tidemill train` as --run.dir.
     """
+    from tidemill.pipeline.folder import PipelineFolder
+    from tidemill.pipeline.page import write_page
     from tidemill.telemetry.report import write_report
 
-    path = write_report(run_dir)
+    pipeline = PipelineFolder(run_dir)
+    path = write_page(pipeline) if pipeline.state.is_file() else write_report(run_dir)
     return Result(data={"report": str(path)}, text=str(path))

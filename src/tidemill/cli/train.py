@@ -3,23 +3,75 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from cyclopts import Parameter
 
 from tidemill.cli.arguments import Items
 from tidemill.cli.arguments import dry_run as show_dry_run
 from tidemill.cli.failure import INTERRUPTED_CODE
 from tidemill.cli.result import DryRun, Json, Result
-from tidemill.config.load import load_spec
+from tidemill.config.pipeline import PipelineSpec
+from tidemill.config.schema import RunSpec
+from tidemill.config.stages import load_recipe
+from tidemill.core.errors import UserError
+
+Only = Annotated[
+    str | None,
+    Parameter(name="--only", accepts_keys=False, help="Of a recipe with stages: run this one and no other."),
+]
+From = Annotated[
+    str | None,
+    Parameter(name="--from", accepts_keys=False, help="Of a recipe with stages: run this one and those after it."),
+]
+PruneStale = Annotated[
+    bool,
+    Parameter(
+        name="--prune-stale",
+        negative=(),
+        help="Of a recipe with stages: delete results that it asks for no more, before anything is run.",
+    ),
+]
 
 
-def train(*items: Items, dry_run: DryRun = False, json: Json = False) -> Result:
+def train(
+    *items: Items,
+    only: Only = None,
+    start: From = None,
+    prune_stale: PruneStale = False,
+    dry_run: DryRun = False,
+    json: Json = False,
+) -> Result:
     """Train a model, or resume a run: an existing run directory goes on where it was.
 
-    Ctrl-C ends the run after a checkpoint, with exit code 130; the same command resumes it.
+    A recipe with stages shows its plan first; finished stages whose configuration and inputs are unchanged are not
+    repeated. Ctrl-C ends a run after a checkpoint, with exit code 130; the same command resumes it.
     """
-    spec = load_spec(items, purpose="train")
+    recipe = load_recipe(items)
+    if isinstance(recipe, PipelineSpec):
+        return _stages(recipe, only=only, start=start, prune_stale=prune_stale, dry_run=dry_run)
+    if only is not None or start is not None or prune_stale:
+        where = "--only" if only is not None else "--from" if start is not None else "--prune-stale"
+        raise UserError("this recipe has no stages", where=where, cure="leave it out, or name a recipe with [[stage]]s")
+    return _one_run(recipe, dry_run=dry_run)
+
+
+def _stages(recipe: PipelineSpec, *, only: str | None, start: str | None, prune_stale: bool, dry_run: bool) -> Result:
+    from tidemill.cli.pipeline import dry_run_pipeline, train_pipeline
+    from tidemill.pipeline.plan import Choice
+
+    choice = Choice(only=only, start=start)
+    if dry_run:
+        return dry_run_pipeline(recipe, choice=choice)
+    return train_pipeline(recipe, choice=choice, prune_stale=prune_stale)
+
+
+def _one_run(spec: RunSpec, *, dry_run: bool) -> Result:
     if dry_run:
         return show_dry_run(spec)
+    if (spec.directory / "pipeline.json").exists():
+        what = "this directory holds a pipeline, and the recipe has no stages"
+        raise UserError(what, where=str(spec.directory), cure="choose another --run.dir")
     from tidemill.runtime.train import train as run
 
     summary = run(spec)

@@ -26,7 +26,13 @@ COMMAND_FLAGS = (
     "help",
     "checkpoint",
     "compare",
+    "only",
+    "from",
+    "prune-stale",
 )  # the verbs' own, offered for misspelt ones
+STAGES = "stage"  # the array of a recipe's stages
+PREFIX = "stage:"
+"""`stage:NAME` where a model or file is asked for is what the stage of that name gives."""
 INPUT_PATHS: tuple[KeyPath, ...] = (
     ("task", "path"),
     ("task", "held_out_path"),
@@ -43,17 +49,20 @@ class Layer:
     name: str
     tree: Tree
     text: str = ""
+    at: Location = ()  # where in the text `tree` begins
+    stage: str = ""  # whose own settings these are
 
     def locate(self, location: Location) -> str:
-        """`recipe.toml:3`, or `command line`; empty if this layer does not set it."""
+        """`recipe.toml:3`, `command line`, `recipe.toml:7, stage sft`; empty if this layer does not set it."""
         node: Any = self.tree
         for part in location:
             try:
                 node = node[part]
             except (KeyError, IndexError, TypeError):
                 return ""
-        line = line_of(self.text, location) if self.text else None
-        return f"{self.name}:{line}" if line else self.name
+        line = line_of(self.text, (*self.at, *location)) if self.text else None
+        place = f"{self.name}:{line}" if line else self.name
+        return f"{place}, stage {self.stage}" if self.stage else place
 
 
 @dataclass(slots=True)
@@ -84,7 +93,7 @@ def split_arguments(args: Sequence[str]) -> Arguments:
             name, sign, text = item[2:].partition("=")
             path = tuple(name.split("."))
             value = text if sign else None
-            if not sign and waiting and _is_value(waiting[0], find(path)):
+            if not sign and waiting and _is_value(waiting[0], _key(path)):
                 value = waiting.pop(0)
             found.assignments.append((path, value))
     return found
@@ -97,7 +106,7 @@ def command_line(assignments: Sequence[Assignment]) -> Layer:
     """
     tree: Tree = {}
     for path, text in assignments:
-        key = find(path)
+        key = _key(path)
         if text is None and not _is_flag(path):
             continue
         node = tree
@@ -160,14 +169,21 @@ def parse_value(text: str, key: Key | None) -> Any:
 
 
 def with_absolute_paths(tree: Tree, folder: Path) -> Tree:
-    """Input paths made absolute from `folder`; run.dir is an output and stays relative to the working directory."""
-    run, scoring = tree.get("run"), tree.get("scoring")
+    """Input paths made absolute from `folder`, those of stages too; run.dir is an output and stays relative to the
+    working directory."""
+    run, scoring, stages = tree.get("run"), tree.get("scoring"), tree.get(STAGES)
     changed = dict(tree)
+    if isinstance(stages, list):  # a recipe's
+        changed[STAGES] = [with_absolute_paths(each, folder) if isinstance(each, dict) else each for each in stages]
+    elif isinstance(stages, dict):  # the command line's, by name
+        changed[STAGES] = {
+            name: with_absolute_paths(each, folder) if isinstance(each, dict) else each for name, each in stages.items()
+        }
     if isinstance(run, dict) and str(run.get("dir", "")).startswith("~"):
         changed["run"] = run | {"dir": str(Path(run["dir"]).expanduser())}
     for section, key in INPUT_PATHS:
         table = changed.get(section)
-        if isinstance(table, dict) and isinstance(table.get(key), str):
+        if isinstance(table, dict) and isinstance(table.get(key), str) and not table[key].startswith(PREFIX):
             changed[section] = table | {key: _absolute(table[key], folder)}
     if isinstance(scoring, dict) and isinstance(scoring.get("rewards"), list):
         changed["scoring"] = scoring | {"rewards": [_with_absolute_files(each, folder) for each in scoring["rewards"]]}
@@ -198,7 +214,7 @@ def without_value(assignments: Sequence[Assignment]) -> list[Fault]:
 
 
 def _missing_value(path: KeyPath) -> Fault:
-    option, known = f"--{'.'.join(path)}", find(path)
+    option, known = f"--{'.'.join(path)}", _key(path)
     if known:
         return Fault(key=option, what="needs a value", cure=f"write {option} VALUE ({known.words})")
     flags = difflib.get_close_matches(path[0], COMMAND_FLAGS, 1, 0.7) if len(path) == 1 else []
@@ -208,8 +224,13 @@ def _missing_value(path: KeyPath) -> Fault:
 
 
 def _is_flag(path: Sequence[str]) -> bool:
-    key = find(path)
+    key = _key(path)
     return key is not None and key.is_flag
+
+
+def _key(path: Sequence[str]) -> Key | None:
+    """The key an option sets: of the run, or as `stage.NAME.key` of one stage."""
+    return find(path[2:] if path[0] == STAGES else path)
 
 
 def _is_value(item: str, key: Key | None) -> bool:

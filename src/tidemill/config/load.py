@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -13,6 +14,7 @@ from tidemill.config.checks import Purpose, contradictions
 from tidemill.config.faults import ConfigError, Fault, Location, split_cure, translate
 from tidemill.config.keys import default_kind, variants
 from tidemill.config.layers import (
+    STAGES,
     Layer,
     Tree,
     command_line,
@@ -24,6 +26,34 @@ from tidemill.config.layers import (
 )
 from tidemill.config.schema import RunSpec
 from tidemill.config.toml import parse_toml
+
+ComposedT = TypeVar("ComposedT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources:
+    """A command line read, with what was wrong already."""
+
+    layers: Sequence[Layer]  # the recipes, then the command line
+    faults: Sequence[Fault]
+    complete: bool  # every recipe could be read
+
+    def composed(self, compose: Callable[[Sequence[Layer]], ComposedT]) -> ComposedT:
+        """What `compose` makes of the layers.
+
+        Raises:
+            ConfigError: every fault found, those of reading first. With a recipe missing, most of what else is wrong
+                would be wrong only for want of it, and is left out.
+        """
+        if not self.faults:
+            return compose(self.layers)
+        more: Sequence[Fault] = ()
+        if self.complete:
+            try:
+                compose(self.layers)
+            except ConfigError as error:
+                more = error.faults
+        raise ConfigError([*self.faults, *more])
 
 
 def load_spec(args: Sequence[str], *, purpose: Purpose = "train") -> RunSpec:
@@ -41,6 +71,18 @@ def load_spec(args: Sequence[str], *, purpose: Purpose = "train") -> RunSpec:
     Raises:
         ConfigError: every fault found, a line each.
     """
+    sources = read_sources(args)
+    if has_stages(sources.layers):
+        raise ConfigError([_not_one_run(sources.layers)])
+    return sources.composed(lambda layers: compose(layers, purpose=purpose))
+
+
+def read_sources(args: Sequence[str]) -> Sources:
+    """The recipes that `args` name, then their overrides.
+
+    Raises:
+        ConfigError: an argument that is neither.
+    """
     given = split_arguments(args)
     if given.rest:
         raise ConfigError([_stray(item) for item in given.rest])
@@ -51,12 +93,13 @@ def load_spec(args: Sequence[str], *, purpose: Purpose = "train") -> RunSpec:
         except ConfigError as error:
             faults += error.faults
     layers.append(command_line(given.assignments))
-    faults += without_value(given.assignments)
-    if faults:
-        # With a recipe missing, most of what else is wrong would be wrong only for want of it.
-        complete = len(layers) == len(given.recipes) + 1
-        raise ConfigError(faults + (_faults_of(layers, purpose) if complete else []))
-    return compose(layers, purpose=purpose)
+    complete = len(layers) == len(given.recipes) + 1
+    return Sources(layers=layers, faults=faults + without_value(given.assignments), complete=complete)
+
+
+def has_stages(layers: Sequence[Layer]) -> bool:
+    """Whether a recipe among them is of a pipeline."""
+    return any(STAGES in layer.tree for layer in layers)
 
 
 def from_toml(text: str, *, source: str = "config.toml", folder: Path | None = None) -> RunSpec:
@@ -98,27 +141,26 @@ def compose(layers: Sequence[Layer], *, purpose: Purpose) -> RunSpec:
 
 def differences(old: RunSpec, new: RunSpec) -> list[tuple[str, Any, Any]]:
     """(dotted key, old value, new value) wherever two runs differ; a key only one of them has is None in the other."""
-    before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
+    before, after = flattened(old.model_dump(mode="json")), flattened(new.model_dump(mode="json"))
     names = dict.fromkeys([*before, *after])
     return [(name, before.get(name), after.get(name)) for name in names if before.get(name) != after.get(name)]
 
 
-def _faults_of(layers: Sequence[Layer], purpose: Purpose) -> list[Fault]:
-    try:
-        compose(layers, purpose=purpose)
-    except ConfigError as error:
-        return list(error.faults)
-    return []
-
-
-def _flat(tree: Tree, prefix: str = "") -> dict[str, Any]:
+def flattened(tree: Tree, prefix: str = "") -> dict[str, Any]:
+    """Values by dotted key; arrays stay whole."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
         if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{name}.")
+            flat |= flattened(value, f"{prefix}{name}.")
         else:
             flat[f"{prefix}{name}"] = value
     return flat
+
+
+def _not_one_run(layers: Sequence[Layer]) -> Fault:
+    source = next((place for layer in layers if (place := layer.locate((STAGES, 0)))), "")
+    cure = "name a recipe without stages, or the run directory of one stage (--checkpoint runs/NAME/stages/STAGE-...)"
+    return Fault(key=STAGES, what="a recipe of several stages, and this is for one run", source=source, cure=cure)
 
 
 def _stray(item: str) -> Fault:

@@ -10,7 +10,9 @@ from pydantic import Field, ValidationInfo, model_validator
 from tidemill.config.algorithm import AlgorithmConfig, CriticConfig
 from tidemill.config.base import Config, refuse
 from tidemill.config.data import DataConfig
+from tidemill.config.export import ExportConfig
 from tidemill.config.learning import BatchConfig, OptimizerConfig, TrainerConfig
+from tidemill.config.making import MakingConfig
 from tidemill.config.model import ModelConfig
 from tidemill.config.pool import FleetConfig, PoolConfig, RayConfig, StaticPool
 from tidemill.config.schedule import ScheduleConfig
@@ -66,6 +68,9 @@ class EvalConfig(Config):
     draws none. Evaluations of a run in progress are greedy."""
     pass_at: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """The k of pass@k, at most samples_per_prompt; by default its powers of 2."""
+    compare_with: str | None = None
+    """Stages of kind eval: another model, as model.source, that is asked the same; its figures are told beside this
+    one's, with what chance would make of the difference."""
 
     @property
     def ks(self) -> tuple[int, ...]:
@@ -130,6 +135,8 @@ class RunSpec(Config):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
+    making: MakingConfig = MakingConfig()
+    export: ExportConfig = ExportConfig()
 
     @property
     def directory(self) -> Path:

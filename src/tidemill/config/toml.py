@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tidemill.config.faults import ConfigError, Fault
+from tidemill.config.faults import ConfigError, Fault, Location
 from tidemill.config.schema import RunSpec
 
 _HEADER = re.compile(r"^\s*\[(?P<array>\[?)\s*(?P<path>[^\[\]]+?)\s*\]\]?\s*(#.*)?$")
@@ -39,13 +39,11 @@ def line_of(text: str, location: Sequence[str | int]) -> int | None:
     A scan, not a parse: it serves error messages and may be off in unusual layouts.
     """
     best, best_depth = None, 0
-    table: tuple[str | int, ...] = ()
-    elements = Counter[tuple[str, ...]]()  # tables seen so far in each array of tables
+    table: Location = ()
+    elements = Counter[Location]()  # tables seen so far in each array of tables
     for number, line in enumerate(text.splitlines(), 1):
         if header := _HEADER.match(line):
-            path = _parts(header["path"])
-            table = (*path, elements[path]) if header["array"] else path
-            elements[path] += 1
+            table = _placed(_parts(header["path"]), elements, opens=bool(header["array"]))
             here = table
         elif assignment := _ASSIGNMENT.match(line):
             here = (*table, *_parts(assignment["path"]))
@@ -56,13 +54,31 @@ def line_of(text: str, location: Sequence[str | int]) -> int | None:
     return best
 
 
+def _placed(path: tuple[str, ...], elements: Counter[Location], *, opens: bool) -> Location:
+    """A header's path with the position of the newest element after each array of tables in it.
+
+    Args:
+        opens: the header begins a new element of the array it names.
+    """
+    placed: Location = ()
+    for depth, part in enumerate(path, 1):
+        placed = (*placed, part)
+        if opens and depth == len(path):
+            elements[placed] += 1
+        if placed in elements:
+            placed = (*placed, elements[placed] - 1)
+    return placed
+
+
 def to_toml(spec: RunSpec) -> str:
     """Every value of a run, written out; reading it back gives an equal run. Unset keys are comments."""
-    sections = spec.model_dump(mode="json")
-    lines = [f"{name} = {write_value(value)}" for name, value in sections.items() if not isinstance(value, dict)]
-    for section, table in sections.items():
-        if isinstance(table, dict):
-            _write_table(lines, (section,), table)
+    return tables_to_toml(spec.model_dump(mode="json"))
+
+
+def tables_to_toml(sections: dict[str, Any]) -> str:
+    """Plain data as TOML: values first, then tables, then arrays of tables."""
+    lines: list[str] = []
+    _write_contents(lines, (), sections)
     return "\n".join(lines).lstrip("\n") + "\n"
 
 
@@ -83,6 +99,10 @@ def write_value(value: Any) -> str:
 def _write_table(lines: list[str], path: tuple[str, ...], table: dict[str, Any], *, element: bool = False) -> None:
     header = ".".join(map(_name, path))
     lines += ["", f"[[{header}]]" if element else f"[{header}]"]
+    _write_contents(lines, path, table)
+
+
+def _write_contents(lines: list[str], path: tuple[str, ...], table: dict[str, Any]) -> None:
     tables, arrays = [], []
     for name, value in table.items():
         if isinstance(value, dict):

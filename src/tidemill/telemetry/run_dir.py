@@ -167,6 +167,6 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; empty when the file is missing or not one."""
     try:
         value = msgspec.json.decode(path.read_bytes())
-    except (FileNotFoundError, msgspec.DecodeError):
+    except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -46,6 +46,44 @@ def test_lines_of_keys(location: tuple[str | int, ...], line: int | None) -> Non
     assert line_of(TEXT, location) == line
 
 
+STAGES = """\
+[[stage]]
+name = "a"
+[stage.model]
+source = "char"
+[[stage.scoring.rewards]]
+kind = "exact"
+[[stage.scoring.rewards]]
+kind = "numeric"
+
+[[stage]]
+name = "b"
+model.source = "stage:a"
+[stage.scoring]
+timeout_s = 3
+[[stage.scoring.rewards]]
+kind = "exact"
+"""
+
+
+@pytest.mark.parametrize(
+    ("location", "line"),
+    [
+        (("stage", 0), 1),
+        (("stage", 0, "model", "source"), 4),
+        (("stage", 0, "scoring", "rewards", 1, "kind"), 8),
+        (("stage", 1, "name"), 11),
+        (("stage", 1, "model", "source"), 12),
+        (("stage", 1, "scoring", "timeout_s"), 14),
+        (("stage", 1, "scoring", "rewards", 0, "kind"), 16),
+        (("stage", 1, "trainer", "steps"), 10),
+        (("stage", 2), None),
+    ],
+)
+def test_lines_of_tables_in_arrays_of_tables(location: tuple[str | int, ...], line: int | None) -> None:
+    assert line_of(STAGES, location) == line
+
+
 def test_lines_in_inline_arrays() -> None:
     assert line_of('[scoring]\nrewards = [{kind = "x"}]', ("scoring", "rewards", 0, "kind")) == 2
 

@@ -71,7 +71,8 @@ def headline(story: Story) -> str:
         if len(losses) > 1:
             return f"{words} went from {decimal(losses[0])} to {decimal(losses[-1])} in {over}."
     if before:
-        return f"Held-out accuracy is {decimal(before.greedy_accuracy)} before the first step."
+        when = "" if story.outcome == "finished" else " before the first step"
+        return f"Held-out accuracy is {decimal(before.greedy_accuracy)}{when}."
     return "No step has been completed yet."
 
 

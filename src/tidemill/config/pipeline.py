@@ -1,0 +1,144 @@
+"""Stages of a recipe: what kinds there are, which sections each knows, what it asks for and what it gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from tidemill.config.checks import Purpose
+from tidemill.config.keys import ITEM, KeyPath
+from tidemill.config.layers import PREFIX
+from tidemill.config.schema import RunConfig, RunSpec
+
+StageKind: TypeAlias = Literal["demonstrations", "pairs", "sft", "reward_model", "dpo", "rl", "eval", "export"]
+Product: TypeAlias = Literal["a model", "a reward model", "data"]
+"""What one stage may take from another."""
+
+ASKED: dict[KeyPath, Product] = {
+    ("model", "source"): "a model",
+    ("critic", "source"): "a model",
+    ("task", "path"): "data",
+    ("task", "held_out_path"): "data",
+    ("data", "path"): "data",
+    ("data", "held_out_path"): "data",
+    ("scoring", "rewards", ITEM, "model"): "a reward model",
+    ("eval", "compare_with"): "a model",
+}
+"""The keys that name a model or file, and which."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KindOfStage:
+    """A row of the table of kinds."""
+
+    sections: tuple[str, ...]  # top-level keys of a run that mean something to it
+    gives: Product | None
+    purpose: Purpose = "read"
+    required: KeyPath = ()  # a key without a default that works for it
+    neutral: tuple[str, ...] = ()  # keys, or "section.", that do not change what it gives; beside NEUTRAL
+
+
+NEUTRAL = ("run.dir", "run.name", "trainer.threads", "checkpoint.keep_last", "telemetry.")
+"""Of every kind: where things are put, how many are kept, how fast it goes and what is told of it."""
+_SCORING = ("engine.tick_s", "scoring.concurrency", "scoring.timeout_s")
+_SUPERVISED = ("run", "model", "data", "supervised", "optimizer", "trainer", "checkpoint", "telemetry")
+
+KINDS: dict[StageKind, KindOfStage] = {
+    "demonstrations": KindOfStage(
+        sections=("run", "model", "task", "sampling", "making"), gives="data", purpose="generate"
+    ),
+    "pairs": KindOfStage(
+        sections=("run", "model", "task", "scoring", "sampling", "engine", "trainer", "making"),
+        gives="data",
+        purpose="generate",
+        neutral=_SCORING,
+    ),
+    # Supervised stages may give their best checkpoint: how often one is written is no matter of taste there.
+    "sft": KindOfStage(sections=_SUPERVISED, gives="a model", required=("data", "path")),
+    "reward_model": KindOfStage(
+        sections=(*_SUPERVISED, "reward_model"), gives="a reward model", required=("data", "path")
+    ),
+    "dpo": KindOfStage(sections=(*_SUPERVISED, "preference"), gives="a model", required=("data", "path")),
+    "rl": KindOfStage(
+        sections=(
+            *("runtime", "run", "model", "task", "scoring", "sampling", "engine", "pool", "fleet", "ray"),
+            *("batch", "schedule", "algorithm", "optimizer", "critic", "trainer", "eval", "checkpoint", "telemetry"),
+        ),
+        gives="a model",
+        purpose="train",
+        neutral=(*_SCORING, "eval.", "checkpoint.", "runtime", "pool.", "fleet.", "ray."),
+    ),
+    "eval": KindOfStage(
+        sections=("run", "model", "task", "scoring", "sampling", "engine", "trainer", "eval"),
+        gives=None,
+        purpose="eval",
+        neutral=(*_SCORING, "eval.every_steps"),
+    ),
+    "export": KindOfStage(sections=("run", "model", "export"), gives="a model"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """One `stage:NAME`."""
+
+    key: tuple[str | int, ...]  # where it stands in the stage's configuration
+    stage: str  # whose product is asked for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSpec:
+    """One stage, fully resolved but for what earlier stages will give."""
+
+    name: str
+    kind: StageKind
+    spec: RunSpec  # only the sections its kind knows mean anything
+
+    @property
+    def references(self) -> tuple[Reference, ...]:
+        return tuple(
+            Reference(key=key, stage=value.removeprefix(PREFIX))
+            for key, value in asked_for(self.spec, self.kind)
+            if value.startswith(PREFIX)
+        )
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Names of the stages it takes something from, each once."""
+        return tuple(dict.fromkeys(reference.stage for reference in self.references))
+
+    def sections(self) -> dict[str, Any]:
+        """Its configuration as plain data: the sections its kind knows, in the schema's order."""
+        return known_sections(self.spec.model_dump(mode="json"), self.kind)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineSpec:
+    """A recipe with stages, in the order they run."""
+
+    run: RunConfig
+    stages: tuple[StageSpec, ...]
+
+    @property
+    def directory(self) -> Path:
+        return self.run.dir or Path("runs") / self.run.name
+
+
+def known_sections(tree: dict[str, Any], kind: StageKind) -> dict[str, Any]:
+    return {name: value for name, value in tree.items() if name in KINDS[kind].sections}
+
+
+def asked_for(spec: RunSpec, kind: StageKind) -> list[tuple[tuple[str | int, ...], str]]:
+    """(location, value) of every key that names a model or file, in this kind's sections; unset ones left out."""
+    sections = known_sections(spec.model_dump(mode="json"), kind)
+    return [found for path in ASKED for found in _values(sections, path, ())]
+
+
+def _values(node: Any, path: KeyPath, at: tuple[str | int, ...]) -> list[tuple[tuple[str | int, ...], str]]:
+    if not path:
+        return [(at, node)] if isinstance(node, str) and node else []
+    first, rest = path[0], path[1:]
+    if first == ITEM:
+        return [found for index, each in enumerate(node) for found in _values(each, rest, (*at, index))]
+    return _values(node[first], rest, (*at, first)) if isinstance(node, dict) and first in node else []

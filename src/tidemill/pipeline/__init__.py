@@ -1,0 +1,1 @@
+"""Stages of a recipe: what is finished, what is due, and running it in order."""

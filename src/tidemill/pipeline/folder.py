@@ -1,0 +1,144 @@
+"""A pipeline's directory: a folder a stage, and beside them the whole pipeline's configuration, state and report.
+
+config.toml    every stage, every value explicit       stages/NAME-DIGEST/            a run directory each
+pipeline.json  what is finished, begun and due         stages/NAME-DIGEST/stage.json  written last: it is finished
+summary.json   figures of every stage                  report.html                    the figures, and links
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+from filelock import FileLock, Timeout
+
+from tidemill.core.errors import UserError
+from tidemill.pipeline.plan import Found, Mark
+from tidemill.telemetry.jsonl import disk_error, encode, write_atomically
+from tidemill.telemetry.run_dir import RunDirectory, read_json
+
+MARK = "stage.json"
+DOOMED = ".deleting-"
+
+
+class PipelineFolder:
+    """`PipelineFolder(path)` is for reading; `PipelineFolder.open(path)` creates and locks."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.stages = path / "stages"
+        self.config = path / "config.toml"
+        self.state = path / "pipeline.json"
+        self.summary = path / "summary.json"
+        self.report = path / "report.html"
+        self._lock: FileLock | None = None
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Create the directory if needed, lock it for this process, and remove what a kill left half-deleted.
+
+        Raises:
+            UserError: it cannot be written, holds a single run, or another process works on it.
+        """
+        folder = cls(path)
+        folder.refuse_single_run()
+        try:
+            folder.stages.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            cure = "choose another --run.dir or move the file away"
+            raise UserError("a file stands where a directory should be", where=str(path), cure=cure) from error
+        except OSError as error:
+            raise disk_error(error, path) from error
+        folder._acquire()
+        for doomed in folder.stages.glob(f"{DOOMED}*"):
+            shutil.rmtree(doomed, ignore_errors=True)
+        return folder
+
+    def refuse_single_run(self) -> None:
+        """Raises UserError where a run without stages has its directory."""
+        if RunDirectory(self.path).manifest.exists():
+            what = "this directory holds a single run, and the recipe has stages"
+            raise UserError(what, where=str(self.path), cure="choose another --run.dir")
+
+    def _acquire(self) -> None:
+        lock = FileLock(self.path / ".lock", blocking=False, thread_local=False)
+        try:
+            lock.acquire()
+        except Timeout as error:
+            cure = "wait until it ends or stop it, or choose another --run.dir"
+            raise UserError("another process is working on this pipeline", where=str(self.path), cure=cure) from error
+        except OSError as error:
+            raise disk_error(error, self.path / ".lock") from error
+        self._lock = lock
+
+    def found(self) -> dict[str, Found]:
+        """Every stage's folder there is, whether of this recipe or an earlier form of it."""
+        if not self.stages.is_dir():
+            return {}
+        folders = (each for each in sorted(self.stages.iterdir()) if each.is_dir() and not each.name.startswith("."))
+        return {each.name: Found(name=each.name.rpartition("-")[0], mark=self._whole(each)) for each in folders}
+
+    def product(self, folder: str, mark: Mark) -> Path | None:
+        """Where what a finished stage gives lies; None if it gives nothing."""
+        return None if mark.product is None else self.stages / folder / mark.product
+
+    def _whole(self, folder: Path) -> Mark | None:
+        """The mark of a finished stage whose product is still there."""
+        try:
+            mark = msgspec.json.decode((folder / MARK).read_bytes(), type=Mark)
+        except (FileNotFoundError, msgspec.DecodeError):
+            return None
+        product = self.product(folder.name, mark)
+        return mark if product is None or product.exists() else None
+
+    def begin(self, folder: str, config: str) -> Path:
+        """A stage's folder, ready to be begun or gone on with.
+
+        Its stored configuration is replaced: the folder's name says that it is the same in all that matters, and the
+        paths in it may have changed.
+        """
+        path = self.stages / folder
+        try:
+            path.mkdir(exist_ok=True)
+            (path / MARK).unlink(missing_ok=True)  # of a result whose product is gone
+        except OSError as error:
+            raise disk_error(error, path) from error
+        write_atomically(path / RunDirectory(path).config.name, config.encode())
+        return path
+
+    def finish(self, folder: str, mark: Mark) -> None:
+        """From now on the stage is finished."""
+        write_atomically(self.stages / folder / MARK, msgspec.json.format(encode(mark)) + b"\n")
+
+    def prune(self, stale: Iterable[str]) -> None:
+        """Delete results that nothing asks for any more, each out of sight first."""
+        for name in stale:
+            doomed = self.stages / f"{DOOMED}{name}"
+            try:
+                (self.stages / name).rename(doomed)
+                shutil.rmtree(doomed)
+            except OSError as error:
+                raise disk_error(error, self.stages / name) from error
+
+    def write(self, path: Path, data: dict[str, Any]) -> None:
+        write_atomically(path, msgspec.json.format(encode(data)) + b"\n")
+
+    def read_state(self) -> dict[str, Any]:
+        return read_json(self.state)
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

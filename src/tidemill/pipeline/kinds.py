@@ -1,0 +1,175 @@
+"""How each kind of stage is run: one function a kind. What computes is imported when it is asked for."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from tidemill.config.pipeline import StageKind
+from tidemill.config.schema import RunSpec
+from tidemill.config.words import counted
+from tidemill.pipeline.plan import Mark
+from tidemill.telemetry.numerals import compact, decimal
+
+DATA = "rows.jsonl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A stage whose turn it is."""
+
+    name: str
+    kind: StageKind
+    digest: str
+    spec: RunSpec  # every `stage:NAME` replaced by a path; run.dir is the stage's own folder
+    earlier: Sequence[Mark]  # the finished stages it is built on, nearest last
+    say: Callable[[str], None]
+
+    @property
+    def directory(self) -> Path:
+        return self.spec.directory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What running a stage came to."""
+
+    product: Path | None = None  # what it gives to later stages
+    headline: str = ""
+    figures: dict[str, Any] = field(default_factory=dict)
+    interrupted: bool = False  # by the user: not finished, and the same command goes on with it
+    wall_s: float | None = None  # where the stage itself knows it over several sessions
+
+
+RunStage: TypeAlias = Callable[[Job], Outcome]
+
+
+def run_making(job: Job) -> Outcome:
+    """Write rows to learn from, of the task's training prompts: its own answers, or a model's right ones against wrong
+    ones; gives that file."""
+    from tidemill.runtime.making import make_demonstrations, make_pairs
+
+    path, making = job.directory / DATA, job.spec.making
+    path.unlink(missing_ok=True)  # of a session that was killed before it could say that it had finished
+    if job.kind == "demonstrations":
+        found = make_demonstrations(job.spec, path, prompts=making.prompts, progress=job.say)
+    else:
+        found = make_pairs(
+            job.spec,
+            path,
+            prompts=making.prompts,
+            samples_per_prompt=making.samples_per_prompt,
+            pairs_per_prompt=making.pairs_per_prompt,
+            progress=job.say,
+        )
+    figures = {name: value for name, value in found.items() if isinstance(value, (int, float))}
+    return Outcome(product=path, headline=f"{found['rows']:,} {found['kind']}", figures=figures)
+
+
+def run_rl(job: Job) -> Outcome:
+    """Reinforcement learning, or going on with it; gives its last checkpoint."""
+    from tidemill.runtime.train import train
+    from tidemill.trainer.checkpoint_store import CheckpointStore
+
+    summary = train(job.spec)
+    if summary.get("interrupted"):
+        return Outcome(interrupted=True)
+    newest = CheckpointStore(job.directory / "checkpoints", keep_last=1).latest().checkpoint
+    assert newest is not None, "a finished run has a checkpoint of its last step"
+    measured = summary["eval"]
+    before, after = (measured[when]["greedy_accuracy"] for when in ("before", "after"))
+    steps = counted(summary["steps"], "step")
+    headline = steps
+    if before is not None and after is not None:
+        headline = f"held-out greedy accuracy {before:.3f} → {after:.3f} (n = {measured['n']}) in {steps}"
+    figures = {
+        "steps": summary["steps"],
+        "accuracy_before": before,
+        "accuracy": after,
+        "n": measured["n"],
+        "tokens_generated": summary["tokens_generated"],
+        "tokens_trained": summary["tokens_trained"],
+        "peak_rss_bytes": summary["peak_rss_bytes"],
+    }
+    return Outcome(product=_plain(newest.path, job), headline=headline, figures=figures, wall_s=summary["wall_s"])
+
+
+def run_supervised(job: Job) -> Outcome:
+    """Learning from demonstrations or preference pairs; gives the best checkpoint where that is kept, else the last."""
+    from tidemill.runtime.supervised import TRAINERS, train_supervised
+
+    summary = train_supervised(job.spec, next(kind for kind in TRAINERS if kind == job.kind))
+    if summary["interrupted"]:
+        return Outcome(interrupted=True)
+    held_out = summary["held_out"]
+    told = [f"{name.replace('_', ' ')} {decimal(value)}" for name, value in held_out.items()]
+    steps = counted(summary["steps"], "step")
+    headline = f"held out: {', '.join(told)}; {steps}" if told else steps
+    figures = {
+        "steps": summary["steps"],
+        **held_out,
+        "tokens_trained": summary["tokens_trained"],
+        "peak_rss_bytes": summary["peak_rss_bytes"],
+    }
+    return Outcome(
+        product=_plain(Path(summary["model"]), job), headline=headline, figures=figures, wall_s=summary["wall_s"]
+    )
+
+
+def run_eval(job: Job) -> Outcome:
+    """Measure a model on the task's held-out prompts; gives figures and every completion."""
+    from tidemill.pipeline.measured import measured_words, write_measured
+    from tidemill.runtime.evaluate import evaluate
+
+    found = evaluate(job.spec, compare=job.spec.eval.compare_with, progress=job.say)
+    figures = write_measured(job.directory, job.spec, found)
+    return Outcome(headline=measured_words(found), figures=figures)
+
+
+def run_export(job: Job) -> Outcome:
+    """Write a model as a plain Hugging Face folder; gives that folder."""
+    from tidemill.runtime.export import export_model
+
+    settings = job.spec.export
+    target = (settings.path or job.directory / "model").expanduser().absolute()
+    written = export_model(job.spec, to=target, dtype=settings.dtype, digest=job.digest, history=_history(job))
+    headline = f"{compact(written.parameters)} parameters in {settings.dtype}, {compact(written.bytes)}B"
+    return Outcome(
+        product=target, headline=headline, figures={"bytes": written.bytes, "parameters": written.parameters}
+    )
+
+
+def _plain(checkpoint: Path, job: Job) -> Path:
+    """What later stages take: the checkpoint itself, or, of one that holds an adapter, the adapter merged into its
+    base."""
+    from tidemill.models.adapter_folder import holds_adapter
+    from tidemill.models.merging import export_merged
+
+    if not holds_adapter(checkpoint):
+        return checkpoint
+    merged = job.directory / "model"
+    shutil.rmtree(merged, ignore_errors=True)  # of a session that was killed before it could say that it had finished
+    export_merged(checkpoint, merged, progress=job.say)
+    return merged
+
+
+def _history(job: Job) -> list[str]:
+    """How the model of this job came to be: what it began as, then what each stage made of it."""
+    began = next((name for mark in job.earlier if (name := mark.values.get("model.source"))), None)
+    stages = [f"{mark.name} ({mark.kind}): {mark.headline}" for mark in job.earlier]
+    return [f"began as {began}", *stages] if began else stages
+
+
+RUNNERS: dict[StageKind, RunStage] = {
+    "demonstrations": run_making,
+    "pairs": run_making,
+    "sft": run_supervised,
+    "reward_model": run_supervised,
+    "dpo": run_supervised,
+    "rl": run_rl,
+    "eval": run_eval,
+    "export": run_export,
+}

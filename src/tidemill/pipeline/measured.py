@@ -1,0 +1,85 @@
+"""An evaluation as a run directory of its own: figures, every completion, and a report."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+from tidemill.config.schema import RunSpec
+from tidemill.telemetry.events import EVALUATION, SESSION_END, SESSION_START, event_line
+from tidemill.telemetry.jsonl import JsonlWriter
+from tidemill.telemetry.manifest import build_manifest
+from tidemill.telemetry.numerals import decimal
+from tidemill.telemetry.report import write_report
+from tidemill.telemetry.run_dir import RunDirectory, samples_name
+from tidemill.telemetry.samples import write_samples
+
+PURPOSE = "eval:held_out"
+
+
+def write_measured(directory: Path, spec: RunSpec, found: dict[str, Any]) -> dict[str, Any]:
+    """Write what `runtime.evaluate.evaluate` found; returns its scalar figures.
+
+    Raises:
+        UserError: the directory cannot be written, or another process works on it.
+    """
+    figures = {name: value for name, value in found.items() if isinstance(value, (int, float, str))}
+    figures |= {f"score_{name}": score["value"] for name, score in found.get("scores", {}).items()}
+    for name, pair in _compared(found).items():
+        figures |= {f"{name}_difference": pair["difference"]["value"], f"{name}_p_value": pair["p_value"]}
+    lines = [
+        {
+            "step": 0,
+            "purpose": PURPOSE,
+            "prompt_id": str(number),
+            **sample,
+            "reward": float(sample["correct"]),
+            "valid": True,
+        }
+        for number, sample in enumerate(found["samples"])
+    ]
+    with RunDirectory.open(directory) as run:
+        earlier = run.read_manifest()
+        run.write_manifest(
+            build_manifest(earlier, run=spec.run.name, model=spec.model.source, seed=spec.run.seed, unix_s=time.time())
+        )
+        write_samples(run.samples / samples_name(0, PURPOSE), lines)
+        _write_events(run, figures)
+        run.write_summary(found)
+        write_report(run.path)
+    return figures
+
+
+def measured_words(found: dict[str, Any]) -> str:
+    """The figures that matter most, in a sentence."""
+    words = [f"held-out greedy accuracy {found['greedy_accuracy']:.3f} (n = {found['n']})"]
+    words += [f"score of {name} {decimal(score['value'])}" for name, score in found.get("scores", {}).items()]
+    for name, pair in _compared(found).items():
+        if name != "completion_tokens":
+            change = f"{pair['difference']['value']:+.3f} (p = {decimal(pair['p_value'])})"
+            words.append(f"{name.replace('_', ' ')} against the other model {change}")
+    return ", ".join(words)
+
+
+def _compared(found: dict[str, Any]) -> dict[str, Any]:
+    figures: dict[str, Any] = found.get("compared_with", {}).get("figures", {})
+    return figures
+
+
+def _write_events(run: RunDirectory, figures: dict[str, Any]) -> None:
+    took_s = float(figures.get("duration_s") or 0.0)
+    turns: list[tuple[str, dict[str, Any], float]] = [
+        (SESSION_START, {"pid": os.getpid(), "host": platform.node()}, 0.0),
+        (EVALUATION, {"step": 0, **figures}, took_s),
+        (SESSION_END, {"outcome": "finished"}, took_s),
+    ]
+    log = JsonlWriter(run.events)
+    try:
+        for name, fields, elapsed_s in turns:
+            session = run.past.count + 1
+            log.write(event_line(name, fields, unix_s=time.time(), session=session, elapsed_s=elapsed_s))
+    finally:
+        log.close()

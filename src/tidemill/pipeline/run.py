@@ -1,0 +1,169 @@
+"""Running a pipeline: one stage after another, each in its folder, and the story of it all beside them."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from tidemill.config.pipeline import PipelineSpec, StageKind, StageSpec
+from tidemill.config.schema import RunSpec
+from tidemill.config.toml import to_toml
+from tidemill.core.errors import UserError
+from tidemill.pipeline.contents import contents_of
+from tidemill.pipeline.folder import PipelineFolder
+from tidemill.pipeline.kinds import RUNNERS, Job, Outcome, RunStage
+from tidemill.pipeline.page import write_page
+from tidemill.pipeline.plan import EVERYTHING, Choice, Mark, Plan, Planned, make_plan
+from tidemill.pipeline.story import Ending, PipelineStory
+from tidemill.pipeline.words import pipeline_toml
+from tidemill.telemetry.events import timestamp
+from tidemill.telemetry.jsonl import write_atomically
+
+
+class Teller(Protocol):
+    """Whoever watches."""
+
+    def plan(self, plan: Plan) -> None: ...
+
+    def begins(self, planned: Planned, number: int, of: int) -> None: ...
+
+    def achieved(self, planned: Planned, mark: Mark) -> None: ...
+
+    def say(self, line: str) -> None: ...
+
+
+def plan_pipeline(pipeline: PipelineSpec, *, choice: Choice = EVERYTHING) -> Plan:
+    """What running it would do now; nothing is written.
+
+    Raises:
+        UserError: an input is missing, or `choice` cannot be.
+    """
+    folder = PipelineFolder(pipeline.directory)
+    folder.refuse_single_run()
+    return make_plan(pipeline.stages, contents=contents_of(pipeline.stages), found=folder.found(), choice=choice)
+
+
+def run_pipeline(
+    pipeline: PipelineSpec,
+    *,
+    teller: Teller,
+    choice: Choice = EVERYTHING,
+    prune_stale: bool = False,
+    runners: Mapping[StageKind, RunStage] = RUNNERS,
+    unix_time: Callable[[], float] = time.time,
+) -> dict[str, Any]:
+    """Run or go on with a pipeline until done or interrupted; returns its summary.
+
+    Args:
+        prune_stale: delete results that the recipe asks for no more, before anything is run.
+
+    Raises:
+        UserError: a fault of the input, a stage or the disk; nothing finished is lost.
+    """
+    plan = plan_pipeline(pipeline, choice=choice)  # before anything is made
+    with PipelineFolder.open(pipeline.directory) as folder:
+        teller.plan(plan)
+        if prune_stale:
+            folder.prune(plan.stale)
+        write_atomically(folder.config, pipeline_toml(pipeline).encode())
+        story = PipelineStory(pipeline.run.name, plan, folder, stale=() if prune_stale else plan.stale)
+        ending: Ending = "failed"
+        try:
+            ending = _run(folder, plan, story, teller, runners, unix_time)
+        except KeyboardInterrupt:
+            ending = "interrupted"
+            raise
+        finally:
+            summary = story.end(ending)
+            write_page(folder)
+    return summary
+
+
+def _run(
+    folder: PipelineFolder,
+    plan: Plan,
+    story: PipelineStory,
+    teller: Teller,
+    runners: Mapping[StageKind, RunStage],
+    unix_time: Callable[[], float],
+) -> Ending:
+    """Everything that is due, in order."""
+    marks = {planned.stage.name: planned.mark for planned in plan.stages if planned.mark}
+    folders = {planned.stage.name: planned.folder for planned in plan.stages}
+    due = plan.due
+    for number, planned in enumerate(due, 1):
+        teller.begins(planned, number, len(due))
+        story.begun(planned)
+        stage, began_s = planned.stage, time.monotonic()
+        products = {name: folder.product(folders[name], marks[name]) for name in stage.needs}
+        spec = resolved(stage, products, run=story.name, directory=folder.stages / planned.folder)
+        directory = folder.begin(planned.folder, to_toml(spec))
+        history = [marks[name] for name in _ancestors(stage, plan) if name in marks]
+        job = Job(name=stage.name, kind=stage.kind, digest=planned.digest, spec=spec, earlier=history, say=teller.say)
+        outcome = runners[stage.kind](job)
+        if outcome.interrupted:
+            return "interrupted"
+        _refuse_changed_inputs(planned)
+        mark = _mark(planned, outcome, directory, time.monotonic() - began_s, timestamp(unix_time()))
+        folder.finish(planned.folder, mark)
+        marks[stage.name] = mark
+        story.finished(planned, mark)
+        teller.achieved(planned, mark)
+        gc.collect()  # a model lies in reference cycles, and the next stage brings its own
+    return "finished"
+
+
+def resolved(stage: StageSpec, products: Mapping[str, Path | None], *, run: str, directory: Path) -> RunSpec:
+    """The stage's configuration with a path in place of every `stage:NAME`, a name and a directory of its own."""
+    tree = stage.spec.model_dump(mode="json")
+    tree["run"] |= {"name": f"{run}-{stage.name}", "dir": str(directory)}
+    for reference in stage.references:
+        node: Any = tree
+        for part in reference.key[:-1]:
+            node = node[part]
+        node[reference.key[-1]] = str(products[reference.stage])
+    return RunSpec.model_validate(tree)
+
+
+def _mark(planned: Planned, outcome: Outcome, directory: Path, wall_s: float, finished: str) -> Mark:
+    product = outcome.product
+    if product is not None and product.is_relative_to(directory):
+        product = product.relative_to(directory)  # the pipeline's directory may be moved
+    return Mark(
+        name=planned.stage.name,
+        kind=planned.stage.kind,
+        digest=planned.digest,
+        product=None if product is None else str(product),
+        headline=outcome.headline,
+        figures=outcome.figures,
+        wall_s=round(outcome.wall_s if outcome.wall_s is not None else wall_s, 3),
+        finished=finished,
+        values=planned.values,
+    )
+
+
+def _refuse_changed_inputs(planned: Planned) -> None:
+    """A result must not stand under the address of files that changed while it was made."""
+    now = contents_of([planned.stage])[planned.stage.name]
+    for key, digest in now.items():
+        if planned.contents[key] != digest:
+            raise UserError(
+                "this file changed while the stage was running, whose result is of neither form of it",
+                where=f"{key} of stage {planned.stage.name}",
+                cure="run the same command again; the stage is done anew",
+            )
+
+
+def _ancestors(stage: StageSpec, plan: Plan) -> list[str]:
+    """Every stage it is built on, in the order they run."""
+    needs = {planned.stage.name: planned.stage.needs for planned in plan.stages}
+    wanted, waiting = set[str](), list(stage.needs)
+    while waiting:
+        name = waiting.pop()
+        if name not in wanted:
+            wanted.add(name)
+            waiting += needs[name]
+    return [name for name in needs if name in wanted]

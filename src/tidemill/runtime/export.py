@@ -1,0 +1,124 @@
+"""A model as a plain Hugging Face folder: weights, tokenizer, and a card that says where it comes from."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tidemill
+from tidemill.config.schema import RunSpec
+from tidemill.core.errors import UserError
+from tidemill.core.records import Record
+from tidemill.models.catalog import resolve
+from tidemill.models.loading import load_model, weights_digest
+from tidemill.models.saving import save_model
+from tidemill.telemetry.jsonl import disk_error
+from tidemill.telemetry.manifest import git_state
+from tidemill.telemetry.numerals import compact
+from tidemill.telemetry.run_dir import read_json
+
+PROVENANCE = "tidemill.json"
+CARD = "README.md"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Exported(Record):
+    """What was written."""
+
+    parameters: int
+    bytes: int
+
+
+def export_model(
+    spec: RunSpec,
+    *,
+    to: Path,
+    dtype: str,
+    digest: str,
+    history: Sequence[str],
+    progress: Callable[[str], None] = lambda _: None,
+) -> Exported:
+    """Write the configured model to a folder that appears whole or not at all.
+
+    Args:
+        to: a new folder, or one that an earlier export wrote, which is replaced.
+        digest: names what was exported; kept in the folder.
+        history: how the model came to be, a line each, for the model card.
+
+    Raises:
+        UserError: the model cannot be loaded, or the folder holds something else or cannot be written.
+    """
+    _refuse_foreign(to)
+    source = resolve(spec.model, progress=progress)
+    model = load_model(source, device=torch.device("cpu"), dtype=DTYPES[dtype])
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    facts = {
+        "tidemill": tidemill.__version__,
+        "git": git_state(),
+        "export": digest,
+        "dtype": dtype,
+        "parameters": parameters,
+        "weights_digest": weights_digest(model),
+        "history": list(history),
+    }
+    partial = to.with_name(f".{to.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        save_model(model, partial, source=source)
+        (partial / PROVENANCE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        (partial / CARD).write_text(card(spec.run.name, to.name, facts), encoding="utf-8")
+        size = sum(file.stat().st_size for file in partial.rglob("*") if file.is_file())
+        if to.exists():
+            shutil.rmtree(to)
+        partial.rename(to)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise disk_error(error, to) from error
+    return Exported(parameters=parameters, bytes=size)
+
+
+def card(title: str, folder: str, facts: dict[str, Any]) -> str:
+    """The model card: how to load it and how it came to be."""
+    history = "\n".join(f"{number}. {line}" for number, line in enumerate(facts["history"], 1))
+    commit = facts["git"].get("commit", "")
+    made = f"Tidemill {facts['tidemill']}" + (f", commit {commit[:12]}" if commit else "")
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [tidemill]
+---
+# {title}
+
+Post-trained with {made}: {compact(facts["parameters"])} parameters, weights in {facts["dtype"]}, digest
+`{facts["weights_digest"]}`.
+
+## How it came to be
+
+{history or "Exported as it was."}
+
+## Loading it
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{folder}")
+tokenizer = AutoTokenizer.from_pretrained("{folder}")
+```
+
+The licence and the intended use of the model it was made from hold for this one, too.
+"""
+
+
+def _refuse_foreign(to: Path) -> None:
+    if to.exists() and "export" not in read_json(to / PROVENANCE):
+        raise UserError(
+            "something is there that no export wrote",
+            where=f"export.path = {to}",
+            cure="name a new folder, or move that one away",
+        )

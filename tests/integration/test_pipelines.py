@@ -1,0 +1,323 @@
+"""Pipelines through the real command line: killed in any stage they end with the very model of a quiet one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.commands import DEADLINE_S, Ran, run_here, run_process
+from tests.conftest import REPOSITORY
+from tidemill.models.quiet import quiet
+
+RECIPE = """\
+[run]
+name = "letters"
+
+[model]
+source = "char"
+[model.char]
+alphabet = "0123456789+=\\n"
+hidden_size = 32
+layers = 1
+
+[task]
+kind = "arithmetic"
+shots = 0
+held_out_fraction = 0.2
+
+[scoring]
+rewards = [{ kind = "exact" }, { kind = "regex", pattern = '^\\d{1,2}\\n$', weight = 0.2 }]
+
+[sampling]
+max_new_tokens = 3
+
+[engine]
+batch_invariant = true
+
+[batch]
+prompts = 4
+group_size = 8
+
+[optimizer]
+learning_rate = 1e-3
+
+[trainer]
+threads = 1
+
+[eval]
+every_steps = 0
+prompts = 8
+
+[checkpoint]
+every_steps = 4
+
+[data]
+path = "demonstrations.jsonl"
+end_token = false
+
+[supervised]
+epochs = 4
+minibatch_tokens = 64
+microbatch_tokens = 64
+
+[[stage]]
+name = "sft"
+kind = "sft"
+
+[[stage]]
+name = "rl"
+kind = "rl"
+[stage.model]
+source = "stage:sft"
+[stage.trainer]
+steps = 12
+
+[[stage]]
+name = "measure"
+kind = "eval"
+[stage.model]
+source = "stage:rl"
+
+[[stage]]
+name = "out"
+kind = "export"
+[stage.model]
+source = "stage:rl"
+[stage.export]
+dtype = "bf16"
+"""
+RLHF = REPOSITORY / "recipes" / "rlhf.toml"
+# The recipe's own stages with a model that is trained from nothing in seconds.
+CHAR = """\
+[model]
+source = "char"
+[model.char]
+alphabet = "0123456789+=\\n"
+hidden_size = 32
+layers = 1
+[task]
+shots = 0
+[trainer]
+threads = 1
+"""
+NAMES = ["sft", "rl", "measure", "out"]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def write_inputs(folder: Path) -> None:
+    (folder / "r.toml").write_text(RECIPE, encoding="utf-8")
+    rows = [{"prompt": f"{a}+{b}=", "completion": f"{a + b}\n"} for a in range(10) for b in range(10)]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "demonstrations.jsonl").write_text(text, encoding="utf-8")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # where tracebacks of bugs would go
+    write_inputs(tmp_path)
+    return tmp_path
+
+
+def train(*argv: str) -> Ran:
+    return run_here("train", "@r.toml", "--run.dir=D", *argv, "--json")
+
+
+def stage_folder(name: str, run_dir: Path = Path("D")) -> Path:
+    (found,) = run_dir.glob(f"stages/{name}-*")
+    return found
+
+
+def made(run_dir: Path = Path("D")) -> tuple[str, str]:
+    """What came out: the digest of the exported weights, and of those that were measured."""
+    exported = json.loads((stage_folder("out", run_dir) / "model" / "tidemill.json").read_text(encoding="utf-8"))
+    measured = json.loads((stage_folder("measure", run_dir) / "summary.json").read_text(encoding="utf-8"))
+    return exported["weights_digest"], measured["weights_digest"]
+
+
+@pytest.fixture(scope="module")
+def quiet_result(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Of a pipeline that nothing happens to."""
+    place = tmp_path_factory.mktemp("quiet")
+    write_inputs(place)
+    ran = run_process("train", "@r.toml", "--run.dir=D", cwd=place)
+    assert ran.code == 0, ran.err
+    return made(place / "D")
+
+
+def lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def run_until(reached: Callable[[], bool], number: signal.Signals) -> int:
+    """The pipeline in a process of its own, sent a signal as soon as something is reached; its exit code."""
+    argv = [sys.executable, "-m", "tidemill", "train", "@r.toml", "--run.dir=D"]
+    process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ)
+    deadline = time.monotonic() + DEADLINE_S
+    try:
+        while process.poll() is None and not reached():
+            assert time.monotonic() < deadline, "it did not get that far"
+            time.sleep(0.005)
+        process.send_signal(number)
+        return process.wait(DEADLINE_S)
+    finally:
+        process.kill()
+        process.wait(DEADLINE_S)
+
+
+def in_stage(name: str, steps: int) -> Callable[[], bool]:
+    return lambda: any(lines(each) > steps for each in Path("D").glob(f"stages/{name}-*/metrics.jsonl"))
+
+
+def test_every_stage_leaves_what_is_promised() -> None:
+    ran = train()
+    assert ran.code == 0, ran.err
+    summary: dict[str, Any] = ran.data
+    assert [stage["name"] for stage in summary["stages"]] == NAMES
+    assert all(stage["state"] == "done" and stage["headline"] for stage in summary["stages"])
+    assert json.loads(Path("D/summary.json").read_text(encoding="utf-8")).items() <= summary.items()
+    page = Path("D/report.html").read_text(encoding="utf-8")
+    links = re.findall(r'href="(stages/[^"]+)"', page)
+    assert len(links) == 3
+    assert all((Path("D") / link).is_file() for link in links)
+    assert not re.search(r"""src=["'](?!data:)|@import|\bfetch\(""", page)
+    by_name = {stage["name"]: stage for stage in summary["stages"]}
+    assert by_name["measure"]["figures"]["greedy_accuracy"] == by_name["rl"]["figures"]["accuracy"]
+    assert "learned" not in page
+    # The exported folder is a plain one, of the right weights and dtype.
+    exported = stage_folder("out") / "model"
+    checkpoint = stage_folder("rl") / "checkpoints" / "step_12"
+    with quiet():
+        ours: Any = AutoModelForCausalLM.from_pretrained(exported, dtype="auto")
+        theirs: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+        assert (
+            AutoTokenizer.from_pretrained(exported)("1+2=").input_ids
+            == AutoTokenizer.from_pretrained(checkpoint)("1+2=").input_ids
+        )
+    assert ours.dtype == torch.bfloat16
+    for (name, weight), (_, original) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+        assert torch.equal(weight, original.to(torch.bfloat16)), name
+    card = (exported / "README.md").read_text(encoding="utf-8")
+    assert "1. began as char" in card
+    assert "2. sft (sft): " in card
+    assert "3. rl (rl): held-out greedy accuracy" in card
+
+
+@pytest.mark.parametrize(("name", "steps"), [("sft", 1), ("sft", 6), ("rl", 0), ("rl", 3), ("rl", 9)], ids=str)
+def test_killed_in_a_stage_it_ends_with_the_same_model(quiet_result: tuple[str, str], name: str, steps: int) -> None:
+    assert run_until(in_stage(name, steps), signal.SIGKILL) == -signal.SIGKILL
+    planned = {row["stage"]: row["action"] for row in train("--dry-run").data["plan"]}
+    assert planned[name] == "resume"
+    ran = train()
+    assert ran.code == 0, ran.err
+    assert made() == quiet_result
+    first = next(stage for stage in ran.data["stages"] if stage["name"] == "sft")
+    assert first["ran"] is (name == "sft")
+
+
+def test_ctrl_c_ends_a_stage_with_a_checkpoint(quiet_result: tuple[str, str]) -> None:
+    assert run_until(in_stage("rl", 2), signal.SIGINT) == 130
+    told = json.loads(Path("D/pipeline.json").read_text(encoding="utf-8"))
+    assert [stage["state"] for stage in told["stages"]] == ["done", "interrupted", "due", "due"]
+    assert list(stage_folder("rl").glob("checkpoints/step_*"))
+    assert train().code == 0
+    assert made() == quiet_result
+
+
+def test_a_changed_stage_is_made_anew_and_the_former_result_kept() -> None:
+    assert train().code == 0
+    before = made()
+    ran = train("--stage.rl.trainer.steps=8", "--telemetry.samples_per_step=3")
+    assert ran.code == 0, ran.err
+    assert [stage["ran"] for stage in ran.data["stages"]] == [False, True, True, True]
+    assert len(list(Path("D/stages").iterdir())) == 7
+    again = train()
+    assert [stage["ran"] for stage in again.data["stages"]] == [False] * 4
+    assert train("--stage.rl.trainer.steps=8", "--prune-stale").code == 0
+    assert len(list(Path("D/stages").iterdir())) == 4
+    assert made() != before
+
+
+def test_changed_demonstrations_are_learned_from(folder: Path) -> None:
+    assert train("--only=sft").code == 0
+    with (folder / "demonstrations.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"prompt": "1+1=", "completion": "3\\n"}\n')
+    planned = train("--dry-run").data["plan"][0]
+    assert (planned["action"], planned["changed"]) == ("run", ["data.path.content"])
+
+
+def test_what_is_wrong_is_told_before_anything_is_made(folder: Path) -> None:
+    for argv, says in (
+        (["--stage.rl.model.source=stage:out"], "the stages rl → out → rl wait for one another"),
+        (["--stage.sft.model.source=stage:rl"], "the stages sft → rl → sft wait for one another"),
+        (["--stage.measure.model.source=stage:out"], '"stage:out" comes later in the recipe'),
+        (["--stage.measure.model.source=stage:r"], '"stage:r" names no stage'),
+        (["--data.path=nowhere.jsonl"], "data.path of stage sft"),
+        (["--stage.sft.model.source=./nowhere"], "model.source of stage sft"),
+    ):
+        ran = train(*argv)
+        assert ran.code == 2
+        assert says in ran.err
+        assert not (folder / "D").exists()
+
+
+def test_an_export_does_not_overwrite_what_it_did_not_write(folder: Path) -> None:
+    (folder / "mine").mkdir()
+    (folder / "mine" / "notes.txt").write_text("precious", encoding="utf-8")
+    ran = train("--stage.out.export.path=mine")
+    assert ran.code == 2
+    assert "something is there that no export wrote" in ran.err
+    assert (folder / "mine" / "notes.txt").read_text(encoding="utf-8") == "precious"
+    assert train("--stage.out.export.path=theirs").code == 0
+    assert (folder / "theirs" / "model.safetensors").is_file()
+    ran = train("--stage.out.export.path=theirs", "--stage.out.export.dtype=fp32")  # its own it does replace
+    assert ran.code == 0, ran.err
+
+
+def test_the_recipe_of_rlhf_from_written_answers_to_the_truth(folder: Path) -> None:
+    (folder / "char.toml").write_text(CHAR, encoding="utf-8")
+    ran = run_here(
+        "train",
+        f"@{RLHF}",
+        "@char.toml",
+        "--run.dir=D",
+        "--stage.written.making.prompts=60",
+        "--stage.sft.supervised.epochs=60",
+        "--stage.sft.optimizer.learning_rate=3e-3",
+        "--stage.pairs.making.samples_per_prompt=64",
+        "--stage.ppo.trainer.steps=2",
+        "--json",
+    )
+    assert ran.code == 0, ran.err
+    stages = {stage["name"]: stage for stage in ran.data["stages"]}
+    assert {name: stage["kind"] for name, stage in stages.items()} == {
+        "written": "demonstrations",
+        "sft": "sft",
+        "pairs": "pairs",
+        "rm": "reward_model",
+        "ppo": "rl",
+        "measure": "eval",
+    }
+    assert 0 <= stages["rm"]["figures"]["pairwise_accuracy"] <= 1
+    measured = json.loads((stage_folder("measure") / "summary.json").read_text(encoding="utf-8"))
+    trained = json.loads((stage_folder("ppo") / "summary.json").read_text(encoding="utf-8"))
+    assert measured["weights_digest"] == trained["weights_digest"]
+    assert measured["scores"]["model"]["invalid"] == 0
+    compared = measured["compared_with"]
+    assert compared["figures"]["greedy_accuracy"]["other"] == trained["eval"]["before"]["greedy_accuracy"]
+    assert compared["figures"]["greedy_accuracy"]["this"] == measured["greedy_accuracy"]
+    # Another number of steps concerns PPO and its measurement, and nothing before them.
+    planned = run_here("train", f"@{RLHF}", "@char.toml", "--run.dir=D", "--dry-run", "--json").data["plan"]
+    assert [row["action"] for row in planned][-2:] == ["wait", "wait"]

@@ -1,0 +1,104 @@
+"""Stages that take no time: each tells in a file what exactly it was made from, after a few steps that can be cut.
+
+What a stage of these gives is its own configuration and what it read, so that a stale input shows in the result itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tidemill.config.pipeline import KINDS, PipelineSpec, StageKind
+from tidemill.config.stages import load_recipe
+from tidemill.pipeline.kinds import Job, Outcome, RunStage
+from tidemill.pipeline.plan import Mark, Plan, Planned
+
+PRODUCT = "model"
+STEPS = 3
+
+
+class PowerCut(BaseException):
+    """The process is gone. Not an Exception: nothing catches it on its way."""
+
+
+class Quiet:
+    """Implements pipeline.run.Teller, and remembers."""
+
+    def __init__(self) -> None:
+        self.plans: list[Plan] = []
+        self.begun: list[str] = []
+        self.said: list[str] = []
+
+    def plan(self, plan: Plan) -> None:
+        self.plans.append(plan)
+
+    def begins(self, planned: Planned, number: int, of: int) -> None:
+        self.begun.append(planned.stage.name)
+
+    def achieved(self, planned: Planned, mark: Mark) -> None:
+        self.said.append(f"{planned.stage.name}: {mark.headline}")
+
+    def say(self, line: str) -> None:
+        self.said.append(line)
+
+
+class Stages:
+    """Runners for every kind, and what they were asked to do.
+
+    Args:
+        power: called before every step; whatever it raises ends the process there.
+    """
+
+    def __init__(self, power: Callable[[], None] = lambda: None) -> None:
+        self.power = power
+        self.worked: list[tuple[str, int]] = []  # (folder, step) in the order they were done
+        self.interrupt_at: int | None = None
+
+    @property
+    def runners(self) -> Mapping[StageKind, RunStage]:
+        return dict.fromkeys(KINDS, self.run)
+
+    def run(self, job: Job) -> Outcome:
+        """Some steps, each remembered in the stage's folder as a checkpoint would be; then the product."""
+        done = job.directory / "steps"
+        for step in range(int(done.read_text()) if done.exists() else 0, STEPS):
+            if self.interrupt_at is not None and len(self.worked) >= self.interrupt_at:
+                return Outcome(interrupted=True)
+            self.power()
+            self.worked.append((job.directory.name, step))
+            _replace(done, str(step + 1))
+        self.power()
+        product = job.directory / PRODUCT
+        product.mkdir(exist_ok=True)
+        self.power()
+        _replace(product / "made.json", json.dumps(self.made(job)))
+        self.power()
+        return Outcome(product=product, headline=f"seed {job.spec.run.seed}", figures={"seed": job.spec.run.seed})
+
+    def made(self, job: Job) -> dict[str, Any]:
+        return {"seed": job.spec.run.seed, "from": read(Path(job.spec.model.source))}
+
+
+def read(source: Path) -> Any:
+    """What a stage finds where its model should be: another stage's product, a file's text, or a name."""
+    if (source / "made.json").exists():
+        return json.loads((source / "made.json").read_text())
+    weights = source / "weights"
+    return weights.read_text() if weights.exists() else str(source)
+
+
+def pipeline(folder: Path, text: str, *overrides: str) -> PipelineSpec:
+    """The pipeline that a recipe's text describes, to be run below `folder`."""
+    recipe = folder / "r.toml"
+    recipe.write_text(text, encoding="utf-8")
+    found = load_recipe([f"@{recipe}", f"--run.dir={folder / 'D'}", *overrides])
+    assert isinstance(found, PipelineSpec)
+    return found
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text)
+    partial.replace(path)

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.pretend_stages import pipeline
+from tidemill.core.errors import UserError
+from tidemill.pipeline.plan import EVERYTHING, Choice, Found, Mark, Plan, Planned, make_plan
+
+# a ── b ── d, and c by itself
+RECIPE = """\
+[model]
+source = "char"
+[[stage]]
+name = "a"
+kind = "rl"
+[[stage]]
+name = "b"
+kind = "rl"
+model.source = "stage:a"
+[[stage]]
+name = "c"
+kind = "eval"
+[[stage]]
+name = "d"
+kind = "eval"
+model.source = "stage:b"
+"""
+
+
+def planned(
+    tmp_path: Path, *overrides: str, found: dict[str, Found] | None = None, choice: Choice = EVERYTHING
+) -> Plan:
+    stages = pipeline(tmp_path, RECIPE, *overrides).stages
+    return make_plan(stages, contents={stage.name: {} for stage in stages}, found=found or {}, choice=choice)
+
+
+def actions(plan: Plan) -> dict[str, str]:
+    return {each.stage.name: each.action for each in plan.stages}
+
+
+def finished(each: Planned, at: str = "2026-01-01") -> tuple[str, Found]:
+    mark = Mark(
+        name=each.stage.name,
+        kind=each.stage.kind,
+        digest=each.digest,
+        product=None,
+        headline="",
+        figures={},
+        wall_s=1.0,
+        finished=at,
+        values=each.values,
+    )
+    return each.folder, Found(name=each.stage.name, mark=mark)
+
+
+def begun(each: Planned) -> tuple[str, Found]:
+    return each.folder, Found(name=each.stage.name, mark=None)
+
+
+def test_at_first_everything_is_due(tmp_path: Path) -> None:
+    plan = planned(tmp_path)
+    assert actions(plan) == {"a": "run", "b": "wait", "c": "run", "d": "wait"}
+    assert [each.stage.name for each in plan.due] == ["a", "b", "c", "d"]
+    assert plan.stale == ()
+    assert len({each.folder for each in plan.stages}) == 4
+
+
+def test_what_is_finished_is_not_repeated_and_what_is_begun_goes_on(tmp_path: Path) -> None:
+    a, b, c, d = planned(tmp_path).stages
+    plan = planned(tmp_path, found=dict([finished(a), begun(b), finished(c)]))
+    assert actions(plan) == {"a": "done", "b": "resume", "c": "done", "d": "wait"}
+    plan = planned(tmp_path, found=dict(map(finished, (a, b, c, d))))
+    assert actions(plan) == dict.fromkeys("abcd", "done")
+    assert plan.due == ()
+
+
+def test_a_change_invalidates_what_follows_and_nothing_else(tmp_path: Path) -> None:
+    before = planned(tmp_path).stages
+    found = dict(map(finished, before))
+    plan = planned(tmp_path, "--stage.a.trainer.steps=3", found=found)
+    assert actions(plan) == {"a": "run", "b": "wait", "c": "done", "d": "wait"}
+    assert {each.stage.name: each.changed for each in plan.stages} == {
+        "a": ("trainer.steps",),
+        "b": ("model.source.stage",),
+        "c": (),
+        "d": ("model.source.stage",),
+    }
+    assert plan.stale == tuple(sorted(before[index].folder for index in (0, 1, 3)))
+    plan = planned(tmp_path, "--stage.d.eval.prompts=3", found=found)
+    assert actions(plan) == {"a": "done", "b": "done", "c": "done", "d": "run"}
+    # Back to the former configuration, the former results count again.
+    assert actions(planned(tmp_path, found=found)) == dict.fromkeys("abcd", "done")
+
+
+def test_a_result_whose_upstream_is_gone_is_still_the_result(tmp_path: Path) -> None:
+    a, b, _, d = planned(tmp_path).stages
+    plan = planned(tmp_path, found=dict([begun(a), finished(b), finished(d)]))
+    assert actions(plan) == {"a": "resume", "b": "done", "c": "run", "d": "done"}
+
+
+def test_changes_are_told_against_the_newest_result(tmp_path: Path) -> None:
+    older = finished(planned(tmp_path, "--stage.a.trainer.steps=3").stages[0], "2026-01-01")
+    newer = finished(planned(tmp_path, "--stage.a.run.seed=3").stages[0], "2026-01-02")
+    plan = planned(tmp_path, found=dict([newer, older]))
+    assert plan.stages[0].changed == ("run.seed",)
+
+
+def test_a_mark_of_another_address_is_not_believed(tmp_path: Path) -> None:
+    a, b, *_ = planned(tmp_path).stages
+    _, foreign = finished(b)
+    assert actions(planned(tmp_path, found={a.folder: foreign}))["a"] == "resume"
+
+
+def test_only_and_from(tmp_path: Path) -> None:
+    a, b, c, d = planned(tmp_path).stages
+    assert actions(planned(tmp_path, choice=Choice(only="a"))) == {"a": "run", "b": "leave", "c": "leave", "d": "leave"}
+    ready = dict([finished(a)])
+    plan = planned(tmp_path, found=ready, choice=Choice(start="b"))
+    assert actions(plan) == {"a": "done", "b": "run", "c": "run", "d": "wait"}
+    plan = planned(tmp_path, found=dict(map(finished, (a, b, c, d))), choice=Choice(only="d"))
+    assert actions(plan) == dict.fromkeys("abcd", "done")
+
+
+@pytest.mark.parametrize(
+    ("choice", "says"),
+    [
+        (Choice(only="x"), "--only x: no stage of that name\n  stages: a, b, c, d"),
+        (Choice(start="x"), "--from x: no stage of that name\n  stages: a, b, c, d"),
+        (Choice(only="a", start="b"), "--only, --from: choose one of the two\n  leave one of them out"),
+        (
+            Choice(only="b"),
+            (
+                "stage b: takes from stage a, which is not finished as it is now configured\n"
+                "  run the whole pipeline, or begin --from an earlier stage"
+            ),
+        ),
+    ],
+)
+def test_a_choice_that_cannot_be(tmp_path: Path, choice: Choice, says: str) -> None:
+    with pytest.raises(UserError) as caught:
+        planned(tmp_path, choice=choice)
+    assert str(caught.value) == says

@@ -1,0 +1,266 @@
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filelock import FileLock
+
+from tests.pretend_stages import PowerCut, Quiet, Stages, pipeline, read
+from tidemill.config.stages import load_recipe
+from tidemill.core.errors import UserError
+from tidemill.pipeline.plan import EVERYTHING, Choice
+from tidemill.pipeline.run import plan_pipeline, run_pipeline
+
+RECIPE = """\
+[run]
+name = "three"
+[model]
+source = "char"
+[[stage]]
+name = "first"
+kind = "rl"
+[[stage]]
+name = "second"
+kind = "rl"
+model.source = "stage:first"
+[[stage]]
+name = "third"
+kind = "eval"
+model.source = "stage:second"
+"""
+
+
+class World:
+    """One pipeline's directory, and the stages that work in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.stages = folder, Stages()
+        self.quiet = Quiet()
+
+    def run(self, *overrides: str, choice: Choice = EVERYTHING, prune_stale: bool = False) -> dict[str, Any]:
+        self.quiet = Quiet()
+        self.stages.worked.clear()
+        return run_pipeline(
+            pipeline(self.folder, RECIPE, *overrides),
+            teller=self.quiet,
+            choice=choice,
+            prune_stale=prune_stale,
+            runners=self.stages.runners,
+        )
+
+    def results(self) -> dict[str, Any]:
+        """What every finished stage of the newest run says it was made from."""
+        told = json.loads((self.folder / "D" / "pipeline.json").read_text())
+        return {
+            stage["name"]: read(self.folder / "D" / stage["folder"] / stage["product"])
+            for stage in told["stages"]
+            if stage["product"]
+        }
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def test_stages_run_in_order_each_from_what_the_one_before_gave(world: World) -> None:
+    summary = world.run()
+    assert world.quiet.begun == ["first", "second", "third"]
+    assert world.quiet.said == ["first: seed 0", "second: seed 0", "third: seed 0"]
+    first = {"seed": 0, "from": "char"}
+    second = {"seed": 0, "from": first}
+    assert world.results() == {"first": first, "second": second, "third": {"seed": 0, "from": second}}
+    assert (summary["finished"], summary["interrupted"], summary["outcome"]) == (True, False, "finished")
+    assert [(stage["name"], stage["state"], stage["ran"]) for stage in summary["stages"]] == [
+        ("first", "done", True),
+        ("second", "done", True),
+        ("third", "done", True),
+    ]
+    assert summary["stages"][0]["figures"] == {"seed": 0}
+    stored = json.loads((world.folder / "D" / "summary.json").read_text())
+    assert stored == summary
+
+
+def test_nothing_finished_is_repeated(world: World) -> None:
+    world.run()
+    summary = world.run("--telemetry.live=false", "--run.name=other")
+    assert world.stages.worked == []
+    assert [stage["ran"] for stage in summary["stages"]] == [False] * 3
+    assert summary["finished"]
+
+
+def test_a_change_is_followed_by_what_depends_on_it(world: World) -> None:
+    world.run()
+    world.run("--stage.second.run.seed=5")
+    assert world.quiet.begun == ["second", "third"]
+    assert world.results()["third"] == {"seed": 0, "from": {"seed": 5, "from": {"seed": 0, "from": "char"}}}
+    assert [name.rpartition("-")[0] for name in world.quiet.plans[0].stale] == ["second", "third"]
+    world.run()  # as it was: the former results are still there
+    assert world.stages.worked == []
+    assert world.results()["third"]["from"]["seed"] == 0
+
+
+def test_stale_results_are_kept_until_told_otherwise(world: World) -> None:
+    world.run()
+    world.run("--run.seed=5")
+    folders = sorted((world.folder / "D" / "stages").iterdir())
+    assert len(folders) == 6
+    assert len(json.loads((world.folder / "D" / "pipeline.json").read_text())["stale"]) == 3
+    world.run("--run.seed=5", prune_stale=True)
+    left = sorted((world.folder / "D" / "stages").iterdir())
+    assert left == sorted(world.folder / "D" / "stages" / each.folder for each in world.quiet.plans[0].stages)
+    assert json.loads((world.folder / "D" / "pipeline.json").read_text())["stale"] == []
+    assert world.stages.worked == []
+
+
+def test_interrupted_it_says_so_and_goes_on_where_it_was(world: World) -> None:
+    world.stages.interrupt_at = 4  # of 9 steps: one into the second stage
+    summary = world.run()
+    assert (summary["interrupted"], summary["finished"]) == (True, False)
+    assert [stage["state"] for stage in summary["stages"]] == ["done", "interrupted", "due"]
+    world.stages.interrupt_at = None
+    world.run()
+    assert [each.action for each in world.quiet.plans[0].stages] == ["done", "resume", "wait"]
+    assert [step for _, step in world.stages.worked] == [1, 2, 0, 1, 2]
+
+
+def test_an_error_of_a_stage_leaves_what_was_finished(world: World) -> None:
+    def fails() -> None:
+        if len(world.stages.worked) == 4:
+            raise UserError("no more of it", where="here", cure="try again")
+
+    world.stages.power = fails
+    with pytest.raises(UserError, match="no more of it"):
+        world.run()
+    told = json.loads((world.folder / "D" / "summary.json").read_text())
+    assert told["outcome"] == "failed"
+    assert [stage["state"] for stage in told["stages"]] == ["done", "failed", "due"]
+    assert "A stage ended with an error" in (world.folder / "D" / "report.html").read_text()
+    world.stages.power = lambda: None
+    assert world.run()["finished"]
+    assert world.quiet.begun == ["second", "third"]
+
+
+def test_a_file_that_changes_meanwhile_spoils_the_result(world: World) -> None:
+    model = world.folder / "base"
+    model.mkdir()
+    (model / "weights").write_text("old")
+
+    def changes() -> None:
+        if len(world.stages.worked) == 2:
+            (model / "weights").write_text("new")
+
+    world.stages.power = changes
+    with pytest.raises(UserError) as caught:
+        world.run(f"--model.source={model}")
+    assert caught.value.where == "model.source of stage first"
+    world.stages.power = lambda: None
+    world.run(f"--model.source={model}")
+    assert world.quiet.begun == ["first", "second", "third"]
+    assert world.results()["first"] == {"seed": 0, "from": "new"}
+
+
+def test_a_result_that_was_deleted_is_made_again(world: World) -> None:
+    world.run()
+    told = json.loads((world.folder / "D" / "pipeline.json").read_text())["stages"][0]
+    (world.folder / "D" / told["folder"] / told["product"] / "made.json").unlink()
+    (world.folder / "D" / told["folder"] / told["product"]).rmdir()
+    world.run()
+    assert world.quiet.begun == ["first"]
+    assert world.results()["first"] == {"seed": 0, "from": "char"}
+
+
+def test_half_of_a_result_made_again_is_not_taken_for_the_whole(world: World) -> None:
+    world.run()
+    told = json.loads((world.folder / "D" / "pipeline.json").read_text())["stages"][0]
+    product = world.folder / "D" / told["folder"] / told["product"]
+    (product / "made.json").unlink()
+    product.rmdir()
+
+    def cut() -> None:
+        if product.exists():
+            raise PowerCut
+
+    world.stages.power = cut
+    with pytest.raises(PowerCut):
+        world.run()
+    assert product.exists()
+    world.stages.power = lambda: None
+    world.run()
+    assert world.quiet.begun == ["first"]
+    assert world.results()["first"] == {"seed": 0, "from": "char"}
+
+
+def test_the_directory_may_be_moved(world: World, tmp_path: Path) -> None:
+    world.stages.interrupt_at = 4
+    world.run()
+    world.stages.interrupt_at = None
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "D").rename(tmp_path / "elsewhere" / "D")
+    moved = World(tmp_path / "elsewhere")
+    moved.run()
+    assert [step for _, step in moved.stages.worked] == [1, 2, 0, 1, 2]
+    stage = next((tmp_path / "elsewhere" / "D" / "stages").glob("second-*"))
+    assert str(tmp_path / "elsewhere") in tomllib.loads((stage / "config.toml").read_text())["model"]["source"]
+
+
+def test_only_one_stage(world: World) -> None:
+    world.run(choice=Choice(only="first"))
+    assert world.quiet.begun == ["first"]
+    with pytest.raises(UserError, match="takes from stage second, which is not finished"):
+        world.run(choice=Choice(only="third"))
+    assert not world.run(choice=Choice(start="second", only=None))["interrupted"]
+    assert world.quiet.begun == ["second", "third"]
+
+
+def test_the_written_configuration_is_the_same_pipeline(world: World) -> None:
+    recipe = pipeline(world.folder, RECIPE, "--stage.second.trainer.steps=3")
+    world.run("--stage.second.trainer.steps=3")
+    again = load_recipe([f"@{world.folder / 'D' / 'config.toml'}"])
+    assert again == recipe
+
+
+def test_a_dry_look_writes_nothing(world: World) -> None:
+    plan = plan_pipeline(pipeline(world.folder, RECIPE))
+    assert [each.action for each in plan.stages] == ["run", "wait", "wait"]
+    assert not (world.folder / "D").exists()
+
+
+def test_two_processes_do_not_work_on_one_pipeline(world: World) -> None:
+    world.run()
+    with FileLock(world.folder / "D" / ".lock"), pytest.raises(UserError, match="another process is working"):
+        world.run("--run.seed=1")
+
+
+def test_a_directory_of_a_single_run_is_refused(world: World) -> None:
+    (world.folder / "D").mkdir()
+    (world.folder / "D" / "manifest.json").write_text("{}")
+    with pytest.raises(UserError, match="holds a single run"):
+        world.run()
+    assert sorted(path.name for path in (world.folder / "D").iterdir()) == ["manifest.json"]
+
+
+def test_a_file_in_the_way_is_told(world: World) -> None:
+    (world.folder / "D").write_text("")
+    with pytest.raises(UserError, match="a file stands where a directory should be"):
+        world.run()
+
+
+def test_a_kill_while_stale_results_are_deleted_leaves_no_half_of_one(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.run()
+
+    def cut(path: Path) -> None:
+        raise PowerCut
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tidemill.pipeline.folder.shutil.rmtree", cut)
+        with pytest.raises(PowerCut):
+            world.run("--run.seed=5", prune_stale=True)
+    world.run("--run.seed=5")
+    assert world.quiet.begun == ["first", "second", "third"]
+    assert not [each for each in (world.folder / "D" / "stages").iterdir() if each.name.startswith(".")]

@@ -20,7 +20,7 @@ from tidemill.config.lora import LoraConfig
 from tidemill.config.model import ModelConfig
 from tidemill.core.errors import UserError
 from tidemill.models.catalog import BUILDERS, is_local
-from tidemill.models.folder import ADAPTER_CONFIG
+from tidemill.models.folder import holds_adapter
 from tidemill.models.loading import base_digest
 from tidemill.models.lora import adapter_of
 
@@ -37,10 +37,6 @@ class Origin(Config):
     """The section of the run that trained it."""
     digest: str
     """Of the base's weights (see `loading.weights_digest`)."""
-
-
-def holds_adapter(folder: Path) -> bool:
-    return (folder / ADAPTER_CONFIG).is_file()
 
 
 def write_origin(model: PreTrainedModel, folder: Path) -> None:

@@ -16,7 +16,7 @@ from tidemill.core.errors import UserError
 from tidemill.core.records import Record
 from tidemill.models import char_shape
 from tidemill.models.cache import Progress, build_once, cache_dir, is_built
-from tidemill.models.folder import check_folder
+from tidemill.models.folder import check_folder, holds_adapter
 from tidemill.models.safetensors_files import stored_tensors
 
 SMOLLM2, CHAR = "smollm2-135m", "char"
@@ -55,10 +55,27 @@ def resolve(config: ModelConfig, *, progress: Progress) -> Path:
     if source in BUILDERS:
         return BUILDERS[source](config, progress)
     if is_local(source):
-        return check_folder(Path(source).expanduser())
+        return whole_model(Path(source).expanduser(), progress=progress)
     if _HUB_ID.fullmatch(source):
         return _from_hub(source, config.revision, progress)
     raise _unknown(source)
+
+
+def whole_model(folder: Path, *, progress: Progress) -> Path:
+    """`folder` itself; of one that holds an adapter, the model that it and its base make, merged once into the cache.
+
+    Raises:
+        UserError: it is no model, or an adapter without what says where its base is.
+    """
+    if not holds_adapter(folder):
+        return check_folder(folder)
+    from tidemill.models import merging
+
+    def build(target: Path) -> None:
+        progress(f"merging the adapter of {folder} into its base")
+        merging.export_merged(folder, target, progress=progress)
+
+    return build_once(cache_dir() / f"merged-{merging.content_key(folder)}", build, progress=progress)
 
 
 def listing() -> list[ModelEntry]:

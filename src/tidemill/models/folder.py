@@ -14,6 +14,11 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
+def holds_adapter(folder: Path) -> bool:
+    """Whether it is an adapter's folder, as peft writes them, rather than a model's."""
+    return (folder / ADAPTER_CONFIG).is_file()
+
+
 def check_folder(folder: Path) -> Path:
     """Return `folder` if it holds a configuration, complete safetensors weights and a tokenizer.
 
@@ -40,7 +45,7 @@ def check_config(folder: Path) -> None:
     """Raises UserError unless config.json is a readable model configuration."""
     path = folder / CONFIG
     if not path.is_file():
-        if (folder / ADAPTER_CONFIG).is_file():
+        if holds_adapter(folder):
             raise _unmerged(folder)
         raise UserError("the folder has no config.json", where=str(folder), cure="give a Hugging Face model folder")
     try:
@@ -60,12 +65,12 @@ def _unmerged(folder: Path) -> UserError:
     return UserError(
         "the folder holds an adapter without its base model",
         where=str(folder),
-        cure=f"merge the two and name the result: tidemill model merge {folder} MERGED",
+        cure="merge the adapter into its base model and save that",
     )
 
 
 def _no_weights(folder: Path) -> UserError:
-    if (folder / ADAPTER_CONFIG).is_file():
+    if holds_adapter(folder):
         return _unmerged(folder)
     pickles = [path.name for pattern in _PICKLES for path in sorted(folder.glob(pattern))]
     if pickles:

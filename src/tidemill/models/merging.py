@@ -5,13 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+import xxhash
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from tidemill.core.errors import UserError
-from tidemill.models.adapter_folder import holds_adapter, other_base, read_origin
+from tidemill.models.adapter_folder import ORIGIN, WEIGHTS, other_base, read_origin
 from tidemill.models.cache import Progress
 from tidemill.models.catalog import resolve
+from tidemill.models.folder import holds_adapter
 from tidemill.models.loading import load_model, weights_digest
 from tidemill.models.lora import require_peft
 from tidemill.models.quiet import quiet
@@ -42,6 +44,20 @@ def export_merged(checkpoint: Path, directory: Path, *, progress: Progress) -> N
         save_model(merged, directory, source=source)
     except OSError as error:
         raise UserError(f"the merged model cannot be written: {error}", where=str(directory)) from error
+
+
+def content_key(checkpoint: Path) -> str:
+    """Names what merging would give: equal keys, equal weights.
+
+    Raises:
+        UserError: the checkpoint is not whole.
+    """
+    read_origin(checkpoint)
+    try:
+        contents = [(checkpoint / name).read_bytes() for name in (ORIGIN, WEIGHTS)]
+    except OSError as error:
+        raise UserError(f"the adapter cannot be read: {error}", where=str(checkpoint)) from error
+    return xxhash.xxh3_64_hexdigest(b"".join(contents))
 
 
 def _merged(source: Path, checkpoint: Path) -> PreTrainedModel:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from tidemill.core.errors import UserError
 from tidemill.models.attention import TreePlan, hidden_states
+from tidemill.models.catalog import whole_model
 from tidemill.models.codec import TextCodec, load_codec
 from tidemill.models.heads import HEAD, HeadDescription, ScalarHead, load_head
 from tidemill.models.loading import load_model
@@ -34,7 +35,7 @@ def load_reward_model(folder: Path, *, device: torch.device, dtype: torch.dtype 
         UserError: the folder is no reward model, or a file of it is missing, damaged or of another model.
     """
     head, description = load_head(folder, "reward_model", device=device)
-    model = load_model(folder, device=device, dtype=dtype)
+    model = load_model(whole_model(folder, progress=lambda _: None), device=device, dtype=dtype)
     check_head_fits(model, head, folder)
     model.requires_grad_(False)
     head.requires_grad_(False)

@@ -15,9 +15,10 @@ from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.records import PolicyVersion
 from tidemill.envs.text.task import Task
-from tidemill.models.adapter_folder import holds_adapter, load_adapter, read_origin
+from tidemill.models.adapter_folder import load_adapter, read_origin
 from tidemill.models.catalog import resolve
 from tidemill.models.codec import TextCodec, load_codec
+from tidemill.models.folder import holds_adapter
 from tidemill.models.loading import context_limit, load_model
 from tidemill.models.lora import learned_parameters, require_peft
 from tidemill.models.snapshots import empty_twin, twin_on_base

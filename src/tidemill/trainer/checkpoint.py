@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tidemill.core.errors import UserError
-from tidemill.models.adapter_folder import holds_adapter, load_adapter
+from tidemill.models.adapter_folder import load_adapter
+from tidemill.models.folder import holds_adapter
 from tidemill.models.lora import adapter_of, learned_parameters
 from tidemill.models.quiet import quiet
 from tidemill.models.safetensors_files import weight_files

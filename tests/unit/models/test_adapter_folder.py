@@ -15,7 +15,9 @@ from tests.model_folders import save_folder
 from tests.model_shapes import MODEL_SHAPES, llama
 from tidemill.config.model import ModelConfig
 from tidemill.core.errors import UserError
-from tidemill.models.adapter_folder import ORIGIN, WEIGHTS, holds_adapter, load_adapter, read_origin, write_origin
+from tidemill.models.adapter_folder import ORIGIN, WEIGHTS, load_adapter, read_origin, write_origin
+from tidemill.models.catalog import resolve, whole_model
+from tidemill.models.folder import holds_adapter
 from tidemill.models.loading import load_model, weights_digest
 from tidemill.models.lora import adapter_of, attach_adapter
 from tidemill.models.merging import export_merged
@@ -122,6 +124,19 @@ def test_a_merged_model_is_a_plain_one_that_says_the_same(shape: str, tmp_path: 
     assert float((logits(MODEL_SHAPES[shape]()) - expected).abs().max()) > 0.1
     torch.testing.assert_close(logits(plain), expected, rtol=1e-5, atol=1e-5)
     load_model(merged, device=CPU)  # as a model.source would be
+
+
+def test_as_a_source_it_is_merged_once(model: PreTrainedModel, base: Path, stored: Path) -> None:
+    told: list[str] = []
+    merged = resolve(ModelConfig(source=str(stored)), progress=told.append)
+    assert told == [f"merging the adapter of {stored} into its base"]
+    torch.testing.assert_close(logits(load_model(merged, device=CPU)), logits(model), rtol=1e-5, atol=1e-5)
+    assert whole_model(stored, progress=told.append) == merged
+    assert len(told) == 1
+    assert whole_model(base, progress=told.append) == base
+    teach(model, seed=1)
+    save_model(model, stored, source=base)
+    assert whole_model(stored, progress=told.append) != merged
 
 
 def test_merging_refuses_what_it_cannot_do(stored: Path, base: Path, tmp_path: Path) -> None:

@@ -319,10 +319,10 @@ class Fleet:
         assert self._host is not None, "leases but no host to start workers on"
         with span(self._telemetry, self.clock, JOIN, lease=member.lease.lease_id, worker=member.lease.worker_id):
             member.worker = await self._host.start(member.lease)
-        member.state = MemberState.LOADING
-        await self._catch_up(member, member.worker)
-        member.state = MemberState.LEAVING if member.noticed else MemberState.SERVING
-        member.heard_s = self.clock.now()
+            member.state = MemberState.LOADING
+            await self._catch_up(member, member.worker)
+            member.state = MemberState.LEAVING if member.noticed else MemberState.SERVING
+            member.heard_s = self.clock.now()
 
     async def _serve(self, member: Member) -> None:
         """Receive and obey until one of them fails."""

@@ -180,7 +180,7 @@ EVENTS_INTRODUCTION = (
 )
 FLEET_KEYS = {
     "leases": "preemptible machines held, each time it came counted",
-    "joins": "preemptible workers that came up on them",
+    "joins": "preemptible workers that came up on them, weights and all",
     "notices": "warnings that a machine would be taken",
     "evictions": "machines taken from workers that were up; `evictions_noticed` of them after a warning",
     "quarantined": "workers given back because their logprobs differed from the trainer's",

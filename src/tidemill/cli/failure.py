@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tidemill.core.errors import DeadlineError, GuardStop, TidemillError, TrainerLost, UserError
+from tidemill.core.errors import ClusterLost, DeadlineError, GuardStop, TidemillError, TrainerLost, UserError
 
 BUG_CODE = 1
 INTERRUPTED_CODE = 130
@@ -49,7 +49,7 @@ def explain(error: BaseException, *, debug: bool = False) -> Failure:
             exit_code=error.exit_code,
         )
     message = str(error) if isinstance(error, TidemillError) else f"{type(error).__name__}: {error}"
-    kinds = {DeadlineError: "deadline", TrainerLost: "lost"}
+    kinds = {DeadlineError: "deadline", TrainerLost: "lost", ClusterLost: "lost"}
     kind = next((name for known_kind, name in kinds.items() if isinstance(error, known_kind)), "bug")
     data = {"kind": kind, "message": message}
     text = f"error: {message}" if isinstance(error, TidemillError) else f"internal error: {message}"

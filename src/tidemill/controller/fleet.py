@@ -23,7 +23,7 @@ from tidemill.config.pool import FleetConfig
 from tidemill.controller.in_flight import LOCAL
 from tidemill.controller.lengths import LengthEstimator
 from tidemill.controller.mailbox import Ended, Mailbox
-from tidemill.controller.member import Member, MemberState, Order, probe_difference
+from tidemill.controller.member import Member, MemberState, Order, Pace, probe_difference
 from tidemill.controller.plateau import ThroughputProfile
 from tidemill.controller.story import Story
 from tidemill.controller.waiting import Patience, Wait, patiently
@@ -94,6 +94,7 @@ class Fleet:
         self._mailbox: Mailbox | None = None
         self._manifest: WeightManifest | None = None
         self._version: PolicyVersion | None = None  # the newest
+        self._pace: Pace | None = None  # of the last tick that any worker told of
         self._published = asyncio.Event()
         self._failure: Exception | None = None
         self.local: Member | None = None
@@ -319,10 +320,10 @@ class Fleet:
         assert self._host is not None, "leases but no host to start workers on"
         with span(self._telemetry, self.clock, JOIN, lease=member.lease.lease_id, worker=member.lease.worker_id):
             member.worker = await self._host.start(member.lease)
-        member.state = MemberState.LOADING
-        await self._catch_up(member, member.worker)
-        member.state = MemberState.LEAVING if member.noticed else MemberState.SERVING
-        member.heard_s = self.clock.now()
+            member.state = MemberState.LOADING
+            await self._catch_up(member, member.worker)
+            member.state = MemberState.LEAVING if member.noticed else MemberState.SERVING
+            member.heard_s = self.clock.now()
 
     async def _serve(self, member: Member) -> None:
         """Receive and obey until one of them fails."""
@@ -354,8 +355,9 @@ class Fleet:
             member.heard_tokens = tokens
             member.tokens += tokens
             member.busy_tokens += tokens
-            if report.status.running and tokens:
-                self.profile.observe(report.status.running, report.status.tokens_per_s)
+            if (running := report.status.running) and tokens:
+                self.profile.observe(running, report.status.tokens_per_s)
+                self._pace = Pace(report.status.tokens_per_s / running, tokens / running)
             if report.notice_s is not None:
                 self._notice(member, member.heard_s + report.notice_s, "the worker was told")
             if self._mailbox is not None:
@@ -397,6 +399,7 @@ class Fleet:
         if member.state is MemberState.GONE:
             return
         joined, now_s = member.state in (MemberState.SERVING, MemberState.LEAVING), self.clock.now()
+        lost = member.tokens_since(now_s, usual=self._pace, slots=self.slots)
         self._leave(member)
         if self._provider is not None and not provider_knows:
             self._spawn(self._provider.release(member.lease.lease_id), f"release {member.lease.lease_id}")
@@ -408,7 +411,7 @@ class Fleet:
                 noticed=member.noticed,
                 crashed=crashed,
                 evicted=evicted,
-                tokens_lost=member.tokens_since(now_s),
+                tokens_lost=lost,
             )
             if self._mailbox is not None:
                 self._mailbox.mail.ended.append(ended)

@@ -32,6 +32,14 @@ class Order:
     what: str  # "take samples"
 
 
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How one sample got on in a worker's tick, beside the others it had."""
+
+    tokens_per_s: float
+    tokens: float  # in the whole tick
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Member:
     """What the controller knows of a worker. Orders are carried out one after another; no worker waits for another."""
@@ -59,11 +67,19 @@ class Member:
     def preemptible(self) -> bool:
         return self.lease.kind == "preemptible"
 
-    def tokens_since(self, now_s: float) -> int:
-        """About how many tokens it has made since it was last heard: a tick's at most, or it would have said so."""
-        if self.status is None or not self.status.running:
+    def tokens_since(self, now_s: float, *, usual: Pace | None, slots: int) -> int:
+        """About how many tokens it has made since it was last heard: a tick's at most, or it would have said so.
+
+        Args:
+            usual: of the fleet, for a worker that has not told of its first tick; None when nobody has told of any.
+            slots: samples it decodes at once.
+        """
+        if self.status is not None and self.status.running:
+            return min(self.heard_tokens, round(self.status.tokens_per_s * max(0.0, now_s - self.heard_s)))
+        if self.busy_since_s is None or usual is None:
             return 0
-        return min(self.heard_tokens, round(self.status.tokens_per_s * max(0.0, now_s - self.heard_s)))
+        each = min(usual.tokens, usual.tokens_per_s * (now_s - self.busy_since_s))
+        return round(each * min(self.busy_samples, slots))
 
     def cost_usd(self, now_s: float) -> float:
         return self.lease.price_usd_per_hour * (now_s - self.lease.start_s) / 3600

@@ -91,7 +91,10 @@ class Run:
             self.step + 1, batch.prompts, membership=schedule.membership, order=batch.order, recorded=recorded
         )
         await self._admit(0)
-        self._collection.begin_step(samples=forming.size * batch.group_size, window_s=self._window_s())
+        window_s = self._window_s()
+        if self.offload is not None:
+            self.timings["seed_window_s"] = window_s
+        self._collection.begin_step(samples=forming.size * batch.group_size, window_s=window_s)
         return forming
 
     async def _admit(self, taken: int) -> None:
@@ -282,7 +285,7 @@ class Run:
         fleet, timings = self.rollout.fleet, self.timings
         if self.offload is None:
             return
-        timings["time_remote_wait_s"], timings["seed_window_s"] = fleet.idle_s(), self.offload.window_s
+        timings["time_remote_wait_s"] = fleet.idle_s()
         observation = StepObservation(
             workers_mean=timings["workers_mean"],
             trainer_wait_s=timings["time_trainer_wait_s"],

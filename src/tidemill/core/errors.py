@@ -47,6 +47,10 @@ class TrainerLost(TidemillError):
     """The trainer's process is gone, and the run with it; nothing finished is lost."""
 
 
+class ClusterLost(TidemillError):
+    """The cluster that everything ran on does not answer any more; nothing finished is lost."""
+
+
 class WeightsError(TidemillError):
     """A published version could not be had whole. The message names the version and what of it was missing or wrong."""
 

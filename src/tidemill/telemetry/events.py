@@ -49,7 +49,8 @@ EVENTS: dict[str, str] = {
     CHECKPOINT: "span: the trainer's state after `step` became durable",
     PUBLISH: "span: a version became available to workers; `version`, `nbytes`, `delta_nbytes` where it was written",
     LEASE: "a machine is there; `lease`, `worker`, `kind` (reserved or preemptible), `price_usd_per_hour`",
-    JOIN: "span: a worker came up on its machine; `lease`, `worker`",
+    JOIN: "span: a worker came up on its machine: started, pulled weights and was right about the probe; `lease`, "
+    "`worker`; one with `error` did not",
     PULL: "span: a worker fetched a version and swapped to it; `lease`, `worker`, `version`, `nbytes`, `full` (a whole "
     "snapshot rather than a delta), `swap_s` (generation stood still), `retries` (transfers found damaged)",
     DECODE: "span: a worker had samples of this batch; `lease`, `worker`, `kind`, `step`, `purpose`, `tokens`, "

@@ -54,7 +54,7 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
-def _start(recipe: Path, run: Path, *more: str) -> subprocess.Popen[str]:
+def start(recipe: Path, run: Path, *more: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "tidemill", "train", f"@{recipe}", "--run.dir", str(run), "--json", *more]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -65,7 +65,7 @@ def _events(run: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
-def _wait_for(process: subprocess.Popen[str], run: Path, event: str, session: int) -> None:
+def wait_for(process: subprocess.Popen[str], run: Path, event: str, session: int) -> None:
     until = time.monotonic() + DEADLINE_S
     while not any(line["event"] == event and line["session"] == session for line in _events(run)):
         assert process.poll() is None, process.communicate()
@@ -73,7 +73,7 @@ def _wait_for(process: subprocess.Popen[str], run: Path, event: str, session: in
         time.sleep(0.05)
 
 
-def _all_gone(pids: list[int], within_s: float) -> None:
+def all_gone(pids: list[int], within_s: float) -> None:
     until = time.monotonic() + within_s
     while command_lines(pids) and time.monotonic() < until:
         time.sleep(0.05)
@@ -87,19 +87,19 @@ def _checkpoints(run: Path, session: int) -> list[int]:
 
 def test_a_run_whose_driver_is_killed_leaves_no_process_and_finishes_when_resumed(recipe: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    first = _start(recipe, run)
-    _wait_for(first, run, "checkpoint", session=1)
-    _wait_for(first, run, "pull", session=1)
+    first = start(recipe, run)
+    wait_for(first, run, "checkpoint", session=1)
+    wait_for(first, run, "pull", session=1)
     below = list(processes_below(first.pid))
     names = command_lines(below)
     for part in ("keeper", "gcs_server", "raylet", "ray::TrainerActor", "ray::RolloutActor"):
         assert any(part in name for name in names.values()), f"no {part} among {names}"
     first.kill()
     first.communicate(timeout=10)
-    _all_gone(below, within_s=5)
+    all_gone(below, within_s=5)
 
     steps = _checkpoints(run, session=1)[-1]
-    second = _start(recipe, run, "--trainer.steps", str(steps + 20))
+    second = start(recipe, run, "--trainer.steps", str(steps + 20))
     out, err = second.communicate(timeout=DEADLINE_S)
     assert second.returncode == 0, err
     summary = json.loads(out)  # and nothing else is on standard output

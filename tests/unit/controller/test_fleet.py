@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tests.fake_fleet import Session, make_id, small_spec
+from tests.fake_fleet import Session, make_id, make_report, small_spec
 from tests.fake_pool import BrokenHost, FakeHost, PoolEngine, PoolSession, ended, granted, noticed, trained
 from tests.virtual_time import run_virtual
 from tidemill.config.pool import FleetConfig
 from tidemill.config.schema import RunSpec
+from tidemill.controller.member import Member, Pace
+from tidemill.controller.offload import OffloadState
 from tidemill.controller.waiting import Patience
 from tidemill.core.buffers import pack_logprobs
 from tidemill.core.errors import DeadlineError, TidemillError
@@ -40,7 +42,10 @@ def test_workers_share_the_work_and_change_nothing() -> None:
 
     assert trained(session) == quiet()
     assert all(session.host.engines[f"lease-{name}"].generated > 20 for name in "ab")
-    assert [fields["worker"] for fields in session.telemetry.named("join")] == ["spot-a", "spot-b"]
+    joins = session.telemetry.named("join")
+    assert [fields["worker"] for fields in joins] == ["spot-a", "spot-b"]
+    # It boots for 0.2 s and pulls for 0.3 s; the rest is the swap, between two ticks.
+    assert all(0.5 <= fields["duration_s"] < 0.8 for fields in joins)
     # each worker pulled every version but the last, or that too
     assert {fields["version"] for fields in session.telemetry.named("pull")} >= {0, 1, 2, 3}
 
@@ -134,6 +139,62 @@ def test_what_the_steps_say_of_the_fleet_adds_up_to_what_the_summary_says() -> N
     assert figures["samples_kept"] <= figures["migrations"] <= asked + sum(f["samples"] for f in told.named("eviction"))
 
 
+def test_an_eviction_during_an_evaluation_counts_in_the_next_line() -> None:
+    session = pool(granted("a"), ended("a", 0.85), granted("b", 0.5), seeding_worker=False)
+
+    run_virtual(session.run())
+
+    assert trained(session) == quiet()
+    before = session.telemetry.events[: session.telemetry.events.index(first_evaluation(session))]
+    assert [name for name, _ in before].count("eviction") == 1
+    assert session.telemetry.steps[0].step == 0
+    assert session.telemetry.steps[0].values["evictions"] == 1.0
+    assert session.telemetry.steps[0].values["migrations"] > 0
+    assert sum(step.values["evictions"] for step in session.telemetry.steps) == 1.0
+
+
+def first_evaluation(session: PoolSession) -> tuple[str, dict[str, Any]]:
+    return next(event for event in session.telemetry.events if event[0] == "evaluation")
+
+
+def test_a_worker_taken_in_its_first_tick_loses_what_it_had_made_until_then() -> None:
+    # The second one boots for 0.2 s, pulls for 0.3 s, swaps in 0.1 s, takes samples in 0.1 s; its first tick of 0.1 s,
+    # of two tokens in each of three slots, would be told at 1.8 s.
+    session = pool(granted("a"), granted("late", 1.0), ended("late", 1.78), seeding_worker=False)
+
+    run_virtual(session.run())
+
+    assert trained(session) == quiet()
+    (eviction,) = session.telemetry.named("eviction")
+    (end,) = [fields for fields in session.telemetry.named("lease_end") if fields["lease"] == "lease-late"]
+    assert end["tokens"] == 0
+    assert eviction["samples"] > 0
+    assert 0 < eviction["tokens_lost"] <= 6
+
+
+LEASE = Lease(lease_id="l", worker_id="w", kind="preemptible", price_usd_per_hour=0.0, start_s=0.0)
+
+
+def test_what_a_silent_worker_may_have_lost_is_no_more_than_a_tick() -> None:
+    status = make_report().status
+    member = Member(lease=LEASE, heard_s=10.0, heard_tokens=40)
+    member.busy_since_s, member.busy_samples = 12.0, 5
+    usual = Pace(tokens_per_s=20.0, tokens=2.0)
+
+    def lost(now_s: float, pace: Pace | None = usual) -> int:
+        return member.tokens_since(now_s, usual=pace, slots=3)
+
+    # No tick told of yet: three slots at 20 tokens/s for 0.05 s; a tick is two tokens in each.
+    assert (lost(12.05), lost(12.1), lost(60.0)) == (3, 6, 6)
+    assert lost(60.0, None) == 0
+    # Its own reports say more: 400 tokens/s since 10 s, and 40 in a tick.
+    member.status = replace(status, running=3, tokens_per_s=400.0)
+    assert (lost(10.05), lost(60.0)) == (20, 40)
+    # It had reported its last tick, and was given nothing since.
+    member.status, member.busy_since_s = replace(status, running=0), None
+    assert lost(60.0) == 0
+
+
 def test_a_worker_that_joins_in_the_middle_of_a_step_serves_that_step() -> None:
     session = pool(granted("a"), granted("late", 1.0), seeding_worker=False)
 
@@ -152,6 +213,8 @@ def test_a_worker_lost_while_it_joins_or_pulls_delays_nobody() -> None:
     assert trained(session) == quiet()
     assert session.telemetry.named("eviction") == []
     assert len(session.telemetry.named("join_failed")) == 2
+    joined = [fields["worker"] for fields in session.telemetry.named("join") if "error" not in fields]
+    assert joined == ["spot-c"]
 
 
 @pytest.mark.parametrize("silent", [False, True])
@@ -190,6 +253,7 @@ def test_a_worker_that_computes_something_else_is_quarantined() -> None:
     (quarantine,) = session.telemetry.named("quarantine")
     assert (quarantine["worker"], quarantine["difference"], quarantine["limit"]) == ("spot-a", 0.25, 0.1)
     assert session.host.engines["lease-a"].generated == 0
+    assert [fields["worker"] for fields in session.telemetry.named("join") if "error" not in fields] == ["spot-b"]
     assert session.provider.released == ["lease-a"]
     assert session.telemetry.named("eviction") == []
 
@@ -355,6 +419,22 @@ def test_the_window_adapts_and_the_provider_hears_how_many_are_wanted() -> None:
     assert all(wanted >= 0 for wanted in session.provider.wanted)
     assert len({values["seed_window_s"] for values in steps}) > 1
     assert 0.5 < steps[-1]["workers_mean"] <= 1.0  # less while it takes new weights
+
+
+def test_the_metrics_have_the_window_that_was_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[float] = []
+
+    def remembered(state: OffloadState, workers: int) -> float:
+        used.append(0.2 + 0.01 * len(used))
+        return used[-1]
+
+    monkeypatch.setattr("tidemill.controller.run.window", remembered)
+    session = pool(granted("a"))
+
+    run_virtual(session.run())
+
+    assert [step.values["seed_window_s"] for step in session.telemetry.steps if step.step] == used
+    assert len(used) == 4
 
 
 def test_everything_ends_with_the_fleet() -> None:

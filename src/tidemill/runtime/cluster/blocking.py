@@ -6,11 +6,16 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import TypeVar
 
 from tidemill.core.clock import within
 
 T = TypeVar("T")
+
+
+LET_GO_S = 5.0
+"""What is only tidied up is waited for no longer: where the cluster is gone, nobody answers."""
 
 
 async def blocking(function: Callable[[], T], *, awaited: str, timeout_s: float) -> T:
@@ -19,6 +24,18 @@ async def blocking(function: Callable[[], T], *, awaited: str, timeout_s: float)
     Raises:
         DeadlineError: it did not return in time; its thread is left to itself.
     """
+    waiting = asyncio.shield(asyncio.wrap_future(begun(function, name=awaited)))
+    return await within(waiting, timeout_s=timeout_s, awaited=awaited, look_at="the load of this machine")
+
+
+async def let_go(function: Callable[[], object], *, awaited: str) -> None:
+    """Tidy up as far as it goes: whatever goes wrong, or lasts longer than `LET_GO_S`, is of no more interest."""
+    with suppress(Exception):
+        await blocking(function, awaited=awaited, timeout_s=LET_GO_S)
+
+
+def begun(function: Callable[[], T], *, name: str) -> Future[T]:
+    """Call `function` in a daemon thread of its own, whoever waits for it."""
     future: Future[T] = Future()
 
     def call() -> None:
@@ -29,6 +46,5 @@ async def blocking(function: Callable[[], T], *, awaited: str, timeout_s: float)
         else:
             future.set_result(result)
 
-    threading.Thread(target=call, name=awaited, daemon=True).start()
-    waiting = asyncio.shield(asyncio.wrap_future(future))
-    return await within(waiting, timeout_s=timeout_s, awaited=awaited, look_at="the load of this machine")
+    threading.Thread(target=call, name=name, daemon=True).start()
+    return future

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import ray
@@ -14,6 +15,7 @@ from tidemill.config.pool import RayConfig
 from tidemill.core.errors import TidemillError, WorkerLost
 from tidemill.core.protocols import Worker
 from tidemill.core.records import Lease
+from tidemill.runtime.cluster.blocking import blocking
 from tidemill.runtime.cluster.nodes import NodeWatch
 from tidemill.runtime.cluster.plan import WorkerPlan
 from tidemill.runtime.cluster.remote import Remote
@@ -64,9 +66,11 @@ class RayHost:
         def where() -> str:
             return self._nodes.name(node_id) if node_id else ""
 
-        remote = Remote(self._actor(lease, selector), gone=lost, where=where)
-        worker = RayWorker(remote, owned=True)
         deadline_s = asyncio.get_running_loop().time() + self._start_s
+        making = partial(self._actor, lease, selector)  # asks the cluster's head, which may be gone
+        handle = await blocking(making, awaited="a worker's process to be asked for", timeout_s=self._start_s)
+        remote = Remote(handle, gone=lost, where=where)
+        worker = RayWorker(remote, owned=True)
         try:
             node_id = await self._placed(remote, selector, deadline_s)
             self._workers[worker] = node_id

@@ -64,6 +64,7 @@ class Kept(Record):
 
     address: str = ""
     error: str = ""
+    folder: str = ""  # with all its files: for whoever outlives the keeper to remove
 
 
 class _Head(Node):  # type: ignore[misc]
@@ -116,7 +117,7 @@ def _start(keep: Keep, folder: str) -> Kept:
     except Exception as error:  # noqa: BLE001 - told to the parent, in words
         return Kept(error=f"{type(error).__name__}: {error}")
     assert head is not None
-    return Kept(address=head.gcs_address)
+    return Kept(address=head.gcs_address, folder=folder)
 
 
 def _end_all() -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import secrets
+import shutil
+import signal
 import subprocess
 import sys
 import uuid
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import msgspec
 import ray
@@ -22,7 +25,7 @@ from tidemill.config.pool import PoolConfig, RayConfig, RayPool, StaticPool, Syn
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import DeadlineError, UserError
 from tidemill.runtime.cluster import keeper
-from tidemill.runtime.cluster.blocking import blocking
+from tidemill.runtime.cluster.blocking import blocking, let_go
 from tidemill.runtime.cluster.keeper import Keep, Kept, LocalNode
 from tidemill.runtime.cluster.nodes import NodeWatch
 from tidemill.runtime.cluster.process import HOOK
@@ -115,19 +118,36 @@ async def connected(spec: RunSpec, *, model_bytes: int, tell: Callable[[str], No
             await connect(spec.ray.address)
         else:
             await connect(kept.address, token=kept.token)
-        watch = NodeWatch()
-        try:
-            await watch.start()
+        async with _watching() as watch:
             yield watch
-        finally:
-            await watch.close()
-            await blocking(ray.shutdown, awaited="Ray to let go", timeout_s=STOP_S)
     finally:
         os.environ.update({name: value for name, value in environment.items() if value is not None})
         for name in (name for name, value in environment.items() if value is None):
             os.environ.pop(name, None)
         if kept is not None:
             await kept.close()
+
+
+@asynccontextmanager
+async def _watching() -> AsyncIterator[NodeWatch]:
+    """Connected until the end of the block, which ends early if the cluster does not answer any more.
+
+    Raises:
+        ClusterLost: it does not.
+    """
+    inside = asyncio.current_task()
+    assert inside is not None
+    watch = NodeWatch(on_lost=inside.cancel)
+    try:
+        await watch.start()
+        yield watch
+    except asyncio.CancelledError:
+        if watch.lost is None or inside.uncancel() > 0:  # somebody else wants the end, too
+            raise
+        raise watch.lost from None
+    finally:
+        await watch.close()
+        await let_go(ray.shutdown, awaited="Ray to let go")
 
 
 def object_store_bytes(model_bytes: int) -> int:
@@ -140,7 +160,7 @@ class KeptCluster:
 
     def __init__(self, process: subprocess.Popen[bytes], *, token: str) -> None:
         self.process, self.token = process, token
-        self.address = ""
+        self.address = self.folder = ""
 
     async def close(self) -> None:
         """End the cluster; returns when no process of it is left."""
@@ -157,6 +177,10 @@ class KeptCluster:
         finally:
             if self.process.stdout is not None:
                 self.process.stdout.close()
+            if self.process.returncode:  # it was killed: what it would have ended and removed is still there
+                with suppress(ProcessLookupError):
+                    os.killpg(self.process.pid, signal.SIGKILL)  # a session of its own, see `_keeper_process`
+                shutil.rmtree(self.folder, ignore_errors=True)
 
 
 async def start_keeper(keep: Keep) -> KeptCluster:
@@ -185,7 +209,7 @@ async def start_keeper(keep: Keep) -> KeptCluster:
     except BaseException:
         await cluster.close()
         raise
-    cluster.address = kept.address
+    cluster.address, cluster.folder = kept.address, kept.folder
     return cluster
 
 

@@ -22,7 +22,7 @@ from tidemill.models.catalog import resolve
 from tidemill.models.codec import load_codec
 from tidemill.models.hollow import shell_files, stored_context_limit
 from tidemill.models.safetensors_files import stored_tensors
-from tidemill.runtime.cluster.blocking import blocking
+from tidemill.runtime.cluster.blocking import blocking, let_go
 from tidemill.runtime.cluster.host import RayHost
 from tidemill.runtime.cluster.local import connected, reserved_selector, selector_of
 from tidemill.runtime.cluster.nodes import NodeWatch
@@ -146,6 +146,6 @@ async def _trainer_process(config: RayConfig, selector: dict[str, str]) -> Async
         try:
             yield handle
         finally:
-            ray.kill(handle, no_restart=True)
+            await let_go(lambda: ray.kill(handle, no_restart=True), awaited="the trainer's end")
     finally:
-        remove_placement_group(group)
+        await let_go(lambda: remove_placement_group(group), awaited="the end of the trainer's place")

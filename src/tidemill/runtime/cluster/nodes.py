@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import ray
 from ray._private import state
 
+from tidemill.core.errors import ClusterLost
 from tidemill.core.records import Record
 from tidemill.runtime.cluster.blocking import blocking
 
 LOOK_S = 1.0
 LOOK_TIMEOUT_S = 10.0
+LOST_S = 20.0
+"""Without a look that succeeded: the cluster is lost. Ray would end this whole process, without a word, after 60."""
 
 
 class NodeView(Record):
@@ -47,10 +50,16 @@ def _fits(label: str | None, wanted: str) -> bool:
 
 
 class NodeWatch:
-    """Asks Ray which nodes there are, in a thread, once every `LOOK_S` seconds."""
+    """Asks Ray which nodes there are, in a thread, once every `LOOK_S` seconds.
 
-    def __init__(self) -> None:
+    Args:
+        on_lost: called once when there has been no answer for `LOST_S` seconds; `lost` then says so in words.
+    """
+
+    def __init__(self, on_lost: Callable[[], object] = lambda: None) -> None:
         self.nodes: dict[str, NodeView] = {}
+        self.lost: ClusterLost | None = None
+        self._on_lost = on_lost
         self._names: dict[str, str] = {}  # of nodes that are gone, too
         self._looked = asyncio.Condition()
         self._task: asyncio.Task[None] | None = None
@@ -80,15 +89,30 @@ class NodeWatch:
         return self._names.get(node_id, node_id[:8])
 
     async def _watch(self) -> None:
+        seen_s = time.monotonic()
         while True:
             self._names |= {node.node_id: node.name for node in self.nodes.values()}
             await asyncio.sleep(LOOK_S)
             try:
-                self.nodes = await blocking(look, awaited="the nodes of the cluster", timeout_s=LOOK_TIMEOUT_S)
-            except Exception:  # noqa: BLE001 - the cluster is busy or going; whoever calls its actors will know
-                continue
+                timeout_s = min(LOOK_TIMEOUT_S, seen_s + LOST_S - time.monotonic())
+                self.nodes = await blocking(look, awaited="the nodes of the cluster", timeout_s=max(LOOK_S, timeout_s))
+            except Exception:  # noqa: BLE001 - the cluster is busy or gone, which time tells
+                if time.monotonic() - seen_s < LOST_S:
+                    continue
+                self.lost = cluster_lost(time.monotonic() - seen_s)
+                self._on_lost()
+                return
+            seen_s = time.monotonic()
             async with self._looked:
                 self._looked.notify_all()
+
+
+def cluster_lost(silent_s: float) -> ClusterLost:
+    return ClusterLost(
+        f"the Ray cluster has not answered for {silent_s:.0f} s\n  its head (the process `gcs_server`) died, or its "
+        "machine cannot be reached: see that the cluster is up and has memory\n  run the same command again: the run "
+        "goes on from its last checkpoint, with the samples it has"
+    )
 
 
 def look() -> dict[str, NodeView]:

@@ -84,8 +84,8 @@ class RayProvider:
         self._failures[node] += 1
 
     async def close(self) -> None:
-        """Tells the autoscaler that nothing is wanted any more."""
-        if self._asking is not None:
+        """Tells the autoscaler that nothing is wanted any more, if there is anybody to tell."""
+        if self._asking is not None and self._nodes.lost is None:
             await asyncio.gather(self._asking, return_exceptions=True)
             await self._ask_autoscaler(0)
 

@@ -17,6 +17,7 @@ from ray.exceptions import (
 )
 
 from tidemill.core.errors import TidemillError
+from tidemill.runtime.cluster.blocking import begun
 from tidemill.runtime.cluster.wire import read_answer
 
 T = TypeVar("T")
@@ -58,10 +59,12 @@ class Remote:
     def kill(self) -> None:
         """End the process now, without restart; every later call raises."""
         self._ended = self._ended or self._gone("it was ended", "")
-        try:
+        # Not waited for: it may be that nothing is left to kill, or nobody to ask for it.
+        begun(self._kill, name="the end of an actor")
+
+    def _kill(self) -> None:
+        if ray.is_initialized():  # else Ray would begin anew, to have somebody to ask
             ray.kill(self.handle, no_restart=True)
-        except Exception:  # noqa: BLE001 - nothing is left to kill, or nobody to ask for it
-            return
 
     async def _settled(self, future: asyncio.Future[bytes], method: str, timeout_s: float) -> bytes:
         done, _ = await asyncio.wait({future}, timeout=timeout_s)

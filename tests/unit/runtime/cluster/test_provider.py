@@ -23,6 +23,8 @@ UNIX_S = 1_000_000.0
 class FakeNodes:
     """A cluster that looks as a test says."""
 
+    lost = None
+
     def __init__(self) -> None:
         self.nodes: dict[str, NodeView] = {}
 

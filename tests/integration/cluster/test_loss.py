@@ -1,0 +1,52 @@
+"""A run on Ray loses the cluster under it: it ends soon, says why, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.integration.cluster.test_train import all_gone, recipe, start, wait_for
+from tests.processes import command_lines, processes_below
+
+__all__ = ["recipe"]
+pytestmark = pytest.mark.xdist_group("ray")
+
+
+@pytest.mark.parametrize(
+    ("part", "within_s", "said"),
+    [
+        # The last look that succeeded was up to 12 s before (one a second, on a busy machine), then 20 s without one
+        # and 5 s each for three farewells. Ray itself would end the process without a word after 60 s.
+        ("gcs_server", 50.0, "the Ray cluster has not answered for"),
+        ("runtime.cluster.keeper", 40.0, "the trainer died"),
+    ],
+)
+def test_a_run_that_loses_its_cluster_says_so_and_leaves_no_folder(
+    recipe: Path, tmp_path: Path, part: str, within_s: float, said: str
+) -> None:
+    run = tmp_path / "run"
+    process = start(recipe, run)
+    wait_for(process, run, "pull", session=1)
+    wait_for(process, run, "checkpoint", session=1)
+    names = command_lines(processes_below(process.pid))
+    (folder,) = {Path(found) for name in names.values() for found in re.findall(r"=(/[^ ]*tidemill-ray-\w+)", name)}
+    assert folder.is_dir()
+    (victim,) = (pid for pid, name in names.items() if part in name)
+    began = time.monotonic()
+    os.kill(victim, signal.SIGKILL)
+    out, _ = process.communicate(timeout=90)
+
+    assert time.monotonic() - began < within_s
+    assert process.returncode == 1
+    error = json.loads(out)["error"]
+    assert error["kind"] == "lost"
+    assert said in error["message"]
+    assert "run the same command again" in error["message"]
+    assert not folder.exists()
+    all_gone(list(names), within_s=2)

@@ -145,7 +145,7 @@ def run_export(job: Job) -> Outcome:
 def _plain(checkpoint: Path, job: Job) -> Path:
     """What later stages take: the checkpoint itself, or, of one that holds an adapter, the adapter merged into its
     base."""
-    from tidemill.models.adapter_folder import holds_adapter
+    from tidemill.models.folder import holds_adapter
     from tidemill.models.merging import export_merged
 
     if not holds_adapter(checkpoint):

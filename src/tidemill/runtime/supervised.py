@@ -15,7 +15,7 @@ from tidemill.config.schema import RunSpec
 from tidemill.config.toml import to_toml
 from tidemill.core.errors import UserError
 from tidemill.envs.text.data import Examples, load_demonstrations, load_pairs
-from tidemill.models.adapter_folder import holds_adapter
+from tidemill.models.folder import holds_adapter
 from tidemill.models.heads import copy_head
 from tidemill.models.loading import context_limit, weights_digest
 from tidemill.models.merging import export_merged

@@ -110,9 +110,9 @@ def test_a_run_whose_driver_is_killed_leaves_no_process_and_finishes_when_resume
 def test_workers_pull_the_base_once_and_adapters_from_then_on(recipe: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     rewards = '[{ kind = "length", target_tokens = 3 }]'  # there is something to learn in every batch
-    ran = _start(recipe, run, "--model.lora.rank=4", "--scoring.rewards", rewards, "--optimizer.learning_rate=1e-3")
-    _wait_for(ran, run, "checkpoint", session=1)
-    _wait_for(ran, run, "pull", session=1)
+    ran = start(recipe, run, "--model.lora.rank=4", "--scoring.rewards", rewards, "--optimizer.learning_rate=1e-3")
+    wait_for(ran, run, "checkpoint", session=1)
+    wait_for(ran, run, "pull", session=1)
     ran.send_signal(signal.SIGINT)
     out, err = ran.communicate(timeout=DEADLINE_S)
     assert json.loads(out)["interrupted"], err

@@ -158,17 +158,17 @@ async def measure(trace: CapacityTrace, duration_s: float, seed: int) -> dict[st
                     async for _ in samples:
                         pass
             assert not in_flight.complete, "there was not enough to generate"
-            tally, joins = in_flight.tally, len(host.workers)
+            tally, happened, joins = in_flight.tally, fleet.story.happened, len(host.workers)
     ready = ideal - joins * (SPEED.boot_s + SPEED.pull_s) * SPEED.peak_tokens_per_s
     made, accepted = sum(worker.generated for worker in host.workers), tally.tokens_accepted
     return {
         "goodput": accepted / ready,
         "goodput_of_leased": accepted / ideal,
         "hours": duration_s / 3600,
-        "evictions": tally.evictions,
+        "evictions": happened.evictions,
         "joins": joins,
         "workers_mean": ideal / SPEED.peak_tokens_per_s / duration_s,
-        "migrations": tally.migrations,
+        "migrations": happened.migrations,
         "tokens_accepted": accepted,
         "tokens_made_and_not_accepted": made - accepted,
         "tokens_recomputed": tally.tokens_recomputed,

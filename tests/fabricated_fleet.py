@@ -140,16 +140,22 @@ class FabricatedFleet(FabricatedRun):
         )  # fmt: skip
         return duration_s
 
+    def _went_on(self, at_s: float, machine: Machine, samples: int) -> None:
+        self._at(at_s, "migration", **machine.name, to_worker="local", samples=samples, tokens_kept=21 * samples)
+
     def _evict(self, machine: Machine, samples: int) -> None:
         at_s, counts = machine.ends_s, self.counts
         if machine.noticed and samples:
             self._at(at_s - 1.0, "hand_back", **machine.name, samples=samples)
+            self._went_on(at_s - 0.99, machine, samples)
         left = 0 if machine.noticed else samples
         lost = 3 * left
         self._at(
             at_s, "eviction", **machine.name, cause="the provider took it", noticed=machine.noticed, samples=left,
             tokens_kept=21 * left, tokens_lost=lost,
         )  # fmt: skip
+        if left:
+            self._went_on(at_s + 0.01, machine, left)
         self._end(machine, at_s, evicted=True, cause="the provider took it")
         counts.evictions, counts.noticed = counts.evictions + 1, counts.noticed + machine.noticed
         counts.moved, counts.lost = counts.moved + samples, counts.lost + lost

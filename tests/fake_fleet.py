@@ -144,6 +144,7 @@ class FakeEngine:
         self.jobs: dict[SampleId, tuple[GenerateRequest, int]] = {}  # request, tokens so far
         self.generated = 0
         self.submitted: list[SampleId] = []
+        self.handed_back: dict[SampleId, int] = {}  # with the tokens they had
         self.on_poll: Callable[[], None] = lambda: None
 
     @property
@@ -188,6 +189,7 @@ class FakeEngine:
 
     def abort(self, sample_ids: Sequence[SampleId]) -> list[TokenDelta]:
         known = [self.jobs.pop(sample_id) for sample_id in sample_ids if sample_id in self.jobs]
+        self.handed_back |= {request.sample_id: at for request, at in known}
         return [self.delta(request, at, [], "aborted") for request, at in known]
 
     def load(self, version: PolicyVersion) -> None:

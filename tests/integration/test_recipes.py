@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.commands import Ran, run_here, run_process
 from tests.conftest import REPOSITORY
+from tidemill.config.algorithm import PRESETS
 from tidemill.config.load import load_spec
 from tidemill.models.quiet import quiet
 from tidemill.runtime.train import train
@@ -162,6 +163,25 @@ def test_the_reference_is_the_initial_model(short: Train) -> None:
     first, second = short("--algorithm.kl_beta=0.1")["metrics"]
     assert first["kl_ref"] == pytest.approx(0, abs=1e-6)
     assert second["kl_ref"] > 1e-6
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_algorithm_trains(short: Train, name: str) -> None:
+    """The second batch is learned from by a policy that the first one has moved."""
+    summary = short(f"--algorithm.name={name}", "--batch.epochs=2")
+    assert summary["optimizer_steps"] == 4
+    for line in summary["metrics"]:
+        assert line["approx_kl"] > 0
+        assert line["lag/0"] == 1
+        assert line["effective_sample_size"] == pytest.approx(1, abs=1e-6)
+        assert ("explained_variance" in line) == (name == "ppo")
+
+
+def test_a_critic_on_the_policys_trunk(short: Train) -> None:
+    own, shared = (short("--algorithm.name=ppo", f"--critic.kind={kind}") for kind in ("own", "shared"))
+    # A head that says 0 of everything brings the trunk no gradient yet: the first step is the same.
+    assert shared["metrics"][0]["grad_norm"] == pytest.approx(own["metrics"][0]["grad_norm"], rel=1e-4)
+    assert shared["metrics"][1]["grad_norm"] != own["metrics"][1]["grad_norm"]
 
 
 def test_bf16_learns_from_nearly_the_same(short: Train) -> None:

@@ -164,7 +164,8 @@ class AlgorithmConfig(Config):
     such penalty."""
     proximal: Literal["recomputed", "rollout", "interpolated"] = "recomputed"
     """What clipping is measured from. recomputed: the policy at the update's start. rollout: the one that generated,
-    without a correction. interpolated: between rollout and now by lag, which saves a forward pass per minibatch."""
+    without a correction. interpolated: between rollout and now by lag, which saves a forward pass per minibatch.
+    Approximate KL, and kl_stop with it, counts from there."""
     correction: CorrectionConfig = CorrectionConfig()
 
     @model_validator(mode="before")
@@ -221,7 +222,8 @@ class CriticConfig(Config):
     """The value function of algorithm.advantage = "gae"; of no meaning elsewhere."""
 
     kind: Literal["own", "shared"] = "own"
-    """own: a second model with a value head. shared: a head on the policy's own hidden states."""
+    """own: a second model with a value head (under model.lora a second adapter). shared: a head on the policy's own
+    hidden states."""
     source: str | None = None
     """own: where its weights come from, as model.source; none takes the policy's own."""
     learning_rate: float = Field(1e-5, gt=0)

@@ -180,6 +180,10 @@ def _algorithm_notes(spec: RunSpec) -> list[str]:
             "DAPO's penalty of overlong completions is off; algorithm.overlong_buffer_tokens sets it (there a fifth of "
             "max_new_tokens)"
         )
+    if algorithm.correction.kind == "mu_step":
+        found.append(
+            'algorithm.correction.kind = "mu_step" is "tis" for samples without logprobs of what was published'
+        )
     if algorithm.gamma < 1 and algorithm.compares_siblings:
         found.append(f"algorithm.gamma never acts: advantage {algorithm.advantage} is one number a sample")
     if algorithm.proximal == "rollout" and algorithm.correction.kind != "none":

@@ -263,8 +263,6 @@ class Collection:
         """The samples of a worker that is gone wait for another, each with the tokens it has."""
         samples = self._in_flight.revoke(ended.lease_id)
         if ended.evicted:
-            self._in_flight.tally.evictions += 1
-            self._in_flight.tally.tokens_lost += ended.tokens_lost if samples else 0
             self._rollout.fleet.story.evicted(ended, samples)
         if ended.crashed:
             for sample in samples:

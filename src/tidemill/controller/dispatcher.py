@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from tidemill.controller.fleet import Fleet
-from tidemill.controller.in_flight import LOCAL, InFlight
+from tidemill.controller.in_flight import LOCAL, InFlight, had_by
 from tidemill.controller.member import Member
 from tidemill.controller.offload import seeding_useful
 from tidemill.controller.router import Load, Movable, Waiting, dispatch, rebalance
@@ -69,8 +69,8 @@ class Dispatcher:
     def hand_back(self, lease_ids: Iterable[str]) -> None:
         """Workers about to leave: call back what they are generating."""
         for lease_id in lease_ids:
-            if lease_id in self._fleet and (samples := list(self._in_flight.held(lease_id).values())):
-                self._fleet.story.handed_back(self._fleet[lease_id], samples)
+            if lease_id in self._fleet and (samples := self._in_flight.held(lease_id).values()):
+                self._fleet.story.asked_back(self._fleet[lease_id], len(samples))
                 self._fleet.abort(lease_id, [sample.sample_id for sample in samples])
 
     def call_back_all(self) -> None:
@@ -152,6 +152,9 @@ class Dispatcher:
         for ordinal, lease_id in dispatch(waiting, loads, queue_limit=limit):
             shares[lease_id].append(self._in_flight.samples[ordinal])
         for lease_id, samples in shares.items():
+            for source, moved in had_by(samples).items():
+                if source != lease_id:
+                    self._fleet.story.migrated(source, self._fleet[lease_id], moved)
             self._fleet.submit(
                 lease_id, self._in_flight.assign(lease_id, samples), step=self._in_flight.newest_version + 1
             )

@@ -48,6 +48,15 @@ class PlannedGroup(Record):
     from_version: int  # the newest when it was begun
 
 
+def had_by(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
+    """Waiting samples that a preemptible worker had, by its lease: whoever goes on with one lets it migrate."""
+    found: defaultdict[str, list[Sample]] = defaultdict(list)
+    for sample in samples:
+        if sample.lease_id not in ("", LOCAL):
+            found[sample.lease_id].append(sample)
+    return found
+
+
 def plan_groups(
     prompts: Sequence[tuple[int, Prompt]], *, first_position: int, from_version: int
 ) -> tuple[PlannedGroup, ...]:
@@ -71,9 +80,6 @@ class Tally:
     tokens_accepted: int = 0
     prompt_tokens_computed: int = 0
     prompt_tokens_reused: int = 0
-    evictions: int = 0
-    tokens_lost: int = 0  # estimated
-    migrations: int = 0  # samples that a preemptible worker had and another went on with
     tokens_recomputed: int = 0  # completion tokens that an assignment brought along as its prefix
     tokens_discarded: int = 0  # of samples that began again or were given up
     samples_restarted: int = 0
@@ -150,6 +156,7 @@ class InFlight:
             before = sample.state
             sample.restart()
             self._moved(before, sample)
+            sample.lease_id = ""  # whoever had it, there is nothing of it to go on from
 
     def group(self, position: int) -> list[Sample]:
         """The samples of an open group, in order."""
@@ -223,7 +230,6 @@ class InFlight:
         """Give waiting samples (by default all, in canonical order) to a lease; each goes on from its tokens."""
         chosen = self.in_state(SampleState.WAITING) if samples is None else list(samples)
         for sample in chosen:
-            self.tally.migrations += sample.lease_id not in ("", LOCAL, lease_id)
             self.tally.tokens_recomputed += sample.length
             sample.assign(lease_id)
             self._moved(SampleState.WAITING, sample)

@@ -77,8 +77,7 @@ class Run:
         """Where this session begins; before the first step the figures make a metrics line of their own."""
         figures = await self._evaluate_if_due()
         if figures and self.step == 0:
-            version = self.trainer.version
-            self.rollout.telemetry.step(StepMetrics(step=0, version=version, optimizer_steps=0, values=figures))
+            self._tell(StepMetrics(step=0, version=self.trainer.version, optimizer_steps=0, values=figures), {})
 
     async def begin_batch(self) -> Forming:
         """The next step's batch: what the journal says it was, or what is to be put together now."""
@@ -303,7 +302,12 @@ class Run:
         try:
             figures = await self._evaluate_if_due()
         finally:
-            self.rollout.telemetry.step(msgspec.structs.replace(metrics, values={**metrics.values, **figures}))
+            self._tell(metrics, figures)
+
+    def _tell(self, metrics: StepMetrics, figures: dict[str, float]) -> None:
+        happened = self.rollout.fleet.story.take_figures()
+        values = {**happened, **metrics.values, **figures}
+        self.rollout.telemetry.step(msgspec.structs.replace(metrics, values=values))
 
     async def _evaluate_if_due(self) -> dict[str, float]:
         """Before the first step, every so many, and after the last; a result of these very weights is not repeated."""

@@ -1,8 +1,12 @@
-"""What the event log says of the fleet: one method per thing that happens to a worker."""
+"""What the event log says of the fleet: one method per thing that happens to a worker.
+
+What a step's metrics say of the same things is counted here too, so that the two cannot disagree.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 
 from tidemill.controller.mailbox import Ended
 from tidemill.controller.member import Member
@@ -17,6 +21,7 @@ from tidemill.telemetry.events import (
     JOIN_FAILED,
     LEASE,
     LEASE_END,
+    MIGRATION,
     NOTICE,
     PULL,
     QUARANTINE,
@@ -26,14 +31,31 @@ from tidemill.telemetry.events import (
 _ROUND = 6
 
 
+@dataclass(slots=True)
+class Happened:
+    """What happened to the fleet since the last metrics line, whatever was being generated; keys of docs/metrics.md."""
+
+    evictions: int = 0
+    migrations: int = 0  # samples
+    tokens_lost: int = 0  # estimated
+
+
 class Story:
-    """Writes events; keeps nothing but the members' own notes of when they became busy."""
+    """Writes events, and counts what a step's metrics say of them."""
 
     def __init__(self, telemetry: Telemetry, clock: Clock) -> None:
         self._telemetry, self._clock = telemetry, clock
+        self._workers: dict[str, str] = {}  # by lease, the ended ones too: their samples go on later
+        self.happened = Happened()
+
+    def take_figures(self) -> dict[str, float]:
+        """What happened since the last call."""
+        happened, self.happened = self.happened, Happened()
+        return {name: float(count) for name, count in asdict(happened).items()}
 
     def granted(self, member: Member) -> None:
         lease = member.lease
+        self._workers[lease.lease_id] = lease.worker_id
         self._tell(LEASE, member, kind=lease.kind, price_usd_per_hour=lease.price_usd_per_hour)
 
     def join_failed(self, member: Member, cause: str) -> None:
@@ -58,9 +80,21 @@ class Story:
     def noticed(self, member: Member, grace_s: float, cause: str) -> None:
         self._tell(NOTICE, member, grace_s=round(grace_s, 3), cause=cause)
 
-    def handed_back(self, member: Member, samples: Sequence[Sample]) -> None:
-        kept = sum(sample.length for sample in samples)
-        self._tell(HAND_BACK, member, samples=len(samples), tokens_kept=kept)
+    def asked_back(self, member: Member, samples: int) -> None:
+        """It is about to go; what of its samples really comes back is told when they go on elsewhere."""
+        self._tell(HAND_BACK, member, samples=samples)
+
+    def migrated(self, source: str, target: Member, samples: Sequence[Sample]) -> None:
+        """Samples that the lease `source` had go on at another worker, from the tokens they have."""
+        self.happened.migrations += len(samples)
+        self._telemetry.event(
+            MIGRATION,
+            lease=source,
+            worker=self._workers.get(source, source),
+            to_worker=target.lease.worker_id,
+            samples=len(samples),
+            tokens_kept=sum(sample.length for sample in samples),
+        )
 
     def busy(self, member: Member, samples: int, *, step: int, purpose: str) -> None:
         """It was given samples."""
@@ -92,6 +126,9 @@ class Story:
         )
 
     def evicted(self, ended: Ended, samples: Sequence[Sample]) -> None:
+        lost = ended.tokens_lost if samples else 0
+        self.happened.evictions += 1
+        self.happened.tokens_lost += lost
         self._telemetry.event(
             EVICTION,
             lease=ended.lease_id,
@@ -100,7 +137,7 @@ class Story:
             noticed=ended.noticed,
             samples=len(samples),
             tokens_kept=sum(sample.length for sample in samples),
-            tokens_lost=ended.tokens_lost if samples else 0,
+            tokens_lost=lost,
         )
 
     def lease_ended(self, member: Member, cause: str, *, evicted: bool) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from transformers import PreTrainedModel
+
 from tidemill.config.model import ModelConfig
 from tidemill.core.errors import UserError
 from tidemill.models.catalog import resolve
@@ -21,7 +23,8 @@ def build_critic(parts: Parts, *, progress: Callable[[str], None]) -> Critic | N
 
     Args:
         parts: of the policy; a shared critic reads its hidden states, one of its own begins as the same weights
-            unless `critic.source` says otherwise.
+            unless `critic.source` says otherwise. Where the policy learns in an adapter, so does the critic, in one of
+            its own, and what lies under both is in memory once.
         progress: told, in words, what takes long.
 
     Raises:
@@ -41,7 +44,7 @@ def build_critic(parts: Parts, *, progress: Callable[[str], None]) -> Critic | N
             autocast=parts.autocast,
         )
     folder = parts.folder if config.source is None else _other_folder(parts, config.source, progress)
-    model = load_model(folder, device=parts.device)
+    model = _model(parts, folder)
     if parts.spec.trainer.activation_checkpointing:
         model.gradient_checkpointing_enable()
         model.train()
@@ -53,6 +56,15 @@ def build_critic(parts: Parts, *, progress: Callable[[str], None]) -> Critic | N
         value_clip=algorithm.value_clip,
         autocast=parts.autocast,
     )
+
+
+def _model(parts: Parts, folder: Path) -> PreTrainedModel:
+    """To be learned as a whole, or in an adapter like the policy's."""
+    if not parts.spec.model.lora.enabled:
+        return load_model(folder, device=parts.device)
+    source = parts.spec.model.source if folder == parts.folder else str(folder)
+    made_from = parts.spec.model.model_copy(update={"source": source})
+    return parts.frozen.with_adapter(folder, made_from)
 
 
 def _other_folder(parts: Parts, source: str, progress: Callable[[str], None]) -> Path:

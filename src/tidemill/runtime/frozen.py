@@ -7,7 +7,10 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from tidemill.config.model import ModelConfig
 from tidemill.models.loading import load_model
+from tidemill.models.lora import attach_adapter
+from tidemill.models.snapshots import empty_twin
 
 
 class FrozenModels:
@@ -24,9 +27,16 @@ class FrozenModels:
             UserError: it cannot be loaded.
         """
         if folder.resolve() not in self._models:
-            self.keep(folder, load_model(folder, device=self._device).requires_grad_(False))
+            self._models[folder.resolve()] = load_model(folder, device=self._device).requires_grad_(False)
         return self._models[folder.resolve()]
 
-    def keep(self, folder: Path, model: PreTrainedModel) -> None:
-        """Make `model` what a folder stands for: somebody holds these weights already, and never changes them."""
-        self._models[folder.resolve()] = model
+    def with_adapter(self, folder: Path, config: ModelConfig) -> PreTrainedModel:
+        """A model that learns in an adapter of its own: other modules over the very parameters of the frozen one.
+
+        Raises:
+            UserError: it cannot be loaded, or takes no such adapter.
+        """
+        base = self.load(folder)
+        model = empty_twin(base, base.dtype, shared=base.parameters())
+        attach_adapter(model, config)
+        return model

@@ -19,7 +19,7 @@ from tidemill.models.adapter_folder import holds_adapter, load_adapter, read_ori
 from tidemill.models.catalog import resolve
 from tidemill.models.codec import TextCodec, load_codec
 from tidemill.models.loading import context_limit, load_model
-from tidemill.models.lora import attach_adapter, learned_parameters, require_peft
+from tidemill.models.lora import learned_parameters, require_peft
 from tidemill.models.snapshots import empty_twin, twin_on_base
 from tidemill.rollout.engines.embedded import EmbeddedEngine
 from tidemill.runtime.frozen import FrozenModels
@@ -104,10 +104,9 @@ def load_parts(spec: RunSpec, *, progress: Callable[[str], None], folder: Path |
     if spec.model.lora.enabled:
         require_peft()
     found, autocast = resolve(spec.model, progress=progress), choose_precision(spec.trainer, device)
-    model, frozen = load_model(found, device=device), FrozenModels(device)
-    if spec.model.lora.enabled:
-        frozen.keep(found, _bare(model))
-        attach_adapter(model, spec.model)
+    frozen = FrozenModels(device)
+    adapts = spec.model.lora.enabled
+    model = frozen.with_adapter(found, spec.model) if adapts else load_model(found, device=device)
     if folder is not None and holds_adapter(folder):
         load_adapter(folder, model)
     # A copy where engines have a dtype of their own, or generate while the optimizer moves the weights.
@@ -136,11 +135,6 @@ def _stored_model(folder: Path, config: ModelConfig) -> ModelConfig:
         return config.model_copy(update={"source": str(folder), "revision": None, "lora": LoraConfig()})
     stored = read_origin(folder).model
     return stored.model_copy(update={"chat_template": config.chat_template})
-
-
-def _bare(model: PreTrainedModel) -> PreTrainedModel:
-    """The model as it is before it gets an adapter: other modules over the same parameters, which stay as they are."""
-    return empty_twin(model, model.dtype, shared=model.parameters())
 
 
 def _copy_of(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:

@@ -27,6 +27,7 @@ PULL = "pull"
 DECODE = "decode"
 NOTICE = "notice"
 HAND_BACK = "hand_back"
+MIGRATION = "migration"
 EVICTION = "eviction"
 LEASE_END = "lease_end"
 REBALANCE = "rebalance"
@@ -54,12 +55,15 @@ EVENTS: dict[str, str] = {
     DECODE: "span: a worker had samples of this batch; `lease`, `worker`, `kind`, `step`, `purpose`, `tokens`, "
     "`samples`",
     NOTICE: "a machine will be taken in `grace_s`; `lease`, `worker`, `cause`",
-    HAND_BACK: "a warned worker gave back the `samples` it was generating; `lease`, `worker`",
-    EVICTION: "a machine was taken; `lease`, `worker`, `cause`, `noticed`, `samples` that go on elsewhere, their "
+    HAND_BACK: "a warned worker is asked for the `samples` it is generating (it may finish some instead); `lease`, "
+    "`worker`",
+    EVICTION: "a machine was taken; `lease`, `worker`, `cause`, `noticed`, the `samples` it was generating, their "
     "`tokens_kept`, and `tokens_lost`, estimated from its speed and how long it had not been heard of",
+    MIGRATION: "`samples` that `worker` had (under `lease`, which may be over) go on at `to_worker`, from their "
+    "`tokens_kept`",
     LEASE_END: "a machine is no longer held; `lease`, `worker`, `kind`, `cause`, `evicted`, `held_s`, `cost_usd`, "
     "`tokens`",
-    REBALANCE: "`samples` moved from `from_worker` to `to_worker` to even out the load",
+    REBALANCE: "`from_worker` is asked for `samples` that `to_worker` may go on with, to even out the load",
     QUARANTINE: "a worker's logprobs differ from the trainer's by `difference`, more than `limit`; it is given back; "
     "`lease`, `worker`",
     JOIN_FAILED: "a worker did not come up on its machine; `lease`, `worker`, `cause`",

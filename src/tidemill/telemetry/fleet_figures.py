@@ -6,26 +6,28 @@ Times are on the run's own axis: seconds of work, the time between sessions left
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from tidemill.config.words import counted
 from tidemill.core.records import Record
 from tidemill.telemetry.events import (
     DECODE,
     EVICTION,
-    HAND_BACK,
     JOIN,
     LEASE,
     LEASE_END,
+    MIGRATION,
     NOTICE,
     QUARANTINE,
-    REBALANCE,
     SESSION_END,
     SESSION_START,
 )
 from tidemill.telemetry.metrics import TOKENS_RECOMPUTED, MetricLine
 
 HOUR_S = 3600.0
+
+MigrationCause: TypeAlias = Literal["taken", "warned", "other"]
+"""What had come over the machine that a sample left; the last is to even out the load, or a fault of its worker."""
 
 
 class Session(Record):
@@ -193,16 +195,30 @@ def fleet_figures(
     }
 
 
-def _happenings(events: Iterable[dict[str, Any]], leases: Sequence[HeldLease]) -> dict[str, int]:
+def migrations(events: Iterable[dict[str, Any]]) -> Iterable[tuple[dict[str, Any], MigrationCause]]:
+    """Each event of samples that went on elsewhere, and why their worker did not go on with them."""
+    causes: dict[tuple[int, str], MigrationCause] = {}
+    for event in events:
+        key = (int(amount(event, "session")), str(event.get("lease", "")))
+        if event["event"] == NOTICE:
+            causes[key] = "warned"
+        elif event["event"] == EVICTION:
+            causes[key] = "taken"
+        elif event["event"] == MIGRATION:
+            yield event, causes.get(key, "other")
+
+
+def _happenings(events: Sequence[dict[str, Any]], leases: Sequence[HeldLease]) -> dict[str, int]:
     """How often what happened to preemptible workers, and what became of their samples."""
     theirs = {(one.session, one.lease_id) for one in leases}
     by_name: dict[str, list[dict[str, Any]]] = {}
     for event in events:
         by_name.setdefault(event["event"], []).append(event)
 
-    def total(key: str, *names: str) -> int:
-        return int(sum(amount(event, key) for name in names for event in by_name.get(name, ())))
+    def total(key: str, lines: Iterable[dict[str, Any]]) -> int:
+        return int(sum(amount(event, key) for event in lines))
 
+    kept = [event for event, cause in migrations(events) if cause != "other"]
     joins = [event for event in by_name.get(JOIN, ()) if not event.get("error")]
     evictions = by_name.get(EVICTION, [])
     return {
@@ -212,10 +228,10 @@ def _happenings(events: Iterable[dict[str, Any]], leases: Sequence[HeldLease]) -
         "evictions": len(evictions),
         "evictions_noticed": sum(bool(event.get("noticed")) for event in evictions),
         "quarantined": len(by_name.get(QUARANTINE, ())),
-        "migrations": total("samples", EVICTION, HAND_BACK, REBALANCE),
-        "samples_kept": total("samples", EVICTION, HAND_BACK),
-        "tokens_kept": total("tokens_kept", EVICTION, HAND_BACK),
-        "tokens_lost": total("tokens_lost", EVICTION),
+        "migrations": total("samples", by_name.get(MIGRATION, ())),
+        "samples_kept": total("samples", kept),
+        "tokens_kept": total("tokens_kept", kept),
+        "tokens_lost": total("tokens_lost", evictions),
     }
 
 

@@ -16,6 +16,7 @@ from tidemill.telemetry.events import (
     JOIN_FAILED,
     LEASE,
     LEASE_END,
+    MIGRATION,
     NOTICE,
     PULL,
     QUARANTINE,
@@ -24,7 +25,7 @@ from tidemill.telemetry.events import (
 from tidemill.telemetry.numerals import decimal, duration
 
 FLEET_EVENTS = frozenset(
-    {LEASE, JOIN, PULL, DECODE, NOTICE, HAND_BACK, EVICTION, LEASE_END, REBALANCE, QUARANTINE, JOIN_FAILED}
+    {LEASE, JOIN, PULL, DECODE, NOTICE, HAND_BACK, EVICTION, MIGRATION, LEASE_END, REBALANCE, QUARANTINE, JOIN_FAILED}
 )
 LINES, WINDOW_S = 8, 10.0
 NOUNS = {
@@ -45,7 +46,7 @@ def fleet_words(name: str, fields: dict[str, Any]) -> str:
     if name == NOTICE:
         return f"{worker} will be taken in {duration(fields.get('grace_s', 0.0))}{cause}"
     if name == HAND_BACK:
-        return f"{worker} handed back {counted(fields.get('samples', 0), 'sample')}"
+        return f"asked {worker} to hand back {counted(fields.get('samples', 0), 'sample')}"
     if name == EVICTION:
         if fields.get("noticed"):  # which said why
             return f"evicted {worker} after notice: {_moved(fields)}"

@@ -215,9 +215,9 @@ FLEET_KEYS = {
     "notices": "warnings that a machine would be taken",
     "evictions": "machines taken from workers that were up; `evictions_noticed` of them after a warning",
     "quarantined": "workers given back because their logprobs differed from the trainer's",
-    "migrations": "samples that went on at another worker: `samples_kept` of machines that were taken or had been "
-    "warned, and those moved to even out the load",
-    "tokens_kept": "tokens that samples of taken machines had and went on from",
+    "migrations": "samples that a preemptible worker had and another went on with: `samples_kept` of machines that "
+    "were taken or had been warned, the others to even out the load or because their worker was faulty",
+    "tokens_kept": "tokens that `samples_kept` had and went on from",
     "tokens_lost": "generated there and never received, an estimate",
     "tokens_recomputed": "tokens of moved samples that their next worker computed again",
     "goodput_tokens_per_s": "`tokens_trained` per second of `wall_s`",

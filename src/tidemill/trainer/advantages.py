@@ -69,6 +69,8 @@ class Advantages:
         """
         kept = [index for index, t in enumerate(group.trajectories) if valid[index] and trained_tokens(t)]
         trajectories = [group.trajectories[index] for index in kept]
+        if not trajectories:  # every completion is empty
+            return Estimate(samples=[], signal=False)
         self._require_logprobs(trajectories)
         references = self._references(trajectories)
         rewards = [self._shaped(t) if ok else 0.0 for t, ok in zip(group.trajectories, valid, strict=True)]

@@ -106,6 +106,7 @@ def test_prompts_of_unknown_length() -> None:
         (["--algorithm.kl_stop=0.1"], "algorithm.kl_stop never acts"),
         (["--algorithm.name=dapo"], "DAPO's penalty of overlong completions is off"),
         (["--algorithm.gamma=0.9"], "algorithm.gamma never acts"),
+        (["--algorithm.correction.kind=mu_step"], 'is "tis" for samples without logprobs of what was published'),
         (["--algorithm.proximal=rollout"], "algorithm.correction never acts"),
         (["--optimizer.warmup_steps=20"], "warm-up takes 20 of 20 optimizer steps"),
         (['--scoring.rewards=[{kind="random"}]'], "rewards are random"),

@@ -17,6 +17,7 @@ from tidemill.controller.waiting import Patience
 from tidemill.core.buffers import pack_logprobs
 from tidemill.core.errors import DeadlineError, TidemillError
 from tidemill.core.records import Lease, LeaseEvent, TokenDelta
+from tidemill.telemetry.fleet_figures import fleet_figures
 
 SPEC = small_spec(batch={"prompts": 6, "group_size": 3})
 FLEET = FleetConfig(silence_s=5.0, join_s=20.0, hand_back_s=0.5, seed_window_s=1.0)
@@ -71,6 +72,10 @@ def test_an_eviction_without_notice_moves_samples_with_what_was_accepted() -> No
     (eviction,) = session.telemetry.named("eviction")
     assert (eviction["worker"], eviction["noticed"], eviction["cause"]) == ("spot-a", False, "taken away")
     assert eviction["samples"] > 0
+    gone_on = [fields for fields in session.telemetry.named("migration") if fields["worker"] == "spot-a"]
+    assert all(fields["lease"] == "lease-a" for fields in gone_on)
+    assert sum(fields["samples"] for fields in gone_on) == eviction["samples"]
+    assert sum(fields["tokens_kept"] for fields in gone_on) == eviction["tokens_kept"] > 0
     (end,) = [fields for fields in session.telemetry.named("lease_end") if fields["lease"] == "lease-a"]
     assert end["evicted"]
     assert end["held_s"] == pytest.approx(2.23)
@@ -105,6 +110,28 @@ def test_a_notice_loses_nothing() -> None:
     assert end["tokens"] == session.host.engines["lease-a"].generated
     (eviction,) = session.telemetry.named("eviction")
     assert (eviction["noticed"], eviction["samples"], eviction["tokens_lost"]) == (True, 0, 0)
+    # What was handed back goes on elsewhere from every token the worker had made of it.
+    made = session.host.engines["lease-a"].handed_back
+    gone_on = [fields for fields in session.telemetry.named("migration") if fields["lease"] == "lease-a"]
+    assert sum(fields["samples"] for fields in gone_on) == len(made) > 0
+    assert sum(fields["tokens_kept"] for fields in gone_on) == sum(made.values()) > 0
+
+
+def test_what_the_steps_say_of_the_fleet_adds_up_to_what_the_summary_says() -> None:
+    names = [f"w{at}" for at in range(8)]
+    script = [line for at, name in enumerate(names) for line in (granted(name, 0.9 * at), ended(name, 0.9 * at + 2.1))]
+    warned = [noticed(name, 0.9 * at + 1.2, 0.9 * at + 2.1) for at, name in enumerate(names) if at % 2]
+    session = pool(*script, *warned, granted("last"), seeding_worker=False)
+
+    run_virtual(session.run())
+
+    told = session.telemetry
+    events = [{"event": name, "session": 1, "elapsed_s": 0.0, **fields} for name, fields in told.events]
+    figures = fleet_figures(events, [], wall_s=1.0, tokens_trained=1.0, reserved_usd_per_hour=0.0)
+    for key in ("migrations", "evictions", "tokens_lost"):
+        assert sum(step.values[key] for step in told.steps) == figures[key] > 0
+    asked = sum(fields["samples"] for fields in (*told.named("hand_back"), *told.named("rebalance")))
+    assert figures["samples_kept"] <= figures["migrations"] <= asked + sum(f["samples"] for f in told.named("eviction"))
 
 
 def test_a_worker_that_joins_in_the_middle_of_a_step_serves_that_step() -> None:

@@ -5,9 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.adapters import teach
 from tidemill.config.load import load_spec
 from tidemill.core.errors import UserError
 from tidemill.models.char import build_char_model
+from tidemill.models.loading import weights_digest
+from tidemill.models.lora import frozen_parameters, learned_parameters
 from tidemill.runtime.critic import build_critic
 from tidemill.runtime.parts import Parts, load_parts
 from tidemill.trainer.critic import ModelCritic, TrunkCritic
@@ -38,6 +41,25 @@ def test_one_of_its_own_begins_as_the_policy_and_says_nothing_yet() -> None:
     for ours, theirs in zip(critic.model.parameters(), made.model.parameters(), strict=True):
         assert torch.equal(ours, theirs) and ours.data_ptr() != theirs.data_ptr()
     assert not critic.head.weight.any()
+
+
+def test_under_an_adapter_it_has_one_of_its_own_over_the_same_weights(tmp_path: Path) -> None:
+    made = parts("--algorithm.name=ppo", "--model.lora.rank=2", "--algorithm.kl_beta=0.1")
+    critic, reference = build_critic(made, progress=lambda _: None), made.reference()
+    assert isinstance(critic, ModelCritic)
+    assert reference is not None
+    base = {id(parameter) for parameter in reference.parameters()}
+    assert {id(parameter) for parameter in frozen_parameters(critic.model).values()} == base
+    mine, its = (learned_parameters(model) for model in (made.model, critic.model))
+    assert not {id(p) for p in mine.values()} & {id(p) for p in its.values()}
+    trained = {id(p) for group in critic.optimizer.param_groups for p in group["params"]}
+    assert trained == {id(p) for p in [*its.values(), *critic.head.parameters()]}
+    critic.write_state(tmp_path)
+    again = build_critic(parts("--algorithm.name=ppo", "--model.lora.rank=2"), progress=lambda _: None)
+    assert isinstance(again, ModelCritic)
+    teach(again.model)
+    again.read_state(tmp_path)
+    assert weights_digest(again.model) == weights_digest(critic.model)
 
 
 def test_another_tokenizer_is_refused(tmp_path: Path) -> None:

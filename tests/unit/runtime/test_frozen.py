@@ -7,10 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.adapters import lora_config, teach
 from tests.model_folders import save_folder
 from tests.model_shapes import llama, qwen3
-from tidemill.models.loading import weights_digest
+from tidemill.core.buffers import pack_tokens
+from tidemill.models.loading import base_digest, weights_digest
+from tidemill.models.lora import frozen_parameters, learned_parameters
+from tidemill.models.probe import probe_logprobs
 from tidemill.runtime.frozen import FrozenModels
+
+IDS = pack_tokens(range(2, 30))
 
 
 def test_a_folder_is_loaded_once_however_it_is_spelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,7 +30,17 @@ def test_a_folder_is_loaded_once_however_it_is_spelled(tmp_path: Path, monkeypat
     assert not any(parameter.requires_grad for parameter in first.parameters())
 
 
-def test_weights_that_somebody_holds_already_are_not_loaded(tmp_path: Path) -> None:
-    frozen, mine = FrozenModels(torch.device("cpu")), llama()
-    frozen.keep(tmp_path / "nothing is there", mine)
-    assert frozen.load(tmp_path / "nothing is there") is mine
+def test_adapters_of_several_roles_lie_on_one_base(tmp_path: Path) -> None:
+    folder, frozen = save_folder(llama(), tmp_path), FrozenModels(torch.device("cpu"))
+    policy, critic = (frozen.with_adapter(folder, lora_config(seed=seed)) for seed in (0, 1))
+    base = {id(parameter) for parameter in frozen.load(folder).parameters()}
+    for model in (policy, critic):
+        assert {id(parameter) for parameter in frozen_parameters(model).values()} == base
+        assert base_digest(model) == weights_digest(llama())
+    assert not {id(p) for p in learned_parameters(policy).values()} & {
+        id(p) for p in learned_parameters(critic).values()
+    }
+    before = probe_logprobs(critic, IDS)
+    assert before == probe_logprobs(policy, IDS)  # neither adds anything yet
+    teach(policy)
+    assert probe_logprobs(critic, IDS) == before != probe_logprobs(policy, IDS)

@@ -17,7 +17,7 @@ EVICTED = {"lease": "l3", "worker": "spot-3", "noticed": False, "samples": 5, "t
         ("join", {"duration_s": 4.21}, "spot-3 joined after 4.2 s"),
         ("join", {"duration_s": 4.21, "error": "WorkerLost"}, ""),
         ("notice", {"grace_s": 30, "cause": "SIGTERM"}, "spot-3 will be taken in 30 s (SIGTERM)"),
-        ("hand_back", {"samples": 1}, "spot-3 handed back 1 sample"),
+        ("hand_back", {"samples": 1}, "asked spot-3 to hand back 1 sample"),
         ("eviction", EVICTED, "evicted spot-3 without notice: 5 samples go on elsewhere with 1,210 tokens kept"),
         (
             "eviction",

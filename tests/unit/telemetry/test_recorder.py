@@ -224,15 +224,16 @@ def test_the_fleets_events_are_told_and_counted_at_the_end(tmp_path: Path) -> No
     eviction = {"lease": "l3", "worker": "spot-3", "samples": 5, "tokens_kept": 1210, "tokens_lost": 37}
     for noticed in (False,) * 8 + (True,) * 4:
         recorder.event("eviction", **eviction, noticed=noticed)
+    recorder.event("migration", lease="l3", worker="spot-3", to_worker="local", samples=58, tokens_kept=14000)
     summary = recorder.finish("finished")
     recorder.run.close()
-    assert (summary["evictions"], summary["evictions_noticed"], summary["migrations"]) == (12, 4, 60)
+    assert (summary["evictions"], summary["evictions_noticed"], summary["migrations"]) == (12, 4, 58)
     assert isinstance(recorder._view, PlainView) and isinstance(recorder._view._stream, io.StringIO)
     shown = recorder._view._stream.getvalue().splitlines()
     assert shown[:8] == ["evicted spot-3 without notice: 5 samples go on elsewhere with 1,210 tokens kept, 37 lost"] * 8
     assert shown[8:] == [
         "also 4 evictions: 20 samples go on elsewhere with 4,840 tokens kept, 148 lost",
-        "12 evictions (4 with notice): 60 samples went on elsewhere, 14,520 tokens kept, 444 lost",
+        "12 evictions (4 with notice): 58 samples went on elsewhere, 14,000 tokens kept, 444 lost",
     ]
 
 

@@ -185,6 +185,13 @@ def test_one_sample_a_prompt_will_do_without_siblings() -> None:
     assert learn(trainer(spec({})), single)["groups_skipped_invalid"] == 2
 
 
+@pytest.mark.parametrize("algorithm", [{}, PPO])
+def test_empty_completions_teach_nothing(algorithm: dict[str, Any]) -> None:
+    empty = [group(0, [trajectory(PROMPT, [], float(index), index=index) for index in range(2)])]
+    values = learn(trainer(spec(algorithm, prompts=1), FixedCritic()), empty)
+    assert values["tokens_trained"] == 0
+
+
 def test_a_bonus_is_learned_from_groups_without_signal() -> None:
     flat = [group(0, [trajectory(PROMPT, [9, 10], 1.0, index=index, logprobs=[-5.0] * 2) for index in range(2)])]
     assert "loss" not in learn(trainer(spec({}, prompts=1)), flat)

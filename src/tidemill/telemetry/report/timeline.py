@@ -5,6 +5,7 @@ One row per worker where there are few; where there are many, machines that foll
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any, Literal, get_args
@@ -15,7 +16,6 @@ from tidemill.telemetry.events import (
     CHECKPOINT,
     DECODE,
     EVICTION,
-    HAND_BACK,
     JOIN,
     JOIN_FAILED,
     NOTICE,
@@ -23,7 +23,7 @@ from tidemill.telemetry.events import (
     PULL,
     QUARANTINE,
 )
-from tidemill.telemetry.fleet_figures import HeldLease, Session, amount, held_leases, moment, sessions_of
+from tidemill.telemetry.fleet_figures import HeldLease, Session, amount, held_leases, migrations, moment, sessions_of
 from tidemill.telemetry.fleet_lines import fleet_words
 from tidemill.telemetry.numerals import compact, dollars, duration, natural
 from tidemill.telemetry.report.story import Story
@@ -38,7 +38,6 @@ BarKind = Literal["held", "boot", "pull", "decode", "evaluate", "notice", "train
 MarkKind = Literal["eviction", "handed", "quarantine", "failed"]
 MARKS: dict[str, MarkKind] = {
     EVICTION: "eviction",
-    HAND_BACK: "handed",
     QUARANTINE: "quarantine",
     JOIN_FAILED: "failed",
 }
@@ -96,7 +95,7 @@ def timeline(story: Story) -> Timeline | None:
         named=named,
         first_preemptible=min(row_of[one.session, one.lease_id] for one in preemptible),
         bars=tuple(bars if len(bars) <= MOST_BARS else merged(bars, end_s / FINEST)),
-        marks=tuple(_marks(story.events, row_of, sessions)),
+        marks=(*_marks(story.events, row_of, sessions), *_handed(story.events, row_of, sessions)),
         publishes=tuple(_publishes(story.events, sessions)),
         sessions=tuple(_sessions(list(sessions.values()))),
         serving=tuple(serving(preemptible, ups)),
@@ -241,6 +240,23 @@ def _marks(
         if kind and row is not None:
             words = fleet_words(event["event"], event)
             yield Mark(row=row, kind=kind, at_s=moment(event, sessions), words=words)
+
+
+def _handed(
+    events: Iterable[dict[str, Any]], row_of: dict[tuple[int, str], int], sessions: dict[int, Session]
+) -> Iterable[Mark]:
+    """One for each warned machine whose samples went on elsewhere, when the first of them did."""
+    first = dict[tuple[int, str], dict[str, Any]]()
+    samples, tokens = Counter[tuple[int, str]](), Counter[tuple[int, str]]()
+    for event, cause in migrations(events):
+        if cause == "warned" and (key := _key(event)) in row_of:
+            first.setdefault(key, event)
+            samples[key] += int(amount(event, "samples"))
+            tokens[key] += int(amount(event, "tokens_kept"))
+    for key, event in first.items():
+        words = f"{event.get('worker')} handed back {counted(samples[key], 'sample')}\n"
+        kept = f"{counted(tokens[key], 'token')} went along"
+        yield Mark(row=row_of[key], kind="handed", at_s=moment(event, sessions), words=words + kept)
 
 
 def _publishes(events: Iterable[dict[str, Any]], sessions: dict[int, Session]) -> Iterable[tuple[float, str]]:

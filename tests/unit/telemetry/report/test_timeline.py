@@ -139,6 +139,25 @@ def test_too_many_bars_become_fewer() -> None:
     ]
 
 
+def test_a_hand_back_is_marked_by_what_went_on_elsewhere(tmp_path: Path) -> None:
+    moved: dict[str, Any] = {"lease": "a", "worker": "spot-2", "to_worker": "local"}
+    found = timeline_of(
+        tmp_path,
+        START,
+        lease(0, "a", worker="spot-2"),
+        at(5, "migration", **moved, samples=9, tokens_kept=9),  # to even out the load: nobody had warned it
+        at(11, "notice", lease="a", worker="spot-2", grace_s=2.0),
+        at(12, "hand_back", lease="a", worker="spot-2", samples=5),
+        at(12.1, "migration", **moved, samples=1, tokens_kept=20),
+        at(12.2, "migration", **moved, samples=2, tokens_kept=22),
+        at(13, "eviction", lease="a", worker="spot-2", noticed=True, samples=1, tokens_kept=4, tokens_lost=0),
+        at(13.1, "migration", **moved, samples=1, tokens_kept=4),  # the eviction's own mark says that
+    )
+    assert found is not None
+    handed = [(mark.row, mark.at_s, mark.words) for mark in found.marks if mark.kind == "handed"]
+    assert handed == [(1, 12.1, "spot-2 handed back 3 samples\n42 tokens went along")]
+
+
 def test_workers_over_time() -> None:
     ups = {(1, "a"): (0.0, 2.0), (1, "b"): (1.0, 2.0), (1, "c"): (3.0, 5.0)}
     leases = [held("a", 0, 5), held("b", 1, 8), held("c", 3, 9), held("never up", 0, 9)]

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.commands import DEADLINE_S, Ran, run_here, run_process
 from tests.conftest import REPOSITORY
+from tidemill.models.loading import weights_digest
 from tidemill.models.quiet import quiet
 
 RECIPE = """\
@@ -321,3 +322,17 @@ def test_the_recipe_of_rlhf_from_written_answers_to_the_truth(folder: Path) -> N
     # Another number of steps concerns PPO and its measurement, and nothing before them.
     planned = run_here("train", f"@{RLHF}", "@char.toml", "--run.dir=D", "--dry-run", "--json").data["plan"]
     assert [row["action"] for row in planned][-2:] == ["wait", "wait"]
+
+
+def test_a_stage_that_trains_an_adapter_gives_the_merged_model(folder: Path) -> None:
+    """Later stages and other programs need know nothing of adapters."""
+    pytest.importorskip("peft")
+    ran = train("--stage.sft.model.lora.rank=4", "--stage.rl.trainer.steps=1")
+    assert ran.code == 0, ran.err
+    told = json.loads(Path("D/pipeline.json").read_text(encoding="utf-8"))["stages"][0]
+    with quiet():
+        merged: Any = AutoModelForCausalLM.from_pretrained(Path("D") / told["folder"] / told["product"])
+    manifest = json.loads((stage_folder("rl") / "manifest.json").read_text(encoding="utf-8"))
+    assert manifest["model_digest"] == weights_digest(merged)
+    again = train("--stage.sft.model.lora.rank=4", "--stage.rl.trainer.steps=1")
+    assert [stage["ran"] for stage in again.data["stages"]] == [False] * 4

@@ -21,7 +21,7 @@ from ray.core.generated import autoscaler_pb2
 
 from tests.processes import listening, processes_below
 from tidemill.config.model import ModelConfig
-from tidemill.config.pool import RayConfig, RayPool
+from tidemill.config.pool import FleetConfig, RayConfig, RayPool
 from tidemill.config.schema import RunSpec
 from tidemill.core.buffers import pack_tokens
 from tidemill.core.clock import LoopClock
@@ -125,10 +125,17 @@ class Workplace:
     leases: int = 0
 
     def host(
-        self, *, start_s: float = 60.0, selector: dict[str, str] = SPOT, orphan_s: float = 60.0, broken: bool = False
+        self,
+        *,
+        start_s: float = 60.0,
+        selector: dict[str, str] = SPOT,
+        orphan_s: float = 60.0,
+        broken: bool = False,
+        silence_s: float = 15.0,
     ) -> RayHost:
+        spec = SPEC.model_copy(update={"fleet": FleetConfig(silence_s=silence_s)})
         plan = WorkerPlan(
-            spec="{" if broken else SPEC.model_dump_json(),
+            spec="{" if broken else spec.model_dump_json(),
             prompt_tokens=4,
             dtype="float32",
             threads=1,
@@ -322,6 +329,16 @@ async def test_a_stopped_worker_is_silent_and_its_process_ends_with_its_lease(wo
     assert error.cause == "it was ended"
     assert after_s < 1.0
     await _until(lambda: not _alive(pid), timeout_s=15)
+
+
+async def test_an_idle_worker_speaks_in_time_where_silence_is_judged_soon(workplace: Workplace) -> None:
+    worker, _ = await workplace.worker(host=workplace.host(silence_s=1.0))
+    while await worker.next_report(0.0) is not None:
+        pass  # said before
+    began = time.monotonic()
+    for _ in range(8):  # four words a second
+        assert await worker.next_report(1.0) is not None
+    assert 1.5 < time.monotonic() - began < 4
 
 
 async def test_a_worker_that_nobody_asks_ends_itself(workplace: Workplace) -> None:

@@ -10,6 +10,7 @@ from tidemill.cli.arguments import dry_run as show_dry_run
 from tidemill.cli.failure import INTERRUPTED_CODE
 from tidemill.cli.result import DryRun, Json, Result
 from tidemill.config.load import load_spec
+from tidemill.pool.build import remarks
 
 
 def train(*items: Items, dry_run: DryRun = False, json: Json = False) -> Result:
@@ -19,7 +20,7 @@ def train(*items: Items, dry_run: DryRun = False, json: Json = False) -> Result:
     """
     spec = load_spec(items, purpose="train")
     if dry_run:
-        return show_dry_run(spec)
+        return show_dry_run(spec, notes=remarks(spec.pool))
     from tidemill.runtime.train import train as run
 
     summary = run(spec)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -19,7 +21,7 @@ from ray._private import state as ray_state
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.core.generated import autoscaler_pb2
 
-from tests.processes import listening, processes_below
+from tests.processes import command_lines, listening, processes_below
 from tidemill.config.model import ModelConfig
 from tidemill.config.pool import FleetConfig, RayConfig, RayPool
 from tidemill.config.schema import RunSpec
@@ -281,6 +283,15 @@ def test_only_this_machine_reaches_the_cluster_and_only_with_its_token(cluster: 
     )
     assert said.returncode != 0
     assert "AuthenticationError" in said.stderr
+
+
+def test_only_this_user_reaches_the_clusters_files(cluster: KeptCluster) -> None:
+    folder = Path(cluster.folder)
+    assert (stat.S_IMODE(folder.stat().st_mode), folder.stat().st_uid) == (0o700, os.getuid())
+    below = command_lines([cluster.process.pid, *processes_below(cluster.process.pid)])
+    paths = {path for line in below.values() for path in re.findall(r"=(/[^ ]*tidemill-ray[^ ]*)", line)}
+    assert len(paths) > 3  # sockets, logs, session folders
+    assert all(path.startswith(f"{folder}/ray") for path in paths)
 
 
 async def test_a_worker_generates_is_warned_goes_on_and_is_killed(workplace: Workplace) -> None:

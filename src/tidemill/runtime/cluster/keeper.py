@@ -79,7 +79,8 @@ def main() -> int:
     keep = msgspec.json.decode(sys.stdin.buffer.readline(), type=Keep)
     folder = tempfile.mkdtemp(prefix="tidemill-ray-")
     try:
-        kept = _start(keep, folder)
+        # Ray lets everybody into its own folder and those below it; nobody else comes through this one.
+        kept = _start(keep, temp_dir=f"{folder}/ray", folder=folder)
         sys.stdout.buffer.write(msgspec.json.encode(kept) + b"\n")
         sys.stdout.buffer.flush()
         while not kept.error and os.getppid() == parent:
@@ -92,11 +93,11 @@ def main() -> int:
     return 0
 
 
-def _start(keep: Keep, folder: str) -> Kept:
+def _start(keep: Keep, *, temp_dir: str, folder: str) -> Kept:
     common: dict[str, Any] = {
         "node_ip_address": "127.0.0.1",
         "object_store_memory": keep.object_store_bytes,
-        "temp_dir": folder,
+        "temp_dir": temp_dir,
         "min_worker_port": 0,
         "max_worker_port": 0,
         "include_log_monitor": False,

@@ -13,7 +13,7 @@ from cyclopts import Parameter
 from tidemill.cli.result import Result
 from tidemill.config.checks import Purpose
 from tidemill.config.derive import derive
-from tidemill.config.describe import describe, topics
+from tidemill.config.describe import as_lines, topics
 from tidemill.config.layers import split_arguments
 from tidemill.config.load import load_spec
 from tidemill.config.schema import RunSpec
@@ -68,12 +68,12 @@ def model_folder(checkpoint: Path | None, *, option: str = "--checkpoint") -> Pa
     return steps[max(steps)]
 
 
-def dry_run(spec: RunSpec, *, purpose: Purpose = "train") -> Result:
-    """The resolved configuration, and what it amounts to."""
-    said = topics(spec, purpose=purpose)
+def dry_run(spec: RunSpec, *, purpose: Purpose = "train", notes: Sequence[str] = ()) -> Result:
+    """The resolved configuration, and what it amounts to; `notes` are of what it names."""
+    said = [*topics(spec, purpose=purpose), *(("note", note) for note in notes)]
     data = {
         "config": spec.model_dump(mode="json"),
         "derived": asdict(derive(spec)),
         "words": [{"topic": topic, "text": words} for topic, words in said],
     }
-    return Result(data=data, text=f"{to_toml(spec)}\n{describe(spec, purpose=purpose)}")
+    return Result(data=data, text=f"{to_toml(spec)}\n{as_lines(said)}")

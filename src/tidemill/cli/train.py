@@ -15,6 +15,7 @@ from tidemill.config.pipeline import PipelineSpec
 from tidemill.config.schema import RunSpec
 from tidemill.config.stages import load_recipe
 from tidemill.core.errors import UserError
+from tidemill.pool.build import remarks
 
 Only = Annotated[
     str | None,
@@ -68,7 +69,7 @@ def _stages(recipe: PipelineSpec, *, only: str | None, start: str | None, prune_
 
 def _one_run(spec: RunSpec, *, dry_run: bool) -> Result:
     if dry_run:
-        return show_dry_run(spec)
+        return show_dry_run(spec, notes=remarks(spec.pool))
     if (spec.directory / "pipeline.json").exists():
         what = "this directory holds a pipeline, and the recipe has no stages"
         raise UserError(what, where=str(spec.directory), cure="choose another --run.dir")

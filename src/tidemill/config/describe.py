@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from tidemill.config.algorithm import CorrectionConfig
 from tidemill.config.checks import Purpose
 from tidemill.config.derive import Derived, derive
@@ -19,7 +21,10 @@ LOW_FOR_LORA = 3e-5  # a learning rate at which a whole model learns, and an ada
 
 def describe(spec: RunSpec, *, purpose: Purpose = "train", prompt_tokens: int | None = None) -> str:
     """The run in words, a topic a line; `prompt_tokens` is one prompt's length if known."""
-    said = topics(spec, purpose=purpose, prompt_tokens=prompt_tokens)
+    return as_lines(topics(spec, purpose=purpose, prompt_tokens=prompt_tokens))
+
+
+def as_lines(said: Iterable[tuple[str, str]]) -> str:
     return "\n".join(f"{topic:<{LABEL_CHARS}}{words}" for topic, words in said)
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from tidemill.config.base import Config, Probability
+from tidemill.config.base import Config, Probability, refuse
+
+SHORTEST_SILENCE_S = 1.0
 
 
 class StaticPool(Config):
@@ -77,7 +79,8 @@ class FleetConfig(Config):
     max_moves: int = Field(2, ge=0)
     """Times one sample may be moved to even out the load; evictions do not count."""
     silence_s: float = Field(15.0, gt=0)
-    """A worker that has not been heard of for so long loses its lease."""
+    """A worker that has not been heard of for so long loses its lease; only where workers are processes. An idle one
+    speaks four times as often, and at least once a second."""
     join_s: float = Field(300.0, gt=0)
     """A worker that is not generating so long after its lease began is given up."""
     hand_back_s: float = Field(1.0, ge=0)
@@ -89,6 +92,21 @@ class FleetConfig(Config):
     """Price of the reserved side."""
     preemptible_usd_per_hour: float = Field(0.0, ge=0)
     """Price of one preemptible worker."""
+
+    @property
+    def heartbeat_s(self) -> float:
+        """An idle worker says so often that it is there."""
+        return min(1.0, self.silence_s / 4)
+
+    @model_validator(mode="after")
+    def _possible(self) -> FleetConfig:
+        faults = []
+        if self.silence_s < SHORTEST_SILENCE_S:
+            faults.append(
+                f"silence_s = {self.silence_s:g} would end leases of healthy workers, which are quiet that long while "
+                f"they take new weights; make it {SHORTEST_SILENCE_S:g} or more"
+            )
+        return refuse(faults, self)
 
 
 class RayConfig(Config):

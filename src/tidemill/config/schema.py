@@ -161,6 +161,11 @@ class RunSpec(Config):
             faults.append(
                 "fleet.seeding = false and pool.workers = 0 leave nobody to generate; allow seeding or add workers"
             )
+        if self.runtime == "ray" and self.fleet.silence_s < 2 * self.engine.tick_s:
+            faults.append(
+                f"fleet.silence_s = {self.fleet.silence_s:g} is less than two ticks of engine.tick_s = "
+                f"{self.engine.tick_s:g}, and a worker speaks once a tick; raise silence_s or lower tick_s"
+            )
         if self.pool.kind == "ray" and self.runtime != "ray":
             faults.append(f'pool.kind = "ray" needs runtime = "ray", and runtime is "{self.runtime}"; set one of them')
         if self.task.kind != "reasoning_gym" and any(reward.kind == "task" for reward in self.scoring.rewards):

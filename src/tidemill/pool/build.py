@@ -6,16 +6,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
-from tidemill.config.pool import StaticPool, SyntheticPool, TracePool
+from tidemill.config.pool import PoolConfig, StaticPool, SyntheticPool, TracePool
 from tidemill.core.clock import Clock
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import Provider
+from tidemill.pool.capacity import CapacityTrace
 from tidemill.pool.provider import ScheduledProvider
 from tidemill.pool.static import static_timetable
 from tidemill.pool.synthetic import market_of_pool, market_timetable
 from tidemill.pool.timetable import Timetable
 from tidemill.pool.trace import trace_timetable
 from tidemill.pool.trace_files import read_trace
+
+LONG_S = 60.0
+"""Of the run, without any machine: worth a word."""
 
 ScheduledPool: TypeAlias = StaticPool | TracePool | SyntheticPool
 """The pools that a timetable can play; the others come with their runtime."""
@@ -49,8 +53,45 @@ def timetable_of(pool: ScheduledPool, read: Callable[[Path], bytes]) -> Timetabl
         return static_timetable(pool.workers)
     if isinstance(pool, SyntheticPool):
         return market_timetable(market_of_pool(pool), seed=pool.seed)
+    return trace_timetable(
+        _trace_of(pool, read),
+        start_s=pool.start_s,
+        speed=pool.speed,
+        notice_s=pool.notice_s,
+        seed=pool.seed,
+        most=pool.max_workers,
+    )
+
+
+def remarks(pool: PoolConfig, read: Callable[[Path], bytes] = Path.read_bytes) -> list[str]:
+    """What is odd about the machines that will come; a trace is read for it.
+
+    Raises:
+        UserError: the trace cannot be read, or is over before the run begins.
+    """
+    if not isinstance(pool, TracePool):
+        return []
+    trace = _trace_of(pool, read).since(pool.start_s)
+    first_s = next((at_s for at_s, count in trace.steps if count), None)
+    if first_s is None:
+        return [f"{pool.path} has no machine from second {pool.start_s:g} on: no preemptible worker will come"]
+    if first_s / pool.speed < LONG_S:
+        return []
+    wait, begin = f"{_long(first_s)} of the trace ({_long(first_s / pool.speed)} of the run)", pool.start_s + first_s
+    return [f"no machine for the first {wait}; pool.start_s = {begin:.10g} is where the first appears"]
+
+
+def _long(seconds: float) -> str:
+    """`6 h`, `2.5 min`."""
+    unit, name = next(
+        (unit, name) for unit, name in ((3600, "h"), (60, "min"), (1, "s")) if seconds >= unit or unit == 1
+    )
+    return f"{seconds / unit:.3g} {name}"
+
+
+def _trace_of(pool: TracePool, read: Callable[[Path], bytes]) -> CapacityTrace:
     trace = read_trace(pool.path, read)
     if pool.start_s > 0 and pool.start_s >= trace.end_s:
         what = f"{pool.start_s:g} lies beyond the end of {pool.path}, which is {trace.end_s:g} s long"
         raise UserError(what, where="pool.start_s", cure="begin earlier")
-    return trace_timetable(trace, start_s=pool.start_s, speed=pool.speed, notice_s=pool.notice_s, seed=pool.seed)
+    return trace

@@ -56,6 +56,10 @@ class CapacityTrace(Record):
         later = [(at_s - time_s, count) for at_s, count in self.steps if at_s > time_s]
         return CapacityTrace.of([(0.0, self.count_at(time_s)), *later], end_s=max(0.0, self.end_s - time_s))
 
+    def at_most(self, count: int) -> CapacityTrace:
+        """The same with so many machines at most."""
+        return CapacityTrace.of(((at_s, min(there, count)) for at_s, there in self.steps), end_s=self.end_s)
+
     def machine_seconds(self) -> float:
         """The sum of all machines' times from `start_s` to `end_s`."""
         ends = [time_s for time_s, _ in self.steps[1:]] + [self.end_s]

@@ -58,6 +58,7 @@ class InProcessHost:
             tick_s=parts.spec.engine.tick_s,
             worker_id=lease.worker_id,
             lease_id=lease.lease_id,
+            heartbeat_s=parts.spec.fleet.heartbeat_s,
             source=PulledWeights(puller, model),
         )
         self._workers.add(worker)

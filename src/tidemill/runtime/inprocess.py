@@ -37,7 +37,7 @@ async def in_process(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock
     """
     parts = load_parts(spec, progress=recorder.note)
     task = parts.task()
-    provider = scheduled_provider(spec, run, clock)
+    provider = scheduled_provider(spec, run, clock, tell=recorder.note)
     async with AsyncExitStack() as stack:
         compute = ComputeThread()
         stack.push_async_callback(compute.close)

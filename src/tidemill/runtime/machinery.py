@@ -14,7 +14,7 @@ from tidemill.core.protocols import Checkpoints, Compute, Provider, Publisher, T
 from tidemill.envs.text.scorer import RewardScorer, build_scorer, evaluation_scoring
 from tidemill.envs.text.task import Task
 from tidemill.models.codec import TextCodec
-from tidemill.pool.build import build_provider
+from tidemill.pool.build import build_provider, remarks
 from tidemill.runtime.rewards import model_judges
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory
@@ -65,13 +65,19 @@ def is_elastic(spec: RunSpec) -> bool:
     return spec.pool.kind != "static" or spec.pool.workers > 0
 
 
-def scheduled_provider(spec: RunSpec, run: RunDirectory, clock: Clock) -> Provider | None:
+def scheduled_provider(
+    spec: RunSpec, run: RunDirectory, clock: Clock, *, tell: Callable[[str], None]
+) -> Provider | None:
     """Where simulated machines come from; None when none will, or when the machines are real ones.
+
+    `tell` is told, in words, what is odd about them.
 
     Raises:
         UserError: the trace cannot be read.
     """
     if spec.pool.kind == "ray" or not is_elastic(spec):
         return None
+    for remark in remarks(spec.pool):
+        tell(remark)
     price, session = spec.fleet.preemptible_usd_per_hour, run.past.count + 1
     return build_provider(spec.pool, price_usd_per_hour=price, clock=clock, session=session)

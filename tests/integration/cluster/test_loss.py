@@ -18,6 +18,22 @@ __all__ = ["recipe"]
 pytestmark = pytest.mark.xdist_group("ray")
 
 
+@pytest.mark.parametrize("started", ["cluster.keeper", "gcs_server", "raylet"])
+def test_a_run_that_is_told_to_end_while_ray_starts_leaves_no_process(
+    recipe: Path, tmp_path: Path, started: str
+) -> None:
+    process = start(recipe, tmp_path / "run")
+    until, names = time.monotonic() + 60.0, dict[int, str]()
+    while not any(started in name for name in names.values()):
+        assert process.poll() is None
+        assert time.monotonic() < until
+        names = command_lines(processes_below(process.pid))
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=10)
+    all_gone(list(names), within_s=3)
+
+
 @pytest.mark.parametrize(
     ("part", "within_s", "said"),
     [

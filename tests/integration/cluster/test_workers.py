@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -19,9 +21,9 @@ from ray._private import state as ray_state
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.core.generated import autoscaler_pb2
 
-from tests.processes import listening, processes_below
+from tests.processes import command_lines, listening, processes_below
 from tidemill.config.model import ModelConfig
-from tidemill.config.pool import RayConfig, RayPool
+from tidemill.config.pool import FleetConfig, RayConfig, RayPool
 from tidemill.config.schema import RunSpec
 from tidemill.core.buffers import pack_tokens
 from tidemill.core.clock import LoopClock
@@ -125,10 +127,17 @@ class Workplace:
     leases: int = 0
 
     def host(
-        self, *, start_s: float = 60.0, selector: dict[str, str] = SPOT, orphan_s: float = 60.0, broken: bool = False
+        self,
+        *,
+        start_s: float = 60.0,
+        selector: dict[str, str] = SPOT,
+        orphan_s: float = 60.0,
+        broken: bool = False,
+        silence_s: float = 15.0,
     ) -> RayHost:
+        spec = SPEC.model_copy(update={"fleet": FleetConfig(silence_s=silence_s)})
         plan = WorkerPlan(
-            spec="{" if broken else SPEC.model_dump_json(),
+            spec="{" if broken else spec.model_dump_json(),
             prompt_tokens=4,
             dtype="float32",
             threads=1,
@@ -276,6 +285,15 @@ def test_only_this_machine_reaches_the_cluster_and_only_with_its_token(cluster: 
     assert "AuthenticationError" in said.stderr
 
 
+def test_only_this_user_reaches_the_clusters_files(cluster: KeptCluster) -> None:
+    folder = Path(cluster.folder)
+    assert (stat.S_IMODE(folder.stat().st_mode), folder.stat().st_uid) == (0o700, os.getuid())
+    below = command_lines([cluster.process.pid, *processes_below(cluster.process.pid)])
+    paths = {path for line in below.values() for path in re.findall(r"=(/[^ ]*tidemill-ray[^ ]*)", line)}
+    assert len(paths) > 3  # sockets, logs, session folders
+    assert all(path.startswith(f"{folder}/ray") for path in paths)
+
+
 async def test_a_worker_generates_is_warned_goes_on_and_is_killed(workplace: Workplace) -> None:
     trainer = workplace.trainer
     before = _pids()
@@ -322,6 +340,16 @@ async def test_a_stopped_worker_is_silent_and_its_process_ends_with_its_lease(wo
     assert error.cause == "it was ended"
     assert after_s < 1.0
     await _until(lambda: not _alive(pid), timeout_s=15)
+
+
+async def test_an_idle_worker_speaks_in_time_where_silence_is_judged_soon(workplace: Workplace) -> None:
+    worker, _ = await workplace.worker(host=workplace.host(silence_s=1.0))
+    while await worker.next_report(0.0) is not None:
+        pass  # said before
+    began = time.monotonic()
+    for _ in range(8):  # four words a second
+        assert await worker.next_report(1.0) is not None
+    assert 1.5 < time.monotonic() - began < 4
 
 
 async def test_a_worker_that_nobody_asks_ends_itself(workplace: Workplace) -> None:

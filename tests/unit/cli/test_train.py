@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,6 +71,31 @@ def test_dry_run_trains_nothing(run: Run, pretend: Pretend) -> None:
     assert data["config"]["batch"]["prompts"] == 8
     assert data["derived"]["samples_per_step"] == 64
     assert data["words"][0]["topic"] == "model"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (None, "cannot read the capacity trace"),
+        ("", "the file is empty"),
+        ("0,2\n10,x\n", "not a whole number of machines"),
+    ],
+)
+def test_a_dry_run_reads_the_trace(run: Run, tmp_path: Path, text: str | None, says: str) -> None:
+    path = tmp_path / "t.csv"
+    if text is not None:
+        path.write_text(text)
+    ran = run("train", "--dry-run", "--pool.kind=trace", f"--pool.path={path}")
+    assert ran.code == 2
+    assert says in ran.err
+
+
+def test_a_dry_run_tells_what_is_odd_about_the_trace(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("0,0\n7200,1\n9000,1\n")
+    arguments = ("train", "--dry-run", "--pool.kind=trace", f"--pool.path={tmp_path / 't.csv'}")
+    told = "no machine for the first 2 h of the trace"
+    assert told in run(*arguments).out
+    assert told in run(*arguments, "--json").data["words"][-1]["text"]
 
 
 def test_help_lists_the_keys(run: Run) -> None:

@@ -11,6 +11,7 @@ from tidemill.config.data import DataConfig
 from tidemill.config.learning import BatchConfig, OptimizerConfig
 from tidemill.config.lora import LoraConfig
 from tidemill.config.model import CharModelConfig, ModelConfig
+from tidemill.config.pool import FleetConfig
 from tidemill.config.schema import EngineConfig, EvalConfig, RunConfig, RunSpec, SamplingConfig
 from tidemill.config.scoring import RewardConfig, ScoringConfig
 from tidemill.config.supervised import PreferenceConfig, SupervisedConfig
@@ -129,6 +130,17 @@ def test_adamw_betas_stay_below_one() -> None:
 )
 def test_run(fields: dict[str, Any], says: str) -> None:
     assert says in messages(RunSpec, **fields)
+
+
+def test_a_silence_that_healthy_workers_keep() -> None:
+    assert "silence_s = 0.9 would end leases of healthy workers" in messages(FleetConfig, silence_s=0.9)
+    slow = {"engine": EngineConfig(tick_s=0.6), "fleet": FleetConfig(silence_s=1.0)}
+    assert "fleet.silence_s = 1 is less than two ticks of engine.tick_s = 0.6" in messages(
+        RunSpec, runtime="ray", **slow
+    )
+    RunSpec(**slow)  # in one process nobody is silent
+    # Four words within the silence, and one a second at least: 1 s / 4, and 1 s rather than 15 s / 4.
+    assert (FleetConfig(silence_s=1.0).heartbeat_s, FleetConfig().heartbeat_s) == (0.25, 1.0)
 
 
 def test_a_jsonl_task_has_no_checker_either() -> None:

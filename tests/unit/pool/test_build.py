@@ -10,7 +10,7 @@ from tidemill.config.pool import StaticPool, SyntheticPool, TracePool
 from tidemill.core.clock import LoopClock
 from tidemill.core.errors import UserError
 from tidemill.core.records import LeaseGranted
-from tidemill.pool.build import ScheduledPool, build_provider
+from tidemill.pool.build import ScheduledPool, build_provider, remarks
 
 
 def story_of(pool: ScheduledPool, until_s: float) -> Story:
@@ -55,6 +55,34 @@ def test_a_trace_that_is_not_there_is_the_users_fault(tmp_path: Path) -> None:
     assert str(caught.value) == (
         f"{tmp_path}/none.csv: cannot read the capacity trace: No such file or directory\n  check pool.path"
     )
+
+
+def test_a_count_that_nobody_can_use_costs_nothing(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("0,99999999999\n100,1\n200,99999999999\n")
+    story = story_of(TracePool(kind="trace", path=tmp_path / "t.csv", max_workers=3), until_s=250.0)
+    assert [time_s for time_s, _ in story.granted][:3] == [0.0] * 3
+    assert [time_s for time_s, _ in story.ended] == [100.0] * len(story.ended)
+    assert len(story.ended) >= 2
+    assert len(story.held) == 3
+
+
+def test_a_long_time_without_a_machine_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("0,2\n100,0\n21700,1\n30000,1\n")
+
+    def said(**changes: float) -> list[str]:
+        return remarks(TracePool.model_validate({"kind": "trace", "path": path, **changes}))
+
+    assert said() == []  # there are two at once
+    begin = "pool.start_s = 21700 is where the first appears"
+    assert said(start_s=100.0) == [f"no machine for the first 6 h of the trace (6 h of the run); {begin}"]
+    # 9000 s of the trace are 150 s of the run
+    first = "no machine for the first 2.5 h of the trace (2.5 min of the run)"
+    assert said(start_s=12700.0, speed=60.0) == [f"{first}; {begin}"]
+    assert said(start_s=12700.0, speed=600.0) == []  # 15 s
+    path.write_text("0,2\n100,0\n200,0\n")
+    assert said(start_s=150.0) == [f"{path} has no machine from second 150 on: no preemptible worker will come"]
+    assert remarks(StaticPool(workers=2)) == []
 
 
 def test_a_trace_that_is_over_before_the_run_begins(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
     folder = resolve(spec.model, progress=recorder.note)
     codec, limit = load_codec(folder), stored_context_limit(folder)
     task = fitting_task(spec, codec, limit=limit)
-    provider = scheduled_provider(spec, run, clock)
+    provider = scheduled_provider(spec, run, clock, tell=recorder.note)
     async with AsyncExitStack() as stack:
         nodes = await stack.enter_async_context(connected(spec, model_bytes=_stored_bytes(folder), tell=recorder.note))
         reserved = reserved_selector(spec.ray, selector_of(spec.pool))

@@ -66,6 +66,7 @@ class RolloutActor(Serving):
             tick_s=parts.spec.engine.tick_s,
             worker_id=leased.worker_id,
             lease_id=leased.lease_id,
+            heartbeat_s=parts.spec.fleet.heartbeat_s,
             source=PulledWeights(puller, parts.model, base=base if parts.spec.model.lora.enabled else None),
         )
         asyncio.get_running_loop().add_reader(signals(), self._on_signal)

@@ -21,6 +21,7 @@ SINK_FAILED = "sink_failed"
 REPLAY = "replay"
 ALREADY_FINISHED = "already_finished"
 WAITING = "waiting"
+GIVEN_UP = "given_up"
 LEASE = "lease"
 JOIN = "join"
 PULL = "pull"
@@ -43,6 +44,7 @@ EVENTS: dict[str, str] = {
     ALREADY_FINISHED: "the run had done all its steps; nothing was trained",
     PLAN: "the data decide how many optimizer steps the run has: `steps`",
     WAITING: "a wait goes on: `awaited`, `waited_s`, `deadline_s`",
+    GIVEN_UP: "the run is to end, and did not wait longer than `waited_s` for `awaited`; `lost` says what that costs",
     "rollout": "span: the samples of `step` were generated",
     "training": "span: gradients and optimizer steps of `step`",
     EVALUATION: "span: held-out prompts after `step`; `greedy_accuracy`, `n`",

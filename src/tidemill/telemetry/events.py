@@ -30,6 +30,7 @@ NOTICE = "notice"
 HAND_BACK = "hand_back"
 MIGRATION = "migration"
 EVICTION = "eviction"
+CRASH = "crash"
 LEASE_END = "lease_end"
 REBALANCE = "rebalance"
 QUARANTINE = "quarantine"
@@ -62,6 +63,7 @@ EVENTS: dict[str, str] = {
     "`worker`",
     EVICTION: "a machine was taken; `lease`, `worker`, `cause`, `noticed`, the `samples` it was generating, their "
     "`tokens_kept`, and `tokens_lost`, estimated from its speed and how long it had not been heard of",
+    CRASH: "a worker that served raised an error, and its lease ended; fields as of an eviction",
     MIGRATION: "`samples` that `worker` had (under `lease`, which may be over) go on at `to_worker`, from their "
     "`tokens_kept`",
     LEASE_END: "a machine is no longer held; `lease`, `worker`, `kind`, `cause`, `evicted`, `held_s`, `cost_usd`, "

@@ -1,6 +1,6 @@
 """How much of what the workers present could have decoded is accepted, while they come and go.
 
-    python -m benchmarks.goodput [--hours 6] [--trace FILE ...]
+    python -m benchmarks.goodput [--hours 4] [--trace FILE ...]
 
 The real controller (fleet, dispatcher, ledger with its journal) runs in virtual time over simulated engines of fixed
 speed, so that the noise of this machine does not enter. Machines follow synthetic markets with the counts, bursts and
@@ -198,7 +198,7 @@ def cases(arguments: argparse.Namespace) -> list[tuple[str, CapacityTrace, float
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hours", type=float, default=6.0, help="of each trace, at most")
+    parser.add_argument("--hours", type=float, default=4.0, help="of each trace, at most")
     parser.add_argument("--trace", type=Path, action="append", default=[], help="a capacity trace to run on, too")
     arguments = parser.parse_args()
     table = Table("trace", "hours", "workers", "evictions", "moved", "of the ideal", "boots included", "target")

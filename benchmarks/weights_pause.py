@@ -26,12 +26,11 @@ from tidemill.core.records import GenerateRequest, Lease, Loaded, PolicyVersion,
 from tidemill.rollout.engines.embedded import EmbeddedEngine
 from tidemill.rollout.worker import EngineWorker
 from tidemill.runtime.compute import ComputeThread
-from tidemill.runtime.file_transport import FileTransport
 from tidemill.runtime.host import InProcessHost
 from tidemill.runtime.parts import Parts, load_parts
 from tidemill.runtime.publish import ModelPublisher
+from tidemill.weights.memory import MemoryTransport
 from tidemill.weights.store import WeightStore
-from tidemill.weights.transport import Blob
 
 SAMPLES = 16
 NEW_TOKENS = 2000  # more than a round decodes
@@ -42,26 +41,16 @@ LEARNING_RATE = 1e-6
 LEASE = Lease(lease_id="lease", worker_id="worker", kind="preemptible", price_usd_per_hour=0.0, start_s=0.0)
 
 
-class CopiedFiles(FileTransport):
-    """As between machines: what is read is copied, so that deltas pay."""
-
-    zero_copy = False
-
-    async def get(self, name: str) -> Blob:
-        mapped = await super().get(name)
-        return await asyncio.to_thread(mapped.copy)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Case:
     name: str
     precision: str
-    transport: type[FileTransport]
+    zero_copy: bool  # or as between machines: what is read is copied, so that deltas pay
 
 
 CASES = (
-    Case(name="fp32, whole, mapped from shared memory", precision="fp32", transport=FileTransport),
-    Case(name="bf16, delta, copied", precision="bf16", transport=CopiedFiles),
+    Case(name="fp32, whole, in one process", precision="fp32", zero_copy=True),
+    Case(name="bf16, delta, copied", precision="bf16", zero_copy=False),
 )
 
 
@@ -101,7 +90,7 @@ async def _pause(case: Case, parts: Parts, rounds: int) -> Pause:
         trainer, engine, weights = (ComputeThread(name) for name in ("trainer", "engine", "weights"))
         for thread in (trainer, engine, weights):
             stack.push_async_callback(thread.close)
-        store = WeightStore(case.transport.create(), compute=trainer)
+        store = WeightStore(MemoryTransport(zero_copy=case.zero_copy), compute=trainer)
         stack.push_async_callback(store.close)
         publisher = ModelPublisher(
             parts.model,

@@ -208,6 +208,22 @@ def test_what_is_cut_by_length_may_be_left_out(short: Train) -> None:
     assert masked["tokens_trained"] <= masked["tokens_generated"] - 3 * masked["samples_left_out"]
 
 
+@pytest.mark.xdist_group("ray")
+def test_the_recipe_on_ray_learns_while_its_workers_are_killed(tmp_path: Path) -> None:
+    recipe, run = f"@{REPOSITORY / 'recipes' / 'ray-local.toml'}", tmp_path / "run"
+    # A quarter of the recipe's steps, three times as fast; a worker takes some seconds to come up.
+    shortened = ("--trainer.steps=25", "--optimizer.learning_rate=1e-3", "--eval.every_steps=0")
+    ran = run_process(
+        "train", recipe, *shortened, "--pool.mean_time_to_eviction_s=12", f"--run.dir={run}", "--json", cwd=tmp_path
+    )
+    summary = check_summary(ran, run)
+    assert summary["joins"] > 0
+    assert summary["leases"] > 2  # there are two at once: some were taken, and came back
+    rewards = figures(run, "reward_mean")
+    assert fmean(rewards[-5:]) > fmean(rewards[:5]) + 0.05
+    check_report(run)
+
+
 @pytest.fixture
 def emptied(tmp_path: Path) -> Iterator[Path]:
     """A folder that is removed at once: a checkpoint of SmolLM2 takes 1.6 GB."""

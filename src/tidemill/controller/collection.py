@@ -262,8 +262,7 @@ class Collection:
     def _take_back(self, ended: Ended) -> None:
         """The samples of a worker that is gone wait for another, each with the tokens it has."""
         samples = self._in_flight.revoke(ended.lease_id)
-        if ended.evicted:
-            self._rollout.fleet.story.evicted(ended, samples)
+        self._rollout.fleet.story.ended(ended, samples)
         if ended.crashed:
             for sample in samples:
                 sample.failures += 1

@@ -147,8 +147,7 @@ class Fleet:
         finally:
             self._mailbox = outer
             for ended in mailbox.mail.ended:  # as the last sample came; what it had is of no more interest
-                if ended.evicted:
-                    self.story.evicted(ended, [])
+                self.story.ended(ended, [])
 
     def __getitem__(self, lease_id: str) -> Member:
         return self._members[lease_id]
@@ -314,7 +313,7 @@ class Fleet:
         except (WorkerLost, DeadlineError) as error:
             self._end(member, str(error), evicted=not isinstance(error, Quarantined))
         except Exception as error:  # noqa: BLE001 - a fault of one worker is not the fleet's
-            self._end(member, f"it failed: {error!r}", crashed=True)
+            self._end(member, f"it failed: {error!r}", evicted=False, crashed=True)
 
     async def _join(self, member: Member) -> None:
         assert self._host is not None, "leases but no host to start workers on"
@@ -416,9 +415,9 @@ class Fleet:
             if self._mailbox is not None:
                 self._mailbox.mail.ended.append(ended)
                 self._ring()
-            elif evicted:
-                self.story.evicted(ended, [])
-        elif evicted:
+            else:
+                self.story.ended(ended, [])
+        elif evicted or crashed:
             self.story.join_failed(member, cause)
         self.story.lease_ended(member, cause, evicted=joined and evicted)
 

@@ -16,6 +16,7 @@ from tidemill.controller.waiting import Patience, Wait, patiently
 from tidemill.core.clock import Clock
 from tidemill.core.protocols import Codec, Scorer, Telemetry
 from tidemill.core.records import WorkerReport, WorkerStatus
+from tidemill.telemetry.events import GIVEN_UP
 from tidemill.telemetry.spans import span
 
 T = TypeVar("T")
@@ -50,6 +51,29 @@ class Rollout:
         """
         wait = Wait(awaited=awaited, look_at=look_at, deadline_s=deadline_s)
         return await patiently(call, wait, notice_s=self.patience.notice_s, telemetry=self.telemetry, clock=self.clock)
+
+    async def unless_stopped(self, call: Coroutine[Any, Any, T], *, awaited: str, lost: str) -> T:
+        """Await; from when the run is to end on, for `patience.stop_s` seconds at most.
+
+        Args:
+            lost: what is, when that is over; told with the event.
+
+        Raises:
+            StopRequested: it is over, and `call` was cancelled.
+        """
+        task, stop = asyncio.ensure_future(call), asyncio.create_task(self.stop.wait())
+        try:
+            await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                await asyncio.wait({task}, timeout=self.patience.stop_s)
+            if not task.done():
+                self.telemetry.event(GIVEN_UP, awaited=awaited, waited_s=self.patience.stop_s, lost=lost)
+                raise StopRequested
+            return task.result()
+        finally:
+            for one in (task, stop):
+                one.cancel()
+            await asyncio.gather(task, stop, return_exceptions=True)
 
     @contextmanager
     def span(self, name: str, **fields: Any) -> Iterator[dict[str, Any]]:

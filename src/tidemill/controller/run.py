@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Coroutine, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -52,6 +52,7 @@ class Run:
     timings: dict[str, float] = field(default_factory=dict)  # of the batch that is due, in seconds
     began_s: float = 0.0  # when it fell due
     rewards: list[float] = field(default_factory=list)  # mean of each batch of this session
+    trainer_answers: bool = True  # or a run that was to end waited for it in vain
     assembly: GroupAssembly = field(init=False)
 
     def __post_init__(self) -> None:
@@ -226,7 +227,9 @@ class Run:
         await self._make_way()
         self.in_flight.newest_version = step
         finishing = self.in_flight.leases if self.spec.schedule.unfinished == "finish" else ()
-        await rollout.fleet.publish(self.trainer.version, finishing=finishing)
+        await self._of_trainer(
+            rollout.fleet.publish(self.trainer.version, finishing=finishing), f"version {step} to be published"
+        )
         self._adapt()
         samples.sort(key=lambda sample: sample.ordinal)
         by_id = {trajectory.sample_id: trajectory for trajectory in trajectories}
@@ -358,8 +361,23 @@ class Run:
             await self._checkpoint()
 
     async def checkpoint_if_newer(self) -> None:
-        if self.step > self.checkpointed:
-            await self._checkpoint()
+        """Before an early end; without it if the trainer does not answer in time."""
+        if self.step > self.checkpointed and self.trainer_answers:
+            with suppress(StopRequested):
+                await self._checkpoint()
+
+    async def _of_trainer(self, call: Coroutine[Any, Any, T], awaited: str) -> T:
+        """Await what only the trainer can do.
+
+        Raises:
+            StopRequested: the run is to end, and the trainer does not answer in time.
+        """
+        lost = f"there is no checkpoint after step {self.checkpointed}; what came later is learned again"
+        try:
+            return await self.rollout.unless_stopped(call, awaited=awaited, lost=lost)
+        except StopRequested:
+            self.trainer_answers = False
+            raise
 
     async def _checkpoint(self) -> None:
         """Write the trainer's state; what the ledger has up to here is then superfluous."""
@@ -368,16 +386,18 @@ class Run:
         score = known.result.greedy_accuracy if known and known.result.version == self.trainer.version else None
         rollout.telemetry.progress("checkpoint", 0, 1)
         with rollout.span(CHECKPOINT, step=step):
-            await self._checkpoint_io(self.checkpoints.save(step, score=score), "the checkpoint to be written")
+            saving = self._checkpoint_io(self.checkpoints.save(step, score=score), "the checkpoint to be written")
+            await self._of_trainer(saving, "the checkpoint to be written")
         self.checkpointed = step
         await rollout.ledger.prune(self.in_flight, step)
 
     async def _train(self, call: Coroutine[Any, Any, T], awaited: str) -> T:
         """Await the trainer, and count how long."""
         rollout, began = self.rollout, self.rollout.clock.now()
-        result = await rollout.patiently(
+        waiting = rollout.patiently(
             call, awaited=awaited, look_at="the trainer's device and memory", deadline_s=rollout.patience.trainer_s
         )
+        result = await self._of_trainer(waiting, awaited)
         self.timings["time_train_s"] += rollout.clock.now() - began
         return result
 

@@ -15,6 +15,7 @@ from tidemill.core.clock import Clock
 from tidemill.core.protocols import Telemetry
 from tidemill.core.records import Loaded
 from tidemill.telemetry.events import (
+    CRASH,
     DECODE,
     EVICTION,
     HAND_BACK,
@@ -36,6 +37,7 @@ class Happened:
     """What happened to the fleet since the last metrics line, whatever was being generated; keys of docs/metrics.md."""
 
     evictions: int = 0
+    crashes: int = 0  # workers that raised
     migrations: int = 0  # samples
     tokens_lost: int = 0  # estimated
 
@@ -125,12 +127,16 @@ class Story:
             REBALANCE, from_worker=source.lease.worker_id, to_worker=target.lease.worker_id, samples=samples
         )
 
-    def evicted(self, ended: Ended, samples: Sequence[Sample]) -> None:
+    def ended(self, ended: Ended, samples: Sequence[Sample]) -> None:
+        """A worker that served is gone: evicted, or it crashed. One that was given back is only told of as such."""
+        if not (ended.evicted or ended.crashed):
+            return
         lost = ended.tokens_lost if samples else 0
-        self.happened.evictions += 1
+        self.happened.evictions += ended.evicted
+        self.happened.crashes += ended.crashed
         self.happened.tokens_lost += lost
         self._telemetry.event(
-            EVICTION,
+            EVICTION if ended.evicted else CRASH,
             lease=ended.lease_id,
             worker=ended.worker_id,
             cause=ended.cause,

@@ -21,6 +21,7 @@ SINK_FAILED = "sink_failed"
 REPLAY = "replay"
 ALREADY_FINISHED = "already_finished"
 WAITING = "waiting"
+GIVEN_UP = "given_up"
 LEASE = "lease"
 JOIN = "join"
 PULL = "pull"
@@ -29,6 +30,7 @@ NOTICE = "notice"
 HAND_BACK = "hand_back"
 MIGRATION = "migration"
 EVICTION = "eviction"
+CRASH = "crash"
 LEASE_END = "lease_end"
 REBALANCE = "rebalance"
 QUARANTINE = "quarantine"
@@ -43,6 +45,7 @@ EVENTS: dict[str, str] = {
     ALREADY_FINISHED: "the run had done all its steps; nothing was trained",
     PLAN: "the data decide how many optimizer steps the run has: `steps`",
     WAITING: "a wait goes on: `awaited`, `waited_s`, `deadline_s`",
+    GIVEN_UP: "the run is to end, and did not wait longer than `waited_s` for `awaited`; `lost` says what that costs",
     "rollout": "span: the samples of `step` were generated",
     "training": "span: gradients and optimizer steps of `step`",
     EVALUATION: "span: held-out prompts after `step`; `greedy_accuracy`, `n`",
@@ -60,6 +63,7 @@ EVENTS: dict[str, str] = {
     "`worker`",
     EVICTION: "a machine was taken; `lease`, `worker`, `cause`, `noticed`, the `samples` it was generating, their "
     "`tokens_kept`, and `tokens_lost`, estimated from its speed and how long it had not been heard of",
+    CRASH: "a worker that served raised an error, and its lease ended; fields as of an eviction",
     MIGRATION: "`samples` that `worker` had (under `lease`, which may be over) go on at `to_worker`, from their "
     "`tokens_kept`",
     LEASE_END: "a machine is no longer held; `lease`, `worker`, `kind`, `cause`, `evicted`, `held_s`, `cost_usd`, "

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias
 from tidemill.config.words import counted
 from tidemill.core.records import Record
 from tidemill.telemetry.events import (
+    CRASH,
     DECODE,
     EVICTION,
     JOIN,
@@ -220,18 +221,19 @@ def _happenings(events: Sequence[dict[str, Any]], leases: Sequence[HeldLease]) -
 
     kept = [event for event, cause in migrations(events) if cause != "other"]
     joins = [event for event in by_name.get(JOIN, ()) if not event.get("error")]
-    evictions = by_name.get(EVICTION, [])
+    evictions, crashes = by_name.get(EVICTION, []), by_name.get(CRASH, [])
     return {
         "leases": len(leases),
         "joins": sum((int(amount(event, "session")), event.get("lease")) in theirs for event in joins),
         "notices": len(by_name.get(NOTICE, ())),
         "evictions": len(evictions),
         "evictions_noticed": sum(bool(event.get("noticed")) for event in evictions),
+        "crashes": len(crashes),
         "quarantined": len(by_name.get(QUARANTINE, ())),
         "migrations": total("samples", by_name.get(MIGRATION, ())),
         "samples_kept": total("samples", kept),
         "tokens_kept": total("tokens_kept", kept),
-        "tokens_lost": total("tokens_lost", evictions),
+        "tokens_lost": total("tokens_lost", [*evictions, *crashes]),
     }
 
 

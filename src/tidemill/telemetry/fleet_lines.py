@@ -9,6 +9,7 @@ from typing import Any
 from tidemill.config.words import counted
 from tidemill.core.clock import Clock
 from tidemill.telemetry.events import (
+    CRASH,
     DECODE,
     EVICTION,
     HAND_BACK,
@@ -25,7 +26,21 @@ from tidemill.telemetry.events import (
 from tidemill.telemetry.numerals import decimal, duration
 
 FLEET_EVENTS = frozenset(
-    {LEASE, JOIN, PULL, DECODE, NOTICE, HAND_BACK, EVICTION, MIGRATION, LEASE_END, REBALANCE, QUARANTINE, JOIN_FAILED}
+    {
+        LEASE,
+        JOIN,
+        PULL,
+        DECODE,
+        NOTICE,
+        HAND_BACK,
+        EVICTION,
+        CRASH,
+        MIGRATION,
+        LEASE_END,
+        REBALANCE,
+        QUARANTINE,
+        JOIN_FAILED,
+    }
 )
 LINES, WINDOW_S = 8, 10.0
 NOUNS = {
@@ -33,6 +48,7 @@ NOUNS = {
     NOTICE: "notice",
     HAND_BACK: "hand-back",
     EVICTION: "eviction",
+    CRASH: "failed worker",
     PULL: "damaged pull",
     JOIN_FAILED: "failed join",
 }
@@ -51,6 +67,8 @@ def fleet_words(name: str, fields: dict[str, Any]) -> str:
         if fields.get("noticed"):  # which said why
             return f"evicted {worker} after notice: {_moved(fields)}"
         return f"evicted {worker} without notice: {_moved(fields)}{cause}"
+    if name == CRASH:
+        return f"{worker} failed: {_moved(fields)}{cause}"
     if name == JOIN_FAILED:
         return f"{worker} did not come up{cause}"
     if name == PULL and (retries := fields.get("retries")):
@@ -95,7 +113,7 @@ class FleetLines:
         if self._told <= LINES or name == QUARANTINE:
             return [*lines, words]
         self._held[name] += 1
-        if name == EVICTION:
+        if name in (EVICTION, CRASH):
             self._held_moves.update({key: int(fields.get(key, 0)) for key in ("samples", "tokens_kept", "tokens_lost")})
         return lines
 

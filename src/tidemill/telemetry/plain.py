@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol, TextIO
 
 from tidemill.core.clock import Clock
-from tidemill.telemetry.events import ALREADY_FINISHED, CHECKPOINT, EVALUATION, REPLAY, RESUME, WAITING
+from tidemill.telemetry.events import ALREADY_FINISHED, CHECKPOINT, EVALUATION, GIVEN_UP, REPLAY, RESUME, WAITING
 from tidemill.telemetry.metrics import GREEDY_ACCURACY
 from tidemill.telemetry.numerals import compact, decimal, duration, percent
 from tidemill.telemetry.progress import Progress
@@ -90,10 +90,12 @@ def event_words(name: str, fields: dict[str, Any]) -> str:
     if name == EVALUATION and "greedy_accuracy" in fields:
         n = f" (n {fields['n']}{took})" if "n" in fields else ""
         return f"held-out accuracy after step {step}: {decimal(fields['greedy_accuracy'])}{n}"
-    if name == CHECKPOINT:
+    if name == CHECKPOINT and not fields.get("interrupted"):
         return f"checkpoint of step {step} written{took}"
     if name == WAITING:
         return f"still waiting for {fields['awaited']} after {duration(fields['waited_s'])}"
+    if name == GIVEN_UP:
+        return f"no longer waiting for {fields['awaited']} after {duration(fields['waited_s'])}: {fields['lost']}"
     if name == REPLAY:
         return f"steps {fields['first_step']} to {fields['last_step']} are learned from again, without generating"
     if name == ALREADY_FINISHED:

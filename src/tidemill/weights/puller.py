@@ -12,7 +12,7 @@ from tidemill.core.errors import WeightsError
 from tidemill.core.protocols import Compute
 from tidemill.core.records import PolicyVersion, Pulled, WeightManifest
 from tidemill.weights.delta import apply_delta
-from tidemill.weights.manifest import LATEST, delta_name, manifest_name, snapshot_name, unpack_manifest
+from tidemill.weights.manifest import delta_name, manifest_name, snapshot_name, unpack_manifest
 from tidemill.weights.snapshot import Snapshot, aligned, allocate, verify
 from tidemill.weights.transport import Blob, Transport
 
@@ -58,14 +58,6 @@ class Puller:
         self._ready: _Ready | None = None
         self._spare: Blob | None = None
         self._fetched = 0
-
-    async def newest(self) -> WeightManifest:
-        """What was published last.
-
-        Raises:
-            WeightsError: nothing was, or it came torn.
-        """
-        return unpack_manifest(await self._transport.get(LATEST), of="the newest version")
 
     async def prepare(self, version: PolicyVersion) -> Pulled:
         """Have a version whole and verified in the second buffer.

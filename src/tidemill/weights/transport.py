@@ -1,4 +1,4 @@
-"""What moves published bytes. Implementations: `memory` here, files and Ray in the runtime."""
+"""What moves published bytes. Implementations: `memory` here, Ray's objects in the runtime."""
 
 from __future__ import annotations
 

@@ -18,6 +18,11 @@ __all__ = ["recipe"]
 pytestmark = pytest.mark.xdist_group("ray")
 
 
+def _folders(names: dict[int, str]) -> set[Path]:
+    """Of clusters, by what their processes were started with."""
+    return {Path(found) for name in names.values() for found in re.findall(r"=(/[^ ]*tidemill-ray-\w+)", name)}
+
+
 @pytest.mark.parametrize("started", ["cluster.keeper", "gcs_server", "raylet"])
 def test_a_run_that_is_told_to_end_while_ray_starts_leaves_no_process(
     recipe: Path, tmp_path: Path, started: str
@@ -32,6 +37,7 @@ def test_a_run_that_is_told_to_end_while_ray_starts_leaves_no_process(
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=10)
     all_gone(list(names), within_s=3)
+    assert not any(folder.exists() for folder in _folders(names))
 
 
 @pytest.mark.parametrize(
@@ -51,7 +57,7 @@ def test_a_run_that_loses_its_cluster_says_so_and_leaves_no_folder(
     wait_for(process, run, "pull", session=1)
     wait_for(process, run, "checkpoint", session=1)
     names = command_lines(processes_below(process.pid))
-    (folder,) = {Path(found) for name in names.values() for found in re.findall(r"=(/[^ ]*tidemill-ray-\w+)", name)}
+    (folder,) = _folders(names)
     assert folder.is_dir()
     (victim,) = (pid for pid, name in names.items() if part in name)
     began = time.monotonic()

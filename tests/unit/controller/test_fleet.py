@@ -311,8 +311,15 @@ def test_a_worker_whose_engine_raises_is_lost_and_the_run_is_not() -> None:
     run_virtual(session.run())
 
     assert trained(session) == quiet()
-    (eviction,) = session.telemetry.named("eviction")
-    assert "engine on fire" in eviction["cause"]
+    (crash,) = session.telemetry.named("crash")
+    assert "engine on fire" in crash["cause"]
+    assert crash["samples"] > 0
+    assert session.telemetry.named("eviction") == []  # the machine was there, and is given back
+    assert session.provider.released == ["lease-a"]
+    (end,) = [fields for fields in session.telemetry.named("lease_end") if fields["lease"] == "lease-a"]
+    assert not end["evicted"]
+    for key, expected in (("crashes", 1.0), ("evictions", 0.0)):
+        assert sum(step.values[key] for step in session.telemetry.steps) == expected
 
 
 LIES: dict[str, dict[str, Any]] = {

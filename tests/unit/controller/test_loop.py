@@ -146,6 +146,45 @@ def test_stopping_before_anything_was_learned_writes_no_checkpoint() -> None:
     assert stopped.checkpoints.saved == []
 
 
+@pytest.mark.parametrize("hanging", ["accumulate", "commit", "save", "publish"])
+def test_a_trainer_that_does_not_answer_keeps_nobody_from_stopping(hanging: str) -> None:
+    disk = Disk()
+
+    async def main() -> tuple[Session, float]:
+        session = Session(disk=disk)
+
+        async def hang(*_: object, **__: object) -> None:
+            await asyncio.sleep(10**6)
+
+        def begin() -> None:  # in the third step, after the checkpoint of the second
+            owner = {"save": session.checkpoints, "publish": session.fleet}.get(hanging, session.trainer)
+            setattr(owner, hanging, hang)
+
+        note_learned = session.ledger.note_learned
+
+        async def noted(in_flight: Any, step: int, *more: Any) -> Any:
+            if step == 3 - (hanging == "accumulate"):
+                asyncio.get_running_loop().call_soon(begin)
+                asyncio.get_running_loop().call_later(20.0, session.stop.set)
+            return await note_learned(in_flight, step, *more)
+
+        session.ledger.note_learned = noted  # type: ignore[method-assign, assignment]
+        session.result = await session.run()
+        return session, asyncio.get_running_loop().time()
+
+    stopped, ended_s = run_virtual(main())
+
+    assert stopped.result is not None
+    assert stopped.result.interrupted
+    assert ended_s < 20.0 + 2 * stopped.patience.stop_s
+    (told,) = stopped.telemetry.named("given_up")
+    assert told["waited_s"] == stopped.patience.stop_s
+    assert "there is no checkpoint after step" in told["lost"]
+    resumed = run_virtual(stop_at(Session(disk=disk), 10**6))
+    assert resumed.trainer.state == run().trainer.state
+    assert [metrics.step for metrics in resumed.telemetry.steps][-1] == 4
+
+
 def test_a_trainer_that_hangs_meets_a_deadline() -> None:
     async def main() -> None:
         session = Session(patience=Patience(notice_s=10.0, trainer_s=50.0))

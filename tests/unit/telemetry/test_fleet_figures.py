@@ -66,6 +66,7 @@ EVENTS = [
     line("eviction", 2, 30.0, lease="c", noticed=False, samples=3, tokens_kept=25, tokens_lost=6),
     line("migration", 2, 30.1, lease="c", to_worker="local", samples=2, tokens_kept=15),  # the run ended first
     line("lease_end", 2, 30.0, lease="c", kind="preemptible", evicted=True, held_s=30.0, cost_usd=0.02, tokens=0),
+    line("crash", 2, 30.5, lease="e", samples=1, tokens_kept=4, tokens_lost=5),
     line("quarantine", 2, 31.0, lease="d", difference=0.3, limit=0.1),
     line("session_end", 2, 40.0),
 ]
@@ -130,10 +131,10 @@ def test_what_happened() -> None:
         "evictions": 2,
         "evictions_noticed": 1,
     }
-    assert found["quarantined"] == 1
+    assert (found["quarantined"], found["crashes"]) == (1, 1)
     # what went on elsewhere counts, not what was asked for or might have: a's twice, b's (evened out), c's
     assert found["migrations"] == (3 + 1 + 2) + 2
-    assert (found["samples_kept"], found["tokens_kept"], found["tokens_lost"]) == (6, 20 + 7 + 15, 6)
+    assert (found["samples_kept"], found["tokens_kept"], found["tokens_lost"]) == (6, 20 + 7 + 15, 6 + 5)
     assert found["tokens_recomputed"] == 11 + 5 + 70
     assert found["goodput_tokens_per_s"] == 4.5
 
@@ -170,6 +171,6 @@ def test_a_run_on_the_reserved_side_alone_costs_its_wall_time() -> None:
 
 def test_the_sentence_at_the_end() -> None:
     assert evictions_sentence(figures()) == (
-        "2 evictions (1 with notice): 6 samples went on elsewhere, 42 tokens kept, 6 lost"
+        "2 evictions (1 with notice): 6 samples went on elsewhere, 42 tokens kept, 11 lost"
     )
     assert evictions_sentence(figures([])) == ""

@@ -216,7 +216,6 @@ def test_a_version_never_published_is_an_error_that_names_it() -> None:
         await publish(stage.store, 1)
         with pytest.raises(WeightsError, match=r"version 7 did not come whole .* there is no 7-d7\.manifest"):
             await stage.puller.prepare(version(7))
-        assert (await stage.puller.newest()).version == version(1)
 
     run_virtual(main())
 
@@ -307,7 +306,7 @@ def test_joining_in_the_middle_pulls_the_newest_version() -> None:
             await publish(stage.store, number)
         await stage.load(4)
         late = stage.new_puller()
-        pulled = await late.prepare((await late.newest()).version)
+        pulled = await late.prepare(version(4))
         assert (pulled.manifest.version, pulled.full) == (version(4), True)
 
     run_virtual(main())

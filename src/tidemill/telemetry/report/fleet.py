@@ -55,6 +55,8 @@ def fleet_tiles(story: Story, found: Timeline) -> list[tuple[str, str, str]]:
     if summary["cost_usd"]:
         remark = f"{dollars(alone)} on reserved machines only" if alone else "of all machines"
         rows.append(("Cost", dollars(summary["cost_usd"]), remark))
+    if summary["crashes"]:
+        rows.append(("Crashed", counted(summary["crashes"], "worker"), "they raised errors; see the events"))
     if summary["quarantined"]:
         rows.append(("Quarantined", counted(summary["quarantined"], "worker"), "their logprobs differed"))
     return rows

@@ -12,8 +12,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 import tidemill
 from tidemill.telemetry.events import (
     CHECKPOINT,
+    CRASH,
     EVALUATION,
     EVICTION,
+    GIVEN_UP,
     JOIN_FAILED,
     QUARANTINE,
     REPLAY,
@@ -36,8 +38,8 @@ from tidemill.telemetry.statistics import wilson_interval
 
 HERE = Path(__file__).parent
 TOLD_EVENTS = (
-    SESSION_START, SESSION_END, RESUME, REPLAY, EVALUATION, CHECKPOINT, SINK_FAILED, WAITING, EVICTION, JOIN_FAILED,
-    QUARANTINE,
+    SESSION_START, SESSION_END, RESUME, REPLAY, EVALUATION, CHECKPOINT, SINK_FAILED, WAITING, GIVEN_UP, EVICTION,
+    CRASH, JOIN_FAILED, QUARANTINE,
 )  # fmt: skip
 EVENTS_SHOWN = 500
 PLAIN_KEYS = ("time", "session", "elapsed_s", "event")

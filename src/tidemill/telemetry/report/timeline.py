@@ -14,6 +14,7 @@ from tidemill.config.words import counted
 from tidemill.core.records import Record
 from tidemill.telemetry.events import (
     CHECKPOINT,
+    CRASH,
     DECODE,
     EVICTION,
     JOIN,
@@ -38,6 +39,7 @@ BarKind = Literal["held", "boot", "pull", "decode", "evaluate", "notice", "train
 MarkKind = Literal["eviction", "handed", "quarantine", "failed"]
 MARKS: dict[str, MarkKind] = {
     EVICTION: "eviction",
+    CRASH: "failed",
     QUARANTINE: "quarantine",
     JOIN_FAILED: "failed",
 }

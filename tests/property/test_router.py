@@ -222,6 +222,17 @@ def moved(
     return [msgspec.structs.replace(load, assigned=load.assigned + change[load.lease_id]) for load in loads], now
 
 
+def test_a_worker_that_was_just_given_samples_gives_none() -> None:
+    """Found by the property below: one took from a queue, and then an idle one took what that made it execute."""
+    loads = [make_load(0, slots=1, assigned=6), make_load(1, slots=3), make_load(2, slots=5, assigned=1)]
+    crowded, idle, busy = (load.lease_id for load in loads)
+    held = {crowded: make_held(*((at, 1.0, 0) for at in range(5))), idle: [], busy: make_held((5, 1.0, 0))}
+
+    moves = rebalance(loads, held, plateau=0, max_moves=MAX_MOVES, queue_limit=LIMIT)
+
+    assert {move.source for move in moves} == {crowded}
+
+
 @given(crowds(), st.integers(0, 6))
 def test_moves_are_bounded_help_and_leave_nothing_to_do(
     crowd: tuple[list[Load], dict[str, list[Movable]]], plateau: int

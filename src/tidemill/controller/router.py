@@ -248,7 +248,7 @@ def rebalance(
         return beyond_plateau(source) > 0 and target.free > 0 and target.assigned + 1 < source.executing
 
     moves = _shift(workers, workers, givable, rank=lambda worker: worker.queued, helps=shortens_queue)
-    busy = [worker for worker in workers if worker.load.assigned]
+    busy = [worker for worker in workers if 0 < worker.load.assigned >= worker.assigned]  # and was given nothing
     return moves + _shift(busy, idle, givable, rank=beyond_plateau, helps=fills_idle)
 
 

@@ -42,6 +42,7 @@ from tidemill.controller.rollout import Rollout
 from tidemill.core.buffers import pack_tokens
 from tidemill.core.clock import LoopClock
 from tidemill.core.records import PolicyVersion, Prompt, SamplingParams, WorkerReport
+from tidemill.runtime.garbage import collected_rarely
 from tidemill.runtime.journal import SqliteJournal
 from tidemill.telemetry.silent import SilentTelemetry
 
@@ -212,7 +213,8 @@ def main() -> int:
     sizes = [*(size for size in (10, 100) if size < options.workers), options.workers]
     with tempfile.TemporaryDirectory() as name:
         # First, while the process is as fresh as a controller's: the heap that the other part leaves behind costs time.
-        whole = asyncio.run(whole_controller(Path(name), workers=options.workers, seconds=options.seconds))
+        with collected_rarely():  # as the driver of a cluster does
+            whole = asyncio.run(whole_controller(Path(name), workers=options.workers, seconds=options.seconds))
         costs = ledger_costs(Path(name), sizes, options.rounds)
     kept = memory(min(20, options.workers))
     growth = costs[sizes[-1]] / costs[sizes[0]]

@@ -33,6 +33,7 @@ from tidemill.runtime.cluster.trainer import RayCheckpoints, RayPublisher, RayTr
 from tidemill.runtime.cluster.trainer_actor import TrainerActor
 from tidemill.runtime.cluster.wire import encode
 from tidemill.runtime.cluster.worker import RayWorker
+from tidemill.runtime.garbage import collected_rarely
 from tidemill.runtime.machinery import Machinery, is_elastic, scheduled_provider
 from tidemill.runtime.publish import probe_sequence
 from tidemill.runtime.task import fitting_task
@@ -55,6 +56,7 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
     task = fitting_task(spec, codec, limit=limit)
     provider = scheduled_provider(spec, run, clock, tell=recorder.note)
     async with AsyncExitStack() as stack:
+        stack.enter_context(collected_rarely())
         nodes = await stack.enter_async_context(connected(spec, model_bytes=_stored_bytes(folder), tell=recorder.note))
         reserved = reserved_selector(spec.ray, selector_of(spec.pool))
         handle = await stack.enter_async_context(_trainer_process(spec.ray, reserved))

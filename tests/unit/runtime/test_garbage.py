@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from tidemill.runtime.garbage import RARELY, collected_rarely
+
+
+def test_the_thresholds_are_put_back_also_after_a_fault() -> None:
+    before = gc.get_threshold()
+
+    def fail() -> None:
+        with collected_rarely():
+            assert gc.get_threshold() == RARELY
+            raise ValueError("odd")
+
+    with pytest.raises(ValueError, match="odd"):
+        fail()
+    assert gc.get_threshold() == before

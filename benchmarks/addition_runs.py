@@ -122,7 +122,7 @@ def earlier_runs(name: str, settings: object) -> list[AdditionRun]:
         found = msgspec.json.decode((RESULTS / f"{name}.json").read_bytes())
         if found["settings"] != msgspec.to_builtins(settings):
             return []
-        return msgspec.convert(found["runs"], list[AdditionRun], strict=False)
+        return msgspec.convert(found["runs"], list[AdditionRun], str_keys=True)
     except (OSError, KeyError, TypeError, msgspec.MsgspecError):
         return []
 

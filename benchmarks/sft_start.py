@@ -1,0 +1,96 @@
+"""Where runs on two-digit addition begin: a small character model, fine-tuned on the sums of a careless teacher.
+
+The teacher drops every carry in most of its demonstrations. The model has learned both ways to add and takes the wrong
+one more often: it can do held-out sums, mostly does not, and rewards can tell it which way is right. Every algorithm
+and every schedule begins with the same weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from tidemill.config.layers import merge
+from tidemill.config.schema import RunSpec
+from tidemill.config.task import ArithmeticTask
+from tidemill.envs.text.arithmetic import STOP, Problem, choose_shots, format_prompt, split_listed
+from tidemill.runtime.supervised import train_supervised
+
+CACHE = Path(__file__).resolve().parent.parent / ".cache" / "benchmarks"
+TASK = {"kind": "arithmetic", "operators": "+", "digits": 2, "shots": 0, "held_out_fraction": 0.25}
+MODEL = {"source": "char", "char": {"alphabet": "0123456789+=\n", "hidden_size": 128, "layers": 2, "context": 16}}
+COPIES = 4  # demonstrations of each training problem
+CARELESS = 0.7  # the share of them that drop the carries
+SUPERVISED: dict[str, Any] = {
+    "model": MODEL,
+    "data": {"held_out_fraction": 0, "end_token": False},
+    "supervised": {"epochs": 0, "minibatch_tokens": 1500, "microbatch_tokens": 500, "evaluate_every_steps": 0},
+    "optimizer": {"learning_rate": 1e-3, "betas": [0.9, 0.98], "warmup_steps": 50},
+    "trainer": {"steps": 1000, "threads": 1},
+    "checkpoint": {"every_steps": 0},
+}
+START: dict[str, Any] = {"task": TASK, "copies": COPIES, "careless": CARELESS, "supervised": SUPERVISED}
+"""Everything the start depends on."""
+LEARNING: dict[str, Any] = {
+    "task": TASK,
+    "scoring": {"rewards": [{"kind": "exact"}]},
+    "sampling": {"max_new_tokens": 4},  # three digits and the line end
+    "engine": {"slots": 256},
+    # Two optimizer steps a batch: with one, no ratio would leave 1 and most algorithms would be the same.
+    "batch": {"prompts": 16, "group_size": 8, "minibatches": 2},
+    "trainer": {"threads": 1},
+    "eval": {"every_steps": 5, "prompts": 256},
+    "checkpoint": {"every_steps": 0},
+    "telemetry": {"samples_per_step": 1},
+}
+
+
+def sft_start() -> Path:
+    """The folder of the fine-tuned model; made on first use, which takes two or three minutes of one core."""
+    key = hashlib.blake2b(json.dumps(list(START.values())).encode(), digest_size=6).hexdigest()
+    folder = CACHE / f"sft-start-{key}"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "demonstrations.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in demonstrations()))
+    here = {"run": {"dir": folder / "run"}, "data": {"path": path}}
+    summary = train_supervised(RunSpec.model_validate(merge(SUPERVISED, here)), "sft", telemetry_stream=io.StringIO())
+    return Path(summary["model"])
+
+
+def demonstrations() -> list[dict[str, str]]:
+    """What the teacher wrote of the training problems; the same everywhere."""
+    task, dice = ArithmeticTask.model_validate(TASK), random.Random(0)
+    shots = choose_shots(task)
+    train, _ = split_listed(task, shots)
+    return [
+        {
+            "prompt": format_prompt(shots, problem),
+            "completion": (carryless(problem) if dice.random() < CARELESS else problem.answer) + STOP,
+        }
+        for problem in train
+        for _ in range(COPIES)
+    ]
+
+
+def carryless(problem: Problem) -> str:
+    """The sum digit by digit, each modulo 10: 47+85 is 22, not 132."""
+    place, total = 1, 0
+    left, right = problem.left, problem.right
+    while left or right:
+        total += place * ((left + right) % 10)
+        place, left, right = 10 * place, left // 10, right // 10
+    return str(total)
+
+
+def learning_spec(start: Path, directory: Path, *, seed: int, steps: int, changes: dict[str, Any]) -> RunSpec:
+    """A run that goes on from `start` with what `changes` says beyond `LEARNING`."""
+    here = {
+        "run": {"dir": directory, "seed": seed},
+        "model": {"source": str(start)},
+        "trainer": {"steps": steps},
+    }
+    return RunSpec.model_validate(merge(merge(LEARNING, changes), here))

@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import msgspec
@@ -42,7 +42,7 @@ class AdditionRun(Record):
     n: int  # held-out sums
     steps_to_target: float | None  # see `reached_at`; None where it never was
     seconds_to_target: float | None  # wall time of the steps until then, evaluation left out
-    step_s: float  # mean wall time of a step
+    step_s: float  # median wall time of a step
     cpu_s: float  # of the whole run in this process, evaluations and start included
     means: dict[str, float]  # of a metric over all steps
     binned: dict[str, list[float]]  # of a metric over every `BIN` steps, in their order
@@ -77,7 +77,7 @@ def addition_run(
         n=found[-1].n,
         steps_to_target=None if reached is None else _rounded(reached),
         seconds_to_target=None if reached is None else _rounded(_seconds_until(of_steps, reached)),
-        step_s=_mean(of_steps, STEP_TIME),
+        step_s=_rounded(median(line.values[STEP_TIME] for line in of_steps)),
         cpu_s=_rounded(cpu_s),
         means={name: _mean(of_steps, name) for name in metrics},
         binned={
@@ -161,10 +161,10 @@ def interval(values: Iterable[float]) -> Interval:
     return Interval(mean, mean - half, mean + half)
 
 
-def mean_accuracy(runs: Sequence[AdditionRun]) -> dict[int, Interval]:
+def mean_accuracy(runs: Sequence[AdditionRun]) -> dict[float, Interval]:
     """Over seeds, at the steps that all evaluated."""
     steps = set.intersection(*(set(run.accuracy) for run in runs))
-    return {step: interval(run.accuracy[step] for run in runs) for step in sorted(steps)}
+    return {float(step): interval(run.accuracy[step] for run in runs) for step in sorted(steps)}
 
 
 def mean_binned(runs: Sequence[AdditionRun], metric: str) -> dict[float, Interval]:

@@ -41,7 +41,7 @@ from benchmarks.models import quiet
 from benchmarks.sft_start import LEARNING, START
 
 NAME = "algorithms"
-STEPS = 60
+STEPS, EVALUATE_EVERY = 60, 2
 LEARNING_RATE, CRITIC_LEARNING_RATE = 1e-4, 1e-3
 ALGORITHMS = {
     "grpo": "GRPO",
@@ -58,6 +58,7 @@ SETTINGS: dict[str, Any] = {
     "start": START,
     "learning": LEARNING,
     "steps": STEPS,
+    "evaluate_every": EVALUATE_EVERY,
     "learning_rate": LEARNING_RATE,
     "critic_learning_rate": CRITIC_LEARNING_RATE,
 }
@@ -82,6 +83,7 @@ def main() -> int:
 def _run(start: Path, case: str, seed: int) -> AdditionRun:
     changes = {
         "algorithm": {"name": case},
+        "eval": {"every_steps": EVALUATE_EVERY},
         "optimizer": {"learning_rate": LEARNING_RATE},
         "critic": {"learning_rate": CRITIC_LEARNING_RATE},
     }
@@ -148,7 +150,7 @@ def _print(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _draw(runs: Sequence[AdditionRun]) -> None:
-    """Accuracy by step, and by seconds of training at each algorithm's own mean pace."""
+    """Accuracy by step, and by seconds of training at each algorithm's own median pace."""
     by_step, by_time, counts = list[Line](), list[Line](), list[int]()
     for colour, (case, name) in enumerate(ALGORITHMS.items()):
         if here := of_case(runs, case):

@@ -40,7 +40,7 @@ LEARNING: dict[str, Any] = {
     "scoring": {"rewards": [{"kind": "exact"}]},
     "sampling": {"max_new_tokens": 4},  # three digits and the line end
     "engine": {"slots": 256},
-    # Two optimizer steps a batch: with one, no ratio would leave 1 and most algorithms would be the same.
+    # Two optimizer steps a batch: with one, no ratio would leave 1 and clipping would have nothing to do.
     "batch": {"prompts": 16, "group_size": 8, "minibatches": 2},
     "trainer": {"threads": 1},
     "eval": {"every_steps": 5, "prompts": 256},
@@ -53,12 +53,23 @@ def sft_start() -> Path:
     """The folder of the fine-tuned model; made on first use, which takes two or three minutes of one core."""
     key = hashlib.blake2b(json.dumps(list(START.values())).encode(), digest_size=6).hexdigest()
     folder = CACHE / f"sft-start-{key}"
+    if (made := _finished(folder / "run")) is not None:
+        return made
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "demonstrations.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in demonstrations()))
     here = {"run": {"dir": folder / "run"}, "data": {"path": path}}
     summary = train_supervised(RunSpec.model_validate(merge(SUPERVISED, here)), "sft", telemetry_stream=io.StringIO())
     return Path(summary["model"])
+
+
+def _finished(run: Path) -> Path | None:
+    """What an earlier call left; the run itself stays untouched, so that several benchmarks may begin at once."""
+    try:
+        summary = json.loads((run / "summary.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return run / "checkpoints" / Path(summary["model"]).name if summary.get("finished") else None
 
 
 def demonstrations() -> list[dict[str, str]]:

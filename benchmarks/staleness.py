@@ -230,12 +230,11 @@ def _by_lag(
     runs: Sequence[AdditionRun],
     title: str,
     figure: Callable[[AdditionRun], float],
-    *,
     low: float | None = None,
     high: float | None = None,
 ) -> Panel:
     lines = []
-    for at, (correction, words) in enumerate((("default", "by lag: default"), ("none", "by lag: none"))):
+    for at, (correction, words) in enumerate((("default", "default correction"), ("none", "no correction"))):
         points = {
             float(lag): interval(figure(run) for run in here)
             for lag in LAGS

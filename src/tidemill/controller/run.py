@@ -53,6 +53,7 @@ class Run:
     began_s: float = 0.0  # when it fell due
     rewards: list[float] = field(default_factory=list)  # mean of each batch of this session
     trainer_answers: bool = True  # or a run that was to end waited for it in vain
+    planned: tuple[int, Sequence[tuple[int, Prompt]]] = (0, ())  # the step whose prompts were asked for last, and they
     assembly: GroupAssembly = field(init=False)
 
     def __post_init__(self) -> None:
@@ -120,8 +121,10 @@ class Run:
 
     def _prompt(self, position: int) -> tuple[int, Prompt]:
         """The (epoch, prompt) of a group: the prompts of all steps, one after another."""
-        prompts = self.spec.batch.prompts
-        return self.source.train_batch(position // prompts + 1)[position % prompts]
+        step, place = position // self.spec.batch.prompts + 1, position % self.spec.batch.prompts
+        if step != self.planned[0]:
+            self.planned = step, self.source.train_batch(step)
+        return self.planned[1][place]
 
     async def learn_from(self, forming: Forming) -> list[Trajectory]:
         """Take groups as they complete, until the batch is full; its trajectories, once the trainer has them all.
@@ -131,11 +134,12 @@ class Run:
         """
         rollout, learned, step = self.rollout, list[Trajectory](), self.step + 1
         with rollout.span("rollout", step=step) as fields:
+            news = True
             while not forming.full:
-                if not rollout.stop.is_set():  # else the next sample never comes: what is in flight is being journalled
+                if news and not rollout.stop.is_set():  # once stopped, what is in flight is only journalled
                     learned += await self._learn_what_is_there(forming)
                 if not forming.full:
-                    await self._add(await self._collection.next(), forming)
+                    news = await self._add(await self._collection.next(), forming)
             if rollout.stop.is_set():
                 raise StopRequested
             samples = [sample for position in forming.taken for sample in self.in_flight.group(position)]
@@ -147,11 +151,11 @@ class Run:
 
     async def _learn_what_is_there(self, forming: Forming) -> list[Trajectory]:
         """Give the trainer every complete group whose turn it is."""
-        in_flight, learned = self.in_flight, list[Trajectory]()
+        learned = list[Trajectory]()
         while True:
-            untaken = [position for position in in_flight.groups if position not in forming.taken]
-            complete = [position for position in self.assembly.complete if position in untaken]
-            chosen = forming.take(complete, {position: self._latest(position) for position in untaken})
+            taken = set(forming.taken)
+            untaken = {position: self._latest(position) for position in self.in_flight.groups if position not in taken}
+            chosen = forming.take(list(self.assembly.complete), untaken)
             if not chosen:
                 return learned
             for position in chosen:
@@ -173,16 +177,20 @@ class Run:
         )
         await self._train(self.trainer.accumulate(group), f"the trainer to learn from group {position}")
 
-    async def _add(self, trajectory: Trajectory, forming: Forming) -> None:
-        """Take in a scored sample. A group without signal is replaced, where the algorithm wants that."""
+    async def _add(self, trajectory: Trajectory, forming: Forming) -> bool:
+        """Take in a scored sample; says whether it completed its group. A group without signal is replaced, where the
+        algorithm wants that."""
         position = self.in_flight[trajectory.sample_id].ordinal // self.spec.batch.group_size
-        if not self.assembly.add(position, trajectory) or not self.spec.algorithm.dynamic_sampling:
-            return
+        if not self.assembly.add(position, trajectory):
+            return False
+        if not self.spec.algorithm.dynamic_sampling:
+            return True
         tally, most = self.in_flight.tally, self.spec.schedule.max_redraws * self.spec.batch.prompts
         if tally.groups_redrawn < most and not has_signal(self.assembly.complete[position]):
             tally.groups_redrawn += 1
             await self._give_up(position)
             await self._admit(len(forming.taken))
+        return True
 
     async def _give_up(self, position: int) -> None:
         self.assembly.forget(position)
@@ -199,7 +207,7 @@ class Run:
     def _latest(self, position: int) -> int | None:
         """The last step that may learn from a group, where the schedule is to wait for it; None for any."""
         schedule = self.spec.schedule
-        if schedule.on_lag_limit != "wait":
+        if schedule.on_lag_limit != "wait" or schedule.membership == "planned":  # which is in time by itself
             return None
         return latest_step(
             self.in_flight.oldest_version(position), self.in_flight.newest_version, schedule.max_policy_lag
@@ -251,12 +259,11 @@ class Run:
         schedule, tally, in_flight = self.spec.schedule, self.in_flight.tally, self.in_flight
         for position in list(in_flight.groups):
             samples = in_flight.group(position)
-            old = [sample for sample in samples if self._too_old(sample)]
-            if old and schedule.on_lag_limit == "drop":
+            if schedule.on_lag_limit == "drop" and any(map(self._too_old, samples)):
                 tally.groups_dropped += 1
                 await self._give_up(position)
                 continue
-            again = [sample for sample in samples if sample in old or self._begins_again(sample)]
+            again = [sample for sample in samples if self._too_old(sample) or self._begins_again(sample)]
             if again:
                 tally.samples_restarted += sum(sample.length > 0 for sample in again)
                 tally.tokens_discarded += sum(sample.length for sample in again)

@@ -299,3 +299,22 @@ def test_the_evaluation_is_judged_by_its_own_scorer() -> None:
     assert session.result is not None
     assert [known.greedy_accuracy for known in session.result.evaluations] == [1.0] * 3
     assert all(sample.purpose == "train" for sample in session.scorer.scored)
+
+
+def test_the_prompts_of_a_step_are_asked_for_once() -> None:
+    asked: list[int] = []
+
+    async def main() -> None:
+        session = Session(spec=small_spec(**MANY))
+        train_batch = session.source.train_batch
+
+        def counted(step: int) -> Any:
+            asked.append(step)
+            return train_batch(step)
+
+        session.source.train_batch = counted  # type: ignore[method-assign]
+        await session.run()
+
+    run_virtual(main())
+
+    assert asked == [1, 2]

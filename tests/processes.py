@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 LISTEN = "0A"
+GONE = (FileNotFoundError, ProcessLookupError)  # by whether it ended before its file was opened or while it was read
 
 
 def processes_below(pid: int) -> Iterator[int]:
-    """Every process that descends from one."""
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in map(int, (task / "children").read_text().split()):
-            yield child
-            yield from processes_below(child)
+    """Every process that descends from one, as far as they are alive while it looks."""
+    try:
+        children = [
+            int(child)
+            for task in Path(f"/proc/{pid}/task").iterdir()
+            for child in (task / "children").read_text().split()
+        ]
+    except GONE:
+        return
+    for child in children:
+        yield child
+        yield from processes_below(child)
 
 
 def command_lines(pids: Iterable[int]) -> dict[int, str]:
@@ -23,7 +32,7 @@ def command_lines(pids: Iterable[int]) -> dict[int, str]:
     for pid in pids:
         try:
             line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-        except FileNotFoundError:
+        except GONE:
             continue
         if line:
             lines[pid] = line
@@ -32,7 +41,7 @@ def command_lines(pids: Iterable[int]) -> dict[int, str]:
 
 def listening(pids: Iterable[int]) -> list[str]:
     """Addresses ("127.0.0.1:8265") on which processes wait for TCP connections."""
-    inodes = {link for pid in pids for fd in Path(f"/proc/{pid}/fd").iterdir() if (link := _target(fd))}
+    inodes = {link for pid in pids for link in _open_files(pid)}
     found = []
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
@@ -42,11 +51,13 @@ def listening(pids: Iterable[int]) -> list[str]:
     return found
 
 
-def _target(fd: Path) -> str:
+def _open_files(pid: int) -> Iterator[str]:
     try:
-        return str(fd.readlink())
-    except FileNotFoundError:  # closed meanwhile
-        return ""
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(*GONE):  # closed meanwhile
+                yield str(fd.readlink())
+    except GONE:
+        return
 
 
 def _address(text: str) -> str:

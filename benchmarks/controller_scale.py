@@ -81,7 +81,7 @@ async def whole_controller(folder: Path, *, workers: int, seconds: float) -> dic
     ledger, telemetry, clock = Ledger(journal, round_size=samples // GROUP), SilentTelemetry(), LoopClock()
     fleet = Fleet(None, slots=SLOTS, clock=clock, telemetry=telemetry, provider=pool, host=pool, publisher=pool)
     async with fleet:
-        await fleet.publish(VERSION)
+        await fleet.publishing.publish(VERSION)
         async with asyncio.timeout(60.0):
             while len(fleet.serving(VERSION.number)) < workers:  # noqa: ASYNC110 - nobody else asks
                 await asyncio.sleep(0.1)

@@ -151,7 +151,7 @@ async def measure(trace: CapacityTrace, duration_s: float, seed: int) -> dict[st
         stop=asyncio.Event(),
     )
     async with fleet:
-        await fleet.publish(VERSION)
+        await fleet.publishing.publish(VERSION)
         async with collecting(in_flight, rollout) as samples:
             with suppress(TimeoutError):
                 async with asyncio.timeout(duration_s):

@@ -152,7 +152,7 @@ class Twin:
         )
         try:
             async with fleet:
-                await fleet.publish(self.version)
+                await fleet.publishing.publish(self.version)
                 rollout = Rollout(
                     fleet=fleet,
                     ledger=ledger,

@@ -23,6 +23,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# The same examples every time. `pytest tests/property --hypothesis-profile=explore` looks for new ones.
+settings.register_profile("fixed", derandomize=True, deadline=None)
+settings.register_profile("explore", max_examples=1000, deadline=None)
+settings.load_profile("fixed")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 # Every process started by a test inherits this, also one whose parent is gone; pytest's own workers share it.

@@ -58,13 +58,15 @@ class Story:
 
 
 async def listen(provider: Provider, story: Story, until_s: float) -> Story:
-    """Everything the provider tells until the loop's time `until_s`."""
+    """Everything the provider tells up to the loop's time `until_s`, of that very moment too."""
     loop = asyncio.get_running_loop()
-    while (left_s := until_s - loop.time()) > CLOCK_RESOLUTION_S:
-        event = await provider.next_event(left_s)
+    while True:
+        left_s = until_s - loop.time()
+        event = await provider.next_event(max(0.0, left_s))
         if event is not None:
             story.hear(loop.time(), event)
-    return story
+        elif left_s <= CLOCK_RESOLUTION_S:
+            return story
 
 
 def whole_story(

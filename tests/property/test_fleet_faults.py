@@ -52,7 +52,7 @@ def quiet() -> object:
 QUIET = quiet()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(script=scripts(), config=configs)
 def test_evictions_joins_and_notices_change_nothing(
     script: list[tuple[float, LeaseEvent]], config: FleetConfig
@@ -66,7 +66,7 @@ def test_evictions_joins_and_notices_change_nothing(
     assert granted_leases == {f["lease"] for f in session.telemetry.named("lease_end")} - {"local"}
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(script=scripts(), cuts=st.lists(st.integers(0, 6000), min_size=1, max_size=3))
 def test_nor_does_a_controller_that_dies_at_any_byte(script: list[tuple[float, LeaseEvent]], cuts: list[int]) -> None:
     disk = Disk()

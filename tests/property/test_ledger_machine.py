@@ -195,4 +195,4 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedger = LedgerMachine.TestCase
-TestLedger.settings = settings(max_examples=120, stateful_step_count=60, deadline=None)
+TestLedger.settings = settings(max_examples=120, stateful_step_count=60)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tidemill.controller.router import Load, Movable, Move, Waiting, dispatch, rebalance
@@ -392,7 +392,6 @@ class Loop:
             self.slots[f"lease {len(self.trips)}-{self.source.random()}"] = self.source.randint(1, 9)
 
 
-@settings(deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(1, 5), st.integers(1, 80), st.integers(0, 12))
 def test_every_sample_finishes_with_few_moves_and_as_soon_as_slots_allow(
     source: random.Random, workers: int, samples: int, churns: int

@@ -12,9 +12,8 @@ member like the others but for two things: its weights are the trainer's own, an
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Self
 
 import msgspec
@@ -23,8 +22,9 @@ from tidemill.config.pool import FleetConfig
 from tidemill.controller.in_flight import LOCAL
 from tidemill.controller.lengths import LengthEstimator
 from tidemill.controller.mailbox import Ended, Mailbox
-from tidemill.controller.member import Member, MemberState, Order, Pace, probe_difference
+from tidemill.controller.member import Member, MemberState, Order, Pace
 from tidemill.controller.plateau import ThroughputProfile
+from tidemill.controller.publishing import Publishing, Quarantined
 from tidemill.controller.story import Story
 from tidemill.controller.waiting import Patience, Wait, patiently
 from tidemill.core.buffers import ITEM_BYTES
@@ -39,21 +39,14 @@ from tidemill.core.records import (
     LeaseEvent,
     LeaseGranted,
     LeaseNoticed,
-    PolicyVersion,
     SampleId,
-    WeightManifest,
     WorkerReport,
 )
-from tidemill.telemetry.events import JOIN, PUBLISH
+from tidemill.telemetry.events import JOIN
 from tidemill.telemetry.spans import span
 
 RECEIVE_S = 10.0
 """How long one `next_report` or `next_event` waits; only a rhythm, deadlines are those of `Patience` and `[fleet]`."""
-_WORKER = "the worker and its engine"
-
-
-class Quarantined(WorkerLost):
-    """A worker computes something else than the trainer."""
 
 
 class Fleet:
@@ -87,16 +80,23 @@ class Fleet:
         self.lengths, self.profile = LengthEstimator(), ThroughputProfile()
         self.story = Story(telemetry, clock)
         self._telemetry, self._patience = telemetry, patience or Patience()
-        self._provider, self._host, self._publisher = provider, host, publisher
+        self._provider, self._host = provider, host
         self._silence_s = self.config.silence_s if silence_s is None else silence_s
         self._members: dict[str, Member] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._mailbox: Mailbox | None = None
-        self._manifest: WeightManifest | None = None
-        self._version: PolicyVersion | None = None  # the newest
         self._pace: Pace | None = None  # of the last tick that any worker told of
-        self._published = asyncio.Event()
         self._failure: Exception | None = None
+        self.publishing = Publishing(
+            publisher,
+            self._members,
+            probe_limit=self.config.probe_limit,
+            story=self.story,
+            clock=clock,
+            telemetry=telemetry,
+            patience=self._patience,
+            news=self._ring,
+        )
         self.local: Member | None = None
         if local is not None:
             lease = Lease(
@@ -195,7 +195,7 @@ class Fleet:
         member = self._members[lease_id]
         self.story.idle(member)
         if member.behind:
-            self._let_load(member)
+            self.publishing.let_load(member)
 
     def rows(self) -> list[FleetRow]:
         now_s = self.clock.now()
@@ -214,66 +214,6 @@ class Fleet:
     def want(self, workers: int) -> None:
         if self._provider is not None:
             self._provider.want(workers)
-
-    # Weights.
-
-    async def publish(self, version: PolicyVersion, *, finishing: Collection[str] = ()) -> None:
-        """Make the trainer's weights everybody's. Waits for the local engine; the others pull in their own time.
-
-        Args:
-            finishing: leases whose workers first finish what they have, and load when they are noted as idle.
-        """
-        with span(self._telemetry, self.clock, PUBLISH, version=version.number, digest=version.digest) as fields:
-            if self._publisher is not None:
-                awaited = f"version {version.number} to be published"
-                manifest = await self._patiently(self._publisher.publish(version), awaited, "the weights' store")
-                fields |= _sizes(manifest)
-                self._announce(manifest, finishing)
-            self._version = version
-            if self.local is not None and self.local.worker is not None:
-                if LOCAL in finishing:
-                    self.local.behind = True
-                else:
-                    load = self._load_local(self.local, self.local.worker)
-                    await self._patiently(load, f"the worker to load version {version.number}", _WORKER)
-
-    def _announce(self, manifest: WeightManifest, finishing: Collection[str]) -> None:
-        self._manifest = manifest
-        self._published.set()
-        for member in self._members.values():
-            if member.preemptible and member.state in (MemberState.SERVING, MemberState.LEAVING):
-                member.behind = True
-                if member.lease.lease_id not in finishing:
-                    self._let_load(member)
-
-    def _let_load(self, member: Member) -> None:
-        member.behind = False
-        load = partial(self._load_local if member is self.local else self._catch_up, member)
-        self._order(member, Order(load, "take weights"))
-
-    async def _load_local(self, member: Member, worker: Worker) -> None:
-        assert self._version is not None, "nothing was published"
-        member.version = (await worker.load(self._version)).version
-        self._ring()
-
-    async def _catch_up(self, member: Member, worker: Worker) -> None:
-        """Pull the newest version, and again if a newer one was published meanwhile.
-
-        Raises:
-            Quarantined: what the worker then computes is not what the publisher computes.
-        """
-        await self._published.wait()
-        while self._manifest is not None and member.version != self._manifest.version:
-            manifest, began_s = self._manifest, self.clock.now()
-            loaded = await worker.load(manifest.version)
-            member.heard_s = self.clock.now()
-            self.story.pulled(member, loaded, member.heard_s - began_s)
-            difference = probe_difference(loaded, manifest)
-            if difference > self.config.probe_limit:
-                self.story.quarantined(member, difference, self.config.probe_limit)
-                raise Quarantined(f"its logprobs of the probe are {difference:.3g} nats from the trainer's on average")
-            member.version = loaded.version
-        self._ring()
 
     # A worker's life.
 
@@ -320,7 +260,7 @@ class Fleet:
         with span(self._telemetry, self.clock, JOIN, lease=member.lease.lease_id, worker=member.lease.worker_id):
             member.worker = await self._host.start(member.lease)
             member.state = MemberState.LOADING
-            await self._catch_up(member, member.worker)
+            await self.publishing.catch_up(member, member.worker)
             member.state = MemberState.LEAVING if member.noticed else MemberState.SERVING
             member.heard_s = self.clock.now()
 
@@ -367,7 +307,18 @@ class Fleet:
             order = await member.orders.get()
             assert member.worker is not None, f"{member.lease.lease_id} was not started"
             name = "the worker" if member is self.local else f"worker {member.lease.worker_id}"
-            await self._patiently(order.call(member.worker), f"{name} to {order.what}", _WORKER)
+            wait = Wait(
+                awaited=f"{name} to {order.what}",
+                look_at="the worker and its engine",
+                deadline_s=self._patience.load_s,
+            )
+            await patiently(
+                order.call(member.worker),
+                wait,
+                notice_s=self._patience.notice_s,
+                telemetry=self._telemetry,
+                clock=self.clock,
+            )
 
     def _notice(self, member: Member, deadline_s: float, cause: str) -> None:
         """The machine goes at `deadline_s`: take no more samples, and hand back what is left shortly before."""
@@ -464,12 +415,6 @@ class Fleet:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _patiently(self, call: Coroutine[Any, Any, Any], awaited: str, look_at: str) -> Any:
-        wait = Wait(awaited=awaited, look_at=look_at, deadline_s=self._patience.load_s)
-        return await patiently(
-            call, wait, notice_s=self._patience.notice_s, telemetry=self._telemetry, clock=self.clock
-        )
-
 
 def _tokens(report: WorkerReport, lease_id: str) -> int:
     """New tokens in a report.
@@ -483,9 +428,3 @@ def _tokens(report: WorkerReport, lease_id: str) -> int:
             raise WorkerLost("it speaks for another lease")
         nbytes += len(delta.token_ids)
     return nbytes // ITEM_BYTES
-
-
-def _sizes(manifest: WeightManifest) -> dict[str, int]:
-    """What the event log says of a published version."""
-    sizes = {"nbytes": manifest.nbytes}
-    return sizes if manifest.delta is None else sizes | {"delta_nbytes": manifest.delta.nbytes}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Coroutine, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -14,9 +14,8 @@ from tidemill.config.schema import RunSpec
 from tidemill.controller.admission import latest_step, may_begin, overcommitted
 from tidemill.controller.assembly import Forming, GroupAssembly, has_signal
 from tidemill.controller.collection import Collection
-from tidemill.controller.entries import EvalResult, Evaluated
-from tidemill.controller.evaluation import evaluate
 from tidemill.controller.figures import batch_figures, sample_figures
+from tidemill.controller.held_out import HeldOut
 from tidemill.controller.in_flight import InFlight, plan_groups
 from tidemill.controller.offload import OffloadState, StepObservation, after_step, start, window
 from tidemill.controller.rollout import Rollout, StopRequested
@@ -24,8 +23,7 @@ from tidemill.controller.samples import Sample, SampleState
 from tidemill.core.errors import TidemillError
 from tidemill.core.protocols import Checkpoints, PromptSource, Scorer, Trainer
 from tidemill.core.records import Group, Prompt, StepMetrics, Trajectory
-from tidemill.telemetry.events import CHECKPOINT, EVALUATION
-from tidemill.telemetry.metrics import GREEDY_ACCURACY
+from tidemill.telemetry.events import CHECKPOINT
 
 T = TypeVar("T")
 
@@ -55,9 +53,13 @@ class Run:
     trainer_answers: bool = True  # or a run that was to end waited for it in vain
     planned: tuple[int, Sequence[tuple[int, Prompt]]] = (0, ())  # the step whose prompts were asked for last, and they
     assembly: GroupAssembly = field(init=False)
+    held_out: HeldOut = field(init=False)
 
     def __post_init__(self) -> None:
         self.assembly = GroupAssembly(self.spec.batch.group_size)
+        self.held_out = HeldOut(
+            self.spec, self.source, self.eval_scorer, self.rollout, sampling=self.in_flight.plan.sampling
+        )
 
     async def resume(self) -> None:
         """Restore the newest checkpoint and find out what the journal has beyond it."""
@@ -74,11 +76,11 @@ class Run:
             telemetry.event("already_finished", step=step, steps=self.spec.trainer.steps)
         elif self.replayed:
             telemetry.event("replay", first_step=step + 1, last_step=step + self.replayed)
-        await fleet.publish(self.trainer.version)
+        await fleet.publishing.publish(self.trainer.version)
 
     async def evaluate_start(self) -> None:
         """Where this session begins; before the first step the figures make a metrics line of their own."""
-        figures = await self._evaluate_if_due()
+        figures = await self._held_out()
         if figures and self.step == 0:
             self._tell(StepMetrics(step=0, version=self.trainer.version, optimizer_steps=0, values=figures), {})
 
@@ -236,7 +238,8 @@ class Run:
         self.in_flight.newest_version = step
         finishing = self.in_flight.leases if self.spec.schedule.unfinished == "finish" else ()
         await self._of_trainer(
-            rollout.fleet.publish(self.trainer.version, finishing=finishing), f"version {step} to be published"
+            rollout.fleet.publishing.publish(self.trainer.version, finishing=finishing),
+            f"version {step} to be published",
         )
         self._adapt()
         samples.sort(key=lambda sample: sample.ordinal)
@@ -310,11 +313,14 @@ class Run:
         if self.rollout.fleet.config.size == "adaptive":
             self.rollout.fleet.want(offload.wanted_workers)
 
+    async def _held_out(self) -> dict[str, float]:
+        return await self.held_out.if_due(self.step, self.trainer.version, training=self.samples)
+
     async def tell(self, metrics: StepMetrics) -> None:
         """One line of metrics, with held-out accuracy when it is due; written even if that evaluation is cut short."""
         figures: dict[str, float] = {}
         try:
-            figures = await self._evaluate_if_due()
+            figures = await self._held_out()
         finally:
             self._tell(metrics, figures)
 
@@ -322,45 +328,6 @@ class Run:
         happened = self.rollout.fleet.story.take_figures()
         values = {**happened, **metrics.values, **figures}
         self.rollout.telemetry.step(msgspec.structs.replace(metrics, values=values))
-
-    async def _evaluate_if_due(self) -> dict[str, float]:
-        """Before the first step, every so many, and after the last; a result of these very weights is not repeated."""
-        every, rollout = self.spec.eval.every_steps, self.rollout
-        if not (self.step in (0, self.spec.trainer.steps) or (every and self.step % every == 0)):
-            return {}
-        prompts = list(self.source.held_out())[: self.spec.eval.prompts]
-        known = rollout.ledger.evaluations.get(self.step)
-        if known is not None and (known.result.version, known.result.n) == (self.trainer.version, len(prompts)):
-            self._tell_again(known, prompts)
-            return _figures(known.result)
-        return _figures(await self._evaluate(prompts)) if prompts else {}
-
-    async def _evaluate(self, prompts: Sequence[Prompt]) -> EvalResult:
-        rollout, step = self.rollout, self.step
-        limit = self.spec.eval.max_new_tokens or self.in_flight.plan.sampling.max_new_tokens
-        with rollout.span(EVALUATION, step=step) as fields:
-            async with self.samples.paused() if self.samples else nullcontext():
-                evaluation = await evaluate(
-                    step=step,
-                    version=self.trainer.version,
-                    prompts=prompts,
-                    rollout=rollout,
-                    scorer=self.eval_scorer,
-                    sampling=msgspec.structs.replace(self.in_flight.plan.sampling, max_new_tokens=limit),
-                    seed=self.spec.run.seed,
-                )
-            fields |= _fields(evaluation.result)
-        rollout.telemetry.samples(step, evaluation.samples, prompts)
-        await rollout.ledger.evaluated(evaluation.result, evaluation.samples)
-        return evaluation.result
-
-    def _tell_again(self, known: Evaluated, prompts: Sequence[Prompt]) -> None:
-        """Write what the resume dropped of an evaluation beyond the checkpoint."""
-        by_id = {prompt.prompt_id: prompt for prompt in prompts}
-        samples = [sample for sample in known.samples if sample.sample_id.prompt_id in by_id]
-        if samples:
-            self.rollout.telemetry.samples(self.step, samples, [by_id[s.sample_id.prompt_id] for s in samples])
-        self.rollout.telemetry.event(EVALUATION, step=self.step, recovered=True, **_fields(known.result))
 
     async def checkpoint_if_due(self) -> None:
         every = self.spec.checkpoint.every_steps
@@ -415,19 +382,3 @@ class Run:
             look_at="the disk of the run directory",
             deadline_s=self.rollout.patience.checkpoint_s,
         )
-
-
-def _fields(result: EvalResult) -> dict[str, Any]:
-    """What the event log says of an evaluation."""
-    return {
-        "greedy_accuracy": result.greedy_accuracy,
-        "n": result.n,
-        "invalid": result.invalid,
-        "truncated_fraction": result.truncated_fraction,
-        "completion_tokens_mean": result.completion_tokens_mean,
-    }
-
-
-def _figures(result: EvalResult) -> dict[str, float]:
-    """What a step's metrics say of an evaluation."""
-    return {GREEDY_ACCURACY: result.greedy_accuracy, "eval/n": float(result.n), "time_eval_s": result.duration_s}

@@ -8,7 +8,7 @@ from tidemill.algos.advantages import dr_grpo, grpo, has_signal, rloo
 
 # Multiples of 1/64: sums, shifts and halvings of these are exact, so that what is tested is the formula.
 rewards = st.lists(st.integers(-256, 256).map(lambda n: n / 64), min_size=2, max_size=16)
-COMMON = settings(deadline=None, max_examples=80)
+COMMON = settings(max_examples=80)
 
 
 def advantages(values: list[float], valid: list[bool] | None = None) -> torch.Tensor:

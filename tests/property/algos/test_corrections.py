@@ -13,7 +13,7 @@ from tidemill.config.algorithm import CORRECTION_LIMITS
 
 tokens = st.lists(st.tuples(st.floats(-3, 3), st.integers(0, 3)), min_size=1, max_size=20)
 KINDS = [kind for kind in CORRECTIONS if kind != "mu_step"]
-COMMON = settings(deadline=None, max_examples=40)
+COMMON = settings(max_examples=40)
 
 
 def corrected(kind: str, rows: list[tuple[float, int]]) -> Corrected:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tidemill.algos.kl import approximate_kl, k3, mismatch, no_mismatch
 
 logprobs = st.lists(st.tuples(st.floats(-6, 0), st.floats(-6, 0)), min_size=1, max_size=24)
-COMMON = settings(deadline=None, max_examples=80)
+COMMON = settings(max_examples=80)
 
 
 def columns(rows: list[tuple[float, float]]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,7 +13,7 @@ from tidemill.algos.value import value_loss
 token = st.tuples(st.floats(-2, 2), st.floats(-8, 0), st.floats(-3, 3))  # log ratio, proximal logprob, advantage
 tokens = st.lists(token, min_size=1, max_size=24)
 dual = st.one_of(st.none(), st.floats(1.5, 5))
-COMMON = settings(deadline=None, max_examples=80)
+COMMON = settings(max_examples=80)
 
 
 def columns(rows: list[tuple[float, float, float]]) -> tuple[Tensor, Tensor, Tensor]:

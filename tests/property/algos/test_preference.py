@@ -9,7 +9,7 @@ from tidemill.algos.preference import bradley_terry, dpo, ipo
 
 pair = st.tuples(*[st.floats(-9, 0)] * 4)
 pairs = st.lists(pair, min_size=1, max_size=8)
-COMMON = settings(deadline=None, max_examples=60)
+COMMON = settings(max_examples=60)
 Rows = list[tuple[float, float, float, float]]
 
 

@@ -12,7 +12,7 @@ step = st.tuples(
 )
 episodes = st.lists(step, min_size=1, max_size=12)
 share = st.floats(0.1, 1)
-COMMON = settings(deadline=None, max_examples=80)
+COMMON = settings(max_examples=80)
 Rows = list[tuple[float, float, float, str]]
 
 

@@ -28,7 +28,7 @@ def sides(rows: list[tuple[str, str]], fraction: float) -> tuple[set[str], set[s
 
 
 @given(rows=ROWS, data=st.data(), fraction=st.floats(0.05, 0.95))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_moving_and_repeating_rows_moves_none_to_the_other_side(
     rows: list[tuple[str, str]], data: st.DataObject, fraction: float
 ) -> None:
@@ -37,7 +37,7 @@ def test_moving_and_repeating_rows_moves_none_to_the_other_side(
 
 
 @given(rows=ROWS, kept=st.integers(2, 24), fraction=st.floats(0.05, 0.95))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_rows_appended_move_at_most_the_one_that_filled_an_empty_side(
     rows: list[tuple[str, str]], kept: int, fraction: float
 ) -> None:

@@ -64,7 +64,7 @@ def test_no_batch_repeats_a_prompt_in_a_set_of_two_batches_or_more(batch_prompts
     fraction=st.floats(0.05, 0.9),
     seed=SEEDS,
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_no_training_problem_or_its_twin_is_held_out(
     operators: str, digits: int, shots: int, fraction: float, seed: int
 ) -> None:
@@ -110,7 +110,7 @@ def test_a_question_is_never_on_both_sides(questions: list[str], fraction: float
 
 
 @given(numbers=st.lists(st.integers(0, 15), min_size=4, max_size=40), seed=SEEDS)
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_repeated_lines_never_leak_and_the_seed_never_moves_the_held_out(numbers: list[int], seed: int) -> None:
     numbers = [*numbers, 16, 17]
     with tempfile.TemporaryDirectory() as folder:

@@ -6,7 +6,7 @@ import asyncio
 from itertools import pairwise, takewhile
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.lease_story import Story, listen, scheduled, whole_story
@@ -62,7 +62,6 @@ def test_a_trace_gains_and_loses_what_its_counts_say(trace: CapacityTrace) -> No
     assert sum(found.times_to_eviction_s) <= trace.machine_seconds() + 1e-6
 
 
-@settings(deadline=None)
 @given(TRACES, SEEDS, st.sampled_from([0.0, 0.5, 7.0]), st.integers(1, 7), st.sampled_from([0.5, 1.0, 3.0]))
 def test_a_replayed_trace_is_never_exceeded(
     trace: CapacityTrace, seed: int, notice_s: float, cap: int, speed: float
@@ -79,7 +78,6 @@ def test_a_replayed_trace_is_never_exceeded(
                 assert held == limit
 
 
-@settings(deadline=None)
 @given(TRACES, SEEDS, st.sampled_from([0.5, 7.0]))
 def test_a_notice_precedes_its_end_by_exactly_its_length(trace: CapacityTrace, seed: int, notice_s: float) -> None:
     story = whole_story(trace_timetable(trace, notice_s=notice_s, seed=seed), until_s=trace.end_s + 1.0)
@@ -92,7 +90,6 @@ def test_a_notice_precedes_its_end_by_exactly_its_length(trace: CapacityTrace, s
         assert time_s - noticed[event.lease_id] == pytest.approx(notice_s, abs=1e-5)
 
 
-@settings(deadline=None)
 @given(MARKETS, SEEDS)
 def test_a_synthetic_market_stays_within_its_machines_and_keeps_its_notices(market: Market, seed: int) -> None:
     trace = synthetic_trace(market, seed=seed, duration_s=300.0)
@@ -129,7 +126,6 @@ async def act(timetable: Timetable, acts: list[tuple[float, tuple[str, int]]]) -
     return story, given_back
 
 
-@settings(deadline=None)
 @given(st.one_of(TRACES, MARKETS), SEEDS, ACTS)
 def test_every_lease_ends_once_or_is_still_held(
     kind: CapacityTrace | Market, seed: int, acts: list[tuple[float, tuple[str, int]]]

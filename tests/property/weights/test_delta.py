@@ -66,7 +66,7 @@ def changes(draw: st.DrawFn) -> tuple[tuple[TensorEntry, ...], Blob, Blob]:
     return tensors(dtype, size, draw(st.integers(0, 20))), old.view(np.uint8), new.view(np.uint8)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(change=changes())
 def test_every_bit_pattern_comes_back(change: tuple[tuple[TensorEntry, ...], Blob, Blob]) -> None:
     entries, old, new = change
@@ -79,7 +79,7 @@ def test_every_bit_pattern_comes_back(change: tuple[tuple[TensorEntry, ...], Blo
     assert in_place.tobytes() == new.tobytes()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(change=changes(), data=st.data())
 def test_every_cut_and_every_wrong_bit_is_found(
     change: tuple[tuple[TensorEntry, ...], Blob, Blob], data: st.DataObject
@@ -95,7 +95,7 @@ def test_every_cut_and_every_wrong_bit_is_found(
         apply_delta(entries, wrong, described(blob), old, np.empty_like(old))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(change=changes(), data=st.data())
 def test_nonsense_under_a_right_checksum_is_refused_or_harmless(
     change: tuple[tuple[TensorEntry, ...], Blob, Blob], data: st.DataObject

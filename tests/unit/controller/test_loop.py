@@ -157,7 +157,7 @@ def test_a_trainer_that_does_not_answer_keeps_nobody_from_stopping(hanging: str)
             await asyncio.sleep(10**6)
 
         def begin() -> None:  # in the third step, after the checkpoint of the second
-            owner = {"save": session.checkpoints, "publish": session.fleet}.get(hanging, session.trainer)
+            owner = {"save": session.checkpoints, "publish": session.fleet.publishing}.get(hanging, session.trainer)
             setattr(owner, hanging, hang)
 
         note_learned = session.ledger.note_learned

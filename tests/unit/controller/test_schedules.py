@@ -207,7 +207,7 @@ SCHEDULES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(SCHEDULES, st.lists(st.integers(50, 3000), max_size=3), st.booleans())
 def test_whatever_the_schedule_a_killed_run_goes_on_and_keeps_the_limit(
     schedule: dict[str, Any], cuts: list[int], redraw: bool

@@ -27,7 +27,7 @@ def parts(example: Example) -> tuple[Tokens, ...]:
     return example[1]
 
 
-@settings(derandomize=True, deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(SEQUENCES)
 def test_the_size_of_a_tree_is_known_without_building_it(lists: list[list[int]]) -> None:
     size, seen = TreeSize(), list[Tokens]()
@@ -39,7 +39,7 @@ def test_the_size_of_a_tree_is_known_without_building_it(lists: list[list[int]])
         assert size.nodes == expected
 
 
-@settings(derandomize=True, deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(SEQUENCES, st.integers(1, 20))
 def test_runs_are_whole_in_order_and_within_the_budget(lists: list[list[int]], budget: int) -> None:
     examples = examples_of(lists)

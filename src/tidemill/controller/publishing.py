@@ -1,0 +1,130 @@
+"""New weights for every worker: the local engine is waited for, the others pull in their own time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Coroutine, Mapping
+from functools import partial
+from typing import Any, TypeVar
+
+from tidemill.controller.in_flight import LOCAL
+from tidemill.controller.member import Member, MemberState, Order, probe_difference
+from tidemill.controller.story import Story
+from tidemill.controller.waiting import Patience, Wait, patiently
+from tidemill.core.clock import Clock
+from tidemill.core.errors import WorkerLost
+from tidemill.core.protocols import Publisher, Telemetry, Worker
+from tidemill.core.records import PolicyVersion, WeightManifest
+from tidemill.telemetry.events import PUBLISH
+from tidemill.telemetry.spans import span
+
+T = TypeVar("T")
+
+
+class Quarantined(WorkerLost):
+    """A worker computes something else than the trainer."""
+
+
+class Publishing:
+    """What was published last, and who has it.
+
+    Args:
+        publisher: gives weights to workers elsewhere; None where there are none.
+        members: the workers there are, by lease; read at every publish.
+        probe_limit: nats by which a worker's logprobs of the probe may differ from the publisher's.
+        news: called when a worker can take samples of a version that it could not before.
+    """
+
+    def __init__(
+        self,
+        publisher: Publisher | None,
+        members: Mapping[str, Member],
+        *,
+        probe_limit: float,
+        story: Story,
+        clock: Clock,
+        telemetry: Telemetry,
+        patience: Patience,
+        news: Callable[[], None],
+    ) -> None:
+        self._publisher, self._members, self._probe_limit = publisher, members, probe_limit
+        self._story, self._clock, self._telemetry, self._patience = story, clock, telemetry, patience
+        self._news = news
+        self._version: PolicyVersion | None = None  # the newest
+        self._manifest: WeightManifest | None = None
+        self._published = asyncio.Event()
+
+    async def publish(self, version: PolicyVersion, *, finishing: Collection[str] = ()) -> None:
+        """Make the trainer's weights everybody's.
+
+        Args:
+            finishing: leases whose workers first finish what they have, and load when they are noted as idle.
+        """
+        with span(self._telemetry, self._clock, PUBLISH, version=version.number, digest=version.digest) as fields:
+            if self._publisher is not None:
+                wait = self._wait(f"version {version.number} to be published", "the weights' store")
+                manifest = await self._patiently(self._publisher.publish(version), wait)
+                fields |= _sizes(manifest)
+                self._announce(manifest, finishing)
+            self._version = version
+            local = self._members.get(LOCAL)
+            if local is None or local.worker is None:
+                return
+            if LOCAL in finishing:
+                local.behind = True
+            else:
+                wait = self._wait(f"the worker to load version {version.number}", "the worker and its engine")
+                await self._patiently(self._load_local(local, local.worker), wait)
+
+    def let_load(self, member: Member) -> None:
+        """Tell a worker that is behind to catch up, after what it was told before."""
+        member.behind = False
+        load = self._load_local if member.lease.lease_id == LOCAL else self.catch_up
+        member.orders.put_nowait(Order(partial(load, member), "take weights"))
+
+    async def catch_up(self, member: Member, worker: Worker) -> None:
+        """Pull the newest version, and again if a newer one was published meanwhile; waits for the first one.
+
+        Raises:
+            Quarantined: what the worker then computes is not what the publisher computes.
+        """
+        await self._published.wait()
+        while self._manifest is not None and member.version != self._manifest.version:
+            manifest, began_s = self._manifest, self._clock.now()
+            loaded = await worker.load(manifest.version)
+            member.heard_s = self._clock.now()
+            self._story.pulled(member, loaded, member.heard_s - began_s)
+            difference = probe_difference(loaded, manifest)
+            if difference > self._probe_limit:
+                self._story.quarantined(member, difference, self._probe_limit)
+                raise Quarantined(f"its logprobs of the probe are {difference:.3g} nats from the trainer's on average")
+            member.version = loaded.version
+        self._news()
+
+    def _announce(self, manifest: WeightManifest, finishing: Collection[str]) -> None:
+        self._manifest = manifest
+        self._published.set()
+        for member in self._members.values():
+            if member.preemptible and member.state in (MemberState.SERVING, MemberState.LEAVING):
+                member.behind = True
+                if member.lease.lease_id not in finishing:
+                    self.let_load(member)
+
+    async def _load_local(self, member: Member, worker: Worker) -> None:
+        assert self._version is not None, "nothing was published"
+        member.version = (await worker.load(self._version)).version
+        self._news()
+
+    def _wait(self, awaited: str, look_at: str) -> Wait:
+        return Wait(awaited=awaited, look_at=look_at, deadline_s=self._patience.load_s)
+
+    async def _patiently(self, call: Coroutine[Any, Any, T], wait: Wait) -> T:
+        return await patiently(
+            call, wait, notice_s=self._patience.notice_s, telemetry=self._telemetry, clock=self._clock
+        )
+
+
+def _sizes(manifest: WeightManifest) -> dict[str, int]:
+    """What the event log says of a published version."""
+    sizes = {"nbytes": manifest.nbytes}
+    return sizes if manifest.delta is None else sizes | {"delta_nbytes": manifest.delta.nbytes}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -16,6 +17,9 @@ class ScheduleConfig(Config):
     overcommit: Annotated[int, Field(ge=0)] | Literal["adaptive"] | None = None
     """Groups under way beyond those of the batch that is due; at most max_policy_lag times batch.prompts, which is also
     what is taken when nothing is set. adaptive: more while the reward improves, fewer when it does not."""
+    fresh_fraction: float = Field(0.0, ge=0, le=1)
+    """At least this share of each batch's groups is begun under the very weights it is learned with; what is left over
+    for a later batch is bounded accordingly. 0.5 renews half of every batch."""
     membership: Literal["planned", "first_finished"] = "planned"
     """planned: each batch has the prompts of its step. first_finished: a batch is the groups that are finished first,
     and stragglers go into a later one."""
@@ -29,6 +33,15 @@ class ScheduleConfig(Config):
     """With algorithm.dynamic_sampling: batches' worth of groups without signal replaced in one step, at most; beyond
     that they are taken as they are."""
 
+    def most_left_over(self, batch_groups: int) -> int:
+        """Groups of B that may be under way beyond the due batch: when new weights come they are what later batches
+        have of older ones."""
+        if not isinstance(self.overcommit, int):
+            renewed = math.ceil(self.fresh_fraction * batch_groups)
+            most = self.max_policy_lag * batch_groups
+            return min(most, batch_groups - renewed) if renewed else most
+        return self.overcommit
+
     @model_validator(mode="after")
     def _possible(self) -> ScheduleConfig:
         faults = []
@@ -36,5 +49,10 @@ class ScheduleConfig(Config):
             faults.append(
                 f"overcommit = {self.overcommit!r} leaves groups for a later batch, and max_policy_lag = 0 allows none "
                 "to be older than its batch; raise max_policy_lag, or leave overcommit out"
+            )
+        if self.fresh_fraction > 0 and isinstance(self.overcommit, int):
+            faults.append(
+                f"overcommit = {self.overcommit} and fresh_fraction = {self.fresh_fraction:g} both say how many groups "
+                'are left over for a later batch; leave one of them out, or set overcommit = "adaptive"'
             )
         return refuse(faults, self)

@@ -49,11 +49,9 @@ def overcommitted(schedule: ScheduleConfig, batch_groups: int, rewards: Sequence
     Args:
         rewards: the mean reward of each batch so far.
     """
-    limit = schedule.max_policy_lag * batch_groups
-    if schedule.overcommit is None:
+    limit = schedule.most_left_over(batch_groups)
+    if schedule.overcommit != "adaptive":
         return limit
-    if isinstance(schedule.overcommit, int):
-        return schedule.overcommit
     groups, by = 0, max(1, limit // 8)
     for end in range(2 * TREND_STEPS, len(rewards) + 1):
         before, last = rewards[end - 2 * TREND_STEPS : end - TREND_STEPS], rewards[end - TREND_STEPS : end]

@@ -39,6 +39,14 @@ def test_overcommit_as_configured() -> None:
     assert overcommitted(ScheduleConfig(max_policy_lag=2, overcommit=5), 8, []) == 5
 
 
+def test_what_is_left_over_where_part_of_each_batch_is_renewed() -> None:
+    assert overcommitted(ScheduleConfig(max_policy_lag=2, fresh_fraction=0.5), 8, []) == 4  # half old, half new
+    assert overcommitted(ScheduleConfig(max_policy_lag=2, fresh_fraction=0.3), 8, []) == 5  # 2.4 new ones are 3
+    assert overcommitted(ScheduleConfig(max_policy_lag=2, fresh_fraction=1.0), 8, []) == 0
+    rising = [0.1 * at for at in range(40)]
+    assert overcommitted(ScheduleConfig(max_policy_lag=2, fresh_fraction=0.5, overcommit="adaptive"), 8, rising) == 4
+
+
 def test_adaptive_overcommit_follows_the_reward() -> None:
     adaptive = ScheduleConfig(max_policy_lag=2, overcommit="adaptive")
     rising, falling = [0.1 * at for at in range(40)], [-0.1 * at for at in range(40)]

@@ -133,6 +133,18 @@ def test_a_sample_under_way_begins_again() -> None:
     assert not any(mixed(batch) for batch in history(session))
 
 
+def renewed(batch: list[list[Any]], step: int) -> int:
+    """Groups of a batch that the weights it was learned with made, and no others."""
+    return sum(all(run.version.number == step for sample in group for run in sample[7]) for group in batch)
+
+
+def test_half_of_every_batch_is_renewed() -> None:
+    session = run(max_policy_lag=2, fresh_fraction=0.5)
+
+    check(session, 2)
+    assert [renewed(batch, step) for step, batch in enumerate(history(session))] == [3, 2, 2, 2, 2, 2]
+
+
 class Slow:
     """A scorer that takes an age over some groups: stragglers."""
 
@@ -200,11 +212,12 @@ SCHEDULES = st.fixed_dictionaries(
     {
         "max_policy_lag": st.sampled_from([1, 2, 3]),
         "overcommit": st.sampled_from([None, 1, 3, "adaptive"]),
+        "fresh_fraction": st.sampled_from([0.0, 0.5, 1.0]),
         "membership": st.sampled_from(["planned", "first_finished"]),
         "unfinished": st.sampled_from(["continue", "finish", "restart"]),
         "on_lag_limit": st.sampled_from(["wait", "restart", "drop"]),
     }
-)
+).filter(lambda schedule: not (schedule["fresh_fraction"] and isinstance(schedule["overcommit"], int)))
 
 
 @settings(max_examples=40)
@@ -227,3 +240,5 @@ def test_whatever_the_schedule_a_killed_run_goes_on_and_keeps_the_limit(
 
     assert session.result is not None
     check(session, schedule["max_policy_lag"])
+    for step, batch in enumerate(history(session)):
+        assert renewed(batch, step) >= schedule["fresh_fraction"] * GROUPS

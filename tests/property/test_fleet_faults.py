@@ -38,6 +38,7 @@ configs = st.builds(
     seed_window_s=st.sampled_from([0.0, 0.5, 5.0]),
     queue_limit=st.sampled_from([1, 8]),
     max_moves=st.sampled_from([0, 2]),
+    tail_fraction=st.sampled_from([0.0, 0.3, 0.9]),
     hand_back_s=st.sampled_from([0.0, 0.3, 2.0]),
     silence_s=st.just(5.0),
 )

@@ -78,6 +78,9 @@ class FleetConfig(Config):
     """Samples queued at one worker beyond those it decodes; more wait with the controller."""
     max_moves: int = Field(2, ge=0)
     """Times one sample may be moved to even out the load; evictions do not count."""
+    tail_fraction: float = Field(0.0, ge=0, lt=1)
+    """When no more than this share of the samples under way is unfinished, they go on together on as few workers as can
+    decode them at once, the reserved engine last, and the others are free; 0 for never, 0.2 as RLHFuse does."""
     silence_s: float = Field(15.0, gt=0)
     """A worker that has not been heard of for so long loses its lease; only where workers are processes. An idle one
     speaks four times as often, and at least once a second."""

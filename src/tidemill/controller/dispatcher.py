@@ -13,6 +13,7 @@ from tidemill.controller.member import Member
 from tidemill.controller.offload import seeding_useful
 from tidemill.controller.router import Load, Movable, Waiting, dispatch, rebalance
 from tidemill.controller.samples import Sample, SampleState
+from tidemill.controller.tail import keepers, tail_begins
 from tidemill.core.errors import TidemillError
 
 MAX_FAILURES = 3
@@ -34,6 +35,7 @@ class Dispatcher:
         self._began_s = self._balanced_s = fleet.clock.now()
         self._queue: list[tuple[bool, int, float, int]] = []  # a heap of waiting samples, see `_push`
         self._seeds = False
+        self._keepers: frozenset[str] | None = None  # who generates the tail of the batch, once that has begun
         self._called_back: dict[int, int] = {}  # ordinal: the attempt that was asked back
         self.seeded_until_s: float | None = None  # since when the reserved side has not been generating
         self.workers_mean = 0.0  # preemptible workers serving, over all looks
@@ -60,6 +62,8 @@ class Dispatcher:
         self.workers_mean += (sum(member.preemptible for member in members) - self.workers_mean) / self._looks
         self._looks += 1
         self._enqueue()
+        if self._fleet.elastic and self._fleet.config.tail_fraction > 0:
+            members = self._gather(members)
         if self._in_flight.waiting:
             return self._hand_out(members)
         if len(members) > 1:
@@ -87,6 +91,8 @@ class Dispatcher:
         """Who takes samples now. The reserved side's own are called back when its window is over."""
         fleet, in_flight = self._fleet, self._in_flight
         members = fleet.serving(in_flight.newest_version)
+        if self._keepers is not None and not self._keepers <= {LOCAL, *(member.lease.lease_id for member in members)}:
+            self._keepers = None  # one of them is gone: the others may be needed again
         if fleet.local is None:
             return members
         seeds = not fleet.elastic
@@ -100,7 +106,7 @@ class Dispatcher:
                 unassigned=len(in_flight.waiting),
                 local_running=len(in_flight.held(LOCAL)),
                 trainable_groups=trainable_groups,
-            )
+            ) and (self._keepers is None or LOCAL in self._keepers)
         if self._seeds and not seeds:
             self.seeded_until_s = fleet.clock.now()
             fleet.abort(LOCAL, [sample.sample_id for sample in in_flight.held(LOCAL).values()])
@@ -109,6 +115,34 @@ class Dispatcher:
         self._seeds = seeds
         up_to_date = fleet.local.version is None or fleet.local.version.number == in_flight.newest_version
         return [*members, fleet.local] if seeds and up_to_date else members
+
+    def _gather(self, members: Sequence[Member]) -> list[Member]:
+        """In the tail of a batch: those who finish it. The others' samples are called back once, to go on there."""
+        fleet, in_flight = self._fleet, self._in_flight
+        fraction = fleet.config.tail_fraction
+        if not tail_begins(unfinished=in_flight.unfinished, samples=len(in_flight.samples), fraction=fraction):
+            self._keepers = None
+            return list(members)
+        here = {member.lease.lease_id for member in members}
+        if not here:
+            return []
+        if self._keepers is None or not self._keepers <= here:
+            loads = [
+                Load(lease_id=lease_id, slots=fleet.slots, assigned=len(in_flight.held(lease_id))) for lease_id in here
+            ]
+            self._keepers = keepers(
+                loads, unfinished=in_flight.unfinished, plateau=fleet.profile.plateau(fleet.slots), last={LOCAL}
+            )
+            self._vacate(sorted(here - self._keepers))
+        return [member for member in members if member.lease.lease_id in self._keepers]
+
+    def _vacate(self, lease_ids: Iterable[str]) -> None:
+        for lease_id in lease_ids:
+            if lease_id == LOCAL:
+                self._seeds, self.seeded_until_s = False, self._fleet.clock.now()
+            if samples := self._in_flight.held(lease_id).values():
+                self._fleet.story.vacated(self._fleet[lease_id], len(samples))
+                self._fleet.abort(lease_id, [sample.sample_id for sample in samples])
 
     def _enqueue(self) -> None:
         for sample in self._in_flight.take_newly_waiting():

@@ -27,6 +27,7 @@ from tidemill.telemetry.events import (
     PULL,
     QUARANTINE,
     REBALANCE,
+    VACATED,
 )
 
 _ROUND = 6
@@ -126,6 +127,10 @@ class Story:
         self._telemetry.event(
             REBALANCE, from_worker=source.lease.worker_id, to_worker=target.lease.worker_id, samples=samples
         )
+
+    def vacated(self, member: Member, samples: int) -> None:
+        """The last samples of a batch are gathered on others."""
+        self._tell(VACATED, member, samples=samples)
 
     def ended(self, ended: Ended, samples: Sequence[Sample]) -> None:
         """A worker that served is gone: evicted, or it crashed. One that was given back is only told of as such."""

@@ -33,6 +33,7 @@ EVICTION = "eviction"
 CRASH = "crash"
 LEASE_END = "lease_end"
 REBALANCE = "rebalance"
+VACATED = "vacated"
 QUARANTINE = "quarantine"
 JOIN_FAILED = "join_failed"
 PUBLISH = "publish"
@@ -69,6 +70,7 @@ EVENTS: dict[str, str] = {
     LEASE_END: "a machine is no longer held; `lease`, `worker`, `kind`, `cause`, `evicted`, `held_s`, `cost_usd`, "
     "`tokens`",
     REBALANCE: "`from_worker` is asked for `samples` that `to_worker` may go on with, to even out the load",
+    VACATED: "the last `samples` of a batch are gathered on few workers, and this one is left; `lease`, `worker`",
     QUARANTINE: "a worker's logprobs differ from the trainer's by `difference`, more than `limit`; it is given back; "
     "`lease`, `worker`",
     JOIN_FAILED: "a worker did not come up on its machine; `lease`, `worker`, `cause`",

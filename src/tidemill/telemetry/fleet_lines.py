@@ -22,6 +22,7 @@ from tidemill.telemetry.events import (
     PULL,
     QUARANTINE,
     REBALANCE,
+    VACATED,
 )
 from tidemill.telemetry.numerals import decimal, duration
 
@@ -38,6 +39,7 @@ FLEET_EVENTS = frozenset(
         MIGRATION,
         LEASE_END,
         REBALANCE,
+        VACATED,
         QUARANTINE,
         JOIN_FAILED,
     }

@@ -66,7 +66,7 @@ def test_the_quiet_run_is_worth_comparing_with() -> None:
     reference, ends = quiet_run()
 
     assert len(reference.trainer.state.history) == 4
-    assert reference.trainer.positions == [[0, 1, 2]] * 4
+    assert reference.trainer.positions == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
     finishes = {sample[3] for batch in reference.trainer.state.history for group in batch for sample in group[2]}  # type: ignore[index]
     assert finishes == {"stop", "length"}
     assert len(ends) > 60

@@ -173,7 +173,7 @@ class Run:
         if lag > self.spec.schedule.max_policy_lag:
             raise TidemillError(f"group {position} is {lag} versions old: the schedule let it pass its limit")
         group = Group(
-            position=position - self.step * self.spec.batch.prompts,
+            position=position,
             prompt_id=trajectories[0].sample_id.prompt_id,
             trajectories=tuple(trajectories),
         )

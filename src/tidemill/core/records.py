@@ -321,7 +321,7 @@ class Trajectory(Record):
 
 
 class Group(Record):
-    """All samples of one prompt, in index order; `position` is the group's canonical place in its batch."""
+    """All samples of one prompt, in index order; `position` is the group's canonical place among all of the run."""
 
     position: int
     prompt_id: str

@@ -86,8 +86,8 @@ def test_canonical_order_is_strict_and_arrival_order_is_not() -> None:
     canonical = run(small_spec(**MANY), slots=16)  # all at once, so that some finish before the first one
     arrival = run(small_spec(**{**MANY, "batch": {"prompts": 8, "group_size": 2, "order": "arrival"}}), slots=16)
 
-    assert canonical.trainer.positions == [list(range(8))] * 2
-    assert [sorted(positions) for positions in arrival.trainer.positions] == [list(range(8))] * 2
+    assert canonical.trainer.positions == [list(range(8)), list(range(8, 16))]
+    assert [sorted(positions) for positions in arrival.trainer.positions] == canonical.trainer.positions
     assert arrival.trainer.positions != canonical.trainer.positions
 
 

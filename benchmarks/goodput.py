@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import random
 import sys
 import time
@@ -25,7 +26,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measuring import write_result
+from benchmarks.measuring import RESULTS, write_result
 from tidemill.config.pool import FleetConfig
 from tidemill.controller.collection import collecting
 from tidemill.controller.fleet import Fleet
@@ -220,8 +221,15 @@ def main() -> int:
         )
         print(name, result, file=sys.stderr)
     Console(width=140).print(table)
-    print("written:", write_result("goodput", {"speed": SPEED.__repr__(), "cases": results}))
+    write_result("goodput", {"speed": repr(SPEED), "cases": {**measured_before(), **results}})
     return 0
+
+
+def measured_before() -> dict[str, Any]:
+    """Of traces that are not given this time; nothing of another speed."""
+    path = RESULTS / "goodput.json"
+    found = json.loads(path.read_text()) if path.exists() else {}
+    return found["cases"] if found.get("speed") == repr(SPEED) else {}
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from tidemill.core.buffers import LogprobBuffer, TokenBuffer, count, pack_logpro
 from tidemill.core.clock import LoopClock
 from tidemill.core.protocols import EngineCapabilities, EngineStatus
 from tidemill.core.records import (
+    Completion,
     Finish,
     FleetRow,
     GenerateRequest,
@@ -120,6 +121,14 @@ def completion(sample_id: SampleId, version: PolicyVersion, limit: int = MAX_NEW
 
 def logprob(token: int) -> float:
     return -token / 16  # exact in float32
+
+
+def said_of(completion: Completion, version: PolicyVersion) -> LogprobBuffer:
+    """What the fake trainer says of a completion: each token by itself."""
+    return pack_logprobs(
+        logprob(number(version.digest, at, token) % VOCABULARY)
+        for at, token in enumerate(unpack_tokens(completion.token_ids))
+    )
 
 
 class FakeCompute:
@@ -245,6 +254,7 @@ def seen(group: Group) -> tuple[object, ...]:
                 t.reward and (t.reward.value, t.reward.valid),
                 t.weight,
                 t.versions,
+                *t.publish_logprobs,
             )
             for t in group.trajectories
         ),
@@ -265,6 +275,9 @@ class FakeTrainer:
 
     async def accumulate(self, group: Group) -> None:
         await self._compute.run(lambda: self.open.append(seen(group)))
+
+    async def logprobs(self, completions: Sequence[Completion]) -> list[LogprobBuffer]:
+        return await self._compute.run(lambda: [said_of(completion, self.version) for completion in completions])
 
     async def commit(self, step: int) -> StepMetrics:
         return await self._compute.run(lambda: self._commit(step))

@@ -10,7 +10,8 @@ import pytest
 
 from tests.fake_fleet import Disk, Session, small_spec
 from tests.virtual_time import run_virtual
-from tidemill.controller.memory_journal import PowerCut
+from tidemill.controller.entries import Published, decode
+from tidemill.controller.memory_journal import HEADER, PowerCut
 from tidemill.core.records import SampleId
 
 SPEC = small_spec()
@@ -252,3 +253,56 @@ def test_a_finished_run_goes_on_when_it_is_given_more_steps() -> None:
 
 def run_of_six() -> Session:
     return live(Disk(), spec=small_spec(trainer={"steps": 6}))
+
+
+def ahead(unfinished: str) -> Any:
+    return small_spec(
+        algorithm={"correction": {"kind": "mu_step"}},
+        schedule={"max_policy_lag": 2, "unfinished": unfinished},
+        sampling={"max_new_tokens": 24},
+        trainer={"steps": 5},
+        checkpoint={"every_steps": 3},
+    )
+
+
+def writes_beside_publishes(spec: Any) -> list[int]:
+    """Bytes in the journal where what a publish says is torn at its beginning or after its first round, or is there."""
+    cuts: list[int] = []
+
+    async def main() -> None:
+        session = Session(spec=spec)
+        append = session.journal.append
+
+        async def noted(blobs: Any) -> None:
+            before = session.journal.written
+            await append(blobs)
+            if isinstance(decode(blobs[0][1]), Published):
+                cuts.extend((before + 1, before + HEADER.size + len(blobs[0][1]), session.journal.written + 1))
+
+        session.journal.append = noted  # type: ignore[method-assign]
+        session.result = await session.run()
+
+    run_virtual(main())
+    return cuts
+
+
+@pytest.mark.parametrize("unfinished", ["continue", "finish"])
+def test_killed_beside_what_a_publish_says_it_learns_again_what_it_had_learned(unfinished: str) -> None:
+    """Ahead of training a run depends on time; but what it told of it learns again to the bit, publish for publish.
+
+    Samples that are finished under old weights get tokens of which nothing was said when the new ones were published.
+    """
+    spec, replayed = ahead(unfinished), 0
+    for cut in writes_beside_publishes(spec):
+        disk = Disk()
+        killed = live(disk, power_cut_after=cut, spec=spec)
+        resumed = live(disk, spec=spec)
+        assert killed.result is None and resumed.result is not None, cut
+        told = max(metrics.step for metrics in killed.telemetry.steps)
+        assert resumed.trainer.state.history[:told] == killed.trainer.state.history[:told], cut
+        for step, batch in enumerate(resumed.trainer.state.history):
+            for sample in (sample for group in batch for sample in group[2]):  # type: ignore[index]
+                if unfinished == "continue":
+                    assert len(sample[8:]) == step - sample[7][0].version.number, cut  # no publish is missing
+                replayed += resumed.result.resumed_from <= step < told and len(sample[8:]) > 0
+    assert replayed > 10

@@ -187,9 +187,16 @@ def _algorithm_notes(spec: RunSpec) -> list[str]:
             "DAPO's penalty of overlong completions is off; algorithm.overlong_buffer_tokens sets it (there a fifth of "
             "max_new_tokens)"
         )
-    if algorithm.correction.kind == "mu_step":
+    if spec.corrects_each_publish:
+        left_over = spec.schedule.most_left_over(spec.batch.prompts)
         found.append(
-            'algorithm.correction.kind = "mu_step" is "tis" for samples without logprobs of what was published'
+            'algorithm.correction.kind = "mu_step" costs the trainer one forward pass per publish over what is in '
+            f"flight then: up to {counted(left_over * spec.batch.group_size, 'sample')}, shared prefixes once"
+        )
+    elif algorithm.correction.kind == "mu_step" and not spec.schedule.max_policy_lag:
+        found.append(
+            'algorithm.correction.kind = "mu_step" is the same as "tis" at schedule.max_policy_lag = 0: no token is '
+            "older than the last publish"
         )
     if algorithm.gamma < 1 and algorithm.compares_siblings:
         found.append(f"algorithm.gamma never acts: advantage {algorithm.advantage} is one number a sample")

@@ -142,6 +142,13 @@ class RunSpec(Config):
     def directory(self) -> Path:
         return self.run.dir or Path("runs") / self.run.name
 
+    @property
+    def corrects_each_publish(self) -> bool:
+        """Whether a token's weight depends on what every version published since it was made says of it."""
+        algorithm = self.algorithm
+        acts = algorithm.correction.kind == "mu_step" and algorithm.proximal != "rollout"
+        return acts and self.schedule.max_policy_lag > 0
+
     @model_validator(mode="after")
     def _consistent(self, info: ValidationInfo) -> RunSpec:
         faults = []

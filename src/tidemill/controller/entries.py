@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from tidemill.controller.in_flight import Plan, PlannedGroup
+from tidemill.core.buffers import LogprobBuffer
 from tidemill.core.records import PolicyVersion, Record, Reward, TokenDelta, Trajectory
 
 
@@ -75,6 +76,13 @@ class Accepted(Entry, frozen=True, tag="tokens"):
     pieces: tuple[Piece, ...]
 
 
+class Published(Entry, frozen=True, tag="published"):
+    """What a version said, when it was published, of tokens that older ones had made."""
+
+    version: int
+    logprobs: tuple[tuple[int, LogprobBuffer], ...]  # by ordinal: float32 [N] of the sample's first tokens
+
+
 class Rewarded(Entry, frozen=True, tag="rewards"):
     """Rewards that arrived together, with the ordinals of their samples."""
 
@@ -88,7 +96,7 @@ class Evaluated(Entry, frozen=True, tag="evaluation"):
     samples: tuple[Trajectory, ...] = ()
 
 
-AnyEntry: TypeAlias = Opened | Accepted | Rewarded | Learned | Dropped | Restarted | Evaluated
+AnyEntry: TypeAlias = Opened | Accepted | Rewarded | Learned | Dropped | Restarted | Published | Evaluated
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyEntry] = msgspec.msgpack.Decoder(AnyEntry)

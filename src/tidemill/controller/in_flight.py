@@ -168,6 +168,10 @@ class InFlight:
         versions = [version for sample in self.group(position) if (version := sample.oldest_version) is not None]
         return min(versions, default=None)
 
+    def without_logprobs_of(self, version: int) -> list[Sample]:
+        """Samples with tokens that older weights made, of which it is not noted what this version says of them."""
+        return [sample for sample in self if version not in sample.published and sample.made_before(version)]
+
     def take_tally(self) -> Tally:
         tally, self.tally = self.tally, Tally()
         return tally
@@ -214,8 +218,8 @@ class InFlight:
         After a restart there are some whose version has not been made again: they come when it has.
         """
         waiting = [self._waiting[ordinal] for ordinal in dict.fromkeys(self._newly_waiting) if ordinal in self._waiting]
-        self._newly_waiting = [sample.ordinal for sample in waiting if sample.from_version > self.newest_version]
-        return [sample for sample in waiting if sample.from_version <= self.newest_version]
+        self._newly_waiting = [sample.ordinal for sample in waiting if sample.min_version > self.newest_version]
+        return [sample for sample in waiting if sample.min_version <= self.newest_version]
 
     @property
     def leases(self) -> list[str]:
@@ -313,7 +317,7 @@ class InFlight:
             sampling=self.plan.sampling,
             prefix_ids=bytes(sample.token_ids),
             exact_version=self.newest_version if self.plan.exact_version else None,
-            min_version=max(sample.from_version, sample.made_by[-1][0].number if sample.made_by else 0),
+            min_version=sample.min_version,
         )
 
     def __iter__(self) -> Iterator[Sample]:

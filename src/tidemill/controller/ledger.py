@@ -20,6 +20,7 @@ from tidemill.controller.entries import (
     Evaluated,
     Learned,
     Opened,
+    Published,
     Restarted,
     Rewarded,
     accepted,
@@ -28,6 +29,7 @@ from tidemill.controller.entries import (
 from tidemill.controller.in_flight import InFlight, PlannedGroup
 from tidemill.controller.replay import batches_after, decoded, learned_through, replay, tells_of_lost_versions
 from tidemill.controller.samples import Sample
+from tidemill.core.buffers import LogprobBuffer
 from tidemill.core.protocols import Journal
 from tidemill.core.records import Prompt, Reward, TokenDelta, Trajectory, WorkerReport
 
@@ -143,6 +145,17 @@ class Ledger:
         in_flight.restart(samples)
         position = samples[0].ordinal // in_flight.plan.group_size
         await self._file([(position, Restarted(tuple(sample.ordinal for sample in samples)))])
+
+    async def note_published(
+        self, in_flight: InFlight, version: int, logprobs: Sequence[tuple[Sample, LogprobBuffer]]
+    ) -> None:
+        """Keep what a published version says of the first tokens of samples."""
+        per_round = self._round_size * in_flight.plan.group_size
+        by_round: defaultdict[int, list[tuple[int, LogprobBuffer]]] = defaultdict(list)
+        for sample, said in logprobs:
+            sample.note_published(version, said)
+            by_round[sample.ordinal // per_round + 1].append((sample.ordinal, said))
+        await self._append([(filed, encode(Published(version, tuple(part)))) for filed, part in by_round.items()])
 
     async def evaluated(self, result: EvalResult, samples: Sequence[Trajectory]) -> None:
         """Remember an evaluation: its figures for ever, its samples until a checkpoint covers its step.

@@ -12,6 +12,7 @@ from tidemill.controller.entries import (
     Dropped,
     Learned,
     Opened,
+    Published,
     Restarted,
     Rewarded,
     decode,
@@ -76,6 +77,9 @@ def replay(in_flight: InFlight, entry: AnyEntry, filed: int, prompt_of: Callable
         elif isinstance(entry, Rewarded):
             for ordinal, reward in entry.rewards:
                 in_flight.samples[ordinal].score(reward)
+        elif isinstance(entry, Published):
+            for ordinal, logprobs in entry.logprobs:
+                in_flight.samples[ordinal].note_published(entry.version, logprobs)
         elif isinstance(entry, Restarted):
             for ordinal in entry.ordinals:
                 in_flight.samples[ordinal].restart()

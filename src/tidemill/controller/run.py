@@ -175,7 +175,10 @@ class Run:
         group = Group(
             position=position,
             prompt_id=trajectories[0].sample_id.prompt_id,
-            trajectories=tuple(trajectories),
+            trajectories=tuple(
+                msgspec.structs.replace(one, publish_logprobs=self.in_flight[one.sample_id].publish_logprobs)
+                for one in trajectories
+            ),
         )
         await self._train(self.trainer.accumulate(group), f"the trainer to learn from group {position}")
 
@@ -241,6 +244,8 @@ class Run:
             rollout.fleet.publishing.publish(self.trainer.version, finishing=finishing),
             f"version {step} to be published",
         )
+        if self.spec.corrects_each_publish:
+            await self._note_logprobs()
         self._adapt()
         samples.sort(key=lambda sample: sample.ordinal)
         by_id = {trajectory.sample_id: trajectory for trajectory in trajectories}
@@ -255,6 +260,28 @@ class Run:
             figures["tokens_per_s"] = tally.tokens_accepted / generating_s
         # Where both know a number, the trainer's counts: it measures on its own thread.
         return msgspec.structs.replace(metrics, values={**figures, **metrics.values})
+
+    async def _note_logprobs(self) -> None:
+        """Note what the new weights say of the tokens in flight that older ones made.
+
+        Batches that the journal has are learned again as they were: with what was noted the first time, and no more.
+        """
+        self.timings["time_publish_logprobs_s"] = 0.0
+        version, ledger = self.trainer.version.number, self.rollout.ledger
+        learned_before = {position for positions in ledger.learned.values() for position in positions}
+        samples = [
+            sample
+            for sample in self.in_flight.without_logprobs_of(version)
+            if sample.ordinal // self.spec.batch.group_size not in learned_before
+        ]
+        if samples:
+            completions = [sample.completion(sample.made_before(version)) for sample in samples]
+            logprobs = await self._train(
+                self.trainer.logprobs(completions),
+                f"logprobs of {len(samples)} samples in flight under version {version}",
+                counted_as="time_publish_logprobs_s",
+            )
+            await ledger.note_published(self.in_flight, version, list(zip(samples, logprobs, strict=True)))
 
     async def _make_way(self) -> None:
         """Before a publish: what the new weights would make too old is given up or begins again, and so does what the
@@ -365,14 +392,14 @@ class Run:
         self.checkpointed = step
         await rollout.ledger.prune(self.in_flight, step)
 
-    async def _train(self, call: Coroutine[Any, Any, T], awaited: str) -> T:
+    async def _train(self, call: Coroutine[Any, Any, T], awaited: str, *, counted_as: str = "time_train_s") -> T:
         """Await the trainer, and count how long."""
         rollout, began = self.rollout, self.rollout.clock.now()
         waiting = rollout.patiently(
             call, awaited=awaited, look_at="the trainer's device and memory", deadline_s=rollout.patience.trainer_s
         )
         result = await self._of_trainer(waiting, awaited)
-        self.timings["time_train_s"] += rollout.clock.now() - began
+        self.timings[counted_as] += rollout.clock.now() - began
         return result
 
     async def _checkpoint_io(self, call: Coroutine[Any, Any, T], awaited: str) -> T:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal, TypeAlias
 
-from tidemill.core.buffers import ITEM_BYTES, count
+from tidemill.core.buffers import ITEM_BYTES, LogprobBuffer, count
 from tidemill.core.records import (
+    Completion,
     Finish,
     PolicyVersion,
     Prompt,
@@ -73,6 +74,7 @@ class Sample:
     token_ids: bytearray = field(default_factory=bytearray)  # int32 [T]
     logprobs: bytearray = field(default_factory=bytearray)  # float32 [T]
     made_by: tuple[tuple[PolicyVersion, int], ...] = ()  # a version and the first token it made
+    published: dict[int, LogprobBuffer] = field(default_factory=dict)  # by version: of the tokens older ones had made
     finish: Finish | None = None
     reward: Reward | None = None
     recovered: int = 0  # tokens that came from the journal
@@ -83,6 +85,11 @@ class Sample:
     def oldest_version(self) -> int | None:
         """Of the weights that made its tokens; None while it has none."""
         return self.made_by[0][0].number if self.made_by else None
+
+    @property
+    def min_version(self) -> int:
+        """Only these weights and newer ones may go on with it."""
+        return max(self.from_version, self.made_by[-1][0].number if self.made_by else 0)
 
     @property
     def length(self) -> int:
@@ -97,6 +104,19 @@ class Sample:
             VersionRun(version=version, start=start, end=end)
             for (version, _), (start, end) in zip(self.made_by, pairwise(cuts), strict=True)
         ]
+
+    @property
+    def publish_logprobs(self) -> tuple[LogprobBuffer, ...]:
+        """float32 [T] each, oldest version first; a token that was not made yet has its rollout logprob there."""
+        return tuple(known + self.logprobs[len(known) :] for _, known in sorted(self.published.items()))
+
+    def made_before(self, version: int) -> int:
+        """Tokens that older weights made: the first so many."""
+        return next((start for made_by, start in self.made_by if made_by.number >= version), self.length)
+
+    def completion(self, tokens: int) -> Completion:
+        """Its prompt and its first so many tokens."""
+        return Completion(prompt_ids=self.prompt.token_ids, token_ids=bytes(self.token_ids[: tokens * ITEM_BYTES]))
 
     def move(self, state: SampleState) -> None:
         """Change state.
@@ -118,6 +138,7 @@ class Sample:
         """Forget all its tokens, and its reward."""
         self.state = SampleState.WAITING
         self.token_ids, self.logprobs, self.made_by = bytearray(), bytearray(), ()
+        self.published = {}
         self.finish = self.reward = None
         self.recovered = 0
 
@@ -144,6 +165,16 @@ class Sample:
             self.made_by += ((version, self.length),)
         self.token_ids += token_ids
         self.logprobs += logprobs
+
+    def note_published(self, version: int, logprobs: LogprobBuffer) -> None:
+        """Keep what a version says of the first tokens (float32 [N], N <= T).
+
+        Raises:
+            IllegalTransition: there are not so many tokens.
+        """
+        if len(logprobs) > len(self.logprobs) or len(logprobs) % ITEM_BYTES:
+            raise IllegalTransition(f"{self.sample_id}: {len(logprobs)} bytes of logprobs for {self.length} tokens")
+        self.published[version] = logprobs
 
     def end_attempt(self, finish: Finish, error: str) -> None:
         """A finished sample is finished; one called back or failed keeps its tokens and waits for its next attempt."""

@@ -7,6 +7,7 @@ from typing import Any, Protocol, TypeVar
 
 from tidemill.core.buffers import LogprobBuffer, TokenBuffer
 from tidemill.core.records import (
+    Completion,
     FleetRow,
     GenerateRequest,
     Group,
@@ -175,6 +176,9 @@ class Trainer(Protocol):
 
     async def commit(self, step: int) -> StepMetrics:
         """Finish the batch: remaining microbatches, optimizer step(s), and the next version, now current."""
+
+    async def logprobs(self, completions: Sequence[Completion]) -> Sequence[LogprobBuffer]:
+        """Of each completion's tokens (float32 [N]) under the current version, at their own temperature."""
 
 
 class Checkpoints(Protocol):

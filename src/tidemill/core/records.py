@@ -85,6 +85,13 @@ class PolicyVersion(Record, gc=False):
     digest: str
 
 
+class Completion(Record, gc=False):
+    """A prompt and tokens that follow it: a whole completion, or as much of one as there is."""
+
+    prompt_ids: TokenBuffer  # int32 [P]
+    token_ids: TokenBuffer  # int32 [N], N >= 1
+
+
 class SamplingParams(Record, gc=False):
     """How the next token is drawn. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 keep the whole vocabulary."""
 

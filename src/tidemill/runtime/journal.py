@@ -17,7 +17,7 @@ from tidemill.runtime.compute import ComputeThread
 
 T = TypeVar("T")
 
-FORMAT = 2
+FORMAT = 3
 DEADLINE_S = 120.0
 
 SCHEMA = """

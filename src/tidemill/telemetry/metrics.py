@@ -87,6 +87,9 @@ METRICS: dict[str, Metric] = {
     "effective_sample_size": Metric("", "(Σw)² / (n Σw²) of the importance ratios: 1 is fully on policy"),
     "time_rollout_s": Metric("s", "generating; may overlap with training and scoring"),
     "time_train_s": Metric("s", "forward, backward and optimizer"),
+    "time_publish_logprobs_s": Metric(
+        "s", "the new version's logprobs of tokens in flight; only with algorithm.correction.kind mu_step"
+    ),
     "time_score_s": Metric("s", "waiting for rewards that nothing else overlapped"),
     "token_accuracy": Metric("", "sft: share of trained tokens that the model held most probable"),
     "pairwise_accuracy": Metric("", "share of preference pairs whose chosen side the model puts first"),

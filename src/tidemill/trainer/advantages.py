@@ -22,6 +22,7 @@ from tidemill.trainer.packing import (
     FloatArray,
     Microbatch,
     Weighted,
+    by_sample,
     pack,
     rollout_logprobs,
     split_by_budget,
@@ -160,7 +161,7 @@ class Advantages:
         found: list[FloatArray] = []
         for run in split_by_budget(bare, self._spec.batch.microbatch_tokens):
             microbatch = pack(run, self._device)
-            found += microbatch.by_sample(measure(microbatch))
+            found += by_sample(measure(microbatch), microbatch.samples)
         return found
 
     def _shaped(self, trajectory: Trajectory) -> float:

@@ -60,12 +60,13 @@ class Microbatch:
     def tokens(self) -> int:
         return len(self.targets)
 
-    def by_sample(self, values_T: torch.Tensor) -> list[FloatArray]:
-        """[T_s] of each sample, its tokens in order: they stand so in the microbatch, between those of others."""
-        index_T = self.samples.index_T.cpu().numpy()
-        order = np.argsort(index_T, kind="stable")
-        ends = np.cumsum(np.bincount(index_T, minlength=self.samples.count))
-        return np.split(values_T.float().cpu().numpy()[order], ends[:-1])
+
+def by_sample(values_T: torch.Tensor, samples: Samples) -> list[FloatArray]:
+    """[T_s] of each sample, its tokens in order: they stand so in a packed tree, between those of others."""
+    index_T = samples.index_T.cpu().numpy()
+    order = np.argsort(index_T, kind="stable")
+    ends = np.cumsum(np.bincount(index_T, minlength=samples.count))
+    return np.split(values_T.float().cpu().numpy()[order], ends[:-1])
 
 
 def packed_size(samples: Sequence[Weighted]) -> int:

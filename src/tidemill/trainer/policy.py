@@ -21,12 +21,14 @@ from tidemill.algos.corrections import interpolated_proximal
 from tidemill.algos.kl import adapted_beta
 from tidemill.algos.losses import denominator, token_weights
 from tidemill.config.schema import RunSpec
+from tidemill.core.buffers import LogprobBuffer
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import Compute
-from tidemill.core.records import Group, PolicyVersion, StepMetrics
+from tidemill.core.records import Completion, Group, PolicyVersion, StepMetrics
 from tidemill.models.loading import weights_digest
 from tidemill.trainer.advantages import Advantages, Estimate
 from tidemill.trainer.checkpoint import restore_state, save_state, state_bytes
+from tidemill.trainer.completion_logprobs import completion_logprobs
 from tidemill.trainer.critic import Critic
 from tidemill.trainer.logprobs import predicting_states, token_logprobs
 from tidemill.trainer.optimizer import build_optimizer, clip_and_step, learning_rate, set_learning_rate
@@ -92,6 +94,18 @@ class PolicyTrainer:
 
     async def commit(self, step: int) -> StepMetrics:
         return await self._compute.run(lambda: self.learn(step))
+
+    async def logprobs(self, completions: Sequence[Completion]) -> list[LogprobBuffer]:
+        return await self._compute.run(
+            lambda: completion_logprobs(
+                self.model,
+                completions,
+                budget=self.spec.batch.microbatch_tokens,
+                temperature=self.spec.sampling.temperature,
+                logits_budget_bytes=self.spec.trainer.logits_budget_mb * MEGABYTE,
+                autocast=self._autocast,
+            )
+        )
 
     def take(self, group: Group) -> None:
         """A complete group, and as many microbatches as it fills unless its advantages depend on the whole batch."""

@@ -106,7 +106,20 @@ def test_prompts_of_unknown_length() -> None:
         (["--algorithm.kl_stop=0.1"], "algorithm.kl_stop never acts"),
         (["--algorithm.name=dapo"], "DAPO's penalty of overlong completions is off"),
         (["--algorithm.gamma=0.9"], "algorithm.gamma never acts"),
-        (["--algorithm.correction.kind=mu_step"], 'is "tis" for samples without logprobs of what was published'),
+        (["--algorithm.correction.kind=mu_step"], 'is the same as "tis" at schedule.max_policy_lag = 0'),
+        # 3 versions × 8 prompts × 8 samples
+        (
+            ["--algorithm.correction.kind=mu_step", "--schedule.max_policy_lag=3"],
+            "one forward pass per publish over what is in flight then: up to 192 samples",
+        ),
+        (
+            ["--algorithm.correction.kind=mu_step", "--schedule.max_policy_lag=3", "--schedule.overcommit=2"],
+            "up to 16 samples",
+        ),
+        (
+            ["--algorithm.correction.kind=mu_step", "--schedule.max_policy_lag=3", "--algorithm.proximal=rollout"],
+            "algorithm.correction never acts",
+        ),
         (["--algorithm.proximal=rollout"], "algorithm.correction never acts"),
         (["--optimizer.warmup_steps=20"], "warm-up takes 20 of 20 optimizer steps"),
         (['--scoring.rewards=[{kind="random"}]'], "rewards are random"),

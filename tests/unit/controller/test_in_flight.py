@@ -7,7 +7,7 @@ import pytest
 from tests.fake_fleet import FIRST, GROUPS, PROMPTS, SAMPLING, make_delta, make_id, make_in_flight, make_prompts
 from tidemill.controller.in_flight import plan_groups
 from tidemill.controller.samples import SampleState
-from tidemill.core.buffers import pack_tokens
+from tidemill.core.buffers import pack_logprobs, pack_tokens
 from tidemill.core.errors import UserError
 from tidemill.core.records import PolicyVersion, Prompt, Reward
 
@@ -52,6 +52,20 @@ def test_requests_come_in_group_order_and_go_on_from_the_tokens_there_are() -> N
     (again,) = one.assign("other")
 
     assert (again.attempt, again.lease_id, again.prefix_ids) == (2, "other", pack_tokens([1, 2, 3]))
+
+
+def test_a_sample_goes_on_when_weights_as_new_as_its_own_are_there() -> None:
+    """After a restart it may have tokens of weights that have not been made again."""
+    one = make_in_flight()
+    newer = one[make_id("p0", 0)]
+    newer.extend(pack_tokens([1]), pack_logprobs([-1.0]), PolicyVersion(number=5, digest="c"))
+    assert newer.min_version == 5
+
+    assert [sample.ordinal for sample in one.take_newly_waiting()] == list(range(FIRST + 1, FIRST + 6))
+    one.newest_version = 4
+    assert one.take_newly_waiting() == []
+    one.newest_version = 5
+    assert one.take_newly_waiting() == [newer]
 
 
 def test_counts_follow_the_samples() -> None:

@@ -21,12 +21,12 @@ from tests.fake_fleet import (
     make_report,
     prompt_of,
 )
-from tidemill.controller.entries import EvalResult
+from tidemill.controller.entries import EvalResult, Published, encode
 from tidemill.controller.in_flight import InFlight, plan_groups
 from tidemill.controller.ledger import OUTLIVES_CHECKPOINTS, Ledger
 from tidemill.controller.memory_journal import MemoryJournal
 from tidemill.controller.samples import SampleState
-from tidemill.core.buffers import pack_tokens, unpack_tokens
+from tidemill.core.buffers import pack_logprobs, pack_tokens, unpack_tokens
 from tidemill.core.errors import UserError
 from tidemill.core.records import PolicyVersion, Reward, TokenDelta
 
@@ -178,19 +178,59 @@ async def test_other_prompts_are_refused() -> None:
         await ledger.load(InFlight(make_plan(), version_number=3), lambda _: (0, make_prompt("p2")), after_step=3)
 
 
+async def test_what_was_published_survives_with_its_round() -> None:
+    journal = MemoryJournal()
+    await one_of_each(journal)
+    ledger, batch = await restarted(journal)
+    journal = ledger._journal  # type: ignore[assignment]
+    following = plan_groups([(2, make_prompt("p0"))], first_position=12, from_version=3)
+    await ledger.open(batch, following, make_prompts()[:1])
+    young = next(iter(batch.group(12)))
+    delta = make_delta(sample_id=young.sample_id, lease_id="young", tokens=[1, 2, 3])
+    batch.assign("young", [young])
+    await ledger.accept(batch, [make_report(delta)])
+    assert [sample.ordinal - FIRST for sample in batch.without_logprobs_of(4)] == [0, 1, 2, 6]
+    assert batch.without_logprobs_of(3) == []  # it made them itself
+
+    said = {0: [-1.0], 2: [-2.0, -3.0], 6: [-4.0, -5.0, -6.0]}
+    samples = [(batch.samples[FIRST + place], pack_logprobs(values)) for place, values in said.items()]
+    await ledger.note_published(batch, 4, samples)
+
+    assert [sample.ordinal - FIRST for sample in batch.without_logprobs_of(4)] == [1]
+    _, again = await restarted(journal)
+    assert {s.ordinal - FIRST: s.published for s in again if s.published} == {
+        place: {4: pack_logprobs(values)} for place, values in said.items()
+    }
+    assert [filed for filed, _ in await journal.load()][-2:] == [4, 5]  # each with the groups of its round
+
+
+async def test_a_sample_begun_again_has_nothing_of_what_was_published_before() -> None:
+    journal = MemoryJournal()
+    await one_of_each(journal)
+    ledger, batch = await restarted(journal)
+    sample = batch[FOLLOWING[2]]
+    await ledger.note_published(batch, 4, [(sample, pack_logprobs([-2.0, -3.0]))])
+    await ledger.restart(batch, [sample])
+
+    _, again = await restarted(ledger._journal)  # type: ignore[arg-type]
+
+    assert [one.published for one in again] == [{}] * 6
+
+
 async def scramble(journal: MemoryJournal, kind: str) -> None:
-    blobs = await journal.load()
-    opened_blob, tokens, rewards = blobs
+    opened_blob, tokens, rewards = await journal.load()
+    published = (4, encode(Published(4, ((FIRST + 2, pack_logprobs([-1.0] * 3)),))))
     changed = {
         "not ours": [opened_blob, (4, b"\xc1")],
         "tokens twice": [opened_blob, tokens, tokens],
         "reward first": [opened_blob, rewards],
+        "more published than made": [opened_blob, tokens, published],
     }[kind]
     await journal.prune(4)
     await journal.append(changed)
 
 
-@pytest.mark.parametrize("kind", ["not ours", "tokens twice", "reward first"])
+@pytest.mark.parametrize("kind", ["not ours", "tokens twice", "reward first", "more published than made"])
 async def test_entries_that_make_no_sense_are_refused(kind: str) -> None:
     journal = MemoryJournal()
     await one_of_each(journal)

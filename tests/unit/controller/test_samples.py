@@ -9,7 +9,7 @@ import pytest
 
 from tests.fake_fleet import V3, V3_AGAIN, make_delta, make_id, make_prompt
 from tidemill.controller.samples import LEGAL, IllegalTransition, Sample, SampleState
-from tidemill.core.buffers import pack_logprobs, pack_tokens, unpack_tokens
+from tidemill.core.buffers import pack_logprobs, pack_tokens, unpack_logprobs, unpack_tokens
 from tidemill.core.records import PolicyVersion, Reward, Segment, VersionRun
 
 
@@ -104,6 +104,46 @@ def test_the_trajectory_has_the_prompt_in_front() -> None:
     )
     assert (trajectory.prompt_length, trajectory.completion_length, trajectory.text) == (2, 3, "text")
     assert trajectory.rollout_logprobs == pack_logprobs([-0.5, -1.0, -2.0])
+
+
+V4, V5 = PolicyVersion(number=4, digest="c"), PolicyVersion(number=5, digest="d")
+
+
+def test_what_was_published_is_kept_of_the_tokens_that_were_there() -> None:
+    one = running()
+    one.extend(pack_tokens([5, 6]), pack_logprobs([-0.5, -1.0]), V3)
+    one.extend(pack_tokens([7]), pack_logprobs([-2.0]), V4)
+    one.extend(pack_tokens([8]), pack_logprobs([-4.0]), V5)
+    assert [one.made_before(version) for version in (3, 4, 5, 6)] == [0, 2, 3, 4]
+    assert unpack_tokens(one.completion(3).token_ids) == [5, 6, 7]
+    assert unpack_tokens(one.completion(3).prompt_ids) == [112, 48]
+
+    one.note_published(5, pack_logprobs([-0.125, -0.25, -0.75]))
+    one.note_published(4, pack_logprobs([-0.25, -0.5]))
+
+    # oldest first, whenever they came; tokens that were not made yet as they were sampled
+    assert [unpack_logprobs(said) for said in one.publish_logprobs] == [
+        [-0.25, -0.5, -2.0, -4.0],
+        [-0.125, -0.25, -0.75, -4.0],
+    ]
+
+
+def test_a_sample_that_begins_again_forgets_what_was_published() -> None:
+    one = running()
+    one.extend(pack_tokens([5]), pack_logprobs([-0.5]), V3)
+    one.note_published(4, pack_logprobs([-1.0]))
+
+    one.restart()
+
+    assert one.publish_logprobs == ()
+
+
+@pytest.mark.parametrize("said", [pack_logprobs([-1.0, -1.0]), b"123"])
+def test_nothing_can_be_said_of_tokens_that_are_not_there(said: bytes) -> None:
+    one = running()
+    one.extend(pack_tokens([5]), pack_logprobs([-0.5]), V3)
+    with pytest.raises(IllegalTransition, match="bytes of logprobs for 1 tokens"):
+        one.note_published(4, said)
 
 
 def test_scoring_comes_after_finishing() -> None:

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.fake_fleet import Disk, Session, number, small_spec
+from tests.fake_fleet import Disk, Session, number, said_of, small_spec
 from tests.virtual_time import run_virtual
-from tidemill.core.records import Prompt, Reward, SampleId, Trajectory
+from tidemill.core.buffers import pack_tokens
+from tidemill.core.records import Completion, Prompt, Reward, SampleId, Trajectory
 
 STEPS, GROUPS, SIZE = 6, 3, 2
 
@@ -143,6 +144,46 @@ def test_half_of_every_batch_is_renewed() -> None:
 
     check(session, 2)
     assert [renewed(batch, step) for step, batch in enumerate(history(session))] == [3, 2, 2, 2, 2, 2]
+
+
+MU_STEP = {"correction": {"kind": "mu_step"}}
+
+
+@pytest.mark.parametrize("unfinished", ["continue", "restart"])
+def test_what_each_publish_says_of_the_samples_in_flight(unfinished: str) -> None:
+    session = run(MU_STEP, max_policy_lag=3, unfinished=unfinished)
+
+    check(session, 3)
+    digests = [metrics.version for metrics in session.telemetry.steps]  # of version 0, 1, ...
+    noted = younger = 0
+    for trained_by, batch in enumerate(history(session)):
+        for sample in (sample for group in batch for sample in group):
+            (sample_id, tokens, rollout), versions = sample[:3], sample[7]
+            prompt = pack_tokens(list(sample_id.prompt_id.encode()))
+            whole = Completion(prompt_ids=prompt, token_ids=pack_tokens(tokens))
+            expected = []
+            for version in range(versions[0].version.number + 1, trained_by + 1):
+                older = sum(each.end - each.start for each in versions if each.version.number < version)
+                said = said_of(whole, digests[version])
+                expected.append(said[: 4 * older] + rollout[4 * older :])
+                younger += 0 < older < len(tokens)
+            assert list(sample[8:]) == expected
+            noted += len(expected)
+    assert noted > 10
+    assert totals(session, "time_publish_logprobs_s") > 0
+    assert (younger > 0) == (unfinished == "continue")  # made between two publishes
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "lag"),
+    [({"correction": {"kind": "tis"}}, 2), (MU_STEP, 0), (MU_STEP | {"proximal": "rollout"}, 2)],
+    ids=["tis", "on policy", "without a correction"],
+)
+def test_nobody_asks_what_a_publish_says_where_nothing_depends_on_it(algorithm: dict[str, Any], lag: int) -> None:
+    session = run(algorithm, max_policy_lag=lag)
+
+    assert {sample[8:] for batch in history(session) for group in batch for sample in group} == {()}
+    assert not any("time_publish_logprobs_s" in metrics.values for metrics in session.telemetry.steps)
 
 
 class Slow:

@@ -23,7 +23,7 @@ from tidemill.models.heads import reward_head
 from tidemill.models.loading import weights_digest
 from tidemill.runtime.compute import ComputeThread
 from tidemill.trainer.critic import Critic, ModelCritic, TrunkCritic
-from tidemill.trainer.packing import Weighted, pack
+from tidemill.trainer.packing import Weighted, by_sample, pack
 from tidemill.trainer.policy import PolicyTrainer
 
 PROMPT = [5, 6, 7]
@@ -210,6 +210,7 @@ def test_a_bonus_raises_the_entropy() -> None:
     ("algorithm", "names"),
     [
         ({}, 'algorithm.correction.kind = "tis"'),
+        ({"correction": {"kind": "mu_step"}}, 'algorithm.correction.kind = "mu_step"'),
         ({"correction": {"kind": "none"}, "proximal": "rollout"}, 'algorithm.proximal = "rollout"'),
         ({"correction": {"kind": "none"}, "kl_beta": 0.1, "kl_in": "reward"}, 'algorithm.kl_in = "reward"'),
     ],
@@ -273,5 +274,5 @@ def test_tokens_go_back_to_their_samples() -> None:
     samples = [t for one in batch() for t in one.trajectories]
     weighted = [Weighted(trajectory=t, advantage=0.0, token_weight=1.0) for t in samples]
     microbatch = pack(weighted, torch.device("cpu"))
-    parts = [part.tolist() for part in microbatch.by_sample(microbatch.targets)]
+    parts = [part.tolist() for part in by_sample(microbatch.targets, microbatch.samples)]
     assert parts == [[9, 10, 11], [12, 13]] * 2

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from tidemill.core.buffers import LogprobBuffer
 from tidemill.core.errors import TrainerLost
-from tidemill.core.records import Group, PolicyVersion, StepMetrics, WeightManifest
+from tidemill.core.records import Completion, Group, PolicyVersion, StepMetrics, WeightManifest
 from tidemill.runtime.cluster.plan import Committed, Restored, Started
 from tidemill.runtime.cluster.remote import Remote
 from tidemill.runtime.cluster.wire import encode
@@ -40,6 +41,11 @@ class RayTrainer:
         committed = await self._remote.call("commit", step, kind=Committed, timeout_s=UNTIL_GIVEN_UP)
         self._version = committed.version
         return committed.metrics
+
+    async def logprobs(self, completions: Sequence[Completion]) -> list[LogprobBuffer]:
+        return await self._remote.call(
+            "logprobs", encode(completions), kind=list[LogprobBuffer], timeout_s=UNTIL_GIVEN_UP
+        )
 
     def restored(self, version: PolicyVersion) -> None:
         self._version = version

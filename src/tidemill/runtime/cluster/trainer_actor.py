@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.config.schema import RunSpec
+from tidemill.core.buffers import LogprobBuffer
 from tidemill.core.clock import LoopClock
 from tidemill.core.errors import TidemillError
-from tidemill.core.records import Group, PolicyVersion, WeightManifest
+from tidemill.core.records import Completion, Group, PolicyVersion, WeightManifest
 from tidemill.rollout.worker import EngineWorker
 from tidemill.runtime.checkpoints import TrainerCheckpoints
 from tidemill.runtime.cluster.plan import Committed, Restored, Started, TrainerPlan
@@ -91,6 +92,10 @@ class TrainerActor(Serving):
         trainer = self._ready()
         metrics = await trainer.commit(step)
         return Committed(metrics=metrics, version=trainer.version)
+
+    @asked
+    async def logprobs(self, completions: bytes) -> list[LogprobBuffer]:
+        return await self._ready().logprobs(decode(completions, list[Completion]))
 
     @asked
     async def save(self, step: int, score: float | None) -> None:

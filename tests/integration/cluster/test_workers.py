@@ -25,10 +25,11 @@ from tests.processes import command_lines, listening, processes_below
 from tidemill.config.model import ModelConfig
 from tidemill.config.pool import FleetConfig, RayConfig, RayPool
 from tidemill.config.schema import RunSpec
-from tidemill.core.buffers import pack_tokens
+from tidemill.core.buffers import pack_tokens, unpack_logprobs
 from tidemill.core.clock import LoopClock
 from tidemill.core.errors import TrainerLost, UserError, WorkerLost
 from tidemill.core.records import (
+    Completion,
     GenerateRequest,
     Lease,
     LeaseEnded,
@@ -397,6 +398,11 @@ async def test_a_trainer_tells_the_users_faults_and_its_end_with_what_to_do(
     assert await checkpoints.restore_latest() == 0
     await checkpoints.save(0, score=None)
     assert (tmp_path / "step_0").is_dir()
+
+    asked = [Completion(prompt_ids=PROMPT, token_ids=pack_tokens([3] * tokens)) for tokens in (2, 1)]
+    said = [unpack_logprobs(one) for one in await trainer.logprobs(asked)]
+    assert [len(one) for one in said] == [2, 1]
+    assert said[0][:1] == pytest.approx(said[1])
 
     os.kill((ray_state.actors(handle._actor_id.hex()))["Pid"], signal.SIGKILL)
     with pytest.raises(TrainerLost) as lost:

@@ -70,6 +70,8 @@ def _corrected(algorithm: AlgorithmConfig, microbatch: Microbatch, proximal_T: T
     if config.kind == "none":  # rollout logprobs may be missing
         log_ratio = torch.zeros_like(proximal_T)
     elif config.kind == "mu_step":
+        # The last that was published is the trainer's own: where proximal logprobs are recomputed, the last factor is 1
+        # for the tokens it was asked about, and the whole ratio for those made since.
         chain_KT = torch.cat([microbatch.rollout_logprobs[None], microbatch.publish_logprobs, proximal_T[None]])
         log_ratio = chain_KT.diff(dim=0)
     else:

@@ -9,8 +9,6 @@ from tidemill.core.records import PolicyVersion, WeightManifest
 from tidemill.weights.snapshot import Damaged, checksum
 from tidemill.weights.transport import Blob
 
-LATEST = "latest"
-"""The one blob that is written again and again: the newest manifest."""
 BASE = PolicyVersion(number=-1, digest="base")
 """Under this version lies what all versions have in common, where they are adapters of one base."""
 _CHECKSUM_BYTES = 8

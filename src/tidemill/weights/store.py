@@ -12,7 +12,7 @@ from tidemill.core.errors import WeightsError
 from tidemill.core.protocols import Compute
 from tidemill.core.records import DeltaEntry, PolicyVersion, TensorEntry, WeightManifest
 from tidemill.weights.delta import encode_delta
-from tidemill.weights.manifest import BASE, LATEST, delta_name, manifest_name, pack_manifest, snapshot_name
+from tidemill.weights.manifest import BASE, delta_name, manifest_name, pack_manifest, snapshot_name
 from tidemill.weights.snapshot import checksum, digest_of, sealed
 from tidemill.weights.transport import Blob, Transport
 
@@ -104,12 +104,10 @@ class WeightStore:
         await self._put(snapshot_name(version), snapshot)
         if delta:
             await self._put(delta_name(version), delta[1])
-        packed = pack_manifest(manifest)
-        await self._put(manifest_name(version), packed)
+        await self._put(manifest_name(version), pack_manifest(manifest))
         self._unfinished.clear()
         self._published.append(_Published(version))
         self.latest = manifest
-        await self.transport.put(LATEST, packed)
         await self._retire(SNAPSHOTS_KEPT)
         return manifest
 

@@ -18,7 +18,7 @@ class Missing(WeightsError):
 
 
 class Transport(Protocol):
-    """Immutable buffers by name. Names are unique for ever but for "latest", and fit a file name.
+    """Immutable buffers by name. Names are unique for ever, and fit a file name.
 
     A reader keeps what it got: deleting a blob never disturbs who holds it.
     """

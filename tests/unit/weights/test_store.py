@@ -9,7 +9,7 @@ import pytest
 from tests.published import PROBE_IDS, PROBE_LOGPROBS, compute, layout, publish, snapshot, tensors_of, version
 from tests.virtual_time import run_virtual
 from tidemill.core.errors import WeightsError
-from tidemill.weights.manifest import LATEST, manifest_name, snapshot_name, unpack_manifest
+from tidemill.weights.manifest import manifest_name, snapshot_name, unpack_manifest
 from tidemill.weights.memory import MemoryTransport, corrupt
 from tidemill.weights.snapshot import Damaged, digest_of, verify
 from tidemill.weights.store import DELTAS_KEPT, WeightStore
@@ -35,8 +35,7 @@ def kinds(transport: MemoryTransport) -> dict[str, list[int]]:
     """Version numbers by kind of blob."""
     found: dict[str, list[int]] = {}
     for name in sorted(transport.blobs):
-        if name != LATEST:
-            found.setdefault(name.rsplit(".", 1)[1], []).append(int(name.split("-")[0]))
+        found.setdefault(name.rsplit(".", 1)[1], []).append(int(name.split("-")[0]))
     return found
 
 
@@ -53,8 +52,7 @@ def test_a_manifest_says_all_there_is_to_know() -> None:
         assert manifest.delta is not None
         assert manifest.delta.base == version(1)
         assert manifest.delta.nbytes < manifest.nbytes / 5
-        for name in (manifest_name(version(2)), LATEST):
-            assert unpack_manifest(transport.blobs[name], of="2") == manifest
+        assert unpack_manifest(transport.blobs[manifest_name(version(2))], of="2") == manifest
         stored = transport.blobs[snapshot_name(version(2))]
         verify(manifest, stored)
         assert tensors_of(stored) == tensors_of(snapshot(2))
@@ -118,7 +116,7 @@ def test_a_publish_cut_anywhere_is_invisible_and_leaves_nothing(zero_copy: bool,
     """In the snapshot, in the delta where there is one, in the manifest."""
 
     async def main() -> None:
-        puts_of_the_first = 3  # snapshot, manifest, latest
+        puts_of_the_first = 2  # snapshot, manifest
         transport = Cable(breaks_at=puts_of_the_first + at, fault=fault, zero_copy=zero_copy)
         store = WeightStore(transport, compute=compute())
         first = await publish(store, 1)
@@ -126,7 +124,7 @@ def test_a_publish_cut_anywhere_is_invisible_and_leaves_nothing(zero_copy: bool,
             await publish(store, 2)
 
         assert store.latest == first
-        readable = unpack_manifest(transport.blobs[LATEST], of="newest")
+        readable = unpack_manifest(transport.blobs[manifest_name(version(1))], of="1")
         assert readable == first
         verify(readable, transport.blobs[snapshot_name(readable.version)])
         second = await publish(store, 3)

@@ -3,16 +3,12 @@
     python -m tests.integration.supervised_process run FOLDER KIND      one session; exit code as of `tidemill train`
     python -m tests.integration.supervised_process killed FOLDER KIND   a calm run, and one killed (-9) again and again
 
-Prints the digests of both final weights and the number of kills. The killed sessions are forks of this process, so that
-the model library is imported once.
+Prints the digests of both final weights and the number of kills.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import random
-import signal
 import sys
 import time
 from pathlib import Path
@@ -20,6 +16,7 @@ from typing import Any
 
 import torch
 
+from tests.killed_lives import killed_until_done
 from tidemill.cli.failure import INTERRUPTED_CODE
 from tidemill.config.schema import RunSpec
 from tidemill.runtime.supervised import SupervisedKind, train_supervised
@@ -67,25 +64,12 @@ def killed(folder: Path, kind: SupervisedKind) -> None:
     data, began = write_data(folder / "data.jsonl"), time.monotonic()
     calm = session(folder / "calm", data, kind)
     per_step_s = (time.monotonic() - began) / STEPS
-    moments, kills = random.Random(1), 0
-    while time.monotonic() - began < DEADLINE_S:
-        child = os.fork()
-        if child == 0:
-            session(folder / "wild", data, kind)
-            os._exit(0)
-        goal, pause_s = newest(folder / "wild") + moments.randint(1, 6), moments.uniform(0, per_step_s)
-        ended, status = 0, 0
-        while newest(folder / "wild") < goal and not ended:
-            time.sleep(0.002)
-            ended, status = os.waitpid(child, os.WNOHANG)
-        if not ended:
-            time.sleep(pause_s)
-            os.kill(child, signal.SIGKILL)
-            _, status = os.waitpid(child, 0)
-        if os.WIFEXITED(status):
-            assert os.WEXITSTATUS(status) == 0
-            break
-        kills += 1
+    kills = killed_until_done(
+        lambda: session(folder / "wild", data, kind),
+        newest=lambda: newest(folder / "wild"),
+        pause_s=per_step_s,
+        until_s=began + DEADLINE_S,
+    )
     wild = session(folder / "wild", data, kind)
     assert wild["already_finished"]
     sys.stdout.write(f"{calm['weights_digest']} {wild['weights_digest']} {kills}\n")

@@ -1,14 +1,10 @@
 """Trains a tiny model twice: without interruption, and in processes that are killed (-9) at random moments.
 
-Prints the digest of both final weights, the number of kills, and how many fell inside a checkpoint write. The processes
-are forks of this one, so that the model library is imported once.
+Prints the digest of both final weights, the number of kills, and how many fell inside a checkpoint write.
 """
 
 from __future__ import annotations
 
-import os
-import random
-import signal
 import sys
 import time
 from functools import partial
@@ -16,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from tests.killed_lives import killed_until_done
 from tests.model_shapes import VOCABULARY, llama
 from tidemill.config.learning import OptimizerConfig
 from tidemill.models.loading import weights_digest
@@ -68,27 +65,19 @@ def main(folder: Path) -> None:
     started = time.monotonic()
     run(calm, source)
     per_step_s = (time.monotonic() - started) / STEPS
-    moments = random.Random(1)
-    kills = torn = 0
-    while time.monotonic() - started < DEADLINE_S:
-        child = os.fork()
-        if child == 0:
-            run(wild, source)
-            os._exit(0)
-        goal, pause_s = newest(wild) + moments.randint(1, 6), moments.uniform(0, per_step_s)
-        ended, status = 0, 0
-        while newest(wild) < goal and not ended:
-            time.sleep(0.002)
-            ended, status = os.waitpid(child, os.WNOHANG)
-        if not ended:
-            time.sleep(pause_s)
-            os.kill(child, signal.SIGKILL)
-            _, status = os.waitpid(child, 0)
-        if os.WIFEXITED(status):
-            assert os.WEXITSTATUS(status) == 0
-            break
-        kills += 1
+    torn = 0
+
+    def count_torn() -> None:
+        nonlocal torn
         torn += any(path.name.startswith(".writing") for path in wild.iterdir()) if wild.exists() else 0
+
+    kills = killed_until_done(
+        lambda: run(wild, source),
+        newest=lambda: newest(wild),
+        pause_s=per_step_s,
+        until_s=started + DEADLINE_S,
+        after_kill=count_torn,
+    )
     sys.stdout.write(f"{final_digest(calm)} {final_digest(wild)} {kills} {torn}\n")
 
 

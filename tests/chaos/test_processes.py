@@ -10,9 +10,41 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.processes import RECIPE, RunningProcess, learned, summary
+from tests.training_process import RunningProcess, last_step, learned, summary
 
 STEPS = 30
+RECIPE = """
+[model]
+source = "char"
+[model.char]
+alphabet = "0123456789+=\\n"
+hidden_size = 32
+layers = 2
+[task]
+kind = "arithmetic"
+shots = 0
+[scoring]
+rewards = [{ kind = "exact" }, { kind = "regex", pattern = '^\\d', weight = 0.5 }]
+[sampling]
+max_new_tokens = 12
+stop = ["no such string"]
+[engine]
+slots = 4
+batch_invariant = true
+tick_s = 0.02
+[batch]
+prompts = 4
+group_size = 4
+[optimizer]
+learning_rate = 1e-3
+[trainer]
+threads = 1
+[eval]
+every_steps = 8
+prompts = 4
+[checkpoint]
+every_steps = 5
+"""
 POOL = """
 [pool]
 kind = "synthetic"
@@ -37,6 +69,7 @@ def killed(run: RunningProcess, rng: random.Random) -> None:
 
 def interrupted(run: RunningProcess, rng: random.Random) -> None:
     run.wait_for("eviction", rng.randint(1, 2))
+    run.wait_until(lambda: last_step(run.run) > 0, "a step")  # before it there is nothing to checkpoint
     run.signal(signal.SIGINT)
     run.ends(130)
     said = summary(run.run)

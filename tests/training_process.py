@@ -1,10 +1,11 @@
-"""Runs in processes of their own, found again by a mark in their environment, whoever their parent is by then."""
+"""`tidemill train` in a process of its own, found again with all it started by a mark in their environment."""
 
 from __future__ import annotations
 
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -15,38 +16,6 @@ from pathlib import Path
 from typing import Any
 
 DEADLINE_S = 100.0
-RECIPE = """
-[model]
-source = "char"
-[model.char]
-alphabet = "0123456789+=\\n"
-hidden_size = 32
-layers = 2
-[task]
-kind = "arithmetic"
-shots = 0
-[scoring]
-rewards = [{ kind = "exact" }, { kind = "regex", pattern = '^\\d', weight = 0.5 }]
-[sampling]
-max_new_tokens = 12
-stop = ["no such string"]
-[engine]
-slots = 4
-batch_invariant = true
-tick_s = 0.02
-[batch]
-prompts = 4
-group_size = 4
-[optimizer]
-learning_rate = 1e-3
-[trainer]
-threads = 1
-[eval]
-every_steps = 8
-prompts = 4
-[checkpoint]
-every_steps = 5
-"""
 
 
 @dataclass
@@ -96,6 +65,18 @@ class RunningProcess:
         """Processes alive with that in their command lines, the first one's parent or not."""
         return [pid for pid, command in _marked(self.mark).items() if name in command]
 
+    def killed_when(self, due: Callable[[], bool], *, after_s: float = 0.0) -> bool:
+        """SIGKILL, so long after it was due; whether it had not ended by itself."""
+        until = time.monotonic() + DEADLINE_S
+        while self.process.poll() is None and not due():
+            assert time.monotonic() < until, "neither due nor ended in time"
+            time.sleep(0.005)
+        time.sleep(after_s)
+        self.process.kill()
+        _, err = self.process.communicate(timeout=DEADLINE_S)
+        assert self.process.returncode in (0, -signal.SIGKILL), err
+        return self.process.returncode != 0
+
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
 
@@ -113,6 +94,15 @@ class RunningProcess:
 def summary(run: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((run / "summary.json").read_text())
     return found
+
+
+def last_step(run: Path) -> int:
+    """The newest in metrics.jsonl; -1 before there is any."""
+    try:
+        lines = (run / "metrics.jsonl").read_bytes().splitlines()
+        return int(json.loads(lines[-1])["step"])
+    except (OSError, IndexError, ValueError):
+        return -1
 
 
 def learned(run: Path) -> tuple[dict[str, Any], list[tuple[int, str]], dict[str, list[str]]]:

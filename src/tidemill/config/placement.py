@@ -23,14 +23,20 @@ class PlacementConfig(Config):
     actor_gpus: float = Field(0.0, ge=0)
     """GPUs reserved for each of these actors."""
 
-    def faults(self, runtime: str) -> list[str]:
-        """What cannot be on this runtime, with its cure."""
-        if runtime == "ray":
-            return []
-        return [
-            f'placement.{name} = "actor" needs runtime = "ray", and runtime is "{runtime}"; set one of them'
-            for name in self.on_actors
-        ]
+    def faults(self, runtime: str, *, critic: str) -> list[str]:
+        """What cannot be on this runtime, or with this kind of critic, with its cure."""
+        found = []
+        if self.critic == "actor" and critic == "shared":
+            found.append(
+                'placement.critic = "actor" and critic.kind = "shared": a head on the policy\'s hidden states is where '
+                'they are; set placement.critic = "trainer", or critic.kind = "own"'
+            )
+        if runtime != "ray":
+            found += [
+                f'placement.{name} = "actor" needs runtime = "ray", and runtime is "{runtime}"; set one of them'
+                for name in self.on_actors
+            ]
+        return found
 
     @property
     def on_actors(self) -> tuple[str, ...]:

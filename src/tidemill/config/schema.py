@@ -170,7 +170,7 @@ class RunSpec(Config):
             )
         if self.pool.kind == "ray" and self.runtime != "ray":
             faults.append(f'pool.kind = "ray" needs runtime = "ray", and runtime is "{self.runtime}"; set one of them')
-        faults += self.placement.faults(self.runtime)
+        faults += self.placement.faults(self.runtime, critic=self.critic.kind)
         if self.task.kind != "reasoning_gym" and any(reward.kind == "task" for reward in self.scoring.rewards):
             faults.append(
                 f'scoring.rewards has kind = "task", and task.kind = "{self.task.kind}" brings no checker of its own; '

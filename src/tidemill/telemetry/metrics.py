@@ -87,6 +87,7 @@ METRICS: dict[str, Metric] = {
     "effective_sample_size": Metric("", "(Σw)² / (n Σw²) of the importance ratios: 1 is fully on policy"),
     "time_rollout_s": Metric("s", "generating; may overlap with training and scoring"),
     "time_train_s": Metric("s", "forward, backward and optimizer"),
+    "time_critic_wait_s": Metric("s", "of that, waiting for a critic in a process of its own"),
     "time_score_s": Metric("s", "waiting for rewards that nothing else overlapped"),
     "token_accuracy": Metric("", "sft: share of trained tokens that the model held most probable"),
     "pairwise_accuracy": Metric("", "share of preference pairs whose chosen side the model puts first"),

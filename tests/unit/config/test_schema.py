@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from tidemill.config.algorithm import CriticConfig
 from tidemill.config.data import DataConfig
 from tidemill.config.learning import BatchConfig, OptimizerConfig
 from tidemill.config.lora import LoraConfig
@@ -149,6 +150,13 @@ def test_an_actor_needs_ray(name: str) -> None:
     placement = PlacementConfig.model_validate({name: "actor"})
     assert f'placement.{name} = "actor" needs runtime = "ray"' in messages(RunSpec, placement=placement)
     assert RunSpec(runtime="ray", placement=placement).placement.on_actors == (name,)
+
+
+def test_a_head_on_the_trunk_is_where_the_trunk_is() -> None:
+    placement, critic = PlacementConfig(critic="actor"), CriticConfig(kind="shared")
+    said = messages(RunSpec, runtime="ray", placement=placement, critic=critic)
+    assert 'placement.critic = "actor" and critic.kind = "shared"' in said
+    assert 'set placement.critic = "trainer", or critic.kind = "own"' in said
 
 
 def test_a_jsonl_task_has_no_checker_either() -> None:

@@ -16,6 +16,7 @@ synchronous step there is some overlap already: gradients begin while the last s
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 from collections.abc import Sequence
@@ -51,6 +52,7 @@ class Overlap:
     busy_share: float  # it computed gradients
     tokens_per_s: float  # trained
     lag_mean: float  # of the tokens it learned from
+    load_average: float  # of the machine when it ended, over a minute
 
 
 def main() -> int:
@@ -91,6 +93,7 @@ def overlap_of(lines: Sequence[MetricLine], lag: int, number: int) -> Overlap:
         busy_share=train_s / seconds,
         tokens_per_s=tokens / seconds,
         lag_mean=total(lines, "policy_lag_mean") / len(lines),
+        load_average=os.getloadavg()[0],
     )
 
 

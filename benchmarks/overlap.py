@@ -33,7 +33,7 @@ from tidemill.telemetry.metrics import STEP_TIME, TRAINER_IDLE, MetricLine
 LAGS = (0, 1, 3)
 ROUNDS, COUNTED_STEPS = 3, 6
 BEGINNING, END = 3, 3  # steps that are not counted
-SLOTS = 10  # so few that generating a batch takes longer than learning from it, about 60 to 40
+SLOTS = 16  # so few that generating a batch takes longer than learning from it, about 60 to 40
 
 
 @dataclass(frozen=True, kw_only=True)

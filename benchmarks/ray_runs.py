@@ -20,14 +20,14 @@ PROMPTS, GROUP_SIZE = 8, 8
 
 
 def spec_of(steps: int, *, slots: int, **sections: Mapping[str, Any]) -> RunSpec:
-    """A character model of 5M parameters with one worker, a process of one thread like the trainer; the trainer's own
-    engine never generates. Completions end where the model happens to end them, or after 64 tokens."""
+    """A character model of 2M parameters with one worker, a process of one thread like the trainer; the trainer's own
+    engine never generates. Completions end where the model happens to end them, or after 32 tokens."""
     common = {
-        "model": {"source": "char", "char": {"hidden_size": 256, "layers": 6, "heads": 4, "context": 128}},
+        "model": {"source": "char", "char": {"hidden_size": 192, "layers": 4, "heads": 4, "context": 64}},
         "task": {"kind": "arithmetic", "shots": 0},
-        "scoring": {"rewards": [{"kind": "length", "target_tokens": 48}]},
-        "sampling": {"max_new_tokens": 64},
-        "engine": {"slots": slots},
+        "scoring": {"rewards": [{"kind": "length", "target_tokens": 24}]},
+        "sampling": {"max_new_tokens": 32},
+        "engine": {"slots": slots, "tick_s": 0.05},
         "pool": {"kind": "static", "workers": 1},
         "fleet": {"seeding": False},
         "batch": {"prompts": PROMPTS, "group_size": GROUP_SIZE},

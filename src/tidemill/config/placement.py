@@ -17,7 +17,8 @@ class PlacementConfig(Config):
     reference: Literal["trainer", "actor"] = "trainer"
     """The model that algorithm.kl_beta holds the policy to. trainer: in its process, which then has it in memory."""
     critic: Literal["trainer", "actor"] = "trainer"
-    """The critic of algorithm.advantage = "gae", where critic.kind = "own"."""
+    """The critic of algorithm.advantage = "gae", where critic.kind = "own". actor: it values each group when that is
+    complete and learns while the policy does; where others are valued together, sums may round differently."""
     actor_cpus: float = Field(1.0, ge=0)
     """CPUs reserved for each of these actors; also its threads inside one operation."""
     actor_gpus: float = Field(0.0, ge=0)

@@ -91,6 +91,8 @@ bench: $(READY) ## the benchmarks, one after another; about an hour on a quiet m
 	$(BIN)/python -m benchmarks.staleness
 	$(BIN)/python -m benchmarks.equivalence
 	$(BIN)/python -m benchmarks.migration
+	$(BIN)/python -m benchmarks.overlap
+	$(BIN)/python -m benchmarks.critic_placement
 
 constraints: $(READY) ## rewrite constraints.txt from pyproject.toml (needs the network)
 	$(BIN)/python scripts/write_constraints.py

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from tidemill.trainer.packing import Microbatch
+from tidemill.trainer.promised import Promised, known
+
+T = TypeVar("T")
 
 
 def fixed_value(token_id: int, position: int) -> float:
@@ -17,27 +21,45 @@ def fixed_value(token_id: int, position: int) -> float:
 
 
 class FixedCritic:
-    """Implements `Critic`, and remembers what it was to learn: (return, value, weight) of every token."""
+    """Implements `Critic`, and remembers what it was to learn: (return, value, weight) of every token.
 
-    def __init__(self) -> None:
+    Args:
+        elsewhere: it says so, and notes in `story` what it was asked for and when the answer was waited for.
+    """
+
+    def __init__(self, *, elsewhere: bool = False) -> None:
+        self.elsewhere = elsewhere
+        self.story: list[str] = []
         self.learned: list[tuple[float, float, float]] = []
         self.denominators: list[float] = []
         self.with_graph: list[bool] = []  # whether the policy's states could carry a gradient
         self.restored = False
 
-    def values(self, microbatch: Microbatch) -> Tensor:
+    def values(self, microbatch: Microbatch) -> Promised[Tensor]:
         nodes = microbatch.head_nodes[microbatch.head_rows].numpy()
         ids, depths = microbatch.tree.token_ids[nodes].tolist(), microbatch.tree.depths[nodes].tolist()
-        return torch.tensor([fixed_value(*state) for state in zip(ids, depths, strict=True)])
+        return self._told("values", torch.tensor([fixed_value(*state) for state in zip(ids, depths, strict=True)]))
 
     def learn(self, microbatch: Microbatch, returns_T: Tensor, values_T: Tensor) -> None:
         columns = (returns_T.tolist(), values_T.tolist(), microbatch.weights.tolist())
         self.learned += list(zip(*columns, strict=True))
         self.with_graph.append(microbatch.states is not None and microbatch.states.requires_grad)
+        self.story.append("learn")
 
-    def step(self, denominator: float) -> dict[str, float]:
+    def step(self, denominator: float) -> Promised[dict[str, float]]:
         self.denominators.append(denominator)
-        return {"value_loss": float(len(self.denominators))}
+        return self._told("step", {"value_loss": float(len(self.denominators))})
+
+    def _told(self, what: str, answer: T) -> Promised[T]:
+        if not self.elsewhere:
+            return known(answer)
+        self.story.append(what)
+
+        def promise() -> T:
+            self.story.append(f"{what}!")
+            return answer
+
+        return promise
 
     def state_bytes(self) -> int:
         return 100

@@ -166,7 +166,8 @@ def _algorithm(spec: RunSpec) -> str:
     algorithm, critic = spec.algorithm, spec.critic
     parts = [f"advantage {algorithm.advantage}{', whitened over the batch' if algorithm.whiten else ''}"]
     if algorithm.needs_critic:
-        parts.append("critic on the policy's own trunk" if critic.kind == "shared" else "critic of its own")
+        own = "critic of its own" + (" on an actor of its own" if spec.placement.critic == "actor" else "")
+        parts.append("critic on the policy's own trunk" if critic.kind == "shared" else own)
     if algorithm.kl_beta:
         parts.append(f"KL in the {algorithm.kl_in}, weight {algorithm.kl_beta:g}")
     parts.append(f"loss {algorithm.loss}, mean by {algorithm.normalize}")

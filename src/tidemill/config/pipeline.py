@@ -63,11 +63,22 @@ KINDS: dict[StageKind, KindOfStage] = {
     "rl": KindOfStage(
         sections=(
             *("runtime", "run", "model", "task", "scoring", "sampling", "engine", "pool", "fleet", "ray"),
-            *("batch", "schedule", "algorithm", "optimizer", "critic", "trainer", "eval", "checkpoint", "telemetry"),
+            *(
+                "placement",
+                "batch",
+                "schedule",
+                "algorithm",
+                "optimizer",
+                "critic",
+                "trainer",
+                "eval",
+                "checkpoint",
+                "telemetry",
+            ),
         ),
         gives="a model",
         purpose="train",
-        neutral=(*_SCORING, "eval.", "checkpoint.", "runtime", "pool.", "fleet.", "ray."),
+        neutral=(*_SCORING, "eval.", "checkpoint.", "runtime", "pool.", "fleet.", "ray.", "placement."),
     ),
     "eval": KindOfStage(
         sections=("run", "model", "task", "scoring", "sampling", "engine", "trainer", "eval"),

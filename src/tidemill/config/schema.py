@@ -14,6 +14,7 @@ from tidemill.config.export import ExportConfig
 from tidemill.config.learning import BatchConfig, OptimizerConfig, TrainerConfig
 from tidemill.config.making import MakingConfig
 from tidemill.config.model import ModelConfig
+from tidemill.config.placement import PlacementConfig
 from tidemill.config.pool import FleetConfig, PoolConfig, RayConfig, StaticPool
 from tidemill.config.schedule import ScheduleConfig
 from tidemill.config.scoring import ScoringConfig
@@ -123,6 +124,7 @@ class RunSpec(Config):
     pool: PoolConfig = StaticPool()
     fleet: FleetConfig = FleetConfig()
     ray: RayConfig = RayConfig()
+    placement: PlacementConfig = PlacementConfig()
     batch: BatchConfig = BatchConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -175,6 +177,7 @@ class RunSpec(Config):
             )
         if self.pool.kind == "ray" and self.runtime != "ray":
             faults.append(f'pool.kind = "ray" needs runtime = "ray", and runtime is "{self.runtime}"; set one of them')
+        faults += self.placement.faults(self.runtime, critic=self.critic.kind)
         if self.task.kind != "reasoning_gym" and any(reward.kind == "task" for reward in self.scoring.rewards):
             faults.append(
                 f'scoring.rewards has kind = "task", and task.kind = "{self.task.kind}" brings no checker of its own; '

@@ -44,7 +44,7 @@ class WorkerLost(TidemillError):
 
 
 class TrainerLost(TidemillError):
-    """The trainer's process is gone, and the run with it; nothing finished is lost."""
+    """The trainer's process, or one that computes for it, is gone, and the run with it; nothing finished is lost."""
 
 
 class ClusterLost(TidemillError):

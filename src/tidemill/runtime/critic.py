@@ -1,19 +1,22 @@
-"""The critic a run's configuration asks for, beside the policy it belongs to."""
+"""The critic a run's configuration asks for, beside the policy it belongs to or in a process of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel
 
 from tidemill.config.model import ModelConfig
+from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.models.catalog import resolve
 from tidemill.models.codec import load_codec
 from tidemill.models.heads import ScalarHead
 from tidemill.models.loading import load_model
 from tidemill.models.reward_model import hidden_size
+from tidemill.runtime.frozen import FrozenModels
 from tidemill.runtime.parts import Parts
 from tidemill.trainer.critic import Critic, ModelCritic, TrunkCritic
 
@@ -33,43 +36,71 @@ def build_critic(parts: Parts, *, progress: Callable[[str], None]) -> Critic | N
     algorithm, config = parts.spec.algorithm, parts.spec.critic
     if not algorithm.needs_critic:
         return None
-    head = ScalarHead(hidden_size(parts.model)).to(parts.device)
-    if config.kind == "shared":
-        return TrunkCritic(
-            parts.model,
-            head,
-            config,
-            value_coefficient=algorithm.value_coefficient,
-            value_clip=algorithm.value_clip,
+    if config.kind == "own":
+        return build_model_critic(
+            parts.spec,
+            policy_folder=parts.folder,
+            frozen=parts.frozen,
+            device=parts.device,
             autocast=parts.autocast,
+            progress=progress,
         )
-    folder = parts.folder if config.source is None else _other_folder(parts, config.source, progress)
-    model = _model(parts, folder)
-    if parts.spec.trainer.activation_checkpointing:
-        model.gradient_checkpointing_enable()
-        model.train()
-    return ModelCritic(
-        model,
-        ScalarHead(hidden_size(model)).to(parts.device),
+    return TrunkCritic(
+        parts.model,
+        ScalarHead(hidden_size(parts.model)).to(parts.device),
         config,
-        source=folder,
+        value_coefficient=algorithm.value_coefficient,
         value_clip=algorithm.value_clip,
         autocast=parts.autocast,
     )
 
 
-def _model(parts: Parts, folder: Path) -> PreTrainedModel:
+def build_model_critic(
+    spec: RunSpec,
+    *,
+    policy_folder: Path,
+    frozen: FrozenModels,
+    device: torch.device,
+    autocast: torch.dtype | None,
+    progress: Callable[[str], None],
+) -> ModelCritic:
+    """A critic of its own, wherever the policy is.
+
+    Args:
+        policy_folder: the Hugging Face folder that the policy came from.
+
+    Raises:
+        UserError: as `build_critic`.
+    """
+    source = spec.critic.source
+    folder = policy_folder if source is None else _other_folder(spec, source, policy_folder, progress)
+    model = _model(spec, folder, policy_folder, frozen, device)
+    if spec.trainer.activation_checkpointing:
+        model.gradient_checkpointing_enable()
+        model.train()
+    return ModelCritic(
+        model,
+        ScalarHead(hidden_size(model)).to(device),
+        spec.critic,
+        source=folder,
+        value_clip=spec.algorithm.value_clip,
+        autocast=autocast,
+    )
+
+
+def _model(
+    spec: RunSpec, folder: Path, policy_folder: Path, frozen: FrozenModels, device: torch.device
+) -> PreTrainedModel:
     """To be learned as a whole, or in an adapter like the policy's."""
-    if not parts.spec.model.lora.enabled:
-        return load_model(folder, device=parts.device)
-    source = parts.spec.model.source if folder == parts.folder else str(folder)
-    made_from = parts.spec.model.model_copy(update={"source": source})
-    return parts.frozen.with_adapter(folder, made_from)
+    if not spec.model.lora.enabled:
+        return load_model(folder, device=device)
+    source = spec.model.source if folder == policy_folder else str(folder)
+    return frozen.with_adapter(folder, spec.model.model_copy(update={"source": source}))
 
 
-def _other_folder(parts: Parts, source: str, progress: Callable[[str], None]) -> Path:
-    folder = resolve(ModelConfig(source=source, char=parts.spec.model.char), progress=progress)
-    if load_codec(folder).vocabulary_digest != parts.codec.vocabulary_digest:
+def _other_folder(spec: RunSpec, source: str, policy_folder: Path, progress: Callable[[str], None]) -> Path:
+    folder = resolve(ModelConfig(source=source, char=spec.model.char), progress=progress)
+    if load_codec(folder).vocabulary_digest != load_codec(policy_folder).vocabulary_digest:
         raise UserError(
             f"the critic ({source}) has another tokenizer than the policy: it would read other words than were written",
             where="critic.source",

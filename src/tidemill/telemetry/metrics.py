@@ -28,7 +28,9 @@ TOKENS_LOST: Final = "tokens_lost"
 TOKENS_RECOMPUTED: Final = "tokens_recomputed"
 WORKERS_MEAN: Final = "workers_mean"
 SEED_WINDOW: Final = "seed_window_s"
+TRAINER_IDLE: Final = "time_trainer_idle_s"
 TRAINER_WAIT: Final = "time_trainer_wait_s"
+CRITIC_WAIT: Final = "time_critic_wait_s"
 REMOTE_WAIT: Final = "time_remote_wait_s"
 
 METRICS: dict[str, Metric] = {
@@ -87,6 +89,7 @@ METRICS: dict[str, Metric] = {
     "effective_sample_size": Metric("", "(Σw)² / (n Σw²) of the importance ratios: 1 is fully on policy"),
     "time_rollout_s": Metric("s", "generating; may overlap with training and scoring"),
     "time_train_s": Metric("s", "forward, backward and optimizer"),
+    CRITIC_WAIT: Metric("s", "of that, waiting for a critic in a process of its own"),
     "time_publish_logprobs_s": Metric(
         "s", "the new version's logprobs of tokens in flight; only with algorithm.correction.kind mu_step"
     ),
@@ -120,7 +123,7 @@ METRICS: dict[str, Metric] = {
     "samples_restarted": Metric("samples", "begun again because they were, or would have become, too old"),
     "groups_dropped": Metric("groups", "given up because they would have become too old"),
     "groups_redrawn": Metric("groups", "replaced because all their rewards were equal (algorithm.dynamic_sampling)"),
-    "time_trainer_idle_s": Metric("s", "the trainer had nothing to learn from, whoever was generating"),
+    TRAINER_IDLE: Metric("s", "the trainer had nothing to learn from, whoever was generating"),
     TRAINER_WAIT: Metric("s", "of that, while the reserved side was not generating either"),
     REMOTE_WAIT: Metric("s", "preemptible workers had nothing left to generate, mean over workers"),
     PEAK_RSS: Metric("bytes", "largest resident memory of the process so far"),
@@ -252,8 +255,8 @@ SAMPLES_TEXT = (
     "Written when a session ends. `steps`, `tokens_generated`, `tokens_trained`, `optimizer_steps`, `training_s` and",
     "`time` count each step of the surviving history once; `wall_s` and `sessions` are over everything that ran,",
     "repeated work included; `peak_rss_bytes` is the largest of all sessions. `eval` has `before` (step 0), `after`",
-    "(the newest evaluation) and `best`, each with `greedy_accuracy` and `step`, and `n`. What was not measured is",
-    "`null`.",
+    "(the newest evaluation) and `best`, each with `greedy_accuracy` and `step`, and `n`. `trainer_idle_share` is",
+    "`time_trainer_idle_s` in `time_step_s`, over the steps that count. What was not measured is `null`.",
     "",
     "What the fleet did and cost is over everything that ran, too: an eviction in a step that was rewound happened.",
     "",

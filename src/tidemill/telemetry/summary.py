@@ -7,7 +7,7 @@ from typing import Any
 from tidemill.telemetry.evaluations import Evaluation, evaluations
 from tidemill.telemetry.events import past_sessions, read_events
 from tidemill.telemetry.fleet_figures import amount, fleet_figures
-from tidemill.telemetry.metrics import PEAK_RSS, STEP_TIME, MetricLine, read_metrics
+from tidemill.telemetry.metrics import PEAK_RSS, STEP_TIME, TRAINER_IDLE, MetricLine, read_metrics
 from tidemill.telemetry.run_dir import RunDirectory
 
 TIMES = ("rollout", "train", "score", "eval")
@@ -52,6 +52,7 @@ def build_summary(
         "wall_s": round(wall_s, 3),
         "training_s": round(_sum(steps, STEP_TIME), 3),
         "time": {f"{name}_s": round(_sum(lines, f"time_{name}_s"), 3) for name in TIMES},
+        "trainer_idle_share": _trainer_idle_share(steps),
         "tokens_generated": generated,
         "tokens_trained": trained,
         "tokens_per_s": round(generated / time_rollout_s, 2) if time_rollout_s > 0 else None,
@@ -69,6 +70,13 @@ def build_summary(
 
 def _sum(lines: list[MetricLine], name: str) -> float:
     return sum(line.values.get(name, 0.0) for line in lines)
+
+
+def _trainer_idle_share(steps: list[MetricLine]) -> float | None:
+    """Of the steps' time; None where nobody generated, or nothing took any time."""
+    timed = [line for line in steps if TRAINER_IDLE in line.values]
+    total_s = _sum(timed, STEP_TIME)
+    return round(_sum(timed, TRAINER_IDLE) / total_s, 4) if total_s > 0 else None
 
 
 def _evaluation(found: list[Evaluation]) -> dict[str, Any]:

@@ -28,8 +28,9 @@ from tidemill.trainer.packing import (
     split_by_budget,
     trained_tokens,
 )
+from tidemill.trainer.promised import Promised, known
 
-Measure = Callable[[Microbatch], torch.Tensor]
+Measure = Callable[[Microbatch], Promised[torch.Tensor]]
 """Something float32 [T] of every token of a microbatch, without gradient."""
 DoubleArray = npt.NDArray[np.float64]
 
@@ -49,17 +50,38 @@ class Advantages:
         device: where microbatches are measured.
         reference: logprobs of the reference model, where the reward holds a KL penalty.
         values: what the critic says, where there is one.
+        ahead: the critic computes elsewhere: it is asked for each group by itself, as soon as that is complete.
     """
 
     def __init__(
-        self, spec: RunSpec, device: torch.device, *, reference: Measure | None = None, values: Measure | None = None
+        self,
+        spec: RunSpec,
+        device: torch.device,
+        *,
+        reference: Callable[[Microbatch], torch.Tensor] | None = None,
+        values: Measure | None = None,
+        ahead: bool = False,
     ) -> None:
         self._spec, self._device = spec, device
         self._row = ADVANTAGES[spec.algorithm.advantage]
-        self._reference, self._values = reference, values
+        self._reference, self._values, self._ahead = reference, values, ahead
         self.scope = scope_of(spec.algorithm.advantage, whiten=spec.algorithm.whiten)
 
-    def of_groups(self, groups: Sequence[Group], valid: Sequence[Sequence[bool]], *, kl_beta: float) -> list[Estimate]:
+    def begin(self, group: Group, valid: Sequence[bool]) -> Promised[list[FloatArray]] | None:
+        """Ask for the values of a complete group's samples that count, [T_s] each; None where all are measured later,
+        together, so that what groups have in common is computed once."""
+        if self._values is None or not self._ahead:
+            return None
+        return self._asked(self._values, [self._up_to_the_end(group.trajectories[at]) for at in _kept(group, valid)])
+
+    def of_groups(
+        self,
+        groups: Sequence[Group],
+        valid: Sequence[Sequence[bool]],
+        *,
+        kl_beta: float,
+        values: Sequence[Promised[list[FloatArray]] | None] = (),
+    ) -> list[Estimate]:
         """Advantages of complete groups: of one at a time, or of the whole batch where the scope is the batch.
 
         What must be measured is measured of all of them together, so that prefixes are computed once.
@@ -67,14 +89,12 @@ class Advantages:
         Args:
             valid: which samples of each group count.
             kl_beta: the present coefficient, where the penalty is part of the reward.
+            values: what `begin` returned of each group, where it was called.
 
         Raises:
             UserError: rollout logprobs are needed and the engine gave none.
         """
-        kept = [
-            [index for index, t in enumerate(group.trajectories) if ok[index] and trained_tokens(t)]
-            for group, ok in zip(groups, valid, strict=True)
-        ]
+        kept = [_kept(group, ok) for group, ok in zip(groups, valid, strict=True)]
         trajectories = [g.trajectories[at] for g, of_group in zip(groups, kept, strict=True) for at in of_group]
         if not trajectories:  # every completion is empty
             return [Estimate(samples=[], signal=False) for _ in groups]
@@ -83,7 +103,7 @@ class Advantages:
         penalties = [_penalty(t, ref, kl_beta) for t, ref in zip(trajectories, references, strict=True)]
         if self._row.level == "token":
             rewards = [_with_final(-p, self._shaped(t)) for t, p in zip(trajectories, penalties, strict=True)]
-            samples = self._over_time(trajectories, rewards)
+            samples = self._over_time(trajectories, rewards, [asked for asked in values if asked is not None])
         else:
             samples = []
             rest = iter(penalties)
@@ -114,8 +134,14 @@ class Advantages:
         parts = np.split(whiten(torch.from_numpy(flat)).numpy(), np.cumsum(lengths)[:-1])
         return [replace(sample, advantage=part) for sample, part in zip(samples, parts, strict=True)]
 
-    def _over_time(self, trajectories: Sequence[Trajectory], rewards: Sequence[DoubleArray]) -> list[Weighted]:
-        """Token-level advantages; with a critic also the returns it is to learn and the values it began with."""
+    def _over_time(
+        self,
+        trajectories: Sequence[Trajectory],
+        rewards: Sequence[DoubleArray],
+        asked: Sequence[Promised[list[FloatArray]]],
+    ) -> list[Weighted]:
+        """Token-level advantages; with a critic also the returns it is to learn and the values it began with, which
+        may have been asked for already."""
         settings = {name: getattr(self._spec.algorithm, name) for name in self._row.settings}
         lengths = [len(each) for each in rewards]
         rewards_ST = _padded(rewards)
@@ -123,11 +149,9 @@ class Advantages:
             advantages_ST = self._row.function(rewards_ST, **settings).numpy()
             rows = zip(trajectories, advantages_ST.astype(np.float32), lengths, strict=True)
             return [Weighted(trajectory=t, advantage=row[:n], token_weight=1.0) for t, row, n in rows]
-        cut = [self._spec.algorithm.bootstrap_truncated and t.truncated for t in trajectories]
-        measured = self._measured(
-            self._values,
-            [_with_final_observation(t) if is_cut else t for t, is_cut in zip(trajectories, cut, strict=True)],
-        )
+        asked = asked or [self._asked(self._values, [self._up_to_the_end(t) for t in trajectories])]
+        measured = [each for promise in asked for each in promise()]
+        cut = [self._goes_on(t) for t in trajectories]
         values = [each[:n] for each, n in zip(measured, lengths, strict=True)]
         ahead = [np.append(each, 0.0)[1 : n + 1] for each, n in zip(measured, lengths, strict=True)]
         last_ST = torch.arange(rewards_ST.shape[1]) == torch.tensor(lengths)[:, None] - 1
@@ -153,16 +177,25 @@ class Advantages:
 
     def _references(self, trajectories: Sequence[Trajectory]) -> list[FloatArray] | list[None]:
         """Reference logprobs [T] of each sample, where the reward depends on them."""
-        return self._measured(self._reference, trajectories) if self._reference else [None] * len(trajectories)
+        reference = self._reference
+        if reference is None:
+            return [None] * len(trajectories)
+        return self._asked(lambda microbatch: known(reference(microbatch)), trajectories)()
 
-    def _measured(self, measure: Measure, trajectories: Sequence[Trajectory]) -> list[FloatArray]:
+    def _asked(self, measure: Measure, trajectories: Sequence[Trajectory]) -> Promised[list[FloatArray]]:
         """[T] of each sample, in its tokens' order."""
         bare = [Weighted(trajectory=trajectory, advantage=0.0, token_weight=0.0) for trajectory in trajectories]
-        found: list[FloatArray] = []
-        for run in split_by_budget(bare, self._spec.batch.microbatch_tokens):
-            microbatch = pack(run, self._device)
-            found += by_sample(measure(microbatch), microbatch.samples)
-        return found
+        runs = split_by_budget(bare, self._spec.batch.microbatch_tokens)
+        asked = [(microbatch, measure(microbatch)) for microbatch in (pack(run, self._device) for run in runs)]
+        return lambda: [each for microbatch, promise in asked for each in by_sample(promise(), microbatch.samples)]
+
+    def _goes_on(self, trajectory: Trajectory) -> bool:
+        """Whether the value of where a sample was cut stands for what would have followed."""
+        return self._spec.algorithm.bootstrap_truncated and trajectory.truncated
+
+    def _up_to_the_end(self, trajectory: Trajectory) -> Trajectory:
+        """With the state that a value is needed of besides those of its tokens."""
+        return _with_final_observation(trajectory) if self._goes_on(trajectory) else trajectory
 
     def _shaped(self, trajectory: Trajectory) -> float:
         """The reward, with what is added for its length."""
@@ -191,6 +224,11 @@ class Advantages:
                 cure="have the engine return logprobs of sampled tokens, or set algorithm.correction.kind = "
                 '"none", algorithm.proximal = "recomputed" and algorithm.kl_in = "loss"',
             )
+
+
+def _kept(group: Group, valid: Sequence[bool]) -> list[int]:
+    """Indices of the samples that count and have something to learn."""
+    return [at for at, t in enumerate(group.trajectories) if valid[at] and trained_tokens(t)]
 
 
 def _penalty(trajectory: Trajectory, ref_logprobs: FloatArray | None, kl_beta: float) -> DoubleArray:

@@ -19,18 +19,33 @@ from tidemill.config.algorithm import CriticConfig
 from tidemill.config.learning import OptimizerConfig
 from tidemill.models.heads import ScalarHead, load_head, save_head
 from tidemill.trainer.checkpoint import restore_head_state, restore_state, save_head_state, save_state, state_bytes
-from tidemill.trainer.logprobs import predicting_states
+from tidemill.trainer.logprobs import Predictions, predicting_states
 from tidemill.trainer.optimizer import build_optimizer, clip_and_step
 from tidemill.trainer.packing import Microbatch
+from tidemill.trainer.promised import Promised, known
 from tidemill.trainer.returns import ReturnScale
 
 HEAD_BYTES = 1 << 20
 
 
-class Critic(Protocol):
-    """What a policy trainer asks of a critic. All tensors are float32 [T], in the microbatch's own order."""
+class Weighed(Predictions, Protocol):
+    """T trained tokens, as far as a critic with a model of its own must know them."""
 
-    def values(self, microbatch: Microbatch) -> Tensor:
+    @property
+    def weights(self) -> Tensor: ...  # float32 [T]
+
+
+class Critic(Protocol):
+    """What a policy trainer asks of a critic. All tensors are float32 [T], in the microbatch's own order.
+
+    What it was asked for it does in that order; where it does so in another process, the trainer goes on meanwhile.
+    """
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether it computes in another process: values are then best asked for as soon as a group is complete."""
+
+    def values(self, microbatch: Microbatch) -> Promised[Tensor]:
         """V of the state in which each token was chosen; no gradient."""
 
     def learn(self, microbatch: Microbatch, returns_T: Tensor, values_T: Tensor) -> None:
@@ -40,8 +55,8 @@ class Critic(Protocol):
         `microbatch.states`: a critic that shares them adds its gradient to theirs.
         """
 
-    def step(self, denominator: float) -> dict[str, float]:
-        """One optimizer step; returns its metrics."""
+    def step(self, denominator: float) -> Promised[dict[str, float]]:
+        """One optimizer step; promises its metrics, once everything that it learned from has been learned."""
 
     def state_bytes(self) -> int:
         """About what `write_state` will write."""
@@ -95,6 +110,8 @@ class ValueSums:
 class _HeadCritic:
     """What both kinds share: a head, its optimizer and the scale of its numbers."""
 
+    elsewhere = False
+
     def __init__(self, head: ScalarHead, trained: nn.Module, config: CriticConfig, *, value_clip: float) -> None:
         self.head, self.config = head, config
         self.optimizer = build_optimizer(trained, OptimizerConfig(learning_rate=config.learning_rate))
@@ -103,11 +120,11 @@ class _HeadCritic:
         self._scale = ReturnScale()
         self._sums = ValueSums()
 
-    def _values(self, states: Tensor, microbatch: Microbatch) -> Tensor:
+    def _values(self, states: Tensor, microbatch: Predictions) -> Tensor:
         values_H: Tensor = self._scale.mean + self._scale.std * self.head(states)
         return values_H[microbatch.head_rows]
 
-    def _loss(self, states: Tensor, microbatch: Microbatch, returns_T: Tensor, values_T: Tensor) -> Tensor:
+    def _loss(self, states: Tensor, microbatch: Weighed, returns_T: Tensor, values_T: Tensor) -> Tensor:
         """The weighted sum, on the scale of the head's numbers."""
         mean, std = self._scale.mean, self._scale.std
         now_T = self.head(states)[microbatch.head_rows]
@@ -116,13 +133,13 @@ class _HeadCritic:
         self._sums.add(returns_T, values_T, loss, parts.clipped_T)
         return loss
 
-    def step(self, denominator: float) -> dict[str, float]:
+    def step(self, denominator: float) -> Promised[dict[str, float]]:
         sums, self._sums = self._sums, ValueSums()
         norm = clip_and_step(self.optimizer, scale=1.0 / denominator, max_grad_norm=self.config.max_grad_norm)
         self.optimizer_steps += 1
         if self.config.normalize and sums.tokens:
             self._scale.move(self.head, mean=sums.returns / sums.tokens, mean_square=sums.squares / sums.tokens)
-        return sums.metrics(denominator) | {"value_grad_norm": norm}
+        return known(sums.metrics(denominator) | {"value_grad_norm": norm})
 
     def _counters(self) -> dict[str, Any]:
         return {"optimizer_steps": self.optimizer_steps, "scale": self._scale.state()}
@@ -165,13 +182,13 @@ class ModelCritic(_HeadCritic):
         self._source, self._autocast = source, autocast
 
     @torch.no_grad()
-    def values(self, microbatch: Microbatch) -> Tensor:
-        return self._values(self._states(microbatch), microbatch)
+    def values(self, microbatch: Predictions) -> Promised[Tensor]:
+        return known(self._values(self._states(microbatch), microbatch))
 
-    def learn(self, microbatch: Microbatch, returns_T: Tensor, values_T: Tensor) -> None:
+    def learn(self, microbatch: Weighed, returns_T: Tensor, values_T: Tensor) -> None:
         self._loss(self._states(microbatch), microbatch, returns_T, values_T).backward()
 
-    def _states(self, microbatch: Microbatch) -> Tensor:
+    def _states(self, microbatch: Predictions) -> Tensor:
         with torch.autocast(microbatch.targets.device.type, self._autocast, enabled=self._autocast is not None):
             return predicting_states(self.model, microbatch)
 
@@ -222,8 +239,8 @@ class TrunkCritic(_HeadCritic):
         self._coefficient, self._autocast = value_coefficient, autocast
 
     @torch.no_grad()
-    def values(self, microbatch: Microbatch) -> Tensor:
-        return self._values(self._states(microbatch), microbatch)
+    def values(self, microbatch: Microbatch) -> Promised[Tensor]:
+        return known(self._values(self._states(microbatch), microbatch))
 
     def learn(self, microbatch: Microbatch, returns_T: Tensor, values_T: Tensor) -> None:
         states = self._states(microbatch)

@@ -10,8 +10,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -32,12 +34,25 @@ from tidemill.trainer.completion_logprobs import completion_logprobs
 from tidemill.trainer.critic import Critic
 from tidemill.trainer.logprobs import predicting_states, token_logprobs
 from tidemill.trainer.optimizer import build_optimizer, clip_and_step, learning_rate, set_learning_rate
-from tidemill.trainer.packing import Microbatch, Weighted, pack, split_by_budget, trained_tokens
+from tidemill.trainer.packing import FloatArray, Microbatch, Weighted, pack, split_by_budget, trained_tokens
 from tidemill.trainer.policy_loss import policy_outcome
+from tidemill.trainer.promised import Promised
 from tidemill.trainer.update import Minibatch, Sums
 
 MEGABYTE = 1 << 20
 CRITIC_FOLDER = "critic"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """A complete group that has not been taken into its minibatch yet."""
+
+    minibatch: int
+    group: Group
+    valid: list[bool]  # which samples count
+    values: Promised[list[FloatArray]] | None  # asked of a critic elsewhere
 
 
 class PolicyTrainer:
@@ -81,6 +96,7 @@ class PolicyTrainer:
             self._device,
             reference=self._reference_logprobs if penalised else None,
             values=self._critic.values if self._critic else None,
+            ahead=self._critic_elsewhere,
         )
         self._version = PolicyVersion(number=0, digest=weights_digest(model))
         self._open_batch()
@@ -114,9 +130,12 @@ class PolicyTrainer:
         self._groups += 1
         minibatch = self._minibatches[index]
         minibatch.groups += 1
-        self._waiting.append((index, group))
+        valid = _valid(group)
+        values = self._advantages.begin(group, valid)
+        asked = None if values is None else partial(self._critics, values)
+        self._waiting.append(Waiting(minibatch=index, group=group, valid=valid, values=asked))
         if self._advantages.scope != "batch":
-            self._admit()
+            self._admit(all_but=int(self._critic_elsewhere))  # values of the newest are on their way
         self._sums.train_s += time.perf_counter() - started
 
     def learn(self, step: int) -> StepMetrics:
@@ -130,6 +149,7 @@ class PolicyTrainer:
         steps_taken = self._sums.optimizer_steps
         digest = weights_digest(self.model) if steps_taken else self._version.digest
         self._version = PolicyVersion(number=step, digest=digest)
+        self._sums.critic = [self._critics(promise) for promise in self._critic_metrics]
         self._sums.train_s += time.perf_counter() - started
         values = self._sums.values()
         self._adapt(values.get("kl_ref"))
@@ -138,10 +158,11 @@ class PolicyTrainer:
 
     def _open_batch(self) -> None:
         self._groups = 0
-        self._sums = Sums(kl_beta=self.kl_beta)
+        self._sums = Sums(kl_beta=self.kl_beta, critic_wait_s=0.0 if self._critic_elsewhere else None)
         self._loss = 0.0  # summed over the open minibatch
         self._minibatches = [Minibatch() for _ in range(self.spec.batch.minibatches)]
-        self._waiting: list[tuple[int, Group]] = []  # with their minibatch's index
+        self._waiting: list[Waiting] = []
+        self._critic_metrics: list[Promised[dict[str, float]]] = []  # of its steps
         self.optimizer.zero_grad(set_to_none=True)
 
     def _adapt(self, kl_ref: float | None) -> None:
@@ -154,19 +175,34 @@ class PolicyTrainer:
         """Whether the critic learns alone."""
         return self._critic is not None and self.critic_steps < self.spec.algorithm.critic_warmup_steps
 
-    def _admit(self) -> None:
-        """Take the groups that wait into their minibatches."""
-        waiting, self._waiting = self._waiting, []
+    def _admit(self, all_but: int = 0) -> None:
+        """Take the groups that wait into their minibatches, or leave the newest `all_but` for later."""
+        ready = len(self._waiting) - all_but
+        waiting, self._waiting = self._waiting[:ready], self._waiting[ready:]
         siblings = 2 if self.spec.algorithm.compares_siblings else 1
-        valid = [_valid(group) for _, group in waiting]
-        enough = [number for number, ok in enumerate(valid) if sum(ok) >= siblings]
+        enough = [each for each in waiting if sum(each.valid) >= siblings]
         self._sums.groups_skipped_invalid += len(waiting) - len(enough)
         estimates = self._advantages.of_groups(
-            [waiting[number][1] for number in enough], [valid[number] for number in enough], kl_beta=self.kl_beta
+            [each.group for each in enough],
+            [each.valid for each in enough],
+            kl_beta=self.kl_beta,
+            values=[each.values for each in enough],
         )
-        for number, estimate in zip(enough, estimates, strict=True):
-            index, group = waiting[number]
-            self._feed(index, self._weighted(group, valid[number], estimate, self._minibatches[index]))
+        for each, estimate in zip(enough, estimates, strict=True):
+            minibatch = self._minibatches[each.minibatch]
+            self._feed(each.minibatch, self._weighted(each.group, each.valid, estimate, minibatch))
+
+    @property
+    def _critic_elsewhere(self) -> bool:
+        return self._critic is not None and self._critic.elsewhere
+
+    def _critics(self, promise: Promised[T]) -> T:
+        """What the critic promised, when it is there."""
+        started = time.perf_counter()
+        result = promise()
+        if self._sums.critic_wait_s is not None:
+            self._sums.critic_wait_s += time.perf_counter() - started
+        return result
 
     def _weighted(
         self, group: Group, valid: Sequence[bool], estimate: Estimate, minibatch: Minibatch
@@ -244,7 +280,7 @@ class PolicyTrainer:
 
     def _step_critic(self, minibatch: Minibatch) -> None:
         if self._critic is not None:
-            self._sums.critic.append(self._critic.step(minibatch.denominator))
+            self._critic_metrics.append(self._critic.step(minibatch.denominator))
             self.critic_steps += 1
 
     def _step(self, minibatch: Minibatch) -> None:

@@ -65,6 +65,7 @@ class Sums:
     mismatch: MismatchSums = field(default_factory=no_mismatch)
     tokens_by_lag: Counter[int] = field(default_factory=Counter)
     critic: list[dict[str, float]] = field(default_factory=list)  # of each of its steps
+    critic_wait_s: float | None = None  # for a critic elsewhere; None where it computes here
 
     def first_sight(self, microbatch: Microbatch, logprobs_T: torch.Tensor) -> None:
         """What is told of a microbatch once, of logprobs as good as those at the start of the update."""
@@ -103,6 +104,8 @@ class Sums:
         }
         if self.kl_beta:
             values["kl_beta"] = self.kl_beta
+        if self.critic_wait_s is not None:
+            values["time_critic_wait_s"] = self.critic_wait_s
         if self.tokens_by_lag:
             values |= self._lags()
         if self.mismatch.tokens:

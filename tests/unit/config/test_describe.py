@@ -84,6 +84,8 @@ def test_algorithms() -> None:
         "ppo: advantage gae, whitened over the batch; critic on the policy's own trunk; KL in the reward, weight 0.01; "
         "loss ppo_clip, mean by token; correction tis"
     )
+    away = said("--algorithm.name=ppo", "--runtime=ray", "--placement.critic=actor", topic="algorithm")[0]
+    assert "; critic of its own on an actor of its own; " in away
     assert said("--algorithm.name=gspo", "--algorithm.clip_low=0.1", topic="algorithm")[0].endswith(
         "(not the preset's: clip_low = 0.1)"
     )

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from tidemill.config.algorithm import CriticConfig
 from tidemill.config.data import DataConfig
 from tidemill.config.learning import BatchConfig, OptimizerConfig
 from tidemill.config.lora import LoraConfig
 from tidemill.config.model import CharModelConfig, ModelConfig
+from tidemill.config.placement import PlacementConfig
 from tidemill.config.pool import FleetConfig
 from tidemill.config.schema import EngineConfig, EvalConfig, RunConfig, RunSpec, SamplingConfig
 from tidemill.config.scoring import RewardConfig, ScoringConfig
@@ -141,6 +143,20 @@ def test_a_silence_that_healthy_workers_keep() -> None:
     RunSpec(**slow)  # in one process nobody is silent
     # Four words within the silence, and one a second at least: 1 s / 4, and 1 s rather than 15 s / 4.
     assert (FleetConfig(silence_s=1.0).heartbeat_s, FleetConfig().heartbeat_s) == (0.25, 1.0)
+
+
+@pytest.mark.parametrize("name", ["reward_model", "reference", "critic"])
+def test_an_actor_needs_ray(name: str) -> None:
+    placement = PlacementConfig.model_validate({name: "actor"})
+    assert f'placement.{name} = "actor" needs runtime = "ray"' in messages(RunSpec, placement=placement)
+    assert RunSpec(runtime="ray", placement=placement).placement.on_actors == (name,)
+
+
+def test_a_head_on_the_trunk_is_where_the_trunk_is() -> None:
+    placement, critic = PlacementConfig(critic="actor"), CriticConfig(kind="shared")
+    said = messages(RunSpec, runtime="ray", placement=placement, critic=critic)
+    assert 'placement.critic = "actor" and critic.kind = "shared"' in said
+    assert 'set placement.critic = "trainer", or critic.kind = "own"' in said
 
 
 def test_a_jsonl_task_has_no_checker_either() -> None:

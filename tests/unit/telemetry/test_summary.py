@@ -72,3 +72,15 @@ def test_an_evaluation_before_the_first_step_is_not_one_after(tmp_path: Path) ->
     found = build_summary(run, outcome="running", total_steps=20)["eval"]
     assert found["before"]["greedy_accuracy"] == 0.25 and found["after"]["greedy_accuracy"] is None
     assert found["n"] == 8 and len(read_metrics(run.metrics)) == 1
+
+
+def test_how_long_the_trainer_had_nothing_to_learn_from(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    lines = [(1, 4.0, 3.0), (2, 2.0, 0.5), (3, 2.0, 0.0)]
+    run.metrics.write_text(
+        "".join(f'{{"step":{step},"time_step_s":{s},"time_trainer_idle_s":{idle}}}\n' for step, s, idle in lines)
+    )
+    # 3.5 of 8 s
+    assert build_summary(run, outcome="finished", total_steps=3)["trainer_idle_share"] == 0.4375
+    run.metrics.write_text('{"step":1,"time_step_s":4.0}\n')  # examples need nobody to generate
+    assert build_summary(run, outcome="finished", total_steps=1)["trainer_idle_share"] is None

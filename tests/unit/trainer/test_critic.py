@@ -99,11 +99,11 @@ def test_values_and_gradients_of_an_own_model_equal_plain_ones(shape: str, clip:
     critic = model_critic(shape, clip=clip)
     microbatch = packed()
     torch.testing.assert_close(
-        critic.values(microbatch), in_microbatch_order([each.detach() for each in plain]), rtol=1e-5, atol=1e-5
+        critic.values(microbatch)(), in_microbatch_order([each.detach() for each in plain]), rtol=1e-5, atol=1e-5
     )
     critic.learn(microbatch, in_microbatch_order(returns_of(SAMPLES)), in_microbatch_order(start))
     assert_equal_gradients(gradients(critic.model, critic.head), gradients(model, head))
-    assert critic.step(3.0)["value_loss"] == pytest.approx(loss.item() / 3, rel=1e-5)
+    assert critic.step(3.0)()["value_loss"] == pytest.approx(loss.item() / 3, rel=1e-5)
 
 
 def policy_loss(model: PreTrainedModel, microbatch: Microbatch, states: Tensor | None = None) -> Tensor:
@@ -137,7 +137,7 @@ def test_the_trunk_learns_from_both_and_is_run_once_where_its_states_are_shared(
     returns = in_microbatch_order(returns_of(SAMPLES))
     states = predicting_states(model, microbatch)
     microbatch.states = states if shared else None
-    values = critic.values(microbatch)
+    values = critic.values(microbatch)()
     critic.learn(microbatch, returns, values)
     policy_loss(model, microbatch, states).backward()
     assert_equal_gradients(gradients(model, critic.head), joint_plain_gradients())
@@ -149,7 +149,7 @@ def test_states_without_a_graph_train_the_head_alone() -> None:
     use_packed_attention(model)
     critic, microbatch = trunk_critic(model), packed()
     microbatch.states = predicting_states(model, microbatch).detach()
-    critic.learn(microbatch, in_microbatch_order(returns_of(SAMPLES)), critic.values(microbatch))
+    critic.learn(microbatch, in_microbatch_order(returns_of(SAMPLES)), critic.values(microbatch)())
     assert gradients(model) == {}
     assert set(gradients(critic.head)) == {"0.weight", "0.bias"}
 
@@ -157,7 +157,7 @@ def test_states_without_a_graph_train_the_head_alone() -> None:
 def test_a_new_value_head_says_zero() -> None:
     critic = ModelCritic(llama(), ScalarHead(HIDDEN), CriticConfig(), source=Path())
     use_packed_attention(critic.model)
-    assert critic.values(packed()).tolist() == [0.0] * 9
+    assert critic.values(packed())().tolist() == [0.0] * 9
 
 
 def test_metrics_by_hand() -> None:
@@ -165,12 +165,12 @@ def test_metrics_by_hand() -> None:
     use_packed_attention(critic.model)
     microbatch = packed(SAMPLES[:1])  # three tokens of weight 1/3, and values of 0
     critic.learn(microbatch, torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 1.0, 3.0]))
-    metrics = critic.step(1.0)
+    metrics = critic.step(1.0)()
     # (1 + 4 + 9) / 3 = 14/3; Var(R) = 2/3; R - V = (0, 1, 0): Var = 1/3 - 1/9 = 2/9; 1 - 1/3 = 2/3
     assert metrics["value_loss"] == pytest.approx(14 / 3)
     assert metrics["explained_variance"] == pytest.approx(2 / 3)
     assert (metrics["returns_mean"], metrics["value_clip_fraction"]) == (2.0, 0.0)
-    assert critic.step(1.0).keys() == {"value_grad_norm"}  # of no tokens
+    assert critic.step(1.0)().keys() == {"value_grad_norm"}  # of no tokens
 
 
 def test_learning_brings_values_to_their_returns() -> None:
@@ -178,9 +178,9 @@ def test_learning_brings_values_to_their_returns() -> None:
     returns = in_microbatch_order(returns_of(SAMPLES))
     losses = []
     for _ in range(30):
-        values = critic.values(microbatch)
+        values = critic.values(microbatch)()
         critic.learn(microbatch, returns, values)
-        losses.append(critic.step(3.0)["value_loss"])
+        losses.append(critic.step(3.0)()["value_loss"])
     assert losses[-1] < 0.1 * losses[0]
 
 
@@ -205,11 +205,11 @@ def test_normalised_returns_of_any_size_are_learned() -> None:
     microbatch = packed()
     returns = 1000 + 50 * in_microbatch_order(returns_of(SAMPLES))
     for _ in range(40):
-        critic.learn(microbatch, returns, critic.values(microbatch))
-        metrics = critic.step(3.0)
+        critic.learn(microbatch, returns, critic.values(microbatch)())
+        metrics = critic.step(3.0)()
     # Two states have two returns each, 1 and 2.5 apart: 2 · (0.5² + 1.25²) / 9 = 0.40 of a variance of 2.32 is noise.
     assert 0.75 < metrics["explained_variance"] < 1 - 0.40 / 2.32
-    assert float((critic.values(microbatch) - returns).abs().mean()) < 60
+    assert float((critic.values(microbatch)() - returns).abs().mean()) < 60
 
 
 @pytest.mark.parametrize("kind", ["model", "trunk"])
@@ -226,7 +226,7 @@ def test_a_restored_critic_goes_on_with_the_same_bits(kind: str, tmp_path: Path)
 
     def learn(critic: ModelCritic | TrunkCritic) -> None:
         microbatch = packed()
-        critic.learn(microbatch, in_microbatch_order(returns_of(SAMPLES)), critic.values(microbatch))
+        critic.learn(microbatch, in_microbatch_order(returns_of(SAMPLES)), critic.values(microbatch)())
         critic.step(3.0)
 
     critic = made()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.fixed_critic import FixedCritic
+from tests.fixed_critic import FixedCritic, fixed_value
 from tests.model_folders import save_folder
 from tests.model_shapes import HIDDEN, llama
 from tests.trajectories import group, trajectory
@@ -176,6 +176,47 @@ def test_an_update_that_went_too_far_still_teaches_the_critic() -> None:
     assert values["minibatches_dropped"] == 5
     assert len(critic.denominators) == 2
     assert all(parameter.grad is None for parameter in subject.model.parameters())
+
+
+def test_a_critic_elsewhere_is_asked_early_and_waited_for_last() -> None:
+    critic = FixedCritic(elsewhere=True)
+    subject = trainer(spec(PPO, minibatches=2), critic)
+    for number, one in enumerate(batch(), start=1):
+        subject.take(one)
+        assert critic.story == ["values"] * number
+    values = subject.learn(1).values
+    assert critic.story[2:] == ["values!", "values!", "learn", "step", "learn", "step", "step!", "step!"]
+    assert values["time_critic_wait_s"] >= 0
+    here = FixedCritic()
+    plain = trainer(spec(PPO, minibatches=2), here)
+    assert "time_critic_wait_s" not in learn(plain)
+    assert weights_digest(subject.model) == weights_digest(plain.model)
+    assert critic.learned == here.learned
+
+
+def test_samples_are_learned_from_while_a_critic_elsewhere_values_the_next_group() -> None:
+    critic = FixedCritic(elsewhere=True)
+    subject = trainer(spec({**PPO, "whiten": False}, microbatch_tokens=5), critic)
+    first, second = batch()
+    subject.take(first)
+    asked = list(critic.story)
+    assert asked == ["values"] * 2  # two runs of at most five tokens
+    subject.take(second)
+    assert critic.story[2:7] == ["values", "values", "values!", "values!", "learn"]
+    subject.learn(1)
+    assert len(critic.learned) == 10
+
+
+def test_a_cut_sample_asks_a_critic_elsewhere_for_its_last_state_too() -> None:
+    samples = [trajectory(PROMPT, [9, 10], 1.0, index=index, logprobs=[-5.0] * 2) for index in range(2)]
+    cut = [group(0, [msgspec.structs.replace(sample, finish="length") for sample in samples])]
+    settings = spec({**PPO, "bootstrap_truncated": True}, prompts=1)
+    both = [FixedCritic(), FixedCritic(elsewhere=True)]
+    for critic in both:
+        learn(trainer(settings, critic), cut)
+    assert both[0].learned == both[1].learned
+    # the return of the last token is its reward and the value after it: 1 + sin(0.7 · 10) + 0.1 · 4
+    assert both[1].learned[-1][0] == pytest.approx(1.0 + fixed_value(10, 4), rel=1e-6)
 
 
 def test_one_sample_a_prompt_will_do_without_siblings() -> None:

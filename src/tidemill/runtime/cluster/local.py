@@ -54,11 +54,17 @@ def reserved_selector(config: RayConfig, preemptible: dict[str, str]) -> dict[st
 
 
 def local_nodes(spec: RunSpec) -> tuple[LocalNode, ...]:
-    """A reserved node with the trainer, and preemptible ones with room for the pool's workers."""
-    config, selector = spec.ray, selector_of(spec.pool)
+    """A reserved node with the trainer and what has an actor beside it, and preemptible ones with room for the pool's
+    workers."""
+    config, selector, placement = spec.ray, selector_of(spec.pool), spec.placement
+    beside = len(placement.on_actors)
     reserved = {key: value for key, value in config.reserved_selector.items() if not value.startswith(("!", "in("))}
     head = LocalNode(
-        name="reserved", cpus=config.trainer_cpus, gpus=config.trainer_gpus, labels=reserved, visible_gpus=None
+        name="reserved",
+        cpus=config.trainer_cpus + beside * placement.actor_cpus,
+        gpus=config.trainer_gpus + beside * placement.actor_gpus,
+        labels=reserved,
+        visible_gpus=None,
     )
     workers = _most_workers(spec.pool)
     if not workers:

@@ -8,24 +8,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import ray
-from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-from tidemill.config.pool import RayConfig, RayPool
+from tidemill.config.pool import RayPool
 from tidemill.config.schema import RunSpec
 from tidemill.core.clock import Clock
-from tidemill.core.errors import UserError
 from tidemill.core.protocols import Provider
 from tidemill.envs.text.task import Task
 from tidemill.models.catalog import resolve
 from tidemill.models.codec import load_codec
 from tidemill.models.hollow import shell_files, stored_context_limit
 from tidemill.models.safetensors_files import stored_tensors
-from tidemill.runtime.cluster.blocking import blocking, let_go
+from tidemill.runtime.cluster.critic_actor import CriticActor
 from tidemill.runtime.cluster.host import RayHost
 from tidemill.runtime.cluster.local import connected, reserved_selector, selector_of
 from tidemill.runtime.cluster.nodes import NodeWatch
+from tidemill.runtime.cluster.placed import placed
 from tidemill.runtime.cluster.plan import Started, TrainerPlan, WorkerPlan, spec_to_send
 from tidemill.runtime.cluster.provider import RayProvider
 from tidemill.runtime.cluster.remote import Remote
@@ -40,7 +36,6 @@ from tidemill.runtime.task import fitting_task
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory
 
-PLACE_S = 60.0
 LOAD_S = 900.0
 
 
@@ -59,9 +54,9 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
         stack.enter_context(collected_rarely())
         nodes = await stack.enter_async_context(connected(spec, model_bytes=_stored_bytes(folder), tell=recorder.note))
         reserved = reserved_selector(spec.ray, selector_of(spec.pool))
-        handle = await stack.enter_async_context(_trainer_process(spec.ray, reserved))
+        handle, critic = await stack.enter_async_context(_reserved_side(spec, reserved))
         remote = Remote(handle, gone=trainer_lost, where=lambda: "")
-        started = await _start_trainer(remote, spec, run, folder, task)
+        started = await _start_trainer(remote, spec, run, folder, task, critic)
         trainer = RayTrainer(remote, started)
         machinery = Machinery(
             trainer=trainer,
@@ -70,7 +65,7 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
             task=task,
             codec=codec,
             threads=started.threads,
-            about={"device": started.device, "threads": started.threads, "autocast": started.autocast},
+            about=_about(started),
         )
         if is_elastic(spec):
             plan = WorkerPlan(
@@ -99,6 +94,11 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
         yield machinery
 
 
+def _about(started: Started) -> dict[str, Any]:
+    critic = {"critic_device": started.critic_device} if started.critic_device else {}
+    return {"device": started.device, "threads": started.threads, "autocast": started.autocast} | critic
+
+
 def _elastic(machinery: Machinery, host: RayHost, provider: Provider | None, publisher: RayPublisher) -> Machinery:
     return replace(machinery, host=host, provider=provider, publisher=publisher)
 
@@ -112,42 +112,43 @@ def _stored_bytes(folder: Path) -> int:
     return sum(tensor.nbytes for tensor in stored_tensors(folder).values())
 
 
-async def _start_trainer(remote: Remote, spec: RunSpec, run: RunDirectory, folder: Path, task: Task) -> Started:
+async def _start_trainer(
+    remote: Remote, spec: RunSpec, run: RunDirectory, folder: Path, task: Task, critic: Any
+) -> Started:
     plan = TrainerPlan(
         spec=spec_to_send(spec, folder),
         checkpoints=str(run.checkpoints.resolve()),
         prompt_tokens=task.longest_prompt_tokens,
         probe_ids=probe_sequence(task.source) if is_elastic(spec) else b"",
     )
-    return await remote.call("start", encode(plan), kind=Started, timeout_s=LOAD_S)
+    return await remote.call("start", encode(plan), critic, kind=Started, timeout_s=LOAD_S)
 
 
 @asynccontextmanager
-async def _trainer_process(config: RayConfig, selector: dict[str, str]) -> AsyncIterator[Any]:
-    """An actor in a placement group of its own, both ended with the block.
-
-    Raises:
-        UserError: no node has the room.
-    """
-    need = {"CPU": config.trainer_cpus, "GPU": config.trainer_gpus}
-    bundle = {kind: amount for kind, amount in need.items() if amount} or {"CPU": 0.001}
-    group = placement_group([bundle], strategy="PACK", bundle_label_selector=[selector])
-    try:
-        placed = await blocking(lambda: group.wait(PLACE_S), awaited="a place for the trainer", timeout_s=PLACE_S + 10)
-        if not placed:
-            wanted = " and ".join(f"{amount:g} free {kind}" for kind, amount in bundle.items())
-            labels = " and ".join(f"{key}={value}" for key, value in selector.items()) or "any label"
-            raise UserError(
-                f"no node with label {labels} has {wanted} for the trainer",
-                where="ray",
-                cure="lower ray.trainer_cpus or ray.trainer_gpus, change ray.reserved_selector, or add a node",
+async def _reserved_side(spec: RunSpec, selector: dict[str, str]) -> AsyncIterator[tuple[Any, Any]]:
+    """The trainer, and the critic where that has a process of its own, else None."""
+    config, placement = spec.ray, spec.placement
+    async with AsyncExitStack() as stack:
+        trainer = await stack.enter_async_context(
+            placed(
+                TrainerActor,
+                cpus=config.trainer_cpus,
+                gpus=config.trainer_gpus,
+                selector=selector,
+                who="trainer",
+                keys=("ray.trainer_cpus", "ray.trainer_gpus"),
             )
-        options = {"num_cpus": bundle.get("CPU", 0), "num_gpus": bundle.get("GPU", 0), "max_restarts": 0}
-        where = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=0)
-        handle = ray.remote(TrainerActor).options(scheduling_strategy=where, max_task_retries=0, **options).remote()
-        try:
-            yield handle
-        finally:
-            await let_go(lambda: ray.kill(handle, no_restart=True), awaited="the trainer's end")
-    finally:
-        await let_go(lambda: remove_placement_group(group), awaited="the end of the trainer's place")
+        )
+        critic = None
+        if spec.algorithm.needs_critic and placement.critic == "actor":
+            critic = await stack.enter_async_context(
+                placed(
+                    CriticActor,
+                    cpus=placement.actor_cpus,
+                    gpus=placement.actor_gpus,
+                    selector=selector,
+                    who="critic",
+                    keys=("placement.actor_cpus", "placement.actor_gpus"),
+                )
+            )
+        yield trainer, critic

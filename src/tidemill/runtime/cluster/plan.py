@@ -29,6 +29,14 @@ class TrainerPlan(Record):
     probe_ids: TokenBuffer  # int32 [N], published with every version; empty where nobody pulls any
 
 
+class CriticPlan(Record):
+    """What a critic in a process of its own learns with."""
+
+    spec: str  # a RunSpec as JSON
+    threads: int  # inside one operation
+    seen: str  # a file that the trainer has just made where checkpoints are written
+
+
 class Started(Record):
     """What a trainer said when it was ready."""
 
@@ -37,6 +45,7 @@ class Started(Record):
     threads: int
     autocast: str
     dtype: str  # of published weights
+    critic_device: str  # of a critic in a process of its own, else empty
 
 
 class Committed(Record):
@@ -60,7 +69,9 @@ def spec_to_send(spec: RunSpec, folder: Path) -> str:
     Args:
         folder: the model's, as found here.
     """
-    model = spec.model
+    model, critic = spec.model, spec.critic
     if Path(model.source).expanduser().exists():
         model = model.model_copy(update={"source": str(folder.resolve())})
-    return spec.model_copy(update={"model": model}).model_dump_json()
+    if critic.source is not None and (given := Path(critic.source).expanduser()).exists():
+        critic = critic.model_copy(update={"source": str(given.resolve())})
+    return spec.model_copy(update={"model": model, "critic": critic}).model_dump_json()

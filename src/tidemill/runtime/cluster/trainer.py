@@ -16,10 +16,10 @@ UNTIL_GIVEN_UP = math.inf
 """The loop has deadlines of its own for what the trainer does, and cancels."""
 
 
-def trainer_lost(cause: str, cure: str) -> TrainerLost:
+def trainer_lost(cause: str, cure: str, *, who: str = "trainer") -> TrainerLost:
     advice = f"\n  {cure}" if cure else ""
     return TrainerLost(
-        f"the trainer died: {cause}{advice}\n  run the same command again: the run goes on from its last checkpoint, "
+        f"the {who} died: {cause}{advice}\n  run the same command again: the run goes on from its last checkpoint, "
         "with the samples it has"
     )
 

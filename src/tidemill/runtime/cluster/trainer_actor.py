@@ -12,15 +12,17 @@ from tidemill.core.errors import TidemillError
 from tidemill.core.records import Completion, Group, PolicyVersion, WeightManifest
 from tidemill.rollout.worker import EngineWorker
 from tidemill.runtime.checkpoints import TrainerCheckpoints
+from tidemill.runtime.cluster.critic import RayCritic
 from tidemill.runtime.cluster.plan import Committed, Restored, Started, TrainerPlan
 from tidemill.runtime.cluster.serving import Serving, asked
 from tidemill.runtime.cluster.transport import ObjectStoreTransport
 from tidemill.runtime.cluster.wire import decode
 from tidemill.runtime.compute import ComputeThread
 from tidemill.runtime.critic import build_critic
-from tidemill.runtime.parts import load_parts
+from tidemill.runtime.parts import Parts, load_parts
 from tidemill.runtime.publish import ModelPublisher
 from tidemill.trainer.checkpoint_store import CheckpointStore
+from tidemill.trainer.critic import Critic
 from tidemill.trainer.policy import PolicyTrainer
 from tidemill.weights.store import WeightStore
 
@@ -37,8 +39,11 @@ class TrainerActor(Serving):
         self._warnings: list[str] = []
 
     @asked
-    async def start(self, plan: bytes) -> Started:
+    async def start(self, plan: bytes, critic: Any = None) -> Started:
         """Load the model.
+
+        Args:
+            critic: a `CriticActor` that nobody has started; None where the critic, if any, is in this process.
 
         Raises:
             UserError: the model or the device cannot be had here.
@@ -48,14 +53,14 @@ class TrainerActor(Serving):
         spec = RunSpec.model_validate_json(planned.spec)
         parts = await compute.run(lambda: load_parts(spec, progress=lambda _: None))
         reference = await compute.run(parts.reference)
-        critic = await compute.run(lambda: build_critic(parts, progress=lambda _: None))
+        learns_values, critic_device = await compute.run(lambda: _critic(parts, planned, critic))
         trainer = PolicyTrainer(
             parts.model,
             spec,
             compute=compute,
             source=parts.folder,
             reference=reference,
-            critic=critic,
+            critic=learns_values,
             autocast=parts.autocast,
         )
         engine = parts.engine(trainer.version, prompt_tokens=planned.prompt_tokens)
@@ -81,6 +86,7 @@ class TrainerActor(Serving):
             threads=parts.threads,
             autocast=str(parts.autocast),
             dtype=str(parts.rollout_dtype).removeprefix("torch."),
+            critic_device=critic_device,
         )
 
     @asked
@@ -122,3 +128,11 @@ class TrainerActor(Serving):
         if self._trainer is None:
             raise TidemillError("this trainer has not been started")
         return self._trainer
+
+
+def _critic(parts: Parts, plan: TrainerPlan, handle: Any) -> tuple[Critic | None, str]:
+    """What the algorithm needs, here or behind `handle`; and the device of the latter."""
+    if handle is None:
+        return build_critic(parts, progress=lambda _: None), ""
+    critic, cpus = RayCritic(handle), parts.spec.placement.actor_cpus
+    return critic, critic.start(plan.spec, threads=max(1, int(cpus)), checkpoints=Path(plan.checkpoints))

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from tidemill.core.errors import TidemillError, UserError, WeightsError, WorkerLost
+from tidemill.core.errors import TidemillError, TrainerLost, UserError, WeightsError, WorkerLost
 from tidemill.core.records import Record
 
 T = TypeVar("T")
@@ -45,7 +45,12 @@ def _lost(cause: str, cure: str) -> WorkerLost:
     return WorkerLost(cause, cure=cure)
 
 
-_KINDS: dict[str, Callable[..., TidemillError]] = {"user": _user, "lost": _lost, "weights": WeightsError}
+_KINDS: dict[str, Callable[..., TidemillError]] = {
+    "user": _user,
+    "lost": _lost,
+    "trainer": TrainerLost,
+    "weights": WeightsError,
+}
 
 
 def decode(blob: bytes, kind: type[T]) -> T:
@@ -65,8 +70,21 @@ def answering(method: Callable[..., Awaitable[object]]) -> Callable[..., Awaitab
     return answer
 
 
+def answered(method: Callable[..., object]) -> Callable[..., bytes]:
+    """The same of a plain method: Ray calls those one at a time, in the order in which one process asks."""
+
+    @functools.wraps(method)
+    def answer(*args: Any) -> bytes:
+        try:
+            return encode(Answer(value=msgspec.Raw(encode(method(*args)))))
+        except Exception as error:  # noqa: BLE001 - it belongs to the caller, in another process
+            return encode(Answer(fault=_fault(error)))
+
+    return answer
+
+
 def read_answer(blob: bytes, kind: type[T]) -> T:
-    """Raises what the remote call raised: UserError, WorkerLost and WeightsError as themselves, others in words."""
+    """Raises what the remote call raised: those of `_KINDS` as themselves, others in words."""
     answer = decode(blob, Answer)
     if answer.fault is None:
         return decode(bytes(answer.value), kind)
@@ -86,8 +104,12 @@ def _fault(error: Exception) -> Fault:
         return Fault(kind="user", words=(error.what, error.where, error.cure))
     if isinstance(error, WorkerLost):
         return Fault(kind="lost", words=(error.cause, error.cure))
+    if isinstance(error, TrainerLost):
+        return Fault(kind="trainer", words=(str(error),))
     if isinstance(error, WeightsError):
         return Fault(kind="weights", words=(str(error),))
+    if isinstance(error, RemoteError):  # met on the way here from a third process
+        return Fault(kind="", words=(str(error),), traceback="\n".join(error.__notes__))
     if isinstance(error, TidemillError):
         return Fault(kind="", words=(str(error),))
     what = f"{type(error).__name__}: {error}"

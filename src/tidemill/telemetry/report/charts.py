@@ -8,6 +8,7 @@ from typing import Any, Literal
 from tidemill.core.records import Record
 from tidemill.telemetry.events import RESUME
 from tidemill.telemetry.metrics import (
+    CRITIC_WAIT,
     EVICTIONS,
     GREEDY_ACCURACY,
     HELD_OUT_LOSS,
@@ -19,6 +20,7 @@ from tidemill.telemetry.metrics import (
     STEP_TIME,
     TOKENS_LOST,
     TOKENS_RECOMPUTED,
+    TRAINER_IDLE,
     TRAINER_WAIT,
     WORKERS_MEAN,
 )
@@ -178,6 +180,13 @@ CHARTS: tuple[Chart, ...] = (
         title="Who waited for whom",
         note="seconds per step",
         series=((TRAINER_WAIT, "trainer"), (REMOTE_WAIT, "workers"), (SEED_WINDOW, "seeding window")),
+        low=0,
+        only_if_any=True,
+    ),
+    Chart(
+        title="The trainer waited",
+        note="seconds per step",
+        series=((TRAINER_IDLE, "for samples"), (CRITIC_WAIT, "for its critic")),
         low=0,
         only_if_any=True,
     ),

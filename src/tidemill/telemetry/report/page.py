@@ -26,7 +26,7 @@ from tidemill.telemetry.events import (
     WAITING,
 )
 from tidemill.telemetry.fleet_lines import FLEET_EVENTS
-from tidemill.telemetry.numerals import compact, decimal, duration, gigabytes
+from tidemill.telemetry.numerals import compact, decimal, duration, gigabytes, percent
 from tidemill.telemetry.report.charts import chart_data
 from tidemill.telemetry.report.fleet import fleet_section
 from tidemill.telemetry.report.histograms import HEIGHT, MARGIN, WIDTH, histograms
@@ -140,7 +140,7 @@ def tiles(story: Story) -> list[tuple[str, str, str]]:
     summary = story.summary
     steps = f"{summary['steps']} / {summary['total_steps']}" if summary["total_steps"] else str(summary["steps"])
     sessions = summary["sessions"]
-    speed = summary["tokens_per_s"]
+    speed, idle = summary["tokens_per_s"], summary["trainer_idle_share"]
     rows = [
         ("Steps", steps, f"version {summary['policy_version']}"),
         ("Wall time", duration(summary["wall_s"]), f"in {sessions} sessions" if sessions > 1 else "one session"),
@@ -149,6 +149,8 @@ def tiles(story: Story) -> list[tuple[str, str, str]]:
         ("Tokens trained", compact(summary["tokens_trained"]), f"{summary['optimizer_steps']} optimizer steps"),
         ("Peak memory", gigabytes(summary["peak_rss_bytes"]), "largest of all sessions"),
     ]
+    if idle is not None:
+        rows.insert(3, ("Trainer idle", percent(idle), "of that, waiting for samples"))
     return rows if story.metrics else rows[:2]
 
 

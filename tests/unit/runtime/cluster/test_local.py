@@ -23,6 +23,12 @@ def test_no_workers_need_no_node_of_their_own() -> None:
     assert (head.name, head.cpus, head.labels) == ("reserved", 2, {})
 
 
+def test_actors_beside_the_trainer_have_room_on_its_node() -> None:
+    placement = {"critic": "actor", "reference": "actor", "actor_cpus": 1.5, "actor_gpus": 1}
+    (head,) = local_nodes(_spec(placement=placement, ray={"trainer_cpus": 2, "trainer_gpus": 1}))
+    assert (head.cpus, head.gpus) == (5.0, 3.0)  # 2 + 2 · 1.5 and 1 + 2 · 1
+
+
 def test_workers_are_spread_over_two_nodes_with_one_place_to_spare() -> None:
     _, *spot = local_nodes(_spec(pool={"kind": "static", "workers": 3}, ray={"worker_cpus": 0.5}))
     # 3 workers on 2 nodes: 2 places each and one for a worker that is slow to die, half a CPU each

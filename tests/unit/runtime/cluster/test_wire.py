@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tidemill.core.errors import TidemillError, UserError, WeightsError, WorkerLost
+from tidemill.core.errors import TidemillError, TrainerLost, UserError, WeightsError, WorkerLost
 from tidemill.core.records import PolicyVersion
-from tidemill.runtime.cluster.wire import RemoteError, answering, read_answer
+from tidemill.runtime.cluster.wire import RemoteError, answered, answering, read_answer
 
 
 async def _through(outcome: object, kind: Any = None) -> Any:
@@ -44,6 +44,8 @@ async def test_other_faults_keep_their_kind() -> None:
     with pytest.raises(WorkerLost) as lost:
         await _through(WorkerLost("its node died", cure="wait"))
     assert (lost.value.cause, lost.value.cure) == ("its node died", "wait")
+    with pytest.raises(TrainerLost, match=r"^the critic died$"):
+        await _through(TrainerLost("the critic died"))
     with pytest.raises(WeightsError, match=r"^version 3 is torn$"):
         await _through(WeightsError("version 3 is torn"))
     with pytest.raises(TidemillError, match=r"^waited long$") as other:
@@ -56,3 +58,23 @@ async def test_what_nobody_foresaw_brings_its_traceback() -> None:
         await _through(ZeroDivisionError("no"))
     assert str(caught.value) == "ZeroDivisionError: no"
     assert "raise outcome" in caught.value.__notes__[0]
+
+
+async def test_a_traceback_survives_a_second_crossing() -> None:
+    with pytest.raises(RemoteError) as first:
+        await _through(ZeroDivisionError("no"))
+    with pytest.raises(RemoteError) as second:
+        await _through(first.value)
+    assert (str(second.value), second.value.__notes__) == (str(first.value), first.value.__notes__)
+
+
+def test_a_plain_method_answers_alike() -> None:
+    @answered
+    def half(number: int) -> int:
+        if number % 2:
+            raise UserError("odd", where="number", cure="give an even one")
+        return number // 2
+
+    assert read_answer(half(6), int) == 3
+    with pytest.raises(UserError, match="odd"):
+        read_answer(half(5), int)

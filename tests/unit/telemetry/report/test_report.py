@@ -203,3 +203,9 @@ def test_a_place_without_a_run_is_a_clear_error(tmp_path: Path) -> None:
 
 def test_the_uplot_license_comes_with_it(finished: RunDirectory) -> None:
     assert "Leon Sorokin" in page_of(finished).words
+
+
+def test_the_page_says_how_long_the_trainer_was_idle(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.metrics.write_text('{"step":1,"time_step_s":4.0,"time_trainer_idle_s":3.0}\n')
+    assert "Trainer idle75 %of that, waiting for samples" in page_of(run).words.replace("\n", "")

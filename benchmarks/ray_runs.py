@@ -1,0 +1,68 @@
+"""Whole runs on Ray as a user would start them, and the figures of their steps."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.turns import OFFLINE, ONE_THREAD
+from tidemill.config.schema import RunSpec
+from tidemill.config.toml import to_toml
+from tidemill.telemetry.metrics import MetricLine, read_metrics
+
+DEADLINE_S = 1200.0
+PROMPTS, GROUP_SIZE = 8, 8
+
+
+def spec_of(steps: int, *, slots: int, **sections: Mapping[str, Any]) -> RunSpec:
+    """A character model of 2M parameters with one worker, a process of one thread like the trainer; the trainer's own
+    engine never generates. Completions end where the model happens to end them, or after 32 tokens."""
+    common = {
+        "model": {"source": "char", "char": {"hidden_size": 192, "layers": 4, "heads": 4, "context": 64}},
+        "task": {"kind": "arithmetic", "shots": 0},
+        "scoring": {"rewards": [{"kind": "length", "target_tokens": 24}]},
+        "sampling": {"max_new_tokens": 32},
+        "engine": {"slots": slots, "tick_s": 0.05},
+        "pool": {"kind": "static", "workers": 1},
+        "fleet": {"seeding": False},
+        "batch": {"prompts": PROMPTS, "group_size": GROUP_SIZE},
+        "optimizer": {"learning_rate": 1e-5},
+        "trainer": {"steps": steps, "threads": 1},
+        "checkpoint": {"every_steps": 0},
+        "eval": {"every_steps": 0, "prompts": 4},
+        "telemetry": {"live": False},
+    }
+    return RunSpec.model_validate({"runtime": "ray"} | common | sections)
+
+
+def steps_of(spec: RunSpec) -> list[MetricLine]:
+    """Run it in a process of its own, in a folder that is gone afterwards.
+
+    Raises:
+        RuntimeError: it did not finish.
+    """
+    with tempfile.TemporaryDirectory(prefix="tidemill-benchmark-") as folder:
+        run, recipe = Path(folder) / "run", Path(folder) / "recipe.toml"
+        recipe.write_text(to_toml(spec))
+        command = [sys.executable, "-m", "tidemill", "train", f"@{recipe}", "--json", "--run.dir", str(run)]
+        done = subprocess.run(
+            command,
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            env=os.environ | ONE_THREAD | OFFLINE,
+        )
+        if done.returncode != 0:
+            raise RuntimeError(f"`{' '.join(command)}` ended with {done.returncode}: {done.stderr[-2000:]}")
+        return [line for line in read_metrics(run / "metrics.jsonl") if line.step]
+
+
+def total(lines: Sequence[MetricLine], name: str) -> float:
+    """Of a metric that every step has."""
+    return sum(line.values[name] for line in lines)

@@ -1,0 +1,197 @@
+"""`tidemill plan memory`: bytes per role and per GPU, what fits, the fewest GPUs, and why fewer do not do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter
+from rich.console import RenderableType
+
+from tidemill.cli.plan import shown
+from tidemill.cli.plan.options import CatalogFile, Explain, Model, Params, count, shape_of
+from tidemill.cli.result import Json, Result
+from tidemill.planner.memory.plan import MemoryPlan, plan_memory
+from tidemill.planner.memory.question import Load, MemoryQuestion, Parallel
+from tidemill.planner.memory.states import Holding
+from tidemill.planner.words import size
+from tidemill.sim.profiles.catalog import load_catalog
+from tidemill.sim.profiles.model_shape import ModelShape, shape_of_parameters
+
+
+def memory(
+    *,
+    params: Params = None,
+    model: Model = None,
+    algorithm: str = "grpo",
+    gpu: str = "h100-80gb",
+    gpus: int | None = None,
+    critic_params: str | None = None,
+    reward_params: str | None = None,
+    reference: bool | None = None,
+    lora_rank: int = 0,
+    optimizer: Literal["adam", "adam-8bit"] = "adam",
+    offload: Annotated[bool, Parameter(negative=())] = False,
+    fsdp: int = 0,
+    tp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    generate: Literal["here", "elsewhere"] = "here",
+    engine_tp: int = 0,
+    context: int = 4096,
+    microbatch_tokens: int = 0,
+    samples_in_flight: int = 64,
+    recompute: Literal["full", "none"] = "full",
+    margin: float = 0.1,
+    catalog: CatalogFile = None,
+    explain: Explain = False,
+    json: Json = False,
+) -> Result:
+    """Bytes per role and per GPU, what fits, the fewest GPUs, and why fewer do not do.
+
+    Parameters
+    ----------
+    algorithm
+        ppo keeps actor, critic, reference and reward; grpo actor and reference; ...
+    gpu
+        From the catalogue: h100-80gb, h200-141gb, b200-180gb, a100-80gb, ...
+    gpus
+        A number of GPUs to look at beside the others.
+    critic_params
+        Where the critic is of another size than the policy.
+    reward_params
+        The same of the reward model; gives one to an algorithm without.
+    reference
+        Whether a reference model is kept; otherwise as the algorithm has it.
+    lora_rank
+        Train adapters of this rank; 0 trains the whole model.
+    optimizer
+        adam keeps its moments in fp32, adam-8bit in 8 bits.
+    offload
+        Moments and master weights live in the host's memory.
+    fsdp
+        GPUs over which states are sharded; 0: all.
+    tp
+        Tensor parallel degree of training.
+    pp
+        Pipeline stages.
+    ep
+        Expert parallel degree, among the FSDP ones.
+    generate
+        here: every GPU also holds an engine's weights and its keys and values; elsewhere: other machines do.
+    engine_tp
+        GPUs of one engine; 0: as few as leave half of a GPU free.
+    context
+        Longest sequence, prompt and completion, in tokens.
+    microbatch_tokens
+        On one data-parallel rank; 0: one sequence.
+    samples_in_flight
+        Samples that keys and values are kept of, over the cluster.
+    recompute
+        full: activations are computed again for the backward pass.
+    margin
+        Share of a GPU's memory that fragmentation takes.
+    """
+    question = MemoryQuestion(
+        algorithm=algorithm,
+        shape=shape_of(params, model),
+        gpu=load_catalog(catalog).gpu(gpu),
+        critic=_other(critic_params, "--critic-params"),
+        reward=_other(reward_params, "--reward-params"),
+        reference=reference,
+        holding=Holding(optimizer=optimizer, lora_rank=lora_rank, offload=offload),
+        parallel=Parallel(fsdp=fsdp, tp=tp, pp=pp, ep=ep),
+        load=Load(
+            context=context,
+            microbatch_tokens=microbatch_tokens,
+            samples_in_flight=samples_in_flight,
+            recompute=recompute,
+        ),
+        engine_tp=engine_tp,
+        generates_here=generate == "here",
+        margin=margin,
+    )
+    plan = plan_memory(question, gpus=gpus)
+    return shown.result(as_data(question, plan), as_text(question, plan), plan.figures, explain=explain)
+
+
+def _other(params: str | None, option: str) -> ModelShape | None:
+    return None if params is None else shape_of_parameters(count(params, option))
+
+
+def as_data(question: MemoryQuestion, plan: MemoryPlan) -> dict[str, Any]:
+    """Bytes are over the whole cluster but for those of `per_gpu` and `fits`, and `activation_bytes`, one GPU's."""
+    parts = plan.parts
+    return {
+        "algorithm": question.algorithm,
+        "gpu": question.gpu.name,
+        "parameters": question.shape.parameters,
+        "total_bytes": plan.total,
+        "min_gpus": plan.min_gpus,
+        "by_role": {role.role: role.total for role in plan.states},
+        "activation_bytes": plan.activations,
+        "kv_bytes": plan.kv,
+        "min_gpus_with_activations": plan.min_gpus_with_activations,
+        "host_bytes": plan.on_host,
+        "roles": {
+            role.role: {
+                "trained": role.trained,
+                "parameters": role.parameters,
+                "weights_bytes": role.weights,
+                "gradients_bytes": role.gradients,
+                "optimizer_bytes": role.optimizer,
+                "host_bytes": role.on_host,
+            }
+            for role in plan.states
+        },
+        "per_gpu": {
+            "activations_bytes": parts.activations,
+            "logits_bytes": parts.logits,
+            "gathered_bytes": parts.gathered,
+            "engine_bytes": parts.engine,
+            "runtime_bytes": parts.runtime,
+        },
+        "fits": [
+            {
+                "gpus": fit.gpus,
+                "bytes_per_gpu": fit.bytes_per_gpu,
+                "usable_bytes": fit.usable_bytes,
+                "missing_bytes": fit.missing_bytes,
+                "fits": fit.fits,
+            }
+            for fit in plan.fits
+        ],
+        "notes": list(plan.notes),
+    }
+
+
+def as_text(question: MemoryQuestion, plan: MemoryPlan) -> Iterator[RenderableType]:
+    """Roles, parts of a GPU, numbers of GPUs, notes."""
+    rows = [
+        [role.role, size(role.weights), size(role.gradients), size(role.optimizer), size(role.total)]
+        for role in plan.states
+    ]
+    rows.append(["together", "", "", "", size(plan.total)])
+    yield shown.table(("model states", "weights", "gradients", "optimizer", "all"), rows)
+    if plan.on_host:
+        yield f"of which on the hosts: {size(plan.on_host)}"
+    parts = plan.parts
+    yield ""
+    yield (
+        f"on each GPU beside its share: activations {size(parts.activations)}, logits {size(parts.logits)}, gathered "
+        f"layers {size(parts.gathered)}, engine {size(parts.engine)}, runtime {size(parts.runtime)}"
+    )
+    yield f"keys and values of everything in flight: {size(plan.kv)}"
+    yield ""
+    fits = [
+        [f"{fit.gpus}", size(fit.bytes_per_gpu), "fits" if fit.fits else f"{size(fit.missing_bytes)} too much"]
+        for fit in plan.fits
+    ]
+    title = f"{question.gpu.title}: {size(plan.fits[0].usable_bytes)} of {size(question.gpu.memory_bytes)} usable"
+    yield shown.table(("GPUs", "each holds", ""), fits, title=title)
+    yield ""
+    everything = plan.min_gpus_with_activations
+    yield f"states alone: at least {plan.min_gpus} GPUs; everything: " + (
+        "no number of GPUs is enough" if everything is None else f"at least {everything}"
+    )
+    yield from shown.notes(plan.notes)

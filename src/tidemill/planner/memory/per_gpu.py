@@ -1,0 +1,157 @@
+"""What one GPU holds when a run is spread over a number of them."""
+
+from __future__ import annotations
+
+import math
+
+from tidemill.core.records import Record
+from tidemill.planner.figures import Sheet
+from tidemill.planner.memory.question import MemoryQuestion
+from tidemill.planner.memory.roles import GENERATE_NOTHING
+from tidemill.sim.profiles.precision import DTYPE_BYTES
+from tidemill.sim.profiles.training_memory import (
+    GATHERED_LAYERS,
+    LOGITS_BYTES,
+    activation_bytes,
+    gathered_bytes,
+    kept_layers,
+    layer_activation_bytes,
+    layer_parts,
+    logits_bytes,
+)
+
+RUNTIME_BYTES = 2e9
+"""Of the driver's context and communication buffers on one GPU; assumed."""
+ENGINE_SHARE = 0.5
+"""Of what a GPU can use, an engine's weights take this much at most; the rest is for training and the cache."""
+ACTIVATIONS = (
+    "Korthikanti et al., arXiv 2205.05198, attention fused; the first stage of a 1F1B pipeline keeps all layers"
+)
+
+
+class Shares(Record):
+    """Bytes on one GPU: what is divided by the number of GPUs that states are sharded over, and what is not."""
+
+    states: float  # over the whole cluster, without what is on hosts
+    kv: float  # over the whole cluster
+    activations: float
+    logits: float
+    gathered: float
+    engine: float
+    runtime: float = RUNTIME_BYTES
+
+    @property
+    def fixed(self) -> float:
+        """The same on every GPU, however many there are."""
+        return self.activations + self.logits + self.gathered + self.engine + self.runtime
+
+    def on_one(self, *, shards: int, gpus: int) -> float:
+        return self.states / shards + self.kv / gpus + self.fixed
+
+
+def shares(question: MemoryQuestion, states: float, sheet: Sheet) -> Shares:
+    """All the parts; each role's activations are at most the policy's, and roles learn one after another."""
+    shape, load, parallel = question.shape, question.load, question.parallel
+    kv = _kv(question, sheet)
+    return Shares(
+        states=states,
+        kv=kv if generates_here(question) else 0.0,
+        activations=_activations(question, sheet),
+        logits=sheet.note(
+            "per_gpu.logits_bytes",
+            logits_bytes(shape, tokens=load.tokens, tp=parallel.tp),
+            "bytes",
+            formula="tokens * vocab * bytes_each / tp",
+            source="logits and their gradients in fp32, not cut in pieces; assumed",
+            tokens=load.tokens,
+            vocab=shape.vocab,
+            bytes_each=LOGITS_BYTES,
+            tp=parallel.tp,
+        ),
+        gathered=_gathered(question, sheet),
+        engine=_engine(question, sheet) if generates_here(question) else 0.0,
+    )
+
+
+def generates_here(question: MemoryQuestion) -> bool:
+    return question.generates_here and question.algorithm not in GENERATE_NOTHING
+
+
+def kv_bytes(question: MemoryQuestion) -> float:
+    """Keys and values of everything in flight, wherever it is generated."""
+    load = question.load
+    in_flight = 0 if question.algorithm in GENERATE_NOTHING else load.samples_in_flight
+    return in_flight * load.context * question.shape.kv_bytes_per_token()
+
+
+def _gathered(question: MemoryQuestion, sheet: Sheet) -> float:
+    parallel = question.parallel
+    dense, experts = layer_parts(question.shape)
+    return sheet.note(
+        "per_gpu.gathered_bytes",
+        gathered_bytes(question.shape, tp=parallel.tp, ep=parallel.ep),
+        "bytes",
+        formula="layers_at_once * 2 * (dense_parameters / tp + expert_parameters / ep)",
+        source="PyTorch FSDP, arXiv 2304.11277: the layer in use and the next are gathered in bf16",
+        layers_at_once=GATHERED_LAYERS,
+        dense_parameters=dense,
+        expert_parameters=experts,
+        tp=parallel.tp,
+        ep=parallel.ep,
+    )
+
+
+def _activations(question: MemoryQuestion, sheet: Sheet) -> float:
+    shape, load, tp = question.shape, question.load, question.parallel.tp
+    inputs, whole = kept_layers(shape, load.recompute)
+    return sheet.note(
+        "per_gpu.activation_bytes",
+        activation_bytes(shape, tokens=load.tokens, recompute=load.recompute, tp=tp),
+        "bytes",
+        formula="tokens * (recomputed_layers * 2 * hidden + kept_layers * layer_bytes) / tp",
+        source=ACTIVATIONS,
+        tokens=load.tokens,
+        recomputed_layers=inputs,
+        hidden=shape.hidden,
+        kept_layers=whole,
+        layer_bytes=layer_activation_bytes(shape),
+        tp=tp,
+    )
+
+
+def _kv(question: MemoryQuestion, sheet: Sheet) -> float:
+    load = question.load
+    return sheet.note(
+        "kv_bytes",
+        kv_bytes(question),
+        "bytes",
+        formula="samples_in_flight * context * kv_bytes_per_token",
+        source="2 * layers * kv_heads * head_dim * 2 bytes a token (bf16); every sample at its full length",
+        samples_in_flight=0 if question.algorithm in GENERATE_NOTHING else load.samples_in_flight,
+        context=load.context,
+        kv_bytes_per_token=question.shape.kv_bytes_per_token(),
+    )
+
+
+def _engine(question: MemoryQuestion, sheet: Sheet) -> float:
+    """An engine's own copy of the weights: training has them sharded otherwise."""
+    weights = question.shape.parameters * DTYPE_BYTES["bf16"]
+    tp = engine_gpus(question)
+    return sheet.note(
+        "per_gpu.engine_bytes",
+        weights / tp,
+        "bytes",
+        formula="parameters * 2 / engine_tp",
+        source="every GPU also generates: a copy in bf16, spread over the GPUs of one engine",
+        parameters=question.shape.parameters,
+        engine_tp=tp,
+    )
+
+
+def engine_gpus(question: MemoryQuestion) -> int:
+    """GPUs of one engine: as given, or the smallest power of two that leaves room beside the weights."""
+    if question.engine_tp:
+        return question.engine_tp
+    weights = question.shape.parameters * DTYPE_BYTES["bf16"]
+    room = question.gpu.memory_bytes * (1 - question.margin) * ENGINE_SHARE
+    return int(2 ** math.ceil(math.log2(max(weights / room, 1))))

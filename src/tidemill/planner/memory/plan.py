@@ -1,0 +1,144 @@
+"""The whole of `plan memory`: states by role, the parts of one GPU, what fits and why fewer GPUs do not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tidemill.core.records import Record
+from tidemill.planner.figures import Figure, Sheet
+from tidemill.planner.memory.fit import Fit, fewest_gpus, fit, rounded_up, training_unit, tried, unit
+from tidemill.planner.memory.notes import notes_on
+from tidemill.planner.memory.per_gpu import Shares, kv_bytes, shares
+from tidemill.planner.memory.question import MemoryQuestion, check
+from tidemill.planner.memory.roles import ACTOR, REFERENCE, REWARD, Role, roles_of
+from tidemill.planner.memory.states import RoleStates, role_states
+from tidemill.sim.profiles.model_shape import ModelShape
+
+
+class MemoryPlan(Record):
+    """Bytes over the whole cluster unless a name says otherwise."""
+
+    total: float  # model states only, wherever they are
+    on_host: float
+    min_gpus: int  # that hold the states alone, with nothing beside them
+    min_gpus_with_activations: int | None  # that hold everything with a margin; None: no number does
+    states: tuple[RoleStates, ...]
+    parts: Shares
+    kv: float  # keys and values of everything in flight, wherever it is generated
+    fits: tuple[Fit, ...]
+    notes: tuple[str, ...]
+    figures: tuple[Figure, ...]
+
+    @property
+    def activations(self) -> float:
+        """Of a microbatch on one GPU, with its logits."""
+        return self.parts.activations + self.parts.logits
+
+
+def plan_memory(question: MemoryQuestion, *, gpus: int | None = None) -> MemoryPlan:
+    """What a run keeps, and what holds it.
+
+    Args:
+        gpus: a number of GPUs to look at beside those tried anyway; rounded up to what the degrees allow.
+
+    Raises:
+        UserError: what cannot be asked.
+    """
+    check(question)
+    sheet = Sheet()
+    states = [role_states(role, shape, question.holding, sheet, base_elsewhere=shared) for role, shape, shared in
+              _models(question)]  # fmt: skip
+    total, on_gpus = sum(each.total for each in states), sum(each.on_gpus for each in states)
+    sheet.note(
+        "total_bytes",
+        total,
+        "bytes",
+        formula=" + ".join(each.role for each in states),
+        source="weights, gradients and optimizer state of every role",
+        **{each.role: each.total for each in states},
+    )
+    parts = shares(question, on_gpus, sheet)
+    return MemoryPlan(
+        total=total,
+        on_host=total - on_gpus,
+        min_gpus=_states_only(question, on_gpus, sheet),
+        min_gpus_with_activations=_everything(question, parts, sheet),
+        states=tuple(states),
+        parts=parts,
+        kv=kv_bytes(question),
+        fits=tuple(_fits(question, parts, gpus)),
+        notes=tuple(notes_on(question, states, parts)),
+        figures=tuple(sheet.figures),
+    )
+
+
+def _models(question: MemoryQuestion) -> list[tuple[Role, ModelShape, bool]]:
+    """(role, its shape, whether another role's weights serve it)"""
+    roles = [role for role in roles_of(question.algorithm) if question.reference is not False or role != REFERENCE]
+    roles += [REFERENCE] if question.reference and REFERENCE not in roles else []
+    roles += [REWARD] if question.reward and REWARD not in roles else []
+    own = {"critic": question.critic, "reward": question.reward}
+    adapter = question.holding.lora_rank > 0
+
+    def served(role: Role) -> bool:
+        return adapter and role.shares_base and role is not ACTOR and own.get(role.name) is None
+
+    return [(role, own.get(role.name) or question.shape, served(role)) for role in roles]
+
+
+def _states_only(question: MemoryQuestion, on_gpus: float, sheet: Sheet) -> int:
+    step, memory = training_unit(question), question.gpu.memory_bytes
+    return int(
+        sheet.note(
+            "min_gpus",
+            rounded_up(on_gpus / memory, step),
+            "GPUs",
+            formula="ceil(state_bytes / memory_bytes / step) * step",
+            source=f"{question.gpu.source}; states alone, sharded over all GPUs, nothing beside them",
+            state_bytes=on_gpus,
+            memory_bytes=memory,
+            step=step,
+        )
+    )
+
+
+def _everything(question: MemoryQuestion, parts: Shares, sheet: Sheet) -> int | None:
+    fewest = fewest_gpus(question, parts)
+    if fewest is None:
+        return None
+    found = fit(question, parts, fewest)
+    shards = question.parallel.fsdp * question.parallel.model_gpus or fewest
+    sheet.note(
+        "per_gpu.bytes",
+        found.bytes_per_gpu,
+        "bytes",
+        formula="state_bytes / shards + kv_bytes / gpus + activations + logits + gathered + engine + runtime",
+        source="everything at once on every GPU; the smallest number of GPUs for which it is at most the usable memory",
+        state_bytes=parts.states,
+        shards=shards,
+        kv_bytes=parts.kv,
+        gpus=fewest,
+        activations=parts.activations,
+        logits=parts.logits,
+        gathered=parts.gathered,
+        engine=parts.engine,
+        runtime=parts.runtime,
+    )
+    sheet.note(
+        "per_gpu.usable_bytes",
+        found.usable_bytes,
+        "bytes",
+        formula="memory_bytes * (1 - margin)",
+        source=f"{question.gpu.source}; the margin for fragmentation is assumed",
+        memory_bytes=question.gpu.memory_bytes,
+        margin=question.margin,
+    )
+    return fewest
+
+
+def _fits(question: MemoryQuestion, parts: Shares, gpus: int | None) -> Sequence[Fit]:
+    found = tried(question, parts, fewest_gpus(question, parts))
+    if gpus is None or any(each.gpus == gpus for each in found):
+        return found
+    asked = fit(question, parts, rounded_up(gpus, unit(question)))
+    return sorted([*found, asked], key=lambda each: each.gpus)

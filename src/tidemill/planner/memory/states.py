@@ -1,0 +1,120 @@
+"""Model states: the weights, gradients and optimizer state of every role, in bytes over the whole cluster."""
+
+from __future__ import annotations
+
+from tidemill.core.records import Record
+from tidemill.planner.figures import Sheet
+from tidemill.planner.memory.roles import Role
+from tidemill.sim.profiles.model_shape import ModelShape
+from tidemill.sim.profiles.precision import FROZEN_BYTES, MIXED_PRECISION, TRAINED, Optimizer
+
+LORA = "LoRA, arXiv 2106.09685: two matrices, rank × (in + out), beside each linear layer but the output head"
+OFFLOAD = "ZeRO-Offload, arXiv 2101.06840: optimizer state lives in the memory of the host"
+
+
+class Holding(Record):
+    """How the trained roles are held."""
+
+    optimizer: Optimizer = "adam"
+    lora_rank: int = 0  # 0: the whole model learns
+    offload: bool = False  # moments and master in the host's memory
+
+
+class RoleStates(Record):
+    """Bytes of one role over the whole cluster, wherever they are."""
+
+    role: str
+    trained: bool
+    parameters: float
+    weights: float
+    gradients: float
+    optimizer: float
+    offloaded: bool = False
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def on_host(self) -> float:
+        return self.optimizer if self.offloaded else 0.0
+
+    @property
+    def on_gpus(self) -> float:
+        return self.total - self.on_host
+
+
+def role_states(role: Role, shape: ModelShape, holding: Holding, sheet: Sheet, *, base_elsewhere: bool) -> RoleStates:
+    """What one role keeps.
+
+    Args:
+        shape: of this role's model.
+        base_elsewhere: under an adapter, its frozen weights are counted with another role.
+    """
+    trained = role.trained and not holding.lora_rank
+    frozen = 0.0 if trained or base_elsewhere else shape.parameters
+    learning = shape.parameters if trained else _adapter(role, shape, holding, sheet)
+    each = TRAINED[holding.optimizer]
+    weights = sheet.note(
+        f"{role.name}.weights_bytes",
+        frozen * FROZEN_BYTES + learning * each.weights,
+        "bytes",
+        formula="frozen_parameters * frozen_bytes + trained_parameters * trained_bytes",
+        source=MIXED_PRECISION,
+        frozen_parameters=frozen,
+        frozen_bytes=FROZEN_BYTES,
+        trained_parameters=learning,
+        trained_bytes=each.weights,
+    )
+    gradients = optimizer = 0.0
+    if learning:
+        gradients = sheet.note(
+            f"{role.name}.gradients_bytes",
+            learning * each.gradients,
+            "bytes",
+            formula="trained_parameters * bytes_each",
+            source=MIXED_PRECISION,
+            trained_parameters=learning,
+            bytes_each=each.gradients,
+        )
+        optimizer = sheet.note(
+            f"{role.name}.optimizer_bytes",
+            learning * each.optimizer,
+            "bytes",
+            formula="trained_parameters * (moments + master)",
+            source=f"{MIXED_PRECISION}; {OFFLOAD}" if holding.offload else MIXED_PRECISION,
+            trained_parameters=learning,
+            moments=each.moments,
+            master=each.master,
+        )
+    return RoleStates(
+        role=role.name,
+        trained=role.trained,
+        parameters=shape.parameters,
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        offloaded=holding.offload,
+    )
+
+
+def _adapter(role: Role, shape: ModelShape, holding: Holding, sheet: Sheet) -> float:
+    """Parameters of a trained role's adapter."""
+    if not (role.trained and holding.lora_rank):
+        return 0.0
+    keys = shape.kv_heads * shape.head_dim
+    attention = 2 * (shape.hidden + shape.attention_width) + 2 * (shape.hidden + keys)
+    mlp = 3 * (shape.hidden + shape.intermediate)
+    dense_layers = shape.dense_layers if shape.experts else shape.layers
+    return sheet.note(
+        f"{role.name}.adapter_parameters",
+        holding.lora_rank * (shape.layers * attention + dense_layers * mlp),
+        "parameters",
+        formula="rank * (layers * attention + dense_layers * mlp)",
+        source=f"{LORA}; experts get none",
+        rank=holding.lora_rank,
+        layers=shape.layers,
+        attention=attention,
+        dense_layers=dense_layers,
+        mlp=mlp,
+    )

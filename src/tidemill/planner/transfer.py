@@ -1,0 +1,169 @@
+"""`plan weights`: how long a version travels to the workers by each path, and whether that hides behind a step."""
+
+from __future__ import annotations
+
+from tidemill.core.errors import UserError
+from tidemill.core.records import Record
+from tidemill.planner.figures import Figure, Sheet
+from tidemill.sim.profiles.network import ETHERNET_LATENCY_S, Link, broadcast_s, fan_out_s
+from tidemill.sim.profiles.precision import DTYPE_BYTES
+
+CODED_PER_CORE_S = 1.1e9
+"""Parameters that one core compares and encodes in a second; applying them is faster. Measured on one machine's CPU
+(benchmarks/results/weights.json: 134.5M in 0.12 s), so another's will differ."""
+DELTA_ELEMENT_BYTES = 2.0
+"""Of a changed element with its place; measured 1.0 to 2.0, the more the fewer elements change (the same file)."""
+
+
+class TransferQuestion(Record):
+    """Rates in bytes per second and one direction, times in seconds."""
+
+    parameters: float
+    link: float  # of the trainer's machine
+    dtype: str = "bf16"
+    worker_link: float | None = None  # None: like the trainer's
+    store: float | None = None  # of the object store in all; None: as fast as is asked of it
+    file: float = 2e9  # of the shared file system in all
+    workers: int = 1
+    changed: float = 0.03  # share of the elements that differ from the version before
+    cores: int = 16  # that encode a delta
+    step_s: float | None = None  # that the transfer may hide behind
+
+
+class PathTime(Record):
+    """One way for the weights to take."""
+
+    path: str
+    size: float  # bytes that one worker receives
+    seconds: float
+    slack_s: float | None  # left of the step; negative where the transfer does not hide; None without a step
+
+    @property
+    def hides(self) -> bool | None:
+        return None if self.slack_s is None else self.slack_s >= 0
+
+
+class TransferPlan(Record):
+    seconds: float  # of the broadcast
+    size: float  # bytes of a full version
+    paths: tuple[PathTime, ...]  # fastest first
+    double_buffer: float  # bytes of the version served and the one that arrives, on one worker's engine
+    figures: tuple[Figure, ...]
+
+
+def plan_transfer(question: TransferQuestion) -> TransferPlan:
+    """Raises UserError: what cannot be asked."""
+    _check(question)
+    sheet = Sheet()
+    size = sheet.note(
+        "bytes",
+        question.parameters * DTYPE_BYTES[question.dtype],
+        "bytes",
+        formula="parameters * element_bytes",
+        source="a full version",
+        parameters=question.parameters,
+        element_bytes=DTYPE_BYTES[question.dtype],
+    )
+    delta = sheet.note(
+        "delta.bytes",
+        question.parameters * question.changed * DELTA_ELEMENT_BYTES,
+        "bytes",
+        formula="parameters * changed * bytes_each",
+        source="changed elements with their places; bytes measured on a small model (benchmarks/results/weights.json)",
+        parameters=question.parameters,
+        changed=question.changed,
+        bytes_each=DELTA_ELEMENT_BYTES,
+    )
+    timed = {
+        "broadcast": (size, _broadcast(question, size, sheet)),
+        "store": (size, _stored(question, "store", size, question.store or question.link * question.workers, sheet)),
+        "file": (size, _stored(question, "file", size, question.file, sheet)),
+        "delta": (delta, _delta(question, delta, sheet)),
+    }
+    paths = [
+        PathTime(path=path, size=each, seconds=took, slack_s=_slack(question, path, took, sheet))
+        for path, (each, took) in timed.items()
+    ]
+    buffers = sheet.note(
+        "double_buffer_bytes", 2 * size, "bytes", formula="2 * bytes", source="old served while new arrives", bytes=size
+    )
+    return TransferPlan(
+        seconds=timed["broadcast"][1],
+        size=size,
+        paths=tuple(sorted(paths, key=lambda each: each.seconds)),
+        double_buffer=buffers,
+        figures=tuple(sheet.figures),
+    )
+
+
+def _check(question: TransferQuestion) -> None:
+    rates = {"--link-gbps": question.link, "--worker-link-gbps": question.worker_link, "--file-gbps": question.file}
+    counts = {"--workers": question.workers, "--cores": question.cores}
+    for option, value in {**rates, "--store-gbps": question.store, **counts, "--step-s": question.step_s}.items():
+        if value is not None and not value > 0:
+            raise UserError(f"needs a number above 0, was given {value:g}", where=option, cure="correct it")
+    if not 0 <= question.changed <= 1:
+        what = f"needs a share from 0 to 1, was given {question.changed:g}"
+        raise UserError(what, where="--changed", cure="0.03 is 3 % of the elements")
+
+
+def _broadcast(question: TransferQuestion, size: float, sheet: Sheet) -> float:
+    slowest = min(question.link, question.worker_link or question.link)
+    return sheet.note(
+        "broadcast.seconds",
+        broadcast_s(size, slowest=Link(bytes_per_s=slowest, latency_s=0.0), receivers=question.workers),
+        "s",
+        formula="bytes / link",
+        source="NCCL broadcast, passed on in pieces at the slowest link's full rate; every receiver must be there",
+        bytes=size,
+        link=slowest,
+    )
+
+
+def _stored(question: TransferQuestion, path: str, size: float, shared: float, sheet: Sheet) -> float:
+    """Written whole, then read by every worker at once."""
+    store, sink = Link(bytes_per_s=shared, latency_s=0.0), question.worker_link or question.link
+    up = min(question.link, shared)
+    down = fan_out_s(size, source=store, sink=Link(bytes_per_s=sink, latency_s=0.0), receivers=question.workers)
+    return sheet.note(
+        f"{path}.seconds",
+        size / up + down + 2 * ETHERNET_LATENCY_S,
+        "s",
+        formula="bytes / min(link, shared) + max(bytes * workers / shared, bytes / worker_link) + 2 * latency",
+        source="written whole, then read by all workers at once; latency assumed",
+        bytes=size,
+        link=question.link,
+        shared=shared,
+        workers=question.workers,
+        worker_link=sink,
+        latency=ETHERNET_LATENCY_S,
+    )
+
+
+def _delta(question: TransferQuestion, delta: float, sheet: Sheet) -> float:
+    moved = _stored(question, "delta_moved", delta, question.store or question.link * question.workers, sheet)
+    return sheet.note(
+        "delta.seconds",
+        2 * question.parameters / (CODED_PER_CORE_S * question.cores) + moved,
+        "s",
+        formula="2 * parameters / (per_core * cores) + moved",
+        source="encoded, moved through the store, applied as slowly as encoded; coding measured on one CPU core",
+        parameters=question.parameters,
+        per_core=CODED_PER_CORE_S,
+        cores=question.cores,
+        moved=moved,
+    )
+
+
+def _slack(question: TransferQuestion, path: str, seconds: float, sheet: Sheet) -> float | None:
+    if question.step_s is None:
+        return None
+    return sheet.note(
+        f"{path}.slack_s",
+        question.step_s - seconds,
+        "s",
+        formula="step - transfer",
+        source="hides where the next batch is generated meanwhile (lag 1 or more); at lag 0 workers wait for it",
+        step=question.step_s,
+        transfer=seconds,
+    )

@@ -1,0 +1,1 @@
+"""What machines and models can do, as formulas: memory, FLOPs, bytes and seconds. Pure; no torch, no clock."""

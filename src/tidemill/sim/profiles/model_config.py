@@ -1,0 +1,121 @@
+"""A model's shape read from the config.json of a Hugging Face folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tidemill.core.errors import UserError
+from tidemill.sim.profiles.model_shape import ModelShape
+
+CONFIG = "config.json"
+NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+BIASED = ("qwen2", "qwen2_moe")  # whose queries, keys and values have one without their config saying so
+NORMED = ("qwen3", "qwen3_moe")  # whose queries and keys are normalised
+
+
+def read_shape(path: Path) -> ModelShape:
+    """From a config.json or the folder that holds one.
+
+    Raises:
+        UserError: naming the file and the field.
+    """
+    file = path / CONFIG if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        cure = "give --params, or a Hugging Face model folder or its config.json"
+        raise UserError(
+            f"cannot read the model's shape: {error.strerror or error}", where=str(file), cure=cure
+        ) from error
+    except ValueError as error:
+        raise UserError(f"not valid JSON: {error}", where=str(file), cure="copy the file again") from error
+    if not isinstance(config, dict):
+        raise UserError("is no model configuration", where=str(file), cure="give a Hugging Face config.json")
+    text = config.get("text_config")
+    return shape_of_config(text if isinstance(text, dict) else config, source=str(file))
+
+
+def shape_of_config(config: dict[str, Any], *, source: str) -> ModelShape:
+    """Counts every matrix of a Llama-like decoder, with experts or latent attention where the configuration has them.
+
+    Raises:
+        UserError: naming `source` and the field.
+    """
+    read = _Reader(config, source)
+    hidden, layers, heads, vocab = (read.whole(name) for name in NEEDED)
+    experts = next((read.whole(name) for name in EXPERTS if config.get(name)), 0)
+    wide = read.whole("intermediate_size", 4 * hidden)
+    narrow = read.whole("moe_intermediate_size", wide) if experts else wide
+    dense_layers = read.whole("first_k_dense_replace", 0) if experts else layers
+    latent = read.whole("kv_lora_rank", 0)
+    head_dim = read.whole("head_dim", hidden // heads)
+    matrices = 2 if str(config.get("hidden_act", "silu")).startswith("gelu") else 3  # gated ones have three
+    per_expert = matrices * hidden * narrow
+    shared = read.whole("n_shared_experts", 0) * per_expert + read.whole("shared_expert_intermediate_size", 0) * (
+        matrices * hidden
+    )
+    expert_layers = layers - dense_layers
+    tied = bool(config.get("tie_word_embeddings", False))
+    parameters = (
+        vocab * hidden * (1 if tied else 2)
+        + layers * (_attention(read, hidden, heads, head_dim) + 2 * hidden)
+        + dense_layers * matrices * hidden * wide
+        + expert_layers * (experts * (per_expert + hidden) + shared)
+        + hidden
+    )
+    return ModelShape(
+        parameters=parameters,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=read.whole("num_key_value_heads", heads),
+        head_dim=head_dim,
+        intermediate=narrow,
+        vocab=vocab,
+        tied=tied,
+        experts=experts,
+        experts_per_token=read.whole("num_experts_per_tok", 1) if experts else 0,
+        dense_layers=dense_layers if experts else 0,
+        expert_parameters=expert_layers * experts * per_expert,
+        kv_values_per_layer=latent + read.whole("qk_rope_head_dim", 0) if latent else 0,
+    )
+
+
+def _attention(read: _Reader, hidden: int, heads: int, head_dim: int) -> int:
+    """Parameters of one layer's attention."""
+    if latent := read.whole("kv_lora_rank", 0):
+        return _latent_attention(read, hidden, heads, latent)
+    queries, keys = heads * head_dim, read.whole("num_key_value_heads", heads) * head_dim
+    kind = read.config.get("model_type")
+    biases = queries + 2 * keys if kind in BIASED or read.config.get("attention_bias") else 0
+    norms = 2 * head_dim if kind in NORMED else 0
+    return 2 * hidden * queries + 2 * hidden * keys + biases + norms
+
+
+def _latent_attention(read: _Reader, hidden: int, heads: int, latent: int) -> int:
+    """DeepSeek's multi-head latent attention (arXiv 2405.04434, section 2.1): low-rank queries, keys and values."""
+    rope, nope = read.whole("qk_rope_head_dim", 0), read.whole("qk_nope_head_dim", 0)
+    values, low_rank = read.whole("v_head_dim", nope), read.whole("q_lora_rank", 0)
+    queries = heads * (nope + rope)
+    query_weights = hidden * low_rank + low_rank + low_rank * queries if low_rank else hidden * queries
+    key_weights = hidden * (latent + rope) + latent + latent * heads * (nope + values)
+    return query_weights + key_weights + heads * values * hidden
+
+
+class _Reader:
+    """Whole numbers of a configuration; absent and null are alike."""
+
+    def __init__(self, config: dict[str, Any], source: str) -> None:
+        self.config, self._source = config, source
+
+    def whole(self, name: str, default: int | None = None) -> int:
+        value = self.config.get(name)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or value < (1 if default is None else 0):
+            what = "is missing" if value is None else f"needs a whole number, has {value!r}"
+            raise UserError(what, where=f"{self._source}: {name}", cure="give a Hugging Face decoder's config.json")
+        return value

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.unit.cli.conftest import Run
+from tests.unit.sim.test_model_shape import SMOLLM2
+
+
+@pytest.mark.parametrize("verb", ["memory", "weights", "overlap", "staleness"])
+def test_every_plan_has_help_and_derives_its_numbers(run: Run, verb: str, tmp_path: Path) -> None:
+    (tmp_path / "lags.csv").write_text("0,.1,.5\n2,.1,.9\n", encoding="utf-8")
+    arguments = {
+        "memory": ["--params", "7b"],
+        "weights": ["--params", "7b"],
+        "overlap": ["--rollout", "3", "--training", "1"],
+        "staleness": ["--table", "lags.csv"],
+    }[verb]
+    assert f"Usage: tidemill plan {verb}" in run("plan", verb, "--help").out
+    assert "explain" not in run("plan", verb, *arguments, "--json").data
+    figures = run("plan", verb, *arguments, "--json", "--explain").data["explain"]
+    assert all(figure.keys() == {"name", "value", "unit", "formula", "inputs", "source"} for figure in figures)
+    out = run("plan", verb, *arguments, "--explain").out
+    for figure in figures:
+        assert f"{figure['name']} = " in out
+        assert f"  = {figure['formula']}" in out
+
+
+def test_the_group_lists_its_verbs(run: Run) -> None:
+    out = run("plan", "--help").out
+    assert all(verb in out for verb in ("memory", "weights", "overlap", "staleness"))
+
+
+def test_a_models_own_configuration(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SMOLLM2), encoding="utf-8")
+    data = run("plan", "memory", "--model", ".", "--json").data
+    assert data["parameters"] == 134_515_008
+    assert data["total_bytes"] == 18 * 134_515_008
+    assert not any("assumed" in note for note in data["notes"])
+
+
+def test_a_number_of_gpus_of_ones_own(run: Run) -> None:
+    fits = run("plan", "memory", "--params", "70e9", "--gpus", "24", "--json").data["fits"]
+    asked = next(fit for fit in fits if fit["gpus"] == 24)
+    assert asked["missing_bytes"] == pytest.approx(asked["bytes_per_gpu"] - 72e9)
+    assert "too much" in run("plan", "memory", "--params", "70e9", "--gpus", "24").out
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (("memory",), "no model given"),
+        (("memory", "--params", "70e9", "--model", "."), "--params and --model are both given"),
+        (("memory", "--params", "many"), "--params: 'many' is not a number of parameters"),
+        (("memory", "--params", "0"), "--params: '0' is not a number"),
+        (("memory", "--params", "7b", "--gpu", "h10"), "did you mean h100?"),
+        (("memory", "--params", "7b", "--algorithm", "grppo"), "did you mean grpo?"),
+        (("memory", "--params", "7b", "--catalog", "none.toml"), "cannot read the catalogue"),
+        (("weights", "--params", "7b", "--link-gbps", "0"), "--link-gbps: needs a number above 0"),
+        (("staleness", "--table", "none.csv"), "cannot read the table"),
+        (("mem",), "see `tidemill plan --help`"),
+    ],
+)
+def test_bad_input(run: Run, argv: tuple[str, ...], says: str) -> None:
+    ran = run("plan", *argv)
+    assert (ran.code, ran.out) == (2, "")
+    assert says in ran.err
+
+
+@pytest.mark.parametrize(("text", "parameters"), [("70e9", 70e9), ("70B", 70e9), ("1.5b", 1.5e9), ("350m", 350e6)])
+def test_parameters_as_people_write_them(run: Run, text: str, parameters: float) -> None:
+    assert run("plan", "weights", "--params", text, "--json").data["bytes"] == pytest.approx(2 * parameters)

@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+
+from tests.formulas import check_figures
+from tidemill.config.algorithm import PRESETS
+from tidemill.config.pipeline import StageKind
+from tidemill.core.errors import UserError
+from tidemill.planner.memory.fit import usable
+from tidemill.planner.memory.plan import plan_memory
+from tidemill.planner.memory.question import Load, MemoryQuestion, Parallel
+from tidemill.planner.memory.roles import ROLES
+from tidemill.planner.memory.states import Holding
+from tidemill.sim.profiles.catalog import load_catalog
+from tidemill.sim.profiles.model_shape import ModelShape
+
+GPU = load_catalog().gpu("h100-80gb")
+# 70 layers of 8 * 1000 * 1000 parameters and two matrices of 1000 * 20,000: 600e6
+SHAPE = ModelShape(
+    parameters=600e6, layers=70, hidden=1000, heads=10, kv_heads=2, head_dim=100, intermediate=2000, vocab=20_000
+)
+QUESTION = MemoryQuestion(algorithm="grpo", shape=SHAPE, gpu=GPU)
+
+
+def test_every_algorithm_and_supervised_stage_has_its_roles() -> None:
+    assert set(ROLES) == set(PRESETS) | ({"sft", "dpo", "reward_model"} & set(get_args(StageKind)))
+
+
+@pytest.mark.parametrize(
+    ("holding", "bytes_each", "on_host"),
+    [
+        (Holding(), 16 + 2, 0),
+        (Holding(optimizer="adam-8bit"), 2 + 2 + 1 + 1 + 4 + 2, 0),
+        (Holding(offload=True), 16 + 2, 12),
+        (Holding(optimizer="adam-8bit", offload=True), 10 + 2, 6),
+    ],
+)
+def test_bytes_per_parameter(holding: Holding, bytes_each: int, on_host: int) -> None:
+    plan = plan_memory(MemoryQuestion(algorithm="grpo", shape=SHAPE, gpu=GPU, holding=holding))
+    assert plan.total == bytes_each * 600e6
+    assert plan.on_host == on_host * 600e6
+    assert plan.parts.states == plan.total - plan.on_host
+
+
+def test_an_adapters_base_is_there_once() -> None:
+    # q and o: 2 * (1000 + 1000), k and v: 2 * (1000 + 200), mlp: 3 * (1000 + 2000): 15,400 a layer and rank;
+    # rank 8, 70 layers: 8,624,000 parameters, 16 bytes each, of actor and critic; one base and a reward model of
+    # 2 * 600e6 bytes
+    question = MemoryQuestion(algorithm="ppo", shape=SHAPE, gpu=GPU, holding=Holding(lora_rank=8))
+    by_role = {role.role: role.total for role in plan_memory(question).states}
+    adapter = 8_624_000 * 16
+    assert by_role == {"actor": 1.2e9 + adapter, "critic": adapter, "reference": 0, "reward": 1.2e9}
+
+
+def test_a_critic_of_another_size_has_its_own_base() -> None:
+    small = ModelShape(
+        parameters=100e6, layers=10, hidden=500, heads=10, kv_heads=2, head_dim=50, intermediate=900, vocab=20_000
+    )
+    full = MemoryQuestion(algorithm="ppo", shape=SHAPE, critic=small, gpu=GPU)
+    assert {role.role: role.total for role in plan_memory(full).states}["critic"] == 16 * 100e6
+    adapted = MemoryQuestion(algorithm="ppo", shape=SHAPE, critic=small, gpu=GPU, holding=Holding(lora_rank=1))
+    critic = next(role for role in plan_memory(adapted).states if role.role == "critic")
+    assert critic.weights > 2 * 100e6
+
+
+@pytest.mark.parametrize(
+    ("question", "roles"),
+    [
+        (MemoryQuestion(algorithm="grpo", shape=SHAPE, gpu=GPU, reference=False), ["actor"]),
+        (MemoryQuestion(algorithm="dapo", shape=SHAPE, gpu=GPU, reference=True), ["actor", "reference"]),
+        (MemoryQuestion(algorithm="grpo", shape=SHAPE, gpu=GPU, reward=SHAPE), ["actor", "reference", "reward"]),
+        (MemoryQuestion(algorithm="sft", shape=SHAPE, gpu=GPU), ["actor"]),
+    ],
+)
+def test_roles_can_be_left_out_and_added(question: MemoryQuestion, roles: list[str]) -> None:
+    assert [role.role for role in plan_memory(question).states] == roles
+
+
+def test_the_parts_of_a_gpu() -> None:
+    load = Load(context=1000, samples_in_flight=10)
+    parallel = Parallel(tp=2)
+    parts = plan_memory(MemoryQuestion(algorithm="grpo", shape=SHAPE, gpu=GPU, load=load, parallel=parallel)).parts
+    # full recomputation: 70 inputs of 2 * 1000 bytes and one layer of 2 * (5 * 1000 + 2 * 1000 + 2 * 200 + 3 * 2000)
+    # = 26,800 bytes a token; 1000 tokens, over 2 GPUs
+    assert parts.activations == 1000 * (70 * 2000 + 26_800) / 2
+    assert parts.logits == 1000 * 20_000 * 8 / 2
+    # a layer is (600e6 - 2 * 20e6) / 70 = 8e6 parameters: two of them in 2 bytes
+    assert parts.gathered == 2 * 2 * 8e6 / 2
+    # 2 * 70 layers * 2 heads * 100 * 2 bytes = 56,000 bytes a token
+    assert parts.kv == 10 * 1000 * 56_000
+    assert parts.engine == 600e6 * 2  # fits one GPU
+
+
+def test_keeping_all_activations_instead_of_computing_them_again() -> None:
+    load = Load(context=1000, recompute="none")
+    assert plan_memory(MemoryQuestion(algorithm="sft", shape=SHAPE, gpu=GPU, load=load)).parts.activations == (
+        1000 * 70 * 26_800
+    )
+
+
+def test_what_generates_elsewhere_is_not_on_these_gpus() -> None:
+    here = plan_memory(QUESTION)
+    elsewhere = plan_memory(MemoryQuestion(algorithm="grpo", shape=SHAPE, gpu=GPU, generates_here=False))
+    assert elsewhere.parts.kv == elsewhere.parts.engine == 0
+    assert elsewhere.kv == here.kv > 0
+    assert plan_memory(MemoryQuestion(algorithm="sft", shape=SHAPE, gpu=GPU)).kv == 0
+
+
+def test_the_fewest_gpus_hold_everything_and_one_unit_less_does_not() -> None:
+    big = ModelShape(
+        parameters=70e9, layers=80, hidden=8192, heads=64, kv_heads=8, head_dim=128, intermediate=28_672, vocab=128_256
+    )
+    question = MemoryQuestion(algorithm="grpo", shape=big, gpu=GPU, parallel=Parallel(tp=4, pp=2))
+    plan = plan_memory(question)
+    fewest = plan.min_gpus_with_activations
+    assert fewest is not None
+    assert fewest % 8 == 0
+    parts, room = plan.parts, usable(question)
+    assert parts.on_one(shards=fewest, gpus=fewest) <= room
+    assert parts.on_one(shards=fewest - 8, gpus=fewest - 8) > room
+    tried = {fit.gpus: fit.missing_bytes for fit in plan.fits}
+    assert tried[fewest] == 0
+    assert tried[fewest - 8] == pytest.approx(parts.on_one(shards=fewest - 8, gpus=fewest - 8) - room)
+
+
+def test_replicas_of_a_sharded_model_do_not_make_it_smaller() -> None:
+    # fsdp over 4 of any number: states / 4 on each
+    question = MemoryQuestion(algorithm="sft", shape=SHAPE, gpu=GPU, parallel=Parallel(fsdp=4))
+    plan = plan_memory(question, gpus=64)
+    fit = next(each for each in plan.fits if each.gpus == 64)
+    assert fit.bytes_per_gpu == pytest.approx(16 * 600e6 / 4 + plan.parts.fixed)
+
+
+def test_what_no_number_of_gpus_holds_says_why_and_by_how_much() -> None:
+    question = MemoryQuestion(algorithm="sft", shape=SHAPE, gpu=GPU, load=Load(microbatch_tokens=10_000_000))
+    plan = plan_memory(question)
+    assert plan.min_gpus_with_activations is None
+    # activations 10e6 * 166,800 = 1.668 TB, logits 10e6 * 160,000 = 1.6 TB, 32 MB of layers, 2 GB: 3.27 TB; 72 GB
+    (note,) = (note for note in plan.notes if "no number" in note)
+    assert "3.27 TB, 3.2 TB more than the 72 GB it can use; activations take 1.67 TB of it" in note
+    assert "--microbatch-tokens" in note
+    assert not any(fit.fits for fit in plan.fits)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"parallel": Parallel(tp=3)}, "3 does not divide the model's 10 attention heads"),
+        ({"parallel": Parallel(tp=0)}, "--tp: needs 1 or more, was given 0"),
+        ({"parallel": Parallel(pp=71)}, "71 stages for 70 layers"),
+        ({"parallel": Parallel(ep=2)}, "no experts"),
+        ({"margin": 1.0}, "--margin"),
+        ({"critic": SHAPE}, "grpo has no critic"),
+        ({"algorithm": "grppo"}, "did you mean grpo?"),
+        ({"load": Load(context=0)}, "--context: needs 1 or more"),
+    ],
+)
+def test_what_cannot_be_asked(change: dict[str, object], says: str) -> None:
+    fields = {"algorithm": "grpo", "shape": SHAPE, "gpu": GPU, **change}
+    with pytest.raises(UserError) as caught:
+        plan_memory(MemoryQuestion(**fields))  # type: ignore[arg-type]
+    assert says in str(caught.value)
+
+
+def test_every_number_is_what_its_formula_says() -> None:
+    question = MemoryQuestion(
+        algorithm="ppo", shape=SHAPE, gpu=GPU, holding=Holding(lora_rank=4), parallel=Parallel(tp=2)
+    )
+    assert check_figures(plan_memory(question).figures) > 12

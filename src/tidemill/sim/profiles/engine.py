@@ -1,0 +1,161 @@
+"""An engine as seconds per piece of work: what a decoding step and a prefill take, and what its cache holds.
+
+`engine_profile` derives the seconds from shape and GPU by the roofline (Williams et al. 2009): a step takes as long as
+the longer of reading its bytes and computing its FLOPs, each at an efficiency. A calibration may state them instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tidemill.controller.plateau import FLAT
+from tidemill.core.records import Record
+from tidemill.sim.profiles.catalog import Gpu
+from tidemill.sim.profiles.model_shape import ModelShape
+from tidemill.sim.profiles.network import Link, all_reduce_s
+from tidemill.sim.profiles.precision import DTYPE_BYTES
+
+REDUCTIONS_PER_LAYER = 2
+"""After attention and after the MLP (Megatron-LM, arXiv 1909.08053)."""
+WORKSPACE_BYTES = 2e9
+"""Of one GPU: activations of a step, captured graphs, the driver; assumed."""
+
+
+class EngineEfficiency(Record):
+    """How much of a GPU's peaks an engine reaches. All assumed until a run is measured."""
+
+    bandwidth: float = 0.8  # of memory bandwidth, decoding
+    compute: float = 0.6  # of dense FLOP/s, prefill and large decoding batches
+    link: float = 0.7  # of the link's rate, in reductions of a few megabytes
+    reduction_s: float = 10e-6  # least time of one reduction, however small
+    step_s: float = 2e-3  # of every step beside the model: scheduling, sampling, launches
+    memory: float = 0.9  # of the GPU's memory that the engine takes
+
+
+ASSUMED = EngineEfficiency()
+
+
+class EngineProfile(Record):
+    """Seconds of one engine, on however many GPUs it runs."""
+
+    slots: int  # samples decoded at once at most
+    cache_tokens: float  # that fit the cache
+    step_s: float  # of every decoding step
+    weights_s: float  # to read what every step reads of the weights
+    cached_token_s: float  # to read one token's keys and values
+    sample_s: float  # to compute one sample's token, and to reduce it between GPUs
+    attended_token_s: float  # to compute the attention to one cached token
+    prefill_token_s: float
+    prefill_pair_s: float = 0.0  # per token and token before it
+    experts_s: float = 0.0  # to read all experts
+    expert_share: float = 0.0  # of the experts that one token uses
+
+    def decode_step_s(self, running: int, cached: float) -> float:
+        """One token for each of `running` samples, whose contexts are `cached` tokens together.
+
+        With b tokens of random routing 1 - (1 - k / E)^b of the experts are read.
+        """
+        experts = self.experts_s * (1 - (1 - self.expert_share) ** running) if self.expert_share else 0.0
+        moved = self.weights_s + experts + self.cached_token_s * cached
+        computed = self.sample_s * running + self.attended_token_s * cached
+        return self.step_s + max(moved, computed)
+
+    def prefill_s(self, tokens: float, before: float = 0.0) -> float:
+        """Of `tokens` that follow `before` others already in the cache; with none of either it takes no time."""
+        return tokens * (self.prefill_token_s + self.prefill_pair_s * (before + tokens / 2))
+
+    def tokens_per_s(self, running: int, context: float) -> float:
+        """Of decoding alone, every sample having `context` tokens."""
+        return running / self.decode_step_s(running, running * context) if running else 0.0
+
+    def most_running(self, context: float) -> int:
+        """Samples of this length that slots and cache hold; 0 where not even one fits."""
+        return min(self.slots, int(self.cache_tokens // max(context, 1)))
+
+    def plateau(self, context: float) -> int:
+        """The smallest number of samples that is decoded at `FLAT` of the best rate; at least 1."""
+        low, high = 1, max(self.most_running(context), 1)
+        enough = FLAT * self.tokens_per_s(high, context)
+        while low < high:  # more samples are never decoded more slowly in all
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.tokens_per_s(middle, context) >= enough else (middle + 1, high)
+        return high
+
+    def put_back(self, contexts: Sequence[int]) -> int:
+        """How many of the samples begun last lose their cache when all are to have one more token.
+
+        What is put back waits and is computed again, prompt and tokens alike, once there is room (vLLM's preemption by
+        recomputation, arXiv 2309.06180, section 4.5).
+
+        Args:
+            contexts: tokens of each running sample, in the order in which they began.
+        """
+        held, kept = 0.0, 0
+        for context in contexts:
+            held += context + 1
+            if held > self.cache_tokens:
+                break
+            kept += 1
+        return len(contexts) - kept
+
+
+def engine_profile(
+    shape: ModelShape,
+    gpu: Gpu,
+    *,
+    gpus: int = 1,
+    dtype: str = "bf16",
+    slots: int = 256,
+    link: Link | None = None,
+    efficiency: EngineEfficiency = ASSUMED,
+) -> EngineProfile:
+    """Tensor parallel over `gpus` of one kind.
+
+    Args:
+        dtype: of weights and of the arithmetic; keys and values are in bf16.
+        link: between the GPUs, if it is not their own.
+
+    Raises:
+        UserError: the catalogue knows no speed in this dtype.
+    """
+    bandwidth = gpus * gpu.bandwidth_bytes_per_s * efficiency.bandwidth
+    speed = gpus * gpu.peak_flops(dtype) * efficiency.compute
+    element = DTYPE_BYTES[dtype]
+    kv_bytes = shape.kv_bytes_per_token()
+    reduced, each_reduced = _reduction_s(shape, gpu, gpus, link, efficiency)
+    attention = 4 * shape.layers * shape.attention_width / speed
+    multiplied = 2 * shape.active_parameters / speed
+    return EngineProfile(
+        slots=slots,
+        cache_tokens=max(cache_bytes(shape, gpu, gpus=gpus, dtype=dtype, efficiency=efficiency) / kv_bytes, 0.0),
+        step_s=efficiency.step_s + reduced,
+        weights_s=(shape.parameters - shape.expert_parameters - shape.embedding_parameters) * element / bandwidth,
+        cached_token_s=kv_bytes / bandwidth,
+        sample_s=multiplied + each_reduced,
+        attended_token_s=attention,
+        prefill_token_s=multiplied + each_reduced,
+        prefill_pair_s=attention,
+        experts_s=shape.expert_parameters * element / bandwidth,
+        expert_share=shape.experts_per_token / shape.experts if shape.experts else 0.0,
+    )
+
+
+def cache_bytes(
+    shape: ModelShape, gpu: Gpu, *, gpus: int, dtype: str = "bf16", efficiency: EngineEfficiency = ASSUMED
+) -> float:
+    """Left for keys and values beside weights and workspace; negative by what is missing where nothing is left."""
+    room = gpus * (gpu.memory_bytes * efficiency.memory - WORKSPACE_BYTES)
+    return room - shape.parameters * DTYPE_BYTES[dtype]
+
+
+def _reduction_s(
+    shape: ModelShape, gpu: Gpu, gpus: int, link: Link | None, efficiency: EngineEfficiency
+) -> tuple[float, float]:
+    """(of a step, of each token in it): sums of hidden states over the GPUs of an engine."""
+    if gpus == 1:
+        return 0.0, 0.0
+    between = link or Link(bytes_per_s=gpu.link_bytes_per_s, latency_s=0.0)
+    count = REDUCTIONS_PER_LAYER * shape.layers
+    real = Link(bytes_per_s=between.bytes_per_s * efficiency.link, latency_s=0.0)
+    least = efficiency.reduction_s + between.latency_s * gpus
+    return count * least, count * all_reduce_s(2 * shape.hidden, members=gpus, link=real)

@@ -1,0 +1,119 @@
+"""A trainer as seconds per piece of work: what learning from a batch takes, by FLOPs and by what must be sent."""
+
+from __future__ import annotations
+
+import math
+
+from tidemill.core.records import Record
+from tidemill.sim.profiles.catalog import Gpu
+from tidemill.sim.profiles.model_shape import ModelShape
+from tidemill.sim.profiles.network import Link, all_reduce_s, gather_s
+from tidemill.sim.profiles.precision import TRAINED, Optimizer
+
+BACKWARD = 2
+"""A backward pass costs two forward ones: gradients of inputs and of weights (arXiv 2001.08361, section 2.1)."""
+SENT_BYTES = 2
+"""Of a parameter or gradient in bf16."""
+
+
+class TrainerEfficiency(Record):
+    """How much of the peaks training reaches; assumed until a run is measured.
+
+    Llama 3 (arXiv 2407.21783, table 4) reports 38-43 % of peak FLOP/s with everything in it on up to 16,384 GPUs.
+    """
+
+    compute: float = 0.5  # of dense FLOP/s, in the passes themselves
+    link: float = 0.7  # of a link's or network's rate
+    hidden: float = 0.8  # of the computing time that gathering layers can hide behind
+    bandwidth: float = 0.7  # of memory bandwidth, in the optimizer's step
+
+
+ASSUMED = TrainerEfficiency()
+
+
+class TrainerProfile(Record):
+    """Seconds of one trainer on all its GPUs."""
+
+    gpus: int
+    ranks: int  # data parallel
+    stages: int  # of its pipeline
+    token_s: float  # one forward pass of one token, spread over all GPUs
+    pair_s: float  # the same of the attention to one token before it
+    gather_s: float  # all layers once, for one pass of one microbatch; every rank at the same time
+    exchanged_token_s: float  # tensor parallelism: one pass of one token, spread over all ranks
+    update_s: float  # the optimizer's step
+    hidden: float  # share of computing behind which gathering hides
+
+    def pass_s(self, tokens: float, context: float, *, passes: float, microbatches: int = 1) -> float:
+        """`passes` forward-sized passes over `tokens` tokens whose sequences are `context` long on average.
+
+        Args:
+            microbatches: of each rank; a pipeline is empty at its ends for (stages - 1) of them.
+        """
+        computed = tokens * passes * (self.token_s + self.pair_s * context / 2)
+        bubble = 1 + (self.stages - 1) / max(microbatches, 1)
+        gathered = self.gather_s * passes * microbatches
+        exposed = max(0.0, gathered - self.hidden * computed)
+        return computed * bubble + exposed + tokens * passes * self.exchanged_token_s
+
+    def step_s(
+        self, tokens: float, context: float, *, recompute: bool, extra_passes: float, microbatch: float
+    ) -> float:
+        """Learning from `tokens` once: forward, backward, its recomputation, other models' forward passes, the update.
+
+        Args:
+            extra_passes: forward passes of models of the same size: reference, proximal logprobs, a critic's three.
+            microbatch: tokens of one microbatch of one rank.
+        """
+        count = max(1, math.ceil(tokens / self.ranks / microbatch))
+        passes = 1 + BACKWARD + (1 if recompute else 0) + extra_passes
+        return self.pass_s(tokens, context, passes=passes, microbatches=count) + self.update_s
+
+
+def trainer_profile(
+    shape: ModelShape,
+    gpu: Gpu,
+    *,
+    gpus: int,
+    tp: int = 1,
+    pp: int = 1,
+    gpus_per_machine: int | None = None,
+    network: Link | None = None,
+    dtype: str = "bf16",
+    optimizer: Optimizer = "adam",
+    efficiency: TrainerEfficiency = ASSUMED,
+) -> TrainerProfile:
+    """Fully sharded over what tensor and pipeline parallelism leave.
+
+    Args:
+        gpus: a multiple of tp * pp.
+        network: of one machine; needed where the GPUs are on several.
+
+    Raises:
+        UserError: the catalogue knows no speed in this dtype.
+    """
+    machine = gpus_per_machine or gpu.gpus_per_machine
+    ranks = gpus // (tp * pp)
+    speed = gpus * gpu.peak_flops(dtype) * efficiency.compute
+    own = Link(bytes_per_s=gpu.link_bytes_per_s * efficiency.link, latency_s=0.0)
+    across = Link(bytes_per_s=network.bytes_per_s * efficiency.link, latency_s=network.latency_s) if network else own
+    spread = gpus > machine
+    # Between machines each byte enters a machine once, over all its cards; the GPUs pass it on among themselves.
+    sharded = across if spread else own
+    reduced = own if tp <= machine else Link(bytes_per_s=across.bytes_per_s / machine, latency_s=across.latency_s)
+    states = TRAINED[optimizer]
+    return TrainerProfile(
+        gpus=gpus,
+        ranks=ranks,
+        stages=pp,
+        token_s=2 * shape.active_parameters / speed,
+        pair_s=4 * shape.layers * shape.attention_width / speed,
+        gather_s=gather_s(shape.parameters * SENT_BYTES / (tp * pp), members=ranks, link=sharded),
+        exchanged_token_s=2
+        * shape.layers
+        * all_reduce_s(SENT_BYTES * shape.hidden, members=tp, link=reduced)
+        / ranks
+        / pp,
+        update_s=2 * states.total * shape.parameters / (gpus * gpu.bandwidth_bytes_per_s * efficiency.bandwidth),
+        hidden=efficiency.hidden,
+    )

@@ -1,0 +1,76 @@
+"""Seconds by hand, on a GPU with round numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.sim.test_engine_profile import GPU, SHAPE
+from tidemill.sim.profiles.network import Link, all_reduce_s, broadcast_s, fan_out_s, gather_s
+from tidemill.sim.profiles.trainer import TrainerEfficiency, trainer_profile
+
+PERFECT = TrainerEfficiency(compute=1, link=1, hidden=1, bandwidth=1)
+
+
+def test_one_gpu_computes() -> None:
+    profile = trainer_profile(SHAPE, GPU, gpus=1, efficiency=PERFECT)
+    # 2e9 FLOPs a token and pass at 1e14: 20 µs; 8000 FLOPs a pair; 1000 tokens in sequences of 100:
+    # 4 passes with recomputation and 1 of the reference: 5 * (20 ms + 1000 * 50 pairs * 80 ps = 4 µs)
+    step_s = profile.step_s(1000, 100, recompute=True, extra_passes=1, microbatch=1000)
+    # the update reads and writes 16 bytes of 1e9 parameters: 32 GB at 1 TB/s
+    assert step_s == pytest.approx(5 * (20e-3 + 4e-6) + 32e-3)
+    without = profile.step_s(1000, 100, recompute=False, extra_passes=0, microbatch=1000)
+    assert without == pytest.approx(3 * (20e-3 + 4e-6) + 32e-3)
+
+
+def test_gathering_hides_behind_computing_as_far_as_it_can() -> None:
+    profile = trainer_profile(SHAPE, GPU, gpus=2, efficiency=PERFECT)
+    # each of 2 ranks receives half of 2 GB at 100 GB/s: 10 ms a pass; computing 10,000 tokens takes 100 ms a pass
+    assert profile.gather_s == pytest.approx(10e-3)
+    assert profile.pass_s(10_000, 0, passes=1) == pytest.approx(0.1)
+    # 100 tokens take 1 ms to compute: 9 ms show
+    assert profile.pass_s(100, 0, passes=1) == pytest.approx(10e-3)
+    # every microbatch gathers anew
+    assert profile.pass_s(100, 0, passes=1, microbatches=10) == pytest.approx(100e-3)
+
+
+def test_between_machines_bytes_cross_the_network() -> None:
+    profile = trainer_profile(SHAPE, GPU, gpus=16, network=Link(bytes_per_s=1e9), efficiency=PERFECT)
+    assert profile.gather_s == pytest.approx(2e9 * 15 / 16 / 1e9)
+    own = trainer_profile(SHAPE, GPU, gpus=8, network=Link(bytes_per_s=1e9), efficiency=PERFECT)
+    assert own.gather_s == pytest.approx(2e9 * 7 / 8 / 1e11)
+
+
+def test_a_pipeline_is_empty_at_its_ends() -> None:
+    profile = trainer_profile(SHAPE, GPU, gpus=4, pp=4, efficiency=PERFECT)
+    assert profile.ranks == 1
+    # 3 of 6 microbatches' time is lost: 1000 tokens over 4 GPUs are 5 ms
+    assert profile.pass_s(1000, 0, passes=1, microbatches=6) == pytest.approx(5e-3 * 1.5)
+
+
+def test_tensor_parallelism_sends_every_token() -> None:
+    profile = trainer_profile(SHAPE, GPU, gpus=4, tp=2, efficiency=PERFECT)
+    # 20 reductions of 200 bytes a token over 2 GPUs: 200 bytes at 100 GB/s each, spread over 2 ranks
+    assert profile.exchanged_token_s == pytest.approx(20 * 2e-9 / 2)
+    assert trainer_profile(SHAPE, GPU, gpus=4, efficiency=PERFECT).exchanged_token_s == 0
+
+
+def test_tensor_parallelism_beyond_a_machine_is_slow() -> None:
+    near = trainer_profile(SHAPE, GPU, gpus=16, tp=8, network=Link(bytes_per_s=1e10), efficiency=PERFECT)
+    far = trainer_profile(SHAPE, GPU, gpus=16, tp=16, network=Link(bytes_per_s=1e10), efficiency=PERFECT)
+    assert far.exchanged_token_s > 10 * near.exchanged_token_s
+
+
+def test_the_network() -> None:
+    link = Link(bytes_per_s=100.0, latency_s=1.0)
+    assert link.seconds(200) == 3.0
+    assert link.seconds(200, sharers=3) == 7.0
+    # 4 receivers share 100 a second; each alone takes 10 a second
+    slow = Link(bytes_per_s=10.0, latency_s=1.0)
+    assert fan_out_s(200, source=link, sink=slow, receivers=4) == 21.0
+    assert fan_out_s(200, source=link, sink=slow, receivers=40) == 81.0
+    assert broadcast_s(200, slowest=slow, receivers=4) == 24.0
+    # a ring of 4 sends 2 * 3/4 of 200 bytes, and waits log2(4) times
+    assert all_reduce_s(200, members=4, link=link) == 3.0 + 2.0
+    assert all_reduce_s(200, members=1, link=link) == 0
+    assert gather_s(200, members=4, link=link) == 1.5
+    assert gather_s(200, members=1, link=link) == 0

@@ -25,7 +25,7 @@ VERBS = {
     "eval": ("tidemill.cli.eval:evaluate", "Measure a model on held-out prompts; compare two."),
     "generate": ("tidemill.cli.generate:generate", "Try prompts on a model or a checkpoint."),
     "algorithms": ("tidemill.cli.algorithms:algorithms", "List the algorithms a recipe can name, with their formulas."),
-    "plan": ("tidemill.cli.plan.app:app", "What a run needs and costs: memory, weights, overlap, staleness."),
+    "plan": ("tidemill.cli.plan.app:app", "What a run needs and costs: memory, weights, placement, staleness."),
     "model": ("tidemill.cli.model:app", "List the built-in models; fetch one into the cache."),
     "report": ("tidemill.cli.report:report", "Write report.html of a run, finished or not."),
     "doctor": ("tidemill.cli.doctor:doctor", "What this machine has, what would run, what to mend."),

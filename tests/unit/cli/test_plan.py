@@ -9,7 +9,7 @@ from tests.unit.cli.conftest import Run
 from tests.unit.sim.test_model_shape import SMOLLM2
 
 
-@pytest.mark.parametrize("verb", ["memory", "weights", "overlap", "staleness"])
+@pytest.mark.parametrize("verb", ["memory", "weights", "overlap", "staleness", "placement"])
 def test_every_plan_has_help_and_derives_its_numbers(run: Run, verb: str, tmp_path: Path) -> None:
     (tmp_path / "lags.csv").write_text("0,.1,.5\n2,.1,.9\n", encoding="utf-8")
     arguments = {
@@ -17,6 +17,7 @@ def test_every_plan_has_help_and_derives_its_numbers(run: Run, verb: str, tmp_pa
         "weights": ["--params", "7b"],
         "overlap": ["--rollout", "3", "--training", "1"],
         "staleness": ["--table", "lags.csv"],
+        "placement": ["--params", "7b", "--machines", "rlboost-8xh100"],
     }[verb]
     assert f"Usage: tidemill plan {verb}" in run("plan", verb, "--help").out
     assert "explain" not in run("plan", verb, *arguments, "--json").data
@@ -30,7 +31,7 @@ def test_every_plan_has_help_and_derives_its_numbers(run: Run, verb: str, tmp_pa
 
 def test_the_group_lists_its_verbs(run: Run) -> None:
     out = run("plan", "--help").out
-    assert all(verb in out for verb in ("memory", "weights", "overlap", "staleness"))
+    assert all(verb in out for verb in ("memory", "weights", "overlap", "placement", "staleness"))
 
 
 def test_a_models_own_configuration(run: Run, tmp_path: Path) -> None:
@@ -60,6 +61,13 @@ def test_a_number_of_gpus_of_ones_own(run: Run) -> None:
         (("memory", "--params", "7b", "--catalog", "none.toml"), "cannot read the catalogue"),
         (("weights", "--params", "7b", "--link-gbps", "0"), "--link-gbps: needs a number above 0"),
         (("staleness", "--table", "none.csv"), "cannot read the table"),
+        (("placement", "--params", "7b"), "no reserved machines"),
+        (("placement", "--params", "7b", "--machines", "rlboost-8xh10"), "did you mean rlboost-8xh100?"),
+        (("placement", "--params", "7b", "--machines", "rlboost-8xh100:x"), "'x' is no number of machines"),
+        (("placement", "--params", "7b", "--machines", "rlboost-8xh100", "--price", "rlboost-8xh100=0"), "is no price"),
+        (("placement", "--params", "7b", "--machines", "rlboost-8xh100", "--prompts", "0"), "counted from 1"),
+        (("placement", "--params", "7b", "--machines", "rlboost-8xh100", "--limit", "10"), "does not go with a limit"),
+        (("placement", "--params", "999b", "--machines", "rlboost-8xh100"), "the model fits no placement"),
         (("mem",), "see `tidemill plan --help`"),
     ],
 )
@@ -72,3 +80,34 @@ def test_bad_input(run: Run, argv: tuple[str, ...], says: str) -> None:
 @pytest.mark.parametrize(("text", "parameters"), [("70e9", 70e9), ("70B", 70e9), ("1.5b", 1.5e9), ("350m", 350e6)])
 def test_parameters_as_people_write_them(run: Run, text: str, parameters: float) -> None:
     assert run("plan", "weights", "--params", text, "--json").data["bytes"] == pytest.approx(2 * parameters)
+
+
+MACHINES = ("--machines", "rlboost-8xh100", "--preemptible", "rlboost-2xh100:3")
+
+
+def test_a_placement_with_its_runners_up(run: Run) -> None:
+    data = run("plan", "placement", "--params", "8b", *MACHINES, "--json").data
+    best = data["best"]
+    assert best["training"]["gpus"] == best["training"]["fsdp"] * best["training"]["tp"] * best["training"]["pp"] == 8
+    assert best["cost_usd"] == pytest.approx(best["usd_per_hour"] * best["hours"])
+    assert {each["kind"] for each in (best, *data["runners_up"])} == {"colocated", "split", "hybrid"}
+    out = run("plan", "placement", "--params", "8b", *MACHINES).out
+    assert f"best of {data['tried']} placements: {best['kind']}: training on 1 × rlboost-8xh100" in out
+    assert "evictions are counted only as machines that are not there" in out
+
+
+def test_prices_of_ones_own(run: Run) -> None:
+    argv = ("plan", "placement", "--params", "8b", *MACHINES, "--json")
+    dear = run(*argv, "--price", "preemptible:rlboost-2xh100=500", "--price", "rlboost-8xh100=10").data["best"]
+    assert dear["kind"] == "colocated"
+    assert dear["usd_per_hour"] == 10
+
+
+def test_lengths_of_a_run(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "samples").mkdir()
+    lines = [json.dumps({"step": 1, "token_ids": [0] * tokens}) for tokens in (100, 300)]
+    (tmp_path / "samples" / "step_1.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    argv = ("plan", "placement", "--params", "8b", *MACHINES, "--lengths-from", ".", "--json")
+    best = run(*argv).data["best"]
+    # 128 * 8 samples of 200 tokens
+    assert best["tokens_per_s"] * best["step_s"] == pytest.approx(1024 * 200)

@@ -6,8 +6,8 @@ import pytest
 
 from tests.unit.sim.test_engine_profile import PLAIN
 from tidemill.sim.profiles.engine import EngineProfile
-from tidemill.sim.profiles.generation import Rollout, generation_s, steady_tokens_per_s
-from tidemill.sim.profiles.lengths import FixedLengths, lengths_of
+from tidemill.sim.profiles.generation import Rollout, generation_s, rollout_of, steady_tokens_per_s
+from tidemill.sim.profiles.lengths import FixedLengths, lengths_of, quantiles
 
 # a step takes 10 ms whatever runs; nothing else costs anything
 EVEN = EngineProfile(
@@ -23,7 +23,7 @@ EVEN = EngineProfile(
 
 
 def rollout(*lengths: int, samples: int = 4, prompt: float = 0.0) -> Rollout:
-    return Rollout(samples=samples, group_size=2, prompt_tokens=prompt, lengths=lengths_of(lengths))
+    return Rollout(samples=samples, group_size=2, prompt_tokens=prompt, lengths=quantiles(lengths_of(lengths), 4))
 
 
 def test_samples_that_fit_take_as_long_as_the_longest() -> None:
@@ -53,7 +53,13 @@ def test_an_engine_that_cannot_hold_the_longest_sample_never_ends() -> None:
 
 
 def test_without_a_tail_slots_are_always_full() -> None:
-    # 4 tokens every 10 ms
+    # 4 tokens every 10 ms; with two samples in flight 2
     assert steady_tokens_per_s(EVEN, rollout(10, 100)) == pytest.approx(400)
-    fixed = Rollout(samples=4, group_size=2, prompt_tokens=0, lengths=FixedLengths(tokens=7))
+    assert steady_tokens_per_s(EVEN, rollout(10, 100), 2) == pytest.approx(200)
+    fixed = rollout_of(FixedLengths(tokens=7), samples=4, group_size=2, prompt_tokens=0)
     assert (fixed.mean, fixed.tokens) == (7, 28)
+
+
+def test_long_samples_are_met_more_often() -> None:
+    # of 10 and 100 tokens: 110 tokens in all, 10 of them in the short one: (10² + 100²) / (2 * 110) = 45.9
+    assert rollout(10, 100, prompt=5).running_context == pytest.approx(5 + 10_100 / 220)

@@ -41,7 +41,7 @@ def test_as_they_were_seen() -> None:
     assert lengths == EmpiricalLengths(tokens=(1, 10, 20, 30))
     assert [lengths.quantile(share) for share in (0.01, 0.3, 0.6, 0.999)] == [1, 10, 20, 30]
     assert mean_length(lengths) == pytest.approx(61 / 4)
-    assert quantiles(lengths, 4) == [1, 10, 20, 30]
+    assert quantiles(lengths, 4) == (1, 10, 20, 30)
     assert FixedLengths(tokens=7).quantile(0.9) == 7
 
 

@@ -11,6 +11,10 @@ PLANS = {
         "How long new weights travel, and whether it hides behind a step.",
     ),
     "overlap": ("tidemill.cli.plan.overlap:overlap", "How busy the trainer is: in sequence, overlapped, resized."),
+    "placement": (
+        "tidemill.cli.plan.placement:placement",
+        "Where to train and to generate, for the least money or time.",
+    ),
     "staleness": (
         "tidemill.cli.plan.staleness:staleness",
         "The best lag by progress per wall-clock time, from a table.",

@@ -37,10 +37,15 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, title: str 
     """The first column to the left, the others to the right."""
     shown = Table(box=None, pad_edge=False, title=title or None, title_justify="left", title_style="bold")
     for number, heading in enumerate(headings):
-        shown.add_column(heading, justify="right" if number else "left", no_wrap=True)
+        shown.add_column(heading, justify="right" if number else "left", no_wrap=number > 0)
     for row in rows:
         shown.add_row(*(escape(cell) for cell in row))
     return shown
+
+
+def plain(*lines: str) -> list[str]:
+    """Text that happens to have brackets in it."""
+    return [escape(line) for line in lines]
 
 
 def notes(lines: Iterable[str]) -> list[str]:

@@ -18,7 +18,7 @@ class Rollout(Record):
     samples: int
     group_size: int  # samples that share a prompt
     prompt_tokens: float
-    lengths: Lengths
+    lengths: tuple[int, ...]  # of completions, equally likely, rising
 
     @property
     def tokens(self) -> float:
@@ -27,7 +27,18 @@ class Rollout(Record):
 
     @property
     def mean(self) -> float:
-        return sum(quantiles(self.lengths, PARTS)) / PARTS
+        return sum(self.lengths) / len(self.lengths)
+
+    @property
+    def running_context(self) -> float:
+        """Tokens of a sample met at any moment: long ones are met more often, half-way through on average."""
+        return self.prompt_tokens + sum(length**2 for length in self.lengths) / (2 * sum(self.lengths))
+
+
+def rollout_of(lengths: Lengths, *, samples: int, group_size: int, prompt_tokens: float) -> Rollout:
+    return Rollout(
+        samples=samples, group_size=group_size, prompt_tokens=prompt_tokens, lengths=quantiles(lengths, PARTS)
+    )
 
 
 def generation_s(engine: EngineProfile, rollout: Rollout, samples: float) -> float:
@@ -37,33 +48,36 @@ def generation_s(engine: EngineProfile, rollout: Rollout, samples: float) -> flo
     """
     if samples <= 0:
         return 0.0
-    lengths = quantiles(rollout.lengths, PARTS)
     limit = engine.most_running(rollout.prompt_tokens + rollout.mean)
-    if engine.most_running(rollout.prompt_tokens + lengths[-1]) < 1:
+    if engine.most_running(rollout.prompt_tokens + rollout.lengths[-1]) < 1:
         return math.inf
     together = min(samples, limit)
     waiting_tokens = (samples - together) * rollout.mean
-    steady_s = waiting_tokens / engine.tokens_per_s(limit, rollout.prompt_tokens + rollout.mean / 2)
+    steady_s = waiting_tokens / engine.tokens_per_s(limit, rollout.running_context)
     prompts_s = samples / rollout.group_size * engine.prefill_s(rollout.prompt_tokens)
-    return prompts_s + steady_s + _drain_s(engine, rollout.prompt_tokens, lengths, together)
+    return prompts_s + steady_s + _drain_s(engine, rollout, together)
 
 
-def _drain_s(engine: EngineProfile, prompt_tokens: float, lengths: list[int], together: float) -> float:
+def _drain_s(engine: EngineProfile, rollout: Rollout, together: float) -> float:
     """Of samples begun at once: step by step through the lengths, with fewer and fewer of them."""
     seconds, reached = 0.0, 0
-    for number, length in enumerate(lengths):
-        alive = max(together * (1 - number / len(lengths)), 1.0)
-        context = prompt_tokens + (reached + length) / 2
+    for number, length in enumerate(rollout.lengths):
+        alive = max(together * (1 - number / len(rollout.lengths)), 1.0)
+        context = rollout.prompt_tokens + (reached + length) / 2
         seconds += (length - reached) * engine.decode_step_s(math.ceil(alive), alive * context)
         reached = length
     return seconds
 
 
-def steady_tokens_per_s(engine: EngineProfile, rollout: Rollout) -> float:
-    """Where there is always another sample to begin: no tail; prompts are part of the work."""
-    running = engine.most_running(rollout.prompt_tokens + rollout.mean)
-    if engine.most_running(rollout.prompt_tokens + quantiles(rollout.lengths, PARTS)[-1]) < 1:
+def steady_tokens_per_s(engine: EngineProfile, rollout: Rollout, samples: float = math.inf) -> float:
+    """Where there is always another sample to begin: no tail; prompts are part of the work.
+
+    Args:
+        samples: in flight at most.
+    """
+    running = max(1, min(engine.most_running(rollout.prompt_tokens + rollout.mean), samples))
+    if engine.most_running(rollout.prompt_tokens + rollout.lengths[-1]) < 1:
         return 0.0
-    decoding_s = 1 / engine.tokens_per_s(running, rollout.prompt_tokens + rollout.mean / 2)
+    decoding_s = 1 / engine.tokens_per_s(int(running), rollout.running_context)
     prompt_s = engine.prefill_s(rollout.prompt_tokens) / rollout.group_size / rollout.mean
     return 1 / (decoding_s + prompt_s)

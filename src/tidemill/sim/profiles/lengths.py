@@ -56,9 +56,9 @@ class EmpiricalLengths(Record):
         return self.tokens[min(int(share * len(self.tokens)), len(self.tokens) - 1)]
 
 
-def quantiles(lengths: Lengths, count: int = GRID) -> list[int]:
+def quantiles(lengths: Lengths, count: int = GRID) -> tuple[int, ...]:
     """The middles of `count` equally likely parts, rising."""
-    return [lengths.quantile((part + 0.5) / count) for part in range(count)]
+    return tuple(lengths.quantile((part + 0.5) / count) for part in range(count))
 
 
 def mean_length(lengths: Lengths) -> float:

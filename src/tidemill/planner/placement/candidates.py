@@ -1,0 +1,105 @@
+"""Every placement worth a look: who trains, who else generates, and on how many preemptible machines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+import msgspec
+
+from tidemill.core.records import Record
+from tidemill.planner.placement.engines import Engine, Side, TooSmall, best_engine
+from tidemill.planner.placement.estimate import Placement
+from tidemill.planner.placement.question import Offer, PlacementQuestion
+from tidemill.planner.placement.training import Group, TooLarge, Training, best_training
+
+MOST_COUNTS = 12
+"""Numbers of machines of one kind that are tried; of more, they are spread evenly on a logarithmic scale."""
+
+
+class Refused(Record):
+    """What holds no part of the run."""
+
+    training: list[TooLarge] = []
+    engines: list[TooSmall] = []
+
+
+class Candidates:
+    """Generates placements; what did not fit is in `refused` afterwards."""
+
+    def __init__(self, question: PlacementQuestion) -> None:
+        self.refused = Refused(training=[], engines=[])
+        self._question = question
+        self._known: dict[tuple[str, bool, float, float], Engine | TooSmall] = {}
+
+    def __iter__(self) -> Iterator[Placement]:
+        for group in groups(self._question.reserved):
+            training = best_training(self._question, group)
+            if isinstance(training, TooLarge):
+                self.refused.training.append(training)
+                continue
+            for chosen in _choices(self._question.preemptible):
+                yield from self._placed(training, chosen, shares=True)
+            for chosen in _choices(_left(self._question.offers, group)):
+                if chosen:
+                    yield from self._placed(training, chosen, shares=False)
+
+    def _placed(self, training: Training, chosen: Sequence[Offer], *, shares: bool) -> Iterator[Placement]:
+        """The placement in which `chosen` generate, with the training GPUs or without; none if an engine fits not."""
+        own = training.group.members if shares else ()
+        generating = [offer.machine.gpus * float(count) for offer, count in own]
+        generating += [offer.machine.gpus * offer.count * offer.availability for offer in chosen]
+        samples = self._question.rollout.samples / sum(generating)
+        shared = [(self._engine(offer, samples, training.held_per_gpu), float(count)) for offer, count in own]
+        dedicated = [(self._engine(offer, samples), offer.count * offer.availability) for offer in chosen]
+        sides = [
+            tuple((engine, machines) for engine, machines in side if isinstance(engine, Engine))
+            for side in (shared, dedicated)
+        ]
+        if len(sides[0]) == len(shared) and len(sides[1]) == len(dedicated):
+            yield Placement(training=training, shared=Side(engines=sides[0]), dedicated=Side(engines=sides[1]))
+
+    def _engine(self, offer: Offer, samples_per_gpu: float, held_per_gpu: float = 0.0) -> Engine | TooSmall:
+        key = (offer.name, offer.preemptible, samples_per_gpu, held_per_gpu)
+        if key not in self._known:
+            found = best_engine(self._question, offer, samples_per_gpu=samples_per_gpu, held_per_gpu=held_per_gpu)
+            self._known[key] = found
+            if isinstance(found, TooSmall):
+                self.refused.engines.append(found)
+        return self._known[key]
+
+
+def _choices(offers: Sequence[Offer]) -> Iterator[tuple[Offer, ...]]:
+    """Every choice of numbers of machines, none of them included."""
+    for numbers in product(*((0, *counts(offer.count)) for offer in offers)):
+        yield tuple(
+            msgspec.structs.replace(offer, count=number)
+            for offer, number in zip(offers, numbers, strict=True)
+            if number
+        )
+
+
+def groups(reserved: Sequence[Offer]) -> Iterator[Group]:
+    """Some machines of one kind; and all of all kinds, as a warning example or a last resort."""
+    for offer in reserved:
+        for count in counts(offer.count):
+            yield Group(members=((offer, count),))
+    if len(reserved) > 1:
+        yield Group(members=tuple((offer, offer.count) for offer in reserved))
+
+
+def counts(most: int) -> list[int]:
+    """1 to `most`, thinned out where there are many."""
+    if most <= MOST_COUNTS:
+        return list(range(1, most + 1))
+    return sorted({round(most ** (part / (MOST_COUNTS - 1))) for part in range(MOST_COUNTS)})
+
+
+def _left(offers: Sequence[Offer], group: Group) -> list[Offer]:
+    """What the group leaves, with the numbers that are left."""
+    taken = {offer.name: count for offer, count in group.members}
+    left = [
+        msgspec.structs.replace(offer, count=offer.count - (0 if offer.preemptible else taken.get(offer.name, 0)))
+        for offer in offers
+    ]
+    return [offer for offer in left if offer.count]

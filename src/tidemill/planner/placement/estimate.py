@@ -1,0 +1,211 @@
+"""What one placement comes to: a step's parts, idle shares, and money.
+
+Three ways to place, one formula. On the *shared* side the training GPUs also generate, on the *dedicated* side others
+do: colocated has only the first, split only the second, hybrid both (RLBoost, arXiv 2510.19225).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, TypeAlias
+
+from tidemill.core.records import Record
+from tidemill.planner.placement.engines import Side
+from tidemill.planner.placement.question import PlacementQuestion
+from tidemill.planner.placement.training import Training
+from tidemill.sim.profiles.network import Link, fan_out_s
+from tidemill.sim.profiles.precision import DTYPE_BYTES
+
+Kind: TypeAlias = Literal["colocated", "split", "hybrid"]
+FIRST = 0.1
+"""Of generating a batch at lag 0, the share after which there is something to learn from; assumed."""
+LAST = 0.1
+"""Of a batch, what is still to be learned when its last sample arrives; assumed."""
+SECONDS_PER_HOUR = 3600.0
+ROUNDING = 1e-9
+
+
+class Placement(Record):
+    """Where everything is."""
+
+    training: Training
+    shared: Side = Side()
+    dedicated: Side = Side()
+
+    @property
+    def kind(self) -> Kind:
+        if not self.shared.engines:
+            return "split"
+        return "hybrid" if self.dedicated.engines else "colocated"
+
+    @property
+    def words(self) -> str:
+        """`hybrid: training on 1 × a, generating also on 4 × b`"""
+        text = f"{self.kind}: training on {self.training.group.words}"
+        if not self.dedicated.engines:
+            return text
+        return f"{text}, generating {'also ' if self.shared.engines else ''}on {self.dedicated.words}"
+
+    @property
+    def usd_per_hour(self) -> float:
+        return self.training.group.usd_per_hour + self.dedicated.usd_per_hour
+
+
+class Estimate(Record):
+    """A step of a placement, on average. Seconds, shares of the step's time, dollars."""
+
+    placement: Placement
+    step_s: float
+    training_s: float
+    seeding_s: float  # the training GPUs generate
+    generation_s: float  # from the first token of a batch to its last, or what one step's share of generating takes
+    pull_s: float  # new weights travel to the dedicated engines
+    exposed_pull_s: float  # of which nothing else goes on
+    tokens: float  # completion tokens trained per step
+    shared_rate: float  # tokens per second of each side
+    dedicated_rate: float
+    longest_s: float  # the longest sample, with an engine to itself
+    trainer_idle: float
+    dedicated_idle: float
+    hours: float  # of all steps
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.step_s
+
+    @property
+    def usd_per_million(self) -> float:
+        return self.placement.usd_per_hour * self.step_s / SECONDS_PER_HOUR / self.tokens * 1e6
+
+    @property
+    def usd(self) -> float:
+        return self.placement.usd_per_hour * self.hours
+
+
+def estimate(question: PlacementQuestion, placement: Placement) -> Estimate:
+    return _on_policy(question, placement) if question.lag == 0 else _with_lag(question, placement)
+
+
+def _on_policy(question: PlacementQuestion, placement: Placement) -> Estimate:
+    """Lag 0: a batch is generated, learned from while its last samples are finished, published, and only then the next.
+
+    The seeding window is the one in which neither side waits for the other: with rates r of the shared and d of the
+    dedicated side, W tokens and X seconds of training, t_seed r + t_gen d = W and t_gen = t_seed + (1 - last) X.
+    """
+    work, training_s = question.rollout.tokens, placement.training.seconds
+    shared, dedicated = _batch_rates(question, placement)
+    overlap_s = (1 - LAST) * training_s
+    seeding_s = max(0.0, (work - dedicated * overlap_s) / (shared + dedicated)) if shared else 0.0
+    generation_s = seeding_s
+    if dedicated:
+        generation_s = max((work - shared * seeding_s) / dedicated, longest_seconds(question, placement))
+    start_s = max(seeding_s, FIRST * generation_s)
+    pull_s = pull_seconds(question, placement)
+    step_s = max(start_s + training_s, generation_s + LAST * training_s) + pull_s
+    return _estimate(
+        question,
+        placement,
+        rates=(shared, dedicated),
+        step_s=step_s,
+        seeding_s=seeding_s,
+        generation_s=generation_s,
+        pull_s=pull_s,
+        exposed_pull_s=pull_s,
+        dedicated_idle=1 - generation_s / step_s if dedicated else 0.0,
+    )
+
+
+def _batch_rates(question: PlacementQuestion, placement: Placement) -> tuple[float, float]:
+    """Tokens per second of the shared and the dedicated side, tails included, each with its part of the batch."""
+    steady = [side.steady(question) for side in (placement.shared, placement.dedicated)]
+    rates = []
+    for side, rate in zip((placement.shared, placement.dedicated), steady, strict=True):
+        samples = question.rollout.samples * rate / sum(steady)
+        rates.append(samples * question.rollout.mean / side.batch_s(question, samples) if rate else 0.0)
+    return rates[0], rates[1]
+
+
+def _with_lag(question: PlacementQuestion, placement: Placement) -> Estimate:
+    """Lag 1 or more: the next batch is generated meanwhile, so that slots stay full and there is no tail.
+
+    In a step the training GPUs generate for f seconds and learn for X, and the dedicated ones generate all the while:
+    f r + step d = W. The longest sample has lag + 1 steps to finish, or the trainer waits for it.
+    """
+    work, training_s = question.rollout.tokens, placement.training.seconds
+    in_flight = question.rollout.samples * question.lag
+    sides = (placement.shared, placement.dedicated)
+    most = [side.steady(question) for side in sides]
+    shared, dedicated = (
+        side.steady(question, in_flight * rate / sum(most)) if rate else 0.0
+        for side, rate in zip(sides, most, strict=True)
+    )
+    longest_s = longest_seconds(question, placement)
+    busy_s = max((work + shared * training_s) / (shared + dedicated), training_s, longest_s / (question.lag + 1))
+    pull_s = pull_seconds(question, placement)
+    exposed_s = max(0.0, pull_s - question.lag * busy_s)
+    seeding_s = max(0.0, work - dedicated * busy_s) / shared if shared else 0.0
+    return _estimate(
+        question,
+        placement,
+        rates=(shared, dedicated),
+        step_s=busy_s + exposed_s,
+        seeding_s=seeding_s,
+        generation_s=(work - shared * seeding_s) / dedicated if dedicated else seeding_s,
+        pull_s=pull_s,
+        exposed_pull_s=exposed_s,
+        dedicated_idle=1 - (work - shared * seeding_s) / dedicated / (busy_s + exposed_s) if dedicated else 0.0,
+    )
+
+
+def longest_seconds(question: PlacementQuestion, placement: Placement) -> float:
+    """Of the longest sample alone on the slowest engine of those that generate all the time, if there are any."""
+    side = placement.dedicated if placement.dedicated.engines else placement.shared
+    return question.rollout.lengths[-1] * side.token_s
+
+
+def pull_seconds(question: PlacementQuestion, placement: Placement) -> float:
+    """Of a full version, by all dedicated machines at once from the training ones."""
+    if not placement.dedicated.engines:
+        return 0.0
+    size = question.shape.parameters * DTYPE_BYTES["bf16"]
+    slowest = min(engine.offer.machine.network_bytes_per_s for engine, _ in placement.dedicated.engines)
+    sources = sum(offer.machine.network_bytes_per_s * count for offer, count in placement.training.group.members)
+    receivers = max(1, math.ceil(placement.dedicated.machines))
+    source, sink = Link(bytes_per_s=sources), Link(bytes_per_s=slowest)
+    return fan_out_s(size, source=source, sink=sink, receivers=receivers)
+
+
+def _estimate(
+    question: PlacementQuestion,
+    placement: Placement,
+    *,
+    rates: tuple[float, float],
+    step_s: float,
+    seeding_s: float,
+    generation_s: float,
+    pull_s: float,
+    exposed_pull_s: float,
+    dedicated_idle: float,
+) -> Estimate:
+    training_s = placement.training.seconds
+    return Estimate(
+        placement=placement,
+        step_s=step_s,
+        training_s=training_s,
+        seeding_s=seeding_s,
+        generation_s=generation_s,
+        pull_s=pull_s,
+        exposed_pull_s=exposed_pull_s,
+        tokens=question.rollout.tokens,
+        shared_rate=rates[0],
+        dedicated_rate=rates[1],
+        longest_s=longest_seconds(question, placement),
+        trainer_idle=_share(1 - (training_s + seeding_s) / step_s),
+        dedicated_idle=_share(dedicated_idle),
+        hours=question.steps * step_s / SECONDS_PER_HOUR,
+    )
+
+
+def _share(value: float) -> float:
+    """Without what rounding leaves of nothing."""
+    return value if value > ROUNDING else 0.0

@@ -1,0 +1,99 @@
+"""The best placement, its runners-up, and why it is the best."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tidemill.core.errors import UserError
+from tidemill.core.records import Record
+from tidemill.planner.figures import Figure
+from tidemill.planner.placement.candidates import Candidates, Refused
+from tidemill.planner.placement.derivation import derive
+from tidemill.planner.placement.estimate import Estimate, estimate
+from tidemill.planner.placement.question import PlacementQuestion, check
+from tidemill.planner.placement.warnings import warnings_on
+from tidemill.planner.placement.why import comparison
+from tidemill.planner.words import size
+
+RUNNERS_UP = 4
+
+
+class PlacementPlan(Record):
+    best: Estimate
+    runners_up: tuple[Estimate, ...]  # the best of other kinds or machines, best first
+    why: tuple[str, ...]  # a line a runner-up: what it loses
+    warnings: tuple[str, ...]
+    tried: int
+    figures: tuple[Figure, ...]  # of the best
+
+
+def plan_placement(question: PlacementQuestion) -> PlacementPlan:
+    """Raises UserError: what cannot be asked, what fits nowhere (by how much), what no budget pays for."""
+    check(question)
+    candidates = Candidates(question)
+    found = [estimate(question, placement) for placement in candidates]
+    if not found:
+        raise _nowhere(candidates.refused)
+    ranked = _ranked(question, found)
+    best, others = ranked[0], _distinct(ranked)[1 : 1 + RUNNERS_UP]
+    return PlacementPlan(
+        best=best,
+        runners_up=tuple(others),
+        why=tuple(comparison(question, best, other) for other in others),
+        warnings=tuple(warnings_on(question, best)),
+        tried=len(found),
+        figures=tuple(derive(question, best).figures),
+    )
+
+
+def _ranked(question: PlacementQuestion, found: Sequence[Estimate]) -> list[Estimate]:
+    """Best first; of equals the one with fewer machines, and that does fewer things with them."""
+
+    def machines(each: Estimate) -> tuple[float, bool]:
+        placement = each.placement
+        return placement.training.group.gpus + placement.dedicated.machines, placement.kind == "hybrid"
+
+    if question.objective == "cost":
+        affordable = [each for each in found if question.budget_usd is None or each.usd <= question.budget_usd]
+        ranked = sorted(affordable, key=lambda each: (each.usd_per_million, machines(each)))
+    else:
+        affordable = [each for each in found if each.usd <= (question.budget_usd or 0.0)]
+        ranked = sorted(affordable, key=lambda each: (each.step_s, each.usd_per_million, machines(each)))
+    if not ranked:
+        cheapest = min(found, key=lambda each: each.usd)
+        lacking = cheapest.usd - (question.budget_usd or 0.0)
+        what = f"no placement does {question.steps} steps for ${question.budget_usd:,.2f}"
+        cure = f"the cheapest, {cheapest.placement.words}, costs ${cheapest.usd:,.2f}: ${lacking:,.2f} more"
+        raise UserError(what, where="--budget-usd", cure=cure)
+    return ranked
+
+
+def _distinct(ranked: Sequence[Estimate]) -> list[Estimate]:
+    """The best of each way and each set of kinds of machines: neighbours that differ in a number say little."""
+    seen: dict[tuple[object, ...], Estimate] = {}
+    for each in ranked:
+        placement = each.placement
+        names = tuple(engine.offer.name for engine, _ in placement.dedicated.engines)
+        trained = tuple(offer.name for offer, _ in placement.training.group.members)
+        seen.setdefault((placement.kind, trained, names), each)
+    return list(seen.values())
+
+
+def _nowhere(refused: Refused) -> UserError:
+    """By how much the closest group, or machine, is too small."""
+    if refused.training:
+        closest = min(refused.training, key=lambda each: each.missing_per_gpu)
+        what = (
+            f"the model fits no placement: trained on {closest.group.words} it lacks {size(closest.missing_per_gpu)} "
+            "on each GPU, and that is the closest"
+        )
+        more = "no number of these GPUs is enough; take a smaller microbatch or larger GPUs"
+        if closest.needs_gpus is not None:
+            more = f"it needs about {closest.needs_gpus} of these GPUs; or --offload, --lora-rank"
+        return UserError(what, where="--machines", cure=f"{more}; `tidemill plan memory` says what takes the room")
+    largest = min(refused.engines, key=lambda each: each.missing_bytes)
+    lacking = size(largest.missing_bytes)
+    what = (
+        f"no machine holds an engine: one {largest.offer.name} lacks {lacking} for the weights and the longest sample"
+    )
+    return UserError(what, where="--machines", cure="take machines with more memory, or a shorter --limit")

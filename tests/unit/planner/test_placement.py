@@ -1,0 +1,251 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from tests.formulas import check_figures
+from tidemill.core.errors import UserError
+from tidemill.planner.placement.candidates import Candidates, counts
+from tidemill.planner.placement.engines import Engine, Side, TooSmall, best_engine
+from tidemill.planner.placement.estimate import Estimate, Placement, estimate, pull_seconds
+from tidemill.planner.placement.question import Offer, PlacementQuestion
+from tidemill.planner.placement.search import plan_placement
+from tidemill.planner.placement.training import Group, TooLarge, Training, best_training
+from tidemill.sim.profiles.catalog import load_catalog
+from tidemill.sim.profiles.engine import EngineProfile
+from tidemill.sim.profiles.generation import rollout_of
+from tidemill.sim.profiles.lengths import FixedLengths, log_normal_of_mean
+from tidemill.sim.profiles.model_shape import shape_of_parameters
+from tidemill.sim.profiles.trainer import TrainerProfile
+
+CATALOG = load_catalog()
+
+
+def offer(name: str, count: int, *, preemptible: bool = False, availability: float = 1.0) -> Offer:
+    machine = CATALOG.machine(name)
+    gpu = CATALOG.gpu(machine.gpu)
+    return Offer(machine=machine, gpu=gpu, count=count, preemptible=preemptible, availability=availability)
+
+
+RESERVED, SPOT = offer("rlboost-8xh100", 1), offer("rlboost-2xh100", 4, preemptible=True)
+REASONING = rollout_of(log_normal_of_mean(4000, sigma=0.8, limit=14_000), samples=1024, group_size=8, prompt_tokens=512)
+QUESTION = PlacementQuestion(
+    algorithm="grpo",
+    shape=shape_of_parameters(14e9),
+    offers=(RESERVED, SPOT),
+    rollout=REASONING,
+    longest=14_512,
+)
+
+# By hand: 100 samples of 10 tokens; an engine makes 100 tokens a second whatever runs, learning takes 8 s.
+EVEN = EngineProfile(
+    slots=1000,
+    cache_tokens=1e12,
+    step_s=0.0,
+    weights_s=0.0,
+    cached_token_s=0.0,
+    sample_s=0.01,
+    attended_token_s=0.0,
+    prefill_token_s=0.0,
+)
+PLAIN = msgspec.structs.replace(
+    QUESTION, rollout=rollout_of(FixedLengths(tokens=10), samples=100, group_size=10, prompt_tokens=0.0)
+)
+TRAINING = Training(
+    group=Group(members=((RESERVED, 1),)),
+    tp=1,
+    pp=1,
+    profile=TrainerProfile(
+        gpus=8, ranks=8, stages=1, token_s=1, pair_s=0, gather_s=0, exchanged_token_s=0, update_s=0, hidden=1
+    ),
+    seconds=8.0,
+    held_per_gpu=0.0,
+)
+
+
+def side(of: Offer, machines: float) -> Side:
+    return Side(engines=((Engine(offer=of, gpus=of.machine.gpus, profile=EVEN, fewest_gpus=1), machines),))
+
+
+def by_hand(lag: int = 0, *, shared: bool, dedicated: float) -> Estimate:
+    placement = Placement(
+        training=TRAINING,
+        shared=side(RESERVED, 1) if shared else Side(),
+        dedicated=side(SPOT, dedicated) if dedicated else Side(),
+    )
+    return estimate(msgspec.structs.replace(PLAIN, lag=lag), placement)
+
+
+PULL_S = 28e9 / 6.25e9 + 50e-6  # 14e9 parameters in bf16 over 50 Gbit/s
+"""The trainer's 200 Gbit/s feed four such machines at once."""
+
+
+def test_colocated_generates_then_learns() -> None:
+    # 1000 tokens at 100 a second: 10 s, then 8 s
+    found = by_hand(shared=True, dedicated=0)
+    assert found.placement.kind == "colocated"
+    assert found.step_s == pytest.approx(18.0)
+    assert found.seeding_s == pytest.approx(10.0)
+    assert found.trainer_idle == 0
+    assert found.tokens_per_s == pytest.approx(1000 / 18)
+    # 83.79 dollars an hour for 18 s and 1000 tokens
+    assert found.usd_per_million == pytest.approx(83.79 * 18 / 3600 / 1000 * 1e6)
+
+
+def test_split_learns_while_the_last_samples_come() -> None:
+    # 5 s for 1000 tokens at 200 a second; learning starts after a tenth, 0.5 s, and is longer: 8.5 s, and a pull
+    found = by_hand(shared=False, dedicated=2)
+    assert found.placement.kind == "split"
+    assert found.pull_s == pytest.approx(PULL_S)
+    assert found.step_s == pytest.approx(8.5 + PULL_S)
+    assert found.dedicated_idle == pytest.approx(1 - 5 / (8.5 + PULL_S))
+    # at 50 a second 20 s, and the last tenth of learning, 0.8 s
+    assert by_hand(shared=False, dedicated=0.5).step_s == pytest.approx(20.8 + PULL_S)
+
+
+def test_hybrid_seeds_until_neither_side_waits() -> None:
+    # 100 + 100 tokens a second: t_seed 100 + t_gen 100 = 1000 with t_gen = t_seed + 7.2: 1.4 s of seeding; the step is
+    # that and 8 s
+    found = by_hand(shared=True, dedicated=1)
+    assert found.placement.kind == "hybrid"
+    assert found.seeding_s == pytest.approx(1.4)
+    assert found.generation_s == pytest.approx(8.6)
+    assert found.step_s == pytest.approx(9.4 + PULL_S)
+    # with 300 a second the others alone are done in 3.3 s: no seeding
+    assert by_hand(shared=True, dedicated=3).seeding_s == 0
+
+
+def test_with_a_lag_the_longer_side_sets_the_step() -> None:
+    # split: 1000 / 200 = 5 s against 8; 1000 / 50 = 20 against 8; the pull (4.48 s) hides
+    assert by_hand(1, shared=False, dedicated=2).step_s == pytest.approx(8.0)
+    assert by_hand(1, shared=False, dedicated=2).dedicated_idle == pytest.approx(1 - 5 / 8)
+    assert by_hand(1, shared=False, dedicated=0.5).step_s == pytest.approx(20.0)
+    assert by_hand(1, shared=False, dedicated=0.5).trainer_idle == pytest.approx(0.6)
+    # hybrid: (1000 + 100 * 8) / 150 = 12 s, of which 4 generating
+    found = by_hand(1, shared=True, dedicated=0.5)
+    assert found.step_s == pytest.approx(12.0)
+    assert found.seeding_s == pytest.approx(4.0)
+    # colocated: as in sequence
+    assert by_hand(1, shared=True, dedicated=0).step_s == pytest.approx(18.0)
+
+
+def test_many_pull_from_one_trainer() -> None:
+    # six machines of 50 Gbit/s ask for 300, and the trainer has 200: 28e9 * 6 / 25e9
+    placement = Placement(training=TRAINING, dedicated=side(SPOT, 6))
+    assert pull_seconds(PLAIN, placement) == pytest.approx(28e9 * 6 / 25e9, rel=1e-4)
+
+
+def test_only_machines_that_are_there_are_paid_for() -> None:
+    half = side(offer("rlboost-2xh100", 4, preemptible=True, availability=0.5), 2.0)
+    assert half.usd_per_hour == pytest.approx(2 * 5.32)
+
+
+def test_the_search_finds_the_cheapest_of_all() -> None:
+    plan = plan_placement(QUESTION)
+    found = [estimate(QUESTION, placement) for placement in Candidates(QUESTION)]
+    # colocated; hybrid with 1 to 4; split with 1 to 4
+    assert plan.tried == len(found) == 9
+    assert plan.best.usd_per_million == min(each.usd_per_million for each in found)
+    assert {each.placement.kind for each in (plan.best, *plan.runners_up)} == {"colocated", "split", "hybrid"}
+    assert len(plan.why) == len(plan.runners_up)
+    assert all("dearer" in line or "as dear" in line for line in plan.why)
+
+
+def test_the_shortest_time_within_a_budget() -> None:
+    fast = msgspec.structs.replace(QUESTION, objective="time", budget_usd=1e6)
+    cheapest, fastest = plan_placement(QUESTION).best, plan_placement(fast).best
+    assert fastest.step_s <= cheapest.step_s
+    found = [estimate(QUESTION, placement) for placement in Candidates(QUESTION)]
+    assert fastest.step_s == min(each.step_s for each in found)
+    tight = msgspec.structs.replace(fast, budget_usd=cheapest.usd * 1.001)
+    assert plan_placement(tight).best.usd == pytest.approx(cheapest.usd)
+    with pytest.raises(UserError, match="no placement does 100 steps") as caught:
+        plan_placement(msgspec.structs.replace(fast, budget_usd=cheapest.usd - 1))
+    assert "$1.00 more" in caught.value.cure
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_every_number_is_what_its_formula_says(lag: int) -> None:
+    assert check_figures(plan_placement(msgspec.structs.replace(QUESTION, lag=lag)).figures) >= 8
+
+
+def test_a_model_that_fits_nowhere_says_what_is_missing() -> None:
+    # GRPO on 70e9: 18 * 70e9 / 8 = 157.5 GB of states on each of 8 GPUs that can use 72
+    large = msgspec.structs.replace(QUESTION, shape=shape_of_parameters(70e9))
+    with pytest.raises(UserError, match="fits no placement") as caught:
+        plan_placement(large)
+    assert "on each GPU" in caught.value.what
+    assert "GPUs; or --offload, --lora-rank" in caught.value.cure
+
+
+def test_a_machine_that_holds_no_engine() -> None:
+    # 70e9 in bf16 are 140 GB; two H100 give an engine 2 * (0.9 * 80 - 2) = 140 GB: only the longest sample is missing,
+    # 14,512 tokens of 79 layers * 2 * 8 * 128 * 2 bytes
+    large = msgspec.structs.replace(QUESTION, shape=shape_of_parameters(70e9))
+    found = best_engine(large, SPOT, samples_per_gpu=10)
+    assert isinstance(found, TooSmall)
+    assert found.missing_bytes == pytest.approx(14_512 * 79 * 4096)
+
+
+def test_engines_use_what_training_leaves() -> None:
+    alone = best_engine(QUESTION, RESERVED, samples_per_gpu=10)
+    beside = best_engine(QUESTION, RESERVED, samples_per_gpu=10, held_per_gpu=30e9)
+    assert isinstance(alone, Engine)
+    assert isinstance(beside, Engine)
+    assert beside.profile.cache_tokens / beside.gpus < alone.profile.cache_tokens / alone.gpus
+
+
+def test_mixed_kinds_are_as_weak_as_the_weakest_and_warned_of() -> None:
+    mixed = Group(members=((RESERVED, 1), (offer("aws-p4d.24xlarge-block", 2), 2)))
+    assert (mixed.gpus, mixed.mixed) == (24, True)
+    weakest = mixed.weakest
+    assert (weakest.memory_bytes, weakest.flops_per_s["bf16"]) == (40e9, 312e12)
+    assert set(weakest.flops_per_s) == {"fp32", "bf16"}
+    assert mixed.network.bytes_per_s == 25e9
+    # 18 * 40e9 bytes are 90 GB on each of 8 GPUs that can use 72, and 45 on each of 16
+    shape, offers = shape_of_parameters(40e9), (RESERVED, offer("aws-p4de.24xlarge", 1))
+    plan = plan_placement(msgspec.structs.replace(QUESTION, shape=shape, offers=offers))
+    assert plan.best.placement.training.group.mixed
+    assert any("several kinds train in one group" in line for line in plan.warnings)
+
+
+def test_weak_links_and_prices_to_check_are_warned_of() -> None:
+    question = msgspec.structs.replace(
+        QUESTION, offers=(offer("aws-g6e.48xlarge", 4),), shape=shape_of_parameters(14e9), lag=1
+    )
+    plan = plan_placement(question)
+    assert any("PCIe 4.0 x16 (32 GB/s): weak for tensor parallelism" in line for line in plan.warnings)
+    assert any(line.startswith("price of aws-g6e.48xlarge: ") for line in plan.warnings)
+
+
+def test_the_largest_group_fits_where_smaller_ones_do_not() -> None:
+    small = best_training(QUESTION, Group(members=((offer("aws-p4d.24xlarge-block", 1), 1),)))
+    large = best_training(QUESTION, Group(members=((offer("aws-p4d.24xlarge-block", 4), 4),)))
+    assert isinstance(small, TooLarge)
+    assert small.missing_per_gpu > 0
+    assert isinstance(large, Training)
+
+
+def test_numbers_of_machines_are_thinned_out() -> None:
+    assert counts(3) == [1, 2, 3]
+    assert counts(200)[:3] == [1, 2, 3]
+    assert counts(200)[-1] == 200
+    assert len(counts(200)) <= 12
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"offers": (SPOT,)}, "no reserved machines to train on"),
+        ({"offers": (offer("rlboost-2xh100", 1),)}, "the catalogue has no price for it"),
+        ({"offers": (offer("rlboost-8xh100", 0),)}, "0 machines cannot be"),
+        ({"lag": -1}, "--lag"),
+        ({"steps": 0}, "--steps"),
+        ({"objective": "time"}, "the shortest time needs a budget"),
+        ({"offers": (RESERVED, offer("rlboost-2xh100", 1, preemptible=True, availability=0.0))}, "--availability"),
+    ],
+)
+def test_what_cannot_be_asked(changes: dict[str, object], says: str) -> None:
+    with pytest.raises(UserError) as caught:
+        plan_placement(msgspec.structs.replace(QUESTION, **changes))
+    assert says in str(caught.value)

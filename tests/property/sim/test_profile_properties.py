@@ -70,6 +70,5 @@ def test_twice_the_gpus_never_compute_longer(shape: ModelShape, gpu: Gpu, gpus: 
     few, many = (trainer_profile(shape, gpu, gpus=count, gpus_per_machine=64) for count in (gpus, 2 * gpus))
     assert many.token_s == pytest.approx(few.token_s / 2)
     assert many.update_s == pytest.approx(few.update_s / 2)
-    assert few.step_s(tokens, 1000, recompute=True, extra_passes=0, microbatch=8192) >= few.step_s(
-        tokens / 2, 1000, recompute=True, extra_passes=0, microbatch=8192
-    )
+    half, whole = (few.step_s(each, 1000, passes=4, microbatch=8192) for each in (tokens / 2, tokens))
+    assert half <= whole

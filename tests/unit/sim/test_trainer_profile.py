@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.sim.test_engine_profile import GPU, SHAPE
 from tidemill.sim.profiles.network import Link, all_reduce_s, broadcast_s, fan_out_s, gather_s
-from tidemill.sim.profiles.trainer import TrainerEfficiency, trainer_profile
+from tidemill.sim.profiles.trainer import TrainerEfficiency, learning_passes, trainer_profile, updating_s
 
 PERFECT = TrainerEfficiency(compute=1, link=1, hidden=1, bandwidth=1)
 
@@ -15,10 +15,10 @@ def test_one_gpu_computes() -> None:
     profile = trainer_profile(SHAPE, GPU, gpus=1, efficiency=PERFECT)
     # 2e9 FLOPs a token and pass at 1e14: 20 µs; 8000 FLOPs a pair; 1000 tokens in sequences of 100:
     # 4 passes with recomputation and 1 of the reference: 5 * (20 ms + 1000 * 50 pairs * 80 ps = 4 µs)
-    step_s = profile.step_s(1000, 100, recompute=True, extra_passes=1, microbatch=1000)
+    step_s = profile.step_s(1000, 100, passes=learning_passes(recompute=True) + 1, microbatch=1000)
     # the update reads and writes 16 bytes of 1e9 parameters: 32 GB at 1 TB/s
     assert step_s == pytest.approx(5 * (20e-3 + 4e-6) + 32e-3)
-    without = profile.step_s(1000, 100, recompute=False, extra_passes=0, microbatch=1000)
+    without = profile.step_s(1000, 100, passes=learning_passes(recompute=False), microbatch=1000)
     assert without == pytest.approx(3 * (20e-3 + 4e-6) + 32e-3)
 
 
@@ -74,3 +74,17 @@ def test_the_network() -> None:
     assert all_reduce_s(200, members=1, link=link) == 0
     assert gather_s(200, members=4, link=link) == 1.5
     assert gather_s(200, members=1, link=link) == 0
+
+
+def test_an_adapter_costs_less_to_learn_and_to_update() -> None:
+    # forward, the same again, and gradients of inputs only
+    assert learning_passes(recompute=True, adapter=True) == 3
+    # 1e6 parameters: 32 MB at 1 TB/s
+    assert updating_s(1e6, GPU, gpus=1, efficiency=PERFECT) == pytest.approx(32e-6)
+    # moments in 8 bits: 10 bytes a parameter, read and written
+    assert updating_s(1e6, GPU, gpus=1, optimizer="adam-8bit", efficiency=PERFECT) == pytest.approx(20e-6)
+
+
+def test_an_optimizer_on_the_hosts_waits_for_the_bus_and_their_memory() -> None:
+    # 4 bytes of 1e9 parameters over 8 * 25 GB/s, 20 ms; 2 * 12 bytes in 2 * 200 GB/s, 60 ms
+    assert updating_s(1e9, GPU, gpus=8, machines=2, offload=True) == pytest.approx(0.02 + 0.06)

@@ -98,17 +98,27 @@ def role_states(role: Role, shape: ModelShape, holding: Holding, sheet: Sheet, *
     )
 
 
+def adapter_parameters(shape: ModelShape, rank: int) -> float:
+    """Of two matrices beside every linear layer but the output head; experts get none."""
+    attention, mlp, dense_layers = _adapted(shape)
+    return rank * (shape.layers * attention + dense_layers * mlp)
+
+
+def _adapted(shape: ModelShape) -> tuple[int, int, int]:
+    """(widths in and out of a layer's attention, of its MLP, layers whose MLP is adapted)"""
+    keys = shape.kv_heads * shape.head_dim
+    attention = 2 * (shape.hidden + shape.attention_width) + 2 * (shape.hidden + keys)
+    return attention, 3 * (shape.hidden + shape.intermediate), shape.dense_layers if shape.experts else shape.layers
+
+
 def _adapter(role: Role, shape: ModelShape, holding: Holding, sheet: Sheet) -> float:
     """Parameters of a trained role's adapter."""
     if not (role.trained and holding.lora_rank):
         return 0.0
-    keys = shape.kv_heads * shape.head_dim
-    attention = 2 * (shape.hidden + shape.attention_width) + 2 * (shape.hidden + keys)
-    mlp = 3 * (shape.hidden + shape.intermediate)
-    dense_layers = shape.dense_layers if shape.experts else shape.layers
+    attention, mlp, dense_layers = _adapted(shape)
     return sheet.note(
         f"{role.name}.adapter_parameters",
-        holding.lora_rank * (shape.layers * attention + dense_layers * mlp),
+        adapter_parameters(shape, holding.lora_rank),
         "parameters",
         formula="rank * (layers * attention + dense_layers * mlp)",
         source=f"{LORA}; experts get none",

@@ -1,69 +1,39 @@
-"""The figures of one placement, each with its formula."""
+"""The figures of one placement, each with its formula: the step, idle shares, and money."""
 
 from __future__ import annotations
 
 from tidemill.planner.figures import Sheet
+from tidemill.planner.placement.derived_generation import derive_generation, derive_pull
+from tidemill.planner.placement.derived_training import derive_training
 from tidemill.planner.placement.estimate import FIRST, LAST, SECONDS_PER_HOUR, Estimate
 from tidemill.planner.placement.question import PlacementQuestion
-from tidemill.sim.profiles.precision import DTYPE_BYTES
 
 
 def derive(question: PlacementQuestion, found: Estimate) -> Sheet:
-    """What the plan's numbers are made of; the sides' rates are a roofline's and stand by themselves."""
+    """From what is computed and generated to what it costs."""
     sheet = Sheet()
-    _learning(question, found, sheet)
-    _generating(question, found, sheet)
-    placement = found.placement
-    _step(question, found, sheet)
     sheet.note(
-        "usd_per_hour",
-        placement.usd_per_hour,
-        "USD",
-        formula="training + generating",
-        source="; ".join(dict.fromkeys(offer.machine.price_source for offer in question.offers)),
-        training=placement.training.group.usd_per_hour,
-        generating=placement.dedicated.usd_per_hour,
+        "tokens",
+        found.tokens,
+        "tokens",
+        formula="samples * mean",
+        source="completion tokens of a batch; the mean is of the lengths given",
+        samples=question.rollout.samples,
+        mean=question.rollout.mean,
     )
-    sheet.note(
-        "usd_per_million_tokens",
-        found.usd_per_million,
-        "USD",
-        formula="usd_per_hour * step_s / 3600 / tokens * 1000000",
-        source="completion tokens trained",
-        usd_per_hour=placement.usd_per_hour,
-        step_s=found.step_s,
-        tokens=found.tokens,
-    )
-    sheet.note(
-        "hours",
-        found.hours,
-        "h",
-        formula="steps * step_s / seconds_per_hour",
-        source="every step alike",
-        steps=question.steps,
-        step_s=found.step_s,
-        seconds_per_hour=SECONDS_PER_HOUR,
-    )
+    derive_training(question, found.placement.training, sheet)
+    derive_generation(question, found, sheet)
+    derive_pull(question, found, sheet)
+    if question.lag:
+        _with_lag(question, found, sheet)
+    else:
+        _on_policy(found, sheet)
+    _idle(found, sheet)
+    _money(question, found, sheet)
     return sheet
 
 
-def _step(question: PlacementQuestion, found: Estimate, sheet: Sheet) -> None:
-    if question.lag:
-        sheet.note(
-            "step_s",
-            found.step_s,
-            "s",
-            formula="max((tokens + shared * learn) / (shared + dedicated), learn, longest_s / (lag + 1)) + pull",
-            source="lag 1 or more: both sides at work all the while; the longest sample has lag + 1 steps",
-            tokens=found.tokens,
-            shared=found.shared_rate,
-            learn=found.training_s,
-            dedicated=found.dedicated_rate,
-            longest_s=found.longest_s,
-            lag=question.lag,
-            pull=found.exposed_pull_s,
-        )
-        return
+def _on_policy(found: Estimate, sheet: Sheet) -> None:
     sheet.note(
         "seeding_s",
         found.seeding_s,
@@ -77,6 +47,18 @@ def _step(question: PlacementQuestion, found: Estimate, sheet: Sheet) -> None:
         dedicated=found.dedicated_rate,
         last=LAST,
         training_s=found.training_s,
+    )
+    sheet.note(
+        "generation_s",
+        found.generation_s,
+        "s",
+        formula="max((tokens - shared * seeding_s) / dedicated, longest_s)" if found.dedicated_rate else "seeding_s",
+        source="what is left is the dedicated side's, and no batch is done before its longest sample",
+        tokens=found.tokens,
+        shared=found.shared_rate,
+        seeding_s=found.seeding_s,
+        dedicated=found.dedicated_rate,
+        longest_s=found.longest_s,
     )
     sheet.note(
         "step_s",
@@ -93,64 +75,77 @@ def _step(question: PlacementQuestion, found: Estimate, sheet: Sheet) -> None:
     )
 
 
-def _learning(question: PlacementQuestion, found: Estimate, sheet: Sheet) -> None:
-    profile, rollout = found.placement.training.profile, question.rollout
+def _with_lag(question: PlacementQuestion, found: Estimate, sheet: Sheet) -> None:
     sheet.note(
-        "tokens",
-        found.tokens,
-        "tokens",
-        formula="samples * mean",
-        source="completion tokens of a batch",
-        samples=rollout.samples,
-        mean=rollout.mean,
-    )
-    gpu = found.placement.training.group.weakest
-    sheet.note(
-        "forward_token_s",
-        profile.token_s,
+        "step_s",
+        found.step_s,
         "s",
-        formula="2 * active_parameters / (gpus * peak_flops * efficiency)",
-        source=f"arXiv 2001.08361; {gpu.source}; the efficiency is assumed",
-        active_parameters=question.shape.active_parameters,
-        gpus=profile.gpus,
-        peak_flops=gpu.peak_flops("bf16"),
-        efficiency=question.trainer.compute,
+        formula="max((tokens + shared * learn) / (shared + dedicated), learn, longest_s / (lag + 1)) + pull",
+        source="lag 1 or more: both sides at work all the while; the longest sample has lag + 1 steps",
+        tokens=found.tokens,
+        shared=found.shared_rate,
+        learn=found.training_s,
+        dedicated=found.dedicated_rate,
+        longest_s=found.longest_s,
+        lag=question.lag,
+        pull=found.exposed_pull_s,
     )
 
 
-def _generating(question: PlacementQuestion, found: Estimate, sheet: Sheet) -> None:
-    for name, side in (("shared", found.placement.shared), ("dedicated", found.placement.dedicated)):
-        for engine, machines in side.engines:
-            gpu = engine.offer.gpu
-            label = f"{name}.{engine.offer.name}"
-            read = question.shape.parameters - question.shape.expert_parameters - question.shape.embedding_parameters
-            sheet.note(
-                f"{label}.weights_s",
-                engine.profile.weights_s,
-                "s",
-                formula="parameters_read * 2 / (gpus * bandwidth * efficiency)",
-                source=f"every decoding step reads the weights; {gpu.source}; the efficiency is assumed",
-                parameters_read=read,
-                gpus=engine.gpus,
-                bandwidth=gpu.bandwidth_bytes_per_s,
-                efficiency=question.engine.bandwidth,
-            )
-            sheet.note(
-                f"{label}.engines",
-                machines * engine.per_machine,
-                "engines",
-                formula="machines * gpus_per_machine / gpus",
-                source="whole engines on each machine",
-                machines=machines,
-                gpus_per_machine=engine.per_machine * engine.gpus,
-                gpus=engine.gpus,
-            )
-    if found.pull_s:
-        sheet.note(
-            "weights_bytes",
-            question.shape.parameters * DTYPE_BYTES["bf16"],
-            "bytes",
-            formula="parameters * 2",
-            source="a full version, pulled by every machine that only generates",
-            parameters=question.shape.parameters,
-        )
+def _idle(found: Estimate, sheet: Sheet) -> None:
+    sheet.note(
+        "trainer_idle_share",
+        found.trainer_idle,
+        "of a step",
+        formula="max(0, 1 - (training_s + seeding_s) / step_s)",
+        source="what the training GPUs neither learn nor generate",
+        training_s=found.training_s,
+        seeding_s=found.seeding_s,
+        step_s=found.step_s,
+    )
+
+
+def _money(question: PlacementQuestion, found: Estimate, sheet: Sheet) -> None:
+    placement = found.placement
+    used = [offer for offer, _ in placement.training.group.members]
+    used += [engine.offer for engine, _ in placement.dedicated.engines]
+    sheet.note(
+        "usd_per_hour",
+        placement.usd_per_hour,
+        "USD",
+        formula="training + generating",
+        source="; ".join(dict.fromkeys(f"{offer.name}: {offer.machine.price_source}" for offer in used)),
+        training=placement.training.group.usd_per_hour,
+        generating=placement.dedicated.usd_per_hour,
+    )
+    sheet.note(
+        "usd_per_million_tokens",
+        found.usd_per_million,
+        "USD",
+        formula="usd_per_hour * step_s / seconds_per_hour / tokens * million",
+        source="completion tokens trained",
+        usd_per_hour=placement.usd_per_hour,
+        step_s=found.step_s,
+        seconds_per_hour=SECONDS_PER_HOUR,
+        tokens=found.tokens,
+        million=1e6,
+    )
+    sheet.note(
+        "hours",
+        found.hours,
+        "h",
+        formula="steps * step_s / seconds_per_hour",
+        source="every step alike",
+        steps=question.steps,
+        step_s=found.step_s,
+        seconds_per_hour=SECONDS_PER_HOUR,
+    )
+    sheet.note(
+        "cost_usd",
+        found.usd,
+        "USD",
+        formula="usd_per_hour * hours",
+        source="of all steps",
+        usd_per_hour=placement.usd_per_hour,
+        hours=found.hours,
+    )

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 from tidemill.core.records import Record
 from tidemill.planner.placement.engines import Side
 from tidemill.planner.placement.question import PlacementQuestion
-from tidemill.planner.placement.training import Training
+from tidemill.planner.placement.training import Training, learned_parameters
 from tidemill.sim.profiles.network import Link, fan_out_s
 from tidemill.sim.profiles.precision import DTYPE_BYTES
 
@@ -93,7 +93,7 @@ def _on_policy(question: PlacementQuestion, placement: Placement) -> Estimate:
     dedicated side, W tokens and X seconds of training, t_seed r + t_gen d = W and t_gen = t_seed + (1 - last) X.
     """
     work, training_s = question.rollout.tokens, placement.training.seconds
-    shared, dedicated = _batch_rates(question, placement)
+    shared, dedicated = _rates(question, placement)
     overlap_s = (1 - LAST) * training_s
     seeding_s = max(0.0, (work - dedicated * overlap_s) / (shared + dedicated)) if shared else 0.0
     generation_s = seeding_s
@@ -115,13 +115,24 @@ def _on_policy(question: PlacementQuestion, placement: Placement) -> Estimate:
     )
 
 
-def _batch_rates(question: PlacementQuestion, placement: Placement) -> tuple[float, float]:
-    """Tokens per second of the shared and the dedicated side, tails included, each with its part of the batch."""
-    steady = [side.steady(question) for side in (placement.shared, placement.dedicated)]
+def portions(question: PlacementQuestion, placement: Placement) -> tuple[float, float]:
+    """The shares of a batch that the shared and the dedicated side generate: as their speeds are."""
+    shared, dedicated = placement.shared.steady(question), placement.dedicated.steady(question)
+    return shared / (shared + dedicated), dedicated / (shared + dedicated)
+
+
+def _rates(question: PlacementQuestion, placement: Placement) -> tuple[float, float]:
+    """Tokens per second of the shared and the dedicated side, each with its portion: at lag 0 of a batch and with its
+    tail, else of what is in flight."""
     rates = []
-    for side, rate in zip((placement.shared, placement.dedicated), steady, strict=True):
-        samples = question.rollout.samples * rate / sum(steady)
-        rates.append(samples * question.rollout.mean / side.batch_s(question, samples) if rate else 0.0)
+    for side, portion in zip((placement.shared, placement.dedicated), portions(question, placement), strict=True):
+        samples = question.rollout.samples * portion
+        if not samples:
+            rates.append(0.0)
+        elif question.lag:
+            rates.append(side.steady(question, samples * question.lag))
+        else:
+            rates.append(samples * question.rollout.mean / side.batch_s(question, samples))
     return rates[0], rates[1]
 
 
@@ -132,13 +143,7 @@ def _with_lag(question: PlacementQuestion, placement: Placement) -> Estimate:
     f r + step d = W. The longest sample has lag + 1 steps to finish, or the trainer waits for it.
     """
     work, training_s = question.rollout.tokens, placement.training.seconds
-    in_flight = question.rollout.samples * question.lag
-    sides = (placement.shared, placement.dedicated)
-    most = [side.steady(question) for side in sides]
-    shared, dedicated = (
-        side.steady(question, in_flight * rate / sum(most)) if rate else 0.0
-        for side, rate in zip(sides, most, strict=True)
-    )
+    shared, dedicated = _rates(question, placement)
     longest_s = longest_seconds(question, placement)
     busy_s = max((work + shared * training_s) / (shared + dedicated), training_s, longest_s / (question.lag + 1))
     pull_s = pull_seconds(question, placement)
@@ -164,10 +169,10 @@ def longest_seconds(question: PlacementQuestion, placement: Placement) -> float:
 
 
 def pull_seconds(question: PlacementQuestion, placement: Placement) -> float:
-    """Of a full version, by all dedicated machines at once from the training ones."""
+    """Of a full version, or an adapter, by all dedicated machines at once from the training ones."""
     if not placement.dedicated.engines:
         return 0.0
-    size = question.shape.parameters * DTYPE_BYTES["bf16"]
+    size = learned_parameters(question) * DTYPE_BYTES["bf16"]
     slowest = min(engine.offer.machine.network_bytes_per_s for engine, _ in placement.dedicated.engines)
     sources = sum(offer.machine.network_bytes_per_s * count for offer, count in placement.training.group.members)
     receivers = max(1, math.ceil(placement.dedicated.machines))

@@ -11,10 +11,11 @@ from tidemill.planner.memory.fit import usable
 from tidemill.planner.memory.plan import plan_memory
 from tidemill.planner.memory.question import Load, MemoryQuestion, Parallel
 from tidemill.planner.memory.roles import roles_of
+from tidemill.planner.memory.states import adapter_parameters
 from tidemill.planner.placement.question import Offer, PlacementQuestion
 from tidemill.sim.profiles.catalog import Gpu
 from tidemill.sim.profiles.network import Link
-from tidemill.sim.profiles.trainer import BACKWARD, TrainerProfile, trainer_profile
+from tidemill.sim.profiles.trainer import TrainerProfile, learning_passes, trainer_profile, updating_s
 
 PIPELINES = (1, 2, 4)
 
@@ -107,38 +108,54 @@ def best_training(question: PlacementQuestion, group: Group) -> Training | TooLa
             pp=pp,
             gpus_per_machine=group.gpus_per_machine,
             network=group.network,
-            optimizer=question.holding.optimizer,
+            update_s=_update_s(question, group),
             efficiency=question.trainer,
         )
-        seconds = learning_s(question, profile)
-        found.append(
-            Training(
-                group=group,
-                tp=tp,
-                pp=pp,
-                profile=profile,
-                seconds=seconds,
-                held_per_gpu=held,
-            )
+        learned = learning(question)
+        seconds = profile.step_s(
+            learned.tokens, learned.context, passes=learned.passes, microbatch=question.microbatch_tokens
         )
+        found.append(Training(group=group, tp=tp, pp=pp, profile=profile, seconds=seconds, held_per_gpu=held))
     if found:
         return min(found, key=lambda each: each.seconds)
     return min(refused, key=lambda each: each.missing_per_gpu)
 
 
-def learning_s(question: PlacementQuestion, profile: TrainerProfile) -> float:
-    """Prompts are computed once a group; a critic learns as the policy does, frozen models only look."""
+class Learning(Record):
+    """What is computed for a batch."""
+
+    tokens: float  # with the prompts, each once for its group
+    context: float  # mean length of a sequence
+    passes: int  # forward-sized, of all roles
+
+
+def learning(question: PlacementQuestion) -> Learning:
+    """A critic learns as the policy does, frozen models only look; activations are computed again."""
     rollout = question.rollout
-    tokens = rollout.tokens + rollout.samples / rollout.group_size * rollout.prompt_tokens
-    others = roles_of(question.algorithm)[1:]
-    learned = 1 + BACKWARD + 1  # with recomputation
-    extra = sum(learned if role.trained else 1 for role in others)
-    return profile.step_s(
-        tokens,
-        rollout.prompt_tokens + rollout.mean,
-        recompute=True,
-        extra_passes=extra,
-        microbatch=question.microbatch_tokens,
+    each = learning_passes(recompute=True, adapter=question.holding.lora_rank > 0)
+    return Learning(
+        tokens=rollout.tokens + rollout.samples / rollout.group_size * rollout.prompt_tokens,
+        context=rollout.prompt_tokens + rollout.mean,
+        passes=sum(each if role.trained else 1 for role in roles_of(question.algorithm)),
+    )
+
+
+def learned_parameters(question: PlacementQuestion) -> float:
+    """Of the policy: what an update changes, and what is sent to workers afterwards."""
+    rank = question.holding.lora_rank
+    return adapter_parameters(question.shape, rank) if rank else question.shape.parameters
+
+
+def _update_s(question: PlacementQuestion, group: Group) -> float:
+    learning_roles = sum(role.trained for role in roles_of(question.algorithm))
+    return updating_s(
+        learned_parameters(question) * learning_roles,
+        group.weakest,
+        gpus=group.gpus,
+        machines=sum(count for _, count in group.members),
+        optimizer=question.holding.optimizer,
+        offload=question.holding.offload,
+        efficiency=question.trainer,
     )
 
 

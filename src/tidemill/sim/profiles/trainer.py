@@ -12,6 +12,10 @@ from tidemill.sim.profiles.precision import TRAINED, Optimizer
 
 BACKWARD = 2
 """A backward pass costs two forward ones: gradients of inputs and of weights (arXiv 2001.08361, section 2.1)."""
+PCIE_BYTES_PER_S = 25e9
+"""Between a GPU and its host, both directions in turn; assumed."""
+HOST_BYTES_PER_S = 200e9
+"""Of a host's memory, as the optimizer's step on its cores reads and writes it; assumed."""
 SENT_BYTES = 2
 """Of a parameter or gradient in bf16."""
 
@@ -56,18 +60,25 @@ class TrainerProfile(Record):
         exposed = max(0.0, gathered - self.hidden * computed)
         return computed * bubble + exposed + tokens * passes * self.exchanged_token_s
 
-    def step_s(
-        self, tokens: float, context: float, *, recompute: bool, extra_passes: float, microbatch: float
-    ) -> float:
-        """Learning from `tokens` once: forward, backward, its recomputation, other models' forward passes, the update.
+    def microbatches(self, tokens: float, microbatch: float) -> int:
+        """Of each rank, of so many tokens each."""
+        return max(1, math.ceil(tokens / self.ranks / microbatch))
+
+    def step_s(self, tokens: float, context: float, *, passes: float, microbatch: float) -> float:
+        """Learning from `tokens` once, and the update.
 
         Args:
-            extra_passes: forward passes of models of the same size: reference, proximal logprobs, a critic's three.
+            passes: of all models, if they are of one size; `learning_passes` of those that learn, one of the others.
             microbatch: tokens of one microbatch of one rank.
         """
-        count = max(1, math.ceil(tokens / self.ranks / microbatch))
-        passes = 1 + BACKWARD + (1 if recompute else 0) + extra_passes
+        count = self.microbatches(tokens, microbatch)
         return self.pass_s(tokens, context, passes=passes, microbatches=count) + self.update_s
+
+
+def learning_passes(*, recompute: bool, adapter: bool = False) -> int:
+    """Forward-sized passes of learning: forward, the same again where activations are not kept, backward; under an
+    adapter the base has no gradients of its own, and a backward pass costs one forward one."""
+    return 1 + (1 if recompute else 0) + (1 if adapter else BACKWARD)
 
 
 def trainer_profile(
@@ -80,7 +91,7 @@ def trainer_profile(
     gpus_per_machine: int | None = None,
     network: Link | None = None,
     dtype: str = "bf16",
-    optimizer: Optimizer = "adam",
+    update_s: float | None = None,
     efficiency: TrainerEfficiency = ASSUMED,
 ) -> TrainerProfile:
     """Fully sharded over what tensor and pipeline parallelism leave.
@@ -88,6 +99,7 @@ def trainer_profile(
     Args:
         gpus: a multiple of tp * pp.
         network: of one machine; needed where the GPUs are on several.
+        update_s: of the optimizer's step; otherwise that of Adam on all parameters.
 
     Raises:
         UserError: the catalogue knows no speed in this dtype.
@@ -101,7 +113,6 @@ def trainer_profile(
     # Between machines each byte enters a machine once, over all its cards; the GPUs pass it on among themselves.
     sharded = across if spread else own
     reduced = own if tp <= machine else Link(bytes_per_s=across.bytes_per_s / machine, latency_s=across.latency_s)
-    states = TRAINED[optimizer]
     return TrainerProfile(
         gpus=gpus,
         ranks=ranks,
@@ -114,6 +125,25 @@ def trainer_profile(
         * all_reduce_s(SENT_BYTES * shape.hidden, members=tp, link=reduced)
         / ranks
         / pp,
-        update_s=2 * states.total * shape.parameters / (gpus * gpu.bandwidth_bytes_per_s * efficiency.bandwidth),
+        update_s=updating_s(shape.parameters, gpu, gpus=gpus, efficiency=efficiency) if update_s is None else update_s,
         hidden=efficiency.hidden,
     )
+
+
+def updating_s(
+    parameters: float,
+    gpu: Gpu,
+    *,
+    gpus: int,
+    machines: int = 1,
+    optimizer: Optimizer = "adam",
+    offload: bool = False,
+    efficiency: TrainerEfficiency = ASSUMED,
+) -> float:
+    """The optimizer reads and writes every state of `parameters` once; where hosts have them, between gradients that
+    come and weights that go back."""
+    states = TRAINED[optimizer]
+    if offload:
+        carried = (states.gradients + states.weights) * parameters / (gpus * PCIE_BYTES_PER_S)
+        return carried + 2 * states.optimizer * parameters / (machines * HOST_BYTES_PER_S)
+    return 2 * states.total * parameters / (gpus * gpu.bandwidth_bytes_per_s * efficiency.bandwidth)

@@ -11,7 +11,7 @@ from tidemill.core.errors import UserError
 from tidemill.planner.memory.fit import usable
 from tidemill.planner.memory.plan import plan_memory
 from tidemill.planner.memory.question import Load, MemoryQuestion, Parallel
-from tidemill.planner.memory.roles import ROLES
+from tidemill.planner.memory.roles import ROLES, WHOLE_BATCH
 from tidemill.planner.memory.states import Holding
 from tidemill.sim.profiles.catalog import load_catalog
 from tidemill.sim.profiles.model_shape import ModelShape
@@ -22,6 +22,10 @@ SHAPE = ModelShape(
     parameters=600e6, layers=70, hidden=1000, heads=10, kv_heads=2, head_dim=100, intermediate=2000, vocab=20_000
 )
 QUESTION = MemoryQuestion(algorithm="grpo", shape=SHAPE, gpu=GPU)
+
+
+def test_what_whitens_over_the_batch() -> None:
+    assert set(WHOLE_BATCH) == {name for name, preset in PRESETS.items() if preset.settings.get("whiten")}
 
 
 def test_every_algorithm_and_supervised_stage_has_its_roles() -> None:

@@ -103,6 +103,16 @@ def test_split_learns_while_the_last_samples_come() -> None:
     assert by_hand(shared=False, dedicated=0.5).step_s == pytest.approx(20.8 + PULL_S)
 
 
+def test_whitened_advantages_wait_for_the_whole_batch() -> None:
+    # 1000 tokens at 200 a second, and then 8 s; with a shared side all generate at once: 1000 / 200
+    ppo = msgspec.structs.replace(PLAIN, algorithm="ppo")
+    split = estimate(ppo, Placement(training=TRAINING, dedicated=side(SPOT, 2)))
+    assert split.step_s == pytest.approx(5 + 8 + PULL_S)
+    hybrid = estimate(ppo, Placement(training=TRAINING, shared=side(RESERVED, 1), dedicated=side(SPOT, 1)))
+    assert hybrid.seeding_s == hybrid.generation_s == pytest.approx(5.0)
+    assert hybrid.step_s == pytest.approx(5 + 8 + PULL_S)
+
+
 def test_hybrid_seeds_until_neither_side_waits() -> None:
     # 100 + 100 tokens a second: t_seed 100 + t_gen 100 = 1000 with t_gen = t_seed + 7.2: 1.4 s of seeding; the step is
     # that and 8 s
@@ -236,6 +246,7 @@ def test_numbers_of_machines_are_thinned_out() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
+        ({"algorithm": "sft"}, "sft generates nothing"),
         ({"offers": (SPOT,)}, "no reserved machines to train on"),
         ({"offers": (offer("rlboost-2xh100", 1),)}, "the catalogue has no price for it"),
         ({"offers": (offer("rlboost-8xh100", 0),)}, "0 machines cannot be"),

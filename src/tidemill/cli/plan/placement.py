@@ -239,25 +239,25 @@ def as_text(question: PlacementQuestion, plan: PlacementPlan) -> Iterator[Render
         if side.engines:
             yield from shown.plain(f"{title}: {engine_words(side)}")
     yield ""
-    rows = [row(each) for each in (best, *plan.runners_up)]
-    headings = ("placement", "step", "tokens/s", "$/h", "$/M tokens", "trainer idle", f"{question.steps} steps")
+    rows = [row(number, each) for number, each in enumerate((best, *plan.runners_up), 1)]
+    headings = ("", "step", "tokens/s", "$/h", "$/M tokens", "trainer idle", f"{question.steps} steps")
     yield shown.table(headings, rows)
     yield ""
-    yield from shown.notes(plan.why)
+    yield from shown.plain(f"1  {best.placement.words}")
+    yield from shown.plain(*(f"{number}  {line}" for number, line in enumerate(plan.why, 2)))
     yield from shown.notes(f"warning: {line}" for line in plan.warnings)
 
 
 def engine_words(side: Side) -> str:
-    return ", ".join(
-        f"{machines * engine.per_machine:.3g} engines of {engine.gpus} GPU{'s' if engine.gpus > 1 else ''} on "
-        f"{machines:.3g} × {engine.offer.name}"
+    return "; ".join(
+        f"{machines:.3g} × {engine.offer.name}, {engine.per_machine} to a machine, each over {engine.gpus} of its GPUs"
         for engine, machines in side.engines
     )
 
 
-def row(found: Estimate) -> list[str]:
+def row(number: int, found: Estimate) -> list[str]:
     return [
-        found.placement.words,
+        str(number),
         duration(found.step_s),
         f"{found.tokens_per_s:,.0f}",
         dollars(found.placement.usd_per_hour),

@@ -36,6 +36,8 @@ ROLES: dict[str, tuple[Role, ...]] = {
     "reward_model": (ACTOR,),
     "sft": (ACTOR,),
 }
+WHOLE_BATCH = ("ppo", "reinforce_pp", "reinforce_pp_baseline")
+"""They whiten advantages over the batch, so that learning begins when all of it is there."""
 GENERATE_NOTHING = ("dpo", "reward_model", "sft")
 
 

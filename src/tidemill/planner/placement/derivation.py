@@ -5,7 +5,7 @@ from __future__ import annotations
 from tidemill.planner.figures import Sheet
 from tidemill.planner.placement.derived_generation import derive_generation, derive_pull
 from tidemill.planner.placement.derived_training import derive_training
-from tidemill.planner.placement.estimate import FIRST, LAST, SECONDS_PER_HOUR, Estimate
+from tidemill.planner.placement.estimate import SECONDS_PER_HOUR, Estimate, streaming
 from tidemill.planner.placement.question import PlacementQuestion
 
 
@@ -27,13 +27,14 @@ def derive(question: PlacementQuestion, found: Estimate) -> Sheet:
     if question.lag:
         _with_lag(question, found, sheet)
     else:
-        _on_policy(found, sheet)
+        _on_policy(question, found, sheet)
     _idle(found, sheet)
     _money(question, found, sheet)
     return sheet
 
 
-def _on_policy(found: Estimate, sheet: Sheet) -> None:
+def _on_policy(question: PlacementQuestion, found: Estimate, sheet: Sheet) -> None:
+    first, last = streaming(question)
     sheet.note(
         "seeding_s",
         found.seeding_s,
@@ -45,7 +46,7 @@ def _on_policy(found: Estimate, sheet: Sheet) -> None:
         tokens=found.tokens,
         shared=found.shared_rate,
         dedicated=found.dedicated_rate,
-        last=LAST,
+        last=last,
         training_s=found.training_s,
     )
     sheet.note(
@@ -65,12 +66,12 @@ def _on_policy(found: Estimate, sheet: Sheet) -> None:
         found.step_s,
         "s",
         formula="max(max(seeding_s, first * generation_s) + training_s, generation_s + last * training_s) + pull_s",
-        source="lag 0: learning goes on while the last samples are generated; first and last shares assumed",
+        source="lag 0: learning goes on while the last samples are generated, if advantages let it; shares assumed",
         seeding_s=found.seeding_s,
-        first=FIRST,
+        first=first,
         generation_s=found.generation_s,
         training_s=found.training_s,
-        last=LAST,
+        last=last,
         pull_s=found.exposed_pull_s,
     )
 

@@ -10,6 +10,7 @@ import math
 from typing import Literal, TypeAlias
 
 from tidemill.core.records import Record
+from tidemill.planner.memory.roles import WHOLE_BATCH
 from tidemill.planner.placement.engines import Side
 from tidemill.planner.placement.question import PlacementQuestion
 from tidemill.planner.placement.training import Training, learned_parameters
@@ -18,9 +19,10 @@ from tidemill.sim.profiles.precision import DTYPE_BYTES
 
 Kind: TypeAlias = Literal["colocated", "split", "hybrid"]
 FIRST = 0.1
-"""Of generating a batch at lag 0, the share after which there is something to learn from; assumed."""
+"""Of generating a batch at lag 0, the share after which there is something to learn from; assumed, and 1 where
+advantages need the whole batch."""
 LAST = 0.1
-"""Of a batch, what is still to be learned when its last sample arrives; assumed."""
+"""Of a batch, what is still to be learned when its last sample arrives; the same."""
 SECONDS_PER_HOUR = 3600.0
 ROUNDING = 1e-9
 
@@ -94,14 +96,15 @@ def _on_policy(question: PlacementQuestion, placement: Placement) -> Estimate:
     """
     work, training_s = question.rollout.tokens, placement.training.seconds
     shared, dedicated = _rates(question, placement)
-    overlap_s = (1 - LAST) * training_s
+    first, last = streaming(question)
+    overlap_s = (1 - last) * training_s
     seeding_s = max(0.0, (work - dedicated * overlap_s) / (shared + dedicated)) if shared else 0.0
     generation_s = seeding_s
     if dedicated:
         generation_s = max((work - shared * seeding_s) / dedicated, longest_seconds(question, placement))
-    start_s = max(seeding_s, FIRST * generation_s)
+    start_s = max(seeding_s, first * generation_s)
     pull_s = pull_seconds(question, placement)
-    step_s = max(start_s + training_s, generation_s + LAST * training_s) + pull_s
+    step_s = max(start_s + training_s, generation_s + last * training_s) + pull_s
     return _estimate(
         question,
         placement,
@@ -113,6 +116,11 @@ def _on_policy(question: PlacementQuestion, placement: Placement) -> Estimate:
         exposed_pull_s=pull_s,
         dedicated_idle=1 - generation_s / step_s if dedicated else 0.0,
     )
+
+
+def streaming(question: PlacementQuestion) -> tuple[float, float]:
+    """(share of generating after which learning begins, share of learning that is left when generating ends), lag 0"""
+    return (1.0, 1.0) if question.algorithm in WHOLE_BATCH else (FIRST, LAST)
 
 
 def portions(question: PlacementQuestion, placement: Placement) -> tuple[float, float]:

@@ -6,6 +6,7 @@ from typing import Literal, TypeAlias
 
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
+from tidemill.planner.memory.roles import GENERATE_NOTHING
 from tidemill.planner.memory.states import Holding
 from tidemill.sim.profiles.catalog import Gpu, Machine
 from tidemill.sim.profiles.engine import EngineEfficiency
@@ -69,6 +70,9 @@ def check(question: PlacementQuestion) -> PlacementQuestion:
     Raises:
         UserError: what cannot be asked.
     """
+    if question.algorithm in GENERATE_NOTHING:
+        what = f"{question.algorithm} generates nothing, and a placement is of what generates and what learns"
+        raise UserError(what, where="--algorithm", cure="see `tidemill plan memory` for how many GPUs it needs")
     if not question.reserved:
         raise UserError(
             "no reserved machines to train on", where="--machines", cure="give NAME:COUNT from the catalogue"

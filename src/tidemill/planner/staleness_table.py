@@ -20,6 +20,8 @@ NAMES = {
     "staleness": "lag",
     "reward": "reward_per_step",
     "utilization": "utilisation",
+    "trainer_utilisation": "utilisation",
+    "trainer_utilization": "utilisation",
     "stderr": "uncertainty",
     "standard_error": "uncertainty",
     "reward_stderr": "uncertainty",
@@ -66,10 +68,11 @@ def parse_table(text: str, *, source: str) -> list[Measured]:
 
 
 def _csv_rows(text: str, source: str) -> list[tuple[str, dict[str, Any]]]:
-    delimiter = next((each for each in ("\t", ";", ",") if each in text), ",")
+    delimiter = next((each for each in ("\t", ";", ",") if each in text), " ")
+    cells_of = csv.reader(text.replace(" %", "%").splitlines(), delimiter=delimiter, skipinitialspace=True)
     lines = [
-        (f"{source}:{number}", [cell.strip() for cell in cells])
-        for number, cells in enumerate(csv.reader(text.splitlines(), delimiter=delimiter), 1)
+        (f"{source}:{number}", [cell.strip() for cell in cells if cell.strip() or delimiter != " "])
+        for number, cells in enumerate(cells_of, 1)
         if any(cell.strip() for cell in cells) and not cells[0].strip().startswith("#")
     ]
     if not lines:
@@ -109,7 +112,7 @@ def _named(cells: Sequence[Any], names: Sequence[str], where: str) -> dict[str, 
 
 
 def _name(heading: str, where: str) -> str:
-    plain = heading.strip().lower().replace(" ", "_").replace("-", "_")
+    plain = heading.strip(" %").lower().replace(" ", "_").replace("-", "_")
     if (name := NAMES.get(plain, plain)) in FIELDS:
         return name
     close = difflib.get_close_matches(plain, (*FIELDS, *NAMES), 1, 0.6)

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from tests.formulas import check_figures
 from tidemill.planner.memory.fit import fit, unit, usable
 from tidemill.planner.memory.plan import plan_memory
-from tidemill.planner.memory.question import Load, MemoryQuestion, Parallel
+from tidemill.planner.memory.question import Holding, Load, MemoryQuestion, Parallel
 from tidemill.planner.memory.roles import ROLES
-from tidemill.planner.memory.states import Holding
 from tidemill.sim.profiles.catalog import load_catalog
 from tidemill.sim.profiles.model_shape import shape_of_parameters
 

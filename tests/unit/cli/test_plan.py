@@ -46,6 +46,11 @@ def test_a_number_of_gpus_of_ones_own(run: Run) -> None:
     fits = run("plan", "memory", "--params", "70e9", "--gpus", "24", "--json").data["fits"]
     asked = next(fit for fit in fits if fit["gpus"] == 24)
     assert asked["missing_bytes"] == pytest.approx(asked["bytes_per_gpu"] - 72e9)
+    assert "24 GPUs lack " in run("plan", "memory", "--params", "70e9", "--gpus", "24").out
+    why = run("plan", "memory", "--params", "70e9", "--gpus", "24", "--json").data["why_not"]
+    assert why["missing_bytes"] == asked["missing_bytes"]
+    assert {"option", "bytes_per_gpu", "fits"} == why["cures"][0].keys()
+    assert run("plan", "memory", "--params", "1b", "--json").data["why_not"] is None
     assert "too much" in run("plan", "memory", "--params", "70e9", "--gpus", "24").out
 
 

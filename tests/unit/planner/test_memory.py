@@ -10,11 +10,10 @@ from tidemill.config.pipeline import StageKind
 from tidemill.core.errors import UserError
 from tidemill.planner.memory.fit import usable
 from tidemill.planner.memory.plan import plan_memory
-from tidemill.planner.memory.question import Load, MemoryQuestion, Parallel
+from tidemill.planner.memory.question import Holding, Load, MemoryQuestion, Parallel
 from tidemill.planner.memory.roles import ROLES, WHOLE_BATCH
-from tidemill.planner.memory.states import Holding
 from tidemill.sim.profiles.catalog import load_catalog
-from tidemill.sim.profiles.model_shape import ModelShape
+from tidemill.sim.profiles.model_shape import ModelShape, shape_of_parameters
 
 GPU = load_catalog().gpu("h100-80gb")
 # 70 layers of 8 * 1000 * 1000 parameters and two matrices of 1000 * 20,000: 600e6
@@ -148,6 +147,42 @@ def test_what_no_number_of_gpus_holds_says_why_and_by_how_much() -> None:
     assert not any(fit.fits for fit in plan.fits)
 
 
+def test_too_few_gpus_say_what_would_help() -> None:
+    # 18 * 40e9 bytes on 8 GPUs are 90 GB on each; without the optimizer's 12 bytes of 18 they are 30, with an 8-bit
+    # optimizer 60, beside which 14 GB of activations, logits, layers and runtime are too many for 72
+    big = shape_of_parameters(40e9)
+    why = plan_memory(MemoryQuestion(algorithm="grpo", shape=big, gpu=GPU, generates_here=False)).why_not
+    assert why is not None
+    assert why.gpus == 8
+    assert next(iter(why.parts)) == "states"
+    assert why.parts["states"] == pytest.approx(90e9)
+    assert why.missing_bytes == pytest.approx(sum(why.parts.values()) - 72e9)
+    fits = {cure.option: cure.fits for cure in why.cures}
+    assert fits == {"--offload": True, "--lora-rank 16": True, "--optimizer adam-8bit": False, "--tp 8": False}
+    offloaded = MemoryQuestion(
+        algorithm="grpo", shape=big, gpu=GPU, generates_here=False, holding=Holding(offload=True)
+    )
+    cure = next(cure for cure in why.cures if cure.option == "--offload")
+    found = next(fit for fit in plan_memory(offloaded).fits if fit.gpus == 8)
+    assert cure.bytes_per_gpu == pytest.approx(found.bytes_per_gpu)
+    assert plan_memory(offloaded).why_not is None
+
+
+def test_what_is_done_already_is_no_cure() -> None:
+    tight = MemoryQuestion(
+        algorithm="grpo",
+        shape=shape_of_parameters(200e9),
+        gpu=GPU,
+        holding=Holding(offload=True, optimizer="adam-8bit"),
+        parallel=Parallel(fsdp=2),
+        load=Load(recompute="none"),
+        generates_here=False,
+    )
+    why = plan_memory(tight, gpus=16).why_not
+    assert why is not None
+    assert {cure.option for cure in why.cures} == {"--lora-rank 16", "--recompute full", "--fsdp 0", "--tp 8"}
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -166,6 +201,11 @@ def test_what_cannot_be_asked(change: dict[str, object], says: str) -> None:
     with pytest.raises(UserError) as caught:
         plan_memory(MemoryQuestion(**fields))  # type: ignore[arg-type]
     assert says in str(caught.value)
+
+
+def test_a_number_of_gpus_starts_at_one() -> None:
+    with pytest.raises(UserError, match="needs 1 or more"):
+        plan_memory(QUESTION, gpus=0)
 
 
 def test_every_number_is_what_its_formula_says() -> None:

@@ -67,6 +67,7 @@ def test_every_number_is_what_its_formula_says() -> None:
     [
         "lag,reward_per_step,utilisation\n0,.15,35%\n1,.13,55 %\n",
         "Lag; Reward; Utilization; stderr\n0; .15; 35; \n1; .13; 55; 0.01\n",
+        "lag reward utilisation\n0  .15  35 %\n1  .13  55 %\n",
         "# measured\n0\t.15\t0.35\n1\t.13\t0.55\n",
         '[{"lag": 0, "reward": 0.15, "utilisation": 0.35}, {"lag": 1, "reward": 0.13, "utilisation": "55%"}]',
         '{"rows": [[0, 0.15, 0.35], [1, 0.13, 0.55]]}',

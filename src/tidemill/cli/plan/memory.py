@@ -11,12 +11,14 @@ from rich.console import RenderableType
 from tidemill.cli.plan import shown
 from tidemill.cli.plan.options import CatalogFile, Explain, Model, Params, count, shape_of
 from tidemill.cli.result import Json, Result
+from tidemill.planner.memory.cures import WhyNot
 from tidemill.planner.memory.plan import MemoryPlan, plan_memory
-from tidemill.planner.memory.question import Load, MemoryQuestion, Parallel
-from tidemill.planner.memory.states import Holding
+from tidemill.planner.memory.question import Holding, Load, MemoryQuestion, Parallel
 from tidemill.planner.words import size
 from tidemill.sim.profiles.catalog import load_catalog
 from tidemill.sim.profiles.model_shape import ModelShape, shape_of_parameters
+
+SHOWN_PARTS = 3
 
 
 def memory(
@@ -161,7 +163,23 @@ def as_data(question: MemoryQuestion, plan: MemoryPlan) -> dict[str, Any]:
             }
             for fit in plan.fits
         ],
+        "why_not": why_not_data(plan),
         "notes": list(plan.notes),
+    }
+
+
+def why_not_data(plan: MemoryPlan) -> dict[str, Any] | None:
+    """Null where the GPUs asked for, or one machine's, are enough."""
+    if plan.why_not is None:
+        return None
+    return {
+        "gpus": plan.why_not.gpus,
+        "missing_bytes": plan.why_not.missing_bytes,
+        "parts": plan.why_not.parts,
+        "cures": [
+            {"option": cure.option, "bytes_per_gpu": cure.bytes_per_gpu, "fits": cure.fits}
+            for cure in plan.why_not.cures
+        ],
     }
 
 
@@ -194,4 +212,14 @@ def as_text(question: MemoryQuestion, plan: MemoryPlan) -> Iterator[RenderableTy
     yield f"states alone: at least {plan.min_gpus} GPUs; everything: " + (
         "no number of GPUs is enough" if everything is None else f"at least {everything}"
     )
+    if plan.why_not:
+        yield from shown.plain(*why_not_text(plan.why_not))
     yield from shown.notes(plan.notes)
+
+
+def why_not_text(why: WhyNot) -> Iterator[str]:
+    """What takes the room on too few GPUs, and what each change by itself would come to."""
+    largest = ", ".join(f"{size(count)} of {name}" for name, count in list(why.parts.items())[:SHOWN_PARTS] if count)
+    yield f"{why.gpus} GPUs lack {size(why.missing_bytes)} each: {largest}"
+    for cure in why.cures:
+        yield f"  with {cure.option}: " + ("fits" if cure.fits else f"{size(cure.missing_bytes)} too much")

@@ -15,7 +15,7 @@ from tidemill.cli.plan import shown
 from tidemill.cli.plan.options import CatalogFile, Explain, Model, Params, shape_of
 from tidemill.cli.result import Json, Result
 from tidemill.core.errors import UserError
-from tidemill.planner.memory.states import Holding
+from tidemill.planner.memory.question import Holding
 from tidemill.planner.placement.engines import Side
 from tidemill.planner.placement.estimate import Estimate
 from tidemill.planner.placement.question import Offer, PlacementQuestion

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tidemill.core.errors import UserError
 from tidemill.core.records import Record
 from tidemill.planner.figures import Figure, Sheet
+from tidemill.planner.memory.cures import WhyNot, why_not
 from tidemill.planner.memory.fit import Fit, fewest_gpus, fit, rounded_up, training_unit, tried, unit
 from tidemill.planner.memory.notes import notes_on
 from tidemill.planner.memory.per_gpu import Shares, kv_bytes, shares
 from tidemill.planner.memory.question import MemoryQuestion, check
-from tidemill.planner.memory.roles import ACTOR, REFERENCE, REWARD, Role, roles_of
-from tidemill.planner.memory.states import RoleStates, role_states
-from tidemill.sim.profiles.model_shape import ModelShape
+from tidemill.planner.memory.states import RoleStates, all_states
 
 
 class MemoryPlan(Record):
@@ -26,6 +26,7 @@ class MemoryPlan(Record):
     parts: Shares
     kv: float  # keys and values of everything in flight, wherever it is generated
     fits: tuple[Fit, ...]
+    why_not: WhyNot | None  # of the GPUs asked for, or of one machine; None where they do
     notes: tuple[str, ...]
     figures: tuple[Figure, ...]
 
@@ -39,15 +40,17 @@ def plan_memory(question: MemoryQuestion, *, gpus: int | None = None) -> MemoryP
     """What a run keeps, and what holds it.
 
     Args:
-        gpus: a number of GPUs to look at beside those tried anyway; rounded up to what the degrees allow.
+        gpus: a number of GPUs to look at beside those tried anyway, by default one machine's; rounded up to what the
+            degrees allow.
 
     Raises:
         UserError: what cannot be asked.
     """
     check(question)
+    if gpus is not None and gpus < 1:
+        raise UserError(f"needs 1 or more, was given {gpus}", where="--gpus", cure="correct it")
     sheet = Sheet()
-    states = [role_states(role, shape, question.holding, sheet, base_elsewhere=shared) for role, shape, shared in
-              _models(question)]  # fmt: skip
+    states = all_states(question, sheet)
     total, on_gpus = sum(each.total for each in states), sum(each.on_gpus for each in states)
     sheet.note(
         "total_bytes",
@@ -67,23 +70,10 @@ def plan_memory(question: MemoryQuestion, *, gpus: int | None = None) -> MemoryP
         parts=parts,
         kv=kv_bytes(question),
         fits=tuple(_fits(question, parts, gpus)),
+        why_not=why_not(question, parts, fit(question, parts, _asked(question, gpus))),
         notes=tuple(notes_on(question, states, parts)),
         figures=tuple(sheet.figures),
     )
-
-
-def _models(question: MemoryQuestion) -> list[tuple[Role, ModelShape, bool]]:
-    """(role, its shape, whether another role's weights serve it)"""
-    roles = [role for role in roles_of(question.algorithm) if question.reference is not False or role != REFERENCE]
-    roles += [REFERENCE] if question.reference and REFERENCE not in roles else []
-    roles += [REWARD] if question.reward and REWARD not in roles else []
-    own = {"critic": question.critic, "reward": question.reward}
-    adapter = question.holding.lora_rank > 0
-
-    def served(role: Role) -> bool:
-        return adapter and role.shares_base and role is not ACTOR and own.get(role.name) is None
-
-    return [(role, own.get(role.name) or question.shape, served(role)) for role in roles]
 
 
 def _states_only(question: MemoryQuestion, on_gpus: float, sheet: Sheet) -> int:
@@ -136,9 +126,13 @@ def _everything(question: MemoryQuestion, parts: Shares, sheet: Sheet) -> int | 
     return fewest
 
 
+def _asked(question: MemoryQuestion, gpus: int | None) -> int:
+    return rounded_up(question.gpu.gpus_per_machine if gpus is None else gpus, unit(question))
+
+
 def _fits(question: MemoryQuestion, parts: Shares, gpus: int | None) -> Sequence[Fit]:
     found = tried(question, parts, fewest_gpus(question, parts))
-    if gpus is None or any(each.gpus == gpus for each in found):
+    asked = _asked(question, gpus)
+    if any(each.gpus == asked for each in found):
         return found
-    asked = fit(question, parts, rounded_up(gpus, unit(question)))
-    return sorted([*found, asked], key=lambda each: each.gpus)
+    return sorted([*found, fit(question, parts, asked)], key=lambda each: each.gpus)

@@ -5,10 +5,18 @@ from __future__ import annotations
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
 from tidemill.planner.memory.roles import CRITIC, roles_of
-from tidemill.planner.memory.states import Holding
 from tidemill.sim.profiles.catalog import Gpu
 from tidemill.sim.profiles.model_shape import ModelShape
+from tidemill.sim.profiles.precision import Optimizer
 from tidemill.sim.profiles.training_memory import Recompute
+
+
+class Holding(Record):
+    """How the trained roles are held."""
+
+    optimizer: Optimizer = "adam"
+    lora_rank: int = 0  # 0: the whole model learns
+    offload: bool = False  # moments and master in the host's memory
 
 
 class Parallel(Record):

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 from tidemill.core.records import Record
 from tidemill.planner.figures import Sheet
-from tidemill.planner.memory.roles import Role
+from tidemill.planner.memory.question import Holding, MemoryQuestion
+from tidemill.planner.memory.roles import ACTOR, REFERENCE, REWARD, Role, roles_of
 from tidemill.sim.profiles.model_shape import ModelShape
-from tidemill.sim.profiles.precision import FROZEN_BYTES, MIXED_PRECISION, TRAINED, Optimizer
+from tidemill.sim.profiles.precision import FROZEN_BYTES, MIXED_PRECISION, TRAINED
 
 LORA = "LoRA, arXiv 2106.09685: two matrices, rank × (in + out), beside each linear layer but the output head"
 OFFLOAD = "ZeRO-Offload, arXiv 2101.06840: optimizer state lives in the memory of the host"
-
-
-class Holding(Record):
-    """How the trained roles are held."""
-
-    optimizer: Optimizer = "adam"
-    lora_rank: int = 0  # 0: the whole model learns
-    offload: bool = False  # moments and master in the host's memory
 
 
 class RoleStates(Record):
@@ -42,6 +35,28 @@ class RoleStates(Record):
     @property
     def on_gpus(self) -> float:
         return self.total - self.on_host
+
+
+def all_states(question: MemoryQuestion, sheet: Sheet) -> list[RoleStates]:
+    """Of every role, the policy first."""
+    return [
+        role_states(role, shape, question.holding, sheet, base_elsewhere=served)
+        for role, shape, served in _models(question)
+    ]
+
+
+def _models(question: MemoryQuestion) -> list[tuple[Role, ModelShape, bool]]:
+    """(role, its shape, whether another role's weights serve it)"""
+    roles = [role for role in roles_of(question.algorithm) if question.reference is not False or role != REFERENCE]
+    roles += [REFERENCE] if question.reference and REFERENCE not in roles else []
+    roles += [REWARD] if question.reward and REWARD not in roles else []
+    own = {"critic": question.critic, "reward": question.reward}
+    adapter = question.holding.lora_rank > 0
+
+    def served(role: Role) -> bool:
+        return adapter and role.shares_base and role is not ACTOR and own.get(role.name) is None
+
+    return [(role, own.get(role.name) or question.shape, served(role)) for role in roles]
 
 
 def role_states(role: Role, shape: ModelShape, holding: Holding, sheet: Sheet, *, base_elsewhere: bool) -> RoleStates:

@@ -6,8 +6,8 @@ from typing import Literal, TypeAlias
 
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
+from tidemill.planner.memory.question import Holding
 from tidemill.planner.memory.roles import GENERATE_NOTHING
-from tidemill.planner.memory.states import Holding
 from tidemill.sim.profiles.catalog import Gpu, Machine
 from tidemill.sim.profiles.engine import EngineEfficiency
 from tidemill.sim.profiles.generation import Rollout

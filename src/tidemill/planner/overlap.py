@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
 from tidemill.planner.figures import Figure, Sheet
@@ -30,7 +32,7 @@ def plan_overlap(rollout: float, training: float, *, gpus: int | None = None) ->
     Raises:
         UserError: what cannot be asked.
     """
-    if not (rollout > 0 and training > 0):
+    if not (0 < rollout < math.inf and 0 < training < math.inf):
         what = f"rollout {rollout:g} and training {training:g}: both take some time"
         raise UserError(what, where="--rollout, --training", cure="give both in one unit, for example 60 and 40")
     if gpus is not None and gpus < 2:

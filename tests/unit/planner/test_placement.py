@@ -5,6 +5,7 @@ import pytest
 
 from tests.formulas import check_figures
 from tidemill.core.errors import UserError
+from tidemill.planner.memory.question import Holding
 from tidemill.planner.placement.candidates import Candidates, counts
 from tidemill.planner.placement.engines import Engine, Side, TooSmall, best_engine
 from tidemill.planner.placement.estimate import Estimate, Placement, estimate, pull_seconds
@@ -184,7 +185,7 @@ def test_a_model_that_fits_nowhere_says_what_is_missing() -> None:
     large = msgspec.structs.replace(QUESTION, shape=shape_of_parameters(70e9))
     with pytest.raises(UserError, match="fits no placement") as caught:
         plan_placement(large)
-    assert "on each GPU" in caught.value.what
+    assert "1 × rlboost-8xh100 lack " in caught.value.what
     assert "GPUs; or --offload, --lora-rank" in caught.value.cure
 
 
@@ -195,6 +196,18 @@ def test_a_machine_that_holds_no_engine() -> None:
     found = best_engine(large, SPOT, samples_per_gpu=10)
     assert isinstance(found, TooSmall)
     assert found.missing_bytes == pytest.approx(14_512 * 79 * 4096)
+
+
+def test_a_model_that_trains_but_generates_nowhere() -> None:
+    # an adapter on 400e9 frozen parameters: 800 GB over 48 GPUs; one machine of 8 * 70 GB holds no such engine in bf16,
+    # but one of 400 GB in fp8
+    question = msgspec.structs.replace(
+        QUESTION, shape=shape_of_parameters(400e9), offers=(offer("rlboost-8xh100", 8),), holding=Holding(lora_rank=8)
+    )
+    with pytest.raises(UserError, match="one rlboost-8xh100 lacks") as caught:
+        plan_placement(question)
+    assert "--engine-dtype fp8" in caught.value.cure
+    assert plan_placement(msgspec.structs.replace(question, engine_dtype="fp8")).tried > 0
 
 
 def test_engines_use_what_training_leaves() -> None:
@@ -252,6 +265,7 @@ def test_numbers_of_machines_are_thinned_out() -> None:
         ({"offers": (offer("rlboost-8xh100", 0),)}, "0 machines cannot be"),
         ({"lag": -1}, "--lag"),
         ({"steps": 0}, "--steps"),
+        ({"budget_usd": 0.0}, "0 dollars are no budget"),
         ({"objective": "time"}, "the shortest time needs a budget"),
         ({"offers": (RESERVED, offer("rlboost-2xh100", 1, preemptible=True, availability=0.0))}, "--availability"),
     ],

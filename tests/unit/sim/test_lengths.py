@@ -32,6 +32,9 @@ def test_a_mean_after_the_cut() -> None:
     assert mean_length(found) == pytest.approx(4000, rel=1e-3)
     assert found.median < 4000
     assert mean_length(log_normal_of_mean(9_990, sigma=1.0, limit=10_000)) == pytest.approx(9990, rel=1e-2)
+    for sigma in (-1.0, 100.0, float("nan")):
+        with pytest.raises(UserError, match="is no spread"):
+            log_normal_of_mean(100, sigma=sigma, limit=1000)
     with pytest.raises(UserError, match="does not go with a limit"):
         log_normal_of_mean(20_000, sigma=0.8, limit=14_000)
 

@@ -61,6 +61,7 @@ def placement(
     steps: int = 100,
     budget_usd: Annotated[float | None, Parameter(name="--budget-usd")] = None,
     microbatch_tokens: int = 16384,
+    engine_dtype: Literal["bf16", "fp8"] = "bf16",
     lora_rank: int = 0,
     optimizer: Literal["adam", "adam-8bit"] = "adam",
     offload: Annotated[bool, Parameter(negative=())] = False,
@@ -102,6 +103,8 @@ def placement(
         For all steps.
     microbatch_tokens
         On one data-parallel rank.
+    engine_dtype
+        Of an engine's weights and arithmetic; keys and values stay in bf16.
     lora_rank
         Train adapters of this rank; 0 trains the whole model.
     optimizer
@@ -132,6 +135,7 @@ def placement(
         budget_usd=budget_usd,
         holding=Holding(optimizer=optimizer, lora_rank=lora_rank, offload=offload),
         microbatch_tokens=microbatch_tokens,
+        engine_dtype=engine_dtype,
     )
     plan = plan_placement(question)
     return shown.result(as_data(plan), as_text(question, plan), plan.figures, explain=explain)
@@ -250,7 +254,7 @@ def as_text(question: PlacementQuestion, plan: PlacementPlan) -> Iterator[Render
 
 def engine_words(side: Side) -> str:
     return "; ".join(
-        f"{machines:.3g} × {engine.offer.name}, {engine.per_machine} to a machine, each over {engine.gpus} of its GPUs"
+        f"{machines:.3g} × {engine.offer.words}: {engine.per_machine} to a machine, each over {engine.gpus} of its GPUs"
         for engine, machines in side.engines
     )
 

@@ -11,6 +11,7 @@ from tidemill.planner.placement.question import PlacementQuestion
 from tidemill.planner.placement.training import learned_parameters
 from tidemill.sim.profiles.generation import steady_tokens_per_s
 from tidemill.sim.profiles.network import ETHERNET_LATENCY_S
+from tidemill.sim.profiles.precision import DTYPE_BYTES
 
 ROOFLINE = "roofline, Williams et al. 2009: the longer of moving bytes and computing"
 
@@ -77,9 +78,10 @@ def _engine(question: PlacementQuestion, engine: Engine, machines: float, label:
         f"{label}.weights_s",
         profile.weights_s,
         "s",
-        formula="parameters_read * 2 / (gpus * bandwidth * efficiency)",
+        formula="parameters_read * element_bytes / (gpus * bandwidth * efficiency)",
         source=f"every decoding step reads the weights; {gpu.source}; the efficiency is assumed",
         parameters_read=shape.parameters - shape.expert_parameters - shape.embedding_parameters,
+        element_bytes=DTYPE_BYTES[question.engine_dtype],
         gpus=engine.gpus,
         bandwidth=gpu.bandwidth_bytes_per_s,
         efficiency=question.engine.bandwidth,

@@ -68,14 +68,16 @@ def powers_of_two(most: int) -> Sequence[int]:
 
 def _free(question: PlacementQuestion, offer: Offer, gpus: int, held_per_gpu: float) -> float:
     """Bytes for keys and values; with training on the same GPUs, within its margin."""
-    free = cache_bytes(question.shape, offer.gpu, gpus=gpus, efficiency=question.engine)
+    free = cache_bytes(question.shape, offer.gpu, gpus=gpus, dtype=question.engine_dtype, efficiency=question.engine)
     if not held_per_gpu:
         return free
     return free - gpus * (held_per_gpu + offer.gpu.memory_bytes * (question.engine.memory - (1 - question.margin)))
 
 
 def _profile(question: PlacementQuestion, offer: Offer, gpus: int, free: float) -> EngineProfile:
-    profile = engine_profile(question.shape, offer.gpu, gpus=gpus, efficiency=question.engine)
+    profile = engine_profile(
+        question.shape, offer.gpu, gpus=gpus, dtype=question.engine_dtype, efficiency=question.engine
+    )
     return msgspec.structs.replace(profile, cache_tokens=free / question.shape.kv_bytes_per_token())
 
 
@@ -94,8 +96,8 @@ class Side(Record):
 
     @property
     def words(self) -> str:
-        """`4 × a + 3.2 × b`"""
-        return " + ".join(f"{machines:.3g} × {engine.offer.name}" for engine, machines in self.engines)
+        """`4 × a + 3.2 × b (preemptible)`"""
+        return " + ".join(f"{machines:.3g} × {engine.offer.words}" for engine, machines in self.engines)
 
     @property
     def token_s(self) -> float:

@@ -31,6 +31,10 @@ class Offer(Record):
         return self.machine.name
 
     @property
+    def words(self) -> str:
+        return f"{self.name} (preemptible)" if self.preemptible else self.name
+
+    @property
     def usd_per_hour(self) -> float:
         """Of one machine while it is there; 0 where no price is known."""
         price = self.machine.preemptible_usd_per_hour if self.preemptible else self.machine.usd_per_hour
@@ -52,6 +56,7 @@ class PlacementQuestion(Record):
     holding: Holding = Holding()
     microbatch_tokens: int = 16_384  # on one data-parallel rank
     margin: float = 0.1  # share of a GPU's memory that fragmentation takes
+    engine_dtype: str = "bf16"  # of an engine's weights and arithmetic
     engine: EngineEfficiency = EngineEfficiency()
     trainer: TrainerEfficiency = TrainerEfficiency()
 
@@ -91,6 +96,10 @@ def check(question: PlacementQuestion) -> PlacementQuestion:
     for option, value in {"--lag": question.lag, "--steps": question.steps - 1}.items():
         if value < 0:
             raise UserError("is too small", where=option, cure="a lag is 0 or more, steps are 1 or more")
+    if question.budget_usd is not None and not question.budget_usd > 0:
+        raise UserError(
+            f"{question.budget_usd:g} dollars are no budget", where="--budget-usd", cure="give more, or none"
+        )
     if question.objective == "time" and question.budget_usd is None:
         cure = "give --budget-usd, or --objective cost"
         raise UserError("the shortest time needs a budget", where="--objective time", cure=cure)

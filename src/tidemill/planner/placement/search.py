@@ -80,20 +80,19 @@ def _distinct(ranked: Sequence[Estimate]) -> list[Estimate]:
 
 
 def _nowhere(refused: Refused) -> UserError:
-    """By how much the closest group, or machine, is too small."""
-    if refused.training:
-        closest = min(refused.training, key=lambda each: each.missing_per_gpu)
+    """By how much the closest group, or machine, is too small. Engines are looked for only where training fits."""
+    if refused.engines:
+        largest = min(refused.engines, key=lambda each: each.missing_bytes)
+        lacking = size(largest.missing_bytes)
         what = (
-            f"the model fits no placement: trained on {closest.group.words} it lacks {size(closest.missing_per_gpu)} "
-            "on each GPU, and that is the closest"
+            f"no machine holds an engine: one {largest.offer.name} lacks {lacking} for weights and the longest sample"
         )
-        more = "no number of these GPUs is enough; take a smaller microbatch or larger GPUs"
-        if closest.needs_gpus is not None:
-            more = f"it needs about {closest.needs_gpus} of these GPUs; or --offload, --lora-rank"
-        return UserError(what, where="--machines", cure=f"{more}; `tidemill plan memory` says what takes the room")
-    largest = min(refused.engines, key=lambda each: each.missing_bytes)
-    lacking = size(largest.missing_bytes)
-    what = (
-        f"no machine holds an engine: one {largest.offer.name} lacks {lacking} for the weights and the longest sample"
-    )
-    return UserError(what, where="--machines", cure="take machines with more memory, or a shorter --limit")
+        cure = "take machines with more memory, --engine-dtype fp8, or a shorter --limit"
+        return UserError(what, where="--machines", cure=cure)
+    closest = min(refused.training, key=lambda each: each.missing_per_gpu)
+    lacking = size(closest.missing_per_gpu)
+    what = f"the model fits no placement: {closest.group.words} lack {lacking} on each GPU, and are the closest"
+    more = "no number of these GPUs is enough; take a smaller microbatch or larger GPUs"
+    if closest.needs_gpus is not None:
+        more = f"it needs about {closest.needs_gpus} of these GPUs; or --offload, --lora-rank"
+    return UserError(what, where="--machines", cure=f"{more}; `tidemill plan memory` says what takes the room")

@@ -46,7 +46,13 @@ def warnings_on(question: PlacementQuestion, best: Estimate) -> Iterator[str]:
 def _partitioned(question: PlacementQuestion, engine: Engine) -> Iterator[str]:
     offer = engine.offer
     if engine.gpus > engine.fewest_gpus:
-        small = engine_profile(question.shape, offer.gpu, gpus=engine.fewest_gpus, efficiency=question.engine)
+        small = engine_profile(
+            question.shape,
+            offer.gpu,
+            gpus=engine.fewest_gpus,
+            dtype=question.engine_dtype,
+            efficiency=question.engine,
+        )
         alone = steady_tokens_per_s(small, question.rollout) / engine.fewest_gpus
         each = steady_tokens_per_s(engine.profile, question.rollout) / engine.gpus
         text = f"engines on {offer.name} are partitioned over {engine.gpus} GPUs, and {engine.fewest_gpus} would do"

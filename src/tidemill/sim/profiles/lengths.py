@@ -18,6 +18,8 @@ from tidemill.telemetry.samples import read_samples
 GRID = 256
 """Quantiles that stand for a distribution where a mean over it is wanted."""
 NORMAL = NormalDist()
+MOST_SIGMA = 4.0
+"""One in forty is then 2,500 times the median."""
 
 
 class Lengths(Protocol):
@@ -69,11 +71,14 @@ def log_normal_of_mean(mean: float, *, sigma: float, limit: int) -> LogNormalLen
     """With this mean after the cut.
 
     Raises:
-        UserError: it cannot be, the limit being below it.
+        UserError: it cannot be, the limit being below it; or the spread cannot.
     """
     if not 1 <= mean <= limit:
         what = f"a mean of {mean:g} tokens does not go with a limit of {limit}"
         raise UserError(what, cure="the mean is at least 1 and at most the limit")
+    if not 0 <= sigma <= MOST_SIGMA:
+        what = f"sigma {sigma:g} is no spread of lengths"
+        raise UserError(what, cure=f"0 makes all alike, 0.8 is usual, {MOST_SIGMA:g} is the most")
     low, high = 0.0, float(limit) * math.exp(4 * sigma)  # at the high end almost everything is cut
     for _ in range(60):
         middle = (low + high) / 2

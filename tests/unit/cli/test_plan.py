@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.cli.conftest import Run
-from tests.unit.sim.test_model_shape import SMOLLM2
+from tests.unit.sim.profiles.test_model_shape import SMOLLM2
 
 
 @pytest.mark.parametrize("verb", ["memory", "weights", "overlap", "staleness", "placement"])
@@ -40,6 +40,16 @@ def test_a_models_own_configuration(run: Run, tmp_path: Path) -> None:
     assert data["parameters"] == 134_515_008
     assert data["total_bytes"] == 18 * 134_515_008
     assert not any("assumed" in note for note in data["notes"])
+
+
+def test_the_parts_of_a_gpu_are_all_there_is_on_it(run: Run) -> None:
+    data = run("plan", "memory", "--params", "8b", "--algorithm", "ppo", "--json").data
+    per_gpu = {name: value for name, value in data["per_gpu"].items() if name.endswith("_bytes")}
+    fit = next(
+        fit for fit in data["fits"] if fit["gpus"] == data["per_gpu"]["gpus"] == data["min_gpus_with_activations"]
+    )
+    assert sum(per_gpu.values()) - per_gpu["margin_bytes"] == pytest.approx(fit["bytes_per_gpu"])
+    assert per_gpu["margin_bytes"] + fit["usable_bytes"] == 80e9
 
 
 def test_a_number_of_gpus_of_ones_own(run: Run) -> None:

@@ -6,7 +6,7 @@ import pytest
 from tests.formulas import check_figures
 from tidemill.core.errors import UserError
 from tidemill.planner.memory.question import Holding
-from tidemill.planner.placement.candidates import Candidates, counts
+from tidemill.planner.placement.candidates import MOST_PLACEMENTS, Candidates, counts, counts_tried
 from tidemill.planner.placement.engines import Engine, Side, TooSmall, best_engine
 from tidemill.planner.placement.estimate import Estimate, Placement, estimate, pull_seconds
 from tidemill.planner.placement.question import Offer, PlacementQuestion
@@ -65,7 +65,9 @@ TRAINING = Training(
 
 
 def side(of: Offer, machines: float) -> Side:
-    return Side(engines=((Engine(offer=of, gpus=of.machine.gpus, profile=EVEN, fewest_gpus=1), machines),))
+    return Side(
+        engines=((Engine(offer=of, gpus=of.machine.gpus, profile=EVEN, fewest_gpus=1, smallest=EVEN), machines),)
+    )
 
 
 def by_hand(lag: int = 0, *, shared: bool, dedicated: float) -> Estimate:
@@ -250,10 +252,20 @@ def test_the_largest_group_fits_where_smaller_ones_do_not() -> None:
 
 
 def test_numbers_of_machines_are_thinned_out() -> None:
-    assert counts(3) == [1, 2, 3]
-    assert counts(200)[:3] == [1, 2, 3]
-    assert counts(200)[-1] == 200
-    assert len(counts(200)) <= 12
+    assert counts(3, 12) == [1, 2, 3]
+    # 64 to the powers of 1/3, 2/3 and 1
+    assert counts(64, 3) == [4, 16, 64]
+    assert counts(200, 12)[-1] == 200
+    assert len(counts(200, 12)) <= 12
+
+
+def test_many_kinds_of_many_machines_are_still_few_placements() -> None:
+    names = ("aws-p5.48xlarge", "aws-p4d.24xlarge-block", "aws-p4de.24xlarge", "rlboost-8xh100", "aws-g6e.48xlarge")
+    offers = tuple(offer(name, 64) for name in names)
+    question = msgspec.structs.replace(QUESTION, offers=(*offers, SPOT))
+    assert counts_tried(question) < 12
+    assert 100 < sum(1 for _ in Candidates(question)) <= MOST_PLACEMENTS
+    assert counts_tried(QUESTION) == 12
 
 
 @pytest.mark.parametrize(
@@ -262,6 +274,7 @@ def test_numbers_of_machines_are_thinned_out() -> None:
         ({"algorithm": "sft"}, "sft generates nothing"),
         ({"offers": (SPOT,)}, "no reserved machines to train on"),
         ({"offers": (offer("rlboost-2xh100", 1),)}, "the catalogue has no price for it"),
+        ({"offers": (RESERVED, RESERVED)}, "rlboost-8xh100 is offered twice"),
         ({"offers": (offer("rlboost-8xh100", 0),)}, "0 machines cannot be"),
         ({"lag": -1}, "--lag"),
         ({"steps": 0}, "--steps"),

@@ -147,6 +147,7 @@ def as_data(question: MemoryQuestion, plan: MemoryPlan) -> dict[str, Any]:
             for role in plan.states
         },
         "per_gpu": {
+            **per_gpu_shares(question, plan),
             "activations_bytes": parts.activations,
             "logits_bytes": parts.logits,
             "gathered_bytes": parts.gathered,
@@ -165,6 +166,18 @@ def as_data(question: MemoryQuestion, plan: MemoryPlan) -> dict[str, Any]:
         ],
         "why_not": why_not_data(plan),
         "notes": list(plan.notes),
+    }
+
+
+def per_gpu_shares(question: MemoryQuestion, plan: MemoryPlan) -> dict[str, Any]:
+    """What the number of GPUs divides, at the fewest that hold everything; null where no number does."""
+    gpus, parts = plan.min_gpus_with_activations, plan.parts
+    shards = gpus if gpus is None else question.parallel.fsdp * question.parallel.model_gpus or gpus
+    return {
+        "gpus": gpus,
+        "states_bytes": None if shards is None else parts.states / shards,
+        "kv_bytes": None if gpus is None else parts.kv / gpus,
+        "margin_bytes": question.gpu.memory_bytes * question.margin,
     }
 
 

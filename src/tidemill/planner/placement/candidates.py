@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import product
+from itertools import combinations, product
+from math import prod
 
 import msgspec
 
@@ -15,6 +16,10 @@ from tidemill.planner.placement.training import Group, TooLarge, Training, best_
 
 MOST_COUNTS = 12
 """Numbers of machines of one kind that are tried; of more, they are spread evenly on a logarithmic scale."""
+MOST_PLACEMENTS = 5000
+"""With more, fewer numbers of machines of each kind are tried."""
+KINDS_TOGETHER = 2
+"""Kinds of machines, at most, that generate beside the training ones."""
 
 
 class Refused(Record):
@@ -30,17 +35,18 @@ class Candidates:
     def __init__(self, question: PlacementQuestion) -> None:
         self.refused = Refused(training=[], engines=[])
         self._question = question
+        self._counts = counts_tried(question)
         self._known: dict[tuple[str, bool, float, float], Engine | TooSmall] = {}
 
     def __iter__(self) -> Iterator[Placement]:
-        for group in groups(self._question.reserved):
+        for group in groups(self._question.reserved, self._counts):
             training = best_training(self._question, group)
             if isinstance(training, TooLarge):
                 self.refused.training.append(training)
                 continue
-            for chosen in _choices(self._question.preemptible):
+            for chosen in _choices(self._question.preemptible, self._counts):
                 yield from self._placed(training, chosen, shares=True)
-            for chosen in _choices(_left(self._question.offers, group)):
+            for chosen in _choices(_left(self._question.offers, group), self._counts):
                 if chosen:
                     yield from self._placed(training, chosen, shares=False)
 
@@ -69,30 +75,45 @@ class Candidates:
         return self._known[key]
 
 
-def _choices(offers: Sequence[Offer]) -> Iterator[tuple[Offer, ...]]:
-    """Every choice of numbers of machines, none of them included."""
-    for numbers in product(*((0, *counts(offer.count)) for offer in offers)):
-        yield tuple(
-            msgspec.structs.replace(offer, count=number)
-            for offer, number in zip(offers, numbers, strict=True)
-            if number
-        )
+def counts_tried(question: PlacementQuestion) -> int:
+    """Numbers of machines of each kind for which there are not too many placements."""
+    most = MOST_COUNTS
+    while most > 1 and _placements(question, most) > MOST_PLACEMENTS:
+        most -= 1
+    return most
 
 
-def groups(reserved: Sequence[Offer]) -> Iterator[Group]:
+def _placements(question: PlacementQuestion, most: int) -> int:
+    """How many there are, or somewhat more."""
+    numbers = [len(counts(offer.count, most)) for offer in question.offers]
+    sides = sum(prod(chosen) for kinds in range(KINDS_TOGETHER + 1) for chosen in combinations(numbers, kinds))
+    return sum(len(counts(offer.count, most)) for offer in question.reserved) * sides
+
+
+def _choices(offers: Sequence[Offer], most: int) -> Iterator[tuple[Offer, ...]]:
+    """Every choice of a few kinds and of numbers of machines of them; the first is none."""
+    for kinds in range(KINDS_TOGETHER + 1):
+        for chosen in combinations(offers, kinds):
+            for numbers in product(*(counts(offer.count, most) for offer in chosen)):
+                yield tuple(
+                    msgspec.structs.replace(offer, count=number) for offer, number in zip(chosen, numbers, strict=True)
+                )
+
+
+def groups(reserved: Sequence[Offer], most: int) -> Iterator[Group]:
     """Some machines of one kind; and all of all kinds, as a warning example or a last resort."""
     for offer in reserved:
-        for count in counts(offer.count):
+        for count in counts(offer.count, most):
             yield Group(members=((offer, count),))
     if len(reserved) > 1:
         yield Group(members=tuple((offer, offer.count) for offer in reserved))
 
 
-def counts(most: int) -> list[int]:
-    """1 to `most`, thinned out where there are many."""
-    if most <= MOST_COUNTS:
-        return list(range(1, most + 1))
-    return sorted({round(most ** (part / (MOST_COUNTS - 1))) for part in range(MOST_COUNTS)})
+def counts(available: int, most: int) -> list[int]:
+    """1 to `available`, thinned out to `most` numbers; all that are available is always one of them."""
+    if available <= most:
+        return list(range(1, available + 1))
+    return sorted({round(available ** (part / most)) for part in range(1, most + 1)})
 
 
 def _left(offers: Sequence[Offer], group: Group) -> list[Offer]:

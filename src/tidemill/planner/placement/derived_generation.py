@@ -22,7 +22,7 @@ def derive_generation(question: PlacementQuestion, found: Estimate, sheet: Sheet
     sides = {"shared": placement.shared, "dedicated": placement.dedicated}
     for (name, side), portion in zip(sides.items(), portions(question, placement), strict=True):
         for engine, machines in side.engines:
-            _engine(question, engine, machines, f"{name}.{engine.offer.name}", sheet)
+            _engine(question, engine, machines, f"{name}.{engine.offer.words}", sheet)
         if not side.engines:
             continue
         samples = question.rollout.samples * portion

@@ -20,6 +20,7 @@ class Engine(Record):
     gpus: int
     profile: EngineProfile
     fewest_gpus: int  # that hold the model and its longest sample
+    smallest: EngineProfile  # of an engine on those
 
     @property
     def per_machine(self) -> int:
@@ -48,9 +49,11 @@ def best_engine(
     fit = [gpus for gpus in free if free[gpus] >= needed and question.shape.heads % gpus == 0]
     if not fit:
         return TooSmall(offer=offer, missing_bytes=max(needed - max(free.values()), 0.0))
+    profiles = {gpus: _profile(question, offer, gpus, free[gpus]) for gpus in fit}
+    fewest = min(fit)
     engines = [
-        Engine(offer=offer, gpus=gpus, profile=_profile(question, offer, gpus, free[gpus]), fewest_gpus=min(fit))
-        for gpus in fit
+        Engine(offer=offer, gpus=gpus, profile=profile, fewest_gpus=fewest, smallest=profiles[fewest])
+        for gpus, profile in profiles.items()
     ]
 
     def seconds(engine: Engine) -> float:

@@ -82,6 +82,9 @@ def check(question: PlacementQuestion) -> PlacementQuestion:
         raise UserError(
             "no reserved machines to train on", where="--machines", cure="give NAME:COUNT from the catalogue"
         )
+    names = [offer.words for offer in question.offers]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"{twice[0]} is offered twice", where="--machines", cure="name it once, with all there are")
     for offer in question.offers:
         where = f"{'--preemptible' if offer.preemptible else '--machines'} {offer.name}"
         if offer.count < 1:

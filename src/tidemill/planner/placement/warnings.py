@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from tidemill.planner.placement.engines import Engine
 from tidemill.planner.placement.estimate import Estimate
 from tidemill.planner.placement.question import PlacementQuestion
-from tidemill.sim.profiles.engine import engine_profile
 from tidemill.sim.profiles.generation import steady_tokens_per_s
 from tidemill.telemetry.numerals import percent
 
@@ -46,14 +45,7 @@ def warnings_on(question: PlacementQuestion, best: Estimate) -> Iterator[str]:
 def _partitioned(question: PlacementQuestion, engine: Engine) -> Iterator[str]:
     offer = engine.offer
     if engine.gpus > engine.fewest_gpus:
-        small = engine_profile(
-            question.shape,
-            offer.gpu,
-            gpus=engine.fewest_gpus,
-            dtype=question.engine_dtype,
-            efficiency=question.engine,
-        )
-        alone = steady_tokens_per_s(small, question.rollout) / engine.fewest_gpus
+        alone = steady_tokens_per_s(engine.smallest, question.rollout) / engine.fewest_gpus
         each = steady_tokens_per_s(engine.profile, question.rollout) / engine.gpus
         text = f"engines on {offer.name} are partitioned over {engine.gpus} GPUs, and {engine.fewest_gpus} would do"
         if each < alone:

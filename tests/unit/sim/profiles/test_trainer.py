@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.sim.test_engine_profile import GPU, SHAPE
+from tests.unit.sim.profiles.test_engine import GPU, SHAPE
 from tidemill.sim.profiles.network import Link, all_reduce_s, broadcast_s, fan_out_s, gather_s
 from tidemill.sim.profiles.trainer import TrainerEfficiency, learning_passes, trainer_profile, updating_s
 

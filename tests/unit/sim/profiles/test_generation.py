@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from tests.unit.sim.test_engine_profile import PLAIN
+from tests.unit.sim.profiles.test_engine import PLAIN
 from tidemill.sim.profiles.engine import EngineProfile
 from tidemill.sim.profiles.generation import Rollout, generation_s, rollout_of, steady_tokens_per_s
 from tidemill.sim.profiles.lengths import FixedLengths, lengths_of, quantiles

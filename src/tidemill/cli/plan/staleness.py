@@ -13,12 +13,14 @@ from rich.console import RenderableType
 from tidemill.cli.plan import shown
 from tidemill.cli.plan.options import Explain
 from tidemill.cli.result import Json, Result
+from tidemill.core.errors import UserError
 from tidemill.planner.staleness import StalenessPlan, plan_staleness
+from tidemill.planner.staleness_runs import measure_runs
 from tidemill.planner.staleness_table import read_table
 from tidemill.telemetry.numerals import decimal, percent
 
 Table = Annotated[
-    Path,
+    Path | None,
     Parameter(
         help="CSV or JSON rows of lag, reward per step, utilisation (0.35 or 35%) and, if known, the reward's standard "
         "error; rows of one lag are repeats."
@@ -26,9 +28,17 @@ Table = Annotated[
 ]
 
 
-def staleness(*, table: Table, explain: Explain = False, json: Json = False) -> Result:
+Runs = Annotated[
+    tuple[Path, ...],
+    Parameter(negative=(), help="Run directories at several lags, in place of a table; runs of one lag are repeats."),
+]
+
+
+def staleness(*, table: Table = None, runs: Runs = (), explain: Explain = False, json: Json = False) -> Result:
     """The best lag by progress per wall-clock time: staleness costs reward per step and buys steps per hour."""
-    plan = plan_staleness(read_table(table))
+    if (table is None) == (not runs):
+        raise UserError("rows are from a table or from runs", cure="give --table FILE, or --runs DIR for each run")
+    plan = plan_staleness(measure_runs(runs) if table is None else read_table(table))
     return shown.result(as_data(plan), as_text(plan), plan.figures, explain=explain)
 
 

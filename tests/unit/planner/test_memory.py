@@ -8,7 +8,7 @@ from tests.formulas import check_figures
 from tidemill.config.algorithm import PRESETS
 from tidemill.config.pipeline import StageKind
 from tidemill.core.errors import UserError
-from tidemill.planner.memory.fit import usable
+from tidemill.planner.memory.fit import Fit, rounded_up, usable
 from tidemill.planner.memory.plan import plan_memory
 from tidemill.planner.memory.question import Holding, Load, MemoryQuestion, Parallel
 from tidemill.planner.memory.roles import ROLES, WHOLE_BATCH
@@ -126,6 +126,26 @@ def test_the_fewest_gpus_hold_everything_and_one_unit_less_does_not() -> None:
     tried = {fit.gpus: fit.missing_bytes for fit in plan.fits}
     assert tried[fewest] == 0
     assert tried[fewest - 8] == pytest.approx(parts.on_one(shards=fewest - 8, gpus=fewest - 8) - room)
+
+
+def test_whole_engines_are_placed() -> None:
+    plan = plan_memory(MemoryQuestion(algorithm="sft", shape=shape_of_parameters(70e9), gpu=GPU))
+    engines = plan_memory(
+        MemoryQuestion(algorithm="grpo", shape=shape_of_parameters(70e9), gpu=GPU, engine_tp=8, parallel=Parallel(tp=2))
+    )
+    assert plan.min_gpus_with_activations is not None
+    assert plan.min_gpus_with_activations % 8  # nothing generates: any number will do
+    assert engines.min_gpus_with_activations is not None
+    assert engines.min_gpus_with_activations % 8 == 0
+    assert all(fit.gpus % 8 == 0 for fit in engines.fits)
+
+
+def test_rounding_adds_no_gpu() -> None:
+    assert rounded_up(14.000000000000002, 1) == 14
+    assert rounded_up(14.00001, 1) == 15
+    assert rounded_up(1, 8) == rounded_up(8, 8) == 8
+    assert Fit(gpus=1, bytes_per_gpu=72e9 + 0.5, usable_bytes=72e9).fits
+    assert not Fit(gpus=1, bytes_per_gpu=72e9 + 2, usable_bytes=72e9).fits
 
 
 def test_replicas_of_a_sharded_model_do_not_make_it_smaller() -> None:

@@ -9,6 +9,7 @@ from tidemill.planner.memory.per_gpu import Shares, engine_gpus, generates_here
 from tidemill.planner.memory.question import MemoryQuestion
 
 SHOWN = 6
+ROUNDING = 1e-12
 
 
 class Fit(Record):
@@ -20,8 +21,9 @@ class Fit(Record):
 
     @property
     def missing_bytes(self) -> float:
-        """On every GPU; 0 where it fits."""
-        return max(self.bytes_per_gpu - self.usable_bytes, 0.0)
+        """On every GPU; 0 where it fits. Less than one byte is rounding."""
+        missing = self.bytes_per_gpu - self.usable_bytes
+        return missing if missing >= 1 else 0.0
 
     @property
     def fits(self) -> bool:
@@ -59,15 +61,12 @@ def fewest_gpus(question: MemoryQuestion, parts: Shares) -> int | None:
     room = usable(question) - per_gpu
     if room < 0 or (room == 0 and sharded > 0):
         return None
-    gpus = rounded_up(sharded / room if sharded else 1, step)
-    while not fit(question, parts, gpus).fits:  # the division was rounded down
-        gpus += step
-    return gpus
+    return rounded_up(sharded / room if sharded else 1, step)
 
 
 def rounded_up(gpus: float, step: int) -> int:
-    """To the next multiple of `step`, at least one of them."""
-    return max(math.ceil(gpus / step - 1e-9), 1) * step
+    """To the next multiple of `step`, at least one of them; what a division is too large by does not count."""
+    return max(math.ceil(gpus / step * (1 - ROUNDING)), 1) * step
 
 
 def tried(question: MemoryQuestion, parts: Shares, fewest: int | None) -> list[Fit]:

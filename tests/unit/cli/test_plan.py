@@ -114,6 +114,17 @@ def test_a_placement_with_its_runners_up(run: Run) -> None:
     assert "evictions are counted only as machines that are not there" in out
 
 
+def test_the_catalogue_is_listed_with_ones_own_rows(run: Run, tmp_path: Path) -> None:
+    row = '[machines.mine]\ngpu = "h100"\ngpus = 4\nnetwork_gbit_per_s = 100\npriced = "now"\nprice_source = "me"\n'
+    (tmp_path / "own.toml").write_text(row, encoding="utf-8")
+    data = run("plan", "catalog", "--catalog", "own.toml", "--json").data
+    assert data["gpus"]["h200-141gb"]["memory_bytes"] == 141e9
+    assert data["machines"]["mine"]["gpus"] == 4
+    out = run("plan", "catalog", "--catalog", "own.toml").out
+    assert "mine (now): me" in out
+    assert "$83.79" in out
+
+
 def test_prices_of_ones_own(run: Run) -> None:
     argv = ("plan", "placement", "--params", "8b", *MACHINES, "--json")
     dear = run(*argv, "--price", "preemptible:rlboost-2xh100=500", "--price", "rlboost-8xh100=10").data["best"]

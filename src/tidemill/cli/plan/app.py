@@ -17,8 +17,9 @@ PLANS = {
     ),
     "staleness": (
         "tidemill.cli.plan.staleness:staleness",
-        "The best lag by progress per wall-clock time, from a table.",
+        "The best lag by progress per wall-clock time, from a table or from runs.",
     ),
+    "catalog": ("tidemill.cli.plan.catalog:catalog", "The GPUs and machines that can be planned with."),
 }
 
 app = App(

@@ -25,6 +25,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.forked import stop_server
+
 # The same examples every time. `pytest tests/property --hypothesis-profile=explore` looks for new ones.
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.register_profile("explore", max_examples=1000, deadline=None)
@@ -79,6 +81,7 @@ def one_torch_thread() -> None:
 @pytest.hookimpl(trylast=True)  # when pytest's own workers are gone
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail the session when a process started by a test is still alive, and end that process."""
+    stop_server()
     if "PYTEST_XDIST_WORKER" in os.environ:
         return  # the session that started this worker looks at all of them
     deadline = time.monotonic() + EXIT_GRACE_S

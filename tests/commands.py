@@ -1,4 +1,4 @@
-"""The command line as a user runs it: in a process of its own, or in this one, to spare importing torch again."""
+"""The command line as a user runs it, in a process of its own; in a fork, or in this one, to spare importing torch."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.forked import Forked
 from tidemill.cli.app import main
 
 DEADLINE_S = 100.0
@@ -44,6 +45,14 @@ def run_process(*argv: str, cwd: Path, env: Mapping[str, str] | None = None, std
         check=False,
     )
     return Ran(done.returncode, done.stdout, done.stderr)
+
+
+def run_fork(*argv: str, cwd: Path, env: Mapping[str, str] | None = None) -> Ran:
+    """The same command in a process that has imported everything already, ended at a deadline."""
+    with Forked(*argv, cwd=cwd, env=env) as process:
+        out, err = process.communicate(DEADLINE_S)
+    assert process.returncode is not None
+    return Ran(process.returncode, out, err)
 
 
 def run_here(*argv: str) -> Ran:

@@ -25,6 +25,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.forked import stop_server
+
 # The same examples every time. `pytest tests/property --hypothesis-profile=explore` looks for new ones.
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.register_profile("explore", max_examples=1000, deadline=None)
@@ -37,11 +39,24 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 SESSION_MARK = f"TIDEMILL_TEST_SESSION={os.environ['TIDEMILL_TEST_SESSION']}"
 EXIT_GRACE_S = 3.0
 
+# They run none of the controller, and algos and config have their limit (`make test`) without them; tracing would make
+# them a third slower.
+NOT_TRACED = [
+    REPOSITORY / "tests" / name for name in ("property/rollout", "unit/models", "unit/rollout", "unit/trainer")
+]
+
 _left_behind = pytest.StashKey[list[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--chaos-rounds", type=int, default=1, help="how many times as many faults tests/chaos tries")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.pluginmanager.hasplugin("_cov"):
+        for item in items:
+            if any(folder in item.path.parents for folder in NOT_TRACED):
+                item.add_marker("no_cover")
 
 
 @pytest.fixture
@@ -79,6 +94,7 @@ def one_torch_thread() -> None:
 @pytest.hookimpl(trylast=True)  # when pytest's own workers are gone
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail the session when a process started by a test is still alive, and end that process."""
+    stop_server()
     if "PYTEST_XDIST_WORKER" in os.environ:
         return  # the session that started this worker looks at all of them
     deadline = time.monotonic() + EXIT_GRACE_S

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -24,6 +25,18 @@ def processes_below(pid: int) -> Iterator[int]:
     for child in children:
         yield child
         yield from processes_below(child)
+
+
+def process_ids() -> list[int]:
+    return [int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit()]
+
+
+def session_of(pid: int) -> int | None:
+    """The first process of its session."""
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return None
 
 
 def command_lines(pids: Iterable[int]) -> dict[int, str]:

@@ -1,19 +1,17 @@
-"""`tidemill train` in a process of its own, found again with all it started by a mark in their environment."""
+"""`tidemill train` in a process of its own; what it started is found by its session, whoever its parent is by then."""
 
 from __future__ import annotations
 
 import json
-import os
-import resource
 import signal
-import subprocess
-import sys
 import time
-import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.commands import run_here
+from tests.forked import Forked
 
 DEADLINE_S = 100.0
 
@@ -26,20 +24,11 @@ class RunningProcess:
     run: Path
     more: tuple[str, ...] = ()
     file_bytes: int | None = None  # no file may grow beyond
-    mark: str = field(default_factory=lambda: f"TIDEMILL_CHAOS_RUN={uuid.uuid4().hex}")
 
     def __post_init__(self) -> None:
         self._told = len(self.events())
-        name, value = self.mark.split("=")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tidemill", "train", f"@{self.recipe}", "--run.dir", str(self.run), *self.more],
-            env=os.environ | {name: value},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        if self.file_bytes is not None:
-            resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, (self.file_bytes, self.file_bytes))
+        argv = ("train", f"@{self.recipe}", "--run.dir", str(self.run), *self.more)
+        self.process = Forked(*argv, file_bytes=self.file_bytes)
 
     def events(self) -> list[dict[str, Any]]:
         """Of every process that ran there."""
@@ -54,16 +43,12 @@ class RunningProcess:
     def wait_until(self, due: Callable[[], bool], what: str) -> None:
         until = time.monotonic() + DEADLINE_S
         while not due():
-            assert self.process.poll() is None, f"it ended before {what}: {self.process.communicate()}"
+            assert self.process.poll() is None, f"it ended before {what}: {self.process.communicate(DEADLINE_S)}"
             assert time.monotonic() < until, f"no {what}"
             time.sleep(0.02)
 
     def wait_for(self, event: str, times: int = 1) -> None:
         self.wait_until(lambda: self.told(event) >= times, f"{times} times {event}")
-
-    def parts(self, name: str = "") -> list[int]:
-        """Processes alive with that in their command lines, the first one's parent or not."""
-        return [pid for pid, command in _marked(self.mark).items() if name in command]
 
     def killed_when(self, due: Callable[[], bool], *, after_s: float = 0.0) -> bool:
         """SIGKILL, so long after it was due; whether it had not ended by itself."""
@@ -85,10 +70,16 @@ class RunningProcess:
         _, err = self.process.communicate(timeout=DEADLINE_S)
         assert self.process.returncode == code, err
         until = time.monotonic() + 10.0
-        while (left := _marked(self.mark)) and time.monotonic() < until:
+        while (left := self.process.session()) and time.monotonic() < until:
             time.sleep(0.05)
         assert not left
         return err
+
+
+def quiet_run(recipe: Path, run: Path, *more: str) -> None:
+    """One that nothing happens to, in this process: with another seed of hashes than those that are killed."""
+    ran = run_here("train", f"@{recipe}", "--run.dir", str(run), *more)
+    assert ran.code == 0, ran.err
 
 
 def summary(run: Path) -> dict[str, Any]:
@@ -115,19 +106,3 @@ def learned(run: Path) -> tuple[dict[str, Any], list[tuple[int, str]], dict[str,
         for path in sorted((run / "samples").iterdir())
     }
     return {name: said[name] for name in names}, [(step["step"], step["weights_digest"]) for step in steps], samples
-
-
-def _marked(mark: str) -> dict[int, str]:
-    found = {}
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit():
-            continue
-        try:
-            if mark.encode() not in (folder / "environ").read_bytes().split(b"\0"):
-                continue
-            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:  # gone meanwhile
-            continue
-        if command:  # a zombie has none
-            found[int(folder.name)] = command
-    return found

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.training_process import RunningProcess, last_step, learned, summary
+from tests.training_process import RunningProcess, last_step, learned, quiet_run, summary
 
 STEPS = 30
 RECIPE = """
@@ -92,7 +92,7 @@ DEATHS = (killed, interrupted, killed, out_of_room)
 def test_a_run_that_dies_again_and_again_learns_what_a_quiet_one_does(tmp_path: Path, chaos_rounds: int) -> None:
     recipe, steps = tmp_path / "recipe.toml", ("--trainer.steps", str(STEPS))
     recipe.write_text(RECIPE)
-    RunningProcess(recipe, tmp_path / "quiet", steps).ends(0)
+    quiet_run(recipe, tmp_path / "quiet", *steps)
     expected = learned(tmp_path / "quiet")
     assert expected[0]["optimizer_steps"] > STEPS / 2  # it learned something, or equal weights would say nothing
     recipe.write_text(RECIPE + POOL)

@@ -1,9 +1,9 @@
 """Supervised stages in processes of their own.
 
-    python -m tests.integration.supervised_process run FOLDER KIND      one session; exit code as of `tidemill train`
-    python -m tests.integration.supervised_process killed FOLDER KIND   a calm run, and one killed (-9) again and again
+    main() with run FOLDER KIND      one session; exit code as of `tidemill train`
+    main() with killed FOLDER KIND   a calm run, and one killed (-9) again and again
 
-Prints the digests of both final weights and the number of kills.
+The second prints the digests of both final weights and the number of kills.
 """
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ def killed(folder: Path, kind: SupervisedKind) -> None:
     sys.stdout.write(f"{calm['weights_digest']} {wild['weights_digest']} {kills}\n")
 
 
-if __name__ == "__main__":
+def main() -> int:
     torch.set_num_threads(1)
     verb, where, what = sys.argv[1:]
     if verb == "killed":
         killed(Path(where), what)  # type: ignore[arg-type]
-    else:
-        endless = {"trainer": {"steps": 100_000}}
-        summary = session(Path(where) / "run", write_data(Path(where) / "data.jsonl"), what, **endless)  # type: ignore[arg-type]
-        sys.exit(INTERRUPTED_CODE if summary["interrupted"] else 0)
+        return 0
+    endless = {"trainer": {"steps": 100_000}}
+    summary = session(Path(where) / "run", write_data(Path(where) / "data.jsonl"), what, **endless)  # type: ignore[arg-type]
+    return INTERRUPTED_CODE if summary["interrupted"] else 0

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.commands import Ran, run_here, run_process
+from tests.commands import Ran, run_fork, run_here
 from tidemill.trainer.policy import PolicyTrainer
 
 CHAR = """\
@@ -188,7 +188,7 @@ def test_a_reward_that_fails_costs_its_samples_and_is_told(function: str, reason
     # In a process of its own: it must end although threads hang in the reward.
     shape = ("--trainer.steps=1", "--batch.prompts=4", "--batch.group_size=8", "--scoring.timeout_s=0.2")
     argv = ("train", "@char.toml", "--run.dir=D", rewards, *shape, "--scoring.concurrency=32", "--json")
-    ran = run_process(*argv, cwd=Path.cwd())
+    ran = run_fork(*argv, cwd=Path.cwd())
     assert ran.code == 0, ran.err
     lines = [json.loads(line) for line in Path("D/samples/step_000001.jsonl").read_text(encoding="utf-8").splitlines()]
     failed = [line for line in lines if len(line["completion"]) == 3]

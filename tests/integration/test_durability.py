@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.training_process import RunningProcess, last_step, learned, summary
+from tests.training_process import RunningProcess, last_step, learned, quiet_run, summary
 
 RECIPE = """
 [model]
@@ -65,7 +65,7 @@ def recipe(tmp_path: Path) -> Path:
 def test_killed_at_random_moments_and_inside_a_checkpoint(more: str, recipe: Path, tmp_path: Path) -> None:
     recipe.write_text(RECIPE + more)
     quiet, torn = tmp_path / "quiet", tmp_path / "torn"
-    RunningProcess(recipe, quiet).ends(0)
+    quiet_run(recipe, quiet)
     expected = learned(quiet)
     assert expected[0]["optimizer_steps"] > 8  # it learned something, or equal weights would say nothing
     rng = random.Random(0)
@@ -109,7 +109,7 @@ def test_interrupted_cleanly_then_resumed_then_told_that_it_has_finished(recipe:
 @pytest.mark.timeout(100)
 def test_a_run_directory_belongs_to_one_configuration(recipe: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    RunningProcess(recipe, run).ends(0)
+    quiet_run(recipe, run)
     before = (run / "metrics.jsonl").read_bytes()
     assert "batch.prompts = 8, the run has 4" in RunningProcess(recipe, run, ("--batch.prompts", "8")).ends(2)
     assert (run / "metrics.jsonl").read_bytes() == before

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +14,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.commands import DEADLINE_S, Ran, run_here, run_process
+from tests.commands import DEADLINE_S, Ran, run_fork, run_here
 from tests.conftest import REPOSITORY
+from tests.forked import Forked
 from tidemill.models.loading import weights_digest
 from tidemill.models.quiet import quiet
 
@@ -153,7 +151,7 @@ def quiet_result(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """Of a pipeline that nothing happens to."""
     place = tmp_path_factory.mktemp("quiet")
     write_inputs(place)
-    ran = run_process("train", "@r.toml", "--run.dir=D", cwd=place)
+    ran = run_fork("train", "@r.toml", "--run.dir=D", cwd=place)
     assert ran.code == 0, ran.err
     return made(place / "D")
 
@@ -164,18 +162,13 @@ def lines(path: Path) -> int:
 
 def run_until(reached: Callable[[], bool], number: signal.Signals) -> int:
     """The pipeline in a process of its own, sent a signal as soon as something is reached; its exit code."""
-    argv = [sys.executable, "-m", "tidemill", "train", "@r.toml", "--run.dir=D"]
-    process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ)
     deadline = time.monotonic() + DEADLINE_S
-    try:
+    with Forked("train", "@r.toml", "--run.dir=D") as process:
         while process.poll() is None and not reached():
             assert time.monotonic() < deadline, "it did not get that far"
             time.sleep(0.005)
         process.send_signal(number)
         return process.wait(DEADLINE_S)
-    finally:
-        process.kill()
-        process.wait(DEADLINE_S)
 
 
 def in_stage(name: str, steps: int) -> Callable[[], bool]:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.commands import Ran, run_here, run_process
+from tests.commands import Ran, run_fork, run_here, run_process
 from tests.conftest import REPOSITORY
 from tidemill.config.algorithm import PRESETS
 from tidemill.config.load import load_spec
@@ -213,7 +213,7 @@ def test_the_recipe_on_ray_learns_while_its_workers_are_killed(tmp_path: Path) -
     recipe, run = f"@{REPOSITORY / 'recipes' / 'ray-local.toml'}", tmp_path / "run"
     # A quarter of the recipe's steps, three times as fast; a worker takes some seconds to come up.
     shortened = ("--trainer.steps=25", "--optimizer.learning_rate=1e-3", "--eval.every_steps=0")
-    ran = run_process(
+    ran = run_fork(
         "train", recipe, *shortened, "--pool.mean_time_to_eviction_s=12", f"--run.dir={run}", "--json", cwd=tmp_path
     )
     summary = check_summary(ran, run)
@@ -244,7 +244,7 @@ def test_recipes_of_the_pretrained_model(recipe: Path, shared_cache: Path, empti
     argv = ("train", f"@{recipe}", ONE_THREAD, *shortened, f"--run.dir={run}", "--json")
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     assert os.environ["TIDEMILL_CACHE"] == str(shared_cache)
-    summary = check_summary(run_process(*argv, cwd=emptied, env=offline), run)
+    summary = check_summary(run_fork(*argv, cwd=emptied, env=offline), run)
     assert summary["eval"]["n"] == 2
     assert summary["model"] == "smollm2-135m"
     check_report(run)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.forked import Forked
 from tests.integration.supervised_process import newest, session, write_data
 from tidemill.core.errors import UserError
 from tidemill.models.codec import load_codec
@@ -22,7 +21,7 @@ from tidemill.models.reward_model import load_reward_model, sequence_scores
 from tidemill.runtime.supervised import SupervisedKind
 from tidemill.telemetry.metrics import read_metrics
 
-REPOSITORY = Path(__file__).parents[2]
+PROCESS = "tests.integration.supervised_process:main"
 CPU = torch.device("cpu")
 
 
@@ -67,10 +66,10 @@ def test_a_reward_model_tells_right_from_wrong_and_scores_text(tmp_path: Path) -
 def test_a_stage_killed_at_random_moments_ends_with_the_bits_of_an_uninterrupted_one(
     kind: SupervisedKind, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-m", "tests.integration.supervised_process", "killed", str(tmp_path), kind]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=118, check=False, cwd=REPOSITORY)
-    assert done.returncode == 0, done.stdout + done.stderr
-    uninterrupted, resumed, kills = done.stdout.split()[-3:]
+    with Forked("killed", str(tmp_path), kind, target=PROCESS) as lives:
+        out, err = lives.communicate(timeout=118)
+    assert lives.returncode == 0, out + err
+    uninterrupted, resumed, kills = out.split()[-3:]
     assert resumed == uninterrupted
     assert int(kills) >= 3  # a life adds at most 7 of 24 steps
     calm, wild = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("calm", "wild"))
@@ -79,15 +78,13 @@ def test_a_stage_killed_at_random_moments_ends_with_the_bits_of_an_uninterrupted
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_stage_with_a_checkpoint_and_130(number: signal.Signals, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.integration.supervised_process", "run", str(tmp_path), "sft"]
-    out, err = subprocess.PIPE, subprocess.STDOUT
-    with subprocess.Popen(command, cwd=REPOSITORY, stdout=out, stderr=err, text=True) as stage:
+    with Forked("run", str(tmp_path), "sft", target=PROCESS) as stage:
         deadline = time.monotonic() + 60
         while newest(tmp_path / "run") < 4 and time.monotonic() < deadline and stage.poll() is None:
             time.sleep(0.01)
         stage.send_signal(number)
-        output, _ = stage.communicate(timeout=60)
-    assert stage.returncode == 130, output
+        out, err = stage.communicate(timeout=60)
+    assert stage.returncode == 130, out + err
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["outcome"] == "interrupted"
     assert summary["steps"] == newest(tmp_path / "run")  # the very last step is checkpointed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -12,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import run_fork
+from tests.forked import Forked
 from tidemill.cli.app import main
 
 DEADLINE_S = 120.0
@@ -99,26 +100,14 @@ def test_train_then_eval_generate_and_report(
 
 def test_ctrl_c_ends_a_run_with_a_checkpoint_and_130(tmp_path: Path) -> None:
     (tmp_path / "char.toml").write_text(CHAR, encoding="utf-8")
-    command = [
-        sys.executable,
-        "-m",
-        "tidemill",
-        "train",
-        "@char.toml",
-        "--trainer.steps=100000",
-        "--run.dir=D",
-        "--json",
-    ]
-    with subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    ) as process:
+    with Forked("train", "@char.toml", "--trainer.steps=100000", "--run.dir=D", "--json", cwd=tmp_path) as process:
         deadline = time.monotonic() + DEADLINE_S
         metrics = tmp_path / "D" / "metrics.jsonl"
         while time.monotonic() < deadline and process.poll() is None:
             if metrics.exists() and metrics.read_text(encoding="utf-8").count("\n") >= 3:
                 break
             time.sleep(0.05)
-        os.kill(process.pid, signal.SIGINT)
+        process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 130, err
     summary = json.loads(out)
@@ -127,7 +116,7 @@ def test_ctrl_c_ends_a_run_with_a_checkpoint_and_130(tmp_path: Path) -> None:
 
 
 def test_doctor(tmp_path: Path) -> None:
-    done = tidemill("doctor", "--json", cwd=tmp_path)
-    found = json.loads(done.stdout)
-    assert done.returncode == (0 if found["usable"] else 2)
+    done = run_fork("doctor", "--json", cwd=tmp_path)
+    found = done.data
+    assert done.code == (0 if found["usable"] else 2)
     assert found["machine"]["torch"]["threads"]["1"] > 0

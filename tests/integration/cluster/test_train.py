@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.forked import Forked
 from tests.processes import command_lines, processes_below
 
 pytestmark = pytest.mark.xdist_group("ray")
@@ -54,9 +53,8 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
-def start(recipe: Path, run: Path, *more: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tidemill", "train", f"@{recipe}", "--run.dir", str(run), "--json", *more]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def start(recipe: Path, run: Path, *more: str) -> Forked:
+    return Forked("train", f"@{recipe}", "--run.dir", str(run), "--json", *more)
 
 
 def _events(run: Path) -> list[dict[str, object]]:
@@ -65,10 +63,10 @@ def _events(run: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
-def wait_for(process: subprocess.Popen[str], run: Path, event: str, session: int) -> None:
+def wait_for(process: Forked, run: Path, event: str, session: int) -> None:
     until = time.monotonic() + DEADLINE_S
     while not any(line["event"] == event and line["session"] == session for line in _events(run)):
-        assert process.poll() is None, process.communicate()
+        assert process.poll() is None, process.communicate(DEADLINE_S)
         assert time.monotonic() < until, f"no {event} in session {session}"
         time.sleep(0.05)
 

@@ -58,7 +58,8 @@ def newest(root: Path) -> int:
     return max((int(path.name.removeprefix("step_")) for path in root.glob("step_*")), default=0)
 
 
-def main(folder: Path) -> None:
+def main() -> int:
+    folder = Path(sys.argv[1])
     torch.set_num_threads(1)
     source, calm, wild = folder / "source", folder / "calm", folder / "wild"
     source.mkdir()
@@ -79,6 +80,4 @@ def main(folder: Path) -> None:
         after_kill=count_torn,
     )
     sys.stdout.write(f"{final_digest(calm)} {final_digest(wild)} {kills} {torn}\n")
-
-
-main(Path(sys.argv[1]))
+    return 0

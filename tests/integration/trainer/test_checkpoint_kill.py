@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked import Forked
 from tidemill.trainer.checkpoint_manifest import damage
 from tidemill.trainer.checkpoint_store import CheckpointStore
 
@@ -50,9 +51,9 @@ def test_a_killed_writer_leaves_only_whole_checkpoints(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(240)
 def test_training_killed_at_random_moments_ends_with_the_weights_of_an_uninterrupted_run(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.integration.trainer.killed_training", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=220, check=False, cwd=REPOSITORY)
-    assert done.returncode == 0, done.stdout + done.stderr
-    uninterrupted, resumed, kills, _torn = done.stdout.split()[-4:]
+    with Forked(str(tmp_path), target="tests.integration.trainer.killed_training:main") as lives:
+        out, err = lives.communicate(timeout=220)
+    assert lives.returncode == 0, out + err
+    uninterrupted, resumed, kills, _torn = out.split()[-4:]
     assert resumed == uninterrupted
     assert int(kills) >= 3  # a life adds at most 7 checkpoints, of 24

@@ -26,7 +26,7 @@ from benchmarks.ray_runs import spec_of, steps_of, total
 from tidemill.telemetry.metrics import CRITIC_WAIT, STEP_TIME, MetricLine
 
 PLACEMENTS = ("trainer", "actor")
-ROUNDS, COUNTED_STEPS = 3, 5
+ROUNDS, COUNTED_STEPS = 3, 4
 BEGINNING = 2  # steps that are not counted
 SLOTS = 32
 

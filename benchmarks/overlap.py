@@ -11,6 +11,9 @@ The published reference: where rollout takes 60 % of a step and training 40 %, t
 sequence and 40 / 60 = 66.7 % overlapped. Both are worked out here from the synchronous runs' own times, too: with T for
 learning from a batch and R for generating one, T / (R + T) in sequence and T / max(R, T) overlapped. (Within a
 synchronous step there is some overlap already: gradients begin while the last samples are generated.)
+
+An idle share is of wall time. Where other processes want the same cores, two that compute at once slow each other down:
+the trainer is idle for less of the time all the same, but a step need not get shorter. The load is told beside.
 """
 
 from __future__ import annotations
@@ -124,6 +127,11 @@ def _report(runs: Sequence[Overlap], *, quick: bool) -> None:
         print(
             f"Lag {lag}: the trainer is idle for {idle:.2f} times the synchronous share and busy {busy:.1%} of the "
             f"time; a step takes {step:.2f} times as long."
+        )
+    load, cores = statistics.median(one.load_average for one in runs), os.cpu_count() or 1
+    if load > cores:
+        print(
+            f"The machine was busy (load {load:.0f} on {cores} cores): trainer and worker shared what was left of it."
         )
     figures = {
         "rounds": len(by_lag[0]),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from tidemill.config.base import Config
@@ -9,7 +11,10 @@ from tidemill.config.base import Config
 
 class MakingConfig(Config):
     prompts: int = Field(1000, ge=1)
-    """Stages of kind demonstrations and pairs: training prompts made into rows, at most."""
+    """Stages of kind demonstrations and pairs: prompts made into rows, at most."""
+    side: Literal["train", "held_out"] = "train"
+    """Which of the task's prompts: those that are learned from, or those that evaluations ask; what is made of the
+    latter is for data.held_out_path."""
     samples_per_prompt: int = Field(8, ge=2)
     """pairs: answers drawn of each prompt."""
     pairs_per_prompt: int = Field(4, ge=1)

@@ -48,19 +48,20 @@ RunStage: TypeAlias = Callable[[Job], Outcome]
 
 
 def run_making(job: Job) -> Outcome:
-    """Write rows to learn from, of the task's training prompts: its own answers, or a model's right ones against wrong
-    ones; gives that file."""
+    """Write rows to learn from, or to be measured on, of the task's prompts: its own answers, or a model's right ones
+    against wrong ones; gives that file."""
     from tidemill.runtime.making import make_demonstrations, make_pairs
 
     path, making = job.directory / DATA, job.spec.making
     path.unlink(missing_ok=True)  # of a session that was killed before it could say that it had finished
     if job.kind == "demonstrations":
-        found = make_demonstrations(job.spec, path, prompts=making.prompts, progress=job.say)
+        found = make_demonstrations(job.spec, path, prompts=making.prompts, side=making.side, progress=job.say)
     else:
         found = make_pairs(
             job.spec,
             path,
             prompts=making.prompts,
+            side=making.side,
             samples_per_prompt=making.samples_per_prompt,
             pairs_per_prompt=making.pairs_per_prompt,
             progress=job.say,

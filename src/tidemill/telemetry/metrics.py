@@ -40,6 +40,7 @@ METRICS: dict[str, Metric] = {
     "eval/n": Metric("prompts", "held-out prompts that accuracy is over"),
     "entropy": Metric("nats", "mean entropy of the policy's next-token distribution over trained tokens"),
     "kl_ref": Metric("nats/token", "k3 estimate of KL(policy ‖ reference); only with algorithm.kl_beta > 0"),
+    "kl_ref_k1": Metric("nats/token", "mean log(policy / reference), the same without k3's leaps at a rare token"),
     "kl_beta": Metric("", "the KL coefficient the batch was learned with; it moves where there is a kl_target"),
     "approx_kl": Metric("nats/token", "k3 estimate of how far the update moved the policy from where it began"),
     "clip_fraction": Metric("", "share of trained tokens whose importance ratio was clipped"),

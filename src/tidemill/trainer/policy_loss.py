@@ -22,6 +22,7 @@ class PolicyOutcome:
     token: TokenLoss
     corrected: Corrected
     kl_T: Tensor | None  # float [T], k3 to the reference, without gradient
+    log_ratio_ref_T: Tensor | None  # float [T], log(trainer / reference), without gradient
 
 
 def policy_outcome(
@@ -52,6 +53,7 @@ def policy_outcome(
         token=token,
         corrected=corrected,
         kl_T=None if kl_T is None else kl_T.detach(),
+        log_ratio_ref_T=None if microbatch.ref_logprobs is None else logprobs_T.detach() - microbatch.ref_logprobs,
     )
 
 

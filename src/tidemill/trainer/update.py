@@ -54,6 +54,7 @@ class Sums:
     entropy: float = 0.0
     approx_kl: float = 0.0
     kl_ref: float | None = None  # None without a reference
+    kl_ref_k1: float = 0.0
     kl_beta: float = 0.0  # the coefficient that the batch was learned with
     loss: float = 0.0
     optimizer_steps: int = 0
@@ -89,6 +90,8 @@ class Sums:
         self.tokens_unpacked += microbatch.unpacked_tokens
         if outcome.kl_T is not None:
             self.kl_ref = (self.kl_ref or 0.0) + float(outcome.kl_T.sum())
+        if outcome.log_ratio_ref_T is not None:
+            self.kl_ref_k1 += float(outcome.log_ratio_ref_T.sum())
 
     def values(self) -> dict[str, float]:
         """Metrics by name; see docs/metrics.md. Of no trained tokens and no optimizer steps there are no means."""
@@ -129,7 +132,9 @@ class Sums:
             "correction_truncated": self.truncated / tokens,
             "correction_masked": self.masked / tokens,
         }
-        return means if self.kl_ref is None else means | {"kl_ref": self.kl_ref / tokens}
+        if self.kl_ref is None:
+            return means
+        return means | {"kl_ref": self.kl_ref / tokens, "kl_ref_k1": self.kl_ref_k1 / tokens}
 
     def _ratios(self) -> dict[str, float]:
         stats = self.mismatch.reduce()

@@ -25,6 +25,8 @@ from tidemill.runtime.compute import ComputeThread
 from tidemill.trainer.critic import Critic, ModelCritic, TrunkCritic
 from tidemill.trainer.packing import Weighted, by_sample, pack
 from tidemill.trainer.policy import PolicyTrainer
+from tidemill.trainer.policy_loss import policy_outcome
+from tidemill.trainer.update import Sums
 
 PROMPT = [5, 6, 7]
 PPO = {"name": "ppo", "kl_beta": 0.0}
@@ -275,6 +277,22 @@ def without_logprobs() -> list[Group]:
         group(one.position, [msgspec.structs.replace(t, rollout_logprobs=b"") for t in one.trajectories])
         for one in batch()
     ]
+
+
+def test_both_estimates_of_the_divergence_from_the_reference_are_told() -> None:
+    microbatch = pack(
+        [Weighted(trajectory=trajectory(PROMPT, [9, 10, 11], 1.0), advantage=0.0, token_weight=1.0)],
+        torch.device("cpu"),
+    )
+    logprobs = torch.log(torch.tensor([0.5, 0.5, 0.125]))
+    microbatch.proximal_logprobs, microbatch.ref_logprobs = logprobs, torch.log(torch.tensor([0.25, 0.25, 0.5]))
+    outcome = policy_outcome(RunSpec().algorithm, microbatch, logprobs, torch.zeros(3), kl_beta=0.1)
+    sums = Sums(kl_beta=0.1)
+    sums.learned(microbatch, outcome, logprobs, torch.zeros(3))
+    values = sums.values()
+    # log(policy / reference) is ln 2, ln 2, -2 ln 2; k3 is 2 (1/2 + ln 2 - 1) and 4 - 2 ln 2 - 1: together 2
+    assert values["kl_ref_k1"] == pytest.approx(0.0, abs=1e-6)
+    assert values["kl_ref"] == pytest.approx(2 / 3)
 
 
 def test_the_kl_coefficient_follows_its_target(tmp_path: Path) -> None:

@@ -300,6 +300,7 @@ def test_the_recipe_of_rlhf_from_written_answers_to_the_truth(folder: Path) -> N
         "written": "demonstrations",
         "sft": "sft",
         "pairs": "pairs",
+        "other_pairs": "pairs",
         "rm": "reward_model",
         "ppo": "rl",
         "measure": "eval",

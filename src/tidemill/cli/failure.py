@@ -5,11 +5,18 @@ from __future__ import annotations
 import errno
 import tempfile
 import traceback
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tidemill.core.errors import ClusterLost, DeadlineError, GuardStop, TidemillError, TrainerLost, UserError
+from tidemill.core.errors import (
+    ClusterLost,
+    DeadlineError,
+    GuardStop,
+    TidemillError,
+    TrainerLost,
+    UserError,
+    root_fault,
+)
 
 BUG_CODE = 1
 INTERRUPTED_CODE = 130
@@ -61,16 +68,6 @@ def explain(error: BaseException, *, debug: bool = False) -> Failure:
     return Failure(text=told + text, data=data, exit_code=BUG_CODE)
 
 
-def root_fault(error: BaseException) -> BaseException:
-    """What a group of concurrent failures comes down to: an interrupt, the user's fault, a guard, or the first."""
-    leaves = list(_leaves(error))
-    for kind in (KeyboardInterrupt, UserError, GuardStop, OSError):
-        for leaf in leaves:
-            if isinstance(leaf, kind):
-                return leaf
-    return leaves[0] if leaves else error
-
-
 def as_user_error(error: BaseException) -> UserError | None:
     """The error as a fault of input or machine that its user can mend; None if it is something else."""
     if isinstance(error, UserError):
@@ -82,7 +79,10 @@ def as_user_error(error: BaseException) -> UserError | None:
     # torch's own class, named so that torch need not be imported.
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         first = str(error).splitlines()[:1]
-        cure = "lower batch.microbatch_tokens, engine.slots or trainer.logits_budget_mb"
+        cure = (
+            "lower batch.microbatch_tokens (in sft, reward_model and dpo stages supervised.microbatch_tokens), "
+            "engine.slots or trainer.logits_budget_mb"
+        )
         return UserError(f"out of memory{': ' if first else ''}{''.join(first)}", cure=cure)
     return None
 
@@ -120,11 +120,3 @@ def write_traceback(error: BaseException) -> str:
     except OSError as problem:
         return f"no file ({problem})"
     return file.name
-
-
-def _leaves(error: BaseException) -> Iterator[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        for each in error.exceptions:
-            yield from _leaves(each)
-    else:
-        yield error

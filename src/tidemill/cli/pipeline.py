@@ -20,7 +20,7 @@ from tidemill.config.pipeline import PipelineSpec
 from tidemill.config.words import counted
 from tidemill.pipeline.plan import Choice, Mark, Plan, Planned
 from tidemill.pipeline.run import plan_pipeline, run_pipeline
-from tidemill.pipeline.words import Row, pipeline_toml, row_data, rows, stale_words
+from tidemill.pipeline.words import Row, pipeline_toml, plan_notes, row_data, rows
 from tidemill.telemetry.numerals import duration
 
 
@@ -38,6 +38,7 @@ def dry_run_pipeline(pipeline: PipelineSpec, *, choice: Choice) -> Result:
     data = {
         "plan": row_data(plan),
         "stale": list(plan.stale),
+        "unused": list(plan.unused),
         "config": {
             "run": pipeline.run.model_dump(mode="json"),
             "stage": [{"name": stage.name, "kind": stage.kind, **stage.sections()} for stage in pipeline.stages],
@@ -45,7 +46,7 @@ def dry_run_pipeline(pipeline: PipelineSpec, *, choice: Choice) -> Result:
     }
     shown = io.StringIO()
     Console(file=shown, width=shutil.get_terminal_size().columns).print(plan_table(rows(plan)))
-    text = "\n".join([pipeline_toml(pipeline), shown.getvalue().rstrip(), *stale_words(plan)])
+    text = "\n".join([pipeline_toml(pipeline), shown.getvalue().rstrip(), *plan_notes(plan)])
     return Result(data=data, text=text)
 
 
@@ -55,7 +56,7 @@ class OnStandardError:
     def plan(self, plan: Plan) -> None:
         console = Console(stderr=True)
         console.print(plan_table(rows(plan)))
-        for line in stale_words(plan):
+        for line in plan_notes(plan):
             console.print(line, markup=False, highlight=False)
 
     def begins(self, planned: Planned, number: int, of: int) -> None:

@@ -30,7 +30,7 @@ class DataConfig(Config):
     """Close every completion with the token that ends the model's turn. Turn it off where completions end with a stop
     string of their own (`sampling.stop`, or the task's), so that data and generated samples look alike."""
     seed: int | None = Field(None, ge=0)
-    """Orders the rows; by default run.seed."""
+    """Orders the rows in every epoch; by default run.seed."""
 
     @model_validator(mode="after")
     def _has_a_path(self) -> DataConfig:

@@ -130,6 +130,7 @@ class PipelineSpec:
 
     run: RunConfig
     stages: tuple[StageSpec, ...]
+    unused: tuple[str, ...] = ()  # in words: top-level sections that no stage has a use for
 
     @property
     def directory(self) -> Path:

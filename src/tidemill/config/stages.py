@@ -67,7 +67,7 @@ def compose_stages(layers: Sequence[Layer]) -> PipelineSpec:
     if faults:
         raise ConfigError(list(dict.fromkeys(faults)))
     run = compose([replace(layer, tree=_only(layer.tree, ("run",))) for layer in layers], purpose="read").run
-    return PipelineSpec(run=run, stages=tuple(stages))
+    return PipelineSpec(run=run, stages=tuple(stages), unused=tuple(_unused(recipes, kinds)))
 
 
 def _tables(recipe: Layer, faults: list[Fault]) -> Iterator[Layer]:
@@ -229,13 +229,23 @@ def _strangers(layers: Sequence[Layer]) -> Iterator[Fault]:
 
 
 def _reaching_nothing(command: Layer, kinds: Sequence[StageKind]) -> Iterator[Fault]:
-    """An option that no stage could take is a mistake; a section of a recipe may serve other recipes."""
-    for section in command.tree:
-        if (
-            section in RunSpec.model_fields
-            and section != "run"
-            and not any(section in KINDS[k].sections for k in kinds)
-        ):
-            knowing = [kind for kind, row in KINDS.items() if section in row.sections]
-            cure = f"leave it out, or add a stage of kind {' or '.join(knowing)}"
-            yield Fault(key=section, what="no stage of this recipe has such a section", source=command.name, cure=cure)
+    """An option that no stage could take is a mistake."""
+    for section, knowing in _without_a_stage(command, kinds):
+        cure = f"leave it out, or add a stage of kind {' or '.join(knowing)}"
+        yield Fault(key=section, what="no stage of this recipe has such a section", source=command.name, cure=cure)
+
+
+def _unused(recipes: Sequence[Layer], kinds: Sequence[StageKind]) -> Iterator[str]:
+    """A recipe's section may serve other recipes: it is no fault, and told in the plan."""
+    for recipe in recipes:
+        for section, knowing in _without_a_stage(recipe, kinds):
+            place, able = recipe.locate((section,)), ", ".join(knowing)
+            yield f"{place}: no stage has a use for [{section}] (kinds that do: {able})"
+
+
+def _without_a_stage(layer: Layer, kinds: Sequence[StageKind]) -> Iterator[tuple[str, list[StageKind]]]:
+    """Top-level sections that no stage of these kinds knows, each with the kinds that would."""
+    for section in layer.tree:
+        knowing = [kind for kind, row in KINDS.items() if section in row.sections]
+        if section in RunSpec.model_fields and section != "run" and not set(knowing) & set(kinds):
+            yield section, knowing

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 
 class TidemillError(Exception):
     """Base of every error raised on purpose."""
@@ -60,3 +62,27 @@ class DeadlineError(TidemillError):
 
     def __init__(self, awaited: str, *, waited_s: float, look_at: str) -> None:
         super().__init__(f"waited {waited_s:.1f} s for {awaited}; look at {look_at}")
+
+
+def root_fault(error: BaseException) -> BaseException:
+    """What a group of concurrent failures comes down to: an interrupt, the user's fault, a guard, or the first."""
+    leaves = list(_leaves(error))
+    for kind in (KeyboardInterrupt, UserError, GuardStop, OSError):
+        for leaf in leaves:
+            if isinstance(leaf, kind):
+                return leaf
+    return leaves[0] if leaves else error
+
+
+def in_words(error: BaseException) -> str:
+    """What a failure came down to, for whoever reads of it later: an error's own words, a bug's with its kind."""
+    root = root_fault(error)
+    return str(root) if isinstance(root, TidemillError) else f"{type(root).__name__}: {root}".rstrip(": ")
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for each in error.exceptions:
+            yield from _leaves(each)
+    else:
+        yield error

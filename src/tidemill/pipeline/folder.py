@@ -10,32 +10,30 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import msgspec
-from filelock import FileLock, Timeout
 
 from tidemill.core.errors import UserError
 from tidemill.pipeline.plan import Found, Mark
 from tidemill.telemetry.jsonl import disk_error, encode, write_atomically
+from tidemill.telemetry.locked import LockedDirectory
 from tidemill.telemetry.run_dir import RunDirectory, read_json
 
 MARK = "stage.json"
 DOOMED = ".deleting-"
 
 
-class PipelineFolder:
+class PipelineFolder(LockedDirectory):
     """`PipelineFolder(path)` is for reading; `PipelineFolder.open(path)` creates and locks."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        super().__init__(path)
         self.stages = path / "stages"
         self.config = path / "config.toml"
         self.state = path / "pipeline.json"
         self.summary = path / "summary.json"
         self.report = path / "report.html"
-        self._lock: FileLock | None = None
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -53,7 +51,7 @@ class PipelineFolder:
             raise UserError("a file stands where a directory should be", where=str(path), cure=cure) from error
         except OSError as error:
             raise disk_error(error, path) from error
-        folder._acquire()
+        folder.acquire(lambda: "another process is working on this pipeline")
         for doomed in folder.stages.glob(f"{DOOMED}*"):
             shutil.rmtree(doomed, ignore_errors=True)
         return folder
@@ -63,17 +61,6 @@ class PipelineFolder:
         if RunDirectory(self.path).manifest.exists():
             what = "this directory holds a single run, and the recipe has stages"
             raise UserError(what, where=str(self.path), cure="choose another --run.dir")
-
-    def _acquire(self) -> None:
-        lock = FileLock(self.path / ".lock", blocking=False, thread_local=False)
-        try:
-            lock.acquire()
-        except Timeout as error:
-            cure = "wait until it ends or stop it, or choose another --run.dir"
-            raise UserError("another process is working on this pipeline", where=str(self.path), cure=cure) from error
-        except OSError as error:
-            raise disk_error(error, self.path / ".lock") from error
-        self._lock = lock
 
     def found(self) -> dict[str, Found]:
         """Every stage's folder there is, whether of this recipe or an earlier form of it."""
@@ -129,16 +116,3 @@ class PipelineFolder:
 
     def read_state(self) -> dict[str, Any]:
         return read_json(self.state)
-
-    def close(self) -> None:
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -43,7 +44,8 @@ def plan_pipeline(pipeline: PipelineSpec, *, choice: Choice = EVERYTHING) -> Pla
     """
     folder = PipelineFolder(pipeline.directory)
     folder.refuse_single_run()
-    return make_plan(pipeline.stages, contents=contents_of(pipeline.stages), found=folder.found(), choice=choice)
+    plan = make_plan(pipeline.stages, contents=contents_of(pipeline.stages), found=folder.found(), choice=choice)
+    return replace(plan, unused=pipeline.unused)
 
 
 def run_pipeline(

@@ -104,9 +104,10 @@ def _changes(planned: Planned) -> list[str]:
     return list(dict.fromkeys(words))
 
 
-def stale_words(plan: Plan) -> list[str]:
-    """A line about results that nothing asks for, if there are any."""
-    if not plan.stale:
-        return []
-    names = ", ".join(plan.stale)
-    return [f"stale, kept: {names} (of another configuration; --prune-stale deletes them)"]
+def plan_notes(plan: Plan) -> list[str]:
+    """Lines about settings that no stage has a use for, and results that nothing asks for, if there are any."""
+    notes = [f"warning: {words}" for words in plan.unused]
+    if plan.stale:
+        names = ", ".join(plan.stale)
+        notes.append(f"stale, kept: {names} (of another configuration; --prune-stale deletes them)")
+    return notes

@@ -12,7 +12,7 @@ from typing import Any, Literal, Self, TextIO, TypeAlias
 
 from tidemill.config.schema import RunSpec
 from tidemill.core.clock import Clock
-from tidemill.core.errors import UserError
+from tidemill.core.errors import UserError, in_words, root_fault
 from tidemill.core.records import FleetRow, Prompt, StepMetrics, Trajectory
 from tidemill.telemetry.evaluations import evaluations
 from tidemill.telemetry.events import (
@@ -247,8 +247,11 @@ class Recorder:
         if self._view:
             self._view.note(text)
 
-    def finish(self, outcome: Outcome) -> dict[str, Any]:
+    def finish(self, outcome: Outcome, *, error: str = "") -> dict[str, Any]:
         """End the session and write summary.json.
+
+        Args:
+            error: what a failure was, in words.
 
         Returns:
             The summary.
@@ -265,6 +268,8 @@ class Recorder:
             wall_s=wall_s,
             peak_rss_bytes=self._memory(),
         )
+        if error:
+            summary["error"] = error
         self.run.write_summary(summary)
         if sentence := evictions_sentence(summary):
             self.note(sentence)
@@ -297,5 +302,12 @@ class Recorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        interrupted = kind is None or issubclass(kind, KeyboardInterrupt)
-        self.close("interrupted" if interrupted else "failed")
+        if self._closed or error is None:
+            self.close()
+            return
+        try:
+            interrupted = isinstance(root_fault(error), KeyboardInterrupt)
+            self.finish("interrupted" if interrupted else "failed", error="" if interrupted else in_words(error))
+        except Exception as second:  # noqa: BLE001 - a full disk, most likely; the error that ended the run is shown
+            self.note(f"no summary written: {second}")
+            self.close("failed")

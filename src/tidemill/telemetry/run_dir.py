@@ -6,15 +6,14 @@ import os
 import re
 import tomllib
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import msgspec
-from filelock import FileLock, Timeout
 
 from tidemill.core.errors import UserError
 from tidemill.telemetry.events import PastSessions, past_sessions
 from tidemill.telemetry.jsonl import disk_error, drop_torn_line, encode, read_lines, write_atomically
+from tidemill.telemetry.locked import LockedDirectory
 
 SAMPLES_NAME = re.compile(r"step_(\d+)(?:\.([\w.-]+))?\.jsonl$")
 
@@ -25,11 +24,11 @@ def samples_name(step: int, purpose: str = "train") -> str:
     return f"step_{step:06d}{suffix}.jsonl"
 
 
-class RunDirectory:
+class RunDirectory(LockedDirectory):
     """Paths of a run. `RunDirectory(path)` is for reading; `RunDirectory.open(path)` creates and locks."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        super().__init__(path)
         self.config = path / "config.toml"
         self.manifest = path / "manifest.json"
         self.events = path / "events.jsonl"
@@ -40,7 +39,6 @@ class RunDirectory:
         self.summary = path / "summary.json"
         self.report = path / "report.html"
         self.past = PastSessions()
-        self._lock: FileLock | None = None
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -51,7 +49,7 @@ class RunDirectory:
         """
         run = cls(path)
         run._create()
-        run._acquire()
+        run.acquire(run._held)
         try:
             for log in (run.events, run.metrics):
                 drop_torn_line(log)
@@ -76,18 +74,11 @@ class RunDirectory:
         except OSError as error:
             raise disk_error(error, self.path) from error
 
-    def _acquire(self) -> None:
-        lock = FileLock(self.path / ".lock", blocking=False, thread_local=False)
-        try:
-            lock.acquire()
-        except Timeout as error:
-            holder = past_sessions(self.events, self.metrics).last
-            who = f" (process {holder['pid']} on {holder.get('host', '?')})" if "pid" in holder else ""
-            cure = "wait until it ends or stop it, or choose another --run.dir"
-            raise UserError(f"another process is working on this run{who}", where=str(self.path), cure=cure) from error
-        except OSError as error:
-            raise disk_error(error, self.path / ".lock") from error
-        self._lock = lock
+    def _held(self) -> str:
+        """Who works here, as far as the events say."""
+        holder = past_sessions(self.events, self.metrics).last
+        who = f" (process {holder['pid']} on {holder.get('host', '?')})" if "pid" in holder else ""
+        return f"another process is working on this run{who}"
 
     @property
     def exists(self) -> bool:
@@ -148,19 +139,6 @@ class RunDirectory:
                     break
         except OSError as error:
             raise disk_error(error, self.path) from error
-
-    def close(self) -> None:
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def read_json(path: Path) -> dict[str, Any]:

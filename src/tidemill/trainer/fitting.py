@@ -98,7 +98,7 @@ class _Fit(Generic[E]):
             train,
             objective.sequences,
             name=lambda example: example.id,
-            seed=spec.run.seed,
+            seed=spec.run.seed if spec.data.seed is None else spec.data.seed,
             budget=self.settings.minibatch_tokens,
             epochs=self.settings.epochs,
             steps=spec.trainer.steps,

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tidemill.cli.failure import as_user_error, explain, root_fault, write_traceback
+from tidemill.cli.failure import as_user_error, explain, write_traceback
 from tidemill.config.faults import ConfigError, Fault
-from tidemill.core.errors import DeadlineError, GuardStop, TidemillError, TrainerLost, UserError
+from tidemill.core.errors import DeadlineError, GuardStop, TidemillError, TrainerLost, UserError, root_fault
 
 
 def test_of_concurrent_failures_the_one_that_matters_is_told() -> None:
@@ -40,6 +40,7 @@ def test_out_of_memory_names_what_to_lower() -> None:
         failure = explain(error)
         assert failure.exit_code == 2
         assert "batch.microbatch_tokens" in failure.data["cure"]
+        assert "supervised.microbatch_tokens" in failure.data["cure"]
     assert failure.data["message"] == "out of memory: CUDA out of memory. Tried 3 GiB"
 
 

@@ -157,6 +157,12 @@ def test_input_paths_start_at_the_recipes_folder_but_references_are_no_paths(
     ]
 
 
+def test_a_section_that_no_stage_has_a_use_for_is_told_and_no_fault(load: Load, write: Callable[[str], None]) -> None:
+    assert load().unused == ()
+    write("[preference]\nbeta = 0.2\n\n" + RECIPE)
+    assert load().unused == ("r.toml:1: no stage has a use for [preference] (kinds that do: dpo)",)
+
+
 def test_a_recipe_without_stages_is_a_run(tmp_path: Path) -> None:
     recipe = load_recipe(["--trainer.steps=3"])
     assert isinstance(recipe, RunSpec)

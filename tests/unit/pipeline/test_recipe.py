@@ -18,7 +18,8 @@ def test_the_recipe_of_rlhf_is_what_the_words_in_it_say(tmp_path: Path) -> None:
         ("written", "demonstrations", "run", []),
         ("sft", "sft", "wait", ["written"]),
         ("pairs", "pairs", "wait", ["sft"]),
-        ("rm", "reward_model", "wait", ["sft", "pairs"]),
+        ("other_pairs", "pairs", "wait", ["sft"]),
+        ("rm", "reward_model", "wait", ["sft", "pairs", "other_pairs"]),
         ("ppo", "rl", "wait", ["sft", "rm"]),
         ("measure", "eval", "wait", ["ppo", "rm", "sft"]),
     ]

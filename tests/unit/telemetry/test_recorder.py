@@ -140,6 +140,37 @@ def test_leaving_the_block_ends_the_session(tmp_path: Path, error: type[BaseExce
     assert read_events(recorder.run.events)[-1]["outcome"] == outcome
 
 
+@pytest.mark.parametrize(
+    ("error", "outcome", "words"),
+    [
+        (ValueError("odd"), "failed", "ValueError: odd"),
+        (ExceptionGroup("g", [ValueError("odd"), UserError("theirs", where="a.b")]), "failed", "a.b: theirs"),
+        (KeyboardInterrupt(), "interrupted", None),
+    ],
+)
+def test_a_run_that_ends_with_an_error_says_so_in_its_summary(
+    tmp_path: Path, error: BaseException, outcome: str, words: str | None
+) -> None:
+    recorder = open_recorder(tmp_path)
+    with pytest.raises(type(error)) as caught, recorder:
+        raise error
+    assert caught.value is error
+    recorder.run.close()
+    summary = recorder.run.read_summary()
+    assert (summary["outcome"], summary["finished"], summary.get("error")) == (outcome, False, words)
+
+
+def test_a_summary_that_cannot_be_written_hides_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(run: RunDirectory, summary: dict[str, Any]) -> None:
+        raise UserError("the disk is full")
+
+    monkeypatch.setattr(RunDirectory, "write_summary", full)
+    with pytest.raises(ValueError, match="odd"), open_recorder(tmp_path) as recorder:
+        raise ValueError("odd")
+    recorder.run.close()
+    assert read_events(recorder.run.events)[-1]["outcome"] == "failed"
+
+
 def test_closing_after_finishing_changes_nothing(tmp_path: Path) -> None:
     with open_recorder(tmp_path) as recorder:
         recorder.finish("finished")

@@ -102,6 +102,17 @@ def test_a_killed_run_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None
     assert [line.version for line in steps.steps] == [line.version for line in calm.steps[5:]]
 
 
+def test_the_order_of_the_examples_has_a_seed_of_its_own(tmp_path: Path) -> None:
+    short = {"supervised": {"epochs": 0, "minibatch_tokens": 30, "microbatch_tokens": 30}, "trainer": {"steps": 2}}
+    seeds = [({"seed": 0}, {}), ({"seed": 0}, {"seed": 3}), ({"seed": 3}, {})]
+    digests = []
+    for number, (of_run, of_data) in enumerate(seeds):
+        spec = supervised_spec(run=of_run, data=of_data, **short)
+        _, _, told = run(train_sft, demonstrations, tmp_path / str(number), spec)
+        digests.append(told.steps[-1].version.digest)
+    assert digests[1] == digests[2] != digests[0]
+
+
 def test_one_step_equals_torchs_own_adamw(tmp_path: Path) -> None:
     """The mean over a minibatch's tokens, whatever the microbatches; clipped; a step at the warm-up's rate."""
     spec = supervised_spec(

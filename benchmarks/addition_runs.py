@@ -56,11 +56,15 @@ def addition_run(
     Args:
         changes: to the common settings (see `benchmarks.sft_start`).
         metrics: what to keep of each step.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C or SIGTERM came meanwhile; nothing of the run is kept.
     """
     with tempfile.TemporaryDirectory(prefix="tidemill-addition-") as folder:
         spec = learning_spec(start, Path(folder) / "run", seed=seed, steps=steps, changes=changes)
         began_s = time.process_time()
-        train(spec, telemetry_stream=io.StringIO())
+        if train(spec, telemetry_stream=io.StringIO())["interrupted"]:
+            raise KeyboardInterrupt  # it handled the signal itself; half a run is no measurement
         cpu_s = time.process_time() - began_s
         run = RunDirectory(spec.directory)
         lines = read_metrics(run.metrics)

@@ -39,6 +39,7 @@ from benchmarks.line_charts import PICTURES, Line, Panel, write_chart
 from benchmarks.measuring import machine, write_result
 from benchmarks.models import quiet
 from benchmarks.sft_start import LEARNING, START
+from benchmarks.stopping import interruptible
 
 NAME = "algorithms"
 STEPS, EVALUATE_EVERY = 60, 2
@@ -167,4 +168,4 @@ def _draw(runs: Sequence[AdditionRun]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(interruptible(main))

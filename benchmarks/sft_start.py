@@ -14,6 +14,8 @@ import random
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from tidemill.config.layers import merge
 from tidemill.config.schema import RunSpec
 from tidemill.config.task import ArithmeticTask
@@ -24,6 +26,7 @@ CACHE = Path(__file__).resolve().parent.parent / ".cache" / "benchmarks"
 TASK = {"kind": "arithmetic", "operators": "+", "digits": 2, "shots": 0, "held_out_fraction": 0.25}
 MODEL = {"source": "char", "char": {"alphabet": "0123456789+=\n", "hidden_size": 128, "layers": 2, "context": 16}}
 COPIES = 4  # demonstrations of each training problem
+LONGEST_MAKING_S = 3600.0
 CARELESS = 0.7  # the share of them that drop the carries
 SUPERVISED: dict[str, Any] = {
     "model": MODEL,
@@ -50,16 +53,29 @@ LEARNING: dict[str, Any] = {
 
 
 def sft_start() -> Path:
-    """The folder of the fine-tuned model; made on first use, which takes two or three minutes of one core."""
+    """The folder of the fine-tuned model; made on first use, which takes two or three minutes of one core.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C or SIGTERM came meanwhile.
+        filelock.Timeout: another process has been making it for an hour.
+    """
     key = hashlib.blake2b(json.dumps(list(START.values())).encode(), digest_size=6).hexdigest()
     folder = CACHE / f"sft-start-{key}"
     if (made := _finished(folder / "run")) is not None:
         return made
     folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / ".making", timeout=LONGEST_MAKING_S):
+        # Another benchmark that began at the same moment may have made it while this one waited.
+        return _finished(folder / "run") or _made(folder)
+
+
+def _made(folder: Path) -> Path:
     path = folder / "demonstrations.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in demonstrations()))
     here = {"run": {"dir": folder / "run"}, "data": {"path": path}}
     summary = train_supervised(RunSpec.model_validate(merge(SUPERVISED, here)), "sft", telemetry_stream=io.StringIO())
+    if summary["interrupted"]:
+        raise KeyboardInterrupt  # it handled the signal itself; the next call goes on from its checkpoint
     return Path(summary["model"])
 
 

@@ -40,6 +40,7 @@ from benchmarks.line_charts import PICTURES, Line, Panel, write_chart
 from benchmarks.measuring import write_result
 from benchmarks.models import quiet
 from benchmarks.sft_start import LEARNING, START
+from benchmarks.stopping import interruptible
 
 NAME = "staleness"
 STEPS = 100
@@ -245,4 +246,4 @@ def _by_lag(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(interruptible(main))

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+from ipaddress import ip_address
 from typing import Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
 from tidemill.config.base import Config, refuse
 
+ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+HEADER_NAME = re.compile(r"[A-Za-z0-9-]+")
 PYTHON_FUNCTION = re.compile(r"([A-Za-z_][\w.]*|.+\.py):[A-Za-z_]\w*")
 
 
@@ -29,6 +33,11 @@ class RewardConfig(Config):
     url: str = ""
     """http: where {"samples": [{"id", "prompt", "completion", "answer", "metadata"}, ...]} is posted as JSON, and
     answered with {"scores": [...]}: a number each, or null where there is none."""
+    auth_env: str = ""
+    """http: name of an environment variable whose value, such as `Bearer …`, is sent with every request as
+    `auth_header`. Only the name is stored; the process that trains must have the variable."""
+    auth_header: str = "authorization"
+    """http: the header that carries it."""
     batch: int = Field(64, ge=1)
     """model, http: samples scored together, at most. With 1 a reward model's score does not depend on what else was
     finished just then, not even in its last bit."""
@@ -58,7 +67,14 @@ class RewardConfig(Config):
             faults.append('kind = "model" needs a model; set model to the folder of a reward model')
         if self.kind == "http" and not self.url.startswith(("http://", "https://")):
             faults.append(f'kind = "http" needs a url, and it is "{self.url}"; set url = "http://host:port/path"')
-        owners = {"pattern": "regex", "target_tokens": "length", "function": "python", "model": "model", "url": "http"}
+        owners = {
+            "pattern": "regex",
+            "target_tokens": "length",
+            "function": "python",
+            "model": "model",
+            "url": "http",
+            "auth_env": "http",
+        }
         for name, kind in owners.items():
             if getattr(self, name) and self.kind != kind:
                 faults.append(
@@ -74,6 +90,21 @@ class RewardConfig(Config):
             faults.append(f"pattern {self.pattern!r} is not a regular expression ({error}); correct it")
         return refuse(faults, self)
 
+    @model_validator(mode="after")
+    def _keeps_its_secret(self) -> RewardConfig:
+        faults = []
+        if self.auth_env and not ENVIRONMENT_NAME.fullmatch(self.auth_env):
+            faults.append(
+                "auth_env is no variable's name; put the secret into a variable, and the variable's name here"
+            )
+        if not HEADER_NAME.fullmatch(self.auth_header):
+            faults.append(f"auth_header = {self.auth_header!r} is no header's name; write for example x-api-key")
+        if self.auth_env and self.url.startswith("http://") and not _is_loopback(self.url):
+            faults.append(
+                f"auth_env sends a secret, and {self.url} is not encrypted; use https:// or a loopback address"
+            )
+        return refuse(faults, self)
+
 
 class ScoringConfig(Config):
     rewards: tuple[RewardConfig, ...] = Field((RewardConfig(kind="exact"),), min_length=1)
@@ -84,3 +115,11 @@ class ScoringConfig(Config):
     """Samples scored at once."""
     truncated: Literal["trained", "masked"] = "trained"
     """What a completion cut by max_new_tokens counts: like any other, or left out of loss and statistics."""
+
+
+def _is_loopback(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -196,6 +196,13 @@ def test_all_contradictions_of_a_section_are_told_together() -> None:
         ({"kind": "exact", "model": "folder"}, 'model is only for kind = "model"'),
         ({"kind": "http"}, 'kind = "http" needs a url, and it is ""'),
         ({"kind": "http", "url": "ftp://a"}, 'set url = "http://host:port/path"'),
+        (
+            {"kind": "http", "url": "https://a", "auth_env": "Bearer hush"},
+            "auth_env is no variable's name; put the secret",
+        ),
+        ({"kind": "http", "url": "http://a.b", "auth_env": "KEY"}, "http://a.b is not encrypted; use https://"),
+        ({"kind": "http", "url": "https://a", "auth_header": "a: b"}, "auth_header = 'a: b' is no header's name"),
+        ({"kind": "exact", "auth_env": "KEY"}, 'auth_env is only for kind = "http"'),
         ({"kind": "model", "model": "folder", "url": "http://a"}, 'url is only for kind = "http"'),
     ],
 )

@@ -7,6 +7,7 @@ POST url   {"samples": [{"id", "prompt", "completion", "answer", "metadata"}, ..
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import httpx2
 import msgspec
 
 from tidemill.config.scoring import RewardConfig
+from tidemill.core.errors import UserError
 from tidemill.envs.text.sample import Sample
 
 PAUSE_S = 0.25  # before the first retry; doubled for each further one
@@ -34,11 +36,15 @@ class RemoteJudge:
 
     Args:
         pause_s: before the first retry.
+
+    Raises:
+        UserError: the variable that `auth_env` names is not set, or holds what no header can.
     """
 
     def __init__(self, config: RewardConfig, *, pause_s: float = PAUSE_S) -> None:
         self._url, self._tries, self._pause_s = config.url, config.retries + 1, pause_s
-        # No proxy or credentials from the environment, and no redirect to a server nobody named.
+        self._headers = {"content-type": "application/json", "accept": "application/json", **_authorization(config)}
+        # No proxy or other credentials from the environment, and no redirect to a server nobody named.
         self._client = httpx2.AsyncClient(
             trust_env=False, follow_redirects=False, timeout=config.longest_wait_s / self._tries
         )
@@ -62,9 +68,8 @@ class RemoteJudge:
         await self._client.aclose()
 
     async def _ask(self, body: bytes) -> bytes:
-        headers = {"content-type": "application/json", "accept": "application/json"}
         try:
-            async with self._client.stream("POST", self._url, content=body, headers=headers) as answer:
+            async with self._client.stream("POST", self._url, content=body, headers=self._headers) as answer:
                 if answer.status_code in TRY_AGAIN:
                     raise _TemporaryError(f"{self._url} answered {answer.status_code}")
                 if answer.status_code != 200:
@@ -93,6 +98,20 @@ class RemoteJudge:
         if isinstance(value, int | float) and not isinstance(value, bool):
             return float(value)
         return RemoteError(f"{self._url} gave no score: {value!r:.60}")
+
+
+def _authorization(config: RewardConfig) -> dict[str, str]:
+    """The header with the secret; it is in memory only, and no error has it in its words."""
+    if not config.auth_env:
+        return {}
+    where, secret = "scoring.rewards.auth_env", os.environ.get(config.auth_env, "").strip()
+    if not secret:
+        cure = f"export {config.auth_env} before starting, or leave auth_env out"
+        raise UserError(f"the environment variable {config.auth_env} is not set", where=where, cure=cure)
+    if not (secret.isascii() and secret.isprintable()):
+        what = f"the value of {config.auth_env} has characters that no header can carry"
+        raise UserError(what, where=where, cure="set it to one line of plain ASCII")
+    return {config.auth_header: secret}
 
 
 def _told(sample: Sample) -> dict[str, Any]:

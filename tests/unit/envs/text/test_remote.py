@@ -15,6 +15,7 @@ import pytest
 from tests.char_codec import CharCodec, make_prompt, make_trajectory
 from tidemill.config.scoring import RewardConfig, ScoringConfig
 from tidemill.config.task import ArithmeticTask
+from tidemill.core.errors import UserError
 from tidemill.core.records import Reward
 from tidemill.envs.text import build_scorer, build_task
 from tidemill.envs.text.scorer import RewardScorer
@@ -30,6 +31,7 @@ class Server:
     def __init__(self) -> None:
         self.requests: list[dict[str, Any]] = []
         self.types: list[str] = []
+        self.secrets: list[tuple[str, str]] = []
         self.reply: Callable[[dict[str, Any]], Answer] = lengths
         server = self
 
@@ -38,6 +40,7 @@ class Server:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
                 server.requests.append(body)
                 server.types.append(str(self.headers["content-type"]))
+                server.secrets.append((str(self.headers["authorization"]), str(self.headers["x-api-key"])))
                 status, answer = server.reply(body)
                 content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
                 self.send_response(status)
@@ -174,3 +177,24 @@ async def test_batches_are_no_larger_than_asked_for(server: Server) -> None:
     assert [reward.value for reward in rewards] == [float(n) for n in range(10)]
     assert [len(request["samples"]) for request in server.requests] == [4, 4, 2]
     await subject.close()
+
+
+async def test_a_secret_comes_from_the_environment_alone(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", " Bearer hush\n")
+    for options in ({}, {"auth_env": "JUDGE_KEY"}, {"auth_env": "JUDGE_KEY", "auth_header": "x-api-key"}):
+        subject = scorer(server.url, **options)
+        assert (await ask(subject, "12")).value == 2.0
+        await subject.close()
+    assert server.secrets == [("None", "None"), ("Bearer hush", "None"), ("None", "Bearer hush")]
+    assert "hush" not in RewardConfig(kind="http", url=server.url, auth_env="JUDGE_KEY").model_dump_json()
+
+
+@pytest.mark.parametrize("value", [None, "  ", "hush\nx-other: 1", "hüsh"])
+def test_a_secret_that_cannot_be_sent_is_one_clear_error(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    if value is not None:
+        monkeypatch.setenv("JUDGE_KEY", value)
+    with pytest.raises(UserError, match="JUDGE_KEY") as caught:
+        scorer("http://127.0.0.1:1/score", auth_env="JUDGE_KEY")
+    assert "hush" not in str(caught.value)
+    assert "hüsh" not in str(caught.value)

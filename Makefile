@@ -89,6 +89,7 @@ bench: $(READY) ## the benchmarks, one after another; about an hour on a quiet m
 	$(BIN)/python -m benchmarks.lora
 	$(BIN)/python -m benchmarks.algorithms
 	$(BIN)/python -m benchmarks.staleness
+	$(BIN)/python -m benchmarks.rlhf
 	$(BIN)/python -m benchmarks.equivalence
 	$(BIN)/python -m benchmarks.migration
 	$(BIN)/python -m benchmarks.overlap

@@ -1,11 +1,12 @@
 """The RLHF recipe over seeds: how long it takes, what the reward model is worth, what PPO made of it.
 
-    python -m benchmarks.rlhf [--seeds 3] [--again]
+    python -m benchmarks.rlhf [--seeds 3] [--only 0,2] [--again]
 
-recipes/rlhf.toml as a user would run it, one seed after another, with one compute thread. The reward model is measured
-on pairs of held-out questions; the policy before and after PPO on the same held-out questions, by the reward model and
-by the truth: greedy, and as the share of right ones among samples. Intervals and p-values of one seed are over
-questions; those of all together are over seeds.
+recipes/rlhf.toml as a user would run it, one seed after another, with one compute thread. Minutes are of the wall clock,
+beside them those of CPU time, which on one thread are the minutes of a quiet machine. The reward model is measured on
+pairs of held-out questions; the policy before and after PPO on the same questions, by the reward model and by the
+truth: greedy, and as the share of right ones among samples. Intervals and p-values of one seed are over questions;
+those of all together are over seeds.
 
 What results/rlhf.json already holds of this recipe is kept and not measured again. A seed that was stopped goes on
 where it was.
@@ -42,26 +43,28 @@ LONGEST_MINUTES, LEAST_ACCURACY, SURE = 20.0, 0.8, 0.05
 def main() -> int:
     parser = argparse.ArgumentParser(description="Minutes, reward model, score and truth of the RLHF recipe.")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--only", default="", help="these seeds, separated by commas; others may be run meanwhile")
     parser.add_argument("--again", action="store_true", help="measure what is already there, too")
     options = parser.parse_args()
     quiet()
     torch.set_num_threads(1)
-    runs = measured(options.seeds, again=options.again, run=_run, write=_write)
+    seeds = [int(seed) for seed in options.only.split(",")] if options.only else list(range(options.seeds))
+    runs = measured(seeds, again=options.again, run=_run, write=_write)
     _print(runs)
     _draw(runs)
     return 0 if all(verdict(runs).values()) else 1
 
 
 def measured(
-    seeds: int, *, again: bool, run: Callable[[int], RlhfRun], write: Callable[[Sequence[RlhfRun]], None]
+    seeds: Sequence[int], *, again: bool, run: Callable[[int], RlhfRun], write: Callable[[Sequence[RlhfRun]], None]
 ) -> list[RlhfRun]:
     """Run the seeds that results/rlhf.json does not hold of this recipe, or all; returns everything there is."""
-    known = {one.seed: one for one in earlier_runs()}
-    for seed in range(seeds):
-        if again or seed not in known:
-            known[seed] = run(seed)
-            write([known[one] for one in sorted(known)])
-    return [known[one] for one in sorted(known)]
+    for seed in seeds:
+        if again or seed not in {one.seed for one in earlier_runs()}:
+            found = run(seed)  # another call may have added its own meanwhile
+            others = [one for one in earlier_runs() if one.seed != seed]
+            write(sorted([*others, found], key=lambda one: one.seed))
+    return earlier_runs()
 
 
 def earlier_runs() -> list[RlhfRun]:
@@ -104,6 +107,7 @@ def _run(seed: int) -> RlhfRun:
 
 OVER_SEEDS: dict[str, Callable[[RlhfRun], float]] = {
     "minutes": lambda run: run.minutes,
+    "cpu_minutes": lambda run: run.cpu_minutes,
     "pairwise_accuracy": lambda run: run.pairs.accuracy,
     "score_difference": lambda run: run.score.after - run.score.before,
     "accuracy_before": lambda run: run.accuracy.before,
@@ -135,14 +139,14 @@ def _write(runs: Sequence[RlhfRun]) -> None:
 
 def _print(runs: Sequence[RlhfRun]) -> None:
     table = Table(title=f"recipes/rlhf.toml, SmolLM2-135M, one thread; {machine()['cpu']}", box=box.SIMPLE)
-    columns = ("seed", "minutes", "reward model right on", "its score", "true, greedy", "true, of samples")
+    columns = ("seed", "minutes (CPU)", "reward model right on", "its score", "true, greedy", "true, of samples")
     for column in (*columns, "KL, nats/token", "entropy", "explained variance"):
         table.add_column(column)
     for run in runs:
         pairs = run.pairs
         table.add_row(
             str(run.seed),
-            f"{run.minutes:.1f}",
+            f"{run.minutes:.1f} ({run.cpu_minutes:.1f})",
             f"{pairs.accuracy:.3f} ({pairs.low:.2f}-{pairs.high:.2f}) of {pairs.pairs} pairs, {pairs.questions} "
             "questions",
             _told(run.score),
@@ -155,7 +159,7 @@ def _print(runs: Sequence[RlhfRun]) -> None:
     found = summary(runs)
     table.add_row(
         "all",
-        f"{found['minutes'].value:.1f}",
+        f"{found['minutes'].value:.1f} ({found['cpu_minutes'].value:.1f})",
         _between(found["pairwise_accuracy"]),
         f"+{_between(found['score_difference'])}",
         f"+{_between(found['accuracy_difference'])}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 from collections import defaultdict
@@ -30,6 +31,7 @@ from tidemill.trainer.reward_scores import reward_scores
 
 RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "rlhf.toml"
 DEADLINE_S, STOPPING_S = 3600.0, 60.0
+CPU = "cpu_seconds"
 CURVES = ("reward_mean", "kl_ref_k1", "kl_ref", "entropy", "explained_variance", "clip_fraction")
 LAST_STEPS = 5  # whose mean is "in the end"
 DIGITS = 5  # kept of a figure
@@ -61,6 +63,7 @@ class RlhfRun(Record):
 
     seed: int
     minutes: float  # of all stages together, over all sessions
+    cpu_minutes: float  # of the process, over all sessions: on one thread, the minutes of a quiet machine
     stage_s: dict[str, float]
     peak_rss_bytes: int
     pairs: Pairs
@@ -82,6 +85,7 @@ def rlhf_run(directory: Path, seed: int) -> RlhfRun:
     """
     command = [sys.executable, "-m", "tidemill", "train", f"@{RECIPE}", "--json", "--run.dir", str(directory)]
     command += ["--run.seed", str(seed), "--trainer.threads", "1"]
+    began_s = _children_cpu_s()
     # A session of its own: Ctrl-C reaches it once, from here, and it ends after the step it is in, with a checkpoint.
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         try:
@@ -89,9 +93,23 @@ def rlhf_run(directory: Path, seed: int) -> RlhfRun:
         except BaseException:
             _stop(process)
             raise
+        finally:
+            if directory.is_dir():
+                (directory / CPU).write_text(str(_cpu_s(directory) + _children_cpu_s() - began_s))
     if process.returncode != 0:
         raise RuntimeError(f"`{' '.join(command)}` ended with {process.returncode}")
     return reduced(directory, json.loads(said), seed)
+
+
+def _cpu_s(directory: Path) -> float:
+    """Seconds of CPU that earlier sessions took."""
+    path = directory / CPU
+    return float(path.read_text()) if path.is_file() else 0.0
+
+
+def _children_cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _stop(process: subprocess.Popen[str]) -> None:
@@ -112,6 +130,7 @@ def reduced(directory: Path, summary: Mapping[str, Any], seed: int) -> RlhfRun:
     return RlhfRun(
         seed=seed,
         minutes=_rounded(summary["wall_s"] / 60),
+        cpu_minutes=_rounded(_cpu_s(directory) / 60),
         stage_s={name: round(stage["wall_s"], 1) for name, stage in stages.items()},
         peak_rss_bytes=max(stage["figures"].get("peak_rss_bytes", 0) for stage in stages.values()),
         pairs=_pairs(from_toml(folders["rm"].config.read_text()), folders["rm"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,9 @@ from tidemill.envs.text import build_task
 from tidemill.envs.text.data import load_demonstrations, load_pairs
 from tidemill.models.catalog import resolve
 from tidemill.models.codec import TextCodec, load_codec
+from tidemill.runtime.answering import Answering
+from tidemill.runtime.answers import Answered
+from tidemill.runtime.making import make_pairs
 
 RECIPE = f"@{REPOSITORY / 'recipes' / 'char-addition.toml'}"
 # An untrained model is hardly ever right: here a completion that begins with a digit is.
@@ -80,6 +84,32 @@ def test_pairs_are_the_same_again(tmp_path: Path, codec: TextCodec) -> None:
     assert said["weights_digest"] and said["config"]["task"]["kind"] == "arithmetic"
     asked_of = {row["prompt_id"] for row in rows}
     assert len(asked_of) <= 40 - said["prompts_never_right"] - said["prompts_always_right"]
+
+
+def test_pairs_go_on_from_the_prompts_that_were_answered(
+    tmp_path: Path, session_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, kept = load_spec(JUDGED, purpose="generate"), tmp_path / "answers.jsonl"
+    asked: list[str] = []
+    draw = Answering._draw
+
+    async def counted(self: Answering, key: str, *rest: Any) -> Answered:
+        asked.append(key)
+        return await draw(self, key, *rest)
+
+    def make(name: str) -> bytes:
+        path, sizes = tmp_path / name, {"prompts": 30, "samples_per_prompt": 6, "pairs_per_prompt": 2}
+        make_pairs(spec, path, progress=lambda _: None, answers=kept, **sizes)
+        return path.read_bytes()
+
+    monkeypatch.setattr(Answering, "_draw", counted)
+    monkeypatch.setattr("tidemill.runtime.answering.SAMPLES_AT_ONCE", 60)  # ten prompts
+    whole = make("whole.jsonl")
+    lines = kept.read_bytes().splitlines(keepends=True)
+    assert len(asked) == len(lines) == 3
+    kept.write_bytes(lines[0] + lines[1][:100])  # killed in the middle of a line
+    assert make("resumed.jsonl") == whole
+    assert asked[3:] == asked[1:3]
 
 
 def test_a_file_that_is_there_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -69,7 +69,7 @@ async def evaluate(
     async with collecting(in_flight, rollout) as scored:
         by_prompt = {trajectory.sample_id.prompt_id: trajectory async for trajectory in scored}
     samples = tuple(by_prompt[prompt.prompt_id] for prompt in prompts)
-    return Evaluation(result=_judged(name, step, version, samples, rollout.clock.now() - began), samples=samples)
+    return Evaluation(result=judged(name, step, version, samples, rollout.clock.now() - began), samples=samples)
 
 
 def correct(trajectory: Trajectory) -> bool:
@@ -78,9 +78,10 @@ def correct(trajectory: Trajectory) -> bool:
     return reward is not None and reward.valid and reward.value >= 1.0 - 1e-6
 
 
-def _judged(
+def judged(
     name: str, step: int, version: PolicyVersion, samples: Sequence[Trajectory], duration_s: float
 ) -> EvalResult:
+    """The figures of greedy samples, of which there must be at least one."""
     return EvalResult(
         name=name,
         step=step,

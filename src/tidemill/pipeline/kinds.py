@@ -1,4 +1,9 @@
-"""How each kind of stage is run: one function a kind. What computes is imported when it is asked for."""
+"""How each kind of stage is run: one function a kind. What computes is imported when it is asked for.
+
+A stage that was stopped or killed goes on when it is run again: one that learns from its newest checkpoint, `pairs` and
+`eval` from the prompts answered so far (answers.jsonl, gone when they have finished). `demonstrations` and `export` are
+done anew: that takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +20,7 @@ from tidemill.pipeline.plan import Mark
 from tidemill.telemetry.numerals import compact, decimal
 
 DATA = "rows.jsonl"
+ANSWERS = "answers.jsonl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +71,9 @@ def run_making(job: Job) -> Outcome:
             samples_per_prompt=making.samples_per_prompt,
             pairs_per_prompt=making.pairs_per_prompt,
             progress=job.say,
+            answers=job.directory / ANSWERS,
         )
+        (job.directory / ANSWERS).unlink(missing_ok=True)
     figures = {name: value for name, value in found.items() if isinstance(value, (int, float))}
     return Outcome(product=path, headline=f"{found['rows']:,} {found['kind']}", figures=figures)
 
@@ -125,8 +133,9 @@ def run_eval(job: Job) -> Outcome:
     from tidemill.pipeline.measured import measured_words, write_measured
     from tidemill.runtime.evaluate import evaluate
 
-    found = evaluate(job.spec, compare=job.spec.eval.compare_with, progress=job.say)
+    found = evaluate(job.spec, compare=job.spec.eval.compare_with, progress=job.say, answers=job.directory / ANSWERS)
     figures = write_measured(job.directory, job.spec, found)
+    (job.directory / ANSWERS).unlink(missing_ok=True)
     return Outcome(headline=measured_words(found), figures=figures)
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
 from tidemill.controller.collection import collecting
-from tidemill.controller.evaluation import Evaluation, evaluate
+from tidemill.controller.evaluation import HELD_OUT, Evaluation, evaluate, judged
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.in_flight import InFlight, Plan, plan_groups
 from tidemill.controller.ledger import Ledger
@@ -22,10 +23,14 @@ from tidemill.core.records import Group, PolicyVersion, Prompt, SamplingParams, 
 from tidemill.envs.text.task import Task
 from tidemill.models.loading import weights_digest
 from tidemill.rollout.worker import EngineWorker
+from tidemill.runtime.answers import Answered, Answers, key_of
 from tidemill.runtime.compute import ComputeThread
 from tidemill.runtime.machinery import scorers
 from tidemill.runtime.parts import Parts
 from tidemill.telemetry.silent import SilentTelemetry
+
+SAMPLES_AT_ONCE = 512
+"""Asked together, and kept together: what a stop costs at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,10 +41,49 @@ class Answering:
     rollout: Rollout  # with the evaluation's scorer: a reward of 1 is a right answer
     sampling: SamplingParams
     seed: int
+    answers: Answers
 
     async def greedily(self, prompts: Sequence[Prompt]) -> Evaluation:
         """One greedy completion of each prompt; errors as `controller.evaluation.evaluate`."""
-        return await evaluate(
+        samples, duration_s = list[Trajectory](), 0.0
+        for some in _chunks(prompts, SAMPLES_AT_ONCE):
+            key = key_of([self.version.digest, self.seed, HELD_OUT, self.sampling], some)
+            answered = self.answers.find(key) or await self._ask_greedily(key, some)
+            samples += answered.samples
+            duration_s += answered.duration_s
+        return Evaluation(result=judged(HELD_OUT, 0, self.version, samples, duration_s), samples=tuple(samples))
+
+    async def draw(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        samples_per_prompt: int,
+        purpose: str,
+        told: Callable[[int], None] = lambda _: None,
+    ) -> list[Group]:
+        """So many samples of each prompt, in the order of the prompts; errors as `collecting`.
+
+        Args:
+            purpose: names the samples and their random numbers.
+            told: how many prompts are answered, from time to time.
+        """
+        samples = list[Trajectory]()
+        for some in _chunks(prompts, max(1, SAMPLES_AT_ONCE // samples_per_prompt)):
+            key = key_of([self.version.digest, self.seed, purpose, samples_per_prompt, self.sampling], some)
+            answered = self.answers.find(key) or await self._draw(key, some, samples_per_prompt, purpose)
+            samples += answered.samples
+            told(len(samples) // samples_per_prompt)
+        return [
+            Group(
+                position=position,
+                prompt_id=prompt.prompt_id,
+                trajectories=tuple(samples[position * samples_per_prompt : (position + 1) * samples_per_prompt]),
+            )
+            for position, prompt in enumerate(prompts)
+        ]
+
+    async def _ask_greedily(self, key: str, prompts: Sequence[Prompt]) -> Answered:
+        found = await evaluate(
             step=0,
             version=self.version,
             prompts=prompts,
@@ -48,14 +92,10 @@ class Answering:
             sampling=self.sampling,
             seed=self.seed,
         )
+        return self._kept(Answered(key=key, duration_s=found.result.duration_s, samples=found.samples))
 
-    async def draw(self, prompts: Sequence[Prompt], *, samples_per_prompt: int, purpose: str) -> list[Group]:
-        """So many samples of each prompt, in the order of the prompts; errors as `collecting`.
-
-        Args:
-            purpose: names the samples and their random numbers.
-        """
-        number = self.version.number
+    async def _draw(self, key: str, prompts: Sequence[Prompt], samples_per_prompt: int, purpose: str) -> Answered:
+        number, began_s = self.version.number, self.rollout.clock.now()
         plan = Plan(purpose=purpose, run_seed=self.seed, group_size=samples_per_prompt, sampling=self.sampling)
         in_flight = InFlight(plan, version_number=number)
         in_flight.open(plan_groups([(0, prompt) for prompt in prompts], first_position=0, from_version=number), prompts)
@@ -63,17 +103,30 @@ class Answering:
         async with collecting(in_flight, self.rollout) as scored:
             async for trajectory in scored:
                 drawn[trajectory.sample_id.prompt_id].append(trajectory)
-        return [_group(position, prompt_id, drawn[prompt_id]) for position, prompt_id in enumerate(drawn)]
+        samples = [one for of_prompt in drawn.values() for one in sorted(of_prompt, key=lambda s: s.sample_id.index)]
+        duration_s = self.rollout.clock.now() - began_s
+        return self._kept(Answered(key=key, duration_s=duration_s, samples=tuple(samples)))
+
+    def _kept(self, answered: Answered) -> Answered:
+        self.answers.add(answered)
+        return answered
 
 
-def _group(position: int, prompt_id: str, samples: Sequence[Trajectory]) -> Group:
-    ordered = sorted(samples, key=lambda sample: sample.sample_id.index)
-    return Group(position=position, prompt_id=prompt_id, trajectories=tuple(ordered))
+def _chunks(prompts: Sequence[Prompt], size: int) -> Iterator[Sequence[Prompt]]:
+    """Of no prompts, one without any: whoever asks says what is wrong."""
+    for first in range(0, len(prompts) or 1, size):
+        yield prompts[first : first + size]
 
 
 @asynccontextmanager
-async def answering(parts: Parts, task: Task, progress: Callable[[str], None]) -> AsyncIterator[Answering]:
+async def answering(
+    parts: Parts, task: Task, progress: Callable[[str], None], *, kept_in: Path | None = None
+) -> AsyncIterator[Answering]:
     """Start what answering needs, and stop all of it in the end.
+
+    Args:
+        kept_in: a file of what was answered before under the same configuration, which is not asked again; None keeps
+            nothing.
 
     Raises:
         UserError: a reward that cannot work.
@@ -81,6 +134,7 @@ async def answering(parts: Parts, task: Task, progress: Callable[[str], None]) -
     spec, clock, telemetry = parts.spec, LoopClock(), SilentTelemetry(progress)
     version = PolicyVersion(number=0, digest=weights_digest(parts.model))
     async with AsyncExitStack() as stack:
+        answers = stack.enter_context(Answers(kept_in))
         compute = ComputeThread()
         stack.push_async_callback(compute.close)
         engine = parts.engine(version, prompt_tokens=task.longest_prompt_tokens)
@@ -109,4 +163,5 @@ async def answering(parts: Parts, task: Task, progress: Callable[[str], None]) -
             rollout=rollout,
             sampling=msgspec.structs.replace(sampling, max_new_tokens=limit),
             seed=spec.run.seed,
+            answers=answers,
         )

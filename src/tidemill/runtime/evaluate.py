@@ -30,6 +30,7 @@ def evaluate(
     compare: Path | str | None = None,
     scorers: Scorers | None = None,
     progress: Progress = lambda _: None,
+    answers: Path | None = None,
 ) -> dict[str, Any]:
     """Accuracy of a model on the task's held-out prompts, greedily and, if samples are asked for, by pass@k; lengths,
     diversity, and every greedy completion.
@@ -38,34 +39,37 @@ def evaluate(
         model_folder: a model or checkpoint instead of the configured one.
         compare: another model (a folder, or a source as in the configuration) to be asked the same and compared with.
         scorers: whoever else judges the greedy completions; closed by whoever made them.
+        answers: where answered prompts are kept meanwhile; the same call goes on from there after a stop.
 
     Raises:
         UserError: a fault of the input.
     """
-    this = measure(spec, model=model_folder, scorers=scorers or {}, progress=progress)
+    this = measure(spec, model=model_folder, scorers=scorers or {}, progress=progress, answers=answers)
     found = figures(this, ks=spec.eval.ks)
     if compare is not None:
         progress(f"now {compare}, on the same prompts")
-        other = measure(spec, model=compare, scorers=scorers or {}, progress=progress)
+        other = measure(spec, model=compare, scorers=scorers or {}, progress=progress, answers=answers)
         found["compared_with"] = comparison(other, this)
     return found
 
 
-def measure(spec: RunSpec, *, model: Path | str | None, scorers: Scorers, progress: Progress) -> Measured:
+def measure(
+    spec: RunSpec, *, model: Path | str | None, scorers: Scorers, progress: Progress, answers: Path | None = None
+) -> Measured:
     """Ask one model everything: the configured one, that of a folder, or another source."""
     if isinstance(model, str):
         spec = spec.model_copy(update={"model": spec.model.model_copy(update={"source": model, "revision": None})})
     folder = model if isinstance(model, Path) else None
     check_reward_models(spec, progress=progress, policy_folder=folder)
     parts = load_parts(spec, progress=progress, folder=folder)
-    return asyncio.run(_measure(parts, str(folder or parts.spec.model.source), scorers, progress))
+    return asyncio.run(_measure(parts, str(folder or parts.spec.model.source), scorers, progress, answers))
 
 
-async def _measure(parts: Parts, name: str, scorers: Scorers, progress: Progress) -> Measured:
+async def _measure(parts: Parts, name: str, scorers: Scorers, progress: Progress, answers: Path | None) -> Measured:
     spec, task = parts.spec, parts.task()
     prompts = list(task.source.held_out())[: spec.eval.prompts]
     drawn = list[Group]()
-    async with answering(parts, task, progress) as model:
+    async with answering(parts, task, progress, kept_in=answers) as model:
         greedy = await model.greedily(prompts)
         if wanted := spec.eval.samples_per_prompt:
             drawn = await model.draw(prompts, samples_per_prompt=wanted, purpose=DRAWN)

@@ -26,7 +26,6 @@ from tidemill.telemetry.manifest import versions
 
 PURPOSE = "pairs"
 """Names the samples, and their random numbers."""
-PROMPTS_AT_ONCE = 32
 Progress = Callable[[str], None]
 Side: TypeAlias = Literal["train", "held_out"]
 
@@ -70,6 +69,7 @@ def make_pairs(
     progress: Progress,
     side: Side = "train",
     model_folder: Path | None = None,
+    answers: Path | None = None,
 ) -> dict[str, Any]:
     """Let the model answer the task's prompts, several times each, and write right answers against wrong ones.
 
@@ -79,6 +79,7 @@ def make_pairs(
     Args:
         prompts, side: as for `make_demonstrations`.
         model_folder: a model or checkpoint instead of the configured one.
+        answers: where answered prompts are kept meanwhile; the same call goes on from there after a stop.
 
     Returns:
         The provenance, as it is written to `provenance_path(path)`.
@@ -90,7 +91,7 @@ def make_pairs(
     parts = load_parts(_for_drawing(spec), progress=progress, folder=model_folder)
     task = parts.task()
     asked = prompts_of(task, side, prompts)
-    groups, digest = asyncio.run(_draw(parts, task, asked, samples_per_prompt, progress))
+    groups, digest = asyncio.run(_draw(parts, task, asked, samples_per_prompt, progress, answers))
     judged = [[_judged(sample, parts.codec) for sample in group.trajectories] for group in groups]
     rows = [
         row
@@ -154,14 +155,18 @@ def _for_drawing(spec: RunSpec) -> RunSpec:
 
 
 async def _draw(
-    parts: Parts, task: Task, prompts: Sequence[Prompt], samples_per_prompt: int, progress: Progress
+    parts: Parts,
+    task: Task,
+    prompts: Sequence[Prompt],
+    samples_per_prompt: int,
+    progress: Progress,
+    answers: Path | None,
 ) -> tuple[list[Group], str]:
-    groups = list[Group]()
-    async with answering(parts, task, lambda _: None) as model:
-        for first in range(0, len(prompts), PROMPTS_AT_ONCE):
-            some = prompts[first : first + PROMPTS_AT_ONCE]
-            groups += await model.draw(some, samples_per_prompt=samples_per_prompt, purpose=PURPOSE)
-            progress(f"{len(groups)} of {len(prompts)} prompts answered, {samples_per_prompt} times each")
+    def told(done: int) -> None:
+        progress(f"{done} of {len(prompts)} prompts answered, {samples_per_prompt} times each")
+
+    async with answering(parts, task, lambda _: None, kept_in=answers) as model:
+        groups = await model.draw(prompts, samples_per_prompt=samples_per_prompt, purpose=PURPOSE, told=told)
         return groups, model.version.digest
 
 

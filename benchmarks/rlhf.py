@@ -3,10 +3,10 @@
     python -m benchmarks.rlhf [--seeds 3] [--only 0,2] [--again]
 
 recipes/rlhf.toml as a user would run it, one seed after another, with one compute thread. Minutes are of the wall
-clock, beside them those of CPU time, which on one thread are the minutes of a quiet machine. The reward model is measured on
-pairs of held-out questions; the policy before and after PPO on the same questions, by the reward model and by the
-truth: greedy, and as the share of right ones among samples. Intervals and p-values of one seed are over questions;
-those of all together are over seeds.
+clock, beside them those of CPU time, which on one thread are the minutes of a quiet machine. The reward model is
+measured on pairs of held-out questions; the policy before and after PPO on the same questions, by the reward model and
+by the truth: greedy, and as the share of right ones among samples. Intervals and p-values of one seed are over
+questions; those of all together are over seeds.
 
 What results/rlhf.json already holds of this recipe is kept and not measured again. A seed that was stopped goes on
 where it was.

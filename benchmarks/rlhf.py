@@ -79,7 +79,7 @@ def earlier_runs() -> list[RlhfRun]:
 def verdict(runs: Sequence[RlhfRun]) -> dict[str, bool]:
     """Each aim, and whether every seed reaches it; a rise counts where chance makes one in fewer than 5 of 100."""
     return {
-        f"at most {LONGEST_MINUTES:g} minutes": all(run.minutes <= LONGEST_MINUTES for run in runs),
+        f"at most {LONGEST_MINUTES:g} minutes of CPU": all(run.cpu_minutes <= LONGEST_MINUTES for run in runs),
         f"reward model right on {LEAST_ACCURACY:g} of pairs": all(run.pairs.accuracy >= LEAST_ACCURACY for run in runs),
         "reward-model score rises": all(_rises(run.score) for run in runs),
         "true greedy accuracy rises": all(_rises(run.accuracy) for run in runs),

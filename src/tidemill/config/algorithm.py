@@ -218,6 +218,10 @@ class AlgorithmConfig(Config):
         return [key for key in AlgorithmConfig.model_fields if getattr(self, key) != getattr(plain, key)]
 
 
+CRITIC_LEARNING_RATES = {"own": 1e-5, "shared": 1e-3}
+"""By `critic.kind`, where `learning_rate` is not given. A head at a model's own rate still says zero after 20 steps."""
+
+
 class CriticConfig(Config):
     """The value function of algorithm.advantage = "gae"; of no meaning elsewhere."""
 
@@ -226,12 +230,22 @@ class CriticConfig(Config):
     hidden states."""
     source: str | None = None
     """own: where its weights come from, as model.source; none takes the policy's own."""
-    learning_rate: float = Field(1e-5, gt=0)
-    """Of the critic's own parameters; a shared trunk moves at optimizer.learning_rate."""
+    learning_rate: float = Field(CRITIC_LEARNING_RATES["own"], gt=0)
+    """Of the critic's own parameters; a shared trunk moves at optimizer.learning_rate. By default 1e-5 for a model of
+    its own and 1e-3 for a head, which begins with zeros and learns alone."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Global gradient norm of the critic's own parameters is clipped to this."""
     normalize: bool = False
     """Learn returns scaled to mean 0 and deviation 1 (running figures), and scale values back."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _usual_learning_rate(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        kind = given.get("kind", "own")
+        usual = CRITIC_LEARNING_RATES.get(kind) if isinstance(kind, str) else None
+        return {"learning_rate": usual} | given if usual else given
 
     @model_validator(mode="after")
     def _coherent(self) -> CriticConfig:

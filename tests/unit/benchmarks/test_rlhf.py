@@ -50,7 +50,7 @@ def test_pairs_of_one_question_are_resampled_together() -> None:
 def test_every_seed_must_reach_every_aim() -> None:
     assert all(rlhf.verdict([made(0), made(1)]).values())
     for worse, aim in (
-        (made(1, minutes=20.5), "at most 20 minutes"),
+        (made(1, cpu_minutes=20.5), "at most 20 minutes of CPU"),
         (made(1, pairs=msgspec.structs.replace(made(1).pairs, accuracy=0.79)), "reward model right on 0.8 of pairs"),
         (made(1, score=change(0.5, 0.1)), "reward-model score rises"),
         (made(1, accuracy=change(0.3, 0.7, p_value=0.06)), "true greedy accuracy rises"),

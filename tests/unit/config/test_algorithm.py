@@ -127,6 +127,12 @@ def test_faults_across_sections(fields: dict[str, Any], says: str) -> None:
     assert RunSpec.model_validate({"batch": {"group_size": 1}, "algorithm": {"name": "ppo"}}).batch.group_size == 1
 
 
+def test_a_head_that_learns_alone_learns_faster() -> None:
+    rates = [CriticConfig.model_validate(given).learning_rate for given in ({}, {"kind": "own"}, {"kind": "shared"})]
+    assert rates == [1e-5, 1e-5, 1e-3]
+    assert CriticConfig(kind="shared", learning_rate=1e-4).learning_rate == 1e-4
+
+
 def test_a_critics_folder_starts_at_its_recipe(tmp_path: Path) -> None:
     recipe = tmp_path / "r.toml"
     recipe.write_text('[algorithm]\nname = "ppo"\n[critic]\nsource = "./reward"\n')

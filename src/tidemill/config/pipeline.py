@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -130,7 +130,7 @@ class PipelineSpec:
 
     run: RunConfig
     stages: tuple[StageSpec, ...]
-    unused: tuple[str, ...] = ()  # in words: top-level sections that no stage has a use for
+    unused: tuple[str, ...] = field(default=(), compare=False)  # in words: sections that no stage has a use for
 
     @property
     def directory(self) -> Path:

@@ -126,6 +126,15 @@ def test_dry_run_shows_plan_and_configuration_and_makes_nothing(run: Run, stages
     assert "batch" not in data["config"]["stage"][1]
 
 
+def test_a_section_that_no_stage_has_a_use_for_is_told_in_the_plan(run: Run, stages: Stages, tmp_path: Path) -> None:
+    (tmp_path / "r.toml").write_text("[preference]\nbeta = 0.2\n" + RECIPE, encoding="utf-8")
+    words = "r.toml:1: no stage has a use for [preference] (kinds that do: dpo)"
+    assert run("train", "@r.toml", "--run.dir=D", "--dry-run", "--json").data["unused"] == [words]
+    ran = run("train", "@r.toml", "--run.dir=D")
+    assert ran.code == 0
+    assert f"warning: {words}" in ran.err
+
+
 def test_only_from_and_prune(run: Run, stages: Stages) -> None:
     ran = run("train", "@r.toml", "--run.dir=D", "--only", "second")
     assert ran.code == 2

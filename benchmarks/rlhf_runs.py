@@ -30,7 +30,7 @@ from tidemill.telemetry.statistics import LEVEL, RESAMPLES, Interval
 from tidemill.trainer.reward_scores import reward_scores
 
 RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "rlhf.toml"
-DEADLINE_S, STOPPING_S = 3600.0, 60.0
+DEADLINE_S, STOPPING_S = 3600.0, 180.0
 CPU = "cpu_seconds"
 CURVES = ("reward_mean", "kl_ref_k1", "kl_ref", "entropy", "explained_variance", "clip_fraction")
 LAST_STEPS = 5  # whose mean is "in the end"
@@ -118,6 +118,7 @@ def _stop(process: subprocess.Popen[str]) -> None:
         process.communicate(timeout=STOPPING_S)
     except subprocess.TimeoutExpired:
         process.kill()
+        process.wait()
 
 
 def reduced(directory: Path, summary: Mapping[str, Any], seed: int) -> RlhfRun:

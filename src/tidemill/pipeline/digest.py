@@ -17,7 +17,7 @@ from tidemill.config.model import BUILT_IN_MODELS
 from tidemill.config.pipeline import KINDS, NEUTRAL, StageSpec, asked_for
 from tidemill.models.catalog import is_local
 
-FORMAT = 1
+FORMAT = 2
 """Raised when stages of equal configuration begin to give something else."""
 SHORT_CHARS = 10
 NAMED = ("source", "compare_with")

@@ -17,8 +17,12 @@ from tidemill.models.heads import load_head, reward_head, save_head
 from tidemill.models.reward_model import hidden_size, sequence_scores
 from tidemill.models.token_tree import Tokens
 from tidemill.trainer.fitting import FitResult, Workbench, fit
+from tidemill.trainer.minibatches import split_by_tokens
 from tidemill.trainer.objective import Objective, Outcome
 from tidemill.trainer.sequences import tokens_of
+
+CENTRED_ON = 64
+"""Pairs, at most, whose mean score a new head takes off."""
 
 
 def train_reward_model(
@@ -39,7 +43,20 @@ class RewardObjective(Objective[PreferencePair]):
         self.head = head = reward_head(hidden_size(bench.model), seed=spec.run.seed).to(bench.device)
         self.trained = nn.ModuleDict({"model": bench.model, "head": head})
         self._head, self._bench, self._config = head, bench, spec.reward_model
+        self._microbatch_tokens = spec.supervised.microbatch_tokens
         self._vocabulary_digest = load_codec(bench.source).vocabulary_digest
+
+    @torch.no_grad()
+    def prepare(self, examples: Sequence[PreferencePair]) -> None:
+        """Let scores begin around zero.
+
+        What all hidden states have in common gives a new head's scores an offset, by chance a large one. Pairs do not
+        see it, but centring does, and the first steps would be spent on little else.
+        """
+        runs = split_by_tokens(examples[:CENTRED_ON], self.sequences, self._microbatch_tokens)
+        outcomes = [self.outcome(run) for run in runs]
+        total = sum(float(outcome.figures["score_mean"]) for outcome in outcomes)
+        self._head.bias -= total / sum(outcome.weight for outcome in outcomes)
 
     def sequences(self, example: PreferencePair) -> Sequence[Tokens]:
         return tuple(tokens_of(example.prompt_ids + side) for side in (example.chosen_ids, example.rejected_ids))

@@ -135,6 +135,25 @@ def test_preference_losses(loss: str, budget: int, tmp_path: Path) -> None:
     assert totals.means()["pairwise_accuracy"] == sum(m > 0 for m in margins) / 5
 
 
+def test_the_scores_of_a_new_head_begin_around_zero(tmp_path: Path) -> None:
+    source, model, examples = save_folder(llama(), tmp_path / "folder"), llama(), pairs(6)
+    objective = RewardObjective(supervised_spec(), bench(tmp_path, source=source))
+    assert objective.head is not None
+    scores = [
+        plain_score(model, objective.head, pair.prompt_ids, side).item()
+        for pair in examples
+        for side in (pair.chosen_ids, pair.rejected_ids)
+    ]
+    before = objective.outcome(examples).figures
+    assert abs(sum(scores)) > 1e-2
+    objective.prepare(examples)
+    after = objective.outcome(examples).figures
+    # The bias took off what all twelve scores had in mean; what pairs compare is as it was.
+    assert objective.head.bias.item() == pytest.approx(-sum(scores) / 12, abs=1e-5)
+    assert float(after["score_mean"]) == pytest.approx(0.0, abs=1e-4)
+    assert float(after["score_margin"]) == pytest.approx(float(before["score_margin"]), abs=1e-4)
+
+
 def test_a_new_policy_has_the_loss_of_no_preference(tmp_path: Path) -> None:
     objective = PreferenceObjective(supervised_spec(), bench(tmp_path))
     examples = pairs(4)

@@ -98,8 +98,16 @@ def test_pairs_go_on_from_the_prompts_that_were_answered(
         return await draw(self, key, *rest)
 
     def make(name: str) -> bytes:
-        path, sizes = tmp_path / name, {"prompts": 30, "samples_per_prompt": 6, "pairs_per_prompt": 2}
-        make_pairs(spec, path, progress=lambda _: None, answers=kept, **sizes)
+        path = tmp_path / name
+        make_pairs(
+            spec,
+            path,
+            prompts=30,
+            samples_per_prompt=6,
+            pairs_per_prompt=2,
+            progress=lambda _: None,
+            answers=kept,
+        )
         return path.read_bytes()
 
     monkeypatch.setattr(Answering, "_draw", counted)

@@ -56,7 +56,7 @@ class RewardObjective(Objective[PreferencePair]):
         runs = split_by_tokens(examples[:CENTRED_ON], self.sequences, self._microbatch_tokens)
         outcomes = [self.outcome(run) for run in runs]
         total = sum(float(outcome.figures["score_mean"]) for outcome in outcomes)
-        self._head.bias -= total / sum(outcome.weight for outcome in outcomes)
+        self._head.bias.sub_(total / sum(outcome.weight for outcome in outcomes))
 
     def sequences(self, example: PreferencePair) -> Sequence[Tokens]:
         return tuple(tokens_of(example.prompt_ids + side) for side in (example.chosen_ids, example.rejected_ids))

@@ -77,7 +77,7 @@ def earlier_runs() -> list[RlhfRun]:
 
 
 def verdict(runs: Sequence[RlhfRun]) -> dict[str, bool]:
-    """Each aim, and whether every seed reaches it; a rise counts where chance makes one in fewer than 5 of 100."""
+    """Each aim, and whether every seed reaches it."""
     return {
         f"at most {LONGEST_MINUTES:g} minutes of CPU": all(run.cpu_minutes <= LONGEST_MINUTES for run in runs),
         f"reward model right on {LEAST_ACCURACY:g} of pairs": all(run.pairs.accuracy >= LEAST_ACCURACY for run in runs),
@@ -87,8 +87,18 @@ def verdict(runs: Sequence[RlhfRun]) -> dict[str, bool]:
     }
 
 
+def beyond_chance(runs: Sequence[RlhfRun]) -> dict[str, int]:
+    """Of each rise, the seeds in which chance alone would make one in fewer than 5 of 100."""
+    changes = {
+        "reward-model score": [run.score for run in runs],
+        "true greedy accuracy": [run.accuracy for run in runs],
+        "true accuracy of samples": [run.drawn for run in runs],
+    }
+    return {name: sum(_rises(change) and change.p_value < SURE for change in found) for name, found in changes.items()}
+
+
 def _rises(change: Change) -> bool:
-    return change.after > change.before and change.p_value < SURE
+    return change.after > change.before
 
 
 def _recipe() -> str:
@@ -131,6 +141,7 @@ def _write(runs: Sequence[RlhfRun]) -> None:
         "recipe": _recipe(),
         "aims": verdict(runs),
         "reached": all(verdict(runs).values()),
+        "seeds_beyond_chance": beyond_chance(runs),
         "over_seeds": {name: found._asdict() for name, found in summary(runs).items()},
         "runs": [msgspec.to_builtins(run, str_keys=True) for run in runs],
     }
@@ -171,6 +182,8 @@ def _print(runs: Sequence[RlhfRun]) -> None:
     Console(width=190).print(table)
     for aim, reached in verdict(runs).items():
         print(f"{'reached' if reached else 'MISSED '}  {aim}")
+    for name, seeds in beyond_chance(runs).items():
+        print(f"{name}: up by more than chance would (p < {SURE:g}) in {seeds} of {len(runs)} seeds")
 
 
 def _told(change: Change) -> str:

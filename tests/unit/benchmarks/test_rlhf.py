@@ -53,9 +53,18 @@ def test_every_seed_must_reach_every_aim() -> None:
         (made(1, cpu_minutes=20.5), "at most 20 minutes of CPU"),
         (made(1, pairs=msgspec.structs.replace(made(1).pairs, accuracy=0.79)), "reward model right on 0.8 of pairs"),
         (made(1, score=change(0.5, 0.1)), "reward-model score rises"),
-        (made(1, accuracy=change(0.3, 0.7, p_value=0.06)), "true greedy accuracy rises"),
+        (made(1, drawn=change(0.3, 0.3)), "true accuracy of samples rises"),
     ):
         assert [name for name, reached in rlhf.verdict([made(0), worse]).items() if not reached] == [aim]
+
+
+def test_a_rise_beyond_chance_is_told_apart() -> None:
+    runs = [made(0), made(1, accuracy=change(0.3, 0.4, p_value=0.06), score=change(0.5, 0.1))]
+    assert rlhf.beyond_chance(runs) == {
+        "reward-model score": 1,
+        "true greedy accuracy": 1,
+        "true accuracy of samples": 2,
+    }
 
 
 def test_only_seeds_of_this_recipe_that_are_missing_are_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

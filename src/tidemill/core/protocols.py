@@ -11,6 +11,7 @@ from tidemill.core.records import (
     FleetRow,
     GenerateRequest,
     Group,
+    Growth,
     Lease,
     LeaseEvent,
     Loaded,
@@ -18,6 +19,7 @@ from tidemill.core.records import (
     PolicyVersion,
     Prompt,
     Pulled,
+    Read,
     Record,
     Reward,
     SampleId,
@@ -205,6 +207,25 @@ class Scorer(Protocol):
     """Judges a finished sample; never raises for a fault of the reward function, but returns an invalid reward."""
 
     async def score(self, prompt: Prompt, trajectory: Trajectory) -> Reward: ...
+
+    async def close(self) -> None: ...
+
+
+class Reader(Protocol):
+    """A frozen model that reads samples: a reward model, or the reference."""
+
+    def grow(self, grown: Sequence[Growth]) -> None:
+        """Advice that never waits: these tokens are certain, and may be computed ahead. No result depends on it."""
+
+    async def read(self, sample_id: SampleId, token_ids: TokenBuffer, prompt_tokens: int) -> Read:
+        """What the model makes of a finished sample (int32 [P + T]).
+
+        Raises:
+            ReaderLost: the model is gone and does not come back.
+        """
+
+    def forget(self, sample_ids: Sequence[SampleId]) -> None:
+        """Samples that will not be read as they were: they begin again, or were given up. Never waits."""
 
     async def close(self) -> None: ...
 

@@ -227,6 +227,9 @@ class Reader(Protocol):
     def forget(self, sample_ids: Sequence[SampleId]) -> None:
         """Samples that will not be read as they were: they begin again, or were given up. Never waits."""
 
+    def take_counts(self) -> tuple[int, int]:
+        """Tokens of training samples computed before and after their samples were finished, since the last call."""
+
     async def close(self) -> None: ...
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -11,59 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from tests.model_shapes import HIDDEN, MODEL_SHAPES, VOCABULARY
-from tidemill.core.records import Read, SampleId
-from tidemill.models.attention import use_packed_attention
+from tests.frozen_readers import CHUNK, frozen, growing, logprob_gauge, named, reader, tokens, whole
+from tests.model_shapes import HIDDEN, MODEL_SHAPES
+from tidemill.core.records import Read
 from tidemill.models.heads import HeadDescription, reward_head
 from tidemill.models.reward_model import RewardModel
-from tidemill.trainer.chunked_reader import ChunkedReader, Gauge, LogprobGauge, ScoreGauge
+from tidemill.trainer.chunked_reader import ScoreGauge
 from tidemill.trainer.logprobs import token_logprobs
 from tidemill.trainer.reward_scores import reward_scores
 from tidemill.trainer.sequences import pack_completions
-
-CHUNK = 8
-
-
-def frozen(shape: str = "llama") -> PreTrainedModel:
-    model = MODEL_SHAPES[shape]().requires_grad_(False)
-    use_packed_attention(model)
-    return model
 
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
     return frozen()
-
-
-def named(index: int, prompt: str = "p") -> SampleId:
-    return SampleId(run_seed=0, purpose="train", prompt_id=prompt, epoch=0, index=index)
-
-
-def tokens(length: int, seed: int = 0) -> bytes:
-    return np.random.default_rng(seed).integers(2, VOCABULARY, length).astype(np.int32).tobytes()
-
-
-def logprob_gauge(model: PreTrainedModel, *, rows: int = 1000) -> LogprobGauge:
-    return LogprobGauge(model, temperature=0.7, logits_budget_bytes=rows * VOCABULARY * 4)
-
-
-def reader(model: PreTrainedModel, gauge: Gauge | None = None, *, cache: int = 1000) -> ChunkedReader:
-    return ChunkedReader(model, gauge or logprob_gauge(model), chunk_tokens=CHUNK, cache_tokens=cache)
-
-
-def whole(reader: ChunkedReader, name: SampleId, ids: bytes, prompt_tokens: int) -> Read:
-    while (read := reader.read_on(name, ids, prompt_tokens)) is None:
-        pass
-    return read
-
-
-def growing(reader: ChunkedReader, name: SampleId, ids: bytes, prompt_tokens: int) -> Iterator[bool]:
-    """Tell it of every token, one at a time; says after each whether anything was computed."""
-    for known in range(prompt_tokens, len(ids) // 4 + 1):
-        computed = 0
-        while reader.read_ahead(name, ids[: known * 4], prompt_tokens):
-            computed += 1
-        yield bool(computed)
 
 
 @pytest.mark.parametrize("shape", MODEL_SHAPES)
@@ -95,7 +54,7 @@ def test_scores_are_those_of_the_token_tree(model: PreTrainedModel) -> None:
 ACTS = st.tuples(st.sampled_from(["ahead", "ahead", "ahead", "forget", "read"]), st.integers(0, 4), st.integers(0, 30))
 
 
-@settings(derandomize=True, deadline=None, max_examples=25)
+@settings(derandomize=True, deadline=None, max_examples=12)
 @given(
     lengths=st.tuples(st.integers(1, 20), st.integers(1, 20), *[st.integers(0, 30)] * 5),
     cache=st.sampled_from([0, 12, 40, 1000]),

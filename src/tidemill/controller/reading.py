@@ -18,14 +18,19 @@ class Reading:
         readers: told which tokens are certain whenever there is another chunk of them; the reference may be one.
         reference: asked for the logprobs of every finished sample; None where the trainer measures them.
         chunk_tokens: what readers compute at a time.
+        ahead: they are told at all.
     """
 
-    def __init__(self, readers: Sequence[Reader], *, reference: Reader | None, chunk_tokens: int) -> None:
-        self._readers, self.reference, self._chunk_tokens = readers, reference, chunk_tokens
+    def __init__(
+        self, readers: Sequence[Reader], *, reference: Reader | None, chunk_tokens: int, ahead: bool = True
+    ) -> None:
+        self._readers, self.reference, self._chunk_tokens, self._ahead = readers, reference, chunk_tokens, ahead
         self._told: dict[SampleId, int] = {}  # tokens of prompt and completion, of samples under way
 
     def grown(self, in_flight: InFlight, reports: Iterable[WorkerReport]) -> None:
         """Tell of what these reports added, chunk by chunk; of a new sample at once, for its prompt is known."""
+        if not self._ahead:
+            return
         news = []
         for report in reports:
             for delta in report.deltas:

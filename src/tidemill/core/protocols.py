@@ -204,7 +204,8 @@ class PromptSource(Protocol):
 
 
 class Scorer(Protocol):
-    """Judges a finished sample; never raises for a fault of the reward function, but returns an invalid reward."""
+    """Judges a finished sample; never raises for a fault of the reward function, but returns an invalid reward. Only
+    what no sample can be judged without any more is raised (`ReaderLost`)."""
 
     async def score(self, prompt: Prompt, trajectory: Trajectory) -> Reward: ...
 

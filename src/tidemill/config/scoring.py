@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -84,3 +85,8 @@ class ScoringConfig(Config):
     """Samples scored at once."""
     truncated: Literal["trained", "masked"] = "trained"
     """What a completion cut by max_new_tokens counts: like any other, or left out of loss and statistics."""
+
+    @property
+    def model_folders(self) -> tuple[Path, ...]:
+        """Of reward models, each once."""
+        return tuple(dict.fromkeys(Path(each.model).expanduser() for each in self.rewards if each.kind == "model"))

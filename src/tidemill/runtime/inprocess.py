@@ -22,7 +22,7 @@ from tidemill.runtime.host import InProcessHost
 from tidemill.runtime.machinery import Machinery, scheduled_provider
 from tidemill.runtime.parts import load_parts
 from tidemill.runtime.publish import ModelPublisher, probe_sequence
-from tidemill.runtime.readers import Readers, reference_reader, reward_folders, reward_reader
+from tidemill.runtime.readers import Readers, reference_reader, reward_reader
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory
 from tidemill.trainer.checkpoint_store import CheckpointStore
@@ -105,6 +105,6 @@ async def in_process(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock
 
 def _readers(spec: RunSpec, compute: ComputeThread, reference: PreTrainedModel | None) -> Readers:
     return Readers(
-        rewards={folder: reward_reader(spec, folder, compute) for folder in reward_folders(spec)},
+        rewards={folder: reward_reader(spec, folder, compute) for folder in spec.scoring.model_folders},
         reference=None if reference is None else reference_reader(spec, reference, compute),
     )

@@ -32,12 +32,6 @@ class Readers:
         return (*self.rewards.values(), *([self.reference] if self.reference else ()))
 
 
-def reward_folders(spec: RunSpec) -> tuple[Path, ...]:
-    """Of the reward models that a run is rewarded by, each once."""
-    models = (Path(reward.model).expanduser() for reward in spec.scoring.rewards if reward.kind == "model")
-    return tuple(dict.fromkeys(models))
-
-
 def reward_reader(spec: RunSpec, folder: Path, compute: ComputeThread | None = None) -> LocalReader:
     """A reward model that scores samples one by one.
 

@@ -68,6 +68,24 @@ def test_a_sample_that_begins_again_is_told_of_from_its_beginning() -> None:
     assert [(growth.start, count(growth.token_ids)) for growth in reader.growths] == [(0, 6), (0, 6)]
 
 
+def test_a_sample_that_migrates_is_told_of_without_a_gap() -> None:
+    in_flight, reader = make_in_flight(), FakeReader()
+    reading, sample = Reading([reader], reference=None, chunk_tokens=4), in_flight[make_id()]
+    in_flight.assign("lease", [sample])
+    in_flight.apply(delta := make_delta(tokens=[1, 2, 3, 4, 5]))
+    reading.grown(in_flight, [make_report(delta)])
+    in_flight.revoke("lease")
+    in_flight.assign("other", [sample])
+    stale = make_delta(start=5, tokens=[0, 0, 0])
+    delta = make_delta(lease_id="other", attempt=2, start=5, tokens=[6, 7, 8])
+    assert in_flight.apply(stale) is None
+    in_flight.apply(delta)
+    reading.grown(in_flight, [make_report(stale, delta)])
+    assert [(growth.start, count(growth.token_ids)) for growth in reader.growths] == [(0, 6), (6, 4)]
+    assert reader.growths[1].token_ids == pack_tokens([5, 6, 7, 8])
+    assert not reader.forgotten
+
+
 async def test_only_trained_tokens_have_reference_logprobs() -> None:
     class Counting(FakeReader):
         async def read(self, *_: Any) -> Read:

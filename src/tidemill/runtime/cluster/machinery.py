@@ -27,7 +27,13 @@ from tidemill.runtime.cluster.plan import Started, TrainerPlan, WorkerPlan, spec
 from tidemill.runtime.cluster.provider import RayProvider
 from tidemill.runtime.cluster.reader import RayReader, ReaderProcess
 from tidemill.runtime.cluster.remote import Remote
-from tidemill.runtime.cluster.trainer import RayCheckpoints, RayPublisher, RayTrainer, trainer_lost
+from tidemill.runtime.cluster.trainer import (
+    UNTIL_GIVEN_UP,
+    RayCheckpoints,
+    RayPublisher,
+    RayTrainer,
+    trainer_lost,
+)
 from tidemill.runtime.cluster.trainer_actor import TrainerActor
 from tidemill.runtime.cluster.wire import encode
 from tidemill.runtime.cluster.worker import RayWorker
@@ -161,7 +167,7 @@ async def _start_readers(
     if spec.algorithm.kl_beta and placement.reference == "actor":
         reference = await started("reference", None)
     elif spec.algorithm.kl_beta and spec.reading.ahead:
-        reference = RayReader(trainer)
+        reference = RayReader(trainer, read_s=UNTIL_GIVEN_UP)  # it reads between two batches that it learns from
     for reader in (*rewards.values(), *([reference] if reference else ())):
         stack.push_async_callback(reader.close)
     return Readers(rewards=rewards, reference=reference)

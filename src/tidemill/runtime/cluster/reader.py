@@ -23,7 +23,6 @@ from tidemill.runtime.local_reader import Counted
 
 LOAD_S = 900.0
 READ_S = 600.0
-"""For at most `AT_ONCE` samples, of which the model reads one after another."""
 AT_ONCE = 8
 MOST_RESTARTS = 3
 """Without a single sample read in between."""
@@ -39,11 +38,12 @@ class RayReader(Counted):
 
     Args:
         again: None where the actor is another's, whose end is the run's.
+        read_s: how long an actor may take for the `AT_ONCE` samples that it is asked for; then it is lost.
     """
 
-    def __init__(self, remote: Remote, *, again: Again | None = None) -> None:
+    def __init__(self, remote: Remote, *, again: Again | None = None, read_s: float = READ_S) -> None:
         super().__init__()
-        self._remote, self._again = remote, again
+        self._remote, self._again, self._read_s = remote, again, read_s
         self._room = asyncio.Semaphore(AT_ONCE)
         self._starting: asyncio.Task[None] | None = None
         self._restarts = 0  # since a sample was read
@@ -57,7 +57,7 @@ class RayReader(Counted):
                 remote = self._remote
                 try:
                     read = await remote.call(
-                        "read", encode(sample_id), token_ids, prompt_tokens, kind=Read, timeout_s=READ_S
+                        "read", encode(sample_id), token_ids, prompt_tokens, kind=Read, timeout_s=self._read_s
                     )
                     break
                 except ReaderLost as lost:

@@ -66,7 +66,7 @@ def spec_of(directory: Path, reward: Path, place: str, steps: int) -> RunSpec:
         "run": {"name": "overlap", "dir": str(directory)},
         "model": {"source": "char", "char": POLICY},
         "task": {"kind": "arithmetic", "shots": 0},
-        "sampling": {"max_new_tokens": 400},
+        "sampling": {"max_new_tokens": 300},
         "scoring": {"rewards": [{"kind": "model", "model": str(reward)}]},
         "engine": {"slots": 8},
         "batch": {"prompts": 2, "group_size": 4},

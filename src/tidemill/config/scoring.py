@@ -32,7 +32,7 @@ class RewardConfig(Config):
     answered with {"scores": [...]}: a number each, or null where there is none."""
     batch: int = Field(64, ge=1)
     """model, http: samples scored together, at most. With 1 a reward model's score does not depend on what else was
-    finished just then, not even in its last bit."""
+    finished just then, not even in its last bit; nor does it where the model reads sample by sample ([reading])."""
     timeout_s: float = Field(0.0, ge=0)
     """model, http: a sample without a score for so long is invalid, waiting and retries included; 0 takes 60 s for http
     and 600 s for model, which waits for its turn between training steps."""

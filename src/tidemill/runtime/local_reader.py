@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -59,6 +59,7 @@ class LocalReader(Counted):
         self._leftover: Compute = thread if owned else thread.leftover
         self._growing: dict[SampleId, _Growing] = {}
         self._ready: dict[SampleId, None] = {}  # samples that may have a chunk to be computed ahead, in order
+        self._being_read = Counter[SampleId]()
         self._forgotten: deque[SampleId] = deque()  # the model's side is told at the next call
         self._working: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
@@ -66,6 +67,8 @@ class LocalReader(Counted):
 
     def grow(self, grown: Sequence[Growth]) -> None:
         for growth in grown:
+            if growth.sample_id in self._being_read:
+                continue  # what it was before it began again: one chain of chunks under a name is enough
             if growth.start == 0:
                 self._growing[growth.sample_id] = _Growing(growth.prompt_tokens)
             growing = self._growing.get(growth.sample_id)
@@ -83,18 +86,12 @@ class LocalReader(Counted):
             Exception: what the model raised, also while it read ahead.
         """
         self._leave(sample_id)
-        async with self._turn:
-            if self._failure is not None:
-                raise self._failure
-            try:
-                read = None
-                while read is None:
-                    read = await self._call(
-                        self._thread, lambda: self._reader.read_on(sample_id, token_ids, prompt_tokens)
-                    )
-            except BaseException:
-                self._forgotten.append(sample_id)
-                raise
+        self._being_read[sample_id] += 1
+        try:
+            async with self._turn:
+                read = await self._read(sample_id, token_ids, prompt_tokens)
+        finally:
+            self._being_read -= Counter([sample_id])
         self.note(sample_id, read)
         return read
 
@@ -113,6 +110,18 @@ class LocalReader(Counted):
     def _leave(self, sample_id: SampleId) -> None:
         self._growing.pop(sample_id, None)
         self._ready.pop(sample_id, None)
+
+    async def _read(self, sample_id: SampleId, token_ids: TokenBuffer, prompt_tokens: int) -> Read:
+        if self._failure is not None:
+            raise self._failure
+        read: Read | None = None
+        try:
+            while read is None:
+                read = await self._call(self._thread, lambda: self._reader.read_on(sample_id, token_ids, prompt_tokens))
+        except BaseException:
+            self._forgotten.append(sample_id)
+            raise
+        return read
 
     async def _read_ahead(self) -> None:
         try:

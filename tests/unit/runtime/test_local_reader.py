@@ -116,6 +116,28 @@ async def test_a_sample_that_begins_again_or_is_given_up_leaves_nothing(
     await local.close()
 
 
+async def test_a_sample_that_begins_again_while_it_is_read_disturbs_nothing(
+    model: PreTrainedModel, thread: ComputeThread
+) -> None:
+    chunked, go_on = reader(model), threading.Event()
+    local = LocalReader(chunked, thread, owned=True)
+    busy = asyncio.create_task(thread.run(lambda: go_on.wait(10.0)))
+    reading = asyncio.create_task(local.read(named(0), IDS, PROMPT))
+    await asyncio.sleep(0)
+    other = IDS[: PROMPT * 4] + tokens(3 * CHUNK, seed=9)
+    local.grow([grown(0, 0, PROMPT + CHUNK, other)])
+    local.grow([grown(0, PROMPT + CHUNK, PROMPT + 2 * CHUNK, other)])
+    go_on.set()
+    async with asyncio.timeout(10.0):
+        first, second = await asyncio.gather(reading, local.read(named(0), other, PROMPT))
+    await busy
+    for read, ids in ((first, IDS), (second, other)):
+        assert read.numbers == whole(reader(model), named(0), ids, PROMPT).numbers
+    local.grow([grown(0, 0, PROMPT + CHUNK, other)])  # and from then on it is read ahead again
+    await until_held(chunked, PROMPT + CHUNK)
+    await local.close()
+
+
 async def test_a_growth_that_does_not_fit_is_no_harm(model: PreTrainedModel, thread: ComputeThread) -> None:
     local = LocalReader(reader(model), thread, owned=False)
     local.grow([grown(0, PROMPT, PROMPT + CHUNK)])  # what came before it was lost

@@ -258,7 +258,7 @@ def seen(group: Group) -> tuple[object, ...]:
                 t.weight,
                 t.versions,
                 *t.publish_logprobs,
-                t.ref_logprobs,
+                *([t.ref_logprobs] if t.ref_logprobs else []),  # last, where a reference reads
             )
             for t in group.trajectories
         ),

@@ -94,6 +94,7 @@ bench: $(READY) ## the benchmarks, one after another; about an hour on a quiet m
 	$(BIN)/python -m benchmarks.migration
 	$(BIN)/python -m benchmarks.overlap
 	$(BIN)/python -m benchmarks.critic_placement
+	$(BIN)/python -m benchmarks.overlap_scoring
 
 constraints: $(READY) ## rewrite constraints.txt from pyproject.toml (needs the network)
 	$(BIN)/python scripts/write_constraints.py

@@ -15,6 +15,7 @@ from tidemill.controller.in_flight import InFlight, Plan, plan_groups
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.loop import LoopResult, train_loop
 from tidemill.controller.memory_journal import MemoryJournal, PowerCut
+from tidemill.controller.reading import Reading
 from tidemill.controller.waiting import Patience
 from tidemill.core.buffers import LogprobBuffer, TokenBuffer, count, pack_logprobs, pack_tokens, unpack_tokens
 from tidemill.core.clock import LoopClock
@@ -25,9 +26,11 @@ from tidemill.core.records import (
     FleetRow,
     GenerateRequest,
     Group,
+    Growth,
     Message,
     PolicyVersion,
     Prompt,
+    Read,
     Reward,
     SampleId,
     SamplingParams,
@@ -255,6 +258,7 @@ def seen(group: Group) -> tuple[object, ...]:
                 t.weight,
                 t.versions,
                 *t.publish_logprobs,
+                *([t.ref_logprobs] if t.ref_logprobs else []),  # last, where a reference reads
             )
             for t in group.trajectories
         ),
@@ -337,6 +341,49 @@ class FakeScorer:
 
     async def close(self) -> None:
         pass
+
+
+class FakeReader:
+    """Implements `Reader`; what it says of a token depends on all before it. `grow` checks that nothing is missing."""
+
+    def __init__(self, *, chunk_tokens: int = 4) -> None:
+        self.chunk_tokens = chunk_tokens
+        self.known: dict[SampleId, bytes] = {}
+        self.growths: list[Growth] = []
+        self.was_read: list[SampleId] = []
+        self.forgotten: list[SampleId] = []
+        self.failure: Exception | None = None
+
+    def reading(self) -> Reading:
+        return Reading([self], reference=self, chunk_tokens=self.chunk_tokens)
+
+    def grow(self, grown: Sequence[Growth]) -> None:
+        for growth in grown:
+            before = self.known.get(growth.sample_id, b"") if growth.start else b""
+            assert count(before) == growth.start, "something in between was not told"
+            self.known[growth.sample_id] = before + growth.token_ids
+        self.growths += grown
+
+    async def read(self, sample_id: SampleId, token_ids: TokenBuffer, prompt_tokens: int) -> Read:
+        await asyncio.sleep(0.05)
+        if self.failure is not None:
+            raise self.failure
+        ahead = self.known.pop(sample_id, b"")
+        assert token_ids.startswith(ahead), "it was told of other tokens"
+        self.was_read.append(sample_id)
+        tokens = unpack_tokens(token_ids)
+        said = [logprob(number(tokens[: at + 1]) % VOCABULARY) for at in range(prompt_tokens, len(tokens))]
+        return Read(numbers=pack_logprobs(said))
+
+    def forget(self, sample_ids: Sequence[SampleId]) -> None:
+        self.forgotten += sample_ids
+        for sample_id in sample_ids:
+            self.known.pop(sample_id)
+
+    def take_counts(self) -> tuple[int, int]:
+        return 3, 5
+
+    async def close(self) -> None: ...
 
 
 class FakeCodec:
@@ -423,6 +470,7 @@ class Session:
     patience: Patience = field(default_factory=Patience)
     slots: int = 3
     stop: asyncio.Event = field(default_factory=asyncio.Event)
+    reader: FakeReader | None = None  # of the reference
     result: LoopResult | None = None
 
     def __post_init__(self) -> None:
@@ -458,6 +506,7 @@ class Session:
                     codec=FakeCodec(),
                     clock=LoopClock(),
                     stop=self.stop,
+                    reading=self.reader.reading() if self.reader else None,
                     patience=self.patience,
                 )
         finally:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.chaos.faults import FAULTS, fleet_config, herd, setting
 from tests.chaos.world import World
-from tests.fake_fleet import Disk, Session, small_spec
+from tests.fake_fleet import Disk, FakeReader, Session, small_spec
 from tests.fake_pool import trained
 from tests.virtual_time import run_virtual
 from tidemill.controller.ledger import Ledger
@@ -24,7 +24,7 @@ SPEC = small_spec(batch={"prompts": 5, "group_size": 4}, sampling={"max_new_toke
 
 @functools.cache
 def quiet() -> object:
-    session = Session(spec=SPEC)
+    session = Session(spec=SPEC, reader=FakeReader())
     run_virtual(session.run())
     return trained(session)
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from tests.fake_fleet import FakeCompute, FakeEngine, Session, number
+from tests.fake_fleet import FakeCompute, FakeEngine, FakeReader, Session, number
 from tidemill.config.pool import FleetConfig
 from tidemill.controller.fleet import Fleet
 from tidemill.core.buffers import pack_tokens
@@ -340,6 +340,7 @@ class World(Session):
     setting: Callable[[World], None] = lambda world: None
     config: FleetConfig = field(default_factory=FleetConfig)
     reserved_engine: bool = True
+    reader: FakeReader | None = field(default_factory=FakeReader)
 
     def __post_init__(self) -> None:
         super().__post_init__()

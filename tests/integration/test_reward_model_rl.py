@@ -96,3 +96,46 @@ def test_a_stage_named_outside_a_pipeline_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match='"stage:reward" names a stage') as caught:
         train(rl_spec(tmp_path / "run", {"kind": "model", "model": "stage:reward"}), telemetry_stream=StringIO())
     assert caught.value.where == "scoring.rewards[0].model"
+
+
+def four_models(directory: Path, reward_folder: Path, **reading: Any) -> RunSpec:
+    """Policy, reference, critic and reward model; completions of several chunks each."""
+    spec = rl_spec(directory, {"kind": "model", "model": str(reward_folder)}).model_dump()
+    changes: dict[str, Any] = {
+        "sampling": {"max_new_tokens": 14},
+        "algorithm": {"name": "ppo", "kl_beta": 0.1},
+        "engine": {"tick_s": 1e-4},  # a report after every token
+        "optimizer": {"learning_rate": 1e-3},
+        "eval": {"prompts": 2, "every_steps": 0},
+        "reading": {"ahead": True, "chunk_tokens": 4, **reading},
+    }
+    return RunSpec.model_validate(spec | {name: spec[name] | change for name, change in changes.items()})
+
+
+def told(spec: RunSpec) -> list[tuple[str, dict[str, float]]]:
+    """Weights and figures of each step, without those of time."""
+    assert train(spec, telemetry_stream=StringIO())["finished"]
+    lines = [line for line in read_metrics(spec.directory / "metrics.jsonl") if line.step]
+    skipped = ("time_", "tokens_per_s", "peak_rss", "tokens_read")
+    return [
+        (line.weights_digest, {name: value for name, value in line.values.items() if not name.startswith(skipped)})
+        for line in lines
+    ]
+
+
+def test_reading_ahead_changes_nothing_but_when(reward_folder: Path, tmp_path: Path) -> None:
+    late = told(four_models(tmp_path / "late", reward_folder, cache_tokens=0))
+    ahead = told(four_models(tmp_path / "ahead", reward_folder, own_thread=True))
+    assert ahead == late
+    assert late[0][1]["kl_ref"] == pytest.approx(0.0, abs=1e-6)  # the policy begins as the reference
+    assert late[1][1]["kl_ref"] > 1e-6
+    read = [line.values for line in read_metrics(tmp_path / "ahead" / "metrics.jsonl") if line.step]
+    assert sum(values["tokens_read_ahead"] for values in read) > 0
+    first = [line.values for line in read_metrics(tmp_path / "late" / "metrics.jsonl") if line.step]
+    assert sum(values["tokens_read_ahead"] for values in first) == 0
+    # Reward model and reference: every sample's prompt and completion, for nothing is kept.
+    generated = [values["tokens_generated"] for values in first]
+    assert all(values["tokens_read_late"] > 2 * tokens for values, tokens in zip(first, generated, strict=True))
+    plain = told(four_models(tmp_path / "plain", reward_folder, ahead=False))
+    assert plain[0][1]["reward_mean"] == pytest.approx(late[0][1]["reward_mean"], abs=1e-5)
+    assert plain[1][1]["kl_ref"] == pytest.approx(late[1][1]["kl_ref"], rel=1e-3)

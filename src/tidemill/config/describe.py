@@ -8,6 +8,7 @@ from tidemill.config.algorithm import CorrectionConfig
 from tidemill.config.checks import Purpose
 from tidemill.config.derive import Derived, derive
 from tidemill.config.describe_pool import pool_notes, pool_topics
+from tidemill.config.describe_readers import reader_notes, reader_topics
 from tidemill.config.model import BUILT_IN_MODELS
 from tidemill.config.schema import RunSpec
 from tidemill.config.task import ArithmeticTask, PromptFiles
@@ -41,6 +42,7 @@ def topics(spec: RunSpec, *, purpose: Purpose = "train", prompt_tokens: int | No
         ("step", _step(spec, derived)),
         ("schedule", _schedule(spec)),
         ("algorithm", _algorithm(spec)),
+        *reader_topics(spec),
         ("learning", _learning(spec, derived)),
         ("microbatch", _microbatch(spec, derived)),
         ("tokens", _tokens(spec, derived)),
@@ -55,7 +57,7 @@ def topics(spec: RunSpec, *, purpose: Purpose = "train", prompt_tokens: int | No
 
 def notes(spec: RunSpec, derived: Derived) -> list[str]:
     """Settings that are allowed and will probably not do what was hoped."""
-    found = pool_notes(spec)
+    found = [*pool_notes(spec), *reader_notes(spec)]
     if spec.algorithm.kl_stop is not None and derived.optimizer_steps_per_batch == 1:
         found.append(
             "algorithm.kl_stop never acts: each batch is one optimizer step, so that there is nothing left to stop"

@@ -63,22 +63,12 @@ KINDS: dict[StageKind, KindOfStage] = {
     "rl": KindOfStage(
         sections=(
             *("runtime", "run", "model", "task", "scoring", "sampling", "engine", "pool", "fleet", "ray"),
-            *(
-                "placement",
-                "batch",
-                "schedule",
-                "algorithm",
-                "optimizer",
-                "critic",
-                "trainer",
-                "eval",
-                "checkpoint",
-                "telemetry",
-            ),
+            *("placement", "reading", "batch", "schedule", "algorithm", "optimizer", "critic", "trainer", "eval"),
+            *("checkpoint", "telemetry"),
         ),
         gives="a model",
         purpose="train",
-        neutral=(*_SCORING, "eval.", "checkpoint.", "runtime", "pool.", "fleet.", "ray.", "placement."),
+        neutral=(*_SCORING, "eval.", "checkpoint.", "runtime", "pool.", "fleet.", "ray.", "placement.", "reading."),
     ),
     "eval": KindOfStage(
         sections=("run", "model", "task", "scoring", "sampling", "engine", "trainer", "eval"),

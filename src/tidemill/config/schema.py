@@ -16,6 +16,7 @@ from tidemill.config.making import MakingConfig
 from tidemill.config.model import ModelConfig
 from tidemill.config.placement import PlacementConfig
 from tidemill.config.pool import FleetConfig, PoolConfig, RayConfig, StaticPool
+from tidemill.config.reading import ReadingConfig
 from tidemill.config.schedule import ScheduleConfig
 from tidemill.config.scoring import ScoringConfig
 from tidemill.config.supervised import PreferenceConfig, RewardModelConfig, SupervisedConfig
@@ -125,6 +126,7 @@ class RunSpec(Config):
     fleet: FleetConfig = FleetConfig()
     ray: RayConfig = RayConfig()
     placement: PlacementConfig = PlacementConfig()
+    reading: ReadingConfig = ReadingConfig()
     batch: BatchConfig = BatchConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from ipaddress import ip_address
+from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -40,7 +41,7 @@ class RewardConfig(Config):
     """http: the header that carries it."""
     batch: int = Field(64, ge=1)
     """model, http: samples scored together, at most. With 1 a reward model's score does not depend on what else was
-    finished just then, not even in its last bit."""
+    finished just then, not even in its last bit; nor does it where the model reads sample by sample ([reading])."""
     timeout_s: float = Field(0.0, ge=0)
     """model, http: a sample without a score for so long is invalid, waiting and retries included; 0 takes 60 s for http
     and 600 s for model, which waits for its turn between training steps."""
@@ -115,6 +116,11 @@ class ScoringConfig(Config):
     """Samples scored at once."""
     truncated: Literal["trained", "masked"] = "trained"
     """What a completion cut by max_new_tokens counts: like any other, or left out of loss and statistics."""
+
+    @property
+    def model_folders(self) -> tuple[Path, ...]:
+        """Of reward models, each once."""
+        return tuple(dict.fromkeys(Path(each.model).expanduser() for each in self.rewards if each.kind == "model"))
 
 
 def _is_loopback(url: str) -> bool:

@@ -16,13 +16,15 @@ restart and give up groups meanwhile.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 from tidemill.controller.assembly import scored
 from tidemill.controller.dispatcher import Dispatcher
 from tidemill.controller.in_flight import InFlight
 from tidemill.controller.mailbox import Ended, Mail, Mailbox
+from tidemill.controller.reading import Reading
 from tidemill.controller.rollout import Rollout, StopRequested
 from tidemill.controller.samples import Sample, SampleState
 from tidemill.controller.waiting import Wait, still_waiting
@@ -144,13 +146,27 @@ class Collection:
         self.mailbox.ring()
 
     async def _score(self, sample: Sample) -> None:
-        attempt = sample.attempt
+        attempt, reading, trajectory = sample.attempt, self._rollout.reading, self._trajectory(sample)
+        scoring = self._rollout.scorer.score(sample.prompt, trajectory)
         try:
-            reward = await self._rollout.scorer.score(sample.prompt, self._trajectory(sample))
+            if reading is None or reading.reference is None:
+                reward, ref_logprobs = await scoring, b""
+            else:
+                reward, ref_logprobs = await asyncio.gather(scoring, reading.ref_logprobs(trajectory))
         except Exception as error:  # noqa: BLE001 - the iteration raises it
             self.mailbox.put_failure(error)
         else:
-            self.mailbox.mail.rewards.append((sample, attempt, reward))
+            self.mailbox.mail.rewards.append((sample, attempt, reward, ref_logprobs))
+            self.mailbox.ring()
+
+    async def _read_again(self, sample: Sample, reading: Reading) -> None:
+        attempt = sample.attempt
+        try:
+            ref_logprobs = await reading.ref_logprobs(self._trajectory(sample))
+        except Exception as error:  # noqa: BLE001 - the iteration raises it
+            self.mailbox.put_failure(error)
+        else:
+            self.mailbox.mail.reread.append((sample, attempt, ref_logprobs))
             self.mailbox.ring()
 
     # The task that reads the letters.
@@ -158,7 +174,7 @@ class Collection:
     async def run(self) -> None:
         try:
             self._tell_progress()
-            self._release(self._in_flight.in_state(SampleState.SCORED))
+            self._recall(self._in_flight.in_state(SampleState.SCORED))
             self._start_scoring(self._in_flight.in_state(SampleState.FINISHED))
             self._dispatch()
             while self._endless or not self._in_flight.complete:
@@ -233,30 +249,44 @@ class Collection:
             self._judge_silence()
         for lease_id, verdict in in_flight.take_misfits().items():
             rollout.fleet.dismiss(lease_id, f"it sent what does not fit ({verdict})")
+        if rollout.reading is not None:
+            rollout.reading.grown(in_flight, mail.reports)
         self._finish(finished)
         for ended in mail.ended:
             self._take_back(ended)
         self._dispatcher.hand_back(mail.hand_back)
         self._dispatcher.note_idle({report.lease_id for report in mail.reports})
-        rewards = [(sample, reward) for sample, attempt, reward in mail.rewards if self._may_score(sample, attempt)]
-        await rollout.ledger.reward(in_flight, rewards)
-        self._release([sample for sample, _ in rewards])
+        self._release(await self._reward(mail))
         self._tell_progress()
         for error in mail.failures:
             raise error
 
+    async def _reward(self, mail: Mail) -> list[Sample]:
+        """Note rewards and what the reference said, durably; returns the samples that may be learned from now."""
+        rewards = []
+        for sample, attempt, reward, ref_logprobs in mail.rewards:
+            if self._is_current(sample, attempt, SampleState.FINISHED):
+                sample.ref_logprobs = ref_logprobs
+                rewards.append((sample, reward))
+        await self._rollout.ledger.reward(self._in_flight, rewards)
+        reread = list[Sample]()
+        for sample, attempt, ref_logprobs in mail.reread:
+            if self._is_current(sample, attempt, SampleState.SCORED):
+                sample.ref_logprobs = ref_logprobs
+                reread.append(sample)
+        return [*(sample for sample, _ in rewards), *reread]
+
     def _is_current(self, sample: Sample, attempt: int, state: SampleState) -> bool:
         """Whether a sample still is where it was: its group may have begun again, or been given up."""
         return sample.state is state and sample.attempt == attempt and sample.ordinal in self._in_flight.samples
-
-    def _may_score(self, sample: Sample, attempt: int) -> bool:
-        return self._is_current(sample, attempt, SampleState.FINISHED)
 
     def _finish(self, samples: Sequence[Sample]) -> None:
         current = [sample for sample in samples if self._is_current(sample, sample.attempt, SampleState.FINISHED)]
         for sample in current:
             sample.finished_s = self._rollout.clock.now()
             self._rollout.fleet.lengths.observe(sample.sample_id.prompt_id, sample.length)
+            if self._rollout.reading is not None:
+                self._rollout.reading.finished(sample)
         self._start_scoring(current)
 
     def _take_back(self, ended: Ended) -> None:
@@ -302,9 +332,21 @@ class Collection:
 
     def _start_scoring(self, samples: Sequence[Sample]) -> None:
         for sample in samples:
-            task = asyncio.create_task(self._score(sample))
-            self.scoring.add(task)
-            task.add_done_callback(self.scoring.discard)
+            self._start(self._score(sample))
+
+    def _recall(self, samples: Sequence[Sample]) -> None:
+        """Samples whose rewards the journal has may be learned from, once the reference has read them again."""
+        reading = self._rollout.reading
+        if reading is None or reading.reference is None:
+            self._release(samples)
+            return
+        for sample in samples:
+            self._start(self._read_again(sample, reading))
+
+    def _start(self, job: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(job)
+        self.scoring.add(task)
+        task.add_done_callback(self.scoring.discard)
 
     def _release(self, samples: Sequence[Sample]) -> None:
         for sample in samples:

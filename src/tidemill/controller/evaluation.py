@@ -58,7 +58,13 @@ async def evaluate(
             "the task has no held-out prompts", where="task", cure="keep some (held_out_fraction, held_out_path)"
         )
     rollout = replace(
-        rollout, scorer=scorer, ledger=Ledger(None), truncated="trained", phase="evaluation", window_s=math.inf
+        rollout,
+        scorer=scorer,
+        ledger=Ledger(None),
+        reading=None,
+        truncated="trained",
+        phase="evaluation",
+        window_s=math.inf,
     )
     greedy = msgspec.structs.replace(sampling, temperature=0.0, top_k=0, top_p=1.0)
     plan = Plan(purpose=f"eval:{name}", run_seed=seed, group_size=1, sampling=greedy)

@@ -326,3 +326,7 @@ class InFlight:
 
     def __getitem__(self, sample_id: SampleId) -> Sample:
         return self._by_id[sample_id]
+
+    def get(self, sample_id: SampleId) -> Sample | None:
+        """An open sample, or None."""
+        return self._by_id.get(sample_id)

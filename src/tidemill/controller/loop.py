@@ -22,6 +22,7 @@ from tidemill.controller.entries import EvalResult
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.in_flight import TRAIN, InFlight, Plan
 from tidemill.controller.ledger import Ledger
+from tidemill.controller.reading import Reading
 from tidemill.controller.rollout import Rollout, StopRequested
 from tidemill.controller.run import Run
 from tidemill.controller.waiting import Patience
@@ -58,6 +59,7 @@ async def train_loop(
     clock: Clock,
     stop: asyncio.Event,
     stop_strings: tuple[str, ...] = (),
+    reading: Reading | None = None,
     patience: Patience | None = None,
 ) -> LoopResult:
     """Train until `spec.trainer.steps` batches are committed, going on from wherever the run stands.
@@ -70,6 +72,7 @@ async def train_loop(
         stop: set it to end the run early: what is in flight is journalled, and a checkpoint of the last committed batch
             is written unless there is one.
         stop_strings: the task's own, used when `spec.sampling.stop` is empty.
+        reading: frozen models that read samples one by one, where there are any.
         patience: deadlines of every wait.
 
     Raises:
@@ -87,6 +90,7 @@ async def train_loop(
         stop=stop,
         patience=patience or Patience(),
         truncated=spec.scoring.truncated,
+        reading=reading,
     )
     plan = Plan(
         purpose=TRAIN,

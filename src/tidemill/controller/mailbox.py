@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from tidemill.controller.samples import Sample
+from tidemill.core.buffers import LogprobBuffer
 from tidemill.core.records import Record, Reward, WorkerReport
 
 
@@ -30,14 +31,16 @@ class Mail:
     reports: list[WorkerReport] = field(default_factory=list)
     ended: list[Ended] = field(default_factory=list)
     hand_back: list[str] = field(default_factory=list)  # leases about to end
-    rewards: list[tuple[Sample, int, Reward]] = field(default_factory=list)  # with the attempt that was judged
+    # With the attempt that was judged, and the reference's logprobs where it was asked.
+    rewards: list[tuple[Sample, int, Reward, LogprobBuffer]] = field(default_factory=list)
+    reread: list[tuple[Sample, int, LogprobBuffer]] = field(default_factory=list)  # of samples rewarded before
     failures: list[Exception] = field(default_factory=list)
     stop: bool = False
 
     @property
     def news(self) -> bool:
         """Whether anything but reports came: what those are worth is seen when they are applied."""
-        return bool(self.rewards or self.failures or self.stop or self.ended or self.hand_back)
+        return bool(self.rewards or self.reread or self.failures or self.stop or self.ended or self.hand_back)
 
 
 class Mailbox:

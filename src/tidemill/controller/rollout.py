@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.in_flight import Tally
 from tidemill.controller.ledger import Ledger
+from tidemill.controller.reading import Reading
 from tidemill.controller.waiting import Patience, Wait, patiently
 from tidemill.core.clock import Clock
 from tidemill.core.protocols import Codec, Scorer, Telemetry
@@ -41,6 +42,7 @@ class Rollout:
     truncated: Literal["trained", "masked"] = "trained"  # what a completion cut by the token limit counts
     phase: str = "rollout"
     window_s: float = math.inf  # how long the reserved side generates beside preemptible workers
+    reading: Reading | None = None  # None where no model reads samples one by one
     newest: dict[str, WorkerStatus] = field(default_factory=dict)  # what each worker said last
 
     async def patiently(self, call: Coroutine[Any, Any, T], *, awaited: str, look_at: str, deadline_s: float) -> T:

@@ -201,6 +201,7 @@ class Run:
         self.assembly.forget(position)
         samples = self.in_flight.group(position)
         self._call_back(samples)
+        self._let_readers_forget(samples)
         await self.rollout.ledger.drop(self.in_flight, position)
         self.in_flight.tally.tokens_discarded += sum(sample.length for sample in samples)
 
@@ -208,6 +209,10 @@ class Run:
         for sample in samples:
             if sample.state is SampleState.RUNNING:
                 self.rollout.fleet.abort(sample.lease_id, [sample.sample_id])
+
+    def _let_readers_forget(self, samples: Sequence[Sample]) -> None:
+        if self.rollout.reading is not None:
+            self.rollout.reading.forget(samples)
 
     def _latest(self, position: int) -> int | None:
         """The last step that may learn from a group, where the schedule is to wait for it; None for any."""
@@ -253,6 +258,8 @@ class Run:
         rollout.telemetry.samples(step, ordered, [sample.prompt for sample in samples])
         tally = self.in_flight.take_tally()
         figures = {**sample_figures(ordered), **batch_figures(samples, tally, version), **self.timings}
+        if rollout.reading is not None:
+            figures |= rollout.reading.take_figures()
         self.rewards.append(figures.get("reward_mean", 0.0))
         ahead = self.spec.schedule.max_policy_lag > 0  # then there is no end to generating
         generating_s = rollout.clock.now() - self.began_s if ahead else self.timings["time_rollout_s"]
@@ -299,6 +306,7 @@ class Run:
                 tally.tokens_discarded += sum(sample.length for sample in again)
                 self.assembly.forget(position, [sample.sample_id for sample in again])
                 self._call_back(again)
+                self._let_readers_forget(again)
                 await self.rollout.ledger.restart(in_flight, again)
 
     def _too_old(self, sample: Sample) -> bool:

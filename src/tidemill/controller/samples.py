@@ -77,6 +77,7 @@ class Sample:
     published: dict[int, LogprobBuffer] = field(default_factory=dict)  # by version: of the tokens older ones had made
     finish: Finish | None = None
     reward: Reward | None = None
+    ref_logprobs: LogprobBuffer = b""  # float32 [T], where a reader of the reference gave them; not journalled
     recovered: int = 0  # tokens that came from the journal
     finished_s: float = 0.0  # when its last token was accepted, on the run's clock
     scored_s: float = 0.0
@@ -140,7 +141,7 @@ class Sample:
         self.token_ids, self.logprobs, self.made_by = bytearray(), bytearray(), ()
         self.published = {}
         self.finish = self.reward = None
-        self.recovered = 0
+        self.ref_logprobs, self.recovered = b"", 0
 
     def judge(self, delta: TokenDelta, newest: int) -> Verdict:
         """What `apply` would make of a delta, `newest` being the last published version; the sample is not changed."""
@@ -207,4 +208,5 @@ class Sample:
             versions=tuple(self.versions),
             finish=self.finish,
             text=text,
+            ref_logprobs=self.ref_logprobs,
         )

@@ -49,6 +49,10 @@ class TrainerLost(TidemillError):
     """The trainer's process, or one that computes for it, is gone, and the run with it; nothing finished is lost."""
 
 
+class ReaderLost(TidemillError):
+    """A reward model or the reference, in a process of its own, is gone and could not be had again."""
+
+
 class ClusterLost(TidemillError):
     """The cluster that everything ran on does not answer any more; nothing finished is lost."""
 

@@ -11,6 +11,7 @@ from tidemill.core.records import (
     FleetRow,
     GenerateRequest,
     Group,
+    Growth,
     Lease,
     LeaseEvent,
     Loaded,
@@ -18,6 +19,7 @@ from tidemill.core.records import (
     PolicyVersion,
     Prompt,
     Pulled,
+    Read,
     Record,
     Reward,
     SampleId,
@@ -202,9 +204,32 @@ class PromptSource(Protocol):
 
 
 class Scorer(Protocol):
-    """Judges a finished sample; never raises for a fault of the reward function, but returns an invalid reward."""
+    """Judges a finished sample; never raises for a fault of the reward function, but returns an invalid reward. Only
+    what no sample can be judged without any more is raised (`ReaderLost`)."""
 
     async def score(self, prompt: Prompt, trajectory: Trajectory) -> Reward: ...
+
+    async def close(self) -> None: ...
+
+
+class Reader(Protocol):
+    """A frozen model that reads samples: a reward model, or the reference."""
+
+    def grow(self, grown: Sequence[Growth]) -> None:
+        """Advice that never waits: these tokens are certain, and may be computed ahead. No result depends on it."""
+
+    async def read(self, sample_id: SampleId, token_ids: TokenBuffer, prompt_tokens: int) -> Read:
+        """What the model makes of a finished sample (int32 [P + T]).
+
+        Raises:
+            ReaderLost: the model is gone and does not come back.
+        """
+
+    def forget(self, sample_ids: Sequence[SampleId]) -> None:
+        """Samples that will not be read as they were: they begin again, or were given up. Never waits."""
+
+    def take_counts(self) -> tuple[int, int]:
+        """Tokens of training samples computed before and after their samples were finished, since the last call."""
 
     async def close(self) -> None: ...
 

@@ -304,6 +304,7 @@ class Trajectory(Record):
     # float32 [T] each: of the trained tokens under versions published after they were made, oldest first. A token that
     # was not made yet has its rollout logprob there.
     publish_logprobs: tuple[LogprobBuffer, ...] = ()
+    ref_logprobs: LogprobBuffer = b""  # float32 [T], of the trained tokens; empty where the reference has not read it
 
     @property
     def prompt_length(self) -> int:
@@ -325,6 +326,23 @@ class Trajectory(Record):
     def truncated(self) -> bool:
         """Cut by the token limit rather than ended by the model."""
         return self.finish == "length"
+
+
+class Growth(Record, gc=False):
+    """Tokens of a sample under way that are certain, for whoever can read them before it is finished."""
+
+    sample_id: SampleId
+    prompt_tokens: int
+    start: int  # position of the first of them in prompt and completion; 0 also where the sample begins again
+    token_ids: TokenBuffer  # int32 [N]
+
+
+class Read(Record, gc=False):
+    """What a frozen model makes of a finished sample, and what it took."""
+
+    numbers: LogprobBuffer  # float32: a reward model's score [1], or the reference's logprobs [T] after the prompt
+    tokens_ahead: int = 0  # computed for it before it was finished
+    tokens_late: int = 0  # computed for it afterwards
 
 
 class Group(Record):

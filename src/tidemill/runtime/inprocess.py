@@ -10,6 +10,8 @@ import math
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
+from transformers import PreTrainedModel
+
 from tidemill.config.schema import RunSpec
 from tidemill.core.clock import Clock
 from tidemill.rollout.worker import EngineWorker
@@ -20,6 +22,7 @@ from tidemill.runtime.host import InProcessHost
 from tidemill.runtime.machinery import Machinery, scheduled_provider
 from tidemill.runtime.parts import load_parts
 from tidemill.runtime.publish import ModelPublisher, probe_sequence
+from tidemill.runtime.readers import Readers, reference_reader, reward_reader
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory
 from tidemill.trainer.checkpoint_store import CheckpointStore
@@ -41,18 +44,22 @@ async def in_process(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock
     async with AsyncExitStack() as stack:
         compute = ComputeThread()
         stack.push_async_callback(compute.close)
+        reference = parts.reference()
         trainer = PolicyTrainer(
             parts.model,
             spec,
             compute=compute,
             source=parts.folder,
-            reference=parts.reference(),
+            reference=reference,
             critic=build_critic(parts, progress=recorder.note),
             autocast=parts.autocast,
         )
         engine = parts.engine(trainer.version, prompt_tokens=task.longest_prompt_tokens)
         local = EngineWorker(engine, compute, clock=clock, tick_s=spec.engine.tick_s)
         stack.push_async_callback(local.close)
+        readers = _readers(spec, compute, reference) if spec.reading.ahead else Readers()
+        for reader in readers.all:
+            stack.push_async_callback(reader.close)
         store = CheckpointStore(
             run.checkpoints, keep_last=spec.checkpoint.keep_last, keep_best=spec.checkpoint.keep_best
         )
@@ -92,4 +99,12 @@ async def in_process(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock
             # A worker that waits for the thread while the trainer computes is not silent.
             silence_s=math.inf,
             compute=compute,
+            readers=readers,
         )
+
+
+def _readers(spec: RunSpec, compute: ComputeThread, reference: PreTrainedModel | None) -> Readers:
+    return Readers(
+        rewards={folder: reward_reader(spec, folder, compute) for folder in spec.scoring.model_folders},
+        reference=None if reference is None else reference_reader(spec, reference, compute),
+    )

@@ -15,7 +15,8 @@ from tidemill.envs.text.scorer import RewardScorer, build_scorer, evaluation_sco
 from tidemill.envs.text.task import Task
 from tidemill.models.codec import TextCodec
 from tidemill.pool.build import build_provider, remarks
-from tidemill.runtime.rewards import model_judges
+from tidemill.runtime.readers import Readers
+from tidemill.runtime.rewards import model_rewards
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory
 
@@ -36,23 +37,27 @@ class Machinery:
     publisher: Publisher | None = None
     silence_s: float | None = None  # instead of the configured one
     compute: Compute | None = None  # of this process, where what scores may run, too; None without one
+    readers: Readers = field(default_factory=Readers)
 
 
 OpenMachinery: TypeAlias = Callable[[RunSpec, RunDirectory, Recorder, Clock], AbstractAsyncContextManager[Machinery]]
 """Starts what a runtime needs, and stops all of it in the end, whatever happens."""
 
 
-def scorers(spec: RunSpec, task: Task, compute: Compute | None = None) -> tuple[RewardScorer, RewardScorer]:
+def scorers(
+    spec: RunSpec, task: Task, compute: Compute | None = None, readers: Readers | None = None
+) -> tuple[RewardScorer, RewardScorer]:
     """What training is rewarded by, and what held-out accuracy is measured by.
 
     Args:
         compute: where reward models run; None gives them a thread.
+        readers: of the reward models that read sample by sample.
 
     Raises:
         UserError: a reward cannot work.
     """
     stops = spec.sampling.stop or task.default_stop_strings
-    open_model = model_judges(spec, compute)
+    open_model = model_rewards(spec, compute, readers or Readers())
 
     def build(scoring: ScoringConfig) -> RewardScorer:
         return build_scorer(scoring, task=task, seed=spec.run.seed, stop_strings=stops, open_model=open_model)

@@ -83,8 +83,9 @@ class Parts:
         return twin_on_base(self.rollout_model, self.rollout_dtype)
 
     def reference(self) -> PreTrainedModel | None:
-        """The initial model, frozen, where the loss needs it."""
-        return self.frozen.load(self.folder) if self.spec.algorithm.kl_beta else None
+        """The initial model, frozen, where the loss needs it and no other process has it."""
+        needed = self.spec.algorithm.kl_beta > 0 and self.spec.placement.reference == "trainer"
+        return self.frozen.load(self.folder) if needed else None
 
 
 def load_parts(spec: RunSpec, *, progress: Callable[[str], None], folder: Path | None = None) -> Parts:

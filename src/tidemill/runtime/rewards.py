@@ -10,10 +10,12 @@ import torch
 
 from tidemill.config.schema import RunSpec
 from tidemill.config.scoring import RewardConfig
+from tidemill.core.buffers import count, unpack_logprobs
 from tidemill.core.errors import UserError
-from tidemill.core.protocols import Compute
+from tidemill.core.protocols import Compute, Reader
 from tidemill.core.records import Reward, Trajectory
-from tidemill.envs.text.batches import Judge
+from tidemill.envs.text.batches import Batches
+from tidemill.envs.text.rewards import Scores
 from tidemill.envs.text.sample import Sample
 from tidemill.models.catalog import resolve
 from tidemill.models.codec import load_codec
@@ -21,10 +23,30 @@ from tidemill.models.heads import read_description
 from tidemill.models.reward_model import RewardModel, check_same_vocabulary, load_reward_model
 from tidemill.runtime.compute import ComputeThread
 from tidemill.runtime.machine import choose_device, choose_precision
+from tidemill.runtime.readers import Readers
 from tidemill.trainer.reward_scores import reward_scores
 
 STAGE = "stage:"
 MODEL_COMPONENT = re.compile(r"model(_\d+)?")  # what `build_rewards` calls rewards of kind "model"
+
+
+class ReaderScores:
+    """Implements `envs.text.rewards.Scores` with a reader of a reward model, which is somebody else's to close."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+
+    async def __call__(self, sample: Sample) -> float:
+        """
+        Raises:
+            ReaderLost: the model is gone and does not come back.
+        """
+        prompt_tokens = count(sample.prompt.token_ids)
+        (score,) = unpack_logprobs((await self._reader.read(sample.sample_id, sample.token_ids, prompt_tokens)).numbers)
+        return score
+
+    async def close(self) -> None:
+        """The reader goes on."""
 
 
 class ModelJudge:
@@ -74,26 +96,30 @@ def check_reward_models(spec: RunSpec, *, progress: Callable[[str], None], polic
         check_same_vocabulary(description, folder, policy, where=where)
 
 
-def model_judges(spec: RunSpec, compute: Compute | None) -> Callable[[RewardConfig], Judge]:
-    """What makes a judge of a reward of kind "model"; a model named twice is loaded once.
+def model_rewards(spec: RunSpec, compute: Compute | None, readers: Readers) -> Callable[[RewardConfig], Scores]:
+    """What makes the function of a reward of kind "model"; a model named twice is loaded once.
 
     Args:
         compute: where the work runs; None for a thread of its own (the trainer computes in another process).
+        readers: those of models that read sample by sample; the others score together what has finished.
     """
     loaded: dict[Path, RewardModel] = {}
 
-    def judge(config: RewardConfig) -> Judge:
+    def scores(config: RewardConfig) -> Scores:
         folder, device = _folder(config, "scoring.rewards"), choose_device(spec.trainer)
+        if folder in readers.rewards:
+            return ReaderScores(readers.rewards[folder])
         if folder not in loaded:
             loaded[folder] = load_reward_model(folder, device=device)
-        return ModelJudge(
+        judge = ModelJudge(
             loaded[folder],
             compute=compute,
             budget=spec.batch.microbatch_tokens,
             autocast=choose_precision(spec.trainer, device),
         )
+        return Batches(judge, most=config.batch)
 
-    return judge
+    return scores
 
 
 def model_scores(samples: Sequence[Trajectory]) -> dict[str, tuple[Reward, ...]]:

@@ -10,10 +10,10 @@ from tidemill.core.errors import UserError
 from tidemill.telemetry.run_dir import RunDirectory
 
 RESUMABLE = ("run.dir", "run.name", "trainer.steps", "trainer.threads", "engine.tick_s", "checkpoint.", "telemetry.",
-             "eval.", "runtime", "pool.", "fleet.", "ray.", "placement.", "scoring.concurrency",
-             "scoring.timeout_s", "supervised.epochs")  # fmt: skip
+             "eval.", "runtime", "pool.", "fleet.", "ray.", "placement.", "reading.",
+             "scoring.concurrency", "scoring.timeout_s", "supervised.epochs")  # fmt: skip
 """Keys (or sections) that may differ when a run is resumed: the user's to change. (More steps stretch a falling
-learning-rate schedule, and other threads may round differently.)"""
+learning-rate schedule; other threads, or chunks of other sizes, may round differently.)"""
 MODEL_DIGEST, TASK_DIGEST, DATA_DIGEST, THREADS = "model_digest", "task_digest", "data_digest", "threads"
 """In the manifest: the weights, the prompts or examples and the threads the run began with; noted just before its first
 step."""

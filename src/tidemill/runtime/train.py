@@ -16,6 +16,7 @@ from tidemill.config.toml import to_toml
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.loop import LoopResult, train_loop
+from tidemill.controller.reading import Reading
 from tidemill.core.clock import LoopClock
 from tidemill.core.errors import UserError
 from tidemill.runtime.inprocess import in_process
@@ -71,7 +72,7 @@ async def _train(spec: RunSpec, run: RunDirectory, recorder: Recorder, open_mach
         recorder.use_decoder(machinery.codec.decode)
         journal = await SqliteJournal.open(run.ledger)
         stack.push_async_callback(journal.close)
-        scorer, eval_scorer = scorers(spec, machinery.task, machinery.compute)
+        scorer, eval_scorer = scorers(spec, machinery.task, machinery.compute, machinery.readers)
         stack.push_async_callback(scorer.close)
         stack.push_async_callback(eval_scorer.close)
         _check_same_beginning(run, machinery)  # now the run has begun
@@ -103,7 +104,16 @@ async def _train(spec: RunSpec, run: RunDirectory, recorder: Recorder, open_mach
                 clock=clock,
                 stop=stop,
                 stop_strings=machinery.task.default_stop_strings,
+                reading=_reading(spec, machinery),
             )
+
+
+def _reading(spec: RunSpec, machinery: Machinery) -> Reading | None:
+    """None where no model reads sample by sample."""
+    readers, config = machinery.readers, spec.reading
+    if not readers.all:
+        return None
+    return Reading(readers.all, reference=readers.reference, chunk_tokens=config.chunk_tokens, ahead=config.ahead)
 
 
 def _runtime(spec: RunSpec) -> OpenMachinery:

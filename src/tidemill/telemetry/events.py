@@ -36,6 +36,7 @@ REBALANCE = "rebalance"
 VACATED = "vacated"
 QUARANTINE = "quarantine"
 JOIN_FAILED = "join_failed"
+READER_RESTART = "reader_restart"
 PUBLISH = "publish"
 PLAN = "plan"
 
@@ -74,6 +75,7 @@ EVENTS: dict[str, str] = {
     QUARANTINE: "a worker's logprobs differ from the trainer's by `difference`, more than `limit`; it is given back; "
     "`lease`, `worker`",
     JOIN_FAILED: "a worker did not come up on its machine; `lease`, `worker`, `cause`",
+    READER_RESTART: "a reward model or the reference lost its process and is started again; `who`, `cause`",
     SINK_FAILED: "an optional sink raised and was dropped; `sink`, `error`",
     SESSION_END: "the process closed the run; `outcome` is finished, interrupted or failed",
 }

@@ -95,6 +95,10 @@ METRICS: dict[str, Metric] = {
         "s", "the new version's logprobs of tokens in flight; only with algorithm.correction.kind mu_step"
     ),
     "time_score_s": Metric("s", "waiting for rewards that nothing else overlapped"),
+    "tokens_read_ahead": Metric(
+        "tokens", "computed by reward models and the reference while their samples were generated (reading.ahead)"
+    ),
+    "tokens_read_late": Metric("tokens", "computed by them once their samples were finished"),
     "token_accuracy": Metric("", "sft: share of trained tokens that the model held most probable"),
     "pairwise_accuracy": Metric("", "share of preference pairs whose chosen side the model puts first"),
     "score_margin": Metric("", "reward model: mean score of the chosen sides minus that of the rejected ones"),

@@ -24,9 +24,11 @@ from tidemill.trainer.packing import (
     Weighted,
     by_sample,
     pack,
+    ref_logprobs,
     rollout_logprobs,
     split_by_budget,
     trained_tokens,
+    without_reference,
 )
 from tidemill.trainer.promised import Promised, known
 
@@ -48,7 +50,7 @@ class Advantages:
 
     Args:
         device: where microbatches are measured.
-        reference: logprobs of the reference model, where the reward holds a KL penalty.
+        reference: logprobs of the reference model, for samples that come without; None where it is in another process.
         values: what the critic says, where there is one.
         ahead: the critic computes elsewhere: it is asked for each group by itself, as soon as that is complete.
     """
@@ -65,6 +67,7 @@ class Advantages:
         self._spec, self._device = spec, device
         self._row = ADVANTAGES[spec.algorithm.advantage]
         self._reference, self._values, self._ahead = reference, values, ahead
+        self._penalised = spec.algorithm.kl_beta > 0 and spec.algorithm.kl_in == "reward"
         self.scope = scope_of(spec.algorithm.advantage, whiten=spec.algorithm.whiten)
 
     def begin(self, group: Group, valid: Sequence[bool]) -> Promised[list[FloatArray]] | None:
@@ -100,7 +103,10 @@ class Advantages:
             return [Estimate(samples=[], signal=False) for _ in groups]
         self._require_logprobs(trajectories)
         references = self._references(trajectories)
-        penalties = [_penalty(t, ref, kl_beta) for t, ref in zip(trajectories, references, strict=True)]
+        penalties = [
+            _penalty(t, ref if self._penalised else None, kl_beta)
+            for t, ref in zip(trajectories, references, strict=True)
+        ]
         if self._row.level == "token":
             rewards = [_with_final(-p, self._shaped(t)) for t, p in zip(trajectories, penalties, strict=True)]
             samples = self._over_time(trajectories, rewards, [asked for asked in values if asked is not None])
@@ -175,12 +181,16 @@ class Advantages:
             for trajectory, row, value in zip(trajectories, advantages_ST, values, strict=True)
         ]
 
-    def _references(self, trajectories: Sequence[Trajectory]) -> list[FloatArray] | list[None]:
-        """Reference logprobs [T] of each sample, where the reward depends on them."""
-        reference = self._reference
+    def _references(self, trajectories: Sequence[Trajectory]) -> list[FloatArray | None]:
+        """Reference logprobs [T] of each sample: those it came with, or measured if the reward depends on them."""
+        reference, told = self._reference, [ref_logprobs(trajectory) for trajectory in trajectories]
+        missing = [trajectory for trajectory, each in zip(trajectories, told, strict=True) if each is None]
+        if not self._penalised or not missing:
+            return told
         if reference is None:
-            return [None] * len(trajectories)
-        return self._asked(lambda microbatch: known(reference(microbatch)), trajectories)()
+            raise without_reference(missing[0])
+        measured = iter(self._asked(lambda microbatch: known(reference(microbatch)), missing)())
+        return [next(measured) if each is None else each for each in told]
 
     def _asked(self, measure: Measure, trajectories: Sequence[Trajectory]) -> Promised[list[FloatArray]]:
         """[T] of each sample, in its tokens' order."""
@@ -213,7 +223,7 @@ class Advantages:
             needs.append(f'algorithm.correction.kind = "{algorithm.correction.kind}"')
         if algorithm.proximal != "recomputed":
             needs.append(f'algorithm.proximal = "{algorithm.proximal}"')
-        if self._reference is not None:
+        if self._penalised:
             needs.append('algorithm.kl_in = "reward"')
         missing = [t for t in trajectories if np.isnan(rollout_logprobs(t, trained_tokens(t))).any()]
         if needs and missing:

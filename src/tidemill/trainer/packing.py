@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from tidemill.algos.samples import Samples
+from tidemill.core.errors import TidemillError
 from tidemill.core.records import Trajectory
 from tidemill.models.token_tree import TokenTree, build_tree
 
@@ -139,6 +140,20 @@ def rollout_logprobs(trajectory: Trajectory, tokens: int) -> FloatArray:
     if not trajectory.rollout_logprobs:
         return np.full(tokens, np.nan, np.float32)
     return np.frombuffer(trajectory.rollout_logprobs, np.float32)
+
+
+def ref_logprobs(trajectory: Trajectory) -> FloatArray | None:
+    """float32 [T], where a reader of the reference gave them."""
+    if not trajectory.ref_logprobs:
+        return None
+    return np.frombuffer(trajectory.ref_logprobs, np.float32)
+
+
+def without_reference(trajectory: Trajectory) -> TidemillError:
+    """Nobody can say what the reference thinks of a sample: whoever was to read it did not."""
+    return TidemillError(
+        f"{trajectory.sample_id} came without reference logprobs, and this trainer has no reference to measure them"
+    )
 
 
 def _publish_logprobs(trajectory: Trajectory, publishes: int, tokens: int) -> FloatArray:

@@ -34,7 +34,15 @@ from tidemill.trainer.completion_logprobs import completion_logprobs
 from tidemill.trainer.critic import Critic
 from tidemill.trainer.logprobs import predicting_states, token_logprobs
 from tidemill.trainer.optimizer import build_optimizer, clip_and_step, learning_rate, set_learning_rate
-from tidemill.trainer.packing import FloatArray, Microbatch, Weighted, pack, split_by_budget, trained_tokens
+from tidemill.trainer.packing import (
+    FloatArray,
+    Microbatch,
+    Weighted,
+    pack,
+    split_by_budget,
+    trained_tokens,
+    without_reference,
+)
 from tidemill.trainer.policy_loss import policy_outcome
 from tidemill.trainer.promised import Promised
 from tidemill.trainer.update import Minibatch, Sums
@@ -60,7 +68,7 @@ class PolicyTrainer:
 
     Args:
         model: trained in place; the embedded engine reads the same parameters.
-        reference: frozen; needed when `algorithm.kl_beta` is positive.
+        reference: frozen; needed when `algorithm.kl_beta` is positive, unless every sample comes with its logprobs.
         critic: needed when `algorithm.advantage` is "gae".
         source: the folder the model came from; its tokenizer goes into checkpoints.
         compute: where the work runs; the public coroutines only wait for it.
@@ -90,11 +98,10 @@ class PolicyTrainer:
         self._reference, self._autocast = reference, autocast
         self._device = next(model.parameters()).device
         self._critic = _critic_for(spec, critic)
-        penalised = reference is not None and spec.algorithm.kl_in == "reward"
         self._advantages = Advantages(
             spec,
             self._device,
-            reference=self._reference_logprobs if penalised else None,
+            reference=self._reference_logprobs if reference is not None else None,
             values=self._critic.values if self._critic else None,
             ahead=self._critic_elsewhere,
         )
@@ -243,7 +250,9 @@ class PolicyTrainer:
         this is the minibatch whose turn it is."""
         microbatch = pack(samples, self._device, version=self._version.number)
         minibatch.microbatches.append(microbatch)
-        if self._reference is not None and microbatch.ref_logprobs is None:
+        if self.spec.algorithm.kl_beta and microbatch.ref_logprobs is None:
+            if self._reference is None:
+                raise without_reference(next(s.trajectory for s in samples if s.ref_logprobs is None))
             microbatch.ref_logprobs = self._reference_logprobs(microbatch)
         if backward:
             self._backward(microbatch)

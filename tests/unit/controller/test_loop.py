@@ -265,7 +265,7 @@ def test_invalid_and_masked_samples_carry_no_weight() -> None:
     session = run(small_spec(scoring={"truncated": "masked"}, **MANY))
 
     samples = [sample for batch in session.trainer.state.history for group in batch for sample in group[2]]  # type: ignore[index]
-    kinds = {(finish, bool(reward and reward[1]), weight) for _, _, _, finish, _, reward, weight, _ in samples}
+    kinds = {(finish, bool(reward and reward[1]), weight) for _, _, _, finish, _, reward, weight, *_ in samples}
     assert ("length", True, 0.0) in kinds
     assert ("stop", True, 1.0) in kinds
     assert all(weight == 0.0 for finish, valid, weight in kinds if finish == "length" or not valid)

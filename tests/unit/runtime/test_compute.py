@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 
 import pytest
 
@@ -129,3 +130,30 @@ def test_a_result_that_comes_after_the_loop_was_closed_harms_nobody() -> None:
 
     assert asyncio.run(again()) == 5
     asyncio.run(thread.close(5.0))
+
+
+async def test_what_is_put_off_waits_until_nothing_else_is_asked_for() -> None:
+    thread, done, go_on = ComputeThread("busy"), list[str](), threading.Event()
+
+    def note(word: str) -> None:
+        go_on.wait(10.0)
+        done.append(word)
+
+    calls = [asyncio.create_task(thread.leftover.run(lambda: note("left over")))]
+    calls += [asyncio.create_task(thread.run(partial(note, word))) for word in ("first", "second")]
+    await asyncio.sleep(0)  # all three are asked for
+    go_on.set()
+    await asyncio.gather(*calls)
+    assert done == ["first", "second", "left over"]
+    await thread.close(5.0)
+
+
+async def test_what_is_still_put_off_at_the_end_is_cancelled() -> None:
+    thread = ComputeThread("ending")
+    put_off = asyncio.create_task(thread.leftover.run(lambda: 1))
+    await asyncio.sleep(0)
+    await thread.close(5.0)
+    with pytest.raises(asyncio.CancelledError):
+        await put_off
+    with pytest.raises(RuntimeError, match="ending is closed"):
+        await thread.leftover.run(lambda: 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,8 @@ from tidemill.envs.text.sample import Sample
 from tidemill.models.codec import load_codec
 from tidemill.models.heads import reward_head, save_head
 from tidemill.models.reward_model import load_reward_model
-from tidemill.runtime.rewards import check_reward_models, model_judges, model_scores
+from tidemill.runtime.readers import Readers, reward_reader
+from tidemill.runtime.rewards import check_reward_models, model_rewards, model_scores
 from tidemill.trainer.reward_scores import reward_scores
 
 T = TypeVar("T")
@@ -64,26 +66,40 @@ def sample(text: str) -> Sample:
     )  # fmt: skip
 
 
-async def test_a_judge_scores_on_the_given_thread(folder: Path) -> None:
+async def test_what_finished_together_is_scored_together_on_the_given_thread(folder: Path) -> None:
     spec, compute = spec_of(folder), CountingCompute()
-    judge = model_judges(spec, compute)(spec.scoring.rewards[0])
+    scores = model_rewards(spec, compute, Readers())(spec.scoring.rewards[0])
     samples = [sample(text) for text in ("12", "7", "12 or so")]
-    scores = await judge.judge(samples)
+    found = await asyncio.gather(*map(scores, samples))
     assert compute.calls == 1
     plain = load_reward_model(folder, device=torch.device("cpu"))
-    assert list(scores) == reward_scores(plain, [each.token_ids for each in samples], budget=2048)
-    await judge.close()  # leaves somebody else's thread alone
-    await judge.judge(samples)
+    assert found == reward_scores(plain, [each.token_ids for each in samples], budget=2048)
+    await scores.close()  # leaves somebody else's thread alone
+    await scores(samples[0])
 
 
-async def test_without_one_a_judge_has_a_thread_and_ends_it(folder: Path) -> None:
+async def test_without_one_a_reward_model_has_a_thread_and_ends_it(folder: Path) -> None:
     spec = spec_of(folder)
-    judge = model_judges(spec, None)(spec.scoring.rewards[0])
-    assert len(await judge.judge([sample("12")])) == 1
+    scores = model_rewards(spec, None, Readers())(spec.scoring.rewards[0])
+    await scores(sample("12"))
     assert "tidemill-reward" in {thread.name for thread in threading.enumerate()}
-    await judge.close()
+    await scores.close()
     with pytest.raises(RuntimeError, match="closed"):
-        await judge.judge([sample("12")])
+        await scores(sample("12"))
+
+
+async def test_a_model_that_reads_sample_by_sample_says_the_same(folder: Path) -> None:
+    spec = spec_of(folder)
+    reader = reward_reader(spec, folder)
+    scores = model_rewards(spec, CountingCompute(), Readers(rewards={folder: reader}))(spec.scoring.rewards[0])
+    samples = [sample(text) for text in ("12", "7", "12 or so")]
+    found = [await scores(each) for each in samples]
+    plain = load_reward_model(folder, device=torch.device("cpu"))
+    assert found == pytest.approx(reward_scores(plain, [each.token_ids for each in samples], budget=2048), abs=1e-5)
+    assert reader.take_counts() == (0, len("5+7=") + 2 + 1 + 8)  # the prompt once
+    await scores.close()
+    assert await scores(samples[0]) == found[0]  # the reader is not the reward's to close
+    await reader.close()
 
 
 def test_a_model_named_twice_is_loaded_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,9 +111,9 @@ def test_a_model_named_twice_is_loaded_once(folder: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr("tidemill.runtime.rewards.load_reward_model", counted)
     spec = spec_of(folder)
-    judge = model_judges(spec, CountingCompute())
-    judge(spec.scoring.rewards[0])
-    judge(spec.scoring.rewards[0])
+    rewards = model_rewards(spec, CountingCompute(), Readers())
+    rewards(spec.scoring.rewards[0])
+    rewards(spec.scoring.rewards[0])
     assert loads == [folder]
 
 

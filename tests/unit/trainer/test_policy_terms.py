@@ -16,12 +16,13 @@ from tests.model_shapes import HIDDEN, llama
 from tests.trajectories import group, trajectory
 from tidemill.config.algorithm import CriticConfig
 from tidemill.config.schema import RunSpec
-from tidemill.core.errors import UserError
-from tidemill.core.records import Group
+from tidemill.core.errors import TidemillError, UserError
+from tidemill.core.records import Group, Trajectory
 from tidemill.models.attention import use_packed_attention
 from tidemill.models.heads import reward_head
 from tidemill.models.loading import weights_digest
 from tidemill.runtime.compute import ComputeThread
+from tidemill.trainer.chunked_reader import ChunkedReader, LogprobGauge
 from tidemill.trainer.critic import Critic, ModelCritic, TrunkCritic
 from tidemill.trainer.packing import Weighted, by_sample, pack
 from tidemill.trainer.policy import PolicyTrainer
@@ -335,3 +336,36 @@ def test_tokens_go_back_to_their_samples() -> None:
     microbatch = pack(weighted, torch.device("cpu"))
     parts = [part.tolist() for part in by_sample(microbatch.targets, microbatch.samples)]
     assert parts == [[9, 10, 11], [12, 13]] * 2
+
+
+def read_by(reference: PreTrainedModel, groups: list[Group]) -> list[Group]:
+    """With reference logprobs, as a reader in chunks of 2 gives them."""
+    use_packed_attention(reference)
+    gauge = LogprobGauge(reference, temperature=1.0, logits_budget_bytes=1 << 20)
+    reader = ChunkedReader(reference, gauge, chunk_tokens=2, cache_tokens=100)
+
+    def with_logprobs(t: Trajectory) -> Trajectory:
+        while (read := reader.read_on(t.sample_id, t.token_ids, t.prompt_length)) is None:
+            pass
+        return msgspec.structs.replace(t, ref_logprobs=read.numbers)
+
+    return [
+        msgspec.structs.replace(one, trajectories=tuple(with_logprobs(t) for t in one.trajectories)) for one in groups
+    ]
+
+
+@pytest.mark.parametrize("kl_in", ["loss", "reward"])
+def test_what_the_reference_said_elsewhere_is_as_good_as_measured_here(kl_in: str) -> None:
+    settings = spec({"kl_beta": 0.5, "kl_in": kl_in, "correction": {"kind": "none"}})
+    groups = read_by(llama(1), batch())
+    measuring, told = trainer(settings, reference=llama(1)), trainer(settings)
+    expected, found = learn(measuring), learn(told, groups)
+    assert found["kl_ref"] == pytest.approx(expected["kl_ref"], rel=1e-4)
+    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+    # Whatever is told is believed, also by a trainer that has a reference: here another one.
+    assert learn(trainer(settings, reference=llama(2)), groups)["kl_ref"] == found["kl_ref"]
+    half = [msgspec.structs.replace(groups[0], trajectories=(groups[0].trajectories[0], batch()[0].trajectories[1]))]
+    mixed = learn(trainer(settings, reference=llama(1)), [*half, groups[1]])
+    assert mixed["kl_ref"] == pytest.approx(expected["kl_ref"], rel=1e-4)
+    with pytest.raises(TidemillError, match="came without reference logprobs"):
+        learn(trainer(settings), [*half, groups[1]])

@@ -8,13 +8,13 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import regex
 
 from tidemill.config.scoring import RewardConfig
 from tidemill.core.errors import UserError
-from tidemill.envs.text.batches import Batches, Judge
+from tidemill.envs.text.batches import Batches
 from tidemill.envs.text.content import hash_number
 from tidemill.envs.text.extras import import_extra
 from tidemill.envs.text.import_path import import_function
@@ -35,6 +35,14 @@ RewardFunction: TypeAlias = Callable[[Sample], Any]
 """Returns a number, or an awaitable of one; may raise."""
 
 
+class Scores(Protocol):
+    """A reward with a queue of its own: it is asked about every sample at once, beside the others."""
+
+    async def __call__(self, sample: Sample) -> float: ...
+
+    async def close(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedReward:
     """A reward ready to be asked. `inline` ones cost microseconds and run on the loop; others get a thread or task."""
@@ -44,7 +52,7 @@ class NamedReward:
     function: RewardFunction
     inline: bool
     asynchronous: bool
-    batches: Batches | None = None  # the function itself where it judges samples together: as many as have queued up
+    scores: Scores | None = None  # the function itself where it has a queue of its own
     timeout_s: float | None = None  # instead of the scorer's
 
 
@@ -55,7 +63,7 @@ class Context:
     task: Task
     seed: int
     stop_strings: tuple[str, ...]
-    open_model: Callable[[RewardConfig], Judge] | None = None  # what a reward model scores with, where one can be had
+    open_model: Callable[[RewardConfig], Scores] | None = None  # what a reward model scores with, where one can be had
 
 
 def until_stop(completion: str, stop_strings: Sequence[str]) -> str:
@@ -165,7 +173,7 @@ def _model(config: RewardConfig, context: Context) -> RewardFunction:
     """What a reward model says of prompt and completion, as token ids."""
     if context.open_model is None:
         raise UserError("no reward model can be run here", where=WHERE, cure='serve it and use kind = "http"')
-    return Batches(context.open_model(config), most=config.batch)
+    return context.open_model(config)
 
 
 def _http(config: RewardConfig, context: Context) -> RewardFunction:
@@ -186,6 +194,7 @@ REWARDS: dict[str, Callable[[RewardConfig, Context], RewardFunction]] = {
     "http": _http,
 }
 INLINE = frozenset({"exact", "numeric", "length", "random"})
+QUEUED = frozenset({"model", "http"})
 
 
 def build_rewards(configs: Sequence[RewardConfig], context: Context) -> tuple[NamedReward, ...]:
@@ -201,15 +210,15 @@ def build_rewards(configs: Sequence[RewardConfig], context: Context) -> tuple[Na
         while name in rewards:
             name, number = f"{base}_{number}", number + 1
         function = REWARDS[config.kind](config, context)
-        batches = function if isinstance(function, Batches) else None
+        scores: Scores | None = function if config.kind in QUEUED else None  # type: ignore[assignment]
         rewards[name] = NamedReward(
             name=name,
             weight=config.weight,
             function=function,
             inline=config.kind in INLINE,
-            asynchronous=batches is not None or inspect.iscoroutinefunction(function),
-            batches=batches,
-            timeout_s=config.longest_wait_s if batches else None,
+            asynchronous=scores is not None or inspect.iscoroutinefunction(function),
+            scores=scores,
+            timeout_s=config.longest_wait_s if scores else None,
         )
     return tuple(rewards.values())
 

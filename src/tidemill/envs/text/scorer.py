@@ -10,9 +10,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from tidemill.config.scoring import RewardConfig, ScoringConfig
+from tidemill.core.errors import ReaderLost
 from tidemill.core.records import Prompt, Reward, SampleId, Trajectory
-from tidemill.envs.text.batches import Judge
-from tidemill.envs.text.rewards import Context, NamedReward, build_rewards
+from tidemill.envs.text.rewards import Context, NamedReward, Scores, build_rewards
 from tidemill.envs.text.sample import Sample
 from tidemill.envs.text.task import Task
 from tidemill.envs.text.threads import DaemonThreads, HangingError
@@ -38,6 +38,9 @@ class RewardScorer:
 
         One that raises, passes its deadline or returns no finite number makes the sample's reward invalid: value 0,
         and a reason naming reward, fault and sample.
+
+        Raises:
+            ReaderLost: a reward model in a process of its own is gone for good.
         """
         sample = Sample(
             prompt=prompt,
@@ -48,7 +51,7 @@ class RewardScorer:
         )
         found: dict[str, float] = {}
         faults: list[str] = []
-        together = [self._note(reward, sample, found, faults) for reward in self._rewards if reward.batches]
+        together = [self._note(reward, sample, found, faults) for reward in self._rewards if reward.scores]
         alone = self._ask_in_turn(sample, found, faults)
         await (asyncio.gather(alone, *together) if together else alone)
         components = {reward.name: found[reward.name] for reward in self._rewards if reward.name in found}
@@ -64,13 +67,13 @@ class RewardScorer:
         for task in self._left_behind:
             task.cancel()
         for reward in self._rewards:
-            if reward.batches:
-                await reward.batches.close()
+            if reward.scores:
+                await reward.scores.close()
 
     async def _ask_in_turn(self, sample: Sample, found: dict[str, float], faults: list[str]) -> None:
         """Those that judge one sample at a time, so many samples at once as are allowed. (The others are asked beside
         them: a limit would be one of their batches.)"""
-        alone = [reward for reward in self._rewards if not reward.batches]
+        alone = [reward for reward in self._rewards if not reward.scores]
         async with contextlib.nullcontext() if all(reward.inline for reward in alone) else self._turns:
             for reward in alone:
                 await self._note(reward, sample, found, faults)
@@ -84,6 +87,8 @@ class RewardScorer:
             faults.append(f"reward {reward.name}: {late}")
         except HangingError as error:
             faults.append(f"reward {reward.name}: not asked, {error}")
+        except ReaderLost:  # of every sample from now on: nothing would be learned from
+            raise
         except Exception as error:  # noqa: BLE001 -- whatever a reward raises is its sample's fault, not the run's
             faults.append(f"reward {reward.name}: {_words(error)}")
 
@@ -126,13 +131,13 @@ def build_scorer(
     task: Task,
     seed: int,
     stop_strings: tuple[str, ...] | None = None,
-    open_model: Callable[[RewardConfig], Judge] | None = None,
+    open_model: Callable[[RewardConfig], Scores] | None = None,
 ) -> RewardScorer:
     """The scorer of a run.
 
     Args:
         stop_strings: where `exact` and `numeric` stop reading a completion; the task's own by default.
-        open_model: makes a judge of a reward of kind "model"; without it there can be none.
+        open_model: makes the function of a reward of kind "model"; without it there can be none.
 
     Raises:
         UserError: for a reward that cannot work.

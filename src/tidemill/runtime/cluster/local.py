@@ -57,7 +57,8 @@ def local_nodes(spec: RunSpec) -> tuple[LocalNode, ...]:
     """A reserved node with the trainer and what has an actor beside it, and preemptible ones with room for the pool's
     workers."""
     config, selector, placement = spec.ray, selector_of(spec.pool), spec.placement
-    beside = len(placement.on_actors)
+    further = len(spec.scoring.model_folders[1:]) if placement.reward_model == "actor" else 0
+    beside = len(placement.on_actors) + further
     reserved = {key: value for key, value in config.reserved_selector.items() if not value.startswith(("!", "in("))}
     head = LocalNode(
         name="reserved",

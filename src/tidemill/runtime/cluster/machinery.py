@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import Any
 from tidemill.config.pool import RayPool
 from tidemill.config.schema import RunSpec
 from tidemill.core.clock import Clock
-from tidemill.core.protocols import Provider
+from tidemill.core.protocols import Provider, Reader
 from tidemill.envs.text.task import Task
 from tidemill.models.catalog import resolve
 from tidemill.models.codec import load_codec
@@ -24,15 +25,24 @@ from tidemill.runtime.cluster.nodes import NodeWatch
 from tidemill.runtime.cluster.placed import placed
 from tidemill.runtime.cluster.plan import Started, TrainerPlan, WorkerPlan, spec_to_send
 from tidemill.runtime.cluster.provider import RayProvider
+from tidemill.runtime.cluster.reader import RayReader, ReaderProcess
 from tidemill.runtime.cluster.remote import Remote
-from tidemill.runtime.cluster.trainer import RayCheckpoints, RayPublisher, RayTrainer, trainer_lost
+from tidemill.runtime.cluster.trainer import (
+    UNTIL_GIVEN_UP,
+    RayCheckpoints,
+    RayPublisher,
+    RayTrainer,
+    trainer_lost,
+)
 from tidemill.runtime.cluster.trainer_actor import TrainerActor
 from tidemill.runtime.cluster.wire import encode
 from tidemill.runtime.cluster.worker import RayWorker
 from tidemill.runtime.garbage import collected_rarely
 from tidemill.runtime.machinery import Machinery, is_elastic, scheduled_provider
 from tidemill.runtime.publish import probe_sequence
+from tidemill.runtime.readers import Readers, reward_reader
 from tidemill.runtime.task import fitting_task
+from tidemill.telemetry.events import READER_RESTART
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory
 
@@ -56,7 +66,10 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
         reserved = reserved_selector(spec.ray, selector_of(spec.pool))
         handle, critic = await stack.enter_async_context(_reserved_side(spec, reserved))
         remote = Remote(handle, gone=trainer_lost, where=lambda: "")
-        started = await _start_trainer(remote, spec, run, folder, task, critic)
+        started, readers = await asyncio.gather(
+            _start_trainer(remote, spec, run, folder, task, critic),
+            _start_readers(remote, spec, folder, reserved, recorder, stack),
+        )
         trainer = RayTrainer(remote, started)
         machinery = Machinery(
             trainer=trainer,
@@ -66,6 +79,7 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
             codec=codec,
             threads=started.threads,
             about=_about(started),
+            readers=readers,
         )
         if is_elastic(spec):
             plan = WorkerPlan(
@@ -122,6 +136,41 @@ async def _start_trainer(
         probe_ids=probe_sequence(task.source) if is_elastic(spec) else b"",
     )
     return await remote.call("start", encode(plan), critic, kind=Started, timeout_s=LOAD_S)
+
+
+async def _start_readers(
+    trainer: Remote,
+    spec: RunSpec,
+    folder: Path,
+    selector: dict[str, str],
+    recorder: Recorder,
+    stack: AsyncExitStack,
+) -> Readers:
+    """The models that read sample by sample, each where `spec.placement` puts it; `stack` ends them."""
+
+    async def started(who: str, reward_model: Path | None) -> RayReader:
+        process = ReaderProcess(
+            spec, who=who, reward_model=reward_model, folder=folder, selector=selector,
+            tell=lambda who, cause: recorder.event(READER_RESTART, who=who, cause=cause),
+        )  # fmt: skip
+        stack.push_async_callback(process.close)
+        return await process.start()
+
+    placement, folders = spec.placement, spec.scoring.model_folders
+    rewards: dict[Path, Reader] = {}
+    if placement.reward_model == "actor":
+        found = await asyncio.gather(*(started("reward model", reward_model) for reward_model in folders))
+        rewards = dict(zip(folders, found, strict=True))
+    elif spec.reading.ahead:
+        rewards = {reward_model: reward_reader(spec, reward_model) for reward_model in folders}
+    reference: Reader | None = None
+    if spec.algorithm.kl_beta and placement.reference == "actor":
+        reference = await started("reference", None)
+    elif spec.algorithm.kl_beta and spec.reading.ahead:
+        reference = RayReader(trainer, read_s=UNTIL_GIVEN_UP)  # it reads between two batches that it learns from
+    for reader in (*rewards.values(), *([reference] if reference else ())):
+        stack.push_async_callback(reader.close)
+    return Readers(rewards=rewards, reference=reference)
 
 
 @asynccontextmanager

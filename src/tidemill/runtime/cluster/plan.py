@@ -37,6 +37,14 @@ class CriticPlan(Record):
     seen: str  # a file that the trainer has just made where checkpoints are written
 
 
+class ReaderPlan(Record):
+    """What a reward model or the reference reads with, in a process of its own."""
+
+    spec: str  # a RunSpec as JSON
+    threads: int  # inside one operation
+    reward_model: str = ""  # its folder; empty for the reference
+
+
 class Started(Record):
     """What a trainer said when it was ready."""
 

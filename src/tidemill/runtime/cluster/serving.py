@@ -15,7 +15,7 @@ from tidemill.rollout.worker import EngineWorker
 from tidemill.runtime.cluster.wire import answering, decode
 
 P = ParamSpec("P")
-S = TypeVar("S", bound="Serving")
+S = TypeVar("S", bound="Asked")
 
 AT_ONCE = 64
 """Reports in one answer, at most."""
@@ -39,19 +39,27 @@ def asked(
     return call  # type: ignore[return-value]  # wraps keeps the first argument's name, which no caller uses
 
 
-class Serving:
-    """Base of the actors that generate."""
+class Asked:
+    """Base of the actors whose methods are coroutines."""
 
     def __init__(self) -> None:
-        self.worker: EngineWorker | None = None
+        super().__init__()
         self.under_way = 0  # calls
         self.asked_s = time.monotonic()  # when the last call ended
-        self.tasks: set[asyncio.Task[Any]] = set()
 
     @property
     def forgotten_s(self) -> float:
         """How long nobody has asked for anything."""
         return 0.0 if self.under_way else time.monotonic() - self.asked_s
+
+
+class Serving(Asked):
+    """Base of the actors that generate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.worker: EngineWorker | None = None
+        self.tasks: set[asyncio.Task[Any]] = set()
 
     def served(self) -> EngineWorker:
         if self.worker is None:

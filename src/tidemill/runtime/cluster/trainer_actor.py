@@ -14,6 +14,7 @@ from tidemill.rollout.worker import EngineWorker
 from tidemill.runtime.checkpoints import TrainerCheckpoints
 from tidemill.runtime.cluster.critic import RayCritic
 from tidemill.runtime.cluster.plan import Committed, Restored, Started, TrainerPlan
+from tidemill.runtime.cluster.reader_actor import ReadingActor
 from tidemill.runtime.cluster.serving import Serving, asked
 from tidemill.runtime.cluster.transport import ObjectStoreTransport
 from tidemill.runtime.cluster.wire import decode
@@ -21,14 +22,16 @@ from tidemill.runtime.compute import ComputeThread
 from tidemill.runtime.critic import build_critic
 from tidemill.runtime.parts import Parts, load_parts
 from tidemill.runtime.publish import ModelPublisher
+from tidemill.runtime.readers import reference_reader
 from tidemill.trainer.checkpoint_store import CheckpointStore
 from tidemill.trainer.critic import Critic
 from tidemill.trainer.policy import PolicyTrainer
 from tidemill.weights.store import WeightStore
 
 
-class TrainerActor(Serving):
-    """Behind `trainer.RayTrainer`, `RayCheckpoints` and `RayPublisher`, and a `RayWorker` for its engine."""
+class TrainerActor(Serving, ReadingActor):
+    """Behind `trainer.RayTrainer`, `RayCheckpoints` and `RayPublisher`, a `RayWorker` for its engine, and a `RayReader`
+    of the reference."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,6 +68,8 @@ class TrainerActor(Serving):
         )
         engine = parts.engine(trainer.version, prompt_tokens=planned.prompt_tokens)
         self.worker = EngineWorker(engine, compute, clock=LoopClock(), tick_s=spec.engine.tick_s)
+        if reference is not None and spec.reading.ahead:
+            self.reader = reference_reader(spec, reference, compute)
         store = CheckpointStore(
             Path(planned.checkpoints), keep_last=spec.checkpoint.keep_last, keep_best=spec.checkpoint.keep_best
         )

@@ -10,10 +10,10 @@ import pytest
 from tests.char_codec import CharCodec, make_prompt, make_trajectory
 from tidemill.config.scoring import RewardConfig, ScoringConfig
 from tidemill.config.task import ArithmeticTask
-from tidemill.core.errors import UserError
+from tidemill.core.errors import ReaderLost, UserError
 from tidemill.core.records import Reward
 from tidemill.envs.text import build_scorer, build_task, evaluation_scoring
-from tidemill.envs.text.batches import Judge
+from tidemill.envs.text.batches import Batches, Judge
 from tidemill.envs.text.sample import Sample
 from tidemill.envs.text.scorer import RewardScorer
 
@@ -48,7 +48,7 @@ class LengthJudge:
 def scorer(judge: Judge, *others: RewardConfig, timeout_s: float = 5.0, batch: int = 64) -> RewardScorer:
     config = RewardConfig(kind="model", model="folder", batch=batch, timeout_s=timeout_s, weight=0.5)
     scoring = ScoringConfig(rewards=(*others, config), concurrency=1)
-    return build_scorer(scoring, task=TASK, seed=0, open_model=lambda _: judge)
+    return build_scorer(scoring, task=TASK, seed=0, open_model=lambda reward: Batches(judge, most=reward.batch))
 
 
 async def ask(subject: RewardScorer, completion: str) -> Reward:
@@ -158,3 +158,13 @@ def test_evaluation_measures_the_truth_and_asks_the_model_beside_it() -> None:
     for rewards in ((model,), (model, exact), (exact, model)):
         found = evaluation_scoring(ScoringConfig(rewards=rewards), task=TASK).rewards
         assert [(each.kind, each.weight) for each in found] == [("exact", 1.0), ("model", 0.0)]
+
+
+async def test_a_model_that_is_gone_for_good_is_no_fault_of_a_sample() -> None:
+    judge = LengthJudge()
+    judge.fault = ReaderLost("the reward model died again and again")
+    subject = scorer(judge)
+    judge.gate.release()
+    with pytest.raises(ReaderLost, match="died again and again"):
+        await ask(subject, "any")
+    await subject.close()

@@ -27,6 +27,9 @@ def test_actors_beside_the_trainer_have_room_on_its_node() -> None:
     placement = {"critic": "actor", "reference": "actor", "actor_cpus": 1.5, "actor_gpus": 1}
     (head,) = local_nodes(_spec(placement=placement, ray={"trainer_cpus": 2, "trainer_gpus": 1}))
     assert (head.cpus, head.gpus) == (5.0, 3.0)  # 2 + 2 · 1.5 and 1 + 2 · 1
+    rewards = [{"kind": "model", "model": name} for name in ("a", "b", "a")] + [{"kind": "exact"}]
+    (head,) = local_nodes(_spec(placement={"reward_model": "actor"}, scoring={"rewards": rewards}))
+    assert head.cpus == 3.0  # the trainer, a and b
 
 
 def test_workers_are_spread_over_two_nodes_with_one_place_to_spare() -> None:

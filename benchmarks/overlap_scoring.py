@@ -1,0 +1,227 @@
+"""What it saves that a reward model reads a sample while it is being generated, on Ray and in one process.
+
+    python -m benchmarks.overlap_scoring [--steps 6] [--places actor,own_thread,shared_thread]
+
+A small policy writes long completions; the reward model is several times its size, with weights of a seed. There are
+two runs of each place. Steps take turns: in every other step of a run the reader is not told of growth and computes
+everything when a sample is finished, and in the second run it is the other steps. That is all the difference: samples,
+chunks, their shapes and the shared prompt are the same, and so must be the bits of every score and of the weights, step
+by step; so each step is compared with itself.
+
+- *delay*: from a sample's last token to its score (its turn behind others included), mean over the step's samples.
+- *tail*: from the step's last token to its last score.
+- *step*: its wall time, everything included.
+
+Places: an actor of its own on Ray; a thread of its own in one process; the one thread that also generates, which has
+nothing left over while it does, so that nothing is to be gained there and nothing lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measuring import write_result
+from tidemill.config.model import CharModelConfig
+from tidemill.config.schema import RunSpec
+from tidemill.core.buffers import TokenBuffer
+from tidemill.core.clock import Clock
+from tidemill.core.protocols import Reader
+from tidemill.core.records import Growth, Read, SampleId
+from tidemill.models.char import build_char_model
+from tidemill.models.codec import load_codec
+from tidemill.models.heads import reward_head, save_head
+from tidemill.runtime.inprocess import in_process
+from tidemill.runtime.machinery import Machinery, OpenMachinery
+from tidemill.runtime.readers import Readers
+from tidemill.runtime.train import train
+from tidemill.telemetry.metrics import STEP_TIME, read_metrics
+from tidemill.telemetry.recorder import Recorder
+from tidemill.telemetry.run_dir import RunDirectory
+
+LETTERS = "".join(chr(code) for code in range(0x100, 0x300))  # a large alphabet: an untrained model seldom ends early
+POLICY = {"alphabet": "0123456789+=\n" + LETTERS, "hidden_size": 128, "layers": 4, "heads": 4, "context": 512}
+REWARD = POLICY | {"hidden_size": 384, "layers": 8, "heads": 8}
+PLACES: dict[str, dict[str, Any]] = {
+    "actor": {"runtime": "ray", "placement": {"reward_model": "actor"}},
+    "own_thread": {"reading": {"own_thread": True}},
+    "shared_thread": {},
+}
+WARM_UP = 2  # steps
+
+
+def spec_of(directory: Path, reward: Path, place: str, steps: int) -> RunSpec:
+    more = PLACES[place]
+    sections: dict[str, Any] = {
+        "run": {"name": "overlap", "dir": str(directory)},
+        "model": {"source": "char", "char": POLICY},
+        "task": {"kind": "arithmetic", "shots": 0},
+        "sampling": {"max_new_tokens": 300},
+        "scoring": {"rewards": [{"kind": "model", "model": str(reward)}]},
+        "engine": {"slots": 8},
+        "batch": {"prompts": 2, "group_size": 4},
+        "optimizer": {"learning_rate": 1e-9},  # steps differ by the samples they draw, and by nothing else
+        "trainer": {"steps": WARM_UP + steps, "threads": 1, "device": "cpu"},
+        "eval": {"every_steps": 0, "prompts": 1},
+        "checkpoint": {"every_steps": 0},
+        "telemetry": {"live": False},
+    }
+    reading = {"ahead": True, "chunk_tokens": 64} | more.get("reading", {})
+    return RunSpec.model_validate(sections | more | {"reading": reading})
+
+
+def reward_folder(folder: Path) -> Path:
+    folder.mkdir()
+    config = CharModelConfig.model_validate(REWARD)
+    build_char_model(config, folder)
+    digest = load_codec(folder).vocabulary_digest
+    head = reward_head(config.hidden_size)
+    save_head(folder, head, kind="reward_model", pooling="last_token", vocabulary_digest=digest)
+    return folder
+
+
+@dataclass(kw_only=True)
+class Turns:
+    """Implements `Reader` around another, which hears of growth in every other step only."""
+
+    reader: Reader
+    ahead_in: int  # even (0) or odd (1) steps
+    step: int = 1
+    delays_s: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))  # by step
+    said: dict[int, dict[SampleId, bytes]] = field(default_factory=lambda: defaultdict(dict))
+
+    @property
+    def ahead(self) -> bool:
+        return self.step % 2 == self.ahead_in
+
+    def grow(self, grown: Sequence[Growth]) -> None:
+        if self.ahead:
+            self.reader.grow(grown)
+
+    async def read(self, sample_id: SampleId, token_ids: TokenBuffer, prompt_tokens: int) -> Read:
+        began = time.perf_counter()
+        read = await self.reader.read(sample_id, token_ids, prompt_tokens)
+        if sample_id.purpose == "train":
+            self.delays_s[self.step].append(time.perf_counter() - began)
+            self.said[self.step][sample_id] = read.numbers
+        return read
+
+    def forget(self, sample_ids: Sequence[SampleId]) -> None:
+        self.reader.forget(sample_ids)
+
+    def take_counts(self) -> tuple[int, int]:
+        """Asked for once a step, at its end."""
+        self.step += 1
+        return self.reader.take_counts()
+
+    async def close(self) -> None:
+        """The reader is another's to close."""
+
+
+def taking_turns(place: str, ahead_in: int, found: list[Turns]) -> OpenMachinery:
+    if place == "actor":
+        from tidemill.runtime.cluster.machinery import on_ray
+
+        opening: OpenMachinery = on_ray
+    else:
+        opening = in_process
+
+    @asynccontextmanager
+    async def opened(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Clock) -> AsyncIterator[Machinery]:
+        async with opening(spec, run, recorder, clock) as machinery:
+            ((folder, reader),) = machinery.readers.rewards.items()
+            found.append(turns := Turns(reader=reader, ahead_in=ahead_in))
+            yield replace(machinery, readers=Readers(rewards={folder: turns}))
+
+    return opened
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One step of one run."""
+
+    weights: str
+    scores: dict[SampleId, bytes]
+    tokens: float
+    share_ahead: float  # of what was read
+    delay_s: float
+    tail_s: float
+    step_s: float
+
+
+def run(directory: Path, reward: Path, place: str, *, ahead_in: int, steps: int) -> dict[int, Step]:
+    found: list[Turns] = []
+    spec = spec_of(directory, reward, place, steps)
+    train(spec, telemetry_stream=io.StringIO(), open_machinery=taking_turns(place, ahead_in, found))
+    (turns,) = found
+    return {
+        line.step: Step(
+            weights=line.weights_digest,
+            scores=turns.said[line.step],
+            tokens=line.values["tokens_generated"],
+            share_ahead=line.values["tokens_read_ahead"]
+            / (line.values["tokens_read_ahead"] + line.values["tokens_read_late"]),
+            delay_s=statistics.fmean(turns.delays_s[line.step]),
+            tail_s=line.values["time_score_s"],
+            step_s=line.values[STEP_TIME],
+        )
+        for line in read_metrics(directory / "metrics.jsonl")
+        if line.step > WARM_UP
+    }
+
+
+def measured(folder: Path, reward: Path, place: str, steps: int) -> dict[str, Any]:
+    runs = [run(folder / f"{place}-{parity}", reward, place, ahead_in=parity, steps=steps) for parity in (0, 1)]
+    pairs = [(runs[1 - step % 2][step], runs[step % 2][step]) for step in runs[0]]  # late and ahead
+    for late, ahead in pairs:
+        assert late.weights == ahead.weights, "another policy was learned"
+        assert late.scores == ahead.scores, "samples were scored otherwise when they were read ahead"
+        assert late.share_ahead == 0
+    figures: dict[str, Any] = {"steps": len(pairs), "samples_of_equal_bits": sum(len(late.scores) for late, _ in pairs)}
+    for name in ("delay_s", "tail_s", "step_s"):
+        ratios = [getattr(late, name) / getattr(ahead, name) for late, ahead in pairs]
+        figures[name] = {
+            "late": statistics.median(getattr(late, name) for late, _ in pairs),
+            "ahead": statistics.median(getattr(ahead, name) for _, ahead in pairs),
+            "times_faster": statistics.median(ratios),
+            "lowest": min(ratios),
+            "highest": max(ratios),
+        }
+    figures["share_ahead"] = statistics.fmean(ahead.share_ahead for _, ahead in pairs)
+    figures["tokens_per_step"] = statistics.fmean(ahead.tokens for _, ahead in pairs)
+    return figures
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=6, help="counted ones")
+    parser.add_argument("--places", default=",".join(PLACES))
+    options = parser.parse_args()
+    results = {}
+    with tempfile.TemporaryDirectory() as name:
+        reward = reward_folder(Path(name) / "reward")
+        for place in options.places.split(","):
+            results[place] = found = measured(Path(name), reward, place, options.steps)
+            print(f"{place}: {found['samples_of_equal_bits']} samples of equal scores, "
+                  f"{found['share_ahead']:.0%} of the tokens read ahead")  # fmt: skip
+            for key in ("delay_s", "tail_s", "step_s"):
+                row = found[key]
+                print(f"  {key:8} late {row['late']:.3f}, ahead {row['ahead']:.3f}: {row['times_faster']:.2f}x "
+                      f"({row['lowest']:.2f}-{row['highest']:.2f})", flush=True)  # fmt: skip
+    write_result("overlap_scoring", {"steps": options.steps, "policy": POLICY | {"alphabet": len(POLICY["alphabet"])},  # type: ignore[arg-type]
+                                     "reward_model": REWARD | {"alphabet": len(REWARD["alphabet"])}, **results})  # type: ignore[arg-type]  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

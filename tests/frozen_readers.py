@@ -1,0 +1,52 @@
+"""Small frozen models that read in chunks, and samples for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from tests.model_shapes import MODEL_SHAPES, VOCABULARY
+from tidemill.core.records import Read, SampleId
+from tidemill.models.attention import use_packed_attention
+from tidemill.trainer.chunked_reader import ChunkedReader, Gauge, LogprobGauge
+
+CHUNK = 8
+
+
+def frozen(shape: str = "llama") -> PreTrainedModel:
+    model = MODEL_SHAPES[shape]().requires_grad_(False)
+    use_packed_attention(model)
+    return model
+
+
+def named(index: int, prompt: str = "p", purpose: str = "train") -> SampleId:
+    return SampleId(run_seed=0, purpose=purpose, prompt_id=prompt, epoch=0, index=index)
+
+
+def tokens(length: int, seed: int = 0) -> bytes:
+    return np.random.default_rng(seed).integers(2, VOCABULARY, length).astype(np.int32).tobytes()
+
+
+def logprob_gauge(model: PreTrainedModel, *, rows: int = 1000) -> LogprobGauge:
+    return LogprobGauge(model, temperature=0.7, logits_budget_bytes=rows * VOCABULARY * 4)
+
+
+def reader(model: PreTrainedModel, gauge: Gauge | None = None, *, cache: int = 1000) -> ChunkedReader:
+    return ChunkedReader(model, gauge or logprob_gauge(model), chunk_tokens=CHUNK, cache_tokens=cache)
+
+
+def whole(reader: ChunkedReader, name: SampleId, ids: bytes, prompt_tokens: int) -> Read:
+    while (read := reader.read_on(name, ids, prompt_tokens)) is None:
+        pass
+    return read
+
+
+def growing(reader: ChunkedReader, name: SampleId, ids: bytes, prompt_tokens: int) -> Iterator[bool]:
+    """Tell it of every token, one at a time; says after each whether anything was computed."""
+    for known in range(prompt_tokens, len(ids) // 4 + 1):
+        computed = 0
+        while reader.read_ahead(name, ids[: known * 4], prompt_tokens):
+            computed += 1
+        yield bool(computed)

@@ -1,0 +1,160 @@
+"""Readers are told of growth and asked at the end, in virtual time, whatever becomes of the samples meanwhile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.fake_fleet import FakeReader, Session, make_delta, make_id, make_in_flight, make_report, small_spec
+from tests.virtual_time import run_virtual
+from tidemill.controller.reading import Reading
+from tidemill.core.buffers import count, pack_logprobs, pack_tokens
+from tidemill.core.errors import ReaderLost
+from tidemill.core.records import Growth, Read, Segment, TokenDelta, Trajectory
+
+
+def run(spec: Any = None, **settings: Any) -> Session:
+    async def main() -> Session:
+        session = Session(spec=spec or small_spec(), reader=FakeReader(), **settings)
+        session.result = await session.run()
+        return session
+
+    return run_virtual(main())
+
+
+def learned_from(session: Session) -> list[Any]:
+    """What the trainer saw of each sample: identity and tokens first, the reference's logprobs last."""
+    groups: list[Any] = [group for batch in session.trainer.state.history for group in batch]
+    return [sample for group in groups for sample in group[2]]
+
+
+def test_growth_is_told_in_whole_chunks_and_the_prompt_at_once() -> None:
+    in_flight, reader = make_in_flight(), FakeReader()
+    reading = Reading([reader], reference=None, chunk_tokens=4)
+    in_flight.assign("lease", [in_flight[make_id()]])
+
+    def tell(*deltas: TokenDelta) -> list[Growth]:
+        reader.growths.clear()
+        for delta in deltas:
+            in_flight.apply(delta)
+        reading.grown(in_flight, [make_report(*deltas)])
+        return list(reader.growths)
+
+    def growth(start: int, tokens: list[int]) -> Growth:
+        return Growth(sample_id=make_id(), prompt_tokens=2, start=start, token_ids=pack_tokens(tokens))
+
+    prompt = list(b"p0")  # 2 tokens
+    assert tell(make_delta(tokens=[5, 6, 7])) == [growth(0, prompt)]
+    assert tell(make_delta(start=3, tokens=[8, 9]), make_delta(start=5, tokens=[10])) == [growth(2, [5, 6, 7, 8])]
+    assert tell(make_delta(start=6, tokens=[11])) == []
+    assert tell(make_delta(sample_id=make_id("nobody"))) == []
+    # A chunk at the end is not told of: the sample is read as a whole now.
+    assert tell(make_delta(start=7, tokens=[12], finish="stop")) == []
+
+
+def test_a_sample_that_begins_again_is_told_of_from_its_beginning() -> None:
+    in_flight, reader = make_in_flight(), FakeReader()
+    reading, sample = Reading([reader], reference=None, chunk_tokens=4), in_flight[make_id()]
+    in_flight.assign("lease", [sample])
+    in_flight.apply(delta := make_delta(tokens=[1, 2, 3, 4]))
+    reading.grown(in_flight, [make_report(delta)])
+    in_flight.restart([sample])
+    reading.forget([sample, in_flight[make_id(index=1)]])
+    assert reader.forgotten == [make_id()]  # of the other one nothing was told
+    in_flight.assign("lease", [sample])
+    in_flight.apply(delta := make_delta(attempt=2, tokens=[9, 9, 9, 9]))
+    reading.grown(in_flight, [make_report(delta)])
+    assert [(growth.start, count(growth.token_ids)) for growth in reader.growths] == [(0, 6), (0, 6)]
+
+
+def test_a_sample_that_migrates_is_told_of_without_a_gap() -> None:
+    in_flight, reader = make_in_flight(), FakeReader()
+    reading, sample = Reading([reader], reference=None, chunk_tokens=4), in_flight[make_id()]
+    in_flight.assign("lease", [sample])
+    in_flight.apply(delta := make_delta(tokens=[1, 2, 3, 4, 5]))
+    reading.grown(in_flight, [make_report(delta)])
+    in_flight.revoke("lease")
+    in_flight.assign("other", [sample])
+    stale = make_delta(start=5, tokens=[0, 0, 0])
+    delta = make_delta(lease_id="other", attempt=2, start=5, tokens=[6, 7, 8])
+    assert in_flight.apply(stale) is None
+    in_flight.apply(delta)
+    reading.grown(in_flight, [make_report(stale, delta)])
+    assert [(growth.start, count(growth.token_ids)) for growth in reader.growths] == [(0, 6), (6, 4)]
+    assert reader.growths[1].token_ids == pack_tokens([5, 6, 7, 8])
+    assert not reader.forgotten
+
+
+async def test_only_trained_tokens_have_reference_logprobs() -> None:
+    class Counting(FakeReader):
+        async def read(self, *_: Any) -> Read:
+            return Read(numbers=pack_logprobs([1.0, 2.0, 3.0, 4.0, 5.0]))
+
+    trajectory = Trajectory(
+        sample_id=make_id(),
+        token_ids=pack_tokens(range(7)),
+        segments=(
+            Segment(role="prompt", start=0, end=2, trained=False),
+            Segment(role="action", start=2, end=4, trained=True),
+            Segment(role="observation", start=4, end=6, trained=False),
+            Segment(role="action", start=6, end=7, trained=True),
+        ),
+        rollout_logprobs=pack_logprobs([0.0] * 3),
+        versions=(),
+        finish="stop",
+    )
+    reading = Reading([], reference=Counting(), chunk_tokens=4)
+    assert await reading.ref_logprobs(trajectory) == pack_logprobs([1.0, 2.0, 5.0])
+    assert await Reading([], reference=None, chunk_tokens=4).ref_logprobs(trajectory) == b""
+
+
+def test_every_sample_is_read_once_and_the_trainer_gets_what_was_said() -> None:
+    session = run()
+    reader = session.reader
+    assert reader is not None
+    assert len(set(reader.was_read)) == len(reader.was_read) == 4 * 6
+    assert not reader.known  # whatever was told of has been read
+    assert max(growth.start for growth in reader.growths) > 0
+    learned = learned_from(session)
+    assert len(learned) == 4 * 6
+    assert all(len(sample[-1]) == 4 * len(sample[1]) for sample in learned)
+    figures = session.telemetry.steps[1].values
+    assert (figures["tokens_read_ahead"], figures["tokens_read_late"]) == (3.0, 5.0)
+
+
+@pytest.mark.parametrize("unfinished", ["continue", "restart", "finish"])
+def test_samples_that_outlive_a_publish_are_told_of_without_a_gap(unfinished: str) -> None:
+    spec = small_spec(schedule={"max_policy_lag": 2, "unfinished": unfinished}, trainer={"steps": 8})
+    session = run(spec, slots=2)
+    reader = session.reader
+    assert reader is not None
+    assert bool(reader.forgotten) == (unfinished == "restart")
+    learned = learned_from(session)
+    assert all(sample[-1] for sample in learned if sample[1])
+
+
+def test_a_run_that_lost_its_memory_learns_what_it_would_have_learned() -> None:
+    whole = run()
+
+    async def main(cut: int) -> Session:
+        broken = Session(reader=FakeReader(), power_cut_after=cut)
+        assert await broken.run_until_power_cut() is None
+        session = Session(disk=broken.disk, reader=FakeReader())
+        await session.run()
+        return session
+
+    again = 0
+    for eighth in range(1, 8):
+        session = run_virtual(main(whole.journal.written * eighth // 8))
+        assert session.trainer.state == whole.trainer.state
+        assert session.reader is not None
+        again += len(set(session.reader.was_read) - set(session.engine.submitted))
+    assert again > 0  # samples whose tokens and rewards the journal had, and the reference's logprobs not
+
+
+def test_a_reference_that_is_gone_ends_the_run_in_words() -> None:
+    reader = FakeReader()
+    reader.failure = ReaderLost("the reference died three times")
+    with pytest.raises(ReaderLost, match="died three times"):
+        run_virtual(Session(reader=reader).run())

@@ -1,0 +1,80 @@
+"""The actors' side of a reader, without Ray: messages in and out."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.frozen_readers import named, tokens
+from tests.model_folders import save_folder
+from tests.model_shapes import HIDDEN, llama
+from tidemill.config.schema import RunSpec
+from tidemill.core.buffers import count
+from tidemill.core.errors import TidemillError, UserError
+from tidemill.core.records import Growth, Read
+from tidemill.models.codec import load_codec
+from tidemill.models.heads import reward_head, save_head
+from tidemill.models.reward_model import load_reward_model
+from tidemill.runtime.cluster.plan import ReaderPlan
+from tidemill.runtime.cluster.reader_actor import ReaderActor
+from tidemill.runtime.cluster.trainer_actor import TrainerActor
+from tidemill.runtime.cluster.wire import encode, read_answer
+from tidemill.trainer.reward_scores import reward_scores
+
+PROMPT, IDS = 5, tokens(21)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = save_folder(llama(), tmp_path_factory.mktemp("reader") / "model")
+    digest = load_codec(made).vocabulary_digest
+    save_head(made, reward_head(HIDDEN), kind="reward_model", pooling="last_token", vocabulary_digest=digest)
+    return made
+
+
+def plan(source: Path, reward_model: str = "") -> bytes:
+    spec = RunSpec.model_validate(
+        {"model": {"source": str(source)}, "trainer": {"device": "cpu"}, "reading": {"chunk_tokens": 4}}
+    )
+    return encode(ReaderPlan(spec=spec.model_dump_json(), threads=1, reward_model=reward_model))
+
+
+async def started(plan: bytes) -> ReaderActor:
+    actor = ReaderActor()
+    read_answer(await actor.start_reader(plan), type(None))
+    return actor
+
+
+async def test_a_reward_model_scores_what_grew(folder: Path) -> None:
+    actor = await started(plan(folder, str(folder)))
+    growth = Growth(sample_id=named(0), prompt_tokens=PROMPT, start=0, token_ids=IDS[: 17 * 4])
+    read_answer(await actor.grow(encode([growth])), type(None))
+    async with asyncio.timeout(10.0):
+        while actor.reader._reader.tokens_held < 17:  # type: ignore[union-attr]  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    read = read_answer(await actor.read(encode(named(0)), IDS, PROMPT), Read)
+    (expected,) = reward_scores(load_reward_model(folder, device=torch.device("cpu")), [IDS], budget=1000)
+    assert torch.frombuffer(bytearray(read.numbers), dtype=torch.float32).item() == pytest.approx(expected, abs=1e-5)
+    assert (read.tokens_ahead, read.tokens_late) == (17, 4)
+    read_answer(await actor.forget(encode([named(0)])), type(None))
+    assert actor.reader is not None
+    await actor.reader.close()
+
+
+async def test_the_reference_says_something_of_every_token_after_the_prompt(folder: Path) -> None:
+    actor = await started(plan(folder))
+    read = read_answer(await actor.read(encode(named(0)), IDS, PROMPT), Read)
+    assert count(read.numbers) == 21 - PROMPT
+    assert actor.reader is not None
+    await actor.reader.close()
+
+
+async def test_faults_come_in_words(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no reward model"):
+        await started(plan(folder, str(save_folder(llama(), tmp_path / "plain"))))
+    for actor in (ReaderActor(), TrainerActor()):
+        with pytest.raises(TidemillError, match="this actor reads nothing"):
+            read_answer(await actor.read(encode(named(0)), IDS, PROMPT), Read)

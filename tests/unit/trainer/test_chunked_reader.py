@@ -1,0 +1,134 @@
+"""Frozen models that read in chunks: equal to the last bit whenever a chunk is computed, and equal to token trees."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+from tests.frozen_readers import CHUNK, frozen, growing, logprob_gauge, named, reader, tokens, whole
+from tests.model_shapes import HIDDEN, MODEL_SHAPES
+from tidemill.core.records import Read
+from tidemill.models.heads import HeadDescription, reward_head
+from tidemill.models.reward_model import RewardModel
+from tidemill.trainer.chunked_reader import ScoreGauge
+from tidemill.trainer.logprobs import token_logprobs
+from tidemill.trainer.reward_scores import reward_scores
+from tidemill.trainer.sequences import pack_completions
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return frozen()
+
+
+@pytest.mark.parametrize("shape", MODEL_SHAPES)
+def test_logprobs_are_those_of_the_token_tree(shape: str) -> None:
+    model = frozen(shape)
+    prompt, completion = tokens(13), tokens(21, seed=1)
+    read = whole(reader(model, logprob_gauge(model, rows=5)), named(0), prompt + completion, 13)
+    packed = pack_completions([(prompt, completion)], torch.device("cpu"))
+    with torch.no_grad():
+        expected, _ = token_logprobs(model, packed, temperature=0.7, logits_budget_bytes=1 << 20)
+    np.testing.assert_allclose(np.frombuffer(read.numbers, np.float32), expected.numpy(), atol=1e-5)
+    assert (read.tokens_ahead, read.tokens_late) == (0, 34)
+
+
+def test_scores_are_those_of_the_token_tree(model: PreTrainedModel) -> None:
+    description = HeadDescription(
+        kind="reward_model", pooling="last_token", hidden_size=HIDDEN, vocabulary_digest="any"
+    )
+    reward = RewardModel(model=model, head=reward_head(HIDDEN), description=description)
+    samples = [tokens(9) + tokens(length, seed=length) for length in (0, 1, CHUNK, 19)]
+    chunked = reader(model, ScoreGauge(reward.head))
+    found = [whole(chunked, named(index), ids, 9) for index, ids in enumerate(samples)]
+    scores = [np.frombuffer(read.numbers, np.float32).item() for read in found]
+    assert scores == pytest.approx(reward_scores(reward, samples, budget=1000), abs=1e-5)
+    # The prompt's 9 tokens are computed once, for the first of them.
+    assert [read.tokens_late for read in found] == [9, 1, 8, 19]
+
+
+ACTS = st.tuples(st.sampled_from(["ahead", "ahead", "ahead", "forget", "read"]), st.integers(0, 4), st.integers(0, 30))
+
+
+@settings(derandomize=True, deadline=None, max_examples=12)
+@given(
+    lengths=st.tuples(st.integers(1, 20), st.integers(1, 20), *[st.integers(0, 30)] * 5),
+    cache=st.sampled_from([0, 12, 40, 1000]),
+    acts=st.lists(ACTS, max_size=30),
+)
+def test_whatever_is_computed_when_the_bits_are_the_same(
+    model: PreTrainedModel, lengths: tuple[int, ...], cache: int, acts: list[tuple[str, int, int]]
+) -> None:
+    prompts = [tokens(length, seed=seed) for seed, length in enumerate(lengths[:2])]
+    samples = [
+        (named(index, str(of)), prompts[of] + tokens(length, seed=10 + index), lengths[of])
+        for index, (of, length) in enumerate(zip((0, 0, 1, 1, 0), lengths[2:], strict=True))
+    ]
+    plain = reader(model, cache=0)
+    expected = [whole(plain, *sample).numbers for sample in samples]
+    chunked = reader(model, cache=cache)
+    for act, at, more in [*acts, *(("read", at, 0) for at in range(5))]:
+        name, ids, prompt_tokens = samples[at]
+        if act == "ahead":
+            chunked.read_ahead(name, ids[: (prompt_tokens + more) * 4], prompt_tokens)
+        elif act == "forget":
+            chunked.forget(name)
+        else:
+            assert whole(chunked, *samples[at]).numbers == expected[at]
+        assert chunked.tokens_held <= cache
+
+
+def test_only_the_last_chunk_is_left_for_the_end(model: PreTrainedModel) -> None:
+    ids, chunked = tokens(40), reader(model)
+    # A prompt of 10 is a chunk of 8 and one of 2, known at once; the completion's end at 18, 26 and 34.
+    told = list(growing(chunked, named(0), ids, 10))
+    assert [10 + at for at, computed in enumerate(told) if computed] == [10, 18, 26, 34]
+    read = whole(chunked, named(0), ids, 10)
+    assert (read.tokens_ahead, read.tokens_late) == (34, 6)
+    assert chunked.tokens_held == 10  # the prompt, for its other samples
+    assert whole(chunked, named(1), ids[:40] + tokens(3, seed=2), 10).tokens_late == 3
+
+
+def test_a_sample_without_room_is_computed_at_its_end(model: PreTrainedModel) -> None:
+    ids, chunked = tokens(30), reader(model, cache=20)
+    list(growing(chunked, named(0), ids, 4))  # 4 + 8 + 8 of 20
+    assert chunked.tokens_held == 20
+    other = tokens(4, seed=7) + tokens(20, seed=8)
+    assert not any(growing(chunked, named(1, "other"), other, 4))
+    assert whole(chunked, named(1, "other"), other, 4) == Read(
+        numbers=whole(reader(model), named(0), other, 4).numbers, tokens_ahead=0, tokens_late=24
+    )
+    assert chunked.tokens_held == 20
+    assert whole(chunked, named(0), ids, 4).tokens_ahead == 20
+    assert chunked.tokens_held == 4
+
+
+def test_a_prompt_that_nobody_needs_makes_room(model: PreTrainedModel) -> None:
+    chunked = reader(model, cache=20)
+    whole(chunked, named(0, "a"), tokens(8, seed=1), 7)
+    whole(chunked, named(0, "b"), tokens(8, seed=2), 7)
+    assert chunked.tokens_held == 14
+    assert list(growing(chunked, named(0, "c"), tokens(7, seed=3), 7)) == [True]  # 7 more, and the oldest 7 go
+    assert chunked.tokens_held == 14
+    assert whole(chunked, named(1, "b"), tokens(7, seed=2) + tokens(1), 7).tokens_late == 1
+
+
+def test_what_was_told_of_other_tokens_counts_for_nothing(model: PreTrainedModel) -> None:
+    chunked, first, second = reader(model), tokens(30), tokens(12) + tokens(18, seed=5)
+    list(growing(chunked, named(0), first, 12))
+    read = whole(chunked, named(0), second, 12)
+    assert read.numbers == whole(reader(model), named(0), second, 12).numbers
+    # The prompt stays; the completion is computed anew.
+    assert (read.tokens_ahead, read.tokens_late) == (0, 18)
+
+
+def test_as_many_keys_are_in_memory_as_are_told() -> None:
+    chunked = reader(frozen())
+    list(growing(chunked, named(0), tokens(26), 10))
+    sample = chunked._open[named(0)]
+    held = sum(piece.keys[0].shape[1] for piece in (*sample.prompt.pieces, *sample.pieces))
+    assert held == chunked.tokens_held == 26

@@ -139,7 +139,7 @@ async def test_workers_of_a_version_share_its_memory_and_reports_name_the_lease(
     workers = [await stage.host.start(lease(name)) for name in ("spot-1", "spot-2")]
     for worker in workers:
         await worker.load(V1)
-    assert len(stage.transport.blobs) == 3  # snapshot, manifest, latest
+    assert len(stage.transport.blobs) == 2  # snapshot and manifest: both workers read the same
     sources = [worker._source for worker in workers]
     addresses = {next(source._model.parameters()).data_ptr() for source in sources}  # type: ignore[union-attr]
     assert len(addresses) == 1

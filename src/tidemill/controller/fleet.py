@@ -228,6 +228,8 @@ class Fleet:
 
     def _take(self, event: LeaseEvent) -> None:
         if isinstance(event, LeaseGranted):
+            if self.story.knows(event.lease.lease_id):
+                return  # said twice
             member = Member(lease=event.lease, heard_s=self.clock.now(), idle_since_s=self.clock.now())
             self.story.granted(member)
             self._enter(member, self._live(member))

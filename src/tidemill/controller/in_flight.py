@@ -164,7 +164,7 @@ class InFlight:
         return [self.samples[ordinal] for ordinal in range(position * size, (position + 1) * size)]
 
     def oldest_version(self, position: int) -> int | None:
-        """Of the weights that made a group's tokens; None while it has none."""
+        """Of the weights that made a group's tokens, or may be making its first; None while nobody has begun it."""
         versions = [version for sample in self.group(position) if (version := sample.oldest_version) is not None]
         return min(versions, default=None)
 
@@ -235,7 +235,7 @@ class InFlight:
         chosen = self.in_state(SampleState.WAITING) if samples is None else list(samples)
         for sample in chosen:
             self.tally.tokens_recomputed += sample.length
-            sample.assign(lease_id)
+            sample.assign(lease_id, self.newest_version)
             self._moved(SampleState.WAITING, sample)
         return [self._request(sample) for sample in chosen]
 

@@ -15,6 +15,7 @@ from itertools import groupby
 
 from tidemill.controller.entries import (
     AnyEntry,
+    Covered,
     Dropped,
     EvalResult,
     Evaluated,
@@ -76,10 +77,12 @@ class Ledger:
             if isinstance(entry, Evaluated):
                 self.evaluations[entry.result.step] = entry
         self.learned = batches_after(entries, after_step)
-        if tells_of_lost_versions(entries, through=max(self.learned, default=after_step)):
+        if tells_of_lost_versions(entries, after_step, through=max(self.learned, default=after_step)):
             self.learned = {}
             if self._journal:
-                await self._journal.prune(max(filed for filed, _ in entries if filed != OUTLIVES_CHECKPOINTS))
+                rounds = [filed for filed, _ in entries if filed != OUTLIVES_CHECKPOINTS]
+                await self._journal.prune(max(rounds, default=0))
+                await self._append([(OUTLIVES_CHECKPOINTS, encode(Covered(after_step)))])
             return 0
         for filed, entry in entries:
             replay(in_flight, entry, filed, prompt_of)
@@ -135,6 +138,10 @@ class Ledger:
             await self._file([(max(positions), Learned(step, tuple(positions)))])
         return [sample for position in positions for sample in in_flight.close(position)]
 
+    def has_learned_from(self, position: int) -> bool:
+        """Whether a batch beyond the newest checkpoint, which is now repeated, had this group."""
+        return any(position in positions for positions in self.learned.values())
+
     async def drop(self, in_flight: InFlight, position: int) -> None:
         """Give a group up."""
         in_flight.close(position)
@@ -175,6 +182,7 @@ class Ledger:
         if self.next_position > through_step * self._round_size:  # it is known from the last group alone
             needed.append(self.next_position - 1)
         if self._journal is not None:
+            await self._append([(OUTLIVES_CHECKPOINTS, encode(Covered(through_step)))])
             await self._journal.prune(self._round(min(needed)) - 1 if needed else through_step)
 
     def _round(self, position: int) -> int:

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tidemill.core.records import Group, PolicyVersion, StepMetrics
+from tidemill.core.buffers import LogprobBuffer, TokenBuffer
+from tidemill.core.records import Completion, Group, PolicyVersion, StepMetrics
 from tidemill.sim.costs import TrainerCosts
 
 START = PolicyVersion(number=0, digest="start")
+
+
+def publish_logprobs(version: int, token_ids: TokenBuffer) -> LogprobBuffer:
+    """What a version says of tokens (int32 [N]): bytes that tell of both, no numbers that mean anything."""
+    return bytes((byte + version) % 256 for byte in token_ids)
 
 
 class SimulatedTrainer:
@@ -26,6 +33,10 @@ class SimulatedTrainer:
 
     async def accumulate(self, group: Group) -> None:
         await asyncio.sleep(self._costs.accumulate_s(group))
+
+    async def logprobs(self, completions: Sequence[Completion]) -> Sequence[LogprobBuffer]:
+        """In no time."""
+        return [publish_logprobs(self.version.number, completion.token_ids) for completion in completions]
 
     async def commit(self, step: int) -> StepMetrics:
         await asyncio.sleep(self._costs.commit_s())

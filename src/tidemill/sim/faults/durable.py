@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tidemill.controller.entries import Accepted, AnyEntry, Dropped, Learned, Opened, Restarted, Rewarded
+from tidemill.controller.entries import Accepted, AnyEntry, Dropped, Learned, Opened, Published, Restarted, Rewarded
+from tidemill.core.buffers import LogprobBuffer
 from tidemill.core.records import Finish, PolicyVersion, Reward
 
 
@@ -17,6 +18,7 @@ class DurableSample:
     versions: list[tuple[PolicyVersion, int]] = field(default_factory=list)  # and the first token of each
     finish: Finish | None = None
     reward: Reward | None = None
+    published: dict[int, LogprobBuffer] = field(default_factory=dict)  # by version, of the tokens older ones had made
 
 
 class Durable:
@@ -49,6 +51,9 @@ class Durable:
             self._accept(entry)
         elif isinstance(entry, Rewarded):
             self._reward(entry)
+        elif isinstance(entry, Published):
+            for ordinal, logprobs in entry.logprobs:
+                self.samples[ordinal].published[entry.version] = logprobs
         elif isinstance(entry, Restarted):
             self.samples |= {at: DurableSample(self.samples[at].from_version) for at in entry.ordinals}
         elif isinstance(entry, Dropped):

@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from tidemill.config.schema import RunSpec
 from tidemill.controller.loop import LoopResult
 from tidemill.core.records import Group, PolicyVersion, Prompt, Reward, StepMetrics, Trajectory
+from tidemill.sim.faults.durable import DurableSample
 from tidemill.sim.faults.witness import Witness, require
+from tidemill.sim.trainer import publish_logprobs
 
 TRAIN = "train"
 
@@ -63,7 +65,7 @@ class Lessons:
         name = f"group {position}, learned from in step {due},"
         before = self._batch if self._history_lost else [*self._batch, *self.learned]
         require(position not in before, f"{name} was learned from before")
-        require(group.position == position - version.number * self._spec.batch.prompts, f"{name} is misplaced")
+        require(group.position == position, f"{name} is said to be group {group.position}")
         indices = [trajectory.sample_id.index for trajectory in group.trajectories]
         require(indices == list(range(self._spec.batch.group_size)), f"{name} has samples {indices}")
         for trajectory in group.trajectories:
@@ -86,7 +88,16 @@ class Lessons:
         require(trajectory.reward == reward, f"{name} has a wrong reward: {trajectory.reward}")
         require(trajectory.weight == float(reward.valid), f"{name} has weight {trajectory.weight}")
         self._check_durable(trajectory)
-        require(self._durable(trajectory).reward == reward, f"{name} was learned from before its reward was durable")
+        kept = self._durable(trajectory)
+        require(kept.reward == reward, f"{name} was learned from before its reward was durable")
+        self._check_published(trajectory, kept, name)
+
+    def _check_published(self, trajectory: Trajectory, kept: DurableSample, name: str) -> None:
+        """What each publish said of its tokens so far, and of later ones what was said when they were made."""
+        ids, rollout = trajectory.completion_ids, trajectory.rollout_logprobs
+        for (number, known), said in zip(sorted(kept.published.items()), trajectory.publish_logprobs, strict=True):
+            right = publish_logprobs(number, ids[: len(known)])
+            require(said == right + rollout[len(known) :], f"{name} has wrong logprobs under version {number}")
 
     def committed(self, step: int) -> None:
         """The batch became a version."""
@@ -168,7 +179,7 @@ class Lessons:
     def _position(self, trajectory: Trajectory) -> int:
         return self._positions[trajectory.sample_id.epoch, trajectory.sample_id.prompt_id]
 
-    def _durable(self, trajectory: Trajectory):  # type: ignore[no-untyped-def]
+    def _durable(self, trajectory: Trajectory) -> DurableSample:
         ordinal = self._position(trajectory) * self._spec.batch.group_size + trajectory.sample_id.index
         return self._witness.durable.samples[ordinal]
 

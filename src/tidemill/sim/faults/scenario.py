@@ -94,6 +94,8 @@ class Scenario(Record):
 
 
 INFINITE_S = float("inf")
+MU_STEP = {"correction": {"kind": "mu_step"}}
+"""Every publish asks for logprobs of what is in flight."""
 LONG_SILENCE_S = 10.0
 
 
@@ -159,7 +161,7 @@ def _sections(rng: random.Random) -> dict[str, Any]:
         },
         "sampling": {"max_new_tokens": rng.choice([2, 12, 30])},
         "trainer": {"steps": rng.randint(2, 5)},
-        "algorithm": {"dynamic_sampling": rng.random() < 0.25},
+        "algorithm": {"dynamic_sampling": rng.random() < 0.25, **(MU_STEP if lag and rng.random() < 0.5 else {})},
         "eval": {"every_steps": rng.choice([0, 2]), "prompts": rng.choice([1, 3])},
         "checkpoint": {"every_steps": rng.choice([0, 1, 2])},
         "fleet": {

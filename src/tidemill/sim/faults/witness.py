@@ -82,6 +82,9 @@ class Witness:
             require(bytes(sample.token_ids) == kept.token_ids, f"{sample.ordinal} was resumed with other tokens")
             require(sample.finish == kept.finish, f"{sample.ordinal} was resumed as {sample.finish}, not {kept.finish}")
             require(sample.reward == kept.reward, f"{sample.ordinal} was resumed with another reward")
+            require(
+                sample.published == kept.published, f"{sample.ordinal} was resumed without what publishes said of it"
+            )
             require(list(sample.made_by) == kept.versions, f"{sample.ordinal} was resumed with other versions")
 
     def look(self) -> None:

@@ -231,7 +231,6 @@ DEFECTS = {
     "gives rewards to others": Defect(Ledger, "reward", _swap_rewards),
     "takes groups as they come": Defect(Forming, "take", _as_they_come),
     "believes any probe": Defect(publishing, "probe_difference", lambda right: lambda *_: 0.0),
-    "does not call samples back": Defect(Dispatcher, "call_back_all", _nothing),
     "fills queues beyond their end": Defect(Dispatcher, "_hand_out", _overfill),
     "keeps machines it does not use": Defect(Fleet, "_leave", _nothing),
 }

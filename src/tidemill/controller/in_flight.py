@@ -165,8 +165,14 @@ class InFlight:
 
     def oldest_version(self, position: int) -> int | None:
         """Of the weights that made a group's tokens, or may be making its first; None while nobody has begun it."""
-        versions = [version for sample in self.group(position) if (version := sample.oldest_version) is not None]
-        return min(versions, default=None)
+        oldest, least = None, self.groups[position].from_version
+        for sample in self.group(position):
+            version = sample.oldest_version
+            if version is not None and (oldest is None or version < oldest):
+                oldest = version
+                if oldest <= least:  # and no older ones can have begun it
+                    break
+        return oldest
 
     def without_logprobs_of(self, version: int) -> list[Sample]:
         """Samples with tokens that older weights made, of which it is not noted what this version says of them."""

@@ -118,6 +118,8 @@ class Ledger:
                     applied[sample.ordinal // per_round + 1].append((sample.ordinal, delta))
                     if delta.finish in ("stop", "length"):
                         finished.append(sample)
+            if self._journal is None:
+                continue
             for filed, pieces in applied.items():
                 if (entry := accepted(pieces)) is not None:
                     blobs.append((filed, encode(entry)))

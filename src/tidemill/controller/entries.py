@@ -46,9 +46,12 @@ class Learned(Entry, frozen=True, tag="learned"):
 
 
 class Covered(Entry, frozen=True, tag="covered"):
-    """The history goes on from a checkpoint: what its weights have learned from was forgotten."""
+    """The history goes on from a checkpoint, and what its weights have learned from is forgotten. Should a later
+    checkpoint be lost, this says which groups there are to begin again with."""
 
     step: int
+    next_position: int
+    open: tuple[int, ...]  # positions before it that those weights have not learned from
 
 
 class Dropped(Entry, frozen=True, tag="dropped"):

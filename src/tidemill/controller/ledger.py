@@ -27,7 +27,7 @@ from tidemill.controller.entries import (
     accepted,
     encode,
 )
-from tidemill.controller.in_flight import InFlight, PlannedGroup
+from tidemill.controller.in_flight import InFlight, PlannedGroup, plan_groups
 from tidemill.controller.replay import batches_after, decoded, learned_through, replay, tells_of_lost_versions
 from tidemill.controller.samples import Sample
 from tidemill.core.buffers import LogprobBuffer
@@ -77,12 +77,10 @@ class Ledger:
             if isinstance(entry, Evaluated):
                 self.evaluations[entry.result.step] = entry
         self.learned = batches_after(entries, after_step)
+        covered = [entry for _, entry in entries if isinstance(entry, Covered)]
         if tells_of_lost_versions(entries, after_step, through=max(self.learned, default=after_step)):
             self.learned = {}
-            if self._journal:
-                rounds = [filed for filed, _ in entries if filed != OUTLIVES_CHECKPOINTS]
-                await self._journal.prune(max(rounds, default=0))
-                await self._append([(OUTLIVES_CHECKPOINTS, encode(Covered(after_step)))])
+            await self._begin_again(in_flight, prompt_of, entries)
             return 0
         for filed, entry in entries:
             replay(in_flight, entry, filed, prompt_of)
@@ -91,8 +89,30 @@ class Ledger:
         in_flight.recovered()
         for position in learned_through(entries, after_step) & in_flight.groups.keys():
             in_flight.close(position)
+        if after_step > (covered[-1].step if covered else 0):  # killed before it was noted
+            await self._cover(in_flight)
         beyond = in_flight.groups.keys() - {p for positions in self.learned.values() for p in positions}
         return len(self.learned) + bool(beyond)
+
+    async def _begin_again(
+        self,
+        in_flight: InFlight,
+        prompt_of: Callable[[int], tuple[int, Prompt]],
+        entries: Sequence[tuple[int, AnyEntry]],
+    ) -> None:
+        """Forget a history, and begin again with what the weights of the newest checkpoint have not learned from."""
+        step = self._covered
+        known = [entry for _, entry in entries if isinstance(entry, Covered) and entry.step == step]
+        if self._journal is not None:
+            rounds = [filed for filed, _ in entries if filed != OUTLIVES_CHECKPOINTS]
+            await self._journal.prune(max(rounds, default=0))
+        if known:
+            pairs = {position: prompt_of(position) for position in known[-1].open}
+            groups = [plan_groups([pair], first_position=at, from_version=step)[0] for at, pair in pairs.items()]
+            if groups:
+                await self.open(in_flight, groups, [prompt for _, prompt in pairs.values()])
+            self.next_position = known[-1].next_position
+        await self._cover(in_flight)
 
     async def open(self, in_flight: InFlight, groups: Sequence[PlannedGroup], prompts: Sequence[Prompt]) -> None:
         """Begin groups, durably.
@@ -184,8 +204,12 @@ class Ledger:
         if self.next_position > through_step * self._round_size:  # it is known from the last group alone
             needed.append(self.next_position - 1)
         if self._journal is not None:
-            await self._append([(OUTLIVES_CHECKPOINTS, encode(Covered(through_step)))])
+            await self._cover(in_flight)
             await self._journal.prune(self._round(min(needed)) - 1 if needed else through_step)
+
+    async def _cover(self, in_flight: InFlight) -> None:
+        entry = Covered(self._covered, self.next_position, tuple(in_flight.groups))
+        await self._append([(OUTLIVES_CHECKPOINTS, encode(entry))])
 
     def _round(self, position: int) -> int:
         return position // self._round_size + 1

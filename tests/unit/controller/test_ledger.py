@@ -218,7 +218,7 @@ async def test_a_sample_begun_again_has_nothing_of_what_was_published_before() -
 
 
 async def scramble(journal: MemoryJournal, kind: str) -> None:
-    opened_blob, tokens, rewards = await journal.load()
+    opened_blob, tokens, rewards = [entry for entry in await journal.load() if entry[0] != OUTLIVES_CHECKPOINTS]
     published = (4, encode(Published(4, ((FIRST + 2, pack_logprobs([-1.0] * 3)),))))
     changed = {
         "not ours": [opened_blob, (4, b"\xc1")],
@@ -358,6 +358,24 @@ async def test_so_is_one_whose_checkpoint_is_gone_when_its_versions_would_not_te
 
     kept, in_flight, _ = await loaded(MemoryJournal(journal.disk), after_step=4)
     assert (kept.next_position, list(in_flight.groups)) == (13, [12])
+
+
+async def test_a_lost_checkpoint_costs_no_group_and_none_is_learned_from_twice() -> None:
+    """Step 4 learned from groups 9 and 11; 10 was left, and 12 begun. Then step 5 forgets what it learned from."""
+    journal = MemoryJournal()
+    ledger, batch = await opened(journal)
+    following = plan_groups([(2, make_prompt("p0"))], first_position=12, from_version=3)
+    await ledger.open(batch, following, make_prompts()[:1])
+    await learn(ledger, batch, 4, [9, 11])
+    await ledger.prune(batch, 4)
+    await learn(ledger, batch, 5, [10, 12])
+    await ledger.prune(batch, 5)
+
+    for _ in range(2):  # the second time it goes on from what the first began
+        again, in_flight, _ = await loaded(journal, after_step=4)
+        assert (again.next_position, sorted(in_flight.groups)) == (13, [10, 12])
+        assert {sample.state for sample in in_flight} == {SampleState.WAITING}
+        assert {sample.from_version for sample in in_flight} == {4}
 
 
 async def test_a_history_that_began_again_is_not_forgotten_for_the_one_before() -> None:

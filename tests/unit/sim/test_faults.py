@@ -19,6 +19,7 @@ FOUND = {
     "a worker was lost for pulling a version that was not kept any more": 386,
     "a pause waited for ever for a worker that had forgotten its samples": 498,
     "a journal went on from a checkpoint that was lost": 684,
+    "after a lost checkpoint groups were learned from twice, and others never": 6129,
     "tokens that came during a publish were not counted": 19,
     "a torn read of the last snapshot ended a publish": 3,
     "a lease that was granted twice had two lives": 4,

@@ -34,13 +34,6 @@ class Lessons:
         self._lengths: list[int] = []  # of the completions of the batch
         self._told = 0  # the step of the last line of metrics
         self._resumed_from = 0
-        self._history_lost = False  # of the journal: a checkpoint is gone that it relied on
-
-    def lose_history(self) -> None:
-        """The newest checkpoint is gone, and with it what the journal forgot because of it: of a batch of whichever
-        groups were finished first, nobody knows any more which they were."""
-        planned = self._nothing_is_replaced and self._spec.schedule.membership == "planned"
-        self._history_lost = self._history_lost or not planned
 
     def restored(self, step: int) -> None:
         """A checkpoint is where the weights are again."""
@@ -63,8 +56,7 @@ class Lessons:
         position = self._position(group.trajectories[0])
         due = version.number + 1
         name = f"group {position}, learned from in step {due},"
-        before = self._batch if self._history_lost else [*self._batch, *self.learned]
-        require(position not in before, f"{name} was learned from before")
+        require(position not in self.learned and position not in self._batch, f"{name} was learned from before")
         require(group.position == position, f"{name} is said to be group {group.position}")
         indices = [trajectory.sample_id.index for trajectory in group.trajectories]
         require(indices == list(range(self._spec.batch.group_size)), f"{name} has samples {indices}")
@@ -170,8 +162,6 @@ class Lessons:
             result.steps == steps and not result.interrupted, f"the run ended after {result.steps} of {steps} steps"
         )
         require(sorted(self.history) == list(range(1, steps + 1)), f"there are steps {sorted(self.history)}")
-        if self._history_lost:
-            return
         accounted = self.learned | self.dropped | durable.positions
         everything = set(range(max(accounted) + 1))
         require(accounted == everything, f"groups {sorted(everything - accounted)} were lost")

@@ -84,7 +84,6 @@ class Simulation:
         """Whether the run came to its end."""
         if life.loses_checkpoint and self._disk.checkpoints:
             del self._disk.checkpoints[max(self._disk.checkpoints)]
-            self.lessons.lose_history()
         worlds: list[World] = []
 
         async def live() -> bool:

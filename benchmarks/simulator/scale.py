@@ -66,7 +66,7 @@ async def simulate(workers: int, seconds: float) -> dict[str, Any]:
     prompts = workers * SLOTS // GROUP // 2  # at a lag of 1 as many again are under way
     spec = RunSpec.model_validate(
         {
-            "batch": {"prompts": prompts, "group_size": GROUP, "order": "arrival"},
+            "batch": {"prompts": prompts, "group_size": GROUP},
             "sampling": {"max_new_tokens": LONGEST},
             "schedule": {"max_policy_lag": 1, "membership": "first_finished"},
             "trainer": {"steps": 10_000},

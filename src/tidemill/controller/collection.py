@@ -369,4 +369,6 @@ class Collection:
             self._scored.put_nowait((sample, sample.attempt))
 
     def _trajectory(self, sample: Sample) -> Trajectory:
-        return sample.trajectory(self._rollout.codec.decode(unpack_tokens(bytes(sample.token_ids))))
+        if sample.text is None:  # it is asked for twice: to be judged, and to be learned from
+            sample.text = self._rollout.codec.decode(unpack_tokens(bytes(sample.token_ids)))
+        return sample.trajectory(sample.text)

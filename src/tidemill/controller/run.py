@@ -158,18 +158,19 @@ class Run:
     async def _learn_what_is_there(self, forming: Forming) -> list[Trajectory]:
         """Give the trainer every complete group whose turn it is."""
         learned = list[Trajectory]()
-        while True:
+        while forming.may_take(len(self.assembly.complete)):  # a look at all groups takes time where there are many
             taken = set(forming.taken)
             untaken = {position: self._latest(position) for position in self.in_flight.groups if position not in taken}
             chosen = forming.take(list(self.assembly.complete), untaken)
             if not chosen:
-                return learned
+                break
             for position in chosen:
                 trajectories = self.assembly.complete.pop(position)
                 await self._accumulate(position, trajectories)
                 learned += trajectories
                 if forming.full and position == chosen[-1]:
                     self.rollout.telemetry.progress("training", len(learned), len(learned))
+        return learned
 
     async def _accumulate(self, position: int, trajectories: Sequence[Trajectory]) -> None:
         version = self.trainer.version.number

@@ -9,7 +9,7 @@ from tidemill.config.schema import RunSpec
 from tidemill.controller.loop import LoopResult
 from tidemill.core.records import Group, PolicyVersion, Prompt, Reward, StepMetrics, Trajectory
 from tidemill.sim.faults.durable import DurableSample
-from tidemill.sim.faults.witness import Witness, require
+from tidemill.sim.faults.witness import Violation, Witness, require
 from tidemill.sim.trainer import publish_logprobs
 
 TRAIN = "train"
@@ -171,7 +171,10 @@ class Lessons:
 
     def _durable(self, trajectory: Trajectory) -> DurableSample:
         ordinal = self._position(trajectory) * self._spec.batch.group_size + trajectory.sample_id.index
-        return self._witness.durable.samples[ordinal]
+        kept = self._witness.durable.samples.get(ordinal)
+        if kept is None:
+            raise Violation(f"{trajectory.sample_id} is acted upon, and the journal does not know it")
+        return kept
 
     def _check_durable(self, trajectory: Trajectory) -> None:
         kept = self._durable(trajectory)

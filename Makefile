@@ -26,7 +26,7 @@ define prepare
 	exit 2
 endef
 
-.PHONY: help setup demo test check format chaos bench clean constraints $(CHECKS)
+.PHONY: help setup demo test check format chaos faults bench clean constraints $(CHECKS)
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1	\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -78,12 +78,16 @@ test: check ## check, then every test with coverage
 chaos: $(READY) ## the faults of tests/chaos again and again, with other seeds; about half an hour
 	$(BIN)/python -m pytest tests/chaos -n 0 --timeout=1800 --chaos-rounds=10
 
+faults: $(READY) ## the controller among the faults of 10,000 seeds, in virtual time; minutes, on all cores
+	$(BIN)/python -m tidemill.sim.faults --seeds 10000
+
 bench: $(READY) ## the benchmarks, one after another; about an hour on a quiet machine
 	$(BIN)/python -m benchmarks.generation
 	$(BIN)/python -m benchmarks.grpo_step
 	$(BIN)/python -m benchmarks.batch_shapes
 	$(BIN)/python -m benchmarks.demo_accuracy
 	$(BIN)/python -m benchmarks.controller_scale
+	$(BIN)/python -m benchmarks.simulator.planted_defects
 	$(BIN)/python -m benchmarks.goodput
 	$(BIN)/python -m benchmarks.weights
 	$(BIN)/python -m benchmarks.lora

@@ -18,7 +18,6 @@ import json
 import random
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -37,22 +36,23 @@ from tidemill.controller.rollout import Rollout
 from tidemill.core.buffers import pack_tokens
 from tidemill.core.clock import LoopClock
 from tidemill.core.records import (
-    Message,
     PolicyVersion,
     Prompt,
     Reward,
     SampleId,
     SamplingParams,
-    Trajectory,
-    WeightManifest,
 )
 from tidemill.pool.capacity import CapacityTrace
 from tidemill.pool.provider import ScheduledProvider
 from tidemill.pool.synthetic import Market, synthetic_trace
 from tidemill.pool.trace import trace_timetable
 from tidemill.pool.trace_files import read_trace
+from tidemill.sim.completions import BlankCompletions
+from tidemill.sim.costs import ConstantEngine, ConstantWeights
+from tidemill.sim.task import NoText, SimulatedScorer
 from tidemill.sim.virtual_time import run_virtual
-from tidemill.sim.worker import SimulatedHost, Speed
+from tidemill.sim.weights import SimulatedPublisher
+from tidemill.sim.worker import SimulatedHost
 from tidemill.telemetry.silent import SilentTelemetry
 
 TARGET = 0.95
@@ -76,7 +76,8 @@ MARKETS = {
     ),
 }
 # An engine as of one small GPU with an 8B model; boot and pull as of a warm image and a fast network.
-SPEED = Speed(slots=64, plateau=64, step_s=0.025, prefill_tokens_per_s=8000.0, boot_s=20.0, pull_s=5.0)
+SPEED = ConstantEngine(slots=64, plateau=64, step_s=0.025, prefill_tokens_per_s=8000.0, boot_s=20.0)
+WEIGHTS = ConstantWeights(pull=5.0)
 TICK_S = 1.0
 GROUP = 8
 LONGEST = 8192
@@ -89,39 +90,10 @@ def completion_length(sample_id: SampleId) -> int:
     return min(LONGEST, 1 + int(random.Random(sample_id.key).expovariate(1 / 1200)))
 
 
-class Publisher:
-    async def publish(self, version: PolicyVersion) -> WeightManifest:
-        return WeightManifest(version=version, digest="", nbytes=0, tensors=())
-
-    async def close(self) -> None:
-        pass
-
-
-class Scorer:
-    async def score(self, prompt: Prompt, trajectory: Trajectory) -> Reward:
-        return Reward(value=0.0)
-
-    async def close(self) -> None:
-        pass
-
-
-class Codec:
-    stop_token_ids: tuple[int, ...] = ()
-
-    def encode(self, text: str) -> list[int]:
-        return []
-
-    def encode_chat(self, messages: Sequence[Message]) -> tuple[str, list[int]]:
-        return "", []
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return ""
-
-
 async def measure(trace: CapacityTrace, duration_s: float, seed: int) -> dict[str, Any]:
     clock, telemetry = LoopClock(), SilentTelemetry(lambda _: None)
     timetable = trace_timetable(trace, start_s=0.0, speed=1.0, notice_s=0.0, seed=seed)
-    host = SimulatedHost(SPEED, length=completion_length, clock=clock, tick_s=TICK_S)
+    host = SimulatedHost(SPEED, WEIGHTS, completions=BlankCompletions(completion_length), clock=clock, tick_s=TICK_S)
     fleet = Fleet(
         None,
         slots=SPEED.slots,
@@ -130,7 +102,7 @@ async def measure(trace: CapacityTrace, duration_s: float, seed: int) -> dict[st
         config=FleetConfig(seeding=False),
         provider=ScheduledProvider(timetable, clock=clock, session=1),
         host=host,
-        publisher=Publisher(),
+        publisher=SimulatedPublisher(WEIGHTS),
     )
     ideal = ideal_tokens(trace, duration_s)
     prompts = int(1.2 * ideal / 1200 / GROUP) + 100
@@ -145,8 +117,8 @@ async def measure(trace: CapacityTrace, duration_s: float, seed: int) -> dict[st
     rollout = Rollout(
         fleet=fleet,
         ledger=ledger,
-        scorer=Scorer(),
-        codec=Codec(),
+        scorer=SimulatedScorer(lambda _: 0.0, lambda _: Reward(value=0.0)),
+        codec=NoText(),
         telemetry=telemetry,
         clock=clock,
         stop=asyncio.Event(),
@@ -160,8 +132,8 @@ async def measure(trace: CapacityTrace, duration_s: float, seed: int) -> dict[st
                         pass
             assert not in_flight.complete, "there was not enough to generate"
             tally, happened, joins = in_flight.tally, fleet.story.happened, len(host.workers)
-    ready = ideal - joins * (SPEED.boot_s + SPEED.pull_s) * SPEED.peak_tokens_per_s
-    made, accepted = sum(worker.generated for worker in host.workers), tally.tokens_accepted
+    ready = ideal - joins * (SPEED.boot_s + WEIGHTS.pull) * SPEED.peak_tokens_per_s
+    made, accepted = sum(worker.engine.generated for worker in host.workers.values()), tally.tokens_accepted
     return {
         "goodput": accepted / ready,
         "goodput_of_leased": accepted / ideal,

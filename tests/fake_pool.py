@@ -135,6 +135,7 @@ class FakeHost:
     slots: int = 3
     tick_s: float = 0.1
     per_poll: int = 2
+    source_type: type[FakeSource] = FakeSource
     prepare: Callable[[Lease, PoolEngine], None] = lambda lease, engine: None
     engines: dict[str, PoolEngine] = field(default_factory=dict)
     workers: dict[str, EngineWorker] = field(default_factory=dict)
@@ -151,7 +152,7 @@ class FakeHost:
             tick_s=self.tick_s,
             worker_id=lease.worker_id,
             lease_id=lease.lease_id,
-            source=FakeSource(self.publisher, self.pull_s),
+            source=self.source_type(self.publisher, self.pull_s),
         )
         self.workers[lease.lease_id] = worker
         return worker

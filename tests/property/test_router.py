@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -17,6 +17,10 @@ from tidemill.controller.router import Load, Movable, Move, Waiting, dispatch, r
 GROUPS = [("train", f"p{index}", 0) for index in range(5)]
 LIMIT = 3
 MAX_MOVES = 2
+
+
+def of(held: Mapping[str, Sequence[Movable]]) -> Callable[[str], Sequence[Movable]]:
+    return lambda lease_id: held.get(lease_id, ())
 
 
 def make_load(name: int, slots: int = 4, assigned: int = 0, groups: Sequence[int] = ()) -> Load:
@@ -228,7 +232,7 @@ def test_a_worker_that_was_just_given_samples_gives_none() -> None:
     crowded, idle, busy = (load.lease_id for load in loads)
     held = {crowded: make_held(*((at, 1.0, 0) for at in range(5))), idle: [], busy: make_held((5, 1.0, 0))}
 
-    moves = rebalance(loads, held, plateau=0, max_moves=MAX_MOVES, queue_limit=LIMIT)
+    moves = rebalance(loads, of(held), plateau=0, max_moves=MAX_MOVES, queue_limit=LIMIT)
 
     assert {move.source for move in moves} == {crowded}
 
@@ -239,7 +243,7 @@ def test_moves_are_bounded_help_and_leave_nothing_to_do(
 ) -> None:
     loads, held = crowd
 
-    moves = rebalance(loads, held, plateau=plateau, max_moves=MAX_MOVES, queue_limit=LIMIT)
+    moves = rebalance(loads, of(held), plateau=plateau, max_moves=MAX_MOVES, queue_limit=LIMIT)
 
     before = {load.lease_id: load for load in loads}
     where = {sample.ordinal: (lease, sample) for lease, samples in held.items() for sample in samples}
@@ -253,7 +257,7 @@ def test_moves_are_bounded_help_and_leave_nothing_to_do(
         sources = {move.source for move in moves if move.target == target.lease_id}
         assert all(target.assigned / target.slots < before[s].assigned / before[s].slots
                    or target.assigned < before[s].assigned for s in sources)  # fmt: skip
-    assert rebalance(now, held_now, plateau=plateau, max_moves=MAX_MOVES, queue_limit=LIMIT) == []
+    assert rebalance(now, of(held_now), plateau=plateau, max_moves=MAX_MOVES, queue_limit=LIMIT) == []
 
 
 @given(crowds())
@@ -262,7 +266,7 @@ def test_no_slot_is_free_while_a_sample_that_may_move_is_queued(
 ) -> None:
     loads, held = crowd
 
-    moves = rebalance(loads, held, plateau=4, max_moves=MAX_MOVES, queue_limit=LIMIT)
+    moves = rebalance(loads, of(held), plateau=4, max_moves=MAX_MOVES, queue_limit=LIMIT)
 
     now, held_now = moved(loads, held, moves)
     free = any(load.assigned < load.slots for load in now)
@@ -279,7 +283,7 @@ def test_rebalance_does_not_depend_on_the_order_of_its_input(
     crowd: tuple[list[Load], dict[str, list[Movable]]], source: random.Random
 ) -> None:
     loads, held = crowd
-    moves = rebalance(loads, held, plateau=2, max_moves=MAX_MOVES, queue_limit=LIMIT)
+    moves = rebalance(loads, of(held), plateau=2, max_moves=MAX_MOVES, queue_limit=LIMIT)
 
     source.shuffle(loads)
     leases = list(held)
@@ -287,7 +291,7 @@ def test_rebalance_does_not_depend_on_the_order_of_its_input(
     for samples in held.values():
         source.shuffle(samples)
     again = {lease: held[lease] for lease in leases}
-    assert rebalance(loads, again, plateau=2, max_moves=MAX_MOVES, queue_limit=LIMIT) == moves
+    assert rebalance(loads, of(again), plateau=2, max_moves=MAX_MOVES, queue_limit=LIMIT) == moves
 
 
 def make_held(*samples: tuple[int, float, int], moves: int = 0) -> list[Movable]:
@@ -301,7 +305,7 @@ def test_a_free_slot_takes_the_longest_of_what_costs_least_from_the_longest_queu
     loads = [make_load(0, 2, 4), make_load(1, 2, 3), make_load(2, 2, 1)]
     held = {"lease 0": make_held((0, 9.0, 5), (1, 3.0, 0), (2, 4.0, 0)), "lease 1": make_held((3, 9.0, 0))}
 
-    moves = rebalance(loads, held, plateau=8, max_moves=1, queue_limit=4)
+    moves = rebalance(loads, of(held), plateau=8, max_moves=1, queue_limit=4)
 
     assert moves == [Move(ordinal=2, source="lease 0", target="lease 2")]
 
@@ -314,7 +318,7 @@ def test_an_idle_worker_takes_what_the_most_loaded_executes_beyond_its_plateau()
     }
 
     def count(plateau: dict[str, int] | int) -> Counter[str]:
-        moves = rebalance(loads, held, plateau=plateau, max_moves=1, queue_limit=4)
+        moves = rebalance(loads, of(held), plateau=plateau, max_moves=1, queue_limit=4)
         return Counter(move.source for move in moves)
 
     assert count(5) == {"lease 0": 1}  # max(6 - 5, 0); max(5 - 5, 0)
@@ -324,7 +328,7 @@ def test_an_idle_worker_takes_what_the_most_loaded_executes_beyond_its_plateau()
     # Plateau 1: (6, 5, 0) one by one from the most loaded, while the idle one gets less than that had:
     # (5, 5, 1), (4, 5, 2), (4, 4, 3); a fourth would give it as many as it left.
     assert count(1) == {"lease 0": 2, "lease 1": 1}
-    assert rebalance(loads, held, plateau=1, max_moves=0, queue_limit=4) == []
+    assert rebalance(loads, of(held), plateau=1, max_moves=0, queue_limit=4) == []
 
 
 @dataclass
@@ -376,7 +380,7 @@ class Loop:
                     kept_tokens=len(self.trips[ordinal]),
                 )
             )
-        for move in rebalance(self.loads(), held, plateau=2, max_moves=MAX_MOVES, queue_limit=LIMIT):
+        for move in rebalance(self.loads(), of(held), plateau=2, max_moves=MAX_MOVES, queue_limit=LIMIT):
             self.moves[move.ordinal] += 1
             self.give(move.ordinal, move.target)
         busy = {load.lease_id: load.assigned for load in self.loads()}

@@ -29,6 +29,7 @@ from tidemill.controller.rollout import Rollout, StopRequested
 from tidemill.controller.samples import Sample, SampleState
 from tidemill.controller.waiting import Wait, still_waiting
 from tidemill.core.buffers import unpack_tokens
+from tidemill.core.errors import DeadlineError
 from tidemill.core.records import Trajectory
 
 GATHER_S = 1e-4
@@ -126,17 +127,31 @@ class Collection:
             raise self._over
         self._dispatcher.call_back_all()
         self.look()
-        await self._rollout.patiently(
-            self._paused.wait(),
-            awaited="samples to be handed back",
-            look_at="the workers and their engines",
-            deadline_s=self._rollout.patience.worker_s,
-        )
+        await self._handed_back(self._paused)
         try:
             yield
         finally:
             self._paused = None
             self.look()
+
+    async def _handed_back(self, paused: asyncio.Event) -> None:
+        """Wait for what was called back; a preemptible worker that does not hand it back in time loses its lease.
+
+        Raises:
+            DeadlineError: the reserved one does not.
+        """
+        deadline_s = self._rollout.patience.worker_s
+        while not paused.is_set():
+            try:
+                await self._rollout.patiently(
+                    paused.wait(),
+                    awaited="samples to be handed back",
+                    look_at="the workers and their engines",
+                    deadline_s=deadline_s,
+                )
+            except DeadlineError:
+                if not self._dismiss_useless(deadline_s):
+                    raise
 
     # The tasks that only write letters.
 
@@ -255,7 +270,7 @@ class Collection:
         for ended in mail.ended:
             self._take_back(ended)
         self._dispatcher.hand_back(mail.hand_back)
-        self._dispatcher.note_idle({report.lease_id for report in mail.reports})
+        self._dispatcher.note_idle(dict.fromkeys(report.lease_id for report in mail.reports))
         self._release(await self._reward(mail))
         self._tell_progress()
         for error in mail.failures:
@@ -354,4 +369,6 @@ class Collection:
             self._scored.put_nowait((sample, sample.attempt))
 
     def _trajectory(self, sample: Sample) -> Trajectory:
-        return sample.trajectory(self._rollout.codec.decode(unpack_tokens(bytes(sample.token_ids))))
+        if sample.text is None:  # it is asked for twice: to be judged, and to be learned from
+            sample.text = self._rollout.codec.decode(unpack_tokens(bytes(sample.token_ids)))
+        return sample.trajectory(sample.text)

@@ -59,7 +59,8 @@ class Dispatcher:
             TidemillError: engines failed again and again on one sample.
         """
         members = self._members(trainable_groups)
-        self.workers_mean += (sum(member.preemptible for member in members) - self.workers_mean) / self._looks
+        preemptible = len(members) - (members[-1:] == [self._fleet.local])
+        self.workers_mean += (preemptible - self.workers_mean) / self._looks
         self._looks += 1
         self._enqueue()
         if self._fleet.elastic and self._fleet.config.tail_fraction > 0:
@@ -230,7 +231,7 @@ class Dispatcher:
             return
         moves = rebalance(
             [Load(lease_id=lease_id, slots=fleet.slots, assigned=len(samples)) for lease_id, samples in held.items()],
-            {lease_id: [self._movable(sample) for sample in samples.values()] for lease_id, samples in held.items()},
+            lambda lease_id: [self._movable(sample) for sample in held[lease_id].values()],
             plateau=fleet.profile.plateau(fleet.slots),
             max_moves=fleet.config.max_moves,
             queue_limit=fleet.config.queue_limit,

@@ -45,6 +45,15 @@ class Learned(Entry, frozen=True, tag="learned"):
     positions: tuple[int, ...]
 
 
+class Covered(Entry, frozen=True, tag="covered"):
+    """The history goes on from a checkpoint, and what its weights have learned from is forgotten. Should a later
+    checkpoint be lost, this says which groups there are to begin again with."""
+
+    step: int
+    next_position: int
+    open: tuple[int, ...]  # positions before it that those weights have not learned from
+
+
 class Dropped(Entry, frozen=True, tag="dropped"):
     """A group was given up: it had no signal, or had grown too old."""
 
@@ -96,7 +105,7 @@ class Evaluated(Entry, frozen=True, tag="evaluation"):
     samples: tuple[Trajectory, ...] = ()
 
 
-AnyEntry: TypeAlias = Opened | Accepted | Rewarded | Learned | Dropped | Restarted | Published | Evaluated
+AnyEntry: TypeAlias = Opened | Accepted | Rewarded | Learned | Covered | Dropped | Restarted | Published | Evaluated
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyEntry] = msgspec.msgpack.Decoder(AnyEntry)

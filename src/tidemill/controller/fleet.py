@@ -160,8 +160,8 @@ class Fleet:
         return [
             member
             for member in self._members.values()
-            if member.preemptible
-            and member.state is MemberState.SERVING
+            if member.state is MemberState.SERVING
+            and member is not self.local
             and member.version is not None
             and member.version.number == version_number
         ]
@@ -169,7 +169,7 @@ class Fleet:
     @property
     def preemptible(self) -> int:
         """Preemptible workers held, in whatever state."""
-        return sum(member.preemptible for member in self._members.values())
+        return len(self._members) - (LOCAL in self._members)
 
     def submit(self, lease_id: str, requests: Sequence[GenerateRequest], *, step: int) -> None:
         """Give samples to a worker; never waits."""
@@ -228,6 +228,8 @@ class Fleet:
 
     def _take(self, event: LeaseEvent) -> None:
         if isinstance(event, LeaseGranted):
+            if self.story.knows(event.lease.lease_id):
+                return  # said twice
             member = Member(lease=event.lease, heard_s=self.clock.now(), idle_since_s=self.clock.now())
             self.story.granted(member)
             self._enter(member, self._live(member))

@@ -164,9 +164,15 @@ class InFlight:
         return [self.samples[ordinal] for ordinal in range(position * size, (position + 1) * size)]
 
     def oldest_version(self, position: int) -> int | None:
-        """Of the weights that made a group's tokens; None while it has none."""
-        versions = [version for sample in self.group(position) if (version := sample.oldest_version) is not None]
-        return min(versions, default=None)
+        """Of the weights that made a group's tokens, or may be making its first; None while nobody has begun it."""
+        oldest, least = None, self.groups[position].from_version
+        for sample in self.group(position):
+            version = sample.oldest_version
+            if version is not None and (oldest is None or version < oldest):
+                oldest = version
+                if oldest <= least:  # and no older ones can have begun it
+                    break
+        return oldest
 
     def without_logprobs_of(self, version: int) -> list[Sample]:
         """Samples with tokens that older weights made, of which it is not noted what this version says of them."""
@@ -235,7 +241,7 @@ class InFlight:
         chosen = self.in_state(SampleState.WAITING) if samples is None else list(samples)
         for sample in chosen:
             self.tally.tokens_recomputed += sample.length
-            sample.assign(lease_id)
+            sample.assign(lease_id, self.newest_version)
             self._moved(SampleState.WAITING, sample)
         return [self._request(sample) for sample in chosen]
 

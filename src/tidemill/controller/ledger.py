@@ -15,6 +15,7 @@ from itertools import groupby
 
 from tidemill.controller.entries import (
     AnyEntry,
+    Covered,
     Dropped,
     EvalResult,
     Evaluated,
@@ -26,7 +27,7 @@ from tidemill.controller.entries import (
     accepted,
     encode,
 )
-from tidemill.controller.in_flight import InFlight, PlannedGroup
+from tidemill.controller.in_flight import InFlight, PlannedGroup, plan_groups
 from tidemill.controller.replay import batches_after, decoded, learned_through, replay, tells_of_lost_versions
 from tidemill.controller.samples import Sample
 from tidemill.core.buffers import LogprobBuffer
@@ -76,10 +77,10 @@ class Ledger:
             if isinstance(entry, Evaluated):
                 self.evaluations[entry.result.step] = entry
         self.learned = batches_after(entries, after_step)
-        if tells_of_lost_versions(entries, through=max(self.learned, default=after_step)):
+        covered = [entry for _, entry in entries if isinstance(entry, Covered)]
+        if tells_of_lost_versions(entries, after_step, through=max(self.learned, default=after_step)):
             self.learned = {}
-            if self._journal:
-                await self._journal.prune(max(filed for filed, _ in entries if filed != OUTLIVES_CHECKPOINTS))
+            await self._begin_again(in_flight, prompt_of, entries)
             return 0
         for filed, entry in entries:
             replay(in_flight, entry, filed, prompt_of)
@@ -88,8 +89,30 @@ class Ledger:
         in_flight.recovered()
         for position in learned_through(entries, after_step) & in_flight.groups.keys():
             in_flight.close(position)
+        if after_step > (covered[-1].step if covered else 0):  # killed before it was noted
+            await self._cover(in_flight)
         beyond = in_flight.groups.keys() - {p for positions in self.learned.values() for p in positions}
         return len(self.learned) + bool(beyond)
+
+    async def _begin_again(
+        self,
+        in_flight: InFlight,
+        prompt_of: Callable[[int], tuple[int, Prompt]],
+        entries: Sequence[tuple[int, AnyEntry]],
+    ) -> None:
+        """Forget a history, and begin again with what the weights of the newest checkpoint have not learned from."""
+        step = self._covered
+        known = [entry for _, entry in entries if isinstance(entry, Covered) and entry.step == step]
+        if self._journal is not None:
+            rounds = [filed for filed, _ in entries if filed != OUTLIVES_CHECKPOINTS]
+            await self._journal.prune(max(rounds, default=0))
+        if known:
+            pairs = {position: prompt_of(position) for position in known[-1].open}
+            groups = [plan_groups([pair], first_position=at, from_version=step)[0] for at, pair in pairs.items()]
+            if groups:
+                await self.open(in_flight, groups, [prompt for _, prompt in pairs.values()])
+            self.next_position = known[-1].next_position
+        await self._cover(in_flight)
 
     async def open(self, in_flight: InFlight, groups: Sequence[PlannedGroup], prompts: Sequence[Prompt]) -> None:
         """Begin groups, durably.
@@ -115,6 +138,8 @@ class Ledger:
                     applied[sample.ordinal // per_round + 1].append((sample.ordinal, delta))
                     if delta.finish in ("stop", "length"):
                         finished.append(sample)
+            if self._journal is None:
+                continue
             for filed, pieces in applied.items():
                 if (entry := accepted(pieces)) is not None:
                     blobs.append((filed, encode(entry)))
@@ -134,6 +159,10 @@ class Ledger:
             self.learned[step] = tuple(positions)
             await self._file([(max(positions), Learned(step, tuple(positions)))])
         return [sample for position in positions for sample in in_flight.close(position)]
+
+    def has_learned_from(self, position: int) -> bool:
+        """Whether a batch beyond the newest checkpoint, which is now repeated, had this group."""
+        return any(position in positions for positions in self.learned.values())
 
     async def drop(self, in_flight: InFlight, position: int) -> None:
         """Give a group up."""
@@ -175,7 +204,12 @@ class Ledger:
         if self.next_position > through_step * self._round_size:  # it is known from the last group alone
             needed.append(self.next_position - 1)
         if self._journal is not None:
+            await self._cover(in_flight)
             await self._journal.prune(self._round(min(needed)) - 1 if needed else through_step)
+
+    async def _cover(self, in_flight: InFlight) -> None:
+        entry = Covered(self._covered, self.next_position, tuple(in_flight.groups))
+        await self._append([(OUTLIVES_CHECKPOINTS, encode(entry))])
 
     def _round(self, position: int) -> int:
         return position // self._round_size + 1

@@ -12,7 +12,7 @@ from tidemill.controller.member import Member, MemberState, Order, probe_differe
 from tidemill.controller.story import Story
 from tidemill.controller.waiting import Patience, Wait, patiently
 from tidemill.core.clock import Clock
-from tidemill.core.errors import WorkerLost
+from tidemill.core.errors import WeightsError, WorkerLost
 from tidemill.core.protocols import Publisher, Telemetry, Worker
 from tidemill.core.records import PolicyVersion, WeightManifest
 from tidemill.telemetry.events import PUBLISH
@@ -91,7 +91,12 @@ class Publishing:
         await self._published.wait()
         while self._manifest is not None and member.version != self._manifest.version:
             manifest, began_s = self._manifest, self._clock.now()
-            loaded = await worker.load(manifest.version)
+            try:
+                loaded = await worker.load(manifest.version)
+            except WeightsError:
+                if self._manifest is manifest:
+                    raise
+                continue  # newer ones came meanwhile, and those it was pulling may be gone
             member.heard_s = self._clock.now()
             self._story.pulled(member, loaded, member.heard_s - began_s)
             difference = probe_difference(loaded, manifest)

@@ -9,6 +9,7 @@ import msgspec
 from tidemill.controller.entries import (
     Accepted,
     AnyEntry,
+    Covered,
     Dropped,
     Learned,
     Opened,
@@ -39,9 +40,15 @@ def learned_through(entries: Sequence[tuple[int, AnyEntry]], step: int) -> set[i
     return {position for entry in learned for position in entry.positions}
 
 
-def tells_of_lost_versions(entries: Sequence[tuple[int, AnyEntry]], *, through: int) -> bool:
-    """Whether they tell of versions that will not be made again: of a history whose checkpoint is gone."""
-    return any(
+def tells_of_lost_versions(entries: Sequence[tuple[int, AnyEntry]], after_step: int, *, through: int) -> bool:
+    """Whether they tell of versions that will not be made again: of a history whose checkpoint is gone.
+
+    Args:
+        after_step: of the newest checkpoint there is.
+        through: the newest version that can be made from it again.
+    """
+    covered = [entry.step for _, entry in entries if isinstance(entry, Covered)]
+    return bool(covered and covered[-1] > after_step) or any(
         (isinstance(entry, Learned) and entry.step > through)
         or (isinstance(entry, Opened) and any(group.from_version > through for group in entry.groups))
         for _, entry in entries

@@ -216,7 +216,7 @@ class _Tier:
 
 def rebalance(
     loads: Sequence[Load],
-    held: Mapping[str, Sequence[Movable]],
+    held: Callable[[str], Sequence[Movable]],
     *,
     plateau: Mapping[str, int] | int,
     max_moves: int,
@@ -231,6 +231,9 @@ def rebalance(
 
     Chosen are the samples with the fewest tokens to recompute, of those the longest expected. None is moved more than
     `max_moves` times, and none to a worker that would then have as much as the one it leaves had.
+
+    Args:
+        held: what a worker has, by its lease; asked only of those that may give something.
     """
     workers = [_Worker(load, load.slots, load.assigned) for load in loads if load.slots > 0]
     idle = [worker for worker in workers if not worker.assigned]
@@ -255,7 +258,7 @@ def rebalance(
 class _Givable:
     """What each worker may give away, sorted when it is first asked for."""
 
-    def __init__(self, held: Mapping[str, Sequence[Movable]], max_moves: int) -> None:
+    def __init__(self, held: Callable[[str], Sequence[Movable]], max_moves: int) -> None:
         self._held, self._max_moves = held, max_moves
         self._sorted: dict[str, list[Movable]] = {}
 
@@ -264,7 +267,7 @@ class _Givable:
         lease_id = worker.load.lease_id
         if lease_id not in self._sorted:
             self._sorted[lease_id] = sorted(
-                (sample for sample in self._held.get(lease_id, ()) if sample.moves < self._max_moves),
+                (sample for sample in self._held(lease_id) if sample.moves < self._max_moves),
                 key=lambda sample: (-sample.kept_tokens, sample.expected_tokens, -sample.ordinal),
             )
         return self._sorted[lease_id]

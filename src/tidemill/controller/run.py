@@ -45,7 +45,7 @@ class Run:
     checkpointed: int = 0  # the step of the newest checkpoint
     replayed: int = 0
     already_finished: bool = False
-    tokens_generated: int = 0
+    tokens_told: int = 0  # in the metrics of this session
     offload: OffloadState | None = None  # None where no preemptible worker can come
     timings: dict[str, float] = field(default_factory=dict)  # of the batch that is due, in seconds
     began_s: float = 0.0  # when it fell due
@@ -60,6 +60,11 @@ class Run:
         self.held_out = HeldOut(
             self.spec, self.source, self.eval_scorer, self.rollout, sampling=self.in_flight.plan.sampling
         )
+
+    @property
+    def tokens_generated(self) -> int:
+        """By this session, those of samples that no batch has learned from yet among them."""
+        return self.tokens_told + self.in_flight.tally.tokens_accepted
 
     async def resume(self) -> None:
         """Restore the newest checkpoint and find out what the journal has beyond it."""
@@ -148,24 +153,24 @@ class Run:
             self._keep_time(samples)
             tokens = self.in_flight.tally.tokens_accepted
             fields |= {"samples": len(learned), "tokens": tokens, "recovered": sum(s.recovered for s in samples)}
-        self.tokens_generated += tokens
         return learned
 
     async def _learn_what_is_there(self, forming: Forming) -> list[Trajectory]:
         """Give the trainer every complete group whose turn it is."""
         learned = list[Trajectory]()
-        while True:
+        while forming.may_take(len(self.assembly.complete)):  # a look at all groups takes time where there are many
             taken = set(forming.taken)
             untaken = {position: self._latest(position) for position in self.in_flight.groups if position not in taken}
             chosen = forming.take(list(self.assembly.complete), untaken)
             if not chosen:
-                return learned
+                break
             for position in chosen:
                 trajectories = self.assembly.complete.pop(position)
                 await self._accumulate(position, trajectories)
                 learned += trajectories
                 if forming.full and position == chosen[-1]:
                     self.rollout.telemetry.progress("training", len(learned), len(learned))
+        return learned
 
     async def _accumulate(self, position: int, trajectories: Sequence[Trajectory]) -> None:
         version = self.trainer.version.number
@@ -188,7 +193,7 @@ class Run:
         position = self.in_flight[trajectory.sample_id].ordinal // self.spec.batch.group_size
         if not self.assembly.add(position, trajectory):
             return False
-        if not self.spec.algorithm.dynamic_sampling:
+        if not self.spec.algorithm.dynamic_sampling or self.rollout.ledger.has_learned_from(position):
             return True
         tally, most = self.in_flight.tally, self.spec.schedule.max_redraws * self.spec.batch.prompts
         if tally.groups_redrawn < most and not has_signal(self.assembly.complete[position]):
@@ -257,6 +262,7 @@ class Run:
         ordered = [by_id[sample.sample_id] for sample in samples]
         rollout.telemetry.samples(step, ordered, [sample.prompt for sample in samples])
         tally = self.in_flight.take_tally()
+        self.tokens_told += tally.tokens_accepted
         figures = {**sample_figures(ordered), **batch_figures(samples, tally, version), **self.timings}
         if rollout.reading is not None:
             figures |= rollout.reading.take_figures()

@@ -68,6 +68,7 @@ class Sample:
     state: SampleState = SampleState.WAITING
     lease_id: str = ""
     attempt: int = 0
+    assigned_version: int = 0  # the newest when it was given to its lease: no older weights go on with it
     moves: int = 0  # times it was called back to even out the load
     failures: int = 0  # attempts that ended in an engine error
     last_error: str = ""
@@ -76,6 +77,7 @@ class Sample:
     made_by: tuple[tuple[PolicyVersion, int], ...] = ()  # a version and the first token it made
     published: dict[int, LogprobBuffer] = field(default_factory=dict)  # by version: of the tokens older ones had made
     finish: Finish | None = None
+    text: str | None = None  # of the finished completion, once somebody asked for it
     reward: Reward | None = None
     ref_logprobs: LogprobBuffer = b""  # float32 [T], where a reader of the reference gave them; not journalled
     recovered: int = 0  # tokens that came from the journal
@@ -84,8 +86,10 @@ class Sample:
 
     @property
     def oldest_version(self) -> int | None:
-        """Of the weights that made its tokens; None while it has none."""
-        return self.made_by[0][0].number if self.made_by else None
+        """Of the weights that made its tokens, or may have made tokens that are not here yet; None for none at all."""
+        if self.made_by:
+            return self.made_by[0][0].number
+        return self.assigned_version if self.state is SampleState.RUNNING else None
 
     @property
     def min_version(self) -> int:
@@ -129,10 +133,11 @@ class Sample:
             raise IllegalTransition(f"{self.sample_id}: {self.state.value} -> {state.value}")
         self.state = state
 
-    def assign(self, lease_id: str) -> None:
-        """Hand the sample to a lease; whatever an earlier attempt still sends is stale from now on."""
+    def assign(self, lease_id: str, version: int) -> None:
+        """Hand the sample to a lease, whose weights are of this version; whatever an earlier attempt still sends is
+        stale from now on."""
         self.move(SampleState.RUNNING)
-        self.lease_id = lease_id
+        self.lease_id, self.assigned_version = lease_id, version
         self.attempt += 1
 
     def restart(self) -> None:
@@ -140,7 +145,7 @@ class Sample:
         self.state = SampleState.WAITING
         self.token_ids, self.logprobs, self.made_by = bytearray(), bytearray(), ()
         self.published = {}
-        self.finish = self.reward = None
+        self.finish = self.text = self.reward = None
         self.ref_logprobs, self.recovered = b"", 0
 
     def judge(self, delta: TokenDelta, newest: int) -> Verdict:

@@ -56,6 +56,10 @@ class Story:
         happened, self.happened = self.happened, Happened()
         return {name: float(count) for name, count in asdict(happened).items()}
 
+    def knows(self, lease_id: str) -> bool:
+        """Whether the lease began, be it over or not."""
+        return lease_id in self._workers
+
     def granted(self, member: Member) -> None:
         lease = member.lease
         self._workers[lease.lease_id] = lease.worker_id

@@ -1,197 +1,240 @@
-"""A worker whose engine decodes at a stated speed and computes nothing."""
+"""A worker around a simulated engine, and the host that starts it."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from tidemill.core.buffers import ITEM_BYTES, count
 from tidemill.core.clock import Clock
 from tidemill.core.errors import WorkerLost
+from tidemill.core.protocols import WeightSource
 from tidemill.core.records import (
-    Finish,
     GenerateRequest,
     Lease,
     Loaded,
     PolicyVersion,
-    Record,
     SampleId,
     TokenDelta,
     WorkerReport,
     WorkerStatus,
 )
-
-
-class Speed(Record):
-    """How fast an engine is. A decode step takes as long for `plateau` samples as for one, and longer for more."""
-
-    slots: int  # samples decoded at once
-    plateau: int  # samples that cost no more than one
-    step_s: float  # of up to `plateau` samples
-    prefill_tokens_per_s: float
-    boot_s: float = 0.0
-    pull_s: float = 0.0
-
-    def decode_step_s(self, running: int) -> float:
-        return self.step_s * max(1.0, running / self.plateau)
-
-    @property
-    def peak_tokens_per_s(self) -> float:
-        """The most it can decode."""
-        return self.slots / self.decode_step_s(self.slots)
-
-
-@dataclass(slots=True, eq=False)
-class _Running:
-    request: GenerateRequest
-    at: int  # completion tokens there are
-    flushed: int
-    length: int
+from tidemill.sim.completions import Completions
+from tidemill.sim.costs import EngineCosts, WeightCosts
+from tidemill.sim.engine import EPSILON_S, SimulatedEngine
+from tidemill.sim.weights import CountedWeights
 
 
 class SimulatedWorker:
-    """Implements `core.protocols.Worker` on the loop's clock; tokens are zeros.
+    """Implements `core.protocols.Worker` on the loop's clock.
+
+    It reports every `tick_s` seconds while anything is running, and whenever samples were asked back or weights
+    changed. With an infinite tick it reports when a sample ends, which makes few messages of much work: a thousand
+    workers can be simulated. What is under way is then told when somebody asks for it (`flush`).
 
     Args:
-        length: how long a sample's completion is.
-        tick_s: how often it reports.
+        source: where `load` has its weights from; None for the trainer's own engine, which shares them.
+        heartbeat_s: a worker that has said nothing for so long sends an empty report.
     """
 
     def __init__(
-        self, speed: Speed, lease: Lease, *, length: Callable[[SampleId], int], clock: Clock, tick_s: float
+        self,
+        engine: SimulatedEngine,
+        *,
+        clock: Clock,
+        worker_id: str,
+        lease_id: str,
+        source: WeightSource | None,
+        swap_s: float = 0.0,
+        tick_s: float = math.inf,
+        heartbeat_s: float = math.inf,
     ) -> None:
-        self.generated = 0
-        self._speed, self._lease, self._length, self._clock, self._tick_s = speed, lease, length, clock, tick_s
-        self._running: list[_Running] = []
-        self._queue: deque[GenerateRequest] = deque()
-        self._ended: list[TokenDelta] = []
-        self._prompts: OrderedDict[str, None] = OrderedDict()  # whose keys and values some slot still has
-        self._version = PolicyVersion(number=-1, digest="")
-        self._until_s = clock.now()  # what was simulated so far
-        self._last_generated = 0
+        self.engine = engine
+        self._clock, self._worker_id, self._lease_id, self._source = clock, worker_id, lease_id, source
+        self._swap_s, self._tick_s, self._heartbeat_s = swap_s, tick_s, heartbeat_s
+        self._reported_s = clock.now()
+        self._notice_s: float | None = None
+        self._flushed: list[TokenDelta] = []
+        self._asked = False  # for a report at once
+        self._reader: asyncio.Future[None] | None = None
         self._dead = False
+        self._failure: Exception | None = None
 
     async def submit(self, requests: Sequence[GenerateRequest]) -> None:
         self._check()
-        self._advance()
-        self._queue.extend(requests)
-        self._admit()
+        idle = not self.engine.running
+        self.engine.submit(requests, self._clock.now())
+        if idle:
+            self._reported_s = self._clock.now()  # a tick begins
+        self._wake()
 
     async def abort(self, sample_ids: Sequence[SampleId]) -> None:
         self._check()
-        self._advance()
-        gone = set(sample_ids)
-        queued = [request for request in self._queue if request.sample_id in gone]
-        self._queue = deque(request for request in self._queue if request.sample_id not in gone)
-        self._ended += [self._delta(self._fresh(request), "aborted") for request in queued]
-        self._ended += [self._delta(one, "aborted") for one in self._running if one.request.sample_id in gone]
-        self._running = [one for one in self._running if one.request.sample_id not in gone]
+        self.engine.abort(sample_ids, self._clock.now())
+        self._speak()
 
     async def load(self, version: PolicyVersion) -> Loaded:
-        await asyncio.sleep(self._speed.pull_s)
+        if self._source is None:
+            self._check()
+            self.engine.load(version, computes_with=version, swap_s=self._swap_s, now_s=self._clock.now())
+            self._speak()
+            return Loaded(version=version, swap_s=self._swap_s)
+        pulled = await self._source.prepare(version)
         self._check()
-        self._version = version
-        return Loaded(version=version, pull_s=self._speed.pull_s)
+        self._source.swap(pulled)
+        version = pulled.manifest.version
+        self.engine.load(
+            version, computes_with=self.computes_with(version), swap_s=self._swap_s, now_s=self._clock.now()
+        )
+        self._speak()
+        return Loaded(
+            version=version,
+            nbytes=pulled.nbytes,
+            full=pulled.full,
+            pull_s=pulled.pull_s,
+            swap_s=self._swap_s,
+            retries=pulled.retries,
+            probe_logprobs=self.probe(pulled.manifest.probe_logprobs),
+        )
+
+    def computes_with(self, version: PolicyVersion) -> PolicyVersion:
+        """What the engine's weights really are, after those of `version` were bound."""
+        return version
+
+    def probe(self, right: bytes) -> bytes:
+        """What it makes of the probe, the publisher having made `right` of it."""
+        return right
+
+    def notice(self, seconds: float) -> None:
+        """The machine goes in so many seconds; the next report, due at once, says so."""
+        self._notice_s = seconds
+        self._speak()
+
+    def flush(self) -> None:
+        """Tell of everything there is, at once."""
+        self._flushed += self.engine.flush(self._clock.now())
+        self._speak()
 
     async def next_report(self, timeout_s: float) -> WorkerReport | None:
-        """One per tick; `timeout_s` is longer than that."""
-        await asyncio.sleep(self._tick_s)
-        self._check()
-        self._advance()
-        deltas = [*self._ended, *(self._delta(one, None) for one in self._running if one.at > one.flushed)]
-        self._ended = []
-        made, self._last_generated = self.generated - self._last_generated, self.generated
-        status = WorkerStatus(
-            worker_id=self._lease.worker_id,
-            version=self._version.number,
-            running=len(self._running),
-            queued=len(self._queue),
-            free_slots=self._speed.slots - len(self._running),
-            tokens_per_s=made / self._tick_s,
-            tokens_generated=self.generated,
-        )
-        return WorkerReport(lease_id=self._lease.lease_id, deltas=tuple(deltas), status=status)
+        deadline_s = self._clock.now() + timeout_s
+        while True:
+            self._check()
+            now_s = self._clock.now()
+            self.engine.advance(now_s)
+            if self._due(now_s):
+                return self._report(now_s)
+            if now_s >= deadline_s - EPSILON_S:
+                return None
+            await self._sleep(min(deadline_s, self._next_s(now_s)))
 
     async def close(self) -> None:
-        self._dead = True
+        self.kill()
 
     def kill(self) -> None:
         self._dead = True
+        self._wake()
+        if self._source is not None:
+            self._source.close()
+
+    def fail(self, error: Exception) -> None:
+        """The engine raises; every later call raises the same."""
+        self._failure = error
+        self._wake()
+
+    def _due(self, now_s: float) -> bool:
+        ended = self.engine.ended and self._tick_s == math.inf
+        return self._asked or ended or now_s - self._reported_s >= self._pause_s - EPSILON_S
+
+    @property
+    def _pause_s(self) -> float:
+        """Between two reports, at most."""
+        busy = self.engine.running or self.engine.ended
+        return min(self._tick_s, self._heartbeat_s) if busy else self._heartbeat_s
+
+    def _next_s(self, now_s: float) -> float:
+        end_s = self.engine.next_end_s() if self._tick_s == math.inf else math.inf
+        return max(now_s, min(end_s, self._reported_s + self._pause_s))
+
+    def _report(self, now_s: float) -> WorkerReport:
+        engine, deltas = self.engine, self._flushed
+        self._flushed = []
+        deltas += engine.take_ended()
+        if now_s - self._reported_s >= self._tick_s - EPSILON_S:
+            deltas += engine.flush(now_s)
+        self._reported_s, self._asked = now_s, False
+        notice_s, self._notice_s = self._notice_s, None
+        status = WorkerStatus(
+            worker_id=self._worker_id,
+            version=engine.version.number,
+            running=engine.running,
+            queued=engine.queued,
+            free_slots=engine.costs.slots - engine.running,
+            tokens_per_s=engine.tokens_per_s,
+            prompt_tokens_computed=engine.prefilled,
+            prompt_tokens_reused=engine.reused,
+            tokens_generated=engine.generated,
+        )
+        return WorkerReport(lease_id=self._lease_id, deltas=tuple(deltas), status=status, notice_s=notice_s)
+
+    async def _sleep(self, until_s: float) -> None:
+        """Until that time, or until something happens to the worker."""
+        loop = asyncio.get_running_loop()
+        self._reader = reader = loop.create_future()
+        timer = loop.call_at(until_s, self._wake) if until_s < math.inf else None
+        try:
+            await reader
+        finally:
+            self._reader = None
+            if timer is not None:
+                timer.cancel()
+
+    def _speak(self) -> None:
+        self._asked = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
         if self._dead:
-            raise WorkerLost(f"worker {self._lease.worker_id} is gone")
-
-    def _advance(self) -> None:
-        """Decode up to now: as many whole steps as fit, a finished sample's slot being filled at once."""
-        now_s = self._clock.now()
-        while self._running:
-            step_s = self._speed.decode_step_s(len(self._running))
-            finishing = min(one.length - one.at for one in self._running)
-            steps = min(finishing, math.floor((now_s - self._until_s) / step_s + 1e-9))
-            if steps <= 0:
-                return
-            self._until_s += steps * step_s
-            self.generated += steps * len(self._running)
-            for one in self._running:
-                one.at += steps
-            self._ended += [self._delta(one, "stop") for one in self._running if one.at >= one.length]
-            self._running = [one for one in self._running if one.at < one.length]
-            self._admit()
-        self._until_s = max(self._until_s, now_s)
-
-    def _admit(self) -> None:
-        """Fill free slots. A prompt and the tokens brought along are computed before decoding goes on."""
-        while self._queue and len(self._running) < self._speed.slots:
-            one = self._fresh(self._queue.popleft())
-            self._until_s += (self._uncached(one.request) + one.at) / self._speed.prefill_tokens_per_s
-            self._running.append(one)
-
-    def _uncached(self, request: GenerateRequest) -> int:
-        """Prompt tokens to compute: none when a sibling came lately."""
-        name = request.sample_id.prompt_id
-        known = name in self._prompts
-        self._prompts[name] = None
-        self._prompts.move_to_end(name)
-        while len(self._prompts) > self._speed.slots:
-            self._prompts.popitem(last=False)
-        return 0 if known else count(request.prompt_ids)
-
-    def _fresh(self, request: GenerateRequest) -> _Running:
-        at = count(request.prefix_ids)
-        return _Running(request, at, at, max(at + 1, self._length(request.sample_id)))
-
-    def _delta(self, one: _Running, finish: Finish | None) -> TokenDelta:
-        new, start = one.at - one.flushed, one.flushed
-        one.flushed = one.at
-        return TokenDelta(
-            sample_id=one.request.sample_id,
-            lease_id=one.request.lease_id,
-            attempt=one.request.attempt,
-            start=start,
-            token_ids=bytes(new * ITEM_BYTES),
-            logprobs=bytes(new * ITEM_BYTES),
-            version=self._version,
-            finish=finish,
-        )
+            raise WorkerLost(f"worker {self._worker_id} is gone")
 
 
 class SimulatedHost:
     """Implements `core.protocols.WorkerHost`: every machine has the same engine."""
 
-    def __init__(self, speed: Speed, *, length: Callable[[SampleId], int], clock: Clock, tick_s: float) -> None:
-        self.workers: list[SimulatedWorker] = []
-        self._speed, self._length, self._clock, self._tick_s = speed, length, clock, tick_s
+    def __init__(
+        self,
+        engine: EngineCosts,
+        weights: WeightCosts,
+        *,
+        completions: Completions,
+        clock: Clock,
+        tick_s: float = math.inf,
+        heartbeat_s: float = math.inf,
+    ) -> None:
+        self.workers: dict[str, SimulatedWorker] = {}  # by lease
+        self._engine, self._weights, self._completions, self._clock = engine, weights, completions, clock
+        self._tick_s, self._heartbeat_s = tick_s, heartbeat_s
 
     async def start(self, lease: Lease) -> SimulatedWorker:
-        await asyncio.sleep(self._speed.boot_s)
-        worker = SimulatedWorker(self._speed, lease, length=self._length, clock=self._clock, tick_s=self._tick_s)
-        self.workers.append(worker)
+        await asyncio.sleep(self._engine.boot_s)
+        worker = SimulatedWorker(
+            SimulatedEngine(self._engine, self._completions, now_s=self._clock.now()),
+            clock=self._clock,
+            worker_id=lease.worker_id,
+            lease_id=lease.lease_id,
+            source=CountedWeights(self._weights, self._clock),
+            swap_s=self._weights.swap_s(),
+            tick_s=self._tick_s,
+            heartbeat_s=self._heartbeat_s,
+        )
+        self.workers[lease.lease_id] = worker
         return worker
 
     async def close(self) -> None:
-        for worker in self.workers:
+        for worker in self.workers.values():
             worker.kill()

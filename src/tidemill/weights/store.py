@@ -133,6 +133,8 @@ class WeightStore:
             before = await self.transport.get(snapshot_name(base.version))
         except WeightsError:
             return None
+        if len(before) != base.nbytes:  # torn on its way back; a wrong byte would be found by whoever applies the delta
+            return None
         blob = await self._compute.run(lambda: encode_delta(entries, before, snapshot))
         if len(blob) >= len(snapshot):
             return None

@@ -103,6 +103,7 @@ def test_in_canonical_order_such_a_batch_is_sorted_once_it_is_full() -> None:
     forming = Forming(1, 3, membership="first_finished", order="canonical")
 
     assert forming.take([7, 5], at_any_time(*range(8))) == []
+    assert [forming.may_take(complete) for complete in (2, 3, 4)] == [False, True, True]
     assert forming.take([7, 5, 1, 0], at_any_time(*range(8))) == [1, 5, 7]
 
 

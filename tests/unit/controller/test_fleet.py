@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.fake_fleet import Session, make_id, make_report, small_spec
-from tests.fake_pool import BrokenHost, FakeHost, PoolEngine, PoolSession, ended, granted, noticed, trained
+from tests.fake_pool import BrokenHost, FakeHost, FakeSource, PoolEngine, PoolSession, ended, granted, noticed, trained
 from tests.virtual_time import run_virtual
 from tidemill.config.pool import FleetConfig
 from tidemill.config.schema import RunSpec
@@ -17,8 +17,8 @@ from tidemill.controller.member import Member, Pace
 from tidemill.controller.offload import OffloadState
 from tidemill.controller.waiting import Patience
 from tidemill.core.buffers import pack_logprobs
-from tidemill.core.errors import DeadlineError, TidemillError
-from tidemill.core.records import Lease, LeaseEvent, TokenDelta
+from tidemill.core.errors import DeadlineError, TidemillError, WeightsError
+from tidemill.core.records import Lease, LeaseEvent, PolicyVersion, Pulled, TokenDelta
 from tidemill.telemetry.fleet_figures import fleet_figures
 
 SPEC = small_spec(batch={"prompts": 6, "group_size": 3})
@@ -345,6 +345,55 @@ def test_a_worker_whose_reports_are_of_no_use_loses_its_lease_and_the_run_goes_o
     (eviction,) = session.telemetry.named("eviction")
     assert (eviction["worker"], eviction["cause"]) == ("spot-a", cause)
     assert session.provider.released == ["lease-a"]
+
+
+def test_a_worker_that_forgot_what_it_had_does_not_hold_up_an_evaluation() -> None:
+    ahead = small_spec(eval={"every_steps": 1}, schedule={"max_policy_lag": 1})
+    session = pool(granted("a"), spec=ahead, patience=Patience(worker_s=50.0))
+    second = {prompt.prompt_id for _, prompt in session.source.train_batch(2)}
+
+    def forget(engine: PoolEngine) -> None:
+        def forgetful(requests: Any) -> None:
+            """What the second batch is for, it has under way when the first is evaluated."""
+            PoolEngine.submit(engine, [one for one in requests if one.sample_id.prompt_id not in second])
+
+        engine.submit = forgetful  # type: ignore[method-assign]
+
+    spoil(session, "a", forget)
+    result = run_virtual(session.run())
+
+    assert result.steps == ahead.trainer.steps
+    assert [fields["worker"] for fields in session.telemetry.named("eviction")] == ["spot-a"]
+
+
+def test_a_lease_that_is_granted_twice_is_one() -> None:
+    session = pool(granted("a"), granted("a", 0.3), ended("a", 2.0), granted("a", 3.0))
+    run_virtual(session.run())
+
+    assert trained(session) == quiet()
+    assert len(session.telemetry.named("lease")) == len(session.telemetry.named("eviction")) == 1
+
+
+def test_a_worker_whose_pull_is_overtaken_by_a_newer_version_pulls_that() -> None:
+    session = pool(granted("a"))
+    gone: list[int] = []
+
+    class Overtaken(FakeSource):
+        async def prepare(self, version: PolicyVersion) -> Pulled:
+            """So slow that version 1 is not kept any more when it has read half of it."""
+            if version.number == 1:
+                while max(self.publisher.manifests) == 1:  # noqa: ASYNC110 - nobody tells
+                    await asyncio.sleep(0.1)
+                gone.append(version.number)
+                raise WeightsError("there is no version 1")
+            return await super().prepare(version)
+
+    session.host.source_type = Overtaken
+    run_virtual(session.run())
+
+    assert (trained(session), gone) == (quiet(), [1])
+    assert session.telemetry.named("crash") == []
+    assert [fields["version"] for fields in session.telemetry.named("pull")][:2] == [0, 2]
 
 
 def test_a_reserved_engine_whose_reports_are_of_no_use_ends_the_run() -> None:

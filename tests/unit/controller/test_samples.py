@@ -19,7 +19,7 @@ def sample() -> Sample:
 
 def running() -> Sample:
     one = sample()
-    one.assign("lease")
+    one.assign("lease", 3)
     return one
 
 
@@ -86,8 +86,21 @@ def test_an_attempt_that_was_cut_short_keeps_its_tokens(finish: Any, error: str,
     one.end_attempt(finish, error)
 
     assert (one.state, one.length, one.failures, one.finish) == (SampleState.WAITING, 1, failures, None)
-    one.assign("next")
+    one.assign("next", 4)
     assert one.attempt == 2
+
+
+def test_a_sample_is_as_old_as_the_weights_it_was_given_to_until_it_has_tokens() -> None:
+    one, ages = sample(), []
+    ages.append(one.oldest_version)  # None: as new as the weights that will begin it
+    one.assign("lease", 5)
+    ages.append(one.oldest_version)  # they may have begun it already
+    one.extend(pack_tokens([1]), pack_logprobs([-1.0]), V3)
+    ages.append(one.oldest_version)
+    one.restart()
+    ages.append(one.oldest_version)
+
+    assert ages == [None, 5, 3, None]
 
 
 def test_the_trajectory_has_the_prompt_in_front() -> None:

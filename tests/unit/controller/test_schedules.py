@@ -249,6 +249,37 @@ def test_where_nothing_has_signal_redrawing_ends() -> None:
     assert told == [2 * GROUPS] * STEPS
 
 
+def test_a_batch_that_is_repeated_keeps_the_groups_without_signal_it_had() -> None:
+    """Killed when the batch is journalled and before anything else is: what was redrawn enough is not redrawn again."""
+
+    async def dull(prompt: Prompt, trajectory: Trajectory) -> Reward:
+        return Reward(value=1.0)
+
+    disk, configured = Disk(), spec({"dynamic_sampling": True}, max_redraws=1)
+
+    async def life(cut: int | None) -> Session:
+        session = Session(spec=configured, slots=4, disk=disk, power_cut_after=cut)
+        session.scorer.score = dull  # type: ignore[method-assign]
+        session.result = await session.run_until_power_cut()
+        return session
+
+    written = run_virtual(life(None)).journal.written
+    disk.journal, disk.checkpoints = b"", {}
+    for cut in range(written // 8, written, written // 8):
+        run_virtual(life(cut))
+        done = run_virtual(life(None))
+        check(done, 0)
+        disk.journal, disk.checkpoints = b"", {}
+
+
+def test_what_is_generated_during_a_publish_counts() -> None:
+    session = run(max_policy_lag=2)
+    assert session.result is not None
+
+    trained_tokens = sum(len(sample[1]) for batch in history(session) for group in batch for sample in group)
+    assert session.result.tokens_generated == trained_tokens
+
+
 SCHEDULES = st.fixed_dictionaries(
     {
         "max_policy_lag": st.sampled_from([1, 2, 3]),

@@ -10,7 +10,7 @@ from tests.published import PROBE_IDS, PROBE_LOGPROBS, compute, layout, publish,
 from tests.virtual_time import run_virtual
 from tidemill.core.errors import WeightsError
 from tidemill.weights.manifest import manifest_name, snapshot_name, unpack_manifest
-from tidemill.weights.memory import MemoryTransport, corrupt
+from tidemill.weights.memory import MemoryTransport, corrupt, torn
 from tidemill.weights.snapshot import Damaged, digest_of, verify
 from tidemill.weights.store import DELTAS_KEPT, WeightStore
 from tidemill.weights.transport import Blob
@@ -56,6 +56,19 @@ def test_a_manifest_says_all_there_is_to_know() -> None:
         stored = transport.blobs[snapshot_name(version(2))]
         verify(manifest, stored)
         assert tensors_of(stored) == tensors_of(snapshot(2))
+
+    run_virtual(main())
+
+
+def test_a_last_snapshot_that_comes_back_torn_costs_the_delta_alone() -> None:
+    async def main() -> None:
+        transport = MemoryTransport(zero_copy=False)
+        store = WeightStore(transport, compute=compute())
+        await publish(store, 1)
+        transport.spoil("snapshot", torn)
+        manifest = await publish(store, 2)
+        assert manifest.delta is None
+        verify(manifest, transport.blobs[snapshot_name(version(2))])
 
     run_virtual(main())
 

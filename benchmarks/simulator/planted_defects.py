@@ -1,0 +1,268 @@
+"""Does fault simulation find what it is there for? Defects planted in the controller, one by one.
+
+    python -m benchmarks.simulator.planted_defects [--seeds 1000] [NAME ...]
+
+Each defect replaces one function of the real controller by one that is wrong in a way somebody might get it wrong. Then
+seeds are simulated, from 0 on, until something is found; told is how many that took, and as what it showed. Without any
+defect none of these seeds may find anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.measuring import write_result
+from tidemill.controller import publishing, run
+from tidemill.controller.assembly import Forming
+from tidemill.controller.dispatcher import Dispatcher
+from tidemill.controller.fleet import Fleet
+from tidemill.controller.in_flight import InFlight
+from tidemill.controller.ledger import Ledger
+from tidemill.controller.mailbox import Mailbox
+from tidemill.controller.run import Run
+from tidemill.controller.samples import Sample
+from tidemill.sim.faults.run import simulate_faults
+
+TARGET = 1000
+
+Wrong = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""What is right, made wrong."""
+
+
+@dataclass(frozen=True)
+class Defect:
+    owner: Any  # class or module
+    name: str  # of the function that is replaced
+    wrong: Wrong
+
+
+@contextmanager
+def planted(defect: Defect) -> Iterator[None]:
+    right = getattr(defect.owner, defect.name)
+    setattr(defect.owner, defect.name, defect.wrong(right))
+    try:
+        yield
+    finally:
+        setattr(defect.owner, defect.name, right)
+
+
+def _now_and_then(right: Callable[..., Any], every: int) -> Callable[..., Any]:
+    """Every so many calls do nothing."""
+    calls = itertools.count(1)
+
+    def wrong(*arguments: Any, **named: Any) -> Any:
+        return None if next(calls) % every == 0 else right(*arguments, **named)
+
+    return wrong
+
+
+def _drop_messages(right: Callable[..., Any]) -> Callable[..., Any]:
+    return _now_and_then(right, 7)
+
+
+def _count_twice(right: Callable[..., Any]) -> Callable[..., Any]:
+    def wrong(self: InFlight, delta: Any) -> Any:
+        sample = right(self, delta)
+        self.tally.tokens_accepted += sample is not None and delta.finish == "stop"
+        return sample
+
+    return wrong
+
+
+def _take_for_applied(*verdicts: str) -> Wrong:
+    def make(right: Callable[..., Any]) -> Callable[..., Any]:
+        def wrong(self: Sample, delta: Any, newest: int) -> Any:
+            verdict = right(self, delta, newest)
+            return "applied" if verdict in verdicts else verdict
+
+        return wrong
+
+    return make
+
+
+def _skip_journal(right: Callable[..., Any]) -> Callable[..., Any]:
+    calls = itertools.count(1)
+
+    async def wrong(self: Ledger, blobs: Any) -> None:
+        if next(calls) % 11:
+            await right(self, blobs)
+
+    return wrong
+
+
+def _journal_later(right: Callable[..., Any]) -> Callable[..., Any]:
+    """What is appended is written with the next append: it is acted on before it is durable."""
+
+    async def wrong(self: Any, blobs: Any) -> None:
+        late = getattr(self, "late_blobs", [])
+        self.late_blobs = blobs
+        await right(self, late)
+
+    return wrong
+
+
+def _forget_to_revoke(right: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, lease_id: []
+
+
+def _learn_twice(right: Callable[..., Any]) -> Callable[..., Any]:
+    async def wrong(self: Run, position: int, trajectories: Any) -> None:
+        await right(self, position, trajectories)
+        if position % 5 == 4:
+            await right(self, position, trajectories)
+
+    return wrong
+
+
+def _one_more(right: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *arguments, **named: right(*arguments, **named) + 1
+
+
+def _forget_prefix(right: Callable[..., Any]) -> Callable[..., Any]:
+    def wrong(self: InFlight, sample: Sample) -> Any:
+        request = right(self, sample)
+        return type(request)(
+            **{name: getattr(request, name) for name in request.__struct_fields__} | {"prefix_ids": b""}
+        )
+
+    return wrong
+
+
+def _begin_again_half(right: Callable[..., Any]) -> Callable[..., Any]:
+    """A sample that begins again keeps its first tokens."""
+
+    def wrong(self: Sample) -> None:
+        kept = bytes(self.token_ids[:4]), bytes(self.logprobs[:4]), self.made_by[:1]
+        right(self)
+        self.token_ids += kept[0]
+        self.logprobs += kept[1]
+        self.made_by = kept[2]
+
+    return wrong
+
+
+def _swap_rewards(right: Callable[..., Any]) -> Callable[..., Any]:
+    async def wrong(self: Ledger, in_flight: InFlight, rewards: Any) -> None:
+        samples, values = [sample for sample, _ in rewards], [reward for _, reward in rewards]
+        await right(self, in_flight, list(zip(samples, reversed(values), strict=True)))
+
+    return wrong
+
+
+def _round_too_late(right: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, position: right(self, position) + 1
+
+
+def _nothing(right: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *arguments, **named: None
+
+
+async def _nothing_learned(self: Ledger, in_flight: InFlight, step: int, positions: Any) -> list[Sample]:
+    """A batch is not journalled."""
+    return [sample for position in positions for sample in in_flight.close(position)]
+
+
+def _forget_waiting(right: Callable[..., Any]) -> Callable[..., Any]:
+    """Samples that come back without a token are not given out again."""
+
+    def wrong(self: InFlight) -> list[Sample]:
+        return [sample for sample in right(self) if sample.length or not sample.attempt]
+
+    return wrong
+
+
+def _overfill(right: Callable[..., Any]) -> Callable[..., Any]:
+    """The dispatcher forgets that a worker's queue has an end."""
+
+    def wrong(self: Dispatcher, members: Any) -> bool:
+        config = self._fleet.config
+        self._fleet.config = config.model_copy(update={"queue_limit": config.queue_limit + 3})
+        try:
+            return bool(right(self, members))
+        finally:
+            self._fleet.config = config
+
+    return wrong
+
+
+def _in_any_order(right: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, complete, in_flight: right(self, list(reversed(complete)), in_flight)
+
+
+def _as_they_come(right: Callable[..., Any]) -> Callable[..., Any]:
+    """Whichever groups are complete make the batch."""
+
+    def wrong(self: Forming, complete: Any, in_flight: Any) -> list[int]:
+        chosen = list(complete)[: self.size - len(self.taken)]
+        self.taken += chosen
+        return chosen
+
+    return wrong
+
+
+DEFECTS = {
+    "drops a message": Defect(Mailbox, "put_reports", _drop_messages),
+    "counts a token twice": Defect(InFlight, "apply", _count_twice),
+    "ignores whose weights made it": Defect(Sample, "judge", _take_for_applied("wrong_version")),
+    "ignores who sent it": Defect(Sample, "judge", _take_for_applied("stale_lease", "stale_attempt")),
+    "ignores which attempt sent it": Defect(Sample, "judge", _take_for_applied("stale_attempt")),
+    "ignores where it begins": Defect(Sample, "judge", _take_for_applied("overlap", "gap")),
+    "takes what is malformed": Defect(Sample, "judge", _take_for_applied("malformed")),
+    "skips the journal": Defect(Ledger, "_append", _skip_journal),
+    "acts before it is durable": Defect(Ledger, "_append", _journal_later),
+    "does not journal a batch": Defect(Ledger, "note_learned", lambda right: _nothing_learned),
+    "files entries under the next round": Defect(Ledger, "_round", _round_too_late),
+    "forgets to revoke": Defect(InFlight, "revoke", _forget_to_revoke),
+    "forgets a sample that waits": Defect(InFlight, "take_newly_waiting", _forget_waiting),
+    "forgets the prefix": Defect(InFlight, "_request", _forget_prefix),
+    "begins again by half": Defect(Sample, "restart", _begin_again_half),
+    "learns from a group twice": Defect(Run, "_accumulate", _learn_twice),
+    "lets groups grow a version older": Defect(run, "latest_step", _one_more),
+    "begins one group too many": Defect(run, "may_begin", _one_more),
+    "gives rewards to others": Defect(Ledger, "reward", _swap_rewards),
+    "takes groups as they come": Defect(Forming, "take", _as_they_come),
+    "believes any probe": Defect(publishing, "probe_difference", lambda right: lambda *_: 0.0),
+    "fills queues beyond their end": Defect(Dispatcher, "_hand_out", _overfill),
+    "keeps machines it does not use": Defect(Fleet, "_leave", _nothing),
+}
+
+
+def found(defect: Defect, seeds: int) -> tuple[int, str] | None:
+    """How many seeds it took, and what was seen; None when so many find nothing."""
+    with planted(defect):
+        for seed in range(seeds):
+            if violation := simulate_faults(seed).violation:
+                return seed + 1, violation
+    return None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="of a defect; by default all")
+    parser.add_argument("--seeds", type=int, default=TARGET, help="at most")
+    arguments = parser.parse_args()
+    table = Table("the controller …", "seeds", "it showed as")
+    results: dict[str, Any] = {}
+    for name in arguments.names or DEFECTS:
+        result = found(DEFECTS[name], arguments.seeds)
+        seeds, shown = result or (0, "")
+        results[name] = {"seeds": seeds, "shown": shown}
+        table.add_row(name, str(seeds or "not found"), shown)
+        print(f"{name}: {seeds or 'not found'} {shown[:120]}", file=sys.stderr, flush=True)
+    Console(width=160).print(table)
+    if not arguments.names:
+        print("written:", write_result("planted_defects", {"most_seeds": arguments.seeds, "defects": results}))
+    return 0 if all(result["seeds"] for result in results.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

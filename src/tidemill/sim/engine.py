@@ -1,0 +1,237 @@
+"""An engine that takes the time of one and computes nothing: who decodes, and how far each sample is, at any moment.
+
+Nothing happens tick by tick. Between two changes (a sample comes, goes or ends, weights are swapped) all running
+samples advance in step, so that the time of the next end is a formula; the state is brought up to date when somebody
+looks.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from tidemill.core.buffers import count
+from tidemill.core.records import Finish, GenerateRequest, PolicyVersion, SampleId, TokenDelta
+from tidemill.sim.completions import Completions
+from tidemill.sim.costs import EngineCosts
+
+EPSILON_S = 1e-6
+"""Times closer than this are the same: a timer may wake its waiter a little early."""
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    request: GenerateRequest
+    offset: int  # its completion tokens are the engine's steps less this
+    flushed: int  # of its tokens, how many were told
+    end: int  # completion tokens it will have
+    finish: Finish
+    gone: bool = False
+
+
+class SimulatedEngine:
+    """The state of one engine; `now_s` never goes back.
+
+    Args:
+        computes_with: the weights that make its tokens, by the version it was told to load; another one is a fault.
+    """
+
+    def __init__(self, costs: EngineCosts, completions: Completions, *, now_s: float) -> None:
+        self.costs = costs
+        self.version = PolicyVersion(number=-1, digest="")
+        self.computes_with = self.version
+        self.generated = 0
+        self.prefilled = self.reused = 0  # prompt tokens
+        self._completions = completions
+        self._until_s = now_s  # what was simulated so far
+        self._steps = 0  # decode steps so far
+        self._context = 0  # tokens that all running samples have
+        self._running: dict[SampleId, _Running] = {}
+        self._ends: list[tuple[int, int, _Running]] = []  # a heap: the step at which each ends; the ended ones too
+        self._serial = 0
+        self._queue: deque[GenerateRequest] = deque()
+        self._prompts: OrderedDict[str, None] = OrderedDict()  # whose keys and values some slot still has
+        self._deltas: list[TokenDelta] = []  # of samples that ended or were called back
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def queued(self) -> int:
+        return len(self._queue)
+
+    @property
+    def ended(self) -> bool:
+        """Whether there are last deltas of samples to tell."""
+        return bool(self._deltas)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """As it decodes now."""
+        running = len(self._running)
+        return running / self.costs.decode_s(running, self._context, 1) if running else 0.0
+
+    def next_end_s(self) -> float:
+        """When the next sample ends, if nothing else happens; infinite without any."""
+        steps = self._steps_to_end()
+        if steps is None:
+            return math.inf
+        return self._until_s + self.costs.decode_s(len(self._running), self._context, steps)
+
+    def submit(self, requests: Iterable[GenerateRequest], now_s: float) -> None:
+        self.advance(now_s)
+        for request in requests:
+            if request.exact_version is not None and request.exact_version != self.version.number:
+                error = f"asked for version {request.exact_version}, the engine has {self.version.number}"
+                self._deltas.append(self._last_words(request, error))
+            else:
+                self._queue.append(request)
+        self._admit()
+
+    def abort(self, sample_ids: Sequence[SampleId], now_s: float) -> None:
+        self.advance(now_s)
+        gone = set(sample_ids)
+        queued = [request for request in self._queue if request.sample_id in gone]
+        if queued:
+            self._deltas += [self._last_words(request) for request in queued]
+            self._queue = deque(request for request in self._queue if request.sample_id not in gone)
+        for sample_id in sample_ids:
+            if (one := self._running.get(sample_id)) is not None:
+                self._deltas.append(self._flush(one, "aborted"))
+                self._leave(one)
+        self._admit()
+
+    def load(self, version: PolicyVersion, *, computes_with: PolicyVersion, swap_s: float, now_s: float) -> None:
+        """Swap weights between two tokens; cached keys and values of older ones are dropped and computed again."""
+        self.advance(now_s)
+        self._deltas += self.flush(now_s)
+        self.version, self.computes_with = version, computes_with
+        self._prompts.clear()
+        self._until_s = max(self._until_s, now_s) + swap_s + self.costs.prefill_s(self._context)
+        self._admit()
+
+    def flush(self, now_s: float) -> list[TokenDelta]:
+        """What running samples have beyond what was told."""
+        self.advance(now_s)
+        return [self._flush(one, None) for one in self._running.values() if self._steps - one.offset > one.flushed]
+
+    def take_ended(self) -> list[TokenDelta]:
+        """The last deltas of samples that ended since the last call."""
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def advance(self, now_s: float) -> None:
+        """Decode up to `now_s`: as many whole steps as fit, the slot of a sample that ends being filled at once."""
+        while (steps := self._steps_to_end()) is not None:
+            if self._until_s + self.costs.decode_s(len(self._running), self._context, steps) > now_s + EPSILON_S:
+                self._decode(self._steps_within(now_s - self._until_s, steps))
+                return
+            self._decode(steps)
+            self._end()
+            self._admit()
+        self._until_s = max(self._until_s, now_s)
+
+    def _steps_to_end(self) -> int | None:
+        """Until the next sample ends; None when none is running."""
+        while self._ends and self._ends[0][2].gone:
+            heapq.heappop(self._ends)
+        return max(0, self._ends[0][0] - self._steps) if self._ends else None
+
+    def _steps_within(self, seconds: float, most: int) -> int:
+        """Whole steps that fit into so many seconds."""
+        low, high = 0, most
+        while low < high:
+            steps = (low + high + 1) // 2
+            if self.costs.decode_s(len(self._running), self._context, steps) <= seconds + EPSILON_S:
+                low = steps
+            else:
+                high = steps - 1
+        return low
+
+    def _decode(self, steps: int) -> None:
+        if steps:
+            running = len(self._running)
+            self._until_s += self.costs.decode_s(running, self._context, steps)
+            self._steps += steps
+            self._context += running * steps
+            self.generated += running * steps
+
+    def _end(self) -> None:
+        """Samples that have all their tokens leave."""
+        while self._steps_to_end() == 0:
+            one = self._ends[0][2]
+            self._deltas.append(self._flush(one, one.finish))
+            self._leave(one)
+
+    def _admit(self) -> None:
+        """Fill free slots. A prompt and the tokens brought along are computed before decoding goes on."""
+        while self._queue and len(self._running) < self.costs.slots:
+            if self._queue[0].min_version > self.version.number:
+                return
+            request = self._queue.popleft()
+            have = count(request.prefix_ids)
+            limit, length = request.sampling.max_new_tokens, self._completions.length(request.sample_id)
+            one = _Running(
+                request,
+                self._steps - have,
+                have,
+                max(have, min(limit, length)),
+                "stop" if length <= limit else "length",
+            )
+            self._until_s += self.costs.prefill_s(self._uncached(request) + have)
+            self._running[request.sample_id] = one
+            self._context += count(request.prompt_ids) + have
+            heapq.heappush(self._ends, (one.offset + one.end, self._serial, one))
+            self._serial += 1
+            if one.end == have:
+                self._end()
+
+    def _leave(self, one: _Running) -> None:
+        one.gone = True
+        del self._running[one.request.sample_id]
+        self._context -= count(one.request.prompt_ids) + self._steps - one.offset
+
+    def _uncached(self, request: GenerateRequest) -> int:
+        """Prompt tokens to compute: none when a sibling came lately."""
+        name, tokens = request.sample_id.prompt_id, count(request.prompt_ids)
+        known = name in self._prompts
+        self._prompts[name] = None
+        self._prompts.move_to_end(name)
+        while len(self._prompts) > self.costs.slots:
+            self._prompts.popitem(last=False)
+        self.reused += tokens if known else 0
+        self.prefilled += 0 if known else tokens
+        return 0 if known else tokens
+
+    def _flush(self, one: _Running, finish: Finish | None) -> TokenDelta:
+        start, one.flushed = one.flushed, self._steps - one.offset
+        request = one.request
+        token_ids, logprobs = self._completions.tokens(request.sample_id, self.computes_with, start, one.flushed)
+        return TokenDelta(
+            sample_id=request.sample_id,
+            lease_id=request.lease_id,
+            attempt=request.attempt,
+            start=start,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            version=self.version,
+            finish=finish,
+        )
+
+    def _last_words(self, request: GenerateRequest, error: str = "") -> TokenDelta:
+        """Of a sample that was never begun."""
+        return TokenDelta(
+            sample_id=request.sample_id,
+            lease_id=request.lease_id,
+            attempt=request.attempt,
+            start=count(request.prefix_ids),
+            token_ids=b"",
+            logprobs=b"",
+            version=self.version,
+            finish="aborted",
+            error=error,
+        )

@@ -1,0 +1,71 @@
+"""A trainer that learns nothing, and its checkpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tidemill.core.buffers import LogprobBuffer, TokenBuffer
+from tidemill.core.records import Completion, Group, PolicyVersion, StepMetrics
+from tidemill.sim.costs import TrainerCosts
+
+START = PolicyVersion(number=0, digest="start")
+
+
+def publish_logprobs(version: int, token_ids: TokenBuffer) -> LogprobBuffer:
+    """What a version says of tokens (int32 [N]): bytes that tell of both, no numbers that mean anything."""
+    return bytes((byte + version) % 256 for byte in token_ids)
+
+
+class SimulatedTrainer:
+    """Implements `core.protocols.Trainer`. A version's digest tells of the one before and of `salt`, no more.
+
+    Args:
+        salt: as if another machine rounded differently: versions made again after a restart differ.
+    """
+
+    def __init__(self, costs: TrainerCosts, *, salt: str = "") -> None:
+        self.version = START
+        self.salt = salt
+        self._costs = costs
+
+    async def accumulate(self, group: Group) -> None:
+        await asyncio.sleep(self._costs.accumulate_s(group))
+
+    async def logprobs(self, completions: Sequence[Completion]) -> Sequence[LogprobBuffer]:
+        """In no time."""
+        return [publish_logprobs(self.version.number, completion.token_ids) for completion in completions]
+
+    async def commit(self, step: int) -> StepMetrics:
+        await asyncio.sleep(self._costs.commit_s())
+        made_of = f"{self.version.digest} {step} {self.salt}"
+        digest = hashlib.blake2b(made_of.encode(), digest_size=8).hexdigest()
+        self.version = PolicyVersion(number=step, digest=digest)
+        return StepMetrics(step=step, version=self.version, optimizer_steps=1, values={})
+
+
+@dataclass
+class SimulatedDisk:
+    """What survives the process: the journal's bytes, and the trainer's versions by step."""
+
+    journal: bytes = b""
+    checkpoints: dict[int, PolicyVersion] = field(default_factory=dict)
+
+
+class SimulatedCheckpoints:
+    """Implements `core.protocols.Checkpoints`."""
+
+    def __init__(self, disk: SimulatedDisk, trainer: SimulatedTrainer, costs: TrainerCosts) -> None:
+        self._disk, self._trainer, self._costs = disk, trainer, costs
+
+    async def save(self, step: int, *, score: float | None) -> None:
+        await asyncio.sleep(self._costs.checkpoint_s())
+        self._disk.checkpoints[step] = self._trainer.version
+
+    async def restore_latest(self) -> int:
+        await asyncio.sleep(self._costs.checkpoint_s())
+        step = max(self._disk.checkpoints, default=0)
+        self._trainer.version = self._disk.checkpoints.get(step, START)
+        return step

@@ -1,0 +1,138 @@
+"""The simulated engine against arithmetic done by hand, and against an engine that decodes step by step."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.fake_fleet import make_id
+from tidemill.core.buffers import count, pack_tokens
+from tidemill.core.records import GenerateRequest, PolicyVersion, SampleId, SamplingParams, TokenDelta
+from tidemill.sim.completions import BlankCompletions, TellingCompletions
+from tidemill.sim.costs import ConstantEngine
+from tidemill.sim.engine import SimulatedEngine
+
+V0, V1 = PolicyVersion(number=0, digest="a"), PolicyVersion(number=1, digest="b")
+COSTS = ConstantEngine(slots=2, plateau=1, step_s=0.1, prefill_tokens_per_s=100.0)
+
+
+def request(index: int, *, prompt: int = 10, prefix: int = 0, limit: int = 50, **changes: int) -> GenerateRequest:
+    return GenerateRequest(
+        sample_id=make_id(f"p{index}", index),
+        lease_id="lease",
+        attempt=1,
+        prompt_ids=pack_tokens([1] * prompt),
+        prefix_ids=pack_tokens([1] * prefix),
+        sampling=SamplingParams(max_new_tokens=limit),
+        **changes,
+    )
+
+
+def engine(lengths: dict[int, int]) -> SimulatedEngine:
+    made = SimulatedEngine(COSTS, BlankCompletions(lambda sample_id: lengths[sample_id.index]), now_s=0.0)
+    made.load(V0, computes_with=V0, swap_s=0.0, now_s=0.0)
+    return made
+
+
+def told(deltas: list[TokenDelta]) -> list[tuple[int, int, int, str | None]]:
+    """Sample, first token, tokens and end of each."""
+    return [(delta.sample_id.index, delta.start, count(delta.token_ids), delta.finish) for delta in deltas]
+
+
+def test_samples_end_when_their_tokens_have_been_decoded() -> None:
+    one = engine({0: 3, 1: 5, 2: 2})
+    one.submit([request(0), request(1), request(2)], 0.0)
+    # Two prompts of 10 tokens take 0.2 s; then 3 steps of 0.2 s (2 samples, plateau 1) end the first.
+    assert one.next_end_s() == pytest.approx(0.2 + 3 * 0.2)
+    one.advance(0.79)
+    assert (one.ended, one.running, one.queued) == (False, 2, 1)
+    one.advance(0.8)
+    assert told(one.take_ended()) == [(0, 0, 3, "stop")]
+    # The third comes in at once: 0.1 s for its prompt, and both have 2 tokens left: 0.4 s.
+    assert one.next_end_s() == pytest.approx(0.8 + 0.1 + 0.4)
+    one.advance(2.0)
+    assert sorted(told(one.take_ended())) == [(1, 0, 5, "stop"), (2, 0, 2, "stop")]
+    assert (one.generated, one.prefilled, one.next_end_s()) == (10, 30, math.inf)
+
+
+def test_what_is_called_back_has_the_whole_steps_that_fit() -> None:
+    one = engine({0: 30})
+    one.submit([request(0, prefix=4)], 0.0)  # 14 tokens to compute: 0.14 s
+    one.abort([request(0).sample_id], 0.14 + 0.1 * 7.5)
+    assert told(one.take_ended()) == [(0, 4, 7, "aborted")]
+    assert one.running == 0
+
+
+def test_a_limit_ends_a_sample_and_siblings_share_their_prompt() -> None:
+    one = engine({0: 30, 1: 30})
+    sibling = msgspec.structs.replace(request(0, limit=2), sample_id=make_id("p0", 1))
+    one.submit([request(0, limit=2), sibling], 0.0)
+    one.advance(9.0)
+    assert told(one.take_ended()) == [(0, 0, 2, "length"), (1, 0, 2, "length")]
+    assert (one.prefilled, one.reused) == (10, 10)
+
+
+def test_new_weights_are_swapped_in_between_two_tokens() -> None:
+    one = engine({0: 10})
+    one.submit([request(0)], 0.0)
+    one.load(V1, computes_with=V1, swap_s=0.5, now_s=0.1 + 0.4)
+    # 4 tokens under the old weights; then 0.5 s, and 14 tokens computed again: 0.14 s; then 6 more steps.
+    assert [(delta.start, count(delta.token_ids), delta.version) for delta in one.take_ended()] == [(0, 4, V0)]
+    assert one.next_end_s() == pytest.approx(0.5 + 0.5 + 0.14 + 0.6)
+    one.advance(3.0)
+    assert [(delta.start, count(delta.token_ids), delta.version) for delta in one.take_ended()] == [(4, 6, V1)]
+
+
+def test_other_weights_than_those_asked_for_are_refused_and_later_ones_waited_for() -> None:
+    one = engine({0: 2, 1: 2})
+    one.submit([request(0, exact_version=7), request(1, min_version=1)], 0.0)
+    one.advance(9.0)
+    (refused,) = one.take_ended()
+    assert (refused.finish, refused.error) == ("aborted", "asked for version 7, the engine has 0")
+    assert (one.running, one.queued) == (0, 1)
+    one.load(V1, computes_with=V1, swap_s=0.0, now_s=9.0)
+    one.advance(10.0)
+    assert told(one.take_ended()) == [(1, 0, 2, "stop")]
+
+
+def stepwise(lengths: list[int], *, until: int) -> list[int]:
+    """Tokens of each sample after so many steps of an engine with 2 slots that decodes one step after another."""
+    have, order = [0] * len(lengths), list(range(len(lengths)))
+    for _ in range(until):
+        running = [at for at in order if have[at] < lengths[at]][:2]
+        for at in running:
+            have[at] += 1
+    return have
+
+
+@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6), steps=st.integers(0, 30), looks=st.integers(1, 7))
+def test_it_is_where_an_engine_that_decodes_step_by_step_is(lengths: list[int], steps: int, looks: int) -> None:
+    free = ConstantEngine(slots=2, plateau=8, step_s=0.1, prefill_tokens_per_s=math.inf)
+    completions = BlankCompletions(lambda sample_id: lengths[sample_id.index])
+    one = SimulatedEngine(free, completions, now_s=0.0)
+    one.load(V0, computes_with=V0, swap_s=0.0, now_s=0.0)
+    one.submit([request(index) for index in range(len(lengths))], 0.0)
+    now_s = steps * 0.1 + 0.05
+    for look in range(1, looks + 1):
+        one.advance(now_s * look / looks)
+    have = [0] * len(lengths)
+    for delta in [*one.take_ended(), *one.flush(now_s)]:
+        have[delta.sample_id.index] += count(delta.token_ids)
+
+    assert have == stepwise(lengths, until=steps)
+
+
+def test_tokens_tell_of_their_sample_place_and_version() -> None:
+    says = TellingCompletions(40)
+    one, other = make_id("p0", 0), make_id("p0", 1)
+
+    def tokens(sample_id: SampleId, version: PolicyVersion, start: int, end: int) -> bytes:
+        return says.tokens(sample_id, version, start, end)[0]
+
+    assert tokens(one, V0, 0, 9) == tokens(one, V0, 0, 4) + tokens(one, V0, 4, 9)
+    assert len({tokens(one, V0, 0, 4), tokens(other, V0, 0, 4), tokens(one, V1, 0, 4), tokens(one, V0, 4, 8)}) == 4
+    assert says.tokens(one, V0, 0, 4)[1] != tokens(one, V0, 0, 4)

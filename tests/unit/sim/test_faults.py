@@ -1,0 +1,85 @@
+"""The controller among faults: some hundred seeds, those that once found something, and whether they find at all."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from benchmarks.simulator.planted_defects import DEFECTS, found
+from tidemill.sim.faults import __main__ as command
+from tidemill.sim.faults.run import Simulation, simulate_faults
+from tidemill.sim.faults.scenario import draw
+
+CHUNK, CHUNKS = 40, 5
+
+FOUND = {
+    "dynamic sampling gave up a group that a recorded batch had": 67,
+    "queued samples were begun under weights older than the lag allows": 305,
+    "a worker was lost for pulling a version that was not kept any more": 386,
+    "a pause waited for ever for a worker that had forgotten its samples": 498,
+    "a journal went on from a checkpoint that was lost": 684,
+    "after a lost checkpoint groups were learned from twice, and others never": 6129,
+    "tokens that came during a publish were not counted": 19,
+    "a torn read of the last snapshot ended a publish": 3,
+    "a lease that was granted twice had two lives": 4,
+    "what a worker did was told in an order that depended on the process": 1007,
+}
+"""Seeds that violated something when they were first run, by what was wrong. (What a seed asks for may have changed
+since.)"""
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_nothing_is_violated(chunk: int) -> None:
+    outcomes = [simulate_faults(seed) for seed in range(chunk * CHUNK, (chunk + 1) * CHUNK)]
+
+    assert [(outcome.seed, outcome.violation) for outcome in outcomes if outcome.violation] == []
+    assert sum(outcome.lives for outcome in outcomes) > CHUNK  # controllers were killed
+    assert min(outcome.looks for outcome in outcomes) > 0
+
+
+@pytest.mark.parametrize("what", FOUND)
+def test_what_was_found_once_is_mended(what: str) -> None:
+    assert simulate_faults(FOUND[what]).violation == ""
+
+
+def test_a_seed_is_replayed_exactly() -> None:
+    seed = 305
+    first, again = Simulation(draw(seed)), Simulation(draw(seed))
+
+    assert first.run() == again.run()
+    assert first.log == again.log
+    assert len({outcome.digest for outcome in (first.run(), simulate_faults(306))}) == 2
+
+
+@pytest.mark.parametrize("name", ["counts a token twice", "learns from a group twice", "acts before it is durable"])
+def test_a_planted_defect_is_found(name: str) -> None:
+    result = found(DEFECTS[name], 10)
+
+    assert result is not None
+
+
+def test_a_violation_is_told_with_the_command_that_replays_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    defect = DEFECTS["counts a token twice"]
+    monkeypatch.setattr(defect.owner, defect.name, defect.wrong(getattr(defect.owner, defect.name)))
+    monkeypatch.setattr(command, "many", lambda seeds, processes: map(simulate_faults, seeds))
+
+    assert command.run_many(range(2), 1) == 1
+    said = capsys.readouterr().out
+    assert "python -m tidemill.sim.faults --seed 0 --log" in said
+    assert "2 seeds in" in said
+
+    assert command.run_one(0, log=True) == 1
+    assert "violation    the run says that it generated" in capsys.readouterr().out
+
+
+def test_every_scenario_ends_with_a_life_that_nothing_ends() -> None:
+    scenarios = [draw(seed) for seed in range(300)]
+
+    assert all(scenario.lives[-1].blow is None for scenario in scenarios)
+    assert len({scenario.sections["schedule"]["membership"] for scenario in scenarios}) == 2
+    assert any(scenario.tick_s == math.inf for scenario in scenarios)
+    befalls = {f.kind for s in scenarios for life in s.lives for machine in life.machines for f in machine.fates}
+    assert len(befalls) == 14

@@ -25,7 +25,7 @@ class ScheduleConfig(Config):
     and stragglers go into a later one."""
     unfinished: Literal["continue", "finish", "restart"] = "continue"
     """What a sample under way does when new weights are published: goes on under them, is finished under those it began
-    with (its worker takes no new samples until then), or begins again."""
+    with (its worker takes no new samples until then; an evaluation calls it back all the same), or begins again."""
     on_lag_limit: Literal["wait", "restart", "drop"] = "wait"
     """A group that would grow older than max_policy_lag: the batch waits for it, it begins again, or it is given up
     (which favours short completions, and is counted)."""

@@ -168,6 +168,11 @@ class RunSpec(Config):
                 f"schedule.max_policy_lag = {self.schedule.max_policy_lag}; at most {ahead} "
                 "(max_policy_lag times batch.prompts), or a larger lag"
             )
+        if self.algorithm.dynamic_sampling and self.batch.group_size == 1:
+            faults.append(
+                "algorithm.dynamic_sampling replaces groups whose rewards are all equal, and with batch.group_size = 1 "
+                "all are; draw more samples per prompt, or turn it off"
+            )
         if not self.fleet.seeding and self.pool.kind == "static" and not self.pool.workers:
             faults.append(
                 "fleet.seeding = false and pool.workers = 0 leave nobody to generate; allow seeding or add workers"

@@ -44,6 +44,7 @@ class Dispatcher:
     def begin_step(self, window_s: float) -> None:
         """New weights are there: the reserved side generates too for a while again."""
         self._began_s, self._window_s, self.seeded_until_s = self._fleet.clock.now(), window_s, None
+        self._keepers = None
         self.workers_mean, self._looks = 0.0, 1
 
     @property
@@ -110,7 +111,8 @@ class Dispatcher:
             ) and (self._keepers is None or LOCAL in self._keepers)
         if self._seeds and not seeds:
             self.seeded_until_s = fleet.clock.now()
-            fleet.abort(LOCAL, [sample.sample_id for sample in in_flight.held(LOCAL).values()])
+            if not fleet.local.behind:  # else it only finishes what it began under older weights
+                fleet.abort(LOCAL, [sample.sample_id for sample in in_flight.held(LOCAL).values()])
         elif seeds:
             self.seeded_until_s = None
         self._seeds = seeds

@@ -1,6 +1,11 @@
+"""Penalties for length, by hand and against TRL."""
+
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from trl.rewards import get_soft_overlong_punishment
 
 from tidemill.algos.shaping import overlong_penalty
 
@@ -16,3 +21,19 @@ def test_overlong(tokens: int, penalty: float) -> None:
 
 def test_no_buffer_no_penalty() -> None:
     assert overlong_penalty(20, max_new_tokens=20, buffer_tokens=0) == 0.0
+
+
+@given(st.integers(1, 50), st.data())
+def test_as_trl_has_it(limit: int, data: st.DataObject) -> None:
+    buffer, tokens = data.draw(st.integers(1, limit)), data.draw(st.integers(0, limit))
+    (theirs,) = get_soft_overlong_punishment(limit, buffer)([[1] * tokens])
+    assert overlong_penalty(tokens, max_new_tokens=limit, buffer_tokens=buffer) == pytest.approx(theirs, abs=1e-12)
+
+
+@given(st.integers(0, 100), st.integers(0, 100), st.integers(1, 100), st.integers(0, 100))
+def test_longer_is_never_better_and_costs_one_at_most(first: int, second: int, limit: int, buffer: int) -> None:
+    shorter, longer = sorted((min(first, limit), min(second, limit)))
+    penalties = [
+        overlong_penalty(tokens, max_new_tokens=limit, buffer_tokens=min(buffer, limit)) for tokens in (shorter, longer)
+    ]
+    assert -1.0 <= penalties[1] <= penalties[0] <= 0.0

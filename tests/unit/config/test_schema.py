@@ -115,6 +115,10 @@ def test_adamw_betas_stay_below_one() -> None:
     ("fields", "says"),
     [
         ({"batch": BatchConfig(prompts=8, minibatches=3)}, "make prompts a multiple of minibatches"),
+        (
+            {"batch": BatchConfig(group_size=1), "algorithm": {"name": "ppo", "dynamic_sampling": True}},
+            "draw more samples per prompt",
+        ),
         ({"scoring": ScoringConfig(rewards=(RewardConfig(kind="task"),))}, "brings no checker of its own"),
         (
             {"engine": EngineConfig(context_tokens=64), "sampling": SamplingConfig(max_new_tokens=64)},

@@ -463,6 +463,25 @@ def test_the_reserved_side_stops_generating_when_its_window_is_over() -> None:
     assert all(fields["duration_s"] < 1.0 for fields in local if fields["step"] >= 2)
 
 
+def test_what_the_reserved_side_began_it_finishes_under_the_same_weights_where_that_is_asked_for() -> None:
+    config = FLEET.model_copy(update={"seed_window_s": 0.35, "window_gain": 1e9})
+    spec = small_spec(
+        batch={"prompts": 6, "group_size": 3},
+        schedule={"max_policy_lag": 2, "unfinished": "finish"},
+        sampling={"max_new_tokens": 24},
+        eval={"every_steps": 0},
+        trainer={"steps": 6},
+    )
+    session = pool(granted("a"), granted("b"), config=config, spec=spec)
+
+    run_virtual(session.run())
+
+    batches: Any = session.trainer.state.history
+    made_by = [{run.version.number for run in sample[7]} for batch in batches for group in batch for sample in group[2]]
+    assert len(made_by) == 6 * 6 * 3
+    assert all(len(versions) == 1 for versions in made_by)
+
+
 def test_the_window_adapts_and_the_provider_hears_how_many_are_wanted() -> None:
     config = FLEET.model_copy(update={"size": "adaptive"})
     session = pool(granted("a"), config=config, spec=small_spec(trainer={"steps": 6}))

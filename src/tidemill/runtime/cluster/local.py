@@ -62,8 +62,8 @@ def local_nodes(spec: RunSpec) -> tuple[LocalNode, ...]:
     reserved = {key: value for key, value in config.reserved_selector.items() if not value.startswith(("!", "in("))}
     head = LocalNode(
         name="reserved",
-        cpus=config.trainer_cpus + beside * placement.actor_cpus,
-        gpus=config.trainer_gpus + beside * placement.actor_gpus,
+        cpus=math.ceil(config.trainer_cpus + beside * placement.actor_cpus),  # a node has whole ones
+        gpus=math.ceil(config.trainer_gpus + beside * placement.actor_gpus),
         labels=reserved,
         visible_gpus=None,
     )
@@ -77,8 +77,8 @@ def local_nodes(spec: RunSpec) -> tuple[LocalNode, ...]:
     spot = [
         LocalNode(
             name=f"spot-node-{index}",
-            cpus=places * config.worker_cpus,
-            gpus=math.ceil(workers / count) * config.worker_gpus,
+            cpus=math.ceil(places * config.worker_cpus),
+            gpus=math.ceil(math.ceil(workers / count) * config.worker_gpus),
             labels=labels,
         )
         for index in range(count)

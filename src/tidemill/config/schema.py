@@ -153,8 +153,7 @@ class RunSpec(Config):
         acts = algorithm.correction.kind == "mu_step" and algorithm.proximal != "rollout"
         return acts and self.schedule.max_policy_lag > 0
 
-    @model_validator(mode="after")
-    def _consistent(self, info: ValidationInfo) -> RunSpec:
+    def _faults_of_learning(self) -> list[str]:
         faults = []
         if self.batch.prompts % self.batch.minibatches:
             faults.append(
@@ -173,6 +172,22 @@ class RunSpec(Config):
                 "algorithm.dynamic_sampling replaces groups whose rewards are all equal, and with batch.group_size = 1 "
                 "all are; draw more samples per prompt, or turn it off"
             )
+        if self.batch.group_size < 2 and self.algorithm.compares_siblings:
+            faults.append(
+                f'batch.group_size = 1 and algorithm.advantage = "{self.algorithm.advantage}" compares the samples of '
+                'a group; set group_size to 2 or more, or advantage = "gae" or "reinforce_pp"'
+            )
+        if self.algorithm.overlong_buffer_tokens > self.sampling.max_new_tokens:
+            faults.append(
+                f"algorithm.overlong_buffer_tokens = {self.algorithm.overlong_buffer_tokens} is more than "
+                f"sampling.max_new_tokens = {self.sampling.max_new_tokens}, so that every completion would be "
+                "penalised; lower it, to about a fifth of max_new_tokens"
+            )
+        return faults
+
+    @model_validator(mode="after")
+    def _consistent(self, info: ValidationInfo) -> RunSpec:
+        faults = self._faults_of_learning()
         if not self.fleet.seeding and self.pool.kind == "static" and not self.pool.workers:
             faults.append(
                 "fleet.seeding = false and pool.workers = 0 leave nobody to generate; allow seeding or add workers"
@@ -189,17 +204,6 @@ class RunSpec(Config):
             faults.append(
                 f'scoring.rewards has kind = "task", and task.kind = "{self.task.kind}" brings no checker of its own; '
                 'use "exact" or "numeric" (only reasoning_gym brings one)'
-            )
-        if self.batch.group_size < 2 and self.algorithm.compares_siblings:
-            faults.append(
-                f'batch.group_size = 1 and algorithm.advantage = "{self.algorithm.advantage}" compares the samples of '
-                'a group; set group_size to 2 or more, or advantage = "gae" or "reinforce_pp"'
-            )
-        if self.algorithm.overlong_buffer_tokens > self.sampling.max_new_tokens:
-            faults.append(
-                f"algorithm.overlong_buffer_tokens = {self.algorithm.overlong_buffer_tokens} is more than "
-                f"sampling.max_new_tokens = {self.sampling.max_new_tokens}, so that every completion would be "
-                "penalised; lower it, to about a fifth of max_new_tokens"
             )
         context = self.engine.context_tokens
         for name, limit in (

@@ -54,7 +54,7 @@ Cue: TypeAlias = Literal["mid_tick", "noticed", "pull", "join"]
 CUES: tuple[Cue, ...] = ("mid_tick", "noticed", "mid_tick", "pull", "mid_tick", "join", "mid_tick", "noticed")
 PATIENCE_S = 30.0
 """How long anything here waits for the fleet to act."""
-NOTICE_TICKS = 5
+NOTICE_TICKS = 25
 """A notice is as long as so many ticks of the engine, whatever the clock says: then the worker is cut in the middle of
 the next one, unless it has nothing left."""
 

@@ -107,7 +107,6 @@ alphabet = "0123456789+=\\n"
 hidden_size = 32
 layers = 1
 [task]
-operators = "+"
 shots = 0
 [trainer]
 threads = 1

@@ -27,7 +27,6 @@ from tidemill.core.records import (
     GenerateRequest,
     Lease,
     LeaseEnded,
-    LeaseEvent,
     LeaseGranted,
     LeaseNoticed,
     Loaded,
@@ -39,6 +38,7 @@ from tidemill.core.records import (
     WorkerReport,
 )
 from tidemill.rollout.worker import EngineWorker
+from tidemill.sim.faults.world import ToldProvider
 from tidemill.weights.memory import MemoryTransport
 from tidemill.weights.puller import Puller
 from tidemill.weights.snapshot import Snapshot, allocate
@@ -91,36 +91,6 @@ class Publisher:
 
     async def close(self) -> None:
         await self.store.close()
-
-
-class Provider:
-    """Tells what it is told to, when it is told to; an exception it raises."""
-
-    def __init__(self) -> None:
-        self.released: list[str] = []
-        self._events: asyncio.Queue[LeaseEvent | Exception] = asyncio.Queue()
-
-    def tell(self, event: LeaseEvent | Exception) -> None:
-        self._events.put_nowait(event)
-
-    def want(self, workers: int) -> None:
-        pass
-
-    async def next_event(self, timeout_s: float) -> LeaseEvent | None:
-        try:
-            async with asyncio.timeout(timeout_s):
-                event = await self._events.get()
-        except TimeoutError:
-            return None
-        if isinstance(event, Exception):
-            raise event
-        return event
-
-    async def release(self, lease_id: str) -> None:
-        self.released.append(lease_id)
-
-    async def close(self) -> None:
-        pass
 
 
 class Processor(FakeCompute):
@@ -345,7 +315,7 @@ class World(Session):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.machines: dict[str, Machine] = {}
-        self.provider = Provider()
+        self.provider = ToldProvider()
         self.transport = MemoryTransport(zero_copy=False)
         self.transport.delay_s = FETCH_S
         self.publisher = Publisher(WeightStore(self.transport, compute=FakeCompute()))

@@ -281,11 +281,10 @@ class Run:
         """
         self.timings["time_publish_logprobs_s"] = 0.0
         version, ledger = self.trainer.version.number, self.rollout.ledger
-        learned_before = {position for positions in ledger.learned.values() for position in positions}
         samples = [
             sample
             for sample in self.in_flight.without_logprobs_of(version)
-            if sample.ordinal // self.spec.batch.group_size not in learned_before
+            if not ledger.has_learned_from(sample.ordinal // self.spec.batch.group_size)
         ]
         if samples:
             completions = [sample.completion(sample.made_before(version)) for sample in samples]

@@ -18,7 +18,7 @@ class Derived:
     samples_per_step: int
     optimizer_steps_per_batch: int
     samples_per_optimizer_step: int
-    optimizer_steps: int  # over the run
+    optimizer_steps: int  # of the policy, over the run
     samples: int  # over the run
     prompt_tokens: int | None  # estimate of one prompt; None where only the tokenizer can say
     microbatches_per_optimizer_step: int  # at most; without the prompts where their length is not known
@@ -55,7 +55,7 @@ def derive(spec: RunSpec, *, prompt_tokens: int | None = None) -> Derived:
         samples_per_step=samples,
         optimizer_steps_per_batch=per_batch,
         samples_per_optimizer_step=samples // batch.minibatches,
-        optimizer_steps=steps * per_batch,
+        optimizer_steps=spec.policy_steps,
         samples=steps * samples,
         prompt_tokens=prompt_tokens,
         microbatches_per_optimizer_step=microbatches,

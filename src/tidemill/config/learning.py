@@ -38,7 +38,7 @@ class OptimizerConfig(Config):
     warmup_steps: int = Field(0, ge=0)
     """Optimizer steps of linear warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After warm-up, down to min_learning_rate_ratio at the last step."""
+    """After warm-up, down to min_learning_rate_ratio at the last step; steps of the critic alone do not count."""
     min_learning_rate_ratio: Probability = 0.1
     """Final learning rate as a share of the peak."""
     max_grad_norm: float = Field(1.0, gt=0)

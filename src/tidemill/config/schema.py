@@ -147,6 +147,12 @@ class RunSpec(Config):
         return self.run.dir or Path("runs") / self.run.name
 
     @property
+    def policy_steps(self) -> int:
+        """Optimizer steps of the policy over the run: those in which its critic learns alone are none of them."""
+        batch = self.batch
+        return max(0, self.trainer.steps * batch.minibatches * batch.epochs - self.algorithm.critic_warmup_steps)
+
+    @property
     def corrects_each_publish(self) -> bool:
         """Whether a token's weight depends on what every version published since it was made says of it."""
         algorithm = self.algorithm

@@ -297,9 +297,8 @@ class PolicyTrainer:
             self._drop(minibatch)
             return
         self._step_critic(minibatch)
-        config, batch = self.spec.optimizer, self.spec.batch
-        total = self.spec.trainer.steps * batch.minibatches * batch.epochs
-        rate = learning_rate(self.optimizer_steps + 1, total, config)
+        config = self.spec.optimizer
+        rate = learning_rate(self.optimizer_steps + 1, self.spec.policy_steps, config)
         set_learning_rate(self.optimizer, rate)
         norm = clip_and_step(self.optimizer, scale=1.0 / minibatch.denominator, max_grad_norm=config.max_grad_norm)
         self._sums.learning_rate = rate

@@ -15,6 +15,7 @@ from tests.model_folders import save_folder
 from tests.model_shapes import HIDDEN, llama
 from tests.trajectories import group, trajectory
 from tidemill.config.algorithm import CriticConfig
+from tidemill.config.learning import OptimizerConfig, TrainerConfig
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import TidemillError, UserError
 from tidemill.core.records import Group, Trajectory
@@ -138,6 +139,15 @@ def test_warm_up_teaches_the_critic_alone(kind: str) -> None:
         subject.take(one)
     assert subject.learn(3).optimizer_steps == 1
     assert weights_digest(model) != start
+
+
+def test_the_learning_rate_falls_over_the_policys_own_steps() -> None:
+    settings = spec({**PPO, "critic_warmup_steps": 2}).model_copy(update={"trainer": TrainerConfig(steps=5)})
+    optimizer = OptimizerConfig(learning_rate=1e-3, schedule="linear", min_learning_rate_ratio=0.2)
+    subject = trainer(settings.model_copy(update={"optimizer": optimizer}), FixedCritic())
+    rates = [learn(subject, step=step).get("learning_rate") for step in range(1, 6)]
+    # two steps of the critic's, then three of the policy's: from the peak, half way to, and at a fifth of it
+    assert rates == [None, None, *(pytest.approx(rate) for rate in (1e-3, 6e-4, 2e-4))]
 
 
 def real_critic(kind: str, model: PreTrainedModel) -> ModelCritic | TrunkCritic:

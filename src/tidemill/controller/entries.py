@@ -45,6 +45,13 @@ class Learned(Entry, frozen=True, tag="learned"):
     positions: tuple[int, ...]
 
 
+class Achieved(Entry, frozen=True, tag="achieved"):
+    """The mean reward of a batch, kept for ever: the trend that an adaptive overcommit follows begins with the run."""
+
+    step: int
+    reward_mean: float
+
+
 class Covered(Entry, frozen=True, tag="covered"):
     """The history goes on from a checkpoint, and what its weights have learned from is forgotten. Should a later
     checkpoint be lost, this says which groups there are to begin again with."""
@@ -105,7 +112,9 @@ class Evaluated(Entry, frozen=True, tag="evaluation"):
     samples: tuple[Trajectory, ...] = ()
 
 
-AnyEntry: TypeAlias = Opened | Accepted | Rewarded | Learned | Covered | Dropped | Restarted | Published | Evaluated
+AnyEntry: TypeAlias = (
+    Opened | Accepted | Rewarded | Learned | Achieved | Covered | Dropped | Restarted | Published | Evaluated
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyEntry] = msgspec.msgpack.Decoder(AnyEntry)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 
 from tidemill.controller.entries import (
+    Achieved,
     AnyEntry,
     Covered,
     Dropped,
@@ -49,6 +50,7 @@ class Ledger:
     def __init__(self, journal: Journal | None, *, round_size: int = 1) -> None:
         self._journal, self._round_size = journal, round_size
         self.evaluations: dict[int, Evaluated] = {}  # by step, the newest of each
+        self.rewards: dict[int, float] = {}  # by step, the mean of its batch; also of steps that are now repeated
         self.learned: dict[int, tuple[int, ...]] = {}  # by step beyond the newest checkpoint: positions, in order
         self.next_position = 0  # of the group that is begun next
         self._covered = 0  # the step of the newest checkpoint
@@ -76,6 +78,8 @@ class Ledger:
         for _, entry in sorted(entries, key=lambda filed: filed[0] != OUTLIVES_CHECKPOINTS):  # those with samples last
             if isinstance(entry, Evaluated):
                 self.evaluations[entry.result.step] = entry
+            elif isinstance(entry, Achieved):
+                self.rewards[entry.step] = entry.reward_mean
         self.learned = batches_after(entries, after_step)
         covered = [entry for _, entry in entries if isinstance(entry, Covered)]
         if tells_of_lost_versions(entries, after_step, through=max(self.learned, default=after_step)):
@@ -153,12 +157,21 @@ class Ledger:
         size = in_flight.plan.group_size
         await self._file([(s.ordinal // size, Rewarded(((s.ordinal, reward),))) for s, reward in rewards])
 
-    async def note_learned(self, in_flight: InFlight, step: int, positions: Sequence[int]) -> list[Sample]:
+    async def note_learned(
+        self, in_flight: InFlight, step: int, positions: Sequence[int], *, reward_mean: float
+    ) -> list[Sample]:
         """A batch was committed: its groups leave; returns their samples."""
         if step not in self.learned:
-            self.learned[step] = tuple(positions)
-            await self._file([(max(positions), Learned(step, tuple(positions)))])
+            self.learned[step], self.rewards[step] = tuple(positions), reward_mean
+            achieved, learned = Achieved(step, reward_mean), Learned(step, tuple(positions))
+            # In this order: a batch that is known to be learned is not noted again.
+            filed = self._round(max(positions))
+            await self._append([(OUTLIVES_CHECKPOINTS, encode(achieved)), (filed, encode(learned))])
         return [sample for position in positions for sample in in_flight.close(position)]
+
+    def rewards_through(self, step: int) -> list[float]:
+        """The mean reward of each batch up to a step."""
+        return [self.rewards[each] for each in sorted(self.rewards) if each <= step]
 
     def has_learned_from(self, position: int) -> bool:
         """Whether a batch beyond the newest checkpoint, which is now repeated, had this group."""

@@ -49,7 +49,6 @@ class Run:
     offload: OffloadState | None = None  # None where no preemptible worker can come
     timings: dict[str, float] = field(default_factory=dict)  # of the batch that is due, in seconds
     began_s: float = 0.0  # when it fell due
-    rewards: list[float] = field(default_factory=list)  # mean of each batch of this session
     trainer_answers: bool = True  # or a run that was to end waited for it in vain
     planned: tuple[int, Sequence[tuple[int, Prompt]]] = (0, ())  # the step whose prompts were asked for last, and they
     assembly: GroupAssembly = field(init=False)
@@ -116,7 +115,7 @@ class Run:
             learned=learned,
             in_flight=open_groups,
             batch_groups=batch.prompts,
-            overcommit=overcommitted(schedule, batch.prompts, self.rewards),
+            overcommit=overcommitted(schedule, batch.prompts, self.rollout.ledger.rewards_through(self.step)),
         )
         number = min(number, self.spec.trainer.steps * batch.prompts - learned - open_groups)
         if number > 0:
@@ -245,7 +244,10 @@ class Run:
         rollout, step, version = self.rollout, self.step + 1, self.trainer.version
         with rollout.span("training", step=step):
             metrics = await self._train(self.trainer.commit(step), f"the trainer to commit step {step}")
-        samples = await rollout.ledger.note_learned(self.in_flight, step, forming.taken)
+        told = sample_figures(trajectories)
+        samples = await rollout.ledger.note_learned(
+            self.in_flight, step, forming.taken, reward_mean=told.get("reward_mean", 0.0)
+        )
         self.step = step
         await self._make_way()
         self.in_flight.newest_version = step
@@ -263,10 +265,9 @@ class Run:
         rollout.telemetry.samples(step, ordered, [sample.prompt for sample in samples])
         tally = self.in_flight.take_tally()
         self.tokens_told += tally.tokens_accepted
-        figures = {**sample_figures(ordered), **batch_figures(samples, tally, version), **self.timings}
+        figures = {**told, **batch_figures(samples, tally, version), **self.timings}
         if rollout.reading is not None:
             figures |= rollout.reading.take_figures()
-        self.rewards.append(figures.get("reward_mean", 0.0))
         ahead = self.spec.schedule.max_policy_lag > 0  # then there is no end to generating
         generating_s = rollout.clock.now() - self.began_s if ahead else self.timings["time_rollout_s"]
         if generating_s > 0:

@@ -256,7 +256,7 @@ async def learn(ledger: Ledger, in_flight: InFlight, step: int, positions: Seque
                 await ledger.accept(in_flight, [make_report(delta)])
             if sample.reward is None:
                 await ledger.reward(in_flight, [(sample, GOOD)])
-    await ledger.note_learned(in_flight, step, positions)
+    await ledger.note_learned(in_flight, step, positions, reward_mean=0.5)
 
 
 async def test_what_was_learned_before_the_checkpoint_does_not_come_back() -> None:
@@ -280,7 +280,7 @@ async def test_a_batch_beyond_the_checkpoint_comes_back_in_its_order() -> None:
     assert ledger.learned == {4: (10, 9)}
     assert (list(again.groups), following) == ([9, 10, 11], 2)  # of the second there is a group, begun too early
     assert [sample.state.value for sample in again] == ["scored"] * 4 + ["waiting"] * 2
-    assert [s.ordinal for s in await ledger.note_learned(again, 4, [10, 9])] == [20, 21, 18, 19]
+    assert [s.ordinal for s in await ledger.note_learned(again, 4, [10, 9], reward_mean=0.5)] == [20, 21, 18, 19]
 
 
 async def rounds(journal: MemoryJournal) -> set[int]:

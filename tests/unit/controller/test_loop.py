@@ -162,13 +162,13 @@ def test_a_trainer_that_does_not_answer_keeps_nobody_from_stopping(hanging: str)
 
         note_learned = session.ledger.note_learned
 
-        async def noted(in_flight: Any, step: int, *more: Any) -> Any:
+        async def noted(in_flight: Any, step: int, *more: Any, **others: Any) -> Any:
             if step == 3 - (hanging == "accumulate"):
                 asyncio.get_running_loop().call_soon(begin)
                 asyncio.get_running_loop().call_later(20.0, session.stop.set)
-            return await note_learned(in_flight, step, *more)
+            return await note_learned(in_flight, step, *more, **others)
 
-        session.ledger.note_learned = noted  # type: ignore[method-assign, assignment]
+        session.ledger.note_learned = noted  # type: ignore[method-assign]
         session.result = await session.run()
         return session, asyncio.get_running_loop().time()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.fake_fleet import Disk, Session, number, said_of, small_spec
 from tests.virtual_time import run_virtual
+from tidemill.controller.in_flight import PlannedGroup
 from tidemill.core.buffers import pack_tokens
 from tidemill.core.records import Completion, Prompt, Reward, SampleId, Trajectory
 
@@ -278,6 +280,47 @@ def test_what_is_generated_during_a_publish_counts() -> None:
 
     trained_tokens = sum(len(sample[1]) for batch in history(session) for group in batch for sample in group)
     assert session.result.tokens_generated == trained_tokens
+
+
+def begun(session: Session, found: dict[int, int]) -> None:
+    """Note under which version each group begins."""
+    opening = session.ledger.open
+
+    async def noted(in_flight: Any, groups: Sequence[PlannedGroup], prompts: Any) -> None:
+        found.update({group.position: group.from_version for group in groups})
+        await opening(in_flight, groups, prompts)
+
+    session.ledger.open = noted  # type: ignore[method-assign]
+
+
+async def improving(prompt: Prompt, trajectory: Trajectory) -> Reward:
+    """From epoch to epoch, which are three steps each."""
+    await asyncio.sleep(0.01)
+    return Reward(value=float(trajectory.sample_id.epoch))
+
+
+@pytest.mark.parametrize("share", [0.65, 0.72])  # of what is written: both in the second half of the run
+def test_a_killed_run_remembers_the_trend_its_overcommit_follows(share: float) -> None:
+    configured = spec(max_policy_lag=4, overcommit="adaptive")
+    configured = configured.model_copy(update={"trainer": configured.trainer.model_copy(update={"steps": 16})})
+
+    async def live(disk: Disk, found: dict[int, int], cut: int | None = None) -> Session:
+        session = Session(spec=configured, slots=4, disk=disk, power_cut_after=cut)
+        session.scorer.score = improving  # type: ignore[method-assign]
+        begun(session, found)
+        session.result = await session.run_until_power_cut()
+        return session
+
+    alone, interrupted, disk = dict[int, int](), dict[int, int](), Disk()
+    written = run_virtual(live(Disk(), alone)).journal.written
+    run_virtual(live(disk, interrupted, int(share * written)))
+    resumed = run_virtual(live(disk, interrupted))
+
+    assert resumed.result is not None
+    assert resumed.result.resumed_from >= 8  # the first 8 steps tell no trend
+    assert interrupted == alone
+    # Group 3 v is the first of the batch that version v learns from; an eighth of 12 is 1 more a step from step 9 on.
+    assert max(position - GROUPS * version for position, version in alone.items()) >= GROUPS + 4
 
 
 SCHEDULES = st.fixed_dictionaries(

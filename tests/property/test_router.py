@@ -32,6 +32,10 @@ def make_waiting(ordinal: int, group: int = 0, expected: float = 8.0, lost: str 
     return Waiting(ordinal=ordinal, group=GROUPS[group], expected_tokens=expected, lost_lease=lost)
 
 
+def make_movable(ordinal: int, *, moves: int, expected: float, kept: int) -> Movable:
+    return Movable(ordinal=ordinal, group=GROUPS[0], moves=moves, expected_tokens=float(expected), kept_tokens=kept)
+
+
 @st.composite
 def fleets(draw: st.DrawFn) -> list[Load]:
     rows = draw(
@@ -64,7 +68,7 @@ def crowds(draw: st.DrawFn) -> tuple[list[Load], dict[str, list[Movable]]]:
         )
         samples = held.setdefault(load.lease_id, [])
         for moves, expected, kept in rows:
-            samples.append(Movable(ordinal=ordinal, moves=moves, expected_tokens=float(expected), kept_tokens=kept))
+            samples.append(make_movable(ordinal, moves=moves, expected=expected, kept=kept))
             ordinal += 1
     return loads, held
 
@@ -295,10 +299,7 @@ def test_rebalance_does_not_depend_on_the_order_of_its_input(
 
 
 def make_held(*samples: tuple[int, float, int], moves: int = 0) -> list[Movable]:
-    return [
-        Movable(ordinal=ordinal, moves=moves, expected_tokens=expected, kept_tokens=kept)
-        for ordinal, expected, kept in samples
-    ]
+    return [make_movable(ordinal, moves=moves, expected=expected, kept=kept) for ordinal, expected, kept in samples]
 
 
 def test_a_free_slot_takes_the_longest_of_what_costs_least_from_the_longest_queue() -> None:
@@ -373,11 +374,11 @@ class Loop:
         held: dict[str, list[Movable]] = {lease: [] for lease in self.slots}
         for ordinal, lease in self.at.items():
             held[lease].append(
-                Movable(
-                    ordinal=ordinal,
+                make_movable(
+                    ordinal,
                     moves=self.moves[ordinal],
-                    expected_tokens=float(self.left[ordinal]),
-                    kept_tokens=len(self.trips[ordinal]),
+                    expected=self.left[ordinal],
+                    kept=len(self.trips[ordinal]),
                 )
             )
         for move in rebalance(self.loads(), of(held), plateau=2, max_moves=MAX_MOVES, queue_limit=LIMIT):

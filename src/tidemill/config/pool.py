@@ -74,6 +74,10 @@ class FleetConfig(Config):
     """How long it does so in the first step; later windows adapt to who waited for whom."""
     window_gain: float = Field(3.0, gt=0)
     """Divides the imbalance (seconds the trainer waited minus seconds workers idled) by which the window moves."""
+    window_floor_s: float = Field(0.0, ge=0)
+    """It never gets shorter."""
+    remember_windows: bool = True
+    """A window is remembered by the number of preemptible workers; else only the last one counts."""
     queue_limit: int = Field(8, ge=1)
     """Samples queued at one worker beyond those it decodes; more wait with the controller."""
     max_moves: int = Field(2, ge=0)

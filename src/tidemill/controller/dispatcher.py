@@ -11,7 +11,7 @@ from tidemill.controller.fleet import Fleet
 from tidemill.controller.in_flight import LOCAL, InFlight, had_by
 from tidemill.controller.member import Member
 from tidemill.controller.offload import seeding_useful
-from tidemill.controller.router import Load, Movable, Waiting, dispatch, rebalance
+from tidemill.controller.router import Load, Movable, Waiting
 from tidemill.controller.samples import Sample, SampleState
 from tidemill.controller.tail import keepers, tail_begins
 from tidemill.core.errors import TidemillError
@@ -38,14 +38,19 @@ class Dispatcher:
         self._keepers: frozenset[str] | None = None  # who generates the tail of the batch, once that has begun
         self._called_back: dict[int, int] = {}  # ordinal: the attempt that was asked back
         self.seeded_until_s: float | None = None  # since when the reserved side has not been generating
-        self.workers_mean = 0.0  # preemptible workers serving, over all looks
-        self._looks = 1
+        self._workers, self._counted_s, self._worker_s = 0, self._began_s, 0.0
 
     def begin_step(self, window_s: float) -> None:
         """New weights are there: the reserved side generates too for a while again."""
         self._began_s, self._window_s, self.seeded_until_s = self._fleet.clock.now(), window_s, None
         self._keepers = None
-        self.workers_mean, self._looks = 0.0, 1
+        self._workers, self._counted_s, self._worker_s = self._fleet.joined, self._began_s, 0.0
+
+    @property
+    def workers_mean(self) -> float:
+        """Preemptible workers in this step, on average until the last look."""
+        elapsed_s = self._counted_s - self._began_s
+        return self._worker_s / elapsed_s if elapsed_s > 0 else float(self._workers)
 
     @property
     def window_left_s(self) -> float:
@@ -60,9 +65,7 @@ class Dispatcher:
             TidemillError: engines failed again and again on one sample.
         """
         members = self._members(trainable_groups)
-        preemptible = len(members) - (members[-1:] == [self._fleet.local])
-        self.workers_mean += (preemptible - self.workers_mean) / self._looks
-        self._looks += 1
+        self._count_workers()
         self._enqueue()
         if self._fleet.elastic and self._fleet.config.tail_fraction > 0:
             members = self._gather(members)
@@ -88,6 +91,11 @@ class Dispatcher:
         for lease_id in lease_ids:
             if lease_id in self._fleet and not self._in_flight.held(lease_id):
                 self._fleet.note_idle(lease_id)
+
+    def _count_workers(self) -> None:
+        now_s = self._fleet.clock.now()
+        self._worker_s += self._workers * (now_s - self._counted_s)
+        self._workers, self._counted_s = self._fleet.joined, now_s
 
     def _members(self, trainable_groups: int) -> list[Member]:
         """Who takes samples now. The reserved side's own are called back when its window is over."""
@@ -186,7 +194,7 @@ class Dispatcher:
             for sample in chosen
         ]
         shares: defaultdict[str, list[Sample]] = defaultdict(list)
-        for ordinal, lease_id in dispatch(waiting, loads, queue_limit=limit):
+        for ordinal, lease_id in self._fleet.router.dispatch(waiting, loads, queue_limit=limit):
             shares[lease_id].append(self._in_flight.samples[ordinal])
         for lease_id, samples in shares.items():
             for source, moved in had_by(samples).items():
@@ -231,7 +239,7 @@ class Dispatcher:
         held = {member.lease.lease_id: in_flight.held(member.lease.lease_id) for member in members}
         if all(len(samples) >= fleet.slots for samples in held.values()) or self._awaiting_back():
             return
-        moves = rebalance(
+        moves = fleet.router.rebalance(
             [Load(lease_id=lease_id, slots=fleet.slots, assigned=len(samples)) for lease_id, samples in held.items()],
             lambda lease_id: [self._movable(sample) for sample in held[lease_id].values()],
             plateau=fleet.profile.plateau(fleet.slots),
@@ -263,6 +271,7 @@ class Dispatcher:
     def _movable(self, sample: Sample) -> Movable:
         return Movable(
             ordinal=sample.ordinal,
+            group=sample.sample_id.group,
             moves=sample.moves,
             expected_tokens=self._expected(sample),
             kept_tokens=sample.length,

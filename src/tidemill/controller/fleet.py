@@ -19,12 +19,14 @@ from typing import Any, Self
 import msgspec
 
 from tidemill.config.pool import FleetConfig
+from tidemill.controller import router as per_sample
 from tidemill.controller.in_flight import LOCAL
 from tidemill.controller.lengths import LengthEstimator
 from tidemill.controller.mailbox import Ended, Mailbox
 from tidemill.controller.member import Member, MemberState, Order, Pace
 from tidemill.controller.plateau import ThroughputProfile
 from tidemill.controller.publishing import Publishing, Quarantined
+from tidemill.controller.router import Router
 from tidemill.controller.story import Story
 from tidemill.controller.waiting import Patience, Wait, patiently
 from tidemill.core.buffers import ITEM_BYTES
@@ -60,6 +62,8 @@ class Fleet:
         publisher: gives them weights.
         silence_s: overrides `config.silence_s`: infinite where workers share a thread with the trainer, whose work
             would look like their silence.
+        router: who decides which worker takes which sample.
+        lengths: what it is told of samples' lengths.
     """
 
     def __init__(
@@ -75,9 +79,11 @@ class Fleet:
         host: WorkerHost | None = None,
         publisher: Publisher | None = None,
         silence_s: float | None = None,
+        router: Router = per_sample,
+        lengths: LengthEstimator | None = None,
     ) -> None:
         self.slots, self.clock, self.config = slots, clock, config or FleetConfig()
-        self.lengths, self.profile = LengthEstimator(), ThroughputProfile()
+        self.router, self.lengths, self.profile = router, lengths or LengthEstimator(), ThroughputProfile()
         self.story = Story(telemetry, clock)
         self._telemetry, self._patience = telemetry, patience or Patience()
         self._provider, self._host = provider, host
@@ -165,6 +171,11 @@ class Fleet:
             and member.version is not None
             and member.version.number == version_number
         ]
+
+    @property
+    def joined(self) -> int:
+        """Preemptible workers that take samples, now or when they have pulled the newest weights."""
+        return sum(member.preemptible and member.state is MemberState.SERVING for member in self._members.values())
 
     @property
     def preemptible(self) -> int:

@@ -51,7 +51,9 @@ def window(state: OffloadState, workers: int) -> float:
     return state.window_by_count.get(workers, state.window_s)
 
 
-def after_step(state: OffloadState, observation: StepObservation, *, gain: float, floor_s: float = 0.0) -> OffloadState:
+def after_step(
+    state: OffloadState, observation: StepObservation, *, gain: float, floor_s: float = 0.0, remembers: bool = True
+) -> OffloadState:
     """What a step teaches.
 
     The window is remembered for a number of workers when the step had that number throughout and it was the predicted
@@ -61,6 +63,7 @@ def after_step(state: OffloadState, observation: StepObservation, *, gain: float
     Args:
         gain: eta; divides the imbalance by which the window moves.
         floor_s: the window is never shorter.
+        remembers: or only the last window counts, whatever the number of workers.
     """
     workers = round(observation.workers_mean)
     if observation.workers_mean <= STEADY:
@@ -71,7 +74,7 @@ def after_step(state: OffloadState, observation: StepObservation, *, gain: float
     return OffloadState(
         window_s=window_s,
         wanted_workers=_wanted(observation, window_s) or state.wanted_workers,
-        window_by_count={**state.window_by_count, workers: window_s} if steady else state.window_by_count,
+        window_by_count={**state.window_by_count, workers: window_s} if steady and remembers else state.window_by_count,
         predicted_workers=workers,
     )
 

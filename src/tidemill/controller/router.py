@@ -10,7 +10,7 @@ import heapq
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from tidemill.core.records import Record
 
@@ -46,6 +46,7 @@ class Movable(Record):
     """A sample queued or executing at a worker."""
 
     ordinal: int
+    group: GroupKey
     moves: int  # times it was moved to even out the load
     expected_tokens: float  # still to come
     kept_tokens: int  # prefix that would be recomputed
@@ -57,6 +58,24 @@ class Move(Record):
     ordinal: int
     source: str
     target: str
+
+
+class Router(Protocol):
+    """The two decisions: what a module of policies has, such as this one."""
+
+    def dispatch(
+        self, waiting: Sequence[Waiting], loads: Sequence[Load], *, queue_limit: int
+    ) -> list[tuple[int, str]]: ...
+
+    def rebalance(
+        self,
+        loads: Sequence[Load],
+        held: Callable[[str], Sequence[Movable]],
+        *,
+        plateau: Mapping[str, int] | int,
+        max_moves: int,
+        queue_limit: int,
+    ) -> list[Move]: ...
 
 
 @dataclass(slots=True, eq=False)

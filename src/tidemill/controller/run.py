@@ -332,7 +332,7 @@ class Run:
         """How long the reserved side generates beside the preemptible workers in the next step."""
         if self.offload is None:
             return math.inf
-        return window(self.offload, len(self.rollout.fleet.serving(self.trainer.version.number)))
+        return window(self.offload, self.rollout.fleet.joined)
 
     def _adapt(self) -> None:
         """Learn from who waited for whom: the seeding window of later steps, and how many workers would be of use."""
@@ -347,7 +347,16 @@ class Run:
             remote_s=timings["time_rollout_s"],
             train_s=timings["time_train_s"],
         )
-        self._balance(after_step(self.offload, observation, gain=fleet.config.window_gain))
+        config = fleet.config
+        self._balance(
+            after_step(
+                self.offload,
+                observation,
+                gain=config.window_gain,
+                floor_s=config.window_floor_s,
+                remembers=config.remember_windows,
+            )
+        )
 
     def _balance(self, offload: OffloadState) -> None:
         self.offload = offload

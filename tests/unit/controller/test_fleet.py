@@ -493,7 +493,24 @@ def test_the_window_adapts_and_the_provider_hears_how_many_are_wanted() -> None:
     assert len(session.provider.wanted) == 1 + 6
     assert all(wanted >= 0 for wanted in session.provider.wanted)
     assert len({values["seed_window_s"] for values in steps}) > 1
-    assert 0.5 < steps[-1]["workers_mean"] <= 1.0  # less while it takes new weights
+    assert steps[-1]["workers_mean"] == 1.0  # also while it takes new weights
+
+
+def test_the_window_is_that_of_all_who_will_generate_though_they_still_take_the_new_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[int] = []
+
+    def remembered(state: OffloadState, workers: int) -> float:
+        asked.append(workers)
+        return 0.2
+
+    monkeypatch.setattr("tidemill.controller.run.window", remembered)
+    session = pool(granted("a"), granted("b"))
+
+    run_virtual(session.run())
+
+    assert asked[-2:] == [2, 2]
 
 
 def test_the_metrics_have_the_window_that_was_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,6 +89,15 @@ def test_a_number_that_changed_during_the_step_is_not_remembered(mean: float, re
     assert after_step(state, make_observation(workers_mean=mean), gain=3.0).window_by_count == remembered
 
 
+def test_without_a_memory_only_the_last_window_counts() -> None:
+    steady = OffloadState(window_s=13.0, wanted_workers=2, predicted_workers=2)
+
+    state = after_step(steady, make_observation(), gain=3.0, remembers=False)
+
+    assert (state.window_s, state.window_by_count) == (16.0, {})
+    assert window(state, 2) == 16.0
+
+
 def test_a_step_without_workers_teaches_nothing() -> None:
     state = OffloadState(window_s=13.0, wanted_workers=2, window_by_count={2: 13.0}, predicted_workers=2)
     alone = make_observation(workers_mean=0.0, trainer_wait_s=100.0, remote_s=0.0)

@@ -107,7 +107,7 @@ class Dispatcher:
             return members
         seeds = not fleet.elastic
         if fleet.elastic and fleet.config.seeding:
-            free = sum(max(0, fleet.slots - len(in_flight.held(member.lease.lease_id))) for member in members)
+            free = sum(max(0, member.slots - len(in_flight.held(member.lease.lease_id))) for member in members)
             seeds = seeding_useful(
                 elapsed_s=fleet.clock.now() - self._began_s,
                 window_s=self._window_s,
@@ -139,7 +139,8 @@ class Dispatcher:
             return []
         if self._keepers is None or not self._keepers <= here:
             loads = [
-                Load(lease_id=lease_id, slots=fleet.slots, assigned=len(in_flight.held(lease_id))) for lease_id in here
+                Load(lease_id=lease_id, slots=fleet[lease_id].slots, assigned=len(in_flight.held(lease_id)))
+                for lease_id in here
             ]
             self._keepers = keepers(
                 loads, unfinished=in_flight.unfinished, plateau=fleet.profile.plateau(fleet.slots), last={LOCAL}
@@ -174,15 +175,16 @@ class Dispatcher:
         """Fill free slots and short queues. Without preemptible workers the local engine keeps the queue itself."""
         limit = self._fleet.config.queue_limit if self._fleet.elastic else len(self._in_flight.samples)
         held = {member.lease.lease_id: len(self._in_flight.held(member.lease.lease_id)) for member in members}
-        room = sum(max(0, self._fleet.slots + limit - assigned) for assigned in held.values())
+        slots = {member.lease.lease_id: member.slots for member in members}
+        room = sum(max(0, slots[lease_id] + limit - assigned) for lease_id, assigned in held.items())
         chosen = self._pop(room)
         if not chosen:
             return False
         near = self._siblings(chosen)
         loads = [
-            Load(lease_id=lease_id, slots=self._fleet.slots, assigned=assigned, groups=frozenset(near[lease_id]))
+            Load(lease_id=lease_id, slots=slots[lease_id], assigned=assigned, groups=frozenset(near[lease_id]))
             for lease_id, assigned in held.items()
-            if assigned < self._fleet.slots + limit
+            if assigned < slots[lease_id] + limit
         ]
         waiting = [
             Waiting(
@@ -237,10 +239,14 @@ class Dispatcher:
             return
         self._balanced_s = now_s
         held = {member.lease.lease_id: in_flight.held(member.lease.lease_id) for member in members}
-        if all(len(samples) >= fleet.slots for samples in held.values()) or self._awaiting_back():
+        slots = {member.lease.lease_id: member.slots for member in members}
+        if all(len(samples) >= slots[lease_id] for lease_id, samples in held.items()) or self._awaiting_back():
             return
         moves = fleet.router.rebalance(
-            [Load(lease_id=lease_id, slots=fleet.slots, assigned=len(samples)) for lease_id, samples in held.items()],
+            [
+                Load(lease_id=lease_id, slots=slots[lease_id], assigned=len(samples))
+                for lease_id, samples in held.items()
+            ],
             lambda lease_id: [self._movable(sample) for sample in held[lease_id].values()],
             plateau=fleet.profile.plateau(fleet.slots),
             max_moves=fleet.config.max_moves,

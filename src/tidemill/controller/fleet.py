@@ -56,7 +56,8 @@ class Fleet:
 
     Args:
         local: the trainer's own engine.
-        slots: samples any worker decodes at once.
+        slots: samples a worker decodes at once.
+        local_slots: the same of the local one, where it is another kind of machine.
         provider: where preemptible workers come from; None for none, and then `host` and `publisher` are not needed.
         host: starts them.
         publisher: gives them weights.
@@ -71,6 +72,7 @@ class Fleet:
         local: Worker | None,
         *,
         slots: int,
+        local_slots: int | None = None,
         clock: Clock,
         telemetry: Telemetry,
         config: FleetConfig | None = None,
@@ -112,7 +114,7 @@ class Fleet:
                 price_usd_per_hour=self.config.reserved_usd_per_hour,
                 start_s=0.0,
             )
-            self.local = Member(lease=lease, worker=local)
+            self.local = Member(lease=lease, slots=slots if local_slots is None else local_slots, worker=local)
 
     @property
     def elastic(self) -> bool:
@@ -241,7 +243,9 @@ class Fleet:
         if isinstance(event, LeaseGranted):
             if self.story.knows(event.lease.lease_id):
                 return  # said twice
-            member = Member(lease=event.lease, heard_s=self.clock.now(), idle_since_s=self.clock.now())
+            member = Member(
+                lease=event.lease, slots=self.slots, heard_s=self.clock.now(), idle_since_s=self.clock.now()
+            )
             self.story.granted(member)
             self._enter(member, self._live(member))
         elif (member_ := self._members.get(event.lease_id)) is None:
@@ -307,7 +311,7 @@ class Fleet:
             member.heard_tokens = tokens
             member.tokens += tokens
             member.busy_tokens += tokens
-            if (running := report.status.running) and tokens:
+            if (running := report.status.running) and tokens and member.slots == self.slots:  # machines of one kind
                 self.profile.observe(running, report.status.tokens_per_s)
                 self._pace = Pace(report.status.tokens_per_s / running, tokens / running)
             if report.notice_s is not None:
@@ -362,7 +366,7 @@ class Fleet:
         if member.state is MemberState.GONE:
             return
         joined, now_s = member.state in (MemberState.SERVING, MemberState.LEAVING), self.clock.now()
-        lost = member.tokens_since(now_s, usual=self._pace, slots=self.slots)
+        lost = member.tokens_since(now_s, usual=self._pace)
         self._leave(member)
         if self._provider is not None and not provider_knows:
             self._spawn(self._provider.release(member.lease.lease_id), f"release {member.lease.lease_id}")

@@ -45,6 +45,7 @@ class Member:
     """What the controller knows of a worker. Orders are carried out one after another; no worker waits for another."""
 
     lease: Lease
+    slots: int  # samples it decodes at once
     state: MemberState = MemberState.STARTING
     worker: Worker | None = None
     version: PolicyVersion | None = None
@@ -67,19 +68,18 @@ class Member:
     def preemptible(self) -> bool:
         return self.lease.kind == "preemptible"
 
-    def tokens_since(self, now_s: float, *, usual: Pace | None, slots: int) -> int:
+    def tokens_since(self, now_s: float, *, usual: Pace | None) -> int:
         """About how many tokens it has made since it was last heard: a tick's at most, or it would have said so.
 
         Args:
             usual: of the fleet, for a worker that has not told of its first tick; None when nobody has told of any.
-            slots: samples it decodes at once.
         """
         if self.status is not None and self.status.running:
             return min(self.heard_tokens, round(self.status.tokens_per_s * max(0.0, now_s - self.heard_s)))
         if self.busy_since_s is None or usual is None:
             return 0
         each = min(usual.tokens, usual.tokens_per_s * (now_s - self.busy_since_s))
-        return round(each * min(self.busy_samples, slots))
+        return round(each * min(self.busy_samples, self.slots))
 
     def cost_usd(self, now_s: float) -> float:
         return self.lease.price_usd_per_hour * (now_s - self.lease.start_s) / 3600

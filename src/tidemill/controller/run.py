@@ -244,6 +244,8 @@ class Run:
         rollout, step, version = self.rollout, self.step + 1, self.trainer.version
         with rollout.span("training", step=step):
             metrics = await self._train(self.trainer.commit(step), f"the trainer to commit step {step}")
+        if "time_train_s" in metrics.values:  # without its waits for the device
+            self.timings["time_train_s"] = metrics.values["time_train_s"]
         told = sample_figures(trajectories)
         samples = await rollout.ledger.note_learned(
             self.in_flight, step, forming.taken, reward_mean=told.get("reward_mean", 0.0)

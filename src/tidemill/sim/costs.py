@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 from tidemill.core.records import Group, Record
@@ -18,14 +19,22 @@ class EngineCosts(Protocol):
     def boot_s(self) -> float:
         """From the lease to an engine without weights."""
 
+    @property
+    def cache_tokens(self) -> float:
+        """Tokens whose keys and values fit, of all samples together."""
+
+    @property
+    def longest_sample(self) -> float:
+        """Tokens of one sample at most, prompt and completion."""
+
     def decode_s(self, running: int, context_tokens: int, steps: int) -> float:
         """`steps` tokens of each of `running` samples, which together have `context_tokens` before the first of them.
 
         Rises with `steps`, and is 0 for none.
         """
 
-    def prefill_s(self, tokens: int) -> float:
-        """Keys and values of so many tokens."""
+    def prefill_s(self, tokens: int, samples: int = 1) -> float:
+        """Keys and values of so many tokens, in `samples` samples of one length."""
 
 
 class TrainerCosts(Protocol):
@@ -48,11 +57,23 @@ class WeightCosts(Protocol):
     def nbytes(self) -> int:
         """Of a whole snapshot."""
 
+    @property
+    def delta_nbytes(self) -> int:
+        """Of the difference from the version before; 0 where whole snapshots are pulled."""
+
+    @property
+    def uplink_bytes_per_s(self) -> float:
+        """Of the trainer, shared by all who pull at once."""
+
+    @property
+    def downlink_bytes_per_s(self) -> float:
+        """Of one worker."""
+
     def publish_s(self) -> float:
         """Until it can be pulled."""
 
     def pull_s(self) -> float:
-        """One worker fetches and verifies it, while its engine goes on."""
+        """What a pull takes beside the bytes on their way, while the engine goes on."""
 
     def swap_s(self) -> float:
         """The engine stands still."""
@@ -66,11 +87,16 @@ class ConstantEngine(Record):
     step_s: float  # of up to `plateau` samples
     prefill_tokens_per_s: float
     boot_s: float = 0.0
+    cache_tokens: float = math.inf
+
+    @property
+    def longest_sample(self) -> float:
+        return self.cache_tokens
 
     def decode_s(self, running: int, context_tokens: int, steps: int) -> float:
         return steps * self.step_s * max(1.0, running / self.plateau)
 
-    def prefill_s(self, tokens: int) -> float:
+    def prefill_s(self, tokens: int, samples: int = 1) -> float:
         return tokens / self.prefill_tokens_per_s
 
     @property
@@ -97,9 +123,12 @@ class ConstantTrainer(Record):
 
 
 class ConstantWeights(Record):
-    """Seconds as given, for whoever pulls and however many do."""
+    """Seconds as given; without links, for whoever pulls and however many do."""
 
     nbytes: int = 0
+    delta_nbytes: int = 0
+    uplink_bytes_per_s: float = math.inf
+    downlink_bytes_per_s: float = math.inf
     publish: float = 0.0  # seconds
     pull: float = 0.0  # seconds
     swap: float = 0.0  # seconds

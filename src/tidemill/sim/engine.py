@@ -13,13 +13,18 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from tidemill.core.buffers import count
+import msgspec
+
+from tidemill.core.buffers import ITEM_BYTES, count
 from tidemill.core.records import Finish, GenerateRequest, PolicyVersion, SampleId, TokenDelta
 from tidemill.sim.completions import Completions
 from tidemill.sim.costs import EngineCosts
 
 EPSILON_S = 1e-6
 """Times closer than this are the same: a timer may wake its waiter a little early."""
+
+WATERMARK = 0.01
+"""Of the cache, what is left free when another sample comes in, or it would soon have to go again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,11 +45,12 @@ class SimulatedEngine:
     """
 
     def __init__(self, costs: EngineCosts, completions: Completions, *, now_s: float) -> None:
-        self.costs = costs
+        self.costs, self._cache_tokens = costs, costs.cache_tokens
         self.version = PolicyVersion(number=-1, digest="")
         self.computes_with = self.version
         self.generated = 0
         self.prefilled = self.reused = 0  # prompt tokens
+        self.put_back = self.recomputed = 0  # samples that lost their cache when it was full, and their tokens
         self._completions = completions
         self._until_s = now_s  # what was simulated so far
         self._steps = 0  # decode steps so far
@@ -54,6 +60,7 @@ class SimulatedEngine:
         self._serial = 0
         self._queue: deque[GenerateRequest] = deque()
         self._prompts: OrderedDict[str, None] = OrderedDict()  # whose keys and values some slot still has
+        self._paused = False
         self._deltas: list[TokenDelta] = []  # of samples that ended or were called back
 
     @property
@@ -75,9 +82,9 @@ class SimulatedEngine:
         running = len(self._running)
         return running / self.costs.decode_s(running, self._context, 1) if running else 0.0
 
-    def next_end_s(self) -> float:
-        """When the next sample ends, if nothing else happens; infinite without any."""
-        steps = self._steps_to_end()
+    def next_change_s(self) -> float:
+        """When the next sample ends or the cache is full, if nothing else happens; infinite without any sample."""
+        steps = self._steps_to_change()
         if steps is None:
             return math.inf
         return self._until_s + self.costs.decode_s(len(self._running), self._context, steps)
@@ -111,7 +118,17 @@ class SimulatedEngine:
         self._deltas += self.flush(now_s)
         self.version, self.computes_with = version, computes_with
         self._prompts.clear()
-        self._until_s = max(self._until_s, now_s) + swap_s + self.costs.prefill_s(self._context)
+        self._until_s = max(self._until_s, now_s) + swap_s + self.costs.prefill_s(self._context, len(self._running))
+        self._admit()
+
+    def pause(self, now_s: float) -> None:
+        """Its GPUs are taken for something else, nothing running on them: what comes waits."""
+        self.advance(now_s)
+        assert not self._running, "an engine is paused when it has nothing to do"
+        self._paused = True
+
+    def resume(self, now_s: float) -> None:
+        self._paused, self._until_s = False, max(self._until_s, now_s)
         self._admit()
 
     def flush(self, now_s: float) -> list[TokenDelta]:
@@ -126,14 +143,22 @@ class SimulatedEngine:
 
     def advance(self, now_s: float) -> None:
         """Decode up to `now_s`: as many whole steps as fit, the slot of a sample that ends being filled at once."""
-        while (steps := self._steps_to_end()) is not None:
+        while (steps := self._steps_to_change()) is not None:
             if self._until_s + self.costs.decode_s(len(self._running), self._context, steps) > now_s + EPSILON_S:
                 self._decode(self._steps_within(now_s - self._until_s, steps))
                 return
             self._decode(steps)
             self._end()
+            self._make_room()
             self._admit()
         self._until_s = max(self._until_s, now_s)
+
+    def _steps_to_change(self) -> int | None:
+        """Until the next sample ends or the cache is full; None when none is running."""
+        steps, running = self._steps_to_end(), len(self._running)
+        if steps is None or self._cache_tokens == math.inf or running == 1:
+            return steps
+        return min(steps, int((self._cache_tokens - self._context) // running))
 
     def _steps_to_end(self) -> int | None:
         """Until the next sample ends; None when none is running."""
@@ -167,10 +192,32 @@ class SimulatedEngine:
             self._deltas.append(self._flush(one, one.finish))
             self._leave(one)
 
+    def _make_room(self) -> None:
+        """Before a step that the cache has no room for, the samples begun last lose theirs: they are told of, wait
+        before all others, and are computed again (vLLM's preemption by recomputation, arXiv 2309.06180, section 4.5).
+
+        One sample alone goes on in any case: whoever asks for one that cannot fit is told so before.
+        """
+        while len(self._running) > 1 and self._context + len(self._running) > self._cache_tokens:
+            one = next(reversed(self._running.values()))
+            have, prompt = self._steps - one.offset, count(one.request.prompt_ids)
+            if have > one.flushed:
+                self._deltas.append(self._flush(one, None))
+            self._leave(one)
+            self._prompts.pop(one.request.sample_id.prompt_id, None)
+            self._queue.appendleft(msgspec.structs.replace(one.request, prefix_ids=bytes(have * ITEM_BYTES)))
+            self.put_back += 1
+            self.recomputed += prompt + have
+
+    def _fits(self, request: GenerateRequest) -> bool:
+        """Whether the cache has room for a sample that comes in, and for a step then; always where it is alone."""
+        context = self._context + count(request.prompt_ids) + count(request.prefix_ids)
+        return not self._running or context + len(self._running) + 1 <= (1 - WATERMARK) * self._cache_tokens
+
     def _admit(self) -> None:
         """Fill free slots. A prompt and the tokens brought along are computed before decoding goes on."""
-        while self._queue and len(self._running) < self.costs.slots:
-            if self._queue[0].min_version > self.version.number:
+        while self._queue and len(self._running) < self.costs.slots and not self._paused:
+            if self._queue[0].min_version > self.version.number or not self._fits(self._queue[0]):
                 return
             request = self._queue.popleft()
             have = count(request.prefix_ids)

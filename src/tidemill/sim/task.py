@@ -9,10 +9,6 @@ from tidemill.core.buffers import pack_tokens
 from tidemill.core.records import Message, Prompt, Reward, Trajectory
 
 
-def blank_prompt(name: str, tokens: int) -> Prompt:
-    return Prompt(prompt_id=name, token_ids=pack_tokens([1] * tokens), text="", answer="")
-
-
 class SimulatedPrompts:
     """Implements `core.protocols.PromptSource`: the same `different` prompts in every epoch.
 
@@ -23,18 +19,21 @@ class SimulatedPrompts:
 
     def __init__(self, per_step: int, *, different: int, prompt_tokens: int, held_out: int = 0) -> None:
         self._per_step, self._different = per_step, different
-        self._prompts = [blank_prompt(f"p{at}", prompt_tokens) for at in range(different)]
-        self._held_out = [blank_prompt(f"h{at}", prompt_tokens) for at in range(held_out)]
+        self._token_ids = pack_tokens([1] * prompt_tokens)
+        self._held_out = [self._prompt(f"h{at}") for at in range(held_out)]
 
     def train_batch(self, step: int) -> Sequence[tuple[int, Prompt]]:
         first = (step - 1) * self._per_step
         return [
-            (position // self._different, self._prompts[position % self._different])
+            (position // self._different, self._prompt(f"p{position % self._different}"))
             for position in range(first, first + self._per_step)
         ]
 
     def held_out(self) -> Sequence[Prompt]:
         return self._held_out
+
+    def _prompt(self, name: str) -> Prompt:
+        return Prompt(prompt_id=name, token_ids=self._token_ids, text="", answer="")
 
 
 class SimulatedScorer:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 
+import msgspec
+
 from tidemill.core.buffers import LogprobBuffer, TokenBuffer
+from tidemill.core.clock import Clock
 from tidemill.core.records import Completion, Group, PolicyVersion, StepMetrics
 from tidemill.sim.costs import TrainerCosts
 
@@ -44,6 +49,49 @@ class SimulatedTrainer:
         digest = hashlib.blake2b(made_of.encode(), digest_size=8).hexdigest()
         self.version = PolicyVersion(number=step, digest=digest)
         return StepMetrics(step=step, version=self.version, optimizer_steps=1, values={})
+
+
+class LearningTrainer(SimulatedTrainer):
+    """Tells of a batch what a trainer would, and when it was learning.
+
+    Args:
+        gpus: entered for as long as it computes; waiting for them is no learning.
+    """
+
+    def __init__(
+        self, costs: TrainerCosts, *, clock: Clock, gpus: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
+    ) -> None:
+        super().__init__(costs)
+        self.learned: list[tuple[float, float]] = []  # (begin, end) of each stretch, in seconds
+        self._clock, self._gpus = clock, gpus
+        self._seconds, self._tokens_by_lag = 0.0, Counter[int]()
+
+    async def accumulate(self, group: Group) -> None:
+        async with self._learning():
+            await super().accumulate(group)
+        for trajectory in group.trajectories:
+            for run in trajectory.versions:
+                self._tokens_by_lag[self.version.number - run.version.number] += run.end - run.start
+
+    async def commit(self, step: int) -> StepMetrics:
+        async with self._learning():
+            metrics = await super().commit(step)
+        tokens = self._tokens_by_lag.total()
+        values = {"tokens_trained": float(tokens), "time_train_s": self._seconds}
+        values |= {f"lag/{lag}": count / tokens for lag, count in sorted(self._tokens_by_lag.items())}
+        self._seconds, self._tokens_by_lag = 0.0, Counter()
+        return msgspec.structs.replace(metrics, values=values)
+
+    @asynccontextmanager
+    async def _learning(self) -> AsyncIterator[None]:
+        async with self._gpus():
+            began_s = self._clock.now()
+            yield
+            now_s = self._clock.now()
+        self._seconds += now_s - began_s
+        if self.learned and self.learned[-1][1] == began_s:
+            began_s = self.learned.pop()[0]
+        self.learned.append((began_s, now_s))
 
 
 @dataclass

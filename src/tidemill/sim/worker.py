@@ -22,6 +22,7 @@ from tidemill.core.records import (
 from tidemill.sim.completions import Completions
 from tidemill.sim.costs import EngineCosts, WeightCosts
 from tidemill.sim.engine import EPSILON_S, SimulatedEngine
+from tidemill.sim.uplink import Uplink
 from tidemill.sim.weights import CountedWeights
 
 
@@ -152,7 +153,7 @@ class SimulatedWorker:
         return min(self._tick_s, self._heartbeat_s) if busy else self._heartbeat_s
 
     def _next_s(self, now_s: float) -> float:
-        end_s = self.engine.next_end_s() if self._tick_s == math.inf else math.inf
+        end_s = self.engine.next_change_s() if self._tick_s == math.inf else math.inf
         return max(now_s, min(end_s, self._reported_s + self._pause_s))
 
     def _report(self, now_s: float) -> WorkerReport:
@@ -219,6 +220,7 @@ class SimulatedHost:
         self.workers: dict[str, SimulatedWorker] = {}  # by lease
         self._engine, self._weights, self._completions, self._clock = engine, weights, completions, clock
         self._tick_s, self._heartbeat_s = tick_s, heartbeat_s
+        self._uplink = Uplink(weights.uplink_bytes_per_s, weights.downlink_bytes_per_s, clock)
 
     async def start(self, lease: Lease) -> SimulatedWorker:
         await asyncio.sleep(self._engine.boot_s)
@@ -227,7 +229,7 @@ class SimulatedHost:
             clock=self._clock,
             worker_id=lease.worker_id,
             lease_id=lease.lease_id,
-            source=CountedWeights(self._weights, self._clock),
+            source=CountedWeights(self._weights, self._clock, self._uplink),
             swap_s=self._weights.swap_s(),
             tick_s=self._tick_s,
             heartbeat_s=self._heartbeat_s,

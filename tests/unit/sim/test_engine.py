@@ -47,16 +47,16 @@ def test_samples_end_when_their_tokens_have_been_decoded() -> None:
     one = engine({0: 3, 1: 5, 2: 2})
     one.submit([request(0), request(1), request(2)], 0.0)
     # Two prompts of 10 tokens take 0.2 s; then 3 steps of 0.2 s (2 samples, plateau 1) end the first.
-    assert one.next_end_s() == pytest.approx(0.2 + 3 * 0.2)
+    assert one.next_change_s() == pytest.approx(0.2 + 3 * 0.2)
     one.advance(0.79)
     assert (one.ended, one.running, one.queued) == (False, 2, 1)
     one.advance(0.8)
     assert told(one.take_ended()) == [(0, 0, 3, "stop")]
     # The third comes in at once: 0.1 s for its prompt, and both have 2 tokens left: 0.4 s.
-    assert one.next_end_s() == pytest.approx(0.8 + 0.1 + 0.4)
+    assert one.next_change_s() == pytest.approx(0.8 + 0.1 + 0.4)
     one.advance(2.0)
     assert sorted(told(one.take_ended())) == [(1, 0, 5, "stop"), (2, 0, 2, "stop")]
-    assert (one.generated, one.prefilled, one.next_end_s()) == (10, 30, math.inf)
+    assert (one.generated, one.prefilled, one.next_change_s()) == (10, 30, math.inf)
 
 
 def test_what_is_called_back_has_the_whole_steps_that_fit() -> None:
@@ -82,7 +82,7 @@ def test_new_weights_are_swapped_in_between_two_tokens() -> None:
     one.load(V1, computes_with=V1, swap_s=0.5, now_s=0.1 + 0.4)
     # 4 tokens under the old weights; then 0.5 s, and 14 tokens computed again: 0.14 s; then 6 more steps.
     assert [(delta.start, count(delta.token_ids), delta.version) for delta in one.take_ended()] == [(0, 4, V0)]
-    assert one.next_end_s() == pytest.approx(0.5 + 0.5 + 0.14 + 0.6)
+    assert one.next_change_s() == pytest.approx(0.5 + 0.5 + 0.14 + 0.6)
     one.advance(3.0)
     assert [(delta.start, count(delta.token_ids), delta.version) for delta in one.take_ended()] == [(4, 6, V1)]
 
@@ -136,3 +136,79 @@ def test_tokens_tell_of_their_sample_place_and_version() -> None:
     assert tokens(one, V0, 0, 9) == tokens(one, V0, 0, 4) + tokens(one, V0, 4, 9)
     assert len({tokens(one, V0, 0, 4), tokens(other, V0, 0, 4), tokens(one, V1, 0, 4), tokens(one, V0, 4, 8)}) == 4
     assert says.tokens(one, V0, 0, 4)[1] != tokens(one, V0, 0, 4)
+
+
+def full_engine(lengths: dict[int, int], *, cache: float) -> SimulatedEngine:
+    costs = msgspec.structs.replace(COSTS, plateau=2, cache_tokens=cache)
+    made = SimulatedEngine(costs, BlankCompletions(lambda sample_id: lengths[sample_id.index]), now_s=0.0)
+    made.load(V0, computes_with=V0, swap_s=0.0, now_s=0.0)
+    return made
+
+
+def test_a_full_cache_puts_back_what_was_begun_last() -> None:
+    one = full_engine({0: 10, 1: 10}, cache=30)
+    one.submit([request(0), request(1)], 0.0)
+    # Two prompts of 10 tokens take 0.2 s. The cache has 10 tokens left: 5 steps of 0.1 s for both, at 0.7 s it is full.
+    assert one.next_change_s() == pytest.approx(0.7)
+    one.advance(0.7)
+    assert (one.running, one.queued, one.put_back, one.recomputed) == (1, 1, 1, 15)
+    assert told(one.take_ended()) == [(1, 0, 5, None)]
+    # The first goes on alone to its end, 5 steps later; then the other's 15 tokens are computed again, 0.15 s, and
+    # its last 5 tokens are decoded.
+    assert one.next_change_s() == pytest.approx(1.2)
+    one.advance(1.2 + 0.15 + 0.5)
+    assert told(one.take_ended()) == [(0, 0, 10, "stop"), (1, 5, 5, "stop")]
+    assert (one.generated, one.prefilled) == (20, 30)
+
+
+def test_nothing_comes_in_before_the_cache_has_room_for_it() -> None:
+    one = full_engine({0: 4, 1: 4}, cache=20)
+    one.submit([request(0), request(1)], 0.0)
+    # 10 + 10 tokens would fill it to the last one, and 1 % is to be left.
+    assert (one.running, one.queued) == (1, 1)
+    one.advance(0.1 + 0.4 + 0.1 + 0.4)
+    assert told(one.take_ended()) == [(0, 0, 4, "stop"), (1, 0, 4, "stop")]
+    assert one.put_back == 0
+
+
+def test_what_was_put_back_can_be_called_back() -> None:
+    one = full_engine({0: 10, 1: 10}, cache=30)
+    one.submit([request(0), request(1)], 0.0)
+    one.advance(0.8)
+    one.abort([request(1).sample_id], 0.8)
+    assert told(one.take_ended()) == [(1, 0, 5, None), (1, 5, 0, "aborted")]
+    assert (one.running, one.queued) == (1, 0)
+
+
+def test_a_paused_engine_begins_nothing() -> None:
+    one = engine({0: 3})
+    one.pause(1.0)
+    one.submit([request(0)], 2.0)
+    assert (one.running, one.queued, one.next_change_s()) == (0, 1, math.inf)
+    one.resume(5.0)
+    assert one.next_change_s() == pytest.approx(5.0 + 0.1 + 0.3)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=6),
+    cache=st.integers(41, 90),
+    looks=st.lists(st.floats(0, 1), max_size=5),
+)
+def test_whatever_the_cache_holds_every_token_is_made_and_told_once(
+    lengths: list[int], cache: int, looks: list[float]
+) -> None:
+    costs = msgspec.structs.replace(COSTS, slots=4, cache_tokens=float(cache))  # the longest sample is 40 tokens
+    one = SimulatedEngine(costs, BlankCompletions(lambda sample_id: lengths[sample_id.index]), now_s=0.0)
+    one.load(V0, computes_with=V0, swap_s=0.0, now_s=0.0)
+    one.submit([request(index) for index in range(len(lengths))], 0.0)
+    for share in sorted(looks):
+        one.advance(share * 60.0)
+        held = one._context
+        assert held <= cache or one.running == 1
+    one.advance(1000.0)
+    have, ends = [0] * len(lengths), 0
+    for delta in one.take_ended():
+        assert delta.start == have[delta.sample_id.index]
+        have[delta.sample_id.index] += count(delta.token_ids)
+        ends += delta.finish == "stop"
+    assert (have, ends, one.generated) == (lengths, len(lengths), sum(lengths))

@@ -6,6 +6,7 @@ the longer of reading its bytes and computing its FLOPs, each at an efficiency. 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from tidemill.controller.plateau import FLAT
@@ -60,6 +61,22 @@ class EngineProfile(Record):
         computed = self.sample_s * running + self.attended_token_s * cached
         return self.step_s + max(moved, computed)
 
+    def decode_s(self, running: float, cached: float, steps: int) -> float:
+        """The sum of `steps` decoding steps, each with one more token of every sample in the cache.
+
+        What is moved and what is computed both rise steadily, so that one overtakes the other once at most.
+        """
+        experts = self.experts_s * (1 - (1 - self.expert_share) ** running) if self.expert_share else 0.0
+        moved = self.weights_s + experts + self.cached_token_s * cached
+        computed = self.sample_s * running + self.attended_token_s * cached
+        moved_more, computed_more = self.cached_token_s * running, self.attended_token_s * running
+        lead, closing = moved - computed, computed_more - moved_more
+        overtaken = math.ceil(lead / closing) if closing and lead / closing >= 0 else steps
+        first = min(overtaken, steps)
+        moved_first = lead > 0 or (lead == 0 and closing < 0)
+        before, after = ((moved, moved_more), (computed, computed_more))[:: 1 if moved_first else -1]
+        return steps * self.step_s + _rising(*before, 0, first) + _rising(*after, first, steps)
+
     def prefill_s(self, tokens: float, before: float = 0.0) -> float:
         """Of `tokens` that follow `before` others already in the cache; with none of either it takes no time."""
         return tokens * (self.prefill_token_s + self.prefill_pair_s * (before + tokens / 2))
@@ -97,6 +114,11 @@ class EngineProfile(Record):
                 break
             kept += 1
         return len(contexts) - kept
+
+
+def _rising(start: float, more: float, first: int, end: int) -> float:
+    """The sum of start + i * more for first <= i < end."""
+    return (end - first) * (start + more * (first + end - 1) / 2)
 
 
 def engine_profile(

@@ -48,11 +48,12 @@ class TrainerProfile(Record):
     update_s: float  # the optimizer's step
     hidden: float  # share of computing behind which gathering hides
 
-    def pass_s(self, tokens: float, context: float, *, passes: float, microbatches: int = 1) -> float:
+    def pass_s(self, tokens: float, context: float, *, passes: float, microbatches: float = 1) -> float:
         """`passes` forward-sized passes over `tokens` tokens whose sequences are `context` long on average.
 
         Args:
-            microbatches: of each rank; a pipeline is empty at its ends for (stages - 1) of them.
+            microbatches: of each rank, a part of one for a part of its tokens; a pipeline is empty at its ends for
+                (stages - 1) of them.
         """
         computed = tokens * passes * (self.token_s + self.pair_s * context / 2)
         bubble = 1 + (self.stages - 1) / max(microbatches, 1)

@@ -1,0 +1,132 @@
+"""What a simulated run came to: its logs, and the figures that follow from them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tidemill.controller.loop import LoopResult
+from tidemill.core.records import Record
+from tidemill.telemetry.events import DECODE, EVICTION
+from tidemill.telemetry.fleet_figures import (
+    HOUR_S,
+    HeldLease,
+    amount,
+    covered_s,
+    fleet_figures,
+    held_leases,
+    moment,
+    recomputed,
+    sessions_of,
+)
+from tidemill.telemetry.metrics import MetricLine
+
+
+class SimulatedRun(Record):
+    """Times in virtual seconds since the run began. What an unfinished step took and cost is in no figure."""
+
+    result: LoopResult
+    events: tuple[dict[str, Any], ...]  # as in events.jsonl
+    metrics: tuple[MetricLine, ...]  # as in metrics.jsonl, one a step; at least one
+    digest: str  # of both
+    learned: tuple[tuple[float, float], ...]  # (begin, end) of each stretch in which the trainer learned
+    reserved_usd_per_hour: float
+    put_back: int  # samples that lost their cache when an engine's was full
+    put_back_tokens: int  # theirs, computed again
+    generated: int  # tokens that engines made, those nobody received among them
+
+    @property
+    def seconds(self) -> float:
+        """To the end of the last step."""
+        return self.metrics[-1].elapsed_s
+
+    @property
+    def tokens_trained(self) -> int:
+        return int(sum(line.values["tokens_trained"] for line in self.metrics))
+
+    @property
+    def throughput_tokens_per_s(self) -> float:
+        return self.tokens_trained / self.seconds
+
+    @property
+    def leases(self) -> tuple[HeldLease, ...]:
+        return tuple(held_leases(self.events, sessions_of(self.events, self.metrics)).values())
+
+    @property
+    def preemptible(self) -> tuple[HeldLease, ...]:
+        return tuple(lease for lease in self.leases if lease.kind == "preemptible")
+
+    @property
+    def cost_usd(self) -> float:
+        """Each machine for as long as it was held: the reserved side all the time."""
+        preemptible = sum(
+            lease.cost_usd * (self._within(lease.start_s, lease.end_s) / (lease.end_s - lease.start_s))
+            for lease in self.preemptible
+            if lease.end_s > lease.start_s
+        )
+        return self.reserved_usd_per_hour * self.seconds / HOUR_S + preemptible
+
+    @property
+    def tokens_per_usd(self) -> float | None:
+        """None where nothing has a price."""
+        return self.tokens_trained / self.cost_usd if self.cost_usd else None
+
+    @property
+    def trainer_idle_share(self) -> float:
+        """Of the time, that in which the trainer did not learn, be its GPUs generating or not."""
+        return 1 - sum(self._within(*stretch) for stretch in self.learned) / self.seconds
+
+    @property
+    def gpus_idle_share(self) -> float:
+        """Of the time, that in which the trainer did not learn and no reserved engine had samples."""
+        busy = [*self.learned, *self._decoding("reserved")]
+        return (
+            1 - covered_s((begin, min(end, self.seconds)) for begin, end in busy if begin < self.seconds) / self.seconds
+        )
+
+    @property
+    def worker_idle_share(self) -> float | None:
+        """Of the time preemptible machines were held, that in which they had no samples; None without any."""
+        held_s = sum(self._within(lease.start_s, lease.end_s) for lease in self.preemptible)
+        busy_s = sum(self._within(*stretch) for stretch in self._decoding("preemptible"))
+        return 1 - busy_s / held_s if held_s else None
+
+    @property
+    def workers_mean(self) -> float:
+        """Preemptible machines held, on average."""
+        return sum(self._within(lease.start_s, lease.end_s) for lease in self.preemptible) / self.seconds
+
+    @property
+    def evictions(self) -> int:
+        return sum(event["event"] == EVICTION for event in self.events)
+
+    @property
+    def tokens_recomputed(self) -> int:
+        """Of samples that went on elsewhere, or again after their cache was full."""
+        return recomputed(self.metrics) + self.put_back_tokens
+
+    def total(self, name: str) -> float:
+        """A metric, summed over the steps."""
+        return sum(line.values.get(name, 0.0) for line in self.metrics)
+
+    def fleet_figures(self) -> dict[str, Any]:
+        """As in the summary of a real run."""
+        return fleet_figures(
+            self.events,
+            self.metrics,
+            wall_s=self.seconds,
+            tokens_trained=self.tokens_trained,
+            reserved_usd_per_hour=self.reserved_usd_per_hour,
+        )
+
+    def _decoding(self, kind: str) -> list[tuple[float, float]]:
+        """Stretches in which a worker of this kind had samples."""
+        sessions = sessions_of(self.events, self.metrics)
+        return [
+            (moment(event, sessions) - amount(event, "duration_s"), moment(event, sessions))
+            for event in self.events
+            if event["event"] == DECODE and event.get("kind") == kind
+        ]
+
+    def _within(self, begin_s: float, end_s: float) -> float:
+        """Seconds of a stretch up to the end of the last step."""
+        return max(0.0, min(end_s, self.seconds) - begin_s)

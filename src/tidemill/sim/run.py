@@ -1,0 +1,219 @@
+"""A run of the real controller in virtual time: its loop, ledger, dispatcher, offload and fleet, among simulated twins
+of engines, trainer, weights and machines.
+
+```
+ spec, plant, lengths, timetable ──▶ simulate_run ──▶ SimulatedRun: the logs that a real run writes, and what it cost
+```
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+
+from tidemill.config.schema import RunSpec
+from tidemill.config.words import counted
+from tidemill.controller.fleet import Fleet
+from tidemill.controller.in_flight import LOCAL
+from tidemill.controller.ledger import Ledger
+from tidemill.controller.loop import train_loop
+from tidemill.controller.waiting import Patience
+from tidemill.core.clock import Clock, LoopClock
+from tidemill.core.errors import DeadlineError, UserError
+from tidemill.core.records import Record
+from tidemill.pool.provider import ScheduledProvider
+from tidemill.pool.timetable import Timetable
+from tidemill.sim.completions import BlankCompletions, Completions
+from tidemill.sim.costs import EngineCosts, TrainerCosts, WeightCosts
+from tidemill.sim.engine import SimulatedEngine
+from tidemill.sim.outcome import SimulatedRun
+from tidemill.sim.provider import LastWords
+from tidemill.sim.recording import Recording
+from tidemill.sim.sharing import SharingWorker
+from tidemill.sim.task import NoText, SimulatedPrompts, SimulatedScorer
+from tidemill.sim.trainer import LearningTrainer, SimulatedCheckpoints, SimulatedDisk
+from tidemill.sim.virtual_time import run_virtual
+from tidemill.sim.weights import SimulatedPublisher
+from tidemill.sim.worker import SimulatedHost, SimulatedWorker
+from tidemill.sim.workload import Workload
+from tidemill.telemetry.events import DECODE, JOIN, LEASE
+from tidemill.telemetry.fleet_figures import HOUR_S
+
+LONG_S = 1e9
+DAY_S = 86_400.0
+PATIENCE = Patience(notice_s=3600.0, worker_s=LONG_S, pool_s=DAY_S, scorer_s=LONG_S, trainer_s=LONG_S, load_s=LONG_S)
+"""A simulated engine is never hung: only machines that never come end a wait."""
+
+
+class Plant(Record):
+    """What everything takes."""
+
+    trainer: TrainerCosts
+    weights: WeightCosts
+    reserved: EngineCosts | None = None  # all engines beside the trainer, as one
+    reserved_load_s: float = 0.0  # until they have the trainer's new weights
+    shares_gpus: bool = True  # they stand still while the trainer learns, which waits until they have nothing to do
+    worker: EngineCosts | None = None  # of each preemptible machine
+
+
+class Twins(Record):
+    """Variations of parts of the run, for whoever compares ours with others'."""
+
+    fleet: Callable[..., Fleet] = Fleet
+    host: Callable[..., SimulatedHost] = SimulatedHost
+
+
+def simulate_run(
+    spec: RunSpec,
+    plant: Plant,
+    work: Workload,
+    timetable: Timetable | None = None,
+    *,
+    seconds: float = math.inf,
+    most_workers: float = math.inf,
+    twins: Twins | None = None,
+    tell: Callable[[int, float], None] = lambda step, now_s: None,
+) -> SimulatedRun:
+    """Run until `spec.trainer.steps` batches are learned from, or for so many virtual seconds.
+
+    Everything random is seeded by `spec.run.seed` and by the timetable: equal arguments, equal logs.
+
+    Args:
+        timetable: of the preemptible machines; None for none.
+        most_workers: held at once.
+        twins: other parts than the run's own.
+        tell: called with each step and the virtual seconds at its end.
+
+    Raises:
+        UserError: nobody ever generates, no step is finished in time, or the longest sample fits no engine's cache.
+    """
+    check_plant(spec, plant, work, elastic=timetable is not None)
+    return run_virtual(_simulate(spec, plant, work, timetable, seconds, most_workers, twins or Twins(), tell))
+
+
+def check_plant(spec: RunSpec, plant: Plant, work: Workload, *, elastic: bool) -> None:
+    """Raises UserError: there is nobody to generate, or the longest sample does not fit an engine's cache."""
+    engines = {"reserved engines": plant.reserved, "preemptible workers": plant.worker if elastic else None}
+    if not any(engines.values()):
+        cure = "let the reserved side generate, or add preemptible machines"
+        raise UserError("nobody generates: there is no engine, reserved or preemptible", cure=cure)
+    longest = work.prompt_tokens + min(work.longest, spec.sampling.max_new_tokens)
+    for name, costs in engines.items():
+        cache = costs.longest_sample if costs else math.inf
+        if longest > cache:
+            missing = math.ceil(longest - cache)
+            raise UserError(
+                f"the longest sample, prompt and completion, is {longest:,} tokens, and the cache of one of the {name} "
+                f"holds {math.floor(max(cache, 0)):,}: {missing:,} are missing",
+                cure="give an engine more GPUs or larger ones, or limit the completions",
+            )
+
+
+async def _simulate(
+    spec: RunSpec,
+    plant: Plant,
+    work: Workload,
+    timetable: Timetable | None,
+    seconds: float,
+    most_workers: float,
+    twins: Twins,
+    tell: Callable[[int, float], None],
+) -> SimulatedRun:
+    clock, stop = LoopClock(), asyncio.Event()
+    recording, completions = Recording(clock, tell), BlankCompletions(work.length)
+    local = _reserved(plant, completions, clock)
+    gpus = local.learning if isinstance(local, SharingWorker) else nullcontext
+    trainer = LearningTrainer(plant.trainer, clock=clock, gpus=gpus)
+    host = provider = None
+    if timetable is not None:
+        assert plant.worker is not None, "machines come, and nothing says what they can do"
+        host = twins.host(plant.worker, plant.weights, completions=completions, clock=clock)
+        price = spec.fleet.preemptible_usd_per_hour
+        machines = ScheduledProvider(timetable, clock=clock, session=1, price_usd_per_hour=price, most=most_workers)
+        provider = LastWords(machines, host, tick_s=spec.engine.tick_s)
+    engines = [costs for costs in (plant.worker, plant.reserved) if costs is not None]
+    fleet = twins.fleet(
+        local,
+        slots=engines[0].slots,
+        local_slots=engines[-1].slots,
+        clock=clock,
+        telemetry=recording,
+        config=spec.fleet,
+        patience=PATIENCE,
+        provider=provider,
+        host=host,
+        publisher=SimulatedPublisher(plant.weights) if host else None,
+        silence_s=math.inf,
+    )
+    scorer = SimulatedScorer(lambda _: work.score_s, lambda trajectory: work.reward(trajectory.sample_id))
+    if seconds < math.inf:
+        asyncio.get_running_loop().call_later(seconds, stop.set)
+    try:
+        async with fleet:
+            result = await train_loop(
+                spec=spec,
+                source=SimulatedPrompts(
+                    spec.batch.prompts, different=work.different_prompts, prompt_tokens=work.prompt_tokens
+                ),
+                fleet=fleet,
+                trainer=trainer,
+                scorer=scorer,
+                eval_scorer=scorer,
+                ledger=Ledger(None, round_size=spec.batch.prompts),
+                checkpoints=SimulatedCheckpoints(SimulatedDisk(), trainer, plant.trainer),
+                telemetry=recording,
+                codec=NoText(),
+                clock=clock,
+                stop=stop,
+                patience=PATIENCE,
+            )
+    except DeadlineError as error:
+        raise _starved(recording, clock.now()) from error
+    if not recording.metrics:
+        raise _starved(recording, clock.now())
+    made = [worker.engine for worker in (*((local,) if local else ()), *(host.workers.values() if host else ()))]
+    return SimulatedRun(
+        result=result,
+        events=tuple(recording.events),
+        metrics=tuple(recording.metrics),
+        digest=recording.digest,
+        learned=tuple(trainer.learned),
+        reserved_usd_per_hour=spec.fleet.reserved_usd_per_hour,
+        put_back=sum(engine.put_back for engine in made),
+        put_back_tokens=sum(engine.recomputed for engine in made),
+        generated=sum(engine.generated for engine in made),
+    )
+
+
+def _reserved(plant: Plant, completions: Completions, clock: Clock) -> SimulatedWorker | None:
+    if plant.reserved is None:
+        return None
+    make = SharingWorker if plant.shares_gpus else SimulatedWorker
+    return make(
+        SimulatedEngine(plant.reserved, completions, now_s=clock.now()),
+        clock=clock,
+        worker_id=LOCAL,
+        lease_id=LOCAL,
+        source=None,
+        swap_s=plant.reserved_load_s,
+    )
+
+
+def _starved(recording: Recording, now_s: float) -> UserError:
+    """Why there was nobody to generate, or not for long enough."""
+    hours, steps = f"{now_s / HOUR_S:.3g} h", counted(len(recording.metrics), "step")
+    machines = sum(event["event"] == LEASE for event in recording.events)
+    joined = sum(event["event"] == JOIN and "error" not in event for event in recording.events)
+    generated = any(event["event"] == DECODE for event in recording.events)
+    if joined or generated:
+        what = f"the run came to a standstill after {steps}: {hours} are over, and there is nobody to generate"
+        cure = "simulate for longer, let the reserved side generate, or take a pool whose machines come back"
+    elif machines:
+        what = f"the run starves: of {counted(machines, 'machine')} that came in {hours} none was up before it went"
+        cure = "raise fleet.join_s, make machines boot and pull faster, or let the reserved side generate"
+    else:
+        what = f"the run starves: no machine came in {hours}, and the reserved side does not generate"
+        cure = "let the reserved side generate, or take a pool that has machines"
+    return UserError(what, where="pool", cure=cure)

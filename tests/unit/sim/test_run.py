@@ -1,0 +1,95 @@
+"""Whole runs of the controller in virtual time, against arithmetic done by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from tidemill.config.schema import RunSpec
+from tidemill.core.errors import UserError
+from tidemill.pool.static import static_timetable
+from tidemill.sim.costs import ConstantEngine, ConstantTrainer, ConstantWeights
+from tidemill.sim.profiles.lengths import FixedLengths, LogNormalLengths
+from tidemill.sim.run import Plant, simulate_run
+from tidemill.sim.workload import Workload
+
+ENGINE = ConstantEngine(slots=8, plateau=8, step_s=0.1, prefill_tokens_per_s=1e9)
+PLANT = Plant(
+    trainer=ConstantTrainer(tokens_per_s=80.0, commit=1.0),
+    weights=ConstantWeights(nbytes=100, uplink_bytes_per_s=100.0, downlink_bytes_per_s=50.0, swap=0.5),
+    reserved=ENGINE,
+    reserved_load_s=0.5,
+    worker=msgspec.structs.replace(ENGINE, boot_s=3.0),
+)
+WORK = Workload(lengths=FixedLengths(tokens=20), prompt_tokens=4)
+VARIED = Workload(lengths=LogNormalLengths(median=20, sigma=0.8, limit=64), prompt_tokens=4, prompt_correlation=0.5)
+
+
+def spec_of(**changes: Any) -> RunSpec:
+    """Two groups of 4 samples a step, 3 steps."""
+    sections: dict[str, dict[str, Any]] = {
+        "batch": {"prompts": 2, "group_size": 4, "order": "arrival"},
+        "sampling": {"max_new_tokens": 64},
+        "trainer": {"steps": 3},
+        "eval": {"every_steps": 0},
+        "fleet": {"reserved_usd_per_hour": 36.0, "preemptible_usd_per_hour": 3.6},
+    }
+    for name, value in changes.items():
+        sections[name] = {**sections.get(name, {}), **value}
+    return RunSpec.model_validate(sections)
+
+
+def test_gpus_that_generate_and_learn_in_turn() -> None:
+    run = simulate_run(spec_of(), PLANT, WORK)
+    # 20 steps of 0.1 s make all 8 samples; 160 tokens at 80/s are 2 s, and 1 s more commits. The weights that a step
+    # begins with have taken 0.5 s to load: 5.5 s a step, 3 of them learning.
+    assert run.seconds == pytest.approx(3 * 5.5, abs=1e-2)
+    assert run.tokens_trained == run.generated == 3 * 160
+    assert run.trainer_idle_share == pytest.approx(2.5 / 5.5, abs=1e-3)
+    assert run.cost_usd == pytest.approx(36.0 * run.seconds / 3600)
+
+
+def test_machines_of_their_own_generate_while_others_learn() -> None:
+    apart = msgspec.structs.replace(PLANT, shares_gpus=False)
+    ahead = {"max_policy_lag": 1, "membership": "first_finished"}
+    run = simulate_run(spec_of(schedule=ahead, trainer={"steps": 21}), apart, WORK)
+    # In the long run a step takes as long as learning does, 3 s; the engine has 2.5 s of work in it.
+    assert run.metrics[20].elapsed_s - run.metrics[10].elapsed_s == pytest.approx(10 * 3.0, abs=0.1)
+    assert max(name for name in run.metrics[-1].values if name.startswith("lag/")) == "lag/1"
+
+
+def test_preemptible_machines_boot_pull_and_are_paid_for() -> None:
+    alone = msgspec.structs.replace(PLANT, reserved=None)
+    run = simulate_run(spec_of(trainer={"steps": 1}), alone, WORK, static_timetable(2))
+    # 3 s to boot; both pull 100 bytes over an uplink of 100 bytes/s, at 50 each: 2 s, and 0.5 s to swap; then a
+    # group each: 2 s, 2 s of learning and 1 s of committing.
+    assert run.seconds == pytest.approx(3 + 2 + 0.5 + 2 + 2 + 1, abs=0.02)
+    assert run.cost_usd == pytest.approx((36.0 + 2 * 3.6) * run.seconds / 3600)
+    assert run.workers_mean == pytest.approx(2)
+
+
+def test_equal_seeds_make_equal_logs() -> None:
+    def digest(seed: int) -> str:
+        return simulate_run(spec_of(run={"seed": seed}), PLANT, VARIED, static_timetable(2)).digest
+
+    assert digest(1) == digest(1) != digest(2)
+
+
+def test_nobody_to_generate_is_a_finding() -> None:
+    alone = msgspec.structs.replace(PLANT, reserved=None)
+    with pytest.raises(UserError, match="the run starves: no machine came in 24 h"):
+        simulate_run(spec_of(), alone, WORK, iter(()))
+    with pytest.raises(UserError, match="nobody generates"):
+        simulate_run(spec_of(), alone, WORK)
+    with pytest.raises(UserError, match="none was up before it went"):
+        simulate_run(spec_of(fleet={"join_s": 1.0}), alone, WORK, static_timetable(2), seconds=60.0)
+    with pytest.raises(UserError, match="came to a standstill after 0 steps"):
+        simulate_run(spec_of(), PLANT, WORK, seconds=3.0)
+
+
+def test_a_sample_that_fits_no_cache_is_refused_with_what_is_missing() -> None:
+    small = msgspec.structs.replace(PLANT, reserved=msgspec.structs.replace(ENGINE, cache_tokens=20.0))
+    with pytest.raises(UserError, match=r"is 24 tokens, .* holds 20: 4 are missing"):
+        simulate_run(spec_of(), small, WORK)

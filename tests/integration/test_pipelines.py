@@ -258,8 +258,8 @@ def test_what_is_wrong_is_told_before_anything_is_made(folder: Path) -> None:
         (["--stage.sft.model.source=stage:rl"], "the stages sft → rl → sft wait for one another"),
         (["--stage.measure.model.source=stage:out"], '"stage:out" comes later in the recipe'),
         (["--stage.measure.model.source=stage:r"], '"stage:r" names no stage'),
-        (["--data.path=nowhere.jsonl"], "data.path of stage sft"),
-        (["--stage.sft.model.source=./nowhere"], "model.source of stage sft"),
+        (["--data.path=nowhere.jsonl"], "nowhere.jsonl: no such file or folder (stage sft)"),
+        (["--stage.sft.model.source=./nowhere"], "nowhere: no such file or folder (stage sft)"),
     ):
         ran = train(*argv)
         assert ran.code == 2

@@ -78,6 +78,20 @@ def whole_model(folder: Path, *, progress: Progress) -> Path:
     return build_once(cache_dir() / f"merged-{merging.content_key(folder)}", build, progress=progress)
 
 
+def present(config: ModelConfig) -> Path | None:
+    """The folder of a model's tokenizer, where the model need not be built, merged or fetched first; else None."""
+    source = config.source.strip()
+    if source in BUILDERS:
+        folder = _char_folder(config.char) if source == CHAR else cache_dir() / _SMOLLM2_FOLDER
+        return folder if is_built(folder) else None
+    if is_local(source):
+        folder = Path(source).expanduser()
+        return None if holds_adapter(folder) else folder
+    from tidemill.models import hub
+
+    return hub.cached(source, config.revision)
+
+
 def listing() -> list[ModelEntry]:
     """The named models, then what the hub's cache holds."""
     return [_smollm2_entry(), _char_entry(CharModelConfig()), *_hub_entries()]

@@ -6,7 +6,7 @@ import threading
 import time
 from pathlib import Path
 
-from huggingface_hub import constants, scan_cache_dir, snapshot_download
+from huggingface_hub import constants, scan_cache_dir, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import (
     CacheNotFound,
     GatedRepoError,
@@ -50,6 +50,12 @@ def fetch(hub_id: str, revision: str | None, *, progress: Progress, stall_deadli
     if isinstance(error, BaseException):
         raise _explained(hub_id, revision, error) from error
     return Path(str(outcome["folder"]))
+
+
+def cached(hub_id: str, revision: str | None) -> Path | None:
+    """The snapshot folder in the hub's cache that has the model's tokenizer; None without one. Asks nobody."""
+    found = try_to_load_from_cache(hub_id, "tokenizer.json", revision=revision)
+    return Path(found).parent if isinstance(found, str) else None
 
 
 def cached_models() -> list[tuple[str, Path, int]]:

@@ -66,12 +66,17 @@ def check_same_vocabulary(description: HeadDescription, folder: Path, policy: Te
             cure="copy the whole folder again",
         )
     if policy.vocabulary_digest != description.vocabulary_digest:
-        raise UserError(
-            "the reward model has another tokenizer than the policy: it would read other words than were written",
-            where=where,
-            cure="train the reward model from the policy's own model (a reward_model stage), or serve it behind "
-            'HTTP with kind = "http", which exchanges text',
-        )
+        raise other_tokenizer(where)
+
+
+def other_tokenizer(where: str) -> UserError:
+    """The fault of a reward model that was not made from the policy's model."""
+    return UserError(
+        "the reward model has another tokenizer than the policy: it would read other words than were written",
+        where=where,
+        cure="train the reward model from the policy's own model (a reward_model stage), or serve it behind "
+        'HTTP with kind = "http", which exchanges text',
+    )
 
 
 def hidden_size(model: PreTrainedModel) -> int:

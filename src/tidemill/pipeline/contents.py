@@ -7,6 +7,7 @@ from pathlib import Path
 
 import xxhash
 
+from tidemill.config.faults import ConfigError, Fault
 from tidemill.config.pipeline import StageSpec
 from tidemill.core.errors import UserError
 from tidemill.pipeline.digest import file_inputs
@@ -18,17 +19,27 @@ def contents_of(stages: Sequence[StageSpec]) -> dict[str, dict[str, str]]:
     """By stage and dotted key, the digest of every file it reads; a file that several read is read once.
 
     Raises:
-        UserError: one is missing or cannot be read.
+        ConfigError: some are missing or cannot be read.
     """
     known: dict[Path, str] = {}
     found: dict[str, dict[str, str]] = {}
+    faults: list[Fault] = []
     for stage in stages:
         found[stage.name] = {}
         for file in file_inputs(stage):
-            if file.path not in known:
-                known[file.path] = content_digest(file.path, where=f"{file.key} of stage {stage.name}")
-            found[stage.name][file.key] = known[file.path]
+            try:
+                known[file.path] = known.get(file.path) or content_digest(file.path, where=file.key)
+            except UserError as error:
+                faults.append(fault_of_stage(stage, error))
+            else:
+                found[stage.name][file.key] = known[file.path]
+    if faults:
+        raise ConfigError(faults)
     return found
+
+
+def fault_of_stage(stage: StageSpec, error: UserError) -> Fault:
+    return Fault(key=error.where, what=error.what, source=f"stage {stage.name}", cure=error.cure)
 
 
 def content_digest(path: Path, *, where: str) -> str:

@@ -15,6 +15,7 @@ from tidemill.config.toml import to_toml
 from tidemill.core.errors import UserError
 from tidemill.pipeline.contents import contents_of
 from tidemill.pipeline.folder import PipelineFolder
+from tidemill.pipeline.inputs import check_inputs
 from tidemill.pipeline.kinds import RUNNERS, Job, Outcome, RunStage
 from tidemill.pipeline.page import write_page
 from tidemill.pipeline.plan import EVERYTHING, Choice, Mark, Plan, Planned, make_plan
@@ -40,11 +41,12 @@ def plan_pipeline(pipeline: PipelineSpec, *, choice: Choice = EVERYTHING) -> Pla
     """What running it would do now; nothing is written.
 
     Raises:
-        UserError: an input is missing, or `choice` cannot be.
+        UserError: an input is missing or faulty, or `choice` cannot be.
     """
     folder = PipelineFolder(pipeline.directory)
     folder.refuse_single_run()
     plan = make_plan(pipeline.stages, contents=contents_of(pipeline.stages), found=folder.found(), choice=choice)
+    check_inputs([planned.stage for planned in plan.due], pipeline.stages)
     return replace(plan, unused=pipeline.unused)
 
 

@@ -6,7 +6,7 @@ import pytest
 import xxhash
 
 from tests.pretend_stages import pipeline
-from tidemill.core.errors import UserError
+from tidemill.config.faults import ConfigError
 from tidemill.pipeline.contents import content_digest, contents_of
 
 
@@ -43,9 +43,11 @@ def test_what_is_missing_is_named_with_its_stage(tmp_path: Path) -> None:
         '[[stage]]\nname = "second"\nkind = "eval"\ntask = { kind = "jsonl", path = "nowhere.jsonl" }\n'
     )
     stages = pipeline(tmp_path, text).stages
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(ConfigError) as caught:
         contents_of(stages)
-    assert caught.value.where == f"task.path of stage second: {tmp_path / 'nowhere.jsonl'}"
+    (fault,) = caught.value.faults
+    path = tmp_path / "nowhere.jsonl"
+    assert fault.line == f"task.path: {path}: no such file or folder (stage second); correct the path"
     (tmp_path / "nowhere.jsonl").write_text("{}")
     found = contents_of(stages)
     assert found == {

@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Generic
 
 from tidemill.core.errors import UserError
-from tidemill.envs.text.content import QuestionT, distinct, in_content_order, question_key, split_by_content
+from tidemill.envs.text.content import (
+    Question,
+    QuestionT,
+    distinct,
+    hash_number,
+    in_content_order,
+    question_key,
+    split_by_content,
+)
 
 Read = Callable[[Path], Iterable[QuestionT]]
 
@@ -50,20 +58,53 @@ def read_sides(
     if held_out_path is None:
         train, held_out = split_by_content(items, held_out_fraction) if held_out_fraction else (items, [])
         if held_out_fraction and not (train and held_out):
-            raise UserError(
-                "one question alone cannot be split into training and evaluation",
-                where=str(path),
-                cure=f"add rows, or give {section}.held_out_path",
-            )
+            raise _one_question(path, section)
         return Sides(train=train, held_out=in_content_order(held_out), repeated=repeated, kept=0)
     held_out = distinct(read(held_out_path))
     asked = {question_key(item) for item in held_out}
     train = [item for item in items if question_key(item) not in asked]
     if not train:
-        raise UserError(
-            "every question is also an evaluation question, so none is left to train on",
-            where=str(path),
-            cure=f"take the shared rows out of {held_out_path}",
-        )
+        raise _none_left(path, held_out_path)
     kept = len(items) - len(train)
     return Sides(train=train, held_out=in_content_order(held_out), repeated=repeated, kept=kept)
+
+
+def check_sides(
+    read: Read[QuestionT],
+    path: Path | None,
+    held_out_path: Path | None,
+    held_out_fraction: float,
+    *,
+    section: str,
+) -> None:
+    """Raises what `read_sides` would; of a row nothing is kept but a number. A path is None where its file is still to
+    be made."""
+    asked = set() if held_out_path is None else _numbers(read(held_out_path))
+    if path is None:
+        return
+    questions = _numbers(read(path))
+    if held_out_path is None and held_out_fraction and len(questions) < 2:
+        raise _one_question(path, section)
+    if held_out_path is not None and questions <= asked:
+        raise _none_left(path, held_out_path)
+
+
+def _numbers(rows: Iterable[Question]) -> set[int]:
+    """A number for each different question."""
+    return {hash_number(question_key(row)) for row in rows}
+
+
+def _one_question(path: Path, section: str) -> UserError:
+    return UserError(
+        "one question alone cannot be split into training and evaluation",
+        where=str(path),
+        cure=f"add rows, or give {section}.held_out_path",
+    )
+
+
+def _none_left(path: Path, held_out_path: Path) -> UserError:
+    return UserError(
+        "every question is also an evaluation question, so none is left to train on",
+        where=str(path),
+        cure=f"take the shared rows out of {held_out_path}",
+    )

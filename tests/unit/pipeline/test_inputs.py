@@ -1,0 +1,173 @@
+"""Inputs that a later stage could not use are told before the first one runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.commands import run_here
+from tests.model_folders import small_tokenizer
+from tests.pretend_stages import Quiet, Stages, pipeline
+from tidemill.config.faults import ConfigError
+from tidemill.models.codec import load_codec
+from tidemill.models.heads import DESCRIPTION, HeadDescription
+from tidemill.pipeline.plan import Choice
+from tidemill.pipeline.run import plan_pipeline, run_pipeline
+
+GOOD = '{"prompt": "1+1=", "chosen": "2", "rejected": "3"}\n{"prompt": "1+2=", "chosen": "3", "rejected": "2"}\n'
+EQUAL = GOOD + '{"prompt": "2+2=", "chosen": "4", "rejected": "4"}\n'
+NO_COMPLETION = '{"prompt": "1+1=", "completion": "2"}\n{"prompt": "1+2=", "answer": "3"}\n'
+NUMBER = '{"prompt": "1+1=", "answer": "2"}\n\n{"prompt": 7, "answer": "3"}\n'
+RECIPE = """\
+[model]
+source = "char"
+[[stage]]
+name = "first"
+kind = "export"
+[[stage]]
+name = "sft"
+kind = "sft"
+data.path = "shown.jsonl"
+[[stage]]
+name = "rm"
+kind = "reward_model"
+data.path = "pairs.jsonl"
+[[stage]]
+name = "rl"
+kind = "rl"
+model.source = "stage:sft"
+task = { kind = "jsonl", path = "prompts.jsonl" }
+scoring.rewards = [{ kind = "model", model = "stage:rm" }]
+"""
+
+
+def written(folder: Path, **texts: str) -> None:
+    for name, text in texts.items():
+        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+
+
+def told(folder: Path, text: str, *overrides: str) -> list[str]:
+    """The lines of what is refused, without the folder; nothing was run, made or written."""
+    stages = Stages()
+    with pytest.raises(ConfigError) as caught:
+        run_pipeline(pipeline(folder, text, *overrides), teller=Quiet(), runners=stages.runners)
+    assert not stages.worked
+    assert not (folder / "D").exists()
+    return [fault.line.replace(f"{folder}/", "") for fault in caught.value.faults]
+
+
+def test_faults_of_several_stages_are_told_together(tmp_path: Path) -> None:
+    written(tmp_path, shown=NO_COMPLETION, pairs=EQUAL, prompts=NUMBER)
+    sft, rm, rl = told(tmp_path, RECIPE)
+    assert sft.startswith("shown.jsonl, line 2: `completion` must be there (stage sft); a row looks like ")
+    assert rm == (
+        "pairs.jsonl, line 3: `chosen` and `rejected` are the same, '4' (stage rm); "
+        "leave the row out: a pair of equal sides says nothing"
+    )
+    assert rl.startswith("prompts.jsonl, line 3: `prompt` must be a text that is not empty (stage rl); ")
+
+
+def test_dry_run_tells_them_too(tmp_path: Path) -> None:
+    written(tmp_path, shown=NO_COMPLETION.replace("answer", "completion"), pairs=EQUAL, prompts=NUMBER)
+    (tmp_path / "r.toml").write_text(RECIPE, encoding="utf-8")
+    ran = run_here("train", f"@{tmp_path / 'r.toml'}", f"--run.dir={tmp_path / 'D'}", "--dry-run")
+    assert (ran.code, ran.out) == (2, "")
+    assert "pairs.jsonl, line 3" in ran.err
+    assert "prompts.jsonl, line 3" in ran.err
+
+
+def test_what_is_missing_is_told_of_all_stages(tmp_path: Path) -> None:
+    written(tmp_path, prompts=NUMBER)
+    assert told(tmp_path, RECIPE) == [
+        "data.path: shown.jsonl: no such file or folder (stage sft); correct the path",
+        "data.path: pairs.jsonl: no such file or folder (stage rm); correct the path",
+    ]
+
+
+def test_only_stages_that_are_due_are_looked_at(tmp_path: Path) -> None:
+    written(tmp_path, shown=NO_COMPLETION, pairs=EQUAL, prompts=NUMBER)
+    plan_pipeline(pipeline(tmp_path, RECIPE), choice=Choice(only="first"))
+    with pytest.raises(ConfigError, match="stage rm"):
+        plan_pipeline(pipeline(tmp_path, RECIPE), choice=Choice(only="rm"))
+
+
+def test_a_file_of_several_stages_is_read_and_told_once(tmp_path: Path) -> None:
+    again = RECIPE.replace('"rl"', '"again"', 1) + RECIPE[RECIPE.index('[[stage]]\nname = "rl"') :]
+    written(tmp_path, shown='{"prompt": "a", "completion": "b"}\n' * 2, pairs=GOOD, prompts=NUMBER)
+    (only,) = told(tmp_path, again, "--data.held_out_fraction=0")
+    assert "(stage again)" in only
+
+
+def test_an_evaluation_file_is_looked_at_where_the_other_is_still_to_be_made(tmp_path: Path) -> None:
+    made = '[[stage]]\nname = "made"\nkind = "pairs"\n'
+    recipe = RECIPE.replace('[[stage]]\nname = "rm"', f'{made}[[stage]]\nname = "rm"')
+    written(tmp_path, shown='{"prompt": "a", "completion": "b"}\n{"prompt": "b", "completion": "b"}\n', pairs=EQUAL)
+    written(tmp_path, prompts=NUMBER.replace("7", '"7"'))
+    other_way = recipe.replace('"pairs.jsonl"', '"stage:made"\ndata.held_out_path = "pairs.jsonl"')
+    assert "pairs.jsonl, line 3" in "\n".join(told(tmp_path, other_way))
+    recipe = recipe.replace('"pairs.jsonl"', '"pairs.jsonl"\ndata.held_out_path = "stage:made"')
+    written(tmp_path, pairs=GOOD.splitlines()[0])  # one question is enough, where none is to be kept of it
+    plan_pipeline(pipeline(tmp_path, recipe))
+
+
+@pytest.fixture
+def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A recipe whose only stage is rewarded by the folder `reward`, without weights, made for the folder `policy`."""
+    monkeypatch.setenv("TIDEMILL_CACHE", str(tmp_path / "cache"))
+    for name in ("reward", "policy"):
+        small_tokenizer().save_pretrained(tmp_path / name)
+    digest = load_codec(tmp_path / "policy").vocabulary_digest
+    described = HeadDescription(kind="reward_model", pooling="last_token", hidden_size=8, vocabulary_digest=digest)
+    (tmp_path / "reward" / DESCRIPTION).write_bytes(msgspec.json.encode(described))
+    return (
+        '[[stage]]\nname = "began"\nkind = "sft"\nmodel.source = "./policy"\ndata.path = "shown.jsonl"\n'
+        '[[stage]]\nname = "measured"\nkind = "eval"\nmodel.source = "stage:began"\n'
+        'scoring.rewards = [{ kind = "exact" }, { kind = "model", model = "./reward" }]\n'
+    )
+
+
+def other_tokenizer(folder: Path) -> None:
+    tokenizer = small_tokenizer()
+    tokenizer.add_tokens(["<another>"])
+    tokenizer.save_pretrained(folder)
+
+
+def lines(tmp_path: Path, text: str) -> list[str]:
+    written(tmp_path, shown=NO_COMPLETION.replace("answer", "completion"))
+    return told(tmp_path, text)
+
+
+def test_a_reward_model_with_another_tokenizer(judged: str, tmp_path: Path) -> None:
+    other_tokenizer(tmp_path / "policy")
+    (line,) = lines(tmp_path, judged)
+    assert line.startswith("scoring.rewards[1].model: the reward model has another tokenizer than the policy")
+    assert "(stage measured)" in line
+    assert 'kind = "http"' in line
+
+
+def test_a_folder_that_is_no_reward_model(judged: str, tmp_path: Path) -> None:
+    (tmp_path / "reward" / DESCRIPTION).unlink()
+    (line,) = lines(tmp_path, judged)
+    assert line.startswith("reward: the folder is no reward model: it has no tidemill.json (stage measured); ")
+
+
+def test_the_policys_own_tokenizer_is_none_to_complain_of(judged: str, tmp_path: Path) -> None:
+    written(tmp_path, shown=NO_COMPLETION.replace("answer", "completion"))
+    assert len(plan_pipeline(pipeline(tmp_path, judged)).due) == 2
+    other_tokenizer(tmp_path / "policy")
+    not_built = judged.replace('"./policy"', '"char"')  # nobody knows its tokenizer yet
+    assert len(plan_pipeline(pipeline(tmp_path, not_built)).due) == 2
+
+
+def test_a_reward_model_that_a_stage_makes_of_a_model_with_another_tokenizer(judged: str, tmp_path: Path) -> None:
+    written(tmp_path, pairs=GOOD)
+    rm = '[[stage]]\nname = "rm"\nkind = "reward_model"\nmodel.source = "./reward"\ndata.path = "pairs.jsonl"\n'
+    text = judged.replace('[[stage]]\nname = "measured"', f'{rm}[[stage]]\nname = "measured"')
+    text = text.replace('model = "./reward"', 'model = "stage:rm"')
+    written(tmp_path, shown=NO_COMPLETION.replace("answer", "completion"))
+    assert len(plan_pipeline(pipeline(tmp_path, text)).due) == 3
+    other_tokenizer(tmp_path / "reward")
+    (line,) = lines(tmp_path, text)
+    assert line.startswith("scoring.rewards[1].model: the reward model has another tokenizer than the policy")

@@ -38,7 +38,8 @@ def _reference_faults(
     if name not in earlier:
         what = f'"{given}" comes later in the recipe, and stages run in its order'
         return [Fault(key=key, what=what, cure=f"move stage {name} before stage {stage.name}")]
-    wanted = ASKED[tuple(ITEM if isinstance(part, int) else part for part in reference.key)]
+    asked = ASKED[tuple(ITEM if isinstance(part, int) else part for part in reference.key)]
+    wanted = asked or KINDS[stage.kind].learns_from
     gives = KINDS[kinds[name]].gives
     if gives == wanted:
         return []

@@ -12,20 +12,20 @@ from tidemill.config.layers import PREFIX
 from tidemill.config.schema import RunConfig, RunSpec
 
 StageKind: TypeAlias = Literal["demonstrations", "pairs", "sft", "reward_model", "dpo", "rl", "eval", "export"]
-Product: TypeAlias = Literal["a model", "a reward model", "data"]
-"""What one stage may take from another."""
+Product: TypeAlias = Literal["a model", "a reward model", "demonstrations", "preference pairs", "prompts"]
+"""What one stage may take from another. (No kind gives prompts.)"""
 
-ASKED: dict[KeyPath, Product] = {
+ASKED: dict[KeyPath, Product | None] = {
     ("model", "source"): "a model",
     ("critic", "source"): "a model",
-    ("task", "path"): "data",
-    ("task", "held_out_path"): "data",
-    ("data", "path"): "data",
-    ("data", "held_out_path"): "data",
+    ("task", "path"): "prompts",
+    ("task", "held_out_path"): "prompts",
+    ("data", "path"): None,
+    ("data", "held_out_path"): None,
     ("scoring", "rewards", ITEM, "model"): "a reward model",
     ("eval", "compare_with"): "a model",
 }
-"""The keys that name a model or file, and which."""
+"""The keys that name a model or file, and which; None: what the kind of stage learns from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +34,7 @@ class KindOfStage:
 
     sections: tuple[str, ...]  # top-level keys of a run that mean something to it
     gives: Product | None
+    learns_from: Product | None = None  # rows of [data]
     purpose: Purpose = "read"
     required: KeyPath = ()  # a key without a default that works for it
     neutral: tuple[str, ...] = ()  # keys, or "section.", that do not change what it gives; beside NEUTRAL
@@ -46,20 +47,28 @@ _SUPERVISED = ("run", "model", "data", "supervised", "optimizer", "trainer", "ch
 
 KINDS: dict[StageKind, KindOfStage] = {
     "demonstrations": KindOfStage(
-        sections=("run", "model", "task", "sampling", "making"), gives="data", purpose="generate"
+        sections=("run", "model", "task", "sampling", "making"), gives="demonstrations", purpose="generate"
     ),
     "pairs": KindOfStage(
         sections=("run", "model", "task", "scoring", "sampling", "engine", "trainer", "making"),
-        gives="data",
+        gives="preference pairs",
         purpose="generate",
         neutral=_SCORING,
     ),
     # Supervised stages may give their best checkpoint: how often one is written is no matter of taste there.
-    "sft": KindOfStage(sections=_SUPERVISED, gives="a model", required=("data", "path")),
+    "sft": KindOfStage(sections=_SUPERVISED, gives="a model", learns_from="demonstrations", required=("data", "path")),
     "reward_model": KindOfStage(
-        sections=(*_SUPERVISED, "reward_model"), gives="a reward model", required=("data", "path")
+        sections=(*_SUPERVISED, "reward_model"),
+        gives="a reward model",
+        learns_from="preference pairs",
+        required=("data", "path"),
     ),
-    "dpo": KindOfStage(sections=(*_SUPERVISED, "preference"), gives="a model", required=("data", "path")),
+    "dpo": KindOfStage(
+        sections=(*_SUPERVISED, "preference"),
+        gives="a model",
+        learns_from="preference pairs",
+        required=("data", "path"),
+    ),
     "rl": KindOfStage(
         sections=(
             *("runtime", "run", "model", "task", "scoring", "sampling", "engine", "pool", "fleet", "ray"),

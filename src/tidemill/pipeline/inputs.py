@@ -15,7 +15,7 @@ from tidemill.config.data import DataConfig, DataFormat
 from tidemill.config.faults import ConfigError, Fault
 from tidemill.config.layers import PREFIX
 from tidemill.config.model import ModelConfig
-from tidemill.config.pipeline import KINDS, StageKind, StageSpec
+from tidemill.config.pipeline import KINDS, Product, StageSpec
 from tidemill.config.task import FileTask, JsonlTask
 from tidemill.core.errors import UserError
 from tidemill.envs.text.content import Question
@@ -26,11 +26,7 @@ from tidemill.pipeline.contents import fault_of_stage
 
 ReadRows: TypeAlias = Callable[[Path, DataFormat], Iterator[Question]]
 
-LEARNED_FROM: Mapping[StageKind, ReadRows] = {
-    "sft": read_demonstrations,
-    "reward_model": read_pairs,
-    "dpo": read_pairs,
-}
+LEARNED_FROM: Mapping[Product, ReadRows] = {"demonstrations": read_demonstrations, "preference pairs": read_pairs}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +71,10 @@ def check_inputs(due: Sequence[StageSpec], stages: Sequence[StageSpec]) -> None:
 
 
 def _rows(stage: StageSpec) -> Iterator[Rows]:
-    sections, data, task = KINDS[stage.kind].sections, stage.spec.data, stage.spec.task
-    if "data" in sections and data.path is not None:
-        yield _files(LEARNED_FROM[stage.kind], data, data.path, section="data")
-    if "task" in sections and isinstance(task, FileTask | JsonlTask):
+    kind, data, task = KINDS[stage.kind], stage.spec.data, stage.spec.task
+    if kind.learns_from is not None and data.path is not None:
+        yield _files(LEARNED_FROM[kind.learns_from], data, data.path, section="data")
+    if "task" in kind.sections and isinstance(task, FileTask | JsonlTask):
         yield _files(read_items, task, task.path, section="task")
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import pytest
@@ -71,3 +72,25 @@ def test_nothing_is_wrong(stages: Sequence[StageSpec]) -> None:
 )
 def test_one_clear_fault(stages: Sequence[StageSpec], says: str) -> None:
     assert [fault.line for fault in graph_faults(stages)] == [says]
+
+
+def learning(name: str, kind: StageKind, path: str) -> StageSpec:
+    return StageSpec(name=name, kind=kind, spec=RunSpec.model_validate({"data": {"path": path}}))
+
+
+@pytest.mark.parametrize(
+    ("learner", "maker", "able"),
+    [
+        ("sft", "demonstrations", ""),
+        ("reward_model", "pairs", ""),
+        ("dpo", "pairs", ""),
+        ("sft", "pairs", "asks for demonstrations, .* gives preference pairs; name a stage of kind demonstrations"),
+        ("dpo", "demonstrations", "asks for preference pairs, .* gives demonstrations; name a stage of kind pairs"),
+        ("reward_model", "sft", "asks for preference pairs, .* gives a model; name a stage of kind pairs"),
+    ],
+)
+def test_a_stage_learns_from_rows_of_its_kind(learner: StageKind, maker: StageKind, able: str) -> None:
+    faults = graph_faults([stage("made", kind=maker), learning("b", learner, "stage:made")])
+    assert len(faults) == bool(able)
+    for fault in faults:
+        assert re.search(f"^stage.b.data.path: {able}$", fault.line)

@@ -147,7 +147,7 @@ def test_input_paths_start_at_the_recipes_folder_but_references_are_no_paths(
         '[[stage]]\nname = "b"\nkind = "eval"\ntask = { kind = "jsonl", path = "stage:a" }\n',
         encoding="utf-8",
     )
-    with pytest.raises(ConfigError, match=r'stage.b.task.path: asks for data, and "stage:a"'):
+    with pytest.raises(ConfigError, match=r'stage.b.task.path: asks for prompts, and "stage:a"'):
         load_recipe(["@sub/r.toml"])
     changed = load_recipe(["@sub/r.toml", "--stage.b.task.path=y.jsonl"])
     assert isinstance(changed, PipelineSpec)

@@ -66,8 +66,9 @@ class EvalConfig(Config):
     max_new_tokens: int = Field(0, ge=0)
     """Completion limit in evaluation; 0 takes sampling.max_new_tokens."""
     samples_per_prompt: int = Field(0, ge=0)
-    """`tidemill eval` draws so many samples of each prompt as `sampling` says, for pass@k, besides the greedy one; 0
-    draws none. Evaluations of a run in progress are greedy."""
+    """`tidemill eval` and stages of kind eval draw so many samples of each prompt as `sampling` says, for pass@k,
+    besides the greedy one; 0 draws none. A run in progress never draws any: it is evaluated greedily, whatever this and
+    sampling.temperature say. `tidemill eval` measures its checkpoints, too."""
     pass_at: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """The k of pass@k, at most samples_per_prompt; by default its powers of 2."""
     compare_with: str | None = None

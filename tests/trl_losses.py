@@ -35,22 +35,32 @@ def trl_policy_loss(
     clip_high: float = 0.28,
     kl_ratio: bool = False,
     correction: Tensor | None = None,
+    entropy: Tensor | None = None,
+    bonus: float = 0.0,
 ) -> tuple[float, Tensor, dict[str, Any]]:
-    """Loss, gradient by token [T] and metrics of GRPOTrainer; `correction` is a ratio [S, T] or [S, 1]."""
+    """Loss, gradient by token [T] and metrics of GRPOTrainer; `correction` is a ratio [S, T] or [S, 1], and there is a
+    `bonus` on the entropies [S, T], whose gradients are left in them."""
     from trl.trainer.grpo_trainer import GRPOTrainer
 
     trainer, proximal, ref, advantages, mask = drawn()
     trainer.requires_grad_()
     metrics: dict[str, Any] = defaultdict(list)
     stand_in = SimpleNamespace(
-        _get_per_token_logps_and_entropies=lambda *a, **k: (trainer, torch.zeros_like(trainer), None),
+        _get_per_token_logps_and_entropies=lambda *a, **k: (
+            trainer,
+            torch.zeros_like(trainer) if entropy is None else entropy,
+            None,
+        ),
         _metrics={"train": metrics},
-        _entropy_bonus_enabled=False,
-        accelerator=SimpleNamespace(gather=lambda x: x, reduce=lambda x, reduction: x, num_processes=1),
+        _entropy_bonus_enabled=bonus > 0,
+        accelerator=SimpleNamespace(
+            gather=lambda x: x, reduce=lambda x, reduction: x, num_processes=1, sync_gradients=False
+        ),
         args=SimpleNamespace(use_bias_correction_kl=kl_ratio, delta=delta, steps_per_generation=1),
         aux_loss_enabled=False,
         beta=beta,
         current_gradient_accumulation_steps=1,
+        entropy_coef=bonus,
         epsilon_low=clip_low,
         epsilon_high=clip_high,
         importance_sampling_level=level,
@@ -59,6 +69,7 @@ def trl_policy_loss(
         model=SimpleNamespace(training=True),
         off_policy_mask_threshold=None,
         top_entropy_quantile=1.0,
+        use_adaptive_entropy=False,
         use_vllm=correction is not None,
         vllm_importance_sampling_correction=True,
     )

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.algos.kl import approximate_kl, k3, mismatch, no_mismatch
+from tidemill.algos.kl import adapted_beta, approximate_kl, k3, kl_reward, mismatch, no_mismatch
 
 logprobs = st.lists(st.tuples(st.floats(-6, 0), st.floats(-6, 0)), min_size=1, max_size=24)
 COMMON = settings(max_examples=80)
@@ -59,3 +59,41 @@ def test_mismatch_agrees_with_plain_formulas_and_its_bounds(rows: list[tuple[flo
     assert stats.effective_sample_size == pytest.approx(share)
     assert 1 / len(rows) - 1e-9 <= stats.effective_sample_size <= 1 + 1e-9
     assert stats.mismatch_kl >= 0
+
+
+@COMMON
+@given(logprobs, st.floats(-3, 3))
+def test_kl_reward_turns_its_sign_with_its_sides_and_forgets_a_shift(
+    rows: list[tuple[float, float]], shift: float
+) -> None:
+    rollout, ref = columns(rows)
+    penalty = kl_reward(rollout, ref)
+    torch.testing.assert_close(kl_reward(ref, rollout), -penalty)
+    torch.testing.assert_close(kl_reward(rollout + shift, ref + shift), penalty)
+    torch.testing.assert_close(k3(rollout, ref), penalty - 1 + (-penalty).exp())  # d = -penalty
+
+
+@COMMON
+@given(st.lists(st.tuples(st.floats(-4, 4), st.floats(-4, 4)), min_size=2, max_size=12))
+def test_the_mean_of_kl_reward_under_the_policy_is_the_divergence(rows: list[tuple[float, float]]) -> None:
+    policy, ref = (logits.log_softmax(0) for logits in columns(rows))
+    mean = (policy.exp() * kl_reward(policy, ref)).sum()
+    torch.testing.assert_close(mean, torch.nn.functional.kl_div(ref, policy, log_target=True, reduction="sum"))
+    torch.testing.assert_close(mean, (policy.exp() * k3(policy, ref)).sum())  # the other estimate of the same
+
+
+coefficients = st.floats(1e-3, 1.0)
+
+
+@COMMON
+@given(coefficients, st.floats(0, 5), coefficients, st.floats(0.1, 10), st.floats(0, 1))
+def test_adapted_beta_moves_towards_its_target_by_two_percent_at_most(
+    beta: float, kl: float, target: float, scale: float, more: float
+) -> None:
+    now = adapted_beta(beta, kl, target)
+    assert 0.98 * beta - 1e-12 <= now <= 1.02 * beta + 1e-12
+    assert (now > beta) == (kl / target > 1) or now == pytest.approx(beta)
+    assert adapted_beta(beta, target, target) == beta
+    assert adapted_beta(beta, kl + more, target) >= now
+    assert adapted_beta(scale * beta, kl, target) == pytest.approx(scale * now)
+    assert adapted_beta(beta, scale * kl, scale * target) == pytest.approx(now)

@@ -156,3 +156,16 @@ def test_the_clipped_value_loss_is_never_below_the_plain_one(
     assert bool((clipped.loss_T >= plain.loss_T).all())
     assert bool((gradient(clipped.loss_T, values)[clipped.clipped_T] == 0).all())
     torch.testing.assert_close(clipped.loss_T[~clipped.clipped_T], plain.loss_T[~clipped.clipped_T])
+
+
+@COMMON
+@given(st.lists(st.tuples(st.floats(-3, 3), st.integers(0, 3)), max_size=20))
+def test_samples_add_up_what_is_theirs(rows: list[tuple[float, int]]) -> None:
+    values = torch.tensor([value for value, _ in rows], dtype=torch.float64)
+    samples = Samples(torch.tensor([sample for _, sample in rows], dtype=torch.long), 4)
+    own = [[value for value, sample in rows if sample == at] for at in range(4)]
+    sums = samples.sum(values)
+    torch.testing.assert_close(sums, torch.tensor([sum(each) for each in own], dtype=torch.float64))
+    means = torch.tensor([sum(each) / len(each) if each else 0.0 for each in own], dtype=torch.float64)
+    torch.testing.assert_close(samples.mean(values), means)
+    torch.testing.assert_close(samples.mean(samples.spread(sums)), sums)

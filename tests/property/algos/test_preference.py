@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tidemill.algos.preference import bradley_terry, dpo, ipo
+from tidemill.algos.preference import bradley_terry, dpo, ipo, margin
 
 pair = st.tuples(*[st.floats(-9, 0)] * 4)
 pairs = st.lists(pair, min_size=1, max_size=8)
@@ -42,3 +42,36 @@ def test_a_policy_like_its_reference_is_undecided(rows: Rows) -> None:
     chosen, rejected, *_ = columns(rows)
     torch.testing.assert_close(dpo(chosen, rejected, chosen, rejected, beta=0.1), torch.full_like(chosen, 2.0).log())
     torch.testing.assert_close(ipo(chosen, rejected, chosen, rejected, beta=0.5), torch.ones_like(chosen))
+
+
+@COMMON
+@given(pairs)
+def test_the_margin_changes_its_sign_with_the_sides(rows: Rows) -> None:
+    chosen, rejected, ref_chosen, ref_rejected = columns(rows)
+    h = margin(chosen, rejected, ref_chosen, ref_rejected)
+    torch.testing.assert_close(margin(rejected, chosen, ref_rejected, ref_chosen), -h)
+    torch.testing.assert_close(margin(ref_chosen, ref_rejected, chosen, rejected), -h)
+
+
+@COMMON
+@given(pairs, st.floats(0.05, 1))
+def test_ipo_is_nothing_at_its_target_and_grows_on_either_side(rows: Rows, beta: float) -> None:
+    chosen, rejected, ref_chosen, ref_rejected = columns(rows)
+    away = 1 / (2 * beta) - margin(chosen, rejected, ref_chosen, ref_rejected)
+    for step, share in ((away, 0.0), (2 * away, 1.0), (0.5 * away, 0.25)):
+        loss = ipo(chosen + step, rejected, ref_chosen, ref_rejected, beta=beta)
+        torch.testing.assert_close(loss, share * away.square(), atol=1e-9, rtol=1e-6)
+
+
+@COMMON
+@given(pairs)
+def test_a_swapped_pair_costs_as_much_more_as_its_scores_differ(rows: Rows) -> None:
+    chosen, rejected, margins, _ = columns(rows)
+    # -log σ(-d) + log σ(d) = d
+    torch.testing.assert_close(bradley_terry(rejected, chosen) - bradley_terry(chosen, rejected), chosen - rejected)
+    # a margin is that much less of a difference; centring tells nothing of it and pulls both to 0
+    torch.testing.assert_close(
+        bradley_terry(chosen, rejected, margins_P=margins), bradley_terry(chosen - margins, rejected)
+    )
+    pull = bradley_terry(chosen, rejected, centring=0.1) - bradley_terry(chosen, rejected)
+    torch.testing.assert_close(pull, 0.1 * (chosen + rejected).square())

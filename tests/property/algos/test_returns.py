@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from random import Random
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tidemill.algos.returns import discounted_returns, gae, whiten
+from tidemill.algos.returns import discounted_returns, explained_variance, gae, whiten
 
 step = st.tuples(
     st.floats(-3, 3), st.floats(-3, 3), st.floats(-3, 3), st.sampled_from(["", "", "terminated", "truncated"])
@@ -71,3 +74,40 @@ def test_whitening_forgets_shift_and_scale(values: list[float], scale: int, shif
     if len(set(values)) > 1:
         assert abs(float(plain.double().mean())) < 1e-5
         assert abs(float(plain.double().std()) - 1) < 1e-3
+
+
+PAIRS = st.lists(st.tuples(*[st.integers(-64, 64).map(lambda n: n / 16)] * 2), min_size=2, max_size=20)
+
+
+@COMMON
+@given(PAIRS, st.integers(1, 8), st.integers(-9, 9), st.randoms(use_true_random=False))
+def test_explained_variance_forgets_shift_scale_and_order(
+    rows: list[tuple[float, float]], scale: int, shift: int, random: Random
+) -> None:
+    values, returns = torch.tensor(rows, dtype=torch.float64).unbind(1)
+    explained = explained_variance(values, returns)
+    assert explained <= 1.0
+    if len(set(returns.tolist())) > 1:
+        share = 1 - float((returns - values).var() / returns.var())
+        assert explained == pytest.approx(share)
+        assert explained_variance(returns + shift, returns) == pytest.approx(1.0)
+        assert explained_variance(torch.full_like(returns, float(shift)), returns) == pytest.approx(0.0)
+    else:
+        assert explained == 0.0
+    assert explained_variance(values + shift, returns) == pytest.approx(explained)
+    assert explained_variance(scale * values, scale * returns) == pytest.approx(explained)
+    random.shuffle(rows)
+    assert explained_variance(*torch.tensor(rows, dtype=torch.float64).unbind(1)) == pytest.approx(explained)
+
+
+@COMMON
+@given(st.lists(st.floats(-3, 3), min_size=1, max_size=12), st.lists(st.floats(-3, 3), min_size=12, max_size=12), share)
+def test_discounted_returns_add_up_and_know_no_past(one: list[float], more: list[float], gamma: float) -> None:
+    rewards = torch.tensor(one, dtype=torch.float64)
+    other = torch.tensor(more[: len(one)], dtype=torch.float64)
+    returns = discounted_returns(rewards, gamma=gamma)
+    powers = gamma ** torch.arange(len(one), dtype=torch.float64)
+    torch.testing.assert_close(returns[0], (powers * rewards).sum())
+    torch.testing.assert_close(discounted_returns(rewards[1:], gamma=gamma), returns[1:])
+    both = discounted_returns(rewards + other, gamma=gamma)
+    torch.testing.assert_close(both, returns + discounted_returns(other, gamma=gamma))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,13 +20,16 @@ from tests.trl_losses import (
     trl_preference_loss,
     trl_reward_loss,
 )
-from tidemill.algos.advantages import grpo, rloo
+from tidemill.algos.advantages import dr_grpo, grpo, rloo
 from tidemill.algos.corrections import CORRECTIONS
-from tidemill.algos.kl import k3
+from tidemill.algos.kl import k3, kl_reward
 from tidemill.algos.losses import LOSSES, Normalize, denominator, token_weights
 from tidemill.algos.preference import PREFERENCE_LOSSES, bradley_terry, dpo
 from tidemill.algos.samples import Samples
+from tidemill.config.algorithm import AlgorithmConfig
 from tidemill.config.model import CharModelConfig
+from tidemill.trainer.logprobs import entropy
+from tidemill.trainer.policy_loss import policy_outcome
 
 pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore")  # what TRL and its dependencies warn of is not ours to mend
@@ -188,43 +193,52 @@ def test_reward_model(with_margins: bool, centring: float) -> None:
     torch.testing.assert_close(given.grad, theirs[1], rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
-def test_advantages_of_a_whole_trainer_step(tmp_path: Path, algorithm: str) -> None:
+# A group of mixed rewards, one of equal ones (as floats whose mean is another float), one with a failed reward.
+REWARDS = [[0.0, 1.0, 0.25, 1.0], [0.1, 0.1, 0.1, 0.1], [2.0, math.nan, -1.0, 0.5]]
+
+
+def trainer_step(folder: Path, algorithm: str, **config: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """One step of TRL's trainer on those rewards: advantages [12], the logprobs [N, 12, T] that it measured (now, and
+    of the reference if there is one, which is not the policy), and their mask [12, T]."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
     from tidemill.models.char import build_char_model
 
-    # A group of mixed rewards, one of equal ones (as floats whose mean is another float), one with a failed reward.
-    rewards = [[0.0, 1.0, 0.25, 1.0], [0.1, 0.1, 0.1, 0.1], [2.0, math.nan, -1.0, 0.5]]
-    seen: list[Tensor] = []
-
+    seen: dict[str, Tensor] = {}
+    logprobs: list[Tensor] = []
     trainer_class, config_class = (GRPOTrainer, GRPOConfig) if algorithm == "grpo" else (RLOOTrainer, RLOOConfig)
 
     class Recording(trainer_class):  # type: ignore[misc, valid-type, unused-ignore]
         def _generate_and_score_completions(self, inputs: Any) -> Any:  # before they are shuffled
+            logprobs.clear()
             scored = super()._generate_and_score_completions(inputs)
-            seen.append(scored["advantages"].clone())
+            measured = torch.stack(logprobs) if logprobs else torch.zeros(0)
+            seen.update(advantages=scored["advantages"], mask=scored["completion_mask"], logprobs=measured)
             return scored
 
+        def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+            found = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+            logprobs.append(found[0].detach().clone())
+            return found
+
     def given(completions: list[str], **_: Any) -> list[float | None]:
-        flat = [value for group in rewards for value in group]
+        flat = [value for group in REWARDS for value in group]
         assert len(completions) == len(flat)
         return [None if math.isnan(value) else value for value in flat]
 
-    build_char_model(CharModelConfig(hidden_size=16, layers=1, heads=2, context=32), tmp_path)
+    build_char_model(CharModelConfig(hidden_size=16, layers=1, heads=2, context=32), folder)
     trainer = Recording(
-        model=AutoModelForCausalLM.from_pretrained(tmp_path),
-        processing_class=AutoTokenizer.from_pretrained(tmp_path),
+        model=AutoModelForCausalLM.from_pretrained(folder),
+        processing_class=AutoTokenizer.from_pretrained(folder),
         reward_funcs=given,
         train_dataset=Dataset.from_list([{"prompt": text} for text in ("1+1=", "2+2=", "3+4=")]),
         args=config_class(
-            output_dir=str(tmp_path / "out"),
+            output_dir=str(folder / "out"),
             per_device_train_batch_size=12,
             num_generations=4,
             max_completion_length=2,
-            beta=0.0,
             max_steps=1,
             shuffle_dataset=False,
             report_to=[],
@@ -233,13 +247,72 @@ def test_advantages_of_a_whole_trainer_step(tmp_path: Path, algorithm: str) -> N
             bf16=False,
             disable_tqdm=True,
             dataloader_pin_memory=False,
+            **config,
         ),
     )
+    if trainer.ref_model is not None:
+        with torch.no_grad():
+            for parameter in trainer.ref_model.parameters():
+                parameter.mul_(1.5)
     trainer.train()
-    (theirs,) = seen
-    ours_of = grpo if algorithm == "grpo" else rloo
-    ours = torch.cat([ours_of(torch.tensor(group), ~torch.tensor(group).isnan()) for group in rewards])
+    return seen["advantages"], seen["logprobs"], seen["mask"]
+
+
+@pytest.mark.parametrize(
+    ("ours_of", "algorithm", "config"),
+    [(grpo, "grpo", {}), (dr_grpo, "grpo", {"scale_rewards": "none"}), (rloo, "rloo", {})],
+)
+def test_advantages_of_a_whole_trainer_step(
+    tmp_path: Path, ours_of: Callable[[Tensor, Tensor], Tensor], algorithm: str, config: dict[str, Any]
+) -> None:
+    theirs, *_ = trainer_step(tmp_path, algorithm, beta=0.0, **config)
+    ours = torch.cat([ours_of(torch.tensor(group), ~torch.tensor(group).isnan()) for group in REWARDS])
     # TRL leaves rounding noise (up to 1e-8 / 1e-4) where all rewards are equal; we return zero.
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-3)
     torch.testing.assert_close(ours[:4], theirs[:4], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(ours[8:], theirs[8:], rtol=1e-5, atol=1e-6)
+
+
+def test_kl_in_the_reward(tmp_path: Path) -> None:
+    theirs, (now, ref), mask = trainer_step(tmp_path, "rloo", beta=0.3)
+    penalties = (kl_reward(now, ref) * mask).sum(1)
+    assert penalties.abs().min() > 1e-3
+    rewards = torch.tensor(REWARDS) - 0.3 * penalties.view(3, 4)
+    ours = torch.cat([rloo(group, ~group.isnan()) for group in rewards])
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_entropy_bonus() -> None:
+    """TRL's is a mean over tokens whatever the loss; ours is normalised like the rest, here by tokens as well."""
+    trainer, proximal, _, advantages, mask = drawn()
+    draw = torch.Generator().manual_seed(11)
+    entropy = (3 * torch.rand(mask.shape, generator=draw, dtype=torch.float64)).requires_grad_()
+    theirs = trl_policy_loss(loss_type="dapo", clip_low=CLIP_LOW, clip_high=CLIP_HIGH, entropy=entropy, bonus=0.02)
+    algorithm = AlgorithmConfig.model_validate(
+        {"name": "dapo", "clip_low": CLIP_LOW, "clip_high": CLIP_HIGH, "entropy_bonus": 0.02, "proximal": "rollout"}
+    )
+    logprobs_T, entropy_T = trainer[mask].requires_grad_(), entropy.detach()[mask].requires_grad_()
+    microbatch: Any = SimpleNamespace(
+        proximal_logprobs=proximal[mask],
+        rollout_logprobs=proximal[mask],
+        ref_logprobs=None,
+        advantages=SAMPLES.spread(advantages),
+        samples=SAMPLES,
+        weights=torch.ones_like(logprobs_T) / sum(LENGTHS),
+    )
+    outcome = policy_outcome(algorithm, microbatch, logprobs_T, entropy_T, kl_beta=0.0)
+    outcome.loss.backward()
+    assert logprobs_T.grad is not None
+    assert entropy_T.grad is not None
+    assert entropy.grad is not None
+    assert_agree((outcome.loss.item(), logprobs_T.grad, outcome.token.clipped_T), theirs)
+    torch.testing.assert_close(entropy_T.grad, entropy.grad[mask], rtol=1e-9, atol=1e-12)
+
+
+def test_entropy_of_logits() -> None:
+    from trl.trainer.utils import entropy_from_logits
+
+    logits = 4 * torch.randn(6, 40, generator=torch.Generator().manual_seed(12), dtype=torch.float64)
+    rows = torch.tensor([0, 2, 2, 5])
+    ours = entropy(logits, logits.logsumexp(-1), rows, torch.zeros(4, dtype=torch.long))
+    torch.testing.assert_close(ours, entropy_from_logits(logits)[rows], rtol=1e-9, atol=1e-12)

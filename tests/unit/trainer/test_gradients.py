@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import numpy as np
@@ -16,6 +16,9 @@ from tests.fixed_critic import FixedCritic
 from tests.model_shapes import VOCABULARY, llama
 from tests.plain_policy import plain_policy
 from tests.trajectories import group, trajectory
+from tidemill.algos.advantages import ADVANTAGES
+from tidemill.algos.corrections import CORRECTIONS
+from tidemill.algos.losses import LOSSES, Normalize
 from tidemill.config.algorithm import CORRECTION_LIMITS, PRESETS
 from tidemill.config.schema import RunSpec
 from tidemill.core.buffers import pack_logprobs, unpack_tokens
@@ -168,6 +171,14 @@ def test_packed_gradients_equal_plain_ones(case: str, microbatch_tokens: int, mo
     assert metrics.values["loss"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
     returns = sorted(each for sample in samples for each in sample.returns)
     assert sorted(each for each, _, _ in critic.learned) == pytest.approx(returns, rel=1e-4, abs=1e-5)
+
+
+def test_the_cases_hold_every_row_of_every_registry() -> None:
+    settings = [spec(case).algorithm for case in CASES.values()]
+    assert {each.loss for each in settings} == LOSSES.keys()
+    assert {each.advantage for each in settings} == ADVANTAGES.keys()
+    assert {each.correction.kind for each in settings} == CORRECTIONS.keys()
+    assert {each.normalize for each in settings} == set(get_args(Normalize))
 
 
 def test_the_cases_reach_every_branch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from tests.model_folders import save_folder
 from tests.model_shapes import HIDDEN, MODEL_SHAPES, VOCABULARY, llama
 from tests.workbench import bench, demonstrations, pairs, supervised_spec
+from tidemill.algos.preference import PREFERENCE_LOSSES
 from tidemill.core.buffers import pack_tokens, unpack_tokens
 from tidemill.core.records import Demonstration, PreferencePair
 from tidemill.models.heads import reward_head
@@ -105,7 +106,7 @@ def test_reward_model(shape: str, budget: int, tmp_path: Path) -> None:
     assert totals.means()["pairwise_accuracy"] == right / 5
 
 
-@pytest.mark.parametrize("loss", ["dpo", "ipo"])
+@pytest.mark.parametrize("loss", PREFERENCE_LOSSES)
 @pytest.mark.parametrize("budget", [10_000, 1])
 def test_preference_losses(loss: str, budget: int, tmp_path: Path) -> None:
     """The policy has moved away from its reference, which was measured when it began."""

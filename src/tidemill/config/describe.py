@@ -9,6 +9,7 @@ from tidemill.config.checks import Purpose
 from tidemill.config.derive import Derived, derive
 from tidemill.config.describe_pool import pool_notes, pool_topics
 from tidemill.config.describe_readers import reader_notes, reader_topics
+from tidemill.config.effects import without_effect
 from tidemill.config.model import BUILT_IN_MODELS
 from tidemill.config.schema import RunSpec
 from tidemill.config.task import ArithmeticTask, PromptFiles
@@ -57,13 +58,14 @@ def topics(spec: RunSpec, *, purpose: Purpose = "train", prompt_tokens: int | No
 
 def notes(spec: RunSpec, derived: Derived) -> list[str]:
     """Settings that are allowed and will probably not do what was hoped."""
-    found = [*pool_notes(spec), *reader_notes(spec)]
-    if spec.algorithm.kl_stop is not None and derived.optimizer_steps_per_batch == 1:
-        found.append(
-            "algorithm.kl_stop never acts: each batch is one optimizer step, so that there is nothing left to stop"
-        )
+    found = [*without_effect(spec), *pool_notes(spec), *reader_notes(spec)]
     found += _algorithm_notes(spec)
-    if spec.optimizer.warmup_steps >= derived.optimizer_steps:
+    if not derived.optimizer_steps:
+        found.append(
+            f"the policy never learns: algorithm.critic_warmup_steps = {number(spec.algorithm.critic_warmup_steps)} "
+            "takes every optimizer step"
+        )
+    elif spec.optimizer.warmup_steps >= derived.optimizer_steps:
         found.append(
             f"the learning rate never reaches its peak: warm-up takes {number(spec.optimizer.warmup_steps)} of "
             f"{counted(derived.optimizer_steps, 'optimizer step')}"
@@ -201,8 +203,6 @@ def _algorithm_notes(spec: RunSpec) -> list[str]:
             'algorithm.correction.kind = "mu_step" is the same as "tis" at schedule.max_policy_lag = 0: no token is '
             "older than the last publish"
         )
-    if algorithm.gamma < 1 and algorithm.compares_siblings:
-        found.append(f"algorithm.gamma never acts: advantage {algorithm.advantage} is one number a sample")
     if algorithm.proximal == "rollout" and algorithm.correction.kind != "none":
         found.append("algorithm.correction never acts: clipping is measured from the policy that generated")
     return found

@@ -34,8 +34,6 @@ def preemptible(spec: RunSpec) -> bool:
 def pool_notes(spec: RunSpec) -> list[str]:
     """Settings of pool and fleet that will probably not do what was hoped."""
     notice_s, hand_back_s = _notice_s(spec), spec.fleet.hand_back_s
-    if isinstance(spec.pool, SyntheticPool) and spec.pool.noticed and not notice_s:
-        return ["pool.noticed has no effect while pool.notice_s is 0"]
     if 0 < notice_s <= hand_back_s:
         limit = f"fleet.hand_back_s = {hand_back_s:g}"
         return [f"a notice of {notice_s:g} s is no longer than {limit}: a warned worker hands its samples back at once"]

@@ -27,17 +27,10 @@ def reader_topics(spec: RunSpec) -> list[tuple[str, str]]:
 
 
 def reader_notes(spec: RunSpec) -> list[str]:
-    """Settings of placement and reading that will probably not do what was hoped."""
-    placement, reading, found = spec.placement, spec.reading, list[str]()
-    models, reference = bool(spec.scoring.model_folders), spec.algorithm.kl_beta > 0
-    if placement.reward_model == "actor" and not models:
-        found.append('placement.reward_model has no effect: no reward is of kind "model"')
-    if placement.reference == "actor" and not reference:
-        found.append("placement.reference has no effect: algorithm.kl_beta = 0 needs no reference")
-    if not reading.ahead:
+    """Settings of reading that will probably not do what was hoped."""
+    reading, found = spec.reading, list[str]()
+    if not reading.ahead or not (spec.scoring.model_folders or spec.algorithm.kl_beta):
         return found
-    if not models and not reference:
-        return [*found, "reading.ahead has no effect: there is neither a reward model nor a reference"]
     if reading.chunk_tokens > spec.sampling.max_new_tokens:
         found.append(
             f"no completion fills a chunk of reading.chunk_tokens = {reading.chunk_tokens}: only prompts are read ahead"

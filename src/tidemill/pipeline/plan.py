@@ -71,7 +71,7 @@ class Planned:
 class Plan:
     stages: tuple[Planned, ...]
     stale: tuple[str, ...]  # folders with results that nothing here asks for any more
-    unused: tuple[str, ...] = ()  # in words: sections of the recipe that no stage has a use for
+    unused: tuple[str, ...] = ()  # in words: sections that no stage has a use for, and keys that do nothing
 
     @property
     def due(self) -> tuple[Planned, ...]:

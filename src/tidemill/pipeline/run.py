@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from tidemill.config.pipeline import PipelineSpec, StageKind, StageSpec
+from tidemill.config.effects import without_effect
+from tidemill.config.pipeline import KINDS, PipelineSpec, StageKind, StageSpec
 from tidemill.config.schema import RunSpec
 from tidemill.config.toml import to_toml
 from tidemill.core.errors import UserError
@@ -47,7 +48,12 @@ def plan_pipeline(pipeline: PipelineSpec, *, choice: Choice = EVERYTHING) -> Pla
     folder.refuse_single_run()
     plan = make_plan(pipeline.stages, contents=contents_of(pipeline.stages), found=folder.found(), choice=choice)
     check_inputs([planned.stage for planned in plan.due], pipeline.stages)
-    return replace(plan, unused=pipeline.unused)
+    idle = [f"stage {one.stage.name}: {why}" for one in plan.due for why in _without_effect(one.stage)]
+    return replace(plan, unused=(*pipeline.unused, *idle))
+
+
+def _without_effect(stage: StageSpec) -> list[str]:
+    return without_effect(stage.spec) if KINDS[stage.kind].purpose == "train" else []
 
 
 def run_pipeline(

@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack, contextmanager
 from typing import Any, TextIO
 
 from tidemill.config.checks import refuse_untrainable
+from tidemill.config.effects import without_effect
 from tidemill.config.schema import RunSpec
 from tidemill.config.toml import to_toml
 from tidemill.controller.fleet import Fleet
@@ -55,6 +56,8 @@ def train(
         )
         run.write_manifest(manifest)
         with Recorder(run, spec, stream=telemetry_stream) as recorder:
+            for idle in without_effect(spec):
+                recorder.note(idle)
             check_reward_models(spec, progress=recorder.note)
             result = asyncio.run(_train(with_threads(spec, manifest), run, recorder, open_machinery or _runtime(spec)))
             if result.already_finished:

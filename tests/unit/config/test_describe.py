@@ -105,9 +105,9 @@ def test_prompts_of_unknown_length() -> None:
 @pytest.mark.parametrize(
     ("args", "note"),
     [
-        (["--algorithm.kl_stop=0.1"], "algorithm.kl_stop never acts"),
+        (["--algorithm.kl_stop=0.1"], "algorithm.kl_stop has no effect: each batch is one optimizer step"),
         (["--algorithm.name=dapo"], "DAPO's penalty of overlong completions is off"),
-        (["--algorithm.gamma=0.9"], "algorithm.gamma never acts"),
+        (["--algorithm.gamma=0.9"], "algorithm.gamma has no effect: the advantage is one number a sample"),
         (["--algorithm.correction.kind=mu_step"], 'is the same as "tis" at schedule.max_policy_lag = 0'),
         # 3 versions × 8 prompts × 8 samples
         (
@@ -123,6 +123,8 @@ def test_prompts_of_unknown_length() -> None:
             "algorithm.correction never acts",
         ),
         (["--algorithm.proximal=rollout"], "algorithm.correction never acts"),
+        (["--algorithm.name=ppo", "--algorithm.critic_warmup_steps=20"], "the policy never learns"),
+        (["--algorithm.name=ppo", "--algorithm.critic_warmup_steps=5", "--optimizer.warmup_steps=15"], "15 of 15"),
         (["--optimizer.warmup_steps=20"], "warm-up takes 20 of 20 optimizer steps"),
         (['--scoring.rewards=[{kind="random"}]'], "rewards are random"),
         (["--sampling.temperature=0.7"], "at temperature 0.7"),

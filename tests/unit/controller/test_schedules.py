@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.fake_fleet import Disk, Session, number, said_of, small_spec
 from tests.virtual_time import run_virtual
+from tidemill.config.effects import without_effect
 from tidemill.controller.in_flight import PlannedGroup
 from tidemill.core.buffers import pack_tokens
 from tidemill.core.records import Completion, Prompt, Reward, SampleId, Trajectory
@@ -186,6 +187,29 @@ def test_nobody_asks_what_a_publish_says_where_nothing_depends_on_it(algorithm: 
 
     assert {sample[8:] for batch in history(session) for group in batch for sample in group} == {()}
     assert not any("time_publish_logprobs_s" in metrics.values for metrics in session.telemetry.steps)
+
+
+@pytest.mark.parametrize(
+    ("lag", "idle"),
+    [
+        (0, {"fresh_fraction": 0.5}),
+        (0, {"membership": "first_finished"}),
+        (0, {"unfinished": "restart"}),
+        (0, {"unfinished": "finish"}),
+        (0, {"on_lag_limit": "drop", "membership": "first_finished"}),
+        (2, {"on_lag_limit": "drop"}),
+        (2, {"on_lag_limit": "restart"}),
+        (2, {"max_redraws": 0}),
+    ],
+)
+def test_what_is_said_to_have_no_effect_has_none(lag: int, idle: dict[str, Any]) -> None:
+    plain, changed = (
+        run(max_policy_lag=lag, rewards=Slow(every=4)),
+        run(max_policy_lag=lag, rewards=Slow(every=4), **idle),
+    )
+
+    assert without_effect(spec(max_policy_lag=lag, **idle)) != []
+    assert changed.trainer.state == plain.trainer.state
 
 
 class Slow:

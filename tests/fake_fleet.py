@@ -152,6 +152,7 @@ class FakeEngine:
 
     def __init__(self, version: PolicyVersion, *, slots: int = 3, per_poll: int = 2, keeps_jobs: bool = False) -> None:
         self.version, self.slots, self.per_poll = version, slots, per_poll
+        self.logprobs = True  # it returns those of the tokens it samples
         self.keeps_jobs = keeps_jobs  # samples under way go on under new weights
         self.jobs: dict[SampleId, tuple[GenerateRequest, int]] = {}  # request, tokens so far
         self.generated = 0
@@ -161,7 +162,9 @@ class FakeEngine:
 
     @property
     def capabilities(self) -> EngineCapabilities:
-        return EngineCapabilities(batch_invariant=True, logprobs=True, keeps_kv=False, lora=False, own_sampler=False)
+        return EngineCapabilities(
+            batch_invariant=True, logprobs=self.logprobs, keeps_kv=False, lora=False, own_sampler=False
+        )
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
         for request in requests:
@@ -486,7 +489,12 @@ class Session:
         self.source = FakeSource(self.spec.batch.prompts)
         self.ledger = Ledger(self.journal, round_size=self.spec.batch.prompts)
         self.fleet = Fleet(
-            self.worker, slots=self.slots, clock=LoopClock(), telemetry=self.telemetry, patience=self.patience
+            self.worker,
+            slots=self.slots,
+            clock=LoopClock(),
+            telemetry=self.telemetry,
+            patience=self.patience,
+            needs_logprobs=self.spec.algorithm.needs_rollout_logprobs,
         )
 
     async def run(self) -> LoopResult:

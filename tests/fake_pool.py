@@ -197,6 +197,7 @@ class PoolSession(Session):
             provider=self.provider,
             host=self.host,
             publisher=self.publisher,
+            needs_logprobs=self.spec.algorithm.needs_rollout_logprobs,
         )
 
 

@@ -208,6 +208,16 @@ class AlgorithmConfig(Config):
         return self.advantage == "gae"
 
     @property
+    def needs_rollout_logprobs(self) -> list[str]:
+        """Settings that nothing can be done about without the logprobs of the tokens at sampling time."""
+        settings = [f'algorithm.correction.kind = "{self.correction.kind}"'] if self.correction.kind != "none" else []
+        if self.proximal != "recomputed":
+            settings.append(f'algorithm.proximal = "{self.proximal}"')
+        if self.kl_beta > 0 and self.kl_in == "reward":
+            settings.append('algorithm.kl_in = "reward"')
+        return settings
+
+    @property
     def compares_siblings(self) -> bool:
         """Whether a sample's advantage depends on the others of its group."""
         return self.advantage in ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")

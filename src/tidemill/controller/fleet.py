@@ -25,7 +25,7 @@ from tidemill.controller.lengths import LengthEstimator
 from tidemill.controller.mailbox import Ended, Mailbox
 from tidemill.controller.member import Member, MemberState, Order, Pace
 from tidemill.controller.plateau import ThroughputProfile
-from tidemill.controller.publishing import Publishing, Quarantined
+from tidemill.controller.publishing import LogprobsMissing, Publishing, Quarantined
 from tidemill.controller.router import Router
 from tidemill.controller.story import Story
 from tidemill.controller.waiting import Patience, Wait, patiently
@@ -61,6 +61,8 @@ class Fleet:
         provider: where preemptible workers come from; None for none, and then `host` and `publisher` are not needed.
         host: starts them.
         publisher: gives them weights.
+        needs_logprobs: settings that need the logprobs of sampled tokens; an engine that returns none then ends the
+            run before it generates anything.
         silence_s: overrides `config.silence_s`: infinite where workers share a thread with the trainer, whose work
             would look like their silence.
         router: who decides which worker takes which sample.
@@ -80,6 +82,7 @@ class Fleet:
         provider: Provider | None = None,
         host: WorkerHost | None = None,
         publisher: Publisher | None = None,
+        needs_logprobs: Sequence[str] = (),
         silence_s: float | None = None,
         router: Router = per_sample,
         lengths: LengthEstimator | None = None,
@@ -98,6 +101,7 @@ class Fleet:
         self.publishing = Publishing(
             publisher,
             self._members,
+            needs_logprobs=needs_logprobs,
             probe_limit=self.config.probe_limit,
             story=self.story,
             clock=clock,
@@ -269,6 +273,8 @@ class Fleet:
             await self._serve(member)
         except (WorkerLost, DeadlineError) as error:
             self._end(member, str(error), evicted=not isinstance(error, Quarantined))
+        except LogprobsMissing as error:
+            self._fail(error)
         except Exception as error:  # noqa: BLE001 - a fault of one worker is not the fleet's
             self._end(member, f"it failed: {error!r}", evicted=False, crashed=True)
 

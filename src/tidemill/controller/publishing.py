@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -12,9 +12,9 @@ from tidemill.controller.member import Member, MemberState, Order, probe_differe
 from tidemill.controller.story import Story
 from tidemill.controller.waiting import Patience, Wait, patiently
 from tidemill.core.clock import Clock
-from tidemill.core.errors import WeightsError, WorkerLost
+from tidemill.core.errors import UserError, WeightsError, WorkerLost
 from tidemill.core.protocols import Publisher, Telemetry, Worker
-from tidemill.core.records import PolicyVersion, WeightManifest
+from tidemill.core.records import Loaded, PolicyVersion, WeightManifest
 from tidemill.telemetry.events import PUBLISH
 from tidemill.telemetry.spans import span
 
@@ -25,12 +25,17 @@ class Quarantined(WorkerLost):
     """A worker computes something else than the trainer."""
 
 
+class LogprobsMissing(UserError):
+    """An engine does not return what the algorithm needs of it: a fault of the run, whichever worker it is."""
+
+
 class Publishing:
     """What was published last, and who has it.
 
     Args:
         publisher: gives weights to workers elsewhere; None where there are none.
         members: the workers there are, by lease; read at every publish.
+        needs_logprobs: settings that need the logprobs of sampled tokens; an engine that returns none is refused then.
         probe_limit: nats by which a worker's logprobs of the probe may differ from the publisher's.
         news: called when a worker can take samples of a version that it could not before.
     """
@@ -40,6 +45,7 @@ class Publishing:
         publisher: Publisher | None,
         members: Mapping[str, Member],
         *,
+        needs_logprobs: Sequence[str],
         probe_limit: float,
         story: Story,
         clock: Clock,
@@ -49,7 +55,7 @@ class Publishing:
     ) -> None:
         self._publisher, self._members, self._probe_limit = publisher, members, probe_limit
         self._story, self._clock, self._telemetry, self._patience = story, clock, telemetry, patience
-        self._news = news
+        self._news, self._needs_logprobs = news, needs_logprobs
         self._version: PolicyVersion | None = None  # the newest
         self._manifest: WeightManifest | None = None
         self._published = asyncio.Event()
@@ -87,6 +93,7 @@ class Publishing:
 
         Raises:
             Quarantined: what the worker then computes is not what the publisher computes.
+            LogprobsMissing: its engine cannot be used in this run.
         """
         await self._published.wait()
         while self._manifest is not None and member.version != self._manifest.version:
@@ -97,6 +104,7 @@ class Publishing:
                 if self._manifest is manifest:
                     raise
                 continue  # newer ones came meanwhile, and those it was pulling may be gone
+            self._check_logprobs(loaded)
             member.heard_s = self._clock.now()
             self._story.pulled(member, loaded, member.heard_s - began_s)
             difference = probe_difference(loaded, manifest)
@@ -117,8 +125,19 @@ class Publishing:
 
     async def _load_local(self, member: Member, worker: Worker) -> None:
         assert self._version is not None, "nothing was published"
-        member.version = (await worker.load(self._version)).version
+        loaded = await worker.load(self._version)
+        self._check_logprobs(loaded)
+        member.version = loaded.version
         self._news()
+
+    def _check_logprobs(self, loaded: Loaded) -> None:
+        if self._needs_logprobs and not loaded.rollout_logprobs:
+            raise LogprobsMissing(
+                f"the engine returns no logprobs of the tokens it samples, and {self._needs_logprobs[0]} needs them",
+                where="algorithm",
+                cure='take an engine that does, or set algorithm.correction.kind = "none", algorithm.proximal = '
+                '"recomputed" and algorithm.kl_in = "loss"',
+            )
 
     def _wait(self, awaited: str, look_at: str) -> Wait:
         return Wait(awaited=awaited, look_at=look_at, deadline_s=self._patience.load_s)

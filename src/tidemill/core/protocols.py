@@ -43,7 +43,7 @@ class EngineCapabilities(Record):
     """What an engine declares about itself."""
 
     batch_invariant: bool  # a sample's tokens do not depend on its neighbours, slot or restarts
-    logprobs: bool
+    logprobs: bool  # of sampled tokens; an engine without fills their places with NaN
     keeps_kv: bool  # the cache survives a weight load
     lora: bool  # a version may be an adapter alone
     own_sampler: bool  # True: the engine's own random numbers; False: Tidemill's counter-based sampling

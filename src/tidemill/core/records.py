@@ -259,6 +259,7 @@ class Loaded(Record):
     swap_s: float = 0.0  # generation stood still
     retries: int = 0  # transfers found torn or corrupt and pulled again
     probe_logprobs: LogprobBuffer = b""  # float32 [N - 1]; empty where the weights are the trainer's own
+    rollout_logprobs: bool = True  # its engine returns those of the tokens it samples
 
 
 class VersionRun(Record, gc=False):

@@ -97,10 +97,10 @@ class EngineWorker:
             return await self._on_engine(lambda: self._swap(version, pulled))
 
     def _swap(self, version: PolicyVersion, pulled: Pulled | None) -> Loaded:
-        began = time.perf_counter()
+        began, told = time.perf_counter(), self._engine.capabilities.logprobs
         if self._source is None or pulled is None:
             self._engine.load(version)
-            return Loaded(version=version, swap_s=time.perf_counter() - began)
+            return Loaded(version=version, swap_s=time.perf_counter() - began, rollout_logprobs=told)
         self._source.swap(pulled)
         self._engine.load(version)
         probe_ids = pulled.manifest.probe_ids
@@ -113,6 +113,7 @@ class EngineWorker:
             swap_s=time.perf_counter() - began,
             retries=pulled.retries,
             probe_logprobs=probe_logprobs,
+            rollout_logprobs=told,
         )
 
     async def next_report(self, timeout_s: float) -> WorkerReport | None:

@@ -89,6 +89,7 @@ async def _train(spec: RunSpec, run: RunDirectory, recorder: Recorder, open_mach
             provider=machinery.provider,
             host=machinery.host,
             publisher=machinery.publisher,
+            needs_logprobs=spec.algorithm.needs_rollout_logprobs,
             silence_s=machinery.silence_s,
         )
         await stack.enter_async_context(fleet)

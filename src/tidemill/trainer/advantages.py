@@ -217,14 +217,7 @@ class Advantages:
         )
 
     def _require_logprobs(self, trajectories: Sequence[Trajectory]) -> None:
-        algorithm = self._spec.algorithm
-        needs = []
-        if algorithm.correction.kind != "none":
-            needs.append(f'algorithm.correction.kind = "{algorithm.correction.kind}"')
-        if algorithm.proximal != "recomputed":
-            needs.append(f'algorithm.proximal = "{algorithm.proximal}"')
-        if self._penalised:
-            needs.append('algorithm.kl_in = "reward"')
+        needs = self._spec.algorithm.needs_rollout_logprobs
         missing = [t for t in trajectories if np.isnan(rollout_logprobs(t, trained_tokens(t))).any()]
         if needs and missing:
             raise UserError(

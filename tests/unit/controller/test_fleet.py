@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tests.fake_fleet import Session, make_id, make_report, small_spec
+from tests.fake_fleet import FakeEngine, Session, make_id, make_report, small_spec
 from tests.fake_pool import BrokenHost, FakeHost, FakeSource, PoolEngine, PoolSession, ended, granted, noticed, trained
 from tests.virtual_time import run_virtual
 from tidemill.config.pool import FleetConfig
@@ -17,7 +17,7 @@ from tidemill.controller.member import Member, Pace
 from tidemill.controller.offload import OffloadState
 from tidemill.controller.waiting import Patience
 from tidemill.core.buffers import pack_logprobs
-from tidemill.core.errors import DeadlineError, TidemillError, WeightsError
+from tidemill.core.errors import DeadlineError, TidemillError, UserError, WeightsError
 from tidemill.core.records import Lease, LeaseEvent, PolicyVersion, Pulled, TokenDelta
 from tidemill.telemetry.fleet_figures import fleet_figures
 
@@ -266,6 +266,32 @@ def test_a_worker_that_says_no_numbers_is_quarantined(said: list[float]) -> None
     run_virtual(session.run())
 
     assert len(session.telemetry.named("quarantine")) == 1
+
+
+@pytest.mark.parametrize("whose", ["local", "preemptible"])
+def test_an_engine_without_the_logprobs_that_are_needed_ends_the_run_before_it_generates(whose: str) -> None:
+    session = pool(granted("a"), seeding_worker=whose == "local")
+
+    def forget(engine: FakeEngine) -> None:
+        engine.logprobs = False
+
+    if whose == "local":
+        forget(session.engine)
+    spoil(session, "a", forget)
+    with pytest.raises(UserError) as caught:
+        run_virtual(session.run())
+    assert caught.value.what == (
+        'the engine returns no logprobs of the tokens it samples, and algorithm.correction.kind = "tis" needs them'
+    )
+    assert 'algorithm.correction.kind = "none"' in caught.value.cure
+    assert session.engine.submitted == []
+    assert all(engine.submitted == [] for engine in session.host.engines.values())
+
+
+def test_an_engine_without_logprobs_will_do_where_nothing_needs_them() -> None:
+    session = Session(spec=small_spec(algorithm={"correction": {"kind": "none"}}))
+    session.engine.logprobs = False
+    assert run_virtual(session.run()).steps == 4
 
 
 def test_a_silent_worker_loses_its_lease_and_its_work_moves_on() -> None:

@@ -4,8 +4,8 @@
 
 GRPO from the start of `benchmarks.sft_start`, 100 steps. With `max_policy_lag` k generation runs k batches ahead, and
 as sums are short, nearly every token is made k versions before it is learned from. Engine and trainer share a thread
-here, so that running ahead saves no time: time per step shows what a schedule itself costs, and a run on workers of its
-own shows what it gains.
+here, so that running ahead saves no time: seconds of CPU per step show what a schedule itself costs (wall time would
+show what else the machine did), and `benchmarks.overlap`, on workers of their own, what it gains.
 
 What results/staleness.json already holds of these settings is kept and not measured again.
 """
@@ -108,7 +108,6 @@ def summary(runs: Sequence[AdditionRun]) -> list[dict[str, Any]]:
                     "correction": correction,
                     "seeds": len(here),
                     "reward_per_step": interval(run.means["reward_mean"] for run in here)._asdict(),
-                    "step_s": interval(run.step_s for run in here)._asdict(),
                     "cpu_s_per_step": interval(run.cpu_s / run.steps for run in here)._asdict(),
                     "accuracy_after": interval(run.accuracy[run.steps] for run in here)._asdict(),
                     "reached_by": sum(run.steps_to_target is not None for run in here),
@@ -157,7 +156,7 @@ def _write(runs: Sequence[AdditionRun]) -> None:
 
 def _print(runs: Sequence[AdditionRun]) -> None:
     table = Table(title=f"GRPO, {STEPS} steps: mean over seeds ± half of the 95 % interval", box=box.SIMPLE)
-    columns = ("correction", "lag", "seeds", "reward / step", "accuracy after", f"steps to {TARGET:g}", "wall s / step")
+    columns = ("correction", "lag", "seeds", "reward / step", "accuracy after", f"steps to {TARGET:g}")
     for column in (*columns, "CPU s / step", "ratio variance", "ESS", "true lag"):
         table.add_column(column, justify="left" if column == "correction" else "right")
     for row in summary(runs):
@@ -168,7 +167,6 @@ def _print(runs: Sequence[AdditionRun]) -> None:
             _half(row["reward_per_step"]),
             _half(row["accuracy_after"]),
             spread(row["steps_to_target"], 1),
-            _half(row["step_s"]),
             _half(row["cpu_s_per_step"]),
             _half(row["ratio_var"]),
             _half(row["effective_sample_size"]),

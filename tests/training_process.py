@@ -10,10 +10,40 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.char_task import char_task
 from tests.commands import run_here
 from tests.forked import Forked
 
 DEADLINE_S = 100.0
+RECIPE = (
+    char_task(layers=2, hidden_size=64)
+    + """\
+[scoring]
+rewards = [{ kind = "exact" }, { kind = "regex", pattern = '^\\d', weight = 0.5 }]
+[sampling]
+max_new_tokens = 12
+stop = ["no such string"]
+[engine]
+slots = 16
+batch_invariant = true
+tick_s = 0.02
+[batch]
+prompts = 4
+group_size = 4
+minibatches = 2
+[optimizer]
+learning_rate = 1e-3
+[trainer]
+steps = 8
+threads = 1
+[eval]
+every_steps = 4
+prompts = 4
+[checkpoint]
+every_steps = 2
+"""
+)
+"""Of a run that is the same to the last bit whenever it is killed and resumed."""
 
 
 @dataclass

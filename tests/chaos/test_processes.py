@@ -10,41 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.training_process import RunningProcess, last_step, learned, quiet_run, summary
+from tests.training_process import RECIPE, RunningProcess, last_step, learned, quiet_run, summary
 
 STEPS = 30
-RECIPE = """
-[model]
-source = "char"
-[model.char]
-alphabet = "0123456789+=\\n"
-hidden_size = 32
-layers = 2
-[task]
-kind = "arithmetic"
-shots = 0
-[scoring]
-rewards = [{ kind = "exact" }, { kind = "regex", pattern = '^\\d', weight = 0.5 }]
-[sampling]
-max_new_tokens = 12
-stop = ["no such string"]
-[engine]
-slots = 4
-batch_invariant = true
-tick_s = 0.02
-[batch]
-prompts = 4
-group_size = 4
-[optimizer]
-learning_rate = 1e-3
-[trainer]
-threads = 1
-[eval]
-every_steps = 8
-prompts = 4
-[checkpoint]
-every_steps = 5
-"""
+SETTINGS = (
+    *("--trainer.steps", str(STEPS), "--model.char.hidden_size", "32", "--engine.slots", "4"),
+    *("--batch.minibatches", "1", "--eval.every_steps", "8", "--checkpoint.every_steps", "5"),
+)
 POOL = """
 [pool]
 kind = "synthetic"
@@ -90,9 +62,9 @@ DEATHS = (killed, interrupted, killed, out_of_room)
 
 @pytest.mark.timeout(1500)
 def test_a_run_that_dies_again_and_again_learns_what_a_quiet_one_does(tmp_path: Path, chaos_rounds: int) -> None:
-    recipe, steps = tmp_path / "recipe.toml", ("--trainer.steps", str(STEPS))
+    recipe = tmp_path / "recipe.toml"
     recipe.write_text(RECIPE)
-    quiet_run(recipe, tmp_path / "quiet", *steps)
+    quiet_run(recipe, tmp_path / "quiet", *SETTINGS)
     expected = learned(tmp_path / "quiet")
     assert expected[0]["optimizer_steps"] > STEPS / 2  # it learned something, or equal weights would say nothing
     recipe.write_text(RECIPE + POOL)
@@ -100,8 +72,8 @@ def test_a_run_that_dies_again_and_again_learns_what_a_quiet_one_does(tmp_path: 
         rng, run = random.Random(each), tmp_path / f"torn-{each}"
         for death in rng.sample(DEATHS, len(DEATHS)):
             limit = rng.randint(20_000, 200_000) if death is out_of_room else None
-            death(RunningProcess(recipe, run, steps, file_bytes=limit), rng)
-        RunningProcess(recipe, run, steps).ends(0)
+            death(RunningProcess(recipe, run, SETTINGS, file_bytes=limit), rng)
+        RunningProcess(recipe, run, SETTINGS).ends(0)
 
         assert learned(run) == expected
         assert summary(run)["evictions"] > 3

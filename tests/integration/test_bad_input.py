@@ -12,19 +12,13 @@ from typing import Any
 
 import pytest
 
+from tests.char_task import char_task
 from tests.commands import Ran, run_fork, run_here
 from tidemill.trainer.policy import PolicyTrainer
 
-CHAR = """\
-[model]
-source = "char"
-[model.char]
-alphabet = "0123456789+=\\n"
-hidden_size = 32
-layers = 1
-[task]
-kind = "arithmetic"
-shots = 0
+CHAR = (
+    char_task()
+    + """\
 [sampling]
 max_new_tokens = 3
 [eval]
@@ -38,6 +32,7 @@ threads = 1
 [checkpoint]
 every_steps = 1
 """
+)
 REWARDS = """\
 import time
 

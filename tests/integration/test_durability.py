@@ -9,42 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.training_process import RunningProcess, last_step, learned, quiet_run, summary
+from tests.training_process import RECIPE, RunningProcess, last_step, learned, quiet_run, summary
 
-RECIPE = """
-[model]
-source = "char"
-[model.char]
-alphabet = "0123456789+=\\n"
-hidden_size = 64
-layers = 2
-[task]
-kind = "arithmetic"
-shots = 0
-[scoring]
-rewards = [{ kind = "exact" }, { kind = "regex", pattern = '^\\d', weight = 0.5 }]
-[sampling]
-max_new_tokens = 12
-stop = ["no such string"]
-[engine]
-slots = 16
-batch_invariant = true
-tick_s = 0.02
-[batch]
-prompts = 4
-group_size = 4
-minibatches = 2
-[optimizer]
-learning_rate = 1e-3
-[trainer]
-steps = 8
-threads = 1
-[eval]
-every_steps = 4
-prompts = 4
-[checkpoint]
-every_steps = 2
-"""
 WITH_ADAPTER = """
 [model.lora]
 rank = 4

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from tests.char_task import char_task
 from tidemill.config.layers import merge
 from tidemill.config.schema import RunSpec
 from tidemill.core.buffers import LogprobBuffer, unpack_logprobs, unpack_tokens
@@ -31,16 +32,9 @@ from tidemill.trainer import policy, policy_loss
 from tidemill.trainer.policy_loss import PolicyOutcome
 
 HIGH, STEPS, DIES_AT = 1.02, 6, 5
-RECIPE = f"""
-[model]
-source = "char"
-[model.char]
-alphabet = "0123456789+=\\n"
-hidden_size = 32
-layers = 2
-[task]
-kind = "arithmetic"
-shots = 0
+RECIPE = (
+    char_task(layers=2)
+    + f"""\
 [scoring]
 rewards = [{{ kind = "length", target_tokens = 12 }}]
 [sampling]
@@ -67,6 +61,7 @@ threads = 1
 every_steps = 0
 prompts = 1
 """
+)
 
 
 class Died(RuntimeError):

@@ -14,26 +14,21 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.char_task import char_task
 from tests.commands import DEADLINE_S, Ran, run_fork, run_here
 from tests.conftest import REPOSITORY
 from tests.forked import Forked
 from tidemill.models.loading import weights_digest
 from tidemill.models.quiet import quiet
 
-RECIPE = """\
+RECIPE = (
+    """\
 [run]
 name = "letters"
 
-[model]
-source = "char"
-[model.char]
-alphabet = "0123456789+=\\n"
-hidden_size = 32
-layers = 1
-
-[task]
-kind = "arithmetic"
-shots = 0
+"""
+    + char_task()
+    + """\
 held_out_fraction = 0.2
 
 [scoring]
@@ -97,20 +92,16 @@ source = "stage:rl"
 [stage.export]
 dtype = "bf16"
 """
+)
 RLHF = REPOSITORY / "recipes" / "rlhf.toml"
 # The recipe's own stages with a model that is trained from nothing in seconds.
-CHAR = """\
-[model]
-source = "char"
-[model.char]
-alphabet = "0123456789+=\\n"
-hidden_size = 32
-layers = 1
-[task]
-shots = 0
+CHAR = (
+    char_task()
+    + """\
 [trainer]
 threads = 1
 """
+)
 NAMES = ["sft", "rl", "measure", "out"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -9,22 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.char_task import char_task
 from tests.forked import Forked
 from tests.processes import command_lines, processes_below
 
 pytestmark = pytest.mark.xdist_group("ray")
 
-RECIPE = """
-runtime = "ray"
-[model]
-source = "char"
-[model.char]
-alphabet = "0123456789+=\\n"
-hidden_size = 32
-layers = 2
-[task]
-kind = "arithmetic"
-shots = 0
+RECIPE = (
+    'runtime = "ray"\n'
+    + char_task(layers=2)
+    + """\
 [sampling]
 max_new_tokens = 3
 [engine]
@@ -43,6 +37,7 @@ every_steps = 0
 [checkpoint]
 every_steps = 20
 """
+)
 DEADLINE_S = 60.0
 
 

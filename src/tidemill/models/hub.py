@@ -54,7 +54,10 @@ def fetch(hub_id: str, revision: str | None, *, progress: Progress, stall_deadli
 
 def cached(hub_id: str, revision: str | None) -> Path | None:
     """The snapshot folder in the hub's cache that has the model's tokenizer; None without one. Asks nobody."""
-    found = try_to_load_from_cache(hub_id, "tokenizer.json", revision=revision)
+    try:
+        found = try_to_load_from_cache(hub_id, "tokenizer.json", revision=revision)
+    except HFValidationError:  # no such name can be in it
+        return None
     return Path(found).parent if isinstance(found, str) else None
 
 

@@ -13,7 +13,7 @@ from tests.model_shapes import llama
 from tidemill.config.model import CharModelConfig, ModelConfig
 from tidemill.core.errors import UserError
 from tidemill.models import hub
-from tidemill.models.catalog import SMOLLM2, listing, resolve
+from tidemill.models.catalog import SMOLLM2, listing, present, resolve
 from tidemill.models.folder import check_folder
 
 SMALL = CharModelConfig(alphabet="01+=\n", hidden_size=32, layers=1, heads=2, context=16)
@@ -45,6 +45,21 @@ def test_char_is_built_once_per_configuration(cache: Path) -> None:
     assert (folder / "model.safetensors").stat().st_mtime_ns == stamp
     other = resolve(ModelConfig(source="char", char=SMALL.model_copy(update={"seed": 1})), progress=silent)
     assert other != folder
+
+
+def test_present_is_what_needs_no_work(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ModelConfig(source="char", char=SMALL)
+    assert present(config) is None
+    assert not cache.exists()
+    folder = resolve(config, progress=silent)
+    assert present(config) == folder
+    assert present(ModelConfig(source=SMOLLM2)) is None
+    (tmp_path / "mine").mkdir()
+    assert present(ModelConfig(source=str(tmp_path / "mine"))) == tmp_path / "mine"
+    (tmp_path / "mine" / "adapter_config.json").write_text("{}")
+    assert present(ModelConfig(source=str(tmp_path / "mine"))) is None  # it would have to be merged
+    monkeypatch.setattr(hub, "cached", lambda name, revision: Path(f"{name}@{revision}"))
+    assert present(ModelConfig(source="org/name", revision="v1")) == Path("org/name@v1")
 
 
 def test_a_local_folder_is_used_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:

@@ -123,12 +123,27 @@ def test_a_slow_download_goes_on_while_bytes_arrive(monkeypatch: pytest.MonkeyPa
     assert lines and all("org/name" in line and "MB downloaded" in line for line in lines)
 
 
+def put_in_cache(cache: Path, name: str) -> Path:
+    """A snapshot of org/name with one file, at revision `main`."""
+    snapshot = cache / "models--org--name" / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / name).write_text("{}")
+    (cache / "models--org--name" / "refs").mkdir()
+    (cache / "models--org--name" / "refs" / "main").write_text("a" * 40)
+    return snapshot
+
+
 def test_the_hubs_cache_is_listed(hub_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "scan_cache_dir", lambda: scan_cache_dir(hub_cache))
     assert hub.cached_models() == []
-    snapshot = hub_cache / "models--org--name" / "snapshots" / ("a" * 40)
-    snapshot.mkdir(parents=True)
-    (snapshot / "config.json").write_text("{}")
-    (hub_cache / "models--org--name" / "refs").mkdir()
-    (hub_cache / "models--org--name" / "refs" / "main").write_text("a" * 40)
+    snapshot = put_in_cache(hub_cache, "config.json")
     assert hub.cached_models() == [("org/name", snapshot, 2)]
+    assert hub.cached("org/name", None) is None  # without its tokenizer
+
+
+def test_a_tokenizer_in_the_hubs_cache_is_found_without_asking(hub_cache: Path) -> None:
+    assert hub.cached("org/name", None) is None
+    snapshot = put_in_cache(hub_cache, "tokenizer.json")
+    assert hub.cached("org/name", None) == hub.cached("org/name", "main") == snapshot
+    assert hub.cached("org/name", "other") is None
+    assert hub.cached("org/name--x", None) is None

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tests.commands import run_here
@@ -84,6 +87,14 @@ def test_what_is_missing_is_told_of_all_stages(tmp_path: Path) -> None:
         "data.path: shown.jsonl: no such file or folder (stage sft); correct the path",
         "data.path: pairs.jsonl: no such file or folder (stage rm); correct the path",
     ]
+
+
+def test_rows_of_tables_are_looked_at_too(tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in EQUAL.splitlines()]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "pairs.parquet")
+    written(tmp_path, shown=NO_COMPLETION.replace("answer", "completion"), prompts=NUMBER.replace("7", '"7"'))
+    (line,) = told(tmp_path, RECIPE.replace("pairs.jsonl", "pairs.parquet"))
+    assert line.startswith("pairs.parquet, row 2 (from 0): `chosen` and `rejected` are the same, '4' (stage rm); ")
 
 
 def test_only_stages_that_are_due_are_looked_at(tmp_path: Path) -> None:

@@ -9,19 +9,27 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from tidemill.core.buffers import LogprobBuffer
 from tidemill.core.records import Reward, SampleId, Trajectory
 
 Order: TypeAlias = Literal["canonical", "arrival"]
 Membership: TypeAlias = Literal["planned", "first_finished"]
 
 
-def scored(trajectory: Trajectory, reward: Reward, *, truncated: Literal["trained", "masked"]) -> Trajectory:
+def scored(
+    trajectory: Trajectory,
+    reward: Reward,
+    *,
+    ref_logprobs: LogprobBuffer = b"",
+    truncated: Literal["trained", "masked"],
+) -> Trajectory:
     """The trajectory with its reward and weight; weight 0 leaves it out of the loss and of its group's statistics.
 
     That is so for an invalid reward, an empty completion, and one cut by the token limit where those are masked.
     """
     left_out = not reward.valid or trajectory.completion_length == 0 or (truncated == "masked" and trajectory.truncated)
-    return msgspec.structs.replace(trajectory, reward=reward, weight=0.0 if left_out else 1.0)
+    weight = 0.0 if left_out else 1.0
+    return msgspec.structs.replace(trajectory, reward=reward, weight=weight, ref_logprobs=ref_logprobs)
 
 
 def has_signal(trajectories: Iterable[Trajectory]) -> bool:
@@ -74,6 +82,7 @@ class Forming:
         self._membership, self._order = membership, order
         self._recorded = recorded
         self.taken: list[int] = []
+        self.held_up_by: int | None = None  # a group that must be a member and was not complete when last looked for
 
     @property
     def full(self) -> bool:
@@ -121,7 +130,15 @@ class Forming:
                 due[latest] += latest is not None
         if self._order == "arrival":
             return chosen
-        return sorted(chosen) if len(chosen) == left else []
+        if len(chosen) == left:
+            return sorted(chosen)
+        under_way = (position for position, latest in in_flight.items() if self.is_last_for(latest))
+        self.held_up_by = next((position for position in under_way if position not in complete), None)
+        return []
+
+    def is_last_for(self, latest: int | None) -> bool:
+        """Whether a group with this latest step must be a member."""
+        return latest is not None and latest <= self.step
 
     def _fits(self, due: Mapping[int | None, int], left: int) -> bool:
         """Whether groups with these latest steps can all be learned from in time: `left` in this step, and `size` in

@@ -28,7 +28,7 @@ from tidemill.controller.reading import Reading
 from tidemill.controller.rollout import Rollout, StopRequested
 from tidemill.controller.samples import Sample, SampleState
 from tidemill.controller.waiting import Wait, still_waiting
-from tidemill.core.buffers import unpack_tokens
+from tidemill.core.buffers import view_tokens
 from tidemill.core.errors import DeadlineError
 from tidemill.core.records import Trajectory
 
@@ -112,7 +112,12 @@ class Collection:
             sample, attempt = item
             if self._is_current(sample, attempt, SampleState.SCORED):
                 assert sample.reward is not None
-                return scored(self._trajectory(sample), sample.reward, truncated=self._rollout.truncated)
+                return scored(
+                    self._trajectory(sample),
+                    sample.reward,
+                    ref_logprobs=sample.ref_logprobs,
+                    truncated=self._rollout.truncated,
+                )
 
     async def __aiter__(self) -> AsyncIterator[Trajectory]:
         """Every sample that was in flight when the iteration began."""
@@ -369,6 +374,6 @@ class Collection:
             self._scored.put_nowait((sample, sample.attempt))
 
     def _trajectory(self, sample: Sample) -> Trajectory:
-        if sample.text is None:  # it is asked for twice: to be judged, and to be learned from
-            sample.text = self._rollout.codec.decode(unpack_tokens(bytes(sample.token_ids)))
-        return sample.trajectory(sample.text)
+        if sample.judged is None:  # it is asked for twice: to be judged, and to be learned from
+            sample.judged = sample.trajectory(self._rollout.codec.decode(view_tokens(sample.token_ids)))
+        return sample.judged

@@ -160,19 +160,22 @@ class InFlight:
 
     def group(self, position: int) -> list[Sample]:
         """The samples of an open group, in order."""
-        size = self.plan.group_size
-        return [self.samples[ordinal] for ordinal in range(position * size, (position + 1) * size)]
+        return [self.samples[ordinal] for ordinal in self._ordinals(position)]
 
     def oldest_version(self, position: int) -> int | None:
         """Of the weights that made a group's tokens, or may be making its first; None while nobody has begun it."""
         oldest, least = None, self.groups[position].from_version
-        for sample in self.group(position):
-            version = sample.oldest_version
+        for ordinal in self._ordinals(position):
+            version = self.samples[ordinal].oldest_version
             if version is not None and (oldest is None or version < oldest):
                 oldest = version
                 if oldest <= least:  # and no older ones can have begun it
                     break
         return oldest
+
+    def _ordinals(self, position: int) -> range:
+        size = self.plan.group_size
+        return range(position * size, (position + 1) * size)
 
     def without_logprobs_of(self, version: int) -> list[Sample]:
         """Samples with tokens that older weights made, of which it is not noted what this version says of them."""

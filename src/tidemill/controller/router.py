@@ -308,8 +308,7 @@ def _shift(
     moves: list[Move] = []
     while giving and taking:
         source, target = giving[0][2], taking[0][1]
-        candidates = givable.of(source)
-        if not candidates or not helps(source, target):  # nor will it later: targets only get fuller
+        if not helps(source, target) or not (candidates := givable.of(source)):  # nor later: targets only get fuller
             heapq.heappop(giving)
             continue
         moves.append(Move(ordinal=candidates.pop().ordinal, source=source.load.lease_id, target=target.load.lease_id))

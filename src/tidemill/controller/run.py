@@ -157,10 +157,10 @@ class Run:
     async def _learn_what_is_there(self, forming: Forming) -> list[Trajectory]:
         """Give the trainer every complete group whose turn it is."""
         learned = list[Trajectory]()
-        while forming.may_take(len(self.assembly.complete)):  # a look at all groups takes time where there are many
+        while self._may_take(forming):  # a look at all groups takes time where there are many
             taken = set(forming.taken)
             untaken = {position: self._latest(position) for position in self.in_flight.groups if position not in taken}
-            chosen = forming.take(list(self.assembly.complete), untaken)
+            chosen = forming.take(self.assembly.complete.keys(), untaken)
             if not chosen:
                 break
             for position in chosen:
@@ -170,6 +170,15 @@ class Run:
                 if forming.full and position == chosen[-1]:
                     self.rollout.telemetry.progress("training", len(learned), len(learned))
         return learned
+
+    def _may_take(self, forming: Forming) -> bool:
+        """Whether a look at all groups could find any to take."""
+        if forming.full or not forming.may_take(len(self.assembly.complete)):
+            return False
+        position = forming.held_up_by
+        if position is None or position not in self.in_flight.groups or position in self.assembly.complete:
+            return True
+        return not forming.is_last_for(self._latest(position))
 
     async def _accumulate(self, position: int, trajectories: Sequence[Trajectory]) -> None:
         version = self.trainer.version.number

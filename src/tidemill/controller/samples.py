@@ -77,7 +77,7 @@ class Sample:
     made_by: tuple[tuple[PolicyVersion, int], ...] = ()  # a version and the first token it made
     published: dict[int, LogprobBuffer] = field(default_factory=dict)  # by version: of the tokens older ones had made
     finish: Finish | None = None
-    text: str | None = None  # of the finished completion, once somebody asked for it
+    judged: Trajectory | None = None  # the finished sample, once somebody asked for it
     reward: Reward | None = None
     ref_logprobs: LogprobBuffer = b""  # float32 [T], where a reader of the reference gave them; not journalled
     recovered: int = 0  # tokens that came from the journal
@@ -145,7 +145,7 @@ class Sample:
         self.state = SampleState.WAITING
         self.token_ids, self.logprobs, self.made_by = bytearray(), bytearray(), ()
         self.published = {}
-        self.finish = self.text = self.reward = None
+        self.finish = self.judged = self.reward = None
         self.ref_logprobs, self.recovered = b"", 0
 
     def judge(self, delta: TokenDelta, newest: int) -> Verdict:
@@ -213,5 +213,4 @@ class Sample:
             versions=tuple(self.versions),
             finish=self.finish,
             text=text,
-            ref_logprobs=self.ref_logprobs,
         )

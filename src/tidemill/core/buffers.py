@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 TokenBuffer: TypeAlias = bytes
@@ -27,6 +27,11 @@ def pack_tokens(token_ids: Iterable[int]) -> TokenBuffer:
 
 def unpack_tokens(buffer: TokenBuffer) -> list[int]:
     return array("i", buffer).tolist()
+
+
+def view_tokens(buffer: TokenBuffer | bytearray) -> Sequence[int]:
+    """As `unpack_tokens`, but nothing is copied; a buffer cannot grow while somebody holds a view of it."""
+    return memoryview(buffer).cast("i")
 
 
 def pack_logprobs(logprobs: Iterable[float]) -> LogprobBuffer:

@@ -19,6 +19,8 @@ T = TypeVar("T")
 
 FORMAT = 3
 DEADLINE_S = 120.0
+PAGE_BYTES = 16384
+"""A busy worker's tick fills about one: cut into SQLite's 4 KiB it costs nearly half as much processor time again."""
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries (
@@ -146,7 +148,8 @@ def _open(path: Path) -> sqlite3.Connection:
     with _explained(path):
         connection = sqlite3.connect(path, timeout=10.0)
         try:
-            connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # heeded only while the file is empty
+            connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")  # this and the next: heeded while the file is empty
+            connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = FULL")
             (written_by,) = connection.execute("PRAGMA user_version").fetchone()

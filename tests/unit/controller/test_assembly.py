@@ -107,6 +107,25 @@ def test_in_canonical_order_such_a_batch_is_sorted_once_it_is_full() -> None:
     assert forming.take([7, 5, 1, 0], at_any_time(*range(8))) == [1, 5, 7]
 
 
+def test_such_a_batch_says_which_group_holds_it_up() -> None:
+    forming = Forming(5, 2, membership="first_finished", order="canonical")
+
+    assert forming.take([1, 3], {0: 7, 1: 6, 2: 5, 3: 6}) == []
+    assert forming.held_up_by == 2  # the only one that step 6 may not learn from
+    assert forming.take([1, 3, 2], {0: 7, 1: 6, 2: 5, 3: 6}) == [1, 2]
+
+
+@given(st.lists(st.integers(3, 5) | st.none(), min_size=3, max_size=8), st.randoms(use_true_random=False))
+def test_nothing_is_taken_while_that_group_is_under_way(latest: list[int | None], random: Random) -> None:
+    in_flight, arrivals = dict(enumerate(latest)), random.sample(range(len(latest)), len(latest))
+    forming = Forming(3, 3, membership="first_finished", order="canonical")
+    for at in range(1, len(arrivals) + 1):
+        complete, held_up_by = arrivals[:at], forming.held_up_by
+        waits = held_up_by is not None and held_up_by not in complete
+
+        assert not (forming.take(complete, in_flight) and waits)
+
+
 def test_a_recorded_batch_is_taken_again_in_its_order() -> None:
     forming = Forming(1, 3, membership="planned", order="canonical", recorded=[4, 2])
 

@@ -204,7 +204,7 @@ class Sample:
         total = prompt_length + self.length
         return Trajectory(
             sample_id=self.sample_id,
-            token_ids=self.prompt.token_ids + bytes(self.token_ids),
+            token_ids=self.prompt.token_ids + self.token_ids,
             segments=(
                 Segment(role="prompt", start=0, end=prompt_length, trained=False),
                 Segment(role="action", start=prompt_length, end=total, trained=True),

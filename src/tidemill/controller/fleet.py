@@ -23,7 +23,7 @@ from tidemill.controller import router as per_sample
 from tidemill.controller.in_flight import LOCAL
 from tidemill.controller.lengths import LengthEstimator
 from tidemill.controller.mailbox import Ended, Mailbox
-from tidemill.controller.member import Member, MemberState, Order, Pace
+from tidemill.controller.member import SERVING, Member, MemberState, Order, Pace
 from tidemill.controller.plateau import ThroughputProfile
 from tidemill.controller.publishing import LogprobsMissing, Publishing, Quarantined
 from tidemill.controller.router import Router
@@ -172,7 +172,7 @@ class Fleet:
         return [
             member
             for member in self._members.values()
-            if member.state is MemberState.SERVING
+            if member.state is SERVING
             and member is not self.local
             and member.version is not None
             and member.version.number == version_number
@@ -181,7 +181,7 @@ class Fleet:
     @property
     def joined(self) -> int:
         """Preemptible workers that take samples, now or when they have pulled the newest weights."""
-        return sum(member.preemptible and member.state is MemberState.SERVING for member in self._members.values())
+        return sum(member.state is SERVING and member is not self.local for member in self._members.values())
 
     @property
     def preemptible(self) -> int:

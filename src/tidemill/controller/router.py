@@ -270,8 +270,10 @@ def rebalance(
         return beyond_plateau(source) > 0 and target.free > 0 and target.assigned + 1 < source.executing
 
     moves = _shift(workers, workers, givable, rank=lambda worker: worker.queued, helps=shortens_queue)
-    busy = [worker for worker in workers if 0 < worker.load.assigned >= worker.assigned]  # and was given nothing
-    return moves + _shift(busy, idle, givable, rank=beyond_plateau, helps=fills_idle)
+    if idle:
+        busy = [worker for worker in workers if 0 < worker.load.assigned >= worker.assigned]  # and was given nothing
+        moves += _shift(busy, idle, givable, rank=beyond_plateau, helps=fills_idle)
+    return moves
 
 
 class _Givable:
@@ -301,8 +303,8 @@ def _shift(
     helps: Callable[[_Worker, _Worker], bool],
 ) -> list[Move]:
     """One sample at a time from the highest-ranked source to the least loaded target, while that helps."""
-    giving = [(-rank(worker), worker.load.lease_id, worker) for worker in sources if rank(worker) > 0]
-    taking = [(worker.place(), worker) for worker in targets]
+    giving = [(-ranked, worker.load.lease_id, worker) for worker in sources if (ranked := rank(worker)) > 0]
+    taking = [(worker.place(), worker) for worker in targets] if giving else []
     heapq.heapify(giving)
     heapq.heapify(taking)
     moves: list[Move] = []

@@ -44,6 +44,9 @@ class SampleState(enum.StrEnum):
     SCORED = "scored"  # and its reward
 
 
+RUNNING = SampleState.RUNNING
+"""For `Sample.judge`, which is called for every delta: before Python 3.12 naming a state takes a sixth of it."""
+
 LEGAL: dict[SampleState, frozenset[SampleState]] = {
     SampleState.WAITING: frozenset({SampleState.RUNNING}),
     SampleState.RUNNING: frozenset({SampleState.WAITING, SampleState.FINISHED}),
@@ -150,7 +153,7 @@ class Sample:
 
     def judge(self, delta: TokenDelta, newest: int) -> Verdict:
         """What `apply` would make of a delta, `newest` being the last published version; the sample is not changed."""
-        if self.state is not SampleState.RUNNING:
+        if self.state is not RUNNING:
             return "not_running"
         if delta.lease_id != self.lease_id:
             return "stale_lease"

@@ -39,6 +39,9 @@ INPUT_PATHS: tuple[KeyPath, ...] = (
     ("data", "path"),
     ("data", "held_out_path"),
     ("pool", "path"),
+    ("simulation", "model"),
+    ("simulation", "catalog"),
+    ("simulation", "lengths_from"),
 )
 
 

@@ -19,6 +19,7 @@ from tidemill.config.pool import FleetConfig, PoolConfig, RayConfig, StaticPool
 from tidemill.config.reading import ReadingConfig
 from tidemill.config.schedule import ScheduleConfig
 from tidemill.config.scoring import ScoringConfig
+from tidemill.config.simulation import SimulationConfig
 from tidemill.config.supervised import PreferenceConfig, RewardModelConfig, SupervisedConfig
 from tidemill.config.task import ArithmeticTask, TaskConfig
 
@@ -142,6 +143,7 @@ class RunSpec(Config):
     telemetry: TelemetryConfig = TelemetryConfig()
     making: MakingConfig = MakingConfig()
     export: ExportConfig = ExportConfig()
+    simulation: SimulationConfig = SimulationConfig()
 
     @property
     def directory(self) -> Path:

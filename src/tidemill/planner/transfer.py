@@ -5,14 +5,9 @@ from __future__ import annotations
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
 from tidemill.planner.figures import Figure, Sheet
+from tidemill.sim.profiles.coding import CODED_PER_CORE_S, DELTA_ELEMENT_BYTES
 from tidemill.sim.profiles.network import ETHERNET_LATENCY_S, Link, broadcast_s, fan_out_s
 from tidemill.sim.profiles.precision import DTYPE_BYTES
-
-CODED_PER_CORE_S = 1.1e9
-"""Parameters that one core compares and encodes in a second; applying them is faster. Measured on one machine's CPU
-(benchmarks/results/weights.json: 134.5M in 0.12 s), so another's will differ."""
-DELTA_ELEMENT_BYTES = 2.0
-"""Of a changed element with its place; measured 1.0 to 2.0, the more the fewer elements change (the same file)."""
 
 
 class TransferQuestion(Record):

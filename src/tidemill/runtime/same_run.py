@@ -10,7 +10,7 @@ from tidemill.core.errors import UserError
 from tidemill.telemetry.run_dir import RunDirectory
 
 RESUMABLE = ("run.dir", "run.name", "trainer.steps", "trainer.threads", "engine.tick_s", "checkpoint.", "telemetry.",
-             "eval.", "runtime", "pool.", "fleet.", "ray.", "placement.", "reading.",
+             "eval.", "runtime", "pool.", "fleet.", "ray.", "placement.", "reading.", "simulation.",
              "scoring.concurrency", "scoring.timeout_s", "supervised.epochs")  # fmt: skip
 """Keys (or sections) that may differ when a run is resumed: the user's to change. (More steps stretch a falling
 learning-rate schedule; other threads, or chunks of other sizes, may round differently.)"""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from tidemill.controller.loop import LoopResult
@@ -30,6 +31,7 @@ class SimulatedRun(Record):
     digest: str  # of both
     learned: tuple[tuple[float, float], ...]  # (begin, end) of each stretch in which the trainer learned
     reserved_usd_per_hour: float
+    shares_gpus: bool  # the same GPUs learn and, as reserved engines, generate
     put_back: int  # samples that lost their cache when an engine's was full
     put_back_tokens: int  # theirs, computed again
     generated: int  # tokens that engines made, those nobody received among them
@@ -71,24 +73,30 @@ class SimulatedRun(Record):
         return self.tokens_trained / self.cost_usd if self.cost_usd else None
 
     @property
-    def trainer_idle_share(self) -> float:
-        """Of the time, that in which the trainer did not learn, be its GPUs generating or not."""
-        return 1 - sum(self._within(*stretch) for stretch in self.learned) / self.seconds
+    def learning_share(self) -> float:
+        """Of the time, that in which the trainer learned."""
+        return self._covered_s(self.learned) / self.seconds
 
     @property
-    def gpus_idle_share(self) -> float:
-        """Of the time, that in which the trainer did not learn and no reserved engine had samples."""
-        busy = [*self.learned, *self._decoding("reserved")]
-        return (
-            1 - covered_s((begin, min(end, self.seconds)) for begin, end in busy if begin < self.seconds) / self.seconds
-        )
+    def reserved_generating_share(self) -> float:
+        """Of the time, that in which reserved engines had samples; where they share GPUs, while those did not learn."""
+        generating_s = self._covered_s(self._decoding("reserved"))
+        if self.shares_gpus:
+            return self._busy_s / self.seconds - self.learning_share
+        return generating_s / self.seconds
+
+    @property
+    def trainer_idle_share(self) -> float:
+        """Of the time, that in which the GPUs that learn did neither that nor, where they do, generate."""
+        busy_s = self._busy_s if self.shares_gpus else self._covered_s(self.learned)
+        return max(0.0, 1 - busy_s / self.seconds)
 
     @property
     def worker_idle_share(self) -> float | None:
         """Of the time preemptible machines were held, that in which they had no samples; None without any."""
         held_s = sum(self._within(lease.start_s, lease.end_s) for lease in self.preemptible)
         busy_s = sum(self._within(*stretch) for stretch in self._decoding("preemptible"))
-        return 1 - busy_s / held_s if held_s else None
+        return max(0.0, 1 - busy_s / held_s) if held_s else None
 
     @property
     def workers_mean(self) -> float:
@@ -117,6 +125,14 @@ class SimulatedRun(Record):
             tokens_trained=self.tokens_trained,
             reserved_usd_per_hour=self.reserved_usd_per_hour,
         )
+
+    @property
+    def _busy_s(self) -> float:
+        return self._covered_s([*self.learned, *self._decoding("reserved")])
+
+    def _covered_s(self, stretches: Iterable[tuple[float, float]]) -> float:
+        """Seconds up to the end of the last step that lie in at least one stretch."""
+        return covered_s((begin_s, min(end_s, self.seconds)) for begin_s, end_s in stretches if begin_s < self.seconds)
 
     def _decoding(self, kind: str) -> list[tuple[float, float]]:
         """Stretches in which a worker of this kind had samples."""

@@ -55,11 +55,12 @@ class Plant(Record):
     reserved: EngineCosts | None = None  # all engines beside the trainer, as one
     reserved_load_s: float = 0.0  # until they have the trainer's new weights
     shares_gpus: bool = True  # they stand still while the trainer learns, which waits until they have nothing to do
+    streams: bool = True  # learning begins with the first group that is complete; else with the whole batch
     worker: EngineCosts | None = None  # of each preemptible machine
 
 
 class Twins(Record):
-    """Variations of parts of the run, for whoever compares ours with others'."""
+    """Other parts than the run's own, for whoever compares it with another system."""
 
     fleet: Callable[..., Fleet] = Fleet
     host: Callable[..., SimulatedHost] = SimulatedHost
@@ -125,7 +126,7 @@ async def _simulate(
     recording, completions = Recording(clock, tell), BlankCompletions(work.length)
     local = _reserved(plant, completions, clock)
     gpus = local.learning if isinstance(local, SharingWorker) else nullcontext
-    trainer = LearningTrainer(plant.trainer, clock=clock, gpus=gpus)
+    trainer = LearningTrainer(plant.trainer, clock=clock, gpus=gpus, streams=plant.streams)
     host = provider = None
     if timetable is not None:
         assert plant.worker is not None, "machines come, and nothing says what they can do"
@@ -181,6 +182,7 @@ async def _simulate(
         digest=recording.digest,
         learned=tuple(trainer.learned),
         reserved_usd_per_hour=spec.fleet.reserved_usd_per_hour,
+        shares_gpus=plant.shares_gpus and plant.reserved is not None,
         put_back=sum(engine.put_back for engine in made),
         put_back_tokens=sum(engine.recomputed for engine in made),
         generated=sum(engine.generated for engine in made),

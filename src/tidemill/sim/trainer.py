@@ -56,31 +56,46 @@ class LearningTrainer(SimulatedTrainer):
 
     Args:
         gpus: entered for as long as it computes; waiting for them is no learning.
+        streams: it learns from groups as they come; else from all of a batch when it commits.
     """
 
     def __init__(
-        self, costs: TrainerCosts, *, clock: Clock, gpus: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
+        self,
+        costs: TrainerCosts,
+        *,
+        clock: Clock,
+        gpus: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
+        streams: bool = True,
     ) -> None:
         super().__init__(costs)
         self.learned: list[tuple[float, float]] = []  # (begin, end) of each stretch, in seconds
+        self._streams, self._groups = streams, list[Group]()
         self._clock, self._gpus = clock, gpus
         self._seconds, self._tokens_by_lag = 0.0, Counter[int]()
 
     async def accumulate(self, group: Group) -> None:
-        async with self._learning():
-            await super().accumulate(group)
+        self._groups.append(group)
+        if self._streams:
+            async with self._learning():
+                await self._learn()
         for trajectory in group.trajectories:
             for run in trajectory.versions:
                 self._tokens_by_lag[self.version.number - run.version.number] += run.end - run.start
 
     async def commit(self, step: int) -> StepMetrics:
         async with self._learning():
+            await self._learn()
             metrics = await super().commit(step)
         tokens = self._tokens_by_lag.total()
         values = {"tokens_trained": float(tokens), "time_train_s": self._seconds}
         values |= {f"lag/{lag}": count / tokens for lag, count in sorted(self._tokens_by_lag.items())}
         self._seconds, self._tokens_by_lag = 0.0, Counter()
         return msgspec.structs.replace(metrics, values=values)
+
+    async def _learn(self) -> None:
+        groups, self._groups = self._groups, []
+        for group in groups:
+            await super().accumulate(group)
 
     @asynccontextmanager
     async def _learning(self) -> AsyncIterator[None]:

@@ -25,12 +25,13 @@ VERBS = {
     "eval": ("tidemill.cli.eval:evaluate", "Measure a model on held-out prompts; compare two."),
     "generate": ("tidemill.cli.generate:generate", "Try prompts on a model or a checkpoint."),
     "algorithms": ("tidemill.cli.algorithms:algorithms", "List the algorithms a recipe can name, with their formulas."),
+    "simulate": ("tidemill.cli.simulate:simulate", "What a run would come to, under several schedules, simulated."),
     "plan": ("tidemill.cli.plan.app:app", "What a run needs and costs: memory, weights, placement, staleness."),
     "model": ("tidemill.cli.model:app", "List the built-in models; fetch one into the cache."),
     "report": ("tidemill.cli.report:report", "Write report.html of a run, finished or not."),
     "doctor": ("tidemill.cli.doctor:doctor", "What this machine has, what would run, what to mend."),
 }
-CONFIGURED_VERBS = ("train", "eval", "generate")  # their --help lists the configuration's keys
+CONFIGURED_VERBS = ("train", "eval", "generate", "simulate")  # their --help lists the configuration's keys
 HELP_FLAGS = ("--help", "-h")
 VERSION_FLAGS = ("--version",)
 DESCRIPTION = """Post-trains language models with reinforcement learning.

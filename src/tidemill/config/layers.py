@@ -29,6 +29,7 @@ COMMAND_FLAGS = (
     "only",
     "from",
     "prune-stale",
+    "html",
 )  # the verbs' own, offered for misspelt ones
 STAGES = "stage"  # the array of a recipe's stages
 PREFIX = "stage:"

@@ -60,7 +60,7 @@ def render(story: Story) -> str:
 def context(story: Story) -> dict[str, Any]:
     """What the template is given."""
     held_out, held_out_words = pairs(story)
-    workers = timeline(story)
+    workers = timeline(story.events, story.metrics)
     galleries = [
         {"steps": steps_words(window), "best": best, "worst": worst}
         for window in (story.last, story.first)
@@ -75,7 +75,7 @@ def context(story: Story) -> dict[str, Any]:
         "tiles": tiles(story),
         "findings": findings(story),
         "fleet": fleet_section(story, workers) if workers else None,
-        "chart_json": script_json(chart_data(story) | ({"fleet": drawn(workers)} if workers else {})),
+        "chart_json": script_json(chart_data(story) | ({"fleets": [drawn(workers)]} if workers else {})),
         "histograms": histograms(story.first, story.last),
         "svg": {"width": WIDTH, "height": HEIGHT, "floor": HEIGHT - MARGIN},
         "first_steps": steps_words(story.first),

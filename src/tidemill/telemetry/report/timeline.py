@@ -26,8 +26,8 @@ from tidemill.telemetry.events import (
 )
 from tidemill.telemetry.fleet_figures import HeldLease, Session, amount, held_leases, migrations, moment, sessions_of
 from tidemill.telemetry.fleet_lines import fleet_words
+from tidemill.telemetry.metrics import MetricLine
 from tidemill.telemetry.numerals import compact, dollars, duration, natural
-from tidemill.telemetry.report.story import Story
 
 NAMED_ROWS = 40
 """With more names than this, rows are shared by whoever follows."""
@@ -35,7 +35,7 @@ MOST_BARS = 20_000
 FINEST = 4000  # of the whole time: bars nearer to each other are drawn as one where there are too many
 TRAINER = "trainer"
 
-BarKind = Literal["held", "boot", "pull", "decode", "evaluate", "notice", "train", "checkpoint"]
+BarKind = Literal["held", "boot", "pull", "decode", "evaluate", "notice", "learn", "train", "checkpoint"]
 MarkKind = Literal["eviction", "handed", "quarantine", "failed"]
 MARKS: dict[str, MarkKind] = {
     EVICTION: "eviction",
@@ -74,12 +74,14 @@ class Timeline(Record):
     end_s: float
 
 
-def timeline(story: Story) -> Timeline | None:
-    """None for a run that had no preemptible worker."""
-    sessions = sessions_of(story.events, story.metrics)
-    leases = held_leases(story.events, sessions)
+def timeline(
+    events: Sequence[dict[str, Any]], metrics: Sequence[MetricLine], *, reserved_only: bool = False
+) -> Timeline | None:
+    """None for a run that had no preemptible worker, unless `reserved_only` ones are wanted, too."""
+    sessions = sessions_of(events, metrics)
+    leases = held_leases(events, sessions)
     preemptible = [one for one in leases.values() if one.kind == "preemptible"]
-    if not preemptible:
+    if not preemptible and not reserved_only:
         return None
     reserved = [one for one in leases.values() if one.kind == "reserved"]
     named = len({one.worker for one in preemptible}) <= NAMED_ROWS
@@ -89,16 +91,16 @@ def timeline(story: Story) -> Timeline | None:
         for lane in lanes(group):
             row_of |= {(one.session, one.lease_id): len(rows) for one in lane}
             rows.append(label)
-    ups = _ups(story.events, sessions)
-    bars = [*_lease_bars(leases, row_of, ups, story.events, sessions), *_work_bars(story.events, row_of, sessions)]
+    ups = _ups(events, sessions)
+    bars = [*_lease_bars(leases, row_of, ups, events, sessions), *_work_bars(events, row_of, sessions)]
     end_s = max(one.end_s for one in sessions.values())
     return Timeline(
         rows=tuple(rows),
         named=named,
-        first_preemptible=min(row_of[one.session, one.lease_id] for one in preemptible),
+        first_preemptible=min((row_of[one.session, one.lease_id] for one in preemptible), default=len(rows)),
         bars=tuple(bars if len(bars) <= MOST_BARS else merged(bars, end_s / FINEST)),
-        marks=(*_marks(story.events, row_of, sessions), *_handed(story.events, row_of, sessions)),
-        publishes=tuple(_publishes(story.events, sessions)),
+        marks=(*_marks(events, row_of, sessions), *_handed(events, row_of, sessions)),
+        publishes=tuple(_publishes(events, sessions)),
         sessions=tuple(_sessions(list(sessions.values()))),
         serving=tuple(serving(preemptible, ups)),
         end_s=end_s,

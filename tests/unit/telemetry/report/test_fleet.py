@@ -48,7 +48,7 @@ def test_the_mean_is_over_time() -> None:
 def test_the_fabricated_fleet_in_figures(tmp_path: Path) -> None:
     fleet = FabricatedFleet(tmp_path)
     story = read_story(fleet.make())
-    workers = timeline(story)
+    workers = timeline(story.events, story.metrics)
     assert workers is not None
     section = fleet_section(story, workers)
     figures = {label: (figure, remark) for label, figure, remark in section["tiles"]}

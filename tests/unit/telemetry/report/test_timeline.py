@@ -24,10 +24,15 @@ def lease(elapsed_s: float, name: str, kind: str = "preemptible", worker: str = 
     return at(elapsed_s, "lease", session, lease=name, worker=worker or name, kind=kind, price_usd_per_hour=1.8)
 
 
+def of_run(run: RunDirectory) -> Timeline | None:
+    story = read_story(run)
+    return timeline(story.events, story.metrics)
+
+
 def timeline_of(tmp_path: Path, *events: dict[str, Any]) -> Timeline | None:
     run = RunDirectory(tmp_path)
     run.events.write_text("".join(json.dumps(event) + "\n" for event in events))
-    return timeline(read_story(run))
+    return of_run(run)
 
 
 def held(name: str, start_s: float, end_s: float) -> HeldLease:
@@ -61,7 +66,17 @@ STORY = (
 
 def test_a_run_that_held_no_preemptible_machine_has_no_timeline(tmp_path: Path) -> None:
     assert timeline_of(tmp_path, START, lease(0, "local", kind="reserved")) is None
-    assert timeline(read_story(FabricatedRun(tmp_path / "run", steps=2).make())) is None
+    assert of_run(FabricatedRun(tmp_path / "run", steps=2).make()) is None
+
+
+def test_reserved_machines_alone_are_drawn_where_that_is_wanted() -> None:
+    decoded = at(9.0, "decode", lease="local", worker="local", kind="reserved", purpose="train", duration_s=4.0)
+    found = timeline([START, decoded], [], reserved_only=True)
+    assert found is not None
+    assert (found.rows, found.first_preemptible, found.serving) == (("trainer", "local"), 2, ((0.0, 0),))
+    assert [(bar.row, bar.kind, bar.start_s, bar.end_s) for bar in found.bars if bar.kind == "decode"] == [
+        (1, "decode", 5.0, 9.0)
+    ]
 
 
 def test_bars_say_who_did_what_for_how_long(tmp_path: Path) -> None:
@@ -168,7 +183,7 @@ def test_workers_over_time() -> None:
 @pytest.mark.parametrize("places", [3, 60])
 def test_the_fabricated_fleet_is_drawn_whole(tmp_path: Path, places: int) -> None:
     run = FabricatedFleet(tmp_path, places=places).make()
-    found = timeline(read_story(run))
+    found = of_run(run)
     assert found is not None
     data = drawn(found)
     assert len(data["bars"]) == len(found.bars) and data["named"] is (places <= NAMED_ROWS)

@@ -1,20 +1,19 @@
 "use strict";
-(() => {
-  const fleet = JSON.parse(document.getElementById("data").textContent).fleet;
-  if (!fleet) return;
-  const home = document.getElementById("timeline");
+// One for each element of class timeline, in their order; the element before it has the keys.
+const drawTimeline = (fleet, home, keys) => {
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const faded = (name, alpha) => css(name) + Math.round(alpha * 255).toString(16).padStart(2, "0");
 
   const count = fleet.rows.length;
   const tall = Math.max(4, Math.min(24, Math.floor(640 / count)));
-  const LEFT = 84, RIGHT = 10, HEAD = 22, GAP = 12, CURVE = 46, FOOT = 22;
+  const elastic = fleet.first < count; // or nobody comes and goes
+  const LEFT = 84, RIGHT = 10, HEAD = 22, GAP = elastic ? 12 : 0, CURVE = elastic ? 46 : 0, FOOT = 22;
   const bottom = HEAD + count * tall;
   const height = bottom + GAP + CURVE + FOOT;
   const KINDS = {
     held: ["leased", "--accent-4", 0.26], boot: ["starting", "--accent-4", 0.85], pull: ["pulling weights", "--accent-3", 1],
     decode: ["generating", "--accent", 1], evaluate: ["evaluating", "--accent", 0.5], notice: ["warned", "--bad", 0.6],
-    train: ["optimizer step", "--accent-2", 1], checkpoint: ["checkpoint", "--accent-2", 0.5],
+    learn: ["learning", "--accent-2", 1], train: ["optimizer step", "--accent-2", 1], checkpoint: ["checkpoint", "--accent-2", 0.5],
   };
   const MARKS = { eviction: "evicted", handed: "handed back", quarantine: "quarantined", failed: "did not start" };
 
@@ -146,14 +145,15 @@
     }
     drawBars();
     drawMarks();
-    const [most, y] = drawCurve();
+    const [most, y] = elastic ? drawCurve() : [];
     for (const [time, words] of fleet.sessions) {
       upright(time, css("--ink"), 0, height - FOOT);
       label(words, x(time) + 5, 6, "--ink", "left");
     }
     context.restore();
     if (tall >= 11) fleet.rows.forEach((name, row) => name && label(name.length > 10 ? name.slice(0, 9) + "…" : name, LEFT - 8, HEAD + (row + 0.5) * tall, "--ink", "right"));
-    if (!fleet.named) label(`${count - fleet.first} rows`, LEFT - 8, HEAD + ((fleet.first + count) / 2) * tall, "--muted", "right");
+    if (!fleet.named && elastic) label(`${count - fleet.first} rows`, LEFT - 8, HEAD + ((fleet.first + count) / 2) * tall, "--muted", "right");
+    if (!elastic) return;
     label("workers up", LEFT - 8, y(0) - (CURVE - 6) / 2, "--muted", "right");
     label(String(most), LEFT + 4, y(most) - 5, "--muted", "left");
   };
@@ -201,7 +201,6 @@
   });
   canvas.addEventListener("dblclick", () => { view = [0, Math.max(fleet.end, 1e-3)]; draw(); });
 
-  const keys = document.getElementById("timeline-keys");
   const key = (words, hue, alpha, shape) => {
     const one = document.createElement("span"), swatch = document.createElement("i");
     swatch.className = shape || "";
@@ -220,4 +219,8 @@
   tip.hidden = ruler.hidden = true;
   new ResizeObserver(draw).observe(home);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
-})();
+};
+{
+  const { fleets } = JSON.parse(document.getElementById("data").textContent);
+  document.querySelectorAll(".timeline").forEach((home, at) => drawTimeline(fleets[at], home, home.previousElementSibling));
+}

@@ -1,0 +1,71 @@
+"""`tidemill simulate`: what a recipe's run would come to under several schedules, before anything is rented."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+from rich.console import Group, RenderableType
+
+from tidemill.cli.arguments import Items
+from tidemill.cli.output import note
+from tidemill.cli.plan import shown
+from tidemill.cli.result import DryRun, Json, Result
+from tidemill.config.load import load_spec
+from tidemill.core.errors import UserError
+from tidemill.sim.comparison import HEADINGS, REMARKS, Compared, described, figures, planned_data, rows
+from tidemill.sim.scenario import Planned, plan_scenario, simulate_planned
+from tidemill.telemetry.numerals import duration
+
+Html = Annotated[Path | None, Parameter(name="--html", help="Write a page with the timelines to this file.")]
+TELL_S = 5.0
+"""Between two words of progress."""
+
+
+def simulate(*items: Items, html: Html = None, dry_run: DryRun = False, json: Json = False) -> Result:
+    """What a recipe's run would come to: its own controller under a virtual clock, among profiles of engines, trainer
+    and network, under each of `simulation.schedules` on the same samples, machines and seed.
+
+    `[simulation]` says of what model and machines; batch, limits, pool, prices, steps and seed are the run's own.
+    """
+    spec = load_spec(items, purpose="read")
+    scenario = plan_scenario(spec)
+    words = described(scenario)
+    if dry_run:
+        return Result(data=planned_data(scenario), text="\n".join(words))
+    if html is not None and not html.parent.is_dir():
+        raise UserError("no such folder", where=f"--html {html}", cure="make it, or choose another")
+    compared = [
+        Compared(planned=one, run=simulate_planned(one, scenario.workload, tell=Progress(one)))
+        for one in scenario.planned
+    ]
+    if html is not None:
+        from tidemill.sim.page import render
+
+        html.write_text(render(spec.run.name, words, compared), encoding="utf-8")
+    schedules = {one.planned.name: figures(one.run) for one in compared}
+    data = {"schedules": schedules, "scenario": planned_data(scenario)}
+    return Result(data=data, text=Group(*as_text(words, compared, html)))
+
+
+class Progress:
+    """Tells on standard error, now and then, how far a schedule is."""
+
+    def __init__(self, planned: Planned) -> None:
+        self._planned, self._told_s = planned, time.monotonic()
+
+    def __call__(self, step: int, now_s: float) -> None:
+        if time.monotonic() - self._told_s >= TELL_S:
+            self._told_s = time.monotonic()
+            note(f"{self._planned.name}: step {step}, {duration(now_s)} simulated")
+
+
+def as_text(words: Sequence[str], compared: Sequence[Compared], html: Path | None) -> Iterator[RenderableType]:
+    yield from shown.plain(*words)
+    yield ""
+    yield shown.table(HEADINGS, rows(compared))
+    yield ""
+    yield from shown.notes([*REMARKS, *([f"timelines: {html}"] if html else [])])

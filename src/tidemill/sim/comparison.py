@@ -1,0 +1,147 @@
+"""Simulated schedules side by side, in figures and in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tidemill.core.records import Record
+from tidemill.sim.outcome import SimulatedRun
+from tidemill.sim.scenario import Planned, Scenario
+from tidemill.telemetry.numerals import compact, dollars, duration, percent
+
+HEADINGS = ("", "tokens/s", "", "tokens/$", "", "cost", "step", "learns", "generates", "idle", "workers idle",
+            "evicted", "computed again")  # fmt: skip
+REMARKS = (
+    "step: on average; learns, generates, idle: of that, what the GPUs that learn do",
+    "× is relative to the first",
+)
+
+
+class Compared(Record):
+    planned: Planned
+    run: SimulatedRun
+
+
+def figures(run: SimulatedRun) -> dict[str, Any]:
+    """What `--json` says of a schedule. Times in seconds, of an average step where they are a step's."""
+    steps, fleet = len(run.metrics), run.fleet_figures()
+    return {
+        "throughput_tokens_per_s": run.throughput_tokens_per_s,
+        "tokens_per_usd": run.tokens_per_usd,
+        "cost_usd": run.cost_usd,
+        "trainer_idle_share": run.trainer_idle_share,
+        "worker_idle_share": run.worker_idle_share,
+        "tokens_recomputed": run.tokens_recomputed,
+        "tokens_put_back": run.put_back_tokens,
+        "tokens_trained": run.tokens_trained,
+        "tokens_generated": run.generated,
+        "tokens_discarded": int(run.total("tokens_discarded")),
+        "tokens_lost": int(run.total("tokens_lost")),
+        "steps": steps,
+        "seconds": run.seconds,
+        "step_s": run.seconds / steps,
+        "learning_s": run.learning_share * run.seconds / steps,
+        "reserved_generating_s": run.reserved_generating_share * run.seconds / steps,
+        "trainer_idle_s": run.trainer_idle_share * run.seconds / steps,
+        "workers_mean": run.workers_mean,
+        "evictions": run.evictions,
+        "evictions_noticed": fleet["evictions_noticed"],
+        "migrations": fleet["migrations"],
+        "policy_lag_mean": lag_mean(run),
+        "digest": run.digest,
+    }
+
+
+def lag_mean(run: SimulatedRun) -> float:
+    """Versions between a trained token and the trainer, on average over tokens."""
+    weighted = sum(
+        int(name.removeprefix("lag/")) * share * line.values["tokens_trained"]
+        for line in run.metrics
+        for name, share in line.values.items()
+        if name.startswith("lag/")
+    )
+    return weighted / run.tokens_trained
+
+
+def rows(compared: Sequence[Compared]) -> list[list[str]]:
+    """A row of text for each, under `HEADINGS`."""
+    return [_row(one, compared[0].run) for one in compared]
+
+
+def _row(one: Compared, first: SimulatedRun) -> list[str]:
+    run = one.run
+    steps, rate, base = len(run.metrics), run.tokens_per_usd, first.tokens_per_usd
+    generates_s = run.reserved_generating_share * run.seconds / steps if run.shares_gpus else None
+    return [
+        one.planned.name,
+        f"{run.throughput_tokens_per_s:,.0f}",
+        f"{run.throughput_tokens_per_s / first.throughput_tokens_per_s:.2f}×",
+        compact(rate) if rate else "-",
+        f"{rate / base:.2f}×" if rate and base else "",
+        dollars(run.cost_usd),
+        duration(run.seconds / steps),
+        duration(run.learning_share * run.seconds / steps),
+        duration(generates_s) if generates_s is not None else "-",
+        percent(run.trainer_idle_share),
+        percent(run.worker_idle_share) if run.worker_idle_share is not None else "-",
+        str(run.evictions) if run.worker_idle_share is not None else "-",
+        compact(run.tokens_recomputed),
+    ]
+
+
+def headline(compared: Sequence[Compared]) -> str:
+    """The schedule with the most tokens per dollar, or where nothing has a price per second, against the first."""
+    first = compared[0]
+    best = max(compared, key=lambda one: (one.run.tokens_per_usd or 0.0, one.run.throughput_tokens_per_s))
+    if best is first:
+        return f"{first.planned.name} is ahead" if len(compared) > 1 else first.planned.name
+    faster = best.run.throughput_tokens_per_s / first.run.throughput_tokens_per_s
+    text = f"{best.planned.name}: {faster:.2f} times the throughput of {first.planned.name}"
+    if best.run.tokens_per_usd and first.run.tokens_per_usd:
+        text += f", {best.run.tokens_per_usd / first.run.tokens_per_usd:.2f} times the tokens per dollar"
+    return text
+
+
+def described(scenario: Scenario) -> list[str]:
+    """What is simulated, in words."""
+    site, spec = scenario.site, scenario.site.spec
+    given, batch = spec.simulation, spec.batch
+    model = given.model or f"{site.shape.parameters / 1e9:.3g}B parameters"
+    duration_words = f"{given.hours:g} h" if given.hours else f"{spec.trainer.steps} steps"
+    prices = [dollars(usd) for usd in (spec.fleet.reserved_usd_per_hour, spec.fleet.preemptible_usd_per_hour)]
+    machines = f"{given.machines} × {site.machine.name} ({prices[0]} an hour)"
+    lines = [
+        f"{model}, {duration_words} of {batch.prompts} × {batch.group_size} samples, seed {spec.run.seed}",
+        f"{machines}, preemptible {site.worker_machine.name} ({prices[1]} an hour each)",
+    ]
+    for one in scenario.planned:
+        place = f"{one.learning} GPUs learn"
+        place += " and generate" if one.schedule.shares_gpus else f", {one.generating} generate"
+        lines.append(f"{one.name}: {place}{', as do preemptible workers' if one.plant.worker else ''}")
+    return lines
+
+
+def planned_data(scenario: Scenario) -> dict[str, Any]:
+    """What is resolved."""
+    site, spec = scenario.site, scenario.site.spec
+    return {
+        "simulation": spec.simulation.model_dump(mode="json"),
+        "parameters": site.shape.parameters,
+        "assumed_shape": site.shape.assumed,
+        "machine": site.machine.name,
+        "worker_machine": site.worker_machine.name,
+        "reserved_usd_per_hour": spec.fleet.reserved_usd_per_hour,
+        "preemptible_usd_per_hour": spec.fleet.preemptible_usd_per_hour,
+        "prices": [f"{each.name}: {each.priced}, {each.price_source}" for each in (site.machine, site.worker_machine)],
+        "schedules": {
+            one.name: {
+                "words": one.schedule.words,
+                "learning_gpus": one.learning,
+                "generating_gpus": one.generating,
+                "preemptible": one.plant.worker is not None,
+                "schedule": one.schedule.schedule.model_dump(mode="json"),
+            }
+            for one in scenario.planned
+        },
+    }

@@ -73,11 +73,14 @@ KINDS: dict[StageKind, KindOfStage] = {
         sections=(
             *("runtime", "run", "model", "task", "scoring", "sampling", "engine", "pool", "fleet", "ray"),
             *("placement", "reading", "batch", "schedule", "algorithm", "optimizer", "critic", "trainer", "eval"),
-            *("checkpoint", "telemetry"),
+            *("checkpoint", "telemetry", "simulation"),
         ),
         gives="a model",
         purpose="train",
-        neutral=(*_SCORING, "eval.", "checkpoint.", "runtime", "pool.", "fleet.", "ray.", "placement.", "reading."),
+        neutral=(
+            *(*_SCORING, "eval.", "checkpoint.", "runtime", "pool.", "fleet.", "ray.", "placement.", "reading."),
+            "simulation.",
+        ),
     ),
     "eval": KindOfStage(
         sections=("run", "model", "task", "scoring", "sampling", "engine", "trainer", "eval"),

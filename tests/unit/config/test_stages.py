@@ -301,5 +301,4 @@ def test_kinds_know_sections_that_there_are() -> None:
         "preference",
         "making",
         "export",
-        "simulation",
     }

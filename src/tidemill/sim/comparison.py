@@ -119,7 +119,7 @@ def described(scenario: Scenario) -> list[str]:
         place = f"{one.learning} GPUs learn"
         place += " and generate" if one.schedule.shares_gpus else f", {one.generating} generate"
         lines.append(f"{one.name}: {place}{', as do preemptible workers' if one.plant.worker else ''}")
-    return lines
+    return [*lines, *(f"note: {remark}" for remark in scenario.remarks)]
 
 
 def planned_data(scenario: Scenario) -> dict[str, Any]:

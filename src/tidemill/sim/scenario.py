@@ -12,7 +12,7 @@ from tidemill.config.schema import RunSpec
 from tidemill.config.simulation import ScheduleName
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
-from tidemill.pool.build import timetable_of
+from tidemill.pool.build import remarks, timetable_of
 from tidemill.sim.outcome import SimulatedRun
 from tidemill.sim.run import Plant, check_plant, simulate_run
 from tidemill.sim.schedules import SCHEDULES, Schedule
@@ -39,13 +39,14 @@ class Scenario(Record):
     site: Site
     workload: Workload
     planned: tuple[Planned, ...]
+    remarks: tuple[str, ...]  # what is odd about the machines that will come
 
 
-def plan_scenario(spec: RunSpec) -> Scenario:
-    """Everything that can be known before anything is run.
+def plan_scenario(spec: RunSpec, *, read: Callable[[Path], bytes] = Path.read_bytes) -> Scenario:
+    """Everything that can be known before anything is run; `read` returns the bytes of a trace's file.
 
     Raises:
-        UserError: what is not known, fits nowhere, or leaves nobody to generate.
+        UserError: what is not known, fits nowhere, or leaves nobody to generate; a trace that is none.
     """
     if isinstance(spec.pool, RayPool):
         cure = 'use "static", "trace" or "synthetic"'
@@ -56,6 +57,7 @@ def plan_scenario(spec: RunSpec) -> Scenario:
         site=site,
         workload=workload,
         planned=tuple(_planned(site, workload, name) for name in spec.simulation.schedules),
+        remarks=tuple(remarks(spec.pool, read)),
     )
 
 
@@ -78,7 +80,7 @@ def _planned(site: Site, workload: Workload, name: ScheduleName) -> Planned:
 
 def _resolved(spec: RunSpec, schedule: Schedule) -> RunSpec:
     """The recipe with what the schedule changes."""
-    changes: dict[str, Any] = {"schedule": schedule.schedule}
+    changes: dict[str, Any] = {"schedule": schedule.schedule, "fleet": spec.fleet.model_copy(update=schedule.fleet)}
     if spec.simulation.hours:
         changes["trainer"] = spec.trainer.model_copy(update={"steps": ENDLESS})
     return spec.model_copy(update=changes)
@@ -97,7 +99,7 @@ def simulate_planned(
         tell: called with each step and the virtual seconds at its end.
 
     Raises:
-        UserError: the trace is none, or there is nobody to generate.
+        UserError: there is nobody to generate.
     """
     spec = planned.spec
     pool = spec.pool

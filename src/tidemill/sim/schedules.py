@@ -6,6 +6,7 @@ A new schedule is a function, a row and a name in `config/simulation.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from tidemill.config.schedule import ScheduleConfig
 from tidemill.config.schema import RunSpec
@@ -20,6 +21,7 @@ class Schedule(Record):
     words: str
     schedule: ScheduleConfig
     shares_gpus: bool  # the same reserved GPUs generate and learn, in turn; else some do this, the others that
+    fleet: dict[str, Any] = {}  # keys of [fleet]
     elastic: bool = False  # preemptible workers generate, too
     streams: bool = False  # learning begins with the first group that is complete; else with the whole batch
     deltas: bool = False  # workers catch up by differences

@@ -40,6 +40,7 @@ class Site(Record):
     gpu: Gpu
     worker_machine: Machine
     worker_gpu: Gpu
+    lengths: Lengths
 
     @property
     def gpus(self) -> int:
@@ -141,10 +142,9 @@ class Site(Record):
         )
 
     def workload(self) -> Workload:
-        """Raises UserError: lengths that cannot be, or cannot be read."""
         given = self.spec.simulation
         return Workload(
-            lengths=_lengths(self.spec),
+            lengths=self.lengths,
             prompt_tokens=given.prompt_tokens,
             different_prompts=given.different_prompts,
             prompt_correlation=given.prompt_correlation,
@@ -193,7 +193,7 @@ class Site(Record):
     def _rollout(self) -> Rollout:
         batch, given = self.spec.batch, self.spec.simulation
         return rollout_of(
-            _lengths(self.spec),
+            self.lengths,
             samples=batch.prompts * batch.group_size,
             group_size=batch.group_size,
             prompt_tokens=float(given.prompt_tokens),
@@ -203,7 +203,7 @@ class Site(Record):
 def site_of(spec: RunSpec) -> Site:
     """
     Raises:
-        UserError: a model or machine that is not known; the nearest is suggested.
+        UserError: a model or machine that is not known (the nearest is suggested), or lengths that cannot be.
     """
     given = spec.simulation
     if (given.parameters is None) == (given.model is None):
@@ -220,6 +220,7 @@ def site_of(spec: RunSpec) -> Site:
         gpu=catalog.gpu(machine.gpu),
         worker_machine=worker,
         worker_gpu=catalog.gpu(worker.gpu),
+        lengths=_lengths(spec),
     )
     return msgspec.structs.replace(site, spec=_priced(site))
 

@@ -45,7 +45,7 @@ def test_every_verb_has_help(run: Run, verb: str) -> None:
         (("trian",), "error: trian: unknown verb\n  did you mean `tidemill train`?\n"),
         (
             ("xyzzy",),
-            "error: xyzzy: unknown verb\n  verbs: train, eval, generate, algorithms, simulate, plan, model, report, doctor\n",
+            f"error: xyzzy: unknown verb\n  verbs: {', '.join(VERBS)}\n",
         ),
         (("@a.toml",), "error: @a.toml: a verb comes first\n  write `tidemill train @a.toml`, or another verb\n"),
         (

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.pool.static import static_timetable
+from tidemill.pool.synthetic import Market, market_timetable
 from tidemill.sim.costs import ConstantEngine, ConstantTrainer, ConstantWeights
 from tidemill.sim.profiles.lengths import FixedLengths, LogNormalLengths
 from tidemill.sim.run import Plant, simulate_run
@@ -96,3 +100,61 @@ def test_a_sample_that_fits_no_cache_is_refused_with_what_is_missing() -> None:
     small = msgspec.structs.replace(PLANT, reserved=msgspec.structs.replace(ENGINE, cache_tokens=20.0))
     with pytest.raises(UserError, match=r"is 24 tokens, .* holds 20: 4 are missing"):
         simulate_run(spec_of(), small, WORK)
+
+
+def test_learning_from_whole_batches_begins_when_they_are_whole() -> None:
+    apart = msgspec.structs.replace(PLANT, shares_gpus=False)
+    whole = simulate_run(spec_of(trainer={"steps": 1}), msgspec.structs.replace(apart, streams=False), VARIED)
+    streamed = simulate_run(spec_of(trainer={"steps": 1}), apart, VARIED)
+    assert whole.tokens_trained == streamed.tokens_trained
+    ((begin_s, end_s),) = whole.learned
+    assert end_s - begin_s == pytest.approx(whole.tokens_trained / 80 + 1)
+    assert streamed.learned[0][0] < begin_s
+    assert streamed.seconds < whole.seconds
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    lag=st.integers(1, 3),
+    tokens_per_s=st.sampled_from([20.0, 80.0, 400.0]),
+    membership=st.sampled_from(["planned", "first_finished"]),
+    shares=st.booleans(),
+)
+def test_running_ahead_is_never_slower_with_samples_of_one_length(
+    lag: int, tokens_per_s: float, membership: str, shares: bool
+) -> None:
+    """Nobody waits for a straggler, and nothing is thrown away."""
+    plant = msgspec.structs.replace(
+        PLANT, shares_gpus=shares, trainer=ConstantTrainer(tokens_per_s=tokens_per_s, commit=1.0)
+    )
+    ahead = {"max_policy_lag": lag, "membership": membership}
+    on_policy = simulate_run(spec_of(), plant, WORK)
+    later = simulate_run(spec_of(schedule=ahead), plant, WORK)
+    assert later.tokens_trained == on_policy.tokens_trained
+    assert later.seconds <= on_policy.seconds + 1e-3
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    lag=st.integers(0, 2),
+    cache=st.sampled_from([80.0, 200.0, math.inf]),
+    reserved=st.booleans(),
+    eviction_s=st.sampled_from([5.0, 30.0, 300.0]),
+)
+def test_tokens_and_dollars_are_conserved(seed: int, lag: int, cache: float, reserved: bool, eviction_s: float) -> None:
+    engine = msgspec.structs.replace(ENGINE, cache_tokens=cache)
+    plant = msgspec.structs.replace(PLANT, reserved=engine if reserved else None, worker=engine)
+    market = Market(machines=3, present=2, mean_time_to_eviction_s=eviction_s, mean_time_to_return_s=5.0)
+    schedule = {"max_policy_lag": lag, "membership": "first_finished" if lag else "planned"}
+    spec = spec_of(run={"seed": seed}, schedule=schedule)
+    run = simulate_run(spec, plant, VARIED, market_timetable(market, seed=seed))
+
+    # What was accepted was learned from or thrown away: in the end nothing is in flight. Engines made that, and what
+    # nobody received.
+    assert run.result.tokens_generated == run.tokens_trained + run.total("tokens_discarded")
+    assert run.generated >= run.result.tokens_generated
+    assert all(int(name[4:]) <= lag for line in run.metrics for name in line.values if name.startswith("lag/"))
+    held_s = sum(min(one.end_s, run.seconds) - one.start_s for one in run.preemptible if one.start_s < run.seconds)
+    assert run.cost_usd == pytest.approx((36.0 * run.seconds + 3.6 * held_s) / 3600, rel=1e-3)
+    assert sum(line.values["time_step_s"] for line in run.metrics) == pytest.approx(run.seconds, abs=0.01)

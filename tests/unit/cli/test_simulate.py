@@ -1,0 +1,134 @@
+"""`tidemill simulate` in this process, on a scenario of a few samples."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPOSITORY
+from tests.unit.cli.conftest import Run
+from tidemill.config.load import load_spec
+from tidemill.sim.scenario import plan_scenario
+
+TINY = """
+[batch]
+prompts = 2
+group_size = 2
+order = "arrival"
+microbatch_tokens = 16384
+[sampling]
+max_new_tokens = 200
+[trainer]
+steps = 2
+[pool]
+workers = 2
+[simulation]
+parameters = 1e9
+machine = "rlboost-8xh100"
+completion_tokens = 100
+boot_s = 1
+"""
+LONG = ["--sampling.max_new_tokens=9000000", "--simulation.lengths=fixed", "--simulation.completion_tokens=9000000"]
+PROMISED = {"throughput_tokens_per_s", "tokens_per_usd", "cost_usd", "trainer_idle_share", "tokens_recomputed"}
+
+
+@pytest.fixture(autouse=True)
+def scenario(tmp_path: Path) -> None:
+    (tmp_path / "tiny.toml").write_text(TINY, encoding="utf-8")
+
+
+def test_every_schedule_learns_from_the_same_samples(run: Run) -> None:
+    schedules = run("simulate", "@tiny.toml", "--json").data["schedules"]
+    assert list(schedules) == list(load_spec([]).simulation.schedules)
+    for name, figures in schedules.items():
+        assert figures.keys() >= PROMISED, name
+        assert figures["tokens_trained"] == schedules["colocated"]["tokens_trained"], name
+        assert figures["throughput_tokens_per_s"] == pytest.approx(figures["tokens_trained"] / figures["seconds"])
+        assert figures["tokens_per_usd"] == pytest.approx(figures["tokens_trained"] / figures["cost_usd"])
+    # Reserved machines alone cost 83.79 an hour; the two preemptible ones 5.32 each, from beginning to end.
+    alone, both = schedules["colocated"], schedules["tidemill"]
+    assert alone["cost_usd"] == pytest.approx(83.79 * alone["seconds"] / 3600)
+    assert both["cost_usd"] == pytest.approx((83.79 + 2 * 5.32) * both["seconds"] / 3600, rel=1e-3)
+    assert alone["worker_idle_share"] is None
+    assert 0 <= both["worker_idle_share"] <= 1
+
+
+def test_the_table_and_the_page_tell_the_same(run: Run, tmp_path: Path) -> None:
+    ran = run("simulate", "@tiny.toml", "--simulation.schedules", '["colocated", "one_step_off"]', "--html", "a.html")
+    assert "colocated: 8 GPUs learn and generate" in ran.out
+    assert "one_step_off: " in ran.out
+    page = (tmp_path / "a.html").read_text(encoding="utf-8")
+    assert "Tidemill simulation" in page
+    assert "://" not in page  # nothing is fetched
+    data = json.loads(page.split('id="data">')[1].split("</script>")[0])
+    colocated, ahead = data["fleets"]
+    assert colocated["rows"] == ahead["rows"] == ["trainer", "local"]
+    learned = [bar for bar in colocated["bars"] if colocated["kinds"][bar[1]] == "learn"]
+    assert len(learned) == 2  # once a step, when everything is generated
+
+
+def test_a_dry_run_says_what_is_resolved_and_runs_nothing(run: Run) -> None:
+    ran = run("simulate", "@tiny.toml", "--dry-run", "--json")
+    assert ran.data["schedules"]["tidemill"]["preemptible"] is True
+    assert ran.data["schedules"]["bounded_staleness"]["schedule"]["max_policy_lag"] == 4
+    assert (ran.data["reserved_usd_per_hour"], ran.data["preemptible_usd_per_hour"]) == (83.79, 5.32)
+    assert ran.data["assumed_shape"] is True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--simulation.machine", "rlboost-8h100"], "did you mean rlboost-8xh100?"),
+        (
+            ["--simulation.machin", "x"],
+            "simulation.machin: unknown key (command line); did you mean simulation.machine",
+        ),
+        (["--simulation.schedules", '["colocatd"]'], 'did you mean "colocated"?'),
+        (["--simulation.parameters", "none"], "simulation: no model given"),
+        (["--simulation.parameters", "36e9"], "do not hold the weights of an engine: 2.0 GB are missing"),
+        (["--simulation.parameters", "70e9", "--simulation.engine_gpus", "4"], "GB of 1120 GB are missing"),
+        (["--simulation.engine_gpus", "4"], "4 GPUs of an engine are more than rlboost-2xh100 has"),
+        (LONG, "colocated: the longest sample, prompt and completion, is 9,000,512 tokens"),
+        (["--simulation.completion_tokens", "300"], "a mean of 300 tokens does not go with a limit of 200"),
+        (["--simulation.lengths", "run"], 'lengths = "run" and lengths_from go together'),
+        (["--html", "nowhere/a.html"], "--html nowhere/a.html: no such folder"),
+    ],
+)
+def test_what_cannot_be_is_told_before_anything_runs(run: Run, arguments: list[str], said: str) -> None:
+    ran = run("simulate", "@tiny.toml", *arguments)
+    assert (ran.code, ran.out) == (2, "")
+    assert said in ran.err
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [("0,1\n-5,2\n", "bad.csv:2"), ("0,1\n60,2\n30,1\n", "bad.csv:3: time goes back, from 60 to 30")],
+)
+def test_a_trace_that_is_none_names_the_row(run: Run, tmp_path: Path, rows: str, said: str) -> None:
+    (tmp_path / "bad.csv").write_text(rows, encoding="utf-8")
+    ran = run("simulate", "@tiny.toml", "--pool.kind", "trace", "--pool.path", "bad.csv")
+    assert ran.code == 2
+    assert said in ran.err
+
+
+def test_a_scenario_that_starves_ends_with_that_finding(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "empty.csv").write_text("0,0\n", encoding="utf-8")
+    arguments = ("--pool.kind", "trace", "--pool.path", "empty.csv", "--fleet.seeding", "false")
+    ran = run("simulate", "@tiny.toml", *arguments, "--simulation.schedules", '["tidemill"]')
+    assert ran.code == 2
+    assert "pool: the run starves: no machine came in 24 h, and the reserved side does not generate" in ran.err
+
+
+def test_hours_take_the_place_of_steps(run: Run) -> None:
+    arguments = ("--simulation.schedules", '["colocated"]', "--simulation.hours", "0.01", "--json")
+    figures = run("simulate", "@tiny.toml", *arguments).data["schedules"]["colocated"]
+    assert figures["steps"] > 2
+    assert figures["seconds"] <= 36
+
+
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "scenarios").glob("*.toml")), ids=lambda path: path.stem)
+def test_the_projects_own_scenarios_can_be_simulated(path: Path) -> None:
+    scenario = plan_scenario(load_spec([f"@{path}"], purpose="read"))
+    assert not scenario.remarks

@@ -62,6 +62,7 @@ class Panel:
     low: float | None = None  # of the vertical axis; by default what the lines need
     high: float | None = None
     marks: Sequence[float] = field(default=())  # horizontal lines: a target
+    logarithmic: bool = False  # the horizontal axis, which then has its ticks at powers of ten
 
 
 def ticks(low: float, high: float, most: int = TICKS) -> list[float]:
@@ -100,7 +101,8 @@ def write_chart(path: Path, title: str, panels: Sequence[Panel], *, columns: int
 
 def _panel(panel: Panel) -> list[str]:
     ys = [y for line in panel.lines for y in (*line.ys, *line.lows, *line.highs)] + list(panel.marks)
-    xs = [x for line in panel.lines for x in line.xs]
+    scaled = math.log10 if panel.logarithmic else float
+    xs = [scaled(x) for line in panel.lines for x in line.xs]
     low = min(ys) if panel.low is None else panel.low
     high = max(ys) if panel.high is None else panel.high
     high = high if high > low else low + 1.0
@@ -108,7 +110,7 @@ def _panel(panel: Panel) -> list[str]:
     inner_width, inner_height = PANEL_WIDTH - LEFT - RIGHT, PANEL_HEIGHT - TOP - BOTTOM
 
     def at_x(x: float) -> float:
-        return LEFT + (x - min(xs)) / (right - min(xs)) * inner_width
+        return LEFT + (scaled(x) - min(xs)) / (right - min(xs)) * inner_width
 
     def at_y(y: float) -> float:
         return TOP + (high - min(max(y, low), high)) / (high - low) * inner_height
@@ -121,7 +123,7 @@ def _panel(panel: Panel) -> list[str]:
     ]
     parts += [
         f'<text x="{at_x(x):.1f}" y="{PANEL_HEIGHT - BOTTOM + 16:g}" text-anchor="middle">{x:g}</text>'
-        for x in ticks(min(xs), right)
+        for x in (_powers(min(xs), right) if panel.logarithmic else ticks(min(xs), right))
     ]
     middle = LEFT + inner_width / 2
     parts.append(f'<text x="{middle:g}" y="{PANEL_HEIGHT - 8:g}" text-anchor="middle">{escape(panel.x_title)}</text>')
@@ -139,6 +141,11 @@ def _panel(panel: Panel) -> list[str]:
         points = "L".join(f"{at_x(x):.1f} {at_y(y):.1f}" for x, y in zip(line.xs, line.ys, strict=True))
         parts.append(f'<path d="M{points}" fill="none" {_stroke(line)}/>')
     return parts
+
+
+def _powers(low: float, high: float) -> list[float]:
+    """Powers of ten whose logarithms are within [low, high]."""
+    return [10.0**power for power in range(math.ceil(low - 1e-9), math.floor(high + 1e-9) + 1)]
 
 
 def _stroke(line: Line) -> str:

@@ -80,7 +80,7 @@ class SimulatedRun(Record):
     @property
     def reserved_generating_share(self) -> float:
         """Of the time, that in which reserved engines had samples; where they share GPUs, while those did not learn."""
-        generating_s = self._covered_s(self._decoding("reserved"))
+        generating_s = self._covered_s(self.decoding("reserved"))
         if self.shares_gpus:
             return self._busy_s / self.seconds - self.learning_share
         return generating_s / self.seconds
@@ -95,7 +95,7 @@ class SimulatedRun(Record):
     def worker_idle_share(self) -> float | None:
         """Of the time preemptible machines were held, that in which they had no samples; None without any."""
         held_s = sum(self._within(lease.start_s, lease.end_s) for lease in self.preemptible)
-        busy_s = sum(self._within(*stretch) for stretch in self._decoding("preemptible"))
+        busy_s = sum(self._within(*stretch) for stretch in self.decoding("preemptible"))
         return max(0.0, 1 - busy_s / held_s) if held_s else None
 
     @property
@@ -128,13 +128,13 @@ class SimulatedRun(Record):
 
     @property
     def _busy_s(self) -> float:
-        return self._covered_s([*self.learned, *self._decoding("reserved")])
+        return self._covered_s([*self.learned, *self.decoding("reserved")])
 
     def _covered_s(self, stretches: Iterable[tuple[float, float]]) -> float:
         """Seconds up to the end of the last step that lie in at least one stretch."""
         return covered_s((begin_s, min(end_s, self.seconds)) for begin_s, end_s in stretches if begin_s < self.seconds)
 
-    def _decoding(self, kind: str) -> list[tuple[float, float]]:
+    def decoding(self, kind: str) -> list[tuple[float, float]]:
         """Stretches in which a worker of this kind had samples."""
         sessions = sessions_of(self.events, self.metrics)
         return [

@@ -40,3 +40,14 @@ def test_values_beyond_a_given_axis_stay_on_its_edge(tmp_path: Path) -> None:
     write_chart(tmp_path / "chart.svg", "title", [Panel(title="", x_title="", lines=[line], low=0.0, high=1.0)])
     (path,) = re.findall(r'<path d="M([^"]*)" fill="none"', (tmp_path / "chart.svg").read_text())
     assert float(path.split()[-1]) == pytest.approx(TOP)
+
+
+def test_a_logarithmic_axis_has_its_ticks_at_powers_of_ten(tmp_path: Path) -> None:
+    line = Line(label="one", xs=[1, 10, 1000], ys=[0.0, 1.0, 2.0])
+    panel = Panel(title="", x_title="", lines=[line], logarithmic=True)
+    write_chart(tmp_path / "chart.svg", "title", [panel])
+    text = (tmp_path / "chart.svg").read_text()
+    (path,) = re.findall(r'<path d="M([^"]*)" fill="none"', text)
+    xs = [float(point.split()[0]) for point in path.split("L")]
+    assert (xs[1] - xs[0]) / (xs[2] - xs[0]) == pytest.approx(1 / 3, abs=1e-3)  # one of three powers of ten
+    assert re.findall(r'text-anchor="middle">(\d+)<', text) == ["1", "10", "100", "1000"]

@@ -1,0 +1,161 @@
+"""Throughput per dollar by the number of preemptible workers, 1 to 1,000: where another one stops paying, and why.
+
+    python -m benchmarks.simulator.fleet_size [--workers 1 3 10 30 100 300 1000]
+
+The real controller in virtual time: an 8B model learns on 2 reserved machines of 8 H100, which also generate; each
+worker is a machine of 2 H100 that stays for two hours on average. A batch is 256 prompts x 8 samples of 4,000 tokens on
+average, at a lag of 1. Profiles and prices are the catalogue's, nothing is fitted. Draws `docs/fleet_size.svg`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.line_charts import PICTURES, Line, Panel, write_chart
+from benchmarks.measuring import write_result
+from tidemill.config.schema import RunSpec
+from tidemill.runtime.garbage import collected_rarely
+from tidemill.sim.outcome import SimulatedRun
+from tidemill.sim.scenario import plan_scenario, simulate_planned
+from tidemill.telemetry.fleet_figures import HOUR_S
+
+SIZES = (1, 2, 4, 7, 10, 15, 22, 40, 100, 300, 1000)
+STEPS = 5
+FILLING = 2
+"""First steps, in which workers boot and the samples under way have not spread over two versions yet: left out."""
+
+
+def spec_of(workers: int) -> RunSpec:
+    return RunSpec.model_validate(
+        {
+            "batch": {"prompts": 256, "group_size": 8, "order": "arrival", "microbatch_tokens": 16_384},
+            "sampling": {"max_new_tokens": 14_336},
+            "engine": {"slots": 128},
+            "schedule": {"max_policy_lag": 1, "membership": "first_finished"},
+            "trainer": {"steps": STEPS, "activation_checkpointing": True},
+            "pool": {
+                "kind": "synthetic",
+                "workers": workers,
+                "mean_time_to_eviction_s": 7200.0,
+                "mean_time_to_return_s": 600.0,
+            },
+            "simulation": {
+                "schedules": ["tidemill"],
+                "parameters": 8e9,
+                "machine": "rlboost-8xh100",
+                "machines": 2,
+                "worker_machine": "rlboost-2xh100",
+                "engine_gpus": 2,
+                "completion_tokens": 4000.0,
+            },
+        }
+    )
+
+
+def measured(workers: int) -> dict[str, Any]:
+    """Of the steps after the first ones."""
+    scenario = plan_scenario(spec_of(workers))
+    (planned,) = scenario.planned
+    began_s = time.process_time()
+    run = simulate_planned(planned, scenario.workload)
+    cpu_s = time.process_time() - began_s
+    since_s = run.metrics[FILLING - 1].elapsed_s
+    seconds, fleet = run.seconds - since_s, planned.spec.fleet
+    tokens = sum(line.values["tokens_trained"] for line in run.metrics[FILLING:])
+    held_s = sum(_after(since_s, run.seconds, one.start_s, one.end_s) for one in run.preemptible)
+    usd = (fleet.reserved_usd_per_hour * seconds + fleet.preemptible_usd_per_hour * held_s) / HOUR_S
+    return {
+        "workers": workers,
+        "workers_mean": held_s / seconds,
+        "tokens_per_s": tokens / seconds,
+        "tokens_per_usd": tokens / usd,
+        "learning_share": sum(_after(since_s, run.seconds, *one) for one in run.learned) / seconds,
+        "workers_idle_share": 1 - busy_s(run, since_s) / held_s,
+        "step_s": seconds / (STEPS - FILLING),
+        "cpu_s": cpu_s,
+    }
+
+
+def busy_s(run: SimulatedRun, since_s: float) -> float:
+    """Seconds in which preemptible workers had samples, of all together."""
+    return sum(_after(since_s, run.seconds, *stretch) for stretch in run.decoding("preemptible"))
+
+
+def _after(since_s: float, until_s: float, begin_s: float, end_s: float) -> float:
+    return max(0.0, min(end_s, until_s) - max(begin_s, since_s))
+
+
+def draw(rows: list[dict[str, Any]]) -> None:
+    xs = [float(row["workers"]) for row in rows]
+    most = max(row["tokens_per_s"] / row["learning_share"] for row in rows)
+
+    def line(label: str, key: str, colour: int, factor: float = 1.0) -> Line:
+        return Line(label=label, xs=xs, ys=[factor * row[key] for row in rows], colour=colour)
+
+    panels = [
+        Panel(
+            title="thousand trained tokens per dollar",
+            x_title="preemptible workers",
+            lines=[line("tokens per dollar", "tokens_per_usd", 0, 1e-3)],
+            low=0.0,
+            logarithmic=True,
+        ),
+        Panel(
+            title="thousand tokens per second, and what the trainer can learn",
+            x_title="preemptible workers",
+            lines=[line("throughput", "tokens_per_s", 1, 1e-3)],
+            low=0.0,
+            marks=[most / 1000],
+            logarithmic=True,
+        ),
+        Panel(
+            title="shares of the time",
+            x_title="preemptible workers",
+            lines=[
+                line("the trainer learns", "learning_share", 2),
+                line("workers have no samples", "workers_idle_share", 3),
+            ],
+            low=0.0,
+            high=1.0,
+            logarithmic=True,
+        ),
+    ]
+    write_chart(PICTURES / "fleet_size.svg", "Where another worker stops paying", panels, columns=3)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, nargs="+", default=list(SIZES), metavar="N")
+    arguments = parser.parse_args()
+    table = Table("workers", "tokens/s", "tokens/$", "trainer learns", "workers idle", "step s", "CPU s")
+    rows = []
+    with collected_rarely():
+        for workers in arguments.workers:
+            rows.append(row := measured(workers))
+            print(f"{workers}: {row['cpu_s']:.0f} s of CPU time", file=sys.stderr, flush=True)
+            table.add_row(
+                str(workers),
+                f"{row['tokens_per_s']:,.0f}",
+                f"{row['tokens_per_usd']:,.0f}",
+                f"{row['learning_share']:.0%}",
+                f"{row['workers_idle_share']:.0%}",
+                f"{row['step_s']:.0f}",
+                f"{row['cpu_s']:.1f}",
+            )
+    Console(width=120).print(table)
+    best = max(rows, key=lambda row: row["tokens_per_usd"])
+    print(f"most tokens per dollar: {best['workers']} workers")
+    if tuple(arguments.workers) == SIZES:
+        print("written:", write_result("fleet_size", {"best": best["workers"], "rows": rows}))
+        draw(rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console
@@ -21,14 +22,13 @@ from benchmarks.line_charts import PICTURES, Line, Panel, write_chart
 from benchmarks.measuring import write_result
 from tidemill.config.schema import RunSpec
 from tidemill.runtime.garbage import collected_rarely
-from tidemill.sim.outcome import SimulatedRun
 from tidemill.sim.scenario import plan_scenario, simulate_planned
 from tidemill.telemetry.fleet_figures import HOUR_S
 
 SIZES = (1, 2, 4, 7, 10, 15, 22, 40, 100, 300, 1000)
-STEPS = 5
-FILLING = 2
-"""First steps, in which workers boot and the samples under way have not spread over two versions yet: left out."""
+STEPS, FILLING, EMPTYING = 7, 2, 2
+"""The first ones, in which workers boot and samples under way have not spread over two versions yet, and the last ones,
+in which no further ones are begun, are left out."""
 
 
 def spec_of(workers: int) -> RunSpec:
@@ -59,36 +59,33 @@ def spec_of(workers: int) -> RunSpec:
 
 
 def measured(workers: int) -> dict[str, Any]:
-    """Of the steps after the first ones."""
+    """Of the steps in the middle."""
     scenario = plan_scenario(spec_of(workers))
     (planned,) = scenario.planned
     began_s = time.process_time()
     run = simulate_planned(planned, scenario.workload)
     cpu_s = time.process_time() - began_s
-    since_s = run.metrics[FILLING - 1].elapsed_s
-    seconds, fleet = run.seconds - since_s, planned.spec.fleet
-    tokens = sum(line.values["tokens_trained"] for line in run.metrics[FILLING:])
-    held_s = sum(_after(since_s, run.seconds, one.start_s, one.end_s) for one in run.preemptible)
+    steps = run.metrics[FILLING : STEPS - EMPTYING]
+    window = (run.metrics[FILLING - 1].elapsed_s, steps[-1].elapsed_s)
+    seconds, fleet = window[1] - window[0], planned.spec.fleet
+    tokens = sum(line.values["tokens_trained"] for line in steps)
+    held_s = within(window, ((one.start_s, one.end_s) for one in run.preemptible))
     usd = (fleet.reserved_usd_per_hour * seconds + fleet.preemptible_usd_per_hour * held_s) / HOUR_S
     return {
         "workers": workers,
         "workers_mean": held_s / seconds,
         "tokens_per_s": tokens / seconds,
         "tokens_per_usd": tokens / usd,
-        "learning_share": sum(_after(since_s, run.seconds, *one) for one in run.learned) / seconds,
-        "workers_idle_share": 1 - busy_s(run, since_s) / held_s,
-        "step_s": seconds / (STEPS - FILLING),
+        "learning_share": within(window, run.learned) / seconds,
+        "workers_idle_share": 1 - within(window, run.decoding("preemptible")) / held_s,
+        "step_s": seconds / len(steps),
         "cpu_s": cpu_s,
     }
 
 
-def busy_s(run: SimulatedRun, since_s: float) -> float:
-    """Seconds in which preemptible workers had samples, of all together."""
-    return sum(_after(since_s, run.seconds, *stretch) for stretch in run.decoding("preemptible"))
-
-
-def _after(since_s: float, until_s: float, begin_s: float, end_s: float) -> float:
-    return max(0.0, min(end_s, until_s) - max(begin_s, since_s))
+def within(window: tuple[float, float], stretches: Iterable[tuple[float, float]]) -> float:
+    """Seconds of all stretches together that are within the window."""
+    return sum(max(0.0, min(end_s, window[1]) - max(begin_s, window[0])) for begin_s, end_s in stretches)
 
 
 def draw(rows: list[dict[str, Any]]) -> None:
@@ -107,7 +104,7 @@ def draw(rows: list[dict[str, Any]]) -> None:
             logarithmic=True,
         ),
         Panel(
-            title="thousand tokens per second, and what the trainer can learn",
+            title="thousand tokens per second (dotted: all it can learn)",
             x_title="preemptible workers",
             lines=[line("throughput", "tokens_per_s", 1, 1e-3)],
             low=0.0,

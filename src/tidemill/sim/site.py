@@ -104,7 +104,7 @@ class Site(Record):
         passes = float(
             learning_passes(recompute=spec.trainer.activation_checkpointing, adapter=spec.model.lora.enabled)
         )
-        if spec.algorithm.advantage == "gae":
+        if spec.algorithm.needs_critic:
             passes *= CRITIC
         network = Link(bytes_per_s=self.machine.network_bytes_per_s)
         profile = trainer_profile(self.shape, self.gpu, gpus=gpus, gpus_per_machine=self.machine.gpus, network=network)

@@ -16,7 +16,7 @@ from tidemill.cli.plan import shown
 from tidemill.cli.result import DryRun, Json, Result
 from tidemill.config.load import load_spec
 from tidemill.core.errors import UserError
-from tidemill.sim.comparison import HEADINGS, REMARKS, Compared, described, figures, planned_data, rows
+from tidemill.sim.comparison import HEADINGS, REMARKS, TIMES, Compared, described, figures, planned_data, rows
 from tidemill.sim.scenario import Planned, plan_scenario, simulate_planned
 from tidemill.telemetry.numerals import duration
 
@@ -66,6 +66,7 @@ class Progress:
 def as_text(words: Sequence[str], compared: Sequence[Compared], html: Path | None) -> Iterator[RenderableType]:
     yield from shown.plain(*words)
     yield ""
-    yield shown.table(HEADINGS, rows(compared))
-    yield ""
+    for columns in (slice(1, TIMES), slice(TIMES, None)):  # narrow enough for any terminal
+        yield shown.table((HEADINGS[0], *HEADINGS[columns]), [(row[0], *row[columns]) for row in rows(compared)])
+        yield ""
     yield from shown.notes([*REMARKS, *([f"timelines: {html}"] if html else [])])

@@ -10,8 +10,10 @@ from tidemill.sim.outcome import SimulatedRun
 from tidemill.sim.scenario import Planned, Scenario
 from tidemill.telemetry.numerals import compact, dollars, duration, percent
 
-HEADINGS = ("", "tokens/s", "", "tokens/$", "", "cost", "step", "learns", "generates", "idle", "workers idle",
-            "evicted", "computed again")  # fmt: skip
+HEADINGS = ("", "tokens/s", "", "tokens/$", "", "cost", "step", "learns", "generates", "idle", "workers\nidle",
+            "evicted", "computed\nagain")  # fmt: skip
+TIMES = HEADINGS.index("step")
+"""Columns before it are what a schedule achieves and costs."""
 REMARKS = (
     "step: on average; learns, generates, idle: of that, what the GPUs that learn do",
     "× is relative to the first",

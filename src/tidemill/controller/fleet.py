@@ -317,6 +317,7 @@ class Fleet:
             member.heard_tokens = tokens
             member.tokens += tokens
             member.busy_tokens += tokens
+            member.work.observe(report.status.work)
             if (running := report.status.running) and tokens and member.slots == self.slots:  # machines of one kind
                 self.profile.observe(running, report.status.tokens_per_s)
                 self._pace = Pace(report.status.tokens_per_s / running, tokens / running)

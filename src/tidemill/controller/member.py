@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
+from tidemill.controller.work import WorkBySize
 from tidemill.core.buffers import unpack_logprobs
 from tidemill.core.protocols import Worker
 from tidemill.core.records import FleetRow, Lease, Loaded, PolicyVersion, WeightManifest, WorkerStatus
@@ -64,6 +65,7 @@ class Member:
     busy_samples: int = 0  # given to it since then
     busy_step: int = 0
     busy_purpose: str = ""
+    work: WorkBySize = field(default_factory=WorkBySize)
     idle_since_s: float = 0.0
     orders: asyncio.Queue[Order] = field(default_factory=asyncio.Queue)
     task: asyncio.Task[None] | None = None

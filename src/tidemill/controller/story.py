@@ -123,6 +123,7 @@ class Story:
             purpose=member.busy_purpose,
             tokens=member.busy_tokens,
             samples=member.busy_samples,
+            work=member.work.take(),
             duration_s=round(member.idle_since_s - member.busy_since_s, _ROUND),
         )
         member.busy_since_s = None

@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeVar
 from tidemill.core.buffers import LogprobBuffer, TokenBuffer
 from tidemill.core.records import (
     Completion,
+    EngineWork,
     FleetRow,
     GenerateRequest,
     Group,
@@ -59,6 +60,7 @@ class EngineStatus(Record):
     tokens_generated: int  # since the engine started
     prompt_tokens_computed: int
     prompt_tokens_reused: int  # served from a shared prefix instead of being computed
+    work: EngineWork = EngineWork()
 
 
 class Engine(Protocol):

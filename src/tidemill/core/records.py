@@ -130,6 +130,18 @@ class TokenDelta(Record, gc=False):
     error: str = ""
 
 
+class EngineWork(Record):
+    """What an engine has computed since it started, and how long that took it."""
+
+    passes: int = 0  # forward passes
+    rows: int = 0  # running samples that these took one token further; those being admitted not counted
+    context_tokens: int = 0  # that these samples attended to
+    drawn: int = 0  # tokens
+    prefilled: int = 0  # tokens of samples being admitted
+    busy_s: float = 0.0  # in these passes and in drawing from them
+    cpu_s: float = 0.0  # of that, on a processor
+
+
 class WorkerStatus(Record):
     """What a worker is doing."""
 
@@ -142,6 +154,7 @@ class WorkerStatus(Record):
     prompt_tokens_computed: int = 0  # since the engine started
     prompt_tokens_reused: int = 0  # served from a shared prefix instead of being computed
     tokens_generated: int = 0  # since the engine started
+    work: EngineWork = EngineWork()
 
 
 class WorkerReport(Record):

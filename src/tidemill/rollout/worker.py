@@ -277,6 +277,7 @@ class EngineWorker:
                     prompt_tokens_computed=status.prompt_tokens_computed,
                     prompt_tokens_reused=status.prompt_tokens_reused,
                     tokens_generated=status.tokens_generated,
+                    work=status.work,
                 ),
                 notice_s=self._notice_s,
             )

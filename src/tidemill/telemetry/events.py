@@ -59,7 +59,9 @@ EVENTS: dict[str, str] = {
     PULL: "span: a worker fetched a version and swapped to it; `lease`, `worker`, `version`, `nbytes`, `full` (a whole "
     "snapshot rather than a delta), `swap_s` (generation stood still), `retries` (transfers found damaged)",
     DECODE: "span: a worker had samples of this batch; `lease`, `worker`, `kind`, `step`, `purpose`, `tokens`, "
-    "`samples`",
+    "`samples`, and `work`: by octaves of samples drawn from at once, what its engine computed (`passes`; `rows`, "
+    "samples taken one token further, with their `context_tokens`; `drawn` and `prefilled` tokens) and how long that "
+    "took it (`busy_s`, of which on a processor `cpu_s`)",
     NOTICE: "a machine will be taken in `grace_s`; `lease`, `worker`, `cause`",
     HAND_BACK: "a warned worker is asked for the `samples` it is generating (it may finish some instead); `lease`, "
     "`worker`",

@@ -20,6 +20,7 @@ class Metric(NamedTuple):
 GREEDY_ACCURACY: Final = "eval/greedy_accuracy"
 HELD_OUT_LOSS: Final = "eval/loss"
 PEAK_RSS: Final = "peak_rss_bytes"
+CONTROLLER_CPU: Final = "cpu_controller_s"
 STEP_TIME: Final = "time_step_s"
 EVICTIONS: Final = "evictions"
 CRASHES: Final = "crashes"
@@ -90,6 +91,8 @@ METRICS: dict[str, Metric] = {
     "effective_sample_size": Metric("", "(Σw)² / (n Σw²) of the importance ratios: 1 is fully on policy"),
     "time_rollout_s": Metric("s", "generating; may overlap with training and scoring"),
     "time_train_s": Metric("s", "forward, backward and optimizer"),
+    "cpu_train_s": Metric("s", "of that, the trainer's thread on a processor"),
+    "training_passes": Metric("passes", "forward and backward, one a microbatch"),
     CRITIC_WAIT: Metric("s", "of that, waiting for a critic in a process of its own"),
     "time_publish_logprobs_s": Metric(
         "s", "the new version's logprobs of tokens in flight; only with algorithm.correction.kind mu_step"
@@ -133,6 +136,7 @@ METRICS: dict[str, Metric] = {
     TRAINER_IDLE: Metric("s", "the trainer had nothing to learn from, whoever was generating"),
     TRAINER_WAIT: Metric("s", "of that, while the reserved side was not generating either"),
     REMOTE_WAIT: Metric("s", "preemptible workers had nothing left to generate, mean over workers"),
+    CONTROLLER_CPU: Metric("s", "the controller's own thread on a processor, since the line before"),
     PEAK_RSS: Metric("bytes", "largest resident memory of the process so far"),
 }
 """Names this project writes, besides `reward/NAME` for each of several rewards and `lag/N` for each lag.

@@ -31,7 +31,7 @@ from tidemill.telemetry.fleet_lines import FLEET_EVENTS, FleetLines
 from tidemill.telemetry.jsonl import JsonlWriter
 from tidemill.telemetry.live import LiveView
 from tidemill.telemetry.memory import peak_rss_bytes
-from tidemill.telemetry.metrics import PEAK_RSS, STEP_TIME, TOKENS_RECOMPUTED, metric_line, read_metrics
+from tidemill.telemetry.metrics import CONTROLLER_CPU, PEAK_RSS, STEP_TIME, TOKENS_RECOMPUTED, metric_line, read_metrics
 from tidemill.telemetry.plain import PlainView, View
 from tidemill.telemetry.progress import Progress
 from tidemill.telemetry.run_dir import RunDirectory, samples_name
@@ -58,6 +58,7 @@ class Recorder:
         clock: Clock | None = None,
         unix_time: Callable[[], float] = time.time,
         memory: Callable[[], int] = peak_rss_bytes,
+        processor: Callable[[], float] = time.thread_time,
     ) -> None:
         """Open the logs and the sinks, write `session_start`, and show the view.
 
@@ -69,12 +70,14 @@ class Recorder:
             clock: for durations.
             unix_time: seconds since 1970, for time stamps.
             memory: the process's peak memory in bytes.
+            processor: seconds that the calling thread has spent on a processor.
 
         Raises:
             UserError: a sink is not installed or cannot be opened, or the logs cannot be written.
         """
         self.run, self._spec = run, spec
         self._clock, self._unix_time, self._memory = clock or MonotonicClock(), unix_time, memory
+        self._processor, self._processor_s = processor, processor()
         self._began_s = self._clock.now()
         self._session = run.past.count + 1
         self._texts = TokenTexts(decode) if decode else None
@@ -192,6 +195,8 @@ class Recorder:
         now_s, elapsed_s = self._clock.now(), self.elapsed_s
         values = dict(metrics.values)
         values.setdefault(PEAK_RSS, float(self._memory()))
+        before_s, self._processor_s = self._processor_s, self._processor()
+        values.setdefault(CONTROLLER_CPU, round(self._processor_s - before_s, 6))
         if self._step_began_s is not None and metrics.step > 0:
             values.setdefault(STEP_TIME, round(now_s - self._step_began_s, 6))
         self._step_began_s = now_s

@@ -132,7 +132,7 @@ class PolicyTrainer:
 
     def take(self, group: Group) -> None:
         """A complete group, and as many microbatches as it fills unless its advantages depend on the whole batch."""
-        started = time.perf_counter()
+        started = _now()
         index = min(self._groups * self.spec.batch.minibatches // self.spec.batch.prompts, len(self._minibatches) - 1)
         self._groups += 1
         minibatch = self._minibatches[index]
@@ -143,11 +143,11 @@ class PolicyTrainer:
         self._waiting.append(Waiting(minibatch=index, group=group, valid=valid, values=asked))
         if self._advantages.scope != "batch":
             self._admit(all_but=int(self._critic_elsewhere))  # values of the newest are on their way
-        self._sums.train_s += time.perf_counter() - started
+        self._count(started)
 
     def learn(self, step: int) -> StepMetrics:
         """The rest of the batch, its optimizer steps, and the next version."""
-        started = time.perf_counter()
+        started = _now()
         self._admit()
         for index, minibatch in enumerate(self._minibatches):
             if rest := minibatch.close():
@@ -157,11 +157,16 @@ class PolicyTrainer:
         digest = weights_digest(self.model) if steps_taken else self._version.digest
         self._version = PolicyVersion(number=step, digest=digest)
         self._sums.critic = [self._critics(promise) for promise in self._critic_metrics]
-        self._sums.train_s += time.perf_counter() - started
+        self._count(started)
         values = self._sums.values()
         self._adapt(values.get("kl_ref"))
         self._open_batch()
         return StepMetrics(step=step, version=self._version, optimizer_steps=steps_taken, values=values)
+
+    def _count(self, since: tuple[float, float]) -> None:
+        now = _now()
+        self._sums.train_s += now[0] - since[0]
+        self._sums.cpu_s += now[1] - since[1]
 
     def _open_batch(self) -> None:
         self._groups = 0
@@ -400,6 +405,11 @@ class PolicyTrainer:
                 cure="delete this checkpoint; the run goes on from the one before",
             )
         self._open_batch()
+
+
+def _now() -> tuple[float, float]:
+    """Seconds that have passed, and those of them that this thread spent on a processor."""
+    return time.perf_counter(), time.thread_time()
 
 
 def _valid(group: Group) -> list[bool]:

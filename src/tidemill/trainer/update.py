@@ -63,6 +63,8 @@ class Sums:
     grad_norm: float = 0.0
     learning_rate: float = 0.0
     train_s: float = 0.0
+    cpu_s: float = 0.0  # of that, on a processor
+    passes: int = 0  # forward and backward, one a microbatch
     mismatch: MismatchSums = field(default_factory=no_mismatch)
     tokens_by_lag: Counter[int] = field(default_factory=Counter)
     critic: list[dict[str, float]] = field(default_factory=list)  # of each of its steps
@@ -86,6 +88,7 @@ class Sums:
         self.entropy += float(entropy_T.detach().sum())
         self.approx_kl += float(moved_T.sum())
         self.tokens_trained += microbatch.tokens
+        self.passes += 1
         self.tokens_packed += microbatch.tree.size
         self.tokens_unpacked += microbatch.unpacked_tokens
         if outcome.kl_T is not None:
@@ -104,6 +107,8 @@ class Sums:
             "optimizer_steps_skipped": self.steps_skipped_nonfinite,
             "minibatches_dropped": self.minibatches_dropped,
             "time_train_s": self.train_s,
+            "cpu_train_s": self.cpu_s,
+            "training_passes": self.passes,
         }
         if self.kl_beta:
             values["kl_beta"] = self.kl_beta

@@ -81,6 +81,16 @@ def test_a_groups_prompt_and_a_common_header_are_computed_once() -> None:
     assert (subject.status().prompt_tokens_computed, subject.status().prompt_tokens_reused) == (14, 66)
 
 
+def test_an_engine_tells_what_it_computed() -> None:
+    (text,) = prompts(1, length=10)
+    subject = engine(llama(), slots=2)
+    finish_all(subject, [request(text, index=i, max_new_tokens=3) for i in range(2)])
+    work = subject.status().work
+    # The first pass computes the prompt and draws two tokens; the next two take both samples further, over 11 and 12.
+    assert (work.passes, work.rows, work.context_tokens, work.drawn, work.prefilled) == (3, 4, 2 * 11 + 2 * 12, 6, 10)
+    assert 0 < work.cpu_s <= work.busy_s + 0.01  # the two clocks do not tick together
+
+
 def test_a_sibling_admitted_later_reuses_what_is_resident() -> None:
     (text,) = prompts(1, length=10)
     subject = engine(llama(), slots=1)

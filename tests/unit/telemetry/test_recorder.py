@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import io
+import itertools
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -36,6 +37,7 @@ def open_recorder(directory: Path, clock: FakeClock | None = None, **telemetry: 
         clock=clock or FakeClock(),
         unix_time=lambda: 0.0,
         memory=lambda: 123,
+        processor=itertools.accumulate(itertools.repeat(0.5)).__next__,
     )
 
 
@@ -57,7 +59,7 @@ def test_it_is_the_telemetry_of_the_controller(tmp_path: Path) -> None:
     assert names == ["session_start", "publish", "session_end"]
 
 
-def test_a_step_gets_peak_memory_and_its_wall_time(tmp_path: Path) -> None:
+def test_a_step_gets_peak_memory_its_wall_time_and_the_controllers(tmp_path: Path) -> None:
     clock = FakeClock(50.0)
     recorder = open_recorder(tmp_path, clock)
     clock.pass_s(20.0)  # loading the model
@@ -69,8 +71,8 @@ def test_a_step_gets_peak_memory_and_its_wall_time(tmp_path: Path) -> None:
     recorder.step(metrics_of(2, peak_rss_bytes=7.0))
     end(recorder)
     first, second = read_metrics(recorder.run.metrics)
-    assert first.values == {"reward_mean": 0.5, "peak_rss_bytes": 123.0, "time_step_s": 4.0}
-    assert second.values == {"peak_rss_bytes": 7.0, "time_step_s": 1.0}
+    assert first.values == {"reward_mean": 0.5, "peak_rss_bytes": 123.0, "time_step_s": 4.0, "cpu_controller_s": 0.5}
+    assert second.values == {"peak_rss_bytes": 7.0, "time_step_s": 1.0, "cpu_controller_s": 0.5}
     assert (first.elapsed_s, second.elapsed_s) == (24.0, 27.0)
 
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from tidemill.core.buffers import LogprobBuffer, TokenBuffer
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import EngineCapabilities, EngineStatus
-from tidemill.core.records import GenerateRequest, PolicyVersion, SampleId, TokenDelta
+from tidemill.core.records import EngineWork, GenerateRequest, PolicyVersion, SampleId, TokenDelta
 from tidemill.models.probe import probe_logprobs
 from tidemill.rollout.engines.embedded.scheduler import FixedScheduler, PackedScheduler
 from tidemill.rollout.engines.embedded.sequence import Sequence
@@ -54,6 +54,8 @@ class EmbeddedEngine:
         self._waiting: deque[Sequence] = deque()
         self._ended: list[Sequence] = []
         self._generated = 0
+        self._passes = self._rows = self._context_tokens = 0
+        self._busy_s = self._cpu_s = 0.0
         self._batch_invariant = batch_invariant
         scheduler = FixedScheduler if batch_invariant else PackedScheduler
         self._scheduler: FixedScheduler | PackedScheduler = scheduler(
@@ -101,8 +103,12 @@ class EmbeddedEngine:
         """Decode for about `deadline_s` seconds, at least one step; one delta for every sample with news."""
         until = time.monotonic() + deadline_s
         while self._runnable():
+            began_s, began_cpu_s = time.monotonic(), time.thread_time()
             self._step()
-            if time.monotonic() >= until:
+            now_s = time.monotonic()
+            self._busy_s += now_s - began_s
+            self._cpu_s += time.thread_time() - began_cpu_s
+            if now_s >= until:
                 break
         ended, self._ended = self._ended, []
         deltas = (sequence.flush(self._version) for sequence in [*ended, *self._scheduler.running])
@@ -145,6 +151,15 @@ class EmbeddedEngine:
             tokens_generated=self._generated,
             prompt_tokens_computed=self._scheduler.prompt_tokens_computed,
             prompt_tokens_reused=self._scheduler.prompt_tokens_reused,
+            work=EngineWork(
+                passes=self._passes,
+                rows=self._rows,
+                context_tokens=self._context_tokens,
+                drawn=self._generated,
+                prefilled=self._scheduler.prompt_tokens_computed,
+                busy_s=self._busy_s,
+                cpu_s=self._cpu_s,
+            ),
         )
 
     def _runnable(self) -> bool:
@@ -153,6 +168,10 @@ class EmbeddedEngine:
 
     @torch.inference_mode()
     def _step(self) -> None:
+        running = self._scheduler.running
+        self._passes += 1
+        self._rows += len(running)
+        self._context_tokens += sum(sequence.known for sequence in running)
         sequences, logits = self._scheduler.step(self._waiting, self._version.number)
         if not sequences:
             return

@@ -38,6 +38,7 @@ class EngineWorker:
         source: where `load` pulls from; None where the engine reads the trainer's own parameters.
         heartbeat_s: a worker that has said nothing for so long sends an empty report. It does not while the engine is
             inside a call: an engine that does not come back is silence.
+        timer: the seconds of a swap; called where engine calls run.
     """
 
     def __init__(
@@ -52,10 +53,11 @@ class EngineWorker:
         source: WeightSource | None = None,
         heartbeat_s: float = 1.0,
         close_timeout_s: float = 30.0,
+        timer: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._engine, self._compute, self._clock, self._source = engine, compute, clock, source
         self._tick_s, self._heartbeat_s, self._close_timeout_s = tick_s, heartbeat_s, close_timeout_s
-        self._worker_id, self._lease_id = worker_id, lease_id
+        self._worker_id, self._lease_id, self._timer = worker_id, lease_id, timer
         self._status = engine.status()  # after the last call
         self._reports: deque[WorkerReport] = deque()
         self._reported = 0
@@ -97,10 +99,10 @@ class EngineWorker:
             return await self._on_engine(lambda: self._swap(version, pulled))
 
     def _swap(self, version: PolicyVersion, pulled: Pulled | None) -> Loaded:
-        began, told = time.perf_counter(), self._engine.capabilities.logprobs
+        began, told = self._timer(), self._engine.capabilities.logprobs
         if self._source is None or pulled is None:
             self._engine.load(version)
-            return Loaded(version=version, swap_s=time.perf_counter() - began, rollout_logprobs=told)
+            return Loaded(version=version, swap_s=self._timer() - began, rollout_logprobs=told)
         self._source.swap(pulled)
         self._engine.load(version)
         probe_ids = pulled.manifest.probe_ids
@@ -110,7 +112,7 @@ class EngineWorker:
             nbytes=pulled.nbytes,
             full=pulled.full,
             pull_s=pulled.pull_s,
-            swap_s=time.perf_counter() - began,
+            swap_s=self._timer() - began,
             retries=pulled.retries,
             probe_logprobs=probe_logprobs,
             rollout_logprobs=told,

@@ -219,23 +219,27 @@ class SimulatedEngine:
         while self._queue and len(self._running) < self.costs.slots and not self._paused:
             if self._queue[0].min_version > self.version.number or not self._fits(self._queue[0]):
                 return
-            request = self._queue.popleft()
-            have = count(request.prefix_ids)
-            limit, length = request.sampling.max_new_tokens, self._completions.length(request.sample_id)
-            one = _Running(
-                request,
-                self._steps - have,
-                have,
-                max(have, min(limit, length)),
-                "stop" if length <= limit else "length",
-            )
-            self._until_s += self.costs.prefill_s(self._uncached(request) + have)
-            self._running[request.sample_id] = one
-            self._context += count(request.prompt_ids) + have
-            heapq.heappush(self._ends, (one.offset + one.end, self._serial, one))
-            self._serial += 1
-            if one.end == have:
-                self._end()
+            self._until_s += self.costs.prefill_s(self._begin(self._queue.popleft()))
+
+    def _begin(self, request: GenerateRequest) -> int:
+        """Give it a slot; returns the tokens to compute before its next one."""
+        have = count(request.prefix_ids)
+        limit, length = request.sampling.max_new_tokens, self._completions.length(request.sample_id)
+        one = _Running(
+            request,
+            self._steps - have,
+            have,
+            max(have, min(limit, length)),
+            "stop" if length <= limit else "length",
+        )
+        tokens = self._uncached(request) + have
+        self._running[request.sample_id] = one
+        self._context += count(request.prompt_ids) + have
+        heapq.heappush(self._ends, (one.offset + one.end, self._serial, one))
+        self._serial += 1
+        if one.end == have:
+            self._end()
+        return tokens
 
     def _leave(self, one: _Running) -> None:
         one.gone = True

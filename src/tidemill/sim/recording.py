@@ -10,8 +10,9 @@ import msgspec
 
 from tidemill.core.clock import Clock
 from tidemill.core.records import FleetRow, Prompt, StepMetrics, Trajectory
-from tidemill.telemetry.events import CHECKPOINT, event_line
+from tidemill.telemetry.events import event_line
 from tidemill.telemetry.metrics import STEP_TIME, MetricLine
+from tidemill.telemetry.recorder import NOT_PART_OF_A_STEP
 
 SESSION = 1
 
@@ -40,7 +41,7 @@ class Recording:
 
     def event(self, name: str, **fields: Any) -> None:
         self.events.append(event_line(name, fields, unix_s=0.0, session=SESSION, elapsed_s=self._clock.now()))
-        if name == CHECKPOINT and self._step_began_s is not None:
+        if name in NOT_PART_OF_A_STEP and self._step_began_s is not None:
             self._step_began_s += fields["duration_s"]
 
     def step(self, metrics: StepMetrics) -> None:

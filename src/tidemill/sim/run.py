@@ -12,16 +12,18 @@ import asyncio
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 from tidemill.config.schema import RunSpec
 from tidemill.config.words import counted
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.in_flight import LOCAL
 from tidemill.controller.ledger import Ledger
-from tidemill.controller.loop import train_loop
+from tidemill.controller.loop import LoopResult, train_loop
 from tidemill.controller.waiting import Patience
 from tidemill.core.clock import Clock, LoopClock
 from tidemill.core.errors import DeadlineError, UserError
+from tidemill.core.protocols import Checkpoints, PromptSource, Provider, Publisher, Scorer, Trainer, Worker, WorkerHost
 from tidemill.core.records import Record
 from tidemill.pool.provider import ScheduledProvider
 from tidemill.pool.timetable import Timetable
@@ -57,6 +59,22 @@ class Plant(Record):
     shares_gpus: bool = True  # they stand still while the trainer learns, which waits until they have nothing to do
     streams: bool = True  # learning begins with the first group that is complete; else with the whole batch
     worker: EngineCosts | None = None  # of each preemptible machine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What stands around the controller; made within the virtual loop."""
+
+    local: Worker | None  # the trainer's own engine
+    slots: int
+    local_slots: int
+    trainer: Trainer
+    scorer: Scorer
+    source: PromptSource
+    checkpoints: Checkpoints
+    provider: Provider | None = None
+    host: WorkerHost | None = None
+    publisher: Publisher | None = None
 
 
 class Twins(Record):
@@ -122,7 +140,7 @@ async def _simulate(
     twins: Twins,
     tell: Callable[[int, float], None],
 ) -> SimulatedRun:
-    clock, stop = LoopClock(), asyncio.Event()
+    clock = LoopClock()
     recording, completions = Recording(clock, tell), BlankCompletions(work.length)
     local = _reserved(plant, completions, clock)
     gpus = local.learning if isinstance(local, SharingWorker) else nullcontext
@@ -135,45 +153,24 @@ async def _simulate(
         machines = ScheduledProvider(timetable, clock=clock, session=1, price_usd_per_hour=price, most=most_workers)
         provider = LastWords(machines, host, tick_s=spec.engine.tick_s)
     engines = [costs for costs in (plant.worker, plant.reserved) if costs is not None]
-    fleet = twins.fleet(
-        local,
+    parts = Parts(
+        local=local,
         slots=engines[0].slots,
         local_slots=engines[-1].slots,
-        clock=clock,
-        telemetry=recording,
-        config=spec.fleet,
-        patience=PATIENCE,
+        trainer=trainer,
+        scorer=SimulatedScorer(lambda _: work.score_s, lambda trajectory: work.reward(trajectory.sample_id)),
+        source=SimulatedPrompts(
+            spec.batch.prompts,
+            different=work.different_prompts,
+            prompt_tokens=work.prompt_tokens,
+            held_out=min(work.held_out, spec.eval.prompts),
+        ),
+        checkpoints=SimulatedCheckpoints(SimulatedDisk(), trainer, plant.trainer),
         provider=provider,
         host=host,
         publisher=SimulatedPublisher(plant.weights) if host else None,
-        silence_s=math.inf,
     )
-    scorer = SimulatedScorer(lambda _: work.score_s, lambda trajectory: work.reward(trajectory.sample_id))
-    if seconds < math.inf:
-        asyncio.get_running_loop().call_later(seconds, stop.set)
-    try:
-        async with fleet:
-            result = await train_loop(
-                spec=spec,
-                source=SimulatedPrompts(
-                    spec.batch.prompts, different=work.different_prompts, prompt_tokens=work.prompt_tokens
-                ),
-                fleet=fleet,
-                trainer=trainer,
-                scorer=scorer,
-                eval_scorer=scorer,
-                ledger=Ledger(None, round_size=spec.batch.prompts),
-                checkpoints=SimulatedCheckpoints(SimulatedDisk(), trainer, plant.trainer),
-                telemetry=recording,
-                codec=NoText(),
-                clock=clock,
-                stop=stop,
-                patience=PATIENCE,
-            )
-    except DeadlineError as error:
-        raise _starved(recording, clock.now()) from error
-    if not recording.metrics:
-        raise _starved(recording, clock.now())
+    result = await drive(spec, parts, recording, clock, seconds=seconds, make_fleet=twins.fleet)
     made = [worker.engine for worker in (*((local,) if local else ()), *(host.workers.values() if host else ()))]
     return SimulatedRun(
         result=result,
@@ -187,6 +184,60 @@ async def _simulate(
         put_back_tokens=sum(engine.recomputed for engine in made),
         generated=sum(engine.generated for engine in made),
     )
+
+
+async def drive(
+    spec: RunSpec,
+    parts: Parts,
+    recording: Recording,
+    clock: Clock,
+    *,
+    seconds: float = math.inf,
+    make_fleet: Callable[..., Fleet] = Fleet,
+) -> LoopResult:
+    """The real controller, its fleet and its loop, among simulated parts.
+
+    Raises:
+        UserError: nobody ever generates, or no step is finished in time.
+    """
+    fleet = make_fleet(
+        parts.local,
+        slots=parts.slots,
+        local_slots=parts.local_slots,
+        clock=clock,
+        telemetry=recording,
+        config=spec.fleet,
+        patience=PATIENCE,
+        provider=parts.provider,
+        host=parts.host,
+        publisher=parts.publisher,
+        silence_s=math.inf,
+    )
+    stop = asyncio.Event()
+    if seconds < math.inf:
+        asyncio.get_running_loop().call_later(seconds, stop.set)
+    try:
+        async with fleet:
+            result = await train_loop(
+                spec=spec,
+                source=parts.source,
+                fleet=fleet,
+                trainer=parts.trainer,
+                scorer=parts.scorer,
+                eval_scorer=parts.scorer,
+                ledger=Ledger(None, round_size=spec.batch.prompts),
+                checkpoints=parts.checkpoints,
+                telemetry=recording,
+                codec=NoText(),
+                clock=clock,
+                stop=stop,
+                patience=PATIENCE,
+            )
+    except DeadlineError as error:
+        raise _starved(recording, clock.now()) from error
+    if not recording.metrics:
+        raise _starved(recording, clock.now())
+    return result
 
 
 def _reserved(plant: Plant, completions: Completions, clock: Clock) -> SimulatedWorker | None:

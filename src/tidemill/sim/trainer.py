@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import msgspec
 
@@ -15,6 +16,8 @@ from tidemill.core.buffers import LogprobBuffer, TokenBuffer
 from tidemill.core.clock import Clock
 from tidemill.core.records import Completion, Group, PolicyVersion, StepMetrics
 from tidemill.sim.costs import TrainerCosts
+
+Spend: TypeAlias = Callable[[float], Awaitable[None]]
 
 START = PolicyVersion(number=0, digest="start")
 
@@ -28,23 +31,24 @@ class SimulatedTrainer:
     """Implements `core.protocols.Trainer`. A version's digest tells of the one before and of `salt`, no more.
 
     Args:
+        spend: takes the seconds that it computes.
         salt: as if another machine rounded differently: versions made again after a restart differ.
     """
 
-    def __init__(self, costs: TrainerCosts, *, salt: str = "") -> None:
+    def __init__(self, costs: TrainerCosts, *, salt: str = "", spend: Spend = asyncio.sleep) -> None:
         self.version = START
         self.salt = salt
-        self._costs = costs
+        self._costs, self._spend = costs, spend
 
     async def accumulate(self, group: Group) -> None:
-        await asyncio.sleep(self._costs.accumulate_s(group))
+        await self._spend(self._costs.accumulate_s(group))
 
     async def logprobs(self, completions: Sequence[Completion]) -> Sequence[LogprobBuffer]:
         """In no time."""
         return [publish_logprobs(self.version.number, completion.token_ids) for completion in completions]
 
     async def commit(self, step: int) -> StepMetrics:
-        await asyncio.sleep(self._costs.commit_s())
+        await self._spend(self._costs.commit_s())
         made_of = f"{self.version.digest} {step} {self.salt}"
         digest = hashlib.blake2b(made_of.encode(), digest_size=8).hexdigest()
         self.version = PolicyVersion(number=step, digest=digest)
@@ -66,8 +70,9 @@ class LearningTrainer(SimulatedTrainer):
         clock: Clock,
         gpus: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
         streams: bool = True,
+        spend: Spend = asyncio.sleep,
     ) -> None:
-        super().__init__(costs)
+        super().__init__(costs, spend=spend)
         self.learned: list[tuple[float, float]] = []  # (begin, end) of each stretch, in seconds
         self._streams, self._groups = streams, list[Group]()
         self._clock, self._gpus = clock, gpus

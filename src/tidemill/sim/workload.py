@@ -21,6 +21,7 @@ class Workload(Record):
     prompt_correlation: float = 0.0  # between the lengths of a prompt's samples, as normal scores
     solved: float = 0.5  # share of samples with reward 1; the others have 0
     score_s: float = 0.0  # to judge a sample
+    held_out: int = 0  # prompts of an evaluation; 0: the run has none
 
     @property
     def longest(self) -> int:

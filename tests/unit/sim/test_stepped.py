@@ -1,0 +1,69 @@
+"""The polled engine, pass by pass, against arithmetic done by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.sim.test_engine import V0, V1, request, told
+from tidemill.sim.completions import BlankCompletions
+from tidemill.sim.profiles.measured import MeasuredEngine
+from tidemill.sim.stepped import SteppedEngine
+
+COSTS = MeasuredEngine(slots=2, pass_s=1.0, row_s=0.1, context_token_s=0.0, drawn_s=0.0, prefill_token_s=0.01)
+
+
+def engine(lengths: dict[int, int], spent: list[float], *, budget: int = 100) -> SteppedEngine:
+    made = SteppedEngine(
+        COSTS,
+        BlankCompletions(lambda sample_id: lengths[sample_id.index]),
+        budget_tokens=budget,
+        swap_s=0.5,
+        spend=spent.append,
+    )
+    made.load(V0)
+    spent.clear()
+    return made
+
+
+def test_a_poll_goes_on_until_its_time_is_over() -> None:
+    spent: list[float] = []
+    one = engine({0: 3, 1: 5, 2: 2}, spent)
+    one.submit([request(0), request(1), request(2)])
+    # The first pass computes two prompts, 20 tokens, and draws; the next two take both samples on: 1.2 + 1.2 + 1.2.
+    assert told(one.poll(3.0)) == [(0, 0, 3, "stop"), (1, 0, 3, None)]
+    assert spent == [pytest.approx(1 + 0.2 + 2 * 1.2)]
+    # The third comes in beside the second: 1 + 0.1 + 10 * 0.01, and both have one token left.
+    assert sorted(told(one.poll(10.0))) == [(1, 3, 2, "stop"), (2, 0, 2, "stop")]
+    assert spent[1] == pytest.approx(1.2 + 1.2)
+    assert one.poll(10.0) == []
+    work = one.status().work
+    assert (work.passes, work.rows, work.drawn, work.prefilled) == (5, 7, 10, 30)
+    assert work.busy_s == pytest.approx(sum(spent))
+
+
+def test_prompts_beyond_a_pass_budget_wait_for_the_next() -> None:
+    spent: list[float] = []
+    one = engine({0: 1, 1: 1}, spent, budget=10)
+    one.submit([request(0), request(1)])
+    assert told(one.poll(0.1)) == [(0, 0, 1, "stop")]
+    assert told(one.poll(0.1)) == [(1, 0, 1, "stop")]
+
+
+def test_what_runs_at_new_weights_is_computed_again() -> None:
+    spent: list[float] = []
+    one = engine({0: 5}, spent)
+    one.submit([request(0)])
+    one.poll(0.1)
+    one.load(V1)
+    # A prompt of 10 tokens and the first of the sample.
+    assert spent[-1] == pytest.approx(0.5 + 11 * 0.01)
+
+
+def test_new_weights_end_what_asked_for_the_old_ones_and_take_their_time() -> None:
+    spent: list[float] = []
+    one = engine({0: 5}, spent)
+    one.load(V1)
+    one.submit([request(0, exact_version=0)])
+    (delta,) = one.poll(1.0)
+    assert (delta.finish, delta.error) == ("aborted", "asked for version 0, the engine has 1")
+    assert spent == [0.5, 0.0]

@@ -123,12 +123,17 @@ class Sample(Record):
     prompt_id: str = ""
     tokens: tuple[str, ...] = ()
     logprobs: tuple[float | None, ...] = ()
-    length: int = 0  # completion tokens
+    token_ids: tuple[int, ...] = ()  # of the completion
     reward: float | None = None
     components: dict[str, float] = {}
     valid: bool = False
     reason: str = ""
     finish: str = ""
+
+    @property
+    def length(self) -> int:
+        """Completion tokens."""
+        return len(self.token_ids)
 
 
 def read_samples(path: Path) -> list[Sample]:
@@ -154,7 +159,7 @@ def _sample(line: dict[str, Any]) -> Sample:
         prompt_id=text("prompt_id"),
         tokens=tuple(str(item) for item in items("tokens")),
         logprobs=tuple(float(item) if isinstance(item, int | float) else None for item in items("logprobs")),
-        length=len(items("token_ids")),
+        token_ids=tuple(item for item in items("token_ids") if isinstance(item, int)),
         reward=float(reward) if isinstance(reward, int | float) else None,
         components={str(k): float(v) for k, v in components.items() if isinstance(v, int | float)}
         if isinstance(components, dict)

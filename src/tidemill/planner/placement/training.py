@@ -93,7 +93,7 @@ def best_training(question: PlacementQuestion, group: Group) -> Training | TooLa
     found: list[Training] = []
     refused: list[TooLarge] = []
     for tp, pp in _degrees(question, group):
-        memory = _memory(question, group, tp, pp)
+        memory = memory_question(question, group, tp, pp)
         plan = plan_memory(memory)
         held = plan.parts.states / group.gpus
         missing = held + plan.parts.fixed - usable(memory)
@@ -169,7 +169,7 @@ def _degrees(question: PlacementQuestion, group: Group) -> Iterator[tuple[int, i
         tp *= 2
 
 
-def _memory(question: PlacementQuestion, group: Group, tp: int, pp: int) -> MemoryQuestion:
+def memory_question(question: PlacementQuestion, group: Group, tp: int, pp: int) -> MemoryQuestion:
     """Without an engine: one on the same GPUs gives its weights and cache back while they train."""
     return MemoryQuestion(
         algorithm=question.algorithm,

@@ -44,7 +44,10 @@ def test_a_span_fixes_the_edges() -> None:
 
 def test_invalid_rewards_and_values_that_are_no_numbers_are_left_out() -> None:
     assert make_bins([float("nan"), 1.0], []).first == (1.0,)
-    samples = (Sample(step=1, reward=5.0, valid=False, length=3, logprobs=(-20.0, None)), Sample(step=1, length=3))
+    samples = (
+        Sample(step=1, reward=5.0, valid=False, token_ids=(1, 2, 3), logprobs=(-20.0, None)),
+        Sample(step=1, token_ids=(1, 2, 3)),
+    )
     found = histograms(SampleWindow(steps=(1,), samples=samples), SampleWindow())
     assert [one.title for one in found] == ["Completion length", "Token logprob"]
     assert found[1].bars[0].first_height > 0, "what lies below the floor is counted in the lowest bin"

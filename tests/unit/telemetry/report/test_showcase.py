@@ -21,7 +21,12 @@ def test_levels_follow_the_legend(probability: float, expected: int) -> None:
 def sample(
     text: str = "ab", reward: float | None = 1.0, prompt: str = "p", logprob: float = -0.1, **more: object
 ) -> Sample:
-    fields = {"tokens": tuple(text), "logprobs": (logprob,) * len(text), "length": len(text), "valid": True} | more
+    fields = {
+        "tokens": tuple(text),
+        "logprobs": (logprob,) * len(text),
+        "token_ids": tuple(range(len(text))),
+        "valid": True,
+    } | more
     return Sample(step=1, prompt=prompt, prompt_id=prompt, completion=text, reward=reward, **fields)  # type: ignore[arg-type]
 
 

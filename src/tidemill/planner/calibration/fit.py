@@ -1,0 +1,169 @@
+"""From the logs of a run to a profile, but for what only its simulation can tell."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from statistics import fmean, median, stdev
+
+from tidemill.planner.calibration.observed import PASSES, TRAINING, Observed
+from tidemill.planner.calibration.profile import FORMAT, Machine, Measure, RunProfile, cost_settings
+from tidemill.planner.calibration.squares import MAD_TO_DEVIATION, Solution, solve
+from tidemill.sim.profiles.measured import Packing
+from tidemill.telemetry.fleet_figures import amount
+from tidemill.telemetry.metrics import PEAK_RSS
+
+ENGINE = {
+    "passes": "engine_pass_s",
+    "rows": "engine_row_s",
+    "prefilled": "engine_prefill_token_s",
+    "drawn": "engine_drawn_s",
+    "context_tokens": "engine_context_token_s",
+}
+LEARNING = {"optimizer_steps": "train_step_s", "training_passes": "train_pass_s", "tokens_packed": "train_token_s"}
+WORDS = {
+    "passes": "passes",
+    "rows": "the number of samples running",
+    "prefilled": "the length of prompts",
+    "drawn": "the number of tokens drawn",
+    "context_tokens": "the length of contexts",
+    "optimizer_steps": "optimizer steps",
+    "training_passes": "the number of microbatches",
+    "tokens_packed": "the number of tokens",
+}
+
+
+def fit(observed: Observed) -> RunProfile:
+    """Everything but `call_s`, which is 0, and the boots that shared the machine's cores with others."""
+    engine, training = solve(PASSES, *observed.engine_work), solve(TRAINING, *observed.training(observed.usual))
+    new_by_depth = observed.new_by_depth()
+    session = (observed.manifest.get("sessions") or [{}])[-1]
+    machine = session.get("machine", {})
+    return RunProfile(
+        format=FORMAT,
+        run=observed.spec.run.name,
+        run_id=str(observed.manifest.get("run_id", "")),
+        steps=len(observed.metrics),
+        settings=cost_settings(observed.spec),
+        machine=Machine(
+            processor=str(machine.get("processor", "")),
+            cores=int(machine.get("cores") or 1),
+            device=str(observed.machine.get("device", "")),
+            threads=int(observed.machine.get("threads") or 1),
+        ),
+        numbers={
+            **_measures(engine, ENGINE),
+            **_measures(training, LEARNING),
+            "train_first_s": _first(observed, training),
+            **_latencies(observed),
+            **_amounts(observed, new_by_depth),
+        },
+        new_by_depth=new_by_depth,
+        lengths=_histogram(sample.length for sample in observed.samples),
+        cut=_histogram(sample.length for sample in observed.samples if sample.finish == "length"),
+        held_out_lengths=_histogram(sample.length for sample in observed.held_out),
+        step_s=_mean(observed.step_s()),
+        twin_step_s=0.0,
+        residuals={"engine": engine.residual, "training": training.residual},
+        processor_share=min(1.0, observed.processor_share),
+        notes=(
+            *_not_told(engine, "an engine's time"),
+            *_not_told(training, "training's time"),
+            *_never_seen(observed),
+        ),
+    )
+
+
+def _measures(solution: Solution, names: dict[str, str]) -> dict[str, Measure]:
+    return {
+        name: Measure(value=solution.values[cause], error=solution.errors[cause], count=solution.count)
+        for cause, name in names.items()
+    }
+
+
+def _not_told(solution: Solution, of: str) -> list[str]:
+    return [
+        f"{of} could not be told by {WORDS[cause]}, which did not vary by itself: it is in the other causes"
+        for cause in solution.merged
+    ]
+
+
+def _first(observed: Observed, solution: Solution) -> Measure:
+    """What first steps took beyond what their work explains."""
+    lines = [line for line in observed.metrics if line.step in observed.first_steps]
+    amounts, seconds = observed.training(lines)
+    usual = amounts @ [solution.values[cause] for cause in TRAINING]
+    return _median([max(0.0, float(extra)) for extra in seconds - usual])
+
+
+def _latencies(observed: Observed) -> dict[str, Measure]:
+    fetching, swapping = zip(*observed.pulls_s, strict=True) if observed.pulls_s else ((), ())
+    return {
+        "controller_sample_s": _median(observed.controller_s),
+        "call_s": Measure(value=0.0, error=0.0, count=0),
+        "publish_s": _median(observed.publish_s),
+        "pull_s": _median(fetching),
+        "swap_s": _median(swapping),
+        "boot_s": _median(observed.boots_s),
+        "checkpoint_s": _median(observed.checkpoint_s),
+        "start_s": Measure(value=observed.start_s, error=0.0, count=1),
+    }
+
+
+def _amounts(observed: Observed, new_by_depth: tuple[float, ...]) -> dict[str, Measure]:
+    """What there is to compute; of training so that its mean over the run is the one that was seen."""
+    batch, metrics = observed.spec.batch, observed.metrics
+
+    def total(name: str) -> float:
+        return sum(line.values.get(name, 0.0) for line in metrics)
+
+    groups = total("samples") / batch.group_size
+    skipped = total("groups_without_signal") + total("groups_skipped_invalid")
+    learned = 1.0 if observed.spec.algorithm.kl_beta > 0 else 1 - skipped / groups
+    own = Packing(prompt_tokens=0.0, new_by_depth=new_by_depth, learned_share=1.0)
+    completions = own.packed([sample.length for sample in observed.samples])
+    completions_of_group = completions / max(len(observed.samples) / batch.group_size, 1)
+    packed_of_group = total("tokens_packed") / batch.epochs / groups
+    numbers = {
+        "peak_rss_bytes": max(line.values.get(PEAK_RSS, 0.0) for line in metrics),
+        "held_out_prompts": max((amount(event, "n") for event in observed.evaluations), default=0.0),
+        "prompt_tokens": observed.prompt_tokens,
+        "prompt_new_share": observed.new_prompt_share,
+        "packed_prompt_tokens": max(0.0, packed_of_group / learned - completions_of_group) if learned else 0.0,
+        "learned_share": learned,
+    }
+    return {name: Measure(value=value, error=0.0, count=len(metrics)) for name, value in numbers.items()}
+
+
+def _never_seen(observed: Observed) -> list[str]:
+    notes = []
+    if not observed.checkpoint_s:
+        notes.append("no checkpoint was written: one is taken to take no time")
+    if not observed.joins_s:
+        notes.append("no preemptible worker joined: boots and pulls are taken to take no time")
+    if observed.processor_share < 0.8 and observed.on_processor:
+        share = f"{observed.processor_share:.0%}".replace("%", " %")
+        notes.append(
+            f"engines had a processor for {share} of their time: something else was on the machine, or they were many; "
+            "their processor time is what was fitted"
+        )
+    return notes
+
+
+def _histogram(lengths: Iterable[int]) -> dict[int, int]:
+    return dict(sorted(Counter(lengths).items()))
+
+
+def _mean(values: Sequence[float]) -> Measure:
+    count = len(values)
+    error = stdev(values) / count**0.5 if count > 1 else 0.0
+    return Measure(value=fmean(values) if values else 0.0, error=error, count=count)
+
+
+def _median(values: Sequence[float]) -> Measure:
+    """With the standard error that a median of normal deviations has, by their median deviation."""
+    if not values:
+        return Measure(value=0.0, error=0.0, count=0)
+    middle = median(values)
+    deviation = MAD_TO_DEVIATION * median(abs(value - middle) for value in values)
+    return Measure(value=middle, error=1.2533 * deviation / len(values) ** 0.5, count=len(values))

@@ -1,0 +1,172 @@
+"""A profile: what the parts of a run take on one machine, each number with its spread and what it rests on."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from tidemill.config.schema import RunSpec
+from tidemill.core.errors import UserError
+from tidemill.core.records import Record
+from tidemill.models.cache import cache_dir
+from tidemill.telemetry.jsonl import write_atomically
+
+FORMAT = 1
+
+
+class Quantity(NamedTuple):
+    """What a number of a profile means."""
+
+    unit: str
+    meaning: str
+
+
+QUANTITIES: dict[str, Quantity] = {
+    "engine_pass_s": Quantity("s", "a forward pass of an engine, whatever is in it"),
+    "engine_row_s": Quantity("s", "a running sample in it"),
+    "engine_prefill_token_s": Quantity("s", "a token of a new sample in it"),
+    "engine_drawn_s": Quantity("s", "drawing a token"),
+    "engine_context_token_s": Quantity("s", "attending to a token of a sample's own"),
+    "train_step_s": Quantity("s", "an optimizer's step, and what makes a version of it"),
+    "train_pass_s": Quantity("s", "a microbatch, forward and backward"),
+    "train_token_s": Quantity("s", "a packed token in it"),
+    "train_first_s": Quantity("s", "what the first step of a session takes beyond that"),
+    "controller_sample_s": Quantity("s", "a sample on the controller's own thread: scored, journalled, written"),
+    "call_s": Quantity("s", "a message between controller and worker or trainer; all that nothing else explains"),
+    "publish_s": Quantity("s", "a version until it can be pulled"),
+    "pull_s": Quantity("s", "fetching and verifying it"),
+    "swap_s": Quantity("s", "swapping to it, generation standing still"),
+    "boot_s": Quantity("s", "a worker from its lease to an engine without weights"),
+    "checkpoint_s": Quantity("s", "a checkpoint"),
+    "start_s": Quantity("s", "from the command to the controller's loop"),
+    "prompt_tokens": Quantity("tokens", "a prompt"),
+    "prompt_new_share": Quantity("", "of a group's prompt, what it does not have in common with others"),
+    "packed_prompt_tokens": Quantity("tokens", "what training computes of a group's prompt"),
+    "peak_rss_bytes": Quantity("bytes", "the controller's process at its largest; in-process, everything"),
+    "held_out_prompts": Quantity("prompts", "an evaluation; fewer where a recipe asks for fewer"),
+    "learned_share": Quantity("", "of the groups, those that add a gradient"),
+}
+
+
+class Measure(Record):
+    """One number."""
+
+    value: float
+    error: float  # standard error
+    count: int  # observations; 0 is an assumption
+
+
+class Machine(Record):
+    """What computed; two machines of which all of this is equal are taken to be alike."""
+
+    processor: str
+    cores: int
+    device: str
+    threads: int  # inside one operation
+
+
+class RunProfile(Record, forbid_unknown_fields=True):
+    """What `tidemill calibrate` writes."""
+
+    format: int
+    run: str
+    run_id: str
+    steps: int
+    settings: dict[str, Any]  # of the run's configuration, what decides about costs
+    machine: Machine
+    numbers: dict[str, Measure]  # of each of QUANTITIES
+    new_by_depth: tuple[float, ...]  # see `sim.profiles.measured.Packing`
+    lengths: dict[int, int]  # of training completions: tokens, how many
+    cut: dict[int, int]  # of them, those that a limit ended
+    held_out_lengths: dict[int, int]
+    step_s: Measure  # of the run's own steps but the first of each session, on average
+    twin_step_s: float  # the same in simulation
+    residuals: dict[str, float]  # share of the time that what was fitted does not explain: engine, training
+    processor_share: float  # of the time that engines computed, what they had a processor
+    notes: tuple[str, ...]  # what could not be told, and what was assumed
+
+    def __getitem__(self, name: str) -> float:
+        return self.numbers[name].value
+
+
+def cost_settings(spec: RunSpec) -> dict[str, Any]:
+    """What a profile is of besides the machine: a run that differs here takes other times for the same work."""
+    placement = spec.placement
+    return {
+        "runtime": spec.runtime,
+        "model.source": spec.model.source,
+        "model.lora.rank": spec.model.lora.rank if spec.model.lora.enabled else 0,
+        "trainer.precision": spec.trainer.precision,
+        "trainer.device": spec.trainer.device,
+        "engine.batch_invariant": spec.engine.batch_invariant,
+        "algorithm.advantage": "gae" if spec.algorithm.needs_critic else "of siblings",
+        "algorithm.kl_beta": spec.algorithm.kl_beta > 0,
+        "algorithm.proximal": spec.algorithm.proximal,
+        "scoring.rewards": sorted(reward.kind for reward in spec.scoring.rewards),
+        "placement": sorted(placement.on_actors),
+        "ray.address": spec.ray.address if spec.runtime == "ray" else "",
+    }
+
+
+def unlike(profile: RunProfile, spec: RunSpec) -> list[str]:
+    """In words, where a run is not of the kind that the profile was measured on."""
+    asked = cost_settings(spec)
+    return [
+        f"{name} is {asked[name]!r}, and the profile was measured with {profile.settings.get(name)!r}"
+        for name in asked
+        if asked[name] != profile.settings.get(name)
+    ]
+
+
+def write_profile(profile: RunProfile, path: Path) -> None:
+    """Raises UserError: it cannot be written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, msgspec.json.format(msgspec.json.encode(profile)) + b"\n")
+
+
+def read_profile(path: Path) -> RunProfile:
+    """
+    Raises:
+        UserError: it is not there, or is none of this version.
+    """
+    cure = "make one with `tidemill calibrate RUN_DIR --out FILE`"
+    try:
+        profile = msgspec.json.decode(path.read_bytes(), type=RunProfile)
+    except (FileNotFoundError, IsADirectoryError):
+        raise UserError("no profile there", where=str(path), cure=cure) from None
+    except msgspec.DecodeError as error:
+        raise UserError(f"not a profile: {error}", where=str(path), cure=cure) from None
+    if profile.format != FORMAT or profile.numbers.keys() != QUANTITIES.keys():
+        what = f"a profile of format {profile.format}, and this version reads {FORMAT}"
+        raise UserError(what, where=str(path), cure=cure)
+    return profile
+
+
+def profiles_folder() -> Path:
+    return cache_dir() / "profiles"
+
+
+def kept_path(profile: RunProfile) -> Path:
+    """Where the newest profile of such a machine and such settings is kept."""
+    about = msgspec.json.encode([profile.machine, profile.settings], order="sorted")
+    return profiles_folder() / f"{hashlib.blake2b(about, digest_size=8).hexdigest()}.json"
+
+
+def kept_profiles(machine: dict[str, Any]) -> list[RunProfile]:
+    """Of machines like this one, the newest first; what cannot be read is passed over.
+
+    Args:
+        machine: as `telemetry.manifest.machine` tells.
+    """
+    found = []
+    for path in sorted(profiles_folder().glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True):
+        try:
+            profile = read_profile(path)
+        except UserError:
+            continue
+        if (profile.machine.processor, profile.machine.cores) == (machine.get("processor"), machine.get("cores")):
+            found.append(profile)
+    return found

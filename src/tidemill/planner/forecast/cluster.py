@@ -1,0 +1,138 @@
+"""A recipe on machines that are not here: placed by `plan placement`, then its own controller in virtual time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from tidemill.config.pool import SyntheticPool, TracePool
+from tidemill.config.schema import RunSpec
+from tidemill.core.records import Record
+from tidemill.planner.forecast.forecast import MOST_SAMPLES, drawn, simulated_steps, summarised
+from tidemill.planner.memory.fit import fit
+from tidemill.planner.memory.plan import plan_memory
+from tidemill.planner.memory.question import Holding
+from tidemill.planner.placement.engines import Engine, Side
+from tidemill.planner.placement.estimate import Placement
+from tidemill.planner.placement.question import Offer, PlacementQuestion
+from tidemill.planner.placement.search import PlacementPlan, plan_placement
+from tidemill.planner.placement.training import learning, memory_question
+from tidemill.pool.build import timetable_of
+from tidemill.pool.static import static_timetable
+from tidemill.sim.costs import ConstantWeights
+from tidemill.sim.profiled import ProfiledEngine, ProfiledTrainer
+from tidemill.sim.profiles.generation import rollout_of
+from tidemill.sim.profiles.lengths import Lengths
+from tidemill.sim.profiles.model_shape import ModelShape
+from tidemill.sim.run import Plant, simulate_run
+from tidemill.sim.workload import Workload
+from tidemill.telemetry.forecast import Forecast
+
+SENT_BYTES = 2  # of a parameter in bf16
+
+
+class ClusterForecast(Record):
+    forecast: Forecast
+    plan: PlacementPlan
+    bytes_per_gpu: float  # of the training GPUs, everything at once
+    usable_bytes: float
+
+
+def question_of(
+    spec: RunSpec, shape: ModelShape, offers: tuple[Offer, ...], lengths: Lengths, prompt_tokens: int
+) -> PlacementQuestion:
+    """What `plan placement` would be asked for this recipe."""
+    batch, algorithm = spec.batch, spec.algorithm
+    samples = batch.prompts * batch.group_size
+    return PlacementQuestion(
+        algorithm="ppo" if algorithm.needs_critic else "grpo" if algorithm.kl_beta > 0 else "dr_grpo",
+        shape=shape,
+        offers=offers,
+        rollout=rollout_of(lengths, samples=samples, group_size=batch.group_size, prompt_tokens=float(prompt_tokens)),
+        longest=prompt_tokens + min(lengths.quantile(0.9999), spec.sampling.max_new_tokens),
+        lag=spec.schedule.max_policy_lag,
+        steps=spec.trainer.steps,
+        holding=Holding(lora_rank=spec.model.lora.rank if spec.model.lora.enabled else 0),
+        microbatch_tokens=batch.microbatch_tokens,
+    )
+
+
+def forecast_on_cluster(
+    spec: RunSpec, question: PlacementQuestion, lengths: Lengths, prompt_tokens: int, *, seeds: int, boot_s: float
+) -> ClusterForecast:
+    """The best placement over the machines, simulated.
+
+    Raises:
+        UserError: nothing fits, or nobody would generate.
+    """
+    plan = plan_placement(question)
+    placement = plan.best.placement
+    work = Workload(lengths=lengths, prompt_tokens=prompt_tokens, held_out=spec.eval.prompts)
+    priced = _priced(spec, placement)
+    steps = simulated_steps(spec, MOST_SAMPLES)
+    dedicated = _only(placement.dedicated)
+    machines = round(placement.dedicated.machines) if dedicated else 0
+    pool = spec.pool
+    changing = isinstance(pool, SyntheticPool | TracePool) and dedicated is not None and dedicated.offer.preemptible
+    plant = plant_of(spec, question, placement, boot_s=boot_s)
+    timetable = None
+    if machines:
+        timetable = timetable_of(pool, Path.read_bytes) if changing else static_timetable(machines)  # type: ignore[arg-type]
+    runs = [
+        simulate_run(drawn(priced, steps, seed), plant, work, timetable, most_workers=max(machines, 1))
+        for seed in range(seeds)
+    ]
+    notes = [*plan.warnings, "starting machines and loading the model is not in it"]
+    if steps < spec.trainer.steps:
+        notes.append(f"{steps} of {spec.trainer.steps} steps were simulated, and the others taken to be like them")
+    if len(placement.dedicated.engines) > 1 or len(placement.shared.engines) > 1:
+        notes.append("engines of several kinds are simulated as the first of them")
+    forecast = summarised(priced, runs, start_s=0.0, about=placement.words, notes=notes)
+    training = placement.training
+    memory = memory_question(question, training.group, training.tp, training.pp)
+    held = fit(memory, plan_memory(memory).parts, training.group.gpus)
+    return ClusterForecast(
+        forecast=forecast, plan=plan, bytes_per_gpu=held.bytes_per_gpu, usable_bytes=held.usable_bytes
+    )
+
+
+def plant_of(spec: RunSpec, question: PlacementQuestion, placement: Placement, *, boot_s: float) -> Plant:
+    """A placement as costs of what computes in it."""
+    training, shared, dedicated = placement.training, _only(placement.shared), _only(placement.dedicated)
+    return Plant(
+        trainer=ProfiledTrainer(
+            profile=training.profile,
+            passes=learning(question).passes,
+            microbatch_tokens=spec.batch.microbatch_tokens,
+        ),
+        weights=ConstantWeights(
+            nbytes=round(SENT_BYTES * question.shape.parameters),
+            uplink_bytes_per_s=training.group.network.bytes_per_s,
+            downlink_bytes_per_s=dedicated.offer.machine.network_bytes_per_s if dedicated else 1.0,
+        ),
+        reserved=_engines(spec, shared, round(placement.shared.machines)) if shared else None,
+        worker=_engines(spec, dedicated, 1, boot_s=boot_s) if dedicated else None,
+    )
+
+
+def _engines(spec: RunSpec, engine: Engine, machines: int, *, boot_s: float = 0.0) -> ProfiledEngine:
+    profile = msgspec.structs.replace(engine.profile, slots=spec.engine.slots)
+    return ProfiledEngine(profile=profile, engines=machines * engine.per_machine, boot_s=boot_s)
+
+
+def _only(side: Side) -> Engine | None:
+    return side.engines[0][0] if side.engines else None
+
+
+def _priced(spec: RunSpec, placement: Placement) -> RunSpec:
+    """The recipe at the prices of these machines."""
+    dedicated = _only(placement.dedicated)
+    fleet = spec.fleet.model_copy(
+        update={
+            "reserved_usd_per_hour": placement.training.group.usd_per_hour,
+            "preemptible_usd_per_hour": dedicated.offer.usd_per_hour if dedicated else 0.0,
+            "seeding": bool(placement.shared.engines),
+        }
+    )
+    return spec.model_copy(update={"fleet": fleet})

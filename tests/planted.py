@@ -1,0 +1,105 @@
+"""A profile made up by hand, and what the logs of a run on such a machine would say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tidemill.config.schema import RunSpec
+from tidemill.core.records import SampleId
+from tidemill.planner.calibration.observed import Observed
+from tidemill.planner.calibration.profile import FORMAT, QUANTITIES, Machine, Measure, RunProfile, cost_settings
+from tidemill.planner.forecast.twin import simulate_recipe
+from tidemill.planner.forecast.work import length_of, workloads
+from tidemill.telemetry.metrics import CONTROLLER_CPU
+from tidemill.telemetry.samples import Sample
+
+NUMBERS = {
+    "engine_pass_s": 0.02,
+    "engine_row_s": 0.002,
+    "engine_prefill_token_s": 0.0005,
+    "train_step_s": 0.3,
+    "train_token_s": 0.001,
+    "controller_sample_s": 0.0005,
+    "prompt_tokens": 10.0,
+    "prompt_new_share": 1.0,
+    "packed_prompt_tokens": 10.0,
+    "learned_share": 1.0,
+    "held_out_prompts": 4.0,
+    "checkpoint_s": 0.5,
+    "start_s": 2.0,
+}
+
+
+def spec_of(steps: int = 5, **sections: Any) -> RunSpec:
+    """Eight samples of two prompts, on four slots: batches drain through every number of running samples."""
+    common = {
+        "sampling": {"max_new_tokens": 40},
+        "engine": {"slots": 4},
+        "batch": {"prompts": 2, "group_size": 4},
+        "trainer": {"steps": steps},
+        "eval": {"every_steps": 0, "prompts": 4},
+        "checkpoint": {"every_steps": 0},
+    }
+    return RunSpec.model_validate(common | sections)
+
+
+def planted(spec: RunSpec, *, cores: int = 2, **numbers: float) -> RunProfile:
+    """Completions of 4 to 40 tokens, of which no two of a group begin alike."""
+    values = dict.fromkeys(QUANTITIES, 0.0) | NUMBERS | numbers
+    return RunProfile(
+        format=FORMAT,
+        run="planted",
+        run_id="0",
+        steps=5,
+        settings=cost_settings(spec),
+        machine=Machine(processor="Abacus", cores=cores, device="cpu", threads=1),
+        numbers={name: Measure(value=value, error=0.0, count=5) for name, value in values.items()},
+        new_by_depth=(1.0,),
+        lengths=dict.fromkeys(range(4, 41, 4), 1),
+        cut={},
+        held_out_lengths={5: 1},
+        step_s=Measure(value=1.0, error=0.0, count=4),
+        twin_step_s=1.0,
+        residuals={"engine": 0.0, "training": 0.0},
+        processor_share=1.0,
+        notes=(),
+    )
+
+
+def _groups(spec: RunSpec) -> int:
+    return spec.trainer.steps * spec.batch.prompts
+
+
+def _size(spec: RunSpec) -> int:
+    return spec.batch.group_size
+
+
+def _sample(spec: RunSpec, profile: RunProfile, prompt: int, index: int) -> Sample:
+    """As the twin draws it; its first token is its own."""
+    name = f"p{prompt}"
+    sample_id = SampleId(run_seed=spec.run.seed, purpose="train", prompt_id=name, epoch=0, index=index)
+    length = min(length_of(*workloads(profile), sample_id), spec.sampling.max_new_tokens)
+    step = 1 + prompt // spec.batch.prompts
+    return Sample(step=step, prompt_id=name, token_ids=(index, *range(length - 1)), finish="stop")
+
+
+def observed(spec: RunSpec, profile: RunProfile) -> Observed:
+    """The logs of a run on that machine, and samples of the lengths that it had."""
+    run = simulate_recipe(spec, profile)
+    lines = [line for line in run.metrics if line.step > 0]
+    for line in lines:
+        line.values["cpu_train_s"] = line.values["time_train_s"]
+        line.values[CONTROLLER_CPU] = line.values["samples"] * profile["controller_sample_s"]
+    samples = [_sample(spec, profile, prompt, index) for prompt in range(_groups(spec)) for index in range(_size(spec))]
+    machine = {"event": "machine", "device": "cpu", "threads": 1, "elapsed_s": profile["start_s"]}
+    session = {"machine": {"processor": profile.machine.processor, "cores": profile.machine.cores}}
+    return Observed(
+        spec=spec,
+        manifest={"run_id": "0", "sessions": [session]},
+        machine=machine,
+        events=[machine, *run.events],
+        metrics=lines,
+        first_steps={1},
+        samples=samples,
+        held_out=[Sample(step=0, token_ids=(1, 2, 3, 4, 5), finish="stop")],
+    )

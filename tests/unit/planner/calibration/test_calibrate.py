@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.planted import observed, planted, spec_of
+from tidemill.planner.calibration.calibrate import settle
+from tidemill.planner.calibration.fit import fit
+
+COST = st.floats(1e-4, 0.05)
+
+
+@given(COST, st.floats(1e-4, 0.01), COST, st.floats(1e-5, 1e-3))
+@settings(max_examples=12)
+def test_a_planted_profile_is_found_again(pass_s: float, row_s: float, step_s: float, token_s: float) -> None:
+    spec = spec_of()
+    right = planted(spec, engine_pass_s=pass_s, engine_row_s=row_s, train_step_s=step_s, train_token_s=token_s)
+    found = fit(observed(spec, right))
+    for name, value in {"engine_pass_s": pass_s, "train_token_s": token_s, "train_step_s": step_s}.items():
+        assert found[name] == pytest.approx(value, rel=0.02, abs=1e-6), name
+    # A token is drawn of every row: what is a row's and what is a token's is told by the samples just begun alone.
+    assert found["engine_row_s"] + found["engine_drawn_s"] == pytest.approx(row_s, rel=0.05)
+    assert found["controller_sample_s"] == pytest.approx(right["controller_sample_s"])
+    assert found["packed_prompt_tokens"] == pytest.approx(right["packed_prompt_tokens"])
+    assert found.residuals["engine"] < 1e-3
+
+
+def test_a_message_takes_what_a_step_lacks() -> None:
+    spec = spec_of()
+    right = planted(spec, call_s=0.01)
+    seen = observed(spec, right)
+    fitted = fit(seen)
+    assert fitted["call_s"] == 0.0
+    found = settle(msgspec.structs.replace(fitted, lengths=right.lengths), seen)
+    assert found["call_s"] == pytest.approx(0.01, rel=0.1)
+    assert found.twin_step_s == pytest.approx(found.step_s.value, rel=0.01)
+
+
+def test_boots_that_shared_the_cores_are_told_from_those_alone() -> None:
+    pool = {"kind": "static", "workers": 2}
+    spec = spec_of(steps=8, runtime="ray", pool=pool)
+    right = planted(spec, boot_s=1.0, publish_s=0.01, pull_s=0.01)
+    seen = observed(spec, right)
+    # Three processes, the trainer's among them, on two cores: a boot took longer than a second.
+    assert min(seen.boots_s) > 1.2
+    assert settle(fit(seen), seen)["boot_s"] == pytest.approx(1.0, rel=0.1)
+
+
+def test_what_a_run_cannot_tell_it_says() -> None:
+    spec = spec_of()
+    notes = " ".join(fit(observed(spec, planted(spec))).notes)
+    assert "no preemptible worker joined" in notes
+    assert "training's time could not be told by the number of microbatches" in notes

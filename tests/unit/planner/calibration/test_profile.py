@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.planted import planted, spec_of
+from tidemill.core.errors import UserError
+from tidemill.planner.calibration.observed import observe
+from tidemill.planner.calibration.profile import (
+    kept_path,
+    kept_profiles,
+    read_profile,
+    unlike,
+    write_profile,
+)
+
+
+def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
+    profile = planted(spec_of())
+    write_profile(profile, tmp_path / "new" / "profile.json")
+    assert read_profile(tmp_path / "new" / "profile.json") == profile
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (b'"format": 1', b'"format": 9'),
+        (b'"steps"', b'"stepz"'),
+        (b'"engine_pass_s"', b'"engine_pace_s"'),
+        (b"{", b""),
+    ],
+)
+def test_what_is_no_profile_is_refused(tmp_path: Path, change: bytes, words: bytes) -> None:
+    path = tmp_path / "profile.json"
+    write_profile(planted(spec_of()), path)
+    path.write_bytes(path.read_bytes().replace(change, words, 1))
+    with pytest.raises(UserError, match="profile"):
+        read_profile(path)
+
+
+def test_the_newest_of_this_machine_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIDEMILL_CACHE", str(tmp_path))
+    profile = planted(spec_of())
+    other = msgspec.structs.replace(profile, machine=msgspec.structs.replace(profile.machine, processor="Slide rule"))
+    for each in (profile, other, msgspec.structs.replace(profile, run="newer")):
+        write_profile(each, kept_path(each))
+    (tmp_path / "profiles" / "torn.json").write_text("{")
+    assert [each.run for each in kept_profiles({"processor": "Abacus", "cores": 2})] == ["newer"]
+    assert kept_profiles({"processor": "Abacus", "cores": 3}) == []
+
+
+def test_a_run_of_another_kind_is_told_apart() -> None:
+    profile = planted(spec_of())
+    assert unlike(profile, spec_of(steps=9, batch={"prompts": 9, "group_size": 2})) == []
+    assert unlike(profile, spec_of(engine={"batch_invariant": True})) == [
+        "engine.batch_invariant is True, and the profile was measured with False"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "words"),
+    [
+        (None, "no run there"),
+        ('{"step": 1}\n{"step": 2}\n', "2 steps"),
+        ('{"step": 1}\n{"step": 2}\n{"step": 3}\n', "did not tell"),
+    ],
+)
+def test_a_run_that_says_too_little(tmp_path: Path, metrics: str | None, words: str) -> None:
+    if metrics is not None:
+        (tmp_path / "config.toml").write_text("")
+        (tmp_path / "metrics.jsonl").write_text(metrics)
+    with pytest.raises(UserError, match=words):
+        observe(tmp_path)

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.formulas import check_figures
+from tests.planted import planted, spec_of
+from tidemill.cli.plan.recipe_model import shape_of_model
+from tidemill.planner.figures import Sheet
+from tidemill.planner.forecast.derivation import derive
+from tidemill.planner.forecast.forecast import forecast_recipe, simulated_steps, uncertain
+from tidemill.planner.forecast.memory import memory_on_this_machine
+from tidemill.planner.forecast.twin import simulate_recipe
+from tidemill.telemetry.metrics import STEP_TIME
+
+
+def step_s(run: Any) -> float:
+    return float(run.metrics[-1].values[STEP_TIME])
+
+
+def test_one_thread_generates_and_then_learns() -> None:
+    """Lag 0, two samples of one group that are always 3 tokens long."""
+    spec = spec_of(3, batch={"prompts": 1, "group_size": 2}, sampling={"max_new_tokens": 3}, eval={"prompts": 1})
+    profile = planted(spec, controller_sample_s=0.0, packed_prompt_tokens=6.0)
+    run = simulate_recipe(spec, profile)
+    # Passes: 0.02 + 10 * 0.0005, then twice 0.02 + 2 * 0.002; learning: 0.3 + (6 + 2 * 2) * 0.001.
+    assert step_s(run) == pytest.approx(0.025 + 2 * 0.024 + 0.31, rel=1e-3)
+
+
+def test_simulated_workers_take_turns_with_the_trainer_and_processes_do_not() -> None:
+    """Generating on one thread takes as long however many engines there are; on four cores it does not."""
+    pool, fleet = {"kind": "static", "workers": 2}, {"seeding": False}
+    common: dict[str, Any] = {"pool": pool, "fleet": fleet, "batch": {"prompts": 4, "group_size": 4}}
+    here, apart = (spec_of(4, runtime=runtime, **common) for runtime in ("inprocess", "ray"))
+    alone, parallel, crowded = (
+        step_s(simulate_recipe(spec, planted(spec, cores=cores, train_step_s=0.0)))
+        for spec, cores in ((here, 4), (apart, 4), (apart, 1))
+    )
+    assert parallel < 0.7 * alone
+    assert crowded == pytest.approx(alone, rel=0.1)
+
+
+def test_equal_arguments_make_equal_forecasts_and_numbers_are_drawn_within_their_errors() -> None:
+    spec = spec_of(4)
+    profile = planted(spec)
+    assert forecast_recipe(spec, profile, seeds=2) == forecast_recipe(spec, profile, seeds=2)
+    assert uncertain(profile, 0) is profile
+    one = profile.numbers["engine_pass_s"]
+    assert uncertain(profile, 3).numbers["engine_pass_s"] == one  # it has no error
+
+
+def test_a_forecast_adds_up_and_derives_its_numbers() -> None:
+    spec = spec_of(
+        12, eval={"every_steps": 4, "prompts": 4}, checkpoint={"every_steps": 5}, fleet={"reserved_usd_per_hour": 36.0}
+    )
+    profile = planted(spec)
+    found = forecast_recipe(spec, profile, seeds=2, most_samples=48)
+    assert simulated_steps(spec, 48) == len(found.step_s) == 6
+    assert found.of_step(9) == found.usual_step_s
+    # Checkpoints after 5, 10 and the end; evaluations before, after 4 and 8, and at the end.
+    assert found.beside_s["checkpoints"] == pytest.approx(3 * 0.5)
+    assert found.cost_usd == pytest.approx(0.01 * found.total_s.mean, rel=0.01)
+    in_steps = sum(step.mean for step in found.step_s) + 6 * found.usual_step_s.mean
+    assert found.total_s.mean == pytest.approx(2.0 + in_steps + 1.5 + found.beside_s["evaluation"])
+    assert sum(found.split_s.values()) == pytest.approx(found.usual_step_s.mean, rel=0.01)
+    assert any("6 of 12 steps" in note for note in found.notes)
+    sheet = Sheet()
+    derive(found, sheet)
+    memory_on_this_machine(
+        spec_of(model={"source": "char"}), shape_of_model(spec_of(model={"source": "char"}).model), profile, sheet
+    )
+    assert check_figures(sheet.figures) == 11
+
+
+def test_a_character_model_has_the_parameters_that_it_is_built_with() -> None:
+    shape = shape_of_model(spec_of(model={"source": "char"}).model)
+    inner = shape.intermediate
+    per_layer = 4 * shape.hidden**2 + 3 * shape.hidden * inner + 2 * shape.hidden
+    assert shape.parameters == shape.vocab * shape.hidden + shape.layers * per_layer + shape.hidden

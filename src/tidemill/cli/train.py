@@ -73,9 +73,10 @@ def _one_run(spec: RunSpec, *, dry_run: bool) -> Result:
     if (spec.directory / "pipeline.json").exists():
         what = "this directory holds a pipeline, and the recipe has no stages"
         raise UserError(what, where=str(spec.directory), cure="choose another --run.dir")
+    from tidemill.planner.forecast.choice import foretell
     from tidemill.runtime.train import train as run
 
-    summary = run(spec)
+    summary = run(spec, foretell=foretell)
     exit_code = INTERRUPTED_CODE if summary.get("interrupted") else 0
     return Result(data=summary, text=summary_text(summary, spec.directory), exit_code=exit_code)
 

@@ -6,9 +6,9 @@ import asyncio
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeAlias
 
 from tidemill.config.checks import refuse_untrainable
 from tidemill.config.effects import without_effect
@@ -19,24 +19,33 @@ from tidemill.controller.ledger import Ledger
 from tidemill.controller.loop import LoopResult, train_loop
 from tidemill.controller.reading import Reading
 from tidemill.core.clock import LoopClock
-from tidemill.core.errors import UserError
+from tidemill.core.errors import UserError, in_words
 from tidemill.runtime.inprocess import in_process
 from tidemill.runtime.journal import SqliteJournal
 from tidemill.runtime.machinery import Machinery, OpenMachinery, scorers
 from tidemill.runtime.rewards import check_reward_models
 from tidemill.runtime.same_run import TASK_DIGEST, THREADS, check_same_model, check_same_run, with_threads
+from tidemill.telemetry.forecast import Forecast, write_forecast
 from tidemill.telemetry.manifest import build_manifest
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.report import write_report
 from tidemill.telemetry.run_dir import RunDirectory
 
+Foretell: TypeAlias = Callable[[RunSpec], Forecast | None]
+"""None where nothing is known of such a run."""
+
 
 def train(
-    spec: RunSpec, *, telemetry_stream: TextIO | None = None, open_machinery: OpenMachinery | None = None
+    spec: RunSpec,
+    *,
+    telemetry_stream: TextIO | None = None,
+    open_machinery: OpenMachinery | None = None,
+    foretell: Foretell | None = None,
 ) -> dict[str, Any]:
     """Run or resume, until done or asked to stop (Ctrl-C, SIGTERM); returns the summary.
 
     Args:
+        foretell: what a new run is expected to take, kept in its directory; whatever it raises is only told.
         open_machinery: instead of what `spec.runtime` names, for whoever puts something between the parts.
 
     Raises:
@@ -59,12 +68,24 @@ def train(
             for idle in without_effect(spec):
                 recorder.note(idle)
             check_reward_models(spec, progress=recorder.note)
+            if foretell is not None and run.past.count == 0:
+                _keep_forecast(spec, run, recorder, foretell)
             result = asyncio.run(_train(with_threads(spec, manifest), run, recorder, open_machinery or _runtime(spec)))
             if result.already_finished:
                 recorder.note(f"this run had already finished its {result.steps} steps; raise trainer.steps to go on")
             summary = recorder.finish("interrupted" if result.interrupted else "finished")
         write_report(run.path)
     return summary | {"run_dir": str(spec.directory), "already_finished": result.already_finished}
+
+
+def _keep_forecast(spec: RunSpec, run: RunDirectory, recorder: Recorder, foretell: Foretell) -> None:
+    try:
+        forecast = foretell(spec)
+        if forecast is not None:
+            write_forecast(run.path, forecast)
+            recorder.note(forecast.sentence)
+    except Exception as error:  # noqa: BLE001 - a forecast is only a courtesy
+        recorder.note(f"no forecast: {in_words(error)}")
 
 
 async def _train(spec: RunSpec, run: RunDirectory, recorder: Recorder, open_machinery: OpenMachinery) -> LoopResult:

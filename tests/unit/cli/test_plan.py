@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.planted import planted, spec_of
 from tests.unit.cli.conftest import Run
 from tests.unit.sim.profiles.test_model_shape import SMOLLM2
+from tidemill.planner.calibration.profile import write_profile
 
 
 @pytest.mark.parametrize("verb", ["memory", "weights", "overlap", "staleness", "placement"])
@@ -31,7 +33,7 @@ def test_every_plan_has_help_and_derives_its_numbers(run: Run, verb: str, tmp_pa
 
 def test_the_group_lists_its_verbs(run: Run) -> None:
     out = run("plan", "--help").out
-    assert all(verb in out for verb in ("memory", "weights", "overlap", "placement", "staleness"))
+    assert all(verb in out for verb in ("memory", "weights", "overlap", "placement", "staleness", "run"))
 
 
 def test_a_models_own_configuration(run: Run, tmp_path: Path) -> None:
@@ -140,3 +142,39 @@ def test_lengths_of_a_run(run: Run, tmp_path: Path) -> None:
     best = run(*argv).data["best"]
     # 128 * 8 samples of 200 tokens
     assert best["tokens_per_s"] * best["step_s"] == pytest.approx(1024 * 200)
+
+
+def test_a_run_on_this_machine_needs_a_profile(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIDEMILL_CACHE", str(tmp_path))
+    ran = run("plan", "run", "--model.source", "char", "--json")
+    assert ran.code == 2
+    assert "no run of this machine was calibrated yet" in ran.data["error"]["message"]
+    missing = run("plan", "run", "--profile", str(tmp_path / "none.json"), "--json")
+    assert missing.code == 2
+    assert "no profile there" in missing.data["error"]["message"]
+
+
+def test_a_run_with_a_profile(run: Run, tmp_path: Path) -> None:
+    arguments = ["--model.source", "char", "--batch.prompts", "2", "--batch.group_size", "4", "--trainer.steps", "3"]
+    write_profile(planted(spec_of(model={"source": "char"})), tmp_path / "profile.json")
+    ran = run("plan", "run", *arguments, "--profile", str(tmp_path / "profile.json"), "--json", "--explain")
+    assert ran.data["steps"] == len(ran.data["step_s"]) == 3
+    assert ran.data["total_s"]["low"] <= ran.data["total_s"]["mean"] <= ran.data["total_s"]["high"]
+    assert ran.data["memory_bytes"] > 16 * 800_000
+    assert ran.data["unlike"] == []
+    assert {"total_s", "memory_bytes"} <= {figure["name"] for figure in ran.data["explain"]}
+    other = run(
+        "plan", "run", *arguments, "--engine.batch_invariant", "true", "--profile", str(tmp_path / "profile.json")
+    )
+    assert "3 steps in" in other.out
+    assert "warning: engine.batch_invariant is True" in other.out
+
+
+def test_a_run_on_a_described_cluster(run: Run) -> None:
+    ran = run(
+        "plan", "run", "--machines", "rlboost-8xh100", "--params", "8e9", "--trainer.steps", "2",
+        "--batch.prompts", "4", "--sampling.max_new_tokens", "512", "--seeds", "1", "--json",
+    )  # fmt: skip
+    assert ran.data["placement"]["kind"] == "colocated"
+    assert ran.data["cost_usd"] > 0
+    assert 0 < ran.data["memory_bytes"] < ran.data["usable_bytes"]

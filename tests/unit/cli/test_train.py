@@ -21,7 +21,7 @@ SUMMARY: dict[str, Any] = {
 def test_a_run_and_its_summary(run: Run, pretend: Pretend) -> None:
     asked: list[RunSpec] = []
 
-    def train(spec: RunSpec) -> dict[str, Any]:
+    def train(spec: RunSpec, **_: Any) -> dict[str, Any]:
         asked.append(spec)
         print("a library's noise")
         return SUMMARY
@@ -43,7 +43,9 @@ def test_a_run_and_its_summary(run: Run, pretend: Pretend) -> None:
 
 def test_interrupted(run: Run, pretend: Pretend) -> None:
     pretend(
-        "tidemill.runtime.train", "train", lambda _: {"steps": 3, "total_steps": 9, "interrupted": True, "wall_s": 5}
+        "tidemill.runtime.train",
+        "train",
+        lambda _, **__: {"steps": 3, "total_steps": 9, "interrupted": True, "wall_s": 5},
     )
     ran = run("train")
     assert ran.code == 130
@@ -56,12 +58,12 @@ def test_interrupted(run: Run, pretend: Pretend) -> None:
 
 
 def test_already_finished(run: Run, pretend: Pretend) -> None:
-    pretend("tidemill.runtime.train", "train", lambda _: {**SUMMARY, "already_finished": True})
+    pretend("tidemill.runtime.train", "train", lambda _, **__: {**SUMMARY, "already_finished": True})
     assert run("train").out.startswith("already finished: 20 of 20 steps")
 
 
 def test_dry_run_trains_nothing(run: Run, pretend: Pretend) -> None:
-    pretend("tidemill.runtime.train", "train", lambda _: pytest.fail("it trained"))
+    pretend("tidemill.runtime.train", "train", lambda _, **__: pytest.fail("it trained"))
     ran = run("train", "--dry-run", "--run.seed=3")
     assert ran.code == 0
     text, words = ran.out.split("\nmodel  ", 1)

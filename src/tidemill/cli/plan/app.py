@@ -19,6 +19,7 @@ PLANS = {
         "tidemill.cli.plan.staleness:staleness",
         "The best lag by progress per wall-clock time, from a table or from runs.",
     ),
+    "run": ("tidemill.cli.plan.run:run", "How long a recipe takes, what it costs and what memory it needs."),
     "catalog": ("tidemill.cli.plan.catalog:catalog", "The GPUs and machines that can be planned with."),
 }
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from tidemill.core.records import Record
 from tidemill.telemetry.events import RESUME
 from tidemill.telemetry.metrics import (
+    CONTROLLER_CPU,
     CRITIC_WAIT,
     EVICTIONS,
     GREEDY_ACCURACY,
@@ -44,6 +45,9 @@ class Chart(Record):
     only_if_any: bool = False  # left out while all values are 0
     only_with: str = ""  # metric: left out where it was never measured
 
+
+FORECAST_STEP, FORECAST_HALF = "forecast/step_s", "forecast/half_s"
+"""Put beside the metrics of the steps that were forecast."""
 
 CHARTS: tuple[Chart, ...] = (
     Chart(
@@ -110,6 +114,14 @@ CHARTS: tuple[Chart, ...] = (
         ),
         kind="stacked",
         low=0,
+    ),
+    Chart(
+        title="Step time against the forecast",
+        note="seconds, with two standard deviations",
+        series=((FORECAST_STEP, "forecast"), (STEP_TIME, "actual")),
+        band=FORECAST_HALF,
+        low=0,
+        only_with=FORECAST_STEP,
     ),
     Chart(title="Generation speed", note="tokens per second", series=(("tokens_per_s", "speed"),), low=0),
     Chart(title="Engine against trainer", note="KL, nats per token", series=(("mismatch_kl", "mismatch"),), low=0),
@@ -196,6 +208,7 @@ CHARTS: tuple[Chart, ...] = (
 COMPONENT = "reward/"
 LAG = "lag/"
 NOT_DRAWN = {"eval/n", "tokens_generated", "tokens_trained", "samples", "samples_left_out", "loss"}
+NOT_DRAWN |= {FORECAST_HALF, CONTROLLER_CPU, "cpu_train_s", "training_passes"}
 NOT_DRAWN |= {"reward_std", STEP_TIME, "value_clip_fraction", "value_grad_norm", "returns_mean", "examples", "epoch"}
 
 
@@ -204,6 +217,11 @@ def chart_data(story: Story) -> dict[str, Any]:
     by_step = {line.step: dict(line.values) for line in story.metrics}
     for evaluation in story.evaluations:
         by_step.setdefault(evaluation.step, {})[GREEDY_ACCURACY] = evaluation.greedy_accuracy
+    if story.forecast is not None:
+        for step, row in by_step.items():
+            if step > 0:
+                expected = story.forecast.of_step(step)
+                row |= {FORECAST_STEP: expected.mean, FORECAST_HALF: (expected.high - expected.low) / 2}
     steps = sorted(by_step)
     rows = [by_step[step] for step in steps]
     known = {name for chart in CHARTS for name, _ in chart.series} | NOT_DRAWN

@@ -26,6 +26,7 @@ from tidemill.telemetry.events import (
     WAITING,
 )
 from tidemill.telemetry.fleet_lines import FLEET_EVENTS
+from tidemill.telemetry.metrics import STEP_TIME
 from tidemill.telemetry.numerals import compact, decimal, duration, gigabytes, percent
 from tidemill.telemetry.report.charts import chart_data
 from tidemill.telemetry.report.fleet import fleet_section
@@ -149,9 +150,28 @@ def tiles(story: Story) -> list[tuple[str, str, str]]:
         ("Tokens trained", compact(summary["tokens_trained"]), f"{summary['optimizer_steps']} optimizer steps"),
         ("Peak memory", gigabytes(summary["peak_rss_bytes"]), "largest of all sessions"),
     ]
+    if story.forecast is not None:
+        rows.insert(2, ("Forecast", duration(story.forecast.total_s.mean), forecast_words(story)))
     if idle is not None:
-        rows.insert(3, ("Trainer idle", percent(idle), "of that, waiting for samples"))
+        rows.insert(3 + (story.forecast is not None), ("Trainer idle", percent(idle), "of that, waiting for samples"))
     return rows if story.metrics else rows[:2]
+
+
+def forecast_words(story: Story) -> str:
+    """How far off the forecast was, of the whole run once that is finished, of its steps before."""
+    forecast = story.forecast
+    if forecast is None:
+        return ""
+    if story.outcome == "finished" and story.summary["sessions"] == 1:
+        actual, expected, of = story.summary["wall_s"], forecast.total_s.mean, "in all"
+    else:
+        lines = [line for line in story.metrics if line.step > 0 and STEP_TIME in line.values]
+        actual = sum(line.values[STEP_TIME] for line in lines)
+        expected, of = sum(forecast.of_step(line.step).mean for line in lines), "so far, steps alone"
+    if not expected or not actual:
+        return f"of {forecast.profile}"
+    off = actual / expected - 1
+    return f"it took {percent(abs(off))} {'longer' if off >= 0 else 'less'} {of}"
 
 
 def steps_words(window: SampleWindow) -> str:

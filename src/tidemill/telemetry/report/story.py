@@ -11,6 +11,7 @@ from typing import Any
 from tidemill.core.records import Record
 from tidemill.telemetry.evaluations import Evaluation, evaluations
 from tidemill.telemetry.events import PLAN, SESSION_END, SESSION_START, read_events
+from tidemill.telemetry.forecast import Forecast, read_forecast
 from tidemill.telemetry.metrics import MetricLine, read_metrics
 from tidemill.telemetry.run_dir import RunDirectory
 from tidemill.telemetry.samples import Sample, read_samples
@@ -42,6 +43,7 @@ class Story(Record):
     last: SampleWindow
     evaluated_first: SampleWindow  # held-out samples of the first and the last evaluation
     evaluated_last: SampleWindow
+    forecast: Forecast | None = None  # of when it began
 
 
 def read_story(run: RunDirectory) -> Story:
@@ -72,6 +74,7 @@ def read_story(run: RunDirectory) -> Story:
         events=tuple(events),
         manifest=run.read_manifest(),
         config_text=config_text,
+        forecast=read_forecast(run.path),
         first=_window(train[:window]),
         last=_window(train[-window:] if len(train) > 1 else []),
         evaluated_first=_window(held_out[:1]),

@@ -3,6 +3,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from tests.fabricated_forecast import make_forecast
+from tidemill.telemetry.forecast import write_forecast
 from tidemill.telemetry.report.charts import chart_data
 from tidemill.telemetry.report.story import read_story
 from tidemill.telemetry.run_dir import RunDirectory
@@ -71,3 +73,15 @@ def test_a_correction_that_changes_nothing_is_not_drawn(tmp_path: Path) -> None:
     assert charts_of(tmp_path, nothing)["charts"] == []
     (chart,) = charts_of(tmp_path, '{"step":1,"correction_masked":0.25,"correction_truncated":0.0}\n')["charts"]
     assert chart["series"][0] == {"label": "left out", "values": [25.0]}
+
+
+def test_the_forecast_stands_beside_the_step_times(tmp_path: Path) -> None:
+    write_forecast(tmp_path, make_forecast(3.0))
+    data = charts_of(tmp_path, '{"step":0}\n{"step":1,"time_step_s":3.5}\n{"step":2,"time_step_s":1.5}\n')
+    (chart,) = [chart for chart in data["charts"] if chart["title"] == "Step time against the forecast"]
+    assert chart["series"] == [
+        {"label": "forecast", "values": [None, 3.0, 2.0]},
+        {"label": "actual", "values": [None, 3.5, 1.5]},
+    ]
+    assert chart["band"] == [None, 0.3, 0.2]
+    assert len(data["charts"]) == 1

@@ -8,9 +8,13 @@ from pathlib import Path
 import pytest
 
 from tests.fabricated_fleet import FabricatedFleet
+from tests.fabricated_forecast import make_forecast
 from tests.fabricated_run import FabricatedRun, make_prompt, make_trajectory
 from tidemill.core.errors import UserError
 from tidemill.core.records import Reward
+from tidemill.telemetry.forecast import write_forecast
+from tidemill.telemetry.metrics import read_metrics
+from tidemill.telemetry.numerals import percent
 from tidemill.telemetry.report import write_report
 from tidemill.telemetry.report.page import script_json
 from tidemill.telemetry.run_dir import RunDirectory
@@ -209,3 +213,14 @@ def test_the_page_says_how_long_the_trainer_was_idle(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.metrics.write_text('{"step":1,"time_step_s":4.0,"time_trainer_idle_s":3.0}\n')
     assert "Trainer idle75 %of that, waiting for samples" in page_of(run).words.replace("\n", "")
+
+
+def test_a_forecast_and_what_came_of_it(finished: RunDirectory) -> None:
+    lines = [line for line in read_metrics(finished.metrics) if line.step > 0]
+    actual = sum(line.values["time_step_s"] for line in lines)
+    # Twenty steps of 2 s were expected.
+    write_forecast(finished.path, make_forecast(2.0, total_s=3600.0))
+    words = page_of(finished).words
+    off = actual / 40 - 1
+    assert "1:00:00" in words
+    assert f"it took {percent(abs(off))} {'longer' if off > 0 else 'less'} so far, steps alone" in words

@@ -1,0 +1,42 @@
+"""The shape of the model that a recipe names, without loading it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tidemill.config.model import CharModelConfig, ModelConfig
+from tidemill.core.errors import UserError
+from tidemill.models import char_shape
+from tidemill.models.catalog import is_local, listing
+from tidemill.sim.profiles.model_config import read_shape
+from tidemill.sim.profiles.model_shape import ModelShape
+
+
+def shape_of_model(config: ModelConfig) -> ModelShape:
+    """
+    Raises:
+        UserError: it is not on this machine.
+    """
+    if config.source == "char":
+        return _char(config.char)
+    if is_local(config.source):
+        return read_shape(Path(config.source).expanduser())
+    entry = next((entry for entry in listing() if entry.name == config.source and entry.cached), None)
+    if entry is None:
+        cure = "fetch it (`tidemill model fetch`), or give --params or --model"
+        raise UserError(f"the shape of {config.source} is not known here", where="model.source", cure=cure)
+    return read_shape(Path(entry.path))
+
+
+def _char(config: CharModelConfig) -> ModelShape:
+    return ModelShape(
+        parameters=char_shape.parameter_count(config),
+        layers=config.layers,
+        hidden=config.hidden_size,
+        heads=config.heads,
+        kv_heads=config.heads,
+        head_dim=config.hidden_size // config.heads,
+        intermediate=char_shape.intermediate_size(config.hidden_size),
+        vocab=len(config.alphabet) + len(char_shape.SPECIAL_TOKENS),
+        tied=True,
+    )

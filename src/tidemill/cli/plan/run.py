@@ -1,0 +1,204 @@
+"""`tidemill plan run @recipe.toml`: how long a real recipe takes, what it costs, and what memory it needs."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from cyclopts import Parameter
+from rich.console import RenderableType
+
+from tidemill.cli.arguments import Items
+from tidemill.cli.plan import shown
+from tidemill.cli.plan.options import CatalogFile, Explain, Model, Params, shape_of
+from tidemill.cli.plan.placement import Machines, Preemptible, Prices, estimate_data, offer_of, with_prices
+from tidemill.cli.plan.recipe_model import shape_of_model
+from tidemill.cli.result import Json, Result
+from tidemill.config.load import load_spec
+from tidemill.config.schema import RunSpec
+from tidemill.core.errors import UserError
+from tidemill.planner.calibration.profile import RunProfile, kept_path, read_profile, unlike, write_profile
+from tidemill.planner.figures import Sheet
+from tidemill.planner.forecast.choice import fitting_profile
+from tidemill.planner.forecast.cluster import ClusterForecast, forecast_on_cluster, question_of
+from tidemill.planner.forecast.derivation import derive
+from tidemill.planner.forecast.forecast import SEEDS, forecast_recipe
+from tidemill.planner.forecast.memory import memory_on_this_machine
+from tidemill.planner.words import size
+from tidemill.sim.profiles.catalog import load_catalog
+from tidemill.sim.profiles.lengths import Lengths, lengths_of_run, log_normal_of_mean
+from tidemill.telemetry.forecast import Forecast, Spread
+from tidemill.telemetry.numerals import dollars, duration, percent
+
+MEASURED_STEPS = 6
+ProfileFile = Annotated[
+    Path | None, Parameter(name="--profile", help="Of `tidemill calibrate`; by default the newest that fits.")
+]
+Measure = Annotated[
+    bool,
+    Parameter(name="--measure", negative=(), help=f"Train {MEASURED_STEPS} steps of it first, and calibrate on them."),
+]
+
+
+def run(
+    *items: Items,
+    profile: ProfileFile = None,
+    measure: Measure = False,
+    machines: Machines = (),
+    preemptible: Preemptible = (),
+    price: Prices = (),
+    params: Params = None,
+    model: Model = None,
+    prompt_tokens: int = 512,
+    completion_tokens: float | None = None,
+    sigma: float = 0.8,
+    lengths_from: Path | None = None,
+    boot_s: float = 60.0,
+    seeds: int = SEEDS,
+    catalog: CatalogFile = None,
+    explain: Explain = False,
+    json: Json = False,
+) -> Result:
+    """How long a recipe takes, what it costs and what memory it needs: its own controller, in virtual time.
+
+    On this machine with a calibrated profile, or with --machines on a described cluster.
+
+    Parameters
+    ----------
+    prompt_tokens
+        Of one prompt, on a described cluster.
+    completion_tokens
+        Mean of a completion there, log-normal; by default half of the limit.
+    sigma
+        Of the logarithm of their lengths.
+    lengths_from
+        A run directory whose samples' lengths are taken instead.
+    boot_s
+        Of a preemptible machine, until its engine is up.
+    seeds
+        Simulations, for the spread.
+    """
+    spec = load_spec(items)
+    if seeds < 1:
+        raise UserError("a forecast is of one simulation at least", where="--seeds", cure="5 give a spread")
+    if machines:
+        known = with_prices(load_catalog(catalog), price)
+        shape = shape_of(params, model) if params or model else shape_of_model(spec.model)
+        lengths = _lengths(spec, completion_tokens, sigma, lengths_from)
+        offers = (
+            *(offer_of(text, known, "--machines") for text in machines),
+            *(offer_of(text, known, "--preemptible") for text in preemptible),
+        )
+        question = question_of(spec, shape, offers, lengths, prompt_tokens)
+        found = forecast_on_cluster(spec, question, lengths, prompt_tokens, seeds=seeds, boot_s=boot_s)
+        return _of_cluster(spec, found, explain=explain)
+    chosen = _profile(spec, profile, measure=measure)
+    return _of_this_machine(spec, chosen, forecast_recipe(spec, chosen, seeds=seeds), explain=explain)
+
+
+def _profile(spec: RunSpec, file: Path | None, *, measure: bool) -> RunProfile:
+    if measure:
+        return _measured(spec)
+    return read_profile(file) if file is not None else fitting_profile(spec)
+
+
+def _measured(spec: RunSpec) -> RunProfile:
+    """Train a few steps in a directory that is thrown away."""
+    from tidemill.planner.calibration.calibrate import calibrate
+    from tidemill.runtime.train import train
+
+    with tempfile.TemporaryDirectory(prefix="tidemill-measured-") as folder:
+        short = spec.model_copy(
+            update={
+                "run": spec.run.model_copy(update={"dir": Path(folder) / "run"}),
+                "trainer": spec.trainer.model_copy(update={"steps": min(spec.trainer.steps, MEASURED_STEPS)}),
+            }
+        )
+        train(short)
+        found = calibrate(short.directory)
+    write_profile(found, kept_path(found))
+    return found
+
+
+def _lengths(spec: RunSpec, mean: float | None, sigma: float, run_dir: Path | None) -> Lengths:
+    if run_dir is not None:
+        return lengths_of_run(run_dir)
+    limit = spec.sampling.max_new_tokens
+    return log_normal_of_mean(limit / 2 if mean is None else mean, sigma=sigma, limit=limit)
+
+
+def _of_this_machine(spec: RunSpec, profile: RunProfile, found: Forecast, *, explain: bool) -> Result:
+    sheet = Sheet()
+    derive(found, sheet)
+    memory = memory_on_this_machine(spec, shape_of_model(spec.model), profile, sheet)
+    differences = unlike(profile, spec)
+    data = {
+        **as_data(found),
+        "memory_bytes": memory,
+        "measured_memory_bytes": profile["peak_rss_bytes"],
+        "unlike": differences,
+    }
+    lines = [
+        *as_text(spec, found),
+        *shown.plain(
+            f"memory: {size(memory)} of states, microbatch and cache; the measured run took "
+            f"{size(profile['peak_rss_bytes'])} at most"
+        ),
+        *shown.notes((*(f"warning: {difference}" for difference in differences), *found.notes)),
+    ]
+    return shown.result(data, lines, sheet.figures, explain=explain)
+
+
+def _of_cluster(spec: RunSpec, found: ClusterForecast, *, explain: bool) -> Result:
+    sheet = Sheet()
+    derive(found.forecast, sheet)
+    data = {
+        **as_data(found.forecast),
+        "memory_bytes": found.bytes_per_gpu,
+        "usable_bytes": found.usable_bytes,
+        "placement": estimate_data(found.plan.best),
+    }
+    lines = [
+        *as_text(spec, found.forecast),
+        *shown.plain(f"placement: {found.plan.best.placement.words}"),
+        *shown.plain(
+            f"memory: {size(found.bytes_per_gpu)} of {size(found.usable_bytes)} on each GPU that trains, engines apart"
+        ),
+        *shown.notes(found.forecast.notes),
+    ]
+    return shown.result(data, lines, (*sheet.figures, *found.plan.figures), explain=explain)
+
+
+def as_data(found: Forecast) -> dict[str, Any]:
+    data: dict[str, Any] = msgspec.to_builtins(found)
+    return {name: value for name, value in data.items() if name != "format"}
+
+
+def as_text(spec: RunSpec, found: Forecast) -> Iterator[RenderableType]:
+    """Total, step, and what they consist of."""
+    cost = f", {dollars(found.cost_usd)}" if found.cost_usd else ""
+    yield from shown.plain(f"{spec.run.name}: {found.steps} steps in {between(found.total_s)}{cost}")
+    first = found.step_s[0].mean
+    yield from shown.plain(
+        f"a step takes {between(found.usual_step_s)}, the first {took(first)}; {found.tokens_per_s:,.0f} tokens/s"
+    )
+    step_s = found.usual_step_s.mean
+    rows = [(name, took(seconds), percent(seconds / step_s)) for name, seconds in found.split_s.items()]
+    yield shown.table(("of a step, the trainer", "", ""), rows)
+    yield from shown.plain(f"its samples are generated in {took(found.generating_s)}")
+    beside = ", ".join(f"{name} {duration(seconds)}" for name, seconds in found.beside_s.items() if seconds)
+    yield from shown.plain(*([f"beside the steps: {beside}"] if beside else []))
+    yield from shown.plain(f"from {found.profile}; {found.seeds} simulations")
+
+
+def between(spread: Spread) -> str:
+    """`12:03 (11:40 to 12:30)`"""
+    return f"{took(spread.mean)} ({took(spread.low)} to {took(spread.high)})"
+
+
+def took(seconds: float) -> str:
+    """`0.382 s`, `12 s`, `2:31`."""
+    return f"{seconds:.3g} s" if seconds < 10 else duration(seconds)

@@ -1,0 +1,23 @@
+"""A forecast made up by hand."""
+
+from __future__ import annotations
+
+from tidemill.telemetry.forecast import FORMAT, Forecast, Spread
+
+
+def make_forecast(*step_s: float, total_s: float = 100.0) -> Forecast:
+    """Steps of so many seconds, give or take a tenth; later ones of 2 s."""
+    return Forecast(
+        format=FORMAT,
+        profile="a profile of another run",
+        seeds=3,
+        steps=40,
+        step_s=tuple(Spread(mean=one, low=0.9 * one, high=1.1 * one) for one in step_s),
+        usual_step_s=Spread(mean=2.0, low=1.8, high=2.2),
+        total_s=Spread(mean=total_s, low=0.9 * total_s, high=1.1 * total_s),
+        split_s={"learning": 1.0},
+        generating_s=1.0,
+        beside_s={"start": 5.0},
+        tokens_per_s=50.0,
+        cost_usd=1.5,
+    )

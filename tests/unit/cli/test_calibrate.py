@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.planted import planted, spec_of
+from tests.unit.cli.conftest import Run
+from tidemill.cli.calibrate import value
+from tidemill.planner.calibration.profile import kept_path, read_profile
+
+
+def test_a_directory_without_a_run(run: Run, tmp_path: Path) -> None:
+    ran = run("calibrate", str(tmp_path), "--json")
+    assert ran.code == 2
+    assert "no run there" in ran.data["error"]["message"]
+
+
+def test_the_profile_is_kept_and_written(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIDEMILL_CACHE", str(tmp_path / "cache"))
+    profile = planted(spec_of())
+    monkeypatch.setattr("tidemill.cli.calibrate.fitted", lambda _: profile)
+    ran = run("calibrate", "somewhere", "--out", str(tmp_path / "profile.json"), "--json")
+    assert ran.data["files"] == [str(kept_path(profile)), str(tmp_path / "profile.json")]
+    assert [read_profile(Path(file)) for file in ran.data["files"]] == [profile, profile]
+    out = run("calibrate", "somewhere").out
+    assert "an optimizer's step" in out
+    assert "300 ms" in out
+
+
+def test_times_as_people_read_them() -> None:
+    assert [value(number, "s") for number in (2.5, 0.0125, 3.2e-5, 0.0)] == ["2.5 s", "12.5 ms", "32 µs", "0"]
+    assert value(17.25, "tokens") == "17.2 tokens"

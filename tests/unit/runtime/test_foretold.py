@@ -1,0 +1,46 @@
+"""What is expected of a run is kept before anything is loaded, and never stands in its way."""
+
+from __future__ import annotations
+
+import io
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fabricated_forecast import make_forecast
+from tidemill.config.schema import RunSpec
+from tidemill.core.errors import UserError
+from tidemill.runtime.machinery import Machinery
+from tidemill.runtime.train import Foretell, train
+from tidemill.telemetry.forecast import Forecast, read_forecast
+
+
+def nothing_to_run_on(*_: Any) -> AbstractAsyncContextManager[Machinery]:
+    raise UserError("no machine today")
+
+
+def begin(directory: Path, foretell: Foretell) -> str:
+    """Begin a run that comes to nothing; what was told."""
+    spec = RunSpec.model_validate({"model": {"source": "char"}, "run": {"dir": str(directory)}})
+    stream = io.StringIO()
+    with pytest.raises(UserError, match="no machine today"):
+        train(spec, telemetry_stream=stream, open_machinery=nothing_to_run_on, foretell=foretell)
+    return stream.getvalue()
+
+
+def test_the_first_forecast_is_kept(tmp_path: Path) -> None:
+    told = begin(tmp_path, lambda _: make_forecast(3.0))
+    assert "forecast: 1:40 (1:30 to 1:50) and $1.50 for 40 steps" in told
+    begin(tmp_path, lambda _: make_forecast(9.0))  # the run is resumed
+    assert read_forecast(tmp_path) == make_forecast(3.0)
+
+
+def test_a_forecast_that_fails_is_only_told(tmp_path: Path) -> None:
+    def foretell(_: RunSpec) -> Forecast | None:
+        raise ZeroDivisionError("no steps")
+
+    assert "no forecast: " in begin(tmp_path, foretell)
+    assert read_forecast(tmp_path) is None
+    assert "forecast" not in begin(tmp_path / "other", lambda _: None)

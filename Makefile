@@ -89,6 +89,7 @@ bench: $(READY) ## the benchmarks, one after another; about an hour on a quiet m
 	$(BIN)/python -m benchmarks.controller_scale
 	$(BIN)/python -m benchmarks.simulator.planted_defects
 	$(BIN)/python -m benchmarks.simulator.fleet_size
+	$(BIN)/python -m benchmarks.simulator.ourselves
 	$(BIN)/python -m benchmarks.goodput
 	$(BIN)/python -m benchmarks.weights
 	$(BIN)/python -m benchmarks.lora

@@ -61,6 +61,7 @@ METRICS: dict[str, Metric] = {
     "deltas_ignored": Metric("messages", "token deltas refused because their lease, attempt or position was outdated"),
     "tokens_trained": Metric("tokens", "completion tokens that carried loss, once per epoch"),
     "tokens_packed": Metric("tokens", "tokens of the forward and backward passes, shared prefixes once"),
+    "pairs_packed": Metric("pairs", "the square of the tokens of each such pass, summed: what attention looks at"),
     "tokens_unpacked": Metric("tokens", "what these would have been with every sample by itself"),
     "optimizer_steps_skipped": Metric("steps", "optimizer steps not taken because the gradient was not finite"),
     "minibatches_dropped": Metric(
@@ -92,7 +93,6 @@ METRICS: dict[str, Metric] = {
     "time_rollout_s": Metric("s", "generating; may overlap with training and scoring"),
     "time_train_s": Metric("s", "forward, backward and optimizer"),
     "cpu_train_s": Metric("s", "of that, the trainer's thread on a processor"),
-    "training_passes": Metric("passes", "forward and backward, one a microbatch"),
     CRITIC_WAIT: Metric("s", "of that, waiting for a critic in a process of its own"),
     "time_publish_logprobs_s": Metric(
         "s", "the new version's logprobs of tokens in flight; only with algorithm.correction.kind mu_step"

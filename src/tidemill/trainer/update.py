@@ -47,6 +47,7 @@ class Sums:
     groups_skipped_invalid: int = 0
     tokens_trained: int = 0
     tokens_packed: int = 0  # computed in forward passes with gradient
+    pairs_packed: int = 0  # of tokens within one such pass
     tokens_unpacked: int = 0  # what they would have been without sharing
     clipped: float = 0.0
     truncated: float = 0.0  # tokens whose weight a correction held at a limit
@@ -64,7 +65,6 @@ class Sums:
     learning_rate: float = 0.0
     train_s: float = 0.0
     cpu_s: float = 0.0  # of that, on a processor
-    passes: int = 0  # forward and backward, one a microbatch
     mismatch: MismatchSums = field(default_factory=no_mismatch)
     tokens_by_lag: Counter[int] = field(default_factory=Counter)
     critic: list[dict[str, float]] = field(default_factory=list)  # of each of its steps
@@ -88,8 +88,8 @@ class Sums:
         self.entropy += float(entropy_T.detach().sum())
         self.approx_kl += float(moved_T.sum())
         self.tokens_trained += microbatch.tokens
-        self.passes += 1
         self.tokens_packed += microbatch.tree.size
+        self.pairs_packed += microbatch.tree.size**2
         self.tokens_unpacked += microbatch.unpacked_tokens
         if outcome.kl_T is not None:
             self.kl_ref = (self.kl_ref or 0.0) + float(outcome.kl_T.sum())
@@ -103,12 +103,12 @@ class Sums:
             "groups_skipped_invalid": self.groups_skipped_invalid,
             "tokens_trained": self.tokens_trained,
             "tokens_packed": self.tokens_packed,
+            "pairs_packed": self.pairs_packed,
             "tokens_unpacked": self.tokens_unpacked,
             "optimizer_steps_skipped": self.steps_skipped_nonfinite,
             "minibatches_dropped": self.minibatches_dropped,
             "time_train_s": self.train_s,
             "cpu_train_s": self.cpu_s,
-            "training_passes": self.passes,
         }
         if self.kl_beta:
             values["kl_beta"] = self.kl_beta

@@ -8,7 +8,7 @@ from statistics import fmean, median, stdev
 
 from tidemill.planner.calibration.observed import PASSES, TRAINING, Observed
 from tidemill.planner.calibration.profile import FORMAT, Machine, Measure, RunProfile, cost_settings
-from tidemill.planner.calibration.squares import MAD_TO_DEVIATION, Solution, solve
+from tidemill.planner.calibration.squares import MAD_TO_DEVIATION, Solution, solve, solve_with_few
 from tidemill.sim.profiles.measured import Packing
 from tidemill.telemetry.fleet_figures import amount
 from tidemill.telemetry.metrics import PEAK_RSS
@@ -20,7 +20,7 @@ ENGINE = {
     "drawn": "engine_drawn_s",
     "context_tokens": "engine_context_token_s",
 }
-LEARNING = {"optimizer_steps": "train_step_s", "training_passes": "train_pass_s", "tokens_packed": "train_token_s"}
+LEARNING = {"optimizer_steps": "train_step_s", "tokens_packed": "train_token_s", "pairs_packed": "train_pair_s"}
 WORDS = {
     "passes": "passes",
     "rows": "the number of samples running",
@@ -28,14 +28,17 @@ WORDS = {
     "drawn": "the number of tokens drawn",
     "context_tokens": "the length of contexts",
     "optimizer_steps": "optimizer steps",
-    "training_passes": "the number of microbatches",
     "tokens_packed": "the number of tokens",
+    "pairs_packed": "the square of the tokens of a microbatch",
 }
 
 
 def fit(observed: Observed) -> RunProfile:
     """Everything but `call_s`, which is 0, and the boots that shared the machine's cores with others."""
-    engine, training = solve(PASSES, *observed.engine_work), solve(TRAINING, *observed.training(observed.usual))
+    engine, training = (
+        solve(PASSES, *observed.engine_work),
+        solve_with_few(TRAINING, *observed.training(observed.usual)),
+    )
     new_by_depth = observed.new_by_depth()
     session = (observed.manifest.get("sessions") or [{}])[-1]
     machine = session.get("machine", {})

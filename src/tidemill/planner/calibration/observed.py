@@ -26,7 +26,7 @@ FEWEST_STEPS = 3
 """One to warm up, and two that say what a step is like."""
 PASSES = ("passes", "rows", "prefilled", "drawn", "context_tokens")
 """Causes of an engine's time, the most important first."""
-TRAINING = ("optimizer_steps", "training_passes", "tokens_packed")
+TRAINING = ("optimizer_steps", "tokens_packed", "pairs_packed")
 """Causes of the trainer's."""
 
 

@@ -153,8 +153,8 @@ class _SharingTrainer(LearningTrainer):
     async def commit(self, step: int) -> StepMetrics:
         await asyncio.sleep(self._call_s)
         metrics = await super().commit(step)
-        packed, passes = self._measured.take_counts()
-        told = {"tokens_packed": packed, "training_passes": float(passes)}
+        packed, pairs = self._measured.take_counts()
+        told = {"tokens_packed": packed, "pairs_packed": pairs}
         return msgspec.structs.replace(metrics, values={**metrics.values, **told})
 
 
@@ -191,8 +191,8 @@ def measured_trainer(spec: RunSpec, profile: RunProfile) -> MeasuredTrainer:
     batch = spec.batch
     return MeasuredTrainer(
         step_s=profile["train_step_s"],
-        pass_s=profile["train_pass_s"],
         token_s=profile["train_token_s"],
+        pair_s=profile["train_pair_s"],
         first_s=profile["train_first_s"],
         packing=Packing(
             prompt_tokens=profile["packed_prompt_tokens"],

@@ -72,8 +72,8 @@ class MeasuredTrainer:
 
     Args:
         step_s: of an optimizer's step, with what belongs to a new version.
-        pass_s: of a microbatch, forward and backward.
-        token_s: of a packed token in it.
+        token_s: of a packed token, forward and backward.
+        pair_s: of a pair of tokens in one microbatch.
         first_s: what the first batch takes beyond that.
         batch_groups, microbatch_tokens, minibatches, epochs: as configured.
         waits: advantages need the whole batch, so that nothing is learned before it is complete.
@@ -83,8 +83,8 @@ class MeasuredTrainer:
         self,
         *,
         step_s: float,
-        pass_s: float,
         token_s: float,
+        pair_s: float = 0.0,
         packing: Packing,
         batch_groups: int,
         microbatch_tokens: int,
@@ -94,14 +94,14 @@ class MeasuredTrainer:
         first_s: float = 0.0,
         checkpoint: float = 0.0,
     ) -> None:
-        self._step_s, self._pass_s, self._token_s, self._packing = step_s, pass_s, token_s, packing
+        self._step_s, self._token_s, self._pair_s, self._packing = step_s, token_s, pair_s, packing
         self._first_minibatch, self._budget = batch_groups // minibatches, microbatch_tokens
         self._steps, self._epochs, self._waits = minibatches * epochs, epochs, waits
         self._first_s, self._checkpoint = first_s, checkpoint
         self._groups = 0
         self._open = self._later = self._learned = 0.0  # packed tokens
         self.packed = 0.0  # of the open batch so far, each time they are learned from
-        self.passes = 0
+        self.pairs = 0.0  # of tokens within one microbatch
 
     def accumulate_s(self, group: Group) -> float:
         tokens = self._packing.packed([trajectory.completion_length for trajectory in group.trajectories])
@@ -122,17 +122,19 @@ class MeasuredTrainer:
         self._open = self._later = self._learned = 0.0
         return seconds
 
-    def take_counts(self) -> tuple[float, int]:
-        """(packed tokens, passes) since the last call."""
-        counts = self.packed, self.passes
-        self.packed, self.passes = 0.0, 0
+    def take_counts(self) -> tuple[float, float]:
+        """(packed tokens, pairs of them) since the last call."""
+        counts = self.packed, self.pairs
+        self.packed = self.pairs = 0.0
         return counts
 
     def checkpoint_s(self) -> float:
         return self._checkpoint
 
     def _learning_s(self, tokens: float) -> float:
-        passes = math.ceil(tokens / self._budget)
+        """Of so many tokens in as few microbatches as they fit."""
+        full, rest = divmod(tokens, self._budget)
+        pairs = full * self._budget**2 + rest**2
         self.packed += tokens
-        self.passes += passes
-        return passes * self._pass_s + tokens * self._token_s
+        self.pairs += pairs
+        return tokens * self._token_s + pairs * self._pair_s

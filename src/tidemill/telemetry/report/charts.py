@@ -208,7 +208,7 @@ CHARTS: tuple[Chart, ...] = (
 COMPONENT = "reward/"
 LAG = "lag/"
 NOT_DRAWN = {"eval/n", "tokens_generated", "tokens_trained", "samples", "samples_left_out", "loss"}
-NOT_DRAWN |= {FORECAST_HALF, CONTROLLER_CPU, "cpu_train_s", "training_passes"}
+NOT_DRAWN |= {FORECAST_HALF, CONTROLLER_CPU, "cpu_train_s", "pairs_packed"}
 NOT_DRAWN |= {"reward_std", STEP_TIME, "value_clip_fraction", "value_grad_norm", "returns_mean", "examples", "epoch"}
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemill.planner.calibration.squares import solve
+from tidemill.planner.calibration.squares import solve, solve_with_few
 
 NAMES = ("passes", "rows", "drawn")
 
@@ -56,3 +56,11 @@ def test_errors_are_those_of_least_squares() -> None:
     variance = (1.9 - mean) ** 2 / 1.9 + (2.1 - mean) ** 2 / 2.1
     assert found.values["passes"] == pytest.approx(mean, rel=1e-3)
     assert found.errors["passes"] == pytest.approx((variance / (1 / 1.9 + 1 / 2.1)) ** 0.5, rel=0.01)
+
+
+def test_of_causes_that_rise_together_the_two_that_explain_most() -> None:
+    tokens = np.array([800.0, 900.0, 1000.0, 1100.0, 1200.0])
+    rows = np.column_stack([np.ones(5), tokens, tokens**2])
+    found = solve_with_few(("steps", "tokens", "pairs"), rows, 0.5 + 3e-7 * tokens**2)
+    assert found.values == {"steps": pytest.approx(0.5), "tokens": 0.0, "pairs": pytest.approx(3e-7)}
+    assert found.merged == ("tokens",)

@@ -35,17 +35,18 @@ def group(tokens: int) -> Group:
 
 def trainer(**changes: object) -> MeasuredTrainer:
     packing = Packing(prompt_tokens=0.0, new_by_depth=(1.0,), learned_share=1.0)
-    settings = {"step_s": 10.0, "pass_s": 1.0, "token_s": 0.1, "packing": packing, "batch_groups": 3}
+    settings = {"step_s": 10.0, "token_s": 0.1, "pair_s": 0.01, "packing": packing, "batch_groups": 3}
     return MeasuredTrainer(**{**settings, "microbatch_tokens": 20, **changes})  # type: ignore[arg-type]
 
 
 def test_a_microbatch_is_learned_from_when_the_next_group_does_not_fit() -> None:
     one = trainer(first_s=5.0)
-    # Groups of 9 tokens each (the last of 10 is not read): two fit 20, the third makes them full: 1 + 18 * 0.1.
-    assert [one.accumulate_s(group(10)) for _ in range(3)] == pytest.approx([0.0, 0.0, 2.8])
-    # The rest at the end, 1 + 9 * 0.1, the optimizer's step, and once what warming up takes.
-    assert one.commit_s() == pytest.approx(5 + 10 + 1.9)
-    assert one.take_counts() == (27.0, 2)
+    # Groups of 9 tokens each (the last of 10 is not read): two fit 20, the third makes them full:
+    # 18 * 0.1 + 18² * 0.01.
+    assert [one.accumulate_s(group(10)) for _ in range(3)] == pytest.approx([0.0, 0.0, 1.8 + 3.24])
+    # The rest at the end, 9 * 0.1 + 9² * 0.01, the optimizer's step, and once what warming up takes.
+    assert one.commit_s() == pytest.approx(5 + 10 + 0.9 + 0.81)
+    assert one.take_counts() == (27.0, 324.0 + 81.0)
     assert one.commit_s() == pytest.approx(10.0)
 
 
@@ -53,11 +54,11 @@ def test_later_minibatches_and_epochs_are_learned_at_the_end() -> None:
     one = trainer(minibatches=3, epochs=2)
     # Only the first group is of the first minibatch; it waits in the open microbatch.
     assert [one.accumulate_s(group(10)) for _ in range(3)] == [0.0, 0.0, 0.0]
-    # Six steps; 9 tokens in one pass, 18 in one, and all 27 again in two: 4 passes, 54 tokens.
-    assert one.commit_s() == pytest.approx(60 + 4 + 5.4)
+    # Six steps; 9 tokens in one pass, 18 in one, and all 27 again in two, of 20 and 7.
+    assert one.commit_s() == pytest.approx(60 + 5.4 + 0.01 * (81 + 324 + 400 + 49))
 
 
 def test_what_needs_the_whole_batch_waits_for_it() -> None:
     one = trainer(waits=True)
     assert [one.accumulate_s(group(10)) for _ in range(3)] == [0.0, 0.0, 0.0]
-    assert one.commit_s() == pytest.approx(10 + 2 + 2.7)
+    assert one.commit_s() == pytest.approx(10 + 2.7 + 0.01 * (400 + 49))

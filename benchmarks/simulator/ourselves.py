@@ -93,7 +93,7 @@ PAIRS: dict[str, tuple[Sections, Sections]] = {
             **CHAR,
             "batch": {"prompts": 16, "group_size": 8},
             "sampling": {"max_new_tokens": 64},
-            "trainer": {"steps": 15},
+            "trainer": {"steps": 12},
         },
     ),
     "demo": (

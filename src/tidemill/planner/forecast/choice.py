@@ -5,7 +5,7 @@ from __future__ import annotations
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.planner.calibration.profile import RunProfile, kept_profiles, unlike
-from tidemill.planner.forecast.forecast import forecast_recipe
+from tidemill.planner.forecast.forecast import FEWEST_STEPS, forecast_recipe
 from tidemill.telemetry.forecast import Forecast
 from tidemill.telemetry.manifest import machine
 
@@ -42,4 +42,5 @@ def foretell(spec: RunSpec) -> Forecast | None:
     profile = next((each for each in kept_profiles(machine()) if not unlike(each, spec)), None)
     if profile is None:
         return None
-    return forecast_recipe(spec, profile, seeds=QUICK_SEEDS, most_samples=QUICK_SAMPLES)
+    large = spec.batch.prompts * spec.batch.group_size * FEWEST_STEPS > QUICK_SAMPLES
+    return forecast_recipe(spec, profile, seeds=1 if large else QUICK_SEEDS, most_samples=QUICK_SAMPLES)

@@ -43,8 +43,9 @@ class OneMachine:
 
     def __init__(self, spec: RunSpec, profile: RunProfile, completions: Completions, clock: Clock) -> None:
         self._spec, self._profile, self._completions, self._clock = spec, profile, completions, clock
-        on_cores = profile.machine.device == "cpu"
-        self._cores = Cores(profile.machine.cores if on_cores else math.inf, clock)
+        # GPUs are not shared, and processes of a cluster elsewhere have machines of their own.
+        shares = profile.machine.device == "cpu" and not (spec.runtime == "ray" and spec.ray.address)
+        self._cores = Cores(profile.machine.cores if shares else math.inf, clock)
         self._compute = VirtualThread(self._cores)  # of the trainer and its engine
         self._controller = VirtualThread(self._cores)
         self._engine = measured_engine(spec, profile)

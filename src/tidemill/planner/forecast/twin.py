@@ -44,7 +44,7 @@ class _Since:
 
 async def _simulate(spec: RunSpec, profile: RunProfile) -> SimulatedRun:
     clock = LoopClock()
-    provider = _provider(spec, clock)
+    provider = _provider(spec, clock, cores=profile.machine.cores)
     if spec.runtime == "ray":  # whose machines come and go from the beginning, while cluster and trainer start
         await asyncio.sleep(profile["start_s"])
     recording = Recording(_Since(clock))
@@ -87,11 +87,12 @@ async def _simulate(spec: RunSpec, profile: RunProfile) -> SimulatedRun:
     )
 
 
-def _provider(spec: RunSpec, clock: Clock) -> Provider | None:
+def _provider(spec: RunSpec, clock: Clock, *, cores: int) -> Provider | None:
     """The recipe's own machines, on the recipe's own timetable; real nodes are taken to stay."""
     pool = spec.pool
     if isinstance(pool, RayPool):
-        pool = StaticPool(workers=pool.max_workers)
+        # Of a cluster made on this machine there are as many as cores, less the trainer's.
+        pool = StaticPool(workers=pool.max_workers if spec.ray.address else min(pool.max_workers, max(1, cores - 1)))
     if isinstance(pool, StaticPool) and not pool.workers:
         return None
     return build_provider(pool, price_usd_per_hour=spec.fleet.preemptible_usd_per_hour, clock=clock, session=1)

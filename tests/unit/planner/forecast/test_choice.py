@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.planted import planted, spec_of
+from tidemill.core.errors import UserError
+from tidemill.planner.calibration.profile import kept_path, write_profile
+from tidemill.planner.forecast import choice
+from tidemill.planner.forecast.choice import fitting_profile, foretell
+
+ABACUS = {"processor": "Abacus", "cores": 2}
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("TIDEMILL_CACHE", str(tmp_path))
+    monkeypatch.setattr(choice, "machine", lambda: ABACUS)
+    profile = planted(spec_of())
+    write_profile(profile, kept_path(profile))
+    return profile
+
+
+def test_a_profile_of_such_a_run_is_taken(kept: Any) -> None:
+    assert fitting_profile(spec_of(steps=50)) == kept
+    forecast = foretell(spec_of(steps=50))
+    assert forecast is not None
+    assert (forecast.seeds, forecast.steps) == (3, 50)
+    large = foretell(spec_of(steps=50, batch={"prompts": 80, "group_size": 4}))
+    assert large is not None
+    assert (large.seeds, len(large.step_s)) == (1, 2)  # nobody waits for more
+
+
+def test_of_another_kind_of_run_nothing_is_known(kept: Any) -> None:
+    other = spec_of(engine={"batch_invariant": True})
+    assert foretell(other) is None
+    with pytest.raises(UserError, match=r"engine\.batch_invariant is True"):
+        fitting_profile(other)
+
+
+def test_of_another_machine_nothing_is_known(kept: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "machine", lambda: ABACUS | {"cores": 3})
+    assert foretell(spec_of()) is None
+    with pytest.raises(UserError, match="no run of this machine was calibrated yet") as raised:
+        fitting_profile(spec_of())
+    assert "--measure" in str(msgspec.to_builtins(raised.value.cure))

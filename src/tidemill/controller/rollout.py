@@ -43,7 +43,7 @@ class Rollout:
     phase: str = "rollout"
     window_s: float = math.inf  # how long the reserved side generates beside preemptible workers
     reading: Reading | None = None  # None where no model reads samples one by one
-    newest: dict[str, WorkerStatus] = field(default_factory=dict)  # what each worker said last
+    newest: dict[str, WorkerStatus] = field(default_factory=dict)  # what each said last, by lease: engines count anew
 
     async def patiently(self, call: Coroutine[Any, Any, T], *, awaited: str, look_at: str, deadline_s: float) -> T:
         """Await with "waiting" events and a deadline.
@@ -92,7 +92,7 @@ class Rollout:
     def note_status(self, report: WorkerReport, tally: Tally) -> None:
         """Remember what a worker is doing; count the prompt tokens it computed since it last spoke."""
         status = report.status
-        before = self.newest.get(status.worker_id)
+        before = self.newest.get(report.lease_id)
         tally.prompt_tokens_computed += status.prompt_tokens_computed - (before.prompt_tokens_computed if before else 0)
         tally.prompt_tokens_reused += status.prompt_tokens_reused - (before.prompt_tokens_reused if before else 0)
-        self.newest[status.worker_id] = status
+        self.newest[report.lease_id] = status

@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import msgspec
+
+from tests.fake_fleet import make_report
+from tidemill.controller.in_flight import Tally
+from tidemill.controller.rollout import Rollout
+
+
+def test_a_worker_that_came_back_counts_from_nothing() -> None:
+    nobody = cast(Any, None)
+    rollout = Rollout(
+        fleet=nobody, ledger=nobody, scorer=nobody, codec=nobody, telemetry=nobody, clock=nobody, stop=asyncio.Event()
+    )
+    tally = Tally()
+    # The same worker: 30 and 12 more under its first lease, 7 under its next.
+    for lease_id, computed in (("first", 30), ("first", 42), ("next", 7)):
+        report = make_report()
+        status = msgspec.structs.replace(report.status, prompt_tokens_computed=computed, prompt_tokens_reused=computed)
+        rollout.note_status(msgspec.structs.replace(report, lease_id=lease_id, status=status), tally)
+    assert (tally.prompt_tokens_computed, tally.prompt_tokens_reused) == (49, 49)

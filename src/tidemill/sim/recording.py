@@ -10,9 +10,8 @@ import msgspec
 
 from tidemill.core.clock import Clock
 from tidemill.core.records import FleetRow, Prompt, StepMetrics, Trajectory
-from tidemill.telemetry.events import event_line
+from tidemill.telemetry.events import NOT_PART_OF_A_STEP, event_line
 from tidemill.telemetry.metrics import STEP_TIME, MetricLine
-from tidemill.telemetry.recorder import NOT_PART_OF_A_STEP
 
 SESSION = 1
 

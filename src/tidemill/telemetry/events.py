@@ -40,6 +40,9 @@ READER_RESTART = "reader_restart"
 PUBLISH = "publish"
 PLAN = "plan"
 
+NOT_PART_OF_A_STEP = (EVALUATION, CHECKPOINT)
+"""What a step's time leaves out."""
+
 EVENTS: dict[str, str] = {
     SESSION_START: "a process opened the run; `resumed`, `earlier_wall_s` (of all sessions before), `pid`, `host`",
     RESUME: "training goes on after `step`; later metrics and samples were dropped and will be written again",

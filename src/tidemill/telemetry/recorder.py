@@ -16,8 +16,8 @@ from tidemill.core.errors import UserError, in_words, root_fault
 from tidemill.core.records import FleetRow, Prompt, StepMetrics, Trajectory
 from tidemill.telemetry.evaluations import evaluations
 from tidemill.telemetry.events import (
-    CHECKPOINT,
     EVALUATION,
+    NOT_PART_OF_A_STEP,
     PLAN,
     RESUME,
     SESSION_END,
@@ -41,7 +41,6 @@ from tidemill.telemetry.spans import MonotonicClock
 from tidemill.telemetry.summary import build_summary
 
 Outcome: TypeAlias = Literal["finished", "interrupted", "failed"]
-NOT_PART_OF_A_STEP = (EVALUATION, CHECKPOINT)
 BEGINS_A_STEP = ("rollout", "training")
 
 

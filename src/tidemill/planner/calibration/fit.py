@@ -144,7 +144,7 @@ def _never_seen(observed: Observed) -> list[str]:
         notes.append("no checkpoint was written: one is taken to take no time")
     if not observed.joins_s:
         notes.append("no preemptible worker joined: boots and pulls are taken to take no time")
-    if observed.processor_share < 0.8 and observed.on_processor:
+    if observed.on_processor and not observed.quiet:
         share = f"{observed.processor_share:.0%}".replace("%", " %")
         notes.append(
             f"engines had a processor for {share} of their time: something else was on the machine, or they were many; "

@@ -24,6 +24,9 @@ from tidemill.telemetry.samples import Sample, read_samples
 
 FEWEST_STEPS = 3
 """One to warm up, and two that say what a step is like."""
+QUIET = 0.9
+"""Of the time that engines computed, what they had a processor on a machine that did nothing else; the controller's
+thread takes its part of Python's lock."""
 PASSES = ("passes", "rows", "prefilled", "drawn", "context_tokens")
 """Causes of an engine's time, the most important first."""
 TRAINING = ("optimizer_steps", "tokens_packed", "pairs_packed")
@@ -63,6 +66,11 @@ class Observed(Record):
         rows = [row for event in self.named(DECODE) for row in event.get("work", ())]
         busy_s = sum(amount(row, "busy_s") for row in rows)
         return sum(amount(row, "cpu_s") for row in rows) / busy_s if busy_s else 1.0
+
+    @property
+    def quiet(self) -> bool:
+        """Whether the machine did nothing else, as far as engines noticed."""
+        return self.processor_share >= QUIET
 
     def training(self, lines: Iterable[MetricLine]) -> tuple[Array, Array]:
         """(amounts [N, len(TRAINING)], seconds [N])"""
@@ -127,10 +135,10 @@ class Observed(Record):
         return amount(self.machine, "elapsed_s")
 
     def step_s(self, most: float = math.inf) -> list[float]:
-        """Of each usual step up to `most`. Where one thread computes for all, without what it waited for a processor
-        that others had; where there are several, they may have been the others."""
+        """Of each usual step up to `most`. Where one thread computes for all on a machine that others used, without its
+        waits for a processor; where there are several threads, they may have been the others."""
         waited_s: defaultdict[int, float] = defaultdict(float)
-        if self.on_processor and self.spec.runtime == "inprocess":
+        if self.on_processor and self.spec.runtime == "inprocess" and not self.quiet:
             for event in self.named(DECODE):
                 if event.get("purpose") == "train":
                     rows = event.get("work", ())

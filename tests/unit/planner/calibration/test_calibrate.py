@@ -53,3 +53,24 @@ def test_what_a_run_cannot_tell_it_says() -> None:
     notes = " ".join(fit(observed(spec, planted(spec))).notes)
     assert "no preemptible worker joined" in notes
     assert "training's time could not be told by the square of the tokens" in notes
+
+
+def test_on_a_machine_that_others_used_waiting_for_a_processor_is_no_part_of_a_step() -> None:
+    spec = spec_of()
+    quiet = observed(spec, planted(spec))
+    alone = quiet.step_s()
+    noisy = observed(spec, planted(spec))
+    for event in noisy.events:
+        for row in event.get("work", ()):
+            row["busy_s"] += row["cpu_s"]  # half of the time it waited
+    for line in noisy.metrics:
+        line.values["time_step_s"] += line.values["time_train_s"]
+        line.values["time_train_s"] *= 2
+    assert quiet.quiet and not noisy.quiet
+    assert any("50 %" in note for note in fit(noisy).notes)
+    waited = [
+        sum(row["cpu_s"] for event in noisy.named("decode") for row in event["work"] if event["step"] == line.step
+            and event["purpose"] == "train")
+        for line in noisy.usual
+    ]  # fmt: skip
+    assert noisy.step_s() == pytest.approx([one - other for one, other in zip(alone, waited, strict=True)])

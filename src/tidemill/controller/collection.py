@@ -331,8 +331,7 @@ class Collection:
             if not self._in_flight.running:
                 self._paused.set()
             return
-        trainable = -(-self._scored.qsize() // self._in_flight.plan.group_size)
-        if self._dispatcher.dispatch(trainable_groups=trainable):
+        if self._dispatcher.dispatch():
             self._news_at = self._noticed_at = self._rollout.clock.now()  # an answer is awaited from now on
 
     async def _call_back(self) -> None:

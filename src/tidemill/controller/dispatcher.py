@@ -58,13 +58,13 @@ class Dispatcher:
         left_s = self._began_s + self._window_s - self._fleet.clock.now()
         return left_s if self._seeds and self._fleet.elastic and left_s > 0 else math.inf
 
-    def dispatch(self, *, trainable_groups: int) -> bool:
+    def dispatch(self) -> bool:
         """Do what the state of samples and fleet asks for; never waits. Says whether samples were given out.
 
         Raises:
             TidemillError: engines failed again and again on one sample.
         """
-        members = self._members(trainable_groups)
+        members = self._members()
         self._count_workers()
         self._enqueue()
         if self._fleet.elastic and self._fleet.config.tail_fraction > 0:
@@ -97,7 +97,7 @@ class Dispatcher:
         self._worker_s += self._workers * (now_s - self._counted_s)
         self._workers, self._counted_s = self._fleet.joined, now_s
 
-    def _members(self, trainable_groups: int) -> list[Member]:
+    def _members(self) -> list[Member]:
         """Who takes samples now. The reserved side's own are called back when its window is over."""
         fleet, in_flight = self._fleet, self._in_flight
         members = fleet.serving(in_flight.newest_version)
@@ -107,15 +107,10 @@ class Dispatcher:
             return members
         seeds = not fleet.elastic
         if fleet.elastic and fleet.config.seeding:
-            free = sum(max(0, member.slots - len(in_flight.held(member.lease.lease_id))) for member in members)
             seeds = seeding_useful(
                 elapsed_s=fleet.clock.now() - self._began_s,
                 window_s=self._window_s,
                 preemptible_serving=len(members),
-                preemptible_free_slots=free,
-                unassigned=len(in_flight.waiting),
-                local_running=len(in_flight.held(LOCAL)),
-                trainable_groups=trainable_groups,
             ) and (self._keepers is None or LOCAL in self._keepers)
         if self._seeds and not seeds:
             self.seeded_until_s = fleet.clock.now()

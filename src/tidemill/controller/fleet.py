@@ -179,6 +179,11 @@ class Fleet:
         ]
 
     @property
+    def reserved_engines(self) -> int:
+        """Engines of a preemptible worker's size that the local worker amounts to; at least 1."""
+        return max(1, round(self.local.slots / self.slots)) if self.local is not None else 1
+
+    @property
     def joined(self) -> int:
         """Preemptible workers that take samples, now or when they have pulled the newest weights."""
         return sum(member.state is SERVING and member is not self.local for member in self._members.values())

@@ -87,22 +87,10 @@ def _wanted(observation: StepObservation, window_s: float) -> int | None:
     return max(1, math.ceil(engine_s / observation.train_s - 1e-9))
 
 
-def seeding_useful(
-    *,
-    elapsed_s: float,
-    window_s: float,
-    preemptible_serving: int,
-    preemptible_free_slots: int,
-    unassigned: int,
-    local_running: int,
-    trainable_groups: int,
-) -> bool:
+def seeding_useful(*, elapsed_s: float, window_s: float, preemptible_serving: int) -> bool:
     """Whether the reserved side should generate now, `elapsed_s` seconds into the step.
 
-    Without a preemptible worker it always should. Otherwise until the window is over, or earlier once the preemptible
-    side has free slots for all that is left and the trainer has something to do.
+    Without a preemptible worker it always should, otherwise until the window is over. It does not stop earlier because
+    others have free slots: what they took over they would decode beside all they have, and so more slowly.
     """
-    if preemptible_serving == 0:
-        return True
-    others_can = unassigned == 0 and preemptible_free_slots >= local_running
-    return elapsed_s < window_s and not (others_can and trainable_groups > 0)
+    return preemptible_serving == 0 or elapsed_s < window_s

@@ -71,7 +71,7 @@ class Run:
         self.step = self.resumed_from = self.checkpointed = step
         ledger, telemetry, fleet = self.rollout.ledger, self.rollout.telemetry, self.rollout.fleet
         if fleet.elastic:
-            self._balance(start(fleet.config.seed_window_s))
+            self._balance(start(fleet.config.seed_window_s, fleet.reserved_engines))
         self.in_flight.newest_version = self.trainer.version.number
         self.replayed = await ledger.load(self.in_flight, self._prompt, after_step=step)
         telemetry.resume(step)
@@ -357,6 +357,7 @@ class Run:
             remote_wait_s=timings["time_remote_wait_s"],
             remote_s=timings["time_rollout_s"],
             train_s=timings["time_train_s"],
+            reserved_engines=fleet.reserved_engines,
         )
         config = fleet.config
         self._balance(

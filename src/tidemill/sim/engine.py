@@ -200,7 +200,7 @@ class SimulatedEngine:
         """
         while len(self._running) > 1 and self._context + len(self._running) > self._cache_tokens:
             one = next(reversed(self._running.values()))
-            have, prompt = self._steps - one.offset, count(one.request.prompt_ids)
+            have, prompt = max(one.flushed, self._steps - one.offset), count(one.request.prompt_ids)
             if have > one.flushed:
                 self._deltas.append(self._flush(one, None))
             self._leave(one)
@@ -223,23 +223,28 @@ class SimulatedEngine:
 
     def _begin(self, request: GenerateRequest) -> int:
         """Give it a slot; returns the tokens to compute before its next one."""
-        have = count(request.prefix_ids)
+        have, kept = count(request.prefix_ids), self._kept(request)
         limit, length = request.sampling.max_new_tokens, self._completions.length(request.sample_id)
         one = _Running(
             request,
-            self._steps - have,
+            self._steps - kept,
             have,
             max(have, min(limit, length)),
             "stop" if length <= limit else "length",
         )
-        tokens = self._uncached(request) + have
+        tokens = self._uncached(request) + kept
         self._running[request.sample_id] = one
-        self._context += count(request.prompt_ids) + have
+        self._context += count(request.prompt_ids) + kept
         heapq.heappush(self._ends, (one.offset + one.end, self._serial, one))
         self._serial += 1
-        if one.end == have:
+        if one.end == kept:
             self._end()
         return tokens
+
+    def _kept(self, request: GenerateRequest) -> int:
+        """Completion tokens with which a sample begins here, at most those it brings along; the others are made again,
+        and told to nobody."""
+        return count(request.prefix_ids)
 
     def _leave(self, one: _Running) -> None:
         one.gone = True
@@ -259,7 +264,7 @@ class SimulatedEngine:
         return 0 if known else tokens
 
     def _flush(self, one: _Running, finish: Finish | None) -> TokenDelta:
-        start, one.flushed = one.flushed, self._steps - one.offset
+        start, one.flushed = one.flushed, max(one.flushed, self._steps - one.offset)
         request = one.request
         token_ids, logprobs = self._completions.tokens(request.sample_id, self.computes_with, start, one.flushed)
         return TokenDelta(

@@ -27,7 +27,7 @@ from tidemill.core.protocols import Checkpoints, PromptSource, Provider, Publish
 from tidemill.core.records import Record
 from tidemill.pool.provider import ScheduledProvider
 from tidemill.pool.timetable import Timetable
-from tidemill.sim.completions import BlankCompletions, Completions
+from tidemill.sim.completions import BlankCompletions
 from tidemill.sim.costs import EngineCosts, TrainerCosts, WeightCosts
 from tidemill.sim.engine import SimulatedEngine
 from tidemill.sim.outcome import SimulatedRun
@@ -82,6 +82,8 @@ class Twins(Record):
 
     fleet: Callable[..., Fleet] = Fleet
     host: Callable[..., SimulatedHost] = SimulatedHost
+    engine: type[SimulatedEngine] = SimulatedEngine
+    last_words: bool = True  # a machine that goes has told what its samples had; else they begin anew elsewhere
 
 
 def simulate_run(
@@ -142,16 +144,20 @@ async def _simulate(
 ) -> SimulatedRun:
     clock = LoopClock()
     recording, completions = Recording(clock, tell), BlankCompletions(work.length)
-    local = _reserved(plant, completions, clock)
+    local = (
+        _reserved(plant, twins.engine(plant.reserved, completions, now_s=clock.now()), clock)
+        if plant.reserved
+        else None
+    )
     gpus = local.learning if isinstance(local, SharingWorker) else nullcontext
     trainer = LearningTrainer(plant.trainer, clock=clock, gpus=gpus, streams=plant.streams)
     host = provider = None
     if timetable is not None:
         assert plant.worker is not None, "machines come, and nothing says what they can do"
-        host = twins.host(plant.worker, plant.weights, completions=completions, clock=clock)
+        host = twins.host(plant.worker, plant.weights, completions=completions, clock=clock, engine_type=twins.engine)
         price = spec.fleet.preemptible_usd_per_hour
         machines = ScheduledProvider(timetable, clock=clock, session=1, price_usd_per_hour=price, most=most_workers)
-        provider = LastWords(machines, host, tick_s=spec.engine.tick_s)
+        provider = LastWords(machines, host, tick_s=spec.engine.tick_s) if twins.last_words else machines
     engines = [costs for costs in (plant.worker, plant.reserved) if costs is not None]
     parts = Parts(
         local=local,
@@ -240,12 +246,10 @@ async def drive(
     return result
 
 
-def _reserved(plant: Plant, completions: Completions, clock: Clock) -> SimulatedWorker | None:
-    if plant.reserved is None:
-        return None
+def _reserved(plant: Plant, engine: SimulatedEngine, clock: Clock) -> SimulatedWorker:
     make = SharingWorker if plant.shares_gpus else SimulatedWorker
     return make(
-        SimulatedEngine(plant.reserved, completions, now_s=clock.now()),
+        engine,
         clock=clock,
         worker_id=LOCAL,
         lease_id=LOCAL,

@@ -216,16 +216,17 @@ class SimulatedHost:
         clock: Clock,
         tick_s: float = math.inf,
         heartbeat_s: float = math.inf,
+        engine_type: type[SimulatedEngine] = SimulatedEngine,
     ) -> None:
         self.workers: dict[str, SimulatedWorker] = {}  # by lease
         self._engine, self._weights, self._completions, self._clock = engine, weights, completions, clock
-        self._tick_s, self._heartbeat_s = tick_s, heartbeat_s
+        self._tick_s, self._heartbeat_s, self._engine_type = tick_s, heartbeat_s, engine_type
         self._uplink = Uplink(weights.uplink_bytes_per_s, weights.downlink_bytes_per_s, clock)
 
     async def start(self, lease: Lease) -> SimulatedWorker:
         await asyncio.sleep(self._engine.boot_s)
         worker = SimulatedWorker(
-            SimulatedEngine(self._engine, self._completions, now_s=self._clock.now()),
+            self._engine_type(self._engine, self._completions, now_s=self._clock.now()),
             clock=self._clock,
             worker_id=lease.worker_id,
             lease_id=lease.lease_id,

@@ -1,0 +1,164 @@
+"""RLBoost as simulated: its machines and models, what is published of it, and which of that our profiles were fitted to.
+
+Published figures are those of arXiv 2510.19225: GRPO, 128 prompts x 8 samples of up to 14k tokens, 8 H100 reserved and 2
+an instance. Static ones, of a fixed number of instances, are what the profiles may be fitted to. All others are only
+ever compared with what comes out.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from benchmarks.simulator.availability import MOST
+from tidemill.config.schema import RunSpec
+from tidemill.controller.fleet import Fleet
+from tidemill.core.records import Record
+from tidemill.sim.costs import ConstantWeights
+from tidemill.sim.engine import SimulatedEngine
+from tidemill.sim.profiled import ProfiledEngine, ProfiledTrainer
+from tidemill.sim.profiles.catalog import load_catalog
+from tidemill.sim.profiles.engine import EngineEfficiency, engine_profile
+from tidemill.sim.profiles.lengths import log_normal_of_mean
+from tidemill.sim.profiles.model_shape import shape_of_parameters
+from tidemill.sim.profiles.precision import DTYPE_BYTES
+from tidemill.sim.profiles.trainer import TrainerEfficiency, trainer_profile
+from tidemill.sim.rlboost import GroupEngine, GroupRouter, UnknownLengths
+from tidemill.sim.run import Plant, Twins
+from tidemill.sim.workload import Workload
+
+PROMPTS, GROUP, LONGEST = 128, 8, 14_336
+RESERVED, INSTANCE = load_catalog().machine("rlboost-8xh100"), load_catalog().machine("rlboost-2xh100")
+H100 = load_catalog().gpu(RESERVED.gpu)
+PARAMETERS = {"8B": 8e9, "14B": 14e9}
+
+# Published, static.
+COLOCATED_TOKENS_PER_S = 10_000.0
+"""8B; of 14B nothing is known."""
+SPEEDUPS = {"8B": {1: 1.2, 2: 1.4, 3: 1.6, 4: 1.8}, "14B": {1: 1.37, 6: 1.37 * 1.64}}
+"""Throughput with so many instances, over colocated."""
+
+# Published, predicted here.
+WINDOWS_S = {
+    "8B": {1: 190, 2: 160, 3: 105, 4: 70},
+    "14B": {1: 346, 2: 212, 3: 145, 4: 60, 5: 8, 6: 5},
+}
+"""Seeding windows that the public code found."""
+DYNAMIC_SPEEDUP = {"8B": 1.66, "14B": 1.97}
+TOKENS_PER_USD = {"8B": 1.34, "14B": 1.49}
+NO_SEEDING, MEMORY = -0.19, 0.06
+SAVED_BY_MIGRATING = {100: 0.33, 200: 0.76}
+"""Of what killing 3 of 6 instances so many seconds into a step adds to it, compared with computing anew."""
+
+# Assumed.
+SIGMA = 0.8
+"""Of the logarithm of lengths, which are log-normal and cut at `LONGEST`."""
+PROMPT_CORRELATION = 0.5
+"""Between the lengths of a prompt's samples."""
+PROMPT_TOKENS = 128
+PASSES = 6
+"""Forward-sized: the old policy's logprobs, the reference's, and 4 of learning with activations computed again."""
+MICROBATCH_TOKENS = 16_384
+BOOT_S = 60.0
+"""From a lease to an engine without weights."""
+RELOAD_S = 5.0
+"""Until reserved engines have the trainer's new weights, or instances can pull them."""
+SWAP_S = 0.5
+MOST_PENDING = 8
+"""Theta: groups queued at an instance."""
+LOST_S = 0.125
+"""What an instance made in its last moments is lost: about 5 tokens a sample, the mean of 0 to 10."""
+UNLIMITED = 10**6
+
+
+class Calibration(Record):
+    """What was fitted; see `benchmarks.simulator.calibration`."""
+
+    slots: int  # samples that an engine decodes at once
+    bandwidth: float  # share of the peak that engines reach
+    compute: float  # share of the peak that the trainer reaches
+    mean_tokens: float  # of a completion
+
+
+def plant(row: str, fitted: Calibration, *, delta_share: float = 0.0) -> Plant:
+    """
+    Args:
+        delta_share: of a whole version, what the difference from the last one takes; 0 for whole versions only.
+    """
+    shape = shape_of_parameters(PARAMETERS[row])
+    engine = engine_profile(
+        shape,
+        H100,
+        gpus=INSTANCE.gpus,
+        slots=fitted.slots,
+        efficiency=EngineEfficiency(bandwidth=fitted.bandwidth),
+    )
+    trainer = trainer_profile(shape, H100, gpus=RESERVED.gpus, efficiency=TrainerEfficiency(compute=fitted.compute))
+    nbytes = round(shape.parameters * DTYPE_BYTES["bf16"])
+    weights = ConstantWeights(
+        nbytes=nbytes,
+        delta_nbytes=round(delta_share * nbytes),
+        uplink_bytes_per_s=RESERVED.network_bytes_per_s,
+        downlink_bytes_per_s=INSTANCE.network_bytes_per_s,
+        swap=SWAP_S,
+    )
+    return Plant(
+        trainer=ProfiledTrainer(profile=trainer, passes=PASSES, microbatch_tokens=MICROBATCH_TOKENS),
+        weights=weights,
+        reserved=ProfiledEngine(profile=engine, engines=RESERVED.gpus // INSTANCE.gpus),
+        reserved_load_s=RELOAD_S,
+        worker=ProfiledEngine(profile=engine, boot_s=BOOT_S),
+    )
+
+
+def workload(fitted: Calibration) -> Workload:
+    return Workload(
+        lengths=log_normal_of_mean(fitted.mean_tokens, sigma=SIGMA, limit=LONGEST),
+        prompt_tokens=PROMPT_TOKENS,
+        prompt_correlation=PROMPT_CORRELATION,
+    )
+
+
+def base_spec(*, steps: int, fleet: dict[str, Any], **sections: dict[str, Any]) -> RunSpec:
+    """What all systems have in common; `fleet` and `sections` are what a system changes."""
+    return RunSpec.model_validate(
+        {
+            "batch": {"prompts": PROMPTS, "group_size": GROUP, "order": "arrival"},
+            "sampling": {"max_new_tokens": LONGEST},
+            "trainer": {"steps": steps},
+            "eval": {"every_steps": 0},
+            "pool": {"kind": "synthetic", "workers": max(MOST.values())},
+            "fleet": {
+                "reserved_usd_per_hour": RESERVED.usd_per_hour,
+                "preemptible_usd_per_hour": INSTANCE.preemptible_usd_per_hour,
+                **fleet,
+            },
+            **sections,
+        }
+    )
+
+
+def published_spec(*, steps: int, **fleet: Any) -> RunSpec:
+    """Strictly on policy, with the constants of the public code; `fleet` are ablations."""
+    constants = {
+        "size": "adaptive",
+        "seed_window_s": 150.0,
+        "window_gain": 3.0,
+        "window_floor_s": 5.0,
+        "queue_limit": UNLIMITED,  # the router has a limit of its own
+        "max_moves": UNLIMITED,
+    }
+    return base_spec(steps=steps, fleet={**constants, **fleet}, engine={"tick_s": LOST_S})
+
+
+def published_twins(*, migrates: bool = True) -> Twins:
+    """
+    Args:
+        migrates: or what an evicted instance had is computed anew.
+    """
+    router = GroupRouter(group_size=GROUP, most_pending=MOST_PENDING)
+    return Twins(
+        fleet=partial(Fleet, router=router, lengths=UnknownLengths()),
+        engine=GroupEngine if migrates else SimulatedEngine,
+        last_words=migrates,
+    )

@@ -1,0 +1,146 @@
+"""What RLBoost (arXiv 2510.19225) and its public implementation decide otherwise, for comparisons in simulation.
+
+The samples of a prompt travel as one request, to whoever has the fewest pending, whatever their lengths and wherever
+their prompt was computed; a request that moves is cut to the shortest of its unfinished samples.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from tidemill.controller.lengths import LengthEstimator
+from tidemill.controller.router import GroupKey, Load, Movable, Move, Waiting
+from tidemill.core.buffers import count
+from tidemill.core.records import GenerateRequest, SampleId
+from tidemill.sim.completions import Completions
+from tidemill.sim.costs import EngineCosts
+from tidemill.sim.engine import SimulatedEngine
+
+T = TypeVar("T")
+
+
+class UnknownLengths(LengthEstimator):
+    """All samples are alike: what waits keeps its order."""
+
+    def expected_remaining(self, prompt_id: str, have: int, limit: int) -> float:
+        return 1.0
+
+
+@dataclass(slots=True, eq=False)
+class _Place:
+    """A `Load` whose count changes while a decision is made; a request is pending when it has no slots yet."""
+
+    load: Load
+    assigned: int
+    group_size: int
+
+    @property
+    def pending(self) -> int:
+        return -(-max(self.assigned - self.load.slots, 0) // self.group_size)
+
+    @property
+    def executing(self) -> int:
+        return min(self.assigned, self.load.slots)
+
+    @property
+    def rank(self) -> tuple[int, float, str]:
+        return (self.pending, self.assigned / self.load.slots, self.load.lease_id)
+
+
+class GroupRouter:
+    """Implements `controller.router.Router` for whole groups; what their router calls a request is a group here.
+
+    Args:
+        most_pending: a worker with so many requests pending gets no other (theta).
+    """
+
+    def __init__(self, *, group_size: int, most_pending: int) -> None:
+        self._group_size, self._most_pending = group_size, most_pending
+
+    def dispatch(self, waiting: Sequence[Waiting], loads: Sequence[Load], *, queue_limit: int) -> list[tuple[int, str]]:
+        """Select-instance: one group after another to the worker with the fewest pending, of those the least full."""
+        places = self._places(loads)
+        decided: list[tuple[int, str]] = []
+        for samples in _groups(waiting, lambda sample: sample.group).values():
+            place = min(places, key=lambda place: place.rank, default=None)
+            if place is None or place.pending >= self._most_pending:
+                break
+            place.assigned += len(samples)
+            decided += [(sample.ordinal, place.load.lease_id) for sample in samples]
+        return decided
+
+    def rebalance(
+        self,
+        loads: Sequence[Load],
+        held: Callable[[str], Sequence[Movable]],
+        *,
+        plateau: Mapping[str, int] | int,
+        max_moves: int,
+        queue_limit: int,
+    ) -> list[Move]:
+        """Continuous balance, one decision at a time: it is asked again soon.
+
+        If a worker has nothing pending and others have, one request of the longest queue goes to it. If one executes
+        nothing, it gets what the most loaded one executes beyond its plateau.
+        """
+        places = self._places(loads)
+        if len(places) < 2:
+            return []
+        target, source = min(places, key=lambda place: place.rank), max(places, key=lambda place: place.rank)
+        if not target.pending and source.pending > (target.executing == target.load.slots):
+            return self._moves(source, target, held, self._group_size, max_moves)
+        source = max(places, key=lambda place: (place.executing, place.load.lease_id))
+        size = plateau if isinstance(plateau, int) else plateau.get(source.load.lease_id, source.load.slots)
+        if not target.assigned and source.executing > size:
+            return self._moves(source, target, held, source.executing - size, max_moves)
+        return []
+
+    def _places(self, loads: Sequence[Load]) -> list[_Place]:
+        return [_Place(load, load.assigned, self._group_size) for load in loads if load.slots > 0]
+
+    def _moves(
+        self,
+        source: _Place,
+        target: _Place,
+        held: Callable[[str], Sequence[Movable]],
+        samples: int,
+        max_moves: int,
+    ) -> list[Move]:
+        """Whole groups of about so many samples: those that were given last, which have the least."""
+        groups = _groups(held(source.load.lease_id), lambda sample: sample.group).values()
+        chosen: list[Movable] = []
+        for group in sorted(groups, key=lambda group: (sum(one.kept_tokens for one in group), -group[0].ordinal)):
+            if len(chosen) >= samples:
+                break
+            if all(one.moves < max_moves for one in group):
+                chosen += group
+        return [Move(ordinal=one.ordinal, source=source.load.lease_id, target=target.load.lease_id) for one in chosen]
+
+
+def _groups(members: Iterable[T], group: Callable[[T], GroupKey]) -> dict[GroupKey, list[T]]:
+    """In the order in which their first members come."""
+    found: defaultdict[GroupKey, list[T]] = defaultdict(list)
+    for member in members:
+        found[group(member)].append(member)
+    return found
+
+
+class GroupEngine(SimulatedEngine):
+    """Samples of one prompt that come together go on from the shortest: what others had beyond that is made again."""
+
+    def __init__(self, costs: EngineCosts, completions: Completions, *, now_s: float) -> None:
+        super().__init__(costs, completions, now_s=now_s)
+        self._cut: dict[SampleId, int] = {}  # tokens with which a sample that came begins
+
+    def submit(self, requests: Iterable[GenerateRequest], now_s: float) -> None:
+        groups = _groups(requests, lambda request: request.sample_id.group).values()
+        for members in groups:
+            shortest = min(count(member.prefix_ids) for member in members)
+            self._cut |= {member.sample_id: shortest for member in members}
+        super().submit([member for members in groups for member in members], now_s)
+
+    def _kept(self, request: GenerateRequest) -> int:
+        return self._cut.pop(request.sample_id, super()._kept(request))

@@ -1,0 +1,143 @@
+"""The published policy on tiny fleets, against arithmetic done by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from tests.fake_fleet import make_id
+from tidemill.controller.router import Load, Movable, Move, Waiting
+from tidemill.core.buffers import count, pack_tokens
+from tidemill.core.records import GenerateRequest, PolicyVersion, SamplingParams
+from tidemill.sim.completions import BlankCompletions
+from tidemill.sim.costs import ConstantEngine
+from tidemill.sim.rlboost import GroupEngine, GroupRouter, UnknownLengths
+
+V0 = PolicyVersion(number=0, digest="a")
+ROUTER = GroupRouter(group_size=2, most_pending=2)
+
+
+def waiting(*groups: int) -> list[Waiting]:
+    """Two samples of each prompt, in order."""
+    return [
+        Waiting(ordinal=2 * group + index, group=("train", f"p{group}", 0), expected_tokens=1.0)
+        for group in groups
+        for index in (0, 1)
+    ]
+
+
+def load(name: str, assigned: int = 0, slots: int = 4) -> Load:
+    return Load(lease_id=name, slots=slots, assigned=assigned)
+
+
+def dispatched(groups: Sequence[int], *loads: Load) -> dict[int, str]:
+    return dict(ROUTER.dispatch(waiting(*groups), loads, queue_limit=0))
+
+
+def held(**groups: Sequence[tuple[int, int]]) -> Callable[[str], list[Movable]]:
+    """What each lease has: (prompt, tokens that each of its two samples has)."""
+    return lambda lease_id: [
+        Movable(
+            ordinal=2 * group + index, group=("train", f"p{group}", 0), moves=0, expected_tokens=1.0, kept_tokens=kept
+        )
+        for group, kept in groups[lease_id]
+        for index in (0, 1)
+    ]
+
+
+def moved(loads: Sequence[Load], of: Callable[[str], list[Movable]], plateau: int = 4) -> list[Move]:
+    return ROUTER.rebalance(loads, of, plateau=plateau, max_moves=9, queue_limit=0)
+
+
+def test_samples_of_a_prompt_go_together_to_whoever_has_the_fewest_pending() -> None:
+    # a executes 4 and has one group pending, b executes 2: the first group fills b; then a has 1 pending and b none;
+    # then both have 1, and a is the first of equals.
+    found = dispatched([0, 1, 2], load("a", 6), load("b", 2))
+
+    assert [found[ordinal] for ordinal in range(6)] == ["b", "b", "b", "b", "a", "a"]
+
+
+def test_nobody_gets_more_than_may_be_pending() -> None:
+    # Both may have 2 groups pending beside the 4 samples they execute: one more for a, none for b.
+    assert dispatched([0, 1], load("a", 6), load("b", 8)) == {0: "a", 1: "a"}
+    assert dispatched([0]) == {}
+
+
+def test_whoever_has_nothing_pending_gets_a_request_of_the_longest_queue() -> None:
+    loads = [load("a", 8), load("b", 2)]
+
+    moves = moved(loads, held(a=[(0, 5), (1, 5), (2, 0), (3, 0)], b=[(4, 5)]))
+
+    # Both samples of the prompt that came last and has nothing yet.
+    assert moves == [Move(ordinal=6, source="a", target="b"), Move(ordinal=7, source="a", target="b")]
+
+
+def test_a_single_request_pending_does_not_move_to_where_it_would_be_pending_too() -> None:
+    assert moved([load("a", 6), load("b", 4)], held(a=[(0, 5), (1, 5), (2, 0)], b=[(3, 5), (4, 5)])) == []
+
+
+def test_whoever_executes_nothing_gets_what_another_executes_beyond_its_plateau() -> None:
+    loads = [load("a", 4), load("b", 0)]
+
+    moves = moved(loads, held(a=[(0, 5), (1, 3)], b=[]), plateau=2)
+
+    # 4 are executed, 2 on the plateau: the group with the fewer tokens goes.
+    assert [move.ordinal for move in moves] == [2, 3]
+    assert moved(loads, held(a=[(0, 5), (1, 3)], b=[]), plateau=4) == []
+
+
+def test_lengths_are_not_looked_at() -> None:
+    lengths = UnknownLengths()
+    lengths.observe("p0", 500)
+
+    assert lengths.expected_remaining("p0", 0, 1000) == lengths.expected_remaining("p1", 700, 1000)
+
+
+def request(prompt: int, index: int, prefix: int) -> GenerateRequest:
+    return GenerateRequest(
+        sample_id=make_id(f"p{prompt}", index),
+        lease_id="lease",
+        attempt=2,
+        prompt_ids=pack_tokens([1] * 10),
+        prefix_ids=pack_tokens([1] * prefix),
+        sampling=SamplingParams(max_new_tokens=50),
+    )
+
+
+def test_a_group_that_moves_is_cut_to_its_shortest_sample() -> None:
+    costs = ConstantEngine(slots=4, plateau=4, step_s=0.1, prefill_tokens_per_s=100.0)
+    lengths = {("p0", 0): 6, ("p0", 1): 9, ("p1", 0): 7}
+    engine = GroupEngine(costs, BlankCompletions(lambda sample: lengths[sample.prompt_id, sample.index]), now_s=0.0)
+    engine.load(V0, computes_with=V0, swap_s=0.0, now_s=0.0)
+
+    engine.submit([request(0, 0, 2), request(0, 1, 6), request(1, 0, 5)], 0.0)
+
+    # p0's two samples begin from 2 tokens, p1's only one from its 5. To compute are 10 + 2 and 2 (the prompt is there)
+    # and 10 + 5 tokens: 0.29 s. Then p1's needs 2 steps, p0's first 4, and its second 9 - 2 = 7, of which 4 are known.
+    ends = []
+    for _ in range(3):
+        ends.append(engine.next_change_s())
+        engine.advance(ends[-1])
+    assert ends == pytest.approx([0.29 + 0.2, 0.29 + 0.4, 0.29 + 0.7])
+    told = {(one.sample_id.prompt_id, one.sample_id.index): one for one in engine.take_ended()}
+    assert {name: (one.start, count(one.token_ids)) for name, one in told.items()} == {
+        ("p0", 0): (2, 4),
+        ("p0", 1): (6, 3),
+        ("p1", 0): (5, 2),
+    }
+    assert engine.generated == 4 + 7 + 2
+
+
+def test_a_sample_called_back_before_it_is_where_it_was_has_what_it_came_with() -> None:
+    costs = ConstantEngine(slots=4, plateau=4, step_s=0.1, prefill_tokens_per_s=1e9)
+    engine = GroupEngine(costs, BlankCompletions(lambda _: 40), now_s=0.0)
+    engine.load(V0, computes_with=V0, swap_s=0.0, now_s=0.0)
+    engine.submit([request(0, 0, 2), request(0, 1, 6)], 0.0)
+
+    engine.abort([request(0, 0, 2).sample_id, request(0, 1, 6).sample_id], 0.35)  # after 3 steps: 5 and 5 tokens
+
+    assert [(one.start, count(one.token_ids), one.finish) for one in engine.take_ended()] == [
+        (2, 3, "aborted"),
+        (6, 0, "aborted"),
+    ]

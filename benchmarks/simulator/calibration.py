@@ -1,12 +1,14 @@
-"""What of the profiles is fitted to the published system, and to which figures: the static ones, and nothing else.
+"""What of the profiles is fitted to the published system, and to which of its figures: the static ones, nothing else.
 
-    python -m benchmarks.simulator.calibration [ROW ...]
+    python -m benchmarks.simulator.calibration [8B|14B ...]
 
-Fitted are, for 8B, how many samples an engine decodes at once, the shares of the peaks that engines and trainer reach,
-to five figures: colocated tokens per second and what 1 to 4 instances make of it. 14B has the same three; fitted is its
-mean length alone, to two figures: 1 and 6 instances. That of 8B is assumed. The search goes from coarse to fine, by the
-squared differences of logarithms; each candidate is a simulated run of the published policy with a fixed number of
-instances, the first steps of which are left out: the windows settle there.
+For 8B: how many samples an engine decodes at once, and which shares of the peaks engines and trainer reach, to five
+figures: tokens per second colocated, and what 1 to 4 instances make of it. For 14B: the samples decoded at once and the
+trainer's share again, to two figures: what 1 and 6 instances make of it. Mean and spread of lengths are assumed.
+
+Steps of a grid are taken as long as one of them lowers the sum of squared differences of logarithms. A candidate is
+judged by simulated runs of the published policy with a fixed number of instances, in their last steps: the seeding
+window settles in the first ones.
 """
 
 from __future__ import annotations
@@ -14,12 +16,12 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from statistics import fmean
 
 import msgspec
-
-from statistics import fmean
 
 from benchmarks.simulator.published_system import (
     COLOCATED_TOKENS_PER_S,
@@ -37,6 +39,9 @@ from tidemill.sim.run import simulate_run
 STEPS, MEASURED = 12, 6
 """Steps simulated with instances, and of those the last ones that count."""
 COLOCATED_STEPS = 6
+GRID = {"slots": 8, "bandwidth": 0.05, "compute": 0.025}
+FREE = {"8B": ("slots", "bandwidth", "compute"), "14B": ("slots", "compute")}
+START = Calibration(slots=64, bandwidth=0.7, compute=0.35, mean_tokens=5000.0)
 
 
 class Steady(Record):
@@ -66,3 +71,60 @@ def steady(row: str, fitted: Calibration, instances: int) -> Steady:
         step_s=(run.seconds - began_s) / len(lines),
         train_s=fmean(line.values["time_train_s"] for line in lines),
     )
+
+
+def differences(row: str, found: Mapping[int, Steady]) -> dict[str, float]:
+    """Simulated over published, as logarithms, by figure."""
+    colocated = found[0].tokens_per_s
+    ratios = {
+        f"with {instances}": math.log(found[instances].tokens_per_s / colocated / published)
+        for instances, published in SPEEDUPS[row].items()
+    }
+    return ratios | ({"colocated": math.log(colocated / COLOCATED_TOKENS_PER_S)} if row == "8B" else {})
+
+
+def fit(row: str, start: Calibration, pool: ProcessPoolExecutor) -> Calibration:
+    best, least = start, _error(row, start, pool)
+    tried = {start}
+    while True:
+        for candidate in _neighbours(best, FREE[row]):
+            if candidate in tried:
+                continue
+            tried.add(candidate)
+            error = _error(row, candidate, pool)
+            if error < least:
+                best, least = candidate, error
+                break
+        else:
+            return best
+
+
+def _neighbours(fitted: Calibration, free: tuple[str, ...]) -> Iterator[Calibration]:
+    for name in free:
+        for sign in (-1, 1):
+            value = round(getattr(fitted, name) + sign * GRID[name], 3)
+            yield msgspec.structs.replace(fitted, **{name: value})
+
+
+def _error(row: str, fitted: Calibration, pool: ProcessPoolExecutor) -> float:
+    counts = (0, *SPEEDUPS[row])
+    found = dict(zip(counts, pool.map(partial(steady, row, fitted), counts), strict=True))
+    off = differences(row, found)
+    error = sum(difference**2 for difference in off.values())
+    told = ", ".join(f"{name} {math.expm1(difference):+.1%}" for name, difference in off.items())
+    print(f"{row} {fitted}: {told}; {error:.5f}", flush=True)
+    return error
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="*", default=list(FREE), help="8B, 14B")
+    rows = parser.parse_args().rows
+    with ProcessPoolExecutor(2) as pool:
+        for row in rows:
+            print(f"{row}: {fit(row, START, pool)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

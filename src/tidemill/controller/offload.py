@@ -21,6 +21,29 @@ STEADY = 0.1
 """A mean number of workers so close to a whole one counts as that number all along."""
 
 
+ASSUMED_SHARE = 0.5
+"""Of their best speed, what workers reach while they finish a batch, until that was seen."""
+NEWS = 0.5
+"""Weight of the last step in what is known of both sides."""
+WORSE = 1.25
+"""The reserved side generates again when there is so many times more left than others can finish in time."""
+
+
+class Balance(Record):
+    """What earlier steps say of how fast both sides are."""
+
+    train_s_per_token: float
+    drained_share: float = ASSUMED_SHARE  # of the best speed, what workers reached from a hand-over to the last token
+
+
+class HandOver(Record):
+    """The reserved side stopped generating."""
+
+    at_s: float
+    left_tokens: float  # expected then
+    workers: int
+
+
 class OffloadState(Record):
     """What is carried from step to step."""
 
@@ -28,6 +51,7 @@ class OffloadState(Record):
     wanted_workers: int  # N_prem
     window_by_count: dict[int, float] = {}  # the memory: T_seed by number of preemptible workers
     predicted_workers: int = 0  # how many the next step is expected to have: as many as the last one had
+    balance: Balance | None = None
 
 
 class StepObservation(Record):
@@ -94,3 +118,50 @@ def seeding_useful(*, elapsed_s: float, window_s: float, preemptible_serving: in
     others have free slots: what they took over they would decode beside all they have, and so more slowly.
     """
     return preemptible_serving == 0 or elapsed_s < window_s
+
+
+def can_finish(
+    balance: Balance,
+    *,
+    made_tokens: float,
+    left_tokens: float,
+    workers: int,
+    best_tokens_per_s: float,
+    trained_s: float = 0.0,
+) -> bool:
+    """Whether preemptible workers will have generated what is left when the trainer is through with the batch.
+
+    Args:
+        left_tokens: expected, of all unfinished samples.
+        best_tokens_per_s: of one worker.
+        trained_s: how long the trainer had for this batch already.
+    """
+    train_s = balance.train_s_per_token * (made_tokens + left_tokens) - trained_s
+    return left_tokens <= workers * best_tokens_per_s * balance.drained_share * train_s
+
+
+def balance_after(
+    before: Balance | None,
+    *,
+    train_s: float,
+    tokens: int,
+    hand_over: HandOver | None,
+    finished_s: float,
+    best_tokens_per_s: float,
+) -> Balance | None:
+    """
+    Args:
+        train_s: of learning from `tokens` tokens.
+        hand_over: of this step, where the number of workers was the same from then on; None teaches nothing of shares.
+        finished_s: when the last token came.
+    """
+    if train_s <= 0 or not tokens:
+        return before
+    share = before.drained_share if before else ASSUMED_SHARE
+    per_token = train_s / tokens
+    if before is not None:
+        per_token = NEWS * per_token + (1 - NEWS) * before.train_s_per_token
+    if hand_over is not None and finished_s > hand_over.at_s and best_tokens_per_s > 0:
+        could = hand_over.workers * best_tokens_per_s * (finished_s - hand_over.at_s)
+        share = NEWS * hand_over.left_tokens / could + (1 - NEWS) * share
+    return Balance(train_s_per_token=per_token, drained_share=share)

@@ -41,11 +41,19 @@ class ThroughputProfile:
 
     def plateau(self, default: int) -> int:
         """The smallest batch size whose throughput is at least `FLAT` of the best; `default` until that is known."""
-        curve = [point for _, rows in sorted(self._sizes.items()) if (point := self._point(rows))]
+        curve = self._curve()
         if not curve or curve[-1][0] < SPAN * curve[0][0]:
             return default
         best = max(rate for _, rate in curve)
         return next(running for running, rate in curve if rate >= FLAT * best)
+
+    @property
+    def best_tokens_per_s(self) -> float:
+        """Of one worker, at whatever batch size; 0 until it is known."""
+        return max((rate for _, rate in self._curve()), default=0.0)
+
+    def _curve(self) -> list[tuple[int, float]]:
+        return [point for _, rows in sorted(self._sizes.items()) if (point := self._point(rows))]
 
     def _point(self, rows: deque[tuple[int, int, float]]) -> tuple[int, float] | None:
         """A size's typical number of samples and throughput."""

@@ -24,6 +24,7 @@ from tidemill.controller.assembly import scored
 from tidemill.controller.dispatcher import Dispatcher
 from tidemill.controller.in_flight import InFlight
 from tidemill.controller.mailbox import Ended, Mail, Mailbox
+from tidemill.controller.offload import Balance, HandOver
 from tidemill.controller.reading import Reading
 from tidemill.controller.rollout import Rollout, StopRequested
 from tidemill.controller.samples import Sample, SampleState
@@ -88,10 +89,15 @@ class Collection:
         """Preemptible workers that served in this step, on average."""
         return self._dispatcher.workers_mean
 
-    def begin_step(self, *, samples: int, window_s: float) -> None:
+    @property
+    def handed_over(self) -> HandOver | None:
+        """When the reserved side stopped generating, where that was judged by what is left."""
+        return self._dispatcher.handed_over
+
+    def begin_step(self, *, samples: int, window_s: float, balance: Balance | None = None) -> None:
         """The next batch is due, of so many samples; the reserved side generates beside the others for a while."""
         self._due, self.waited_s, self.idle_s = samples, 0.0, 0.0
-        self._dispatcher.begin_step(window_s)
+        self._dispatcher.begin_step(window_s, balance)
         self.look()
 
     def look(self) -> None:
@@ -331,7 +337,7 @@ class Collection:
             if not self._in_flight.running:
                 self._paused.set()
             return
-        if self._dispatcher.dispatch():
+        if self._dispatcher.dispatch(trainer_waits=self._wanted_at is not None):
             self._news_at = self._noticed_at = self._rollout.clock.now()  # an answer is awaited from now on
 
     async def _call_back(self) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.in_flight import LOCAL, InFlight, had_by
 from tidemill.controller.member import Member
-from tidemill.controller.offload import seeding_useful
+from tidemill.controller.offload import WORSE, Balance, HandOver, can_finish, seeding_useful
 from tidemill.controller.router import Load, Movable, Waiting
 from tidemill.controller.samples import Sample, SampleState
 from tidemill.controller.tail import keepers, tail_begins
@@ -21,6 +21,10 @@ MAX_FAILURES = 3
 
 REBALANCE_S = 0.5
 """How often the load is evened out once nothing waits with the controller."""
+
+
+LOOK_S = 1.0
+"""How often it is judged whether others can finish what is left; each 10,000 samples make it a second more."""
 
 
 class Dispatcher:
@@ -39,9 +43,17 @@ class Dispatcher:
         self._called_back: dict[int, int] = {}  # ordinal: the attempt that was asked back
         self.seeded_until_s: float | None = None  # since when the reserved side has not been generating
         self._workers, self._counted_s, self._worker_s = 0, self._began_s, 0.0
+        self._balance: Balance | None = None
+        self.handed_over: HandOver | None = None
+        self._judged_s, self._can_finish = -math.inf, False
 
-    def begin_step(self, window_s: float) -> None:
-        """New weights are there: the reserved side generates too for a while again."""
+    def begin_step(self, window_s: float, balance: Balance | None = None) -> None:
+        """New weights are there: the reserved side generates too for a while again.
+
+        Args:
+            balance: what its end is judged by; None for the window.
+        """
+        self._balance, self.handed_over, self._judged_s = balance, None, -math.inf
         self._began_s, self._window_s, self.seeded_until_s = self._fleet.clock.now(), window_s, None
         self._keepers = None
         self._workers, self._counted_s, self._worker_s = self._fleet.joined, self._began_s, 0.0
@@ -55,16 +67,22 @@ class Dispatcher:
     @property
     def window_left_s(self) -> float:
         """Until the reserved side may have to stop generating; infinite when it is not a question of time."""
+        if self._balance is not None:
+            return self._pause_s
         left_s = self._began_s + self._window_s - self._fleet.clock.now()
         return left_s if self._seeds and self._fleet.elastic and left_s > 0 else math.inf
 
-    def dispatch(self) -> bool:
+    @property
+    def _pause_s(self) -> float:
+        return LOOK_S + len(self._in_flight.samples) / 10_000
+
+    def dispatch(self, *, trainer_waits: bool) -> bool:
         """Do what the state of samples and fleet asks for; never waits. Says whether samples were given out.
 
         Raises:
             TidemillError: engines failed again and again on one sample.
         """
-        members = self._members()
+        members = self._members(trainer_waits)
         self._count_workers()
         self._enqueue()
         if self._fleet.elastic and self._fleet.config.tail_fraction > 0:
@@ -97,7 +115,7 @@ class Dispatcher:
         self._worker_s += self._workers * (now_s - self._counted_s)
         self._workers, self._counted_s = self._fleet.joined, now_s
 
-    def _members(self) -> list[Member]:
+    def _members(self, trainer_waits: bool) -> list[Member]:
         """Who takes samples now. The reserved side's own are called back when its window is over."""
         fleet, in_flight = self._fleet, self._in_flight
         members = fleet.serving(in_flight.newest_version)
@@ -107,11 +125,8 @@ class Dispatcher:
             return members
         seeds = not fleet.elastic
         if fleet.elastic and fleet.config.seeding:
-            seeds = seeding_useful(
-                elapsed_s=fleet.clock.now() - self._began_s,
-                window_s=self._window_s,
-                preemptible_serving=len(members),
-            ) and (self._keepers is None or LOCAL in self._keepers)
+            keeps = self._keepers is None or LOCAL in self._keepers
+            seeds = self._seeding_useful(len(members), trainer_waits) and keeps
         if self._seeds and not seeds:
             self.seeded_until_s = fleet.clock.now()
             if not fleet.local.behind:  # else it only finishes what it began under older weights
@@ -121,6 +136,32 @@ class Dispatcher:
         self._seeds = seeds
         up_to_date = fleet.local.version is None or fleet.local.version.number == in_flight.newest_version
         return [*members, fleet.local] if seeds and up_to_date else members
+
+    def _seeding_useful(self, workers: int, trainer_waits: bool) -> bool:
+        """Where both sides' speeds are known, until the others can be expected to finish in time; and again when so many
+        of them went that they cannot."""
+        now_s, fleet = self._fleet.clock.now(), self._fleet
+        if self._balance is None:
+            return seeding_useful(elapsed_s=now_s - self._began_s, window_s=self._window_s, preemptible_serving=workers)
+        over = self.handed_over
+        if workers == 0 or (over is None and trainer_waits):
+            return True
+        if over is not None and not self._seeds and workers >= over.workers:
+            return False
+        if now_s - self._judged_s >= self._pause_s:
+            self._judged_s = now_s
+            left = sum(self._expected(one) for one in self._in_flight if one.finish is None)
+            self._can_finish = can_finish(
+                self._balance,
+                made_tokens=sum(one.length for one in self._in_flight),
+                left_tokens=left if over is None or self._seeds else left / WORSE,
+                workers=workers,
+                best_tokens_per_s=fleet.profile.best_tokens_per_s,
+                trained_s=0.0 if over is None else now_s - over.at_s,
+            )
+            if self._can_finish and (over is None or self._seeds or workers < over.workers):
+                self.handed_over = HandOver(at_s=now_s, left_tokens=left, workers=workers)
+        return not self._can_finish
 
     def _gather(self, members: Sequence[Member]) -> list[Member]:
         """In the tail of a batch: those who finish it. The others' samples are called back once, to go on there."""

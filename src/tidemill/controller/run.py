@@ -17,7 +17,15 @@ from tidemill.controller.collection import Collection
 from tidemill.controller.figures import batch_figures, sample_figures
 from tidemill.controller.held_out import HeldOut
 from tidemill.controller.in_flight import InFlight, plan_groups
-from tidemill.controller.offload import OffloadState, StepObservation, after_step, start, window
+from tidemill.controller.offload import (
+    STEADY,
+    OffloadState,
+    StepObservation,
+    after_step,
+    balance_after,
+    start,
+    window,
+)
 from tidemill.controller.rollout import Rollout, StopRequested
 from tidemill.controller.samples import Sample, SampleState
 from tidemill.core.errors import TidemillError
@@ -102,7 +110,8 @@ class Run:
         window_s = self._window_s()
         if self.offload is not None:
             self.timings["seed_window_s"] = window_s
-        self._collection.begin_step(samples=forming.size * batch.group_size, window_s=window_s)
+        balance = self.offload.balance if self.offload is not None and self._judges_balance else None
+        self._collection.begin_step(samples=forming.size * batch.group_size, window_s=window_s, balance=balance)
         return forming
 
     async def _admit(self, taken: int) -> None:
@@ -269,7 +278,7 @@ class Run:
         )
         if self.spec.corrects_each_publish:
             await self._note_logprobs()
-        self._adapt()
+        self._adapt(sum(trajectory.completion_length for trajectory in trajectories))
         samples.sort(key=lambda sample: sample.ordinal)
         by_id = {trajectory.sample_id: trajectory for trajectory in trajectories}
         ordered = [by_id[sample.sample_id] for sample in samples]
@@ -345,8 +354,14 @@ class Run:
             return math.inf
         return window(self.offload, self.rollout.fleet.joined)
 
-    def _adapt(self) -> None:
-        """Learn from who waited for whom: the seeding window of later steps, and how many workers would be of use."""
+    @property
+    def _judges_balance(self) -> bool:
+        """Whether the reserved side's part of a batch ends by what is left of it: all that is in flight is the batch."""
+        return self.rollout.fleet.config.hand_over == "balance" and self.spec.schedule.max_policy_lag == 0
+
+    def _adapt(self, tokens: int) -> None:
+        """Learn from who waited for whom: the seeding window of later steps, how many workers would be of use, and how
+        fast both sides were with the batch's `tokens`."""
         fleet, timings = self.rollout.fleet, self.timings
         if self.offload is None:
             return
@@ -359,16 +374,24 @@ class Run:
             train_s=timings["time_train_s"],
             reserved_engines=fleet.reserved_engines,
         )
-        config = fleet.config
-        self._balance(
-            after_step(
-                self.offload,
-                observation,
-                gain=config.window_gain,
-                floor_s=config.window_floor_s,
-                remembers=config.remember_windows,
-            )
+        config, over = fleet.config, self._collection.handed_over
+        steady = over is not None and abs(timings["workers_mean"] - over.workers) <= STEADY
+        balance = balance_after(
+            self.offload.balance,
+            train_s=timings["time_train_s"],
+            tokens=tokens,
+            hand_over=over if steady else None,
+            finished_s=self.began_s + timings["time_rollout_s"],
+            best_tokens_per_s=fleet.profile.best_tokens_per_s,
         )
+        offload = after_step(
+            self.offload,
+            observation,
+            gain=config.window_gain,
+            floor_s=config.window_floor_s,
+            remembers=config.remember_windows,
+        )
+        self._balance(msgspec.structs.replace(offload, balance=balance))
 
     def _balance(self, offload: OffloadState) -> None:
         self.offload = offload

@@ -83,6 +83,7 @@ class Twins(Record):
     fleet: Callable[..., Fleet] = Fleet
     host: Callable[..., SimulatedHost] = SimulatedHost
     engine: type[SimulatedEngine] = SimulatedEngine
+    tick_s: float = math.inf  # how often workers report what is under way, besides when samples end
     last_words: bool = True  # a machine that goes has told what its samples had; else they begin anew elsewhere
 
 
@@ -145,7 +146,7 @@ async def _simulate(
     clock = LoopClock()
     recording, completions = Recording(clock, tell), BlankCompletions(work.length)
     local = (
-        _reserved(plant, twins.engine(plant.reserved, completions, now_s=clock.now()), clock)
+        _reserved(plant, twins.engine(plant.reserved, completions, now_s=clock.now()), clock, twins.tick_s)
         if plant.reserved
         else None
     )
@@ -154,7 +155,14 @@ async def _simulate(
     host = provider = None
     if timetable is not None:
         assert plant.worker is not None, "machines come, and nothing says what they can do"
-        host = twins.host(plant.worker, plant.weights, completions=completions, clock=clock, engine_type=twins.engine)
+        host = twins.host(
+            plant.worker,
+            plant.weights,
+            completions=completions,
+            clock=clock,
+            tick_s=twins.tick_s,
+            engine_type=twins.engine,
+        )
         price = spec.fleet.preemptible_usd_per_hour
         machines = ScheduledProvider(timetable, clock=clock, session=1, price_usd_per_hour=price, most=most_workers)
         provider = LastWords(machines, host, tick_s=spec.engine.tick_s) if twins.last_words else machines
@@ -246,7 +254,7 @@ async def drive(
     return result
 
 
-def _reserved(plant: Plant, engine: SimulatedEngine, clock: Clock) -> SimulatedWorker:
+def _reserved(plant: Plant, engine: SimulatedEngine, clock: Clock, tick_s: float) -> SimulatedWorker:
     make = SharingWorker if plant.shares_gpus else SimulatedWorker
     return make(
         engine,
@@ -255,6 +263,7 @@ def _reserved(plant: Plant, engine: SimulatedEngine, clock: Clock) -> SimulatedW
         lease_id=LOCAL,
         source=None,
         swap_s=plant.reserved_load_s,
+        tick_s=tick_s,
     )
 
 

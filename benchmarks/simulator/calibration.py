@@ -2,13 +2,13 @@
 
     python -m benchmarks.simulator.calibration [8B|14B ...]
 
-For 8B: how many samples an engine decodes at once, and which shares of the peaks engines and trainer reach, to five
-figures: tokens per second colocated, and what 1 to 4 instances make of it. For 14B: the samples decoded at once and the
-trainer's share again, to two figures: what 1 and 6 instances make of it. Mean and spread of lengths are assumed.
+Fitted are three numbers for each model: how many samples an engine decodes at once, and which shares of the peaks
+engines and trainer reach. For 8B to five figures: tokens per second colocated, and what 1 to 4 instances make of it.
+For 14B to two, what 1 and 6 instances make of it, the engines' share being that of 8B. Lengths are assumed.
 
-Steps of a grid are taken as long as one of them lowers the sum of squared differences of logarithms. A candidate is
-judged by simulated runs of the published policy with a fixed number of instances, in their last steps: the seeding
-window settles in the first ones.
+Of the candidates, a few around what first trials suggested, the one with the least sum of squared differences of
+logarithms is taken. Each is judged by simulated runs of the published policy with a fixed number of instances, in their
+last steps: the seeding window settles in the first ones.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from statistics import fmean
-
-import msgspec
 
 from benchmarks.simulator.published_system import (
     COLOCATED_TOKENS_PER_S,
@@ -39,9 +37,12 @@ from tidemill.sim.run import simulate_run
 STEPS, MEASURED = 12, 6
 """Steps simulated with instances, and of those the last ones that count."""
 COLOCATED_STEPS = 6
-GRID = {"slots": 8, "bandwidth": 0.05, "compute": 0.025}
-FREE = {"8B": ("slots", "bandwidth", "compute"), "14B": ("slots", "compute")}
-START = Calibration(slots=64, bandwidth=0.7, compute=0.35, mean_tokens=5000.0)
+CANDIDATES = {
+    "8B": [(64, 0.7, 0.35), (56, 0.7, 0.35), (48, 0.7, 0.35)],
+    "14B": [(40, 0.7, 0.5), (32, 0.7, 0.5), (32, 0.7, 0.45), (24, 0.7, 0.45)],
+}
+"""Slots, bandwidth, compute."""
+MEAN_TOKENS = 5000.0
 
 
 class Steady(Record):
@@ -83,29 +84,6 @@ def differences(row: str, found: Mapping[int, Steady]) -> dict[str, float]:
     return ratios | ({"colocated": math.log(colocated / COLOCATED_TOKENS_PER_S)} if row == "8B" else {})
 
 
-def fit(row: str, start: Calibration, pool: ProcessPoolExecutor) -> Calibration:
-    best, least = start, _error(row, start, pool)
-    tried = {start}
-    while True:
-        for candidate in _neighbours(best, FREE[row]):
-            if candidate in tried:
-                continue
-            tried.add(candidate)
-            error = _error(row, candidate, pool)
-            if error < least:
-                best, least = candidate, error
-                break
-        else:
-            return best
-
-
-def _neighbours(fitted: Calibration, free: tuple[str, ...]) -> Iterator[Calibration]:
-    for name in free:
-        for sign in (-1, 1):
-            value = round(getattr(fitted, name) + sign * GRID[name], 3)
-            yield msgspec.structs.replace(fitted, **{name: value})
-
-
 def _error(row: str, fitted: Calibration, pool: ProcessPoolExecutor) -> float:
     counts = (0, *SPEEDUPS[row])
     found = dict(zip(counts, pool.map(partial(steady, row, fitted), counts), strict=True))
@@ -118,11 +96,14 @@ def _error(row: str, fitted: Calibration, pool: ProcessPoolExecutor) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", nargs="*", default=list(FREE), help="8B, 14B")
-    rows = parser.parse_args().rows
+    parser.add_argument("rows", nargs="*", default=list(CANDIDATES), help="8B, 14B")
     with ProcessPoolExecutor(2) as pool:
-        for row in rows:
-            print(f"{row}: {fit(row, START, pool)}")
+        for row in parser.parse_args().rows:
+            candidates = [
+                Calibration(slots=slots, bandwidth=bandwidth, compute=compute, mean_tokens=MEAN_TOKENS)
+                for slots, bandwidth, compute in CANDIDATES[row]
+            ]
+            print(f"{row}: {min(candidates, key=lambda fitted: _error(row, fitted, pool))}")
     return 0
 
 

@@ -1,8 +1,8 @@
-"""RLBoost as simulated: its machines and models, what is published of it, and which of that our profiles were fitted to.
+"""RLBoost as simulated: its machines and models, what is published of it, and which of that the profiles are fitted to.
 
-Published figures are those of arXiv 2510.19225: GRPO, 128 prompts x 8 samples of up to 14k tokens, 8 H100 reserved and 2
-an instance. Static ones, of a fixed number of instances, are what the profiles may be fitted to. All others are only
-ever compared with what comes out.
+Published figures are those of arXiv 2510.19225: GRPO, 128 prompts x 8 samples of up to 14k tokens; 8 H100 are reserved,
+2 are an instance. Static ones, of a fixed number of instances, are what the profiles may be fitted to. All others are
+only ever compared with what comes out.
 """
 
 from __future__ import annotations
@@ -78,6 +78,12 @@ class Calibration(Record):
     bandwidth: float  # share of the peak that engines reach
     compute: float  # share of the peak that the trainer reaches
     mean_tokens: float  # of a completion
+
+
+FITTED = {
+    "8B": Calibration(slots=56, bandwidth=0.7, compute=0.35, mean_tokens=5000.0),
+    "14B": Calibration(slots=32, bandwidth=0.7, compute=0.5, mean_tokens=5000.0),
+}
 
 
 def plant(row: str, fitted: Calibration, *, delta_share: float = 0.0) -> Plant:

@@ -23,8 +23,10 @@ REBALANCE_S = 0.5
 """How often the load is evened out once nothing waits with the controller."""
 
 
-LOOK_S = 1.0
-"""How often it is judged whether others can finish what is left; each 10,000 samples make it a second more."""
+LOOKS = 100
+"""How often it is judged whether others can finish what is left, while a batch is learned from; more rarely where there
+are so many samples that judging takes time."""
+SAMPLES_PER_S = 10_000
 
 
 class Dispatcher:
@@ -67,14 +69,14 @@ class Dispatcher:
     @property
     def window_left_s(self) -> float:
         """Until the reserved side may have to stop generating; infinite when it is not a question of time."""
-        if self._balance is not None:
-            return self._pause_s
+        if self._balance is not None and self._fleet.elastic:
+            return self._pause_s(self._balance)
         left_s = self._began_s + self._window_s - self._fleet.clock.now()
         return left_s if self._seeds and self._fleet.elastic and left_s > 0 else math.inf
 
-    @property
-    def _pause_s(self) -> float:
-        return LOOK_S + len(self._in_flight.samples) / 10_000
+    def _pause_s(self, balance: Balance) -> float:
+        """Between two looks at what is left."""
+        return max(balance.train_s / LOOKS, len(self._in_flight.samples) / SAMPLES_PER_S)
 
     def dispatch(self, *, trainer_waits: bool) -> bool:
         """Do what the state of samples and fleet asks for; never waits. Says whether samples were given out.
@@ -138,8 +140,8 @@ class Dispatcher:
         return [*members, fleet.local] if seeds and up_to_date else members
 
     def _seeding_useful(self, workers: int, trainer_waits: bool) -> bool:
-        """Where both sides' speeds are known, until the others can be expected to finish in time; and again when so many
-        of them went that they cannot."""
+        """By the window; or, where both sides' speeds are known, until the others can be expected to finish in time, and
+        again when so many of them went that they cannot."""
         now_s, fleet = self._fleet.clock.now(), self._fleet
         if self._balance is None:
             return seeding_useful(elapsed_s=now_s - self._began_s, window_s=self._window_s, preemptible_serving=workers)
@@ -148,7 +150,7 @@ class Dispatcher:
             return True
         if over is not None and not self._seeds and workers >= over.workers:
             return False
-        if now_s - self._judged_s >= self._pause_s:
+        if now_s - self._judged_s >= self._pause_s(self._balance):
             self._judged_s = now_s
             left = sum(self._expected(one) for one in self._in_flight if one.finish is None)
             self._can_finish = can_finish(

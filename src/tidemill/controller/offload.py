@@ -32,6 +32,7 @@ WORSE = 1.25
 class Balance(Record):
     """What earlier steps say of how fast both sides are."""
 
+    train_s: float  # of the last batch
     train_s_per_token: float
     drained_share: float = ASSUMED_SHARE  # of the best speed, what workers reached from a hand-over to the last token
 
@@ -164,4 +165,4 @@ def balance_after(
     if hand_over is not None and finished_s > hand_over.at_s and best_tokens_per_s > 0:
         could = hand_over.workers * best_tokens_per_s * (finished_s - hand_over.at_s)
         share = NEWS * hand_over.left_tokens / could + (1 - NEWS) * share
-    return Balance(train_s_per_token=per_token, drained_share=share)
+    return Balance(train_s=train_s, train_s_per_token=per_token, drained_share=share)

@@ -356,7 +356,7 @@ class Run:
 
     @property
     def _judges_balance(self) -> bool:
-        """Whether the reserved side's part of a batch ends by what is left of it: all that is in flight is the batch."""
+        """Whether the reserved side stops by what is left of a batch; at lag 0 that is all that is in flight."""
         return self.rollout.fleet.config.hand_over == "balance" and self.spec.schedule.max_policy_lag == 0
 
     def _adapt(self, tokens: int) -> None:

@@ -1,0 +1,174 @@
+"""Ours against the published policy in the same simulation: 14B, the same machines, trainer, engines and lengths.
+
+    python -m benchmarks.simulator.ours
+
+Two columns: strictly on policy as the published one (lag 0), and one version behind (lag 1). What ours does otherwise
+is taken away one by one. The bound packs perfectly: no sample is longer than another, nothing travels, nobody waits.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.measuring import write_result
+from benchmarks.simulator.availability import MOST, SEGMENT_S, segments
+from benchmarks.simulator.published_system import (
+    FITTED,
+    GROUP,
+    INSTANCE,
+    MOST_PENDING,
+    PROMPT_TOKENS,
+    PROMPTS,
+    RESERVED,
+    UNLIMITED,
+    base_spec,
+    plant,
+    published_spec,
+    published_twins,
+    workload,
+)
+from benchmarks.simulator.segments import ENDLESS, Outcome, System, Total, play, play_all, total
+from tidemill.controller import router as per_sample
+from tidemill.controller.fleet import Fleet
+from tidemill.controller.lengths import LengthEstimator
+from tidemill.controller.router import Load, Waiting
+from tidemill.sim.profiled import ProfiledEngine
+from tidemill.sim.profiles.generation import rollout_of, steady_tokens_per_s
+from tidemill.sim.rlboost import GroupEngine, GroupRouter
+from tidemill.sim.run import Twins
+
+ROW, TARGET = "14B", 1.15
+CHANGED = 0.03
+"""Share of the elements that differ from version to version; with its place an element takes as much as in a whole
+version (docs/planner.md)."""
+TICK_S = 10.0
+"""How often simulated workers report what is under way; real ones do so every 0.1 s."""
+
+
+class AnyPrompt(LengthEstimator):
+    """Of lengths only the law of all samples is known, nothing of single prompts."""
+
+    def observe(self, prompt_id: str, length: int) -> None:
+        super().observe("", length)
+
+    def expected_remaining(self, prompt_id: str, have: int, limit: int) -> float:
+        return super().expected_remaining("", have, limit)
+
+
+class WithoutAffinity:
+    """Implements `controller.router.Router`: ours, where every sample is a group of its own."""
+
+    rebalance = staticmethod(per_sample.rebalance)
+
+    def dispatch(self, waiting: Sequence[Waiting], loads: Sequence[Load], *, queue_limit: int) -> list[tuple[int, str]]:
+        alone = [msgspec.structs.replace(one, group=("", "", one.ordinal)) for one in waiting]
+        strangers = [msgspec.structs.replace(load, groups=frozenset()) for load in loads]
+        return per_sample.dispatch(alone, strangers, queue_limit=queue_limit)
+
+
+def ours(lag: int, *, twins: Twins | None = None, delta_share: float = CHANGED, **fleet: Any) -> System:
+    schedule = {"max_policy_lag": lag, "membership": "first_finished" if lag else "planned"}
+    return System(
+        spec=base_spec(
+            steps=ENDLESS, fleet={"seed_window_s": 150.0, "hand_over": "balance", **fleet}, schedule=schedule
+        ),
+        twins=twins or Twins(tick_s=TICK_S),
+        delta_share=delta_share,
+    )
+
+
+def in_groups(lag: int) -> System:
+    fleet = partial(Fleet, router=GroupRouter(group_size=GROUP, most_pending=MOST_PENDING))
+    twins = Twins(fleet=fleet, engine=GroupEngine, tick_s=TICK_S)
+    return ours(lag, twins=twins, queue_limit=UNLIMITED, max_moves=UNLIMITED)
+
+
+WITHOUT: dict[str, Callable[[int], System]] = {
+    "hand-over by balance": lambda lag: ours(lag, hand_over="window"),
+    "samples that move by themselves": in_groups,
+    "delta weights": lambda lag: ours(lag, delta_share=0.0),
+    "lengths by prompt": lambda lag: ours(lag, twins=Twins(fleet=partial(Fleet, lengths=AnyPrompt()), tick_s=TICK_S)),
+    "prefix affinity": lambda lag: ours(
+        lag, twins=Twins(fleet=partial(Fleet, router=WithoutAffinity()), tick_s=TICK_S)
+    ),
+    "continuous balance": lambda lag: ours(lag, max_moves=0),
+}
+WITH: dict[str, Callable[[int], System]] = {"tail consolidation": lambda lag: ours(lag, tail_fraction=0.1)}
+PUBLISHED = "published policy"
+SYSTEMS: dict[str, Callable[[], System]] = {
+    PUBLISHED: lambda: System(spec=published_spec(steps=ENDLESS), twins=published_twins()),
+    **{f"ours, lag {lag}": partial(ours, lag) for lag in (0, 1)},
+    **{f"without {name}, lag {lag}": partial(make, lag) for name, make in WITHOUT.items() for lag in (0, 1)},
+    **{f"with {name}, lag {lag}": partial(make, lag) for name, make in WITH.items() for lag in (0, 1)},
+}
+
+
+def run_case(row: str, name: str, segment: str | None) -> Outcome:
+    return play(row, SYSTEMS[name](), segment)
+
+
+def bound(train_s_per_token: float) -> tuple[float, float]:
+    """(tokens per second, per dollar) if nothing is lost: with r tokens a second of the reserved side and d of each of n
+    machines, W in a batch and X seconds of learning, a step takes max(X, (W + r X) / (r + n d))."""
+    machines, costs = plant(ROW, FITTED[ROW]), workload(FITTED[ROW])
+    assert isinstance(machines.worker, ProfiledEngine)
+    rollout = rollout_of(costs.lengths, samples=PROMPTS * GROUP, group_size=GROUP, prompt_tokens=PROMPT_TOKENS)
+    each = steady_tokens_per_s(machines.worker.profile, rollout)
+    reserved, train_s = each * RESERVED.gpus / INSTANCE.gpus, train_s_per_token * rollout.tokens
+    tokens = usd = seconds = 0.0
+    for trace in segments().values():
+        held = trace.at_most(MOST[ROW])
+        for (begin_s, count), (end_s, _) in pairwise([*held.steps, (SEGMENT_S, 0)]):
+            step_s = max(train_s, (rollout.tokens + reserved * train_s) / (reserved + count * each))
+            price = (RESERVED.usd_per_hour or 0.0) + count * (INSTANCE.preemptible_usd_per_hour or 0.0)
+            seconds += end_s - begin_s
+            tokens += rollout.tokens * (end_s - begin_s) / step_s
+            usd += price * (end_s - begin_s) / 3600
+    return tokens / seconds, tokens / usd
+
+
+def show(totals: dict[str, Total], best: tuple[float, float]) -> None:
+    base = totals[PUBLISHED]
+    table = Table(title="14B, over the published policy: throughput, and per dollar", box=box.SIMPLE)
+    for column in ("system", "lag 0", "per $", "idle", "lag 1", "per $", "idle"):
+        table.add_column(column, justify="left" if column == "system" else "right")
+
+    def cells(found: Total) -> tuple[str, str, str]:
+        speed, money = found.tokens_per_s / base.tokens_per_s, found.tokens_per_usd / base.tokens_per_usd
+        return f"{speed:.3f}", f"{money:.3f}", f"{found.trainer_idle:.1%}"
+
+    table.add_row(PUBLISHED, *cells(base), "", "", "")
+    for name in ("ours", *(f"without {name}" for name in WITHOUT), *(f"with {name}" for name in WITH)):
+        table.add_row(name, *(cell for lag in (0, 1) for cell in cells(totals[f"{name}, lag {lag}"])))
+    bounds = (f"{best[0] / base.tokens_per_s:.3f}", f"{best[1] / base.tokens_per_usd:.3f}", "")
+    table.add_row("bound", *bounds, *bounds)
+    Console(width=120).print(table)
+
+
+def main() -> int:
+    found = play_all([(ROW, name) for name in SYSTEMS], run_case)
+    totals = {name: total(outcomes) for (_, name), outcomes in found.items()}
+    published = found[ROW, PUBLISHED].values()
+    best = bound(sum(one.train_s for one in published) / sum(one.tokens for one in published))
+    show(totals, best)
+    gain = totals["ours, lag 0"].tokens_per_usd / totals[PUBLISHED].tokens_per_usd
+    print(
+        f"target {TARGET:g} times the tokens per dollar at lag 0: {gain:.3f}, {'reached' if gain >= TARGET else 'MISSED'}"
+    )
+    systems = {name: msgspec.to_builtins(one) for name, one in totals.items()}
+    content = {"target": TARGET, "gain": gain, "bound": {"tokens_per_s": best[0], "tokens_per_usd": best[1]}}
+    write_result("ours_against_published", {**content, "systems": systems})
+    return 0 if gain >= TARGET else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

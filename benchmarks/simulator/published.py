@@ -1,0 +1,171 @@
+"""The published system in our simulation: what comes out, beside what is published.
+
+    python -m benchmarks.simulator.published
+
+RLBoost's policy (arXiv 2510.19225), run by the real controller, for its 8B and 14B rows, given when machines are there
+(`availability.py`). Fitted were profiles, to static figures (`calibration.py`); everything in the table but its rows
+"fitted" is predicted. The range of what is asked: throughput within 10 %, ablations within a factor of 1.5.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from statistics import fmean
+
+from msgspec import to_builtins
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.measuring import write_result
+from benchmarks.simulator.calibration import Steady, steady
+from benchmarks.simulator.published_system import (
+    COLOCATED_TOKENS_PER_S,
+    DYNAMIC_SPEEDUP,
+    FITTED,
+    MEMORY,
+    NO_SEEDING,
+    SAVED_BY_MIGRATING,
+    SPEEDUPS,
+    TOKENS_PER_USD,
+    WINDOWS_S,
+    plant,
+    published_spec,
+    published_twins,
+    workload,
+)
+from benchmarks.simulator.segments import COLOCATED, CORES, ENDLESS, Outcome, System, Total, play, play_all, total
+from tidemill.pool.timetable import Change, Timetable
+from tidemill.sim.run import simulate_run
+
+WITHIN, FACTOR = 0.1, 1.5
+SYSTEMS: dict[str, Callable[[], System]] = {
+    COLOCATED: lambda: System(spec=published_spec(steps=ENDLESS), twins=published_twins()),
+    "published": lambda: System(spec=published_spec(steps=ENDLESS), twins=published_twins()),
+    "no seeding": lambda: System(spec=published_spec(steps=ENDLESS, seeding=False), twins=published_twins()),
+    "no memory": lambda: System(spec=published_spec(steps=ENDLESS, remember_windows=False), twins=published_twins()),
+}
+CASES = [("8B", COLOCATED), ("8B", "published"), *(("14B", name) for name in SYSTEMS)]
+
+KILLED_STEPS = (6, 7)
+"""The steps in which instances are killed, one in each run: the window has settled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One row of the table."""
+
+    figure: str
+    published: float
+    simulated: float
+    kind: str  # fitted, predicted or check
+    reached: bool | None = None  # None where nothing is asked
+
+
+def run_case(row: str, name: str, segment: str | None) -> Outcome:
+    return play(row, SYSTEMS[name](), segment)
+
+
+def killing(after_s: float, *, migrates: bool, step: int) -> float:
+    """Seconds that killing 3 of 6 instances adds to a 14B step."""
+    fitted = FITTED["14B"]
+
+    def ends(timetable: Timetable) -> list[float]:
+        run = simulate_run(
+            published_spec(steps=step),
+            plant("14B", fitted),
+            workload(fitted),
+            timetable,
+            twins=published_twins(migrates=migrates),
+        )
+        return [line.elapsed_s for line in run.metrics]
+
+    undisturbed = ends(_six(math.inf))
+    return ends(_six(undisturbed[step - 2] + after_s))[-1] - undisturbed[-1]
+
+
+def _six(killed_s: float) -> Iterator[Change]:
+    """Six machines from the beginning, three of which go."""
+    yield from (Change(time_s=0.0, place=place, to="up") for place in range(6))
+    if killed_s < math.inf:
+        yield from (Change(time_s=killed_s, place=place, to="down") for place in range(3))
+
+
+def saved(after_s: float, pool: ProcessPoolExecutor) -> float:
+    """Of what killing adds, the share that migrating saves."""
+    added = {
+        migrates: [pool.submit(killing, after_s, migrates=migrates, step=step) for step in KILLED_STEPS]
+        for migrates in (True, False)
+    }
+    with_it, without = (fmean(future.result() for future in added[migrates]) for migrates in (True, False))
+    return 1 - with_it / without
+
+
+def static_lines(pool: ProcessPoolExecutor) -> Iterator[Line]:
+    for row, speedups in SPEEDUPS.items():
+        counts = sorted({0, *speedups, *WINDOWS_S[row]})
+        futures = {instances: pool.submit(steady, row, FITTED[row], instances) for instances in counts}
+        found: dict[int, Steady] = {instances: future.result() for instances, future in futures.items()}
+        if row == "8B":
+            yield Line("8B colocated, tokens/s", COLOCATED_TOKENS_PER_S, found[0].tokens_per_s, "fitted")
+        for instances, speedup in speedups.items():
+            simulated = found[instances].tokens_per_s / found[0].tokens_per_s
+            yield Line(f"{row} with {instances}, over colocated", speedup, simulated, "fitted")
+        for instances, window_s in WINDOWS_S[row].items():
+            yield Line(f"{row} with {instances}, seeding window, s", window_s, found[instances].window_s, "check")
+
+
+def dynamic_lines(totals: dict[tuple[str, str], Total]) -> Iterator[Line]:
+    for row in ("8B", "14B"):
+        alone, found = totals[row, COLOCATED], totals[row, "published"]
+        speedup = found.tokens_per_s / alone.tokens_per_s
+        reached = abs(speedup / DYNAMIC_SPEEDUP[row] - 1) <= WITHIN
+        yield Line(f"{row} throughput, over colocated", DYNAMIC_SPEEDUP[row], speedup, "predicted", reached)
+        per_usd = found.tokens_per_usd / alone.tokens_per_usd
+        yield Line(f"{row} tokens per dollar, over colocated", TOKENS_PER_USD[row], per_usd, "predicted")
+    whole = totals["14B", "published"].tokens_per_s
+    yield _compared("14B, effect of no seeding", NO_SEEDING, totals["14B", "no seeding"].tokens_per_s / whole - 1)
+    yield _compared("14B, effect of memory", MEMORY, whole / totals["14B", "no memory"].tokens_per_s - 1)
+
+
+def _compared(figure: str, published: float, simulated: float) -> Line:
+    return Line(figure, published, simulated, "predicted", 1 / FACTOR <= simulated / published <= FACTOR)
+
+
+def show(lines: list[Line]) -> None:
+    table = Table(title="RLBoost, published and simulated", box=box.SIMPLE)
+    for column in ("figure", "published", "simulated", "off", "", "asked"):
+        table.add_column(column, justify="left" if column in ("figure", "") else "right")
+    for line in lines:
+        verdict = "" if line.reached is None else "reached" if line.reached else "MISSED"
+        off = f"{line.simulated / line.published - 1:+.0%}"
+        figures = (
+            f"{figure:,.0f}" if abs(figure) >= 5 else f"{figure:.2f}" for figure in (line.published, line.simulated)
+        )
+        table.add_row(line.figure, *figures, off, line.kind, verdict)
+    Console(width=120).print(table)
+
+
+def main() -> int:
+    totals = {case: total(outcomes) for case, outcomes in play_all(CASES, run_case).items()}
+    with ProcessPoolExecutor(CORES) as pool:
+        lines = [*static_lines(pool), *dynamic_lines(totals)]
+        for after_s, share in SAVED_BY_MIGRATING.items():
+            lines.append(_compared(f"14B, killed at {after_s} s: saved by migrating", share, saved(after_s, pool)))
+    show(lines)
+    for (row, name), found in totals.items():
+        print(
+            f"{row:4} {name:12} {found.workers:.2f} instances, {found.evictions} evictions, idle: {found.trainer_idle:.1%}"
+        )
+    systems = {f"{row} {name}": to_builtins(found) for (row, name), found in totals.items()}
+    fitted = {row: to_builtins(found) for row, found in FITTED.items()}
+    write_result("published_policy", {"fitted": fitted, "lines": [asdict(line) for line in lines], "systems": systems})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""A system on the three segments of availability, simulated side by side on two cores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+from benchmarks.simulator.availability import MOST, SEGMENT_S, SEGMENTS, timetables
+from benchmarks.simulator.published_system import FITTED, plant, workload
+from tidemill.config.schema import RunSpec
+from tidemill.core.records import Record
+from tidemill.pool.timetable import Timetable
+from tidemill.sim.run import Twins, simulate_run
+
+ENDLESS = 10_000
+"""Steps: the segment ends before."""
+CORES = 2
+
+
+class System(Record):
+    """How a row is run."""
+
+    spec: RunSpec
+    twins: Twins
+    delta_share: float = 0.0  # see `published_system.plant`
+
+
+class Outcome(Record):
+    """Of one segment, up to the end of its last step."""
+
+    steps: int
+    tokens: int
+    seconds: float
+    usd: float
+    train_s: float
+    trainer_idle: float  # share of the time in which the reserved GPUs neither learned nor generated
+    workers_idle: float  # share of the time of instances
+    workers: float  # held on average
+    evictions: int
+    recomputed: int
+
+
+def play(row: str, system: System, segment: str | None) -> Outcome:
+    """
+    Args:
+        segment: by name; None for no instances at all.
+    """
+    timetable: Timetable | None = timetables()[segment] if segment else None
+    run = simulate_run(
+        system.spec,
+        plant(row, FITTED[row], delta_share=system.delta_share),
+        workload(FITTED[row]),
+        timetable,
+        seconds=SEGMENT_S,
+        most_workers=MOST[row],
+        twins=system.twins,
+    )
+    return Outcome(
+        steps=len(run.metrics),
+        tokens=run.tokens_trained,
+        seconds=run.seconds,
+        usd=run.cost_usd,
+        train_s=run.total("time_train_s"),
+        trainer_idle=run.gpus_idle_share,
+        workers_idle=run.worker_idle_share or 0.0,
+        workers=run.workers_mean,
+        evictions=run.evictions,
+        recomputed=run.tokens_recomputed,
+    )
+
+
+class Total(Record):
+    """Over all segments."""
+
+    tokens_per_s: float
+    tokens_per_usd: float
+    workers: float
+    trainer_idle: float
+    workers_idle: float
+    evictions: int
+    recomputed_share: float  # of the tokens learned from
+    by_segment: dict[str, float]  # tokens per second
+
+
+def total(outcomes: Mapping[str, Outcome]) -> Total:
+    all_of = list(outcomes.values())
+    tokens, seconds = sum(one.tokens for one in all_of), sum(one.seconds for one in all_of)
+    held = sum(one.workers * one.seconds for one in all_of)
+    return Total(
+        tokens_per_s=tokens / seconds,
+        tokens_per_usd=tokens / sum(one.usd for one in all_of),
+        workers=held / seconds,
+        trainer_idle=sum(one.trainer_idle * one.seconds for one in all_of) / seconds,
+        workers_idle=sum(one.workers_idle * one.workers * one.seconds for one in all_of) / held if held else 0.0,
+        evictions=sum(one.evictions for one in all_of),
+        recomputed_share=sum(one.recomputed for one in all_of) / tokens,
+        by_segment={name: one.tokens / one.seconds for name, one in outcomes.items()},
+    )
+
+
+def play_all(
+    cases: Iterable[tuple[str, str]], run: Callable[[str, str, str | None], Outcome]
+) -> dict[tuple[str, str], dict[str, Outcome]]:
+    """Outcomes by (row, name of the system) and segment; `run` makes one of them, and must be a module's function."""
+    wanted = [(*case, segment) for case in cases for segment in (SEGMENTS if case[1] != COLOCATED else (None,))]
+    with ProcessPoolExecutor(CORES) as pool:
+        futures = [pool.submit(run, *each) for each in wanted]
+        found: dict[tuple[str, str], dict[str, Outcome]] = {}
+        for (row, name, segment), future in zip(wanted, futures, strict=True):
+            found.setdefault((row, name), {})[segment or COLOCATED] = future.result()
+    return found
+
+
+COLOCATED = "colocated"

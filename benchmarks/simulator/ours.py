@@ -117,7 +117,7 @@ def run_case(row: str, name: str, segment: str | None) -> Outcome:
 
 
 def bound(train_s_per_token: float) -> tuple[float, float]:
-    """(tokens per second, per dollar) if nothing is lost: with r tokens a second of the reserved side and d of each of n
+    """(tokens per second, per dollar) if nothing is lost: with r tokens a second of the reserved side, d of each of n
     machines, W in a batch and X seconds of learning, a step takes max(X, (W + r X) / (r + n d))."""
     machines, costs = plant(ROW, FITTED[ROW]), workload(FITTED[ROW])
     assert isinstance(machines.worker, ProfiledEngine)
@@ -161,9 +161,8 @@ def main() -> int:
     best = bound(sum(one.train_s for one in published) / sum(one.tokens for one in published))
     show(totals, best)
     gain = totals["ours, lag 0"].tokens_per_usd / totals[PUBLISHED].tokens_per_usd
-    print(
-        f"target {TARGET:g} times the tokens per dollar at lag 0: {gain:.3f}, {'reached' if gain >= TARGET else 'MISSED'}"
-    )
+    verdict = "reached" if gain >= TARGET else "MISSED"
+    print(f"target {TARGET:g} times the tokens per dollar at lag 0: {gain:.3f}, {verdict}")
     systems = {name: msgspec.to_builtins(one) for name, one in totals.items()}
     content = {"target": TARGET, "gain": gain, "bound": {"tokens_per_s": best[0], "tokens_per_usd": best[1]}}
     write_result("ours_against_published", {**content, "systems": systems})

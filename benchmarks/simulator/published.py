@@ -158,9 +158,8 @@ def main() -> int:
             lines.append(_compared(f"14B, killed at {after_s} s: saved by migrating", share, saved(after_s, pool)))
     show(lines)
     for (row, name), found in totals.items():
-        print(
-            f"{row:4} {name:12} {found.workers:.2f} instances, {found.evictions} evictions, idle: {found.trainer_idle:.1%}"
-        )
+        held = f"{found.workers:.2f} instances, {found.evictions} evictions"
+        print(f"{row:4} {name:12} {held}, trainer's GPUs idle {found.trainer_idle:.1%}")
     systems = {f"{row} {name}": to_builtins(found) for (row, name), found in totals.items()}
     fitted = {row: to_builtins(found) for row, found in FITTED.items()}
     write_result("published_policy", {"fitted": fitted, "lines": [asdict(line) for line in lines], "systems": systems})

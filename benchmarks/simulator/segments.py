@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any
 
 from benchmarks.simulator.availability import MOST, SEGMENT_S, SEGMENTS, timetables
 from benchmarks.simulator.published_system import FITTED, plant, workload

@@ -36,6 +36,7 @@ def scripts(draw: st.DrawFn) -> list[tuple[float, LeaseEvent]]:
 configs = st.builds(
     FleetConfig,
     seed_window_s=st.sampled_from([0.0, 0.5, 5.0]),
+    hand_over=st.sampled_from(["window", "balance"]),
     queue_limit=st.sampled_from([1, 8]),
     max_moves=st.sampled_from([0, 2]),
     tail_fraction=st.sampled_from([0.0, 0.3, 0.9]),

@@ -7,9 +7,13 @@ from typing import Any
 import pytest
 
 from tidemill.controller.offload import (
+    Balance,
+    HandOver,
     OffloadState,
     StepObservation,
     after_step,
+    balance_after,
+    can_finish,
     seeding_useful,
     start,
     window,
@@ -121,6 +125,47 @@ def test_seeding_ends_with_its_window_where_others_generate(changes: dict[str, A
     fields: dict[str, Any] = {"elapsed_s": 9.0, "window_s": 10.0, "preemptible_serving": 2}
 
     assert seeding_useful(**{**fields, **changes}) is useful
+
+
+BALANCE = Balance(train_s=40.0, train_s_per_token=0.01, drained_share=0.5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "can"),
+    [
+        ({}, True),  # 4,000 tokens are 40 s of learning, in which 2 workers make 2 * 100 * 0.5 * 40 = 4,000
+        ({"left_tokens": 4000.0, "made_tokens": 0.0}, True),  # just so
+        ({"workers": 1}, True),  # just so: 2,000
+        ({"workers": 1, "left_tokens": 2100.0, "made_tokens": 1900.0}, False),
+        ({"trained_s": 20.0}, True),  # half of the learning is done: 2,000
+        ({"trained_s": 21.0}, False),  # 1,900
+    ],
+)
+def test_the_others_can_finish_if_they_are_through_when_the_trainer_is(changes: dict[str, Any], can: bool) -> None:
+    fields: dict[str, Any] = {"made_tokens": 2000.0, "left_tokens": 2000.0, "workers": 2, "best_tokens_per_s": 100.0}
+
+    assert can_finish(BALANCE, **{**fields, **changes}) is can
+
+
+def learned(before: Balance | None, hand_over: HandOver | None = None) -> Balance | None:
+    return balance_after(
+        before, train_s=60.0, tokens=3000, hand_over=hand_over, finished_s=150.0, best_tokens_per_s=100.0
+    )
+
+
+def test_what_a_step_says_of_both_sides() -> None:
+    first = learned(None)
+    assert first == Balance(train_s=60.0, train_s_per_token=0.02, drained_share=0.5)
+
+    # 2 workers could have made 2 * 100 * 50 = 10,000 tokens from second 100 to 150, and 7,000 were left: 0.7.
+    second = learned(BALANCE, HandOver(at_s=100.0, left_tokens=7000.0, workers=2))
+    assert second == Balance(train_s=60.0, train_s_per_token=pytest.approx(0.015), drained_share=pytest.approx(0.6))
+
+
+def test_a_step_that_was_not_learned_from_says_nothing_of_speed() -> None:
+    nothing = balance_after(BALANCE, train_s=0.0, tokens=0, hand_over=None, finished_s=9.0, best_tokens_per_s=100.0)
+
+    assert nothing is BALANCE
 
 
 TRAIN_S = 60.0

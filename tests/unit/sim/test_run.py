@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -14,10 +16,13 @@ from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.pool.static import static_timetable
 from tidemill.pool.synthetic import Market, market_timetable
+from tidemill.pool.timetable import Change
 from tidemill.sim.costs import ConstantEngine, ConstantTrainer, ConstantWeights
+from tidemill.sim.outcome import SimulatedRun
 from tidemill.sim.profiles.lengths import FixedLengths, LogNormalLengths
-from tidemill.sim.run import Plant, simulate_run
+from tidemill.sim.run import Plant, Twins, simulate_run
 from tidemill.sim.workload import Workload
+from tidemill.telemetry.events import DECODE
 
 ENGINE = ConstantEngine(slots=8, plateau=8, step_s=0.1, prefill_tokens_per_s=1e9)
 PLANT = Plant(
@@ -158,3 +163,39 @@ def test_tokens_and_dollars_are_conserved(seed: int, lag: int, cache: float, res
     held_s = sum(min(one.end_s, run.seconds) - one.start_s for one in run.preemptible if one.start_s < run.seconds)
     assert run.cost_usd == pytest.approx((36.0 * run.seconds + 3.6 * held_s) / 3600, rel=1e-3)
     assert sum(line.values["time_step_s"] for line in run.metrics) == pytest.approx(run.seconds, abs=0.01)
+
+
+def seeded(hand_over: str, timetable: Iterator[Change], **fleet: Any) -> SimulatedRun:
+    spec = spec_of(
+        batch={"prompts": 8},
+        trainer={"steps": 8},
+        fleet={"hand_over": hand_over, **fleet},
+        pool={"kind": "static", "workers": 1},
+    )
+    return simulate_run(spec, PLANT, VARIED, timetable, twins=Twins(tick_s=0.1))
+
+
+def test_by_balance_the_reserved_side_stops_in_time_at_once_not_after_many_steps() -> None:
+    balance, window = (seeded(how, static_timetable(2), seed_window_s=60.0) for how in ("balance", "window"))
+
+    assert balance.tokens_trained == window.tokens_trained
+    # A window of 60 s is longer than any step; it shrinks by a third of the workers' wait a step.
+    assert window.metrics[1].values["seed_window_s"] > window.metrics[1].values["time_step_s"]
+    assert balance.seconds < 0.95 * window.seconds
+
+
+def test_by_balance_the_reserved_side_generates_again_when_others_cannot_finish_any_more() -> None:
+    quiet = seeded("balance", static_timetable(3))
+    ends = [line.elapsed_s for line in quiet.metrics]
+    handed_s = max(event["elapsed_s"] for event in local_decodes(quiet) if event["elapsed_s"] < ends[4])
+
+    taken = [Change(time_s=handed_s + 0.5, place=place, to="down") for place in (0, 1)]
+    run = seeded("balance", chain(static_timetable(3), taken))
+
+    assert run.tokens_trained == quiet.tokens_trained
+    again = [event for event in local_decodes(run) if handed_s + 0.5 < event["elapsed_s"] < run.metrics[4].elapsed_s]
+    assert again and again[0]["step"] == 5
+
+
+def local_decodes(run: SimulatedRun) -> list[dict[str, Any]]:
+    return [event for event in run.events if event["event"] == DECODE and event["kind"] == "reserved"]

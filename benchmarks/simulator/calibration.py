@@ -23,15 +23,16 @@ from statistics import fmean
 
 from benchmarks.simulator.published_system import (
     COLOCATED_TOKENS_PER_S,
+    GROUP,
     SPEEDUPS,
     Calibration,
     plant,
     published_spec,
-    published_twins,
     workload,
 )
 from tidemill.core.records import Record
 from tidemill.pool.static import static_timetable
+from tidemill.sim.rlboost import rlboost_twins
 from tidemill.sim.run import simulate_run
 
 STEPS, MEASURED = 12, 6
@@ -62,7 +63,7 @@ def steady(row: str, fitted: Calibration, instances: int) -> Steady:
         workload(fitted),
         static_timetable(instances) if instances else None,
         most_workers=instances,
-        twins=published_twins(),
+        twins=rlboost_twins(GROUP),
     )
     first = max(steps - MEASURED, 1)
     lines, began_s = run.metrics[first:], run.metrics[first - 1].elapsed_s

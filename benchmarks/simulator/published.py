@@ -27,6 +27,7 @@ from benchmarks.simulator.published_system import (
     COLOCATED_TOKENS_PER_S,
     DYNAMIC_SPEEDUP,
     FITTED,
+    GROUP,
     MEMORY,
     NO_SEEDING,
     SAVED_BY_MIGRATING,
@@ -35,19 +36,19 @@ from benchmarks.simulator.published_system import (
     WINDOWS_S,
     plant,
     published_spec,
-    published_twins,
     workload,
 )
 from benchmarks.simulator.segments import COLOCATED, CORES, ENDLESS, Outcome, System, Total, play, play_all, total
 from tidemill.pool.timetable import Change, Timetable
+from tidemill.sim.rlboost import rlboost_twins
 from tidemill.sim.run import simulate_run
 
 WITHIN, FACTOR = 0.1, 1.5
 SYSTEMS: dict[str, Callable[[], System]] = {
-    COLOCATED: lambda: System(spec=published_spec(steps=ENDLESS), twins=published_twins()),
-    "published": lambda: System(spec=published_spec(steps=ENDLESS), twins=published_twins()),
-    "no seeding": lambda: System(spec=published_spec(steps=ENDLESS, seeding=False), twins=published_twins()),
-    "no memory": lambda: System(spec=published_spec(steps=ENDLESS, remember_windows=False), twins=published_twins()),
+    COLOCATED: lambda: System(spec=published_spec(steps=ENDLESS), twins=rlboost_twins(GROUP)),
+    "published": lambda: System(spec=published_spec(steps=ENDLESS), twins=rlboost_twins(GROUP)),
+    "no seeding": lambda: System(spec=published_spec(steps=ENDLESS, seeding=False), twins=rlboost_twins(GROUP)),
+    "no memory": lambda: System(spec=published_spec(steps=ENDLESS, remember_windows=False), twins=rlboost_twins(GROUP)),
 }
 CASES = [("8B", COLOCATED), ("8B", "published"), *(("14B", name) for name in SYSTEMS)]
 
@@ -80,7 +81,7 @@ def killing(after_s: float, *, migrates: bool, step: int) -> float:
             plant("14B", fitted),
             workload(fitted),
             timetable,
-            twins=published_twins(migrates=migrates),
+            twins=rlboost_twins(GROUP, migrates=migrates),
         )
         return [line.elapsed_s for line in run.metrics]
 

@@ -7,15 +7,12 @@ only ever compared with what comes out.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from benchmarks.simulator.availability import MOST
 from tidemill.config.schema import RunSpec
-from tidemill.controller.fleet import Fleet
 from tidemill.core.records import Record
 from tidemill.sim.costs import ConstantWeights
-from tidemill.sim.engine import SimulatedEngine
 from tidemill.sim.profiled import ProfiledEngine, ProfiledTrainer
 from tidemill.sim.profiles.catalog import load_catalog
 from tidemill.sim.profiles.engine import EngineEfficiency, engine_profile
@@ -23,8 +20,8 @@ from tidemill.sim.profiles.lengths import log_normal_of_mean
 from tidemill.sim.profiles.model_shape import shape_of_parameters
 from tidemill.sim.profiles.precision import DTYPE_BYTES
 from tidemill.sim.profiles.trainer import TrainerEfficiency, trainer_profile
-from tidemill.sim.rlboost import GroupEngine, GroupRouter, UnknownLengths
-from tidemill.sim.run import Plant, Twins
+from tidemill.sim.rlboost import FLEET
+from tidemill.sim.run import Plant
 from tidemill.sim.workload import Workload
 
 PROMPTS, GROUP, LONGEST = 128, 8, 14_336
@@ -64,11 +61,8 @@ BOOT_S = 60.0
 RELOAD_S = 5.0
 """Until reserved engines have the trainer's new weights, or instances can pull them."""
 SWAP_S = 0.5
-MOST_PENDING = 8
-"""Theta: groups queued at an instance."""
 LOST_S = 0.125
 """What an instance made in its last moments is lost: about 5 tokens a sample, the mean of 0 to 10."""
-UNLIMITED = 10**6
 
 
 class Calibration(Record):
@@ -146,25 +140,4 @@ def base_spec(*, steps: int, fleet: dict[str, Any], **sections: dict[str, Any]) 
 
 def published_spec(*, steps: int, **fleet: Any) -> RunSpec:
     """Strictly on policy, with the constants of the public code; `fleet` are ablations."""
-    constants = {
-        "size": "adaptive",
-        "seed_window_s": 150.0,
-        "window_gain": 3.0,
-        "window_floor_s": 5.0,
-        "queue_limit": UNLIMITED,  # the router has a limit of its own
-        "max_moves": UNLIMITED,
-    }
-    return base_spec(steps=steps, fleet={**constants, **fleet}, engine={"tick_s": LOST_S})
-
-
-def published_twins(*, migrates: bool = True) -> Twins:
-    """
-    Args:
-        migrates: or what an evicted instance had is computed anew.
-    """
-    router = GroupRouter(group_size=GROUP, most_pending=MOST_PENDING)
-    return Twins(
-        fleet=partial(Fleet, router=router, lengths=UnknownLengths()),
-        engine=GroupEngine if migrates else SimulatedEngine,
-        last_words=migrates,
-    )
+    return base_spec(steps=steps, fleet={**FLEET, **fleet}, engine={"tick_s": LOST_S})

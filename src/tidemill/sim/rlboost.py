@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
+from tidemill.controller.fleet import Fleet
 from tidemill.controller.lengths import LengthEstimator
 from tidemill.controller.router import GroupKey, Load, Movable, Move, Waiting
 from tidemill.core.buffers import count
@@ -18,8 +20,31 @@ from tidemill.core.records import GenerateRequest, SampleId
 from tidemill.sim.completions import Completions
 from tidemill.sim.costs import EngineCosts
 from tidemill.sim.engine import SimulatedEngine
+from tidemill.sim.run import Twins
 
 T = TypeVar("T")
+
+MOST_PENDING = 8
+"""Theta: groups queued at a worker at most; assumed."""
+UNLIMITED = 10**6
+FLEET: dict[str, Any] = {
+    "size": "adaptive",
+    "seed_window_s": 150.0,
+    "window_gain": 3.0,
+    "window_floor_s": 5.0,
+    "queue_limit": UNLIMITED,  # the router has a limit of its own
+    "max_moves": UNLIMITED,
+}
+"""Keys of [fleet] as the public code has them."""
+
+
+def rlboost_twins(group_size: int, *, migrates: bool = True) -> Twins:
+    """
+    Args:
+        migrates: or what an evicted worker had is computed anew.
+    """
+    router = GroupRouter(group_size=group_size, most_pending=MOST_PENDING)
+    return Twins(fleet=partial(Fleet, router=router, lengths=UnknownLengths()), engine=GroupEngine, last_words=migrates)
 
 
 class UnknownLengths(LengthEstimator):

@@ -90,6 +90,8 @@ bench: $(READY) ## the benchmarks, one after another; about an hour on a quiet m
 	$(BIN)/python -m benchmarks.simulator.planted_defects
 	$(BIN)/python -m benchmarks.simulator.fleet_size
 	$(BIN)/python -m benchmarks.simulator.ourselves
+	$(BIN)/python -m benchmarks.simulator.published
+	$(BIN)/python -m benchmarks.simulator.ours
 	$(BIN)/python -m benchmarks.goodput
 	$(BIN)/python -m benchmarks.weights
 	$(BIN)/python -m benchmarks.lora

@@ -205,9 +205,10 @@ class Dispatcher:
             self._push(sample)
 
     def _push(self, sample: Sample) -> None:
-        """Samples begun elsewhere first, so that groups complete; then those of the batch that is due first; then the
-        longest expected; then canonical order."""
-        heapq.heappush(self._queue, (sample.attempt == 0, sample.from_version, -self._expected(sample), sample.ordinal))
+        """Where a publish may come in between, samples begun elsewhere first. Then those of the batch that is due first;
+        then the longest expected, for whatever begins last ends last; then canonical order."""
+        waits = sample.attempt == 0 or self._in_flight.plan.exact_version
+        heapq.heappush(self._queue, (waits, sample.from_version, -self._expected(sample), sample.ordinal))
 
     def _hand_out(self, members: Sequence[Member]) -> bool:
         """Fill free slots and short queues. Without preemptible workers the local engine keeps the queue itself."""

@@ -205,7 +205,7 @@ class Dispatcher:
             self._push(sample)
 
     def _push(self, sample: Sample) -> None:
-        """Where a publish may come in between, samples begun elsewhere first. Then those of the batch that is due first;
+        """Where a publish may come in between, those begun elsewhere first. Then those of the batch that is due first;
         then the longest expected, for whatever begins last ends last; then canonical order."""
         waits = sample.attempt == 0 or self._in_flight.plan.exact_version
         heapq.heappush(self._queue, (waits, sample.from_version, -self._expected(sample), sample.ordinal))

@@ -61,7 +61,7 @@ def play(row: str, system: System, segment: str | None) -> Outcome:
         seconds=run.seconds,
         usd=run.cost_usd,
         train_s=run.total("time_train_s"),
-        trainer_idle=run.gpus_idle_share,
+        trainer_idle=run.trainer_idle_share,
         workers_idle=run.worker_idle_share or 0.0,
         workers=run.workers_mean,
         evictions=run.evictions,

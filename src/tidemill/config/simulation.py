@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from tidemill.config.base import Config, Probability, refuse
 
 ScheduleName: TypeAlias = Literal[
-    "colocated", "disaggregated", "one_step_off", "bounded_staleness", "streamed", "tidemill"
+    "colocated", "disaggregated", "one_step_off", "bounded_staleness", "streamed", "rlboost", "tidemill"
 ]
 
 
@@ -18,10 +18,11 @@ class SimulationConfig(Config):
     """Batch, limits, pool, prices, steps and seed are the run's own."""
 
     schedules: tuple[ScheduleName, ...] = Field(
-        ("colocated", "disaggregated", "one_step_off", "bounded_staleness", "streamed", "tidemill"), min_length=1
+        ("colocated", "disaggregated", "one_step_off", "bounded_staleness", "streamed", "rlboost", "tidemill"),
+        min_length=1,
     )
-    """Compared side by side on the same samples and machines. tidemill: the recipe's own [schedule] and [pool]; the
-    others have the reserved machines only, and are what their names say."""
+    """Compared side by side on the same samples and machines. tidemill: the recipe's own [schedule] and [pool];
+    rlboost: the same [pool]; the others have the reserved machines only, and are what their names say."""
     staleness: int = Field(4, ge=1)
     """Lag of bounded_staleness."""
     parameters: float | None = Field(None, ge=1)

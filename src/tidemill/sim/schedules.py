@@ -12,6 +12,7 @@ from tidemill.config.schedule import ScheduleConfig
 from tidemill.config.schema import RunSpec
 from tidemill.config.simulation import ScheduleName
 from tidemill.core.records import Record
+from tidemill.sim.rlboost import FLEET, rlboost_twins
 from tidemill.sim.run import Twins
 
 
@@ -73,6 +74,19 @@ def streamed(spec: RunSpec) -> Schedule:
     )
 
 
+def rlboost(spec: RunSpec) -> Schedule:
+    """RLBoost (arXiv 2510.19225), with the constants of its public code."""
+    return Schedule(
+        words="preemptible workers generate beside GPUs that do so at first; the samples of a prompt travel together",
+        schedule=ScheduleConfig(),
+        fleet=FLEET,
+        shares_gpus=True,
+        elastic=True,
+        streams=True,
+        twins=rlboost_twins(spec.batch.group_size),
+    )
+
+
 def tidemill(spec: RunSpec) -> Schedule:
     """The recipe as it is: samples move one by one, workers catch up by differences, the longest begin first."""
     return Schedule(
@@ -91,5 +105,6 @@ SCHEDULES: dict[ScheduleName, Callable[[RunSpec], Schedule]] = {
     "one_step_off": one_step_off,
     "bounded_staleness": bounded_staleness,
     "streamed": streamed,
+    "rlboost": rlboost,
     "tidemill": tidemill,
 }

@@ -103,7 +103,8 @@ def _task(spec: RunSpec) -> str:
     task = spec.task
     if isinstance(task, ArithmeticTask):
         digits = "1 digit" if task.digits == 1 else f"1 to {task.digits} digits"
-        what = f"arithmetic: {' '.join(task.operators)} on numbers of {digits}, {counted(task.shots, 'worked example')}"
+        numbers = f"numbers of {digits}" if task.largest is None else f"numbers up to {task.largest}"
+        what = f"arithmetic: {' '.join(task.operators)} on {numbers}, {counted(task.shots, 'worked example')}"
     elif isinstance(task, PromptFiles):
         what = f"{task.kind}: {task.path}"
     else:

@@ -17,13 +17,15 @@ class ArithmeticTask(Config):
     """Any of + - * ; one is drawn per prompt."""
     digits: int = Field(1, ge=1, le=6)
     """Largest number of digits of an operand."""
+    largest: int | None = Field(None, ge=9, le=99)
+    """Largest operand, for a difficulty between one and two digits; none takes all numbers of so many digits."""
     shots: int = Field(2, ge=0, le=16)
     """Worked examples before the question, the same for every prompt."""
     held_out_fraction: float = Field(0.25, gt=0, lt=1)
     """Share of the problems kept for evaluation; a + b and b + a always fall on the same side."""
 
     @model_validator(mode="after")
-    def _known_operators(self) -> ArithmeticTask:
+    def _possible(self) -> ArithmeticTask:
         faults = []
         if not self.operators:
             faults.append('operators is empty; name at least one of + - *, for example "+"')
@@ -31,7 +33,17 @@ class ArithmeticTask(Config):
             faults.append(
                 f"operators = {self.operators!r} holds {unknown!r}; only + - * are known, written without spaces"
             )
+        if self.largest is not None and len(str(self.largest)) != self.digits:
+            faults.append(
+                f"largest = {self.largest} is not a number of digits = {self.digits} digits; set digits = "
+                f"{len(str(self.largest))}"
+            )
         return refuse(faults, self)
+
+    @property
+    def operands(self) -> int:
+        """How many numbers an operand may be, from 0 on."""
+        return 10**self.digits if self.largest is None else self.largest + 1
 
 
 class ReasoningGymTask(Config):

@@ -50,6 +50,9 @@ def test_other_tasks_models_and_rewards() -> None:
     assert said("--task.digits=2", "--task.operators=+*", "--task.shots=1", topic="task") == [
         "arithmetic: + * on numbers of 1 to 2 digits, 1 worked example; reward = exact"
     ]
+    assert said("--task.digits=2", "--task.largest=19", topic="task") == [
+        "arithmetic: + on numbers up to 19, 2 worked examples; reward = exact"
+    ]
     assert said("--model.source=a/b", "--algorithm.kl_beta=0.1", "--trainer.precision=fp32", topic="model") == [
         "a/b (a local folder or a hub id) plus a frozen copy as KL reference; fp32"
     ]

@@ -74,7 +74,13 @@ def test_lora(fields: dict[str, Any], says: str) -> None:
 
 @pytest.mark.parametrize(
     ("fields", "says"),
-    [({"operators": ""}, "operators is empty"), ({"operators": "+/"}, "only + - * are known")],
+    [
+        ({"operators": ""}, "operators is empty"),
+        ({"operators": "+/"}, "only + - * are known"),
+        ({"digits": 1, "largest": 19}, "set digits = 2"),
+        ({"digits": 3, "largest": 9}, "set digits = 1"),
+        ({"digits": 3, "largest": 100}, "less than or equal to 99"),  # of what is drawn, too little might be held out
+    ],
 )
 def test_arithmetic(fields: dict[str, Any], says: str) -> None:
     assert says in messages(ArithmeticTask, **fields)

@@ -30,7 +30,7 @@ RAREST_SHARE = 0.01
 
 
 class Problem(Record):
-    """left ∘ right, both in [0, 10^digits)."""
+    """left ∘ right, neither below 0."""
 
     operator: str
     left: int
@@ -62,8 +62,8 @@ def draw_problem(config: ArithmeticTask, *key: object) -> Problem:
     """The problem a key stands for: operator and operands uniform and independent."""
     return Problem(
         operator=config.operators[hash_number("operator", key) % len(config.operators)],
-        left=hash_number("left", key) % 10**config.digits,
-        right=hash_number("right", key) % 10**config.digits,
+        left=hash_number("left", key) % config.operands,
+        right=hash_number("right", key) % config.operands,
     )
 
 
@@ -85,7 +85,7 @@ def split_listed(config: ArithmeticTask, shots: Sequence[Problem]) -> tuple[list
     train: list[Problem] = []
     held_out: list[Problem] = []
     shot_kinds = {shot.kind for shot in shots}
-    operands = range(10**config.digits)
+    operands = range(config.operands)
     for operator in config.operators:
         problems = [Problem(operator=operator, left=left, right=right) for left in operands for right in operands]
         problems = [problem for problem in problems if problem.kind not in shot_kinds]
@@ -109,9 +109,9 @@ def build_arithmetic(config: ArithmeticTask, *, batch_prompts: int, seed: int, r
     def item(problem: Problem) -> Item:
         return text_item(format_prompt(shots, problem), problem.answer, metadata={"question": problem.question})
 
-    widest = Problem(operator=config.operators[0], left=10**config.digits - 1, right=10**config.digits - 1)
+    widest = Problem(operator=config.operators[0], left=config.operands - 1, right=config.operands - 1)
     longest = _bound(item(widest), widest, render)
-    train_size = round(len(config.operators) * 100**config.digits * (1 - config.held_out_fraction))
+    train_size = round(len(config.operators) * config.operands**2 * (1 - config.held_out_fraction))
     train: list[Item] = []
     if config.digits <= LISTED_DIGITS:
         train, held_out = ([item(problem) for problem in side] for side in split_listed(config, shots))
@@ -137,7 +137,7 @@ def build_arithmetic(config: ArithmeticTask, *, batch_prompts: int, seed: int, r
         held_out_size=len(held_out),
         longest=longest,
         digest=content_digest(train, held_out),
-        description=f"arithmetic {' '.join(config.operators)}, digits up to {config.digits}, shots {len(shots)}",
+        description=f"arithmetic {' '.join(config.operators)}, up to {config.operands - 1}, shots {len(shots)}",
     )
 
 

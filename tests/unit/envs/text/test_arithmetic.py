@@ -93,6 +93,23 @@ def test_operators_take_turns_in_the_shots_and_operands_show_what_they_do() -> N
     assert len({shot.kind for shot in shots}) == 6
 
 
+def test_sizes_of_addition_up_to_a_largest_operand() -> None:
+    # 20·20 problems = 210 kinds; two shots of unlike operands take 2 kinds of 2 problems each: 396 problems, 208 kinds.
+    # 0.4 of 208 kinds, rounded: 83 are held out.
+    task = build(digits=2, largest=19, shots=2, held_out_fraction=0.4)
+    prompts = [*epoch_of(task), *task.source.held_out()]
+    operands = [int(number) for prompt in prompts for number in question(prompt)[:-1].split("+")]
+    assert (min(operands), max(operands)) == (0, 19)
+    assert len(prompts) == task.train_size + task.held_out_size == 396
+    assert len({tuple(sorted(question(prompt)[:-1].split("+"))) for prompt in task.source.held_out()}) == 83
+    shots = prompts[0].text.split("\n")[:-1]
+    assert all(int(number) <= 19 for shot in shots for number in shot.partition("=")[0].split("+"))
+
+
+def test_a_largest_operand_that_is_the_usual_one_changes_nothing() -> None:
+    assert build(digits=2, largest=99).digest == build(digits=2).digest
+
+
 def test_an_operator_named_twice_counts_once() -> None:
     assert build(operators="++").digest == build(operators="+").digest
 

@@ -116,7 +116,7 @@ def told(spec: RunSpec) -> list[tuple[str, dict[str, float]]]:
     """Weights and figures of each step, without those of time."""
     assert train(spec, telemetry_stream=StringIO())["finished"]
     lines = [line for line in read_metrics(spec.directory / "metrics.jsonl") if line.step]
-    skipped = ("time_", "tokens_per_s", "peak_rss", "tokens_read")
+    skipped = ("time_", "cpu_", "tokens_per_s", "peak_rss", "tokens_read")
     return [
         (line.weights_digest, {name: value for name, value in line.values.items() if not name.startswith(skipped)})
         for line in lines

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 from rich.console import Group, RenderableType
@@ -17,7 +17,7 @@ from tidemill.cli.result import DryRun, Json, Result
 from tidemill.config.load import load_spec
 from tidemill.core.errors import UserError
 from tidemill.sim.comparison import HEADINGS, REMARKS, TIMES, Compared, described, figures, planned_data, rows
-from tidemill.sim.scenario import Planned, plan_scenario, simulate_planned
+from tidemill.sim.scenario import Planned, Scenario, plan_scenario, simulate_planned
 from tidemill.telemetry.numerals import duration
 
 Html = Annotated[Path | None, Parameter(name="--html", help="Write a page with the timelines to this file.")]
@@ -36,19 +36,46 @@ def simulate(*items: Items, html: Html = None, dry_run: DryRun = False, json: Js
     words = described(scenario)
     if dry_run:
         return Result(data=planned_data(scenario), text="\n".join(words))
-    if html is not None and not html.parent.is_dir():
-        raise UserError("no such folder", where=f"--html {html}", cure="make it, or choose another")
-    compared = [
-        Compared(planned=one, run=simulate_planned(one, scenario.workload, tell=Progress(one)))
-        for one in scenario.planned
-    ]
+    if html is not None:
+        _write(html, "", mode="a")  # whoever cannot have the page is told before the work
+    compared, findings = _compare(scenario)
     if html is not None:
         from tidemill.sim.page import render
 
-        html.write_text(render(spec.run.name, words, compared), encoding="utf-8")
-    schedules = {one.planned.name: figures(one.run) for one in compared}
+        _write(html, render(spec.run.name, [*words, *findings.values()], compared))
+    schedules: dict[str, Any] = {one.planned.name: figures(one.run) for one in compared}
+    schedules |= {name: {"finding": finding} for name, finding in findings.items()}
     data = {"schedules": schedules, "scenario": planned_data(scenario)}
-    return Result(data=data, text=Group(*as_text(words, compared, html)))
+    return Result(data=data, text=Group(*as_text(words, compared, [*findings.values()], html)))
+
+
+def _compare(scenario: Scenario) -> tuple[list[Compared], dict[str, str]]:
+    """Every schedule that comes to an end, and by name what is to be said of the others.
+
+    Raises:
+        UserError: none does.
+    """
+    compared, findings, errors = list[Compared](), dict[str, str](), list[UserError]()
+    for one in scenario.planned:
+        try:
+            run = simulate_planned(one, scenario.workload, tell=Progress(one))
+        except UserError as error:
+            errors.append(error)
+            findings[one.name] = f"{one.name}: {error.what}; {error.cure}"
+        else:
+            compared.append(Compared(planned=one, run=run))
+    if not compared:
+        raise errors[0]
+    return compared, findings
+
+
+def _write(html: Path, page: str, *, mode: Literal["a", "w"] = "w") -> None:
+    try:
+        with html.open(mode, encoding="utf-8") as file:
+            file.write(page)
+    except OSError as error:
+        what = f"the page cannot be written: {error.strerror}"
+        raise UserError(what, where=f"--html {html}", cure="choose another file") from error
 
 
 class Progress:
@@ -63,10 +90,12 @@ class Progress:
             note(f"{self._planned.name}: step {step}, {duration(now_s)} simulated")
 
 
-def as_text(words: Sequence[str], compared: Sequence[Compared], html: Path | None) -> Iterator[RenderableType]:
+def as_text(
+    words: Sequence[str], compared: Sequence[Compared], findings: Sequence[str], html: Path | None
+) -> Iterator[RenderableType]:
     yield from shown.plain(*words)
     yield ""
     for columns in (slice(1, TIMES), slice(TIMES, None)):  # narrow enough for any terminal
         yield shown.table((HEADINGS[0], *HEADINGS[columns]), [(row[0], *row[columns]) for row in rows(compared)])
         yield ""
-    yield from shown.notes([*REMARKS, *([f"timelines: {html}"] if html else [])])
+    yield from shown.notes([*findings, *REMARKS, *([f"timelines: {html}"] if html else [])])

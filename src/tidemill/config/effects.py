@@ -53,11 +53,17 @@ ROWS = (
     Row(
         (
             *("fleet.size", "fleet.seed_window_s", "fleet.window_gain", "fleet.queue_limit", "fleet.max_moves"),
-            *("fleet.tail_fraction", "fleet.join_s", "fleet.hand_back_s", "fleet.probe_limit"),
+            *("fleet.tail_fraction", "fleet.join_s", "fleet.hand_back_s", "fleet.probe_limit", "fleet.hand_over"),
+            *("fleet.window_floor_s", "fleet.remember_windows"),
             "fleet.preemptible_usd_per_hour",
         ),
         preemptible,
         "the pool has no preemptible workers",
+    ),
+    Row(
+        ("fleet.hand_over",),
+        lambda spec: not _leaves_over(spec) or not preemptible(spec),
+        "only at schedule.max_policy_lag = 0 does one step's generating end before the next begins",
     ),
     Row(
         ("fleet.silence_s",),

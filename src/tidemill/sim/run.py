@@ -250,7 +250,7 @@ async def drive(
     except DeadlineError as error:
         raise _starved(recording, clock.now()) from error
     if not recording.metrics:
-        raise _starved(recording, clock.now())
+        raise _starved(recording, clock.now(), in_time=True)
     return result
 
 
@@ -267,12 +267,19 @@ def _reserved(plant: Plant, engine: SimulatedEngine, clock: Clock, tick_s: float
     )
 
 
-def _starved(recording: Recording, now_s: float) -> UserError:
-    """Why there was nobody to generate, or not for long enough."""
+def _starved(recording: Recording, now_s: float, *, in_time: bool = False) -> UserError:
+    """Why there was nobody to generate, or not for long enough.
+
+    Args:
+        in_time: the run was ended by the time it was given, not by waiting in vain.
+    """
     hours, steps = f"{now_s / HOUR_S:.3g} h", counted(len(recording.metrics), "step")
     machines = sum(event["event"] == LEASE for event in recording.events)
     joined = sum(event["event"] == JOIN and "error" not in event for event in recording.events)
     generated = any(event["event"] == DECODE for event in recording.events)
+    if in_time and generated:
+        what, where = f"{hours} are over, and no step is finished", "simulation.hours"
+        return UserError(what, where=where, cure="simulate for longer, or take smaller batches")
     if joined or generated:
         what = f"the run came to a standstill after {steps}: {hours} are over, and there is nobody to generate"
         cure = "simulate for longer, let the reserved side generate, or take a pool whose machines come back"

@@ -93,7 +93,9 @@ def test_a_dry_run_says_what_is_resolved_and_runs_nothing(run: Run) -> None:
         (LONG, "colocated: the longest sample, prompt and completion, is 9,000,512 tokens"),
         (["--simulation.completion_tokens", "300"], "a mean of 300 tokens does not go with a limit of 200"),
         (["--simulation.lengths", "run"], 'lengths = "run" and lengths_from go together'),
-        (["--html", "nowhere/a.html"], "--html nowhere/a.html: no such folder"),
+        (["--html", "nowhere/a.html"], "--html nowhere/a.html: the page cannot be written: No such file or directory"),
+        (["--html", "."], "--html .: the page cannot be written: Is a directory"),
+        (["--simulation.hours", "1e-7"], "simulation.hours: 1e-07 h are over, and no step is finished"),
     ],
 )
 def test_what_cannot_be_is_told_before_anything_runs(run: Run, arguments: list[str], said: str) -> None:
@@ -119,6 +121,12 @@ def test_a_scenario_that_starves_ends_with_that_finding(run: Run, tmp_path: Path
     ran = run("simulate", "@tiny.toml", *arguments, "--simulation.schedules", '["tidemill"]')
     assert ran.code == 2
     assert "pool: the run starves: no machine came in 24 h, and the reserved side does not generate" in ran.err
+
+    ran = run("simulate", "@tiny.toml", *arguments, "--simulation.schedules", '["tidemill", "colocated"]', "--json")
+    assert ran.code == 0
+    assert ran.data["schedules"]["tidemill"].keys() == {"finding"}
+    assert "tidemill: the run starves" in ran.data["schedules"]["tidemill"]["finding"]
+    assert ran.data["schedules"]["colocated"]["steps"] == 2
 
 
 def test_hours_take_the_place_of_steps(run: Run) -> None:

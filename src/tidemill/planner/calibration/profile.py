@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,10 +98,10 @@ def cost_settings(spec: RunSpec) -> dict[str, Any]:
     placement = spec.placement
     return {
         "runtime": spec.runtime,
-        "model.source": spec.model.source,
-        "model.lora.rank": spec.model.lora.rank if spec.model.lora.enabled else 0,
+        **_model_settings(spec),
         "trainer.precision": spec.trainer.precision,
         "trainer.device": spec.trainer.device,
+        "trainer.activation_checkpointing": spec.trainer.activation_checkpointing,
         "engine.batch_invariant": spec.engine.batch_invariant,
         "algorithm.advantage": "gae" if spec.algorithm.needs_critic else "of siblings",
         "algorithm.kl_beta": spec.algorithm.kl_beta > 0,
@@ -109,6 +110,24 @@ def cost_settings(spec: RunSpec) -> dict[str, Any]:
         "placement": sorted(placement.on_actors),
         "ray.address": spec.ray.address if spec.runtime == "ray" else "",
     }
+
+
+def _model_settings(spec: RunSpec) -> dict[str, Any]:
+    """The whole section, so that no setting of a shape is forgotten, but for what a model like this does not read."""
+    model = spec.model.model_dump(mode="json")
+    if spec.model.source != "char":
+        del model["char"]
+    if not spec.model.lora.enabled:
+        model["lora"] = {"rank": 0}
+    return {name: value for name, value in _flat("model", model) if not name.endswith(".seed")}
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield from _flat(f"{name}.{key}", each)
+    else:
+        yield name, value
 
 
 def unlike(profile: RunProfile, spec: RunSpec) -> list[str]:

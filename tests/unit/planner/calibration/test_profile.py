@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -9,12 +10,15 @@ from tests.planted import planted, spec_of
 from tidemill.core.errors import UserError
 from tidemill.planner.calibration.observed import observe
 from tidemill.planner.calibration.profile import (
+    cost_settings,
     kept_path,
     kept_profiles,
     read_profile,
     unlike,
     write_profile,
 )
+
+CHAR = {"source": "char"}
 
 
 def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -57,6 +61,25 @@ def test_a_run_of_another_kind_is_told_apart() -> None:
     assert unlike(profile, spec_of(engine={"batch_invariant": True})) == [
         "engine.batch_invariant is True, and the profile was measured with False"
     ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"model": CHAR | {"char": {"layers": 9}}}, "model.char.layers"),
+        ({"model": CHAR | {"lora": {"rank": 8}}}, "model.lora.rank"),
+        ({"model": CHAR, "trainer": {"activation_checkpointing": True}}, "trainer.activation_checkpointing"),
+    ],
+)
+def test_a_model_of_another_shape_is_another_kind(changes: dict[str, Any], named: str) -> None:
+    found = unlike(planted(spec_of(model=CHAR)), spec_of(**changes))
+    assert found[0].startswith(f"{named} is ")
+
+
+def test_seeds_and_what_a_model_does_not_read_make_no_difference() -> None:
+    assert unlike(planted(spec_of(model=CHAR)), spec_of(model=CHAR | {"char": {"seed": 5}})) == []
+    hub = {"source": "org/model", "char": {"layers": 9}}
+    assert not any("char." in name for name in cost_settings(spec_of(model=hub)))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,6 +51,9 @@ QUANTITIES: dict[str, Quantity] = {
     "held_out_prompts": Quantity("prompts", "an evaluation; fewer where a recipe asks for fewer"),
     "learned_share": Quantity("", "of the groups, those that add a gradient"),
 }
+
+MOST: dict[str, float] = {"s": 3600.0, "tokens": 1e8, "bytes": 1e18, "prompts": 1e8, "": 2.0}
+"""Of each unit, more than any profile has: whoever reads more reads a file that was damaged or made up."""
 
 
 class Measure(Record):
@@ -161,7 +165,35 @@ def read_profile(path: Path) -> RunProfile:
     if profile.format != FORMAT or profile.numbers.keys() != QUANTITIES.keys():
         what = f"a profile of format {profile.format}, and this version reads {FORMAT}"
         raise UserError(what, where=str(path), cure=cure)
+    if fault := _fault(profile):
+        raise UserError(f"not a profile: {fault}", where=str(path), cure=cure)
     return profile
+
+
+def _fault(profile: RunProfile) -> str:
+    """What no measurement can have been, and what a simulation would divide by or never end with; empty for nothing."""
+    for name, one in profile.numbers.items():
+        most = MOST[QUANTITIES[name].unit]
+        for what, value in (("", one.value), ("the error of ", one.error)):
+            if not 0 <= value <= most:  # neither is one that is not a number
+                return f"{what}{name} is {value:g}, which is not from 0 to {most:g}"
+    if profile.machine.cores < 1:
+        return f"a machine of {profile.machine.cores} cores"
+    if not all(0 <= share < math.inf for share in profile.new_by_depth):
+        return "new_by_depth holds what is no share"
+    return _fault_of_lengths(profile)
+
+
+def _fault_of_lengths(profile: RunProfile) -> str:
+    told = {"lengths": profile.lengths, "cut": profile.cut, "held_out_lengths": profile.held_out_lengths}
+    for name, counts in told.items():
+        if any(length < 0 or count < 0 for length, count in counts.items()):
+            return f"{name} holds a number below 0"
+        if (counts or name == "lengths") and not any(length * count for length, count in counts.items()):
+            return f"{name} holds no completion that has a token" if name != "cut" else ""
+    if any(count > profile.lengths.get(length, 0) for length, count in profile.cut.items()):
+        return "of some length more completions were cut than there were"
+    return ""
 
 
 def profiles_folder() -> Path:
@@ -174,6 +206,14 @@ def kept_path(profile: RunProfile) -> Path:
     return profiles_folder() / f"{hashlib.blake2b(about, digest_size=8).hexdigest()}.json"
 
 
+def _written_s(path: Path) -> float:
+    """0 where nothing is, as behind a dangling link or of a file that is going."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
 def kept_profiles(machine: dict[str, Any]) -> list[RunProfile]:
     """Of machines like this one, the newest first; what cannot be read is passed over.
 
@@ -181,10 +221,10 @@ def kept_profiles(machine: dict[str, Any]) -> list[RunProfile]:
         machine: as `telemetry.manifest.machine` tells.
     """
     found = []
-    for path in sorted(profiles_folder().glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True):
+    for path in sorted(profiles_folder().glob("*.json"), key=_written_s, reverse=True):
         try:
             profile = read_profile(path)
-        except UserError:
+        except (UserError, OSError):
             continue
         if (profile.machine.processor, profile.machine.cores) == (machine.get("processor"), machine.get("cores")):
             found.append(profile)

@@ -44,3 +44,11 @@ def test_a_forecast_that_fails_is_only_told(tmp_path: Path) -> None:
     assert "no forecast: " in begin(tmp_path, foretell)
     assert read_forecast(tmp_path) is None
     assert "forecast" not in begin(tmp_path / "other", lambda _: None)
+
+
+def test_an_interrupt_meanwhile_ends_the_run(tmp_path: Path) -> None:
+    def foretell(_: RunSpec) -> Forecast | None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        begin(tmp_path, foretell)

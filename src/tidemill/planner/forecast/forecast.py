@@ -4,7 +4,7 @@ profile says."""
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
@@ -28,11 +28,20 @@ DEVIATIONS = 2.0
 
 
 def forecast_recipe(
-    spec: RunSpec, profile: RunProfile, *, seeds: int = SEEDS, most_samples: int = MOST_SAMPLES
+    spec: RunSpec,
+    profile: RunProfile,
+    *,
+    seeds: int = SEEDS,
+    most_samples: int = MOST_SAMPLES,
+    look: Callable[[], None] | None = None,
 ) -> Forecast:
-    """What a recipe takes on the machine of a profile."""
+    """What a recipe takes on the machine of a profile.
+
+    Args:
+        look: see `simulate_recipe`.
+    """
     steps = simulated_steps(spec, most_samples)
-    runs = [simulate_recipe(drawn(spec, steps, seed), uncertain(profile, seed)) for seed in range(seeds)]
+    runs = [simulate_recipe(drawn(spec, steps, seed), uncertain(profile, seed), look=look) for seed in range(seeds)]
     notes = list(profile.notes)
     if steps < spec.trainer.steps:
         notes.append(f"{steps} of {spec.trainer.steps} steps were simulated, and the others taken to be like them")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Coroutine
 from functools import partial
+from typing import Any
 
 from tidemill.config.pool import RayPool, StaticPool
 from tidemill.config.schema import RunSpec
@@ -23,13 +25,32 @@ from tidemill.sim.virtual_time import run_virtual
 from tidemill.sim.weights import SimulatedPublisher
 
 
-def simulate_recipe(spec: RunSpec, profile: RunProfile) -> SimulatedRun:
+def simulate_recipe(spec: RunSpec, profile: RunProfile, *, look: Callable[[], None] | None = None) -> SimulatedRun:
     """A run of the recipe on the machine of the profile; equal arguments, equal logs.
+
+    Args:
+        look: called again and again meanwhile; what it raises ends the simulation.
 
     Raises:
         UserError: nobody ever generates.
+        KeyboardInterrupt: Ctrl-C.
     """
-    return run_virtual(_simulate(spec, profile))
+    return run_virtual(_interruptible(_simulate(spec, profile)), look=look)
+
+
+async def _interruptible(simulation: Coroutine[Any, Any, SimulatedRun]) -> SimulatedRun:
+    """Ctrl-C cancels the task, and what ends then may fail in its own way: that must not hide why it ended."""
+    task = asyncio.current_task()
+    assert task is not None, "a coroutine runs in a task"
+    try:
+        run = await simulation
+    except Exception:
+        if task.cancelling():
+            raise asyncio.CancelledError from None
+        raise
+    if task.cancelling():
+        raise asyncio.CancelledError
+    return run
 
 
 class _Since:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +10,10 @@ import pytest
 
 from tests.planted import planted, spec_of
 from tidemill.core.errors import UserError
-from tidemill.planner.calibration.profile import kept_path, write_profile
+from tidemill.planner.calibration.profile import RunProfile, kept_path, write_profile
 from tidemill.planner.forecast import choice
-from tidemill.planner.forecast.choice import fitting_profile, foretell
+from tidemill.planner.forecast.choice import TooSlow, fitting_profile, foretell
+from tidemill.planner.forecast.forecast import forecast_recipe
 
 ABACUS = {"processor": "Abacus", "cores": 2}
 
@@ -47,3 +50,22 @@ def test_of_another_machine_nothing_is_known(kept: Any, monkeypatch: pytest.Monk
     with pytest.raises(UserError, match="no run of this machine was calibrated yet") as raised:
         fitting_profile(spec_of())
     assert "--measure" in str(msgspec.to_builtins(raised.value.cure))
+
+
+def test_nobody_waits_for_a_slow_one(kept: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "QUICK_S", 0.0)
+    with pytest.raises(TooSlow, match="longer than 0 s"):
+        foretell(spec_of())
+
+
+@pytest.mark.parametrize("moment", [1, 30, 300])
+def test_an_interrupt_ends_it(kept: RunProfile, moment: int) -> None:
+    looks = itertools.count()
+
+    def look() -> None:
+        if next(looks) == moment:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        forecast_recipe(spec_of(steps=50), kept, seeds=1, look=look)
+    assert next(looks) > moment

@@ -15,7 +15,7 @@ from tidemill.sim.profiles.engine import EngineProfile, cache_bytes, engine_prof
 from tidemill.sim.profiles.generation import Rollout, generation_s, rollout_of, steady_tokens_per_s
 from tidemill.sim.profiles.lengths import FixedLengths, Lengths, lengths_of_run, log_normal_of_mean
 from tidemill.sim.profiles.model_config import read_shape
-from tidemill.sim.profiles.model_shape import ModelShape, shape_of_parameters
+from tidemill.sim.profiles.model_shape import ModelShape, adapter_parameters, shape_of_parameters
 from tidemill.sim.profiles.network import Link
 from tidemill.sim.profiles.precision import DTYPE_BYTES, TRAINED
 from tidemill.sim.profiles.trainer import learning_passes, trainer_profile
@@ -92,7 +92,7 @@ class Site(Record):
 
     def trainer(self, gpus: int) -> ProfiledTrainer:
         """Raises UserError: so many GPUs do not hold the model's states."""
-        states = TRAINED["adam"].total * self.shape.parameters
+        states = self.states_bytes
         if (missing := states - HELD * gpus * self.gpu.memory_bytes) > 0:
             raise UserError(
                 f"{gpus} × {self.gpu.title} do not hold what training keeps: {missing / 1e9:.0f} GB of "
@@ -115,6 +115,20 @@ class Site(Record):
         )
 
     @property
+    def trained_parameters(self) -> float:
+        """Of the policy: all, or those of its adapter. They are what is published."""
+        rank = self.spec.model.lora.rank
+        return adapter_parameters(self.shape, rank) if rank else self.shape.parameters
+
+    @property
+    def states_bytes(self) -> float:
+        """Weights, gradients and moments of whoever learns; adapters, critic and reference share one frozen base."""
+        frozen = DTYPE_BYTES["bf16"] * self.shape.parameters
+        learners = 2 if self.spec.algorithm.needs_critic else 1
+        base = frozen if self.spec.model.lora.enabled or self.spec.algorithm.kl_beta > 0 else 0.0
+        return learners * TRAINED["adam"].total * self.trained_parameters + base
+
+    @property
     def load_s(self) -> float:
         """Until the reserved engines have new weights: within a machine over its links, else over the network."""
         if self.spec.simulation.machines > 1:
@@ -123,13 +137,14 @@ class Site(Record):
 
     @property
     def nbytes(self) -> float:
-        return self.shape.parameters * DTYPE_BYTES["bf16"]
+        """Of a published version."""
+        return self.trained_parameters * DTYPE_BYTES["bf16"]
 
     def weights(self, *, deltas: bool) -> ConstantWeights:
         """A difference is encoded, sent and applied; the whole is only sent. Swapping reads and writes it once."""
         downlink = self.worker_machine.network_bytes_per_s
-        delta = self.shape.parameters * self.spec.simulation.changed_weights * DELTA_ELEMENT_BYTES
-        coding_s = self.shape.parameters / (CODED_PER_CORE_S * CODING_CORES)
+        delta = self.trained_parameters * self.spec.simulation.changed_weights * DELTA_ELEMENT_BYTES
+        coding_s = self.trained_parameters / (CODED_PER_CORE_S * CODING_CORES)
         deltas = deltas and 2 * coding_s + delta / downlink < self.nbytes / downlink
         return ConstantWeights(
             nbytes=round(self.nbytes),

@@ -13,7 +13,7 @@ from tidemill.sim.site import Site, site_of
 def site(**simulation: Any) -> Site:
     """14e9 parameters: 28 GB in bf16, 224 GB of states."""
     given = {"parameters": 14e9, "machine": "rlboost-8xh100", "engine_gpus": 2, **simulation}
-    sections = {name: given.pop(name) for name in ("algorithm", "batch", "fleet", "trainer") if name in given}
+    sections = {name: given.pop(name) for name in ("algorithm", "batch", "fleet", "model", "trainer") if name in given}
     return site_of(RunSpec.model_validate({"simulation": given, "sampling": {"max_new_tokens": 8192}, **sections}))
 
 
@@ -30,6 +30,17 @@ def test_differences_are_taken_where_they_are_faster_than_the_whole() -> None:
     fast = site(worker_machine="aws-p5.48xlarge").weights(deltas=True)
     assert (fast.delta_nbytes, fast.publish, fast.pull) == (0, 0.0, 0.0)
     assert site().weights(deltas=False).delta_nbytes == 0
+
+
+def test_an_adapter_is_what_is_kept_and_published() -> None:
+    # 14e9 * 16 bytes; a reference is 2 bytes more each, a critic as much again as the policy.
+    assert site(algorithm={"kl_beta": 0.0}).states_bytes == pytest.approx(224e9)
+    assert site(algorithm={"kl_beta": 0.01}).states_bytes == pytest.approx(252e9)
+    assert site(algorithm={"name": "ppo", "kl_beta": 0.0}).states_bytes == pytest.approx(448e9)
+    adapted = site(model={"lora": {"rank": 8}})
+    assert adapted.trained_parameters < 0.01 * 14e9
+    assert adapted.states_bytes == pytest.approx(28e9 + 16 * adapted.trained_parameters)
+    assert adapted.weights(deltas=False).nbytes == pytest.approx(2 * adapted.trained_parameters, abs=1)
 
 
 def test_reserved_engines_load_over_links_or_over_the_network() -> None:

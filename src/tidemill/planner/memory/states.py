@@ -6,7 +6,7 @@ from tidemill.core.records import Record
 from tidemill.planner.figures import Sheet
 from tidemill.planner.memory.question import Holding, MemoryQuestion
 from tidemill.planner.memory.roles import ACTOR, REFERENCE, REWARD, Role, roles_of
-from tidemill.sim.profiles.model_shape import ModelShape
+from tidemill.sim.profiles.model_shape import ModelShape, adapted_widths, adapter_parameters
 from tidemill.sim.profiles.precision import FROZEN_BYTES, MIXED_PRECISION, TRAINED
 
 LORA = "LoRA, arXiv 2106.09685: two matrices, rank × (in + out), beside each linear layer but the output head"
@@ -113,24 +113,11 @@ def role_states(role: Role, shape: ModelShape, holding: Holding, sheet: Sheet, *
     )
 
 
-def adapter_parameters(shape: ModelShape, rank: int) -> float:
-    """Of two matrices beside every linear layer but the output head; experts get none."""
-    attention, mlp, dense_layers = _adapted(shape)
-    return rank * (shape.layers * attention + dense_layers * mlp)
-
-
-def _adapted(shape: ModelShape) -> tuple[int, int, int]:
-    """(widths in and out of a layer's attention, of its MLP, layers whose MLP is adapted)"""
-    keys = shape.kv_heads * shape.head_dim
-    attention = 2 * (shape.hidden + shape.attention_width) + 2 * (shape.hidden + keys)
-    return attention, 3 * (shape.hidden + shape.intermediate), shape.dense_layers if shape.experts else shape.layers
-
-
 def _adapter(role: Role, shape: ModelShape, holding: Holding, sheet: Sheet) -> float:
     """Parameters of a trained role's adapter."""
     if not (role.trained and holding.lora_rank):
         return 0.0
-    attention, mlp, dense_layers = _adapted(shape)
+    attention, mlp, dense_layers = adapted_widths(shape)
     return sheet.note(
         f"{role.name}.adapter_parameters",
         adapter_parameters(shape, holding.lora_rank),

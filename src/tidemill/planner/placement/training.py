@@ -11,9 +11,9 @@ from tidemill.planner.memory.fit import usable
 from tidemill.planner.memory.plan import plan_memory
 from tidemill.planner.memory.question import Load, MemoryQuestion, Parallel
 from tidemill.planner.memory.roles import roles_of
-from tidemill.planner.memory.states import adapter_parameters
 from tidemill.planner.placement.question import Offer, PlacementQuestion
 from tidemill.sim.profiles.catalog import Gpu
+from tidemill.sim.profiles.model_shape import adapter_parameters
 from tidemill.sim.profiles.network import Link
 from tidemill.sim.profiles.trainer import TrainerProfile, learning_passes, trainer_profile, updating_s
 

@@ -99,6 +99,19 @@ def shape_of_parameters(parameters: float) -> ModelShape:
     )
 
 
+def adapter_parameters(shape: ModelShape, rank: int) -> float:
+    """Of two matrices beside every linear layer but the output head; experts get none."""
+    attention, mlp, dense_layers = adapted_widths(shape)
+    return rank * (shape.layers * attention + dense_layers * mlp)
+
+
+def adapted_widths(shape: ModelShape) -> tuple[int, int, int]:
+    """(widths in and out of a layer's attention, of its MLP, layers whose MLP is adapted)"""
+    keys = shape.kv_heads * shape.head_dim
+    attention = 2 * (shape.hidden + shape.attention_width) + 2 * (shape.hidden + keys)
+    return attention, 3 * (shape.hidden + shape.intermediate), shape.dense_layers if shape.experts else shape.layers
+
+
 def _root(rising: Callable[[float], float], high: float) -> float:
     """Between 0 and `high`, by bisection."""
     low = 0.0

@@ -10,7 +10,7 @@ import pytest
 
 from tests.planted import planted, spec_of
 from tidemill.core.errors import UserError
-from tidemill.planner.calibration.profile import RunProfile, kept_path, write_profile
+from tidemill.planner.calibration.profile import kept_path, write_profile
 from tidemill.planner.forecast import choice
 from tidemill.planner.forecast.choice import TooSlow, fitting_profile, foretell
 from tidemill.planner.forecast.forecast import forecast_recipe
@@ -58,8 +58,10 @@ def test_nobody_waits_for_a_slow_one(kept: Any, monkeypatch: pytest.MonkeyPatch)
         foretell(spec_of())
 
 
+@pytest.mark.parametrize("pass_s", [0.1, 3000.0])  # of the second an engine does not stop in time
 @pytest.mark.parametrize("moment", [1, 30, 300])
-def test_an_interrupt_ends_it(kept: RunProfile, moment: int) -> None:
+def test_an_interrupt_ends_it(moment: int, pass_s: float) -> None:
+    spec = spec_of(steps=50)
     looks = itertools.count()
 
     def look() -> None:
@@ -67,5 +69,5 @@ def test_an_interrupt_ends_it(kept: RunProfile, moment: int) -> None:
             signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        forecast_recipe(spec_of(steps=50), kept, seeds=1, look=look)
+        forecast_recipe(spec, planted(spec, engine_pass_s=pass_s), seeds=1, look=look)
     assert next(looks) > moment

@@ -52,7 +52,7 @@ SYSTEMS: dict[str, Callable[[], System]] = {
 }
 CASES = [("8B", COLOCATED), ("8B", "published"), *(("14B", name) for name in SYSTEMS)]
 
-KILLED_STEPS = (6, 7)
+KILLED_STEPS = tuple(range(6, 12))
 """The steps in which instances are killed, one in each run: the window has settled."""
 
 

@@ -17,17 +17,9 @@ from tidemill.controller.collection import Collection
 from tidemill.controller.figures import batch_figures, sample_figures
 from tidemill.controller.held_out import HeldOut
 from tidemill.controller.in_flight import InFlight, plan_groups
-from tidemill.controller.offload import (
-    STEADY,
-    OffloadState,
-    StepObservation,
-    after_step,
-    balance_after,
-    start,
-    window,
-)
 from tidemill.controller.rollout import Rollout, StopRequested
 from tidemill.controller.samples import Sample, SampleState
+from tidemill.controller.seeding import Seeding
 from tidemill.core.errors import TidemillError
 from tidemill.core.protocols import Checkpoints, PromptSource, Scorer, Trainer
 from tidemill.core.records import Group, Prompt, StepMetrics, Trajectory
@@ -54,19 +46,20 @@ class Run:
     replayed: int = 0
     already_finished: bool = False
     tokens_told: int = 0  # in the metrics of this session
-    offload: OffloadState | None = None  # None where no preemptible worker can come
     timings: dict[str, float] = field(default_factory=dict)  # of the batch that is due, in seconds
     began_s: float = 0.0  # when it fell due
     trainer_answers: bool = True  # or a run that was to end waited for it in vain
     planned: tuple[int, Sequence[tuple[int, Prompt]]] = (0, ())  # the step whose prompts were asked for last, and they
     assembly: GroupAssembly = field(init=False)
     held_out: HeldOut = field(init=False)
+    seeding: Seeding = field(init=False)
 
     def __post_init__(self) -> None:
         self.assembly = GroupAssembly(self.spec.batch.group_size)
         self.held_out = HeldOut(
             self.spec, self.source, self.eval_scorer, self.rollout, sampling=self.in_flight.plan.sampling
         )
+        self.seeding = Seeding(self.rollout.fleet, ahead=self.spec.schedule.max_policy_lag > 0)
 
     @property
     def tokens_generated(self) -> int:
@@ -77,9 +70,8 @@ class Run:
         """Restore the newest checkpoint and find out what the journal has beyond it."""
         step = await self._checkpoint_io(self.checkpoints.restore_latest(), "the checkpoint to be read")
         self.step = self.resumed_from = self.checkpointed = step
-        ledger, telemetry, fleet = self.rollout.ledger, self.rollout.telemetry, self.rollout.fleet
-        if fleet.elastic:
-            self._balance(start(fleet.config.seed_window_s, fleet.reserved_engines))
+        ledger, telemetry = self.rollout.ledger, self.rollout.telemetry
+        self.seeding.begin()
         self.in_flight.newest_version = self.trainer.version.number
         self.replayed = await ledger.load(self.in_flight, self._prompt, after_step=step)
         telemetry.resume(step)
@@ -88,7 +80,7 @@ class Run:
             telemetry.event("already_finished", step=step, steps=self.spec.trainer.steps)
         elif self.replayed:
             telemetry.event("replay", first_step=step + 1, last_step=step + self.replayed)
-        await fleet.publishing.publish(self.trainer.version)
+        await self.rollout.fleet.publishing.publish(self.trainer.version)
 
     async def evaluate_start(self) -> None:
         """Where this session begins; before the first step the figures make a metrics line of their own."""
@@ -107,11 +99,14 @@ class Run:
             self.step + 1, batch.prompts, membership=schedule.membership, order=batch.order, recorded=recorded
         )
         await self._admit(0)
-        window_s = self._window_s()
-        if self.offload is not None:
+        window_s = self.seeding.window_s
+        if window_s is not None:
             self.timings["seed_window_s"] = window_s
-        balance = self.offload.balance if self.offload is not None and self._judges_balance else None
-        self._collection.begin_step(samples=forming.size * batch.group_size, window_s=window_s, balance=balance)
+        self._collection.begin_step(
+            samples=forming.size * batch.group_size,
+            window_s=math.inf if window_s is None else window_s,
+            balance=self.seeding.balance,
+        )
         return forming
 
     async def _admit(self, taken: int) -> None:
@@ -278,7 +273,12 @@ class Run:
         )
         if self.spec.corrects_each_publish:
             await self._note_logprobs()
-        self._adapt(sum(trajectory.completion_length for trajectory in trajectories))
+        self.timings |= self.seeding.learn(
+            self.timings,
+            tokens=sum(trajectory.completion_length for trajectory in trajectories),
+            hand_over=self._collection.handed_over,
+            finished_s=self.began_s + self.timings["time_rollout_s"],
+        )
         samples.sort(key=lambda sample: sample.ordinal)
         by_id = {trajectory.sample_id: trajectory for trajectory in trajectories}
         ordered = [by_id[sample.sample_id] for sample in samples]
@@ -347,56 +347,6 @@ class Run:
     def _collection(self) -> Collection:
         assert self.samples is not None, "the loop has not begun"
         return self.samples
-
-    def _window_s(self) -> float:
-        """How long the reserved side generates beside the preemptible workers in the next step."""
-        if self.offload is None:
-            return math.inf
-        return window(self.offload, self.rollout.fleet.joined)
-
-    @property
-    def _judges_balance(self) -> bool:
-        """Whether the reserved side stops by what is left of a batch; at lag 0 that is all that is in flight."""
-        return self.rollout.fleet.config.hand_over == "balance" and self.spec.schedule.max_policy_lag == 0
-
-    def _adapt(self, tokens: int) -> None:
-        """Learn from who waited for whom: the seeding window of later steps, how many workers would be of use, and how
-        fast both sides were with the batch's `tokens`."""
-        fleet, timings = self.rollout.fleet, self.timings
-        if self.offload is None:
-            return
-        timings["time_remote_wait_s"] = fleet.idle_s()
-        observation = StepObservation(
-            workers_mean=timings["workers_mean"],
-            trainer_wait_s=timings["time_trainer_wait_s"],
-            remote_wait_s=timings["time_remote_wait_s"],
-            remote_s=timings["time_rollout_s"],
-            train_s=timings["time_train_s"],
-            reserved_engines=fleet.reserved_engines,
-        )
-        config, over = fleet.config, self._collection.handed_over
-        steady = over is not None and abs(timings["workers_mean"] - over.workers) <= STEADY
-        balance = balance_after(
-            self.offload.balance,
-            train_s=timings["time_train_s"],
-            tokens=tokens,
-            hand_over=over if steady else None,
-            finished_s=self.began_s + timings["time_rollout_s"],
-            best_tokens_per_s=fleet.profile.best_tokens_per_s,
-        )
-        offload = after_step(
-            self.offload,
-            observation,
-            gain=config.window_gain,
-            floor_s=config.window_floor_s,
-            remembers=config.remember_windows,
-        )
-        self._balance(msgspec.structs.replace(offload, balance=balance))
-
-    def _balance(self, offload: OffloadState) -> None:
-        self.offload = offload
-        if self.rollout.fleet.config.size == "adaptive":
-            self.rollout.fleet.want(offload.wanted_workers)
 
     async def _held_out(self) -> dict[str, float]:
         return await self.held_out.if_due(self.step, self.trainer.version, training=self.samples)

@@ -531,7 +531,7 @@ def test_the_window_is_that_of_all_who_will_generate_though_they_still_take_the_
         asked.append(workers)
         return 0.2
 
-    monkeypatch.setattr("tidemill.controller.run.window", remembered)
+    monkeypatch.setattr("tidemill.controller.seeding.window", remembered)
     session = pool(granted("a"), granted("b"))
 
     run_virtual(session.run())
@@ -546,7 +546,7 @@ def test_the_metrics_have_the_window_that_was_used(monkeypatch: pytest.MonkeyPat
         used.append(0.2 + 0.01 * len(used))
         return used[-1]
 
-    monkeypatch.setattr("tidemill.controller.run.window", remembered)
+    monkeypatch.setattr("tidemill.controller.seeding.window", remembered)
     session = pool(granted("a"))
 
     run_virtual(session.run())

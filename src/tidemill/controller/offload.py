@@ -51,13 +51,14 @@ class OffloadState(Record):
     window_s: float  # T_seed after the last step
     wanted_workers: int  # N_prem
     window_by_count: dict[int, float] = {}  # the memory: T_seed by number of preemptible workers
-    predicted_workers: int = 0  # how many the next step is expected to have: as many as the last one had
+    workers: int = 0  # preemptible ones that the last step had, on average
     balance: Balance | None = None
 
 
 class StepObservation(Record):
     """What a step was like. Times in seconds."""
 
+    workers_first: int  # preemptible workers with which it began, for which its window was chosen
     workers_mean: float  # n_prem: preemptible workers serving, over the rollout
     trainer_wait_s: float  # the trainer had nothing to learn from
     remote_wait_s: float  # preemptible workers had nothing left to generate
@@ -72,8 +73,11 @@ def start(window_s: float, reserved_engines: int = 1) -> OffloadState:
 
 
 def window(state: OffloadState, workers: int) -> float:
-    """The seeding window in seconds for a step that begins with so many preemptible workers."""
-    return state.window_by_count.get(workers, state.window_s)
+    """The seeding window in seconds for a step that begins with so many preemptible workers.
+
+    It goes on from the last step's; where that had another number of workers, from what is remembered of this one.
+    """
+    return state.window_s if workers == state.workers else state.window_by_count.get(workers, state.window_s)
 
 
 def after_step(
@@ -81,26 +85,26 @@ def after_step(
 ) -> OffloadState:
     """What a step teaches.
 
-    The window is remembered for a number of workers when the step had that number throughout and it was the predicted
-    one: what a changing fleet makes both sides wait says little about any number. A step without preemptible workers
-    teaches nothing, and one in which nothing was trained leaves the wanted number as it was.
+    The window is remembered for a number of workers when the step began with it and had it throughout: what a changing
+    fleet makes both sides wait says little about any number. A step without preemptible workers teaches nothing, and
+    one in which nothing was trained leaves the wanted number as it was.
 
     Args:
         gain: eta; divides the imbalance by which the window moves.
         floor_s: the window is never shorter.
         remembers: or only the last window counts, whatever the number of workers.
     """
-    workers = round(observation.workers_mean)
     if observation.workers_mean <= STEADY:
-        return replace(state, predicted_workers=0)
+        return replace(state, workers=0)
+    workers = observation.workers_first
     imbalance_s = observation.trainer_wait_s - observation.remote_wait_s
     window_s = max(window(state, workers) + imbalance_s / gain, floor_s)
-    steady = abs(observation.workers_mean - workers) <= STEADY and workers == state.predicted_workers
+    steady = abs(observation.workers_mean - workers) <= STEADY
     return OffloadState(
         window_s=window_s,
         wanted_workers=_wanted(observation, window_s) or state.wanted_workers,
         window_by_count={**state.window_by_count, workers: window_s} if steady and remembers else state.window_by_count,
-        predicted_workers=workers,
+        workers=round(observation.workers_mean),
     )
 
 

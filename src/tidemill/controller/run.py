@@ -99,7 +99,7 @@ class Run:
             self.step + 1, batch.prompts, membership=schedule.membership, order=batch.order, recorded=recorded
         )
         await self._admit(0)
-        window_s = self.seeding.window_s
+        window_s = self.seeding.begin_step()
         if window_s is not None:
             self.timings["seed_window_s"] = window_s
         self._collection.begin_step(

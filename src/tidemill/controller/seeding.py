@@ -32,15 +32,18 @@ class Seeding:
         self._fleet = fleet
         self._judges_balance = fleet.config.hand_over == "balance" and not ahead
         self._state: OffloadState | None = None  # None where no preemptible worker can come
+        self._workers_first = 0  # when the step began
 
     def begin(self) -> None:
         if self._fleet.elastic:
             self._adopt(start(self._fleet.config.seed_window_s, self._fleet.reserved_engines))
 
-    @property
-    def window_s(self) -> float | None:
-        """How long the reserved side generates in the next step; None for all the time, where nobody else can."""
-        return None if self._state is None else window(self._state, self._fleet.joined)
+    def begin_step(self) -> float | None:
+        """How many seconds the reserved side generates in the step; None for all the time, where nobody else can."""
+        if self._state is None:
+            return None
+        self._workers_first = self._fleet.joined
+        return window(self._state, self._workers_first)
 
     @property
     def balance(self) -> Balance | None:
@@ -64,6 +67,7 @@ class Seeding:
         if state is None:
             return {}
         observation = StepObservation(
+            workers_first=self._workers_first,
             workers_mean=timings["workers_mean"],
             trainer_wait_s=timings["time_trainer_wait_s"],
             remote_wait_s=fleet.idle_s(),

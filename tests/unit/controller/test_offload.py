@@ -22,6 +22,7 @@ from tidemill.controller.offload import (
 
 def make_observation(**changes: Any) -> StepObservation:
     fields: dict[str, Any] = {
+        "workers_first": 2,
         "workers_mean": 2.0,
         "trainer_wait_s": 12.0,
         "remote_wait_s": 3.0,
@@ -41,7 +42,7 @@ def test_the_window_moves_by_the_imbalance_over_the_gain() -> None:
 
     assert state.window_s == 13.0  # 10 + (12 - 3) / 3
     assert state.wanted_workers == 2  # (40 * 2 + 13 * 1) / 50 = 1.86
-    assert state.predicted_workers == 2
+    assert state.workers == 2
 
 
 def test_the_window_has_a_floor() -> None:
@@ -69,32 +70,37 @@ def test_the_wanted_number_is_the_generating_time_over_the_training_time(changes
     assert after_step(before, make_observation(**changes), gain=3.0).wanted_workers == wanted
 
 
-def test_a_window_is_remembered_when_the_number_of_workers_was_the_predicted_one() -> None:
+def test_a_window_is_remembered_for_the_number_of_workers_that_a_step_began_with_and_kept() -> None:
     first = after_step(start(10.0), make_observation(), gain=3.0)
-    assert first.window_by_count == {}  # 0 were predicted
+    assert first.window_by_count == {2: 13.0}  # 10 + (12 - 3) / 3
 
-    second = after_step(first, make_observation(), gain=3.0)
-    assert second.window_by_count == {2: 16.0}  # 13 + 9 / 3
+    joined = after_step(first, make_observation(workers_mean=3.0), gain=3.0)
+    assert (joined.window_s, joined.window_by_count) == (16.0, {2: 13.0})  # one came meanwhile
+    assert window(joined, 3) == 16.0
+    assert window(joined, 2) == 13.0
 
-    changed = after_step(second, make_observation(workers_mean=3.0), gain=3.0)
-    assert (changed.window_s, changed.window_by_count) == (19.0, {2: 16.0})  # 16 + 3; 2 were predicted
-    assert window(changed, 2) == 16.0
-    assert window(changed, 3) == 19.0
-
-    back = after_step(changed, make_observation(), gain=3.0)
-    assert back.window_s == 19.0  # from the remembered 16, not from 19
+    back = after_step(joined, make_observation(), gain=3.0)
+    assert back.window_s == 16.0  # from the remembered 13 that the step had, not from 16
     assert back.window_by_count == {2: 16.0}
+
+
+def test_while_the_number_of_workers_stays_the_window_goes_on_from_the_last_one() -> None:
+    state = OffloadState(window_s=19.0, wanted_workers=2, window_by_count={2: 13.0}, workers=2)
+    assert window(state, 2) == 19.0  # not from what an earlier step remembered
+
+    unsteady = make_observation(workers_mean=1.8)
+    assert after_step(state, unsteady, gain=3.0).window_s == 22.0  # 19 + 3
 
 
 @pytest.mark.parametrize(("mean", "remembered"), [(2.05, {2: 16.0}), (1.95, {2: 16.0}), (2.2, {}), (1.8, {})])
 def test_a_number_that_changed_during_the_step_is_not_remembered(mean: float, remembered: dict[int, float]) -> None:
-    state = OffloadState(window_s=13.0, wanted_workers=2, predicted_workers=2)
+    state = OffloadState(window_s=13.0, wanted_workers=2, workers=2)
 
     assert after_step(state, make_observation(workers_mean=mean), gain=3.0).window_by_count == remembered
 
 
 def test_without_a_memory_only_the_last_window_counts() -> None:
-    steady = OffloadState(window_s=13.0, wanted_workers=2, predicted_workers=2)
+    steady = OffloadState(window_s=13.0, wanted_workers=2, workers=2)
 
     state = after_step(steady, make_observation(), gain=3.0, remembers=False)
 
@@ -103,11 +109,11 @@ def test_without_a_memory_only_the_last_window_counts() -> None:
 
 
 def test_a_step_without_workers_teaches_nothing() -> None:
-    state = OffloadState(window_s=13.0, wanted_workers=2, window_by_count={2: 13.0}, predicted_workers=2)
+    state = OffloadState(window_s=13.0, wanted_workers=2, window_by_count={2: 13.0}, workers=2)
     alone = make_observation(workers_mean=0.0, trainer_wait_s=100.0, remote_s=0.0)
 
     assert after_step(state, alone, gain=3.0) == OffloadState(
-        window_s=13.0, wanted_workers=2, window_by_count={2: 13.0}, predicted_workers=0
+        window_s=13.0, wanted_workers=2, window_by_count={2: 13.0}, workers=0
     )
 
 
@@ -180,6 +186,7 @@ def play(window_s: float, workers: int) -> StepObservation:
     remote_s = window_s + (WORK - seeded) / workers
     trained_s = window_s + TRAIN_S  # when the trainer would be through if it never had to wait
     return StepObservation(
+        workers_first=workers,
         workers_mean=float(workers),
         trainer_wait_s=max(remote_s - trained_s, 0.0),
         remote_wait_s=max(trained_s - remote_s, 0.0),

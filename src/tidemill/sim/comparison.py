@@ -119,9 +119,23 @@ def described(scenario: Scenario) -> list[str]:
     ]
     for one in scenario.planned:
         place = f"{one.learning} GPUs learn"
-        place += " and generate" if one.schedule.shares_gpus else f", {one.generating} generate"
+        if one.schedule.shares_gpus and one.generating == one.learning:
+            place += " and generate"
+        else:
+            place += f", {one.generating}{' of them' if one.schedule.shares_gpus else ''} generate"
         lines.append(f"{one.name}: {place}{', as do preemptible workers' if one.plant.worker else ''}")
-    return [*lines, *(f"note: {remark}" for remark in scenario.remarks)]
+    return [*lines, *(f"note: {remark}" for remark in (*_left_over(scenario), *scenario.remarks))]
+
+
+def _left_over(scenario: Scenario) -> list[str]:
+    """GPUs of a machine that no engine fits on."""
+    site, workers = scenario.site, any(one.plant.worker for one in scenario.planned)
+    machines = {each.name: each for each in (site.machine, *([site.worker_machine] if workers else []))}
+    return [
+        f"{left} of the {each.gpus} GPUs of {name} generate nothing: an engine takes {site.engine_gpus} of one machine"
+        for name, each in machines.items()
+        if (left := each.gpus % site.engine_gpus)
+    ]
 
 
 def planned_data(scenario: Scenario) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def _planned(site: Site, workload: Workload, name: ScheduleName) -> Planned:
     elastic = schedule.elastic and not (isinstance(site.spec.pool, StaticPool) and not site.spec.pool.workers)
     try:
         if schedule.shares_gpus:
-            generating = site.gpus // site.engine_gpus * site.engine_gpus
+            generating = site.most_generating
         else:
             generating = site.balanced(overlapping=schedule.schedule.max_policy_lag > 0)
         plant = site.plant(schedule, generating=generating, elastic=elastic)

@@ -77,6 +77,13 @@ def test_a_dry_run_says_what_is_resolved_and_runs_nothing(run: Run) -> None:
     assert ran.data["assumed_shape"] is True
 
 
+def test_a_dry_run_says_which_gpus_no_engine_fits_on(run: Run) -> None:
+    arguments = ("--simulation.machines", "3", "--simulation.engine_gpus", "5", "--pool.workers", "0")
+    out = run("simulate", "@tiny.toml", "--dry-run", *arguments).out
+    assert "colocated: 24 GPUs learn, 15 of them generate\n" in out
+    assert "note: 3 of the 8 GPUs of rlboost-8xh100 generate nothing: an engine takes 5 of one machine" in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -90,6 +97,10 @@ def test_a_dry_run_says_what_is_resolved_and_runs_nothing(run: Run) -> None:
         (["--simulation.parameters", "36e9"], "do not hold the weights of an engine: 2.0 GB are missing"),
         (["--simulation.parameters", "70e9", "--simulation.engine_gpus", "4"], "GB of 1120 GB are missing"),
         (["--simulation.engine_gpus", "4"], "4 GPUs of an engine are more than rlboost-2xh100 has"),
+        (
+            ["--simulation.engine_gpus", "16", "--simulation.machines", "2"],
+            "simulation.engine_gpus: colocated: 16 GPUs of an engine are more than rlboost-8xh100 has\n  at most 8",
+        ),
         (LONG, "colocated: the longest sample, prompt and completion, is 9,000,512 tokens"),
         (["--simulation.completion_tokens", "300"], "a mean of 300 tokens does not go with a limit of 200"),
         (["--simulation.lengths", "run"], 'lengths = "run" and lengths_from go together'),

@@ -117,20 +117,28 @@ def described(scenario: Scenario) -> list[str]:
         f"{model}, {duration_words} of {batch.prompts} × {batch.group_size} samples, seed {spec.run.seed}",
         f"{machines}, preemptible {site.worker_machine.name} ({prices[1]} an hour each)",
     ]
-    for one in scenario.planned:
-        place = f"{one.learning} GPUs learn"
-        if one.schedule.shares_gpus and one.generating == one.learning:
-            place += " and generate"
-        else:
-            place += f", {one.generating}{' of them' if one.schedule.shares_gpus else ''} generate"
-        lines.append(f"{one.name}: {place}{', as do preemptible workers' if one.plant.worker else ''}")
-    return [*lines, *(f"note: {remark}" for remark in (*_left_over(scenario), *scenario.remarks))]
+    who = (f"{one.name}: {_who(one)}" for one in scenario.planned)
+    return [*lines, *who, *(f"note: {remark}" for remark in (*_left_over(scenario), *scenario.remarks))]
+
+
+def _who(one: Planned) -> str:
+    """Who learns, and who generates."""
+    words = [f"{one.learning} GPUs learn"]
+    if one.generating:
+        words.append(f"{one.generating} {'of them ' if one.schedule.shares_gpus else ''}generate")
+    if one.schedule.shares_gpus and one.generating == one.learning:
+        words = [f"{words[0]} and generate"]
+    if one.plant.worker:
+        words.append("as do preemptible workers" if one.generating else "preemptible workers generate")
+    return ", ".join(words)
 
 
 def _left_over(scenario: Scenario) -> list[str]:
     """GPUs of a machine that no engine fits on."""
-    site, workers = scenario.site, any(one.plant.worker for one in scenario.planned)
-    machines = {each.name: each for each in (site.machine, *([site.worker_machine] if workers else []))}
+    site, planned = scenario.site, scenario.planned
+    machines = {site.machine.name: site.machine} if any(one.generating for one in planned) else {}
+    if any(one.plant.worker for one in planned):
+        machines[site.worker_machine.name] = site.worker_machine
     return [
         f"{left} of the {each.gpus} GPUs of {name} generate nothing: an engine takes {site.engine_gpus} of one machine"
         for name, each in machines.items()

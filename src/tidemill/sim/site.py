@@ -73,10 +73,11 @@ class Site(Record):
             UserError: what cannot be held or is not known.
         """
         learning = self.gpus if schedule.shares_gpus else self.gpus - generating
+        engines = generating // self.engine_gpus
         return Plant(
             trainer=self.trainer(learning),
             weights=self.weights(deltas=schedule.deltas),
-            reserved=ProfiledEngine(profile=self.engine(self.gpu), engines=generating // self.engine_gpus),
+            reserved=ProfiledEngine(profile=self.engine(self.gpu), engines=engines) if engines else None,
             reserved_load_s=self.load_s,
             shares_gpus=schedule.shares_gpus,
             streams=schedule.streams,

@@ -77,6 +77,17 @@ def test_a_dry_run_says_what_is_resolved_and_runs_nothing(run: Run) -> None:
     assert ran.data["assumed_shape"] is True
 
 
+def test_reserved_gpus_that_are_not_to_generate_only_learn(run: Run) -> None:
+    arguments = ("--fleet.seeding", "false", "--simulation.schedules", '["tidemill", "rlboost", "colocated"]')
+    out = run("simulate", "@tiny.toml", "--dry-run", *arguments).out
+    assert "tidemill: 8 GPUs learn, preemptible workers generate\n" in out
+    assert "rlboost: 8 GPUs learn, preemptible workers generate\n" in out
+    assert "colocated: 8 GPUs learn and generate\n" in out
+    ran = run("simulate", "@tiny.toml", *arguments, "--json").data
+    assert [one["generating_gpus"] for one in ran["scenario"]["schedules"].values()] == [0, 0, 8]
+    assert ran["schedules"]["tidemill"]["reserved_generating_s"] == 0
+
+
 def test_a_dry_run_says_which_gpus_no_engine_fits_on(run: Run) -> None:
     arguments = ("--simulation.machines", "3", "--simulation.engine_gpus", "5", "--pool.workers", "0")
     out = run("simulate", "@tiny.toml", "--dry-run", *arguments).out

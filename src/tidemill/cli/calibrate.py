@@ -12,6 +12,7 @@ from rich.console import Group, RenderableType
 
 from tidemill.cli.plan.shown import notes, plain, table
 from tidemill.cli.result import Json, Result
+from tidemill.config.words import counted
 from tidemill.planner.calibration.calibrate import calibrate as fitted
 from tidemill.planner.calibration.profile import QUANTITIES, RunProfile, kept_path, write_profile
 from tidemill.telemetry.numerals import percent
@@ -40,6 +41,7 @@ def calibrate(run_dir: Annotated[Path, Parameter(name="RUN_DIR")], /, *, out: Ou
 
 def as_text(profile: RunProfile, path: Path) -> Iterator[RenderableType]:
     """A row a number, then how well they explain the run."""
+    machine, steps = profile.machine, counted(profile.steps, "step")
     rows = ((QUANTITIES[name], one) for name, one in profile.numbers.items())
     yield table(
         ("", "", "±", "of"),
@@ -47,7 +49,7 @@ def as_text(profile: RunProfile, path: Path) -> Iterator[RenderableType]:
             [what.meaning, value(one.value, what.unit), value(one.error, what.unit), str(one.count)]
             for what, one in rows
         ),
-        title=f"{profile.run}: {profile.steps} steps on {profile.machine.processor}, {profile.machine.cores} cores",
+        title=f"{profile.run}: {steps} on {machine.processor}, {counted(machine.cores, 'core')}",
     )
     yield ""
     unexplained = ", ".join(f"{percent(share)} of the time of {name}" for name, share in profile.residuals.items())

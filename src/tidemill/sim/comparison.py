@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from tidemill.config.words import counted, doing
 from tidemill.core.records import Record
 from tidemill.sim.outcome import SimulatedRun
 from tidemill.sim.scenario import Planned, Scenario
@@ -110,7 +111,7 @@ def described(scenario: Scenario) -> list[str]:
     site, spec = scenario.site, scenario.site.spec
     given, batch = spec.simulation, spec.batch
     model = given.model or f"{site.shape.parameters / 1e9:.3g}B parameters"
-    duration_words = f"{given.hours:g} h" if given.hours else f"{spec.trainer.steps} steps"
+    duration_words = f"{given.hours:g} h" if given.hours else counted(spec.trainer.steps, "step")
     prices = [dollars(usd) for usd in (spec.fleet.reserved_usd_per_hour, spec.fleet.preemptible_usd_per_hour)]
     machines = f"{given.machines} × {site.machine.name} ({prices[0]} an hour)"
     lines = [
@@ -123,11 +124,11 @@ def described(scenario: Scenario) -> list[str]:
 
 def _who(one: Planned) -> str:
     """Who learns, and who generates."""
-    words = [f"{one.learning} GPUs learn"]
+    words, verb = [doing(one.learning, "GPU", "learn")], "generates" if one.generating == 1 else "generate"
     if one.generating:
-        words.append(f"{one.generating} {'of them ' if one.schedule.shares_gpus else ''}generate")
+        words.append(f"{one.generating} {'of them ' if one.schedule.shares_gpus else ''}{verb}")
     if one.schedule.shares_gpus and one.generating == one.learning:
-        words = [f"{words[0]} and generate"]
+        words = [f"{words[0]} and {verb}"]
     if one.plant.worker:
         words.append("as do preemptible workers" if one.generating else "preemptible workers generate")
     return ", ".join(words)
@@ -140,7 +141,7 @@ def _left_over(scenario: Scenario) -> list[str]:
     if any(one.plant.worker for one in planned):
         machines[site.worker_machine.name] = site.worker_machine
     return [
-        f"{left} of the {each.gpus} GPUs of {name} generate nothing: an engine takes {site.engine_gpus} of one machine"
+        f"engines of {site.engine_gpus} GPUs take {each.gpus - left} of the {each.gpus} of {name}; the rest has none"
         for name, each in machines.items()
         if (left := each.gpus % site.engine_gpus)
     ]

@@ -88,11 +88,18 @@ def test_reserved_gpus_that_are_not_to_generate_only_learn(run: Run) -> None:
     assert ran["schedules"]["tidemill"]["reserved_generating_s"] == 0
 
 
+def test_one_of_something_is_no_plural(run: Run) -> None:
+    arguments = ("--trainer.steps", "1", "--simulation.engine_gpus", "7", "--pool.workers", "0")
+    out = run("simulate", "@tiny.toml", "--dry-run", *arguments, "--simulation.schedules", '["streamed"]').out
+    assert "1 step of 2 × 2 samples, seed 0" in out
+    assert "streamed: 1 GPU learns, 7 generate\n" in out
+
+
 def test_a_dry_run_says_which_gpus_no_engine_fits_on(run: Run) -> None:
     arguments = ("--simulation.machines", "3", "--simulation.engine_gpus", "5", "--pool.workers", "0")
     out = run("simulate", "@tiny.toml", "--dry-run", *arguments).out
     assert "colocated: 24 GPUs learn, 15 of them generate\n" in out
-    assert "note: 3 of the 8 GPUs of rlboost-8xh100 generate nothing: an engine takes 5 of one machine" in out
+    assert "note: engines of 5 GPUs take 5 of the 8 of rlboost-8xh100; the rest has none" in out
 
 
 @pytest.mark.parametrize(

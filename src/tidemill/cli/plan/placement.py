@@ -14,6 +14,7 @@ from rich.console import RenderableType
 from tidemill.cli.plan import shown
 from tidemill.cli.plan.options import CatalogFile, Explain, Model, Params, shape_of
 from tidemill.cli.result import Json, Result
+from tidemill.config.words import counted
 from tidemill.core.errors import UserError
 from tidemill.planner.memory.question import Holding
 from tidemill.planner.placement.engines import Side
@@ -237,14 +238,14 @@ def as_text(question: PlacementQuestion, plan: PlacementPlan) -> Iterator[Render
     degrees = f"fsdp {training.fsdp}, tp {training.tp}, pp {training.pp}"
     yield from shown.plain(f"best of {plan.tried} placements: {best.placement.words}")
     yield from shown.plain(
-        f"training: {training.group.gpus} GPUs, {degrees}; a batch takes {duration(best.training_s)}"
+        f"training: {counted(training.group.gpus, 'GPU')}, {degrees}; a batch takes {duration(best.training_s)}"
     )
     for title, side in (("the same GPUs generate", best.placement.shared), ("generating", best.placement.dedicated)):
         if side.engines:
             yield from shown.plain(f"{title}: {engine_words(side)}")
     yield ""
     rows = [row(number, each) for number, each in enumerate((best, *plan.runners_up), 1)]
-    headings = ("", "step", "tokens/s", "$/h", "$/M tokens", "trainer idle", f"{question.steps} steps")
+    headings = ("", "step", "tokens/s", "$/h", "$/M tokens", "trainer idle", counted(question.steps, "step"))
     yield shown.table(headings, rows)
     yield ""
     yield from shown.plain(f"1  {best.placement.words}")

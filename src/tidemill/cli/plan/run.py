@@ -19,6 +19,7 @@ from tidemill.cli.plan.recipe_model import shape_of_model
 from tidemill.cli.result import Json, Result
 from tidemill.config.load import load_spec
 from tidemill.config.schema import RunSpec
+from tidemill.config.words import counted
 from tidemill.core.errors import UserError
 from tidemill.planner.calibration.profile import RunProfile, kept_path, read_profile, unlike, write_profile
 from tidemill.planner.figures import Sheet
@@ -180,7 +181,7 @@ def as_data(found: Forecast) -> dict[str, Any]:
 def as_text(spec: RunSpec, found: Forecast) -> Iterator[RenderableType]:
     """Total, step, and what they consist of."""
     cost = f", {dollars(found.cost_usd)}" if found.cost_usd else ""
-    yield from shown.plain(f"{spec.run.name}: {found.steps} steps in {between(found.total_s)}{cost}")
+    yield from shown.plain(f"{spec.run.name}: {counted(found.steps, 'step')} in {between(found.total_s)}{cost}")
     first = found.step_s[0].mean
     yield from shown.plain(
         f"a step takes {between(found.usual_step_s)}, the first {took(first)}; {found.tokens_per_s:,.0f} tokens/s"
@@ -191,7 +192,7 @@ def as_text(spec: RunSpec, found: Forecast) -> Iterator[RenderableType]:
     yield from shown.plain(f"its samples are generated in {took(found.generating_s)}")
     beside = ", ".join(f"{name} {duration(seconds)}" for name, seconds in found.beside_s.items() if seconds)
     yield from shown.plain(*([f"beside the steps: {beside}"] if beside else []))
-    yield from shown.plain(f"from {found.profile}; {found.seeds} simulations")
+    yield from shown.plain(f"from {found.profile}; {counted(found.seeds, 'simulation')}")
 
 
 def between(spread: Spread) -> str:

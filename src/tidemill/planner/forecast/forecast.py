@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from tidemill.config.schema import RunSpec
+from tidemill.config.words import counted
 from tidemill.planner.calibration.profile import RunProfile
 from tidemill.planner.forecast.twin import simulate_recipe
 from tidemill.sim.outcome import SimulatedRun
@@ -45,7 +46,7 @@ def forecast_recipe(
     notes = list(profile.notes)
     if steps < spec.trainer.steps:
         notes.append(f"{steps} of {spec.trainer.steps} steps were simulated, and the others taken to be like them")
-    about = f"a profile of {profile.run}, {profile.steps} steps on {profile.machine.cores} cores"
+    about = f"a profile of {profile.run}, {counted(profile.steps, 'step')} on {counted(profile.machine.cores, 'core')}"
     return summarised(spec, runs, start_s=profile["start_s"], about=about, notes=notes)
 
 

@@ -13,6 +13,7 @@ from rich.console import Group, RenderableType
 from tidemill.cli.plan.shown import notes, plain, table
 from tidemill.cli.result import Json, Result
 from tidemill.config.words import counted
+from tidemill.core.errors import UserError
 from tidemill.planner.calibration.calibrate import calibrate as fitted
 from tidemill.planner.calibration.profile import QUANTITIES, RunProfile, kept_path, write_profile
 from tidemill.telemetry.numerals import percent
@@ -31,10 +32,13 @@ def calibrate(run_dir: Annotated[Path, Parameter(name="RUN_DIR")], /, *, out: Ou
     run_dir
         The directory given to `tidemill train` as --run.dir.
     """
+    if out is not None and out.is_dir():
+        raise UserError("that is a directory", where=f"--out {out}", cure="name a file in it")
     profile = fitted(run_dir)
     kept = kept_path(profile)
-    for path in (kept, *([out] if out else ())):
-        write_profile(profile, path)
+    if out is not None:  # first: where it cannot be written, nothing has changed
+        write_profile(profile, out, where=f"--out {out}", cure="choose another file")
+    write_profile(profile, kept)
     data = {"profile": msgspec.to_builtins(profile), "files": [str(kept), *([str(out)] if out else ())]}
     return Result(data=data, text=Group(*as_text(profile, out or kept)))
 

@@ -135,7 +135,10 @@ def test_what_cannot_be_is_told_before_anything_runs(run: Run, arguments: list[s
 
 @pytest.mark.parametrize(
     ("rows", "said"),
-    [("0,1\n-5,2\n", "bad.csv:2"), ("0,1\n60,2\n30,1\n", "bad.csv:3: time goes back, from 60 to 30")],
+    [
+        ("0,1\n-5,2\n", "bad.csv:2: -5 is a negative time"),
+        ("0,1\n60,2\n30,1\n", "bad.csv:3: time goes back, from 60 to 30"),
+    ],
 )
 def test_a_trace_that_is_none_names_the_row(run: Run, tmp_path: Path, rows: str, said: str) -> None:
     (tmp_path / "bad.csv").write_text(rows, encoding="utf-8")

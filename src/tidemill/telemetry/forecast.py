@@ -46,6 +46,11 @@ class Forecast(Record):
         low, high = duration(self.total_s.low), duration(self.total_s.high)
         return f"forecast: {duration(self.total_s.mean)} ({low} to {high}){cost} for {counted(self.steps, 'step')}"
 
+    @property
+    def caution(self) -> str:
+        """What to know of it, in a line; empty for nothing."""
+        return f"the forecast is from {self.profile}; {'; '.join(self.notes)}" if self.notes else ""
+
     def of_step(self, step: int) -> Spread:
         """Of a step, from 1."""
         return self.step_s[step - 1] if step <= len(self.step_s) else self.usual_step_s

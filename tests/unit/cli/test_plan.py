@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.planted import planted, spec_of
@@ -156,7 +157,8 @@ def test_a_run_on_this_machine_needs_a_profile(run: Run, tmp_path: Path, monkeyp
 
 def test_a_run_with_a_profile(run: Run, tmp_path: Path) -> None:
     arguments = ["--model.source", "char", "--batch.prompts", "2", "--batch.group_size", "4", "--trainer.steps", "3"]
-    write_profile(planted(spec_of(model={"source": "char"})), tmp_path / "profile.json")
+    busy = msgspec.structs.replace(planted(spec_of(model={"source": "char"})), notes=("the machine was busy",))
+    write_profile(busy, tmp_path / "profile.json")
     ran = run("plan", "run", *arguments, "--profile", str(tmp_path / "profile.json"), "--json", "--explain")
     assert ran.data["steps"] == len(ran.data["step_s"]) == 3
     assert ran.data["total_s"]["low"] <= ran.data["total_s"]["mean"] <= ran.data["total_s"]["high"]
@@ -168,6 +170,7 @@ def test_a_run_with_a_profile(run: Run, tmp_path: Path) -> None:
     )
     assert "3 steps in" in other.out
     assert "warning: engine.batch_invariant is True" in other.out
+    assert "• the machine was busy" in other.out
 
 
 def test_a_run_on_a_described_cluster(run: Run) -> None:

@@ -181,3 +181,16 @@ def test_a_run_on_a_described_cluster(run: Run) -> None:
     assert ran.data["placement"]["kind"] == "colocated"
     assert ran.data["cost_usd"] > 0
     assert 0 < ran.data["memory_bytes"] < ran.data["usable_bytes"]
+    assert "one simulation has no spread" in " ".join(ran.data["notes"])
+
+
+def test_a_described_clusters_spread_is_that_of_assumed_speeds(run: Run) -> None:
+    arguments = ("--machines", "rlboost-8xh100", "--params", "8e9", "--trainer.steps", "2", "--batch.prompts", "4")
+    lengths = ("--sampling.max_new_tokens", "200", "--sigma", "0")
+    alone, three = (
+        run("plan", "run", *arguments, *lengths, "--seeds", seeds, "--json").data["usual_step_s"] for seeds in "13"
+    )
+    # Equal samples, and times of 1 - 0.4 * 2 / 3, 1, 1 + 0.4 * 2 / 3: their standard deviation is 0.267.
+    assert three["mean"] == pytest.approx(alone["mean"], rel=0.01)
+    assert three["high"] - three["mean"] == pytest.approx(2 * 0.8 / 3 * alone["mean"], rel=0.01)
+    assert alone["low"] == alone["high"]

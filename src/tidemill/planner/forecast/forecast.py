@@ -34,15 +34,15 @@ def forecast_recipe(
     *,
     seeds: int = SEEDS,
     most_samples: int = MOST_SAMPLES,
-    look: Callable[[], None] | None = None,
+    watch: Callable[[], None] | None = None,
 ) -> Forecast:
     """What a recipe takes on the machine of a profile.
 
     Args:
-        look: see `simulate_recipe`.
+        watch: see `simulate_recipe`.
     """
     steps = simulated_steps(spec, most_samples)
-    runs = [simulate_recipe(drawn(spec, steps, seed), uncertain(profile, seed), look=look) for seed in range(seeds)]
+    runs = [simulate_recipe(drawn(spec, steps, seed), uncertain(profile, seed), watch=watch) for seed in range(seeds)]
     notes = list(profile.notes)
     if steps < spec.trainer.steps:
         notes.append(f"{steps} of {spec.trainer.steps} steps were simulated, and the others taken to be like them")

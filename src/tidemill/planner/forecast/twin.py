@@ -16,9 +16,9 @@ from tidemill.planner.forecast.one_machine import OneMachine, SharedScorer, meas
 from tidemill.planner.forecast.work import length_of, workloads
 from tidemill.pool.build import build_provider
 from tidemill.sim.completions import BlankCompletions
+from tidemill.sim.drive import Parts, drive
 from tidemill.sim.outcome import SimulatedRun
 from tidemill.sim.recording import Recording
-from tidemill.sim.run import Parts, drive
 from tidemill.sim.task import SimulatedPrompts
 from tidemill.sim.trainer import SimulatedCheckpoints, SimulatedDisk
 from tidemill.sim.virtual_time import run_virtual

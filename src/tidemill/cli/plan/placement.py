@@ -122,10 +122,7 @@ def placement(
     question = PlacementQuestion(
         algorithm=algorithm,
         shape=shape_of(params, model),
-        offers=(
-            *(offer_of(text, known, "--machines") for text in machines),
-            *(offer_of(text, known, "--preemptible", availability=availability) for text in preemptible),
-        ),
+        offers=offers_of(known, machines, preemptible, availability=availability),
         rollout=rollout_of(
             lengths, samples=prompts * group_size, group_size=group_size, prompt_tokens=float(prompt_tokens)
         ),
@@ -140,6 +137,16 @@ def placement(
     )
     plan = plan_placement(question)
     return shown.result(as_data(plan), as_text(question, plan), plan.figures, explain=explain)
+
+
+def offers_of(
+    known: Catalog, machines: Sequence[str], preemptible: Sequence[str], *, availability: float = 1.0
+) -> tuple[Offer, ...]:
+    """Raises UserError: see `offer_of`."""
+    return (
+        *(offer_of(text, known, "--machines") for text in machines),
+        *(offer_of(text, known, "--preemptible", availability=availability) for text in preemptible),
+    )
 
 
 def offer_of(text: str, catalog: Catalog, option: str, *, availability: float = 1.0) -> Offer:

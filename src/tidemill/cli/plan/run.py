@@ -14,7 +14,7 @@ from rich.console import RenderableType
 from tidemill.cli.arguments import Items
 from tidemill.cli.plan import shown
 from tidemill.cli.plan.options import CatalogFile, Explain, Model, Params, shape_of
-from tidemill.cli.plan.placement import Machines, Preemptible, Prices, estimate_data, offer_of, with_prices
+from tidemill.cli.plan.placement import Machines, Preemptible, Prices, estimate_data, offers_of, with_prices
 from tidemill.cli.plan.recipe_model import shape_of_model
 from tidemill.cli.result import Json, Result
 from tidemill.config.load import load_spec
@@ -86,13 +86,9 @@ def run(
     if seeds < 1:
         raise UserError("a forecast is of one simulation at least", where="--seeds", cure="5 give a spread")
     if machines:
-        known = with_prices(load_catalog(catalog), price)
         shape = shape_of(params, model) if params or model else shape_of_model(spec.model)
         lengths = _lengths(spec, completion_tokens, sigma, lengths_from)
-        offers = (
-            *(offer_of(text, known, "--machines") for text in machines),
-            *(offer_of(text, known, "--preemptible") for text in preemptible),
-        )
+        offers = offers_of(with_prices(load_catalog(catalog), price), machines, preemptible)
         question = question_of(spec, shape, offers, lengths, prompt_tokens)
         found = forecast_on_cluster(spec, question, lengths, prompt_tokens, seeds=seeds, boot_s=boot_s)
         return _of_cluster(spec, found, explain=explain)

@@ -12,6 +12,8 @@ from rich.console import Group, RenderableType
 
 from tidemill.cli.plan.shown import notes, plain, table
 from tidemill.cli.result import Json, Result
+from tidemill.config.words import counted
+from tidemill.core.errors import UserError
 from tidemill.planner.calibration.calibrate import calibrate as fitted
 from tidemill.planner.calibration.profile import QUANTITIES, RunProfile, kept_path, write_profile
 from tidemill.telemetry.numerals import percent
@@ -30,16 +32,20 @@ def calibrate(run_dir: Annotated[Path, Parameter(name="RUN_DIR")], /, *, out: Ou
     run_dir
         The directory given to `tidemill train` as --run.dir.
     """
+    if out is not None and out.is_dir():
+        raise UserError("that is a directory", where=f"--out {out}", cure="name a file in it")
     profile = fitted(run_dir)
     kept = kept_path(profile)
-    for path in (kept, *([out] if out else ())):
-        write_profile(profile, path)
+    if out is not None:  # first: where it cannot be written, nothing has changed
+        write_profile(profile, out, where=f"--out {out}", cure="choose another file")
+    write_profile(profile, kept)
     data = {"profile": msgspec.to_builtins(profile), "files": [str(kept), *([str(out)] if out else ())]}
     return Result(data=data, text=Group(*as_text(profile, out or kept)))
 
 
 def as_text(profile: RunProfile, path: Path) -> Iterator[RenderableType]:
     """A row a number, then how well they explain the run."""
+    machine, steps = profile.machine, counted(profile.steps, "step")
     rows = ((QUANTITIES[name], one) for name, one in profile.numbers.items())
     yield table(
         ("", "", "±", "of"),
@@ -47,7 +53,7 @@ def as_text(profile: RunProfile, path: Path) -> Iterator[RenderableType]:
             [what.meaning, value(one.value, what.unit), value(one.error, what.unit), str(one.count)]
             for what, one in rows
         ),
-        title=f"{profile.run}: {profile.steps} steps on {profile.machine.processor}, {profile.machine.cores} cores",
+        title=f"{profile.run}: {steps} on {machine.processor}, {counted(machine.cores, 'core')}",
     )
     yield ""
     unexplained = ", ".join(f"{percent(share)} of the time of {name}" for name, share in profile.residuals.items())

@@ -38,7 +38,7 @@ class SimulationConfig(Config):
     worker_machine: str = "rlboost-2xh100"
     """Each preemptible worker's machine; priced in the same way."""
     engine_gpus: int = Field(1, ge=1)
-    """GPUs that one engine is spread over. A machine has as many engines as fit."""
+    """GPUs that one engine is spread over, all of one machine, which has as many engines as fit."""
     engine_dtype: Literal["bf16", "fp8"] = "bf16"
     """Of an engine's weights and arithmetic."""
     boot_s: float = Field(60.0, ge=0)

@@ -92,7 +92,7 @@ class Forming:
         """Whether anything could be taken of so many complete groups: of those finished first, in canonical order, only
         all that are missing together."""
         together = self._recorded is None and self._membership == "first_finished" and self._order == "canonical"
-        return not together or complete >= self.size - len(self.taken)
+        return complete >= (self.size - len(self.taken) if together else 1)
 
     def take(self, complete: Collection[int], in_flight: Mapping[int, int | None]) -> list[int]:
         """Positions that go to the trainer now, in order.

@@ -142,6 +142,7 @@ class InFlight:
     def close(self, position: int) -> list[Sample]:
         """A group is learned from, or given up: forget its samples, and return them."""
         del self.groups[position]
+        self._oldest.pop(position, None)
         samples = self.group(position)
         for sample in samples:
             del self.samples[sample.ordinal], self._by_id[sample.sample_id]
@@ -155,6 +156,7 @@ class InFlight:
         for sample in samples:
             before = sample.state
             sample.restart()
+            self._forget_oldest(sample)
             self._moved(before, sample)
             sample.lease_id = ""  # whoever had it, there is nothing of it to go on from
 
@@ -164,6 +166,11 @@ class InFlight:
 
     def oldest_version(self, position: int) -> int | None:
         """Of the weights that made a group's tokens, or may be making its first; None while nobody has begun it."""
+        if position not in self._oldest:
+            self._oldest[position] = self._oldest_of(position)
+        return self._oldest[position]
+
+    def _oldest_of(self, position: int) -> int | None:
         oldest, least = None, self.groups[position].from_version
         for ordinal in self._ordinals(position):
             version = self.samples[ordinal].oldest_version
@@ -191,6 +198,7 @@ class InFlight:
         self._waiting = {sample.ordinal: sample for sample in self if sample.state is SampleState.WAITING}
         self._newly_waiting = list(self._waiting)
         self._held: defaultdict[str, dict[int, Sample]] = defaultdict(dict)
+        self._oldest: dict[int, int | None] = {}  # by position, as far as it was asked for and has not changed since
         for sample in self:
             if sample.state is SampleState.RUNNING:
                 self._held[sample.lease_id][sample.ordinal] = sample
@@ -268,6 +276,8 @@ class InFlight:
             return None
         verdict = sample.judge(delta, self.newest_version)
         if verdict == "applied":
+            if not sample.made_by:
+                self._forget_oldest(sample)
             sample.extend(delta.token_ids, delta.logprobs, delta.version)
             self.tally.tokens_accepted += len(delta.token_ids) // ITEM_BYTES
             if delta.finish is not None:
@@ -305,6 +315,8 @@ class InFlight:
         after = sample.state
         if after is before:
             return
+        if not sample.made_by:
+            self._forget_oldest(sample)
         self._states[before] -= 1
         self._states[after] += 1
         if before is SampleState.WAITING:
@@ -316,6 +328,10 @@ class InFlight:
             self._newly_waiting.append(sample.ordinal)
         elif after is SampleState.RUNNING:
             self._held[sample.lease_id][sample.ordinal] = sample
+
+    def _forget_oldest(self, sample: Sample) -> None:
+        """The sample's own oldest version may be another one."""
+        self._oldest.pop(sample.ordinal // self.plan.group_size, None)
 
     def _request(self, sample: Sample) -> GenerateRequest:
         return GenerateRequest(

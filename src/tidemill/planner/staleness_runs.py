@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tidemill.config.words import counted
 from tidemill.core.errors import UserError
 from tidemill.planner.staleness_table import Measured
 from tidemill.telemetry.jsonl import read_lines
@@ -37,7 +38,7 @@ def measure_run(run_dir: Path) -> Measured:
     lines = [line for _, line in read_lines(run.metrics)]
     points = [(float(line["step"]), float(line["reward_mean"])) for line in lines if _has(line, "step", "reward_mean")]
     if len(points) < FEWEST_STEPS:
-        what = f"{len(points)} steps with a reward, and a slope needs {FEWEST_STEPS}"
+        what = f"{counted(len(points), 'step')} with a reward, and a slope needs {FEWEST_STEPS}"
         raise UserError(what, where=f"--runs {run_dir}", cure="let it train on")
     timed = [line for line in lines if _has(line, "time_train_s", "time_step_s")]
     busy_s, all_s = (math.fsum(line[name] for line in timed) for name in ("time_train_s", "time_step_s"))

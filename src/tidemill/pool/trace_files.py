@@ -63,8 +63,10 @@ def _seconds(text: str, where: str) -> float:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
-    if not 0 <= seconds < math.inf:
+    if not math.isfinite(seconds):
         raise UserError(f"{text!r} is not a number of seconds", where=where, cure=CSV_SHAPE)
+    if seconds < 0:
+        raise UserError(f"{text} is a negative time", where=where, cure="count seconds from the trace's beginning, 0")
     return seconds
 
 
@@ -97,6 +99,9 @@ def _from_json(text: str, source: str) -> CapacityTrace:
 def _parts(tree: Any, source: str) -> tuple[float, list[Any]]:
     metadata = tree.get("metadata") if isinstance(tree, dict) else None
     gap_s = metadata.get("gap_seconds") if isinstance(metadata, dict) else None
+    if isinstance(gap_s, int | float) and gap_s < 0:
+        what = f"{gap_s:g} is a negative time between two rows"
+        raise UserError(what, where=f"{source}: metadata.gap_seconds", cure=JSON_SHAPE)
     if isinstance(gap_s, bool) or not isinstance(gap_s, int | float) or not 0 < gap_s < 1e9:
         raise UserError("no metadata.gap_seconds above 0", where=source, cure=JSON_SHAPE)
     if not isinstance(tree.get("data"), list):

@@ -83,7 +83,8 @@ def _keep_forecast(spec: RunSpec, run: RunDirectory, recorder: Recorder, foretel
         forecast = foretell(spec)
         if forecast is not None:
             write_forecast(run.path, forecast)
-            recorder.note(forecast.sentence)
+            for line in filter(None, (forecast.sentence, forecast.caution)):
+                recorder.note(line)
     except Exception as error:  # noqa: BLE001 - a forecast is only a courtesy
         recorder.note(f"no forecast: {in_words(error)}")
 

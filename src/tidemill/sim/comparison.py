@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from tidemill.config.words import counted, doing
 from tidemill.core.records import Record
 from tidemill.sim.outcome import SimulatedRun
 from tidemill.sim.scenario import Planned, Scenario
@@ -110,18 +111,40 @@ def described(scenario: Scenario) -> list[str]:
     site, spec = scenario.site, scenario.site.spec
     given, batch = spec.simulation, spec.batch
     model = given.model or f"{site.shape.parameters / 1e9:.3g}B parameters"
-    duration_words = f"{given.hours:g} h" if given.hours else f"{spec.trainer.steps} steps"
+    duration_words = f"{given.hours:g} h" if given.hours else counted(spec.trainer.steps, "step")
     prices = [dollars(usd) for usd in (spec.fleet.reserved_usd_per_hour, spec.fleet.preemptible_usd_per_hour)]
     machines = f"{given.machines} × {site.machine.name} ({prices[0]} an hour)"
     lines = [
         f"{model}, {duration_words} of {batch.prompts} × {batch.group_size} samples, seed {spec.run.seed}",
         f"{machines}, preemptible {site.worker_machine.name} ({prices[1]} an hour each)",
     ]
-    for one in scenario.planned:
-        place = f"{one.learning} GPUs learn"
-        place += " and generate" if one.schedule.shares_gpus else f", {one.generating} generate"
-        lines.append(f"{one.name}: {place}{', as do preemptible workers' if one.plant.worker else ''}")
-    return [*lines, *(f"note: {remark}" for remark in scenario.remarks)]
+    who = (f"{one.name}: {_who(one)}" for one in scenario.planned)
+    return [*lines, *who, *(f"note: {remark}" for remark in (*_left_over(scenario), *scenario.remarks))]
+
+
+def _who(one: Planned) -> str:
+    """Who learns, and who generates."""
+    words, verb = [doing(one.learning, "GPU", "learn")], "generates" if one.generating == 1 else "generate"
+    if one.generating:
+        words.append(f"{one.generating} {'of them ' if one.schedule.shares_gpus else ''}{verb}")
+    if one.schedule.shares_gpus and one.generating == one.learning:
+        words = [f"{words[0]} and {verb}"]
+    if one.plant.worker:
+        words.append("as do preemptible workers" if one.generating else "preemptible workers generate")
+    return ", ".join(words)
+
+
+def _left_over(scenario: Scenario) -> list[str]:
+    """GPUs of a machine that no engine fits on."""
+    site, planned = scenario.site, scenario.planned
+    machines = {site.machine.name: site.machine} if any(one.generating for one in planned) else {}
+    if any(one.plant.worker for one in planned):
+        machines[site.worker_machine.name] = site.worker_machine
+    return [
+        f"engines of {site.engine_gpus} GPUs take {each.gpus - left} of the {each.gpus} of {name}; the rest has none"
+        for name, each in machines.items()
+        if (left := each.gpus % site.engine_gpus)
+    ]
 
 
 def planned_data(scenario: Scenario) -> dict[str, Any]:

@@ -42,7 +42,8 @@ class ProfiledEngine(Record):
 class ProfiledTrainer(Record):
     """Learns from a group as it comes: its share of a microbatch's time.
 
-    A prompt is computed once for its group. Layers are gathered once a microbatch, of which a group may be a part.
+    A prompt is computed once for its group. Layers are gathered and launched once a microbatch, of which a group may be
+    a part; a batch's last one is launched whole, however little is in it.
     """
 
     profile: TrainerProfile
@@ -59,7 +60,7 @@ class ProfiledTrainer(Record):
         return self.profile.pass_s(tokens, context, passes=self.passes, microbatches=microbatches)
 
     def commit_s(self) -> float:
-        return self.profile.update_s
+        return self.profile.update_s + self.passes * self.profile.launch_s
 
     def checkpoint_s(self) -> float:
         return self.checkpoint

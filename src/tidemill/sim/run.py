@@ -8,45 +8,33 @@ of engines, trainer, weights and machines.
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 from tidemill.config.schema import RunSpec
-from tidemill.config.words import counted
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.in_flight import LOCAL
-from tidemill.controller.ledger import Ledger
-from tidemill.controller.loop import LoopResult, train_loop
-from tidemill.controller.waiting import Patience
 from tidemill.core.clock import Clock, LoopClock
-from tidemill.core.errors import DeadlineError, UserError
-from tidemill.core.protocols import Checkpoints, PromptSource, Provider, Publisher, Scorer, Trainer, Worker, WorkerHost
+from tidemill.core.errors import UserError
+from tidemill.core.protocols import Provider
 from tidemill.core.records import Record
 from tidemill.pool.provider import ScheduledProvider
 from tidemill.pool.timetable import Timetable
 from tidemill.sim.completions import BlankCompletions
 from tidemill.sim.costs import EngineCosts, TrainerCosts, WeightCosts
+from tidemill.sim.drive import Parts, drive
 from tidemill.sim.engine import SimulatedEngine
 from tidemill.sim.outcome import SimulatedRun
 from tidemill.sim.provider import LastWords
 from tidemill.sim.recording import Recording
 from tidemill.sim.sharing import SharingWorker
-from tidemill.sim.task import NoText, SimulatedPrompts, SimulatedScorer
+from tidemill.sim.task import SimulatedPrompts, SimulatedScorer
 from tidemill.sim.trainer import LearningTrainer, SimulatedCheckpoints, SimulatedDisk
 from tidemill.sim.virtual_time import run_virtual
 from tidemill.sim.weights import SimulatedPublisher
 from tidemill.sim.worker import SimulatedHost, SimulatedWorker
 from tidemill.sim.workload import Workload
-from tidemill.telemetry.events import DECODE, JOIN, LEASE
-from tidemill.telemetry.fleet_figures import HOUR_S
-
-LONG_S = 1e9
-DAY_S = 86_400.0
-PATIENCE = Patience(notice_s=3600.0, worker_s=LONG_S, pool_s=DAY_S, scorer_s=LONG_S, trainer_s=LONG_S, load_s=LONG_S)
-"""A simulated engine is never hung: only machines that never come end a wait."""
 
 
 class Plant(Record):
@@ -59,22 +47,6 @@ class Plant(Record):
     shares_gpus: bool = True  # they stand still while the trainer learns, which waits until they have nothing to do
     streams: bool = True  # learning begins with the first group that is complete; else with the whole batch
     worker: EngineCosts | None = None  # of each preemptible machine
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """What stands around the controller; made within the virtual loop."""
-
-    local: Worker | None  # the trainer's own engine
-    slots: int
-    local_slots: int
-    trainer: Trainer
-    scorer: Scorer
-    source: PromptSource
-    checkpoints: Checkpoints
-    provider: Provider | None = None
-    host: WorkerHost | None = None
-    publisher: Publisher | None = None
 
 
 class Twins(Record):
@@ -145,45 +117,14 @@ async def _simulate(
 ) -> SimulatedRun:
     clock = LoopClock()
     recording, completions = Recording(clock, tell), BlankCompletions(work.length)
-    local = (
-        _reserved(plant, twins.engine(plant.reserved, completions, now_s=clock.now()), clock, twins.tick_s)
-        if plant.reserved
-        else None
-    )
+    local = _reserved(plant, completions, clock, twins)
     gpus = local.learning if isinstance(local, SharingWorker) else nullcontext
     trainer = LearningTrainer(plant.trainer, clock=clock, gpus=gpus, streams=plant.streams)
     host = provider = None
     if timetable is not None:
-        assert plant.worker is not None, "machines come, and nothing says what they can do"
-        host = twins.host(
-            plant.worker,
-            plant.weights,
-            completions=completions,
-            clock=clock,
-            tick_s=twins.tick_s,
-            engine_type=twins.engine,
-        )
-        price = spec.fleet.preemptible_usd_per_hour
-        machines = ScheduledProvider(timetable, clock=clock, session=1, price_usd_per_hour=price, most=most_workers)
-        provider = LastWords(machines, host, tick_s=spec.engine.tick_s) if twins.last_words else machines
-    engines = [costs for costs in (plant.worker, plant.reserved) if costs is not None]
-    parts = Parts(
-        local=local,
-        slots=engines[0].slots,
-        local_slots=engines[-1].slots,
-        trainer=trainer,
-        scorer=SimulatedScorer(lambda _: work.score_s, lambda trajectory: work.reward(trajectory.sample_id)),
-        source=SimulatedPrompts(
-            spec.batch.prompts,
-            different=work.different_prompts,
-            prompt_tokens=work.prompt_tokens,
-            held_out=min(work.held_out, spec.eval.prompts),
-        ),
-        checkpoints=SimulatedCheckpoints(SimulatedDisk(), trainer, plant.trainer),
-        provider=provider,
-        host=host,
-        publisher=SimulatedPublisher(plant.weights) if host else None,
-    )
+        host = _host(plant, completions, clock, twins)
+        provider = _provider(spec, timetable, clock, host, most_workers, last_words=twins.last_words)
+    parts = _parts(spec, plant, work, local=local, trainer=trainer, host=host, provider=provider)
     result = await drive(spec, parts, recording, clock, seconds=seconds, make_fleet=twins.fleet)
     made = [worker.engine for worker in (*((local,) if local else ()), *(host.workers.values() if host else ()))]
     return SimulatedRun(
@@ -200,93 +141,67 @@ async def _simulate(
     )
 
 
-async def drive(
+def _parts(
     spec: RunSpec,
-    parts: Parts,
-    recording: Recording,
-    clock: Clock,
+    plant: Plant,
+    work: Workload,
     *,
-    seconds: float = math.inf,
-    make_fleet: Callable[..., Fleet] = Fleet,
-) -> LoopResult:
-    """The real controller, its fleet and its loop, among simulated parts.
-
-    Raises:
-        UserError: nobody ever generates, or no step is finished in time.
-    """
-    fleet = make_fleet(
-        parts.local,
-        slots=parts.slots,
-        local_slots=parts.local_slots,
-        clock=clock,
-        telemetry=recording,
-        config=spec.fleet,
-        patience=PATIENCE,
-        provider=parts.provider,
-        host=parts.host,
-        publisher=parts.publisher,
-        silence_s=math.inf,
+    local: SimulatedWorker | None,
+    trainer: LearningTrainer,
+    host: SimulatedHost | None,
+    provider: Provider | None,
+) -> Parts:
+    engines = [costs for costs in (plant.worker, plant.reserved) if costs is not None]
+    return Parts(
+        local=local,
+        slots=engines[0].slots,
+        local_slots=engines[-1].slots,
+        trainer=trainer,
+        scorer=SimulatedScorer(lambda _: work.score_s, lambda trajectory: work.reward(trajectory.sample_id)),
+        source=SimulatedPrompts(
+            spec.batch.prompts,
+            different=work.different_prompts,
+            prompt_tokens=work.prompt_tokens,
+            held_out=min(work.held_out, spec.eval.prompts),
+        ),
+        checkpoints=SimulatedCheckpoints(SimulatedDisk(), trainer, plant.trainer),
+        provider=provider,
+        host=host,
+        publisher=SimulatedPublisher(plant.weights) if host else None,
     )
-    stop = asyncio.Event()
-    if seconds < math.inf:
-        asyncio.get_running_loop().call_later(seconds, stop.set)
-    try:
-        async with fleet:
-            result = await train_loop(
-                spec=spec,
-                source=parts.source,
-                fleet=fleet,
-                trainer=parts.trainer,
-                scorer=parts.scorer,
-                eval_scorer=parts.scorer,
-                ledger=Ledger(None, round_size=spec.batch.prompts),
-                checkpoints=parts.checkpoints,
-                telemetry=recording,
-                codec=NoText(),
-                clock=clock,
-                stop=stop,
-                patience=PATIENCE,
-            )
-    except DeadlineError as error:
-        raise _starved(recording, clock.now()) from error
-    if not recording.metrics:
-        raise _starved(recording, clock.now(), in_time=True)
-    return result
 
 
-def _reserved(plant: Plant, engine: SimulatedEngine, clock: Clock, tick_s: float) -> SimulatedWorker:
+def _host(plant: Plant, completions: BlankCompletions, clock: Clock, twins: Twins) -> SimulatedHost:
+    assert plant.worker is not None, "machines come, and nothing says what they can do"
+    return twins.host(
+        plant.worker,
+        plant.weights,
+        completions=completions,
+        clock=clock,
+        tick_s=twins.tick_s,
+        engine_type=twins.engine,
+    )
+
+
+def _provider(
+    spec: RunSpec, timetable: Timetable, clock: Clock, host: SimulatedHost, most: float, *, last_words: bool
+) -> Provider:
+    price = spec.fleet.preemptible_usd_per_hour
+    machines = ScheduledProvider(timetable, clock=clock, session=1, price_usd_per_hour=price, most=most)
+    return LastWords(machines, host, tick_s=spec.engine.tick_s) if last_words else machines
+
+
+def _reserved(plant: Plant, completions: BlankCompletions, clock: Clock, twins: Twins) -> SimulatedWorker | None:
+    """All engines beside the trainer, as one."""
+    if plant.reserved is None:
+        return None
     make = SharingWorker if plant.shares_gpus else SimulatedWorker
     return make(
-        engine,
+        twins.engine(plant.reserved, completions, now_s=clock.now()),
         clock=clock,
         worker_id=LOCAL,
         lease_id=LOCAL,
         source=None,
         swap_s=plant.reserved_load_s,
-        tick_s=tick_s,
+        tick_s=twins.tick_s,
     )
-
-
-def _starved(recording: Recording, now_s: float, *, in_time: bool = False) -> UserError:
-    """Why there was nobody to generate, or not for long enough.
-
-    Args:
-        in_time: the run was ended by the time it was given, not by waiting in vain.
-    """
-    hours, steps = f"{now_s / HOUR_S:.3g} h", counted(len(recording.metrics), "step")
-    machines = sum(event["event"] == LEASE for event in recording.events)
-    joined = sum(event["event"] == JOIN and "error" not in event for event in recording.events)
-    generated = any(event["event"] == DECODE for event in recording.events)
-    if in_time and generated:
-        what, where = f"{hours} are over, and no step is finished", "simulation.hours"
-        return UserError(what, where=where, cure="simulate for longer, or take smaller batches")
-    if joined or generated:
-        what = f"the run came to a standstill after {steps}: {hours} are over, and there is nobody to generate"
-        cure = "simulate for longer, let the reserved side generate, or take a pool whose machines come back"
-    elif machines:
-        what = f"the run starves: of {counted(machines, 'machine')} that came in {hours} none was up before it went"
-        cure = "raise fleet.join_s, make machines boot and pull faster, or let the reserved side generate"
-    else:
-        what = f"the run starves: no machine came in {hours}, and the reserved side does not generate"
-        cure = "let the reserved side generate, or take a pool that has machines"
-    return UserError(what, where="pool", cure=cure)

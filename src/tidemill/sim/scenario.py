@@ -65,8 +65,10 @@ def _planned(site: Site, workload: Workload, name: ScheduleName) -> Planned:
     schedule = SCHEDULES[name](site.spec)
     elastic = schedule.elastic and not (isinstance(site.spec.pool, StaticPool) and not site.spec.pool.workers)
     try:
-        if schedule.shares_gpus:
-            generating = site.gpus // site.engine_gpus * site.engine_gpus
+        if elastic and not site.spec.fleet.seeding:
+            generating = 0
+        elif schedule.shares_gpus:
+            generating = site.most_generating
         else:
             generating = site.balanced(overlapping=schedule.schedule.max_policy_lag > 0)
         plant = site.plant(schedule, generating=generating, elastic=elastic)

@@ -11,6 +11,7 @@ from typing import Any
 from tidemill.config.schedule import ScheduleConfig
 from tidemill.config.schema import RunSpec
 from tidemill.config.simulation import ScheduleName
+from tidemill.config.words import counted
 from tidemill.core.records import Record
 from tidemill.sim.rlboost import FLEET, rlboost_twins
 from tidemill.sim.run import Twins
@@ -58,7 +59,7 @@ def bounded_staleness(spec: RunSpec) -> Schedule:
     """AReaL (arXiv 2505.24298): samples under way go on under new weights, and batches are of those finished first."""
     lag = spec.simulation.staleness
     return Schedule(
-        words=f"generating runs ahead by up to {lag} versions, and goes on under new weights",
+        words=f"generating runs ahead by up to {counted(lag, 'version')}, and goes on under new weights",
         schedule=ScheduleConfig(max_policy_lag=lag, membership="first_finished"),
         shares_gpus=False,
     )

@@ -51,6 +51,18 @@ class Site(Record):
     def engine_gpus(self) -> int:
         return self.spec.simulation.engine_gpus
 
+    @property
+    def most_generating(self) -> int:
+        """Reserved GPUs of all engines that fit. Raises UserError: not even one does."""
+        return self.spec.simulation.machines * self.engines_of(self.machine) * self.engine_gpus
+
+    def engines_of(self, machine: Machine) -> int:
+        """How many a machine holds, each of them whole. Raises UserError: none."""
+        if self.engine_gpus > machine.gpus:
+            what = f"{self.engine_gpus} GPUs of an engine are more than {machine.name} has"
+            raise UserError(what, where="simulation.engine_gpus", cure=f"at most {machine.gpus}")
+        return machine.gpus // self.engine_gpus
+
     def plant(self, schedule: Schedule, *, generating: int, elastic: bool) -> Plant:
         """
         Args:
@@ -61,10 +73,11 @@ class Site(Record):
             UserError: what cannot be held or is not known.
         """
         learning = self.gpus if schedule.shares_gpus else self.gpus - generating
+        engines = generating // self.engine_gpus
         return Plant(
             trainer=self.trainer(learning),
             weights=self.weights(deltas=schedule.deltas),
-            reserved=ProfiledEngine(profile=self.engine(self.gpu), engines=generating // self.engine_gpus),
+            reserved=ProfiledEngine(profile=self.engine(self.gpu), engines=engines) if engines else None,
             reserved_load_s=self.load_s,
             shares_gpus=schedule.shares_gpus,
             streams=schedule.streams,
@@ -72,11 +85,7 @@ class Site(Record):
         )
 
     def worker(self) -> ProfiledEngine:
-        engines = self.worker_machine.gpus // self.engine_gpus
-        if not engines:
-            what = f"{self.engine_gpus} GPUs of an engine are more than {self.worker_machine.name} has"
-            raise UserError(what, where="simulation.engine_gpus", cure=f"at most {self.worker_machine.gpus}")
-        profile = self.engine(self.worker_gpu)
+        engines, profile = self.engines_of(self.worker_machine), self.engine(self.worker_gpu)
         return ProfiledEngine(profile=profile, engines=engines, boot_s=self.spec.simulation.boot_s)
 
     def engine(self, gpu: Gpu) -> EngineProfile:
@@ -106,13 +115,25 @@ class Site(Record):
         )
         if spec.algorithm.needs_critic:
             passes *= CRITIC
-        network = Link(bytes_per_s=self.machine.network_bytes_per_s)
-        profile = trainer_profile(self.shape, self.gpu, gpus=gpus, gpus_per_machine=self.machine.gpus, network=network)
+        profile = trainer_profile(
+            self.shape,
+            self.gpu,
+            gpus=gpus,
+            gpus_per_machine=self._learning_together,
+            network=Link(bytes_per_s=self.machine.network_bytes_per_s),
+        )
         return ProfiledTrainer(
             profile=profile,
             passes=passes + (spec.algorithm.kl_beta > 0),
             microbatch_tokens=spec.batch.microbatch_tokens,
         )
+
+    @property
+    def _learning_together(self) -> int:
+        """GPUs that can learn within one machine: where engines leave a rest on each of several, the rests learn."""
+        if self.spec.simulation.machines == 1:
+            return self.machine.gpus
+        return self.machine.gpus % self.engine_gpus or self.machine.gpus
 
     @property
     def trained_parameters(self) -> float:
@@ -182,7 +203,7 @@ class Site(Record):
         tokens = samples * rollout.mean
         found: dict[int, float] = {}
         refused: UserError | None = None
-        for engines in range(1, (self.gpus - 1) // self.engine_gpus + 1):
+        for engines in range(1, min(self.most_generating, self.gpus - 1) // self.engine_gpus + 1):
             try:
                 trainer = self.trainer(self.gpus - engines * self.engine_gpus)
             except UserError as error:

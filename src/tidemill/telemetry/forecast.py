@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from tidemill.config.words import counted
 from tidemill.core.records import Record
 from tidemill.telemetry.jsonl import write_atomically
 from tidemill.telemetry.numerals import dollars, duration
@@ -43,7 +44,12 @@ class Forecast(Record):
     def sentence(self) -> str:
         cost = f" and {dollars(self.cost_usd)}" if self.cost_usd else ""
         low, high = duration(self.total_s.low), duration(self.total_s.high)
-        return f"forecast: {duration(self.total_s.mean)} ({low} to {high}){cost} for {self.steps} steps"
+        return f"forecast: {duration(self.total_s.mean)} ({low} to {high}){cost} for {counted(self.steps, 'step')}"
+
+    @property
+    def caution(self) -> str:
+        """What to know of it, in a line; empty for nothing."""
+        return f"the forecast is from {self.profile}; {'; '.join(self.notes)}" if self.notes else ""
 
     def of_step(self, step: int) -> Spread:
         """Of a step, from 1."""

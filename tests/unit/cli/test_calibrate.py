@@ -28,6 +28,24 @@ def test_the_profile_is_kept_and_written(run: Run, tmp_path: Path, monkeypatch: 
     assert "300 ms" in out
 
 
+def test_a_profile_that_cannot_be_written_out_is_not_kept(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIDEMILL_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    profile = planted(spec_of())
+    monkeypatch.setattr("tidemill.cli.calibrate.fitted", lambda _: profile)
+    for out, said in {".": "that is a directory", "file/profile.json": "the profile cannot be written: "}.items():
+        ran = run("calibrate", "somewhere", "--out", out)
+        assert ran.code == 2
+        assert f"error: --out {out}: {said}" in ran.err
+        assert not kept_path(profile).exists()
+    monkeypatch.setenv("TIDEMILL_CACHE", str(tmp_path / "file"))
+    ran = run("calibrate", "somewhere")
+    assert ran.code == 2
+    assert "set TIDEMILL_CACHE" in ran.err
+
+
 def test_times_as_people_read_them() -> None:
     assert [value(number, "s") for number in (2.5, 0.0125, 3.2e-5, 0.0)] == ["2.5 s", "12.5 ms", "32 µs", "0"]
     assert value(17.25, "tokens") == "17.2 tokens"

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.planted import planted, spec_of
@@ -156,7 +157,8 @@ def test_a_run_on_this_machine_needs_a_profile(run: Run, tmp_path: Path, monkeyp
 
 def test_a_run_with_a_profile(run: Run, tmp_path: Path) -> None:
     arguments = ["--model.source", "char", "--batch.prompts", "2", "--batch.group_size", "4", "--trainer.steps", "3"]
-    write_profile(planted(spec_of(model={"source": "char"})), tmp_path / "profile.json")
+    busy = msgspec.structs.replace(planted(spec_of(model={"source": "char"})), notes=("the machine was busy",))
+    write_profile(busy, tmp_path / "profile.json")
     ran = run("plan", "run", *arguments, "--profile", str(tmp_path / "profile.json"), "--json", "--explain")
     assert ran.data["steps"] == len(ran.data["step_s"]) == 3
     assert ran.data["total_s"]["low"] <= ran.data["total_s"]["mean"] <= ran.data["total_s"]["high"]
@@ -168,6 +170,7 @@ def test_a_run_with_a_profile(run: Run, tmp_path: Path) -> None:
     )
     assert "3 steps in" in other.out
     assert "warning: engine.batch_invariant is True" in other.out
+    assert "• the machine was busy" in other.out
 
 
 def test_a_run_on_a_described_cluster(run: Run) -> None:
@@ -178,3 +181,16 @@ def test_a_run_on_a_described_cluster(run: Run) -> None:
     assert ran.data["placement"]["kind"] == "colocated"
     assert ran.data["cost_usd"] > 0
     assert 0 < ran.data["memory_bytes"] < ran.data["usable_bytes"]
+    assert "one simulation has no spread" in " ".join(ran.data["notes"])
+
+
+def test_a_described_clusters_spread_is_that_of_assumed_speeds(run: Run) -> None:
+    arguments = ("--machines", "rlboost-8xh100", "--params", "8e9", "--trainer.steps", "2", "--batch.prompts", "4")
+    lengths = ("--sampling.max_new_tokens", "200", "--sigma", "0")
+    alone, three = (
+        run("plan", "run", *arguments, *lengths, "--seeds", seeds, "--json").data["usual_step_s"] for seeds in "13"
+    )
+    # Equal samples, and times of 1 - 0.4 * 2 / 3, 1, 1 + 0.4 * 2 / 3: their standard deviation is 0.267.
+    assert three["mean"] == pytest.approx(alone["mean"], rel=0.01)
+    assert three["high"] - three["mean"] == pytest.approx(2 * 0.8 / 3 * alone["mean"], rel=0.01)
+    assert alone["low"] == alone["high"]

@@ -77,6 +77,31 @@ def test_a_dry_run_says_what_is_resolved_and_runs_nothing(run: Run) -> None:
     assert ran.data["assumed_shape"] is True
 
 
+def test_reserved_gpus_that_are_not_to_generate_only_learn(run: Run) -> None:
+    arguments = ("--fleet.seeding", "false", "--simulation.schedules", '["tidemill", "rlboost", "colocated"]')
+    out = run("simulate", "@tiny.toml", "--dry-run", *arguments).out
+    assert "tidemill: 8 GPUs learn, preemptible workers generate\n" in out
+    assert "rlboost: 8 GPUs learn, preemptible workers generate\n" in out
+    assert "colocated: 8 GPUs learn and generate\n" in out
+    ran = run("simulate", "@tiny.toml", *arguments, "--json").data
+    assert [one["generating_gpus"] for one in ran["scenario"]["schedules"].values()] == [0, 0, 8]
+    assert ran["schedules"]["tidemill"]["reserved_generating_s"] == 0
+
+
+def test_one_of_something_is_no_plural(run: Run) -> None:
+    arguments = ("--trainer.steps", "1", "--simulation.engine_gpus", "7", "--pool.workers", "0")
+    out = run("simulate", "@tiny.toml", "--dry-run", *arguments, "--simulation.schedules", '["streamed"]').out
+    assert "1 step of 2 × 2 samples, seed 0" in out
+    assert "streamed: 1 GPU learns, 7 generate\n" in out
+
+
+def test_a_dry_run_says_which_gpus_no_engine_fits_on(run: Run) -> None:
+    arguments = ("--simulation.machines", "3", "--simulation.engine_gpus", "5", "--pool.workers", "0")
+    out = run("simulate", "@tiny.toml", "--dry-run", *arguments).out
+    assert "colocated: 24 GPUs learn, 15 of them generate\n" in out
+    assert "note: engines of 5 GPUs take 5 of the 8 of rlboost-8xh100; the rest has none" in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -90,6 +115,10 @@ def test_a_dry_run_says_what_is_resolved_and_runs_nothing(run: Run) -> None:
         (["--simulation.parameters", "36e9"], "do not hold the weights of an engine: 2.0 GB are missing"),
         (["--simulation.parameters", "70e9", "--simulation.engine_gpus", "4"], "GB of 1120 GB are missing"),
         (["--simulation.engine_gpus", "4"], "4 GPUs of an engine are more than rlboost-2xh100 has"),
+        (
+            ["--simulation.engine_gpus", "16", "--simulation.machines", "2"],
+            "simulation.engine_gpus: colocated: 16 GPUs of an engine are more than rlboost-8xh100 has\n  at most 8",
+        ),
         (LONG, "colocated: the longest sample, prompt and completion, is 9,000,512 tokens"),
         (["--simulation.completion_tokens", "300"], "a mean of 300 tokens does not go with a limit of 200"),
         (["--simulation.lengths", "run"], 'lengths = "run" and lengths_from go together'),
@@ -106,7 +135,10 @@ def test_what_cannot_be_is_told_before_anything_runs(run: Run, arguments: list[s
 
 @pytest.mark.parametrize(
     ("rows", "said"),
-    [("0,1\n-5,2\n", "bad.csv:2"), ("0,1\n60,2\n30,1\n", "bad.csv:3: time goes back, from 60 to 30")],
+    [
+        ("0,1\n-5,2\n", "bad.csv:2: -5 is a negative time"),
+        ("0,1\n60,2\n30,1\n", "bad.csv:3: time goes back, from 60 to 30"),
+    ],
 )
 def test_a_trace_that_is_none_names_the_row(run: Run, tmp_path: Path, rows: str, said: str) -> None:
     (tmp_path / "bad.csv").write_text(rows, encoding="utf-8")

@@ -107,6 +107,11 @@ def test_in_canonical_order_such_a_batch_is_sorted_once_it_is_full() -> None:
     assert forming.take([7, 5, 1, 0], at_any_time(*range(8))) == [1, 5, 7]
 
 
+def test_groups_are_looked_for_once_one_is_complete() -> None:
+    forming = Forming(1, 3, membership="first_finished", order="arrival")
+    assert [forming.may_take(complete) for complete in (0, 1)] == [False, True]
+
+
 def test_such_a_batch_says_which_group_holds_it_up() -> None:
     forming = Forming(5, 2, membership="first_finished", order="canonical")
 

@@ -81,6 +81,34 @@ def test_counts_follow_the_samples() -> None:
     assert (one.scored, one.complete) == (6, True)
 
 
+def test_a_group_is_as_old_as_the_weights_that_began_it() -> None:
+    one, ages = make_in_flight(), list[int | None]()
+    first, second = one.group(9)
+
+    def look() -> None:
+        ages.append(one.oldest_version(9))
+
+    look()  # nobody has it
+    one.assign("lease", [first])
+    look()
+    one.newest_version = 4
+    one.assign("other", [second])
+    look()
+    one.revoke("lease")  # before a token
+    look()
+    one.newest_version = 5
+    one.apply(make_delta(sample_id=second.sample_id, lease_id="other", version=PolicyVersion(number=5, digest="e")))
+    look()  # it was given to its lease at 4, and begun under 5
+    one.revoke("other")
+    look()  # its tokens are kept
+    one.restart([second])
+    look()
+    assert ages == [None, 3, 3, 4, 5, 5, None]
+    one.close(9)
+    with pytest.raises(KeyError):
+        one.oldest_version(9)
+
+
 def test_what_is_ignored_is_counted_and_changes_nothing() -> None:
     one = make_in_flight()
     one.assign("lease")

@@ -7,6 +7,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.fabricated_forecast import make_forecast
@@ -35,6 +36,13 @@ def test_the_first_forecast_is_kept(tmp_path: Path) -> None:
     assert "forecast: 1:40 (1:30 to 1:50) and $1.50 for 40 steps" in told
     begin(tmp_path, lambda _: make_forecast(9.0))  # the run is resumed
     assert read_forecast(tmp_path) == make_forecast(3.0)
+
+
+def test_what_to_know_of_it_is_told_in_a_line(tmp_path: Path) -> None:
+    forecast = msgspec.structs.replace(make_forecast(3.0), notes=("the machine was busy", "no checkpoint was written"))
+    said = "the forecast is from a profile of another run; the machine was busy; no checkpoint was written\n"
+    assert said in begin(tmp_path, lambda _: forecast)
+    assert "the forecast is from" not in begin(tmp_path / "other", lambda _: make_forecast(3.0))
 
 
 def test_a_forecast_that_fails_is_only_told(tmp_path: Path) -> None:

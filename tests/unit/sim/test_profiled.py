@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -84,3 +85,8 @@ def test_a_group_is_its_part_of_a_microbatch() -> None:
     # in 3 passes, of which half of the computing hides 0.875 s.
     assert trainer.accumulate_s(group) == pytest.approx(1.75 + 3 - 0.875)
     assert trainer.commit_s() == 7.0
+    # Launching takes 5 s a pass of a microbatch: for half of one 7.5 s, of which a half hides gathering, and when the
+    # batch is over for what is left of it.
+    launching = msgspec.structs.replace(trainer, profile=msgspec.structs.replace(TRAINER, launch_s=5.0))
+    assert launching.accumulate_s(group) == pytest.approx(7.5)
+    assert launching.commit_s() == pytest.approx(7.0 + 3 * 5.0)

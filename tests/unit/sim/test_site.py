@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from tidemill.config.schema import RunSpec
+from tidemill.sim.profiled import ProfiledEngine
+from tidemill.sim.schedules import SCHEDULES
 from tidemill.sim.site import Site, site_of
 
 
@@ -58,6 +60,23 @@ def test_gpus_are_split_so_that_neither_side_is_the_slower_by_far() -> None:
     for overlapping in (True, False):
         generating = [site(**small, **changes).balanced(overlapping=overlapping) for changes in ({}, more)]
         assert generating[1] < generating[0]
+
+
+def test_an_engine_is_within_a_machine() -> None:
+    # 8 // 5 engines on each of 3 machines; the other 3 GPUs of each learn at best, over the network.
+    odd = site(machines=3, engine_gpus=5, worker_machine="rlboost-8xh100")
+    assert odd.most_generating == 15
+    plant = odd.plant(SCHEDULES["colocated"](odd.spec), generating=15, elastic=True)
+    assert isinstance(plant.reserved, ProfiledEngine)
+    assert isinstance(plant.worker, ProfiledEngine)
+    assert (plant.reserved.engines, plant.worker.engines) == (3, 1)
+    # A small model that generates for long: a fourth engine would shorten the step, if it fitted.
+    long: dict[str, Any] = {"parameters": 1e9, "completion_tokens": 6000, "completion_sigma": 0.1}
+    assert site(**long, machines=3, engine_gpus=5).balanced(overlapping=True) == 15
+    # 14 GB go through the links of GPUs of one machine, 450 GB/s each, or through the network's 25 GB/s.
+    one, across = site(engine_gpus=5).trainer(6).profile, site(machines=2, engine_gpus=5).trainer(6).profile
+    assert across.gather_s == pytest.approx(one.gather_s * 450 / 25)
+    assert site(machines=2).trainer(6).profile.gather_s == one.gather_s
 
 
 def test_prices_are_the_catalogues_unless_given() -> None:

@@ -11,6 +11,7 @@ from rich.console import RenderableType
 from tidemill.cli.plan import shown
 from tidemill.cli.plan.options import CatalogFile, Explain, Model, Params, count, shape_of
 from tidemill.cli.result import Json, Result
+from tidemill.config.words import counted, doing
 from tidemill.planner.memory.cures import WhyNot
 from tidemill.planner.memory.plan import MemoryPlan, plan_memory
 from tidemill.planner.memory.question import Holding, Load, MemoryQuestion, Parallel
@@ -222,7 +223,7 @@ def as_text(question: MemoryQuestion, plan: MemoryPlan) -> Iterator[RenderableTy
     yield shown.table(("GPUs", "each holds", ""), fits, title=title)
     yield ""
     everything = plan.min_gpus_with_activations
-    yield f"states alone: at least {plan.min_gpus} GPUs; everything: " + (
+    yield f"states alone: at least {counted(plan.min_gpus, 'GPU')}; everything: " + (
         "no number of GPUs is enough" if everything is None else f"at least {everything}"
     )
     if plan.why_not:
@@ -233,6 +234,6 @@ def as_text(question: MemoryQuestion, plan: MemoryPlan) -> Iterator[RenderableTy
 def why_not_text(why: WhyNot) -> Iterator[str]:
     """What takes the room on too few GPUs, and what each change by itself would come to."""
     largest = ", ".join(f"{size(count)} of {name}" for name, count in list(why.parts.items())[:SHOWN_PARTS] if count)
-    yield f"{why.gpus} GPUs lack {size(why.missing_bytes)} each: {largest}"
+    yield f"{doing(why.gpus, 'GPU', 'lack')} {size(why.missing_bytes)} each: {largest}"
     for cure in why.cures:
         yield f"  with {cure.option}: " + ("fits" if cure.fits else f"{size(cure.missing_bytes)} too much")

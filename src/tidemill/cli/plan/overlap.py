@@ -53,7 +53,7 @@ def as_text(plan: OverlapPlan, gpus: int | None) -> Iterator[RenderableType]:
     text = f"resized, {percent(plan.rollout_share)} of the machines generating: {typical} is usual"
     if gpus is not None and plan.rollout_gpus is not None:
         text += (
-            f"; of {gpus} GPUs {plan.rollout_gpus} generate and {gpus - plan.rollout_gpus} train: at best "
+            f"; of {gpus} GPUs {plan.rollout_gpus} to generate and {gpus - plan.rollout_gpus} to train: at best "
             f"{percent(plan.resized)}"
         )
     yield text

@@ -14,6 +14,7 @@ from rich.console import RenderableType
 from tidemill.cli.plan import shown
 from tidemill.cli.plan.options import CatalogFile, Explain, Model, Params, shape_of
 from tidemill.cli.result import Json, Result
+from tidemill.config.words import counted
 from tidemill.core.errors import UserError
 from tidemill.planner.memory.question import Holding
 from tidemill.planner.placement.engines import Side
@@ -121,10 +122,7 @@ def placement(
     question = PlacementQuestion(
         algorithm=algorithm,
         shape=shape_of(params, model),
-        offers=(
-            *(offer_of(text, known, "--machines") for text in machines),
-            *(offer_of(text, known, "--preemptible", availability=availability) for text in preemptible),
-        ),
+        offers=offers_of(known, machines, preemptible, availability=availability),
         rollout=rollout_of(
             lengths, samples=prompts * group_size, group_size=group_size, prompt_tokens=float(prompt_tokens)
         ),
@@ -139,6 +137,16 @@ def placement(
     )
     plan = plan_placement(question)
     return shown.result(as_data(plan), as_text(question, plan), plan.figures, explain=explain)
+
+
+def offers_of(
+    known: Catalog, machines: Sequence[str], preemptible: Sequence[str], *, availability: float = 1.0
+) -> tuple[Offer, ...]:
+    """Raises UserError: see `offer_of`."""
+    return (
+        *(offer_of(text, known, "--machines") for text in machines),
+        *(offer_of(text, known, "--preemptible", availability=availability) for text in preemptible),
+    )
 
 
 def offer_of(text: str, catalog: Catalog, option: str, *, availability: float = 1.0) -> Offer:
@@ -237,14 +245,14 @@ def as_text(question: PlacementQuestion, plan: PlacementPlan) -> Iterator[Render
     degrees = f"fsdp {training.fsdp}, tp {training.tp}, pp {training.pp}"
     yield from shown.plain(f"best of {plan.tried} placements: {best.placement.words}")
     yield from shown.plain(
-        f"training: {training.group.gpus} GPUs, {degrees}; a batch takes {duration(best.training_s)}"
+        f"training: {counted(training.group.gpus, 'GPU')}, {degrees}; a batch takes {duration(best.training_s)}"
     )
     for title, side in (("the same GPUs generate", best.placement.shared), ("generating", best.placement.dedicated)):
         if side.engines:
             yield from shown.plain(f"{title}: {engine_words(side)}")
     yield ""
     rows = [row(number, each) for number, each in enumerate((best, *plan.runners_up), 1)]
-    headings = ("", "step", "tokens/s", "$/h", "$/M tokens", "trainer idle", f"{question.steps} steps")
+    headings = ("", "step", "tokens/s", "$/h", "$/M tokens", "trainer idle", counted(question.steps, "step"))
     yield shown.table(headings, rows)
     yield ""
     yield from shown.plain(f"1  {best.placement.words}")

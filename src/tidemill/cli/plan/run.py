@@ -14,11 +14,12 @@ from rich.console import RenderableType
 from tidemill.cli.arguments import Items
 from tidemill.cli.plan import shown
 from tidemill.cli.plan.options import CatalogFile, Explain, Model, Params, shape_of
-from tidemill.cli.plan.placement import Machines, Preemptible, Prices, estimate_data, offer_of, with_prices
+from tidemill.cli.plan.placement import Machines, Preemptible, Prices, estimate_data, offers_of, with_prices
 from tidemill.cli.plan.recipe_model import shape_of_model
 from tidemill.cli.result import Json, Result
 from tidemill.config.load import load_spec
 from tidemill.config.schema import RunSpec
+from tidemill.config.words import counted
 from tidemill.core.errors import UserError
 from tidemill.planner.calibration.profile import RunProfile, kept_path, read_profile, unlike, write_profile
 from tidemill.planner.figures import Sheet
@@ -85,13 +86,9 @@ def run(
     if seeds < 1:
         raise UserError("a forecast is of one simulation at least", where="--seeds", cure="5 give a spread")
     if machines:
-        known = with_prices(load_catalog(catalog), price)
         shape = shape_of(params, model) if params or model else shape_of_model(spec.model)
         lengths = _lengths(spec, completion_tokens, sigma, lengths_from)
-        offers = (
-            *(offer_of(text, known, "--machines") for text in machines),
-            *(offer_of(text, known, "--preemptible") for text in preemptible),
-        )
+        offers = offers_of(with_prices(load_catalog(catalog), price), machines, preemptible)
         question = question_of(spec, shape, offers, lengths, prompt_tokens)
         found = forecast_on_cluster(spec, question, lengths, prompt_tokens, seeds=seeds, boot_s=boot_s)
         return _of_cluster(spec, found, explain=explain)
@@ -180,7 +177,7 @@ def as_data(found: Forecast) -> dict[str, Any]:
 def as_text(spec: RunSpec, found: Forecast) -> Iterator[RenderableType]:
     """Total, step, and what they consist of."""
     cost = f", {dollars(found.cost_usd)}" if found.cost_usd else ""
-    yield from shown.plain(f"{spec.run.name}: {found.steps} steps in {between(found.total_s)}{cost}")
+    yield from shown.plain(f"{spec.run.name}: {counted(found.steps, 'step')} in {between(found.total_s)}{cost}")
     first = found.step_s[0].mean
     yield from shown.plain(
         f"a step takes {between(found.usual_step_s)}, the first {took(first)}; {found.tokens_per_s:,.0f} tokens/s"
@@ -191,7 +188,7 @@ def as_text(spec: RunSpec, found: Forecast) -> Iterator[RenderableType]:
     yield from shown.plain(f"its samples are generated in {took(found.generating_s)}")
     beside = ", ".join(f"{name} {duration(seconds)}" for name, seconds in found.beside_s.items() if seconds)
     yield from shown.plain(*([f"beside the steps: {beside}"] if beside else []))
-    yield from shown.plain(f"from {found.profile}; {found.seeds} simulations")
+    yield from shown.plain(f"from {found.profile}; {counted(found.seeds, 'simulation')}")
 
 
 def between(spread: Spread) -> str:

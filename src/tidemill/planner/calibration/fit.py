@@ -85,10 +85,8 @@ def _measures(solution: Solution, names: dict[str, str]) -> dict[str, Measure]:
 
 
 def _not_told(solution: Solution, of: str) -> list[str]:
-    return [
-        f"{of} could not be told by {WORDS[cause]}, which did not vary by itself: it is in the other causes"
-        for cause in solution.merged
-    ]
+    causes = " and ".join(WORDS[cause] for cause in solution.merged)
+    return [f"{of} could not be told by {causes}: by themselves they did not vary"] if causes else []
 
 
 def _first(observed: Observed, solution: Solution) -> Measure:
@@ -147,8 +145,8 @@ def _never_seen(observed: Observed) -> list[str]:
     if observed.on_processor and not observed.quiet:
         share = f"{observed.processor_share:.0%}".replace("%", " %")
         notes.append(
-            f"engines had a processor for {share} of their time: something else was on the machine, or they were many; "
-            "their processor time is what was fitted"
+            f"the machine was busy, or engines were many: they had a processor for {share} of their time, and what was "
+            "fitted is processor time"
         )
     return notes
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from tidemill.config.load import from_toml
 from tidemill.config.schema import RunSpec
+from tidemill.config.words import counted
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
 from tidemill.planner.calibration.squares import Array
@@ -207,7 +208,8 @@ def observe(run_dir: Path) -> Observed:
         raise UserError("no run there", where=where, cure="name a directory given as --run.dir")
     events, lines = read_events(run.events), [line for line in read_metrics(run.metrics) if line.step > 0]
     if len(lines) < FEWEST_STEPS:
-        what = f"a run of {len(lines)} steps says too little: the first warms up, and two more say what a step takes"
+        steps = counted(len(lines), "step")
+        what = f"a run of {steps} says too little: the first warms up, and two more say what a step takes"
         raise UserError(what, where=where, cure=f"let it train for {FEWEST_STEPS} steps at least, better for ten")
     machine = next((event for event in events if event["event"] == "machine"), {})
     if not any(event.get("work") for event in events if event["event"] == DECODE):

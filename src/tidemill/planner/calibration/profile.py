@@ -17,6 +17,7 @@ from tidemill.models.cache import cache_dir
 from tidemill.telemetry.jsonl import write_atomically
 
 FORMAT = 1
+CACHE_CURE = "set TIDEMILL_CACHE to a directory with room that can be written"
 
 
 class Quantity(NamedTuple):
@@ -144,10 +145,21 @@ def unlike(profile: RunProfile, spec: RunSpec) -> list[str]:
     ]
 
 
-def write_profile(profile: RunProfile, path: Path) -> None:
-    """Raises UserError: it cannot be written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, msgspec.json.format(msgspec.json.encode(profile)) + b"\n")
+def write_profile(profile: RunProfile, path: Path, *, where: str = "", cure: str = CACHE_CURE) -> None:
+    """
+    Args:
+        where: what named the path; by default the path itself.
+        cure: of a path that cannot be written; by default of one in the cache.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, msgspec.json.format(msgspec.json.encode(profile)) + b"\n")
+    except (OSError, UserError) as error:
+        reason = error.what if isinstance(error, UserError) else error.strerror
+        raise UserError(f"the profile cannot be written: {reason}", where=where or str(path), cure=cure) from error
 
 
 def read_profile(path: Path) -> RunProfile:

@@ -57,15 +57,15 @@ def foretell(spec: RunSpec) -> Forecast | None:
         return None
     large = spec.batch.prompts * spec.batch.group_size * FEWEST_STEPS > QUICK_SAMPLES
     seeds = 1 if large else QUICK_SEEDS
-    return forecast_recipe(spec, profile, seeds=seeds, most_samples=QUICK_SAMPLES, look=_no_longer_than(QUICK_S))
+    return forecast_recipe(spec, profile, seeds=seeds, most_samples=QUICK_SAMPLES, watch=_no_longer_than(QUICK_S))
 
 
 def _no_longer_than(seconds: float) -> Callable[[], None]:
     """Raises TooSlow when called after so long."""
     ends_s = time.monotonic() + seconds
 
-    def look() -> None:
+    def watch() -> None:
         if time.monotonic() > ends_s:
             raise TooSlow(f"simulating the run takes longer than {seconds:g} s; `tidemill plan run` has no such limit")
 
-    return look
+    return watch

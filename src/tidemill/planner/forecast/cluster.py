@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -22,14 +23,21 @@ from tidemill.pool.build import timetable_of
 from tidemill.pool.static import static_timetable
 from tidemill.sim.costs import ConstantWeights
 from tidemill.sim.profiled import ProfiledEngine, ProfiledTrainer
+from tidemill.sim.profiles.engine import EngineProfile
 from tidemill.sim.profiles.generation import rollout_of
 from tidemill.sim.profiles.lengths import Lengths
 from tidemill.sim.profiles.model_shape import ModelShape
+from tidemill.sim.profiles.trainer import TrainerProfile
 from tidemill.sim.run import Plant, simulate_run
 from tidemill.sim.workload import Workload
 from tidemill.telemetry.forecast import Forecast
+from tidemill.telemetry.numerals import percent
 
 SENT_BYTES = 2  # of a parameter in bf16
+OFF = 0.4
+"""How far what engines and trainer take may be off either way while efficiencies are assumed; assumed, too."""
+
+P = TypeVar("P", EngineProfile, TrainerProfile)
 
 
 class ClusterForecast(Record):
@@ -75,15 +83,20 @@ def forecast_on_cluster(
     machines = round(placement.dedicated.machines) if dedicated else 0
     pool = spec.pool
     changing = isinstance(pool, SyntheticPool | TracePool) and dedicated is not None and dedicated.offer.preemptible
-    plant = plant_of(spec, question, placement, boot_s=boot_s)
     timetable = None
     if machines:
         timetable = timetable_of(pool, Path.read_bytes) if changing else static_timetable(machines)  # type: ignore[arg-type]
     runs = [
-        simulate_run(drawn(priced, steps, seed), plant, work, timetable, most_workers=max(machines, 1))
-        for seed in range(seeds)
+        simulate_run(
+            drawn(priced, steps, seed),
+            plant_of(spec, question, placement, boot_s=boot_s, slowness=slowness),
+            work,
+            timetable,
+            most_workers=max(machines, 1),
+        )
+        for seed, slowness in enumerate(_evenly_slow(seeds))
     ]
-    notes = [*plan.warnings, "starting machines and loading the model is not in it"]
+    notes = [*plan.warnings, "starting machines and loading the model is not in it", _of_speeds(seeds)]
     if steps < spec.trainer.steps:
         notes.append(f"{steps} of {spec.trainer.steps} steps were simulated, and the others taken to be like them")
     if len(placement.dedicated.engines) > 1 or len(placement.shared.engines) > 1:
@@ -97,12 +110,26 @@ def forecast_on_cluster(
     )
 
 
-def plant_of(spec: RunSpec, question: PlacementQuestion, placement: Placement, *, boot_s: float) -> Plant:
-    """A placement as costs of what computes in it."""
+def _evenly_slow(seeds: int) -> list[float]:
+    """Of each simulation, what engines and trainer take relative to their profiles: on average as long."""
+    return [1 + OFF * (2 * seed + 1 - seeds) / seeds for seed in range(seeds)]
+
+
+def _of_speeds(seeds: int) -> str:
+    if seeds == 1:
+        return "speeds are assumed, and one simulation has no spread: times can be off by half"
+    off = percent(OFF)
+    return f"speeds are assumed: the spread is of engines and trainer that take {off} less to {off} more"
+
+
+def plant_of(
+    spec: RunSpec, question: PlacementQuestion, placement: Placement, *, boot_s: float, slowness: float = 1.0
+) -> Plant:
+    """A placement as costs of what computes in it, which takes `slowness` times as long as its profiles say."""
     training, shared, dedicated = placement.training, _only(placement.shared), _only(placement.dedicated)
     return Plant(
         trainer=ProfiledTrainer(
-            profile=training.profile,
+            profile=_slowed(training.profile, slowness),
             passes=learning(question).passes,
             microbatch_tokens=spec.batch.microbatch_tokens,
         ),
@@ -111,13 +138,19 @@ def plant_of(spec: RunSpec, question: PlacementQuestion, placement: Placement, *
             uplink_bytes_per_s=training.group.network.bytes_per_s,
             downlink_bytes_per_s=dedicated.offer.machine.network_bytes_per_s if dedicated else 1.0,
         ),
-        reserved=_engines(spec, shared, round(placement.shared.machines)) if shared else None,
-        worker=_engines(spec, dedicated, 1, boot_s=boot_s) if dedicated else None,
+        reserved=_engines(spec, shared, round(placement.shared.machines), slowness) if shared else None,
+        worker=_engines(spec, dedicated, 1, slowness, boot_s=boot_s) if dedicated else None,
     )
 
 
-def _engines(spec: RunSpec, engine: Engine, machines: int, *, boot_s: float = 0.0) -> ProfiledEngine:
-    profile = msgspec.structs.replace(engine.profile, slots=spec.engine.slots)
+def _slowed(profile: P, slowness: float) -> P:
+    """With all its times multiplied."""
+    times = {name: slowness * getattr(profile, name) for name in profile.__struct_fields__ if name.endswith("_s")}
+    return msgspec.structs.replace(profile, **times)
+
+
+def _engines(spec: RunSpec, engine: Engine, machines: int, slowness: float, *, boot_s: float = 0.0) -> ProfiledEngine:
+    profile = msgspec.structs.replace(_slowed(engine.profile, slowness), slots=spec.engine.slots)
     return ProfiledEngine(profile=profile, engines=machines * engine.per_machine, boot_s=boot_s)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from tidemill.config.schema import RunSpec
+from tidemill.config.words import counted
 from tidemill.planner.calibration.profile import RunProfile
 from tidemill.planner.forecast.twin import simulate_recipe
 from tidemill.sim.outcome import SimulatedRun
@@ -33,19 +34,19 @@ def forecast_recipe(
     *,
     seeds: int = SEEDS,
     most_samples: int = MOST_SAMPLES,
-    look: Callable[[], None] | None = None,
+    watch: Callable[[], None] | None = None,
 ) -> Forecast:
     """What a recipe takes on the machine of a profile.
 
     Args:
-        look: see `simulate_recipe`.
+        watch: see `simulate_recipe`.
     """
     steps = simulated_steps(spec, most_samples)
-    runs = [simulate_recipe(drawn(spec, steps, seed), uncertain(profile, seed), look=look) for seed in range(seeds)]
+    runs = [simulate_recipe(drawn(spec, steps, seed), uncertain(profile, seed), watch=watch) for seed in range(seeds)]
     notes = list(profile.notes)
     if steps < spec.trainer.steps:
         notes.append(f"{steps} of {spec.trainer.steps} steps were simulated, and the others taken to be like them")
-    about = f"a profile of {profile.run}, {profile.steps} steps on {profile.machine.cores} cores"
+    about = f"a profile of {profile.run}, {counted(profile.steps, 'step')} on {counted(profile.machine.cores, 'core')}"
     return summarised(spec, runs, start_s=profile["start_s"], about=about, notes=notes)
 
 

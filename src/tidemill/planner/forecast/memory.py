@@ -18,15 +18,31 @@ SOURCE = "the embedded engine and trainer, in fp32; Korthikanti et al., arXiv 22
 
 def memory_on_this_machine(spec: RunSpec, shape: ModelShape, profile: RunProfile, sheet: Sheet) -> float:
     """Bytes of the process that trains: states, the open microbatch, and what the engine keeps."""
-    batch = spec.batch
-    recompute: Recompute = "full" if spec.trainer.activation_checkpointing else "none"
-    context = profile["prompt_tokens"] + max(spec.sampling.max_new_tokens, spec.eval.max_new_tokens)
-    packed = profile["packed_prompt_tokens"] + batch.group_size * spec.sampling.max_new_tokens
-    tokens = min(batch.microbatch_tokens, batch.prompts * packed)
     states = sheet.note(
         "states_bytes", STATES * shape.parameters, "bytes",
         formula="parameters * bytes_each", source=SOURCE, parameters=shape.parameters, bytes_each=STATES,
     )  # fmt: skip
+    activations, logits = _microbatch(spec, shape, profile, sheet)
+    cache = _cache(spec, shape, profile, sheet)
+    return sheet.note(
+        "memory_bytes",
+        states + activations + logits + cache,
+        "bytes",
+        formula="states + activations + logits + kv",
+        source="of the process that trains, without the libraries it loads",
+        states=states,
+        activations=activations,
+        logits=logits,
+        kv=cache,
+    )
+
+
+def _microbatch(spec: RunSpec, shape: ModelShape, profile: RunProfile, sheet: Sheet) -> tuple[float, float]:
+    """Bytes of the open one: (activations, logits)."""
+    batch = spec.batch
+    recompute: Recompute = "full" if spec.trainer.activation_checkpointing else "none"
+    packed = profile["packed_prompt_tokens"] + batch.group_size * spec.sampling.max_new_tokens
+    tokens = min(batch.microbatch_tokens, batch.prompts * packed)
     activations = sheet.note(
         "activation_bytes",
         BF16_TO_FP32 * activation_bytes(shape, tokens=tokens, recompute=recompute, tp=1),
@@ -46,7 +62,13 @@ def memory_on_this_machine(spec: RunSpec, shape: ModelShape, profile: RunProfile
         tokens=tokens,
         vocab=shape.vocab,
     )
-    cache = sheet.note(
+    return activations, logits
+
+
+def _cache(spec: RunSpec, shape: ModelShape, profile: RunProfile, sheet: Sheet) -> float:
+    """Bytes of the engine's keys and values."""
+    context = profile["prompt_tokens"] + max(spec.sampling.max_new_tokens, spec.eval.max_new_tokens)
+    return sheet.note(
         "kv_bytes",
         (spec.engine.slots + 1) * context * shape.kv_bytes_per_token(FP32),
         "bytes",
@@ -55,15 +77,4 @@ def memory_on_this_machine(spec: RunSpec, shape: ModelShape, profile: RunProfile
         slots=spec.engine.slots,
         context=context,
         bytes_per_token=shape.kv_bytes_per_token(FP32),
-    )
-    return sheet.note(
-        "memory_bytes",
-        states + activations + logits + cache,
-        "bytes",
-        formula="states + activations + logits + kv",
-        source="of the process that trains, without the libraries it loads",
-        states=states,
-        activations=activations,
-        logits=logits,
-        kv=cache,
     )

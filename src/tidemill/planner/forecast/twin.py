@@ -16,26 +16,26 @@ from tidemill.planner.forecast.one_machine import OneMachine, SharedScorer, meas
 from tidemill.planner.forecast.work import length_of, workloads
 from tidemill.pool.build import build_provider
 from tidemill.sim.completions import BlankCompletions
+from tidemill.sim.drive import Parts, drive
 from tidemill.sim.outcome import SimulatedRun
 from tidemill.sim.recording import Recording
-from tidemill.sim.run import Parts, drive
 from tidemill.sim.task import SimulatedPrompts
 from tidemill.sim.trainer import SimulatedCheckpoints, SimulatedDisk
 from tidemill.sim.virtual_time import run_virtual
 from tidemill.sim.weights import SimulatedPublisher
 
 
-def simulate_recipe(spec: RunSpec, profile: RunProfile, *, look: Callable[[], None] | None = None) -> SimulatedRun:
+def simulate_recipe(spec: RunSpec, profile: RunProfile, *, watch: Callable[[], None] | None = None) -> SimulatedRun:
     """A run of the recipe on the machine of the profile; equal arguments, equal logs.
 
     Args:
-        look: called again and again meanwhile; what it raises ends the simulation.
+        watch: called again and again meanwhile, also where no time passes; what it raises ends the simulation.
 
     Raises:
         UserError: nobody ever generates.
         KeyboardInterrupt: Ctrl-C.
     """
-    return run_virtual(_interruptible(_simulate(spec, profile)), look=look)
+    return run_virtual(_interruptible(_simulate(spec, profile)), watch=watch)
 
 
 async def _interruptible(simulation: Coroutine[Any, Any, SimulatedRun]) -> SimulatedRun:

@@ -39,12 +39,25 @@ def derive_training(question: PlacementQuestion, training: Training, sheet: Shee
         peak_flops=peak,
         efficiency=question.trainer.compute,
     )
+    launched = sheet.note(
+        "training.launched_s",
+        microbatches * learned.passes * profile.launch_s,
+        "s",
+        formula="microbatches * passes * layers / stages * launch_s",
+        source="the kernels of a layer are launched one by one by the host; its least time is assumed",
+        microbatches=microbatches,
+        passes=learned.passes,
+        layers=shape.layers,
+        stages=profile.stages,
+        launch_s=question.trainer.launch_s,
+    )
     computed = sheet.note(
         "training.computed_s",
-        learned.tokens * learned.passes * (profile.token_s + profile.pair_s * learned.context / 2),
+        max(learned.tokens * learned.passes * (profile.token_s + profile.pair_s * learned.context / 2), launched),
         "s",
-        formula="tokens * passes * (forward_token_s + pair_s * context / 2)",
+        formula="max(tokens * passes * (forward_token_s + pair_s * context / 2), launched)",
         source="forward-sized passes of all roles, activations computed again; each token sees half a sequence",
+        launched=launched,
         tokens=learned.tokens,
         passes=learned.passes,
         forward_token_s=profile.token_s,
@@ -71,6 +84,15 @@ def derive_training(question: PlacementQuestion, training: Training, sheet: Shee
         passes=learned.passes,
         exchanged_token_s=profile.exchanged_token_s,
     )
+    update = sheet.note(
+        "training.update_s",
+        profile.update_s,
+        "s",
+        formula="moved + step_s",
+        source="every state is read and written once; what the optimizer's step takes beside that is assumed",
+        moved=profile.update_s - question.trainer.step_s,
+        step_s=question.trainer.step_s,
+    )
     sheet.note(
         "training_s",
         training.seconds,
@@ -82,5 +104,5 @@ def derive_training(question: PlacementQuestion, training: Training, sheet: Shee
         gathered=gathered,
         hidden=profile.hidden,
         exchanged=exchanged,
-        update=profile.update_s,
+        update=update,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tidemill.config.words import counted
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
 from tidemill.planner.figures import Figure
@@ -62,7 +63,7 @@ def _ranked(question: PlacementQuestion, found: Sequence[Estimate]) -> list[Esti
     if not ranked:
         cheapest = min(found, key=lambda each: each.usd)
         lacking = cheapest.usd - (question.budget_usd or 0.0)
-        what = f"no placement does {question.steps} steps for ${question.budget_usd:,.2f}"
+        what = f"no placement does {counted(question.steps, 'step')} for ${question.budget_usd:,.2f}"
         cure = f"the cheapest, {cheapest.placement.words}, costs ${cheapest.usd:,.2f}: ${lacking:,.2f} more"
         raise UserError(what, where="--budget-usd", cure=cure)
     return ranked

@@ -24,12 +24,16 @@ class TrainerEfficiency(Record):
     """How much of the peaks training reaches; assumed until a run is measured.
 
     Llama 3 (arXiv 2407.21783, table 4) reports 38-43 % of peak FLOP/s with everything in it on up to 16,384 GPUs.
+    The two least times are of a host that launches kernels one by one, some twenty a layer at 10 µs: below them a small
+    model is not faster, however large the GPU.
     """
 
     compute: float = 0.5  # of dense FLOP/s, in the passes themselves
     link: float = 0.7  # of a link's or network's rate
     hidden: float = 0.8  # of the computing time that gathering layers can hide behind
     bandwidth: float = 0.7  # of memory bandwidth, in the optimizer's step
+    launch_s: float = 200e-6  # least time of a layer in one forward-sized pass of a microbatch
+    step_s: float = 5e-3  # of every optimizer's step beside what it moves
 
 
 ASSUMED = TrainerEfficiency()
@@ -47,6 +51,7 @@ class TrainerProfile(Record):
     exchanged_token_s: float  # tensor parallelism: one pass of one token, spread over all ranks
     update_s: float  # the optimizer's step
     hidden: float  # share of computing behind which gathering hides
+    launch_s: float = 0.0  # least time of one pass of one microbatch
 
     def pass_s(self, tokens: float, context: float, *, passes: float, microbatches: float = 1) -> float:
         """`passes` forward-sized passes over `tokens` tokens whose sequences are `context` long on average.
@@ -55,7 +60,8 @@ class TrainerProfile(Record):
             microbatches: of each rank, a part of one for a part of its tokens; a pipeline is empty at its ends for
                 (stages - 1) of them.
         """
-        computed = tokens * passes * (self.token_s + self.pair_s * context / 2)
+        launched = microbatches * passes * self.launch_s
+        computed = max(tokens * passes * (self.token_s + self.pair_s * context / 2), launched)
         bubble = 1 + (self.stages - 1) / max(microbatches, 1)
         gathered = self.gather_s * passes * microbatches
         exposed = max(0.0, gathered - self.hidden * computed)
@@ -128,6 +134,7 @@ def trainer_profile(
         / pp,
         update_s=updating_s(shape.parameters, gpu, gpus=gpus, efficiency=efficiency) if update_s is None else update_s,
         hidden=efficiency.hidden,
+        launch_s=efficiency.launch_s * shape.layers / pp,
     )
 
 
@@ -146,5 +153,6 @@ def updating_s(
     states = TRAINED[optimizer]
     if offload:
         carried = (states.gradients + states.weights) * parameters / (gpus * PCIE_BYTES_PER_S)
-        return carried + 2 * states.optimizer * parameters / (machines * HOST_BYTES_PER_S)
-    return 2 * states.total * parameters / (gpus * gpu.bandwidth_bytes_per_s * efficiency.bandwidth)
+        return efficiency.step_s + carried + 2 * states.optimizer * parameters / (machines * HOST_BYTES_PER_S)
+    moved = 2 * states.total * parameters / (gpus * gpu.bandwidth_bytes_per_s * efficiency.bandwidth)
+    return efficiency.step_s + moved

@@ -187,11 +187,13 @@ def facts(story: Story) -> list[tuple[str, str]]:
     sessions = story.manifest.get("sessions") or [{}]
     newest = {key: value for key, value in sessions[-1].items() if value}
     git, machine, digest = newest.get("git", {}), newest.get("machine", {}), story.summary["weights_digest"]
+    forecast = "; ".join((story.forecast.profile, *story.forecast.notes)) if story.forecast else ""
     rows = [
         ("Command", " ".join(newest.get("argv", []))),
         ("Versions", ", ".join(f"{package} {number}" for package, number in newest.get("versions", {}).items())),
         ("Commit", git.get("commit", "") + (" with local changes" if git.get("changed") else "")),
         ("Machine", ", ".join(_machine_words(machine))),
+        ("Forecast", forecast and f"from {forecast}"),
         ("Weights", f"version {story.summary['policy_version']}, digest {digest}" if digest else ""),
     ]
     return [(label, text) for label, text in rows if text]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import itertools
 import signal
 from pathlib import Path
@@ -52,6 +53,22 @@ def test_of_another_machine_nothing_is_known(kept: Any, monkeypatch: pytest.Monk
     assert "--measure" in str(msgspec.to_builtins(raised.value.cure))
 
 
+def test_nobody_waits_for_one_whose_time_stands_still(kept: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def spin(*_: Any) -> Any:
+        loop = asyncio.get_running_loop()
+
+        def again() -> None:
+            loop.call_soon(again)
+
+        again()
+        await loop.create_future()
+
+    monkeypatch.setattr(choice, "QUICK_S", 0.01)
+    monkeypatch.setattr("tidemill.planner.forecast.twin._simulate", spin)
+    with pytest.raises(TooSlow, match=r"longer than 0\.01 s"):
+        foretell(spec_of())
+
+
 def test_nobody_waits_for_a_slow_one(kept: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "QUICK_S", 0.0)
     with pytest.raises(TooSlow, match="longer than 0 s"):
@@ -64,10 +81,10 @@ def test_an_interrupt_ends_it(moment: int, pass_s: float) -> None:
     spec = spec_of(steps=50)
     looks = itertools.count()
 
-    def look() -> None:
+    def watch() -> None:
         if next(looks) == moment:
             signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        forecast_recipe(spec, planted(spec, engine_pass_s=pass_s), seeds=1, look=look)
+        forecast_recipe(spec, planted(spec, engine_pass_s=pass_s), seeds=1, watch=watch)
     assert next(looks) > moment

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from tests.unit.sim.profiles.test_engine import GPU, SHAPE
 from tidemill.sim.profiles.network import Link, all_reduce_s, broadcast_s, fan_out_s, gather_s
 from tidemill.sim.profiles.trainer import TrainerEfficiency, learning_passes, trainer_profile, updating_s
 
-PERFECT = TrainerEfficiency(compute=1, link=1, hidden=1, bandwidth=1)
+PERFECT = TrainerEfficiency(compute=1, link=1, hidden=1, bandwidth=1, launch_s=0, step_s=0)
 
 
 def test_one_gpu_computes() -> None:
@@ -20,6 +21,20 @@ def test_one_gpu_computes() -> None:
     assert step_s == pytest.approx(5 * (20e-3 + 4e-6) + 32e-3)
     without = profile.step_s(1000, 100, passes=learning_passes(recompute=False), microbatch=1000)
     assert without == pytest.approx(3 * (20e-3 + 4e-6) + 32e-3)
+
+
+def test_a_small_model_is_as_slow_as_its_launches() -> None:
+    # 10 layers of 1 ms each: 10 ms a pass of a microbatch, and 0.5 s an update beside the 32 GB it moves in 32 ms.
+    slow = msgspec.structs.replace(PERFECT, launch_s=1e-3, step_s=0.5)
+    profile = trainer_profile(SHAPE, GPU, gpus=1, efficiency=slow)
+    # 100 tokens compute for 2 ms, 1000 for 20 ms: then launches hide behind computing.
+    assert profile.pass_s(100, 0, passes=4) == pytest.approx(4 * 10e-3)
+    assert profile.pass_s(1000, 0, passes=4) == pytest.approx(4 * 20e-3)
+    assert profile.pass_s(1000, 0, passes=4, microbatches=3) == pytest.approx(4 * 30e-3)
+    assert profile.step_s(100, 0, passes=4, microbatch=100) == pytest.approx(4 * 10e-3 + 0.5 + 32e-3)
+    # Of a pipeline's two stages each has half of the layers; two GPUs compute 400 tokens in 4 ms.
+    piped = trainer_profile(SHAPE, GPU, gpus=2, pp=2, efficiency=slow)
+    assert piped.pass_s(400, 0, passes=1, microbatches=2) == pytest.approx(2 * 5e-3 * 1.5)
 
 
 def test_gathering_hides_behind_computing_as_far_as_it_can() -> None:
@@ -87,4 +102,5 @@ def test_an_adapter_costs_less_to_learn_and_to_update() -> None:
 
 def test_an_optimizer_on_the_hosts_waits_for_the_bus_and_their_memory() -> None:
     # 4 bytes of 1e9 parameters over 8 * 25 GB/s, 20 ms; 2 * 12 bytes in 2 * 200 GB/s, 60 ms
-    assert updating_s(1e9, GPU, gpus=8, machines=2, offload=True) == pytest.approx(0.02 + 0.06)
+    seconds = updating_s(1e9, GPU, gpus=8, machines=2, offload=True, efficiency=PERFECT)
+    assert seconds == pytest.approx(0.02 + 0.06)

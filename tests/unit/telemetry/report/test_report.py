@@ -5,6 +5,7 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.fabricated_fleet import FabricatedFleet
@@ -219,8 +220,10 @@ def test_a_forecast_and_what_came_of_it(finished: RunDirectory) -> None:
     lines = [line for line in read_metrics(finished.metrics) if line.step > 0]
     actual = sum(line.values["time_step_s"] for line in lines)
     # Twenty steps of 2 s were expected.
-    write_forecast(finished.path, make_forecast(2.0, total_s=3600.0))
+    doubtful = msgspec.structs.replace(make_forecast(2.0, total_s=3600.0), notes=("the machine was busy",))
+    write_forecast(finished.path, doubtful)
     words = page_of(finished).words
     off = actual / 40 - 1
     assert "1:00:00" in words
+    assert "from a profile of another run; the machine was busy" in words
     assert f"it took {percent(abs(off))} {'longer' if off > 0 else 'less'} so far, steps alone" in words

@@ -19,6 +19,7 @@ REMARKS = (
     "step: on average; learns, generates, idle: of that, what the GPUs that learn do",
     "× is relative to the first",
 )
+FREE = "no price known"
 
 
 class Compared(Record):
@@ -112,14 +113,19 @@ def described(scenario: Scenario) -> list[str]:
     given, batch = spec.simulation, spec.batch
     model = given.model or f"{site.shape.parameters / 1e9:.3g}B parameters"
     duration_words = f"{given.hours:g} h" if given.hours else counted(spec.trainer.steps, "step")
-    prices = [dollars(usd) for usd in (spec.fleet.reserved_usd_per_hour, spec.fleet.preemptible_usd_per_hour)]
-    machines = f"{given.machines} × {site.machine.name} ({prices[0]} an hour)"
+    reserved, preemptible = _price(spec.fleet.reserved_usd_per_hour), _price(spec.fleet.preemptible_usd_per_hour)
+    machines = f"{given.machines} × {site.machine.name} ({reserved})"
     lines = [
         f"{model}, {duration_words} of {batch.prompts} × {batch.group_size} samples, seed {spec.run.seed}",
-        f"{machines}, preemptible {site.worker_machine.name} ({prices[1]} an hour each)",
+        f"{machines}, preemptible {site.worker_machine.name} ({preemptible}{' each' if preemptible != FREE else ''})",
     ]
     who = (f"{one.name}: {_who(one)}" for one in scenario.planned)
-    return [*lines, *who, *(f"note: {remark}" for remark in (*_left_over(scenario), *scenario.remarks))]
+    remarks = (*_left_over(scenario), *_free(scenario), *scenario.remarks)
+    return [*lines, *who, *(f"note: {remark}" for remark in remarks)]
+
+
+def _price(usd_per_hour: float) -> str:
+    return f"{dollars(usd_per_hour)} an hour" if usd_per_hour else FREE
 
 
 def _who(one: Planned) -> str:
@@ -132,6 +138,15 @@ def _who(one: Planned) -> str:
     if one.plant.worker:
         words.append("as do preemptible workers" if one.generating else "preemptible workers generate")
     return ", ".join(words)
+
+
+def _free(scenario: Scenario) -> list[str]:
+    """Machines that cost nothing because nobody said what they cost."""
+    site, fleet = scenario.site, scenario.site.spec.fleet
+    unknown = {"reserved_usd_per_hour": site.machine.name} if not fleet.reserved_usd_per_hour else {}
+    if any(one.plant.worker for one in scenario.planned) and not fleet.preemptible_usd_per_hour:
+        unknown["preemptible_usd_per_hour"] = f"preemptible {site.worker_machine.name}"
+    return [f"{name} costs nothing here, no price being known; set fleet.{key}" for key, name in unknown.items()]
 
 
 def _left_over(scenario: Scenario) -> list[str]:

@@ -88,6 +88,12 @@ def test_reserved_gpus_that_are_not_to_generate_only_learn(run: Run) -> None:
     assert ran["schedules"]["tidemill"]["reserved_generating_s"] == 0
 
 
+def test_machines_without_a_price_are_told(run: Run) -> None:
+    out = run("simulate", "@tiny.toml", "--dry-run", "--simulation.worker_machine", "rlboost-8xh100").out
+    assert "preemptible rlboost-8xh100 (no price known)\n" in out
+    assert "costs nothing here, no price being known; set fleet.preemptible_usd_per_hour" in out
+
+
 def test_one_of_something_is_no_plural(run: Run) -> None:
     arguments = ("--trainer.steps", "1", "--simulation.engine_gpus", "7", "--pool.workers", "0")
     out = run("simulate", "@tiny.toml", "--dry-run", *arguments, "--simulation.schedules", '["streamed"]').out

@@ -134,11 +134,12 @@ class Collection:
     async def paused(self) -> AsyncIterator[None]:
         """Nothing is generated for as long as the block lasts: the workers are somebody else's."""
         self._paused = asyncio.Event()
-        if self._over is not None:
+        if self._over is None:
+            self._dispatcher.call_back_all()
+            self.look()
+            await self._handed_back(self._paused)
+        if self._over is not None:  # maybe since: then the workers are not free
             raise self._over
-        self._dispatcher.call_back_all()
-        self.look()
-        await self._handed_back(self._paused)
         try:
             yield
         finally:

@@ -60,23 +60,24 @@ class Publishing:
         self._manifest: WeightManifest | None = None
         self._published = asyncio.Event()
 
-    async def publish(self, version: PolicyVersion, *, finishing: Collection[str] = ()) -> None:
+    async def publish(self, version: PolicyVersion, *, finishing: Callable[[], Collection[str]] = tuple) -> None:
         """Make the trainer's weights everybody's.
 
         Args:
-            finishing: leases whose workers first finish what they have, and load when they are noted as idle.
+            finishing: asks which leases' workers first finish what they have, and load when they are noted as idle;
+                asked when they are told, for who finishes before that is noted as idle in vain.
         """
         with span(self._telemetry, self._clock, PUBLISH, version=version.number, digest=version.digest) as fields:
             if self._publisher is not None:
                 wait = self._wait(f"version {version.number} to be published", "the weights' store")
                 manifest = await self._patiently(self._publisher.publish(version), wait)
                 fields |= _sizes(manifest)
-                self._announce(manifest, finishing)
+                self._announce(manifest, finishing())
             self._version = version
             local = self._members.get(LOCAL)
             if local is None or local.worker is None:
                 return
-            if LOCAL in finishing:
+            if LOCAL in finishing():
                 local.behind = True
             else:
                 wait = self._wait(f"the worker to load version {version.number}", "the worker and its engine")

@@ -266,9 +266,8 @@ class Run:
         self.step = step
         await self._make_way()
         self.in_flight.newest_version = step
-        finishing = self.in_flight.leases if self.spec.schedule.unfinished == "finish" else ()
         await self._of_trainer(
-            rollout.fleet.publishing.publish(self.trainer.version, finishing=finishing),
+            rollout.fleet.publishing.publish(self.trainer.version, finishing=self._finishing),
             f"version {step} to be published",
         )
         if self.spec.corrects_each_publish:
@@ -294,6 +293,10 @@ class Run:
             figures["tokens_per_s"] = tally.tokens_accepted / generating_s
         # Where both know a number, the trainer's counts: it measures on its own thread.
         return msgspec.structs.replace(metrics, values={**figures, **metrics.values})
+
+    def _finishing(self) -> Sequence[str]:
+        """Leases whose workers go on under their weights until they have nothing left."""
+        return self.in_flight.leases if self.spec.schedule.unfinished == "finish" else ()
 
     async def _note_logprobs(self) -> None:
         """Note what the new weights say of the tokens in flight that older ones made.

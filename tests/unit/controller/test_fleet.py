@@ -13,6 +13,7 @@ from tests.fake_pool import BrokenHost, FakeHost, FakeSource, PoolEngine, PoolSe
 from tests.virtual_time import run_virtual
 from tidemill.config.pool import FleetConfig
 from tidemill.config.schema import RunSpec
+from tidemill.controller.in_flight import LOCAL
 from tidemill.controller.member import Member, Pace
 from tidemill.controller.offload import OffloadState
 from tidemill.controller.waiting import Patience
@@ -506,6 +507,21 @@ def test_what_the_reserved_side_began_it_finishes_under_the_same_weights_where_t
     made_by = [{run.version.number for run in sample[7]} for batch in batches for group in batch for sample in group[2]]
     assert len(made_by) == 6 * 6 * 3
     assert all(len(versions) == 1 for versions in made_by)
+
+
+def test_a_worker_that_finishes_before_a_publish_reaches_it_takes_the_new_weights_at_once() -> None:
+    session, busy = Session(), [LOCAL]
+
+    async def publish_while_it_finishes() -> None:
+        async with session.fleet as fleet:
+            await fleet.publishing.publish(session.trainer.version)
+            newer = PolicyVersion(number=1, digest="1" * 32)
+            publishing = asyncio.create_task(fleet.publishing.publish(newer, finishing=lambda: busy))
+            busy.clear()  # its last report is read before the task begins
+            await publishing
+            assert fleet[LOCAL].version == newer
+
+    run_virtual(publish_while_it_finishes())
 
 
 def test_the_window_adapts_and_the_provider_hears_how_many_are_wanted() -> None:

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.config.schema import RunSpec
+from tidemill.pipeline.page import INTERVAL
 from tidemill.telemetry.events import EVALUATION, SESSION_END, SESSION_START, event_line
 from tidemill.telemetry.jsonl import JsonlWriter
 from tidemill.telemetry.manifest import build_manifest
-from tidemill.telemetry.numerals import decimal
+from tidemill.telemetry.numerals import between, decimal
 from tidemill.telemetry.report import write_report
 from tidemill.telemetry.run_dir import RunDirectory, samples_name
 from tidemill.telemetry.samples import write_samples
@@ -27,9 +28,13 @@ def write_measured(directory: Path, spec: RunSpec, found: dict[str, Any]) -> dic
         UserError: the directory cannot be written, or another process works on it.
     """
     figures = {name: value for name, value in found.items() if isinstance(value, (int, float, str))}
-    figures |= {f"score_{name}": score["value"] for name, score in found.get("scores", {}).items()}
+    figures[f"greedy_accuracy{INTERVAL}"] = found["greedy_accuracy_interval"]
+    for k, share in _pass_at(found).items():
+        figures |= _with_interval(f"pass@{k}", share)
+    for name, score in found.get("scores", {}).items():
+        figures |= _with_interval(f"score_{name}", score)
     for name, pair in _compared(found).items():
-        figures |= {f"{name}_difference": pair["difference"]["value"], f"{name}_p_value": pair["p_value"]}
+        figures |= {**_with_interval(f"{name}_difference", pair["difference"]), f"{name}_p_value": pair["p_value"]}
     lines = [
         {
             "step": 0,
@@ -54,14 +59,32 @@ def write_measured(directory: Path, spec: RunSpec, found: dict[str, Any]) -> dic
 
 
 def measured_words(found: dict[str, Any]) -> str:
-    """The figures that matter most, in a sentence."""
-    words = [f"held-out greedy accuracy {found['greedy_accuracy']:.3f} (n = {found['n']})"]
-    words += [f"score of {name} {decimal(score['value'])}" for name, score in found.get("scores", {}).items()]
+    """The figures that matter most, in a sentence, with their 95 % intervals."""
+    low, high = found["greedy_accuracy_interval"]
+    accuracy = f"{found['greedy_accuracy']:.3f} (95 %: {between(low, high)}; n = {found['n']})"
+    words = [f"held-out greedy accuracy {accuracy}"]
+    if shares := _pass_at(found):
+        largest = list(shares)[-1]  # the others are figures and in the report
+        words.append(_words(f"pass@{largest}", shares[largest]))
+    words += [_words(f"score of {name}", score) for name, score in found.get("scores", {}).items()]
     for name, pair in _compared(found).items():
         if name != "completion_tokens":
             change = f"{pair['difference']['value']:+.3f} (p = {decimal(pair['p_value'])})"
             words.append(f"{name.replace('_', ' ')} against the other model {change}")
     return ", ".join(words)
+
+
+def _pass_at(found: dict[str, Any]) -> dict[str, Any]:
+    shares: dict[str, Any] = found.get("drawn", {}).get("pass_at", {})
+    return shares
+
+
+def _with_interval(name: str, figure: dict[str, float]) -> dict[str, Any]:
+    return {name: figure["value"], f"{name}{INTERVAL}": [figure["low"], figure["high"]]}
+
+
+def _words(name: str, figure: dict[str, float]) -> str:
+    return f"{name} {decimal(figure['value'])} ({between(figure['low'], figure['high'])})"
 
 
 def _compared(found: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 import tidemill
 from tidemill.pipeline.folder import PipelineFolder
 from tidemill.telemetry.jsonl import write_atomically
-from tidemill.telemetry.numerals import compact, decimal, duration, gigabytes
+from tidemill.telemetry.numerals import between, compact, decimal, duration, gigabytes
 from tidemill.telemetry.report.page import trusted
 from tidemill.telemetry.run_dir import read_json
 from tidemill.telemetry.statistics import wilson_interval
@@ -32,6 +32,8 @@ DOTS = {
 }
 SHARES = ("accuracy", "greedy_accuracy", "pairwise_accuracy")
 """Figures between 0 and 1 that are drawn as bars, the first one a stage has."""
+INTERVAL = "_interval"
+"""Ends the name of the two ends of a figure's 95 % interval, which are shown below it."""
 HIDDEN = ("model", "weights_digest")
 
 
@@ -84,7 +86,9 @@ def _stage(folder: PipelineFolder, stage: dict[str, Any], told: dict[str, Any]) 
         "headline": told.get("headline", ""),
         "took": duration(told["wall_s"]) if "wall_s" in told else "",
         "figures": [
-            (name.replace("_", " "), figure(name, value)) for name, value in figures.items() if _shown(name, value)
+            (name.replace("_", " "), figure(name, value), _interval(figures.get(f"{name}{INTERVAL}")))
+            for name, value in figures.items()
+            if _shown(name, value)
         ],
         "bar": _bar(figures),
         "report": os.path.relpath(report, folder.path) if report.is_file() else "",
@@ -103,7 +107,11 @@ def figure(name: str, value: Any) -> str:
 
 
 def _shown(name: str, value: Any) -> bool:
-    return value is not None and name not in HIDDEN
+    return value is not None and name not in HIDDEN and not name.endswith(INTERVAL)
+
+
+def _interval(ends: list[float] | None) -> str:
+    return between(*ends) if ends else ""
 
 
 def _bar(figures: dict[str, Any]) -> dict[str, Any] | None:

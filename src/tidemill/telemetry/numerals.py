@@ -33,6 +33,11 @@ def decimal(value: float | None) -> str:
     return f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
 
 
+def between(low: float | None, high: float | None) -> str:
+    """`0.620 to 0.751`: the ends of an interval."""
+    return f"{decimal(low)} to {decimal(high)}"
+
+
 def percent(share: float | None) -> str:
     """A share of one as `0 %`, `0.8 %`, `42 %`."""
     if share is None or not math.isfinite(share):

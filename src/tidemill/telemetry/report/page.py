@@ -31,10 +31,11 @@ from tidemill.telemetry.numerals import compact, decimal, duration, gigabytes, p
 from tidemill.telemetry.report.charts import chart_data
 from tidemill.telemetry.report.fleet import fleet_section
 from tidemill.telemetry.report.histograms import HEIGHT, MARGIN, WIDTH, histograms
+from tidemill.telemetry.report.measured import answers, compared, figures, shares
 from tidemill.telemetry.report.showcase import LEGEND, best_and_worst, pairs
 from tidemill.telemetry.report.story import SampleWindow, Story
 from tidemill.telemetry.report.timeline import drawn, timeline
-from tidemill.telemetry.report.words import ENDINGS, before_and_after, findings, headline
+from tidemill.telemetry.report.words import ENDINGS, MEASURED, before_and_after, findings, headline
 from tidemill.telemetry.statistics import wilson_interval
 
 HERE = Path(__file__).parent
@@ -71,9 +72,10 @@ def context(story: Story) -> dict[str, Any]:
     return {
         "story": story,
         "headline": headline(story),
-        "ending": ENDINGS.get(story.outcome, ENDINGS["unknown"]),
+        "ending": MEASURED if story.measured else ENDINGS.get(story.outcome, ENDINGS["unknown"]),
         "accuracy": accuracy(story),
-        "tiles": tiles(story),
+        "measured": measured_section(story.measured) if story.measured else None,
+        "tiles": [] if story.measured else tiles(story),
         "findings": findings(story),
         "fleet": fleet_section(story, workers) if workers else None,
         "chart_json": script_json(chart_data(story) | ({"fleets": [drawn(workers)]} if workers else {})),
@@ -85,7 +87,7 @@ def context(story: Story) -> dict[str, Any]:
         "pairs_words": held_out_words,
         "galleries": galleries,
         "legend": LEGEND,
-        "events": event_rows(story),
+        "events": [] if story.measured else event_rows(story),
         "facts": facts(story),
         "manifest_text": msgspec.json.format(msgspec.json.encode(story.manifest)).decode() if story.manifest else "",
         # Of the page's own scripts; no other one is run.
@@ -114,7 +116,9 @@ def script_json(value: Any) -> str:
 
 
 def accuracy(story: Story) -> dict[str, Any] | None:
-    """Figures of the before/after panel; None without an evaluation."""
+    """Figures of the before/after panel, or an evaluation's shares; None without an evaluation."""
+    if story.measured is not None:
+        return {"rows": [_bar(*share) for share in shares(story.measured)], "n": story.measured["n"]}
     before, after = before_and_after(story)
     shown = [(label, one) for label, one in (("before", before), ("after", after)) if one]
     if not shown:
@@ -122,18 +126,34 @@ def accuracy(story: Story) -> dict[str, Any] | None:
     rows = []
     for label, one in shown:
         low, high = wilson_interval(min(1.0, max(0.0, one.greedy_accuracy)), one.n)
-        rows.append(
-            {
-                "label": label,
-                "value": decimal(one.greedy_accuracy),
-                "share": 100 * min(1.0, max(0.0, one.greedy_accuracy)),
-                "low": 100 * low,
-                "high": 100 * high,
-                "interval": f"{low:.2f}-{high:.2f}" if one.n else "",
-                "step": one.step,
-            }
-        )
+        remark = f"after step {one.step}" if one.step else "training"
+        bar = _bar(label, remark, {"value": one.greedy_accuracy, "low": low, "high": high})
+        rows.append(bar if one.n else bar | {"interval": ""})
     return {"rows": rows, "n": shown[-1][1].n}
+
+
+def _bar(label: str, remark: str, share: dict[str, float]) -> dict[str, Any]:
+    low, high = share["low"], share["high"]
+    return {
+        "label": label,
+        "remark": remark,
+        "value": decimal(share["value"]),
+        "share": 100 * min(1.0, max(0.0, share["value"])),
+        "low": 100 * low,
+        "high": 100 * high,
+        "interval": f"{low:.2f}-{high:.2f}",
+    }
+
+
+def measured_section(found: dict[str, Any]) -> dict[str, Any]:
+    """The tables of an evaluation."""
+    other = found.get("compared_with", {})
+    return {
+        "figures": figures(found),
+        "compared": compared(found),
+        "other": " ".join(str(other.get(key, "")) for key in ("model", "weights_digest")),
+        "answers": answers(found),
+    }
 
 
 def tiles(story: Story) -> list[tuple[str, str, str]]:

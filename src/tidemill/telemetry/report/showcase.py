@@ -145,7 +145,7 @@ def pairs(story: Story) -> tuple[list[Pair], str]:
     changes = [(now.reward or 0.0) - (before.reward or 0.0) for before, now in both]
     gained, lost = sum(change > 0 for change in changes), sum(change < 0 for change in changes)
     ordered = sorted(both, key=lambda two: two[0].reward == two[1].reward)
-    lead = _common_lines([now.prompt for _, now in ordered])
+    lead = common_lines([now.prompt for _, now in ordered])
     chosen = [
         Pair(
             prompt=shorten(now.prompt[lead:]),
@@ -160,7 +160,7 @@ def pairs(story: Story) -> tuple[list[Pair], str]:
     return chosen, f"{gained} of {len(both)} gained reward, {lost} lost"
 
 
-def _common_lines(prompts: Sequence[str]) -> int:
+def common_lines(prompts: Sequence[str]) -> int:
     """Characters of whole lines that all prompts begin with (worked examples), so that a table can leave them out."""
     if len(set(prompts)) < 2:
         return 0

@@ -44,6 +44,7 @@ class Story(Record):
     evaluated_first: SampleWindow  # held-out samples of the first and the last evaluation
     evaluated_last: SampleWindow
     forecast: Forecast | None = None  # of when it began
+    measured: dict[str, Any] | None = None  # what an evaluation found; None of a training run
 
 
 def read_story(run: RunDirectory) -> Story:
@@ -52,7 +53,8 @@ def read_story(run: RunDirectory) -> Story:
     config_text = run.config.read_text(encoding="utf-8", errors="replace") if run.exists else ""
     config = run.read_settings()
     outcome = outcome_of(events)
-    peak_rss_bytes = int(run.read_summary().get("peak_rss_bytes") or 0)
+    told = run.read_summary()
+    peak_rss_bytes = int(told.get("peak_rss_bytes") or 0)
     planned = [event["steps"] for event in events if event["event"] == PLAN and isinstance(event.get("steps"), int)]
     summary = build_summary(
         run,
@@ -75,6 +77,7 @@ def read_story(run: RunDirectory) -> Story:
         manifest=run.read_manifest(),
         config_text=config_text,
         forecast=read_forecast(run.path),
+        measured=told if "greedy_accuracy" in told else None,  # a training run tells its own below `eval`
         first=_window(train[:window]),
         last=_window(train[-window:] if len(train) > 1 else []),
         evaluated_first=_window(held_out[:1]),

@@ -26,6 +26,7 @@ ENDINGS = {
     "killed": "The run was killed; the same command resumes it.",
     "unknown": "No end was recorded: the run is in progress elsewhere, or was killed.",
 }
+MEASURED = "An evaluation: nothing was trained."
 
 
 class Finding(NamedTuple):

@@ -1,0 +1,122 @@
+"""What an evaluation stage tells of what it measured, and where."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.telemetry.report.test_report import Page
+from tidemill.config.schema import RunSpec
+from tidemill.pipeline.measured import measured_words, write_measured
+
+FOUND: dict[str, Any] = {
+    "greedy_accuracy": 0.5,
+    "greedy_accuracy_interval": [0.15, 0.85],
+    "n": 4,
+    "invalid": 0,
+    "truncated_fraction": 0.25,
+    "completion_tokens_mean": 1.5,
+    "duration_s": 2.0,
+    "model": "this/model",
+    "weights_digest": "ab",
+    "completion_tokens": {"mean": 1.5, "max": 2.0},
+    "distinct_1": 0.612,
+    "scores": {"liked": {"value": 0.7, "low": 0.41, "high": 0.93, "invalid": 0}},
+    "drawn": {
+        "samples_per_prompt": 2,
+        "pass_at": {"1": {"value": 0.375, "low": 0.125, "high": 0.625}, "2": {"value": 0.75, "low": 0.3, "high": 0.95}},
+        "invalid": 0,
+        "truncated_fraction": 0.0,
+        "completion_tokens": {"mean": 1.25},
+        "distinct_1": 0.513,
+        "distinct_1_in_prompt": 0.834,
+    },
+    "samples": [
+        {"prompt": "1+1=", "completion": "<2>", "answer": "2", "correct": True},
+        {"prompt": "1+2=", "completion": "9", "answer": "3", "correct": False},
+    ],
+    "compared_with": {
+        "model": "other/model",
+        "weights_digest": "cd",
+        "figures": {
+            "greedy_accuracy": {
+                "n": 4,
+                "other": 0.25,
+                "this": 0.5,
+                "difference": {"value": 0.25, "low": -0.11, "high": 0.61},
+                "higher": 2,
+                "lower": 1,
+                "p_value": 0.875,
+            }
+        },
+        "samples": [
+            {"prompt": "1+1=", "completion": "8", "correct": False},
+            {"prompt": "1+2=", "completion": "7", "correct": False},
+        ],
+    },
+}
+ALONE = {name: value for name, value in FOUND.items() if name not in ("scores", "drawn", "compared_with")}
+
+
+def test_the_sentence_has_pass_at_k_and_intervals() -> None:
+    assert measured_words(FOUND) == (
+        "held-out greedy accuracy 0.500 (95 %: 0.150 to 0.850; n = 4), pass@2 0.750 (0.300 to 0.950), "
+        "score of liked 0.700 (0.410 to 0.930), greedy accuracy against the other model +0.250 (p = 0.875)"
+    )
+    assert measured_words(ALONE) == "held-out greedy accuracy 0.500 (95 %: 0.150 to 0.850; n = 4)"
+
+
+def test_the_figures_have_pass_at_k_and_intervals(tmp_path: Path) -> None:
+    figures = write_measured(tmp_path, RunSpec(), FOUND)
+    assert figures["greedy_accuracy_interval"] == [0.15, 0.85]
+    assert (figures["pass@1"], figures["pass@2_interval"]) == (0.375, [0.3, 0.95])
+    assert (figures["score_liked"], figures["score_liked_interval"]) == (0.7, [0.41, 0.93])
+    assert figures["greedy_accuracy_difference_interval"] == [-0.11, 0.61]
+    assert json.loads((tmp_path / "summary.json").read_text(encoding="utf-8")) == FOUND
+
+
+@pytest.mark.parametrize("found", [FOUND, ALONE], ids=["everything", "accuracy alone"])
+def test_its_page_is_of_an_evaluation_not_of_training(tmp_path: Path, found: dict[str, Any]) -> None:
+    write_measured(tmp_path, RunSpec(), found)
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    page = Page(text)
+    assert page.mismatched == [] and page.open == []
+    for words in ("before training", "Steps", "No step has been", "Curves", "Events"):
+        assert words not in page.words, words
+    told = " ".join(re.sub(r"<[^>]*>", " ", text).split())
+    for words in (
+        "Held-out accuracy is 0.500.",
+        "greedy accuracy 0.500 0.150 to 0.850",
+        "distinct-1 0.612",
+        "&lt;2&gt;",
+    ):
+        assert words in told, words
+    for words in (
+        "2 a prompt pass@1 0.375 0.125 to 0.625",
+        "2 a prompt pass@2 0.750 0.300 to 0.950",
+        "greedy score of liked 0.700 0.410 to 0.930",
+        "2 a prompt distinct-1 in prompt 0.834",
+        "greedy accuracy 4 0.250 0.500 0.250 -0.110 to 0.610 2 1 0.875",
+        "other/model cd",
+    ):
+        assert (words in told) == (found is FOUND), words
+    # Shares are drawn with their brackets: from 15 to 85 %, 12.5 to 62.5 % and 30 to 95 %.
+    brackets = [attributes["style"] for _, attributes in page.tags if attributes.get("class") == "interval"]
+    assert (
+        brackets
+        == ["left:15.00%;width:70.00%", "left:12.50%;width:50.00%", "left:30.00%;width:65.00%"][: len(brackets)]
+    )
+    assert len(brackets) == (3 if found is FOUND else 1)
+
+
+def test_answers_that_differ_in_being_right_come_first(tmp_path: Path) -> None:
+    write_measured(tmp_path, RunSpec(), FOUND)
+    told = Page((tmp_path / "report.html").read_text(encoding="utf-8")).words
+    assert told.index("1+1=") < told.index("1+2=")
+    write_measured(tmp_path / "alone", RunSpec(), ALONE)
+    told = Page((tmp_path / "alone" / "report.html").read_text(encoding="utf-8")).words
+    assert told.index("1+2=") < told.index("1+1=")

@@ -37,23 +37,34 @@ class KindOfStage:
     learns_from: Product | None = None  # rows of [data]
     purpose: Purpose = "read"
     required: KeyPath = ()  # a key without a default that works for it
-    neutral: tuple[str, ...] = ()  # keys, or "section.", that do not change what it gives; beside NEUTRAL
+    # Keys, or "section.", that do not change what it gives; beside NEUTRAL. One that is forgotten here repeats a stage
+    # without need, one too many gives a stale result. Of a kind that trains, a resume must allow their change.
+    neutral: tuple[str, ...] = ()
 
 
 NEUTRAL = ("run.dir", "run.name", "trainer.threads", "checkpoint.keep_last", "telemetry.")
 """Of every kind: where things are put, how many are kept, how fast it goes and what is told of it."""
 _SCORING = ("engine.tick_s", "scoring.concurrency", "scoring.timeout_s")
+_TRAINING = ("scoring.truncated", "trainer.steps", "trainer.logits_budget_mb", "trainer.activation_checkpointing")
+"""In sections that say how answers are computed and judged, too: of no consequence where nothing is trained."""
 _SUPERVISED = ("run", "model", "data", "supervised", "optimizer", "trainer", "checkpoint", "telemetry")
 
 KINDS: dict[StageKind, KindOfStage] = {
     "demonstrations": KindOfStage(
-        sections=("run", "model", "task", "sampling", "making"), gives="demonstrations", purpose="generate"
+        sections=("run", "model", "task", "sampling", "making"),
+        gives="demonstrations",
+        purpose="generate",
+        # Nothing is drawn: the model gives its tokenizer, `sampling` what ends an answer.
+        neutral=(
+            *("model.lora.", "sampling.max_new_tokens", "sampling.temperature", "sampling.top_k", "sampling.top_p"),
+            *("making.samples_per_prompt", "making.pairs_per_prompt"),
+        ),
     ),
     "pairs": KindOfStage(
         sections=("run", "model", "task", "scoring", "sampling", "engine", "trainer", "making"),
         gives="preference pairs",
         purpose="generate",
-        neutral=_SCORING,
+        neutral=(*_SCORING, *_TRAINING),
     ),
     # Supervised stages may give their best checkpoint: how often one is written is no matter of taste there.
     "sft": KindOfStage(sections=_SUPERVISED, gives="a model", learns_from="demonstrations", required=("data", "path")),
@@ -86,9 +97,13 @@ KINDS: dict[StageKind, KindOfStage] = {
         sections=("run", "model", "task", "scoring", "sampling", "engine", "trainer", "eval"),
         gives=None,
         purpose="eval",
-        neutral=(*_SCORING, "eval.every_steps"),
+        neutral=(*_SCORING, *_TRAINING, "eval.every_steps"),
     ),
-    "export": KindOfStage(sections=("run", "model", "export"), gives="a model"),
+    "export": KindOfStage(
+        sections=("run", "model", "export"),
+        gives="a model",
+        neutral=("run.seed", "model.lora.", "model.chat_template"),
+    ),
 }
 
 

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from tests.pretend_stages import pipeline
-from tidemill.config.pipeline import KINDS, NEUTRAL, StageSpec
+from tidemill.config.load import flattened
+from tidemill.config.pipeline import KINDS, NEUTRAL, StageKind, StageSpec
 from tidemill.pipeline.digest import effective, file_inputs, folder_name, stage_digest
 from tidemill.runtime.same_run import RESUMABLE
 
@@ -86,6 +87,67 @@ def test_kinds_of_one_configuration_have_addresses_of_their_own(tmp_path: Path) 
     assert digest(first(tmp_path, EVAL)) != digest(first(tmp_path, EXPORT))
     assert digest(first(tmp_path, EXPORT, "--export.dtype=bf16")) != digest(first(tmp_path, EXPORT))
     assert digest(first(tmp_path, EXPORT, "--export.path=x")) != digest(first(tmp_path, EXPORT))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_key_decides_or_is_neutral(tmp_path: Path, kind: StageKind) -> None:
+    """Which keys a kind overlooks is said in one place."""
+    text = f'[data]\npath = "x.jsonl"\n[[stage]]\nname = "a"\nkind = "{kind}"\nmodel.source = "char"\n'
+    stage = first(tmp_path, text)
+    neutral = (*NEUTRAL, *KINDS[kind].neutral)
+    contents = {file.key: "1" for file in file_inputs(stage)}
+    keys = flattened(stage.sections()).keys() - {"data.path"}  # counts by content
+    unmoved = {key for key in keys if digest(_changed(stage, key), **contents) == digest(stage, **contents)}
+    if "supervised" in KINDS[kind].sections:
+        unmoved.remove("trainer.steps")  # epochs decide
+    assert unmoved == {key for key in keys if key.startswith(neutral)}
+
+
+def _changed(stage: StageSpec, key: str) -> StageSpec:
+    """With another value of a key, whatever it would mean."""
+
+    class Changed(StageSpec):
+        def sections(self) -> dict[str, Any]:
+            tree = super().sections()
+            *sections, name = key.split(".")
+            node = tree
+            for section in sections:
+                node = node[section]
+            node[name] = "other"
+            return tree
+
+    return Changed(name=stage.name, kind=stage.kind, spec=stage.spec)
+
+
+@pytest.mark.parametrize(
+    ("kind", "override", "repeats"),
+    [
+        ("demonstrations", "--sampling.temperature=0.9", False),
+        ("demonstrations", "--model.lora.rank=8", False),
+        ("demonstrations", "--making.pairs_per_prompt=1", False),
+        ("demonstrations", '--sampling.stop=["."]', True),
+        ("demonstrations", "--making.side=held_out", True),
+        ("demonstrations", "--run.seed=1", True),
+        ("pairs", "--trainer.steps=40", False),
+        ("pairs", "--trainer.logits_budget_mb=1", False),
+        ("pairs", "--trainer.activation_checkpointing", False),
+        ("pairs", "--scoring.truncated=masked", False),
+        ("pairs", "--sampling.temperature=0.9", True),
+        ("pairs", "--trainer.precision=bf16", True),
+        ("eval", "--trainer.steps=40", False),
+        ("eval", "--eval.samples_per_prompt=4", True),
+        ("eval", "--sampling.temperature=0.9", True),
+        ("export", "--model.chat_template", False),
+        ("export", "--model.char.seed=1", True),
+    ],
+)
+def test_a_stage_that_does_not_train_overlooks_what_only_training_reads(
+    tmp_path: Path, kind: str, override: str, repeats: bool
+) -> None:
+    source = "./folder" if override == "--model.chat_template" else "char"
+    text = f'[[stage]]\nname = "a"\nkind = "{kind}"\nmodel.source = "{source}"\n'
+    contents = {"model.source": "1"}
+    assert (digest(first(tmp_path, text, override), **contents) != digest(first(tmp_path, text), **contents)) == repeats
 
 
 def test_what_it_takes_from_is_part_of_it_and_the_name_is_not(tmp_path: Path) -> None:

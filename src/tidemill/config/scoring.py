@@ -28,7 +28,8 @@ class RewardConfig(Config):
     target_tokens: int = Field(0, ge=0)
     """length: completion length that scores 1, falling off linearly to 0 at twice that or at none."""
     function: str = ""
-    """python: `package.module:function` or `path/file.py:function`, taking (prompt, completion, answer, metadata)."""
+    """python: `package.module:function` or `path/file.py:function`, taking (prompt, completion, answer, metadata).
+    A finished stage is repeated when that file changes; what it imports in turn is not looked at."""
     model: str = ""
     """model: the folder of a reward model with the policy's tokenizer, for example what a reward_model stage gave."""
     url: str = ""

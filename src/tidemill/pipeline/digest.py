@@ -15,6 +15,7 @@ from tidemill.config.layers import PREFIX
 from tidemill.config.load import flattened
 from tidemill.config.model import BUILT_IN_MODELS
 from tidemill.config.pipeline import KINDS, NEUTRAL, StageSpec, asked_for
+from tidemill.envs.text.import_path import source_file
 from tidemill.models.catalog import is_local
 
 FORMAT = 2
@@ -37,7 +38,8 @@ class FileInput:
 
 
 def file_inputs(stage: StageSpec) -> list[FileInput]:
-    """Every file and folder it reads: data, models named by a path, and reward functions kept in files."""
+    """Every file and folder it reads: data, models named by a path, and the files that hold reward
+    functions. What such a file imports in turn is not looked at."""
     found = []
     for location, value in asked_for(stage.spec, stage.kind):
         is_name = location[-1] in NAMED and (value in BUILT_IN_MODELS or not is_local(value))
@@ -45,9 +47,8 @@ def file_inputs(stage: StageSpec) -> list[FileInput]:
             found.append(FileInput(location=location, path=Path(value).expanduser()))
     if "scoring" in KINDS[stage.kind].sections:
         for index, reward in enumerate(stage.spec.scoring.rewards):
-            file, _, _ = reward.function.rpartition(":")
-            if file.endswith(".py"):
-                found.append(FileInput(location=("scoring", "rewards", index, "function"), path=Path(file)))
+            if reward.function and (file := source_file(reward.function)):
+                found.append(FileInput(location=("scoring", "rewards", index, "function"), path=file))
     return found
 
 

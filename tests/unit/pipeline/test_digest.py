@@ -8,6 +8,7 @@ import pytest
 from tests.pretend_stages import pipeline
 from tidemill.config.load import flattened
 from tidemill.config.pipeline import KINDS, NEUTRAL, StageKind, StageSpec
+from tidemill.pipeline.contents import contents_of
 from tidemill.pipeline.digest import effective, file_inputs, folder_name, stage_digest
 from tidemill.runtime.same_run import RESUMABLE
 
@@ -179,6 +180,21 @@ def test_files_count_by_content_not_by_place(tmp_path: Path) -> None:
     moved = first(tmp_path / "elsewhere", text.replace(f"{tmp_path}/r.py", f"{tmp_path}/elsewhere/r.py"))
     assert digest(moved, **contents) == plain
     assert digest(first(tmp_path, text.replace("r.py:f", "r.py:g")), **contents) != plain
+
+
+def test_a_reward_function_of_a_module_counts_by_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "modules"
+    (folder / "of_mine").mkdir(parents=True)
+    (folder / "of_mine" / "__init__.py").write_text("raise SystemExit('planning imports nothing')\n", encoding="utf-8")
+    (folder / "of_mine" / "score.py").write_text("one", encoding="utf-8")
+    monkeypatch.syspath_prepend(folder)
+    text = '[scoring]\nrewards = [{kind = "python", function = "of_mine.score:f"}]\n'
+    text += '[[stage]]\nname = "a"\nkind = "eval"\nmodel.source = "char"\n'
+    stage = first(tmp_path, text)
+    before = contents_of([stage])["a"]
+    assert list(before) == ["scoring.rewards[0].function"]
+    (folder / "of_mine" / "score.py").write_text("two", encoding="utf-8")
+    assert digest(stage, **contents_of([stage])["a"]) != digest(stage, **before)
 
 
 @pytest.mark.parametrize("source", ["smollm2-135m", "char", "organisation/name"])

@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -42,6 +43,22 @@ def import_function(path: str) -> Callable[..., Any]:
         raise UserError(f"{source} has no function {name}", where=WHERE, cure=cure)
     _check_signature(function, path)
     return function
+
+
+def source_file(path: str) -> Path | None:
+    """The file that holds the function, found without importing anything, not even the packages around it; None where
+    there is none: the module is missing or built in."""
+    source, _, _ = path.rpartition(":")
+    if source.endswith(".py"):
+        return Path(source)
+    folders: list[str] | None = None  # at first, wherever modules are imported from
+    spec: ModuleSpec | None = None
+    parts = source.split(".")
+    for depth in range(1, len(parts) + 1):
+        name = ".".join(parts[:depth])
+        spec = next((found for finder in sys.meta_path if (found := finder.find_spec(name, folders))), None)
+        folders = list(spec.submodule_search_locations or []) if spec else []
+    return Path(spec.origin) if spec and spec.has_location and spec.origin else None
 
 
 def _import_file(file: Path) -> ModuleType:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tidemill.core.errors import UserError
-from tidemill.envs.text.import_path import import_function
+from tidemill.envs.text.import_path import import_function, source_file
 
 SOURCE = """
 from dataclasses import dataclass
@@ -92,3 +92,16 @@ def test_a_module_that_fails_while_imported(tmp_path: Path, source: str) -> None
 
 def test_builtins_without_a_signature_are_taken_as_they_are() -> None:
     assert import_function("builtins:max") is max
+
+
+def test_the_file_of_a_function_is_found_without_importing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "outer_pack" / "inner").mkdir(parents=True)
+    for file in ("outer_pack/__init__.py", "outer_pack/inner/__init__.py", "outer_pack/inner/score.py", "alone.py"):
+        (tmp_path / file).write_text("raise SystemExit\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert source_file("alone:f") == tmp_path / "alone.py"
+    assert source_file("outer_pack:f") == tmp_path / "outer_pack" / "__init__.py"
+    assert source_file("outer_pack.inner.score:f") == tmp_path / "outer_pack" / "inner" / "score.py"
+    assert source_file("my/file.py:f") == Path("my/file.py")
+    for none in ("outer_pack.nothing:f", "alone.alone:f", "nothing.alone:f", "sys:exit"):
+        assert source_file(none) is None, none

@@ -62,9 +62,8 @@ def listing() -> dict[str, list[dict[str, Any]]]:
 
 
 def defaults(key: str, choice: str, names: Sequence[str]) -> dict[str, Any]:
-    """What these keys are under the first preset that makes this choice; keys that are not set are left out."""
-    sections = (AlgorithmConfig(name=name) for name in PRESETS)
-    section = next(each for each in sections if getattr(each, key) == choice)
+    """What these keys are where a recipe makes this choice and no other; keys that are not set are left out."""
+    section = AlgorithmConfig.model_validate({key: choice})
     return {name: value for name in names if (value := getattr(section, name)) is not None}
 
 

@@ -109,7 +109,10 @@ PRESETS: dict[PresetName, Preset] = {
     "reinforce_pp_baseline": Preset(
         {"advantage": "reinforce_pp_baseline", "whiten": True, "normalize": "token"}, "REINFORCE++, arXiv 2501.03262"
     ),
-    "dapo": Preset({"clip_high": 0.28, "normalize": "token", "dynamic_sampling": True}, "DAPO, arXiv 2503.14476"),
+    "dapo": Preset(
+        {"clip_high": 0.28, "normalize": "token", "dynamic_sampling": True},
+        "DAPO, arXiv 2503.14476; its overlong shaping has a length of one's own: set overlong_buffer_tokens",
+    ),
     "gspo": Preset({"loss": "gspo", **LOSS_LIMITS["gspo"]}, "GSPO, arXiv 2507.18071"),
     "cispo": Preset({"loss": "cispo", **LOSS_LIMITS["cispo"], "normalize": "token"}, "MiniMax-M1, arXiv 2506.13585"),
     "ppo": Preset(

@@ -18,6 +18,8 @@ class CharCodec:
     """
 
     def encode(self, text: str) -> list[int]:
+        if "\t" in text:
+            raise UserError("the model's vocabulary cannot express '\\t'", where="the prompt", cure="add it")
         return [ord(char) for char in text]
 
     def encode_chat(self, messages: Sequence[Message]) -> tuple[str, list[int]]:
@@ -28,8 +30,6 @@ class CharCodec:
         return "".join(chr(token) for token in token_ids)
 
     def encode_completion(self, text: str) -> list[int]:
-        if "\t" in text:
-            raise UserError("the model's vocabulary cannot express '\\t'", where="the prompt", cure="add it")
         return self.encode(text)
 
     def end_token_id(self, *, chat: bool) -> int:

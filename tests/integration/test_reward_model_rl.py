@@ -12,7 +12,7 @@ import pytest
 from tests.integration.supervised_process import session, write_data
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
-from tidemill.models.heads import DESCRIPTION
+from tidemill.models.folder import DESCRIPTION
 from tidemill.runtime.evaluate import evaluate
 from tidemill.runtime.train import train
 from tidemill.telemetry.metrics import read_metrics

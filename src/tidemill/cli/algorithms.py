@@ -13,8 +13,10 @@ from tidemill.algos.advantages import ADVANTAGES
 from tidemill.algos.corrections import CORRECTIONS
 from tidemill.algos.losses import LOSSES
 from tidemill.algos.preference import PREFERENCE_LOSSES
+from tidemill.algos.terms import TERMS
 from tidemill.cli.result import Json, Result
 from tidemill.config.algorithm import CORRECTION_LIMITS, PRESETS, AlgorithmConfig
+from tidemill.config.schema import RunSpec
 from tidemill.config.toml import write_value
 
 TITLES = {
@@ -23,11 +25,16 @@ TITLES = {
     "losses": "algorithm.loss, ρ = exp(trainer - proximal)",
     "corrections": "algorithm.correction.kind, a weight of each token by r = exp(proximal - rollout)",
     "preference": "losses on preference pairs",
+    "normalize": "algorithm.normalize, how tokens' losses become one",
+    "kl": "algorithm.kl_in, and what else goes by an estimate of a KL divergence",
+    "value": 'the value loss of a critic, advantage = "gae"',
+    "shaping": "what else is added to rewards or losses",
+    "supervised": "losses of the stages sft and reward_model",
 }
 
 
 def algorithms(*, json: Json = False) -> Result:
-    """The algorithms a recipe can name: presets, advantages, losses, corrections."""
+    """The algorithms a recipe can name: presets, advantages, losses, corrections, and what else makes up a loss."""
     data = listing()
     return Result(data=data, text=Group(*(table(TITLES[kind], rows) for kind, rows in data.items())))
 
@@ -58,14 +65,26 @@ def listing() -> dict[str, list[dict[str, Any]]]:
             {"name": name, "formula": row.formula, "source": row.source, "defaults": row.settings}
             for name, row in PREFERENCE_LOSSES.items()
         ],
+        **{
+            kind: [
+                {"name": name, "formula": row.formula, "source": row.source, "defaults": plain_values(row.settings)}
+                for name, row in rows.items()
+            ]
+            for kind, rows in TERMS.items()
+        },
     }
 
 
 def defaults(key: str, choice: str, names: Sequence[str]) -> dict[str, Any]:
-    """What these keys are under the first preset that makes this choice; keys that are not set are left out."""
-    sections = (AlgorithmConfig(name=name) for name in PRESETS)
-    section = next(each for each in sections if getattr(each, key) == choice)
+    """What these keys are where a recipe makes this choice and no other; keys that are not set are left out."""
+    section = AlgorithmConfig.model_validate({key: choice})
     return {name: value for name in names if (value := getattr(section, name)) is not None}
+
+
+def plain_values(keys: Sequence[str]) -> dict[str, Any]:
+    """What `section.key`s are where a recipe says nothing, by key; those that are not set are left out."""
+    spec, pairs = RunSpec(), [key.split(".") for key in keys]
+    return {name: value for section, name in pairs if (value := getattr(getattr(spec, section), name)) is not None}
 
 
 def table(title: str, rows: Sequence[dict[str, Any]]) -> Table:

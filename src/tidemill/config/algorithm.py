@@ -80,6 +80,14 @@ class CorrectionConfig(Config):
         return refuse(faults, self)
 
 
+LOSS_LIMITS: dict[LossName, dict[str, float]] = {
+    "ppo_clip": {"clip_low": 0.2, "clip_high": 0.2},
+    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
+    "cispo": {"clip_high": 5.0},
+}
+"""What the clip's widths are where neither they nor a preset of this loss say otherwise."""
+
+
 class Preset(NamedTuple):
     """A published algorithm: what it says of the section's keys; what it does not say stays at its default."""
 
@@ -101,9 +109,12 @@ PRESETS: dict[PresetName, Preset] = {
     "reinforce_pp_baseline": Preset(
         {"advantage": "reinforce_pp_baseline", "whiten": True, "normalize": "token"}, "REINFORCE++, arXiv 2501.03262"
     ),
-    "dapo": Preset({"clip_high": 0.28, "normalize": "token", "dynamic_sampling": True}, "DAPO, arXiv 2503.14476"),
-    "gspo": Preset({"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4}, "GSPO, arXiv 2507.18071"),
-    "cispo": Preset({"loss": "cispo", "clip_high": 5.0, "normalize": "token"}, "MiniMax-M1, arXiv 2506.13585"),
+    "dapo": Preset(
+        {"clip_high": 0.28, "normalize": "token", "dynamic_sampling": True},
+        "DAPO, arXiv 2503.14476; its overlong shaping has a length of one's own: set overlong_buffer_tokens",
+    ),
+    "gspo": Preset({"loss": "gspo", **LOSS_LIMITS["gspo"]}, "GSPO, arXiv 2507.18071"),
+    "cispo": Preset({"loss": "cispo", **LOSS_LIMITS["cispo"], "normalize": "token"}, "MiniMax-M1, arXiv 2506.13585"),
     "ppo": Preset(
         {"advantage": "gae", "whiten": True, "normalize": "token", "kl_in": "reward", "kl_beta": 0.01},
         "PPO, arXiv 1707.06347; for language models, arXiv 1909.08593",
@@ -133,9 +144,10 @@ class AlgorithmConfig(Config):
     """sample: mean over a sample's tokens, then over samples (GRPO). token: mean over the batch's tokens (DAPO).
     constant: sum over tokens, divided by samples × sampling.max_new_tokens (Dr. GRPO)."""
     clip_low: float = Field(0.2, gt=0, lt=1)
-    """Importance ratios below 1 - clip_low are clipped; of no meaning to cispo."""
+    """Importance ratios below 1 - clip_low are clipped; of no meaning to cispo. Not given: 0.2, and 0.0003 for gspo."""
     clip_high: float = Field(0.2, gt=0)
-    """Importance ratios above 1 + clip_high are clipped; for cispo it is the largest ratio itself."""
+    """Importance ratios above 1 + clip_high are clipped; for cispo it is the largest ratio itself. Not given: 0.2 (0.28
+    under dapo), 0.0004 for gspo and 5 for cispo."""
     dual_clip: float | None = Field(None, gt=1)
     """Floor c·A on the objective where the advantage is negative; none by default."""
     entropy_bonus: float = Field(0.0, ge=0)
@@ -175,7 +187,13 @@ class AlgorithmConfig(Config):
             return given
         name = given.get("name", "grpo")
         preset = PRESETS.get(name) if isinstance(name, str) else None  # type: ignore[call-overload]
-        return preset.settings | given if preset else given
+        if preset is None:
+            return given
+        usual, own = dict(preset.settings), preset.settings.get("loss", "ppo_clip")
+        loss = given.get("loss", own)
+        if loss != own and isinstance(loss, str):  # the preset's limits are for another objective
+            usual |= LOSS_LIMITS.get(loss, {})  # type: ignore[call-overload]
+        return usual | given
 
     @model_validator(mode="after")
     def _coherent(self) -> AlgorithmConfig:
@@ -188,7 +206,7 @@ class AlgorithmConfig(Config):
         if self.loss == "cispo" and self.clip_high < 1:
             faults.append(
                 f'clip_high = {self.clip_high:g} is the largest ratio itself for loss = "cispo" and would shrink every '
-                'gradient; set clip_high = 5 (name = "cispo" does)'
+                "gradient; leave clip_high out, which takes 5"
             )
         if self.dual_clip is not None and self.loss != "ppo_clip":
             faults.append(f'dual_clip is only for loss = "ppo_clip", and loss is "{self.loss}"; leave dual_clip out')

@@ -20,6 +20,7 @@ from tidemill.config.schema import RunSpec
 from tidemill.controller.collection import collecting
 from tidemill.controller.entries import EvalResult
 from tidemill.controller.fleet import Fleet
+from tidemill.controller.guards import ScoreGuard
 from tidemill.controller.in_flight import TRAIN, InFlight, Plan
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.reading import Reading
@@ -27,6 +28,7 @@ from tidemill.controller.rollout import Rollout, StopRequested
 from tidemill.controller.run import Run
 from tidemill.controller.waiting import Patience
 from tidemill.core.clock import Clock
+from tidemill.core.errors import GuardStop
 from tidemill.core.protocols import Checkpoints, Codec, PromptSource, Scorer, Telemetry, Trainer
 from tidemill.core.records import PolicyVersion, Record, SamplingParams
 
@@ -78,6 +80,7 @@ async def train_loop(
     Raises:
         UserError: a fault of the user's input, of the run directory or of the disk.
         DeadlineError: something awaited did not come.
+        GuardStop: no sample gets a valid reward any more; what was committed is in a checkpoint.
         TidemillError: the engine failed again and again on one sample.
     """
     rollout = Rollout(
@@ -101,6 +104,7 @@ async def train_loop(
     )
     in_flight = InFlight(plan, version_number=trainer.version.number)
     run = Run(spec, source, trainer, eval_scorer, checkpoints, rollout, in_flight)
+    guard = ScoreGuard()
     await run.resume()
     try:
         await run.evaluate_start()
@@ -111,6 +115,10 @@ async def train_loop(
                 metrics = await run.publish(batch, trajectories)
                 await run.tell(metrics)
                 await run.checkpoint_if_due()
+                guard.look(trajectories)
+    except GuardStop:
+        await run.checkpoint_if_newer()
+        raise
     except StopRequested:
         await run.checkpoint_if_newer()
         return _result(run, interrupted=True)

@@ -241,12 +241,12 @@ class Run:
         )
 
     def _keep_time(self, samples: Sequence[Sample]) -> None:
-        """How long the step's samples took, from when it fell due."""
-        collection, finished_s = self._collection, max(sample.finished_s for sample in samples)
-        rollout_s = max(0.0, finished_s - self.began_s)
+        """How long the step's samples took, from when it fell due; by then those of a run ahead may be done."""
+        collection, began_s = self._collection, self.began_s
+        finished_s = max(began_s, *(sample.finished_s for sample in samples))
         self.timings |= {
-            "time_rollout_s": rollout_s,
-            "time_score_s": max(sample.scored_s for sample in samples) - max(finished_s, self.began_s),
+            "time_rollout_s": finished_s - began_s,
+            "time_score_s": max(finished_s, *(sample.scored_s for sample in samples)) - finished_s,
             "time_trainer_idle_s": collection.waited_s,
         }
         if self.rollout.fleet.elastic:

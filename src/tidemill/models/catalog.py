@@ -8,7 +8,8 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tidemill.config.model import CharModelConfig, ModelConfig
@@ -59,6 +60,17 @@ def resolve(config: ModelConfig, *, progress: Progress) -> Path:
     if _HUB_ID.fullmatch(source):
         return _from_hub(source, config.revision, progress)
     raise _unknown(source)
+
+
+@contextmanager
+def asked_for_by(key: str) -> Iterator[None]:
+    """Faults of a source that another key than model.source gave are told of that one."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(
+            error.what, where=key if error.where == "model.source" else error.where, cure=error.cure
+        ) from error
 
 
 def whole_model(folder: Path, *, progress: Progress) -> Path:

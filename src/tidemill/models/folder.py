@@ -10,6 +10,7 @@ from tidemill.models.safetensors_files import stored_tensors
 
 CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
+DESCRIPTION = "tidemill.json"  # of a folder with a head; see models.heads
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
@@ -17,6 +18,26 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 def holds_adapter(folder: Path) -> bool:
     """Whether it is an adapter's folder, as peft writes them, rather than a model's."""
     return (folder / ADAPTER_CONFIG).is_file()
+
+
+def refuse_reward_model(source: str | Path) -> None:
+    """For whatever is to write: a reward model's folder also loads as a language model.
+
+    Raises:
+        UserError: it is one.
+    """
+    folder = Path(source).expanduser()
+    try:
+        described = json.loads((folder / DESCRIPTION).read_bytes())
+    except (OSError, ValueError):
+        return
+    if isinstance(described, dict) and described.get("kind") == "reward_model":
+        raise UserError(
+            "the folder holds a reward model, whose weights were trained to judge and not to write",
+            where=str(folder),
+            cure='give the model that it was made from; a reward model goes into scoring.rewards (kind = "model") or '
+            "critic.source",
+        )
 
 
 def check_folder(folder: Path) -> Path:

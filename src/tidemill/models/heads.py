@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
+from tidemill.models.folder import DESCRIPTION
 from tidemill.models.safetensors_files import read_header
 
-DESCRIPTION = "tidemill.json"
 HEAD = "head.safetensors"
 FORMAT = 1
 

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from tidemill.models.adapter_folder import write_origin
-from tidemill.models.heads import DESCRIPTION
+from tidemill.models.folder import DESCRIPTION
 from tidemill.models.lora import adapter_of
 from tidemill.models.quiet import quiet
 

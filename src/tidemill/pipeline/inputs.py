@@ -22,6 +22,7 @@ from tidemill.envs.text.content import Question
 from tidemill.envs.text.data.schemas import read_demonstrations, read_items, read_pairs
 from tidemill.envs.text.data.sides import check_sides
 from tidemill.models.catalog import present
+from tidemill.models.folder import refuse_reward_model
 from tidemill.pipeline.contents import fault_of_stage
 
 ReadRows: TypeAlias = Callable[[Path, DataFormat], Iterator[Question]]
@@ -61,7 +62,7 @@ def check_inputs(due: Sequence[StageSpec], stages: Sequence[StageSpec]) -> None:
     for stage in due:
         rows = [each for each in _rows(stage) if each not in checked]
         checked.update(rows)
-        for check in (*(each.check for each in rows), *_reward_models(stage, by_name)):
+        for check in (*(each.check for each in rows), *_models(stage, by_name)):
             try:
                 check()
             except UserError as error:
@@ -89,8 +90,11 @@ def _to_be_made(path: Path) -> bool:
     return str(path).startswith(PREFIX)
 
 
-def _reward_models(stage: StageSpec, by_name: Mapping[str, StageSpec]) -> Iterator[Callable[[], None]]:
-    """Checks of what judges the stage's samples."""
+def _models(stage: StageSpec, by_name: Mapping[str, StageSpec]) -> Iterator[Callable[[], None]]:
+    """Checks of the stage's own model, which is to write (only copying one does not ask what for), and of what judges
+    its samples."""
+    if stage.kind != "export":
+        yield partial(refuse_reward_model, stage.spec.model.source)
     if "scoring" not in KINDS[stage.kind].sections:
         return
     policy = _began_as(stage, by_name)

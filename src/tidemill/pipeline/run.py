@@ -83,9 +83,8 @@ def run_pipeline(
         ending: Ending = "failed"
         try:
             ending = _run(folder, plan, story, teller, runners, unix_time)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt:  # in a stage that does not catch it: what it has is kept, or it is done anew
             ending = "interrupted"
-            raise
         finally:
             summary = story.end(ending)
             write_page(folder)

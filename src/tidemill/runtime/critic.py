@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from tidemill.config.model import ModelConfig
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
-from tidemill.models.catalog import resolve
+from tidemill.models.catalog import asked_for_by, resolve
 from tidemill.models.codec import load_codec
 from tidemill.models.heads import ScalarHead
 from tidemill.models.loading import load_model
@@ -99,7 +99,8 @@ def _model(
 
 
 def _other_folder(spec: RunSpec, source: str, policy_folder: Path, progress: Callable[[str], None]) -> Path:
-    folder = resolve(ModelConfig(source=source, char=spec.model.char), progress=progress)
+    with asked_for_by("critic.source"):
+        folder = resolve(ModelConfig(source=source, char=spec.model.char), progress=progress)
     if load_codec(folder).vocabulary_digest != load_codec(policy_folder).vocabulary_digest:
         raise UserError(
             f"the critic ({source}) has another tokenizer than the policy: it would read other words than were written",

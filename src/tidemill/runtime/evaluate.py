@@ -10,6 +10,7 @@ from typing import Any
 from tidemill.config.schema import RunSpec
 from tidemill.core.protocols import Scorer
 from tidemill.core.records import Group, Prompt, Reward, Trajectory
+from tidemill.models.catalog import asked_for_by
 from tidemill.runtime.answering import answering
 from tidemill.runtime.measured import Measured, comparison, figures
 from tidemill.runtime.parts import Parts, load_parts
@@ -48,7 +49,8 @@ def evaluate(
     found = figures(this, ks=spec.eval.ks)
     if compare is not None:
         progress(f"now {compare}, on the same prompts")
-        other = measure(spec, model=compare, scorers=scorers or {}, progress=progress, answers=answers)
+        with asked_for_by("eval.compare_with"):
+            other = measure(spec, model=compare, scorers=scorers or {}, progress=progress, answers=answers)
         found["compared_with"] = comparison(other, this)
     return found
 

@@ -18,7 +18,7 @@ from tidemill.envs.text.task import Task
 from tidemill.models.adapter_folder import load_adapter, read_origin
 from tidemill.models.catalog import resolve
 from tidemill.models.codec import TextCodec, load_codec
-from tidemill.models.folder import holds_adapter
+from tidemill.models.folder import holds_adapter, refuse_reward_model
 from tidemill.models.loading import context_limit, load_model
 from tidemill.models.lora import learned_parameters, require_peft
 from tidemill.models.snapshots import empty_twin, twin_on_base
@@ -101,6 +101,7 @@ def load_parts(spec: RunSpec, *, progress: Callable[[str], None], folder: Path |
     """
     device = choose_device(spec.trainer)
     threads = set_threads(spec.trainer, device)
+    refuse_reward_model(folder or spec.model.source)
     if folder is not None:
         spec = spec.model_copy(update={"model": _stored_model(folder, spec.model)})
     if spec.model.lora.enabled:

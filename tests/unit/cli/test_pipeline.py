@@ -105,9 +105,11 @@ def test_ctrl_c_where_no_stage_catches_it(run: Run, stages: Stages) -> None:
         raise KeyboardInterrupt
 
     stages.power = press
-    ran = run("train", "@r.toml", "--run.dir=D", "--json")
+    ran = run("train", "@r.toml", "--run.dir=D")
     assert ran.code == 130
-    assert ran.data["error"]["kind"] == "interrupted"
+    assert "  first   interrupted" in ran.out
+    assert "the same command resumes it" in ran.out
+    assert run("train", "@r.toml", "--run.dir=D", "--json").data["interrupted"] is True
     assert "The pipeline was interrupted" in Path("D/report.html").read_text(encoding="utf-8")
 
 

@@ -42,6 +42,23 @@ def test_every_preset_is_a_name_and_valid() -> None:
         assert AlgorithmConfig(name=name).changed_from_preset() == []
 
 
+@pytest.mark.parametrize(
+    ("given", "limits"),
+    [
+        ({"loss": "gspo"}, (3e-4, 4e-4)),
+        ({"loss": "gspo", "clip_high": 0.01}, (3e-4, 0.01)),
+        ({"loss": "cispo"}, (0.2, 5.0)),
+        ({"name": "dapo", "loss": "ppo_clip"}, (0.2, 0.28)),
+        ({"name": "dapo", "loss": "gspo", "normalize": "sample"}, (3e-4, 4e-4)),
+        ({"name": "gspo", "loss": "ppo_clip"}, (0.2, 0.2)),
+        ({"name": "cispo", "loss": "ppo_clip"}, (0.2, 0.2)),
+    ],
+)
+def test_a_loss_brings_its_own_limits(given: dict[str, Any], limits: tuple[float, float]) -> None:
+    algorithm = AlgorithmConfig.model_validate(given)
+    assert (algorithm.clip_low, algorithm.clip_high) == limits
+
+
 def test_explicit_keys_win_whichever_layer_they_come_from(tmp_path: Path) -> None:
     recipe = tmp_path / "r.toml"
     recipe.write_text('[algorithm]\nname = "dapo"\nclip_low = 0.1\n')
@@ -96,7 +113,7 @@ def test_correction_faults(fields: dict[str, Any], says: str) -> None:
     ("fields", "says"),
     [
         ({"loss": "gspo", "normalize": "token"}, 'set normalize = "sample"'),
-        ({"loss": "cispo"}, 'set clip_high = 5 (name = "cispo" does)'),
+        ({"loss": "cispo", "clip_high": 0.2}, "leave clip_high out, which takes 5"),
         ({"name": "gspo", "dual_clip": 3.0}, 'dual_clip is only for loss = "ppo_clip"'),
         ({"kl_target": 0.1}, "give kl_beta a start"),
         ({"kl_ratio": True, "kl_in": "reward"}, "set one of them"),

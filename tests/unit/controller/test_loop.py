@@ -11,8 +11,8 @@ from tests.fake_fleet import Disk, FakeSource, Session, small_spec
 from tests.virtual_time import run_virtual
 from tidemill.controller.ledger import OUTLIVES_CHECKPOINTS
 from tidemill.controller.waiting import Patience
-from tidemill.core.errors import DeadlineError, UserError
-from tidemill.core.records import Group, Reward, StepMetrics
+from tidemill.core.errors import DeadlineError, GuardStop, UserError
+from tidemill.core.records import Group, Prompt, Reward, StepMetrics, Trajectory
 
 
 def run(spec: Any = None, **settings: Any) -> Session:
@@ -110,6 +110,32 @@ def test_groups_are_learned_from_while_others_are_generated() -> None:
 
     assert in_flight[0] > 0  # and FakeTrainer itself asserts that at a commit nothing is
     assert in_flight[-1] == 0
+
+
+def test_a_run_whose_samples_get_no_reward_any_more_is_stopped_after_a_checkpoint() -> None:
+    disk = Disk()
+
+    async def main(*, broken_from: int) -> Session:
+        session = Session(spec=small_spec(trainer={"steps": 9}, checkpoint={"every_steps": 0}), disk=disk)
+        score = session.scorer.score
+
+        async def broken(prompt: Prompt, trajectory: Trajectory) -> Reward:
+            if session.trainer.version.number + 1 not in (broken_from, broken_from + 1, broken_from + 2):
+                return await score(prompt, trajectory)
+            return Reward(value=0.0, valid=False, reason="reward mine: nobody answers")
+
+        session.scorer.score = broken  # type: ignore[method-assign]
+        session.result = await session.run()
+        return session
+
+    with pytest.raises(
+        GuardStop, match="last 3 steps got a valid reward, so nothing was learned: reward mine: nobody answers"
+    ):
+        run_virtual(main(broken_from=2))
+    assert max(disk.checkpoints) == 4  # steps 2, 3 and 4 were in vain
+    resumed = run_virtual(main(broken_from=3))  # of which steps 3 and 4 are behind it, and one is no reason to stop
+    assert resumed.result is not None
+    assert resumed.result.steps == 9
 
 
 async def stop_at(session: Session, seconds: float) -> Session:

@@ -110,6 +110,12 @@ def test_generation_runs_ahead_as_far_as_the_lag_allows(lag: int) -> None:
     assert totals(ahead, "time_trainer_idle_s") < totals(on_policy, "time_trainer_idle_s")
 
 
+def test_a_step_whose_samples_were_scored_before_it_began_waited_for_no_score() -> None:
+    # Groups are learned from one by one, 0.1 s each; with as many again in flight a step's are long scored by its turn.
+    waited = [step.values["time_score_s"] for step in run(max_policy_lag=4).telemetry.steps if step.step]
+    assert min(waited) == 0.0
+
+
 def test_a_sample_under_way_goes_on_under_new_weights() -> None:
     session = run(max_policy_lag=2)
 

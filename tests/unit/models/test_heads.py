@@ -16,7 +16,8 @@ from tidemill.core.errors import UserError
 from tidemill.models.attention import use_packed_attention
 from tidemill.models.char import build_char_model
 from tidemill.models.codec import load_codec
-from tidemill.models.heads import DESCRIPTION, HEAD, ScalarHead, load_head, reward_head, save_head
+from tidemill.models.folder import DESCRIPTION, refuse_reward_model
+from tidemill.models.heads import HEAD, ScalarHead, load_head, reward_head, save_head
 from tidemill.models.reward_model import RewardModel, check_same_vocabulary, load_reward_model, sequence_scores
 
 CPU = torch.device("cpu")
@@ -97,6 +98,19 @@ def test_a_plain_model_is_no_reward_model(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no reward model: it has no tidemill\.json") as caught:
         load_reward_model(save_folder(llama(), tmp_path), device=CPU)
     assert "stage that trains a reward model" in caught.value.cure
+
+
+def test_a_reward_model_is_refused_as_what_writes_and_a_model_with_a_value_head_is_not(tmp_path: Path) -> None:
+    folder, _ = reward_folder(tmp_path)
+    with pytest.raises(UserError, match="holds a reward model") as caught:
+        refuse_reward_model(folder)
+    assert caught.value.where == str(folder)
+    assert "scoring.rewards" in caught.value.cure
+    reward_folder(tmp_path, kind="value_model")  # as a checkpoint with a shared critic
+    refuse_reward_model(folder)
+    (folder / DESCRIPTION).write_text("[")
+    refuse_reward_model(folder)
+    refuse_reward_model(tmp_path / "nowhere")
 
 
 def test_another_kind_of_head_is_refused(tmp_path: Path) -> None:

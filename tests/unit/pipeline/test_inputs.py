@@ -15,7 +15,8 @@ from tests.model_folders import small_tokenizer
 from tests.pretend_stages import Quiet, Stages, pipeline
 from tidemill.config.faults import ConfigError
 from tidemill.models.codec import load_codec
-from tidemill.models.heads import DESCRIPTION, HeadDescription
+from tidemill.models.folder import DESCRIPTION
+from tidemill.models.heads import HeadDescription
 from tidemill.pipeline.plan import Choice
 from tidemill.pipeline.run import plan_pipeline, run_pipeline
 
@@ -158,6 +159,12 @@ def test_a_reward_model_with_another_tokenizer(judged: str, tmp_path: Path) -> N
     assert 'kind = "http"' in line
 
 
+def test_a_reward_model_in_the_place_of_what_writes(judged: str, tmp_path: Path) -> None:
+    (line,) = lines(tmp_path, judged.replace('"stage:began"', '"./reward"'))
+    assert line.startswith("reward: the folder holds a reward model")
+    assert "(stage measured)" in line
+
+
 def test_a_folder_that_is_no_reward_model(judged: str, tmp_path: Path) -> None:
     (tmp_path / "reward" / DESCRIPTION).unlink()
     (line,) = lines(tmp_path, judged)
@@ -174,6 +181,7 @@ def test_the_policys_own_tokenizer_is_none_to_complain_of(judged: str, tmp_path:
 
 def test_a_reward_model_that_a_stage_makes_of_a_model_with_another_tokenizer(judged: str, tmp_path: Path) -> None:
     written(tmp_path, pairs=GOOD)
+    (tmp_path / "reward" / DESCRIPTION).unlink()
     rm = '[[stage]]\nname = "rm"\nkind = "reward_model"\nmodel.source = "./reward"\ndata.path = "pairs.jsonl"\n'
     text = judged.replace('[[stage]]\nname = "measured"', f'{rm}[[stage]]\nname = "measured"')
     text = text.replace('model = "./reward"', 'model = "stage:rm"')

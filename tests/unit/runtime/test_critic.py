@@ -12,6 +12,7 @@ from tidemill.models.char import build_char_model
 from tidemill.models.loading import weights_digest
 from tidemill.models.lora import frozen_parameters, learned_parameters
 from tidemill.runtime.critic import build_critic
+from tidemill.runtime.evaluate import evaluate
 from tidemill.runtime.parts import Parts, load_parts
 from tidemill.trainer.critic import ModelCritic, TrunkCritic
 
@@ -41,6 +42,17 @@ def test_one_of_its_own_begins_as_the_policy_and_says_nothing_yet() -> None:
     for ours, theirs in zip(critic.model.parameters(), made.model.parameters(), strict=True):
         assert torch.equal(ours, theirs) and ours.data_ptr() != theirs.data_ptr()
     assert not critic.head.weight.any()
+
+
+def test_a_source_that_cannot_be_had_is_told_of_its_own_key() -> None:
+    made = parts("--algorithm.name=ppo", "--critic.source=nowhere/x")
+    with pytest.raises(UserError, match="nowhere/x") as caught:
+        build_critic(made, progress=lambda _: None)
+    assert caught.value.where == "critic.source"
+    spec = load_spec([*SMALL, "--eval.prompts=1", "--sampling.max_new_tokens=1", "--trainer.threads=1"])
+    with pytest.raises(UserError, match="nowhere/x") as caught:
+        evaluate(spec, compare="nowhere/x")
+    assert caught.value.where == "eval.compare_with"
 
 
 def test_under_an_adapter_it_has_one_of_its_own_over_the_same_weights(tmp_path: Path) -> None:

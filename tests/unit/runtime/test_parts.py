@@ -12,7 +12,9 @@ from tests.model_folders import save_folder
 from tests.model_shapes import qwen3
 from tidemill.config.schema import RunSpec
 from tidemill.core.buffers import pack_tokens
+from tidemill.core.errors import UserError
 from tidemill.core.records import PolicyVersion
+from tidemill.models.folder import DESCRIPTION
 from tidemill.models.lora import frozen_parameters, learned_parameters
 from tidemill.models.probe import probe_logprobs
 from tidemill.runtime.parts import Parts, load_parts
@@ -30,6 +32,14 @@ def parts_of(folder: Path, *, rank: int, precision: str = "fp32", lag: int = 0) 
         }
     )
     return load_parts(spec, progress=lambda _: None)
+
+
+def test_a_reward_model_is_no_policy(tmp_path: Path) -> None:
+    (tmp_path / DESCRIPTION).write_text('{"kind": "reward_model"}')
+    with pytest.raises(UserError, match="holds a reward model"):
+        parts_of(tmp_path, rank=0)
+    with pytest.raises(UserError, match="holds a reward model"):
+        load_parts(RunSpec(), progress=lambda _: None, folder=tmp_path)
 
 
 @pytest.mark.parametrize("rank", [0, 4])

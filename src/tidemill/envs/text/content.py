@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from tidemill.core.buffers import pack_tokens
+from tidemill.core.errors import UserError
 from tidemill.core.protocols import Codec
 from tidemill.core.records import Message, Prompt, Record
 
@@ -104,11 +105,23 @@ def in_chat(question: Question, *, chat_template: bool) -> bool:
 
 
 def encode_question(question: Question, codec: Codec, *, chat_template: bool) -> tuple[str, list[int]]:
-    """Text and token ids as the model sees them: in the chat template, or plain with a blank line between messages."""
-    if in_chat(question, chat_template=chat_template):
-        return codec.encode_chat(question.messages)
-    text = "\n\n".join(message.content for message in question.messages)
-    return text, codec.encode(text)
+    """Text and token ids as the model sees them: in the chat template, or plain with a blank line between messages.
+
+    Raises:
+        UserError: the codec refuses the text.
+    """
+    try:
+        if in_chat(question, chat_template=chat_template):
+            return codec.encode_chat(question.messages)
+        text = "\n\n".join(message.content for message in question.messages)
+        return text, codec.encode(text)
+    except UserError as error:
+        raise placed(error, question) from error
+
+
+def placed(error: UserError, question: Question) -> UserError:
+    """The codec knows what is wrong with a text; only here is known where the text is from."""
+    return UserError(error.what, where=question.where or error.where, cure=error.cure)
 
 
 def renderer(codec: Codec, *, chat_template: bool) -> Callable[[Item], Prompt]:

@@ -16,6 +16,7 @@ from tidemill.core.protocols import Provider, Reader
 from tidemill.envs.text.task import Task
 from tidemill.models.catalog import resolve
 from tidemill.models.codec import load_codec
+from tidemill.models.folder import refuse_reward_model
 from tidemill.models.hollow import shell_files, stored_context_limit
 from tidemill.models.safetensors_files import stored_tensors
 from tidemill.runtime.cluster.critic_actor import CriticActor
@@ -56,6 +57,7 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
     Raises:
         UserError: the model, the task, the pool or the cluster cannot be had.
     """
+    refuse_reward_model(spec.model.source)
     folder = resolve(spec.model, progress=recorder.note)
     codec, limit = load_codec(folder), stored_context_limit(folder)
     task = fitting_task(spec, codec, limit=limit)

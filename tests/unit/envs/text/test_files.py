@@ -48,6 +48,13 @@ def test_every_format_is_the_same_task(tmp_path: Path, data_format: str) -> None
     assert task.source.held_out() == reference.source.held_out()
 
 
+def test_what_the_codec_refuses_is_placed(tmp_path: Path) -> None:
+    path = write(tmp_path / "f.jsonl", *rows(3), {"prompt": "a\tb", "answer": "c"})
+    with pytest.raises(UserError, match="cannot express") as caught:
+        build(path)
+    assert caught.value.where == f"{path}, line 4"
+
+
 def test_jsonl_reads_json_lines_whatever_the_name(tmp_path: Path) -> None:
     assert build(write(tmp_path / "lines.parquet", *rows(9))).train_size > 0
 

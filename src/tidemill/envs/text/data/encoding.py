@@ -6,7 +6,7 @@ from tidemill.core.buffers import TokenBuffer, pack_tokens
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import CompletionCodec
 from tidemill.core.records import Demonstration, PreferencePair
-from tidemill.envs.text.content import Question, content_id, encode_question, in_chat
+from tidemill.envs.text.content import Question, content_id, encode_question, in_chat, placed
 from tidemill.envs.text.data.schemas import DemonstrationText, PairText, equal_sides
 
 
@@ -42,22 +42,14 @@ class Encoder:
         )
 
     def _prompt(self, row: Question) -> TokenBuffer:
-        try:
-            return pack_tokens(encode_question(row, self._codec, chat_template=self._chat_template)[1])
-        except UserError as error:
-            raise _placed(error, row) from error
+        return pack_tokens(encode_question(row, self._codec, chat_template=self._chat_template)[1])
 
     def _completion(self, row: Question, text: str) -> TokenBuffer:
         try:
             token_ids = self._codec.encode_completion(text)
         except UserError as error:
-            raise _placed(error, row) from error
+            raise placed(error, row) from error
         if self._end_token and token_ids[-1:] and token_ids[-1] not in self._codec.stop_token_ids:
             chat = in_chat(row, chat_template=self._chat_template)
             token_ids = [*token_ids, self._codec.end_token_id(chat=chat)]
         return pack_tokens(token_ids)
-
-
-def _placed(error: UserError, row: Question) -> UserError:
-    """The codec knows what is wrong with a text; only here is known where the text is from."""
-    return UserError(error.what, where=row.where, cure=error.cure)

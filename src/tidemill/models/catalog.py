@@ -48,18 +48,30 @@ def resolve(config: ModelConfig, *, progress: Progress) -> Path:
         UserError: the source is unknown, missing, damaged or not reachable.
         DeadlineError: another process holds the same cache entry for too long.
     """
-    source = config.source.strip()
-    if config.revision is not None and is_local(source):
-        raise UserError(
-            f"{source} has no revisions", where="model.revision", cure="only hub ids have them; leave it out"
-        )
+    source = _possible(config)
     if source in BUILDERS:
         return BUILDERS[source](config, progress)
     if is_local(source):
         return whole_model(Path(source).expanduser(), progress=progress)
-    if _HUB_ID.fullmatch(source):
-        return _from_hub(source, config.revision, progress)
-    raise _unknown(source)
+    return _from_hub(source, config.revision, progress)
+
+
+def resolve_shell(config: ModelConfig, *, progress: Progress) -> Path | None:
+    """A local folder with config.json and the tokenizer, as `resolve` gives it, for whoever needs no weights: those of
+    a hub model are not fetched. None for what would take long to build or to merge first.
+
+    Raises:
+        UserError: what `resolve` would say, as far as that can be known.
+    """
+    source = _possible(config)
+    if source == CHAR:
+        return _build_char(config, progress)
+    found = present(config)
+    if is_local(source) and found is not None:
+        return check_folder(found)
+    if found is not None or source in BUILDERS or is_local(source):
+        return found
+    return _from_hub(source, config.revision, progress, weights=False)
 
 
 @contextmanager
@@ -130,11 +142,12 @@ def _build_char(config: ModelConfig, progress: Progress) -> Path:
 BUILDERS: dict[str, Callable[[ModelConfig, Progress], Path]] = {SMOLLM2: _build_smollm2, CHAR: _build_char}
 
 
-def _from_hub(hub_id: str, revision: str | None, progress: Progress) -> Path:
+def _from_hub(hub_id: str, revision: str | None, progress: Progress, *, weights: bool = True) -> Path:
     from tidemill.models import hub
 
     try:
-        return check_folder(hub.fetch(hub_id, revision, progress=progress))
+        folder = hub.fetch(hub_id, revision, progress=progress, weights=weights)
+        return check_folder(folder) if weights else folder
     except UserError as error:
         near = _suggestion(hub_id.rpartition("/")[2])
         raise UserError(error.what, where=error.where, cure=f"{near}{error.cure}") from error
@@ -143,6 +156,18 @@ def _from_hub(hub_id: str, revision: str | None, progress: Progress) -> Path:
 def is_local(source: str) -> bool:
     """A path that says so by its spelling, or that exists."""
     return source.startswith(("/", "./", "../", "~")) or source.count("/") > 1 or Path(source).exists()
+
+
+def _possible(config: ModelConfig) -> str:
+    """The source, if it can name a model."""
+    source = config.source.strip()
+    if config.revision is not None and is_local(source):
+        raise UserError(
+            f"{source} has no revisions", where="model.revision", cure="only hub ids have them; leave it out"
+        )
+    if source in BUILDERS or is_local(source) or _HUB_ID.fullmatch(source):
+        return source
+    raise _unknown(source)
 
 
 def _unknown(source: str) -> UserError:

@@ -31,6 +31,16 @@ def stored_context_limit(folder: Path) -> int:
     return int(_config(folder).get_text_config().max_position_embeddings)
 
 
+def check_adapter(folder: Path, config: ModelConfig) -> None:
+    """The adapter of `config` can be put into a folder's model. Takes no memory for it.
+
+    Raises:
+        UserError: as `hollow_model`.
+    """
+    with torch.device("meta"):
+        attach_adapter(_unfilled(folder, torch.float32), config)
+
+
 def hollow_model(folder: Path, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
     """The model of a folder's configuration: eval mode, Tidemill's attention, parameters of no elements until a
     snapshot is bound (see `snapshots`).
@@ -41,6 +51,17 @@ def hollow_model(folder: Path, config: ModelConfig, *, device: torch.device, dty
     Raises:
         UserError: the configuration is of no causal language model, or the adapter cannot be had.
     """
+    model = _unfilled(folder, dtype)
+    model.tie_weights()  # skipped with the initial values
+    use_packed_attention(model)
+    if config.lora.enabled:
+        attach_adapter(model, config)
+    twin = empty_twin(model, dtype)
+    twin.to(device=device)  # type: ignore[call-arg]
+    return twin
+
+
+def _unfilled(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     try:
         with quiet(), no_init_weights():
             model: PreTrainedModel = AutoModelForCausalLM.from_config(_config(folder), dtype=dtype)
@@ -50,13 +71,7 @@ def hollow_model(folder: Path, config: ModelConfig, *, device: torch.device, dty
             where=str(folder / "config.json"),
             cure="give a causal language model that this version of transformers knows",
         ) from error
-    model.tie_weights()  # skipped with the initial values
-    use_packed_attention(model)
-    if config.lora.enabled:
-        attach_adapter(model, config)
-    twin = empty_twin(model, dtype)
-    twin.to(device=device)  # type: ignore[call-arg]
-    return twin
+    return model
 
 
 def _config(folder: Path):  # type: ignore[no-untyped-def]

@@ -21,23 +21,35 @@ from tidemill.core.errors import UserError
 from tidemill.models.cache import Progress
 
 # Never pickles: they can run code when opened.
-WANTED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
+WEIGHTS = "*.safetensors"
+WANTED = ("*.json", WEIGHTS, "*.jinja", "*.txt", "tokenizer.model")
 STALL_DEADLINE_S = 300.0
 OFFLINE_MODEL = "smollm2-135m"
 _REPORT_EVERY_S = 10.0
 
 
-def fetch(hub_id: str, revision: str | None, *, progress: Progress, stall_deadline_s: float = STALL_DEADLINE_S) -> Path:
+def fetch(
+    hub_id: str,
+    revision: str | None,
+    *,
+    progress: Progress,
+    weights: bool = True,
+    stall_deadline_s: float = STALL_DEADLINE_S,
+) -> Path:
     """The snapshot folder of a hub model, downloaded if it is not in the hub's cache.
 
     Args:
+        weights: without them, configuration and tokenizer alone.
         stall_deadline_s: the longest time in which not one byte may arrive.
 
     Raises:
         UserError: unknown, not accessible, not reachable and not in the cache, or stalled.
     """
     outcome: dict[str, str | BaseException] = {}
-    download = threading.Thread(target=_download, args=(hub_id, revision, outcome), daemon=True, name="hub-download")
+    wanted = [pattern for pattern in WANTED if weights or pattern != WEIGHTS]
+    download = threading.Thread(
+        target=_download, args=(hub_id, revision, wanted, outcome), daemon=True, name="hub-download"
+    )
     bars_were_on = not are_progress_bars_disabled()
     disable_progress_bars()
     try:
@@ -75,9 +87,9 @@ def cached_models() -> list[tuple[str, Path, int]]:
     return sorted(found)
 
 
-def _download(hub_id: str, revision: str | None, outcome: dict[str, str | BaseException]) -> None:
+def _download(hub_id: str, revision: str | None, wanted: list[str], outcome: dict[str, str | BaseException]) -> None:
     try:
-        outcome["folder"] = snapshot_download(hub_id, revision=revision, allow_patterns=list(WANTED))
+        outcome["folder"] = snapshot_download(hub_id, revision=revision, allow_patterns=wanted)
     except BaseException as error:  # noqa: BLE001 - handed to the waiting thread, whatever it is
         outcome["error"] = error
 

@@ -12,7 +12,7 @@ from tidemill.config.model import ModelConfig
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.models.catalog import asked_for_by, resolve
-from tidemill.models.codec import load_codec
+from tidemill.models.codec import TextCodec, load_codec
 from tidemill.models.heads import ScalarHead
 from tidemill.models.loading import load_model
 from tidemill.models.reward_model import hidden_size
@@ -88,6 +88,16 @@ def build_model_critic(
     )
 
 
+def check_critic_vocabulary(source: str, critic: TextCodec, policy: TextCodec) -> None:
+    """Raises UserError: the critic would read the policy's token ids as other words."""
+    if critic.vocabulary_digest != policy.vocabulary_digest:
+        raise UserError(
+            f"the critic ({source}) has another tokenizer than the policy: it would read other words than were written",
+            where="critic.source",
+            cure="give a model made from the policy's own, or leave critic.source out",
+        )
+
+
 def _model(
     spec: RunSpec, folder: Path, policy_folder: Path, frozen: FrozenModels, device: torch.device
 ) -> PreTrainedModel:
@@ -101,10 +111,5 @@ def _model(
 def _other_folder(spec: RunSpec, source: str, policy_folder: Path, progress: Callable[[str], None]) -> Path:
     with asked_for_by("critic.source"):
         folder = resolve(ModelConfig(source=source, char=spec.model.char), progress=progress)
-    if load_codec(folder).vocabulary_digest != load_codec(policy_folder).vocabulary_digest:
-        raise UserError(
-            f"the critic ({source}) has another tokenizer than the policy: it would read other words than were written",
-            where="critic.source",
-            cure="give a model made from the policy's own, or leave critic.source out",
-        )
+    check_critic_vocabulary(source, load_codec(folder), load_codec(policy_folder))
     return folder

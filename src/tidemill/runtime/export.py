@@ -53,7 +53,7 @@ def export_model(
     Raises:
         UserError: the model cannot be loaded, or the folder holds something else or cannot be written.
     """
-    _refuse_foreign(to)
+    refuse_foreign(to)
     source = resolve(spec.model, progress=progress)
     model = load_model(source, device=torch.device("cpu"), dtype=DTYPES[dtype])
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -115,7 +115,8 @@ The licence and the intended use of the model it was made from hold for this one
 """
 
 
-def _refuse_foreign(to: Path) -> None:
+def refuse_foreign(to: Path) -> None:
+    """Raises UserError: the folder is there, and no export wrote it."""
     if to.exists() and "export" not in read_json(to / PROVENANCE):
         raise UserError(
             "something is there that no export wrote",

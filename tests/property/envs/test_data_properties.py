@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.core.errors import UserError
 from tidemill.envs.text.data.schemas import read_demonstrations
-from tidemill.envs.text.data.sides import check_sides, read_sides
+from tidemill.envs.text.data.sides import read_sides
 from tidemill.envs.text.order import EpochOrder
 
 TEXTS = st.text(st.characters(codec="utf-8"), min_size=1, max_size=6).filter(str.strip)
@@ -47,36 +45,6 @@ def test_rows_appended_move_at_most_the_one_that_filled_an_empty_side(
     # With one question alone on a side, it may be there only because no side may be empty.
     assert len(before[0] & after[1]) <= (len(before[0]) == 1)
     assert len(before[1] & after[0]) <= (len(before[1]) == 1)
-
-
-def refusal(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except UserError as error:
-        return str(error)
-    return ""
-
-
-@given(
-    rows=st.lists(st.sampled_from("abc"), max_size=4),
-    held_out=st.none() | st.lists(st.sampled_from("abc"), max_size=3),
-    fraction=st.sampled_from([0.0, 0.5]),
-)
-@settings(max_examples=60)
-def test_a_check_refuses_what_reading_would(rows: list[str], held_out: list[str] | None, fraction: float) -> None:
-    def written(path: Path, prompts: list[str]) -> Path:
-        path.write_text("".join(f'{{"prompt": "{prompt}", "completion": "x"}}\n' for prompt in prompts))
-        return path
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = written(Path(folder) / "f.jsonl", rows)
-        other = None if held_out is None else written(Path(folder) / "h.jsonl", held_out)
-        check, read = (
-            refusal(lambda both=both: both(read_demonstrations, path, other, fraction, section="data"))  # type: ignore[misc]
-            for both in (check_sides, read_sides)
-        )
-    assert bool(check) == bool(read)
-    assert check == read or not (rows and held_out)  # of two empty files either may be named
 
 
 @given(size=st.integers(1, 40), batch=st.integers(1, 12), seed=st.integers(0, 9), epochs=st.integers(1, 4))

@@ -13,7 +13,7 @@ from tests.model_shapes import llama
 from tidemill.config.model import CharModelConfig, ModelConfig
 from tidemill.core.errors import UserError
 from tidemill.models import hub
-from tidemill.models.catalog import SMOLLM2, listing, present, resolve
+from tidemill.models.catalog import SMOLLM2, listing, present, resolve, resolve_shell
 from tidemill.models.folder import check_folder
 
 SMALL = CharModelConfig(alphabet="01+=\n", hidden_size=32, layers=1, heads=2, context=16)
@@ -109,7 +109,7 @@ def test_a_hub_model_is_fetched_and_checked(tmp_path: Path, monkeypatch: pytest.
     folder = save_folder(llama(), tmp_path / "snapshot")
     asked: list[tuple[str, str | None]] = []
 
-    def fetch(hub_id: str, revision: str | None, *, progress: object) -> Path:
+    def fetch(hub_id: str, revision: str | None, *, progress: object, weights: bool) -> Path:
         asked.append((hub_id, revision))
         return folder
 
@@ -118,10 +118,11 @@ def test_a_hub_model_is_fetched_and_checked(tmp_path: Path, monkeypatch: pytest.
     assert asked == [("org/name", "v1")]
     (folder / "model.safetensors").unlink()
     assert "no model.safetensors" in told("org/name").what
+    assert resolve_shell(ModelConfig(source="org/name"), progress=silent) == folder
 
 
 def test_a_hub_id_that_looks_like_a_packaged_model_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fetch(hub_id: str, revision: str | None, *, progress: object) -> Path:
+    def fetch(hub_id: str, revision: str | None, *, progress: object, weights: bool) -> Path:
         raise UserError("not reachable", cure="give a local folder")
 
     monkeypatch.setattr(hub, "fetch", fetch)

@@ -48,6 +48,8 @@ def test_only_safe_files_of_the_revision_are_asked_for(monkeypatch: pytest.Monke
     patterns = mock.call_args.kwargs["allow_patterns"]
     assert "*.safetensors" in patterns and not any("bin" in p or p in ("*", "*.pt", "*.py") for p in patterns)
     assert disabled_inside == [True] and not are_progress_bars_disabled()
+    hub.fetch("org/name", "v1", progress=ignore, weights=False)
+    assert mock.call_args.kwargs["allow_patterns"] == [each for each in patterns if each != "*.safetensors"]
 
 
 def _response() -> httpx2.Response:

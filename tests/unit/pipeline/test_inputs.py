@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.commands import run_here
-from tests.model_folders import small_tokenizer
+from tests.model_folders import save_folder, small_tokenizer
+from tests.model_shapes import HIDDEN, llama
 from tests.pretend_stages import Quiet, Stages, pipeline
 from tidemill.config.faults import ConfigError
 from tidemill.models.codec import load_codec
@@ -126,12 +127,12 @@ def test_an_evaluation_file_is_looked_at_where_the_other_is_still_to_be_made(tmp
 
 @pytest.fixture
 def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A recipe whose only stage is rewarded by the folder `reward`, without weights, made for the folder `policy`."""
+    """A recipe whose only stage is rewarded by the folder `reward`, without a head, made for the folder `policy`."""
     monkeypatch.setenv("TIDEMILL_CACHE", str(tmp_path / "cache"))
     for name in ("reward", "policy"):
-        small_tokenizer().save_pretrained(tmp_path / name)
+        save_folder(llama(), tmp_path / name)
     digest = load_codec(tmp_path / "policy").vocabulary_digest
-    described = HeadDescription(kind="reward_model", pooling="last_token", hidden_size=8, vocabulary_digest=digest)
+    described = HeadDescription(kind="reward_model", pooling="last_token", hidden_size=HIDDEN, vocabulary_digest=digest)
     (tmp_path / "reward" / DESCRIPTION).write_bytes(msgspec.json.encode(described))
     return (
         '[[stage]]\nname = "began"\nkind = "sft"\nmodel.source = "./policy"\ndata.path = "shown.jsonl"\n'
@@ -175,7 +176,7 @@ def test_the_policys_own_tokenizer_is_none_to_complain_of(judged: str, tmp_path:
     written(tmp_path, shown=NO_COMPLETION.replace("answer", "completion"))
     assert len(plan_pipeline(pipeline(tmp_path, judged)).due) == 2
     other_tokenizer(tmp_path / "policy")
-    not_built = judged.replace('"./policy"', '"char"')  # nobody knows its tokenizer yet
+    not_built = judged.replace('"./policy"', '"smollm2-135m"')  # nobody knows its tokenizer yet
     assert len(plan_pipeline(pipeline(tmp_path, not_built)).due) == 2
 
 
@@ -190,3 +191,73 @@ def test_a_reward_model_that_a_stage_makes_of_a_model_with_another_tokenizer(jud
     other_tokenizer(tmp_path / "reward")
     (line,) = lines(tmp_path, text)
     assert line.startswith("scoring.rewards[1].model: the reward model has another tokenizer than the policy")
+
+
+EARLIER = """\
+[model]
+source = "char"
+char.alphabet = "0123456789+=\\n"
+[[stage]]
+name = "a"
+kind = "rl"
+[[stage]]
+name = "b"
+"""
+REWARD = "scoring.rewards = [{ kind ="
+LATER = [
+    ("rl", 'model.source = "nofolder/xx"', "model.source: nofolder/xx is neither a local folder nor in the cache"),
+    ("sft", 'model.source = "smolm"\ndata.path = "rows.jsonl"', "model.source: 'smolm' is not a known model"),
+    ("export", 'model.source = "./own"', "own: the folder has no config.json"),
+    ("eval", 'eval.compare_with = "nofolder/xx"', "eval.compare_with: nofolder/xx is neither a local folder nor in "),
+    ("rl", 'trainer.device = "cuda"', "trainer.device: no GPU that torch can use"),
+    ("rl", 'model.lora = { rank = 2, targets = ["nope"] }', "model.lora.targets: LlamaForCausalLM has no linear layer"),
+    ("rl", 'critic.source = "./other"', "critic.source: the critic (other) has another tokenizer than the policy"),
+    ("rl", 'critic.source = "nofolder/xx"', "critic.source: nofolder/xx is neither a local folder nor in the cache"),
+    ("eval", 'task = { kind = "reasoning_gym", name = "chain_summ" }', "task.name: reasoning-gym has no generator"),
+    ("eval", 'task.operators = "*"', "the prompt: the model's vocabulary cannot express '*'"),
+    ("eval", 'task = { kind = "jsonl", path = "asked.jsonl" }', "asked.jsonl, line 2: the model's vocabulary cannot "),
+    ("eval", "sampling.max_new_tokens = 250", "with 250 new ones does not fit the context of 256"),
+    ("rl", f'{REWARD} "python", function = "nomod:score" }}]', "scoring.rewards.function: cannot import nomod"),
+    ("rl", f'{REWARD} "http", url = "https://h", auth_env = "NO_SUCH" }}]', "scoring.rewards.auth_env"),
+    ("sft", 'data.path = "rows.jsonl"', "data.path: 1 row is longer than 256 tokens with prompt and completion: rows."),
+    ("sft", 'data.path = "talk.jsonl"', "talk.jsonl, line 2: the model has no chat template"),
+    ("export", 'export.path = "own"', "something is there that no export wrote"),
+]
+
+
+@pytest.mark.parametrize(("kind", "settings", "fault"), LATER)
+def test_a_later_stage_is_refused_before_an_earlier_one_runs(
+    kind: str, settings: str, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_folder(llama(), tmp_path / "other")
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "mine").touch()
+    ask = '{"messages": [{"role": "user", "content": "1+%d"}], "completion": "2"}\n'
+    written(
+        tmp_path,
+        # 3 + 300 characters, a token each, and the one that ends it
+        rows=json.dumps({"prompt": "1+1", "completion": "1" * 300}) + '\n{"prompt": "1+2", "completion": "3"}\n',
+        talk=ask % 1 + ask % 2,
+        asked='{"prompt": "1+1=", "answer": "2"}\n{"prompt": "a+1=", "answer": "2"}\n',
+    )
+    source = "" if "model.source" in settings else 'model.source = "stage:a"\n'
+    critic = 'algorithm.advantage = "gae"\ncritic.kind = "own"\n' if "critic" in settings else ""
+    (line,) = told(tmp_path, f'{EARLIER}kind = "{kind}"\n{source}{critic}{settings}\n')
+    assert fault in line
+    assert "(stage b)" in line
+
+
+def test_of_a_model_that_is_not_built_yet_all_else_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIDEMILL_CACHE", str(tmp_path / "cache"))
+    later = EARLIER.replace('"b"', '"b"\nkind = "rl"\nmodel.source = "smollm2-135m"')
+    plan_pipeline(pipeline(tmp_path, later))
+    task = 'task = { kind = "reasoning_gym", name = "chain_summ" }\n'
+    (line,) = told(tmp_path, later + task)
+    assert "has no generator 'chain_summ' (stage b)" in line
+    written(tmp_path, pairs=EQUAL)
+    dpo = later.replace('kind = "rl"\nmodel', 'kind = "dpo"\ndata.path = "pairs.jsonl"\ndata.max_tokens = 2\nmodel')
+    assert "pairs.jsonl, line 3" in told(tmp_path, dpo)[0]
+    assert not list((tmp_path / "cache").glob("smollm2*"))

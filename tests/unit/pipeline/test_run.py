@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
+from tests.model_folders import save_folder
+from tests.model_shapes import llama
 from tests.pretend_stages import PowerCut, Quiet, Stages, pipeline, read
 from tidemill.config.stages import load_recipe
 from tidemill.core.errors import UserError
@@ -145,8 +147,7 @@ def test_an_error_of_a_stage_leaves_what_was_finished(world: World) -> None:
 
 
 def test_a_file_that_changes_meanwhile_spoils_the_result(world: World) -> None:
-    model = world.folder / "base"
-    model.mkdir()
+    model = save_folder(llama(), world.folder / "base")
     (model / "weights").write_text("old")
 
     def changes() -> None:

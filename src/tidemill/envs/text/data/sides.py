@@ -9,10 +9,8 @@ from typing import Generic
 
 from tidemill.core.errors import UserError
 from tidemill.envs.text.content import (
-    Question,
     QuestionT,
     distinct,
-    hash_number,
     in_content_order,
     question_key,
     split_by_content,
@@ -67,31 +65,6 @@ def read_sides(
         raise _none_left(path, held_out_path)
     kept = len(items) - len(train)
     return Sides(train=train, held_out=in_content_order(held_out), repeated=repeated, kept=kept)
-
-
-def check_sides(
-    read: Read[QuestionT],
-    path: Path | None,
-    held_out_path: Path | None,
-    held_out_fraction: float,
-    *,
-    section: str,
-) -> None:
-    """Raises what `read_sides` would; of a row nothing is kept but a number. A path is None where its file is still to
-    be made."""
-    asked = set() if held_out_path is None else _numbers(read(held_out_path))
-    if path is None:
-        return
-    questions = _numbers(read(path))
-    if held_out_path is None and held_out_fraction and len(questions) < 2:
-        raise _one_question(path, section)
-    if held_out_path is not None and questions <= asked:
-        raise _none_left(path, held_out_path)
-
-
-def _numbers(rows: Iterable[Question]) -> set[int]:
-    """A number for each different question."""
-    return {hash_number(question_key(row)) for row in rows}
 
 
 def _one_question(path: Path, section: str) -> UserError:

@@ -73,3 +73,4 @@ def test_a_critic_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="another tokenizer than the policy") as caught:
         train(spec, telemetry_stream=StringIO())
     assert caught.value.where == "critic.source"
+    assert not (tmp_path / "run").exists()

@@ -88,6 +88,7 @@ def test_another_tokenizer_is_refused_with_what_to_do(tmp_path: Path, reward_fol
         train(other, telemetry_stream=StringIO())
     assert caught.value.where == "scoring.rewards[0].model"
     assert "reward_model stage" in caught.value.cure
+    assert not (tmp_path / "run").exists()
     with pytest.raises(UserError, match="another tokenizer than the policy"):
         evaluate(other)
 

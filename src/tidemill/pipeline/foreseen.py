@@ -28,7 +28,7 @@ from tidemill.models.heads import read_description
 from tidemill.models.hollow import check_adapter
 from tidemill.models.reward_model import check_same_vocabulary, other_tokenizer
 from tidemill.pipeline.known import AnyCodec, Known, KnownModels
-from tidemill.runtime.critic import check_critic_vocabulary
+from tidemill.runtime.critic import check_critic_vocabulary, own_source
 from tidemill.runtime.export import refuse_foreign
 from tidemill.runtime.machine import choose_device
 from tidemill.runtime.task import fitting_task
@@ -79,9 +79,9 @@ def checks_of(stage: StageSpec, models: KnownModels) -> Iterator[Check]:
 def _models_named(stage: StageSpec) -> dict[str, str]:
     """By key, the sources of the language models that a stage will load."""
     spec, named = stage.spec, {"model.source": stage.spec.model.source}
-    own_critic = stage.kind == "rl" and spec.algorithm.needs_critic and spec.critic.kind == "own"
-    if own_critic and spec.critic.source is not None:
-        named["critic.source"] = spec.critic.source
+    critic = own_source(spec)
+    if stage.kind == "rl" and critic is not None:
+        named["critic.source"] = critic
     if stage.kind == "eval" and spec.eval.compare_with is not None:
         named["eval.compare_with"] = str(spec.eval.compare_with)
     return named

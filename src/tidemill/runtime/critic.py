@@ -88,6 +88,11 @@ def build_model_critic(
     )
 
 
+def own_source(spec: RunSpec) -> str | None:
+    """What a critic of its own begins as, where that is not the policy; None where there is no such critic."""
+    return spec.critic.source if spec.algorithm.needs_critic and spec.critic.kind == "own" else None
+
+
 def check_critic_vocabulary(source: str, critic: TextCodec, policy: TextCodec) -> None:
     """Raises UserError: the critic would read the policy's token ids as other words."""
     if critic.vocabulary_digest != policy.vocabulary_digest:

@@ -25,6 +25,7 @@ from tidemill.runtime.journal import SqliteJournal
 from tidemill.runtime.machinery import Machinery, OpenMachinery, scorers
 from tidemill.runtime.rewards import check_reward_models
 from tidemill.runtime.same_run import TASK_DIGEST, THREADS, check_same_model, check_same_run, with_threads
+from tidemill.runtime.vocabularies import check_vocabularies
 from tidemill.telemetry.forecast import Forecast, write_forecast
 from tidemill.telemetry.manifest import build_manifest
 from tidemill.telemetry.recorder import Recorder
@@ -53,6 +54,7 @@ def train(
         DeadlineError: something awaited did not come.
     """
     refuse_untrainable(spec)
+    check_vocabularies(spec)
     with RunDirectory.open(spec.directory) as run:
         check_same_run(run, spec)
         run.write_config(to_toml(spec))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from tidemill.config.faults import Fault
 from tidemill.config.keys import ITEM, dotted
@@ -11,8 +11,12 @@ from tidemill.config.layers import PREFIX, STAGES
 from tidemill.config.pipeline import ASKED, KINDS, Reference, StageKind, StageSpec
 
 
-def graph_faults(stages: Sequence[StageSpec]) -> list[Fault]:
-    """What is wrong with who takes what from whom."""
+def graph_faults(stages: Sequence[StageSpec], *, faulty: Container[str] = ()) -> list[Fault]:
+    """What is wrong with who takes what from whom.
+
+    Args:
+        faulty: names of further stages, of which nothing else is known.
+    """
     kinds = {stage.name: stage.kind for stage in stages}
     faults = list[Fault]()
     if circle := _circle({stage.name: stage.needs for stage in stages}):
@@ -20,7 +24,7 @@ def graph_faults(stages: Sequence[StageSpec]) -> list[Fault]:
         return [Fault(key=STAGES, what=what, cure="let one of them take its input from elsewhere")]
     earlier: list[str] = []
     for stage in stages:
-        for reference in stage.references:
+        for reference in (each for each in stage.references if each.stage not in faulty):
             faults += _reference_faults(stage, reference, kinds, earlier)
         earlier.append(stage.name)
     return faults

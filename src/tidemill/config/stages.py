@@ -63,7 +63,7 @@ def compose_stages(layers: Sequence[Layer]) -> PipelineSpec:
     faults += _strangers([*recipes, command])
     if len(stages) == len(own):
         faults += _reaching_nothing(command, kinds)
-        faults += graph_faults(stages)
+    faults += graph_faults(stages, faulty=own.keys() - {stage.name for stage in stages})
     if faults:
         raise ConfigError(list(dict.fromkeys(faults)))
     run = compose([replace(layer, tree=_only(layer.tree, ("run",))) for layer in layers], purpose="read").run

@@ -283,6 +283,18 @@ def test_a_fault_of_the_defaults_is_told_once_and_every_stage_is_looked_at(write
     ]
 
 
+def test_one_faulty_stage_does_not_hide_who_takes_what_from_whom(write: Callable[[str], None]) -> None:
+    names = [
+        f'[[stage]]\nname = "{name}"\nkind = "{kind}"\nmodel.source = "{source}"\n'
+        for name, kind, source in [("a", "sft", "char"), ("b", "eval", "stage:nope"), ("c", "eval", "stage:a")]
+    ]
+    write("".join(names))
+    assert faults("@r.toml") == [
+        "data.path: not given, and there is no default (stage a); give --stage.a.data.path VALUE",
+        'stage.b.model.source: "stage:nope" names no stage; stages before it: none',
+    ]
+
+
 def test_a_missing_recipe_is_told_without_what_follows_from_it(load: Load) -> None:
     with pytest.raises(UserError) as caught:
         load_recipe(["@r.toml", "@nowhere.toml", "--stage.xyz.trainer.steps=3"])

@@ -107,7 +107,9 @@ def build_arithmetic(config: ArithmeticTask, *, batch_prompts: int, seed: int, r
     shots = choose_shots(config)
 
     def item(problem: Problem) -> Item:
-        return text_item(format_prompt(shots, problem), problem.answer, metadata={"question": problem.question})
+        return text_item(
+            format_prompt(shots, problem), problem.answer, metadata={"question": problem.question}, where="task"
+        )
 
     widest = Problem(operator=config.operators[0], left=config.operands - 1, right=config.operands - 1)
     longest = _bound(item(widest), widest, render)
@@ -176,4 +178,4 @@ def _drawn_held_out(draw: Callable[..., Problem]) -> list[Problem]:
 def _bound(item: Item, widest: Problem, render: Render) -> Longest:
     # A byte-level tokenizer makes at most one token of a byte: another question adds at most its bytes.
     longest = longest_of([item], render)
-    return Longest(tokens=longest.tokens + len(widest.question), text=longest.text)
+    return Longest(tokens=longest.tokens + len(widest.question), text=longest.text, where=longest.where)

@@ -135,6 +135,7 @@ def _item(config: ReasoningGymTask, entry: Any) -> Item:
         messages=(*system, Message(role="user", content=entry["question"])),
         answer=str(entry["answer"]),
         metadata=metadata,
+        where="task",
     )
 
 

@@ -3,12 +3,14 @@
     python -m benchmarks.simulator.calibration [8B|14B ...]
 
 Fitted are three numbers for each model: how many samples an engine decodes at once, and which shares of the peaks
-engines and trainer reach. For 8B to five figures: tokens per second colocated, and what 1 to 4 instances make of it.
-For 14B to two, what 1 and 6 instances make of it, the engines' share being that of 8B. Lengths are assumed.
+engines and trainer reach. For 8B to nine figures: tokens per second colocated, what 1 to 4 instances make of it, and
+the seeding windows with them. For 14B to eight: what 1 and 6 instances make of it, and six windows. Lengths are
+assumed, but for their correlation within a prompt.
 
-Of the candidates, a few around what first trials suggested, the one with the least sum of squared differences of
-logarithms is taken. Each is judged by simulated runs of the published policy with a fixed number of instances, in their
-last steps: the seeding window settles in the first ones.
+Of the candidates, those around what first trials suggested, the one with the least sum of squares is taken: of the
+logarithms of simulated over published throughput, and of the windows' differences as shares of a step. Each is judged
+by simulated runs of the published policy with a fixed number of instances, in their last steps: the seeding window
+settles in the first ones.
 """
 
 from __future__ import annotations
@@ -19,12 +21,15 @@ import sys
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from itertools import product
 from statistics import fmean
 
 from benchmarks.simulator.published_system import (
+    BASELINE,
     COLOCATED_TOKENS_PER_S,
     GROUP,
     SPEEDUPS,
+    WINDOWS_S,
     Calibration,
     plant,
     published_spec,
@@ -35,12 +40,12 @@ from tidemill.pool.static import static_timetable
 from tidemill.sim.rlboost import rlboost_twins
 from tidemill.sim.run import simulate_run
 
-STEPS, MEASURED = 12, 6
+STEPS, MEASURED = 20, 14
 """Steps simulated with instances, and of those the last ones that count."""
-COLOCATED_STEPS = 6
+COLOCATED_STEPS = 10
 CANDIDATES = {
-    "8B": [(64, 0.7, 0.35), (56, 0.7, 0.35), (48, 0.7, 0.35)],
-    "14B": [(40, 0.7, 0.5), (32, 0.7, 0.5), (32, 0.7, 0.45), (24, 0.7, 0.45)],
+    "8B": list(product((96, 128), (0.55, 0.6, 0.65), (0.33, 0.37))),
+    "14B": list(product((48, 64, 80), (0.45, 0.5), (0.25, 0.26))),
 }
 """Slots, bandwidth, compute."""
 MEAN_TOKENS = 5000.0
@@ -63,7 +68,7 @@ def steady(row: str, fitted: Calibration, instances: int) -> Steady:
         workload(fitted),
         static_timetable(instances) if instances else None,
         most_workers=instances,
-        twins=rlboost_twins(GROUP),
+        twins=rlboost_twins(GROUP) if instances else BASELINE,
     )
     first = max(steps - MEASURED, 1)
     lines, began_s = run.metrics[first:], run.metrics[first - 1].elapsed_s
@@ -75,22 +80,31 @@ def steady(row: str, fitted: Calibration, instances: int) -> Steady:
     )
 
 
+def static_counts(row: str) -> tuple[int, ...]:
+    """Numbers of instances of which something is published, and none."""
+    return (*range(len(WINDOWS_S[row]) + 1),)
+
+
 def differences(row: str, found: Mapping[int, Steady]) -> dict[str, float]:
-    """Simulated over published, as logarithms, by figure."""
+    """Simulated from published, by figure: throughput as logarithms, windows as shares of a step."""
     colocated = found[0].tokens_per_s
-    ratios = {
+    off = {
         f"with {instances}": math.log(found[instances].tokens_per_s / colocated / published)
         for instances, published in SPEEDUPS[row].items()
     }
-    return ratios | ({"colocated": math.log(colocated / COLOCATED_TOKENS_PER_S)} if row == "8B" else {})
+    if row == "8B":
+        off["colocated"] = math.log(colocated / COLOCATED_TOKENS_PER_S)
+    for instances, published in enumerate(WINDOWS_S[row], start=1):
+        off[f"window with {instances}"] = (found[instances].window_s - published) / found[instances].step_s
+    return off
 
 
 def _error(row: str, fitted: Calibration, pool: ProcessPoolExecutor) -> float:
-    counts = (0, *SPEEDUPS[row])
+    counts = static_counts(row)
     found = dict(zip(counts, pool.map(partial(steady, row, fitted), counts), strict=True))
     off = differences(row, found)
     error = sum(difference**2 for difference in off.values())
-    told = ", ".join(f"{name} {math.expm1(difference):+.1%}" for name, difference in off.items())
+    told = ", ".join(f"{name} {difference:+.1%}" for name, difference in off.items())
     print(f"{row} {fitted}: {told}; {error:.5f}", flush=True)
     return error
 

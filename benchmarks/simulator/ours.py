@@ -32,17 +32,16 @@ from benchmarks.simulator.published_system import (
     RESERVED,
     base_spec,
     plant,
-    published_spec,
     workload,
 )
-from benchmarks.simulator.segments import ENDLESS, Outcome, System, Total, play, play_all, total
+from benchmarks.simulator.segments import ENDLESS, Outcome, System, Total, play, play_all, published_system, total
 from tidemill.controller import router as per_sample
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.lengths import LengthEstimator
 from tidemill.controller.router import Load, Waiting
 from tidemill.sim.profiled import ProfiledEngine
 from tidemill.sim.profiles.generation import rollout_of, steady_tokens_per_s
-from tidemill.sim.rlboost import MOST_PENDING, UNLIMITED, GroupEngine, GroupRouter, rlboost_twins
+from tidemill.sim.rlboost import MOST_PENDING, UNLIMITED, GroupEngine, GroupRouter
 from tidemill.sim.run import Twins
 
 ROW, TARGET = "14B", 1.15
@@ -88,7 +87,7 @@ def ours(lag: int, *, twins: Twins | None = None, delta_share: float = CHANGED, 
 def in_groups(lag: int) -> System:
     fleet = partial(Fleet, router=GroupRouter(group_size=GROUP, most_pending=MOST_PENDING))
     twins = Twins(fleet=fleet, engine=GroupEngine, tick_s=TICK_S)
-    return ours(lag, twins=twins, queue_limit=UNLIMITED, max_moves=UNLIMITED)
+    return ours(lag, twins=twins, queue_limit=MOST_PENDING * GROUP, max_moves=UNLIMITED)
 
 
 VARIATIONS: dict[str, Callable[[int], System]] = {
@@ -106,7 +105,7 @@ VARIATIONS: dict[str, Callable[[int], System]] = {
 }
 PUBLISHED = "published policy"
 SYSTEMS: dict[str, Callable[[], System]] = {
-    PUBLISHED: lambda: System(spec=published_spec(steps=ENDLESS), twins=rlboost_twins(GROUP)),
+    PUBLISHED: partial(published_system, ROW),
     **{f"ours, lag {lag}": partial(ours, lag) for lag in (0, 1)},
     **{f"{name}, lag {lag}": partial(make, lag) for name, make in VARIATIONS.items() for lag in (0, 1)},
 }

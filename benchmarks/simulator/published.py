@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from statistics import fmean
@@ -22,8 +22,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measuring import write_result
-from benchmarks.simulator.calibration import Steady, steady
+from benchmarks.simulator.calibration import Steady, static_counts, steady
 from benchmarks.simulator.published_system import (
+    BASELINE,
     COLOCATED_TOKENS_PER_S,
     DYNAMIC_SPEEDUP,
     FITTED,
@@ -38,19 +39,33 @@ from benchmarks.simulator.published_system import (
     published_spec,
     workload,
 )
-from benchmarks.simulator.segments import COLOCATED, CORES, ENDLESS, Outcome, System, Total, play, play_all, total
+from benchmarks.simulator.segments import (
+    COLOCATED,
+    CORES,
+    ENDLESS,
+    Outcome,
+    System,
+    Total,
+    play,
+    play_all,
+    published_system,
+    total,
+)
 from tidemill.pool.timetable import Change, Timetable
 from tidemill.sim.rlboost import rlboost_twins
 from tidemill.sim.run import simulate_run
 
 WITHIN, FACTOR = 0.1, 1.5
-SYSTEMS: dict[str, Callable[[], System]] = {
-    COLOCATED: lambda: System(spec=published_spec(steps=ENDLESS), twins=rlboost_twins(GROUP)),
-    "published": lambda: System(spec=published_spec(steps=ENDLESS), twins=rlboost_twins(GROUP)),
-    "no seeding": lambda: System(spec=published_spec(steps=ENDLESS, seeding=False), twins=rlboost_twins(GROUP)),
-    "no memory": lambda: System(spec=published_spec(steps=ENDLESS, remember_windows=False), twins=rlboost_twins(GROUP)),
+ABLATIONS: dict[str, dict[str, bool]] = {
+    "published": {},
+    "no seeding": {"seeding": False},
+    "no memory": {"remember_windows": False},
 }
-CASES = [("8B", COLOCATED), ("8B", "published"), *(("14B", name) for name in SYSTEMS)]
+CASES = [
+    *((row, name) for row in ("8B", "14B") for name in (COLOCATED, "published")),
+    ("14B", "no seeding"),
+    ("14B", "no memory"),
+]
 
 KILLED_STEPS = tuple(range(6, 12))
 """The steps in which instances are killed, one in each run: the window has settled."""
@@ -63,12 +78,14 @@ class Line:
     figure: str
     published: float
     simulated: float
-    kind: str  # fitted, predicted or check
+    kind: str  # fitted or predicted
     reached: bool | None = None  # None where nothing is asked
 
 
 def run_case(row: str, name: str, segment: str | None) -> Outcome:
-    return play(row, SYSTEMS[name](), segment)
+    if name == COLOCATED:
+        return play(row, System(spec=published_spec(steps=ENDLESS), twins=BASELINE), segment)
+    return play(row, published_system(row, **ABLATIONS[name]), segment)
 
 
 def killing(after_s: float, *, migrates: bool, step: int) -> float:
@@ -77,7 +94,7 @@ def killing(after_s: float, *, migrates: bool, step: int) -> float:
 
     def ends(timetable: Timetable) -> list[float]:
         run = simulate_run(
-            published_spec(steps=step),
+            published_spec(steps=step, known_windows=WINDOWS_S["14B"]),
             plant("14B", fitted),
             workload(fitted),
             timetable,
@@ -108,16 +125,15 @@ def saved(after_s: float, pool: ProcessPoolExecutor) -> float:
 
 def static_lines(pool: ProcessPoolExecutor) -> Iterator[Line]:
     for row, speedups in SPEEDUPS.items():
-        counts = sorted({0, *speedups, *WINDOWS_S[row]})
-        futures = {instances: pool.submit(steady, row, FITTED[row], instances) for instances in counts}
+        futures = {instances: pool.submit(steady, row, FITTED[row], instances) for instances in static_counts(row)}
         found: dict[int, Steady] = {instances: future.result() for instances, future in futures.items()}
         if row == "8B":
             yield Line("8B colocated, tokens/s", COLOCATED_TOKENS_PER_S, found[0].tokens_per_s, "fitted")
         for instances, speedup in speedups.items():
             simulated = found[instances].tokens_per_s / found[0].tokens_per_s
             yield Line(f"{row} with {instances}, over colocated", speedup, simulated, "fitted")
-        for instances, window_s in WINDOWS_S[row].items():
-            yield Line(f"{row} with {instances}, seeding window, s", window_s, found[instances].window_s, "check")
+        for instances, window_s in enumerate(WINDOWS_S[row], start=1):
+            yield Line(f"{row} with {instances}, seeding window, s", window_s, found[instances].window_s, "fitted")
 
 
 def dynamic_lines(totals: dict[tuple[str, str], Total]) -> Iterator[Line]:

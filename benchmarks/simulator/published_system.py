@@ -1,8 +1,11 @@
 """RLBoost as simulated: its machines and models, what is published of it, and which of that the profiles are fitted to.
 
 Published figures are those of arXiv 2510.19225: GRPO, 128 prompts x 8 samples of up to 14k tokens; 8 H100 are reserved,
-2 are an instance. Static ones, of a fixed number of instances, are what the profiles may be fitted to. All others are
-only ever compared with what comes out.
+2 are an instance. Static ones, of a fixed number of instances, are what the profiles may be fitted to; the seeding
+windows of the public code are such, too. All others are only ever compared with what comes out.
+
+The published baseline is veRL, which keeps generating to the GPUs that learn and gives each engine its part of a batch
+beforehand.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from typing import Any
 from benchmarks.simulator.availability import MOST
 from tidemill.config.schema import RunSpec
 from tidemill.core.records import Record
+from tidemill.sim.chunked import ChunkedEngines
 from tidemill.sim.costs import ConstantWeights
 from tidemill.sim.profiled import ProfiledEngine, ProfiledTrainer
 from tidemill.sim.profiles.catalog import load_catalog
@@ -20,8 +24,8 @@ from tidemill.sim.profiles.lengths import log_normal_of_mean
 from tidemill.sim.profiles.model_shape import shape_of_parameters
 from tidemill.sim.profiles.precision import DTYPE_BYTES
 from tidemill.sim.profiles.trainer import TrainerEfficiency, trainer_profile
-from tidemill.sim.rlboost import FLEET
-from tidemill.sim.run import Plant
+from tidemill.sim.rlboost import rlboost_fleet
+from tidemill.sim.run import Plant, Twins
 from tidemill.sim.workload import Workload
 
 PROMPTS, GROUP, LONGEST = 128, 8, 14_336
@@ -34,13 +38,10 @@ COLOCATED_TOKENS_PER_S = 10_000.0
 """8B; of 14B nothing is known."""
 SPEEDUPS = {"8B": {1: 1.2, 2: 1.4, 3: 1.6, 4: 1.8}, "14B": {1: 1.37, 6: 1.37 * 1.64}}
 """Throughput with so many instances, over colocated."""
+WINDOWS_S = {"8B": (190.0, 160.0, 105.0, 70.0), "14B": (346.0, 212.0, 145.0, 60.0, 8.0, 5.0)}
+"""Seeding windows with 1, 2, ... instances, found in earlier runs: what the public code begins with."""
 
 # Published, predicted here.
-WINDOWS_S = {
-    "8B": {1: 190, 2: 160, 3: 105, 4: 70},
-    "14B": {1: 346, 2: 212, 3: 145, 4: 60, 5: 8, 6: 5},
-}
-"""Seeding windows that the public code found."""
 DYNAMIC_SPEEDUP = {"8B": 1.66, "14B": 1.97}
 TOKENS_PER_USD = {"8B": 1.34, "14B": 1.49}
 NO_SEEDING, MEMORY = -0.19, 0.06
@@ -50,9 +51,11 @@ SAVED_BY_MIGRATING = {100: 0.33, 200: 0.76}
 # Assumed.
 SIGMA = 0.8
 """Of the logarithm of lengths, which are log-normal and cut at `LONGEST`."""
-PROMPT_CORRELATION = 0.5
-"""Between the lengths of a prompt's samples."""
+PROMPT_CORRELATION = 0.8
+"""Between the lengths of a prompt's samples; of 0.5 and 0.8 what fits better."""
 PROMPT_TOKENS = 128
+BASELINE = Twins(engine=ChunkedEngines)
+"""Of the colocated baseline."""
 PASSES = 6
 """Forward-sized: the old policy's logprobs, the reference's, and 4 of learning with activations computed again."""
 MICROBATCH_TOKENS = 16_384
@@ -139,5 +142,5 @@ def base_spec(*, steps: int, fleet: dict[str, Any], **sections: dict[str, Any]) 
 
 
 def published_spec(*, steps: int, **fleet: Any) -> RunSpec:
-    """Strictly on policy, with the constants of the public code; `fleet` are ablations."""
-    return base_spec(steps=steps, fleet={**FLEET, **fleet}, engine={"tick_s": LOST_S})
+    """Strictly on policy, with the constants of the public code; `fleet` are windows that are known, and ablations."""
+    return base_spec(steps=steps, fleet={**rlboost_fleet(GROUP), **fleet}, engine={"tick_s": LOST_S})

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from typing import Any
 
 from benchmarks.simulator.availability import MOST, SEGMENT_S, SEGMENTS, timetables
-from benchmarks.simulator.published_system import FITTED, plant, workload
+from benchmarks.simulator.published_system import FITTED, GROUP, WINDOWS_S, plant, published_spec, workload
 from tidemill.config.schema import RunSpec
 from tidemill.core.records import Record
 from tidemill.pool.timetable import Timetable
+from tidemill.sim.rlboost import rlboost_twins
 from tidemill.sim.run import Twins, simulate_run
 
 ENDLESS = 10_000
@@ -38,6 +40,11 @@ class Outcome(Record):
     workers: float  # held on average
     evictions: int
     recomputed: int
+
+
+def published_system(row: str, **fleet: Any) -> System:
+    """The published policy, with the windows that its public code begins with; `fleet` are ablations."""
+    return System(spec=published_spec(steps=ENDLESS, known_windows=WINDOWS_S[row], **fleet), twins=rlboost_twins(GROUP))
 
 
 def play(row: str, system: System, segment: str | None) -> Outcome:

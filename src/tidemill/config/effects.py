@@ -54,7 +54,7 @@ ROWS = (
         (
             *("fleet.size", "fleet.seed_window_s", "fleet.window_gain", "fleet.queue_limit", "fleet.max_moves"),
             *("fleet.tail_fraction", "fleet.join_s", "fleet.hand_back_s", "fleet.probe_limit", "fleet.hand_over"),
-            *("fleet.window_floor_s", "fleet.remember_windows"),
+            *("fleet.window_floor_s", "fleet.remember_windows", "fleet.known_windows"),
             "fleet.preemptible_usd_per_hour",
         ),
         preemptible,

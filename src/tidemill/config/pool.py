@@ -82,6 +82,8 @@ class FleetConfig(Config):
     """It never gets shorter."""
     remember_windows: bool = True
     """A window is remembered by the number of preemptible workers; else only the last one counts."""
+    known_windows: tuple[Annotated[float, Field(ge=0)], ...] = ()
+    """What earlier runs found: seconds with one worker, with two, and so on; the memory begins with them."""
     queue_limit: int = Field(8, ge=1)
     """Samples queued at one worker beyond those it decodes; more wait with the controller."""
     max_moves: int = Field(2, ge=0)

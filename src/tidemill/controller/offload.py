@@ -12,6 +12,7 @@ so that in the end neither side waits for the other, and the preemptible workers
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from msgspec.structs import replace
 
@@ -51,7 +52,7 @@ class OffloadState(Record):
     window_s: float  # T_seed after the last step
     wanted_workers: int  # N_prem
     window_by_count: dict[int, float] = {}  # the memory: T_seed by number of preemptible workers
-    workers: int = 0  # preemptible ones that the last step had, on average
+    workers: int = 0  # preemptible ones that the last step had throughout; 0 where their number changed
     balance: Balance | None = None
 
 
@@ -67,15 +68,21 @@ class StepObservation(Record):
     reserved_engines: int = 1  # N_resv
 
 
-def start(window_s: float, reserved_engines: int = 1) -> OffloadState:
-    """Before the first step: as many preemptible workers are wanted as there are engines on the reserved side."""
-    return OffloadState(window_s=window_s, wanted_workers=reserved_engines)
+def start(window_s: float, reserved_engines: int = 1, known: Sequence[float] = ()) -> OffloadState:
+    """Before the first step: as many preemptible workers are wanted as there are engines on the reserved side.
+
+    Args:
+        known: windows that earlier runs found with one worker, with two, and so on.
+    """
+    return OffloadState(
+        window_s=window_s, wanted_workers=reserved_engines, window_by_count=dict(enumerate(known, start=1))
+    )
 
 
 def window(state: OffloadState, workers: int) -> float:
     """The seeding window in seconds for a step that begins with so many preemptible workers.
 
-    It goes on from the last step's; where that had another number of workers, from what is remembered of this one.
+    It goes on from the last step's; where that did not have this number throughout, from what is remembered of it.
     """
     return state.window_s if workers == state.workers else state.window_by_count.get(workers, state.window_s)
 
@@ -104,7 +111,7 @@ def after_step(
         window_s=window_s,
         wanted_workers=_wanted(observation, window_s) or state.wanted_workers,
         window_by_count={**state.window_by_count, workers: window_s} if steady and remembers else state.window_by_count,
-        workers=round(observation.workers_mean),
+        workers=workers if steady else 0,
     )
 
 

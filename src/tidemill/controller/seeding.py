@@ -36,7 +36,9 @@ class Seeding:
 
     def begin(self) -> None:
         if self._fleet.elastic:
-            self._adopt(start(self._fleet.config.seed_window_s, self._fleet.reserved_engines))
+            config = self._fleet.config
+            known = config.known_windows if config.remember_windows else ()
+            self._adopt(start(config.seed_window_s, self._fleet.reserved_engines, known))
 
     def begin_step(self) -> float | None:
         """How many seconds the reserved side generates in the step; None for all the time, where nobody else can."""

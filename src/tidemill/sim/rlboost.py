@@ -24,18 +24,21 @@ from tidemill.sim.run import Twins
 
 T = TypeVar("T")
 
-MOST_PENDING = 8
-"""Theta: groups queued at a worker at most; assumed."""
+MOST_PENDING = 1
+"""Theta: groups queued at a worker at most; the public code gives none to an engine in which something is queued."""
 UNLIMITED = 10**6
-FLEET: dict[str, Any] = {
-    "size": "adaptive",
-    "seed_window_s": 150.0,
-    "window_gain": 3.0,
-    "window_floor_s": 5.0,
-    "queue_limit": UNLIMITED,  # the router has a limit of its own
-    "max_moves": UNLIMITED,
-}
-"""Keys of [fleet] as the public code has them."""
+
+
+def rlboost_fleet(group_size: int) -> dict[str, Any]:
+    """Keys of [fleet] as the public code has them."""
+    return {
+        "size": "adaptive",
+        "seed_window_s": 150.0,
+        "window_gain": 3.0,
+        "window_floor_s": 5.0,
+        "queue_limit": MOST_PENDING * group_size,
+        "max_moves": UNLIMITED,
+    }
 
 
 def rlboost_twins(group_size: int, *, migrates: bool = True) -> Twins:

@@ -13,7 +13,8 @@ from tidemill.config.schema import RunSpec
 from tidemill.config.simulation import ScheduleName
 from tidemill.config.words import counted
 from tidemill.core.records import Record
-from tidemill.sim.rlboost import FLEET, rlboost_twins
+from tidemill.sim.chunked import ChunkedEngines
+from tidemill.sim.rlboost import rlboost_fleet, rlboost_twins
 from tidemill.sim.run import Twins
 
 
@@ -31,10 +32,12 @@ class Schedule(Record):
 
 
 def colocated(spec: RunSpec) -> Schedule:
+    """As veRL does: every engine has its part of the batch from the beginning."""
     return Schedule(
-        words="all GPUs generate a batch, then all learn from it",
+        words="all GPUs generate a batch, each engine its part, then all learn from it",
         schedule=ScheduleConfig(),
         shares_gpus=True,
+        twins=Twins(engine=ChunkedEngines),
     )
 
 
@@ -80,7 +83,7 @@ def rlboost(spec: RunSpec) -> Schedule:
     return Schedule(
         words="preemptible workers generate beside GPUs that do so at first; the samples of a prompt travel together",
         schedule=ScheduleConfig(),
-        fleet=FLEET,
+        fleet=rlboost_fleet(spec.batch.group_size),
         shares_gpus=True,
         elastic=True,
         streams=True,

@@ -475,8 +475,9 @@ def test_an_outage_longer_than_a_workers_deadline_is_not_held_against_those_who_
     assert trained(session) == quiet()
 
 
-def test_the_reserved_side_stops_generating_when_its_window_is_over() -> None:
-    config = FLEET.model_copy(update={"seed_window_s": 0.35, "window_gain": 1e9})
+@pytest.mark.parametrize("windows", [{"seed_window_s": 0.35}, {"seed_window_s": 1e3, "known_windows": (0.35,)}])
+def test_the_reserved_side_stops_generating_when_its_window_is_over(windows: dict[str, Any]) -> None:
+    config = FLEET.model_copy(update={"window_gain": 1e9, **windows})
     session = pool(granted("a"), config=config, spec=small_spec(batch={"prompts": 12, "group_size": 4}))
     alone = Session(spec=session.spec)
 

@@ -37,6 +37,15 @@ def test_the_first_step_uses_the_window_given_and_wants_as_many_workers_as_reser
     assert window(start(150.0, 4), 3) == 150.0
 
 
+def test_the_first_step_uses_what_earlier_runs_found_with_as_many_workers() -> None:
+    state = start(150.0, known=(346.0, 212.0))
+
+    assert [window(state, workers) for workers in (1, 2, 3)] == [346.0, 212.0, 150.0]
+    later = after_step(state, make_observation(), gain=3.0)  # with 2 workers
+    assert later.window_s == 215.0  # 212 + (12 - 3) / 3
+    assert later.window_by_count == {1: 346.0, 2: 215.0}
+
+
 def test_the_window_moves_by_the_imbalance_over_the_gain() -> None:
     state = after_step(start(10.0), make_observation(), gain=3.0)
 

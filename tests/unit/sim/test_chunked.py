@@ -1,0 +1,107 @@
+"""Engines that have their parts of a batch beforehand, against the same parts on engines of their own."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tests.fake_fleet import make_id
+from tests.unit.sim.profiles.test_engine import PLAIN
+from tidemill.core.buffers import pack_tokens
+from tidemill.core.records import GenerateRequest, PolicyVersion, SamplingParams
+from tidemill.sim.chunked import ChunkedEngines
+from tidemill.sim.completions import BlankCompletions
+from tidemill.sim.engine import SimulatedEngine
+from tidemill.sim.profiled import ProfiledEngine
+
+V0, V1 = PolicyVersion(number=0, digest="a"), PolicyVersion(number=1, digest="b")
+TWO, ONE = ProfiledEngine(profile=PLAIN, engines=2), ProfiledEngine(profile=PLAIN)
+LENGTHS = {"p0": 40, "p1": 30, "p2": 3, "p3": 2, "p4": 2}
+
+
+def request(prompt: str, index: int = 0) -> GenerateRequest:
+    return GenerateRequest(
+        sample_id=make_id(prompt, index),
+        lease_id="lease",
+        attempt=1,
+        prompt_ids=pack_tokens([1] * 10),
+        prefix_ids=b"",
+        sampling=SamplingParams(max_new_tokens=50),
+    )
+
+
+def made(kind: type[SimulatedEngine], costs: ProfiledEngine) -> SimulatedEngine:
+    engine = kind(costs, BlankCompletions(lambda sample_id: LENGTHS[sample_id.prompt_id]), now_s=0.0)
+    engine.load(V0, computes_with=V0, swap_s=0.0, now_s=0.0)
+    return engine
+
+
+def ends(engine: SimulatedEngine) -> dict[str, float]:
+    """When each prompt's samples end, told as it happens."""
+    found: dict[str, float] = {}
+    while engine.running:
+        now_s = engine.next_change_s()
+        engine.advance(now_s)
+        found |= {delta.sample_id.prompt_id: now_s for delta in engine.take_ended()}
+    return found
+
+
+def batch() -> list[GenerateRequest]:
+    return [request(prompt, index) for prompt in ("p0", "p1", "p2", "p3") for index in (0, 1)]
+
+
+def test_each_engine_has_its_part_and_nobody_helps() -> None:
+    parts = [made(SimulatedEngine, ONE) for _ in range(2)]
+    parts[0].submit(batch()[:4], 0.0)
+    parts[1].submit(batch()[4:], 0.0)
+    both = made(ChunkedEngines, TWO)
+    both.submit(batch(), 0.0)
+
+    assert (both.running, both.queued) == (8, 0)
+    assert both.tokens_per_s == pytest.approx(sum(part.tokens_per_s for part in parts))
+    assert ends(both) == pytest.approx(ends(parts[0]) | ends(parts[1]))
+    assert both.generated == sum(part.generated for part in parts) == 2 * (40 + 30 + 3 + 2)
+    assert (both.prefilled, both.reused) == (40, 40)
+    # Even parts are through sooner: here half of the GPUs have nothing to do after three tokens.
+    together = made(SimulatedEngine, TWO)
+    together.submit(batch(), 0.0)
+    assert max(ends(together).values()) < max(ends(made_and_given()).values())
+
+
+def made_and_given() -> SimulatedEngine:
+    engine = made(ChunkedEngines, TWO)
+    engine.submit(batch(), 0.0)
+    return engine
+
+
+def test_what_is_called_back_or_paused_is_so_on_every_engine() -> None:
+    both = made_and_given()
+    both.advance(0.5)
+    both.abort([one.sample_id for one in batch()], 0.5)
+
+    assert {delta.sample_id for delta in both.take_ended()} == {one.sample_id for one in batch()}
+    assert (both.running, both.next_change_s()) == (0, math.inf)
+    both.pause(0.5)
+    both.submit([request("p4")], 0.6)
+    assert (both.running, both.queued) == (0, 1)
+    both.resume(2.0)
+    assert (both.running, both.queued) == (1, 0)
+    both.load(V1, computes_with=V1, swap_s=1.0, now_s=2.0)
+    assert min(ends(both).values()) > 3.0
+    assert both.version == V1
+
+
+def test_a_sample_that_comes_again_goes_where_its_group_is() -> None:
+    both = made_and_given()
+    both.abort([make_id("p3", 1)], 0.0)
+    both.take_ended()
+    both.submit([request("p3", 1)], 0.0)
+
+    alone = made(SimulatedEngine, ONE)
+    alone.submit(batch()[4:], 0.0)
+    alone.abort([make_id("p3", 1)], 0.0)
+    alone.take_ended()
+    alone.submit([request("p3", 1)], 0.0)
+    found = ends(both)
+    assert {prompt: found[prompt] for prompt in ("p2", "p3")} == pytest.approx(ends(alone))

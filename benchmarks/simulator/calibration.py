@@ -44,8 +44,8 @@ STEPS, MEASURED = 20, 14
 """Steps simulated with instances, and of those the last ones that count."""
 COLOCATED_STEPS = 10
 CANDIDATES = {
-    "8B": list(product((96, 128), (0.55, 0.6, 0.65), (0.33, 0.37))),
-    "14B": list(product((48, 64, 80), (0.45, 0.5), (0.25, 0.26))),
+    "8B": list(product((128, 160, 192), (0.55, 0.6), (0.37, 0.41, 0.45))),
+    "14B": list(product((48, 64, 80), (0.45, 0.5), (0.24, 0.25, 0.26))),
 }
 """Slots, bandwidth, compute."""
 MEAN_TOKENS = 5000.0

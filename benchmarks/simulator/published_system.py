@@ -78,8 +78,8 @@ class Calibration(Record):
 
 
 FITTED = {
-    "8B": Calibration(slots=56, bandwidth=0.7, compute=0.35, mean_tokens=5000.0),
-    "14B": Calibration(slots=32, bandwidth=0.7, compute=0.5, mean_tokens=5000.0),
+    "8B": Calibration(slots=160, bandwidth=0.6, compute=0.41, mean_tokens=5000.0),
+    "14B": Calibration(slots=64, bandwidth=0.45, compute=0.25, mean_tokens=5000.0),
 }
 
 

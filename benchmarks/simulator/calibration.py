@@ -2,15 +2,14 @@
 
     python -m benchmarks.simulator.calibration [8B|14B ...]
 
-Fitted are three numbers for each model: how many samples an engine decodes at once, and which shares of the peaks
-engines and trainer reach. For 8B to nine figures: tokens per second colocated, what 1 to 4 instances make of it, and
-the seeding windows with them. For 14B to eight: what 1 and 6 instances make of it, and six windows. Lengths are
-assumed, but for their correlation within a prompt.
+Fitted are four numbers to seven figures. For 8B: how many samples an engine decodes at once, and which shares of the
+peaks engines and trainer reach; to tokens per second colocated, and what 1 to 4 instances make of it. For 14B, whose
+shares are those of 8B, only the samples; to what 1 and 6 instances make of it. Lengths are assumed, but for their
+correlation within a prompt.
 
-Of the candidates, those around what first trials suggested, the one with the least sum of squares is taken: of the
-logarithms of simulated over published throughput, and of the windows' differences as shares of a step. Each is judged
-by simulated runs of the published policy with a fixed number of instances, in their last steps: the seeding window
-settles in the first ones.
+Of the candidates, those around what first trials suggested, the one with the least sum of squared differences of
+logarithms is taken. Each is judged by simulated runs of the published policy with a fixed number of instances, in their
+last steps: the seeding window settles in the first ones.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from statistics import fmean
 from benchmarks.simulator.published_system import (
     BASELINE,
     COLOCATED_TOKENS_PER_S,
+    FITTED,
     GROUP,
     SPEEDUPS,
-    WINDOWS_S,
     Calibration,
     plant,
     published_spec,
@@ -44,8 +43,8 @@ STEPS, MEASURED = 20, 14
 """Steps simulated with instances, and of those the last ones that count."""
 COLOCATED_STEPS = 10
 CANDIDATES = {
-    "8B": list(product((128, 160, 192), (0.55, 0.6), (0.37, 0.41, 0.45))),
-    "14B": list(product((48, 64, 80), (0.45, 0.5), (0.24, 0.25, 0.26))),
+    "8B": list(product((128, 160, 192), (0.5, 0.55, 0.6), (0.37, 0.41, 0.45))),
+    "14B": list(product((40, 48, 56, 64), (FITTED["8B"].bandwidth,), (FITTED["8B"].compute,))),
 }
 """Slots, bandwidth, compute."""
 MEAN_TOKENS = 5000.0
@@ -80,27 +79,18 @@ def steady(row: str, fitted: Calibration, instances: int) -> Steady:
     )
 
 
-def static_counts(row: str) -> tuple[int, ...]:
-    """Numbers of instances of which something is published, and none."""
-    return (*range(len(WINDOWS_S[row]) + 1),)
-
-
 def differences(row: str, found: Mapping[int, Steady]) -> dict[str, float]:
-    """Simulated from published, by figure: throughput as logarithms, windows as shares of a step."""
+    """Simulated over published throughput, as logarithms, by figure."""
     colocated = found[0].tokens_per_s
-    off = {
+    ratios = {
         f"with {instances}": math.log(found[instances].tokens_per_s / colocated / published)
         for instances, published in SPEEDUPS[row].items()
     }
-    if row == "8B":
-        off["colocated"] = math.log(colocated / COLOCATED_TOKENS_PER_S)
-    for instances, published in enumerate(WINDOWS_S[row], start=1):
-        off[f"window with {instances}"] = (found[instances].window_s - published) / found[instances].step_s
-    return off
+    return ratios | ({"colocated": math.log(colocated / COLOCATED_TOKENS_PER_S)} if row == "8B" else {})
 
 
 def _error(row: str, fitted: Calibration, pool: ProcessPoolExecutor) -> float:
-    counts = static_counts(row)
+    counts = (0, *SPEEDUPS[row])
     found = dict(zip(counts, pool.map(partial(steady, row, fitted), counts), strict=True))
     off = differences(row, found)
     error = sum(difference**2 for difference in off.values())

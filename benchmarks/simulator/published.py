@@ -22,12 +22,13 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measuring import write_result
-from benchmarks.simulator.calibration import Steady, static_counts, steady
+from benchmarks.simulator.calibration import Steady, steady
 from benchmarks.simulator.published_system import (
     BASELINE,
     COLOCATED_TOKENS_PER_S,
     DYNAMIC_SPEEDUP,
     FITTED,
+    FOUND_WINDOWS_S,
     GROUP,
     MEMORY,
     NO_SEEDING,
@@ -94,7 +95,7 @@ def killing(after_s: float, *, migrates: bool, step: int) -> float:
 
     def ends(timetable: Timetable) -> list[float]:
         run = simulate_run(
-            published_spec(steps=step, known_windows=WINDOWS_S["14B"]),
+            published_spec(steps=step, known_windows=FOUND_WINDOWS_S["14B"]),
             plant("14B", fitted),
             workload(fitted),
             timetable,
@@ -125,7 +126,8 @@ def saved(after_s: float, pool: ProcessPoolExecutor) -> float:
 
 def static_lines(pool: ProcessPoolExecutor) -> Iterator[Line]:
     for row, speedups in SPEEDUPS.items():
-        futures = {instances: pool.submit(steady, row, FITTED[row], instances) for instances in static_counts(row)}
+        counts = range(len(WINDOWS_S[row]) + 1)
+        futures = {instances: pool.submit(steady, row, FITTED[row], instances) for instances in counts}
         found: dict[int, Steady] = {instances: future.result() for instances, future in futures.items()}
         if row == "8B":
             yield Line("8B colocated, tokens/s", COLOCATED_TOKENS_PER_S, found[0].tokens_per_s, "fitted")
@@ -133,7 +135,7 @@ def static_lines(pool: ProcessPoolExecutor) -> Iterator[Line]:
             simulated = found[instances].tokens_per_s / found[0].tokens_per_s
             yield Line(f"{row} with {instances}, over colocated", speedup, simulated, "fitted")
         for instances, window_s in enumerate(WINDOWS_S[row], start=1):
-            yield Line(f"{row} with {instances}, seeding window, s", window_s, found[instances].window_s, "fitted")
+            yield Line(f"{row} with {instances}, seeding window, s", window_s, found[instances].window_s, "predicted")
 
 
 def dynamic_lines(totals: dict[tuple[str, str], Total]) -> Iterator[Line]:

@@ -7,7 +7,7 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 from benchmarks.simulator.availability import MOST, SEGMENT_S, SEGMENTS, timetables
-from benchmarks.simulator.published_system import FITTED, GROUP, WINDOWS_S, plant, published_spec, workload
+from benchmarks.simulator.published_system import FITTED, FOUND_WINDOWS_S, GROUP, plant, published_spec, workload
 from tidemill.config.schema import RunSpec
 from tidemill.core.records import Record
 from tidemill.pool.timetable import Timetable
@@ -43,8 +43,10 @@ class Outcome(Record):
 
 
 def published_system(row: str, **fleet: Any) -> System:
-    """The published policy, with the windows that its public code begins with; `fleet` are ablations."""
-    return System(spec=published_spec(steps=ENDLESS, known_windows=WINDOWS_S[row], **fleet), twins=rlboost_twins(GROUP))
+    """The published policy, with windows of earlier runs, as its public code; `fleet` are ablations."""
+    return System(
+        spec=published_spec(steps=ENDLESS, known_windows=FOUND_WINDOWS_S[row], **fleet), twins=rlboost_twins(GROUP)
+    )
 
 
 def play(row: str, system: System, segment: str | None) -> Outcome:

@@ -72,8 +72,8 @@ class FleetConfig(Config):
     """The reserved side generates too, at the start of a step and whenever no preemptible worker is there."""
     hand_over: Literal["window", "balance"] = "window"
     """When the reserved side stops generating in a step. window: after a time that adapts from step to step. balance:
-    when preemptible workers can be expected to finish the rest by the time the trainer has learned from all; only at
-    lag 0, and not before the first step has shown how fast both sides are."""
+    then, too, but not before preemptible workers can be expected to finish the rest by the time the trainer has learned
+    from all; only at lag 0, and not before the first step has shown how fast both sides are."""
     seed_window_s: float = Field(10.0, ge=0)
     """How long it does so in the first step; later windows adapt to who waited for whom."""
     window_gain: float = Field(3.0, gt=0)

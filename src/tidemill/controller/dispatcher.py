@@ -140,13 +140,14 @@ class Dispatcher:
         return [*members, fleet.local] if seeds and up_to_date else members
 
     def _seeding_useful(self, workers: int, trainer_waits: bool) -> bool:
-        """By the window; or, where both sides' speeds are known, until the others can be expected to finish in time,
-        and again when so many of them went that they cannot."""
+        """By the window; or, where both sides' speeds are known, beyond it until the others can be expected to finish
+        in time, and again when so many of them went that they cannot."""
         now_s, fleet = self._fleet.clock.now(), self._fleet
-        if self._balance is None:
-            return seeding_useful(elapsed_s=now_s - self._began_s, window_s=self._window_s, preemptible_serving=workers)
+        within = seeding_useful(elapsed_s=now_s - self._began_s, window_s=self._window_s, preemptible_serving=workers)
+        if self._balance is None or within:
+            return within
         over = self.handed_over
-        if workers == 0 or (over is None and trainer_waits):
+        if over is None and trainer_waits:
             return True
         if over is not None and not self._seeds and workers >= over.workers:
             return False

@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.simulator.availability import MOST
 from tidemill.config.schema import RunSpec
 from tidemill.core.records import Record
-from tidemill.sim.chunked import ChunkedEngines
+from tidemill.sim.chunked import chunked_twins
 from tidemill.sim.costs import ConstantWeights
 from tidemill.sim.profiled import ProfiledEngine, ProfiledTrainer
 from tidemill.sim.profiles.catalog import load_catalog
@@ -25,7 +25,7 @@ from tidemill.sim.profiles.model_shape import shape_of_parameters
 from tidemill.sim.profiles.precision import DTYPE_BYTES
 from tidemill.sim.profiles.trainer import TrainerEfficiency, trainer_profile
 from tidemill.sim.rlboost import rlboost_fleet
-from tidemill.sim.run import Plant, Twins
+from tidemill.sim.run import Plant
 from tidemill.sim.workload import Workload
 
 PROMPTS, GROUP, LONGEST = 128, 8, 14_336
@@ -54,7 +54,7 @@ SIGMA = 0.8
 PROMPT_CORRELATION = 0.8
 """Between the lengths of a prompt's samples; of 0.5 and 0.8 what fits better."""
 PROMPT_TOKENS = 128
-BASELINE = Twins(engine=ChunkedEngines)
+BASELINE = chunked_twins()
 """Of the colocated baseline."""
 PASSES = 6
 """Forward-sized: the old policy's logprobs, the reference's, and 4 of learning with activations computed again."""

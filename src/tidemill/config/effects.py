@@ -60,6 +60,7 @@ ROWS = (
         preemptible,
         "the pool has no preemptible workers",
     ),
+    Row(("fleet.known_windows",), lambda spec: spec.fleet.remember_windows, "fleet.remember_windows is false"),
     Row(
         ("fleet.hand_over",),
         lambda spec: not _leaves_over(spec) or not preemptible(spec),

@@ -79,7 +79,7 @@ class FleetConfig(Config):
     window_gain: float = Field(3.0, gt=0)
     """Divides the imbalance (seconds the trainer waited minus seconds workers idled) by which the window moves."""
     window_floor_s: float = Field(0.0, ge=0)
-    """It never gets shorter."""
+    """It never gets shorter than this by adapting."""
     remember_windows: bool = True
     """A window is remembered by the number of preemptible workers; else only the last one counts."""
     known_windows: tuple[Annotated[float, Field(ge=0)], ...] = ()

@@ -7,19 +7,29 @@ generated. What is drawn then decides who is done first, and nobody helps the ot
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import msgspec
 
+from tidemill.controller.fleet import Fleet
 from tidemill.controller.router import GroupKey
 from tidemill.core.records import GenerateRequest, PolicyVersion, SampleId, TokenDelta
 from tidemill.sim.completions import Completions
 from tidemill.sim.costs import EngineCosts
 from tidemill.sim.engine import SimulatedEngine
 from tidemill.sim.profiled import ProfiledEngine
+from tidemill.sim.rlboost import UnknownLengths
+from tidemill.sim.run import Twins
+
+
+def chunked_twins() -> Twins:
+    """Of a run whose engines have their parts beforehand, in the prompts' order: nobody asks how long they may be."""
+    return Twins(fleet=partial(Fleet, lengths=UnknownLengths()), engine=ChunkedEngines)
 
 
 class ChunkedEngines(SimulatedEngine):
-    """Several engines as one worker. Whole groups that come together are dealt out in order, as many to each.
+    """Several engines as one worker. Whole groups that come together are dealt out in order, as many to each; those
+    that come later, to whoever has the least.
 
     Args:
         costs: of all of them, a `ProfiledEngine`.
@@ -52,8 +62,9 @@ class ChunkedEngines(SimulatedEngine):
         if not self.running + self.queued:
             self._homes.clear()
         new = list(dict.fromkeys(request.sample_id.group for request in requests if not self._home(request.sample_id)))
+        engines = sorted(self._engines, key=lambda engine: engine.running + engine.queued)
         for place, group in enumerate(new):
-            self._homes[group] = self._engines[place * len(self._engines) // len(new)]
+            self._homes[group] = engines[place * len(engines) // len(new)]
         for engine in self._engines:
             engine.submit((request for request in requests if self._home(request.sample_id) is engine), now_s)
         self._gather()

@@ -13,7 +13,7 @@ from tidemill.config.schema import RunSpec
 from tidemill.config.simulation import ScheduleName
 from tidemill.config.words import counted
 from tidemill.core.records import Record
-from tidemill.sim.chunked import ChunkedEngines
+from tidemill.sim.chunked import chunked_twins
 from tidemill.sim.rlboost import rlboost_fleet, rlboost_twins
 from tidemill.sim.run import Twins
 
@@ -37,7 +37,7 @@ def colocated(spec: RunSpec) -> Schedule:
         words="all GPUs generate a batch, each engine its part, then all learn from it",
         schedule=ScheduleConfig(),
         shares_gpus=True,
-        twins=Twins(engine=ChunkedEngines),
+        twins=chunked_twins(),
     )
 
 

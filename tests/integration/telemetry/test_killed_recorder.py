@@ -40,20 +40,24 @@ for step in range(start + 1, 10**6):
 """
 
 LIVE = """
-import sys, time
+import signal, sys, time
 from pathlib import Path
 from tests.fabricated_run import FabricatedRun
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory
 fabricated = FabricatedRun(Path(sys.argv[1]))
 recorder = Recorder(RunDirectory.open(Path(sys.argv[1])), fabricated.spec)
+stop = []
+if sys.argv[2] == "cleanly":  # as a run is stopped: what it is writing it writes to the end
+    signal.signal(signal.SIGINT, lambda *_: stop.append(True))
 try:
     for step in range(1, 10**6):
         fabricated.learn(recorder, step)
         time.sleep(0.05)
+        if stop:
+            recorder.finish("interrupted")
+            break
 except KeyboardInterrupt:
-    if sys.argv[2] == "cleanly":
-        recorder.finish("interrupted")
     raise SystemExit(0)
 """
 
@@ -118,7 +122,7 @@ def test_ctrl_c_gives_the_terminal_back(tmp_path: Path, way: str) -> None:
             process.send_signal(signal.SIGINT)
             signalled = True
     os.close(primary)
-    assert process.wait(timeout=DEADLINE_S) == 0
+    assert process.wait(timeout=DEADLINE_S) == 0, shown[-4000:].decode()
     assert shown.rindex(b"\x1b[?25h") > shown.rindex(b"\x1b[?25l"), "the cursor is shown again"
     assert "reward" in shown.decode() and b"\x1b[?1049h" not in shown, "what was shown stays on the screen"
 

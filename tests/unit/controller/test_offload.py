@@ -117,6 +117,13 @@ def test_without_a_memory_only_the_last_window_counts() -> None:
     assert window(state, 2) == 16.0
 
 
+def test_after_a_step_whose_number_changed_what_is_remembered_counts() -> None:
+    state = after_step(start(150.0, known=(346.0, 212.0)), make_observation(workers_mean=2.4), gain=3.0)
+
+    assert state.window_s == 215.0  # 212 + (12 - 3) / 3
+    assert [window(state, workers) for workers in (1, 2, 3)] == [346.0, 212.0, 215.0]
+
+
 def test_a_step_without_workers_teaches_nothing() -> None:
     state = OffloadState(window_s=13.0, wanted_workers=2, window_by_count={2: 13.0}, workers=2)
     alone = make_observation(workers_mean=0.0, trainer_wait_s=100.0, remote_s=0.0)

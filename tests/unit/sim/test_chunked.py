@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
+import msgspec
 import pytest
 
 from tests.fake_fleet import make_id
 from tests.unit.sim.profiles.test_engine import PLAIN
+from tests.unit.sim.test_run import PLANT, VARIED, spec_of
 from tidemill.core.buffers import pack_tokens
 from tidemill.core.records import GenerateRequest, PolicyVersion, SamplingParams
-from tidemill.sim.chunked import ChunkedEngines
+from tidemill.sim.chunked import ChunkedEngines, chunked_twins
 from tidemill.sim.completions import BlankCompletions
 from tidemill.sim.engine import SimulatedEngine
 from tidemill.sim.profiled import ProfiledEngine
+from tidemill.sim.run import simulate_run
 
 V0, V1 = PolicyVersion(number=0, digest="a"), PolicyVersion(number=1, digest="b")
 TWO, ONE = ProfiledEngine(profile=PLAIN, engines=2), ProfiledEngine(profile=PLAIN)
@@ -90,6 +94,47 @@ def test_what_is_called_back_or_paused_is_so_on_every_engine() -> None:
     both.load(V1, computes_with=V1, swap_s=1.0, now_s=2.0)
     assert min(ends(both).values()) > 3.0
     assert both.version == V1
+
+
+def test_a_group_that_comes_later_goes_to_whoever_has_the_least() -> None:
+    now_s = ends(made_and_given())["p2"]
+    both, alone = made_and_given(), made(SimulatedEngine, ONE)
+    for engine in (both, alone):
+        engine.advance(now_s)
+        engine.take_ended()
+        assert engine.running == (4 if engine is both else 0)  # p2 and p3, of the second engine, have ended
+        engine.submit([request("p4")], now_s)
+
+    assert ends(both)["p4"] == pytest.approx(ends(alone)["p4"])
+
+
+def test_every_batch_is_dealt_out_anew() -> None:
+    both, fresh = made_and_given(), made(ChunkedEngines, TWO)
+    now_s = max(ends(both).values())
+    again = [request(prompt) for prompt in ("p2", "p3", "p4", "p0")]  # p0 was the first engine's
+    both.submit(again, now_s)
+    fresh.advance(now_s)
+    fresh.submit(again, now_s)
+
+    assert ends(both) == pytest.approx(ends(fresh))
+
+
+def test_prompts_that_come_again_are_not_dealt_out_by_how_long_they_were() -> None:
+    batches: list[list[str]] = []
+
+    class Told(ChunkedEngines):
+        def submit(self, requests: Iterable[GenerateRequest], now_s: float) -> None:
+            requests = list(requests)
+            batches.append(list(dict.fromkeys(request.sample_id.prompt_id for request in requests)))
+            super().submit(requests, now_s)
+
+    plant = msgspec.structs.replace(PLANT, reserved=TWO)
+    work = msgspec.structs.replace(VARIED, different_prompts=4, prompt_correlation=0.9, prompt_tokens=10)
+    spec = spec_of(batch={"prompts": 4, "group_size": 2}, trainer={"steps": 4}, pool={"kind": "static", "workers": 0})
+    simulate_run(spec, plant, work, twins=msgspec.structs.replace(chunked_twins(), engine=Told))
+
+    assert len(batches) == 4
+    assert all(batch == batches[0] for batch in batches)
 
 
 def test_a_sample_that_comes_again_goes_where_its_group_is() -> None:

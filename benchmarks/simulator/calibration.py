@@ -94,7 +94,7 @@ def _error(row: str, fitted: Calibration, pool: ProcessPoolExecutor) -> float:
     found = dict(zip(counts, pool.map(partial(steady, row, fitted), counts), strict=True))
     off = differences(row, found)
     error = sum(difference**2 for difference in off.values())
-    told = ", ".join(f"{name} {difference:+.1%}" for name, difference in off.items())
+    told = ", ".join(f"{name} {math.expm1(difference):+.1%}" for name, difference in off.items())
     print(f"{row} {fitted}: {told}; {error:.5f}", flush=True)
     return error
 

@@ -14,7 +14,8 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from statistics import fmean
+from functools import partial
+from statistics import fmean, stdev
 
 from msgspec import to_builtins
 from rich import box
@@ -52,7 +53,7 @@ from benchmarks.simulator.segments import (
     published_system,
     total,
 )
-from tidemill.pool.timetable import Change, Timetable
+from tidemill.pool.timetable import Change
 from tidemill.sim.rlboost import rlboost_twins
 from tidemill.sim.run import simulate_run
 
@@ -68,8 +69,8 @@ CASES = [
     ("14B", "no memory"),
 ]
 
-KILLED_STEPS = tuple(range(6, 12))
-"""The steps in which instances are killed, one in each run: the window has settled."""
+KILLED_STEP, KILLED_RUNS = 6, 20
+"""In which step instances are killed, and in how many runs, of equal seeds with and without migration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,7 @@ class Line:
     simulated: float
     kind: str  # fitted or predicted
     reached: bool | None = None  # None where nothing is asked
+    error: float | None = None  # standard error of what is simulated, where it was repeated
 
 
 def run_case(row: str, name: str, segment: str | None) -> Outcome:
@@ -89,22 +91,25 @@ def run_case(row: str, name: str, segment: str | None) -> Outcome:
     return play(row, published_system(row, **ABLATIONS[name]), segment)
 
 
-def killing(after_s: float, *, migrates: bool, step: int) -> float:
-    """Seconds that killing 3 of 6 instances adds to a 14B step."""
+def killing(seed: int, after_s: float) -> tuple[float, float]:
+    """Seconds that killing 3 of 6 instances adds to a 14B step: with migration, and where all is computed anew."""
+    step_s, began_s = _sixth_step(seed)
+    with_it, without = (_sixth_step(seed, began_s + after_s, migrates=migrates)[0] for migrates in (True, False))
+    return with_it - step_s, without - step_s
+
+
+def _sixth_step(seed: int, killed_s: float = math.inf, *, migrates: bool = True) -> tuple[float, float]:
+    """How long it takes, and when it begins."""
     fitted = FITTED["14B"]
-
-    def ends(timetable: Timetable) -> list[float]:
-        run = simulate_run(
-            published_spec(steps=step, known_windows=FOUND_WINDOWS_S["14B"]),
-            plant("14B", fitted),
-            workload(fitted),
-            timetable,
-            twins=rlboost_twins(GROUP, migrates=migrates),
-        )
-        return [line.elapsed_s for line in run.metrics]
-
-    undisturbed = ends(_six(math.inf))
-    return ends(_six(undisturbed[step - 2] + after_s))[-1] - undisturbed[-1]
+    run = simulate_run(
+        published_spec(steps=KILLED_STEP, seed=seed, known_windows=FOUND_WINDOWS_S["14B"]),
+        plant("14B", fitted),
+        workload(fitted),
+        _six(killed_s),
+        twins=rlboost_twins(GROUP, migrates=migrates),
+    )
+    *_, before, last = (line.elapsed_s for line in run.metrics)
+    return last - before, before
 
 
 def _six(killed_s: float) -> Iterator[Change]:
@@ -114,14 +119,13 @@ def _six(killed_s: float) -> Iterator[Change]:
         yield from (Change(time_s=killed_s, place=place, to="down") for place in range(3))
 
 
-def saved(after_s: float, pool: ProcessPoolExecutor) -> float:
-    """Of what killing adds, the share that migrating saves."""
-    added = {
-        migrates: [pool.submit(killing, after_s, migrates=migrates, step=step) for step in KILLED_STEPS]
-        for migrates in (True, False)
-    }
-    with_it, without = (fmean(future.result() for future in added[migrates]) for migrates in (True, False))
-    return 1 - with_it / without
+def saved(after_s: float, pool: ProcessPoolExecutor) -> tuple[float, float]:
+    """Of what killing adds on average, the share that migrating saves, and its standard error."""
+    added = list(pool.map(partial(killing, after_s=after_s), range(KILLED_RUNS)))
+    with_it, without = (fmean(seconds) for seconds in zip(*added, strict=True))
+    left = with_it / without
+    error = stdev(one - left * other for one, other in added) / without / math.sqrt(KILLED_RUNS)
+    return 1 - left, error
 
 
 def static_lines(pool: ProcessPoolExecutor) -> Iterator[Line]:
@@ -151,8 +155,8 @@ def dynamic_lines(totals: dict[tuple[str, str], Total]) -> Iterator[Line]:
     yield _compared("14B, effect of memory", MEMORY, whole / totals["14B", "no memory"].tokens_per_s - 1)
 
 
-def _compared(figure: str, published: float, simulated: float) -> Line:
-    return Line(figure, published, simulated, "predicted", 1 / FACTOR <= simulated / published <= FACTOR)
+def _compared(figure: str, published: float, simulated: float, error: float | None = None) -> Line:
+    return Line(figure, published, simulated, "predicted", 1 / FACTOR <= simulated / published <= FACTOR, error)
 
 
 def show(lines: list[Line]) -> None:
@@ -162,10 +166,11 @@ def show(lines: list[Line]) -> None:
     for line in lines:
         verdict = "" if line.reached is None else "reached" if line.reached else "MISSED"
         off = f"{line.simulated / line.published - 1:+.0%}"
-        figures = (
+        published, simulated = (
             f"{figure:,.0f}" if abs(figure) >= 5 else f"{figure:.2f}" for figure in (line.published, line.simulated)
         )
-        table.add_row(line.figure, *figures, off, line.kind, verdict)
+        error = "" if line.error is None else f" ± {line.error:.2f}"
+        table.add_row(line.figure, published, simulated + error, off, line.kind, verdict)
     Console(width=120).print(table)
 
 
@@ -174,7 +179,7 @@ def main() -> int:
     with ProcessPoolExecutor(CORES) as pool:
         lines = [*static_lines(pool), *dynamic_lines(totals)]
         for after_s, share in SAVED_BY_MIGRATING.items():
-            lines.append(_compared(f"14B, killed at {after_s} s: saved by migrating", share, saved(after_s, pool)))
+            lines.append(_compared(f"14B, killed at {after_s} s: saved by migrating", share, *saved(after_s, pool)))
     show(lines)
     for (row, name), found in totals.items():
         held = f"{found.workers:.2f} instances, {found.evictions} evictions"

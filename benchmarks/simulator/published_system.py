@@ -146,6 +146,7 @@ def base_spec(*, steps: int, fleet: dict[str, Any], **sections: dict[str, Any]) 
     )
 
 
-def published_spec(*, steps: int, **fleet: Any) -> RunSpec:
+def published_spec(*, steps: int, seed: int = 0, **fleet: Any) -> RunSpec:
     """Strictly on policy, with the constants of the public code; `fleet` are windows that are known, and ablations."""
-    return base_spec(steps=steps, fleet={**rlboost_fleet(GROUP), **fleet}, engine={"tick_s": LOST_S})
+    fleet = {**rlboost_fleet(GROUP), **fleet}
+    return base_spec(steps=steps, fleet=fleet, engine={"tick_s": LOST_S}, run={"seed": seed})

@@ -16,7 +16,7 @@ from tidemill.controller.fleet import Fleet
 from tidemill.controller.lengths import LengthEstimator
 from tidemill.controller.router import GroupKey, Load, Movable, Move, Waiting
 from tidemill.core.buffers import count
-from tidemill.core.records import GenerateRequest, SampleId
+from tidemill.core.records import GenerateRequest, SampleId, TokenDelta
 from tidemill.sim.completions import Completions
 from tidemill.sim.costs import EngineCosts
 from tidemill.sim.engine import SimulatedEngine
@@ -42,12 +42,17 @@ def rlboost_fleet(group_size: int) -> dict[str, Any]:
 
 
 def rlboost_twins(group_size: int, *, migrates: bool = True) -> Twins:
-    """
+    """For one simulation.
+
     Args:
-        migrates: or what an evicted worker had is computed anew.
+        migrates: or requests that an evicted worker had are computed anew, with all their samples.
     """
     router = GroupRouter(group_size=group_size, most_pending=MOST_PENDING)
-    return Twins(fleet=partial(Fleet, router=router, lengths=UnknownLengths()), engine=GroupEngine, last_words=migrates)
+    return Twins(
+        fleet=partial(Fleet, router=router, lengths=UnknownLengths()),
+        engine=partial(GroupEngine, whole=None if migrates else {}),
+        last_words=migrates,
+    )
 
 
 class UnknownLengths(LengthEstimator):
@@ -156,19 +161,62 @@ def _groups(members: Iterable[T], group: Callable[[T], GroupKey]) -> dict[GroupK
     return found
 
 
-class GroupEngine(SimulatedEngine):
-    """Samples of one prompt that come together go on from the shortest: what others had beyond that is made again."""
+Requests = dict[GroupKey, tuple["GroupEngine", dict[SampleId, GenerateRequest]]]
+"""What was asked of which engine last, by group."""
 
-    def __init__(self, costs: EngineCosts, completions: Completions, *, now_s: float) -> None:
+
+class GroupEngine(SimulatedEngine):
+    """Samples of one prompt that come together go on from the shortest: what others had beyond that is made again.
+
+    Args:
+        whole: requests, known to all engines, where a request is answered as a whole: one that another engine had and
+            was not called back from there is lost with all its samples, also those that had ended. They are made again
+            here, and told to nobody.
+    """
+
+    def __init__(
+        self, costs: EngineCosts, completions: Completions, *, now_s: float, whole: Requests | None = None
+    ) -> None:
         super().__init__(costs, completions, now_s=now_s)
+        self._whole = whole
         self._cut: dict[SampleId, int] = {}  # tokens with which a sample that came begins
+        self._again: set[SampleId] = set()  # had ended elsewhere
 
     def submit(self, requests: Iterable[GenerateRequest], now_s: float) -> None:
-        groups = _groups(requests, lambda request: request.sample_id.group).values()
-        for members in groups:
+        together: list[GenerateRequest] = []
+        for group, members in _groups(requests, lambda request: request.sample_id.group).items():
+            members += self._lost_with(group, members)
             shortest = min(count(member.prefix_ids) for member in members)
             self._cut |= {member.sample_id: shortest for member in members}
-        super().submit([member for members in groups for member in members], now_s)
+            together += members
+        super().submit(together, now_s)
+
+    def abort(self, sample_ids: Sequence[SampleId], now_s: float) -> None:
+        groups = {sample_id.group for sample_id in sample_ids}
+        if self._whole is not None:
+            for group in groups:
+                self._whole.pop(group, None)
+        super().abort([*sample_ids, *(one for one in self._again if one.group in groups)], now_s)
+
+    def flush(self, now_s: float) -> list[TokenDelta]:
+        return self._told(super().flush(now_s))
+
+    def take_ended(self) -> list[TokenDelta]:
+        return self._told(super().take_ended())
+
+    def _lost_with(self, group: GroupKey, members: Iterable[GenerateRequest]) -> list[GenerateRequest]:
+        """Of a request that comes again because it was lost, the samples that nobody asks for again."""
+        if self._whole is None:
+            return []
+        asked = {member.sample_id: member for member in members}
+        engine, before = self._whole.get(group, (self, {}))
+        lost = [] if engine is self else [request for one, request in before.items() if one not in asked]
+        self._again |= {request.sample_id for request in lost}
+        self._whole[group] = (self, asked | {request.sample_id: request for request in lost})
+        return lost
+
+    def _told(self, deltas: list[TokenDelta]) -> list[TokenDelta]:
+        return [delta for delta in deltas if delta.sample_id not in self._again]
 
     def _kept(self, request: GenerateRequest) -> int:
         return self._cut.pop(request.sample_id, super()._kept(request))

@@ -54,7 +54,7 @@ class Twins(Record):
 
     fleet: Callable[..., Fleet] = Fleet
     host: Callable[..., SimulatedHost] = SimulatedHost
-    engine: type[SimulatedEngine] = SimulatedEngine
+    engine: Callable[..., SimulatedEngine] = SimulatedEngine
     tick_s: float = math.inf  # how often workers report what is under way, besides when samples end
     last_words: bool = True  # a machine that goes has told what its samples had; else they begin anew elsewhere
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tidemill.core.clock import Clock
 from tidemill.core.errors import WorkerLost
@@ -216,7 +216,7 @@ class SimulatedHost:
         clock: Clock,
         tick_s: float = math.inf,
         heartbeat_s: float = math.inf,
-        engine_type: type[SimulatedEngine] = SimulatedEngine,
+        engine_type: Callable[..., SimulatedEngine] = SimulatedEngine,
     ) -> None:
         self.workers: dict[str, SimulatedWorker] = {}  # by lease
         self._engine, self._weights, self._completions, self._clock = engine, weights, completions, clock

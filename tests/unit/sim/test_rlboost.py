@@ -12,7 +12,7 @@ from tidemill.core.buffers import count, pack_tokens
 from tidemill.core.records import GenerateRequest, PolicyVersion, SamplingParams
 from tidemill.sim.completions import BlankCompletions
 from tidemill.sim.costs import ConstantEngine
-from tidemill.sim.rlboost import GroupEngine, GroupRouter, UnknownLengths
+from tidemill.sim.rlboost import GroupEngine, GroupRouter, Requests, UnknownLengths
 
 V0 = PolicyVersion(number=0, digest="a")
 ROUTER = GroupRouter(group_size=2, most_pending=2)
@@ -141,3 +141,48 @@ def test_a_sample_called_back_before_it_is_where_it_was_has_what_it_came_with() 
         (2, 3, "aborted"),
         (6, 0, "aborted"),
     ]
+
+
+@pytest.mark.parametrize(("called_back", "made"), [(False, 2 + 9 + 9), (True, 7 + 7)])
+def test_a_request_that_is_lost_is_made_again_with_the_samples_that_had_ended(called_back: bool, made: int) -> None:
+    costs = ConstantEngine(slots=4, plateau=4, step_s=0.1, prefill_tokens_per_s=1e9)
+    whole: Requests = {}
+    lost, other = (
+        GroupEngine(costs, BlankCompletions(lambda sample: 9 if sample.index else 2), now_s=0.0, whole=whole)
+        for _ in range(2)
+    )
+    for engine in (lost, other):
+        engine.load(V0, computes_with=V0, swap_s=0.0, now_s=0.0)
+    lost.submit([request(0, index, 0) for index in range(3)], 0.0)
+    lost.advance(0.25)
+    assert [one.sample_id.index for one in lost.take_ended()] == [0]
+
+    have = 0
+    if called_back:  # it tells what it has
+        lost.abort([request(0, index, 0).sample_id for index in (1, 2)], 0.25)
+        have = 2
+    other.submit([request(0, index, have) for index in (1, 2)], 0.3)
+    other.advance(10.0)
+
+    assert [(one.sample_id.index, one.start, count(one.token_ids)) for one in other.take_ended()] == [
+        (1, have, 9 - have),
+        (2, have, 9 - have),
+    ]
+    assert other.generated == made
+
+
+def test_a_request_lost_twice_is_still_made_as_a_whole() -> None:
+    costs = ConstantEngine(slots=4, plateau=4, step_s=0.1, prefill_tokens_per_s=1e9)
+    whole: Requests = {}
+    engines = [
+        GroupEngine(costs, BlankCompletions(lambda sample: 9 if sample.index else 2), now_s=0.0, whole=whole)
+        for _ in range(3)
+    ]
+    for engine, asked in zip(engines, ((0, 1), (1,), (1,)), strict=True):
+        engine.load(V0, computes_with=V0, swap_s=0.0, now_s=0.0)
+        engine.submit([request(0, index, 0) for index in asked], 0.0)
+        engine.advance(0.35)  # the first has ended, and the other has 3 tokens
+    assert [engine.generated for engine in engines] == [5, 5, 5]
+    assert [(one.sample_id.index, count(one.token_ids)) for one in engines[-1].flush(0.35)] == [(1, 3)]
+    engines[-1].advance(10.0)
+    assert [one.sample_id.index for one in engines[-1].take_ended()] == [1]

@@ -86,7 +86,7 @@ def ours(lag: int, *, twins: Twins | None = None, delta_share: float = CHANGED, 
 
 def in_groups(lag: int) -> System:
     fleet = partial(Fleet, router=GroupRouter(group_size=GROUP, most_pending=MOST_PENDING))
-    twins = Twins(fleet=fleet, engine=GroupEngine, tick_s=TICK_S)
+    twins = Twins(fleet=fleet, engine=partial(GroupEngine, moved="unfinished", asked={}), tick_s=TICK_S)
     return ours(lag, twins=twins, queue_limit=MOST_PENDING * GROUP, max_moves=UNLIMITED)
 
 
@@ -103,9 +103,10 @@ VARIATIONS: dict[str, Callable[[int], System]] = {
     "without continuous balance": lambda lag: ours(lag, max_moves=0),
     "with tail consolidation": lambda lag: ours(lag, tail_fraction=0.1),
 }
-PUBLISHED = "published policy"
+PUBLISHED, AS_ITS_CODE = "published policy", "cut to samples that had ended, as its code"
 SYSTEMS: dict[str, Callable[[], System]] = {
     PUBLISHED: partial(published_system, ROW),
+    AS_ITS_CODE: partial(published_system, ROW, moved="all"),
     **{f"ours, lag {lag}": partial(ours, lag) for lag in (0, 1)},
     **{f"{name}, lag {lag}": partial(make, lag) for name, make in VARIATIONS.items() for lag in (0, 1)},
 }
@@ -146,7 +147,8 @@ def show(totals: dict[str, Total], best: tuple[float, float]) -> None:
         speed, money = found.tokens_per_s / base.tokens_per_s, found.tokens_per_usd / base.tokens_per_usd
         return f"{speed:.3f}", f"{money:.3f}", f"{found.trainer_idle:.1%}"
 
-    table.add_row(PUBLISHED, *cells(base), "", "", "")
+    for name in (PUBLISHED, AS_ITS_CODE):
+        table.add_row(name, *cells(totals[name]), "", "", "")
     for name in ("ours", *VARIATIONS):
         played = [totals.get(f"{name}, lag {lag}") for lag in (0, 1)]
         table.add_row(name, *(cell for found in played for cell in (cells(found) if found else ("", "", ""))))

@@ -16,6 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import fmean, stdev
+from typing import Any
 
 from msgspec import to_builtins
 from rich import box
@@ -54,11 +55,11 @@ from benchmarks.simulator.segments import (
     total,
 )
 from tidemill.pool.timetable import Change
-from tidemill.sim.rlboost import rlboost_twins
+from tidemill.sim.rlboost import Moved, rlboost_twins
 from tidemill.sim.run import simulate_run
 
 WITHIN, FACTOR = 0.1, 1.5
-ABLATIONS: dict[str, dict[str, bool]] = {
+ABLATIONS: dict[str, dict[str, Any]] = {
     "published": {},
     "no seeding": {"seeding": False},
     "no memory": {"remember_windows": False},
@@ -69,6 +70,8 @@ CASES = [
     ("14B", "no memory"),
 ]
 
+MOVED: tuple[Moved, Moved] = ("unfinished", "anew")
+"""With migration and without."""
 KILLED_STEP, KILLED_RUNS = 6, 20
 """In which step instances are killed, and in how many runs, of equal seeds with and without migration."""
 
@@ -94,11 +97,11 @@ def run_case(row: str, name: str, segment: str | None) -> Outcome:
 def killing(seed: int, after_s: float) -> tuple[float, float]:
     """Seconds that killing 3 of 6 instances adds to a 14B step: with migration, and where all is computed anew."""
     step_s, began_s = _sixth_step(seed)
-    with_it, without = (_sixth_step(seed, began_s + after_s, migrates=migrates)[0] for migrates in (True, False))
+    with_it, without = (_sixth_step(seed, began_s + after_s, moved=moved)[0] for moved in MOVED)
     return with_it - step_s, without - step_s
 
 
-def _sixth_step(seed: int, killed_s: float = math.inf, *, migrates: bool = True) -> tuple[float, float]:
+def _sixth_step(seed: int, killed_s: float = math.inf, *, moved: Moved = MOVED[0]) -> tuple[float, float]:
     """How long it takes, and when it begins."""
     fitted = FITTED["14B"]
     run = simulate_run(
@@ -106,7 +109,7 @@ def _sixth_step(seed: int, killed_s: float = math.inf, *, migrates: bool = True)
         plant("14B", fitted),
         workload(fitted),
         _six(killed_s),
-        twins=rlboost_twins(GROUP, migrates=migrates),
+        twins=rlboost_twins(GROUP, moved=moved),
     )
     *_, before, last = (line.elapsed_s for line in run.metrics)
     return last - before, before

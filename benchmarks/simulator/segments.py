@@ -11,7 +11,7 @@ from benchmarks.simulator.published_system import FITTED, FOUND_WINDOWS_S, GROUP
 from tidemill.config.schema import RunSpec
 from tidemill.core.records import Record
 from tidemill.pool.timetable import Timetable
-from tidemill.sim.rlboost import rlboost_twins
+from tidemill.sim.rlboost import Moved, rlboost_twins
 from tidemill.sim.run import Twins, simulate_run
 
 ENDLESS = 10_000
@@ -42,10 +42,11 @@ class Outcome(Record):
     recomputed: int
 
 
-def published_system(row: str, **fleet: Any) -> System:
+def published_system(row: str, *, moved: Moved = "unfinished", **fleet: Any) -> System:
     """The published policy, with windows of earlier runs, as its public code; `fleet` are ablations."""
     return System(
-        spec=published_spec(steps=ENDLESS, known_windows=FOUND_WINDOWS_S[row], **fleet), twins=rlboost_twins(GROUP)
+        spec=published_spec(steps=ENDLESS, known_windows=FOUND_WINDOWS_S[row], **fleet),
+        twins=rlboost_twins(GROUP, moved=moved),
     )
 
 

@@ -1,7 +1,7 @@
 """What RLBoost (arXiv 2510.19225) and its public implementation decide otherwise, for comparisons in simulation.
 
 The samples of a prompt travel as one request, to whoever has the fewest pending, whatever their lengths and wherever
-their prompt was computed; a request that moves is cut to the shortest of its unfinished samples.
+their prompt was computed; a request that moves is cut to the shortest of its samples.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
+
+import msgspec
 
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.lengths import LengthEstimator
 from tidemill.controller.router import GroupKey, Load, Movable, Move, Waiting
-from tidemill.core.buffers import count
+from tidemill.core.buffers import ITEM_BYTES, count
 from tidemill.core.records import GenerateRequest, SampleId, TokenDelta
 from tidemill.sim.completions import Completions
 from tidemill.sim.costs import EngineCosts
@@ -27,6 +29,10 @@ T = TypeVar("T")
 MOST_PENDING = 1
 """Theta: groups queued at a worker at most; the public code gives none to an engine in which something is queued."""
 UNLIMITED = 10**6
+
+Moved = Literal["unfinished", "all", "anew"]
+"""How a group goes on elsewhere: from the shortest of its unfinished samples; from the shortest of all, as the public
+code has it, those that had ended being made again; or, where a worker was evicted, all of it anew."""
 
 
 def rlboost_fleet(group_size: int) -> dict[str, Any]:
@@ -41,17 +47,13 @@ def rlboost_fleet(group_size: int) -> dict[str, Any]:
     }
 
 
-def rlboost_twins(group_size: int, *, migrates: bool = True) -> Twins:
-    """For one simulation.
-
-    Args:
-        migrates: or requests that an evicted worker had are computed anew, with all their samples.
-    """
+def rlboost_twins(group_size: int, *, moved: Moved = "unfinished") -> Twins:
+    """For one simulation."""
     router = GroupRouter(group_size=group_size, most_pending=MOST_PENDING)
     return Twins(
         fleet=partial(Fleet, router=router, lengths=UnknownLengths()),
-        engine=partial(GroupEngine, whole=None if migrates else {}),
-        last_words=migrates,
+        engine=partial(GroupEngine, moved=moved, asked={}),
+        last_words=moved != "anew",
     )
 
 
@@ -161,31 +163,31 @@ def _groups(members: Iterable[T], group: Callable[[T], GroupKey]) -> dict[GroupK
     return found
 
 
-Requests = dict[GroupKey, tuple["GroupEngine", dict[SampleId, GenerateRequest]]]
-"""What was asked of which engine last, by group."""
+Asked = dict[GroupKey, tuple["GroupEngine", dict[SampleId, GenerateRequest]]]
+"""What every engine was asked for last, by group."""
 
 
 class GroupEngine(SimulatedEngine):
-    """Samples of one prompt that come together go on from the shortest: what others had beyond that is made again.
+    """The samples of a prompt are one request, which goes on as `moved` says when it comes from elsewhere. What samples
+    had beyond that is made again; and those that had ended, and are made again, are told to nobody.
 
     Args:
-        whole: requests, known to all engines, where a request is answered as a whole: one that another engine had and
-            was not called back from there is lost with all its samples, also those that had ended. They are made again
-            here, and told to nobody.
+        asked: known to all engines of a simulation.
     """
 
     def __init__(
-        self, costs: EngineCosts, completions: Completions, *, now_s: float, whole: Requests | None = None
+        self, costs: EngineCosts, completions: Completions, *, now_s: float, moved: Moved, asked: Asked
     ) -> None:
         super().__init__(costs, completions, now_s=now_s)
-        self._whole = whole
+        self._moved, self._asked = moved, asked
         self._cut: dict[SampleId, int] = {}  # tokens with which a sample that came begins
         self._again: set[SampleId] = set()  # had ended elsewhere
 
     def submit(self, requests: Iterable[GenerateRequest], now_s: float) -> None:
         together: list[GenerateRequest] = []
         for group, members in _groups(requests, lambda request: request.sample_id.group).items():
-            members += self._lost_with(group, members)
+            if self._moved != "unfinished":
+                members += self._ended(group, members)
             shortest = min(count(member.prefix_ids) for member in members)
             self._cut |= {member.sample_id: shortest for member in members}
             together += members
@@ -193,9 +195,9 @@ class GroupEngine(SimulatedEngine):
 
     def abort(self, sample_ids: Sequence[SampleId], now_s: float) -> None:
         groups = {sample_id.group for sample_id in sample_ids}
-        if self._whole is not None:
+        if self._moved == "anew":  # what is called back tells what it has
             for group in groups:
-                self._whole.pop(group, None)
+                self._asked.pop(group, None)
         super().abort([*sample_ids, *(one for one in self._again if one.group in groups)], now_s)
 
     def flush(self, now_s: float) -> list[TokenDelta]:
@@ -204,16 +206,20 @@ class GroupEngine(SimulatedEngine):
     def take_ended(self) -> list[TokenDelta]:
         return self._told(super().take_ended())
 
-    def _lost_with(self, group: GroupKey, members: Iterable[GenerateRequest]) -> list[GenerateRequest]:
-        """Of a request that comes again because it was lost, the samples that nobody asks for again."""
-        if self._whole is None:
-            return []
+    def _ended(self, group: GroupKey, members: Iterable[GenerateRequest]) -> list[GenerateRequest]:
+        """Of a group that comes from another engine, the samples that were asked for there and are not any more."""
         asked = {member.sample_id: member for member in members}
-        engine, before = self._whole.get(group, (self, {}))
-        lost = [] if engine is self else [request for one, request in before.items() if one not in asked]
-        self._again |= {request.sample_id for request in lost}
-        self._whole[group] = (self, asked | {request.sample_id: request for request in lost})
-        return lost
+        engine, before = self._asked.get(group, (self, {}))
+        ended = [] if engine is self else [request for one, request in before.items() if one not in asked]
+        if self._moved == "all":
+            ended = [self._with_all(request) for request in ended]
+        self._again |= {request.sample_id for request in ended}
+        self._asked[group] = (self, asked | {request.sample_id: request for request in ended})
+        return ended
+
+    def _with_all(self, request: GenerateRequest) -> GenerateRequest:
+        tokens = min(self._completions.length(request.sample_id), request.sampling.max_new_tokens)
+        return msgspec.structs.replace(request, prefix_ids=bytes(tokens * ITEM_BYTES))
 
     def _told(self, deltas: list[TokenDelta]) -> list[TokenDelta]:
         return [delta for delta in deltas if delta.sample_id not in self._again]

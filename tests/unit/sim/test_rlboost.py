@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from tidemill.core.buffers import count, pack_tokens
 from tidemill.core.records import GenerateRequest, PolicyVersion, SamplingParams
 from tidemill.sim.completions import BlankCompletions
 from tidemill.sim.costs import ConstantEngine
-from tidemill.sim.rlboost import GroupEngine, GroupRouter, Requests, UnknownLengths
+from tidemill.sim.rlboost import GroupEngine, GroupRouter, Moved, UnknownLengths
 
 V0 = PolicyVersion(number=0, digest="a")
 ROUTER = GroupRouter(group_size=2, most_pending=2)
@@ -94,6 +95,9 @@ def test_lengths_are_not_looked_at() -> None:
     assert lengths.expected_remaining("p0", 0, 1000) == lengths.expected_remaining("p1", 700, 1000)
 
 
+ALONE: Any = {"now_s": 0.0, "moved": "unfinished", "asked": {}}
+
+
 def request(prompt: int, index: int, prefix: int) -> GenerateRequest:
     return GenerateRequest(
         sample_id=make_id(f"p{prompt}", index),
@@ -108,7 +112,7 @@ def request(prompt: int, index: int, prefix: int) -> GenerateRequest:
 def test_a_group_that_moves_is_cut_to_its_shortest_sample() -> None:
     costs = ConstantEngine(slots=4, plateau=4, step_s=0.1, prefill_tokens_per_s=100.0)
     lengths = {("p0", 0): 6, ("p0", 1): 9, ("p1", 0): 7}
-    engine = GroupEngine(costs, BlankCompletions(lambda sample: lengths[sample.prompt_id, sample.index]), now_s=0.0)
+    engine = GroupEngine(costs, BlankCompletions(lambda sample: lengths[sample.prompt_id, sample.index]), **ALONE)
     engine.load(V0, computes_with=V0, swap_s=0.0, now_s=0.0)
 
     engine.submit([request(0, 0, 2), request(0, 1, 6), request(1, 0, 5)], 0.0)
@@ -131,7 +135,7 @@ def test_a_group_that_moves_is_cut_to_its_shortest_sample() -> None:
 
 def test_a_sample_called_back_before_it_is_where_it_was_has_what_it_came_with() -> None:
     costs = ConstantEngine(slots=4, plateau=4, step_s=0.1, prefill_tokens_per_s=1e9)
-    engine = GroupEngine(costs, BlankCompletions(lambda _: 40), now_s=0.0)
+    engine = GroupEngine(costs, BlankCompletions(lambda _: 40), **ALONE)
     engine.load(V0, computes_with=V0, swap_s=0.0, now_s=0.0)
     engine.submit([request(0, 0, 2), request(0, 1, 6)], 0.0)
 
@@ -143,46 +147,53 @@ def test_a_sample_called_back_before_it_is_where_it_was_has_what_it_came_with() 
     ]
 
 
-@pytest.mark.parametrize(("called_back", "made"), [(False, 2 + 9 + 9), (True, 7 + 7)])
-def test_a_request_that_is_lost_is_made_again_with_the_samples_that_had_ended(called_back: bool, made: int) -> None:
+def engines(number: int, moved: Moved) -> list[GroupEngine]:
+    """Engines that know of each other, four samples at once, 0.1 s a token: a prompt's first has 2, others 9."""
     costs = ConstantEngine(slots=4, plateau=4, step_s=0.1, prefill_tokens_per_s=1e9)
-    whole: Requests = {}
-    lost, other = (
-        GroupEngine(costs, BlankCompletions(lambda sample: 9 if sample.index else 2), now_s=0.0, whole=whole)
-        for _ in range(2)
-    )
-    for engine in (lost, other):
+    completions, asked = BlankCompletions(lambda sample: 9 if sample.index else 2), dict[Any, Any]()
+    made = [GroupEngine(costs, completions, now_s=0.0, moved=moved, asked=asked) for _ in range(number)]
+    for engine in made:
         engine.load(V0, computes_with=V0, swap_s=0.0, now_s=0.0)
-    lost.submit([request(0, index, 0) for index in range(3)], 0.0)
-    lost.advance(0.25)
-    assert [one.sample_id.index for one in lost.take_ended()] == [0]
+    return made
 
-    have = 0
-    if called_back:  # it tells what it has
-        lost.abort([request(0, index, 0).sample_id for index in (1, 2)], 0.25)
-        have = 2
-    other.submit([request(0, index, have) for index in (1, 2)], 0.3)
+
+@pytest.mark.parametrize(
+    ("moved", "called_back", "generated"),
+    [
+        ("unfinished", True, 5 + 5),
+        ("all", True, 7 + 7),  # both go on from the 2 tokens of the one that had ended
+        ("anew", True, 5 + 5),  # it told what it had
+        ("unfinished", False, 9 + 9),
+        ("all", False, 2 + 9 + 9),  # nothing was told of those that had not ended
+        ("anew", False, 2 + 9 + 9),
+    ],
+)
+def test_samples_that_had_ended_when_their_group_moves(moved: Moved, called_back: bool, generated: int) -> None:
+    first, other = engines(2, moved)
+    first.submit([request(0, index, 0) for index in range(3)], 0.0)
+    first.advance(0.45)
+    assert [one.sample_id.index for one in first.take_ended()] == [0]
+    if called_back:
+        first.abort([request(0, index, 0).sample_id for index in (1, 2)], 0.45)
+
+    have = 4 if called_back else 0
+    other.submit([request(0, index, have) for index in (1, 2)], 0.5)
     other.advance(10.0)
 
     assert [(one.sample_id.index, one.start, count(one.token_ids)) for one in other.take_ended()] == [
         (1, have, 9 - have),
         (2, have, 9 - have),
     ]
-    assert other.generated == made
+    assert other.generated == generated
 
 
 def test_a_request_lost_twice_is_still_made_as_a_whole() -> None:
-    costs = ConstantEngine(slots=4, plateau=4, step_s=0.1, prefill_tokens_per_s=1e9)
-    whole: Requests = {}
-    engines = [
-        GroupEngine(costs, BlankCompletions(lambda sample: 9 if sample.index else 2), now_s=0.0, whole=whole)
-        for _ in range(3)
-    ]
-    for engine, asked in zip(engines, ((0, 1), (1,), (1,)), strict=True):
-        engine.load(V0, computes_with=V0, swap_s=0.0, now_s=0.0)
-        engine.submit([request(0, index, 0) for index in asked], 0.0)
+    three = engines(3, "anew")
+    for engine, indices in zip(three, ((0, 1), (1,), (1,)), strict=True):
+        engine.submit([request(0, index, 0) for index in indices], 0.0)
         engine.advance(0.35)  # the first has ended, and the other has 3 tokens
-    assert [engine.generated for engine in engines] == [5, 5, 5]
-    assert [(one.sample_id.index, count(one.token_ids)) for one in engines[-1].flush(0.35)] == [(1, 3)]
-    engines[-1].advance(10.0)
-    assert [one.sample_id.index for one in engines[-1].take_ended()] == [1]
+    assert [engine.generated for engine in three] == [5, 5, 5]
+    last = three[-1]
+    assert [(one.sample_id.index, count(one.token_ids)) for one in last.flush(0.35)] == [(1, 3)]
+    last.advance(10.0)
+    assert [one.sample_id.index for one in last.take_ended()] == [1]

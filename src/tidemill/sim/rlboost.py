@@ -1,7 +1,7 @@
 """What RLBoost (arXiv 2510.19225) and its public implementation decide otherwise, for comparisons in simulation.
 
 The samples of a prompt travel as one request, to whoever has the fewest pending, whatever their lengths and wherever
-their prompt was computed; a request that moves is cut to the shortest of its samples.
+their prompt was computed; a request that moves is cut to the shortest of its unfinished samples.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ MOST_PENDING = 1
 """Theta: groups queued at a worker at most; the public code gives none to an engine in which something is queued."""
 UNLIMITED = 10**6
 
-Moved = Literal["unfinished", "all", "anew"]
-"""How a group goes on elsewhere: from the shortest of its unfinished samples; from the shortest of all, as the public
-code has it, those that had ended being made again; or, where a worker was evicted, all of it anew."""
+Moved = Literal["unfinished", "all", "samples anew", "requests anew"]
+"""How a group goes on elsewhere: from the shortest of its unfinished samples; or of all, as the public code has it,
+those that had ended being made again. Or, without migration, what an evicted worker had is made anew: its unfinished
+samples, or, where a request is answered once and as a whole, all samples of its unfinished requests."""
 
 
 def rlboost_fleet(group_size: int) -> dict[str, Any]:
@@ -53,7 +54,7 @@ def rlboost_twins(group_size: int, *, moved: Moved = "unfinished") -> Twins:
     return Twins(
         fleet=partial(Fleet, router=router, lengths=UnknownLengths()),
         engine=partial(GroupEngine, moved=moved, asked={}),
-        last_words=moved != "anew",
+        last_words=moved in ("unfinished", "all"),
     )
 
 
@@ -163,8 +164,8 @@ def _groups(members: Iterable[T], group: Callable[[T], GroupKey]) -> dict[GroupK
     return found
 
 
-Asked = dict[GroupKey, tuple["GroupEngine", dict[SampleId, GenerateRequest]]]
-"""What every engine was asked for last, by group."""
+Asked = dict[GroupKey, dict[SampleId, GenerateRequest]]
+"""What engines were last asked for, by group."""
 
 
 class GroupEngine(SimulatedEngine):
@@ -186,7 +187,7 @@ class GroupEngine(SimulatedEngine):
     def submit(self, requests: Iterable[GenerateRequest], now_s: float) -> None:
         together: list[GenerateRequest] = []
         for group, members in _groups(requests, lambda request: request.sample_id.group).items():
-            if self._moved != "unfinished":
+            if self._moved in ("all", "requests anew"):
                 members += self._ended(group, members)
             shortest = min(count(member.prefix_ids) for member in members)
             self._cut |= {member.sample_id: shortest for member in members}
@@ -195,7 +196,7 @@ class GroupEngine(SimulatedEngine):
 
     def abort(self, sample_ids: Sequence[SampleId], now_s: float) -> None:
         groups = {sample_id.group for sample_id in sample_ids}
-        if self._moved == "anew":  # what is called back tells what it has
+        if self._moved == "requests anew":  # what is called back tells what it has
             for group in groups:
                 self._asked.pop(group, None)
         super().abort([*sample_ids, *(one for one in self._again if one.group in groups)], now_s)
@@ -207,14 +208,13 @@ class GroupEngine(SimulatedEngine):
         return self._told(super().take_ended())
 
     def _ended(self, group: GroupKey, members: Iterable[GenerateRequest]) -> list[GenerateRequest]:
-        """Of a group that comes from another engine, the samples that were asked for there and are not any more."""
+        """Of a group that was asked for before, the samples that are not any more."""
         asked = {member.sample_id: member for member in members}
-        engine, before = self._asked.get(group, (self, {}))
-        ended = [] if engine is self else [request for one, request in before.items() if one not in asked]
+        ended = [request for one, request in self._asked.get(group, {}).items() if one not in asked]
         if self._moved == "all":
             ended = [self._with_all(request) for request in ended]
         self._again |= {request.sample_id for request in ended}
-        self._asked[group] = (self, asked | {request.sample_id: request for request in ended})
+        self._asked[group] = asked | {request.sample_id: request for request in ended}
         return ended
 
     def _with_all(self, request: GenerateRequest) -> GenerateRequest:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -13,7 +13,7 @@ from tidemill.core.buffers import count, pack_tokens
 from tidemill.core.records import GenerateRequest, PolicyVersion, SamplingParams
 from tidemill.sim.completions import BlankCompletions
 from tidemill.sim.costs import ConstantEngine
-from tidemill.sim.rlboost import GroupEngine, GroupRouter, Moved, UnknownLengths
+from tidemill.sim.rlboost import GroupEngine, GroupRouter, Moved, UnknownLengths, rlboost_twins
 
 V0 = PolicyVersion(number=0, digest="a")
 ROUTER = GroupRouter(group_size=2, most_pending=2)
@@ -162,21 +162,29 @@ def engines(number: int, moved: Moved) -> list[GroupEngine]:
     [
         ("unfinished", True, 5 + 5),
         ("all", True, 7 + 7),  # both go on from the 2 tokens of the one that had ended
-        ("anew", True, 5 + 5),  # it told what it had
+        ("samples anew", True, 5 + 5),
+        ("requests anew", True, 5 + 5),  # it told what it had
         ("unfinished", False, 9 + 9),
         ("all", False, 2 + 9 + 9),  # nothing was told of those that had not ended
-        ("anew", False, 2 + 9 + 9),
+        ("samples anew", False, 9 + 9),
+        ("requests anew", False, 2 + 9 + 9),
     ],
 )
-def test_samples_that_had_ended_when_their_group_moves(moved: Moved, called_back: bool, generated: int) -> None:
+@pytest.mark.parametrize("back", [False, True])
+def test_samples_that_had_ended_when_their_group_moves(
+    moved: Moved, called_back: bool, back: bool, generated: int
+) -> None:
     first, other = engines(2, moved)
     first.submit([request(0, index, 0) for index in range(3)], 0.0)
     first.advance(0.45)
     assert [one.sample_id.index for one in first.take_ended()] == [0]
     if called_back:
         first.abort([request(0, index, 0).sample_id for index in (1, 2)], 0.45)
+        first.take_ended()
 
     have = 4 if called_back else 0
+    other = first if back and called_back else other  # it may come back to where it was
+    before = other.generated
     other.submit([request(0, index, have) for index in (1, 2)], 0.5)
     other.advance(10.0)
 
@@ -184,16 +192,42 @@ def test_samples_that_had_ended_when_their_group_moves(moved: Moved, called_back
         (1, have, 9 - have),
         (2, have, 9 - have),
     ]
-    assert other.generated == generated
+    assert other.generated - before == generated
 
 
 def test_a_request_lost_twice_is_still_made_as_a_whole() -> None:
-    three = engines(3, "anew")
+    three = engines(3, "requests anew")
     for engine, indices in zip(three, ((0, 1), (1,), (1,)), strict=True):
         engine.submit([request(0, index, 0) for index in indices], 0.0)
+        engine.advance(0.15)
+        told = [(one.sample_id.index, count(one.token_ids)) for one in engine.flush(0.15)]
+        assert told == [(index, 1) for index in indices]  # of what is made again, nothing
         engine.advance(0.35)  # the first has ended, and the other has 3 tokens
     assert [engine.generated for engine in three] == [5, 5, 5]
     last = three[-1]
-    assert [(one.sample_id.index, count(one.token_ids)) for one in last.flush(0.35)] == [(1, 3)]
     last.advance(10.0)
     assert [one.sample_id.index for one in last.take_ended()] == [1]
+
+
+def test_what_is_made_again_goes_with_its_group() -> None:
+    first, other = engines(2, "all")
+    first.submit([request(0, index, 0) for index in range(2)], 0.0)
+    first.advance(0.45)
+    other.submit([request(0, 1, 0)], 0.5)
+    assert other.running == 2
+    other.abort([request(0, 1, 0).sample_id], 0.5)
+    assert (other.running, len(other.take_ended())) == (0, 1)
+
+
+@pytest.mark.parametrize("moved", get_args(Moved))
+def test_parts_of_a_simulation_do_as_they_are_told(moved: Moved) -> None:
+    twins = rlboost_twins(2, moved=moved)
+    costs = ConstantEngine(slots=4, plateau=4, step_s=0.1, prefill_tokens_per_s=1e9)
+    first, other = (twins.engine(costs, BlankCompletions(lambda _: 9), now_s=0.0) for _ in range(2))
+    for engine in (first, other):
+        engine.load(V0, computes_with=V0, swap_s=0.0, now_s=0.0)
+    first.submit([request(0, 0, 0), request(0, 1, 0)], 0.0)
+    other.submit([request(0, 1, 0)], 0.0)
+
+    assert other.running == (2 if moved in ("all", "requests anew") else 1)
+    assert twins.last_words == (moved in ("unfinished", "all"))

@@ -71,7 +71,10 @@ CASES = [
 ]
 
 MIGRATING: Moved = "unfinished"
-ANEW: dict[Moved, tuple[str, bool]] = {"requests anew": ("", True), "samples anew": (", ended samples kept", False)}
+ANEW: dict[Moved, tuple[str, bool]] = {
+    "requests anew": ("saved by migrating", True),
+    "samples anew": ("same, were ended samples kept", False),
+}
 """Without migration; how it is told, and whether it is what is compared with the published figure."""
 KILLED_STEP, KILLED_RUNS = 6, 20
 """In which step instances are killed, and in how many runs, of equal seeds with and without migration."""
@@ -126,10 +129,9 @@ def _six(killed_s: float) -> Iterator[Change]:
 def migrating_lines(pool: ProcessPoolExecutor) -> Iterator[Line]:
     for after_s, published in SAVED_BY_MIGRATING.items():
         added = list(pool.map(partial(killing, after_s=after_s), range(KILLED_RUNS)))
-        figure = f"14B, killed at {after_s} s: saved by migrating"
         for moved, (what, asked) in ANEW.items():
             share, error = saved([(one[MIGRATING], one[moved]) for one in added])
-            line = _compared(figure + what, published, share, error)
+            line = _compared(f"14B, killed at {after_s} s: {what}", published, share, error)
             yield line if asked else replace(line, reached=None)
 
 

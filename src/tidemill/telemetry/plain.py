@@ -97,7 +97,9 @@ def event_words(name: str, fields: dict[str, Any]) -> str:
     if name == GIVEN_UP:
         return f"no longer waiting for {fields['awaited']} after {duration(fields['waited_s'])}: {fields['lost']}"
     if name == REPLAY:
-        return f"steps {fields['first_step']} to {fields['last_step']} are learned from again, without generating"
+        first, last = fields["first_step"], fields["last_step"]
+        steps = f"step {first} is" if first == last else f"steps {first} to {last} are"
+        return f"{steps} learned from again, without generating"
     if name == ALREADY_FINISHED:
         return f"this run has done all its {fields['steps']} steps"
     if name == RESUME:

@@ -41,6 +41,7 @@ def test_the_lines_of_a_run_that_is_interrupted_and_resumed(tmp_path: Path) -> N
     second = fabricated.session()
     second.resume(5)
     second.event("replay", first_step=6, last_step=7)
+    second.event("replay", first_step=8, last_step=8)
     for step in range(6, 13):
         fabricated.learn(second, step)
     second.finish("finished")

@@ -41,7 +41,7 @@ from tidemill.controller.lengths import LengthEstimator
 from tidemill.controller.router import Load, Waiting
 from tidemill.sim.profiled import ProfiledEngine
 from tidemill.sim.profiles.generation import rollout_of, steady_tokens_per_s
-from tidemill.sim.rlboost import MOST_PENDING, UNLIMITED, GroupEngine, GroupRouter
+from tidemill.sim.rlboost import MOST_PENDING, UNLIMITED, GroupRouter, rlboost_twins
 from tidemill.sim.run import Twins
 
 ROW, TARGET = "14B", 1.15
@@ -86,7 +86,7 @@ def ours(lag: int, *, twins: Twins | None = None, delta_share: float = CHANGED, 
 
 def in_groups(lag: int) -> System:
     fleet = partial(Fleet, router=GroupRouter(group_size=GROUP, most_pending=MOST_PENDING))
-    twins = Twins(fleet=fleet, engine=partial(GroupEngine, moved="unfinished", asked={}), tick_s=TICK_S)
+    twins = msgspec.structs.replace(rlboost_twins(GROUP), fleet=fleet, tick_s=TICK_S)
     return ours(lag, twins=twins, queue_limit=MOST_PENDING * GROUP, max_moves=UNLIMITED)
 
 

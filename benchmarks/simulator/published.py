@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from itertools import product
 from statistics import fmean, stdev
 from typing import Any
 
@@ -98,11 +98,14 @@ def run_case(row: str, name: str, segment: str | None) -> Outcome:
     return play(row, published_system(row, **ABLATIONS[name]), segment)
 
 
-def killing(seed: int, after_s: float) -> dict[Moved, float]:
-    """Seconds that killing 3 of 6 instances adds to a 14B step: with migration, and what is lost being made anew."""
+def killing(seed: int) -> dict[tuple[int, Moved], float]:
+    """Seconds that killing 3 of 6 instances adds to a 14B step, by when and by what becomes of what they had."""
     step_s, began_s = _last_step(seed)
-    every: tuple[Moved, ...] = (MIGRATING, *ANEW)
-    return {moved: _last_step(seed, began_s + after_s, moved=moved)[0] - step_s for moved in every}
+    ways: tuple[Moved, ...] = (MIGRATING, *ANEW)
+    return {
+        (after_s, moved): _last_step(seed, began_s + after_s, moved=moved)[0] - step_s
+        for after_s, moved in product(SAVED_BY_MIGRATING, ways)
+    }
 
 
 def _last_step(seed: int, killed_s: float = math.inf, *, moved: Moved = MIGRATING) -> tuple[float, float]:
@@ -127,12 +130,11 @@ def _six(killed_s: float) -> Iterator[Change]:
 
 
 def migrating_lines(pool: ProcessPoolExecutor) -> Iterator[Line]:
-    for after_s, published in SAVED_BY_MIGRATING.items():
-        added = list(pool.map(partial(killing, after_s=after_s), range(KILLED_RUNS)))
-        for moved, (what, asked) in ANEW.items():
-            share, error = saved([(one[MIGRATING], one[moved]) for one in added])
-            line = _compared(f"14B, killed at {after_s} s: {what}", published, share, error)
-            yield line if asked else replace(line, reached=None)
+    added = list(pool.map(killing, range(KILLED_RUNS)))
+    for (after_s, published), (moved, (what, asked)) in product(SAVED_BY_MIGRATING.items(), ANEW.items()):
+        share, error = saved([(one[after_s, MIGRATING], one[after_s, moved]) for one in added])
+        line = _compared(f"14B, killed at {after_s} s: {what}", published, share, error)
+        yield line if asked else replace(line, reached=None)
 
 
 def saved(added: Sequence[tuple[float, float]]) -> tuple[float, float]:

@@ -49,7 +49,7 @@ def rlboost_fleet(group_size: int) -> dict[str, Any]:
 
 
 def rlboost_twins(group_size: int, *, moved: Moved = "unfinished") -> Twins:
-    """For one simulation."""
+    """For one simulation, as engines know of each other."""
     router = GroupRouter(group_size=group_size, most_pending=MOST_PENDING)
     return Twins(
         fleet=partial(Fleet, router=router, lengths=UnknownLengths()),
@@ -169,8 +169,8 @@ Asked = dict[GroupKey, dict[SampleId, GenerateRequest]]
 
 
 class GroupEngine(SimulatedEngine):
-    """The samples of a prompt are one request, which goes on as `moved` says when it comes from elsewhere. What samples
-    had beyond that is made again; and those that had ended, and are made again, are told to nobody.
+    """The samples of a prompt are one request, which goes on as `moved` says when it comes again. What samples had
+    beyond that is made again; and those that had ended, and are made again, are told to nobody.
 
     Args:
         asked: known to all engines of a simulation.

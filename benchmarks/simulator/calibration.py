@@ -22,6 +22,7 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import product
 from statistics import fmean
+from typing import Any
 
 from benchmarks.simulator.published_system import (
     BASELINE,
@@ -59,10 +60,14 @@ class Steady(Record):
     train_s: float
 
 
-def steady(row: str, fitted: Calibration, instances: int) -> Steady:
+def steady(row: str, fitted: Calibration, instances: int, **fleet: Any) -> Steady:
+    """
+    Args:
+        fleet: keys of [fleet] that are not as published.
+    """
     steps = STEPS if instances else COLOCATED_STEPS
     run = simulate_run(
-        published_spec(steps=steps),
+        published_spec(steps=steps, **fleet),
         plant(row, fitted),
         workload(fitted),
         static_timetable(instances) if instances else None,

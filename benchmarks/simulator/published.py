@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measuring import write_result
+from benchmarks.simulator.availability import SEED
 from benchmarks.simulator.calibration import Steady, steady
 from benchmarks.simulator.published_system import (
     BASELINE,
@@ -92,10 +93,10 @@ class Line:
     error: float | None = None  # standard error of what is simulated, where it was repeated
 
 
-def run_case(row: str, name: str, segment: str | None) -> Outcome:
+def run_case(row: str, name: str, segment: str | None, *, seed: int = SEED) -> Outcome:
     if name == COLOCATED:
         return play(row, System(spec=published_spec(steps=ENDLESS), twins=BASELINE), segment)
-    return play(row, published_system(row, **ABLATIONS[name]), segment)
+    return play(row, published_system(row, **ABLATIONS[name]), segment, seed=seed)
 
 
 def killing(seed: int) -> dict[tuple[int, Moved], float]:

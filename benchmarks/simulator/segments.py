@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-from benchmarks.simulator.availability import MOST, SEGMENT_S, SEGMENTS, timetables
+from benchmarks.simulator.availability import MOST, SEED, SEGMENT_S, SEGMENTS, timetables
 from benchmarks.simulator.published_system import FITTED, FOUND_WINDOWS_S, GROUP, plant, published_spec, workload
 from tidemill.config.schema import RunSpec
 from tidemill.core.records import Record
@@ -50,12 +50,13 @@ def published_system(row: str, *, moved: Moved = "unfinished", **fleet: Any) -> 
     )
 
 
-def play(row: str, system: System, segment: str | None) -> Outcome:
+def play(row: str, system: System, segment: str | None, *, seed: int = SEED) -> Outcome:
     """
     Args:
         segment: by name; None for no instances at all.
+        seed: of the machines that come and go.
     """
-    timetable: Timetable | None = timetables()[segment] if segment else None
+    timetable: Timetable | None = timetables(seed)[segment] if segment else None
     run = simulate_run(
         system.spec,
         plant(row, FITTED[row], delta_share=system.delta_share),

@@ -16,7 +16,17 @@ from tidemill.cli.plan import shown
 from tidemill.cli.result import DryRun, Json, Result
 from tidemill.config.load import load_spec
 from tidemill.core.errors import UserError
-from tidemill.sim.comparison import HEADINGS, REMARKS, TIMES, Compared, described, figures, planned_data, rows
+from tidemill.sim.comparison import (
+    HEADINGS,
+    REMARKS,
+    TIMES,
+    Compared,
+    crowded,
+    described,
+    figures,
+    planned_data,
+    rows,
+)
 from tidemill.sim.scenario import Planned, Scenario, plan_scenario, simulate_planned
 from tidemill.telemetry.numerals import duration
 
@@ -39,14 +49,15 @@ def simulate(*items: Items, html: Html = None, dry_run: DryRun = False, json: Js
     if html is not None:
         _write(html, "", mode="a")  # whoever cannot have the page is told before the work
     compared, findings = _compare(scenario)
+    said = [*findings.values(), *crowded(compared)]
     if html is not None:
         from tidemill.sim.page import render
 
-        _write(html, render(spec.run.name, [*words, *findings.values()], compared))
+        _write(html, render(spec.run.name, [*words, *said], compared))
     schedules: dict[str, Any] = {one.planned.name: figures(one.run) for one in compared}
     schedules |= {name: {"finding": finding} for name, finding in findings.items()}
     data = {"schedules": schedules, "scenario": planned_data(scenario)}
-    return Result(data=data, text=Group(*as_text(words, compared, [*findings.values()], html)))
+    return Result(data=data, text=Group(*as_text(words, compared, said, html)))
 
 
 def _compare(scenario: Scenario) -> tuple[list[Compared], dict[str, str]]:
@@ -91,11 +102,11 @@ class Progress:
 
 
 def as_text(
-    words: Sequence[str], compared: Sequence[Compared], findings: Sequence[str], html: Path | None
+    words: Sequence[str], compared: Sequence[Compared], said: Sequence[str], html: Path | None
 ) -> Iterator[RenderableType]:
     yield from shown.plain(*words)
     yield ""
     for columns in (slice(1, TIMES), slice(TIMES, None)):  # narrow enough for any terminal
         yield shown.table((HEADINGS[0], *HEADINGS[columns]), [(row[0], *row[columns]) for row in rows(compared)])
         yield ""
-    yield from shown.notes([*findings, *REMARKS, *([f"timelines: {html}"] if html else [])])
+    yield from shown.notes([*said, *REMARKS, *([f"timelines: {html}"] if html else [])])

@@ -20,6 +20,8 @@ REMARKS = (
     "× is relative to the first",
 )
 FREE = "no price known"
+CROWDED = 0.1
+"""Tokens computed again for want of cache, by tokens generated, from which on it is said."""
 
 
 class Compared(Record):
@@ -92,6 +94,25 @@ def _row(one: Compared, first: SimulatedRun) -> list[str]:
         str(run.evictions) if run.worker_idle_share is not None else "-",
         compact(run.tokens_recomputed),
     ]
+
+
+def crowded(compared: Sequence[Compared]) -> list[str]:
+    """Schedules whose engines begin more samples than their caches hold to the end."""
+    return [words for one in compared if (words := _crowded(one))]
+
+
+def _crowded(one: Compared) -> str:
+    run, plant = one.run, one.planned.plant
+    engine = plant.worker or plant.reserved
+    if engine is None or run.put_back_tokens < CROWDED * run.generated:
+        return ""
+    samples = sum(line.values["samples"] for line in run.metrics)
+    mean = one.planned.spec.simulation.prompt_tokens + run.tokens_trained / samples
+    room = counted(round(engine.longest_sample / mean), "sample")
+    return (
+        f"{one.planned.name}: full caches had {compact(run.put_back_tokens)} tokens computed again; one holds about "
+        f"{room} of mean length, and engine.slots = {one.planned.spec.engine.slots}"
+    )
 
 
 def headline(compared: Sequence[Compared]) -> str:

@@ -69,6 +69,18 @@ def test_the_table_and_the_page_tell_the_same(run: Run, tmp_path: Path) -> None:
     assert len(learned) == 2  # once a step, when everything is generated
 
 
+def test_too_many_slots_for_the_cache_are_told(run: Run) -> None:
+    # Of an H100's 80 GB, 90 % are used; beside 2 GB of workspace and 60 GB of weights, 10 GB are left, of which a token
+    # takes 59 layers x 2 x 8 heads x 128 x 2 bytes. That is 41,380 tokens, 13 samples of 3,128.
+    crowd = ["--simulation.parameters=30e9", "--simulation.engine_gpus=1", "--sampling.max_new_tokens=3000"]
+    crowd += ["--simulation.lengths=fixed", "--simulation.completion_tokens=3000", "--simulation.machines=2"]
+    crowd += ["--batch.prompts=512", "--simulation.schedules", '["colocated"]']
+    told = run("simulate", "@tiny.toml", *crowd, "--simulation.prompt_tokens=128", "--engine.slots=64").out
+    assert "colocated: full caches had" in told
+    assert "one holds about 13 samples of mean length, and engine.slots = 64" in " ".join(told.split())
+    assert "full caches" not in run("simulate", "@tiny.toml", *crowd, "--engine.slots=8").out
+
+
 def test_a_dry_run_says_what_is_resolved_and_runs_nothing(run: Run) -> None:
     ran = run("simulate", "@tiny.toml", "--dry-run", "--json")
     assert ran.data["schedules"]["tidemill"]["preemptible"] is True

@@ -1,0 +1,121 @@
+"""What a right seeding window is worth to the published policy, and what of it depends on which machines were there.
+
+    python -m benchmarks.simulator.windows [--traces 12]
+
+First, how much longer a 14B step is when the window is wrong by so many seconds, with a fixed number of instances. Then
+what seeding and memory bring to throughput, on the segments of the comparison (`published.py`) and on others that the
+same rule draws (`availability.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from itertools import islice, product
+from statistics import fmean, stdev
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.measuring import write_result
+from benchmarks.simulator.availability import SEGMENTS, fitting_seeds
+from benchmarks.simulator.calibration import steady
+from benchmarks.simulator.published import ABLATIONS, run_case
+from benchmarks.simulator.published_system import FITTED, FOUND_WINDOWS_S
+from benchmarks.simulator.segments import CORES, Outcome, total
+
+ROW = "14B"
+INSTANCES, OFF_S = (1, 3, 6), (-100.0, -50.0, 0.0, 50.0, 100.0)
+UNMOVED = {"window_gain": 1e9, "window_floor_s": 0.0}
+WHOLE, *WITHOUT = ABLATIONS
+ALL = "".join(SEGMENTS)
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """On throughput, of leaving something away, on the same machines; as a share."""
+
+    without: str
+    segments: str
+    by_trace: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return fmean(self.by_trace)
+
+    @property
+    def error(self) -> float:
+        """Standard error of the mean."""
+        return stdev(self.by_trace) / math.sqrt(len(self.by_trace))
+
+
+def step_s(instances: int, off_s: float) -> float:
+    """With a window that stays so many seconds off from the one that is found."""
+    window_s = max(FOUND_WINDOWS_S[ROW][instances - 1] + off_s, 0.0)
+    return steady(ROW, FITTED[ROW], instances, seed_window_s=window_s, **UNMOVED).step_s
+
+
+def wrong_windows(pool: ProcessPoolExecutor) -> dict[int, dict[float, float]]:
+    """Seconds of a step by instances and by how far the window is off."""
+    cases = list(product(INSTANCES, OFF_S))
+    found = dict(zip(cases, pool.map(step_s, *zip(*cases, strict=True)), strict=True))
+    return {instances: {off_s: found[instances, off_s] for off_s in OFF_S} for instances in INSTANCES}
+
+
+def effects(traces: Sequence[int], pool: ProcessPoolExecutor) -> Iterator[Effect]:
+    cases = list(product(traces, ABLATIONS, SEGMENTS))
+    futures = {
+        (seed, name, segment): pool.submit(run_case, ROW, name, segment, seed=seed) for seed, name, segment in cases
+    }
+    found = {case: future.result() for case, future in futures.items()}
+    for without, segments in product(WITHOUT, (*SEGMENTS, ALL)):
+        yield Effect(without, segments, tuple(_effect(found, seed, without, segments) for seed in traces))
+
+
+def _effect(found: Mapping[tuple[int, str, str], Outcome], seed: int, without: str, segments: str) -> float:
+    whole, other = (
+        total({segment: found[seed, name, segment] for segment in segments}).tokens_per_s for name in (WHOLE, without)
+    )
+    return other / whole - 1
+
+
+def show(steps: Mapping[int, Mapping[float, float]], found: Sequence[Effect]) -> None:
+    table = Table(title="Seconds of a step by how far the window is off", box=box.SIMPLE)
+    for column in ("instances", *(f"{off_s:+.0f} s" for off_s in OFF_S)):
+        table.add_column(column, justify="right")
+    for instances, by_off in steps.items():
+        table.add_row(
+            str(instances), *(f"{seconds:.0f} ({seconds / by_off[0.0] - 1:+.0%})" for seconds in by_off.values())
+        )
+    Console(width=120).print(table)
+    table = Table(title="Effect on throughput", box=box.SIMPLE)
+    for column in ("", "segments", "mean", "least", "most", "of the comparison"):
+        table.add_column(column, justify="left" if not column else "right")
+    for effect in found:
+        figures = (min(effect.by_trace), max(effect.by_trace), effect.by_trace[0])
+        told = (f"{figure:+.1%}" for figure in figures)
+        table.add_row(effect.without, effect.segments, f"{effect.mean:+.1%} ± {effect.error:.1%}", *told)
+    Console(width=120).print(table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--traces", type=int, default=12, help="how many, the comparison's being the first")
+    wanted = parser.parse_args().traces
+    if wanted < 2:
+        parser.error("--traces: at least 2, as their spread is told")
+    traces = list(islice(fitting_seeds(), wanted))
+    with ProcessPoolExecutor(CORES) as pool:
+        steps, found = wrong_windows(pool), list(effects(traces, pool))
+    show(steps, found)
+    write_result("windows", {"step_s": steps, "traces": traces, "effects": [asdict(effect) for effect in found]})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

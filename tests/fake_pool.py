@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from tests.fake_fleet import FakeCompute, FakeEngine, FakeTelemetry, FakeTrainer, Session
+from tests.fake_engine import FakeCompute, FakeEngine
+from tests.fake_session import FakeTelemetry, FakeTrainer, Session
 from tidemill.config.pool import FleetConfig
 from tidemill.controller.fleet import Fleet
 from tidemill.core.buffers import pack_logprobs, pack_tokens

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tests.fake_fleet import FakeCompute
+from tests.fake_engine import FakeCompute
 from tidemill.core.buffers import pack_logprobs, pack_tokens
 from tidemill.core.records import PolicyVersion, TensorEntry, WeightManifest
 from tidemill.weights.snapshot import allocate

@@ -12,8 +12,9 @@ import pytest
 
 from tests.chaos.faults import FAULTS, fleet_config, herd, setting
 from tests.chaos.world import World
-from tests.fake_fleet import Disk, FakeReader, Session, small_spec
+from tests.fake_engine import FakeReader
 from tests.fake_pool import trained
+from tests.fake_session import Disk, Session, small_spec
 from tests.virtual_time import run_virtual
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.memory_journal import MemoryJournal, PowerCut

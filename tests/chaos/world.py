@@ -16,7 +16,9 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from tests.fake_fleet import FakeCompute, FakeEngine, FakeReader, Session, number
+from tests.fake_engine import FakeCompute, FakeEngine, FakeReader
+from tests.fake_samples import number
+from tests.fake_session import Session
 from tidemill.config.pool import FleetConfig
 from tidemill.controller.fleet import Fleet
 from tidemill.core.buffers import pack_tokens

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.fake_fleet import Disk, Session, small_spec
+from tests.fake_session import Disk, Session, small_spec
 from tests.virtual_time import run_virtual
 from tidemill.controller.entries import Published, decode
 from tidemill.controller.memory_journal import HEADER, PowerCut

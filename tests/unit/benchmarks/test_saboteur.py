@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.saboteur import CutEngine
-from tests.fake_fleet import FakeEngine
+from tests.fake_engine import FakeEngine
 from tidemill.core.buffers import count, pack_tokens
 from tidemill.core.records import GenerateRequest, PolicyVersion, SampleId, SamplingParams
 

@@ -12,7 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.fabricated_run import make_trajectory
-from tests.fake_fleet import make_id, make_prompt
+from tests.fake_samples import make_id, make_prompt
 from tidemill.controller.assembly import Forming, GroupAssembly, Order, has_signal, scored
 from tidemill.core.records import Reward, Trajectory
 

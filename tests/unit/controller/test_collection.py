@@ -9,17 +9,9 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from tests.fake_fleet import (
-    GROUPS,
-    FakeCodec,
-    FakeCompute,
-    FakeEngine,
-    FakeScorer,
-    FakeTelemetry,
-    make_plan,
-    make_prompts,
-    prompt_of,
-)
+from tests.fake_engine import FakeCompute, FakeEngine
+from tests.fake_samples import GROUPS, FakeCodec, make_plan, make_prompts, prompt_of
+from tests.fake_session import FakeScorer, FakeTelemetry
 from tests.virtual_time import run_virtual
 from tidemill.controller.collection import Collection, collecting
 from tidemill.controller.fleet import Fleet

@@ -7,7 +7,9 @@ import asyncio
 import pytest
 
 from tests.fabricated_run import make_trajectory
-from tests.fake_fleet import FakeCodec, FakeCompute, FakeEngine, FakeScorer, FakeTelemetry, make_prompt
+from tests.fake_engine import FakeCompute, FakeEngine
+from tests.fake_samples import FakeCodec, make_prompt
+from tests.fake_session import FakeScorer, FakeTelemetry
 from tests.virtual_time import run_virtual
 from tidemill.controller.evaluation import Evaluation, correct, evaluate
 from tidemill.controller.fleet import Fleet

@@ -9,7 +9,7 @@ import pytest
 
 from tests.fabricated_run import make_prompt as fabricated_prompt
 from tests.fabricated_run import make_trajectory
-from tests.fake_fleet import (
+from tests.fake_samples import (
     FIRST,
     GROUPS,
     V3,

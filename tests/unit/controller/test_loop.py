@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.fake_fleet import Disk, FakeSource, Session, small_spec
+from tests.fake_samples import FakeSource
+from tests.fake_session import Disk, Session, small_spec
 from tests.virtual_time import run_virtual
 from tidemill.controller.ledger import OUTLIVES_CHECKPOINTS
 from tidemill.controller.waiting import Patience

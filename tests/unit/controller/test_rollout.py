@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import msgspec
 
-from tests.fake_fleet import make_report
+from tests.fake_samples import make_report
 from tidemill.controller.in_flight import Tally
 from tidemill.controller.rollout import Rollout
 

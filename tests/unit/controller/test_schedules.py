@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.fake_fleet import Disk, Session, number, said_of, small_spec
+from tests.fake_samples import number, said_of
+from tests.fake_session import Disk, Session, small_spec
 from tests.virtual_time import run_virtual
 from tidemill.config.effects import without_effect
 from tidemill.controller.in_flight import PlannedGroup
@@ -54,7 +55,7 @@ def lags(session: Session) -> list[list[int]]:
 
 
 def history(session: Session) -> list[list[list[Any]]]:
-    """By batch and group: the samples, as `tests.fake_fleet.seen` has them."""
+    """By batch and group: the samples, as `tests.fake_session.seen` has them."""
     batches: Any = session.trainer.state.history
     return [[list(group[2]) for group in batch] for batch in batches]
 

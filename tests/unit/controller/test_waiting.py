@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tests.fake_fleet import FakeTelemetry
+from tests.fake_session import FakeTelemetry
 from tests.virtual_time import run_virtual
 from tidemill.controller.waiting import Wait, patiently
 from tidemill.core.clock import LoopClock

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import msgspec
 import pytest
 
-from tests.fake_fleet import make_id
+from tests.fake_samples import make_id
 from tests.unit.sim.profiles.test_engine import PLAIN
 from tests.unit.sim.test_run import PLANT, VARIED, spec_of
 from tidemill.core.buffers import pack_tokens

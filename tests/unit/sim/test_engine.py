@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.fake_fleet import make_id
+from tests.fake_samples import make_id
 from tidemill.core.buffers import count, pack_tokens
 from tidemill.core.records import GenerateRequest, PolicyVersion, SampleId, SamplingParams, TokenDelta
 from tidemill.sim.completions import BlankCompletions, TellingCompletions

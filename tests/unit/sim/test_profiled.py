@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.fake_fleet import make_id
+from tests.fake_samples import make_id
 from tests.unit.sim.profiles.test_engine import PLAIN
 from tidemill.core.buffers import pack_tokens
 from tidemill.core.records import Group, Segment, Trajectory

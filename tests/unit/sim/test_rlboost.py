@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import pytest
 
-from tests.fake_fleet import make_id
+from tests.fake_samples import make_id
 from tidemill.controller.router import Load, Movable, Move, Waiting
 from tidemill.core.buffers import count, pack_tokens
 from tidemill.core.records import GenerateRequest, PolicyVersion, SamplingParams

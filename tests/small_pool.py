@@ -1,0 +1,25 @@
+"""A small run whose samples come from a pool of workers, and what the same run learns without one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.fake_pool import PoolSession, trained
+from tests.fake_session import Session, small_spec
+from tests.virtual_time import run_virtual
+from tidemill.config.pool import FleetConfig
+from tidemill.config.schema import RunSpec
+from tidemill.core.records import LeaseEvent
+
+SPEC = small_spec(batch={"prompts": 6, "group_size": 3})
+FLEET = FleetConfig(silence_s=5.0, join_s=20.0, hand_back_s=0.5, seed_window_s=1.0)
+
+
+def quiet(spec: RunSpec = SPEC) -> object:
+    session = Session(spec=spec)
+    run_virtual(session.run())
+    return trained(session)
+
+
+def pool(*script: tuple[float, LeaseEvent], **changes: Any) -> PoolSession:
+    return PoolSession(**{"spec": SPEC, "script": script, "config": FLEET, **changes})

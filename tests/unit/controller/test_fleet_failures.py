@@ -1,0 +1,227 @@
+"""Workers that never come up, hang, raise or lie: they lose their lease, or the run ends and says why."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from tests.fake_engine import FakeEngine
+from tests.fake_pool import BrokenHost, PoolEngine, PoolSession, granted, trained
+from tests.fake_samples import make_id
+from tests.fake_session import Session, small_spec
+from tests.small_pool import pool, quiet
+from tests.virtual_time import run_virtual
+from tidemill.controller.waiting import Patience
+from tidemill.core.buffers import pack_logprobs
+from tidemill.core.errors import DeadlineError, TidemillError, UserError
+from tidemill.core.records import Lease, TokenDelta
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_machines_that_never_come_up_are_given_back(silent: bool) -> None:
+    class Host(BrokenHost):
+        pass
+
+    Host.silent = silent
+    session = pool(granted("a"), host_type=Host, spec=small_spec(trainer={"steps": 30}))
+
+    run_virtual(session.run())
+
+    assert session.provider.released == ["lease-a"]
+    (failed,) = session.telemetry.named("join_failed")
+    assert ("20 s" if silent else "no such machine; try another zone") in failed["cause"]
+
+
+def spoil(session: PoolSession, name: str, how: Any) -> None:
+    def prepare(lease: Lease, engine: PoolEngine) -> None:
+        if lease.worker_id == f"spot-{name}":
+            how(engine)
+
+    session.host.prepare = prepare
+
+
+def test_a_worker_that_computes_something_else_is_quarantined() -> None:
+    session = pool(granted("a"), granted("b"))
+
+    def lie(engine: PoolEngine) -> None:
+        engine.probe_logprobs = pack_logprobs([-0.5, -1.5])
+
+    spoil(session, "a", lie)
+    run_virtual(session.run())
+
+    assert trained(session) == quiet()
+    (quarantine,) = session.telemetry.named("quarantine")
+    assert (quarantine["worker"], quarantine["difference"], quarantine["limit"]) == ("spot-a", 0.25, 0.1)
+    assert session.host.engines["lease-a"].generated == 0
+    assert [fields["worker"] for fields in session.telemetry.named("join") if "error" not in fields] == ["spot-b"]
+    assert session.provider.released == ["lease-a"]
+    assert session.telemetry.named("eviction") == []
+
+
+@pytest.mark.parametrize("said", [[float("nan"), -1.0], [-0.5]])
+def test_a_worker_that_says_no_numbers_is_quarantined(said: list[float]) -> None:
+    session = pool(granted("a"))
+    spoil(session, "a", lambda engine: setattr(engine, "probe_logprobs", pack_logprobs(said)))
+
+    run_virtual(session.run())
+
+    assert len(session.telemetry.named("quarantine")) == 1
+
+
+@pytest.mark.parametrize("whose", ["local", "preemptible"])
+def test_an_engine_without_the_logprobs_that_are_needed_ends_the_run_before_it_generates(whose: str) -> None:
+    session = pool(granted("a"), seeding_worker=whose == "local")
+
+    def forget(engine: FakeEngine) -> None:
+        engine.logprobs = False
+
+    if whose == "local":
+        forget(session.engine)
+    spoil(session, "a", forget)
+    with pytest.raises(UserError) as caught:
+        run_virtual(session.run())
+    assert caught.value.what == (
+        'the engine returns no logprobs of the tokens it samples, and algorithm.correction.kind = "tis" needs them'
+    )
+    assert 'algorithm.correction.kind = "none"' in caught.value.cure
+    assert session.engine.submitted == []
+    assert all(engine.submitted == [] for engine in session.host.engines.values())
+
+
+def test_an_engine_without_logprobs_will_do_where_nothing_needs_them() -> None:
+    session = Session(spec=small_spec(algorithm={"correction": {"kind": "none"}}))
+    session.engine.logprobs = False
+    assert run_virtual(session.run()).steps == 4
+
+
+def test_a_silent_worker_loses_its_lease_and_its_work_moves_on() -> None:
+    session = pool(granted("a"), granted("b"), seeding_worker=False)
+    polls = 0
+
+    def hang(engine: PoolEngine) -> None:
+        def on_poll() -> None:
+            nonlocal polls
+            polls += 1
+            if polls == 3:
+                session.host.workers["lease-a"].next_report = stopped  # type: ignore[method-assign]
+
+        engine.on_poll = on_poll
+
+    async def stopped(timeout_s: float) -> None:
+        await asyncio.sleep(10**6)
+
+    spoil(session, "a", hang)
+    run_virtual(session.run())
+
+    assert trained(session) == quiet()
+    (eviction,) = session.telemetry.named("eviction")
+    assert eviction["worker"] == "spot-a"
+    assert "silent for" in eviction["cause"]
+    assert session.provider.released == ["lease-a"]
+
+
+def test_a_worker_whose_engine_raises_is_lost_and_the_run_is_not() -> None:
+    session = pool(granted("a"), granted("b"))
+    polls = 0
+
+    def fail(engine: PoolEngine) -> None:
+        def on_poll() -> None:
+            nonlocal polls
+            polls += 1
+            if polls == 3:
+                raise ValueError("engine on fire")
+
+        engine.on_poll = on_poll
+
+    spoil(session, "a", fail)
+    run_virtual(session.run())
+
+    assert trained(session) == quiet()
+    (crash,) = session.telemetry.named("crash")
+    assert "engine on fire" in crash["cause"]
+    assert crash["samples"] > 0
+    assert session.telemetry.named("eviction") == []  # the machine was there, and is given back
+    assert session.provider.released == ["lease-a"]
+    (end,) = [fields for fields in session.telemetry.named("lease_end") if fields["lease"] == "lease-a"]
+    assert not end["evicted"]
+    for key, expected in (("crashes", 1.0), ("evictions", 0.0)):
+        assert sum(step.values[key] for step in session.telemetry.steps) == expected
+
+
+LIES: dict[str, dict[str, Any]] = {
+    "it sent what does not fit (gap)": {"start": 1000},
+    "it sent what does not fit (malformed)": {"logprobs": b""},
+    "it speaks for another lease": {"lease_id": "local"},
+    "it was heard of, but 51 s without a token that is of use": {"sample_id": make_id("nobody's")},
+}
+
+
+@pytest.mark.parametrize("cause", LIES)
+def test_a_worker_whose_reports_are_of_no_use_loses_its_lease_and_the_run_goes_on(cause: str) -> None:
+    session = pool(granted("a"), granted("b"), seeding_worker=False, patience=Patience(worker_s=50.0))
+
+    def lie(engine: PoolEngine) -> None:
+        truth = engine.delta
+        engine.delta = lambda *of: replace(truth(*of), **LIES[cause])  # type: ignore[method-assign]
+
+    spoil(session, "a", lie)
+    run_virtual(session.run())
+
+    assert trained(session) == quiet()
+    (eviction,) = session.telemetry.named("eviction")
+    assert (eviction["worker"], eviction["cause"]) == ("spot-a", cause)
+    assert session.provider.released == ["lease-a"]
+
+
+def test_a_worker_that_forgot_what_it_had_does_not_hold_up_an_evaluation() -> None:
+    ahead = small_spec(eval={"every_steps": 1}, schedule={"max_policy_lag": 1})
+    session = pool(granted("a"), spec=ahead, patience=Patience(worker_s=50.0))
+    second = {prompt.prompt_id for _, prompt in session.source.train_batch(2)}
+
+    def forget(engine: PoolEngine) -> None:
+        def forgetful(requests: Any) -> None:
+            """What the second batch is for, it has under way when the first is evaluated."""
+            PoolEngine.submit(engine, [one for one in requests if one.sample_id.prompt_id not in second])
+
+        engine.submit = forgetful  # type: ignore[method-assign]
+
+    spoil(session, "a", forget)
+    result = run_virtual(session.run())
+
+    assert result.steps == ahead.trainer.steps
+    assert [fields["worker"] for fields in session.telemetry.named("eviction")] == ["spot-a"]
+
+
+def test_a_reserved_engine_whose_reports_are_of_no_use_ends_the_run() -> None:
+    session = pool(patience=Patience(worker_s=50.0))
+    truth = session.engine.delta
+    session.engine.delta = lambda *of: replace(truth(*of), start=0)  # type: ignore[method-assign]
+
+    with pytest.raises(DeadlineError, match=r"tokens of .* samples .*messages ignored: .*overlap"):
+        run_virtual(session.run())
+
+
+def test_a_sample_that_breaks_every_worker_ends_the_run() -> None:
+    session = pool(*[granted(f"w{at}") for at in range(16)], seeding_worker=False)
+
+    def fail(lease: Lease, engine: PoolEngine) -> None:
+        def poll(deadline_s: float) -> list[TokenDelta]:
+            if engine.jobs:
+                raise ValueError("engine on fire")
+            return []
+
+        engine.poll = poll  # type: ignore[method-assign]
+
+    session.host.prepare = fail
+    with pytest.raises(TidemillError, match=r"3 attempts to generate .* failed; the last: .*engine on fire"):
+        run_virtual(session.run())
+
+
+def test_nobody_to_generate_meets_a_deadline_that_names_the_pool() -> None:
+    session = pool(seeding_worker=False, patience=Patience(worker_s=50.0, pool_s=100.0))
+
+    with pytest.raises(DeadlineError, match=r"a worker to generate .* samples of step 0 .*look at \[pool\]"):
+        run_virtual(session.run())

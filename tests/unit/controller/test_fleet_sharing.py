@@ -1,0 +1,201 @@
+"""Workers and the reserved side share the work: who joins, takes new weights, and generates for how long."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.fake_pool import FakeHost, FakeSource, granted, trained
+from tests.fake_session import Session, small_spec
+from tests.small_pool import FLEET, pool, quiet
+from tests.virtual_time import run_virtual
+from tidemill.controller.in_flight import LOCAL
+from tidemill.controller.offload import OffloadState
+from tidemill.core.errors import WeightsError
+from tidemill.core.records import PolicyVersion, Pulled
+
+
+def test_workers_share_the_work_and_change_nothing() -> None:
+    session = pool(granted("a"), granted("b"))
+
+    run_virtual(session.run())
+
+    assert trained(session) == quiet()
+    assert all(session.host.engines[f"lease-{name}"].generated > 20 for name in "ab")
+    joins = session.telemetry.named("join")
+    assert [fields["worker"] for fields in joins] == ["spot-a", "spot-b"]
+    # It boots for 0.2 s and pulls for 0.3 s; the rest is the swap, between two ticks.
+    assert all(0.5 <= fields["duration_s"] < 0.8 for fields in joins)
+    # each worker pulled every version but the last, or that too
+    assert {fields["version"] for fields in session.telemetry.named("pull")} >= {0, 1, 2, 3}
+
+
+def test_zero_workers_is_a_normal_state() -> None:
+    session = pool()
+
+    run_virtual(session.run())
+
+    assert trained(session) == quiet()
+    assert session.telemetry.named("waiting") == []
+
+
+def test_remote_workers_alone_are_enough() -> None:
+    session = pool(granted("a"), seeding_worker=False, config=FLEET.model_copy(update={"seeding": False}))
+
+    run_virtual(session.run())
+
+    assert trained(session) == quiet()
+    assert session.engine.generated == 0
+
+
+def test_a_worker_that_joins_in_the_middle_of_a_step_serves_that_step() -> None:
+    session = pool(granted("a"), granted("late", 1.0), seeding_worker=False)
+
+    run_virtual(session.run())
+
+    assert trained(session) == quiet()
+    first = session.telemetry.named("decode")
+    assert any(fields["worker"] == "spot-late" and fields["step"] == 1 for fields in first)
+
+
+def test_a_worker_whose_pull_is_overtaken_by_a_newer_version_pulls_that() -> None:
+    session = pool(granted("a"))
+    gone: list[int] = []
+
+    class Overtaken(FakeSource):
+        async def prepare(self, version: PolicyVersion) -> Pulled:
+            """So slow that version 1 is not kept any more when it has read half of it."""
+            if version.number == 1:
+                while max(self.publisher.manifests) == 1:  # noqa: ASYNC110 - nobody tells
+                    await asyncio.sleep(0.1)
+                gone.append(version.number)
+                raise WeightsError("there is no version 1")
+            return await super().prepare(version)
+
+    session.host.source_type = Overtaken
+    run_virtual(session.run())
+
+    assert (trained(session), gone) == (quiet(), [1])
+    assert session.telemetry.named("crash") == []
+    assert [fields["version"] for fields in session.telemetry.named("pull")][:2] == [0, 2]
+
+
+@pytest.mark.parametrize("windows", [{"seed_window_s": 0.35}, {"seed_window_s": 1e3, "known_windows": (0.35,)}])
+def test_the_reserved_side_stops_generating_when_its_window_is_over(windows: dict[str, Any]) -> None:
+    config = FLEET.model_copy(update={"window_gain": 1e9, **windows})
+    session = pool(granted("a"), config=config, spec=small_spec(batch={"prompts": 12, "group_size": 4}))
+    alone = Session(spec=session.spec)
+
+    run_virtual(session.run())
+    run_virtual(alone.run())
+
+    assert trained(session) == trained(alone)
+    local = [f for f in session.telemetry.named("decode") if f["worker"] == "local" and f["purpose"] == "train"]
+    assert session.engine.generated < session.host.engines["lease-a"].generated
+    # the window, and the tick that was running; the worker took 8 s and more for its share
+    assert all(fields["duration_s"] < 1.0 for fields in local if fields["step"] >= 2)
+
+
+def test_what_the_reserved_side_began_it_finishes_under_the_same_weights_where_that_is_asked_for() -> None:
+    config = FLEET.model_copy(update={"seed_window_s": 0.35, "window_gain": 1e9})
+    spec = small_spec(
+        batch={"prompts": 6, "group_size": 3},
+        schedule={"max_policy_lag": 2, "unfinished": "finish"},
+        sampling={"max_new_tokens": 24},
+        eval={"every_steps": 0},
+        trainer={"steps": 6},
+    )
+    session = pool(granted("a"), granted("b"), config=config, spec=spec)
+
+    run_virtual(session.run())
+
+    batches: Any = session.trainer.state.history
+    made_by = [{run.version.number for run in sample[7]} for batch in batches for group in batch for sample in group[2]]
+    assert len(made_by) == 6 * 6 * 3
+    assert all(len(versions) == 1 for versions in made_by)
+
+
+def test_a_worker_that_finishes_before_a_publish_reaches_it_takes_the_new_weights_at_once() -> None:
+    session, busy = Session(), [LOCAL]
+
+    async def publish_while_it_finishes() -> None:
+        async with session.fleet as fleet:
+            await fleet.publishing.publish(session.trainer.version)
+            newer = PolicyVersion(number=1, digest="1" * 32)
+            publishing = asyncio.create_task(fleet.publishing.publish(newer, finishing=lambda: busy))
+            busy.clear()  # its last report is read before the task begins
+            await publishing
+            assert fleet[LOCAL].version == newer
+
+    run_virtual(publish_while_it_finishes())
+
+
+def test_the_window_adapts_and_the_provider_hears_how_many_are_wanted() -> None:
+    config = FLEET.model_copy(update={"size": "adaptive"})
+    session = pool(granted("a"), config=config, spec=small_spec(trainer={"steps": 6}))
+
+    run_virtual(session.run())
+
+    steps = [step.values for step in session.telemetry.steps if step.step]
+    assert session.provider.wanted[0] == 1  # as many as there are engines on the reserved side
+    assert len(session.provider.wanted) == 1 + 6
+    assert all(wanted >= 0 for wanted in session.provider.wanted)
+    assert len({values["seed_window_s"] for values in steps}) > 1
+    assert steps[-1]["workers_mean"] == 1.0  # also while it takes new weights
+
+
+def test_the_window_is_that_of_all_who_will_generate_though_they_still_take_the_new_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[int] = []
+
+    def remembered(state: OffloadState, workers: int) -> float:
+        asked.append(workers)
+        return 0.2
+
+    monkeypatch.setattr("tidemill.controller.seeding.window", remembered)
+    session = pool(granted("a"), granted("b"))
+
+    run_virtual(session.run())
+
+    assert asked[-2:] == [2, 2]
+
+
+def test_the_metrics_have_the_window_that_was_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[float] = []
+
+    def remembered(state: OffloadState, workers: int) -> float:
+        used.append(0.2 + 0.01 * len(used))
+        return used[-1]
+
+    monkeypatch.setattr("tidemill.controller.seeding.window", remembered)
+    session = pool(granted("a"))
+
+    run_virtual(session.run())
+
+    assert [step.values["seed_window_s"] for step in session.telemetry.steps if step.step] == used
+    assert len(used) == 4
+
+
+def test_everything_ends_with_the_fleet() -> None:
+    session = pool(granted("a"), granted("b"))
+
+    async def run() -> int:
+        await session.run()
+        await asyncio.sleep(0)
+        return len(asyncio.all_tasks()) - 1
+
+    assert run_virtual(run()) == 0
+    ends = {fields["lease"]: fields["cause"] for fields in session.telemetry.named("lease_end")}
+    assert ends == dict.fromkeys(("local", "lease-a", "lease-b"), "the run ended")
+
+
+def test_the_host_is_asked_for_workers_only_when_leases_come() -> None:
+    session = pool()
+
+    run_virtual(session.run())
+
+    assert isinstance(session.host, FakeHost)
+    assert session.host.workers == {}

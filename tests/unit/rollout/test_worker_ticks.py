@@ -1,0 +1,185 @@
+"""What a worker does and tells tick by tick: reports, idleness, aborts, heartbeats, notices."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
+import pytest
+
+from tests.fake_engine import FakeCompute, FakeEngine
+from tests.fake_samples import SAMPLING, completion, make_id
+from tests.virtual_time import run_virtual
+from tests.worker_stage import V0, Stage, request
+from tidemill.core.buffers import count, unpack_tokens
+from tidemill.core.clock import LoopClock
+from tidemill.core.records import TokenDelta
+from tidemill.rollout.worker import EngineWorker
+from tidemill.runtime.compute import ComputeThread
+
+T = TypeVar("T")
+
+
+def test_one_report_a_tick_until_everything_is_generated() -> None:
+    async def main() -> None:
+        stage = Stage()
+        requests = [request("p0"), request("p1"), request("p2"), request("p3")]
+        await stage.worker.submit(requests)
+        first = await stage.worker.next_report(5.0)
+        assert first is not None
+        # three slots, one sample queued, two tokens a tick and slot; 0.1 s a tick
+        assert (first.status.running, first.status.queued, first.status.free_slots) == (3, 1, 0)
+        assert first.status.worker_id == "w1"
+        assert first.status.prompt_tokens_computed == 8
+        assert first.status.tokens_per_s == pytest.approx(sum(len(d.token_ids) for d in first.deltas) / 4 / 0.1)
+
+        deltas = [*first.deltas, *await stage.deltas()]
+
+        for one in requests:
+            tokens = [t for d in deltas if d.sample_id == one.sample_id for t in unpack_tokens(d.token_ids)]
+            assert tokens == completion(one.sample_id, V0, SAMPLING.max_new_tokens)[0]
+        await stage.worker.close()
+
+    run_virtual(main())
+
+
+def test_an_idle_worker_does_not_poll() -> None:
+    async def main() -> None:
+        stage = Stage()
+        assert await stage.worker.next_report(1.0) is None
+        await stage.worker.submit([request("p0")])
+        await stage.deltas()
+        polls = stage.polls
+        await asyncio.sleep(100.0)
+        assert stage.polls == polls
+        await stage.worker.submit([request("p1")])  # and wakes up again
+        assert await stage.deltas()
+        await stage.worker.close()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6])
+def test_samples_submitted_while_the_last_ones_end_are_not_forgotten(delay: float) -> None:
+    async def main() -> None:
+        stage = Stage()
+        await stage.worker.submit([request("p0")])
+        await asyncio.sleep(delay)
+        await stage.worker.submit([request("p1")])
+        finished = [delta.sample_id for delta in await stage.deltas() if delta.finish]
+        assert finished == [make_id("p0"), make_id("p1")]
+        await stage.worker.close()
+
+    run_virtual(main())
+
+
+class LateNews(FakeCompute):
+    """Tells late what a poll found; what was submitted meanwhile is told earlier."""
+
+    async def run(self, function: Callable[[], T]) -> T:
+        result = await super().run(function)
+        if result is not None:
+            await asyncio.sleep(0.5)
+        return result
+
+
+def test_samples_submitted_behind_the_last_poll_are_not_taken_for_idleness() -> None:
+    async def main() -> None:
+        stage = Stage()
+        stage.compute = LateNews(0.1)
+        stage.worker = stage.make_worker()
+        stage.engine.per_poll = 100  # one poll finishes a sample
+        await stage.worker.submit([request("p0")])
+        await asyncio.sleep(0.15)  # that poll is over, and the worker has not heard of it
+        await stage.worker.submit([request("p1")])
+        assert {delta.sample_id for delta in await stage.deltas() if delta.finish} == {make_id("p0"), make_id("p1")}
+        await stage.worker.close()
+
+    run_virtual(main())
+
+
+def test_aborted_samples_are_handed_back_and_their_siblings_go_on() -> None:
+    async def main() -> None:
+        stage = Stage()
+        await stage.worker.submit([request("p0"), request("p1")])
+        await stage.worker.next_report(5.0)
+        await stage.worker.abort([make_id("p0"), make_id("unknown")])
+        finishes = {delta.sample_id: delta.finish for delta in await stage.deltas() if delta.finish}
+        assert finishes[make_id("p0")] == "aborted"
+        assert finishes[make_id("p1")] in ("stop", "length")
+        await stage.worker.abort([make_id("p0")])
+        assert await stage.worker.next_report(1.0) is None  # nothing to say
+        await stage.worker.close()
+
+    run_virtual(main())
+
+
+async def test_with_a_real_thread() -> None:
+    engine, compute = FakeEngine(V0), ComputeThread("real")
+    worker = EngineWorker(engine, compute, clock=LoopClock(), tick_s=0.01)
+    await worker.submit([request(f"p{at}") for at in range(20)])
+    finished = 0
+    while finished < 20:
+        report = await worker.next_report(5.0)
+        assert report is not None
+        finished += sum(delta.finish is not None for delta in report.deltas)
+    await worker.close()
+    await compute.close(5.0)
+
+
+def test_a_queue_that_waits_for_a_later_version_is_looked_at_once_a_tick() -> None:
+    class Waiting(FakeEngine):
+        """Has a sample that no loaded version may serve yet."""
+
+        def poll(self, deadline_s: float) -> list[TokenDelta]:
+            self.on_poll()
+            return []
+
+    async def main() -> None:
+        stage = Stage()
+        stage.engine = Waiting(V0)
+        stage.engine.on_poll = stage._count
+        stage.worker = EngineWorker(stage.engine, FakeCompute(0.0), clock=LoopClock(), tick_s=0.1)
+        await stage.worker.submit([request("p0")])
+        await asyncio.sleep(1.05)
+        assert stage.polls <= 11
+        await stage.worker.close()
+
+    run_virtual(main())
+
+
+def test_an_idle_worker_says_that_it_is_there() -> None:
+    async def main() -> None:
+        stage = Stage()
+        stage.worker = stage.make_worker(heartbeat_s=1.0)
+        for second in (1, 2, 3):
+            report = await stage.worker.next_report(5.0)
+            assert report is not None and not report.deltas
+            assert asyncio.get_running_loop().time() == pytest.approx(second)
+        await stage.worker.submit([request("p0")])
+        made = [report for _ in range(5) if (report := await stage.worker.next_report(5.0)) is not None]
+        assert sum(bool(report.deltas) for report in made) >= 3
+        tokens = sum(count(delta.token_ids) for report in made for delta in report.deltas)
+        assert made[-1].status.tokens_generated == tokens > 0
+        await asyncio.sleep(100.25)  # nobody listens: nothing piles up
+        assert await stage.worker.next_report(0.0) is not None
+        assert await stage.worker.next_report(0.0) is None
+        await stage.worker.close()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    run_virtual(main())
+
+
+def test_a_notice_is_told_once_and_at_once() -> None:
+    async def main() -> None:
+        stage = Stage()
+        stage.worker.notice(12.5)
+        report = await stage.worker.next_report(0.1)
+        assert report is not None and report.notice_s == 12.5
+        await stage.worker.submit([request("p0")])
+        later = await stage.worker.next_report(5.0)
+        assert later is not None and later.notice_s is None
+        await stage.worker.close()
+
+    run_virtual(main())

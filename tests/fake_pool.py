@@ -117,7 +117,7 @@ class FakePublisher:
 
 
 class PoolEngine(FakeEngine):
-    """One of many; `hangs` stops it from making anything."""
+    """One of many; it is probed after every swap."""
 
     probe_logprobs = PROBE_LOGPROBS
 

@@ -143,7 +143,7 @@ def test_a_queue_that_waits_for_a_later_version_is_looked_at_once_a_tick() -> No
         stage.worker = EngineWorker(stage.engine, FakeCompute(0.0), clock=LoopClock(), tick_s=0.1)
         await stage.worker.submit([request("p0")])
         await asyncio.sleep(1.05)
-        assert stage.polls <= 11
+        assert 10 <= stage.polls <= 11
         await stage.worker.close()
 
     run_virtual(main())

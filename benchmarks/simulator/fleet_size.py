@@ -150,7 +150,7 @@ def main() -> int:
     best = max(rows, key=lambda row: row["tokens_per_usd"])
     print(f"most tokens per dollar: {best['workers']} workers")
     if tuple(arguments.workers) == SIZES:
-        print("written:", write_result("fleet_size", {"best": best["workers"], "rows": rows}))
+        write_result("fleet_size", {"best": best["workers"], "rows": rows})
         draw(rows)
     return 0
 

@@ -9,6 +9,7 @@ from tidemill.core.records import Record
 from tidemill.telemetry.events import RESUME
 from tidemill.telemetry.metrics import (
     CONTROLLER_CPU,
+    CRASHES,
     CRITIC_WAIT,
     EVICTIONS,
     GREEDY_ACCURACY,
@@ -81,7 +82,16 @@ CHARTS: tuple[Chart, ...] = (
     ),
     Chart(title="Entropy", note="nats per token", series=(("entropy", "entropy"),), low=0),
     Chart(
-        title="KL", note="nats per token", series=(("approx_kl", "of the update"), ("kl_ref", "to reference")), low=0
+        title="Rewards of DPO",
+        note="β times the log-ratio to the reference",
+        series=(("reward_margin", "margin"), ("reward_chosen", "chosen"), ("reward_rejected", "rejected")),
+    ),
+    Chart(title="Scores", note="of both sides", series=(("score_margin", "margin"), ("score_mean", "mean"))),
+    Chart(
+        title="KL",
+        note="nats per token",
+        series=(("approx_kl", "of the update"), ("kl_ref", "to reference"), ("kl_ref_k1", "the same, k1")),
+        low=0,
     ),
     Chart(title="Clip fraction", note="% of tokens", series=(("clip_fraction", "clipped"),), low=0, scale=100),
     Chart(
@@ -122,6 +132,19 @@ CHARTS: tuple[Chart, ...] = (
         band=FORECAST_HALF,
         low=0,
         only_with=FORECAST_STEP,
+    ),
+    Chart(
+        title="Logprobs at a publish",
+        note="seconds",
+        series=(("time_publish_logprobs_s", "of what is under way"),),
+        low=0,
+    ),
+    Chart(
+        title="Read by reward models and reference",
+        note="tokens",
+        series=(("tokens_read_ahead", "while generated"), ("tokens_read_late", "afterwards")),
+        low=0,
+        only_if_any=True,
     ),
     Chart(title="Generation speed", note="tokens per second", series=(("tokens_per_s", "speed"),), low=0),
     Chart(title="Engine against trainer", note="KL, nats per token", series=(("mismatch_kl", "mismatch"),), low=0),
@@ -176,14 +199,25 @@ CHARTS: tuple[Chart, ...] = (
     Chart(
         title="Evictions",
         note="per step",
-        series=((EVICTIONS, "machines taken"), (MIGRATIONS, "samples moved")),
+        series=((EVICTIONS, "machines taken"), (CRASHES, "workers crashed"), (MIGRATIONS, "samples moved")),
         low=0,
         only_if_any=True,
     ),
     Chart(
         title="Lost and computed again",
         note="tokens per step",
-        series=((TOKENS_LOST, "lost"), (TOKENS_RECOMPUTED, "computed again")),
+        series=((TOKENS_LOST, "lost"), (TOKENS_RECOMPUTED, "computed again"), ("tokens_discarded", "discarded")),
+        low=0,
+        only_if_any=True,
+    ),
+    Chart(
+        title="Begun again or given up",
+        note="per step",
+        series=(
+            ("samples_restarted", "samples, too old"),
+            ("groups_dropped", "groups, too old"),
+            ("groups_redrawn", "groups without signal, redrawn"),
+        ),
         low=0,
         only_if_any=True,
     ),

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from tests.fabricated_forecast import make_forecast
 from tidemill.telemetry.forecast import write_forecast
+from tidemill.telemetry.metrics import METRICS
 from tidemill.telemetry.report.charts import chart_data
 from tidemill.telemetry.report.story import read_story
 from tidemill.telemetry.run_dir import RunDirectory
@@ -46,6 +48,11 @@ def test_several_rewards_share_a_chart_and_unknown_metrics_get_their_own(tmp_pat
     data = charts_of(tmp_path, '{"step":1,"reward/exact":1,"reward/length":0.5,"my_metric":3}\n')
     titles = {chart["title"]: [one["label"] for one in chart["series"]] for chart in data["charts"]}
     assert titles == {"Rewards apart": ["exact", "length"], "my_metric": ["my_metric"]}
+
+
+def test_no_figure_of_a_run_of_ours_is_drawn_under_its_raw_name(tmp_path: Path) -> None:
+    charts = charts_of(tmp_path, json.dumps({"step": 1, **dict.fromkeys(METRICS, 1.0)}) + "\n")["charts"]
+    assert {chart["title"] for chart in charts} & set(METRICS) == set()
 
 
 def test_figures_that_stay_at_zero_are_left_out_where_that_is_normal(tmp_path: Path) -> None:

@@ -260,7 +260,7 @@ def main() -> int:
         print(f"{name}: {seeds or 'not found'} {shown[:120]}", file=sys.stderr, flush=True)
     Console(width=160).print(table)
     if not arguments.names:
-        print("written:", write_result("planted_defects", {"most_seeds": arguments.seeds, "defects": results}))
+        write_result("planted_defects", {"most_seeds": arguments.seeds, "defects": results})
     return 0 if all(result["seeds"] for result in results.values()) else 1
 
 

@@ -89,7 +89,8 @@ class Line:
     published: float
     simulated: float
     kind: str  # fitted or predicted
-    reached: bool | None = None  # None where nothing is asked
+    asked: str = ""  # how near it is to come; empty where nothing is asked
+    reached: bool | None = None
     error: float | None = None  # standard error of what is simulated, where it was repeated
 
 
@@ -135,7 +136,7 @@ def migrating_lines(pool: ProcessPoolExecutor) -> Iterator[Line]:
     for (after_s, published), (moved, (what, asked)) in product(SAVED_BY_MIGRATING.items(), ANEW.items()):
         share, error = saved([(one[after_s, MIGRATING], one[after_s, moved]) for one in added])
         line = _compared(f"14B, killed at {after_s} s: {what}", published, share, error)
-        yield line if asked else replace(line, reached=None)
+        yield line if asked else replace(line, asked="", reached=None)
 
 
 def saved(added: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -165,7 +166,8 @@ def dynamic_lines(totals: dict[tuple[str, str], Total]) -> Iterator[Line]:
         alone, found = totals[row, COLOCATED], totals[row, "published"]
         speedup = found.tokens_per_s / alone.tokens_per_s
         reached = abs(speedup / DYNAMIC_SPEEDUP[row] - 1) <= WITHIN
-        yield Line(f"{row} throughput, over colocated", DYNAMIC_SPEEDUP[row], speedup, "predicted", reached)
+        asked = f"within {WITHIN:.0%}"
+        yield Line(f"{row} throughput, over colocated", DYNAMIC_SPEEDUP[row], speedup, "predicted", asked, reached)
         per_usd = found.tokens_per_usd / alone.tokens_per_usd
         yield Line(f"{row} tokens per dollar, over colocated", TOKENS_PER_USD[row], per_usd, "predicted")
     whole = totals["14B", "published"].tokens_per_s
@@ -174,7 +176,8 @@ def dynamic_lines(totals: dict[tuple[str, str], Total]) -> Iterator[Line]:
 
 
 def _compared(figure: str, published: float, simulated: float, error: float | None = None) -> Line:
-    return Line(figure, published, simulated, "predicted", 1 / FACTOR <= simulated / published <= FACTOR, error)
+    reached = 1 / FACTOR <= simulated / published <= FACTOR
+    return Line(figure, published, simulated, "predicted", f"within a factor {FACTOR:g}", reached, error)
 
 
 def show(lines: list[Line]) -> None:
@@ -182,7 +185,7 @@ def show(lines: list[Line]) -> None:
     for column in ("figure", "published", "simulated", "off", "", "asked"):
         table.add_column(column, justify="left" if column in ("figure", "") else "right")
     for line in lines:
-        verdict = "" if line.reached is None else "reached" if line.reached else "MISSED"
+        verdict = f"{line.asked}: {'reached' if line.reached else 'MISSED'}" if line.asked else ""
         off = f"{line.simulated / line.published - 1:+.0%}"
         published, simulated = (
             f"{figure:,.0f}" if abs(figure) >= 5 else f"{figure:.2f}" for figure in (line.published, line.simulated)

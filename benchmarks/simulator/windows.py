@@ -31,6 +31,7 @@ from benchmarks.simulator.segments import CORES, Outcome, total
 
 ROW = "14B"
 INSTANCES, OFF_S = (1, 3, 6), (-100.0, -50.0, 0.0, 50.0, 100.0)
+TRACES = 12
 UNMOVED = {"window_gain": 1e9, "window_floor_s": 0.0}
 WHOLE, *WITHOUT = ABLATIONS
 ALL = "".join(SEGMENTS)
@@ -105,7 +106,7 @@ def show(steps: Mapping[int, Mapping[float, float]], found: Sequence[Effect]) ->
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--traces", type=int, default=12, help="how many, the comparison's being the first")
+    parser.add_argument("--traces", type=int, default=TRACES, help="how many, the comparison's being the first")
     wanted = parser.parse_args().traces
     if wanted < 2:
         parser.error("--traces: at least 2, as their spread is told")
@@ -113,7 +114,8 @@ def main() -> int:
     with ProcessPoolExecutor(CORES) as pool:
         steps, found = wrong_windows(pool), list(effects(traces, pool))
     show(steps, found)
-    write_result("windows", {"step_s": steps, "traces": traces, "effects": [asdict(effect) for effect in found]})
+    if wanted == TRACES:
+        write_result("windows", {"step_s": steps, "traces": traces, "effects": [asdict(effect) for effect in found]})
     return 0
 
 

@@ -1,0 +1,119 @@
+"""All that the simulator is held against, in one table.
+
+    python -m benchmarks.simulator [--kept]
+
+Measures every part anew, one after another, which takes about forty minutes. With `--kept` the table is made of the
+result files as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.measuring import RESULTS
+
+Result = dict[str, Any]
+
+
+class Row(NamedTuple):
+    figure: str
+    asked: str
+    found: str
+    reached: bool | None = None  # None where nothing is asked
+
+
+def published(result: Result) -> Iterator[Row]:
+    for line in result["lines"]:
+        if line["asked"]:
+            error = f" ± {line['error']:.2f}" if line["error"] is not None else ""
+            asked, found = f"{line['published']:.2f}, {line['asked']}", f"{line['simulated']:.2f}{error}"
+            yield Row(line["figure"], asked, found, line["reached"])
+
+
+def ourselves(result: Result) -> Iterator[Row]:
+    for case in result["cases"]:
+        for measure, error in case["error"].items():
+            figure, asked = f"forecast of {case['name']}, {measure}", f"within {case['allowed'][measure]:.0%}"
+            yield Row(figure, asked, f"{error:+.1%}", case["reached"][measure])
+
+
+def ours(result: Result) -> Iterator[Row]:
+    base, target = result["systems"]["published policy"]["tokens_per_usd"], result["target"]
+    yield Row(
+        "ours, lag 0: tokens per dollar", f"{target:g}, hoped for", f"{result['gain']:.3f}", result["gain"] >= target
+    )
+    yield Row("ours, lag 1", "", f"{result['systems']['ours, lag 1']['tokens_per_usd'] / base:.3f}")
+    yield Row("bound", "", f"{result['bound']['tokens_per_usd'] / base:.3f}")
+
+
+def faults(result: Result) -> Iterator[Row]:
+    violations = len(result["violated"])
+    yield Row(f"violations in {result['seeds']:,} seeds of faults", "0", str(violations), violations == 0)
+    mean, target = result["cpu_s_mean"], result["target_s"]
+    yield Row("CPU time of a seed", f"at most {target:g} s", f"{mean:.3f} s", mean <= target)
+
+
+def planted_defects(result: Result) -> Iterator[Row]:
+    seeds = [defect["seeds"] for defect in result["defects"].values()]
+    found = [number for number in seeds if number]
+    asked = f"{len(seeds)} within {result['most_seeds']:,} seeds"
+    yield Row("planted defects that are found", asked, f"{len(found)} within {max(found)}", len(found) == len(seeds))
+
+
+def scale(result: Result) -> Iterator[Row]:
+    asked = f"at most {result['target_s']:g} s"
+    yield Row("an hour of 1,000 workers, CPU time", asked, f"{result['cpu_s']:.0f} s", result["reached"])
+
+
+PARTS: dict[str, tuple[str, Callable[[Result], Iterator[Row]]]] = {
+    "published": ("published_policy", published),
+    "ourselves": ("simulator_ourselves", ourselves),
+    "ours": ("ours_against_published", ours),
+    "faults": ("simulator_faults", faults),
+    "planted_defects": ("planted_defects", planted_defects),
+    "scale": ("simulator_scale", scale),
+}
+"""By module: its result file, and what is read of it."""
+
+
+def show(rows: list[Row]) -> None:
+    table = Table(title="The simulator, and what it is held against", box=box.SIMPLE)
+    for column in ("figure", "asked", "found", ""):
+        table.add_column(column, justify="left" if column in ("figure", "") else "right")
+    for row in rows:
+        table.add_row(*row[:-1], "" if row.reached is None else "reached" if row.reached else "MISSED")
+    Console(width=120).print(table)
+
+
+def rows_of(module: str, *, kept: bool) -> Iterator[Row]:
+    name, read = PARTS[module]
+    path, began_s = RESULTS / f"{name}.json", time.time()
+    if not kept:
+        subprocess.run([sys.executable, "-m", f"benchmarks.simulator.{module}"], check=False)
+    if not path.exists() or (not kept and path.stat().st_mtime < began_s):
+        yield Row(module, "a result", "none", reached=False)
+        return
+    yield from read(json.loads(path.read_text()))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kept", action="store_true", help="measure nothing; show what was measured last")
+    kept = parser.parse_args().kept
+    rows = [row for module in PARTS for row in rows_of(module, kept=kept)]
+    show(rows)
+    return 1 if any(row.reached is False for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

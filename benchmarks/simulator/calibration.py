@@ -58,6 +58,7 @@ class Steady(Record):
     window_s: float
     step_s: float
     train_s: float
+    trainer_wait_s: float  # by the offload's rule
 
 
 def steady(row: str, fitted: Calibration, instances: int, **fleet: Any) -> Steady:
@@ -81,6 +82,7 @@ def steady(row: str, fitted: Calibration, instances: int, **fleet: Any) -> Stead
         window_s=fmean(line.values.get("seed_window_s", 0.0) for line in lines),
         step_s=(run.seconds - began_s) / len(lines),
         train_s=fmean(line.values["time_train_s"] for line in lines),
+        trainer_wait_s=fmean(line.values.get("time_trainer_wait_s", 0.0) for line in lines),
     )
 
 

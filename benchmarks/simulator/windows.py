@@ -18,13 +18,14 @@ from dataclasses import asdict, dataclass
 from itertools import islice, product
 from statistics import fmean, stdev
 
+from msgspec import to_builtins
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measuring import write_result
 from benchmarks.simulator.availability import SEGMENTS, fitting_seeds
-from benchmarks.simulator.calibration import steady
+from benchmarks.simulator.calibration import Steady, steady
 from benchmarks.simulator.published import ABLATIONS, run_case
 from benchmarks.simulator.published_system import FITTED, FOUND_WINDOWS_S
 from benchmarks.simulator.segments import CORES, Outcome, total
@@ -55,16 +56,16 @@ class Effect:
         return stdev(self.by_trace) / math.sqrt(len(self.by_trace))
 
 
-def step_s(instances: int, off_s: float) -> float:
+def unmoved(instances: int, off_s: float) -> Steady:
     """With a window that stays so many seconds off from the one that is found."""
     window_s = max(FOUND_WINDOWS_S[ROW][instances - 1] + off_s, 0.0)
-    return steady(ROW, FITTED[ROW], instances, seed_window_s=window_s, **UNMOVED).step_s
+    return steady(ROW, FITTED[ROW], instances, seed_window_s=window_s, **UNMOVED)
 
 
-def wrong_windows(pool: ProcessPoolExecutor) -> dict[int, dict[float, float]]:
-    """Seconds of a step by instances and by how far the window is off."""
+def wrong_windows(pool: ProcessPoolExecutor) -> dict[int, dict[float, Steady]]:
+    """By instances and by how far the window is off."""
     cases = list(product(INSTANCES, OFF_S))
-    found = dict(zip(cases, pool.map(step_s, *zip(*cases, strict=True)), strict=True))
+    found = dict(zip(cases, pool.map(unmoved, *zip(*cases, strict=True)), strict=True))
     return {instances: {off_s: found[instances, off_s] for off_s in OFF_S} for instances in INSTANCES}
 
 
@@ -85,14 +86,14 @@ def _effect(found: Mapping[tuple[int, str, str], Outcome], seed: int, without: s
     return other / whole - 1
 
 
-def show(steps: Mapping[int, Mapping[float, float]], found: Sequence[Effect]) -> None:
-    table = Table(title="Seconds of a step by how far the window is off", box=box.SIMPLE)
+def show(steps: Mapping[int, Mapping[float, Steady]], found: Sequence[Effect]) -> None:
+    table = Table(title="Seconds of a step, and of the trainer's wait, by how far the window is off", box=box.SIMPLE)
     for column in ("instances", *(f"{off_s:+.0f} s" for off_s in OFF_S)):
         table.add_column(column, justify="right")
     for instances, by_off in steps.items():
-        table.add_row(
-            str(instances), *(f"{seconds:.0f} ({seconds / by_off[0.0] - 1:+.0%})" for seconds in by_off.values())
-        )
+        least = by_off[0.0].step_s
+        table.add_row(str(instances), *(f"{one.step_s:.0f} ({one.step_s / least - 1:+.0%})" for one in by_off.values()))
+        table.add_row("", *(f"{one.trainer_wait_s:.0f}" for one in by_off.values()))
     Console(width=120).print(table)
     table = Table(title="Effect on throughput", box=box.SIMPLE)
     for column in ("", "segments", "mean", "least", "most", "of the comparison"):
@@ -115,7 +116,8 @@ def main() -> int:
         steps, found = wrong_windows(pool), list(effects(traces, pool))
     show(steps, found)
     if wanted == TRACES:
-        write_result("windows", {"step_s": steps, "traces": traces, "effects": [asdict(effect) for effect in found]})
+        effects_of = [asdict(effect) for effect in found]
+        write_result("windows", {"unmoved": to_builtins(steps), "traces": traces, "effects": effects_of})
     return 0
 
 

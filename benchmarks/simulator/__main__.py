@@ -23,6 +23,8 @@ from rich.table import Table
 from benchmarks.measuring import RESULTS
 
 Result = dict[str, Any]
+RUNS = {"inprocess": "character model", "demo": "SmolLM2", "ray": "Ray, with evictions"}
+"""What `ourselves` calls them."""
 
 
 class Row(NamedTuple):
@@ -43,7 +45,8 @@ def published(result: Result) -> Iterator[Row]:
 def ourselves(result: Result) -> Iterator[Row]:
     for case in result["cases"]:
         for measure, error in case["error"].items():
-            figure, asked = f"forecast of {case['name']}, {measure}", f"within {case['allowed'][measure]:.0%}"
+            figure = f"forecast: {RUNS[case['name']]}, {measure.removesuffix('_s')}"
+            asked = f"within {case['allowed'][measure]:.0%}"
             yield Row(figure, asked, f"{error:+.1%}", case["reached"][measure])
 
 
@@ -67,7 +70,12 @@ def planted_defects(result: Result) -> Iterator[Row]:
     seeds = [defect["seeds"] for defect in result["defects"].values()]
     found = [number for number in seeds if number]
     asked = f"{len(seeds)} within {result['most_seeds']:,} seeds"
-    yield Row("planted defects that are found", asked, f"{len(found)} within {max(found)}", len(found) == len(seeds))
+    yield Row(
+        "planted defects that are found",
+        asked,
+        f"{len(found)} within {max(found, default=0)}",
+        len(found) == len(seeds),
+    )
 
 
 def scale(result: Result) -> Iterator[Row]:
@@ -103,7 +111,11 @@ def rows_of(module: str, *, kept: bool) -> Iterator[Row]:
     if not path.exists() or (not kept and path.stat().st_mtime < began_s):
         yield Row(module, "a result", "none", reached=False)
         return
-    yield from read(json.loads(path.read_text()))
+    try:
+        rows = [*read(json.loads(path.read_text()))]
+    except (KeyError, TypeError, ValueError) as error:
+        rows = [Row(module, "a result", f"{path.name} cannot be read: {error!r}", reached=False)]
+    yield from rows
 
 
 def main() -> int:

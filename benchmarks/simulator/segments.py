@@ -42,10 +42,10 @@ class Outcome(Record):
     recomputed: int
 
 
-def published_system(row: str, *, moved: Moved = "unfinished", **fleet: Any) -> System:
+def published_system(row: str, *, moved: Moved = "unfinished", seed: int = 0, **fleet: Any) -> System:
     """The published policy, with windows of earlier runs, as its public code; `fleet` are ablations."""
     return System(
-        spec=published_spec(steps=ENDLESS, known_windows=FOUND_WINDOWS_S[row], **fleet),
+        spec=published_spec(steps=ENDLESS, seed=seed, known_windows=FOUND_WINDOWS_S[row], **fleet),
         twins=rlboost_twins(GROUP, moved=moved),
     )
 

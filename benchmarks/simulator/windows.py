@@ -3,8 +3,8 @@
     python -m benchmarks.simulator.windows [--traces 12]
 
 First, how much longer a 14B step is when the window is wrong by so many seconds, with a fixed number of instances. Then
-what memory brings where their number swings to and fro, for eight hours. Then what seeding and memory bring on the
-segments of the comparison (`published.py`) and on others that the same rule draws (`availability.py`).
+what memory brings where their number swings between two values for eight hours. Then what seeding and memory bring on
+the segments of the comparison (`published.py`) and on others that the same rule draws (`availability.py`).
 """
 
 from __future__ import annotations
@@ -29,36 +29,33 @@ from benchmarks.simulator.availability import SEGMENTS, fitting_seeds
 from benchmarks.simulator.calibration import Steady, steady
 from benchmarks.simulator.published import ABLATIONS, run_case
 from benchmarks.simulator.published_system import FITTED, FOUND_WINDOWS_S, plant, workload
-from benchmarks.simulator.segments import CORES, Outcome, published_system, total
+from benchmarks.simulator.segments import CORES, published_system, total
 from tidemill.pool.timetable import Change
 from tidemill.sim.run import simulate_run
 
 ROW = "14B"
 INSTANCES, OFF_S = (1, 3, 6), (-100.0, -50.0, 0.0, 50.0, 100.0)
-TRACES = 12
-SWINGS, EVERY_S, SWINGING_S = ((2, 4), (3, 6), (1, 6)), (900.0, 1800.0, 3600.0), 28_800.0
 UNMOVED = {"window_gain": 1e9, "window_floor_s": 0.0}
-WHOLE, *WITHOUT = ABLATIONS
-NO_MEMORY = "no memory"
-ALL = "".join(SEGMENTS)
+SWINGS, EVERY_S, SWINGING_S, SEEDS = ((2, 4), (3, 6), (1, 6)), (900.0, 1800.0, 3600.0), 28_800.0, 4
+"""Numbers of instances, how long each lasts, and for how long and with how many seeds of lengths it is run."""
+TRACES = 12
+WHOLE, NO_SEEDING, NO_MEMORY = ABLATIONS
+SEEDING_AWAY, MEMORY_ADDS = "seeding left away", "memory added"
+"""As they are published: the one is below nothing where seeding helps, the other above where memory does."""
 
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """On throughput, of leaving something away, on the same machines; as a share."""
+    """On throughput, as a share, in several runs."""
 
-    without: str
-    segments: str
-    by_trace: tuple[float, ...]
-
-    @property
-    def mean(self) -> float:
-        return fmean(self.by_trace)
+    what: str
+    where: str
+    shares: tuple[float, ...]
 
     @property
-    def error(self) -> float:
-        """Standard error of the mean."""
-        return stdev(self.by_trace) / math.sqrt(len(self.by_trace))
+    def told(self) -> str:
+        error = stdev(self.shares) / math.sqrt(len(self.shares))
+        return f"{fmean(self.shares):+.1%} ± {error:.1%}"
 
 
 def unmoved(instances: int, off_s: float) -> Steady:
@@ -74,14 +71,14 @@ def wrong_windows(pool: ProcessPoolExecutor) -> dict[int, dict[float, Steady]]:
     return {instances: {off_s: found[instances, off_s] for off_s in OFF_S} for instances in INSTANCES}
 
 
-def swinging(few: int, many: int, every_s: float, without: str) -> float:
+def swinging(few: int, many: int, every_s: float, name: str, seed: int) -> float:
     """Tokens per second with many instances and few by turns."""
-    system, fitted = published_system(ROW, **ABLATIONS[without]), FITTED[ROW]
+    system, fitted = published_system(ROW, seed=seed, **ABLATIONS[name]), FITTED[ROW]
     run = simulate_run(
         system.spec,
         plant(ROW, fitted),
         workload(fitted),
-        _swings(few, many, every_s),
+        swings(few, many, every_s),
         seconds=SWINGING_S,
         most_workers=many,
         twins=system.twins,
@@ -89,72 +86,62 @@ def swinging(few: int, many: int, every_s: float, without: str) -> float:
     return run.throughput_tokens_per_s
 
 
-def _swings(few: int, many: int, every_s: float) -> Iterator[Change]:
+def swings(few: int, many: int, every_s: float) -> Iterator[Change]:
     yield from (Change(time_s=0.0, place=place, to="up") for place in range(many))
     for turn in range(1, math.ceil(SWINGING_S / every_s)):
         to: Literal["up", "down"] = "down" if turn % 2 else "up"
         yield from (Change(time_s=turn * every_s, place=place, to=to) for place in range(few, many))
 
 
-def memory_in_swings(pool: ProcessPoolExecutor) -> dict[str, dict[float, float]]:
-    """What memory adds to throughput, as a share, by numbers of instances and by how long each of them lasts."""
-    cases = [
-        (few, many, every_s, name) for (few, many), every_s in product(SWINGS, EVERY_S) for name in (WHOLE, NO_MEMORY)
-    ]
+def memory_in_swings(pool: ProcessPoolExecutor) -> Iterator[Effect]:
+    cases = [(*swing, *rest) for swing, *rest in product(SWINGS, EVERY_S, (WHOLE, NO_MEMORY), range(SEEDS))]
     found = dict(zip(cases, pool.map(swinging, *zip(*cases, strict=True)), strict=True))
-    return {
-        f"{few} and {many}": {
-            every_s: found[few, many, every_s, WHOLE] / found[few, many, every_s, NO_MEMORY] - 1 for every_s in EVERY_S
-        }
-        for few, many in SWINGS
-    }
+    for (few, many), every_s in product(SWINGS, EVERY_S):
+        pairs = [
+            (found[few, many, every_s, WHOLE, at], found[few, many, every_s, NO_MEMORY, at]) for at in range(SEEDS)
+        ]
+        where = f"{few} and {many}, every {every_s / 60:.0f} min"
+        yield Effect(MEMORY_ADDS, where, tuple(whole / without - 1 for whole, without in pairs))
 
 
-def effects(traces: Sequence[int], pool: ProcessPoolExecutor) -> Iterator[Effect]:
+def on_traces(traces: Sequence[int], pool: ProcessPoolExecutor) -> Iterator[Effect]:
     cases = list(product(traces, ABLATIONS, SEGMENTS))
-    futures = {
-        (seed, name, segment): pool.submit(run_case, ROW, name, segment, seed=seed) for seed, name, segment in cases
-    }
+    futures = {(seed, *rest): pool.submit(run_case, ROW, *rest, seed=seed) for seed, *rest in cases}
     found = {case: future.result() for case, future in futures.items()}
-    for without, segments in product(WITHOUT, (*SEGMENTS, ALL)):
-        yield Effect(without, segments, tuple(_effect(found, seed, without, segments) for seed in traces))
+    for segments in (*SEGMENTS, "".join(SEGMENTS)):
+        speeds = {
+            name: [total({one: found[seed, name, one] for one in segments}).tokens_per_s for seed in traces]
+            for name in ABLATIONS
+        }
+        yield Effect(SEEDING_AWAY, segments, over(speeds[NO_SEEDING], speeds[WHOLE]))
+        yield Effect(MEMORY_ADDS, segments, over(speeds[WHOLE], speeds[NO_MEMORY]))
 
 
-def _effect(found: Mapping[tuple[int, str, str], Outcome], seed: int, without: str, segments: str) -> float:
-    whole, other = (
-        total({segment: found[seed, name, segment] for segment in segments}).tokens_per_s for name in (WHOLE, without)
-    )
-    return other / whole - 1
+def over(these: Sequence[float], those: Sequence[float]) -> tuple[float, ...]:
+    """What these are more than those, as shares."""
+    return tuple(this / that - 1 for this, that in zip(these, those, strict=True))
 
 
 def show_windows(steps: Mapping[int, Mapping[float, Steady]]) -> None:
-    table = Table(title="Seconds of a step, and of the trainer's wait, by how far the window is off", box=box.SIMPLE)
+    table = Table(
+        title="Seconds of a step by how far the window is off; its window, the trainer's wait", box=box.SIMPLE
+    )
     for column in ("instances", *(f"{off_s:+.0f} s" for off_s in OFF_S)):
         table.add_column(column, justify="right")
     for instances, by_off in steps.items():
-        least = by_off[0.0].step_s
-        table.add_row(str(instances), *(f"{one.step_s:.0f} ({one.step_s / least - 1:+.0%})" for one in by_off.values()))
-        table.add_row("", *(f"{one.trainer_wait_s:.0f}" for one in by_off.values()))
+        right = by_off[0.0].step_s
+        table.add_row(str(instances), *(f"{one.step_s:.0f} ({one.step_s / right - 1:+.0%})" for one in by_off.values()))
+        table.add_row("", *(f"{one.window_s:.0f}, {one.trainer_wait_s:.0f}" for one in by_off.values()))
     Console(width=120).print(table)
 
 
-def show_swings(swings: Mapping[str, Mapping[float, float]]) -> None:
-    table = Table(title="What memory adds where the number of instances swings", box=box.SIMPLE)
-    for column in ("instances", *(f"every {every_s / 60:.0f} min" for every_s in EVERY_S)):
-        table.add_column(column, justify="right")
-    for swing, by_time in swings.items():
-        table.add_row(swing, *(f"{share:+.1%}" for share in by_time.values()))
-    Console(width=120).print(table)
-
-
-def show_effects(found: Sequence[Effect]) -> None:
-    table = Table(title="Effect on throughput", box=box.SIMPLE)
-    for column in ("", "segments", "mean", "least", "most", "of the comparison"):
-        table.add_column(column, justify="left" if not column else "right")
-    for effect in found:
-        figures = (min(effect.by_trace), max(effect.by_trace), effect.by_trace[0])
-        told = (f"{figure:+.1%}" for figure in figures)
-        table.add_row(effect.without, effect.segments, f"{effect.mean:+.1%} ± {effect.error:.1%}", *told)
+def show_effects(title: str, effects: Sequence[Effect]) -> None:
+    table = Table(title=title, box=box.SIMPLE)
+    for column in ("", "where", "mean", "least", "most", "first"):
+        table.add_column(column, justify="right" if column not in ("", "where") else "left")
+    for effect in effects:
+        others = (min(effect.shares), max(effect.shares), effect.shares[0])
+        table.add_row(effect.what, effect.where, effect.told, *(f"{share:+.1%}" for share in others))
     Console(width=120).print(table)
 
 
@@ -167,12 +154,11 @@ def main() -> int:
     traces = list(islice(fitting_seeds(), wanted))
     with ProcessPoolExecutor(CORES) as pool:
         show_windows(steps := wrong_windows(pool))
-        show_swings(swings := memory_in_swings(pool))
-        show_effects(found := list(effects(traces, pool)))
+        show_effects(f"Throughput, with {SEEDS} seeds", in_swings := list(memory_in_swings(pool)))
+        show_effects(f"Throughput, on {wanted} traces", by_trace := list(on_traces(traces, pool)))
     if wanted == TRACES:
-        effects_of = [asdict(effect) for effect in found]
-        figures = {"unmoved": to_builtins(steps), "swings": swings, "traces": traces, "effects": effects_of}
-        write_result("windows", figures)
+        effects = {"swings": [asdict(one) for one in in_swings], "on_traces": [asdict(one) for one in by_trace]}
+        write_result("windows", {"unmoved": to_builtins(steps), "traces": traces, **effects})
     return 0
 
 

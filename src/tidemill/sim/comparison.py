@@ -103,15 +103,16 @@ def crowded(compared: Sequence[Compared]) -> list[str]:
 
 def _crowded(one: Compared) -> str:
     run, plant = one.run, one.planned.plant
-    engine = plant.worker or plant.reserved
-    if engine is None or run.put_back_tokens < CROWDED * run.generated:
+    if run.put_back_tokens < CROWDED * run.generated:
         return ""
-    samples = sum(line.values["samples"] for line in run.metrics)
-    mean = one.planned.spec.simulation.prompt_tokens + run.tokens_trained / samples
-    room = counted(round(engine.longest_sample / mean), "sample")
+    cache = min(engine.longest_sample for engine in (plant.reserved, plant.worker) if engine is not None)
+    prompt, samples = one.planned.spec.simulation.prompt_tokens, run.total("samples")
+    longest = max(line.values["completion_tokens_max"] for line in run.metrics)
+    mean, most = (cache / (prompt + tokens) for tokens in (run.tokens_trained / samples, longest))
     return (
-        f"{one.planned.name}: full caches had {compact(run.put_back_tokens)} tokens computed again; one holds about "
-        f"{room} of mean length, and engine.slots = {one.planned.spec.engine.slots}"
+        f"{one.planned.name}: full caches had {compact(run.put_back_tokens)} tokens computed again; the smallest holds "
+        f"about {counted(round(mean), 'sample')} of mean length, {most:.0f} of the longest; engine.slots = "
+        f"{one.planned.spec.engine.slots}"
     )
 
 

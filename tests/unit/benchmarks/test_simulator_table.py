@@ -38,6 +38,12 @@ def test_a_defect_that_no_seed_finds_is_a_miss(results: Path) -> None:
     assert (row.asked, row.found, row.reached) == ("2 within 1,000 seeds", "1 within 194", False)
 
 
+def test_a_result_that_cannot_be_read_is_a_miss(results: Path) -> None:
+    write(results, "published", {"lines": [{"figure": "of an older form"}]})
+
+    assert [row.reached for row in table.rows_of("published", kept=True)] == [False]
+
+
 def test_violations_and_slow_seeds_are_misses(results: Path) -> None:
     write(results, "faults", {"seeds": 10_000, "violated": [7], "target_s": 0.3, "cpu_s_mean": 0.31})
 

@@ -77,8 +77,19 @@ def test_too_many_slots_for_the_cache_are_told(run: Run) -> None:
     crowd += ["--batch.prompts=512", "--simulation.schedules", '["colocated"]']
     told = run("simulate", "@tiny.toml", *crowd, "--simulation.prompt_tokens=128", "--engine.slots=64").out
     assert "colocated: full caches had" in told
-    assert "one holds about 13 samples of mean length, and engine.slots = 64" in " ".join(told.split())
+    words = "the smallest holds about 13 samples of mean length, 13 of the longest; engine.slots = 64"
+    assert words in " ".join(told.split())
     assert "full caches" not in run("simulate", "@tiny.toml", *crowd, "--engine.slots=8").out
+
+
+def test_of_two_kinds_of_engines_the_smaller_cache_is_told(run: Run) -> None:
+    crowd = ["--simulation.parameters=14e9", "--simulation.engine_gpus=1", "--sampling.max_new_tokens=3000"]
+    crowd += ["--simulation.lengths=fixed", "--simulation.completion_tokens=3000", "--simulation.machines=3"]
+    crowd += ["--simulation.machine=aws-p4d.24xlarge-block", "--simulation.worker_machine=aws-p5e.48xlarge-block"]
+    crowd += ["--batch.prompts=768", "--engine.slots=64", "--fleet.queue_limit=1000", "--fleet.seed_window_s=10000"]
+    told = run("simulate", "@tiny.toml", *crowd, "--simulation.schedules", '["colocated", "tidemill"]').out
+    alone, both = (" ".join(note.split()) for note in told.split("full caches had")[1:])
+    assert alone.split("holds about")[1].split(";")[0] == both.split("holds about")[1].split(";")[0]
 
 
 def test_a_dry_run_says_what_is_resolved_and_runs_nothing(run: Run) -> None:

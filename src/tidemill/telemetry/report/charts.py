@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Literal
+
+from msgspec.structs import replace
 
 from tidemill.core.records import Record
 from tidemill.telemetry.events import RESUME
@@ -90,9 +93,10 @@ CHARTS: tuple[Chart, ...] = (
     Chart(
         title="KL",
         note="nats per token",
-        series=(("approx_kl", "of the update"), ("kl_ref", "to reference"), ("kl_ref_k1", "the same, k1")),
+        series=(("approx_kl", "of the update"), ("kl_ref", "to reference")),
         low=0,
     ),
+    Chart(title="KL to reference, k1", note="nats per token", series=(("kl_ref_k1", "log-ratio"),)),
     Chart(title="Clip fraction", note="% of tokens", series=(("clip_fraction", "clipped"),), low=0, scale=100),
     Chart(
         title="Completion length",
@@ -239,6 +243,8 @@ CHARTS: tuple[Chart, ...] = (
     Chart(title="Peak memory", note="GB", series=((PEAK_RSS, "memory"),), low=0, scale=1e-9),
 )
 
+HELD_OUT = "eval/"
+"""Before a metric's name: of examples that are held out."""
 COMPONENT = "reward/"
 LAG = "lag/"
 NOT_DRAWN = {"eval/n", "tokens_generated", "tokens_trained", "samples", "samples_left_out", "loss"}
@@ -268,11 +274,17 @@ def chart_data(story: Story) -> dict[str, Any]:
         Chart(title="Rewards apart", note="mean of each", series=components),
         *CHARTS[2:],
         *_lag_chart(lags),
-        *(_other(name) for name in others),
+        *(_other(name) for name in others if name.removeprefix(HELD_OUT) not in known),
     ]
     resumed = sorted({event["step"] for event in story.events if event["event"] == RESUME and _is_step(event)})
-    drawn = [data for chart in charts if (data := _draw(chart, rows))]
+    drawn = [data for chart in charts if (data := _draw(_with_held_out(chart, others), rows))]
     return {"steps": steps, "resumed": resumed, "charts": drawn}
+
+
+def _with_held_out(chart: Chart, others: Sequence[str]) -> Chart:
+    """What has no words of its own stands beside the same of the training examples."""
+    more = ((f"{HELD_OUT}{name}", f"{label}, held-out") for name, label in chart.series)
+    return replace(chart, series=(*chart.series, *(one for one in more if one[0] in others)))
 
 
 def _lag_chart(names: list[str]) -> list[Chart]:

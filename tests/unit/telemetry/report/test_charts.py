@@ -55,6 +55,23 @@ def test_no_figure_of_a_run_of_ours_is_drawn_under_its_raw_name(tmp_path: Path) 
     assert {chart["title"] for chart in charts} & set(METRICS) == set()
 
 
+def test_what_is_held_out_stands_beside_the_same_of_training(tmp_path: Path) -> None:
+    (chart,) = charts_of(tmp_path, '{"step":1,"score_margin":2,"eval/score_margin":1.5,"eval/score_mean":-1}\n')[
+        "charts"
+    ]
+    assert chart["title"] == "Scores"
+    assert [(one["label"], one["values"]) for one in chart["series"]] == [
+        ("margin", [2]),
+        ("margin, held-out", [1.5]),
+        ("mean, held-out", [-1]),
+    ]
+
+
+def test_a_negative_estimate_is_not_cut_off(tmp_path: Path) -> None:
+    (chart,) = charts_of(tmp_path, '{"step":1,"kl_ref_k1":-0.05}\n')["charts"]
+    assert chart["low"] is None
+
+
 def test_figures_that_stay_at_zero_are_left_out_where_that_is_normal(tmp_path: Path) -> None:
     assert charts_of(tmp_path, '{"step":1,"tokens_recovered":0,"tokens_other_weights":0}\n')["charts"] == []
     assert len(charts_of(tmp_path, '{"step":1,"tokens_recovered":5,"tokens_other_weights":0}\n')["charts"]) == 1

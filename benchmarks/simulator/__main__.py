@@ -2,7 +2,7 @@
 
     python -m benchmarks.simulator [--kept]
 
-Measures every part anew, one after another, which takes about forty minutes. With `--kept` the table is made of the
+Measures every part anew, one after another, which takes about half an hour. With `--kept` the table is made of the
 result files as they are.
 """
 
@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measuring import RESULTS
+from benchmarks.simulator import faults, ours, ourselves, planted_defects, published, scale
 
 Result = dict[str, Any]
 RUNS = {"inprocess": "character model", "demo": "SmolLM2", "ray": "Ray, with evictions"}
@@ -34,7 +35,7 @@ class Row(NamedTuple):
     reached: bool | None = None  # None where nothing is asked
 
 
-def published(result: Result) -> Iterator[Row]:
+def _published(result: Result) -> Iterator[Row]:
     for line in result["lines"]:
         if line["asked"]:
             error = f" ± {line['error']:.2f}" if line["error"] is not None else ""
@@ -42,7 +43,7 @@ def published(result: Result) -> Iterator[Row]:
             yield Row(line["figure"], asked, found, line["reached"])
 
 
-def ourselves(result: Result) -> Iterator[Row]:
+def _ourselves(result: Result) -> Iterator[Row]:
     for case in result["cases"]:
         for measure, error in case["error"].items():
             figure = f"forecast: {RUNS[case['name']]}, {measure.removesuffix('_s')}"
@@ -50,7 +51,7 @@ def ourselves(result: Result) -> Iterator[Row]:
             yield Row(figure, asked, f"{error:+.1%}", case["reached"][measure])
 
 
-def ours(result: Result) -> Iterator[Row]:
+def _ours(result: Result) -> Iterator[Row]:
     base, target = result["systems"]["published policy"]["tokens_per_usd"], result["target"]
     yield Row(
         "ours, lag 0: tokens per dollar", f"{target:g}, hoped for", f"{result['gain']:.3f}", result["gain"] >= target
@@ -59,14 +60,14 @@ def ours(result: Result) -> Iterator[Row]:
     yield Row("bound", "", f"{result['bound']['tokens_per_usd'] / base:.3f}")
 
 
-def faults(result: Result) -> Iterator[Row]:
+def _faults(result: Result) -> Iterator[Row]:
     violations = len(result["violated"])
     yield Row(f"violations in {result['seeds']:,} seeds of faults", "0", str(violations), violations == 0)
     mean, target = result["cpu_s_mean"], result["target_s"]
     yield Row("CPU time of a seed", f"at most {target:g} s", f"{mean:.3f} s", mean <= target)
 
 
-def planted_defects(result: Result) -> Iterator[Row]:
+def _planted_defects(result: Result) -> Iterator[Row]:
     seeds = [defect["seeds"] for defect in result["defects"].values()]
     found = [number for number in seeds if number]
     asked = f"{len(seeds)} within {result['most_seeds']:,} seeds"
@@ -78,20 +79,25 @@ def planted_defects(result: Result) -> Iterator[Row]:
     )
 
 
-def scale(result: Result) -> Iterator[Row]:
+def _scale(result: Result) -> Iterator[Row]:
     asked = f"at most {result['target_s']:g} s"
     yield Row("an hour of 1,000 workers, CPU time", asked, f"{result['cpu_s']:.0f} s", result["reached"])
 
 
-PARTS: dict[str, tuple[str, Callable[[Result], Iterator[Row]]]] = {
-    "published": ("published_policy", published),
-    "ourselves": ("simulator_ourselves", ourselves),
-    "ours": ("ours_against_published", ours),
-    "faults": ("simulator_faults", faults),
-    "planted_defects": ("planted_defects", planted_defects),
-    "scale": ("simulator_scale", scale),
+class Part(NamedTuple):
+    measure: Callable[[], int | None]
+    result: str  # its file
+    read: Callable[[Result], Iterator[Row]]
+
+
+PARTS = {
+    "published": Part(published.main, "published_policy", _published),
+    "ourselves": Part(ourselves.main, "simulator_ourselves", _ourselves),
+    "ours": Part(ours.main, "ours_against_published", _ours),
+    "faults": Part(faults.main, "simulator_faults", _faults),
+    "planted_defects": Part(planted_defects.main, "planted_defects", _planted_defects),
+    "scale": Part(scale.main, "simulator_scale", _scale),
 }
-"""By module: its result file, and what is read of it."""
 
 
 def show(rows: list[Row]) -> None:
@@ -103,26 +109,26 @@ def show(rows: list[Row]) -> None:
     Console(width=120).print(table)
 
 
-def rows_of(module: str, *, kept: bool) -> Iterator[Row]:
-    name, read = PARTS[module]
-    path, began_s = RESULTS / f"{name}.json", time.time()
-    if not kept:
-        subprocess.run([sys.executable, "-m", f"benchmarks.simulator.{module}"], check=False)
-    if not path.exists() or (not kept and path.stat().st_mtime < began_s):
-        yield Row(module, "a result", "none", reached=False)
-        return
+def rows_of(name: str, *, kept: bool) -> list[Row]:
+    """What is told of a part; whatever keeps it from being measured or read is a miss, and the others go on."""
+    part = PARTS[name]
+    path, began_s = RESULTS / f"{part.result}.json", time.time()
     try:
-        rows = [*read(json.loads(path.read_text()))]
-    except (KeyError, TypeError, ValueError) as error:
-        rows = [Row(module, "a result", f"{path.name} cannot be read: {error!r}", reached=False)]
-    yield from rows
+        if not kept:
+            part.measure()
+            if path.stat().st_mtime < began_s:
+                raise RuntimeError("it wrote no result")
+        return [*part.read(json.loads(path.read_text()))]
+    except Exception as error:  # noqa: BLE001 - it is told, and counts
+        traceback.print_exc()
+        return [Row(name, "a result", repr(error), reached=False)]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kept", action="store_true", help="measure nothing; show what was measured last")
     kept = parser.parse_args().kept
-    rows = [row for module in PARTS for row in rows_of(module, kept=kept)]
+    rows = [row for name in PARTS for row in rows_of(name, kept=kept)]
     show(rows)
     return 1 if any(row.reached is False for row in rows) else 0
 

@@ -97,11 +97,10 @@ def memory_in_swings(pool: ProcessPoolExecutor) -> Iterator[Effect]:
     cases = [(*swing, *rest) for swing, *rest in product(SWINGS, EVERY_S, (WHOLE, NO_MEMORY), range(SEEDS))]
     found = dict(zip(cases, pool.map(swinging, *zip(*cases, strict=True)), strict=True))
     for (few, many), every_s in product(SWINGS, EVERY_S):
-        pairs = [
-            (found[few, many, every_s, WHOLE, at], found[few, many, every_s, NO_MEMORY, at]) for at in range(SEEDS)
-        ]
-        where = f"{few} and {many}, every {every_s / 60:.0f} min"
-        yield Effect(MEMORY_ADDS, where, tuple(whole / without - 1 for whole, without in pairs))
+        whole, without = (
+            [found[few, many, every_s, name, seed] for seed in range(SEEDS)] for name in (WHOLE, NO_MEMORY)
+        )
+        yield Effect(MEMORY_ADDS, f"{few} and {many}, every {every_s / 60:.0f} min", over(whole, without))
 
 
 def on_traces(traces: Sequence[int], pool: ProcessPoolExecutor) -> Iterator[Effect]:

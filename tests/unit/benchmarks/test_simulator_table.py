@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write(folder: Path, module: str, result: dict[str, Any]) -> None:
-    (folder / f"{table.PARTS[module][0]}.json").write_text(json.dumps(result))
+    (folder / f"{table.PARTS[module].result}.json").write_text(json.dumps(result))
 
 
 def test_only_what_is_asked_of_the_published_system_is_told(results: Path) -> None:
@@ -54,13 +53,21 @@ def test_violations_and_slow_seeds_are_misses(results: Path) -> None:
 
 
 def test_a_part_that_wrote_no_result_this_time_is_a_miss(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*args: object, **kwargs: object) -> None:
-        """Writes nothing."""
-
-    monkeypatch.setattr(subprocess, "run", fails)
+    monkeypatch.setitem(table.PARTS, "scale", table.PARTS["scale"]._replace(measure=lambda: 0))
     write(results, "scale", {"target_s": 180.0, "cpu_s": 148.4, "reached": True})
     os.utime(results / "simulator_scale.json", (0, 0))  # long ago
 
     assert [row.reached for row in table.rows_of("scale", kept=True)] == [True]
     assert [row.reached for row in table.rows_of("scale", kept=False)] == [False]
     assert [row.reached for row in table.rows_of("ours", kept=True)] == [False]  # and nothing was there
+
+
+def test_a_part_that_fails_after_its_result_is_a_miss(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> int:
+        write(results, "scale", {"target_s": 180.0, "cpu_s": 148.4, "reached": True})
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setitem(table.PARTS, "scale", table.PARTS["scale"]._replace(measure=fails))
+
+    (row,) = table.rows_of("scale", kept=False)
+    assert (row.reached, row.found) == (False, "RuntimeError('out of memory')")

@@ -9,7 +9,7 @@ from benchmarks.simulator.windows import Effect, over, swings
 
 def test_effects_are_shares_of_what_they_are_held_against() -> None:
     assert over([110.0, 90.0], [100.0, 100.0]) == pytest.approx((0.1, -0.1))
-    # Mean 2 %; deviations of 1 %, so a standard error of 1 % / sqrt(2) * sqrt(2) / sqrt(2).
+    # Both are 1 % off their mean: a standard deviation of sqrt(1 + 1) %, and of the mean of two, 1 %.
     assert Effect("memory added", "A", (0.01, 0.03)).told == "+2.0% ± 1.0%"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Any, Literal
 
 from msgspec.structs import replace
@@ -91,10 +91,7 @@ CHARTS: tuple[Chart, ...] = (
     ),
     Chart(title="Scores", note="of both sides", series=(("score_margin", "margin"), ("score_mean", "mean"))),
     Chart(
-        title="KL",
-        note="nats per token",
-        series=(("approx_kl", "of the update"), ("kl_ref", "to reference")),
-        low=0,
+        title="KL", note="nats per token", series=(("approx_kl", "of the update"), ("kl_ref", "to reference")), low=0
     ),
     Chart(title="KL to reference, k1", note="nats per token", series=(("kl_ref_k1", "log-ratio"),)),
     Chart(title="Clip fraction", note="% of tokens", series=(("clip_fraction", "clipped"),), low=0, scale=100),
@@ -264,27 +261,29 @@ def chart_data(story: Story) -> dict[str, Any]:
                 row |= {FORECAST_STEP: expected.mean, FORECAST_HALF: (expected.high - expected.low) / 2}
     steps = sorted(by_step)
     rows = [by_step[step] for step in steps]
-    known = {name for chart in CHARTS for name, _ in chart.series} | NOT_DRAWN
-    unknown = sorted({name for row in rows for name in row} - known)
+    charted = {name for chart in CHARTS for name, _ in chart.series}
+    unknown = sorted({name for row in rows for name in row} - charted - NOT_DRAWN)
+    held_out = {name for name in unknown if name.removeprefix(HELD_OUT) in charted}
     components = tuple((name, name.removeprefix(COMPONENT)) for name in unknown if name.startswith(COMPONENT))
     lags = sorted((name for name in unknown if name.startswith(LAG)), key=lambda name: (len(name), name))
-    others = [name for name in unknown if not name.startswith((COMPONENT, LAG))][:OTHER_CHARTS]
+    others = [name for name in unknown if not name.startswith((COMPONENT, LAG)) and name not in held_out]
+    usual = [_with_held_out(chart, held_out) for chart in CHARTS]
     charts = [
-        *CHARTS[:2],
+        *usual[:2],
         Chart(title="Rewards apart", note="mean of each", series=components),
-        *CHARTS[2:],
+        *usual[2:],
         *_lag_chart(lags),
-        *(_other(name) for name in others if name.removeprefix(HELD_OUT) not in known),
+        *(_other(name) for name in others[:OTHER_CHARTS]),
     ]
     resumed = sorted({event["step"] for event in story.events if event["event"] == RESUME and _is_step(event)})
-    drawn = [data for chart in charts if (data := _draw(_with_held_out(chart, others), rows))]
+    drawn = [data for chart in charts if (data := _draw(chart, rows))]
     return {"steps": steps, "resumed": resumed, "charts": drawn}
 
 
-def _with_held_out(chart: Chart, others: Sequence[str]) -> Chart:
-    """What has no words of its own stands beside the same of the training examples."""
+def _with_held_out(chart: Chart, held_out: Collection[str]) -> Chart:
+    """With what is held out and has no chart of its own beside the same of the training examples."""
     more = ((f"{HELD_OUT}{name}", f"{label}, held-out") for name, label in chart.series)
-    return replace(chart, series=(*chart.series, *(one for one in more if one[0] in others)))
+    return replace(chart, series=(*chart.series, *(one for one in more if one[0] in held_out)))
 
 
 def _lag_chart(names: list[str]) -> list[Chart]:

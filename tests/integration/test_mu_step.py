@@ -43,7 +43,7 @@ temperature = 0.8
 [engine]
 slots = 8
 batch_invariant = true
-tick_s = 0.01
+tick_s = 0.001
 [batch]
 prompts = 2
 group_size = 4

@@ -32,7 +32,8 @@ class ComputeThread:
         self._ended: Future[None] = Future()
         self._closed = False
         self._name = name
-        threading.Thread(target=self._serve, name=name, daemon=True).start()
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
 
     async def run(self, function: Callable[[], T]) -> T:
         """The function's result, or the exception it raised.
@@ -74,6 +75,7 @@ class ComputeThread:
         except TimeoutError as error:
             where = f"the call running on thread {self._name}"
             raise DeadlineError("computations to end", waited_s=timeout_s, look_at=where) from error
+        self._thread.join(timeout_s)  # it has nothing left to do but return
 
     def _serve(self) -> None:
         while (call := self._next()) is not None:

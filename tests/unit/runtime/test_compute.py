@@ -89,7 +89,12 @@ async def test_a_cancelled_call_that_has_not_started_is_skipped_and_a_running_on
 
 
 async def test_after_closing_nothing_runs() -> None:
-    thread = ComputeThread("brief")
+    class SlowToEnd(ComputeThread):
+        def _serve(self) -> None:
+            super()._serve()
+            time.sleep(0.05)
+
+    thread = SlowToEnd("brief")
     last = asyncio.create_task(thread.run(lambda: 7))
     await asyncio.sleep(0)
     await thread.close(5.0)

@@ -9,15 +9,12 @@ a reward to learn from does: nothing.
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -25,10 +22,10 @@ from rich.table import Table
 
 from benchmarks.measuring import BYTES_PER_GB, write_result
 from benchmarks.models import quiet, smollm2
+from benchmarks.training_run import train
 
 RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "smollm2-addition.toml"
 CONTROL = '[scoring]\nrewards = [{ kind = "random" }]\n'
-DEADLINE_S = 3600.0
 TARGET_ACCURACY = 0.80
 TARGET_TRAINING_S = 360.0
 TARGET_PEAK_BYTES = 3.5e9
@@ -79,13 +76,8 @@ def main() -> int:
 def _run(folder: Path, seed: int, threads: int, recipes: list[str]) -> Outcome:
     run_dir = folder / "run"
     shutil.rmtree(run_dir, ignore_errors=True)  # a checkpoint is 1.6 GB
-    command = [sys.executable, "-m", "tidemill", "train", f"@{RECIPE}", *recipes, "--json"]
-    command += ["--run.dir", str(run_dir), "--run.seed", str(seed), "--trainer.threads", str(threads)]
-    command += ["--checkpoint.every_steps", "0"]
-    done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True, timeout=DEADLINE_S)
-    if done.returncode != 0:
-        raise RuntimeError(f"`{' '.join(command)}` ended with {done.returncode}")
-    summary: dict[str, Any] = json.loads(done.stdout)
+    arguments = [*recipes, "--run.seed", str(seed), "--trainer.threads", str(threads), "--checkpoint.every_steps", "0"]
+    summary = train(RECIPE, run_dir, *arguments)
     return Outcome(
         seed=seed,
         before=summary["eval"]["before"]["greedy_accuracy"],

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 import statistics
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
+from benchmarks.training_run import train
 from tidemill.core.records import Record
 from tidemill.telemetry.evaluations import evaluations
 from tidemill.telemetry.events import read_events
@@ -18,7 +15,6 @@ from tidemill.telemetry.metrics import read_metrics
 from tidemill.telemetry.run_dir import RunDirectory
 
 RECIPES = {"quiet": "smollm2-addition.toml", "evicted": "spot-trace.toml"}
-DEADLINE_S = 3600.0
 
 
 class Curve(Record):
@@ -48,12 +44,8 @@ def curve(folder: Path, kind: str, seed: int) -> Curve:
     recipe = Path(__file__).resolve().parent.parent / "recipes" / RECIPES[kind]
     run_dir = folder / "run"
     shutil.rmtree(run_dir, ignore_errors=True)  # a checkpoint is 1.6 GB
-    command = [sys.executable, "-m", "tidemill", "train", f"@{recipe}", "--json", "--run.dir", str(run_dir)]
-    command += ["--run.seed", str(seed), "--trainer.threads", "1", "--checkpoint.every_steps", "0"]
-    done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True, timeout=DEADLINE_S)
-    if done.returncode != 0:
-        raise RuntimeError(f"`{' '.join(command)}` ended with {done.returncode}")
-    summary: dict[str, Any] = json.loads(done.stdout)
+    arguments = ["--run.seed", str(seed), "--trainer.threads", "1", "--checkpoint.every_steps", "0"]
+    summary = train(recipe, run_dir, *arguments)
     run = RunDirectory(run_dir)
     found = evaluations(read_events(run.events), read_metrics(run.metrics))
     return Curve(

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +33,7 @@ from benchmarks.addition_runs import TARGET, AdditionRun, addition_run, interval
 from benchmarks.measuring import BYTES_PER_GB, RESULTS, write_result
 from benchmarks.models import quiet, smollm2
 from benchmarks.sft_start import sft_start
+from benchmarks.training_run import train
 from benchmarks.weights_delta import RECIPE, publishes_of_a_run
 
 STEPS = 5
@@ -157,14 +157,9 @@ def _memory(side: str, reference: str, steps: int) -> Memory:
     rate, more = SIDES[side]
     with tempfile.TemporaryDirectory(prefix="tidemill-lora-") as folder:
         run = Path(folder) / "run"
-        command = [sys.executable, "-m", "tidemill", "train", f"@{RECIPE}", "--json", "--run.dir", str(run)]
-        command += ["--trainer.steps", str(steps), "--trainer.threads", "1", "--checkpoint.every_steps", "0"]
-        command += ["--eval.every_steps", "0", "--eval.prompts", "8", "--optimizer.learning_rate", str(rate)]
-        command += [*more, *REFERENCES[reference]]
-        done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True, timeout=DEADLINE_S)
-        if done.returncode != 0:
-            raise RuntimeError(f"`{' '.join(command)}` ended with {done.returncode}")
-        summary: dict[str, Any] = json.loads(done.stdout)
+        arguments = ["--trainer.steps", str(steps), "--trainer.threads", "1", "--checkpoint.every_steps", "0"]
+        arguments += ["--eval.every_steps", "0", "--eval.prompts", "8", "--optimizer.learning_rate", str(rate)]
+        summary = train(RECIPE, run, *arguments, *more, *REFERENCES[reference], deadline_s=DEADLINE_S)
         steps_s = [json.loads(line).get("time_step_s") for line in (run / "metrics.jsonl").read_text().splitlines()]
         files = (run / "checkpoints").rglob("*")
         return Memory(

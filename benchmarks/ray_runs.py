@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.training_run import train
 from benchmarks.turns import OFFLINE, ONE_THREAD
 from tidemill.config.schema import RunSpec
 from tidemill.config.toml import to_toml
@@ -49,17 +47,7 @@ def steps_of(spec: RunSpec) -> list[MetricLine]:
     with tempfile.TemporaryDirectory(prefix="tidemill-benchmark-") as folder:
         run, recipe = Path(folder) / "run", Path(folder) / "recipe.toml"
         recipe.write_text(to_toml(spec))
-        command = [sys.executable, "-m", "tidemill", "train", f"@{recipe}", "--json", "--run.dir", str(run)]
-        done = subprocess.run(
-            command,
-            check=False,
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-            env=os.environ | ONE_THREAD | OFFLINE,
-        )
-        if done.returncode != 0:
-            raise RuntimeError(f"`{' '.join(command)}` ended with {done.returncode}: {done.stderr[-2000:]}")
+        train(recipe, run, environment=ONE_THREAD | OFFLINE, progress=False, deadline_s=DEADLINE_S)
         return [line for line in read_metrics(run / "metrics.jsonl") if line.step]
 
 

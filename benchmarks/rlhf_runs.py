@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import resource
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.training_run import train
 from tidemill.config.load import from_toml
 from tidemill.config.schema import RunSpec
 from tidemill.core.records import PreferencePair, Record
@@ -30,7 +28,6 @@ from tidemill.telemetry.statistics import LEVEL, RESAMPLES, Interval
 from tidemill.trainer.reward_scores import reward_scores
 
 RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "rlhf.toml"
-DEADLINE_S, STOPPING_S = 3600.0, 180.0
 CPU = "cpu_seconds"
 CURVES = ("reward_mean", "kl_ref_k1", "kl_ref", "entropy", "explained_variance", "clip_fraction")
 LAST_STEPS = 5  # whose mean is "in the end"
@@ -83,22 +80,13 @@ def rlhf_run(directory: Path, seed: int) -> RlhfRun:
         KeyboardInterrupt: Ctrl-C or SIGTERM came; the same call goes on from there.
         RuntimeError: the command failed; its own words are on standard error.
     """
-    command = [sys.executable, "-m", "tidemill", "train", f"@{RECIPE}", "--json", "--run.dir", str(directory)]
-    command += ["--run.seed", str(seed), "--trainer.threads", "1"]
     began_s = _children_cpu_s()
-    # A session of its own: Ctrl-C reaches it once, from here, and it ends after the step it is in, with a checkpoint.
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
-        try:
-            said, _ = process.communicate(timeout=DEADLINE_S)
-        except BaseException:
-            _stop(process)
-            raise
-        finally:
-            if directory.is_dir():
-                (directory / CPU).write_text(str(_cpu_s(directory) + _children_cpu_s() - began_s))
-    if process.returncode != 0:
-        raise RuntimeError(f"`{' '.join(command)}` ended with {process.returncode}")
-    return reduced(directory, json.loads(said), seed)
+    try:
+        summary = train(RECIPE, directory, "--run.seed", str(seed), "--trainer.threads", "1")
+    finally:
+        if directory.is_dir():
+            (directory / CPU).write_text(str(_cpu_s(directory) + _children_cpu_s() - began_s))
+    return reduced(directory, summary, seed)
 
 
 def _cpu_s(directory: Path) -> float:
@@ -110,15 +98,6 @@ def _cpu_s(directory: Path) -> float:
 def _children_cpu_s() -> float:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
-
-
-def _stop(process: subprocess.Popen[str]) -> None:
-    process.terminate()
-    try:
-        process.communicate(timeout=STOPPING_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
 
 
 def reduced(directory: Path, summary: Mapping[str, Any], seed: int) -> RlhfRun:

@@ -17,8 +17,6 @@ off. It aims at 10 %, or twice the standard deviation of the actual runs where t
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measuring import write_result
+from benchmarks.training_run import train
 from benchmarks.turns import OFFLINE, ONE_THREAD
 from tidemill.config.schema import RunSpec
 from tidemill.config.toml import to_toml
@@ -148,7 +147,7 @@ def spec_of(sections: Sections) -> RunSpec:
     return RunSpec.model_validate({**sections, "trainer": {**sections["trainer"], "threads": 1}})
 
 
-def train(spec: RunSpec, directory: Path) -> RunDirectory:
+def trained(spec: RunSpec, directory: Path) -> RunDirectory:
     """A real run in a process of its own.
 
     Raises:
@@ -156,24 +155,19 @@ def train(spec: RunSpec, directory: Path) -> RunDirectory:
     """
     recipe = directory.with_suffix(".toml")
     recipe.write_text(to_toml(spec))
-    command = [sys.executable, "-m", "tidemill", "train", f"@{recipe}", "--json", "--run.dir", str(directory)]
-    done = subprocess.run(
-        command, check=False, capture_output=True, text=True, timeout=DEADLINE_S, env=os.environ | ONE_THREAD | OFFLINE
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"`{' '.join(command)}` ended with {done.returncode}: {done.stderr[-2000:]}")
+    train(recipe, directory, environment=ONE_THREAD | OFFLINE, progress=False, deadline_s=DEADLINE_S)
     return RunDirectory(directory)
 
 
 def one_round(case: Case, pair: tuple[Sections, Sections], folder: Path) -> None:
     known, target = map(spec_of, pair)
     began_s = time.monotonic()
-    profile = calibrate(train(known, folder / "known").path)
+    profile = calibrate(trained(known, folder / "known").path)
     forecast = forecast_recipe(target, profile)
     case.processor_shares.append(profile.processor_share)
     case.forecast["step_s"].append(forecast.usual_step_s.mean)
     case.forecast["total_s"].append(forecast.total_s.mean)
-    run = train(target, folder / "target")
+    run = trained(target, folder / "target")
     lines = [line for line in read_metrics(run.metrics) if line.step > 1]
     summary = run.read_summary()
     case.actual["step_s"].append(fmean(line.values[STEP_TIME] for line in lines))

@@ -1,0 +1,48 @@
+"""A run started by a benchmark is stopped with it, gently, and a failed one is told in its own words."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.training_run import train
+from tests.processes import command_lines, processes_below
+from tidemill.telemetry.metrics import read_metrics
+from tidemill.telemetry.run_dir import RunDirectory
+
+RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "char-addition.toml"
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+STEP_S = 100.0  # at most until the run has made one
+
+
+def test_who_interrupts_a_benchmark_ends_its_run_with_a_checkpoint_to_go_on_from(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+
+    def interrupt() -> None:
+        deadline = time.monotonic() + STEP_S
+        while time.monotonic() < deadline and not (run.metrics.is_file() and read_metrics(run.metrics)):
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    settings = ["--checkpoint.every_steps", "0"]  # a killed one leaves none
+    with pytest.raises(KeyboardInterrupt):
+        train(RECIPE, run.path, "--trainer.steps", "100000", *settings, environment=ONE_THREAD, progress=False)
+
+    assert [line for line in command_lines(processes_below(os.getpid())).values() if str(run.path) in line] == []
+    made = read_metrics(run.metrics)[-1].step
+    assert [folder.name for folder in run.checkpoints.glob("step_*")] == [f"step_{made}"]
+
+    more = ["--trainer.steps", str(made + 1), *settings]
+    summary = train(RECIPE, run.path, *more, environment=ONE_THREAD, progress=False)
+    assert (summary["outcome"], summary["steps"], summary["sessions"]) == ("finished", made + 1, 2)
+
+
+def test_a_run_that_fails_is_told_in_its_own_words(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"ended with 2: (.|\n)*trainer\.stepps"):
+        train(RECIPE, tmp_path / "run", "--trainer.stepps", "1", environment=ONE_THREAD, progress=False)

@@ -49,14 +49,15 @@ def simulate(*items: Items, html: Html = None, dry_run: DryRun = False, json: Js
     if html is not None:
         _write(html, "", mode="a")  # whoever cannot have the page is told before the work
     compared, findings = _compare(scenario)
-    said = [*findings.values(), *crowded(compared)]
+    notes = crowded(compared)
+    said = [*findings.values(), *notes]
     if html is not None:
         from tidemill.sim.page import render
 
         _write(html, render(spec.run.name, [*words, *said], compared))
     schedules: dict[str, Any] = {one.planned.name: figures(one.run) for one in compared}
     schedules |= {name: {"finding": finding} for name, finding in findings.items()}
-    data = {"schedules": schedules, "scenario": planned_data(scenario)}
+    data = {"schedules": schedules, "notes": notes, "scenario": planned_data(scenario)}
     return Result(data=data, text=Group(*as_text(words, compared, said, html)))
 
 

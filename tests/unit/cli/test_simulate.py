@@ -75,11 +75,11 @@ def test_too_many_slots_for_the_cache_are_told(run: Run) -> None:
     crowd = ["--simulation.parameters=30e9", "--simulation.engine_gpus=1", "--sampling.max_new_tokens=3000"]
     crowd += ["--simulation.lengths=fixed", "--simulation.completion_tokens=3000", "--simulation.machines=2"]
     crowd += ["--batch.prompts=512", "--simulation.schedules", '["colocated"]']
-    told = run("simulate", "@tiny.toml", *crowd, "--simulation.prompt_tokens=128", "--engine.slots=64").out
-    assert "colocated: full caches had" in told
-    words = "the smallest holds about 13 samples of mean length, 13 of the longest; engine.slots = 64"
-    assert words in " ".join(told.split())
-    assert "full caches" not in run("simulate", "@tiny.toml", *crowd, "--engine.slots=8").out
+    crowded = run("simulate", "@tiny.toml", *crowd, "--simulation.prompt_tokens=128", "--engine.slots=64", "--json")
+    (note,) = crowded.data["notes"]
+    assert note.startswith("colocated: full caches had")
+    assert note.endswith("the smallest holds about 13 samples of mean length, 13 of the longest; engine.slots = 64")
+    assert run("simulate", "@tiny.toml", *crowd, "--engine.slots=8", "--json").data["notes"] == []
 
 
 def test_of_two_kinds_of_engines_the_smaller_cache_is_told(run: Run) -> None:

@@ -257,7 +257,8 @@ class CriticConfig(Config):
     """own: a second model with a value head (under model.lora a second adapter). shared: a head on the policy's own
     hidden states."""
     source: str | None = None
-    """own: where its weights come from, as model.source; none takes the policy's own."""
+    """own: where its weights come from, as model.source; none takes the policy's own. A reward model brings its head
+    (where rewards are its scores, values then begin near them); any other head begins with zeros."""
     learning_rate: float = Field(CRITIC_LEARNING_RATES["own"], gt=0)
     """Of the critic's own parameters; a shared trunk moves at optimizer.learning_rate. By default 1e-5 for a model of
     its own and 1e-3 for a head, which begins with zeros and learns alone."""

@@ -20,18 +20,23 @@ def holds_adapter(folder: Path) -> bool:
     return (folder / ADAPTER_CONFIG).is_file()
 
 
-def refuse_reward_model(source: str | Path) -> None:
-    """For whatever is to write: a reward model's folder also loads as a language model.
-
-    Raises:
-        UserError: it is one.
-    """
-    folder = Path(source).expanduser()
+def holds_reward_model(folder: Path) -> bool:
+    """Whether it says so, as what trains reward models writes them; such a folder also loads as a language model."""
     try:
         described = json.loads((folder / DESCRIPTION).read_bytes())
     except (OSError, ValueError):
-        return
-    if isinstance(described, dict) and described.get("kind") == "reward_model":
+        return False
+    return isinstance(described, dict) and described.get("kind") == "reward_model"
+
+
+def refuse_reward_model(source: str | Path) -> None:
+    """For whatever is to write.
+
+    Raises:
+        UserError: the folder holds a reward model.
+    """
+    folder = Path(source).expanduser()
+    if holds_reward_model(folder):
         raise UserError(
             "the folder holds a reward model, whose weights were trained to judge and not to write",
             where=str(folder),

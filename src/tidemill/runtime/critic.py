@@ -13,9 +13,10 @@ from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.models.catalog import asked_for_by, resolve
 from tidemill.models.codec import TextCodec, load_codec
-from tidemill.models.heads import ScalarHead
+from tidemill.models.folder import holds_reward_model
+from tidemill.models.heads import ScalarHead, load_head
 from tidemill.models.loading import load_model
-from tidemill.models.reward_model import hidden_size
+from tidemill.models.reward_model import check_head_fits, hidden_size
 from tidemill.runtime.frozen import FrozenModels
 from tidemill.runtime.parts import Parts
 from tidemill.trainer.critic import Critic, ModelCritic, TrunkCritic
@@ -75,12 +76,17 @@ def build_model_critic(
     source = spec.critic.source
     folder = policy_folder if source is None else _other_folder(spec, source, policy_folder, progress)
     model = _model(spec, folder, policy_folder, frozen, device)
+    head = ScalarHead(hidden_size(model)).to(device)
+    if source is not None and holds_reward_model(given := Path(source).expanduser()):
+        head, _ = load_head(given, "reward_model", device=device)
+        check_head_fits(model, head, given)
+        progress(f"the critic begins as the whole reward model {source}, head included")
     if spec.trainer.activation_checkpointing:
         model.gradient_checkpointing_enable()
         model.train()
     return ModelCritic(
         model,
-        ScalarHead(hidden_size(model)).to(device),
+        head,
         spec.critic,
         source=folder,
         value_clip=spec.algorithm.value_clip,

@@ -9,6 +9,8 @@ from tests.adapters import teach
 from tidemill.config.load import load_spec
 from tidemill.core.errors import UserError
 from tidemill.models.char import build_char_model
+from tidemill.models.codec import load_codec
+from tidemill.models.heads import reward_head, save_head
 from tidemill.models.loading import weights_digest
 from tidemill.models.lora import frozen_parameters, learned_parameters
 from tidemill.runtime.critic import build_critic
@@ -42,6 +44,29 @@ def test_one_of_its_own_begins_as_the_policy_and_says_nothing_yet() -> None:
     for ours, theirs in zip(critic.model.parameters(), made.model.parameters(), strict=True):
         assert torch.equal(ours, theirs) and ours.data_ptr() != theirs.data_ptr()
     assert not critic.head.weight.any()
+
+
+def test_one_that_comes_from_a_reward_model_begins_as_all_of_it(tmp_path: Path) -> None:
+    char = parts().spec.model.char
+    build_char_model(char, tmp_path)
+    digest = load_codec(tmp_path).vocabulary_digest
+    judging = reward_head(char.hidden_size, seed=3)
+    save_head(tmp_path, judging, kind="reward_model", pooling="last_token", vocabulary_digest=digest)
+    made, told = parts("--algorithm.name=ppo", f"--critic.source={tmp_path}"), list[str]()
+    critic = build_critic(made, progress=told.append)
+    assert isinstance(critic, ModelCritic)
+    assert torch.equal(critic.head.weight, judging.weight)
+    assert f"the whole reward model {tmp_path}" in told[-1]
+    assert {id(p) for p in critic.head.parameters()} < {id(p) for p in critic.optimizer.param_groups[-1]["params"]}
+
+    save_head(tmp_path, judging, kind="value_model", pooling="every_token", vocabulary_digest="")
+    critic = build_critic(made, progress=told.append)
+    assert isinstance(critic, ModelCritic)
+    assert not critic.head.weight.any()  # what its numbers stood for is not in the folder
+
+    save_head(tmp_path, reward_head(8), kind="reward_model", pooling="last_token", vocabulary_digest=digest)
+    with pytest.raises(UserError, match="hidden states of 8 numbers, and the model's have 16"):
+        build_critic(made, progress=told.append)
 
 
 def test_a_source_that_cannot_be_had_is_told_of_its_own_key() -> None:

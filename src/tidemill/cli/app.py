@@ -8,7 +8,6 @@ came. With `--json` exactly one JSON object goes to standard output, whatever ha
 from __future__ import annotations
 
 import difflib
-import os
 import sys
 from collections.abc import Sequence
 
@@ -16,7 +15,14 @@ from cyclopts import App, CycloptsError
 
 from tidemill import __version__
 from tidemill.cli.failure import INTERRUPTED_CODE, explain
-from tidemill.cli.output import reserved_stdout, write_json, write_result
+from tidemill.cli.output import (
+    close_stdout,
+    prepare_streams,
+    reader_has_gone,
+    reserved_stdout,
+    write_json,
+    write_result,
+)
 from tidemill.cli.result import Result
 from tidemill.core.errors import UserError
 
@@ -71,24 +77,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     tokens = list(sys.argv[1:] if argv is None else argv)
     as_json, debug = "--json" in tokens, "--debug" in tokens
     tokens = [token for token in tokens if token != "--debug"]
+    prepare_streams()
+    code = 0
     try:
         with reserved_stdout(as_json) as stdout:
             try:
                 result = dispatch(tokens)
+                code = result.exit_code
+                write_result(result, stdout, as_json=as_json)
             except BaseException as error:  # noqa: BLE001 (the one place where every error ends)
-                failure = explain(error, debug=debug)
-                sys.stderr.write(f"{failure.text}\n" if failure.text else "")
-                if as_json:
-                    write_json({"error": failure.data, "exit_code": failure.exit_code}, stdout)
-                return failure.exit_code
-            write_result(result, stdout, as_json=as_json)
-            return result.exit_code
-    except BrokenPipeError:
-        # The reader has gone (`| head`): nothing to say, and no traceback at shutdown either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 0
+                if not reader_has_gone(error):
+                    failure = explain(error, debug=debug)
+                    code = failure.exit_code
+                    sys.stderr.write(f"{failure.text}\n" if failure.text else "")
+                    if as_json:
+                        write_json({"error": failure.data, "exit_code": code}, stdout)
+    except OSError:
+        pass  # standard output or error takes nothing any more
     except KeyboardInterrupt:
-        return INTERRUPTED_CODE
+        code = INTERRUPTED_CODE
+    finally:
+        close_stdout()
+    return code
 
 
 def dispatch(tokens: Sequence[str]) -> Result:

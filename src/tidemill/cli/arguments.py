@@ -10,6 +10,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from tidemill.cli.output import note
 from tidemill.cli.result import Result
 from tidemill.config.checks import Purpose
 from tidemill.config.derive import derive
@@ -20,6 +21,7 @@ from tidemill.config.schema import RunSpec
 from tidemill.config.toml import to_toml
 from tidemill.core.errors import UserError
 from tidemill.models.folder import ADAPTER_CONFIG, CONFIG
+from tidemill.trainer.checkpoint_manifest import MANIFEST, damage
 
 Items = Annotated[
     str,
@@ -43,6 +45,8 @@ def spec_for(items: Sequence[str], checkpoint: Path | None, *, purpose: Purpose)
     if checkpoint is not None and not split_arguments(items).recipes:
         own = next((each / "config.toml" for each in (checkpoint, *checkpoint.resolve().parents[:2])
                     if (each / "config.toml").is_file()), None)  # fmt: skip
+        if own is None:
+            note(f"{checkpoint} has no config.toml of a run: what no recipe says is as by default, also the task")
         items = [f"@{own}", *items] if own else items
     return load_spec(items, purpose=purpose)
 
@@ -54,11 +58,18 @@ def model_folder(checkpoint: Path | None, *, option: str = "--checkpoint") -> Pa
         option: that named it, for the errors.
 
     Raises:
-        UserError: there is none.
+        UserError: there is none, or it is a checkpoint whose files are not as they were written.
     """
-    if checkpoint is None or any((checkpoint / name).is_file() for name in (CONFIG, ADAPTER_CONFIG)):
+    folder = None if checkpoint is None else _model_folder(checkpoint, where=f"{option} {checkpoint}")
+    if folder is not None and (folder / MANIFEST).is_file() and (reason := damage(folder, model_only=True)):
+        cure = f"choose another checkpoint, or bring this one back; without {MANIFEST} it is taken as it is"
+        raise UserError(f"the checkpoint is damaged: {reason}", where=str(folder), cure=cure)
+    return folder
+
+
+def _model_folder(checkpoint: Path, *, where: str) -> Path:
+    if any((checkpoint / name).is_file() for name in (CONFIG, ADAPTER_CONFIG)):
         return checkpoint
-    where = f"{option} {checkpoint}"
     if not checkpoint.is_dir():
         raise UserError("no such folder", where=where, cure="name a run directory or runs/<name>/checkpoints/step_N")
     folder = checkpoint / "checkpoints" if (checkpoint / "checkpoints").is_dir() else checkpoint

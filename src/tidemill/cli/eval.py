@@ -31,8 +31,8 @@ def evaluate(
 ) -> Result:
     """Measure a model or a checkpoint on the task's held-out prompts: greedy accuracy, lengths, diversity; with
     `--eval.samples_per_prompt N` also pass@k."""
-    spec = spec_for(items, checkpoint, purpose="eval")
     folder, other = model_folder(checkpoint), compared(compare)
+    spec = spec_for(items, checkpoint, purpose="eval")
     if dry_run:
         return show_dry_run(spec, purpose="eval")
     from tidemill.runtime.evaluate import evaluate as run

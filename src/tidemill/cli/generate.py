@@ -27,8 +27,8 @@ Words = Annotated[
 def generate(*items: Words, checkpoint: Checkpoint = None, dry_run: DryRun = False, json: Json = False) -> Result:
     """Try prompts on a model or a checkpoint: `tidemill generate "2+3=" --sampling.temperature 0`."""
     given = split_arguments(items)
-    spec = spec_for(given.items, checkpoint, purpose="generate")
     folder = model_folder(checkpoint)
+    spec = spec_for(given.items, checkpoint, purpose="generate")
     if dry_run:
         return show_dry_run(spec, purpose="generate")
     prompts = read_prompts(given.rest)

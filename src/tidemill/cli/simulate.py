@@ -47,7 +47,7 @@ def simulate(*items: Items, html: Html = None, dry_run: DryRun = False, json: Js
     if dry_run:
         return Result(data=planned_data(scenario), text="\n".join(words))
     if html is not None:
-        _write(html, "", mode="a")  # whoever cannot have the page is told before the work
+        _try_to_write(html)
     compared, findings = _compare(scenario)
     notes = crowded(compared)
     said = [*findings.values(), *notes]
@@ -79,6 +79,14 @@ def _compare(scenario: Scenario) -> tuple[list[Compared], dict[str, str]]:
     if not compared:
         raise errors[0]
     return compared, findings
+
+
+def _try_to_write(html: Path) -> None:
+    """Whoever cannot have the page is told before the work; until it is done, what is there stays."""
+    there = html.exists()
+    _write(html, "", mode="a")
+    if not there:
+        html.unlink()
 
 
 def _write(html: Path, page: str, *, mode: Literal["a", "w"] = "w") -> None:

@@ -65,8 +65,12 @@ def read_manifest(folder: Path) -> Manifest:
     return msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
 
 
-def damage(folder: Path) -> str:
-    """Why the checkpoint cannot be used; empty when every file is as it was written. Reads every byte."""
+def damage(folder: Path, *, model_only: bool = False) -> str:
+    """Why the checkpoint cannot be used; empty when every file is as it was written. Reads every byte.
+
+    Args:
+        model_only: of what a model is loaded from; what a trainer goes on from lies in folders below.
+    """
     try:
         manifest = read_manifest(folder)
     except OSError as error:
@@ -76,6 +80,8 @@ def damage(folder: Path) -> str:
     if manifest.format != FORMAT:
         return f"format {manifest.format} is not known to this version, which writes {FORMAT}"
     for name, expected in manifest.files.items():
+        if model_only and "/" in name:
+            continue
         path = folder / name
         try:
             size = path.stat().st_size

@@ -8,11 +8,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
+from typing import cast
 
 import pytest
 
 from tests.commands import run_fork
 from tests.forked import Forked
+from tidemill.__main__ import main as process_main
 from tidemill.cli.app import main
 
 DEADLINE_S = 120.0
@@ -35,6 +38,11 @@ group_size = 2
 def tidemill(*argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tidemill", *argv]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+
+
+def shell(command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    line = ["bash", "-c", command]
+    return subprocess.run(line, cwd=cwd, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
 
 
 @pytest.mark.parametrize(
@@ -67,13 +75,46 @@ def test_exit_codes(tmp_path: Path, argv: list[str], code: int) -> None:
     assert tidemill(*argv, cwd=tmp_path).returncode == code
 
 
-def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
-    command = f"{sys.executable} -m tidemill train --dry-run | head -n 1"
-    done = subprocess.run(
-        command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S, check=False
-    )
-    assert done.stdout == 'runtime = "inprocess"\n'
-    assert done.stderr == ""
+@pytest.mark.parametrize("argv", ["train --dry-run", "plan memory --params 7e9", "model list --json", "--help"])
+def test_a_reader_that_goes_away_is_no_error(tmp_path: Path, argv: str) -> None:
+    done = shell(f"set -o pipefail; {sys.executable} -m tidemill {argv} | true", tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("argv", ["plan memory --params 7e9", "model list --json", "--version"])
+@pytest.mark.parametrize(
+    ("where", "code", "says"),
+    [
+        (">/dev/full", 2, "error: no space left on device\n  free some space and run the same command again\n"),
+        (">&-", 0, ""),
+        ("2>&- >/dev/null", 0, ""),
+    ],
+)
+def test_standard_output_that_takes_nothing(tmp_path: Path, argv: str, where: str, code: int, says: str) -> None:
+    done = shell(f"{sys.executable} -m tidemill {argv} {where}", tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", says)
+
+
+def test_characters_that_standard_output_has_not_are_replaced(tmp_path: Path) -> None:
+    done = shell(f"PYTHONIOENCODING=ascii {sys.executable} -m tidemill plan memory --params 7e9", tmp_path)
+    assert done.returncode == 0
+    assert "? the model's shape is assumed" in done.stdout
+
+
+@pytest.mark.parametrize("argv", ["train --help", "plan memory --params 7e9"])
+def test_a_terminal_without_columns_gets_all_the_same(tmp_path: Path, argv: str) -> None:
+    done = shell(f"COLUMNS=0 {sys.executable} -m tidemill {argv}", tmp_path)
+    assert done.returncode == 0
+    assert len(done.stdout.splitlines()) > 20
+
+
+def test_ctrl_c_before_there_is_a_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted:
+        def __getattr__(self, name: str) -> None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "tidemill.cli.app", cast(ModuleType, Interrupted()))
+    assert process_main() == 130
 
 
 def test_train_then_eval_generate_and_report(

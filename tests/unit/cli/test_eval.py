@@ -9,6 +9,7 @@ import pytest
 from tests.unit.cli.conftest import Pretend, Run
 from tidemill.cli.eval import figures
 from tidemill.config.schema import RunSpec
+from tidemill.trainer.checkpoint_manifest import seal
 
 Asked = list[tuple[RunSpec, Path | str | None]]
 
@@ -129,3 +130,27 @@ def test_every_figure_for_people() -> None:
 def test_dry_run(run: Run, asked: Asked) -> None:
     assert "evaluation  at most 64 held-out prompts" in run("eval", "--dry-run").out
     assert asked == []
+
+
+def test_a_damaged_checkpoint_is_not_measured(run: Run, asked: Asked, tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "D" / "checkpoints" / "step_3")
+    (folder / "model.safetensors").write_bytes(b"weights")
+    (folder / "trainer_state").mkdir()
+    (folder / "trainer_state" / "moments").write_bytes(b"moments")
+    seal(folder, step=3, score=None)
+    (folder / "trainer_state" / "moments").unlink()  # a model is not loaded from that
+    assert run("eval", "--checkpoint", "D").code == 0
+    (folder / "model.safetensors").write_bytes(b"weightz")
+    ran = run("eval", "--compare", "D")
+    assert ran.code == 2
+    assert "the checkpoint is damaged: model.safetensors does not match its checksum" in ran.err
+    assert len(asked) == 1
+
+
+def test_a_checkpoint_without_its_runs_configuration_is_said_to_have_none(
+    run: Run, asked: Asked, tmp_path: Path
+) -> None:
+    checkpoint(tmp_path / "D" / "checkpoints" / "step_3")
+    assert "D has no config.toml of a run" in run("eval", "--checkpoint", "D").err
+    (tmp_path / "mine.toml").write_text("[eval]\nprompts = 3\n", encoding="utf-8")
+    assert "config.toml" not in run("eval", "@mine.toml", "--checkpoint", "D").err

@@ -69,6 +69,22 @@ def test_the_table_and_the_page_tell_the_same(run: Run, tmp_path: Path) -> None:
     assert len(learned) == 2  # once a step, when everything is generated
 
 
+@pytest.mark.parametrize("before", [None, "an older page"])
+def test_an_interrupted_simulation_leaves_what_was_there(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str | None
+) -> None:
+    page = tmp_path / "a.html"
+    if before is not None:
+        page.write_text(before, encoding="utf-8")
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tidemill.cli.simulate.simulate_planned", interrupt)
+    assert run("simulate", "@tiny.toml", "--html", "a.html").code == 130
+    assert (page.read_text(encoding="utf-8") if page.exists() else None) == before
+
+
 def test_too_many_slots_for_the_cache_are_told(run: Run) -> None:
     # Of an H100's 80 GB, 90 % are used; beside 2 GB of workspace and 60 GB of weights, 10 GB are left, of which a token
     # takes 59 layers x 2 x 8 heads x 128 x 2 bytes. That is 41,380 tokens, 13 samples of 3,128.

@@ -34,10 +34,11 @@ def derivation(figure: Figure) -> list[str]:
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, title: str = "") -> Table:
-    """The first column to the left, the others to the right."""
-    shown = Table(box=None, pad_edge=False, title=title or None, title_justify="left", title_style="bold")
+    """The first column to the left, the others to the right. Where the terminal is too narrow, cells take more lines:
+    nothing is left out."""
+    shown = Table(box=None, pad_edge=False, title=escape(title) or None, title_justify="left", title_style="bold")
     for number, heading in enumerate(headings):
-        shown.add_column(heading, justify="right" if number else "left", no_wrap=number > 0)
+        shown.add_column(heading, justify="right" if number else "left", overflow="fold")
     for row in rows:
         shown.add_row(*(escape(cell) for cell in row))
     return shown

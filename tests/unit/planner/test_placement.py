@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import msgspec
 import pytest
 
@@ -253,10 +255,37 @@ def test_the_largest_group_fits_where_smaller_ones_do_not() -> None:
 
 def test_numbers_of_machines_are_thinned_out() -> None:
     assert counts(3, 12) == [1, 2, 3]
-    # 64 to the powers of 1/3, 2/3 and 1
-    assert counts(64, 3) == [4, 16, 64]
-    assert counts(200, 12)[-1] == 200
+    # 64 to the powers of 0, 1/3, 2/3 and 1
+    assert counts(64, 4) == [1, 4, 16, 64]
+    assert counts(200, 2) == [1, 200]
+    assert all(counts(most, 12)[0] == 1 and counts(most, 12)[-1] == most for most in (13, 129, 130, 100_000))
     assert len(counts(200, 12)) <= 12
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_offers_of_more_machines_have_no_dearer_best(lag: int) -> None:
+    def dearness(reserved: int, preemptible: int) -> float:
+        offers = (offer("rlboost-8xh100", reserved), offer("rlboost-2xh100", preemptible, preemptible=True))
+        question = msgspec.structs.replace(QUESTION, offers=offers[: 2 if preemptible else 1], lag=lag)
+        return plan_placement(question).best.usd_per_million
+
+    # The best has 7 preemptible machines at lag 0 and 5 at lag 1: numbers that are not tried of 24, 129 or 100,000.
+    for offered in (((1, 0), (129, 0), (130, 0), (100_000, 0)), ((1, 12), (1, 24), (13, 129), (130, 100_000))):
+        costs = [dearness(*numbers) for numbers in offered]
+        assert all(more <= less * (1 + 1e-9) for less, more in pairwise(costs))
+
+
+def test_one_machine_of_a_kind_is_tried_however_many_kinds_there_are() -> None:
+    names = [name for name, machine in CATALOG.machines.items() if machine.usd_per_hour]
+    alone = [msgspec.structs.replace(QUESTION, offers=(offer(name, 1),)) for name in names]
+    fitting = [question for question in alone if not isinstance(one_machine(question), TooLarge)]
+    together = msgspec.structs.replace(QUESTION, offers=tuple(offer(name, 4) for name in names))
+    best = plan_placement(together).best.usd_per_million
+    assert best <= min(plan_placement(question).best.usd_per_million for question in fitting)
+
+
+def one_machine(question: PlacementQuestion) -> Training | TooLarge:
+    return best_training(question, Group(members=((question.offers[0], 1),)))
 
 
 def test_many_kinds_of_many_machines_are_still_few_placements() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from tidemill.config.words import counted
 from tidemill.core.errors import UserError
@@ -10,7 +10,7 @@ from tidemill.core.records import Record
 from tidemill.planner.figures import Figure
 from tidemill.planner.placement.candidates import Candidates, Refused
 from tidemill.planner.placement.derivation import derive
-from tidemill.planner.placement.estimate import Estimate, estimate
+from tidemill.planner.placement.estimate import Estimate, Placement, estimate
 from tidemill.planner.placement.question import PlacementQuestion, check
 from tidemill.planner.placement.warnings import warnings_on
 from tidemill.planner.placement.why import comparison
@@ -32,10 +32,13 @@ def plan_placement(question: PlacementQuestion) -> PlacementPlan:
     """Raises UserError: what cannot be asked, what fits nowhere (by how much), what no budget pays for."""
     check(question)
     candidates = Candidates(question)
-    found = [estimate(question, placement) for placement in candidates]
+    found = {_numbers(placement): estimate(question, placement) for placement in candidates}
     if not found:
         raise _nowhere(candidates.refused)
-    ranked = _ranked(question, found)
+    ranked = _ranked(question, list(found.values()))
+    while beside := _unseen(candidates, _distinct(ranked)[: 1 + RUNNERS_UP], found):
+        found |= {numbers: estimate(question, placement) for numbers, placement in beside.items()}
+        ranked = _ranked(question, list(found.values()))
     best, others = ranked[0], _distinct(ranked)[1 : 1 + RUNNERS_UP]
     return PlacementPlan(
         best=best,
@@ -45,6 +48,21 @@ def plan_placement(question: PlacementQuestion) -> PlacementPlan:
         tried=len(found),
         figures=tuple(derive(question, best).figures),
     )
+
+
+def _numbers(placement: Placement) -> tuple[object, ...]:
+    """What no other placement has."""
+    trained = tuple((offer.name, count) for offer, count in placement.training.group.members)
+    generating = tuple((engine.offer.words, machines) for engine, machines in placement.dedicated.engines)
+    return placement.kind, trained, generating
+
+
+def _unseen(
+    candidates: Candidates, leaders: Sequence[Estimate], seen: Container[tuple[object, ...]]
+) -> dict[tuple[object, ...], Placement]:
+    """What is close to the leaders and was not looked at: thinned out numbers seldom have the best one."""
+    close = (placement for leader in leaders for placement in candidates.beside(leader.placement))
+    return {numbers: placement for placement in close if (numbers := _numbers(placement)) not in seen}
 
 
 def _ranked(question: PlacementQuestion, found: Sequence[Estimate]) -> list[Estimate]:

@@ -199,7 +199,15 @@ def test_a_machine_that_holds_no_engine() -> None:
     large = msgspec.structs.replace(QUESTION, shape=shape_of_parameters(70e9))
     found = best_engine(large, SPOT, samples_per_gpu=10)
     assert isinstance(found, TooSmall)
-    assert found.missing_bytes == pytest.approx(14_512 * 79 * 4096)
+    assert found.missing_bytes == found.missing_alone == pytest.approx(14_512 * 79 * 4096)
+
+
+def test_an_engine_is_divided_only_as_the_heads_are() -> None:
+    # 9 heads: one GPU an engine, 0.9 * 80 - 2 = 70 GB; 80 GB of weights
+    odd = msgspec.structs.replace(shape_of_parameters(40e9), heads=9)
+    found = best_engine(msgspec.structs.replace(QUESTION, shape=odd), RESERVED, samples_per_gpu=10)
+    assert isinstance(found, TooSmall)
+    assert found.missing_bytes == pytest.approx(10e9 + 14_512 * odd.kv_bytes_per_token())
 
 
 def test_a_model_that_trains_but_generates_nowhere() -> None:
@@ -212,6 +220,25 @@ def test_a_model_that_trains_but_generates_nowhere() -> None:
         plan_placement(question)
     assert "--engine-dtype fp8" in caught.value.cure
     assert plan_placement(msgspec.structs.replace(question, engine_dtype="fp8")).tried > 0
+
+
+def test_an_engine_that_fits_a_machine_but_not_beside_the_training_states() -> None:
+    # 18 * 70e9 / 24 = 52.5 GB of states on each GPU leave a machine 8 * (72 - 2 - 52.5) = 140 GB, which the weights take:
+    # the longest sample is missing
+    question = msgspec.structs.replace(
+        QUESTION, shape=shape_of_parameters(70e9), offers=(offer("aws-p5.48xlarge", 3),), longest=8_704
+    )
+    with pytest.raises(UserError, match="beside its part of the training states") as caught:
+        plan_placement(question)
+    assert "one aws-p5.48xlarge lacks 2.82 GB" in caught.value.what  # 8,704 tokens of 79 * 4096 bytes
+    assert "take more machines" in caught.value.cure
+    more = msgspec.structs.replace(question, offers=(offer("aws-p5.48xlarge", 4),))
+    for mended in (more, msgspec.structs.replace(question, holding=Holding(offload=True))):
+        assert plan_placement(mended).tried > 0
+    # A machine of another kind that lacks less, but could not hold an engine even alone, is not what to tell of.
+    small = msgspec.structs.replace(question, offers=(*question.offers, offer("rlboost-2xh100", 1, preemptible=True)))
+    with pytest.raises(UserError, match="one aws-p5.48xlarge lacks"):
+        plan_placement(small)
 
 
 def test_engines_use_what_training_leaves() -> None:

@@ -32,6 +32,7 @@ class TooSmall(Record):
 
     offer: Offer
     missing_bytes: float  # in one machine, for the longest sample
+    missing_alone: float  # the same if nothing trained there
 
 
 def best_engine(
@@ -45,10 +46,12 @@ def best_engine(
         held_per_gpu: bytes that training keeps there.
     """
     needed = question.longest * question.shape.kv_bytes_per_token()
-    free = {gpus: _free(question, offer, gpus, held_per_gpu) for gpus in powers_of_two(offer.machine.gpus)}
-    fit = [gpus for gpus in free if free[gpus] >= needed and question.shape.heads % gpus == 0]
+    sizes = [gpus for gpus in powers_of_two(offer.machine.gpus) if question.shape.heads % gpus == 0]
+    free = {gpus: _free(question, offer, gpus, held_per_gpu) for gpus in sizes}
+    fit = [gpus for gpus in sizes if free[gpus] >= needed]
     if not fit:
-        return TooSmall(offer=offer, missing_bytes=max(needed - max(free.values()), 0.0))
+        alone = max(_free(question, offer, gpus, 0.0) for gpus in sizes)
+        return TooSmall(offer=offer, missing_bytes=needed - max(free.values()), missing_alone=max(needed - alone, 0.0))
     profiles = {gpus: _profile(question, offer, gpus, free[gpus]) for gpus in fit}
     fewest = min(fit)
     engines = [

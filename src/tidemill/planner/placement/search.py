@@ -101,12 +101,14 @@ def _distinct(ranked: Sequence[Estimate]) -> list[Estimate]:
 def _nowhere(refused: Refused) -> UserError:
     """By how much the closest group, or machine, is too small. Engines are looked for only where training fits."""
     if refused.engines:
-        largest = min(refused.engines, key=lambda each: each.missing_bytes)
-        lacking = size(largest.missing_bytes)
-        what = (
-            f"no machine holds an engine: one {largest.offer.name} lacks {lacking} for weights and the longest sample"
-        )
-        cure = "take machines with more memory, --engine-dtype fp8, or a shorter --limit"
+        nearest = min(refused.engines, key=lambda each: (each.missing_alone, each.missing_bytes))
+        lacks = f"one {nearest.offer.name} lacks {size(nearest.missing_bytes)} for weights and the longest sample"
+        if nearest.missing_alone:
+            what = f"no machine holds an engine: {lacks}"
+            cure = "take machines with more memory, --engine-dtype fp8, or a shorter --limit"
+        else:
+            what = f"no machine holds an engine beside its part of the training states: {lacks}"
+            cure = "take more machines, --offload, or --engine-dtype fp8"
         return UserError(what, where="--machines", cure=cure)
     closest = min(refused.training, key=lambda each: each.missing_per_gpu)
     lacking = size(closest.missing_per_gpu)

@@ -58,6 +58,7 @@ def shape_of_config(config: dict[str, Any], *, source: str) -> ModelShape:
         matrices * hidden
     )
     expert_layers = layers - dense_layers
+    kv_heads = read.up_to(heads, "num_key_value_heads", heads)
     tied = bool(config.get("tie_word_embeddings", False))
     parameters = (
         vocab * hidden * (1 if tied else 2)
@@ -71,13 +72,13 @@ def shape_of_config(config: dict[str, Any], *, source: str) -> ModelShape:
         layers=layers,
         hidden=hidden,
         heads=heads,
-        kv_heads=read.whole("num_key_value_heads", heads),
+        kv_heads=kv_heads,
         head_dim=head_dim,
         intermediate=narrow,
         vocab=vocab,
         tied=tied,
         experts=experts,
-        experts_per_token=read.whole("num_experts_per_tok", 1) if experts else 0,
+        experts_per_token=read.up_to(experts, "num_experts_per_tok", 1) if experts else 0,
         dense_layers=dense_layers if experts else 0,
         expert_parameters=expert_layers * experts * per_expert,
         kv_values_per_layer=latent + read.whole("qk_rope_head_dim", 0) if latent else 0,
@@ -118,4 +119,12 @@ class _Reader:
         if isinstance(value, bool) or not isinstance(value, int) or value < (1 if default is None else 0):
             what = "is missing" if value is None else f"needs a whole number, has {value!r}"
             raise UserError(what, where=f"{self._source}: {name}", cure="give a Hugging Face decoder's config.json")
+        return value
+
+    def up_to(self, most: int, name: str, default: int) -> int:
+        """From 1 on."""
+        value = self.whole(name, default)
+        if not 1 <= value <= most:
+            cure = "give a Hugging Face decoder's config.json"
+            raise UserError(f"needs 1 to {most}, has {value}", where=f"{self._source}: {name}", cure=cure)
         return value

@@ -133,6 +133,9 @@ def test_read_from_a_folder_or_a_file(tmp_path: Path) -> None:
         (json.dumps({"hidden_size": 4}), "config.json: num_hidden_layers: is missing"),
         (json.dumps({**SMOLLM2, "hidden_size": "wide"}), "hidden_size: needs a whole number, has 'wide'"),
         (json.dumps({**SMOLLM2, "num_key_value_heads": -1}), "num_key_value_heads"),
+        (json.dumps({**SMOLLM2, "num_key_value_heads": 0}), "num_key_value_heads: needs 1 to 9, has 0"),
+        (json.dumps({**SMOLLM2, "num_key_value_heads": 10}), "num_key_value_heads: needs 1 to 9, has 10"),
+        (json.dumps({**MIXTRAL, "num_experts_per_tok": 9}), "num_experts_per_tok: needs 1 to 8, has 9"),
     ],
 )
 def test_what_is_wrong_with_a_configuration(tmp_path: Path, text: str, says: str) -> None:

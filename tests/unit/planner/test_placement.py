@@ -223,8 +223,8 @@ def test_a_model_that_trains_but_generates_nowhere() -> None:
 
 
 def test_an_engine_that_fits_a_machine_but_not_beside_the_training_states() -> None:
-    # 18 * 70e9 / 24 = 52.5 GB of states on each GPU leave a machine 8 * (72 - 2 - 52.5) = 140 GB, which the weights take:
-    # the longest sample is missing
+    # 18 * 70e9 / 24 = 52.5 GB of states on each GPU leave a machine 8 * (72 - 2 - 52.5) = 140 GB, as much as the
+    # weights take: the longest sample is missing
     question = msgspec.structs.replace(
         QUESTION, shape=shape_of_parameters(70e9), offers=(offer("aws-p5.48xlarge", 3),), longest=8_704
     )
@@ -237,7 +237,7 @@ def test_an_engine_that_fits_a_machine_but_not_beside_the_training_states() -> N
         assert plan_placement(mended).tried > 0
     # A machine of another kind that lacks less, but could not hold an engine even alone, is not what to tell of.
     small = msgspec.structs.replace(question, offers=(*question.offers, offer("rlboost-2xh100", 1, preemptible=True)))
-    with pytest.raises(UserError, match="one aws-p5.48xlarge lacks"):
+    with pytest.raises(UserError, match=r"one aws-p5\.48xlarge lacks"):
         plan_placement(small)
 
 

@@ -211,6 +211,7 @@ def test_what_is_done_already_is_no_cure() -> None:
         ({"parallel": Parallel(pp=71)}, "71 stages for 70 layers"),
         ({"parallel": Parallel(ep=2)}, "no experts"),
         ({"margin": 1.0}, "--margin"),
+        ({"holding": Holding(lora_rank=1001)}, "--lora-rank: a rank of 1001 is above the model's width of 1000"),
         ({"critic": SHAPE}, "grpo has no critic"),
         ({"algorithm": "grppo"}, "did you mean grpo?"),
         ({"load": Load(context=0)}, "--context: needs 1 or more"),
@@ -224,7 +225,7 @@ def test_what_cannot_be_asked(change: dict[str, object], says: str) -> None:
 
 
 def test_a_number_of_gpus_starts_at_one() -> None:
-    with pytest.raises(UserError, match="needs 1 or more"):
+    with pytest.raises(UserError, match="needs 1 to 1,000,000, was given 0"):
         plan_memory(QUESTION, gpus=0)
 
 

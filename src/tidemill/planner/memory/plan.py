@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
@@ -13,6 +13,9 @@ from tidemill.planner.memory.notes import notes_on
 from tidemill.planner.memory.per_gpu import Shares, kv_bytes, shares
 from tidemill.planner.memory.question import MemoryQuestion, check
 from tidemill.planner.memory.states import RoleStates, all_states
+
+MOST_GPUS = 1_000_000
+"""That can be asked for."""
 
 
 class MemoryPlan(Record):
@@ -47,8 +50,8 @@ def plan_memory(question: MemoryQuestion, *, gpus: int | None = None) -> MemoryP
         UserError: what cannot be asked.
     """
     check(question)
-    if gpus is not None and gpus < 1:
-        raise UserError(f"needs 1 or more, was given {gpus}", where="--gpus", cure="correct it")
+    if gpus is not None and not 1 <= gpus <= MOST_GPUS:
+        raise UserError(f"needs 1 to {MOST_GPUS:,}, was given {gpus}", where="--gpus", cure="correct it")
     sheet = Sheet()
     states = all_states(question, sheet)
     total, on_gpus = sum(each.total for each in states), sum(each.on_gpus for each in states)
@@ -71,7 +74,7 @@ def plan_memory(question: MemoryQuestion, *, gpus: int | None = None) -> MemoryP
         kv=kv_bytes(question),
         fits=tuple(_fits(question, parts, gpus)),
         why_not=why_not(question, parts, fit(question, parts, _asked(question, gpus))),
-        notes=tuple(notes_on(question, states, parts)),
+        notes=(*_rounding(question, gpus), *notes_on(question, states, parts)),
         figures=tuple(sheet.figures),
     )
 
@@ -128,6 +131,12 @@ def _everything(question: MemoryQuestion, parts: Shares, sheet: Sheet) -> int | 
 
 def _asked(question: MemoryQuestion, gpus: int | None) -> int:
     return rounded_up(question.gpu.gpus_per_machine if gpus is None else gpus, unit(question))
+
+
+def _rounding(question: MemoryQuestion, gpus: int | None) -> Iterator[str]:
+    asked = _asked(question, gpus)
+    if gpus is not None and asked != gpus:
+        yield f"--gpus {gpus} is looked at as {asked}: training and whole engines take multiples of {unit(question)}"
 
 
 def _fits(question: MemoryQuestion, parts: Shares, gpus: int | None) -> Sequence[Fit]:

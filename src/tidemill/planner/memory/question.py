@@ -91,6 +91,9 @@ def check(question: MemoryQuestion) -> MemoryQuestion:
     _check_bounds(question)
     if question.critic and CRITIC not in roles_of(question.algorithm):
         raise UserError(f"{question.algorithm} has no critic", where="--critic-params", cure="leave it out")
+    if question.holding.lora_rank > shape.hidden:
+        what = f"a rank of {question.holding.lora_rank} is above the model's width of {shape.hidden}"
+        raise UserError(what, where="--lora-rank", cure="8 to 64 are usual")
     if not 0 <= question.margin < 1:
         what = f"needs a share from 0 to below 1, was given {question.margin:g}"
         raise UserError(what, where="--margin", cure="0.1 is usual")

@@ -120,7 +120,9 @@ def dispatch(tokens: Sequence[str]) -> Result:
     try:
         result = app(tokens, exit_on_error=False, print_error=False)
     except CycloptsError as error:
-        raise UserError(str(error).strip(), cure=f"see `{' '.join(['tidemill', *tokens[:1]])} --help`") from None
+        raise UserError(
+            str(error).strip(), cure=f"see `{' '.join(['tidemill', *(error.command_chain or ())])} --help`"
+        ) from None
     return result if isinstance(result, Result) else Result()
 
 

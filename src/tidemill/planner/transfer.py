@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
 from tidemill.planner.figures import Figure, Sheet
+from tidemill.sim.profiles.catalog import BITS
 from tidemill.sim.profiles.coding import CODED_PER_CORE_S, DELTA_ELEMENT_BYTES
 from tidemill.sim.profiles.network import ETHERNET_LATENCY_S, Link, broadcast_s, fan_out_s
 from tidemill.sim.profiles.precision import DTYPE_BYTES
+
+GIGABIT = 1e9 / BITS
+"""In bytes."""
 
 
 class TransferQuestion(Record):
@@ -92,10 +98,12 @@ def plan_transfer(question: TransferQuestion) -> TransferPlan:
 
 
 def _check(question: TransferQuestion) -> None:
-    rates = {"--link-gbps": question.link, "--worker-link-gbps": question.worker_link, "--file-gbps": question.file}
+    given = {"--link-gbps": question.link, "--worker-link-gbps": question.worker_link}
+    given |= {"--store-gbps": question.store, "--file-gbps": question.file}
+    rates = {option: None if rate is None else rate / GIGABIT for option, rate in given.items()}
     counts = {"--workers": question.workers, "--cores": question.cores}
-    for option, value in {**rates, "--store-gbps": question.store, **counts, "--step-s": question.step_s}.items():
-        if value is not None and not value > 0:
+    for option, value in {**rates, **counts, "--step-s": question.step_s}.items():
+        if value is not None and not 0 < value < math.inf:
             raise UserError(f"needs a number above 0, was given {value:g}", where=option, cure="correct it")
     if not 0 <= question.changed <= 1:
         what = f"needs a share from 0 to 1, was given {question.changed:g}"

@@ -77,7 +77,16 @@ def test_a_number_of_gpus_of_ones_own(run: Run) -> None:
         (("memory", "--params", "7b", "--gpu", "h10"), "did you mean h100?"),
         (("memory", "--params", "7b", "--algorithm", "grppo"), "did you mean grpo?"),
         (("memory", "--params", "7b", "--catalog", "none.toml"), "cannot read the catalogue"),
+        (("memory", "--params", "7b", "--gpu", "h10"), "--gpu: the catalogue has no GPU 'h10'"),
+        (("memory", "--params", "7b", "--gpus", "1.5"), "--gpus: '1.5' is no whole number"),
+        (("memory", "--params", "7b", "--context", "4e3"), "--context: '4e3' is no whole number"),
+        (("memory", "--params", "7b", "--gpus", "1000000000000"), "--gpus: needs 1 to 1,000,000"),
+        (("memory", "--params", "7b", "--gpuz", "8"), "see `tidemill plan memory --help`"),
+        (("overlap", "--rollout", "3", "--training", "1", "--gpus", "1.5"), "--gpus: '1.5' is no whole number"),
         (("weights", "--params", "7b", "--link-gbps", "0"), "--link-gbps: needs a number above 0"),
+        (("weights", "--params", "7b", "--link-gbps", "-4"), "--link-gbps: needs a number above 0, was given -4"),
+        (("weights", "--params", "7b", "--file-gbps", "inf"), "--file-gbps: needs a number above 0, was given inf"),
+        (("weights", "--params", "7b", "--workers", "2.5"), "--workers: '2.5' is no whole number"),
         (("staleness", "--table", "none.csv"), "cannot read the table"),
         (("staleness",), "rows are from a table or from runs"),
         (("staleness", "--table", "none.csv", "--runs", "none"), "rows are from a table or from runs"),
@@ -86,8 +95,20 @@ def test_a_number_of_gpus_of_ones_own(run: Run) -> None:
         (("placement", "--params", "7b", "--machines", "rlboost-8xh10"), "did you mean rlboost-8xh100?"),
         (("placement", "--params", "7b", "--machines", "rlboost-8xh100:x"), "'x' is no number of machines"),
         (("placement", "--params", "7b", "--machines", "rlboost-8xh100", "--price", "rlboost-8xh100=0"), "is no price"),
-        (("placement", "--params", "7b", "--machines", "rlboost-8xh100", "--prompts", "0"), "counted from 1"),
-        (("placement", "--params", "7b", "--machines", "rlboost-8xh100", "--limit", "10"), "does not go with a limit"),
+        (("placement", "--params", "7b", "--machines", "rlboost-8xh100:"), "'' is no number of machines"),
+        (("placement", "--params", "7b", "--machines", "rlboost-8xh100", "--price", "foo=3"), "--price foo=3: the cat"),
+        (("placement", "--params", "7b", "--machines", "rlboost-8xh100", "--prompts", "0"), "--prompts: needs 1"),
+        (("placement", "--params", "7b", "--machines", "rlboost-8xh100", "--limit", "-1"), "--limit: needs 1"),
+        (("placement", "--params", "7b", "--machines", "rlboost-8xh100", "--lag", "0.5"), "--lag: '0.5' is no whole"),
+        (
+            ("placement", "--params", "7b", "--machines", "rlboost-8xh100", "--limit", "10"),
+            "--completion-tokens: its default: a mean of 2000 tokens does not go with a limit of 10",
+        ),
+        (
+            ("placement", "--params", "7b", "--machines", "rlboost-8xh100", "--completion-tokens", "9000"),
+            "--completion-tokens: a mean of 9000 tokens does not go with a limit of 8192",
+        ),
+        (("placement", "--params", "7b", "--machines", "rlboost-8xh100", "--sigma", "9"), "--sigma: sigma 9 is no"),
         (("placement", "--params", "999b", "--machines", "rlboost-8xh100"), "the model fits no placement"),
         (("mem",), "see `tidemill plan --help`"),
     ],
@@ -101,6 +122,14 @@ def test_bad_input(run: Run, argv: tuple[str, ...], says: str) -> None:
 @pytest.mark.parametrize(("text", "parameters"), [("70e9", 70e9), ("70B", 70e9), ("1.5b", 1.5e9), ("350m", 350e6)])
 def test_parameters_as_people_write_them(run: Run, text: str, parameters: float) -> None:
     assert run("plan", "weights", "--params", text, "--json").data["bytes"] == pytest.approx(2 * parameters)
+
+
+def test_a_number_of_gpus_that_is_rounded_is_told(run: Run) -> None:
+    # an engine of 70e9 parameters takes 4 GPUs: 140e9 bytes, at most 36e9 on each
+    out = run("plan", "memory", "--params", "70e9", "--gpus", "5").out
+    assert "8 GPUs lack" in out
+    assert "--gpus 5 is looked at as 8: training and whole engines take multiples of 4" in out
+    assert "is looked at as" not in run("plan", "memory", "--params", "70e9", "--gpus", "8").out
 
 
 MACHINES = ("--machines", "rlboost-8xh100", "--preemptible", "rlboost-2xh100:3")
@@ -153,6 +182,56 @@ def test_a_run_on_this_machine_needs_a_profile(run: Run, tmp_path: Path, monkeyp
     missing = run("plan", "run", "--profile", str(tmp_path / "none.json"), "--json")
     assert missing.code == 2
     assert "no profile there" in missing.data["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (("--boot-s", "60"), "--boot-s: is of a described cluster, and none is given"),
+        (("--sigma", "0"), "--sigma: is of a described cluster"),
+        (("--price", "foo=3"), "--price: is of a described cluster"),
+        (("--params", "7b"), "--params: is of a described cluster"),
+        (("--model", "."), "--model: is of a described cluster"),
+        (("--prompt-tokens", "512"), "--prompt-tokens: is of a described cluster"),
+        (("--completion-tokens", "512"), "--completion-tokens: is of a described cluster"),
+        (("--lengths-from", "."), "--lengths-from: is of a described cluster"),
+        (("--catalog", "none.toml"), "--catalog: is of a described cluster"),
+        (("--preemptible", "rlboost-2xh100"), "--preemptible: is of a described cluster"),
+        (("--profile", "none.json", "--measure"), "--profile: is one already"),
+        (("--machines", "rlboost-8xh100", "--profile", "none.json"), "--profile: is of this machine"),
+        (("--machines", "rlboost-8xh100", "--measure"), "--measure: is of this machine"),
+    ],
+)
+def test_an_option_that_would_have_no_effect_is_refused(run: Run, argv: tuple[str, ...], says: str) -> None:
+    ran = run("plan", "run", "--model.source", "char", *argv)
+    assert (ran.code, ran.out) == (2, "")
+    assert says in ran.err
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (("--boot-s", "nan"), "--boot-s: needs 0 or more seconds, was given nan"),
+        (("--boot-s", "-100"), "--boot-s: needs 0 or more seconds, was given -100"),
+        (("--boot-s", "inf"), "--boot-s: needs 0 or more seconds, was given inf"),
+        (("--prompt-tokens", "-5000"), "--prompt-tokens: needs 1 or more, was given -5000"),
+        (("--completion-tokens", "nan"), "--completion-tokens: a mean of nan tokens"),
+        (("--seeds", "1.5"), "--seeds: '1.5' is no whole number"),
+    ],
+)
+def test_a_described_cluster_that_cannot_be(run: Run, argv: tuple[str, ...], says: str) -> None:
+    ran = run("plan", "run", "--machines", "rlboost-8xh100", "--params", "8e9", *argv)
+    assert (ran.code, ran.out) == (2, "")
+    assert says in ran.err
+
+
+def test_a_model_that_is_not_in_the_cache_is_fetched_by_its_name(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIDEMILL_CACHE", str(tmp_path))
+    ran = run("plan", "run", "--model.source", "smollm2-135m", "--machines", "rlboost-8xh100")
+    assert ran.code == 2
+    assert "`tidemill model get smollm2-135m`" in ran.err
 
 
 def test_a_run_with_a_profile(run: Run, tmp_path: Path) -> None:

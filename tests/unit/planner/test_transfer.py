@@ -64,6 +64,7 @@ def test_every_number_is_what_its_formula_says() -> None:
     [
         ({"link": 0.0}, "--link-gbps"),
         ({"link": 1.0, "worker_link": -1.0}, "--worker-link-gbps"),
+        ({"link": 1.0, "store": float("inf")}, "--store-gbps"),
         ({"link": 1.0, "workers": 0}, "--workers"),
         ({"link": 1.0, "changed": 1.5}, "--changed"),
         ({"link": 1.0, "step_s": float("nan")}, "--step-s"),

@@ -9,7 +9,7 @@ from cyclopts import Parameter
 from rich.console import RenderableType
 
 from tidemill.cli.plan import shown
-from tidemill.cli.plan.options import CatalogFile, Explain, Model, Params, count, shape_of
+from tidemill.cli.plan.options import CatalogFile, Explain, Model, Params, Whole, count, shape_of
 from tidemill.cli.result import Json, Result
 from tidemill.config.words import counted, doing
 from tidemill.planner.memory.cures import WhyNot
@@ -28,22 +28,22 @@ def memory(
     model: Model = None,
     algorithm: str = "grpo",
     gpu: str = "h100-80gb",
-    gpus: int | None = None,
+    gpus: Whole | None = None,
     critic_params: str | None = None,
     reward_params: str | None = None,
     reference: bool | None = None,
-    lora_rank: int = 0,
+    lora_rank: Whole = 0,
     optimizer: Literal["adam", "adam-8bit"] = "adam",
     offload: Annotated[bool, Parameter(negative=())] = False,
-    fsdp: int = 0,
-    tp: int = 1,
-    pp: int = 1,
-    ep: int = 1,
+    fsdp: Whole = 0,
+    tp: Whole = 1,
+    pp: Whole = 1,
+    ep: Whole = 1,
     generate: Literal["here", "elsewhere"] = "here",
-    engine_tp: int = 0,
-    context: int = 4096,
-    microbatch_tokens: int = 0,
-    samples_in_flight: int = 64,
+    engine_tp: Whole = 0,
+    context: Whole = 4096,
+    microbatch_tokens: Whole = 0,
+    samples_in_flight: Whole = 64,
     recompute: Literal["full", "none"] = "full",
     margin: float = 0.1,
     catalog: CatalogFile = None,
@@ -98,7 +98,7 @@ def memory(
     question = MemoryQuestion(
         algorithm=algorithm,
         shape=shape_of(params, model),
-        gpu=load_catalog(catalog).gpu(gpu),
+        gpu=load_catalog(catalog).gpu(gpu, where="--gpu"),
         critic=_other(critic_params, "--critic-params"),
         reward=_other(reward_params, "--reward-params"),
         reference=reference,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rich.console import RenderableType
 
 from tidemill.cli.plan import shown
-from tidemill.cli.plan.options import Explain
+from tidemill.cli.plan.options import Explain, Whole
 from tidemill.cli.result import Json, Result
 from tidemill.planner.overlap import TYPICAL, OverlapPlan, plan_overlap
 from tidemill.telemetry.numerals import percent
@@ -17,7 +17,7 @@ def overlap(
     *,
     rollout: float,
     training: float,
-    gpus: int | None = None,
+    gpus: Whole | None = None,
     explain: Explain = False,
     json: Json = False,
 ) -> Result:

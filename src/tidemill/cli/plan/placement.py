@@ -12,7 +12,16 @@ from cyclopts import Parameter
 from rich.console import RenderableType
 
 from tidemill.cli.plan import shown
-from tidemill.cli.plan.options import CatalogFile, Explain, Model, Params, shape_of
+from tidemill.cli.plan.options import (
+    CatalogFile,
+    Explain,
+    Model,
+    Params,
+    Whole,
+    counted_from_1,
+    lengths_given,
+    shape_of,
+)
 from tidemill.cli.result import Json, Result
 from tidemill.config.words import counted
 from tidemill.core.errors import UserError
@@ -23,8 +32,9 @@ from tidemill.planner.placement.question import Offer, PlacementQuestion
 from tidemill.planner.placement.search import PlacementPlan, plan_placement
 from tidemill.sim.profiles.catalog import Catalog, load_catalog
 from tidemill.sim.profiles.generation import rollout_of
-from tidemill.sim.profiles.lengths import Lengths, lengths_of_run, log_normal_of_mean
 from tidemill.telemetry.numerals import dollars, duration, percent
+
+COMPLETION_TOKENS = 2000.0
 
 Machines = Annotated[
     tuple[str, ...], Parameter(name="--machines", negative=(), help="Reserved machines, NAME:COUNT; may be repeated.")
@@ -50,20 +60,20 @@ def placement(
     price: Prices = (),
     availability: float = 1.0,
     algorithm: str = "grpo",
-    prompts: int = 128,
-    group_size: int = 8,
-    prompt_tokens: int = 512,
-    completion_tokens: float = 2000.0,
+    prompts: Whole = 128,
+    group_size: Whole = 8,
+    prompt_tokens: Whole = 512,
+    completion_tokens: float | None = None,
     sigma: float = 0.8,
-    limit: int = 8192,
+    limit: Whole = 8192,
     lengths_from: Path | None = None,
-    lag: int = 0,
+    lag: Whole = 0,
     objective: Literal["cost", "time"] = "cost",
-    steps: int = 100,
+    steps: Whole = 100,
     budget_usd: Annotated[float | None, Parameter(name="--budget-usd")] = None,
-    microbatch_tokens: int = 16384,
+    microbatch_tokens: Whole = 16384,
     engine_dtype: Literal["bf16", "fp8"] = "bf16",
-    lora_rank: int = 0,
+    lora_rank: Whole = 0,
     optimizer: Literal["adam", "adam-8bit"] = "adam",
     offload: Annotated[bool, Parameter(negative=())] = False,
     catalog: CatalogFile = None,
@@ -87,7 +97,7 @@ def placement(
     prompt_tokens
         Of one prompt.
     completion_tokens
-        Mean of a completion; their lengths are log-normal, cut at the limit.
+        Mean of a completion, by default 2000; their lengths are log-normal, cut at the limit.
     sigma
         Of the logarithm of the lengths.
     limit
@@ -113,12 +123,17 @@ def placement(
     offload
         Moments and master weights live in the host's memory.
     """
-    if min(prompts, group_size, prompt_tokens, limit, microbatch_tokens) < 1 or not completion_tokens > 0:
-        raise UserError("batch and tokens are counted from 1", where="plan placement", cure="see its --help")
+    counted_from_1(
+        {
+            "--prompts": prompts,
+            "--group-size": group_size,
+            "--prompt-tokens": prompt_tokens,
+            "--limit": limit,
+            "--microbatch-tokens": microbatch_tokens,
+        }
+    )
     known = with_prices(load_catalog(catalog), price)
-    lengths: Lengths = log_normal_of_mean(completion_tokens, sigma=sigma, limit=limit)
-    if lengths_from is not None:
-        lengths = lengths_of_run(lengths_from)
+    lengths = lengths_given(lengths_from, completion_tokens, COMPLETION_TOKENS, sigma=sigma, limit=limit)
     question = PlacementQuestion(
         algorithm=algorithm,
         shape=shape_of(params, model),
@@ -155,10 +170,11 @@ def offer_of(text: str, catalog: Catalog, option: str, *, availability: float = 
     Raises:
         UserError: no such machine, or no number.
     """
-    name, _, count = text.partition(":")
-    if count and not count.isdecimal():
-        raise UserError(f"{count!r} is no number of machines", where=f"{option} {text}", cure="write NAME:COUNT")
-    machine = catalog.machine(name)
+    name, colon, count = text.partition(":")
+    where = f"{option} {text}"
+    if colon and not count.isdecimal():
+        raise UserError(f"{count!r} is no number of machines", where=where, cure="write NAME:COUNT")
+    machine = catalog.machine(name, where=where)
     return Offer(
         machine=machine,
         gpu=catalog.gpu(machine.gpu),
@@ -185,7 +201,7 @@ def with_prices(catalog: Catalog, prices: Sequence[str]) -> Catalog:
         if not 0 < usd < math.inf:
             raise UserError(f"{amount!r} is no price", where=f"--price {text}", cure="write NAME=USD, per hour")
         field = "usd_per_hour" if given == name else "preemptible_usd_per_hour"
-        row = catalog.machine(name)
+        row = catalog.machine(name, where=f"--price {text}")
         changes: dict[str, Any] = {field: usd, "price_source": "given by --price", "priced": "now"}
         machines[row.name] = msgspec.structs.replace(machines[row.name], **changes)
     return Catalog(gpus=catalog.gpus, machines=machines)

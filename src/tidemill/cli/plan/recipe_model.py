@@ -23,7 +23,7 @@ def shape_of_model(config: ModelConfig) -> ModelShape:
         return read_shape(Path(config.source).expanduser())
     entry = next((entry for entry in listing() if entry.name == config.source and entry.cached), None)
     if entry is None:
-        cure = "fetch it (`tidemill model fetch`), or give --params or --model"
+        cure = f"fetch it (`tidemill model get {config.source}`), or give --params or --model"
         raise UserError(f"the shape of {config.source} is not known here", where="model.source", cure=cure)
     return read_shape(Path(entry.path))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +13,7 @@ from rich.console import RenderableType
 
 from tidemill.cli.arguments import Items
 from tidemill.cli.plan import shown
-from tidemill.cli.plan.options import CatalogFile, Explain, Model, Params, shape_of
+from tidemill.cli.plan.options import CatalogFile, Explain, Model, Params, Whole, lengths_given, shape_of
 from tidemill.cli.plan.placement import Machines, Preemptible, Prices, estimate_data, offers_of, with_prices
 from tidemill.cli.plan.recipe_model import shape_of_model
 from tidemill.cli.result import Json, Result
@@ -30,11 +30,13 @@ from tidemill.planner.forecast.forecast import SEEDS, forecast_recipe
 from tidemill.planner.forecast.memory import memory_on_this_machine
 from tidemill.planner.words import size
 from tidemill.sim.profiles.catalog import load_catalog
-from tidemill.sim.profiles.lengths import Lengths, lengths_of_run, log_normal_of_mean
 from tidemill.telemetry.forecast import Forecast, Spread
 from tidemill.telemetry.numerals import dollars, duration, percent
 
 MEASURED_STEPS = 6
+PROMPT_TOKENS = 512
+SIGMA = 0.8
+BOOT_S = 60.0
 ProfileFile = Annotated[
     Path | None, Parameter(name="--profile", help="Of `tidemill calibrate`; by default the newest that fits.")
 ]
@@ -53,12 +55,12 @@ def run(
     price: Prices = (),
     params: Params = None,
     model: Model = None,
-    prompt_tokens: int = 512,
+    prompt_tokens: Whole | None = None,
     completion_tokens: float | None = None,
-    sigma: float = 0.8,
+    sigma: float | None = None,
     lengths_from: Path | None = None,
-    boot_s: float = 60.0,
-    seeds: int = SEEDS,
+    boot_s: float | None = None,
+    seeds: Whole = SEEDS,
     catalog: CatalogFile = None,
     explain: Explain = False,
     json: Json = False,
@@ -70,15 +72,15 @@ def run(
     Parameters
     ----------
     prompt_tokens
-        Of one prompt, on a described cluster.
+        Of one prompt, on a described cluster; by default 512.
     completion_tokens
         Mean of a completion there, log-normal; by default half of the limit.
     sigma
-        Of the logarithm of their lengths.
+        Of the logarithm of their lengths; by default 0.8.
     lengths_from
         A run directory whose samples' lengths are taken instead.
     boot_s
-        Of a preemptible machine, until its engine is up.
+        Of a preemptible machine, until its engine is up; by default 60 seconds.
     seeds
         Simulations, for the spread.
     """
@@ -86,14 +88,41 @@ def run(
     if seeds < 1:
         raise UserError("a forecast is of one simulation at least", where="--seeds", cure="5 give a spread")
     if machines:
+        here = {"--profile": profile, "--measure": measure or None}
+        _refuse(here, "is of this machine, and --machines describe others", "leave out one of them")
+        prompt_tokens = PROMPT_TOKENS if prompt_tokens is None else prompt_tokens
+        boot_s = BOOT_S if boot_s is None else boot_s
+        sigma, limit = SIGMA if sigma is None else sigma, spec.sampling.max_new_tokens
         shape = shape_of(params, model) if params or model else shape_of_model(spec.model)
-        lengths = _lengths(spec, completion_tokens, sigma, lengths_from)
+        lengths = lengths_given(lengths_from, completion_tokens, limit / 2, sigma=sigma, limit=limit)
         offers = offers_of(with_prices(load_catalog(catalog), price), machines, preemptible)
         question = question_of(spec, shape, offers, lengths, prompt_tokens)
         found = forecast_on_cluster(spec, question, lengths, prompt_tokens, seeds=seeds, boot_s=boot_s)
         return _of_cluster(spec, found, explain=explain)
+    elsewhere = {
+        "--preemptible": preemptible or None,
+        "--price": price or None,
+        "--params": params,
+        "--model": model,
+        "--prompt-tokens": prompt_tokens,
+        "--completion-tokens": completion_tokens,
+        "--sigma": sigma,
+        "--lengths-from": lengths_from,
+        "--boot-s": boot_s,
+        "--catalog": catalog,
+    }
+    _refuse(elsewhere, "is of a described cluster, and none is given", "give --machines, or leave it out")
+    if measure:
+        _refuse({"--profile": profile}, "is one already, and --measure makes another", "leave out one of them")
     chosen = _profile(spec, profile, measure=measure)
     return _of_this_machine(spec, chosen, forecast_recipe(spec, chosen, seeds=seeds), explain=explain)
+
+
+def _refuse(options: Mapping[str, object], what: str, cure: str) -> None:
+    """Raises UserError: one of them was given, and would have no effect."""
+    for option, value in options.items():
+        if value is not None:
+            raise UserError(what, where=option, cure=cure)
 
 
 def _profile(spec: RunSpec, file: Path | None, *, measure: bool) -> RunProfile:
@@ -118,13 +147,6 @@ def _measured(spec: RunSpec) -> RunProfile:
         found = calibrate(short.directory)
     write_profile(found, kept_path(found))
     return found
-
-
-def _lengths(spec: RunSpec, mean: float | None, sigma: float, run_dir: Path | None) -> Lengths:
-    if run_dir is not None:
-        return lengths_of_run(run_dir)
-    limit = spec.sampling.max_new_tokens
-    return log_normal_of_mean(limit / 2 if mean is None else mean, sigma=sigma, limit=limit)
 
 
 def _of_this_machine(spec: RunSpec, profile: RunProfile, found: Forecast, *, explain: bool) -> Result:

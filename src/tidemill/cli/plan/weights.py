@@ -9,13 +9,10 @@ from cyclopts import Parameter
 from rich.console import RenderableType
 
 from tidemill.cli.plan import shown
-from tidemill.cli.plan.options import Explain, Model, Params, shape_of
+from tidemill.cli.plan.options import Explain, Model, Params, Whole, shape_of
 from tidemill.cli.result import Json, Result
-from tidemill.planner.transfer import TransferPlan, TransferQuestion, plan_transfer
+from tidemill.planner.transfer import GIGABIT, TransferPlan, TransferQuestion, plan_transfer
 from tidemill.planner.words import size
-from tidemill.sim.profiles.catalog import BITS
-
-GIGABIT = 1e9 / BITS
 
 
 def weights(
@@ -27,9 +24,9 @@ def weights(
     worker_link_gbps: Annotated[float | None, Parameter(name="--worker-link-gbps")] = None,
     store_gbps: Annotated[float | None, Parameter(name="--store-gbps")] = None,
     file_gbps: Annotated[float, Parameter(name="--file-gbps")] = 16.0,
-    workers: int = 1,
+    workers: Whole = 1,
     changed: float = 0.03,
-    cores: int = 16,
+    cores: Whole = 16,
     step_s: Annotated[float | None, Parameter(name="--step-s")] = None,
     explain: Explain = False,
     json: Json = False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TypeVar
 
@@ -9,6 +10,7 @@ import msgspec
 
 from tidemill.config.pool import SyntheticPool, TracePool
 from tidemill.config.schema import RunSpec
+from tidemill.core.errors import UserError
 from tidemill.core.records import Record
 from tidemill.planner.forecast.forecast import MOST_SAMPLES, drawn, simulated_steps, summarised
 from tidemill.planner.memory.fit import fit
@@ -71,9 +73,16 @@ def forecast_on_cluster(
 ) -> ClusterForecast:
     """The best placement over the machines, simulated.
 
+    Args:
+        boot_s: seconds of a preemptible machine, until its engine is up.
+
     Raises:
-        UserError: nothing fits, or nobody would generate.
+        UserError: prompts or seconds that cannot be, nothing fits, or nobody would generate.
     """
+    if prompt_tokens < 1:
+        raise UserError(f"needs 1 or more, was given {prompt_tokens}", where="--prompt-tokens", cure="correct it")
+    if not 0 <= boot_s < math.inf:
+        raise UserError(f"needs 0 or more seconds, was given {boot_s:g}", where="--boot-s", cure="correct it")
     plan = plan_placement(question)
     placement = plan.best.placement
     work = Workload(lengths=lengths, prompt_tokens=prompt_tokens, held_out=spec.eval.prompts)

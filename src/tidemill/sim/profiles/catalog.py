@@ -69,18 +69,21 @@ class Catalog(Record):
     gpus: dict[str, Gpu]
     machines: dict[str, Machine]
 
-    def gpu(self, name: str) -> Gpu:
+    def gpu(self, name: str, *, where: str = "") -> Gpu:
         """By name or alias, whatever the case.
+
+        Args:
+            where: it was named, for the error.
 
         Raises:
             UserError: there is none; the nearest is suggested.
         """
         aliases = {alias: gpu for gpu in self.gpus.values() for alias in (gpu.name, *gpu.aliases)}
-        return _found(name, aliases, "GPU")
+        return _found(name, aliases, "GPU", where)
 
-    def machine(self, name: str) -> Machine:
+    def machine(self, name: str, *, where: str = "") -> Machine:
         """Raises UserError: there is none of that name; the nearest is suggested."""
-        return _found(name, self.machines, "machine")
+        return _found(name, self.machines, "machine", where)
 
 
 def load_catalog(extra: Path | None = None) -> Catalog:
@@ -150,11 +153,11 @@ def _check_references(catalog: Catalog, path: Path, machines: Iterable[Machine])
             raise UserError(error.what, where=f"{path}: machines.{machine.name}.gpu", cure=error.cure) from error
 
 
-def _found(name: str, rows: Mapping[str, RowT], noun: str) -> RowT:
+def _found(name: str, rows: Mapping[str, RowT], noun: str, where: str) -> RowT:
     if row := rows.get(name) or rows.get(name.lower()):
         return row
     close = difflib.get_close_matches(name.lower(), rows, 1, 0.4)
     known = ", ".join(dict.fromkeys(row.name for row in rows.values()))
     cure = f"did you mean {close[0]}? " if close else ""
     cure += f"known: {known}; add others with --catalog FILE"
-    raise UserError(f"the catalogue has no {noun} {name!r}", cure=cure)
+    raise UserError(f"the catalogue has no {noun} {name!r}", where=where, cure=cure)

@@ -20,7 +20,6 @@ from tidemill.config.schema import RunSpec
 from tidemill.controller.collection import collecting
 from tidemill.controller.entries import EvalResult
 from tidemill.controller.fleet import Fleet
-from tidemill.controller.guards import ScoreGuard
 from tidemill.controller.in_flight import TRAIN, InFlight, Plan
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.reading import Reading
@@ -29,6 +28,7 @@ from tidemill.controller.run import Run
 from tidemill.controller.waiting import Patience
 from tidemill.core.clock import Clock
 from tidemill.core.errors import GuardStop
+from tidemill.core.guards import ScoreGuard, UpdateGuard
 from tidemill.core.protocols import Checkpoints, Codec, PromptSource, Scorer, Telemetry, Trainer
 from tidemill.core.records import PolicyVersion, Record, SamplingParams
 
@@ -80,7 +80,8 @@ async def train_loop(
     Raises:
         UserError: a fault of the user's input, of the run directory or of the disk.
         DeadlineError: something awaited did not come.
-        GuardStop: no sample gets a valid reward any more; what was committed is in a checkpoint.
+        GuardStop: no sample gets a valid reward any more, or no gradient is finite; what was committed is in a
+            checkpoint.
         TidemillError: the engine failed again and again on one sample.
     """
     rollout = Rollout(
@@ -104,7 +105,7 @@ async def train_loop(
     )
     in_flight = InFlight(plan, version_number=trainer.version.number)
     run = Run(spec, source, trainer, eval_scorer, checkpoints, rollout, in_flight)
-    guard = ScoreGuard()
+    scores, updates = ScoreGuard(), UpdateGuard(spec.trainer.steps)
     await run.resume()
     try:
         await run.evaluate_start()
@@ -115,7 +116,8 @@ async def train_loop(
                 metrics = await run.publish(batch, trajectories)
                 await run.tell(metrics)
                 await run.checkpoint_if_due()
-                guard.look(trajectories)
+                scores.look(trajectories)
+                updates.look(metrics)
     except GuardStop:
         await run.checkpoint_if_newer()
         raise

@@ -39,7 +39,7 @@ def step_words(progress: Progress) -> str:
     spread = f" ±{decimal(values['reward_std'])}" if "reward_std" in values else ""
     cut = f" ({percent(values['truncated_fraction'])} cut)" if values.get("truncated_fraction") else ""
     kl = "kl_ref" if "kl_ref" in values else "approx_kl"
-    left = progress.left_s()
+    left, skipped = progress.left_s(), "optimizer_steps_skipped"
     parts = [
         f"step {progress.step:>{len(str(progress.total_steps))}}/{progress.total_steps}",
         *learned,
@@ -51,6 +51,7 @@ def step_words(progress: Progress) -> str:
         part("length", "completion_tokens_mean", length_words(values) + cut),
         part("no signal", "groups_without_signal", no_signal(progress)),
         part("invalid", "samples_invalid", compact(values["samples_invalid"])) if values.get("samples_invalid") else "",
+        part("updates skipped", skipped, compact(values[skipped])) if values.get(skipped) else "",
         part("tok/s", "tokens_per_s", compact(values.get("tokens_per_s", 0))),
         f"left {duration(left)}" if left else "",
     ]

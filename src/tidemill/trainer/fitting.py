@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from tidemill.config.schema import RunSpec
 from tidemill.core.clock import Clock
 from tidemill.core.errors import UserError
+from tidemill.core.guards import UpdateGuard
 from tidemill.core.protocols import Telemetry
 from tidemill.core.records import PolicyVersion, Record, StepMetrics
 from tidemill.models.loading import weights_digest
@@ -80,6 +81,7 @@ def fit(
 
     Raises:
         UserError: there is nothing to learn from, or the disk is full; nothing checkpointed is lost.
+        GuardStop: no gradient is finite any more.
     """
     if not train:
         raise UserError("no training examples", where="data", cure="give more data, or hold out a smaller share of it")
@@ -110,6 +112,7 @@ class _Fit(Generic[E]):
         self.evaluated_at = -1
         self.lowest = math.inf
         self.worse = 0  # evaluations in a row without a new lowest loss
+        self.guard = UpdateGuard(self.plan.total)
         objective.prepare([*train, *held_out])
 
     def run(self) -> FitResult:
@@ -157,7 +160,7 @@ class _Fit(Generic[E]):
         improved = False
         if self.held_out and (self.step == self.plan.total or (every and self.step % every == 0)):
             improved = self._evaluate()
-        self._tell(values, optimizer_steps=taken)
+        self.guard.look(self._tell(values, optimizer_steps=taken))
         often = self.spec.checkpoint.every_steps
         if (often and self.step % often == 0) or (improved and self.settings.patience):
             self._checkpoint()
@@ -202,14 +205,14 @@ class _Fit(Generic[E]):
         self.worse = 0 if improved else self.worse + 1
         return improved
 
-    def _tell(self, values: dict[str, float], *, optimizer_steps: int) -> None:
+    def _tell(self, values: dict[str, float], *, optimizer_steps: int) -> StepMetrics:
         if self.evaluated_at == self.step:
             values = values | {f"eval/{name}": value for name, value in self.evaluated.items()}
             values["eval/n"] = float(sum(map(len, self.held_out)))
         version = PolicyVersion(number=self.step, digest=weights_digest(self.objective.trained))
-        self.bench.telemetry.step(
-            StepMetrics(step=self.step, version=version, optimizer_steps=optimizer_steps, values=values)
-        )
+        metrics = StepMetrics(step=self.step, version=version, optimizer_steps=optimizer_steps, values=values)
+        self.bench.telemetry.step(metrics)
+        return metrics
 
     def _checkpoint(self) -> None:
         score = -self.evaluated["loss"] if self.evaluated_at == self.step else None

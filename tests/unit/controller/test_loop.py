@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.fake_samples import FakeSource
@@ -137,6 +138,28 @@ def test_a_run_whose_samples_get_no_reward_any_more_is_stopped_after_a_checkpoin
     resumed = run_virtual(main(broken_from=3))  # of which steps 3 and 4 are behind it, and one is no reason to stop
     assert resumed.result is not None
     assert resumed.result.steps == 9
+
+
+@pytest.mark.parametrize(("steps", "broken_from", "last"), [(9, 4, 6), (2, 1, 2)])
+def test_a_run_whose_gradients_are_never_finite_ends(steps: int, broken_from: int, last: int) -> None:
+    disk = Disk()
+
+    async def main() -> None:
+        session = Session(spec=small_spec(trainer={"steps": steps}), disk=disk)
+        commit = session.trainer.commit
+
+        async def skips(step: int) -> StepMetrics:
+            metrics = await commit(step)
+            if step < broken_from and step != 2:
+                return metrics
+            return msgspec.structs.replace(metrics, optimizer_steps=0, values={"optimizer_steps_skipped": 1.0})
+
+        session.trainer.commit = skips  # type: ignore[method-assign]
+        await session.run()
+
+    with pytest.raises(GuardStop, match=f"in no step was a gradient finite .{min(3, steps)} in a row."):
+        run_virtual(main())
+    assert max(disk.checkpoints) == last  # a single step, the second, is no reason to stop
 
 
 async def stop_at(session: Session, seconds: float) -> Session:

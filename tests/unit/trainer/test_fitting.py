@@ -13,7 +13,7 @@ from tests.model_folders import save_folder
 from tests.model_shapes import llama
 from tests.workbench import RememberedSteps, bench, demonstrations, pairs, stop_after, supervised_spec
 from tidemill.config.schema import RunSpec
-from tidemill.core.errors import UserError
+from tidemill.core.errors import GuardStop, UserError
 from tidemill.models.loading import load_model
 from tidemill.models.reward_model import load_reward_model
 from tidemill.trainer.fitting import FitResult, Workbench
@@ -181,3 +181,21 @@ def test_no_examples_is_one_clear_error(tmp_path: Path) -> None:
 def test_a_stop_before_the_first_step_leaves_no_model(tmp_path: Path) -> None:
     result, _, _ = run(train_sft, demonstrations, tmp_path, stop=lambda: True)
     assert (result.interrupted, result.steps, result.model) == (True, 0, None)
+
+
+@pytest.mark.parametrize(("train", "data"), KINDS)
+@pytest.mark.parametrize("steps", [1, 8])
+def test_a_run_whose_gradients_are_never_finite_ends_unfinished(
+    train: Train, data: Callable[..., list[Any]], steps: int, tmp_path: Path
+) -> None:
+    model = llama()
+    save_folder(model, tmp_path / "model")
+    with torch.no_grad():
+        next(model.parameters())[:] = torch.nan
+    subject = bench(tmp_path, model=model, source=tmp_path / "model")
+    spec = supervised_spec(supervised={"epochs": 0}, trainer={"steps": steps}, checkpoint={"every_steps": 0})
+    with pytest.raises(GuardStop, match="in no step was a gradient finite"):
+        train(spec, train=data(16), held_out=[], bench=subject)
+    assert isinstance(subject.telemetry, RememberedSteps)
+    assert subject.telemetry.steps[-1].step == min(3, steps)
+    assert subject.checkpoints.latest().checkpoint is None

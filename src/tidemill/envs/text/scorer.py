@@ -17,11 +17,14 @@ from tidemill.envs.text.sample import Sample
 from tidemill.envs.text.task import Task
 from tidemill.envs.text.threads import DaemonThreads, HangingError
 
+TOO_LARGE = "and no reward may be larger than 1e18"
 MOST_HANGING = 64
 """With so many calls hanging past their deadline, further ones fail at once instead of taking threads."""
 JUDGES_THE_ANSWER = frozenset({"exact", "numeric", "math_verify", "task"})
 SAYS_NOTHING_OF_CORRECTNESS = frozenset({"random", "length", "model"})
 LONGEST_REASON = 300
+LARGEST = 1e18
+"""Of a reward's size: float32 holds its square, which deviations are made of."""
 
 
 class RewardScorer:
@@ -55,11 +58,13 @@ class RewardScorer:
         alone = self._ask_in_turn(sample, found, faults)
         await (asyncio.gather(alone, *together) if together else alone)
         components = {reward.name: found[reward.name] for reward in self._rewards if reward.name in found}
+        weighted = [reward.weight * components.get(reward.name, 0.0) for reward in self._rewards]
+        if any(abs(each) > LARGEST for each in weighted):
+            faults.append(f"with their weights rewards are {', '.join(f'{each:g}' for each in weighted)}, {TOO_LARGE}")
         if faults:
             reason = f"{'; '.join(faults)} (sample {_name(sample.sample_id)})"
             return Reward(value=0.0, components=components, valid=False, reason=reason)
-        value = math.fsum(reward.weight * components[reward.name] for reward in self._rewards)
-        return Reward(value=value, components=components)
+        return Reward(value=math.fsum(weighted), components=components)
 
     async def close(self) -> None:
         """Ends idle threads and cancels what is still awaited; calls that hang are left to the process's end."""
@@ -176,6 +181,8 @@ def _finite(result: Any) -> float:
     value = float(result)
     if not math.isfinite(value):
         raise ValueError(f"returned {value}, which is not finite")
+    if abs(value) > LARGEST:
+        raise ValueError(f"returned {value:g}, {TOO_LARGE}")
     return value
 
 

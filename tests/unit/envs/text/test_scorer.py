@@ -135,6 +135,7 @@ async def test_a_fault_is_reported_with_reward_type_message_and_sample() -> None
         ("1.0", "no number"),
         ([1.0], "no number"),
         (10**400, "OverflowError"),
+        (-1e308, "returned -1e+308, and no reward may be larger than 1e18"),
     ],
 )
 async def test_what_is_no_finite_number_is_invalid(result: object, fault: str) -> None:
@@ -143,6 +144,13 @@ async def test_what_is_no_finite_number_is_invalid(result: object, fault: str) -
     assert not reward.valid
     assert fault in reward.reason
     await built.close()
+
+
+async def test_weights_that_make_rewards_huge_make_them_invalid() -> None:
+    rewards = (named("small", lambda sample: 1.0), named("large", lambda sample: 1e18, weight=1e300))
+    reward = await judge(RewardScorer(rewards, timeout_s=10.0, concurrency=4))
+    assert (reward.valid, reward.components) == (False, {"small": 1.0, "large": 1e18})
+    assert "with their weights rewards are 1, inf, and no reward may be larger than 1e18" in reward.reason
 
 
 @pytest.mark.parametrize(("result", "expected"), [(True, 1.0), (3, 3.0), (-0.5, -0.5)])

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from tidemill.config.schema import RunSpec
+from tidemill.config.toml import to_toml
 from tidemill.core.records import SampleId
-from tidemill.planner.calibration.observed import Observed
+from tidemill.planner.calibration.observed import Hardware, Manifest, Observed, Session
 from tidemill.planner.calibration.profile import FORMAT, QUANTITIES, Machine, Measure, RunProfile, cost_settings
 from tidemill.planner.forecast.twin import simulate_recipe
 from tidemill.planner.forecast.work import length_of, workloads
 from tidemill.telemetry.metrics import CONTROLLER_CPU
+from tidemill.telemetry.run_dir import RunDirectory, samples_name
 from tidemill.telemetry.samples import Sample
 
 NUMBERS = {
@@ -92,10 +97,10 @@ def observed(spec: RunSpec, profile: RunProfile) -> Observed:
         line.values[CONTROLLER_CPU] = line.values["samples"] * profile["controller_sample_s"]
     samples = [_sample(spec, profile, prompt, index) for prompt in range(_groups(spec)) for index in range(_size(spec))]
     machine = {"event": "machine", "device": "cpu", "threads": 1, "elapsed_s": profile["start_s"]}
-    session = {"machine": {"processor": profile.machine.processor, "cores": profile.machine.cores}}
+    hardware = Hardware(processor=profile.machine.processor, cores=profile.machine.cores)
     return Observed(
         spec=spec,
-        manifest={"run_id": "0", "sessions": [session]},
+        manifest=Manifest(run_id="0", sessions=(Session(machine=hardware),)),
         machine=machine,
         events=[machine, *run.events],
         metrics=lines,
@@ -103,3 +108,17 @@ def observed(spec: RunSpec, profile: RunProfile) -> Observed:
         samples=samples,
         held_out=[Sample(step=0, token_ids=(1, 2, 3, 4, 5), finish="stop")],
     )
+
+
+def write_run(path: Path, seen: Observed) -> RunDirectory:
+    """A run directory from which the same is observed."""
+    run = RunDirectory(path)
+    run.samples.mkdir(parents=True)
+    run.write_config(to_toml(seen.spec))
+    run.write_manifest(msgspec.to_builtins(seen.manifest))
+    run.events.write_bytes(msgspec.json.Encoder().encode_lines(seen.events))
+    lines = [{**line.values, "step": line.step, "optimizer_steps": line.optimizer_steps} for line in seen.metrics]
+    run.metrics.write_bytes(msgspec.json.Encoder().encode_lines(lines))
+    for name, samples in {samples_name(1): seen.samples, samples_name(1, "eval"): seen.held_out}.items():
+        (run.samples / name).write_bytes(msgspec.json.Encoder().encode_lines(samples))
+    return run

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from tidemill.config.load import from_toml
 from tidemill.config.words import counted
 from tidemill.core.errors import UserError
 from tidemill.planner.staleness_table import Measured
-from tidemill.telemetry.jsonl import read_lines
+from tidemill.telemetry.metrics import STEP_TIME, read_metrics
 from tidemill.telemetry.run_dir import RunDirectory
 
 FEWEST_STEPS = 5
@@ -20,8 +20,12 @@ def measure_runs(run_dirs: Sequence[Path]) -> list[Measured]:
     """A row a run; runs of one lag are repeats.
 
     Raises:
-        UserError: naming the run that is none, or is too short.
+        UserError: naming the run that is none, is too short, or is given twice.
     """
+    places = [run_dir.resolve() for run_dir in run_dirs]
+    for at, run_dir in enumerate(run_dirs):
+        if places[at] in places[:at]:
+            raise UserError("that run is given twice", where=f"--runs {run_dir}", cure="a repeat is a run of its own")
     return [measure_run(run_dir) for run_dir in run_dirs]
 
 
@@ -30,24 +34,24 @@ def measure_run(run_dir: Path) -> Measured:
     utilisation the share of the steps' time in which the trainer computed.
 
     Raises:
-        UserError: it is no run, or has fewer than five steps with a reward.
+        UserError: it is no run, its configuration is none, or it has fewer than five steps with a reward.
     """
     run = RunDirectory(run_dir)
-    if not run.exists:
+    text = run.read_config()
+    if text is None:
         raise UserError("no run there", where=f"--runs {run_dir}", cure="name directories given as --run.dir")
-    lines = [line for _, line in read_lines(run.metrics)]
-    points = [(float(line["step"]), float(line["reward_mean"])) for line in lines if _has(line, "step", "reward_mean")]
+    lines = read_metrics(run.metrics)
+    points = [(float(line.step), line.values["reward_mean"]) for line in lines if "reward_mean" in line.values]
     if len(points) < FEWEST_STEPS:
         what = f"{counted(len(points), 'step')} with a reward, and a slope needs {FEWEST_STEPS}"
         raise UserError(what, where=f"--runs {run_dir}", cure="let it train on")
-    timed = [line for line in lines if _has(line, "time_train_s", "time_step_s")]
-    busy_s, all_s = (math.fsum(line[name] for line in timed) for name in ("time_train_s", "time_step_s"))
+    timed = [line.values for line in lines if {"time_train_s", STEP_TIME} <= line.values.keys()]
+    busy_s, all_s = (math.fsum(values[name] for values in timed) for name in ("time_train_s", STEP_TIME))
     if not 0 < busy_s <= all_s:
         raise UserError("its steps have no times", where=f"--runs {run_dir}", cure="take another run")
     slope, error = slope_of(points)
-    lag = run.read_settings().get("schedule", {}).get("max_policy_lag", 0)
     return Measured(
-        lag=float(lag),
+        lag=float(from_toml(text, source=str(run.config)).schedule.max_policy_lag),
         reward_per_step=slope,
         utilisation=busy_s / all_s,
         uncertainty=error,
@@ -63,7 +67,3 @@ def slope_of(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     slope = math.fsum((x - x_mean) * (y - y_mean) for x, y in points) / spread
     left = math.fsum((y - y_mean - slope * (x - x_mean)) ** 2 for x, y in points)
     return slope, math.sqrt(left / (count - 2) / spread)
-
-
-def _has(line: dict[str, Any], *names: str) -> bool:
-    return all(isinstance(line.get(name), int | float) and math.isfinite(line[name]) for name in names)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from tidemill.telemetry.events import EVALUATION, RESUME
+from tidemill.telemetry.jsonl import measured
 from tidemill.telemetry.metrics import GREEDY_ACCURACY, MetricLine
 
 
@@ -26,10 +27,10 @@ def evaluations(events: Iterable[dict[str, Any]], metrics: Sequence[MetricLine])
     }
     told: dict[int, Evaluation] = {}
     for event in events:
-        step, accuracy = event.get("step"), event.get("greedy_accuracy")
+        step, accuracy = event.get("step"), measured(event.get("greedy_accuracy"))
         if event["event"] == RESUME and isinstance(step, int):
             told = {at: evaluation for at, evaluation in told.items() if at <= step}
-        elif event["event"] == EVALUATION and isinstance(step, int) and isinstance(accuracy, int | float):
-            told[step] = Evaluation(step, float(accuracy), int(event.get("n") or 0))
+        elif event["event"] == EVALUATION and isinstance(step, int) and accuracy is not None:
+            told[step] = Evaluation(step, accuracy, int(measured(event.get("n")) or 0))
     both = found | told
     return [both[step] for step in sorted(both)]

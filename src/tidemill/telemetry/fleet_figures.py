@@ -23,6 +23,7 @@ from tidemill.telemetry.events import (
     SESSION_END,
     SESSION_START,
 )
+from tidemill.telemetry.jsonl import measured
 from tidemill.telemetry.metrics import TOKENS_RECOMPUTED, MetricLine
 
 HOUR_S = 3600.0
@@ -57,8 +58,7 @@ class HeldLease(Record):
 
 def amount(event: dict[str, Any], key: str) -> float:
     """A number of a line; 0 where there is none."""
-    value = event.get(key)
-    return float(value) if isinstance(value, int | float) else 0.0
+    return measured(event.get(key)) or 0.0
 
 
 def sessions_of(events: Iterable[dict[str, Any]], metrics: Sequence[MetricLine]) -> dict[int, Session]:

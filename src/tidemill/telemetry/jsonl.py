@@ -14,6 +14,16 @@ import msgspec
 from tidemill.core.errors import UserError
 
 BLOCK_BYTES = 1 << 16
+LARGEST = 1e100
+"""Beyond it nothing was measured: squares of such numbers leave the range of floats."""
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What decoding raises on bytes that are no JSON."""
+
+
+def measured(value: Any) -> float | None:
+    """A value of a line as a number; None if it is none, or none that can be computed with."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and abs(value) <= LARGEST else None
 
 
 def _plain(value: Any) -> Any:
@@ -95,7 +105,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             if line.endswith(b"\n"):
                 try:
                     record = msgspec.json.decode(line)
-                except (msgspec.DecodeError, UnicodeDecodeError):
+                except UNREADABLE:
                     record = None
                 if isinstance(record, dict):
                     yield offset, record

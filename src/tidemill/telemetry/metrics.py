@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 
 from tidemill.core.records import StepMetrics
 from tidemill.telemetry.events import EVENTS, timestamp
-from tidemill.telemetry.jsonl import read_lines
+from tidemill.telemetry.jsonl import measured, read_lines
 
 
 class Metric(NamedTuple):
@@ -179,21 +179,20 @@ def read_metrics(path: Path) -> list[MetricLine]:
     """Every whole line that has a step, in order of steps; of two lines for one step the later counts."""
     by_step: dict[int, MetricLine] = {}
     for _, line in read_lines(path):
-        if type(line.get("step")) is not int:  # a bool is no step
+        if not isinstance(line.get("step"), int) or measured(line["step"]) is None:
             continue
-        values = {
-            name: float(value)
-            for name, value in line.items()
-            if name not in HEADER and isinstance(value, int | float) and not isinstance(value, bool)
-        }
         by_step[line["step"]] = MetricLine(
             step=line["step"],
-            policy_version=int(line.get("policy_version") or 0),
+            policy_version=int(measured(line.get("policy_version")) or 0),
             weights_digest=str(line.get("weights_digest") or ""),
-            optimizer_steps=int(line.get("optimizer_steps") or 0),
-            session=int(line.get("session") or 0),
-            elapsed_s=float(line.get("elapsed_s") or 0.0),
-            values=values,
+            optimizer_steps=int(measured(line.get("optimizer_steps")) or 0),
+            session=int(measured(line.get("session")) or 0),
+            elapsed_s=measured(line.get("elapsed_s")) or 0.0,
+            values={
+                name: number
+                for name, value in line.items()
+                if name not in HEADER and (number := measured(value)) is not None
+            },
         )
     return [by_step[step] for step in sorted(by_step)]
 

@@ -12,7 +12,7 @@ import msgspec
 
 from tidemill.core.errors import UserError
 from tidemill.telemetry.events import PastSessions, past_sessions
-from tidemill.telemetry.jsonl import disk_error, drop_torn_line, encode, read_lines, write_atomically
+from tidemill.telemetry.jsonl import UNREADABLE, disk_error, drop_torn_line, encode, read_lines, write_atomically
 from tidemill.telemetry.locked import LockedDirectory
 
 SAMPLES_NAME = re.compile(r"step_(\d+)(?:\.([\w.-]+))?\.jsonl$")
@@ -86,14 +86,21 @@ class RunDirectory(LockedDirectory):
         return self.config.is_file()
 
     def read_config(self) -> str | None:
-        """The stored configuration, or None for a new run."""
-        return self.config.read_text(encoding="utf-8") if self.exists else None
+        """The stored configuration, or None for a new run.
+
+        Raises:
+            UserError: it is no text.
+        """
+        try:
+            return self.config.read_text(encoding="utf-8") if self.exists else None
+        except UnicodeDecodeError as error:
+            raise UserError("not UTF-8 text", where=str(self.config), cure="restore the file from a copy") from error
 
     def read_settings(self) -> dict[str, Any]:
         """The stored configuration's sections; empty when it is missing or not TOML."""
         try:
             return tomllib.loads(self.config.read_text(encoding="utf-8", errors="replace"))
-        except (FileNotFoundError, tomllib.TOMLDecodeError):
+        except (FileNotFoundError, ValueError, RecursionError):
             return {}
 
     def write_config(self, text: str) -> None:
@@ -145,6 +152,6 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; empty when the file is missing or not one."""
     try:
         value = msgspec.json.decode(path.read_bytes())
-    except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError):
+    except (FileNotFoundError, NotADirectoryError, *UNREADABLE):
         return {}
     return value if isinstance(value, dict) else {}

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from tidemill.core.buffers import unpack_logprobs, unpack_tokens
 from tidemill.core.records import Prompt, Record, Trajectory
-from tidemill.telemetry.jsonl import encode, read_lines, write_atomically
+from tidemill.telemetry.jsonl import encode, measured, read_lines, write_atomically
 
 Decode: TypeAlias = Callable[[Sequence[int]], str]
 UNDECODABLE = "\ufffd"
@@ -150,18 +150,18 @@ def _sample(line: dict[str, Any]) -> Sample:
         value = line.get(key)
         return value if isinstance(value, list) else []
 
-    reward, components = line.get("reward"), line.get("components")
+    components = line.get("components")
     return Sample(
-        step=int(line.get("step") or 0),
+        step=int(measured(line.get("step")) or 0),
         prompt=text("prompt"),
         completion=text("completion"),
         answer=text("answer"),
         prompt_id=text("prompt_id"),
         tokens=tuple(str(item) for item in items("tokens")),
-        logprobs=tuple(float(item) if isinstance(item, int | float) else None for item in items("logprobs")),
+        logprobs=tuple(map(measured, items("logprobs"))),
         token_ids=tuple(item for item in items("token_ids") if isinstance(item, int)),
-        reward=float(reward) if isinstance(reward, int | float) else None,
-        components={str(k): float(v) for k, v in components.items() if isinstance(v, int | float)}
+        reward=measured(line.get("reward")),
+        components={name: value for name, given in components.items() if (value := measured(given)) is not None}
         if isinstance(components, dict)
         else {},
         valid=line.get("valid") is True,

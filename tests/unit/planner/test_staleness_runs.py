@@ -7,7 +7,7 @@ import pytest
 
 from tests.commands import run_here
 from tidemill.core.errors import UserError
-from tidemill.planner.staleness_runs import measure_run, slope_of
+from tidemill.planner.staleness_runs import measure_run, measure_runs, slope_of
 
 
 def write_run(path: Path, lag: int, rewards: list[float], *, train_s: float) -> Path:
@@ -52,3 +52,40 @@ def test_what_is_no_run(tmp_path: Path) -> None:
         measure_run(write_run(tmp_path / "short", 0, [0.1, 0.2], train_s=1.0))
     with pytest.raises(UserError, match="no times"):
         measure_run(write_run(tmp_path / "idle", 0, [0.1] * 6, train_s=0.0))
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ("\ufeff[schedule]\nmax_policy_lag = 2\n", "config.toml:1: not valid TOML"),
+        ("garbage", "config.toml:1: not valid TOML"),
+        ("schedule = 3", "schedule: is a table of settings"),
+        ('[schedule]\nmax_policy_lag = "x"', "schedule.max_policy_lag: needs integer"),
+    ],
+)
+def test_a_run_whose_lag_cannot_be_read_is_refused(tmp_path: Path, config: str, says: str) -> None:
+    run_dir = write_run(tmp_path / "a", 2, [0.1] * 6, train_s=1.0)
+    (run_dir / "config.toml").write_text(config, encoding="utf-8")
+    with pytest.raises(UserError) as caught:
+        measure_run(run_dir)
+    assert says in str(caught.value)
+
+
+def test_a_run_given_twice_is_no_repeat(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "a", 0, [0.1] * 6, train_s=1.0)
+    with pytest.raises(UserError, match="given twice"):
+        measure_runs([run_dir, tmp_path / "b" / ".." / "a"])
+
+
+def test_lines_of_one_step_are_one_step(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "a", 0, [0.1] * 6, train_s=1.0)
+    (run_dir / "metrics.jsonl").write_text('{"step": 1, "reward_mean": 0.5}\n' * 9, encoding="utf-8")
+    with pytest.raises(UserError, match="1 step with a reward"):
+        measure_run(run_dir)
+
+
+def test_a_number_that_cannot_have_been_measured_is_none(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no times"):
+        measure_run(write_run(tmp_path / "a", 0, [0.1] * 6, train_s=1e308))
+    with pytest.raises(UserError, match="0 steps with a reward"):
+        measure_run(write_run(tmp_path / "b", 0, [1e308] * 6, train_s=1.0))

@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from tidemill.core.errors import UserError
-from tidemill.telemetry.jsonl import JsonlWriter, disk_error, drop_torn_line, encode, read_lines, write_atomically
+from tidemill.telemetry.jsonl import (
+    JsonlWriter,
+    disk_error,
+    drop_torn_line,
+    encode,
+    measured,
+    read_lines,
+    write_atomically,
+)
 
 
 def test_a_line_has_no_line_break_and_no_nan() -> None:
@@ -37,7 +45,7 @@ def test_written_lines_are_read_back_with_their_offsets(tmp_path: Path) -> None:
 
 def test_a_reader_passes_over_torn_and_broken_lines(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
-    path.write_bytes(b'{"n":1}\nnot json\n[1]\n\xff\xfe\n{"n":2}\n{"n":3')
+    path.write_bytes(b'{"n":1}\nnot json\n[1]\n\xff\xfe\n' + b"[" * 100_000 + b'\n{"n":2}\n{"n":3')
     assert [line["n"] for _, line in read_lines(path)] == [1, 2]
 
 
@@ -118,3 +126,14 @@ def test_a_failed_replacement_leaves_the_old_file(tmp_path: Path, monkeypatch: p
 )
 def test_disk_errors_in_words(code: int, what: str) -> None:
     assert what in str(disk_error(OSError(code, os.strerror(code)), Path("x")))
+
+
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [
+        *((3, 3.0), (-0.5, -0.5), (0, 0.0), (True, None), ("3", None), (None, None), ([3], None), (1e308, None)),
+        *((10**400, None), (float("nan"), None), (float("inf"), None)),
+    ],
+)
+def test_what_may_have_been_measured(value: object, number: float | None) -> None:
+    assert measured(value) == number

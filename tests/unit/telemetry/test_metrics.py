@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tidemill.core.records import PolicyVersion, StepMetrics
 from tidemill.telemetry.jsonl import encode
 from tidemill.telemetry.metrics import metric_line, read_metrics
@@ -25,3 +27,13 @@ def test_steps_are_sorted_and_the_later_line_of_a_step_counts(tmp_path: Path) ->
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step":2,"x":1}\n{"step":1,"x":5}\n{"step":2,"x":3}\n{"x":9}\n{"step":true}\n{"step":"3"}\n')
     assert [(line.step, line.values) for line in read_metrics(path)] == [(1, {"x": 5.0}), (2, {"x": 3.0})]
+
+
+@pytest.mark.parametrize("value", ["[1]", '"x"', "null", "1e308", "1" + "0" * 400])
+def test_what_cannot_have_been_measured_is_absent(tmp_path: Path, value: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    names = ("policy_version", "optimizer_steps", "session", "elapsed_s", "loss")
+    told = "".join(f', "{name}": {value}' for name in names)
+    path.write_text(f'{{"step": 1{told}}}\n{{"step": {value}}}\n')
+    (line,) = read_metrics(path)
+    assert line[1:] == (0, "", 0, 0, 0.0, {})

@@ -140,3 +140,19 @@ def test_json_files_that_are_not_there_or_not_objects_are_empty(tmp_path: Path) 
         assert read_json(path) == {}
     RunDirectory(tmp_path).write_summary({"steps": 3})
     assert RunDirectory(tmp_path).read_summary() == {"steps": 3}
+
+
+def test_a_configuration_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.config.write_bytes(b"[run]\nname = '\xe9'\n")
+    with pytest.raises(UserError, match="not UTF-8 text") as caught:
+        run.read_config()
+    assert caught.value.where.endswith("config.toml")
+
+
+@pytest.mark.parametrize("text", ["[", "[" * 100_000, "x = " + "[" * 100_000, "x = " + "1" * 5000])
+def test_settings_and_objects_that_cannot_be_read_are_empty(tmp_path: Path, text: str) -> None:
+    run = RunDirectory(tmp_path)
+    run.config.write_text(text)
+    run.manifest.write_text(text)
+    assert run.read_settings() == run.read_manifest() == {}

@@ -9,9 +9,10 @@ from statistics import fmean, median
 import msgspec
 
 from tidemill.config.schema import RunSpec
+from tidemill.core.errors import UserError
 from tidemill.planner.calibration.fit import fit
 from tidemill.planner.calibration.observed import Observed, observe
-from tidemill.planner.calibration.profile import Measure, RunProfile
+from tidemill.planner.calibration.profile import Measure, RunProfile, fault
 from tidemill.planner.forecast.twin import simulate_recipe
 from tidemill.sim.outcome import SimulatedRun
 from tidemill.telemetry.events import JOIN
@@ -30,10 +31,13 @@ FIRST_TRIAL = 0.1
 def calibrate(run_dir: Path) -> RunProfile:
     """
     Raises:
-        UserError: there is no run, or it says too little.
+        UserError: there is no run, it says too little, or what cannot have been.
     """
     observed = observe(run_dir)
-    return settle(fit(observed), observed)
+    profile = fit(observed)
+    if wrong := fault(profile):
+        raise UserError(f"its logs are damaged: {wrong}", where=str(run_dir), cure="calibrate on another run")
+    return settle(profile, observed)
 
 
 def settle(profile: RunProfile, observed: Observed) -> RunProfile:

@@ -40,17 +40,16 @@ def fit(observed: Observed) -> RunProfile:
         solve_with_few(TRAINING, *observed.training(observed.usual)),
     )
     new_by_depth = observed.new_by_depth()
-    session = (observed.manifest.get("sessions") or [{}])[-1]
-    machine = session.get("machine", {})
+    hardware = observed.manifest.sessions[-1].machine
     return RunProfile(
         format=FORMAT,
         run=observed.spec.run.name,
-        run_id=str(observed.manifest.get("run_id", "")),
+        run_id=observed.manifest.run_id,
         steps=len(observed.metrics),
         settings=cost_settings(observed.spec),
         machine=Machine(
-            processor=str(machine.get("processor", "")),
-            cores=int(machine.get("cores") or 1),
+            processor=hardware.processor,
+            cores=hardware.cores,
             device=str(observed.machine.get("device", "")),
             threads=int(observed.machine.get("threads") or 1),
         ),

@@ -7,8 +7,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 
 from tidemill.config.load import from_toml
@@ -19,6 +20,7 @@ from tidemill.core.records import Record
 from tidemill.planner.calibration.squares import Array
 from tidemill.telemetry.events import CHECKPOINT, DECODE, EVALUATION, JOIN, LEASE, PUBLISH, PULL, read_events
 from tidemill.telemetry.fleet_figures import amount
+from tidemill.telemetry.jsonl import encode
 from tidemill.telemetry.metrics import CONTROLLER_CPU, STEP_TIME, MetricLine, read_metrics
 from tidemill.telemetry.run_dir import RunDirectory
 from tidemill.telemetry.samples import Sample, read_samples
@@ -34,11 +36,29 @@ TRAINING = ("optimizer_steps", "tokens_packed", "pairs_packed")
 """Causes of the trainer's."""
 
 
+class Hardware(Record):
+    """What the costs are of."""
+
+    processor: str
+    cores: Annotated[int, msgspec.Meta(ge=1)]
+
+
+class Session(Record):
+    machine: Hardware
+
+
+class Manifest(Record):
+    """Of manifest.json, what is needed here."""
+
+    sessions: Annotated[tuple[Session, ...], msgspec.Meta(min_length=1)]
+    run_id: str = ""
+
+
 class Observed(Record):
     """One run, as far as costs go. Lists are in the order of the logs."""
 
     spec: RunSpec
-    manifest: dict[str, Any]
+    manifest: Manifest
     machine: dict[str, Any]  # the event
     events: list[dict[str, Any]]
     metrics: list[MetricLine]  # steps, the one before the first left out
@@ -56,7 +76,7 @@ class Observed(Record):
     def engine_work(self) -> tuple[Array, Array]:
         """(amounts [N, len(PASSES)], seconds [N])"""
         seconds = "cpu_s" if self.on_processor else "busy_s"
-        rows = [row for event in self.named(DECODE) for row in event.get("work", ())]
+        rows = [row for event in self.named(DECODE) for row in _work(event)]
         return _table([[amount(row, name) for name in PASSES] for row in rows], len(PASSES)), np.array(
             [amount(row, seconds) for row in rows]
         )
@@ -64,7 +84,7 @@ class Observed(Record):
     @property
     def processor_share(self) -> float:
         """Of the time that engines computed, what they had a processor: less where others were on the machine."""
-        rows = [row for event in self.named(DECODE) for row in event.get("work", ())]
+        rows = [row for event in self.named(DECODE) for row in _work(event)]
         busy_s = sum(amount(row, "busy_s") for row in rows)
         return sum(amount(row, "cpu_s") for row in rows) / busy_s if busy_s else 1.0
 
@@ -123,9 +143,9 @@ class Observed(Record):
         """Of each worker that came up, without its first pull and what it waited for a version to be there."""
         pulled: dict[tuple[float, str], float] = {}
         for event in self.named(PULL):
-            pulled.setdefault((amount(event, "session"), str(event["lease"])), amount(event, "duration_s"))
+            pulled.setdefault((amount(event, "session"), str(event.get("lease"))), amount(event, "duration_s"))
         return [
-            max(0.0, amount(event, "duration_s") - pulled.get((amount(event, "session"), str(event["lease"])), 0.0))
+            max(0.0, amount(event, "duration_s") - pulled.get((amount(event, "session"), str(event.get("lease"))), 0.0))
             for event in self.named(JOIN)
             if "error" not in event
         ]
@@ -142,8 +162,9 @@ class Observed(Record):
         if self.on_processor and self.spec.runtime == "inprocess" and not self.quiet:
             for event in self.named(DECODE):
                 if event.get("purpose") == "train":
-                    rows = event.get("work", ())
-                    waited_s[int(event["step"])] += sum(amount(row, "busy_s") - amount(row, "cpu_s") for row in rows)
+                    waited_s[int(amount(event, "step"))] += sum(
+                        amount(row, "busy_s") - amount(row, "cpu_s") for row in _work(event)
+                    )
             for line in self.usual:
                 waited_s[line.step] += line.values.get("time_train_s", 0.0) - line.values.get("cpu_train_s", 0.0)
         return [
@@ -200,35 +221,57 @@ def observe(run_dir: Path) -> Observed:
     """Read a run's logs.
 
     Raises:
-        UserError: it is no run, has too few steps, or was written before engines told of their work.
+        UserError: it is no run, has too few steps with a time, was written before engines told of their work, or lacks
+            its samples or its machine.
     """
     run, where = RunDirectory(run_dir), str(run_dir)
     text = run.read_config()
     if text is None:
         raise UserError("no run there", where=where, cure="name a directory given as --run.dir")
-    events, lines = read_events(run.events), [line for line in read_metrics(run.metrics) if line.step > 0]
-    if len(lines) < FEWEST_STEPS:
-        steps = counted(len(lines), "step")
-        what = f"a run of {steps} says too little: the first warms up, and two more say what a step takes"
-        raise UserError(what, where=where, cure=f"let it train for {FEWEST_STEPS} steps at least, better for ten")
-    machine = next((event for event in events if event["event"] == "machine"), {})
-    if not any(event.get("work") for event in events if event["event"] == DECODE):
-        what = "its engines did not tell what they computed"
-        raise UserError(what, where=where, cure="calibrate on a run of `tidemill train` made with this version")
+    # A line that is there twice is one observation.
+    events = list({encode(event): event for event in read_events(run.events)}.values())
+    lines = [line for line in read_metrics(run.metrics) if line.step > 0 and line.values.get(STEP_TIME, 0.0) > 0]
     sessions: dict[int, int] = {}
     for line in lines:
         sessions.setdefault(line.session, line.step)
+    first_steps = set(sessions.values())
+    if sum(line.step not in first_steps and line.step <= len(lines) for line in lines) < FEWEST_STEPS - 1:
+        steps = counted(len(lines), "timed step")
+        what = f"a run of {steps} says too little: a session's first warms up, and two more say what a step takes"
+        raise UserError(what, where=where, cure=f"let it train for {FEWEST_STEPS} steps at least, better for ten")
+    machine = next((event for event in events if event["event"] == "machine"), {})
+    if not any(_work(event) for event in events if event["event"] == DECODE):
+        what = "its engines did not tell what they computed"
+        raise UserError(what, where=where, cure="calibrate on a run of `tidemill train` made with this version")
     files = run.sample_files()
+    samples = [sample for _, purpose, path in files if purpose == "train" for sample in read_samples(path)]
+    if not any(sample.length for sample in samples):
+        cure = "calibrate on a run whose samples are still there"
+        raise UserError("no samples of training, and costs follow their lengths", where=str(run.samples), cure=cure)
     return Observed(
         spec=from_toml(text, source=str(run.config)),
-        manifest=run.read_manifest(),
+        manifest=_manifest(run),
         machine=machine,
         events=events,
         metrics=lines,
-        first_steps=set(sessions.values()),
-        samples=[sample for _, purpose, path in files if purpose == "train" for sample in read_samples(path)],
+        first_steps=first_steps,
+        samples=samples,
         held_out=[sample for _, purpose, path in files if purpose != "train" for sample in read_samples(path)],
     )
+
+
+def _manifest(run: RunDirectory) -> Manifest:
+    try:
+        return msgspec.convert(run.read_manifest(), Manifest)
+    except msgspec.ValidationError as error:
+        what = f"does not say which machine the run was on: {error}"
+        raise UserError(what, where=str(run.manifest), cure="calibrate on a run whose manifest is whole") from error
+
+
+def _work(event: dict[str, Any]) -> list[dict[str, Any]]:
+    """What an engine computed, by octaves; what is damaged is left out."""
+    rows = event.get("work")
+    return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
 
 
 def _table(rows: list[list[float]], columns: int) -> Array:

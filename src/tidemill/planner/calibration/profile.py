@@ -177,12 +177,12 @@ def read_profile(path: Path) -> RunProfile:
     if profile.format != FORMAT or profile.numbers.keys() != QUANTITIES.keys():
         what = f"a profile of format {profile.format}, and this version reads {FORMAT}"
         raise UserError(what, where=str(path), cure=cure)
-    if fault := _fault(profile):
-        raise UserError(f"not a profile: {fault}", where=str(path), cure=cure)
+    if wrong := fault(profile):
+        raise UserError(f"not a profile: {wrong}", where=str(path), cure=cure)
     return profile
 
 
-def _fault(profile: RunProfile) -> str:
+def fault(profile: RunProfile) -> str:
     """What no measurement can have been, and what a simulation would divide by or never end with; empty for nothing."""
     for name, one in profile.numbers.items():
         most = MOST[QUANTITIES[name].unit]

@@ -128,8 +128,13 @@ def test_seeds_and_what_a_model_does_not_read_make_no_difference() -> None:
     ("metrics", "words"),
     [
         (None, "no run there"),
-        ('{"step": 1}\n{"step": 2}\n', "2 steps"),
-        ('{"step": 1}\n{"step": 2}\n{"step": 3}\n', "did not tell"),
+        ("".join(f'{{"step": {step}, "time_step_s": 1}}\n' for step in range(1, 3)), "2 timed steps"),
+        ("".join(f'{{"step": {step}, "time_step_s": "1"}}\n' for step in range(1, 9)), "0 timed steps"),
+        (
+            "".join(f'{{"step": {step}, "time_step_s": 1, "session": {step}}}\n' for step in range(1, 9)),
+            "8 timed steps",
+        ),
+        ("".join(f'{{"step": {step}, "time_step_s": 1}}\n' for step in range(1, 4)), "did not tell"),
     ],
 )
 def test_a_run_that_says_too_little(tmp_path: Path, metrics: str | None, words: str) -> None:

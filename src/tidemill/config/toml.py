@@ -22,7 +22,7 @@ def parse_toml(text: str, *, source: str) -> dict[str, Any]:
     """The tables of a TOML text; a syntax error is a ConfigError that names `source` and the line."""
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also a number of thousands of digits, thousands of brackets
         message = str(error)
         place = re.search(r"\s*\(at (?:line (\d+), column (\d+)|end of document)\)$", message)
         line = (place and place[1]) or max(len(text.splitlines()), 1)

@@ -70,11 +70,14 @@ def parse_table(text: str, *, source: str) -> list[Measured]:
 def _csv_rows(text: str, source: str) -> list[tuple[str, dict[str, Any]]]:
     delimiter = next((each for each in ("\t", ";", ",") if each in text), " ")
     cells_of = csv.reader(text.replace(" %", "%").splitlines(), delimiter=delimiter, skipinitialspace=True)
-    lines = [
-        (f"{source}:{number}", [cell.strip() for cell in cells if cell.strip() or delimiter != " "])
-        for number, cells in enumerate(cells_of, 1)
-        if any(cell.strip() for cell in cells) and not cells[0].strip().startswith("#")
-    ]
+    try:
+        lines = [
+            (f"{source}:{number}", [cell.strip() for cell in cells if cell.strip() or delimiter != " "])
+            for number, cells in enumerate(cells_of, 1)
+            if any(cell.strip() for cell in cells) and not cells[0].strip().startswith("#")
+        ]
+    except csv.Error as error:
+        raise UserError(f"broken CSV: {error}", where=f"{source}:{cells_of.line_num}", cure=SHAPE) from error
     if not lines:
         return []
     names: Sequence[str] = FIELDS
@@ -89,6 +92,8 @@ def _json_rows(text: str, source: str) -> list[tuple[str, dict[str, Any]]]:
         tree = json.loads(text)
     except json.JSONDecodeError as error:
         raise UserError(f"broken JSON: {error.msg}", where=f"{source}:{error.lineno}", cure=SHAPE) from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"broken JSON: {error}", where=source, cure=SHAPE) from error
     if isinstance(tree, dict):
         tree = next((value for value in tree.values() if isinstance(value, list)), None)
     if not isinstance(tree, list):
@@ -155,7 +160,7 @@ def _share(given: Any, where: str) -> float:
 def _number(given: Any, name: str, where: str) -> float:
     try:
         value = math.nan if isinstance(given, bool) else float(given)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         value = math.nan
     if not math.isfinite(value):
         raise UserError(f"{name} {given!r} is not a number", where=where, cure=SHAPE)

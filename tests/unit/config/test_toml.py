@@ -94,6 +94,8 @@ def test_lines_in_inline_arrays() -> None:
         ("a = 1\nb = = 2\n", "r.toml:2", "column 5: invalid value"),
         ("a = 1\nb = [1,\n", "r.toml:2", "invalid value"),  # at the end of the document
         ("a = 1\na = 2\n", "r.toml:2", "cannot overwrite a value"),
+        ("a = " + "[" * 100_000, "r.toml:1", "recursion"),
+        ("a = " + "1" * 5000, "r.toml:1", "exceeds the limit"),
     ],
 )
 def test_syntax_errors_name_file_and_line(text: str, place: str, says: str) -> None:

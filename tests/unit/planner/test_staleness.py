@@ -100,6 +100,11 @@ def test_a_minus_sign_as_printed() -> None:
         ("[3]", "t: [0]", "3 is no row"),
         ("{}", "t", "no list of rows"),
         ("[", "t:1", "broken JSON"),
+        ("[" * 100_000, "t", "broken JSON"),
+        ("[[0, .1, .5]," + "1" * 5000 + "]", "t:1", "broken JSON"),
+        ("[[" + "1" * 5000 + ", .1, .5]]", "t", "broken JSON"),
+        ("[[" + "1" * 400 + ", 1, 1]]", "t: [0]", "is not a number"),
+        ("0,.15,35%\n1," + "1" * 140_000 + "\n", "t:2", "broken CSV: field larger"),
     ],
 )
 def test_what_is_wrong_names_the_row(text: str, where: str, says: str) -> None:

@@ -12,6 +12,8 @@ from tidemill.sim.profiles.model_shape import ModelShape
 CONFIG = "config.json"
 NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+MOST = 10**12
+"""Of anything that a configuration counts."""
 BIASED = ("qwen2", "qwen2_moe")  # whose queries, keys and values have one without their config saying so
 NORMED = ("qwen3", "qwen3_moe")  # whose queries and keys are normalised
 
@@ -30,7 +32,7 @@ def read_shape(path: Path) -> ModelShape:
         raise UserError(
             f"cannot read the model's shape: {error.strerror or error}", where=str(file), cure=cure
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"not valid JSON: {error}", where=str(file), cure="copy the file again") from error
     if not isinstance(config, dict):
         raise UserError("is no model configuration", where=str(file), cure="give a Hugging Face config.json")
@@ -116,8 +118,9 @@ class _Reader:
         value = self.config.get(name)
         if value is None and default is not None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int) or value < (1 if default is None else 0):
-            what = "is missing" if value is None else f"needs a whole number, has {value!r}"
+        least = 1 if default is None else 0
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST:
+            what = "is missing" if value is None else f"needs a whole number up to {MOST:.0e}, has {value!r:.60}"
             raise UserError(what, where=f"{self._source}: {name}", cure="give a Hugging Face decoder's config.json")
         return value
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import os
 import tempfile
 import traceback
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from tidemill.core.errors import (
@@ -20,8 +22,18 @@ from tidemill.core.errors import (
 
 BUG_CODE = 1
 INTERRUPTED_CODE = 130
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
+FREE_SPACE = "free some space and run the same command again"
+WRITE_ELSEWHERE = "choose a place you may write to"
+CURES = {
+    errno.ENOSPC: FREE_SPACE,
+    errno.EDQUOT: FREE_SPACE,
+    errno.EACCES: WRITE_ELSEWHERE,
+    errno.EPERM: WRITE_ELSEWHERE,
+    errno.EROFS: WRITE_ELSEWHERE,
+    errno.EISDIR: "a file belongs there: move the directory away, or name another place",
+    errno.ENOTDIR: "a part of that path is a file: name another place",
+}
+"""Of what the system refuses, where it is not a bug."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,10 +84,11 @@ def as_user_error(error: BaseException) -> UserError | None:
     """The error as a fault of input or machine that its user can mend; None if it is something else."""
     if isinstance(error, UserError):
         return error
-    if isinstance(error, OSError) and error.errno in (*DISK_FULL, *NOT_ALLOWED):
-        full = error.errno in DISK_FULL
-        cure = "free some space and run the same command again" if full else "choose a place you may write to"
-        return UserError(str(error.strerror).lower(), where=str(error.filename or ""), cure=cure)
+    if isinstance(error, OSError) and error.errno in CURES:
+        path, cure = str(error.filename or ""), CURES[error.errno]
+        if error.errno == errno.EACCES and _unreadable(path):
+            cure = "make it readable for you, or name another place"
+        return UserError(str(error.strerror).lower(), where=path, cure=cure)
     # torch's own class, named so that torch need not be imported.
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         first = str(error).splitlines()[:1]
@@ -85,6 +98,11 @@ def as_user_error(error: BaseException) -> UserError | None:
         )
         return UserError(f"out of memory{': ' if first else ''}{''.join(first)}", cure=cure)
     return None
+
+
+def _unreadable(path: str) -> bool:
+    """Whether a file or the folder it is in is there, and may not be read."""
+    return any(os.path.lexists(each) and not os.access(each, os.R_OK) for each in (Path(path), Path(path).parent))
 
 
 def user_text(error: UserError) -> str:

@@ -27,6 +27,37 @@ def test_disk_and_permissions_are_the_users_to_mend(number: int) -> None:
     assert str(found).startswith("runs/x: words of the system\n  ")
 
 
+@pytest.mark.parametrize(
+    ("error", "cure"),
+    [
+        (IsADirectoryError(errno.EISDIR, "Is a directory", "runs/x"), "a file belongs there"),
+        (NotADirectoryError(errno.ENOTDIR, "Not a directory", "runs/x"), "a part of that path is a file"),
+    ],
+)
+def test_a_directory_for_a_file_is_the_users_to_mend(error: OSError, cure: str) -> None:
+    found = as_user_error(error)
+    assert found is not None
+    assert found.where == "runs/x"
+    assert found.cure.startswith(cure)
+
+
+@pytest.mark.parametrize(("there", "readable", "cure"), [
+    (True, False, "make it readable"), (True, True, "choose a place you may write to"),
+    (False, False, "choose a place you may write to"),
+])  # fmt: skip
+def test_what_may_not_be_read_is_to_be_made_readable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool, readable: bool, cure: str
+) -> None:
+    path = tmp_path / "file"
+    if there:
+        path.touch()
+    # To root everything is readable.
+    monkeypatch.setattr("os.access", lambda asked, _: readable or Path(asked) != path)
+    found = as_user_error(PermissionError(errno.EACCES, "Permission denied", str(path)))
+    assert found is not None
+    assert found.cure.startswith(cure)
+
+
 def test_other_system_errors_are_bugs() -> None:
     assert as_user_error(OSError(errno.EBADF, "Bad file descriptor")) is None
     assert explain(OSError(errno.EBADF, "Bad file descriptor"), debug=True).exit_code == 1

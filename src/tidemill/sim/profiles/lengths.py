@@ -13,6 +13,7 @@ from typing import Protocol
 
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
+from tidemill.telemetry.run_dir import RunDirectory
 from tidemill.telemetry.samples import read_samples
 
 GRID = 256
@@ -101,7 +102,7 @@ def lengths_of_run(run_dir: Path) -> EmpiricalLengths:
     Raises:
         UserError: it has none.
     """
-    files = sorted((run_dir / "samples").glob("*.jsonl")) if run_dir.is_dir() else [run_dir]
+    files = [path for _, _, path in RunDirectory(run_dir).sample_files()] if run_dir.is_dir() else [run_dir]
     tokens = [sample.length for file in files for sample in read_samples(file) if sample.length]
     if not tokens:
         raise UserError(

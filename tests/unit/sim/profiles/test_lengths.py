@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
@@ -58,3 +59,14 @@ def test_from_a_runs_samples(tmp_path: Path) -> None:
     assert lengths_of_run(folder / "step_0.jsonl").tokens == (3,)
     with pytest.raises(UserError, match="no samples"):
         lengths_of_run(tmp_path / "none")
+
+
+def test_samples_that_may_not_be_read_are_not_taken_for_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: str) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    (tmp_path / "samples").mkdir()
+    monkeypatch.setattr("os.listdir", refuse)
+    monkeypatch.setattr("os.scandir", refuse)
+    with pytest.raises(PermissionError):
+        lengths_of_run(tmp_path)

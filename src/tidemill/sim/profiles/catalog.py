@@ -18,8 +18,13 @@ from tidemill.core.records import Record
 OWN_FILE = Path(__file__).with_name("catalog.toml")
 TABLES = ("gpus", "machines")
 BITS = 8
-Positive = Annotated[float, msgspec.Meta(gt=0)]
-Count = Annotated[int, msgspec.Meta(ge=1)]
+# Anything beyond these is a slip of the pen.
+Bytes = Annotated[float, msgspec.Meta(ge=1e8, le=1e15)]
+BytesPerS = Annotated[float, msgspec.Meta(ge=1e6, le=1e15)]
+FlopsPerS = Annotated[float, msgspec.Meta(ge=1e9, le=1e18)]
+GbitPerS = Annotated[float, msgspec.Meta(ge=1e-3, le=1e6)]
+UsdPerHour = Annotated[float, msgspec.Meta(ge=1e-4, le=1e6)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=10**6)]
 RowT = TypeVar("RowT", bound="Gpu | Machine")
 
 
@@ -28,11 +33,11 @@ class Gpu(Record, forbid_unknown_fields=True):
 
     name: str
     title: str
-    memory_bytes: Positive
-    bandwidth_bytes_per_s: Positive  # of its own memory
-    flops_per_s: dict[str, Positive]  # dense, by dtype
+    memory_bytes: Bytes
+    bandwidth_bytes_per_s: BytesPerS  # of its own memory
+    flops_per_s: Annotated[dict[str, FlopsPerS], msgspec.Meta(min_length=1)]  # dense, by dtype
     interconnect: str  # in words
-    link_bytes_per_s: Positive  # to the other GPUs of its machine, in one direction
+    link_bytes_per_s: BytesPerS  # to the other GPUs of its machine, in one direction
     gpus_per_machine: Count  # as usually built
     source: str
     aliases: tuple[str, ...] = ()
@@ -51,12 +56,12 @@ class Machine(Record, forbid_unknown_fields=True):
     name: str
     gpu: str
     gpus: Count
-    network_gbit_per_s: Positive  # in one direction, of the whole machine
+    network_gbit_per_s: GbitPerS  # in one direction, of the whole machine
     priced: str  # when
     price_source: str
-    usd_per_hour: Positive | None = None
-    preemptible_usd_per_hour: Positive | None = None
-    host_memory_bytes: Positive | None = None
+    usd_per_hour: UsdPerHour | None = None
+    preemptible_usd_per_hour: UsdPerHour | None = None
+    host_memory_bytes: Bytes | None = None
 
     @property
     def network_bytes_per_s(self) -> float:
@@ -111,7 +116,7 @@ def _read(path: Path) -> Catalog:
     except OSError as error:
         cure = "name a TOML file with [gpus.NAME] and [machines.NAME] tables"
         raise UserError(f"cannot read the catalogue: {error.strerror or error}", where=str(path), cure=cure) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"not valid TOML: {error}", where=str(path), cure="correct that place") from error
     if strange := [table for table in tables if table not in TABLES]:
         what = f"unknown table {strange[0]!r}"

@@ -104,7 +104,7 @@ def _fault(details: ErrorDetails, location: Location, data: dict[str, Any], loca
         given = given.get("kind") if isinstance(given, dict) else given
     if kind == "missing" and isinstance(location[-1], int):  # an array too short for its fixed length
         location, given, kind = location[:-1], details["input"], "too_few"
-    location, key = _owner(location)
+    location, key = _owner(location, _kind(data, location[:1]))
     name, source = dotted(location), locate(location)
     if key is None:
         what = f"is a table of settings, was given {shown(given)}"
@@ -120,12 +120,12 @@ def _fault(details: ErrorDetails, location: Location, data: dict[str, Any], loca
     return Fault(key=name, what=f"needs {words}, was given {shown(given)}", source=source, cure=cure)
 
 
-def _owner(location: Location) -> tuple[Location, Key | None]:
+def _owner(location: Location, kind: str) -> tuple[Location, Key | None]:
     """The location cut to what a user can name, and the key it is or is part of; None for a section."""
-    if (key := find(location)) or location in sections():
+    if (key := find(location, kind=kind)) or location in sections():
         return location, key
     for size in range(len(location) - 1, 0, -1):
-        if key := find(location[:size]):
+        if key := find(location[:size], kind=kind):
             return location[: size + 1], key
     return location, None
 
@@ -145,7 +145,7 @@ def unknown_key(location: Location, data: dict[str, Any], source: str = "") -> F
     return Fault(key=dotted(location), what=what, source=source, cure=cure)
 
 
-def _kind(data: dict[str, Any], table: tuple[str, ...]) -> str:
+def _kind(data: dict[str, Any], table: Location) -> str:
     node: Any = data
     for part in table:
         node = node.get(part, {}) if isinstance(node, dict) else {}

@@ -165,10 +165,11 @@ def default_kind(table: KeyPath) -> str:
     return str(RunSpec.model_fields[table[0]].get_default().kind)
 
 
-def find(path: Sequence[str | int]) -> Key | None:
-    """The key at a path (array positions match any element), or None."""
+def find(path: Sequence[str | int], *, kind: str = "") -> Key | None:
+    """The key at a path (array positions match any element), or None. Of several kinds' keys that of `kind`, else the
+    first."""
     found = keys_by_path().get(tuple(ITEM if isinstance(part, int) else part for part in path))
-    return found[0] if found else None
+    return next((key for key in found if key.variant == kind), found[0]) if found else None
 
 
 def suggest(path: Sequence[str | int], *, kind: str = "") -> str:

@@ -287,3 +287,10 @@ def test_differences() -> None:
         ("task.held_out_fraction", 0.25, 0.1),
         ("task.path", None, "/x"),
     ]
+
+
+def test_of_several_kinds_keys_the_one_of_the_kind_given_is_meant() -> None:
+    static = lines("--pool.kind", "static", "--pool.workers", "-1")
+    assert static == ["pool.workers: needs integer >= 0, was given -1 (command line)"]
+    synthetic = lines("--pool.kind", "synthetic", "--pool.workers", "0")
+    assert synthetic == ["pool.workers: needs integer >= 1, was given 0 (command line)"]

@@ -134,6 +134,10 @@ def _threads(facts: Facts) -> Iterator[Finding]:
 
 def _model(facts: Facts) -> Iterator[Finding]:
     models = facts["cache"]["models"]
+    if "error" in facts["cache"]:
+        text = f"{facts['cache']['path']} cannot be read: {facts['cache']['error']}"
+        cure = "make it readable for you, or choose another with TIDEMILL_CACHE"
+        yield Finding(status="fail", topic="cache", text=text, cure=cure)
     for model in models:
         text = f"{model['name']}, {size(model['bytes'])}, in {facts['cache']['path']}"
         if model["complete"]:

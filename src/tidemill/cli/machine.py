@@ -16,6 +16,7 @@ from typing import Any
 
 import tidemill
 from tidemill.models.cache import cache_dir, is_built
+from tidemill.planner.calibration.profile import profiles_folder
 
 PROBE_DEADLINE_S = 120.0
 CGROUP = Path("/sys/fs/cgroup")
@@ -75,7 +76,7 @@ def memory(root: Path = CGROUP, meminfo: Path = Path("/proc/meminfo")) -> dict[s
 def disk(folder: Path) -> dict[str, Any]:
     """Free space where `folder` is or would be made, and whether it may be written."""
     existing = folder.absolute()
-    while not existing.exists():
+    while not os.access(existing, os.F_OK):  # Path.exists raises below a folder that may not be searched
         existing = existing.parent
     usage = shutil.disk_usage(existing)
     writable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
@@ -106,9 +107,14 @@ def installed(name: str) -> str | None:
 
 
 def cache_contents(folder: Path) -> dict[str, Any]:
-    """Models in the cache with their sizes; an unfinished one is a build in progress or a killed one."""
-    folders = sorted(each for each in folder.iterdir() if each.is_dir()) if folder.is_dir() else []
-    entries = [{"name": each.name, "bytes": _size(each), "complete": is_built(each)} for each in folders]
+    """Models in the cache with their sizes; an unfinished one is a build in progress or a killed one. `error` is why it
+    cannot be read."""
+    try:
+        inside = sorted(folder.iterdir()) if folder.is_dir() else []
+        models = [each for each in inside if each.is_dir() and each.name != profiles_folder().name]
+        entries = [{"name": each.name, "bytes": _size(each), "complete": is_built(each)} for each in models]
+    except OSError as error:
+        return {"path": str(folder), "models": [], "error": (error.strerror or str(error)).lower()}
     return {"path": str(folder), "models": entries}
 
 

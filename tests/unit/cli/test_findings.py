@@ -69,6 +69,7 @@ def test_a_healthy_machine_has_nothing_to_mend() -> None:
         ("memory.limit", 13 * GB, "memory", "ok", "(the container's limit is 13.0 GB)"),
         ("disks.runs.free", 3 * GB, "disk", "warn", "runs folder runs: 3.0 GB free"),
         ("disks.cache.writable", False, "disk", "fail", "cache folder /cache cannot be written"),
+        ("cache.error", "permission denied", "cache", "fail", "/cache cannot be read: permission denied"),
         ("torch", {"error": "ImportError: no torch"}, "torch", "fail", "does not work: ImportError: no torch"),
         ("nvidia_driver", True, "gpu", "warn", "torch (built for CPUs only) cannot use it"),
         ("torch.gpus", [GPU], "gpu", "ok", "Card, 70.0 GB free of 80.0 GB"),

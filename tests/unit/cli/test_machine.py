@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -99,10 +100,27 @@ def test_cache_contents(tmp_path: Path) -> None:
     write(tmp_path / "b" / MANIFEST, "12345")
     write(tmp_path / "a" / "weights", "123")
     write(tmp_path / "b.lock", "")
+    write(tmp_path / "profiles" / "1.json", "{}")  # what calibrate keeps is no model
     assert cache_contents(tmp_path)["models"] == [
         {"name": "a", "bytes": 3, "complete": False},
         {"name": "b", "bytes": 5, "complete": True},
     ]
+
+
+def test_a_cache_that_cannot_be_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    assert cache_contents(tmp_path) == {"path": str(tmp_path), "models": [], "error": "permission denied"}
+
+
+def test_a_disk_behind_a_folder_that_may_not_be_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    assert disk(tmp_path / "a")["writable"]
 
 
 def outcome(monkeypatch: pytest.MonkeyPatch, code: str) -> dict[str, object]:

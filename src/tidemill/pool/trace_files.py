@@ -1,4 +1,5 @@
-"""Capacity traces as files: CSV lines `seconds,count`, and the JSON of the SkyPilot spot-traces data set."""
+"""Capacity traces as files: CSV lines `seconds,count`, with or without that heading, and the JSON of the SkyPilot
+spot-traces data set."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from typing import Any
 from tidemill.core.errors import UserError
 from tidemill.pool.capacity import CapacityTrace
 
+HEADING = ["seconds", "count"]
 CSV_SHAPE = "a line looks like `1800,12`: seconds and machines from then on; a change may be two lines at one time"
 JSON_SHAPE = 'the file looks like {"metadata": {"gap_seconds": 300}, "data": [12, 12, 7]}'
 
@@ -44,17 +46,23 @@ def parse_trace(text: str, *, source: str) -> CapacityTrace:
 
 def _from_csv(text: str, source: str) -> CapacityTrace:
     points: list[tuple[float, int]] = []
+    heading = False
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip():
             continue
-        where, fields = f"{source}:{number}", line.split(",")
+        where, fields = f"{source}:{number}", [field.strip() for field in line.split(",")]
+        if not (points or heading) and [field.lower() for field in fields] == HEADING:
+            heading = True
+            continue
         if len(fields) != 2:
             raise UserError(f"expected two numbers, found {line.strip()!r}", where=where, cure=CSV_SHAPE)
-        seconds, count = _seconds(fields[0].strip(), where), _count(fields[1].strip(), where)
+        seconds, count = _seconds(fields[0], where), _count(fields[1], where)
         if points and seconds < points[-1][0]:
             what = f"time goes back, from {points[-1][0]:g} to {seconds:g}"
             raise UserError(what, where=where, cure="sort the lines by time")
         points.append((seconds, count))
+    if not points:
+        raise UserError("no lines below the heading", where=source, cure=CSV_SHAPE)
     return CapacityTrace.of(points)
 
 

@@ -17,6 +17,11 @@ def test_csv() -> None:
     assert trace.end_s == 150.5
 
 
+@pytest.mark.parametrize("heading", ["seconds,count", "Seconds, Count", "\nSECONDS,COUNT\n"])
+def test_csv_with_a_heading(heading: str) -> None:
+    assert parse_trace(f"{heading}\n{CSV}", source="t.csv") == parse_trace(CSV, source="t.csv")
+
+
 def test_json() -> None:
     trace = parse_trace(JSON, source="t.json")
     assert trace.steps == ((0.0, 0), (600.0, 16), (1200.0, 8))
@@ -36,6 +41,11 @@ def test_both_from_files_with_and_without_a_byte_order_mark(tmp_path: Path) -> N
         ("", "t", "the file is empty"),
         (" \n\n", "t", "the file is empty"),
         ("0,0\nten,4\n", "t:2", "'ten' is not a number of seconds"),
+        ("seconds,count\n0,0\nten,4\n", "t:3", "'ten' is not a number of seconds"),
+        ("seconds,count\nseconds,count\n0,0\n", "t:2", "'seconds' is not a number of seconds"),
+        ("0,0\nseconds,count\n", "t:2", "'seconds' is not a number of seconds"),
+        ("count,seconds\n0,0\n", "t:1", "'count' is not a number of seconds"),
+        ("seconds,count\n", "t", "no lines below the heading"),
         ("0,0\n\n5,four\n", "t:3", "'four' is not a whole number of machines"),
         ("0,0\n5,4.5\n", "t:2", "'4.5' is not a whole number of machines"),
         ("0,0\n5\n", "t:2", "expected two numbers, found '5'"),

@@ -21,7 +21,11 @@ def report(run_dir: Annotated[Path, Parameter(name="RUN_DIR")], /, *, json: Json
     from tidemill.pipeline.folder import PipelineFolder
     from tidemill.pipeline.page import write_page
     from tidemill.telemetry.report import write_report
+    from tidemill.telemetry.report.story import left_out
+    from tidemill.telemetry.run_dir import RunDirectory
 
     pipeline = PipelineFolder(run_dir)
     path = write_page(pipeline) if pipeline.state.is_file() else write_report(run_dir)
-    return Result(data={"report": str(path)}, text=str(path))
+    notes = left_out(RunDirectory(run_dir))
+    text = "\n".join([str(path), *(f"• {note}, and left out" for note in notes)])
+    return Result(data={"report": str(path), "notes": notes}, text=text)

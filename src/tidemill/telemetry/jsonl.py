@@ -95,6 +95,19 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
     A torn or unreadable line is passed over; a missing file has no lines.
     """
+    for offset, record in _whole_lines(path):
+        if record is not None:
+            yield offset, record
+
+
+def readable_lines(path: Path) -> tuple[int, int]:
+    """(lines that can be read, whole lines)"""
+    found = [record is not None for _, record in _whole_lines(path)]
+    return sum(found), len(found)
+
+
+def _whole_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """None for an unreadable one."""
     try:
         file = path.open("rb")
     except FileNotFoundError:
@@ -107,8 +120,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                     record = msgspec.json.decode(line)
                 except UNREADABLE:
                     record = None
-                if isinstance(record, dict):
-                    yield offset, record
+                yield offset, record if isinstance(record, dict) else None
             offset += len(line)
 
 

@@ -18,7 +18,7 @@ def write_report(run_dir: Path) -> Path:
         The path of the page.
 
     Raises:
-        UserError: there is no run in that directory, or the page cannot be written.
+        UserError: there is no run in that directory, none of its metrics can be read, or the page cannot be written.
     """
     run = RunDirectory(run_dir)
     if not any(path.exists() for path in (run.config, run.manifest, run.events, run.metrics)):

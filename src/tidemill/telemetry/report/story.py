@@ -8,10 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tidemill.config.words import counted
+from tidemill.core.errors import UserError
 from tidemill.core.records import Record
 from tidemill.telemetry.evaluations import Evaluation, evaluations
 from tidemill.telemetry.events import PLAN, SESSION_END, SESSION_START, read_events
 from tidemill.telemetry.forecast import Forecast, read_forecast
+from tidemill.telemetry.jsonl import readable_lines
 from tidemill.telemetry.metrics import MetricLine, read_metrics
 from tidemill.telemetry.run_dir import RunDirectory
 from tidemill.telemetry.samples import Sample, read_samples
@@ -44,6 +47,7 @@ class Story(Record):
     evaluated_first: SampleWindow  # held-out samples of the first and the last evaluation
     evaluated_last: SampleWindow
     forecast: Forecast | None = None  # of when it began
+    left_out: tuple[str, ...] = ()  # of the logs, in words
     measured: dict[str, Any] | None = None  # what an evaluation found; None of a training run
 
 
@@ -68,6 +72,7 @@ def read_story(run: RunDirectory) -> Story:
     window = min(WINDOW_STEPS, max(1, len(train) // 2))
     return Story(
         name=str(summary["run"]),
+        left_out=left_out(run),
         outcome=outcome,
         summary=summary,
         groups=_whole(config.get("batch"), "prompts"),
@@ -83,6 +88,22 @@ def read_story(run: RunDirectory) -> Story:
         evaluated_first=_window(held_out[:1]),
         evaluated_last=_window(held_out[-1:] if len(held_out) > 1 else []),
     )
+
+
+def left_out(run: RunDirectory) -> tuple[str, ...]:
+    """In words, for each log of which there are lines that cannot be read.
+
+    Raises:
+        UserError: there are metrics, and none can be read.
+    """
+    found = []
+    for log in (run.metrics, run.events):
+        readable, lines = readable_lines(log)
+        if log == run.metrics and lines and not readable:
+            raise UserError("not one line can be read", where=str(log), cure="restore the file from a copy")
+        if readable < lines:
+            found.append(f"{lines - readable} of {counted(lines, 'line')} of {log.name} cannot be read")
+    return tuple(found)
 
 
 def outcome_of(events: Sequence[dict[str, Any]]) -> str:

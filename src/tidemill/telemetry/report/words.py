@@ -79,7 +79,18 @@ def headline(story: Story) -> str:
 
 def findings(story: Story) -> list[Finding]:
     """What a careful reader would notice, most urgent first; often nothing."""
-    checks = (_invalid, _no_signal, _truncated, _entropy, _mismatch, _past_its_best, _quarantined, _errors, _resumed)
+    checks = (
+        _left_out,
+        _invalid,
+        _no_signal,
+        _truncated,
+        _entropy,
+        _mismatch,
+        _past_its_best,
+        _quarantined,
+        _errors,
+        _resumed,
+    )
     return [found for check in checks if (found := check(story))]
 
 
@@ -90,6 +101,12 @@ def _values(story: Story, name: str) -> list[float]:
 def _recent(story: Story, name: str) -> float:
     values: Sequence[float] = _values(story, name)[-RECENT:]
     return fmean(values) if values else 0.0
+
+
+def _left_out(story: Story) -> Finding | None:
+    if not story.left_out:
+        return None
+    return Finding("The logs are damaged", f"What is wrong with them is left out: {', '.join(story.left_out)}.")
 
 
 def _invalid(story: Story) -> Finding | None:

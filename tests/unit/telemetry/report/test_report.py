@@ -200,6 +200,25 @@ def test_a_run_killed_in_the_middle_of_a_write(finished: RunDirectory, cut: int)
     assert page.mismatched == [] and "Held-out accuracy rose" in page.words
 
 
+def test_lines_that_cannot_be_read_are_told(finished: RunDirectory) -> None:
+    assert "cannot be read" not in page_of(finished).words
+    with finished.events.open("ab") as log:
+        log.write(b"garbage\n\xff\n")
+    with finished.metrics.open("ab") as log:
+        log.write(b"garbage\n")
+    lines = finished.metrics.read_bytes().count(b"\n")
+    assert f"1 of {lines} lines of metrics.jsonl cannot be read, 2 of" in page_of(finished).words
+
+
+def test_metrics_of_which_nothing_can_be_read_do_not_replace_a_report(finished: RunDirectory) -> None:
+    before = write_report(finished.path).read_bytes()
+    finished.metrics.write_bytes(b"garbage\n" * 9)
+    with pytest.raises(UserError, match="not one line can be read") as caught:
+        write_report(finished.path)
+    assert caught.value.where.endswith("metrics.jsonl")
+    assert finished.report.read_bytes() == before
+
+
 def test_a_place_without_a_run_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no run here") as caught:
         write_report(tmp_path / "nowhere")

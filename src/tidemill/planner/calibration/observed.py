@@ -32,6 +32,7 @@ QUIET = 0.9
 thread takes its part of Python's lock."""
 PASSES = ("passes", "rows", "prefilled", "drawn", "context_tokens")
 """Causes of an engine's time, the most important first."""
+PROMPT_TOKENS = ("prompt_tokens_computed", "prompt_tokens_reused")
 TRAINING = ("optimizer_steps", "tokens_packed", "pairs_packed")
 """Causes of the trainer's."""
 
@@ -177,7 +178,7 @@ class Observed(Record):
     def prompt_tokens(self) -> float:
         """Of one prompt, on average; moved samples' prefixes are in it where there were any."""
         tokens = [
-            (line.values["prompt_tokens_computed"] + line.values["prompt_tokens_reused"]) / line.values["samples"]
+            sum(line.values.get(name, 0.0) for name in PROMPT_TOKENS) / line.values["samples"]
             for line in self.metrics
             if line.values.get("samples") and not line.values.get("migrations")
         ]
@@ -240,7 +241,8 @@ def observe(run_dir: Path) -> Observed:
         what = f"a run of {steps} says too little: a session's first warms up, and two more say what a step takes"
         raise UserError(what, where=where, cure=f"let it train for {FEWEST_STEPS} steps at least, better for ten")
     machine = next((event for event in events if event["event"] == "machine"), {})
-    if not any(_work(event) for event in events if event["event"] == DECODE):
+    worked = any(_work(event) for event in events if event["event"] == DECODE)
+    if not worked or sum(line.values.get("samples", 0.0) for line in lines) <= 0:
         what = "its engines did not tell what they computed"
         raise UserError(what, where=where, cure="calibrate on a run of `tidemill train` made with this version")
     files = run.sample_files()

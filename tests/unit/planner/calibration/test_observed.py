@@ -37,6 +37,13 @@ def test_a_line_that_is_there_twice_is_one_observation(seen: Observed, tmp_path:
     assert fit(observe(run.path)).numbers == fit(seen).numbers
 
 
+def test_prompt_tokens_that_were_not_counted_are_none(seen: Observed, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", seen)
+    replaced(run.metrics, '"prompt_tokens_reused":', '"x":')
+    computed = sum(line.values["prompt_tokens_computed"] / line.values["samples"] for line in seen.metrics)
+    assert observe(run.path).prompt_tokens == pytest.approx(computed / len(seen.metrics))
+
+
 @pytest.mark.parametrize(
     ("harm", "where", "says"),
     [
@@ -49,6 +56,7 @@ def test_a_line_that_is_there_twice_is_one_observation(seen: Observed, tmp_path:
         (lambda run: replaced(run.metrics, '"time_step_s":', '"time_step_s":"s","x":'), "run", "0 timed steps"),
         (lambda run: replaced(run.metrics, '"time_step_s":', '"time_step_s":1e308,"x":'), "run", "0 timed steps"),
         (lambda run: replaced(run.metrics, '"cpu_train_s":', '"cpu_train_s":1e90,"x":'), "run", "are damaged: train_"),
+        (lambda run: replaced(run.metrics, '"samples":', '"x":'), "run", "did not tell what they computed"),
         (lambda run: replaced(run.events, '"work":', '"work":3,"x":'), "run", "did not tell what they computed"),
         (lambda run: replaced(run.events, '"work":', '"work":[3],"x":'), "run", "did not tell what they computed"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -241,6 +242,21 @@ def test_changed_demonstrations_are_learned_from(folder: Path) -> None:
         file.write('{"prompt": "1+1=", "completion": "3\\n"}\n')
     planned = train("--dry-run").data["plan"][0]
     assert (planned["action"], planned["changed"]) == ("run", ["data.path.content"])
+
+
+def test_a_damaged_result_is_not_built_on_and_is_made_again_once_it_is_deleted(quiet_result: tuple[str, str]) -> None:
+    assert train("--only=sft").code == 0
+    newest = max(stage_folder("sft").glob("checkpoints/step_*"), key=lambda each: int(each.name.removeprefix("step_")))
+    with (newest / "model.safetensors").open("r+b") as file:
+        file.seek(9000)
+        file.write(bytes(99))
+    ran = train()
+    assert ran.code == 2
+    assert "model.safetensors does not match its checksum" in ran.err
+    assert str(newest) in ran.err and "once this folder is deleted" in ran.err
+    shutil.rmtree(newest)
+    assert train().code == 0
+    assert made() == quiet_result
 
 
 def test_what_is_wrong_is_told_before_anything_is_made(folder: Path) -> None:

@@ -21,7 +21,6 @@ from tidemill.config.schema import RunSpec
 from tidemill.config.toml import to_toml
 from tidemill.core.errors import UserError
 from tidemill.models.folder import ADAPTER_CONFIG, CONFIG
-from tidemill.trainer.checkpoint_manifest import MANIFEST, damage
 
 Items = Annotated[
     str,
@@ -58,18 +57,11 @@ def model_folder(checkpoint: Path | None, *, option: str = "--checkpoint") -> Pa
         option: that named it, for the errors.
 
     Raises:
-        UserError: there is none, or it is a checkpoint whose files are not as they were written.
+        UserError: there is none.
     """
-    folder = None if checkpoint is None else _model_folder(checkpoint, where=f"{option} {checkpoint}")
-    if folder is not None and (folder / MANIFEST).is_file() and (reason := damage(folder, model_only=True)):
-        cure = f"choose another checkpoint, or bring this one back; without {MANIFEST} it is taken as it is"
-        raise UserError(f"the checkpoint is damaged: {reason}", where=str(folder), cure=cure)
-    return folder
-
-
-def _model_folder(checkpoint: Path, *, where: str) -> Path:
-    if any((checkpoint / name).is_file() for name in (CONFIG, ADAPTER_CONFIG)):
+    if checkpoint is None or any((checkpoint / name).is_file() for name in (CONFIG, ADAPTER_CONFIG)):
         return checkpoint
+    where = f"{option} {checkpoint}"
     if not checkpoint.is_dir():
         raise UserError("no such folder", where=where, cure="name a run directory or runs/<name>/checkpoints/step_N")
     folder = checkpoint / "checkpoints" if (checkpoint / "checkpoints").is_dir() else checkpoint

@@ -12,6 +12,7 @@ from tidemill.cli.arguments import dry_run as show_dry_run
 from tidemill.cli.output import note
 from tidemill.cli.result import DryRun, Json, Result
 from tidemill.config.model import BUILT_IN_MODELS
+from tidemill.models.checkpoint_manifest import refuse_damaged
 
 Compare = Annotated[
     str | None,
@@ -42,10 +43,14 @@ def evaluate(
 
 
 def compared(name: str | None) -> Path | str | None:
-    """The other model: a built-in one's name, or the folder with its weights."""
+    """The other model: a built-in one's name, or the folder with its weights. Damage is told of here, because it is
+    loaded only after the first is measured."""
     if name is None or (name in BUILT_IN_MODELS and not Path(name).exists()):
         return name
-    return model_folder(Path(name), option="--compare")
+    folder = model_folder(Path(name), option="--compare")
+    if folder is not None:
+        refuse_damaged(folder)
+    return folder
 
 
 def figures(found: dict[str, Any]) -> str:

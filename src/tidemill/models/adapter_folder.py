@@ -20,6 +20,7 @@ from tidemill.config.lora import LoraConfig
 from tidemill.config.model import ModelConfig
 from tidemill.core.errors import UserError
 from tidemill.models.catalog import BUILDERS, is_local
+from tidemill.models.checkpoint_manifest import refuse_damaged
 from tidemill.models.folder import holds_adapter
 from tidemill.models.loading import base_digest
 from tidemill.models.lora import adapter_of
@@ -71,8 +72,9 @@ def load_adapter(folder: Path, model: PreTrainedModel) -> None:
     """Read the weights of a stored adapter into the one that `model` carries, bit for bit.
 
     Raises:
-        UserError: it is of another shape or belongs to another base, or only one of both is an adapter at all.
+        UserError: it is damaged, of another shape or belongs to another base, or only one of both is an adapter at all.
     """
+    refuse_damaged(folder)
     wanted = adapter_of(model)
     if wanted is None or not holds_adapter(folder):
         raise _only_one(folder, wanted.made_from.lora if wanted else LoraConfig())

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tidemill.core.errors import UserError
 from tidemill.models.attention import use_packed_attention
+from tidemill.models.checkpoint_manifest import refuse_damaged
 from tidemill.models.folder import check_folder
 from tidemill.models.lora import adapter_of, frozen_parameters, learned_parameters
 from tidemill.models.quiet import quiet
@@ -29,6 +30,7 @@ def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype = torch
         UserError: the folder is incomplete or damaged, or holds no causal language model that can be used.
     """
     check_folder(folder)
+    refuse_damaged(folder)
     try:
         with quiet():
             loaded: Any = AutoModelForCausalLM.from_pretrained(

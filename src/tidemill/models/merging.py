@@ -13,6 +13,7 @@ from tidemill.core.errors import UserError
 from tidemill.models.adapter_folder import ORIGIN, WEIGHTS, other_base, read_origin
 from tidemill.models.cache import Progress
 from tidemill.models.catalog import resolve
+from tidemill.models.checkpoint_manifest import refuse_damaged
 from tidemill.models.folder import holds_adapter
 from tidemill.models.loading import load_model, weights_digest
 from tidemill.models.lora import require_peft
@@ -30,13 +31,15 @@ def export_merged(checkpoint: Path, directory: Path, *, progress: Progress) -> N
         progress: told, in words, what takes long.
 
     Raises:
-        UserError: the checkpoint holds no adapter, its base is gone or changed, or the directory cannot be written.
+        UserError: the checkpoint is damaged or holds no adapter, its base is gone or changed, or the directory
+            cannot be written.
     """
     if not holds_adapter(checkpoint):
         cure = "name a checkpoint of a run with model.lora.rank above 0"
         raise UserError("there is no adapter to merge", where=str(checkpoint), cure=cure)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UserError("something is there already", where=str(directory), cure="name a folder that is new or empty")
+    refuse_damaged(checkpoint)
     source = resolve(read_origin(checkpoint).model, progress=progress)
     merged = _merged(source, checkpoint)
     try:

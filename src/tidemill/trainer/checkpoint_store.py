@@ -17,7 +17,7 @@ import msgspec
 
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
-from tidemill.trainer.checkpoint_manifest import damage, read_manifest, seal, sync_directory
+from tidemill.models.checkpoint_manifest import damage, read_manifest, seal, sync_directory
 
 _VISIBLE = re.compile(r"step_(\d+)")
 _HIDDEN = re.compile(r"\.(writing|replaced|deleting)-(step_\d+)")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.forked import Forked
-from tidemill.trainer.checkpoint_manifest import damage
+from tidemill.models.checkpoint_manifest import damage
 from tidemill.trainer.checkpoint_store import CheckpointStore
 
 REPOSITORY = Path(__file__).parents[3]

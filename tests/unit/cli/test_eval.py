@@ -9,7 +9,7 @@ import pytest
 from tests.unit.cli.conftest import Pretend, Run
 from tidemill.cli.eval import figures
 from tidemill.config.schema import RunSpec
-from tidemill.trainer.checkpoint_manifest import seal
+from tidemill.models.checkpoint_manifest import seal
 
 Asked = list[tuple[RunSpec, Path | str | None]]
 

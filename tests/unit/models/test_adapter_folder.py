@@ -17,6 +17,7 @@ from tidemill.config.model import ModelConfig
 from tidemill.core.errors import UserError
 from tidemill.models.adapter_folder import ORIGIN, WEIGHTS, load_adapter, read_origin, write_origin
 from tidemill.models.catalog import resolve, whole_model
+from tidemill.models.checkpoint_manifest import seal
 from tidemill.models.folder import holds_adapter
 from tidemill.models.loading import load_model, weights_digest
 from tidemill.models.lora import adapter_of, attach_adapter
@@ -170,6 +171,16 @@ def test_one_is_an_adapter_and_the_other_is_not(base: Path, stored: Path) -> Non
         load_adapter(base, loaded(base))
     with pytest.raises(UserError, match="holds an adapter, and this run trains the whole model"):
         load_adapter(stored, load_model(base, device=CPU))
+
+
+def test_an_adapter_that_is_not_as_it_was_written_is_neither_loaded_nor_merged(base: Path, stored: Path) -> None:
+    seal(stored, step=3, score=None)
+    written = (stored / WEIGHTS).read_bytes()
+    (stored / WEIGHTS).write_bytes(written[:-99] + bytes(99))
+    with pytest.raises(UserError, match=r"adapter_model\.safetensors does not match its checksum"):
+        load_adapter(stored, loaded(base))
+    with pytest.raises(UserError, match=r"adapter_model\.safetensors does not match its checksum"):
+        whole_model(stored, progress=lambda _: None)
 
 
 def test_a_folder_of_somebody_else_or_a_damaged_one(base: Path, stored: Path) -> None:

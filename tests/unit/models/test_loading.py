@@ -20,6 +20,7 @@ from tests.model_folders import save_folder
 from tests.model_shapes import CONTEXT, MODEL_SHAPES, llama
 from tidemill.core.errors import UserError
 from tidemill.models.attention import IMPLEMENTATION
+from tidemill.models.checkpoint_manifest import seal
 from tidemill.models.loading import context_limit, load_model, weights_digest
 from tidemill.models.quiet import quiet
 
@@ -92,6 +93,21 @@ def test_a_damaged_folder_never_reaches_the_library(tmp_path: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"")
     with pytest.raises(UserError, match="cut short"):
         load_model(folder, device=CPU)
+
+
+def test_a_checkpoint_is_loaded_only_as_it_was_written(tmp_path: Path) -> None:
+    folder = save_folder(llama(), tmp_path / "m")
+    (folder / "trainer_state").mkdir()
+    (folder / "trainer_state" / "moments").write_bytes(b"moments")
+    seal(folder, step=3, score=None)
+    (folder / "trainer_state" / "moments").unlink()  # a model is not loaded from that
+    load_model(folder, device=CPU)
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.seek(9000)
+        file.write(bytes(99))
+    with pytest.raises(UserError, match=r"model\.safetensors does not match its checksum") as caught:
+        load_model(folder, device=CPU)
+    assert caught.value.where == str(folder)
 
 
 def test_loading_is_silent(tmp_path: Path) -> None:

@@ -17,10 +17,10 @@ from tidemill.config.model import CharModelConfig
 from tidemill.core.errors import UserError
 from tidemill.models.attention import use_packed_attention
 from tidemill.models.char import build_char_model
+from tidemill.models.checkpoint_manifest import MANIFEST
 from tidemill.models.loading import load_model, weights_digest
 from tidemill.trainer import checkpoint
 from tidemill.trainer.checkpoint import restore_state, save_state, state_bytes
-from tidemill.trainer.checkpoint_manifest import MANIFEST
 from tidemill.trainer.checkpoint_store import CheckpointStore
 from tidemill.trainer.optimizer import build_optimizer, clip_and_step
 

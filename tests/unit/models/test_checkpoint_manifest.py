@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from tidemill.trainer.checkpoint_manifest import MANIFEST, damage, read_manifest, seal
+from tidemill.models.checkpoint_manifest import MANIFEST, damage, read_manifest, seal
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from tidemill.core.errors import UserError
 from tidemill.core.records import Record
 
 MANIFEST = "checkpoint.json"
@@ -92,6 +93,21 @@ def damage(folder: Path, *, model_only: bool = False) -> str:
         except OSError as error:
             return f"{name}: {error.strerror}"
     return ""
+
+
+def refuse_damaged(folder: Path) -> None:
+    """For whatever loads a model: of a folder that is no checkpoint nothing is known.
+
+    Raises:
+        UserError: the files of a checkpoint are not as they were written.
+    """
+    if (folder / MANIFEST).is_file() and (reason := damage(folder, model_only=True)):
+        raise UserError(
+            f"the checkpoint is damaged: {reason}",
+            where=str(folder),
+            cure="choose another checkpoint, or bring this one back; a pipeline makes the result of a stage again "
+            f"once this folder is deleted; without {MANIFEST} it is taken as it is",
+        )
 
 
 def sync_directory(folder: Path) -> None:

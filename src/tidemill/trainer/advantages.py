@@ -95,7 +95,7 @@ class Advantages:
             values: what `begin` returned of each group, where it was called.
 
         Raises:
-            UserError: rollout logprobs are needed and the engine gave none.
+            UserError: rollout logprobs are needed and the engine gave none, or those it gave are not finite.
         """
         kept = [_kept(group, ok) for group, ok in zip(groups, valid, strict=True)]
         trajectories = [g.trajectories[at] for g, of_group in zip(groups, kept, strict=True) for at in of_group]
@@ -218,7 +218,7 @@ class Advantages:
 
     def _require_logprobs(self, trajectories: Sequence[Trajectory]) -> None:
         needs = self._spec.algorithm.needs_rollout_logprobs
-        missing = [t for t in trajectories if np.isnan(rollout_logprobs(t, trained_tokens(t))).any()]
+        missing = [t for t in trajectories if not t.rollout_logprobs]
         if needs and missing:
             raise UserError(
                 f"the engine returned no logprobs of the tokens it generated ({len(missing)} of {len(trajectories)} "
@@ -226,6 +226,15 @@ class Advantages:
                 where="algorithm",
                 cure="have the engine return logprobs of sampled tokens, or set algorithm.correction.kind = "
                 '"none", algorithm.proximal = "recomputed" and algorithm.kl_in = "loss"',
+            )
+        broken = [t for t in trajectories if not np.isfinite(np.frombuffer(t.rollout_logprobs, np.float32)).all()]
+        if broken:
+            raise UserError(
+                f"the logprobs of the tokens that the model generated are not finite ({len(broken)} of "
+                f"{len(trajectories)} samples of prompt {broken[0].sample_id.prompt_id})",
+                where=self._spec.model.source,
+                cure="its weights hold NaN or infinity, or are so large that computing with them overflows: give "
+                "another model or an earlier checkpoint, and lower optimizer.learning_rate if training made them so",
             )
 
 

@@ -110,6 +110,18 @@ def test_a_checkpoint_is_loaded_only_as_it_was_written(tmp_path: Path) -> None:
     assert caught.value.where == str(folder)
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_are_not_finite_are_refused(value: float, dtype: torch.dtype, tmp_path: Path) -> None:
+    broken = llama()
+    with torch.no_grad():
+        broken.get_parameter("model.layers.1.mlp.down_proj.weight")[2, 3] = value
+    folder = save_folder(broken, tmp_path / "m")
+    with pytest.raises(UserError, match=r"not finite: model\.layers\.1\.mlp\.down_proj\.weight") as caught:
+        load_model(folder, device=CPU, dtype=dtype)
+    assert caught.value.where == str(folder)
+
+
 def test_loading_is_silent(tmp_path: Path) -> None:
     folder = save_folder(llama(), tmp_path / "m")
     code = (

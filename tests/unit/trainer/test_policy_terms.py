@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.trajectories import group, trajectory
 from tidemill.config.algorithm import CriticConfig
 from tidemill.config.learning import OptimizerConfig, TrainerConfig
 from tidemill.config.schema import RunSpec
+from tidemill.core.buffers import pack_logprobs
 from tidemill.core.errors import TidemillError, UserError
 from tidemill.core.records import Group, Trajectory
 from tidemill.models.attention import use_packed_attention
@@ -275,6 +277,21 @@ def test_missing_rollout_logprobs_are_told_where_they_are_needed(algorithm: dict
         learn(subject, without_logprobs())
     assert f"and {names} needs them" in str(caught.value)
     assert 'algorithm.correction.kind = "none"' in str(caught.value)
+
+
+@pytest.mark.parametrize("algorithm", [{}, {"correction": {"kind": "none"}}])
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_logprobs_that_are_not_finite_are_the_models_fault_and_not_missing(
+    algorithm: dict[str, Any], value: float
+) -> None:
+    settings = spec(algorithm)
+    first, other = batch()
+    whole, short = first.trajectories
+    broken = msgspec.structs.replace(short, rollout_logprobs=pack_logprobs([-5.0, value]))
+    with pytest.raises(UserError, match=r"not finite \(1 of 2 samples of prompt ") as caught:
+        learn(trainer(settings), [group(0, [whole, broken]), other])
+    assert caught.value.where == settings.model.source
+    assert "algorithm" not in caught.value.cure
 
 
 def test_without_rollout_logprobs_there_are_no_ratios() -> None:

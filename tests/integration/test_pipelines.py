@@ -163,6 +163,12 @@ def run_until(reached: Callable[[], bool], number: signal.Signals) -> int:
         return process.wait(DEADLINE_S)
 
 
+def damage(model: Path) -> None:
+    with (model / "model.safetensors").open("r+b") as file:
+        file.seek(9000)
+        file.write(bytes(99))
+
+
 def in_stage(name: str, steps: int) -> Callable[[], bool]:
     return lambda: any(lines(each) > steps for each in Path("D").glob(f"stages/{name}-*/metrics.jsonl"))
 
@@ -247,9 +253,7 @@ def test_changed_demonstrations_are_learned_from(folder: Path) -> None:
 def test_a_damaged_result_is_not_built_on_and_is_made_again_once_it_is_deleted(quiet_result: tuple[str, str]) -> None:
     assert train("--only=sft").code == 0
     newest = max(stage_folder("sft").glob("checkpoints/step_*"), key=lambda each: int(each.name.removeprefix("step_")))
-    with (newest / "model.safetensors").open("r+b") as file:
-        file.seek(9000)
-        file.write(bytes(99))
+    damage(newest)
     ran = train()
     assert ran.code == 2
     assert "model.safetensors does not match its checksum" in ran.err
@@ -338,3 +342,17 @@ def test_a_stage_that_trains_an_adapter_gives_the_merged_model(folder: Path) -> 
     assert manifest["model_digest"] == weights_digest(merged)
     again = train("--stage.sft.model.lora.rank=4", "--stage.rl.trainer.steps=1")
     assert [stage["ran"] for stage in again.data["stages"]] == [False] * 4
+
+
+@pytest.mark.parametrize(("name", "next_one"), [("sft", "rl"), ("rl", "out")])
+def test_a_damaged_merged_model_is_not_built_on(name: str, next_one: str) -> None:
+    pytest.importorskip("peft")
+    argv = [f"--stage.{name}.model.lora.rank=4", "--stage.rl.trainer.steps=1"]
+    assert train(*argv).code == 0
+    damage(stage_folder(name) / "model")
+    shutil.rmtree(stage_folder(next_one))
+    ran = train(*argv)
+    assert ran.code == 2
+    assert "model.safetensors does not match its checksum" in ran.err
+    shutil.rmtree(stage_folder(name) / "model")
+    assert train(*argv).code == 0

@@ -15,6 +15,7 @@ from tidemill.config.schema import RunSpec
 from tidemill.config.toml import to_toml
 from tidemill.core.errors import UserError
 from tidemill.envs.text.data import Examples, load_demonstrations, load_pairs
+from tidemill.models.checkpoint_manifest import read_manifest, seal
 from tidemill.models.folder import holds_adapter
 from tidemill.models.heads import copy_head
 from tidemill.models.loading import context_limit, weights_digest
@@ -121,6 +122,7 @@ def _plain(checkpoint: Path, run: RunDirectory, progress: Callable[[str], None])
         shutil.rmtree(leftover, ignore_errors=True)
     export_merged(checkpoint, partial, progress=progress)
     copy_head(checkpoint, partial)
+    seal(partial, step=read_manifest(checkpoint).step, score=None)
     return partial.rename(target)
 
 

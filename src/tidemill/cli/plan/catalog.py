@@ -32,7 +32,7 @@ def as_text(known: Catalog) -> Iterator[RenderableType]:
             gpu.name,
             size(gpu.memory_bytes),
             f"{gpu.bandwidth_bytes_per_s / 1e12:.2f} TB/s",
-            f"{gpu.flops_per_s.get('bf16', 0) / 1e12:,.0f} TFLOP/s",
+            f"{gpu.flops_per_s['bf16'] / 1e12:,.0f} TFLOP/s" if "bf16" in gpu.flops_per_s else "-",
             f"{gpu.link_bytes_per_s / 1e9:,.0f} GB/s",
         ]
         for gpu in known.gpus.values()

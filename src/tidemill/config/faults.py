@@ -113,6 +113,8 @@ def _fault(details: ErrorDetails, location: Location, data: dict[str, Any], loca
         return Fault(key=name, what="not given, and there is no default", source=source, cure=_how_to_give(key, data))
     if kind == "too_short":
         return Fault(key=name, what="is empty", source=source, cure="give at least one")
+    if kind == "string_too_short":
+        return Fault(key=name, what="is empty", source=source, cure="give at least one character, or leave it out")
     if len(location) > len(key.path):
         words, cure = element_words(key), _closest(element_type(key), given)
     else:

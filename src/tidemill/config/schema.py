@@ -42,7 +42,7 @@ class SamplingConfig(Config):
     """0 keeps all tokens; training needs 0."""
     top_p: float = Field(1.0, gt=0, le=1)
     """1 keeps all tokens; training needs 1."""
-    stop: tuple[str, ...] = ()
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Strings that end a completion; they stay part of it."""
 
 

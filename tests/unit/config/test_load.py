@@ -164,6 +164,10 @@ wieght = 1
             ("--sampling.stop", "x"),
             'sampling.stop: needs array of text, was given "x" (command line); write it in brackets: ["x"]',
         ),
+        (
+            ("--sampling.stop", '["x", ""]'),
+            "sampling.stop[1]: is empty (command line); give at least one character, or leave it out",
+        ),
         (("--sampling.stop", "[1]"), "sampling.stop[0]: needs text, was given 1 (command line)"),
         (
             ("--telemetry.sinks", '["wandbb"]'),

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+def _named(path: str | Path | None) -> str | Path | None:
+    if path == "":  # the variable that should have held it was not set; Path("") would be the working directory
+        raise ValueError('is empty; name a folder ("." is the working directory), or leave it out')
+    return path
+
 
 Probability = Annotated[float, Field(ge=0, le=1)]
+OutputFolder = Annotated[Path | None, BeforeValidator(_named)]
 
 
 class Config(BaseModel):

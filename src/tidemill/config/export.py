@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
-from tidemill.config.base import Config
+from tidemill.config.base import Config, OutputFolder
 
 
 class ExportConfig(Config):
-    path: Path | None = None
+    path: OutputFolder = None
     """Stages of kind export: the folder written, which must be new or an earlier export. Default: `model` in the
     stage's directory."""
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"

@@ -207,6 +207,13 @@ def test_faults(args: tuple[str, ...], line: str) -> None:
     assert lines(*args) == [line]
 
 
+@pytest.mark.parametrize("key", ["run.dir", "export.path"])
+def test_an_empty_folder_to_write_to_is_not_the_working_directory(key: str) -> None:
+    cure = 'name a folder ("." is the working directory), or leave it out'
+    assert lines(f"--{key}=") == [f"{key}: is empty (command line); {cure}"]
+    assert load_spec(["--run.dir=."]).directory == Path()
+
+
 def test_long_values_are_cut_short() -> None:
     (line,) = lines("--trainer.steps", "x" * 200)
     assert line == f'trainer.steps: needs integer >= 1, was given "{"x" * 56}... (command line)'

@@ -14,6 +14,7 @@ def _named(path: str | Path | None) -> str | Path | None:
     return path
 
 
+Seed = Annotated[int, Field(ge=0, le=2**64 - 1)]  # what the ledger and torch can hold
 Probability = Annotated[float, Field(ge=0, le=1)]
 OutputFolder = Annotated[Path | None, BeforeValidator(_named)]
 

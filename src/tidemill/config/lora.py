@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from tidemill.config.base import Config, refuse
+from tidemill.config.base import Config, Seed, refuse
 
 
 class LoraConfig(Config):
@@ -16,7 +16,7 @@ class LoraConfig(Config):
     """Linear layers that get one, by the last part of their names (`q_proj`); none named: all but the output head."""
     dropout: float = 0.0
     """Must be 0: sampling and training compute the same function, and dropout is a random one."""
-    seed: int = Field(0, ge=0)
+    seed: Seed = 0
     """Seeds an adapter's initial weights; it starts by adding nothing whatever the seed."""
 
     @property

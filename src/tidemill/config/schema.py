@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationInfo, model_validator
 
 from tidemill.config.algorithm import AlgorithmConfig, CriticConfig
-from tidemill.config.base import Config, OutputFolder, refuse
+from tidemill.config.base import Config, OutputFolder, Seed, refuse
 from tidemill.config.data import DataConfig
 from tidemill.config.export import ExportConfig
 from tidemill.config.learning import BatchConfig, OptimizerConfig, TrainerConfig
@@ -29,7 +29,7 @@ class RunConfig(Config):
     """Names the run in logs, reports and optional sinks."""
     dir: OutputFolder = None
     """The run directory; an existing one is resumed. Default: runs/<name>."""
-    seed: int = Field(0, ge=0)
+    seed: Seed = 0
     """Seeds data order and sampling."""
 
 

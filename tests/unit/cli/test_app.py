@@ -71,7 +71,7 @@ def test_every_fault_is_a_line(run: Run) -> None:
     ran = run("train", "--trainer.stpes", "3", "--run.seed", "-1")
     assert ran.code == 2
     assert ran.err.splitlines() == [
-        "error: run.seed: needs integer >= 0, was given -1 (command line)",
+        "error: run.seed: needs integer >= 0 and <= 18446744073709551615, was given -1 (command line)",
         "error: trainer.stpes: unknown key (command line); did you mean trainer.steps?",
     ]
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tidemill.config.faults import ConfigError
@@ -99,7 +100,7 @@ kind = "regx"
 wieght = 1
 """
     assert lines(recipe("a.toml", text), "--sampling.top_p", "2", "--batch.order=arival") == [
-        "run.seed: needs integer >= 0, was given -1 (a.toml:2)",
+        "run.seed: needs integer >= 0 and <= 18446744073709551615, was given -1 (a.toml:2)",
         (
             'scoring.rewards[1].kind: needs one of "exact", "numeric", "math_verify", "regex", "length", '
             '"task", "random", "python", "model", "http", was given "regx" (a.toml:10); did you mean "regex"?'
@@ -191,7 +192,10 @@ wieght = 1
             ("--task.kind=reasoning_gym", "--task.name=x", "--task.params.a=[1]"),
             "task.params.a: needs true or false or integer or number or text, was given [1] (command line)",
         ),
-        (("--run.seed.x", "3"), 'run.seed: needs integer >= 0, was given {"x": 3} (command line)'),
+        (
+            ("--run.seed.x", "3"),
+            'run.seed: needs integer >= 0 and <= 18446744073709551615, was given {"x": 3} (command line)',
+        ),
         (
             ("--optimizer.learning_rate", "nan"),
             "optimizer.learning_rate: needs number > 0, was given NaN (command line)",
@@ -212,6 +216,14 @@ def test_an_empty_folder_to_write_to_is_not_the_working_directory(key: str) -> N
     cure = 'name a folder ("." is the working directory), or leave it out'
     assert lines(f"--{key}=") == [f"{key}: is empty (command line); {cure}"]
     assert load_spec(["--run.dir=."]).directory == Path()
+
+
+@pytest.mark.parametrize("key", ["run.seed", "model.lora.seed"])
+def test_a_seed_has_64_bits(key: str) -> None:
+    words = f"needs integer >= 0 and <= {2**64 - 1}, was given {2**64}"
+    assert lines(f"--{key}={2**64}") == [f"{key}: {words} (command line)"]
+    seed = load_spec([f"--run.seed={2**64 - 1}"]).run.seed
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(seed)) == seed  # as in the ledger
 
 
 def test_long_values_are_cut_short() -> None:

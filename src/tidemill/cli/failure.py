@@ -89,8 +89,9 @@ def as_user_error(error: BaseException) -> UserError | None:
         if error.errno == errno.EACCES and _unreadable(path):
             cure = "make it readable for you, or name another place"
         return UserError(str(error.strerror).lower(), where=path, cure=cure)
-    # torch's own class, named so that torch need not be imported.
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+    # torch's own class and the words of its CPU allocator, named so that torch need not be imported.
+    allocator = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
+    if isinstance(error, MemoryError) or allocator:
         first = str(error).splitlines()[:1]
         cure = (
             "lower batch.microbatch_tokens (in sft, reward_model and dpo stages supervised.microbatch_tokens), "

@@ -4,6 +4,7 @@ import errno
 from pathlib import Path
 
 import pytest
+import torch
 
 from tidemill.cli.failure import as_user_error, explain, write_traceback
 from tidemill.config.faults import ConfigError, Fault
@@ -73,6 +74,15 @@ def test_out_of_memory_names_what_to_lower() -> None:
         assert "batch.microbatch_tokens" in failure.data["cure"]
         assert "supervised.microbatch_tokens" in failure.data["cure"]
     assert failure.data["message"] == "out of memory: CUDA out of memory. Tried 3 GiB"
+
+
+def test_out_of_memory_on_a_cpu_is_no_bug() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**50, dtype=torch.uint8)
+    failure = explain(caught.value)
+    assert (failure.exit_code, failure.data["kind"]) == (2, "input")
+    assert "tried to allocate 1125899906842624 bytes" in failure.text
+    assert "engine.slots" in failure.data["cure"]
 
 
 def test_a_bug_leaves_its_traceback_in_a_file() -> None:

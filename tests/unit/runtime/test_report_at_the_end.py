@@ -1,0 +1,43 @@
+"""A run that ends by an error has a report of what it came to."""
+
+from __future__ import annotations
+
+import errno
+import io
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tidemill.config.schema import RunSpec
+from tidemill.core.errors import GuardStop
+from tidemill.runtime.machinery import Machinery
+from tidemill.runtime.train import train
+
+
+def stopped_by_a_guard(*_: Any) -> AbstractAsyncContextManager[Machinery]:
+    raise GuardStop("no sample gets a valid reward")
+
+
+def run_until_the_guard(directory: Path) -> None:
+    spec = RunSpec.model_validate({"model": {"source": "char"}, "run": {"dir": str(directory)}})
+    with pytest.raises(GuardStop, match="no sample gets a valid reward"):
+        train(spec, telemetry_stream=io.StringIO(), open_machinery=stopped_by_a_guard)
+
+
+def test_a_run_that_a_guard_stops_has_a_report_of_this_session(tmp_path: Path) -> None:
+    (tmp_path / "report.html").write_text("an earlier session's", encoding="utf-8")
+    run_until_the_guard(tmp_path)
+    assert "The run ended with an error" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_report_that_cannot_be_written_does_not_hide_what_stopped_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: Path) -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("tidemill.runtime.train.write_report", full)
+    run_until_the_guard(tmp_path)
+    assert not (tmp_path / "report.html").exists()

@@ -66,8 +66,10 @@ class RunDirectory(LockedDirectory):
             self.samples.mkdir(parents=True, exist_ok=True)
             self.checkpoints.mkdir(exist_ok=True)
             probe = self.path / f".writable-{os.getpid()}"
-            probe.write_bytes(b"\n")
-            probe.unlink()
+            try:
+                probe.write_bytes(b"\n")
+            finally:
+                probe.unlink(missing_ok=True)
         except (FileExistsError, NotADirectoryError) as error:
             cure = "choose another --run.dir or move the file away"
             raise UserError("a file stands where a directory should be", where=str(self.path), cure=cure) from error

@@ -68,6 +68,17 @@ def test_an_unwritable_place_is_a_clear_error(tmp_path: Path, monkeypatch: pytes
     assert caught.value.where.endswith("demo")
 
 
+def test_a_full_disk_leaves_no_probe_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(self: Path, data: bytes) -> int:
+        self.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", fill)
+    with pytest.raises(UserError, match="the disk is full"):
+        RunDirectory.open(tmp_path)
+    assert not list(tmp_path.glob(".writable-*"))
+
+
 def test_opening_mends_what_a_kill_left(tmp_path: Path) -> None:
     RunDirectory.open(tmp_path).close()
     run = RunDirectory(tmp_path)

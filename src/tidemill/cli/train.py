@@ -90,7 +90,8 @@ def summary_text(summary: dict[str, Any], directory: Path) -> str:
     measured = summary.get("eval") or {}
     before, after = (accuracy(measured.get(when)) for when in ("before", "after"))
     if before is not None and after is not None:
-        lines.append(f"held-out greedy accuracy {before:.2f} → {after:.2f} (n = {measured.get('n')})")
+        n = ", then ".join(dict.fromkeys(str(measured[when]["n"]) for when in ("before", "after")))
+        lines.append(f"held-out greedy accuracy {before:.2f} → {after:.2f} (n = {n})")
     if summary.get("interrupted"):
         lines.append("the same command resumes it")
     lines.append(f"curves and samples: {directory / 'report.html'}")

@@ -86,9 +86,6 @@ def _evaluation(found: list[Evaluation]) -> dict[str, Any]:
     best = max(found, key=lambda evaluation: (evaluation.greedy_accuracy, -evaluation.step), default=None)
 
     def entry(evaluation: Evaluation | None) -> dict[str, Any]:
-        return {
-            "greedy_accuracy": evaluation.greedy_accuracy if evaluation else None,
-            "step": evaluation.step if evaluation else None,
-        }
+        return evaluation._asdict() if evaluation else dict.fromkeys(Evaluation._fields)
 
     return {"before": entry(before), "after": entry(after), "best": entry(best), "n": found[-1].n if found else 0}

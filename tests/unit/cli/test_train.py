@@ -14,7 +14,7 @@ SUMMARY: dict[str, Any] = {
     "steps": 20,
     "total_steps": 20,
     "wall_s": 192.4,
-    "eval": {"before": {"greedy_accuracy": 0.28}, "after": {"greedy_accuracy": 0.83}, "n": 64},
+    "eval": {"before": {"greedy_accuracy": 0.28, "n": 64}, "after": {"greedy_accuracy": 0.83, "n": 64}, "n": 64},
 }
 
 
@@ -39,6 +39,12 @@ def test_a_run_and_its_summary(run: Run, pretend: Pretend) -> None:
     as_json = run("train", "--json")
     assert as_json.data == SUMMARY
     assert "a library's noise" in as_json.err
+
+
+def test_accuracies_measured_on_different_prompts_say_so(run: Run, pretend: Pretend) -> None:
+    measured = {"before": {"greedy_accuracy": 0.25, "n": 20}, "after": {"greedy_accuracy": 0.0, "n": 3}, "n": 3}
+    pretend("tidemill.runtime.train", "train", lambda _, **__: SUMMARY | {"eval": measured})
+    assert "held-out greedy accuracy 0.25 → 0.00 (n = 20, then 3)" in run("train").out
 
 
 def test_interrupted(run: Run, pretend: Pretend) -> None:

@@ -42,8 +42,8 @@ def test_accuracy_before_after_and_best(tmp_path: Path) -> None:
         if purpose == "eval-held_out":
             measured[step] = sum(sample.reward or 0.0 for sample in read_samples(path)) / HELD_OUT
     found = run.read_summary()["eval"]
-    assert found["before"] == {"greedy_accuracy": measured[0], "step": 0}
-    assert found["after"] == {"greedy_accuracy": measured[20], "step": 20}
+    assert found["before"] == {"greedy_accuracy": measured[0], "step": 0, "n": HELD_OUT}
+    assert found["after"] == {"greedy_accuracy": measured[20], "step": 20, "n": HELD_OUT}
     assert found["best"]["greedy_accuracy"] == max(measured.values())
     assert found["n"] == HELD_OUT
 
@@ -58,9 +58,9 @@ def test_a_run_without_a_step_has_a_summary_too(tmp_path: Path) -> None:
     summary = build_summary(RunDirectory(tmp_path / "demo"), outcome="interrupted", total_steps=20)
     assert (summary["run"], summary["steps"], summary["interrupted"]) == ("demo", 0, True)
     assert summary["eval"] == {
-        "before": {"greedy_accuracy": None, "step": None},
-        "after": {"greedy_accuracy": None, "step": None},
-        "best": {"greedy_accuracy": None, "step": None},
+        "before": {"greedy_accuracy": None, "step": None, "n": None},
+        "after": {"greedy_accuracy": None, "step": None, "n": None},
+        "best": {"greedy_accuracy": None, "step": None, "n": None},
         "n": 0,
     }
     assert summary["tokens_per_s"] is None and summary["wall_s"] == 0.0

@@ -18,6 +18,7 @@ from tidemill.config.keys import (
     element_type,
     element_words,
     find,
+    is_section,
     keys_by_path,
     sections,
     suggest,
@@ -30,6 +31,7 @@ Location = tuple[str | int, ...]
 Locate = Callable[[Location], str]
 """Where a key was given ("recipes/a.toml:3", "command line"); empty when it was not given at all."""
 
+COMMAND_LINE = "command line"
 SHOWN_VALUE_CHARS = 60
 
 
@@ -118,7 +120,7 @@ def _fault(details: ErrorDetails, location: Location, data: dict[str, Any], loca
     if len(location) > len(key.path):
         words, cure = element_words(key), _closest(element_type(key), given)
     else:
-        words, cure = key.words, _closest(without_none(key.annotation), given) or _in_brackets(key, given)
+        words, cure = key.words, _closest(without_none(key.annotation), given) or _as_array(key, given, source)
     return Fault(key=name, what=f"needs {words}, was given {shown(given)}", source=source, cure=cure)
 
 
@@ -175,7 +177,12 @@ def _closest(annotation: Any, given: Any) -> str:
     return f'did you mean "{close[0]}"?' if close else ""
 
 
-def _in_brackets(key: Key, given: Any) -> str:
-    """How to write the only element of an array."""
-    wants_array = get_origin(without_none(key.annotation)) is tuple
-    return f"write it in brackets: [{shown(given)}]" if wants_array and not isinstance(given, (list, dict)) else ""
+def _as_array(key: Key, given: Any, source: str) -> str:
+    """How to write an array, given something else."""
+    if get_origin(without_none(key.annotation)) is not tuple or isinstance(given, (list, dict)):
+        return ""
+    if isinstance(given, str) and given.startswith(("[", "{")) and source.startswith(COMMAND_LINE):
+        return "it is not valid TOML: close every bracket and quote every text"
+    if is_section(element_type(key)):
+        return "write each table in braces, and brackets around them: [{ KEY = VALUE }]"
+    return f"write it in brackets: [{shown(given)}]"

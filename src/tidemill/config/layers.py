@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tidemill.config.faults import ConfigError, Fault, Location
+from tidemill.config.faults import COMMAND_LINE, ConfigError, Fault, Location
 from tidemill.config.keys import Key, KeyPath, default_kind, find, suggest, variants
 from tidemill.config.toml import line_of, parse_toml
 
@@ -18,7 +18,6 @@ Tree = dict[str, Any]
 Assignment = tuple[tuple[str, ...], str | None]
 """A dotted key and its value as text, or None for a bare flag."""
 
-COMMAND_LINE = "command line"
 COMMAND_FLAGS = (
     "dry-run",
     "json",

@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 
-from tidemill.config.faults import ConfigError
+from tidemill.config.faults import COMMAND_LINE, ConfigError
 from tidemill.config.keys import find
 from tidemill.config.layers import (
-    COMMAND_LINE,
     Layer,
     command_line,
     merge,

@@ -166,6 +166,27 @@ wieght = 1
             'sampling.stop: needs array of text, was given "x" (command line); write it in brackets: ["x"]',
         ),
         (
+            ("--sampling.stop", "[x]"),
+            (
+                'sampling.stop: needs array of text, was given "[x]" (command line); '
+                "it is not valid TOML: close every bracket and quote every text"
+            ),
+        ),
+        (
+            ("--scoring.rewards", "[{kind='exact'"),
+            (
+                "scoring.rewards: needs array of tables, was given \"[{kind='exact'\" (command line); "
+                "it is not valid TOML: close every bracket and quote every text"
+            ),
+        ),
+        (
+            ("--scoring.rewards", "3"),
+            (
+                "scoring.rewards: needs array of tables, was given 3 (command line); "
+                "write each table in braces, and brackets around them: [{ KEY = VALUE }]"
+            ),
+        ),
+        (
             ("--sampling.stop", '["x", ""]'),
             "sampling.stop[1]: is empty (command line); give at least one character, or leave it out",
         ),
@@ -242,6 +263,11 @@ def test_missing_options_are_told_with_the_rest() -> None:
 def test_with_a_recipe_missing_its_consequences_are_not_told() -> None:
     broken = recipe("b.toml", "a = \n")
     assert [line.split(":")[0] for line in lines("@none.toml", broken, "--task.path=x")] == ["@none.toml", "b.toml"]
+
+
+def test_text_in_a_recipe_that_looks_like_an_array_is_still_text() -> None:
+    (line,) = lines(recipe("a.toml", '[sampling]\nstop = "[END]"\n'))
+    assert line.endswith('was given "[END]" (a.toml:2); write it in brackets: ["[END]"]')
 
 
 def test_stray_arguments() -> None:

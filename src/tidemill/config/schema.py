@@ -25,7 +25,7 @@ from tidemill.config.task import ArithmeticTask, TaskConfig
 
 
 class RunConfig(Config):
-    name: str = "run"
+    name: str = Field("run", min_length=1)
     """Names the run in logs, reports and optional sinks."""
     dir: OutputFolder = None
     """The run directory; an existing one is resumed. Default: runs/<name>."""

@@ -225,6 +225,7 @@ wieght = 1
             ("--model.char.hidden_size", "30"),
             "model.char: heads = 4 does not divide hidden_size = 30 (command line); make it a multiple of heads",
         ),
+        (("--run.name=",), "run.name: is empty (command line); give at least one character, or leave it out"),
         (("--steps", "5"), "steps: unknown key (command line); did you mean trainer.steps?"),
     ],
 )

@@ -24,7 +24,7 @@ from tidemill.runtime.parts import Parts, load_parts
 from tidemill.runtime.same_run import DATA_DIGEST, THREADS, check_same_model, check_same_run, with_threads
 from tidemill.telemetry.manifest import build_manifest
 from tidemill.telemetry.recorder import Recorder
-from tidemill.telemetry.report import write_report
+from tidemill.telemetry.report import report_at_the_end
 from tidemill.telemetry.run_dir import RunDirectory
 from tidemill.trainer.checkpoint_store import CheckpointStore
 from tidemill.trainer.fitting import FitResult, Workbench
@@ -65,22 +65,24 @@ def train_supervised(spec: RunSpec, kind: SupervisedKind, *, telemetry_stream: T
             run.read_manifest(), run=spec.run.name, model=spec.model.source, seed=spec.run.seed, unix_s=time.time()
         )
         run.write_manifest(manifest)
-        with Recorder(run, spec, stream=telemetry_stream) as recorder, _stop_on_signals() as stop:
-            result = _train(with_threads(spec, manifest), kind, run, recorder, stop)
-            if result.already_finished:
-                recorder.note(f"this stage had already finished its {result.steps} steps")
-            if result.interrupted:
-                recorder.note(f"stopped after step {result.steps}, which is checkpointed; the same command resumes it")
-            model = _plain(result.model, run, recorder.note) if result.model and not result.interrupted else None
-            summary = recorder.finish("interrupted" if result.interrupted else "finished")
-        summary |= {
-            "kind": kind,
-            "model": str(model) if model else None,
-            "held_out": result.held_out,
-            "stopped_early": result.stopped_early,
-        }
-        run.write_summary(summary)
-        write_report(run.path)
+        with report_at_the_end(run.path):
+            with Recorder(run, spec, stream=telemetry_stream) as recorder, _stop_on_signals() as stop:
+                result = _train(with_threads(spec, manifest), kind, run, recorder, stop)
+                if result.already_finished:
+                    recorder.note(f"this stage had already finished its {result.steps} steps")
+                if result.interrupted:
+                    recorder.note(
+                        f"stopped after step {result.steps}, which is checkpointed; the same command resumes it"
+                    )
+                model = _plain(result.model, run, recorder.note) if result.model and not result.interrupted else None
+                summary = recorder.finish("interrupted" if result.interrupted else "finished")
+            summary |= {
+                "kind": kind,
+                "model": str(model) if model else None,
+                "held_out": result.held_out,
+                "stopped_early": result.stopped_early,
+            }
+            run.write_summary(summary)
     return summary | {"run_dir": str(spec.directory), "already_finished": result.already_finished}
 
 

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack, contextmanager, suppress
+from contextlib import AsyncExitStack, contextmanager
 from typing import Any, TextIO, TypeAlias
 
 from tidemill.config.checks import refuse_untrainable
@@ -29,7 +29,7 @@ from tidemill.runtime.vocabularies import check_vocabularies
 from tidemill.telemetry.forecast import Forecast, write_forecast
 from tidemill.telemetry.manifest import build_manifest
 from tidemill.telemetry.recorder import Recorder
-from tidemill.telemetry.report import write_report
+from tidemill.telemetry.report import report_at_the_end
 from tidemill.telemetry.run_dir import RunDirectory
 
 Foretell: TypeAlias = Callable[[RunSpec], Forecast | None]
@@ -66,7 +66,7 @@ def train(
             unix_s=time.time(),
         )
         run.write_manifest(manifest)
-        with _report_at_the_end(run), Recorder(run, spec, stream=telemetry_stream) as recorder:
+        with report_at_the_end(run.path), Recorder(run, spec, stream=telemetry_stream) as recorder:
             for idle in without_effect(spec):
                 recorder.note(idle)
             check_reward_models(spec, progress=recorder.note)
@@ -77,18 +77,6 @@ def train(
                 recorder.note(f"this run had already finished its {result.steps} steps; raise trainer.steps to go on")
             summary = recorder.finish("interrupted" if result.interrupted else "finished")
     return summary | {"run_dir": str(spec.directory), "already_finished": result.already_finished}
-
-
-@contextmanager
-def _report_at_the_end(run: RunDirectory) -> Iterator[None]:
-    """Of a run that fails, too; then a report that cannot be written does not hide what failed."""
-    try:
-        yield
-    except Exception:
-        with suppress(Exception):
-            write_report(run.path)
-        raise
-    write_report(run.path)
 
 
 def _keep_forecast(spec: RunSpec, run: RunDirectory, recorder: Recorder, foretell: Foretell) -> None:

@@ -13,6 +13,7 @@ import pytest
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import GuardStop
 from tidemill.runtime.machinery import Machinery
+from tidemill.runtime.supervised import train_supervised
 from tidemill.runtime.train import train
 
 
@@ -32,12 +33,20 @@ def test_a_run_that_a_guard_stops_has_a_report_of_this_session(tmp_path: Path) -
     assert "The run ended with an error" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
+def test_a_stage_that_a_guard_stops_has_one_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tidemill.runtime.supervised._train", stopped_by_a_guard)
+    spec = RunSpec.model_validate({"model": {"source": "char"}, "run": {"dir": str(tmp_path)}})
+    with pytest.raises(GuardStop, match="no sample gets a valid reward"):
+        train_supervised(spec, "sft", telemetry_stream=io.StringIO())
+    assert "The run ended with an error" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
 def test_a_report_that_cannot_be_written_does_not_hide_what_stopped_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(_: Path) -> Path:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("tidemill.runtime.train.write_report", full)
+    monkeypatch.setattr("tidemill.telemetry.report.write_report", full)
     run_until_the_guard(tmp_path)
     assert not (tmp_path / "report.html").exists()

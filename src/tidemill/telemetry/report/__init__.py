@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tidemill.core.errors import UserError
@@ -26,3 +28,19 @@ def write_report(run_dir: Path) -> Path:
         raise UserError("no run here (no config.toml, no events)", where=str(run_dir), cure=cure)
     write_atomically(run.report, render(read_story(run)).encode())
     return run.report
+
+
+@contextmanager
+def report_at_the_end(run_dir: Path) -> Iterator[None]:
+    """Write the page when the block ends, also of a run that fails; what failed is then told even if there can be none.
+
+    Raises:
+        UserError: as `write_report`, of a run that did not fail.
+    """
+    try:
+        yield
+    except Exception:
+        with suppress(Exception):
+            write_report(run_dir)
+        raise
+    write_report(run_dir)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from cyclopts import App, CycloptsError
 
 from tidemill import __version__
-from tidemill.cli.failure import INTERRUPTED_CODE, explain
+from tidemill.cli.failure import BUG_CODE, INTERRUPTED_CODE, explain
 from tidemill.cli.output import (
     close_stdout,
     prepare_streams,
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     as_json, debug = "--json" in tokens, "--debug" in tokens
     tokens = [token for token in tokens if token != "--debug"]
     prepare_streams()
-    code = 0
+    code = BUG_CODE
     try:
         with reserved_stdout(as_json) as stdout:
             try:
@@ -86,7 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 code = result.exit_code
                 write_result(result, stdout, as_json=as_json)
             except BaseException as error:  # noqa: BLE001 (the one place where every error ends)
-                if not reader_has_gone(error):
+                if reader_has_gone(error):
+                    code = 0
+                else:
                     failure = explain(error, debug=debug)
                     code = failure.exit_code
                     sys.stderr.write(f"{failure.text}\n" if failure.text else "")

@@ -17,10 +17,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import xxhash
+import msgspec
 from filelock import FileLock, Timeout
 
 from tidemill.core.errors import DeadlineError, UserError
+from tidemill.models.checkpoint_manifest import make_durable, record_file
 
 Progress = Callable[[str], None]
 
@@ -28,7 +29,6 @@ MANIFEST = "tidemill-manifest.json"
 LOCK_DEADLINE_S = 900.0
 _POLL_S = 0.05
 _REPORT_EVERY_S = 10.0
-_CHUNK_BYTES = 1 << 22
 
 
 def cache_dir() -> Path:
@@ -53,7 +53,7 @@ def fault(folder: Path) -> str | None:
             size = (folder / name).stat().st_size
             if size != expected["bytes"]:
                 return f"{name} has {size} bytes instead of {expected['bytes']}"
-            if _checksum(folder / name) != expected["xxh3_128"]:
+            if record_file(folder / name, sync=False).xxh3_128 != expected["xxh3_128"]:
                 return f"{name} does not match its checksum"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
@@ -119,7 +119,7 @@ def _build(folder: Path, build: Callable[[Path], None]) -> None:
         if folder.exists():  # damaged: move it aside, since a rename onto a folder that has files fails
             folder.rename(partial.with_name(partial.name + "-old"))
         partial.rename(folder)
-        _fsync(folder.parent)
+        make_durable(folder.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -130,14 +130,11 @@ def _seal(folder: Path) -> None:
     """Write the manifest of every file, and make all of it durable before it gets its final name."""
     folder.chmod(0o755)  # mkdtemp makes it private
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    files = {
-        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "xxh3_128": _checksum(path)}
-        for path in paths
-    }
+    files = {path.relative_to(folder).as_posix(): msgspec.to_builtins(record_file(path)) for path in paths}
     manifest = folder / MANIFEST
     manifest.write_text(json.dumps({"files": files}, indent=1), encoding="utf-8")
-    for path in (*paths, manifest, *(path for path in folder.rglob("*") if path.is_dir()), folder):
-        _fsync(path)
+    for path in (manifest, *(path for path in folder.rglob("*") if path.is_dir()), folder):
+        make_durable(path)
 
 
 def _sweep(folder: Path) -> None:
@@ -213,19 +210,3 @@ def _check_space(parent: Path, needs_bytes: int) -> None:
             where=str(parent),
             cure="free some space, or set TIDEMILL_CACHE to another disk",
         )
-
-
-def _checksum(path: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -46,14 +46,14 @@ def seal(folder: Path, *, step: int, score: float | None) -> Manifest:
     """
     target = folder / MANIFEST
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != target)
-    files = {path.relative_to(folder).as_posix(): _flush(path) for path in paths}
+    files = {path.relative_to(folder).as_posix(): record_file(path) for path in paths}
     if score is not None and not math.isfinite(score):
         score = None
     manifest = Manifest(step=step, score=score, files=files)
     target.write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
-    _flush(target)
+    record_file(target)
     for directory in sorted({path.parent for path in (*paths, target)}, reverse=True):
-        sync_directory(directory)
+        make_durable(directory)
     return manifest
 
 
@@ -88,7 +88,7 @@ def damage(folder: Path, *, model_only: bool = False) -> str:
             size = path.stat().st_size
             if size != expected.bytes:
                 return f"{name} has {size:,} bytes instead of {expected.bytes:,}"
-            if _flush(path, sync=False) != expected:
+            if record_file(path, sync=False) != expected:
                 return f"{name} does not match its checksum"
         except OSError as error:
             return f"{name}: {error.strerror}"
@@ -110,16 +110,16 @@ def refuse_damaged(folder: Path) -> None:
         )
 
 
-def sync_directory(folder: Path) -> None:
-    """Make the entries of a directory durable."""
-    handle = os.open(folder, os.O_RDONLY)
+def make_durable(path: Path) -> None:
+    """A file, or the entries of a directory."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
 
 
-def _flush(path: Path, *, sync: bool = True) -> FileRecord:
+def record_file(path: Path, *, sync: bool = True) -> FileRecord:
     """Size and checksum of a file, made durable on the way."""
     digest = xxhash.xxh3_128()
     buffer = memoryview(bytearray(_CHUNK_BYTES))

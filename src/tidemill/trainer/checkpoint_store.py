@@ -17,7 +17,7 @@ import msgspec
 
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
-from tidemill.models.checkpoint_manifest import damage, read_manifest, seal, sync_directory
+from tidemill.models.checkpoint_manifest import damage, make_durable, read_manifest, seal
 
 _VISIBLE = re.compile(r"step_(\d+)")
 _HIDDEN = re.compile(r"\.(writing|replaced|deleting)-(step_\d+)")
@@ -156,7 +156,7 @@ class CheckpointStore:
         if final.exists():
             final.rename(replaced)
         writing.rename(final)
-        sync_directory(self._root)
+        make_durable(self._root)
         shutil.rmtree(replaced, ignore_errors=True)
 
     def _retire(self, newest: int) -> None:

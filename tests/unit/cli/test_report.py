@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.cli.conftest import Pretend, Run
+from tests.unit.cli.conftest import Run
 
 
-def test_report(run: Run, pretend: Pretend) -> None:
-    pretend("tidemill.telemetry.report", "write_report", lambda run_dir: Path(run_dir) / "report.html")
+def test_report(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tidemill.telemetry.report.write_report", lambda run_dir: Path(run_dir) / "report.html")
     assert run("report", "runs/x").out == "runs/x/report.html\n"
     assert run("report", "runs/x", "--json").data == {"report": "runs/x/report.html", "notes": []}
 

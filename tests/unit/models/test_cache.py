@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,6 @@ import pytest
 from filelock import FileLock
 
 from tidemill.core.errors import DeadlineError, UserError
-from tidemill.models import cache
 from tidemill.models.cache import MANIFEST, build_once, cache_dir, fault, is_built
 
 Build = Callable[[Path], None]
@@ -179,17 +179,17 @@ def test_everything_is_on_the_disk_before_the_folder_gets_its_name(
 ) -> None:
     synced: list[str] = []
     named_at: list[int] = []
-    real_fsync, real_rename = cache._fsync, Path.rename
+    real_fsync, real_rename = os.fsync, Path.rename
 
-    def fsync(path: Path) -> None:
-        synced.append(path.name)
-        real_fsync(path)
+    def fsync(handle: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{handle}").readlink().name)
+        real_fsync(handle)
 
     def rename(self: Path, target: Path) -> Path:
         named_at.append(len(synced))
         return real_rename(self, target)
 
-    monkeypatch.setattr(cache, "_fsync", fsync)
+    monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(Path, "rename", rename)
     build_once(tmp_path / "model", writer(), progress=ignore)
     assert len(named_at) == 1

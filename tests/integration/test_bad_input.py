@@ -34,6 +34,7 @@ every_steps = 1
 """
 )
 REWARDS = """\
+import asyncio
 import time
 
 
@@ -47,6 +48,45 @@ def hangs(prompt, completion, answer, metadata):
     if len(completion) == 3:
         time.sleep(1000)
     return len(completion)
+
+
+def surrogate(prompt, completion, answer, metadata):
+    if len(completion) == 3:
+        raise ValueError("half a pair: \\ud800")
+    return len(completion)
+
+
+class Speechless(Exception):
+    def __str__(self):
+        raise KeyError("message")
+
+
+def speechless(prompt, completion, answer, metadata):
+    if len(completion) == 3:
+        raise Speechless
+    return len(completion)
+
+
+async def stubborn(prompt, completion, answer, metadata):
+    while len(completion) == 3:
+        try:
+            await asyncio.sleep(1000)
+        except asyncio.CancelledError:
+            pass
+    return len(completion)
+
+
+class SlowNumber:
+    def __float__(self):
+        time.sleep(1000)
+
+
+def slow_number(prompt, completion, answer, metadata):
+    return SlowNumber() if len(completion) == 3 else len(completion)
+
+
+def always(prompt, completion, answer, metadata):
+    raise ValueError(f"cannot read {completion!r}")
 """
 KEPT = ("steps", "weights_digest", "tokens_generated", "tokens_trained", "optimizer_steps")
 
@@ -176,7 +216,14 @@ def test_a_cache_that_cannot_be_written(folder: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(
     ("function", "reason"),
-    [("raises", "ValueError: no idea what to think of it"), ("hangs", "no result within 0.2 s")],
+    [
+        ("raises", "ValueError: no idea what to think of it (rewards.py:7 in raises)"),
+        ("hangs", "no result within 0.2 s"),
+        ("surrogate", "ValueError: half a pair: \\ud800 (rewards.py:19 in surrogate)"),
+        ("speechless", "Speechless: its __str__ raised KeyError"),
+        ("stubborn", "no result within 0.2 s"),
+        ("slow_number", "no result within 0.2 s"),
+    ],
 )
 def test_a_reward_that_fails_costs_its_samples_and_is_told(function: str, reason: str) -> None:
     rewards = f'--scoring.rewards=[{{kind="python",function="rewards.py:{function}"}}]'

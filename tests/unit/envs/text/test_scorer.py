@@ -34,8 +34,7 @@ def gate() -> Iterator[threading.Event]:
 
 
 def named(name: str, function: Callable[..., Any], weight: float = 1.0) -> NamedReward:
-    asynchronous = asyncio.iscoroutinefunction(function)
-    return NamedReward(name=name, weight=weight, function=function, inline=False, asynchronous=asynchronous)
+    return NamedReward(name=name, weight=weight, function=function, inline=False)
 
 
 def scorer(*functions: Callable[..., Any], timeout_s: float = 10.0, concurrency: int = 4) -> RewardScorer:
@@ -270,7 +269,7 @@ def test_a_process_with_a_hanging_reward_ends() -> None:
             time.sleep(3600)
 
         async def main():
-            reward = NamedReward(name="hangs", weight=1.0, function=hangs, inline=False, asynchronous=False)
+            reward = NamedReward(name="hangs", weight=1.0, function=hangs, inline=False)
             scorer = RewardScorer((reward,), timeout_s=0.1, concurrency=2)
             prompt = make_prompt()
             print((await scorer.score(prompt, make_trajectory(prompt, "x"))).reason)

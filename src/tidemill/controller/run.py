@@ -257,6 +257,7 @@ class Run:
         rollout, step, version = self.rollout, self.step + 1, self.trainer.version
         with rollout.span("training", step=step):
             metrics = await self._train(self.trainer.commit(step), f"the trainer to commit step {step}")
+        await self._finish_under_way(forming)
         if "time_train_s" in metrics.values:  # without its waits for the device
             self.timings["time_train_s"] = metrics.values["time_train_s"]
         told = sample_figures(trajectories)
@@ -293,6 +294,16 @@ class Run:
             figures["tokens_per_s"] = tally.tokens_accepted / generating_s
         # Where both know a number, the trainer's counts: it measures on its own thread.
         return msgspec.structs.replace(metrics, values={**figures, **metrics.values})
+
+    async def _finish_under_way(self, forming: Forming) -> None:
+        """With `unfinished = "wait"`: wait for every group that the published weights can generate. After a restart there
+        are also groups begun under versions that are yet to be made again."""
+        while self.spec.schedule.unfinished == "wait" and any(
+            group.from_version <= self.in_flight.newest_version
+            for position, group in self.in_flight.groups.items()
+            if position not in forming.taken and position not in self.assembly.complete
+        ):
+            await self._add(await self._collection.next(), forming)
 
     def _finishing(self) -> Sequence[str]:
         """Leases whose workers go on under their weights until they have nothing left."""
@@ -374,7 +385,8 @@ class Run:
 
     async def checkpoint_if_newer(self) -> None:
         """Before an early end; without it if the trainer does not answer in time."""
-        if self.step > self.checkpointed and self.trainer_answers:
+        committed = self.trainer.version.number == self.step  # or it stopped between a commit and its publish
+        if self.step > self.checkpointed and self.trainer_answers and committed:
             with suppress(StopRequested):
                 await self._checkpoint()
 

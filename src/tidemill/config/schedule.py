@@ -26,8 +26,8 @@ class ScheduleConfig(Config):
     unfinished: Literal["continue", "finish", "restart", "wait"] = "continue"
     """What a sample under way does when new weights are published: goes on under them, is finished under those it began
     with (its worker takes no new samples until then; an evaluation calls it back all the same), or begins again. wait:
-    the publish waits until every sample under way is finished and scored, so that one version makes each sample, and
-    which one does not depend on timing; evictions, kills and resumes then change no bit at any lag."""
+    the publish waits until every sample under way is finished and scored. With membership = "planned" the version that
+    makes a sample then does not depend on timing, so evictions and kills do not change what is learned at any lag."""
     on_lag_limit: Literal["wait", "restart", "drop"] = "wait"
     """A group that would grow older than max_policy_lag: the batch waits for it, it begins again, or it is given up
     (which favours short completions, and is counted)."""

@@ -296,14 +296,19 @@ class Run:
         return msgspec.structs.replace(metrics, values={**figures, **metrics.values})
 
     async def _finish_under_way(self, forming: Forming) -> None:
-        """With `unfinished = "wait"`: wait for every group that the published weights can generate. After a restart there
-        are also groups begun under versions that are yet to be made again."""
-        while self.spec.schedule.unfinished == "wait" and any(
-            group.from_version <= self.in_flight.newest_version
-            for position, group in self.in_flight.groups.items()
-            if position not in forming.taken and position not in self.assembly.complete
-        ):
-            await self._add(await self._collection.next(), forming)
+        """With `unfinished = "wait"`: wait until every group that the published weights can generate is scored."""
+        while self.spec.schedule.unfinished == "wait" and (position := self._under_way(forming)) is not None:
+            while position in self.in_flight.groups and position not in self.assembly.complete:
+                await self._add(await self._collection.next(), forming)
+
+    def _under_way(self, forming: Forming) -> int | None:
+        """A group beside the batch that is not scored yet, or None. After a restart, groups begun under versions that
+        have not been made again do not count: they cannot be generated before the publish."""
+        newest, done = self.in_flight.newest_version, {*forming.taken, *self.assembly.complete}
+        groups = self.in_flight.groups.items()
+        return next(
+            (position for position, group in groups if position not in done and group.from_version <= newest), None
+        )
 
     def _finishing(self) -> Sequence[str]:
         """Leases whose workers go on under their weights until they have nothing left."""

@@ -170,6 +170,20 @@ def test_a_publish_that_waits_makes_the_version_of_every_token_a_function_of_its
     assert len({session.trainer.version.digest for session in sessions}) == 1
 
 
+@pytest.mark.parametrize(
+    "schedule", [{"overcommit": 1}, {"overcommit": 4}, {"overcommit": "adaptive"}, {"fresh_fraction": 0.5}]
+)
+def test_with_any_overcommit_a_publish_that_waits_makes_the_pace_of_workers_irrelevant(
+    schedule: dict[str, Any],
+) -> None:
+    sessions = [at_pace(pace, max_policy_lag=2, unfinished="wait", **schedule) for pace in PACES]
+
+    for session in sessions:
+        check(session, 2)
+        assert not any(mixed(batch) for batch in history(session))
+    assert len({session.trainer.version.digest for session in sessions}) == 1
+
+
 @pytest.mark.parametrize("unfinished", ["continue", "finish", "restart"])
 def test_a_publish_that_does_not_wait_lets_the_pace_of_workers_decide_which_version_makes_a_token(
     unfinished: str,

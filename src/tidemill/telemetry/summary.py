@@ -68,6 +68,16 @@ def build_summary(
     }
 
 
+def held_out_change(measured: dict[str, Any]) -> tuple[str, float, float] | None:
+    """What to tell of a summary's `eval`: a figure's name, before and after; accuracy where both have it."""
+    before, after = ((measured.get(when) or {}) for when in ("before", "after"))
+    for key, name in (("greedy_accuracy", "held-out greedy accuracy"), ("reward_mean", "held-out mean reward")):
+        first, last = before.get(key), after.get(key)
+        if first is not None and last is not None:
+            return name, float(first), float(last)
+    return None
+
+
 def _sum(lines: list[MetricLine], name: str) -> float:
     return sum(line.values.get(name, 0.0) for line in lines)
 
@@ -83,7 +93,7 @@ def _evaluation(found: list[Evaluation]) -> dict[str, Any]:
     """Before the first step, after the last one evaluated, and the best; None where it was not measured."""
     before = next((evaluation for evaluation in found if evaluation.step == 0), None)
     after = found[-1] if found and found[-1].step > 0 else None
-    best = max(found, key=lambda evaluation: (evaluation.greedy_accuracy, -evaluation.step), default=None)
+    best = max(found, key=lambda evaluation: (evaluation.reward_mean, -evaluation.step), default=None)
 
     def entry(evaluation: Evaluation | None) -> dict[str, Any]:
         return evaluation._asdict() if evaluation else dict.fromkeys(Evaluation._fields)

@@ -83,17 +83,16 @@ def _one_run(spec: RunSpec, *, dry_run: bool) -> Result:
 
 def summary_text(summary: dict[str, Any], directory: Path) -> str:
     """Two or three lines: how far, how good, where to look."""
-    from tidemill.telemetry.summary import held_out_change
+    from tidemill.telemetry.summary import held_out_changes
 
     steps, total = summary.get("steps", 0), summary.get("total_steps", summary.get("steps", 0))
     word = "interrupted" if summary.get("interrupted") else "finished"
     word = "already finished" if summary.get("already_finished") else word
     lines = [f"{word}: {steps} of {total} steps in {duration(summary.get('wall_s') or 0.0)}"]
     measured = summary.get("eval") or {}
-    if change := held_out_change(measured):
-        name, before, after = change
+    if changes := held_out_changes(measured, digits=2):
         n = ", then ".join(dict.fromkeys(str(measured[when]["n"]) for when in ("before", "after")))
-        lines.append(f"{name} {before:.2f} → {after:.2f} (n = {n})")
+        lines.append(f"{changes} (n = {n})")
     if summary.get("interrupted"):
         lines.append("the same command resumes it")
     lines.append(f"curves and samples: {directory / 'report.html'}")

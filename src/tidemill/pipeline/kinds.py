@@ -18,7 +18,7 @@ from tidemill.config.schema import RunSpec
 from tidemill.config.words import counted
 from tidemill.pipeline.plan import Mark
 from tidemill.telemetry.numerals import compact, decimal
-from tidemill.telemetry.summary import held_out_change
+from tidemill.telemetry.summary import held_out_changes
 
 DATA = "rows.jsonl"
 ANSWERS = "answers.jsonl"
@@ -92,13 +92,12 @@ def run_rl(job: Job) -> Outcome:
     measured = summary["eval"]
     steps = counted(summary["steps"], "step")
     headline = steps
-    if change := held_out_change(measured):
-        name, before, after = change
-        headline = f"{name} {before:.3f} → {after:.3f} (n = {measured['n']}) in {steps}"
+    if changes := held_out_changes(measured, digits=3):
+        headline = f"{changes} (n = {measured['n']}) in {steps}"
     figures = {
         "steps": summary["steps"],
-        "accuracy_before": measured["before"]["greedy_accuracy"],
-        "accuracy": measured["after"]["greedy_accuracy"],
+        "greedy_accuracy_before": measured["before"]["greedy_accuracy"],
+        "greedy_accuracy": measured["after"]["greedy_accuracy"],
         "reward_mean_before": measured["before"]["reward_mean"],
         "reward_mean": measured["after"]["reward_mean"],
         "n": measured["n"],

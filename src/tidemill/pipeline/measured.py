@@ -61,11 +61,9 @@ def write_measured(directory: Path, spec: RunSpec, found: dict[str, Any]) -> dic
 def measured_words(found: dict[str, Any]) -> str:
     """The figures that matter most, in a sentence, with their 95 % intervals."""
     words = []
-    for name, key in (("held-out greedy accuracy", "greedy_accuracy"), ("held-out mean reward", "reward_mean")):
-        if found.get(key) is not None:
-            figure = f"{found[key]:.3f} (95 %: {between(*found[f'{key}{INTERVAL}'])}; n = {found['n']})"
-            words.append(f"{name} {figure}")
-            break
+    for name, key in (("held-out mean reward", "reward_mean"), ("held-out greedy accuracy", "greedy_accuracy")):
+        if key in found:
+            words.append(f"{name} {found[key]:.3f} (95 %: {between(*found[f'{key}{INTERVAL}'])}; n = {found['n']})")
     if shares := _pass_at(found):
         largest = list(shares)[-1]  # the others are figures and in the report
         words.append(_words(f"pass@{largest}", shares[largest]))

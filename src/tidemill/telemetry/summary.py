@@ -68,14 +68,14 @@ def build_summary(
     }
 
 
-def held_out_change(measured: dict[str, Any]) -> tuple[str, float, float] | None:
-    """What to tell of a summary's `eval`: a figure's name, before and after; accuracy where both have it."""
+def held_out_changes(measured: dict[str, Any], digits: int) -> str:
+    """Mean reward and accuracy of a summary's `eval`, before and after; empty for what was not measured at both."""
     before, after = ((measured.get(when) or {}) for when in ("before", "after"))
-    for key, name in (("greedy_accuracy", "held-out greedy accuracy"), ("reward_mean", "held-out mean reward")):
-        first, last = before.get(key), after.get(key)
-        if first is not None and last is not None:
-            return name, float(first), float(last)
-    return None
+    changes = []
+    for key, name in (("reward_mean", "mean reward"), ("greedy_accuracy", "greedy accuracy")):
+        if before.get(key) is not None and after.get(key) is not None:
+            changes.append(f"{name} {before[key]:.{digits}f} → {after[key]:.{digits}f}")
+    return f"held-out {', '.join(changes)}" if changes else ""
 
 
 def _sum(lines: list[MetricLine], name: str) -> float:

@@ -129,12 +129,16 @@ BINARY = {"greedy_accuracy": 0.5, "reward_mean": 0.75, "n": 8}
 @pytest.mark.parametrize(
     ("before", "after", "line"),
     [
-        (BINARY, BINARY | {"greedy_accuracy": 0.625}, "held-out greedy accuracy 0.50 → 0.62 (n = 8)"),
+        (
+            BINARY,
+            BINARY | {"greedy_accuracy": 0.625},
+            "held-out mean reward 0.75 → 0.75, greedy accuracy 0.50 → 0.62 (n = 8)",
+        ),
         (GRADED, GRADED | {"reward_mean": 1.5}, "held-out mean reward 0.25 → 1.50 (n = 8)"),
         (BINARY, GRADED, "held-out mean reward 0.75 → 0.25 (n = 8)"),
     ],
 )
-def test_graded_rewards_are_summed_up_by_their_mean(
+def test_mean_reward_and_accuracy_are_reported_where_they_were_measured(
     run: Run, pretend: Pretend, before: dict[str, Any], after: dict[str, Any], line: str
 ) -> None:
     measured = {"before": before, "after": after, "n": 8}

@@ -105,7 +105,7 @@ def test_notes_scroll_above_and_evaluations_do_not() -> None:
     terminal = Terminal()
     view = LiveView(Progress(run="r", total_steps=3), terminal, FakeClock())
     view.event("checkpoint", {"step": 2, "duration_s": 1.25})
-    view.event("evaluation", {"step": 2, "greedy_accuracy": 0.123, "n": 64})
+    view.event("evaluation", {"step": 2, "reward_mean": 0.123, "greedy_accuracy": 0.123, "n": 64})
     view.event("rollout", {"step": 2, "error": "OSError"})
     view.event("checkpoint", {"step": 3, "error": "CancelledError"})
     view.close()

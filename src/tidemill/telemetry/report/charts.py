@@ -259,9 +259,6 @@ def chart_data(story: Story) -> dict[str, Any]:
         row[HELD_OUT_REWARD] = evaluation.reward_mean
         if evaluation.greedy_accuracy is not None:
             row[GREEDY_ACCURACY] = evaluation.greedy_accuracy
-    if all(row.get(HELD_OUT_REWARD) == row.get(GREEDY_ACCURACY) for row in by_step.values()):
-        for row in by_step.values():
-            row.pop(HELD_OUT_REWARD, None)  # the same curve twice
     if story.forecast is not None:
         for step, row in by_step.items():
             if step > 0:

@@ -119,7 +119,7 @@ def held_out(story: Story) -> dict[str, Any] | None:
     """Figures of the before/after panel, or those of `tidemill eval`; None without an evaluation."""
     if story.measured is not None:
         rows = [_bar(*figure, is_share=figure[0] != REWARD) for figure in headline_figures(story.measured)]
-        return {"rows": rows, "n": story.measured["n"], "what": "Completions"}
+        return {"rows": rows, "n": story.measured["n"], "what": "Completions", "also": ""}
     before, after = before_and_after(story)
     shown = [(label, one) for label, one in (("before", before), ("after", after)) if one]
     if not shown:
@@ -132,7 +132,9 @@ def held_out(story: Story) -> dict[str, Any] | None:
         bar = _bar(label, remark, share, is_share=figure.name == "accuracy")
         rows.append(bar if figure.interval else bar | {"interval": ""})
     what = f"{found[0].name.capitalize()} of greedy completions"
-    return {"rows": rows, "n": shown[-1][1].n, "what": what}
+    rewards = ", ".join(f"{label} {decimal(one.reward_mean)}" for label, one in shown)
+    also = f"Mean reward: {rewards}." if found[0].name == "accuracy" else ""
+    return {"rows": rows, "n": shown[-1][1].n, "what": what, "also": also}
 
 
 def _bar(label: str, remark: str, share: dict[str, float], *, is_share: bool) -> dict[str, Any]:

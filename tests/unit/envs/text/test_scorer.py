@@ -294,7 +294,7 @@ async def test_math_verify_runs_in_a_thread_within_our_deadline() -> None:
     pytest.importorskip("math_verify")
     scoring = ScoringConfig(rewards=(RewardConfig(kind="math_verify"),), timeout_s=60)
     built = build_scorer(scoring, task=TASK, seed=0)
-    assert await judge(built, "24/2") == Reward(value=1.0, components={"math_verify": 1.0})
+    assert await judge(built, "24/2") == Reward(value=1.0, components={"math_verify": 1.0}, correct=True)
     await built.close()
 
 

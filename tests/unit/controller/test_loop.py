@@ -359,7 +359,7 @@ def test_graded_rewards_have_a_mean_in_metrics_events_and_checkpoints_and_no_acc
         async def graded(prompt: object, trajectory: Trajectory) -> Reward:
             return Reward(value=grades[trajectory.versions[0].version.number])
 
-        session.eval_scorer.score = graded  # type: ignore[method-assign, assignment]
+        session.eval_scorer.score = graded  # type: ignore[method-assign]
         session.result = await session.run()
         return session
 

@@ -70,7 +70,7 @@ async def train_loop(
         source: prompts by step.
         fleet: generates; it is entered already.
         scorer: what the run is rewarded for.
-        eval_scorer: what held-out accuracy is measured by; 1 is right, anything less is wrong.
+        eval_scorer: what held-out samples are judged by.
         stop: set it to end the run early: what is in flight is journalled, and a checkpoint of the last committed batch
             is written unless there is one.
         stop_strings: the task's own, used when `spec.sampling.stop` is empty.
@@ -101,7 +101,7 @@ async def train_loop(
         run_seed=spec.run.seed,
         group_size=spec.batch.group_size,
         sampling=sampling_params(spec, codec, stop_strings),
-        exact_version=spec.schedule.max_policy_lag == 0,
+        exact_version=spec.schedule.one_version,
     )
     in_flight = InFlight(plan, version_number=trainer.version.number)
     run = Run(spec, source, trainer, eval_scorer, checkpoints, rollout, in_flight)

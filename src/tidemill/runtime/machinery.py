@@ -48,7 +48,7 @@ OpenMachinery: TypeAlias = Callable[[RunSpec, RunDirectory, Recorder, Clock], Ab
 def scorers(
     spec: RunSpec, task: Task, compute: Compute | None = None, readers: Readers | None = None
 ) -> tuple[RewardScorer, RewardScorer]:
-    """What training is rewarded by, and what held-out accuracy is measured by.
+    """What training is rewarded by, and what held-out samples are judged by.
 
     Args:
         compute: where reward models run; None gives them a thread.

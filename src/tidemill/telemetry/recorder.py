@@ -14,7 +14,7 @@ from tidemill.config.schema import RunSpec
 from tidemill.core.clock import Clock
 from tidemill.core.errors import UserError, in_words, root_fault
 from tidemill.core.records import FleetRow, Prompt, StepMetrics, Trajectory
-from tidemill.telemetry.evaluations import evaluations
+from tidemill.telemetry.evaluations import evaluations, read_evaluation
 from tidemill.telemetry.events import (
     EVALUATION,
     NOT_PART_OF_A_STEP,
@@ -135,9 +135,7 @@ class Recorder:
     def _take_history(self) -> None:
         lines = read_metrics(self.run.metrics)
         found = evaluations(read_events(self.run.events), lines)
-        self._progress.restart(lines, {one.step: one.greedy_accuracy for one in found})
-        if found:
-            self._progress.evaluation_n = found[-1].n
+        self._progress.restart(lines, found)
 
     def _make_view(self, stream: TextIO) -> View:
         if self._spec.telemetry.live and stream.isatty():
@@ -174,8 +172,8 @@ class Recorder:
         )
         if name in NOT_PART_OF_A_STEP and self._step_began_s is not None:
             self._step_began_s += float(fields.get("duration_s", 0.0))
-        if name == EVALUATION and "greedy_accuracy" in fields:
-            self._progress.add_evaluation(int(fields.get("step", 0)), fields["greedy_accuracy"], fields.get("n", 0))
+        if name == EVALUATION:
+            self._progress.add_evaluation(read_evaluation(int(fields.get("step", 0)), fields))
         if name in FLEET_EVENTS:
             self._tell(self._fleet_lines.event(name, fields))
         elif self._view:

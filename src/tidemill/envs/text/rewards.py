@@ -53,6 +53,7 @@ class NamedReward:
     inline: bool
     scores: Scores | None = None  # the function itself where it has a queue of its own
     timeout_s: float | None = None  # instead of the scorer's
+    right_at_one: bool = False  # 1 is a right answer and anything less is a wrong one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +194,7 @@ REWARDS: dict[str, Callable[[RewardConfig, Context], RewardFunction]] = {
 }
 INLINE = frozenset({"exact", "numeric", "length", "random"})
 QUEUED = frozenset({"model", "http"})
+RIGHT_AT_ONE = frozenset({"exact", "numeric", "math_verify", "regex", "task"})
 
 
 def build_rewards(configs: Sequence[RewardConfig], context: Context) -> tuple[NamedReward, ...]:
@@ -216,5 +218,6 @@ def build_rewards(configs: Sequence[RewardConfig], context: Context) -> tuple[Na
             inline=config.kind in INLINE,
             scores=scores,
             timeout_s=config.longest_wait_s if scores else None,
+            right_at_one=config.kind in RIGHT_AT_ONE,
         )
     return tuple(rewards.values())

@@ -10,7 +10,7 @@ from typing import Any
 
 from tidemill.config.scoring import RewardConfig, ScoringConfig
 from tidemill.core.errors import ReaderLost, exception_text
-from tidemill.core.records import Prompt, Reward, SampleId, Trajectory
+from tidemill.core.records import RIGHT, Prompt, Reward, SampleId, Trajectory
 from tidemill.envs.text.loop_thread import CallTimeout
 from tidemill.envs.text.rewards import Context, NamedReward, Scores, build_rewards
 from tidemill.envs.text.sample import Sample
@@ -42,11 +42,14 @@ class RewardScorer:
         calls: UserCalls | None = None,
     ) -> None:
         self._rewards, self._timeout_s = rewards, timeout_s
+        counted = [reward for reward in rewards if reward.weight]
+        self._tells_correctness = len(counted) == 1 and counted[0].right_at_one and counted[0].weight == 1
         self._turns = asyncio.Semaphore(concurrency)
         self._calls = calls or UserCalls(most_hanging=max(MOST_HANGING, concurrency))
 
     async def score(self, prompt: Prompt, trajectory: Trajectory) -> Reward:
-        """The weighted sum of all rewards; `components` holds each before its weight.
+        """The weighted sum of all rewards; `components` holds each before its weight. `correct` is known where the only
+        reward that counts is one whose value is 1 for a right answer and less for a wrong one.
 
         One that raises, passes its deadline or returns no finite number makes the sample's reward invalid: value 0,
         and a reason naming reward, fault and sample.
@@ -73,7 +76,8 @@ class RewardScorer:
         if faults:
             reason = f"{'; '.join(faults)} (sample {_name(sample.sample_id)})"
             return Reward(value=0.0, components=components, valid=False, reason=reason)
-        return Reward(value=math.fsum(weighted), components=components)
+        value = math.fsum(weighted)
+        return Reward(value=value, components=components, correct=value >= RIGHT if self._tells_correctness else None)
 
     async def close(self) -> None:
         """End idle threads and cancel what is awaited; calls that hang stay until the process ends."""
@@ -139,7 +143,7 @@ def build_scorer(
 
 
 def evaluation_scoring(scoring: ScoringConfig, *, task: Task) -> ScoringConfig:
-    """What evaluation judges by, so that a value of 1 means a right answer whatever training adds up.
+    """What evaluation judges by: being right where that can be told, whatever training adds up.
 
     It is the run's first reward that compares with the answer, with weight 1. Without one it is the others as they are,
     but for those that say nothing of being right. With none left it is the task's own scorer or the comparison with the

@@ -9,6 +9,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,41 @@ async def test_weighted_rewards_are_summed_and_kept_apart() -> None:
     reward = await judge(build_scorer(scoring, task=TASK, seed=0))
     # 3 tokens against a target of 4: 0.75. 2·1 - 0.5·0.75 + 1·0 = 1.625.
     assert reward == Reward(value=1.625, components={"exact": 1.0, "length": 0.75, "regex": 0.0})
+
+
+EXACT, NUMERIC = RewardConfig(kind="exact"), RewardConfig(kind="numeric", weight=0.5)
+LENGTH = RewardConfig(kind="length", target_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "completion", "correct"),
+    [
+        ((EXACT,), "12\n", True),
+        ((EXACT,), "13\n", False),
+        ((EXACT, RewardConfig(kind="random", weight=0.0)), "12\n", True),  # what counts nothing decides nothing
+        ((EXACT, LENGTH), "12\n", None),
+        ((NUMERIC,), "12\n", None),
+        ((LENGTH,), "12\n", None),
+    ],
+)
+async def test_only_a_comparison_with_the_answer_decides_whether_it_is_right(
+    rewards: tuple[RewardConfig, ...], completion: str, correct: bool | None
+) -> None:
+    built = build_scorer(ScoringConfig(rewards=rewards), task=TASK, seed=0)
+    assert (await judge(built, completion)).correct is correct
+
+
+async def test_part_of_a_reward_is_a_wrong_answer() -> None:
+    task = replace(TASK, check=lambda completion, _: 1.0 if "12" in completion else 0.25)
+    built = build_scorer(ScoringConfig(rewards=(RewardConfig(kind="task"),)), task=task, seed=0)
+    assert await judge(built, "13\n") == Reward(value=0.25, components={"task": 0.25}, correct=False)
+    assert await judge(built, "12\n") == Reward(value=1.0, components={"task": 1.0}, correct=True)
+
+
+@pytest.mark.parametrize("grade", [0.0, 0.9, 1.0, 1.5])
+async def test_a_function_does_not_tell_whether_an_answer_is_right(grade: float) -> None:
+    reward = await judge(scorer(lambda _: grade))
+    assert (reward.value, reward.correct) == (grade, None)
 
 
 async def test_stop_strings_of_the_run_replace_those_of_the_task() -> None:
@@ -293,7 +329,7 @@ async def test_math_verify_runs_in_a_thread_within_our_deadline() -> None:
     pytest.importorskip("math_verify")
     scoring = ScoringConfig(rewards=(RewardConfig(kind="math_verify"),), timeout_s=60)
     built = build_scorer(scoring, task=TASK, seed=0)
-    assert await judge(built, "24/2") == Reward(value=1.0, components={"math_verify": 1.0})
+    assert await judge(built, "24/2") == Reward(value=1.0, components={"math_verify": 1.0}, correct=True)
     await built.close()
 
 

@@ -246,6 +246,17 @@ def test_a_reward_that_fails_costs_its_samples_and_is_told(function: str, reason
     assert ran.err.count(reason) == 1
 
 
+def test_a_run_without_any_valid_sample_exits_3_and_shows_the_first_exception(folder: Path) -> None:
+    rewards = '--scoring.rewards=[{kind="python",function="rewards.py:always"}]'
+    ran = train(rewards, "--trainer.steps=2", "--eval.every_steps=0")
+    assert ran.code == 3
+    assert "no sample got a valid reward (2 steps in a row)" in ran.err
+    warning = next(line for line in ran.err.splitlines() if "not scored" in line)
+    assert "ValueError: cannot read" in warning
+    assert "in always" in warning
+    assert "prompt '" in warning and "completion '" in warning
+
+
 def test_another_models_weights_are_not_taken_for_the_runs(folder: Path) -> None:
     first, second = (
         run_here("model", "get", "char", "--model.char.hidden_size=32", f"--model.char.seed={seed}", "--json").data[

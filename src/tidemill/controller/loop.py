@@ -105,7 +105,7 @@ async def train_loop(
     )
     in_flight = InFlight(plan, version_number=trainer.version.number)
     run = Run(spec, source, trainer, eval_scorer, checkpoints, rollout, in_flight)
-    scores, updates = ScoreGuard(), UpdateGuard(spec.trainer.steps)
+    scores, updates = ScoreGuard(spec.trainer.steps), UpdateGuard(spec.trainer.steps)
     await run.resume()
     try:
         await run.evaluate_start()

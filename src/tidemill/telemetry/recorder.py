@@ -43,6 +43,9 @@ from tidemill.telemetry.summary import build_summary
 Outcome: TypeAlias = Literal["finished", "interrupted", "failed"]
 BEGINS_A_STEP = ("rollout", "training")
 
+LONGEST_EXCERPT = 60
+"""Characters of a prompt or completion in a warning."""
+
 
 class Recorder:
     """Implements core.protocols.Telemetry for one session of a run. Use it as a context manager, or call `close`."""
@@ -219,16 +222,23 @@ class Recorder:
             kept = [pairs[index] for index in chosen(len(pairs), self._spec.telemetry.samples_per_step)]
             lines = [sample_line(step, trajectory, prompt, self._texts) for trajectory, prompt in kept]
             write_samples(self.run.samples / samples_name(step, purpose), lines)
-        self._note_faults(step, trajectories)
+        self._note_faults(step, trajectories, prompts)
 
-    def _note_faults(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        """Tell a kind of reward fault the first time it is met: a run whose rewards all fail should not look busy."""
-        reasons = [each.reward.reason for each in trajectories if each.reward is not None and not each.reward.valid]
-        new = [reason for reason in reasons if reason.partition(" (sample ")[0] not in self._known_faults]
-        self._known_faults |= {reason.partition(" (sample ")[0] for reason in new}
+    def _note_faults(self, step: int, trajectories: Sequence[Trajectory], prompts: Sequence[Prompt]) -> None:
+        """Warn of a kind of reward fault when it occurs first, with its sample."""
+        faults = {
+            index: each.reward.reason
+            for index, each in enumerate(trajectories)
+            if each.reward is not None and not each.reward.valid
+        }
+        new = [index for index, reason in faults.items() if _kind_of_fault(reason) not in self._known_faults]
+        self._known_faults |= {_kind_of_fault(faults[index]) for index in new}
         if new:
+            first = new[0]
+            prompt, completion = _excerpt(prompts[first].text), _excerpt(trajectories[first].text)
             self.note(
-                f"warning: {len(reasons)} of {len(trajectories)} samples of step {step} not scored, one: {new[0]}"
+                f"warning: {len(faults)} of {len(trajectories)} samples of step {step} not scored, "
+                f"one: {faults[first]}; prompt {prompt}, completion {completion}"
             )
 
     def progress(self, phase: str, done: int, total: int) -> None:
@@ -313,3 +323,13 @@ class Recorder:
         except Exception as second:  # noqa: BLE001 - a full disk, most likely; the error that ended the run is shown
             self.note(f"no summary written: {second}")
             self.close("failed")
+
+
+def _kind_of_fault(reason: str) -> str:
+    """Reward and exception type, of `reward NAME: TYPE: message (sample ...)`."""
+    return ": ".join(reason.partition(" (sample ")[0].split(": ")[:2])
+
+
+def _excerpt(text: str) -> str:
+    """The last characters of a text, quoted."""
+    return repr(text if len(text) <= LONGEST_EXCERPT else f"…{text[-LONGEST_EXCERPT:]}")

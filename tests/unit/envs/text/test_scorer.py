@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import subprocess
 import sys
 import textwrap
@@ -154,10 +155,13 @@ async def test_a_fault_is_reported_with_reward_type_message_and_sample() -> None
     built = scorer(fails, fine, fails_later)
     reward = await judge(built, index=5)
     assert (reward.valid, reward.value, reward.components) == (False, 0.0, {"reward1": 1.0})
-    assert reward.reason == (
-        "reward reward0: KeyError: 'no\\nsuch key'; reward reward2: ZeroDivisionError: division by zero "
-        "(sample train p epoch 0 index 5)"
-    )
+    place = r" \(test_scorer\.py:\d+ in %s\)"
+    assert re.fullmatch(
+        r"reward reward0: KeyError: 'no\\nsuch key'" + place % "fails"
+        + "; reward reward2: ZeroDivisionError: division by zero" + place % "fails_later"
+        + r" \(sample train p epoch 0 index 5\)",
+        reward.reason,
+    )  # fmt: skip
     await built.close()
 
 

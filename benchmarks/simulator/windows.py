@@ -61,7 +61,7 @@ class Effect:
 def unmoved(instances: int, off_s: float) -> Steady:
     """With a window that stays so many seconds off from the one that is found."""
     window_s = max(FOUND_WINDOWS_S[ROW][instances - 1] + off_s, 0.0)
-    return steady(ROW, FITTED[ROW], instances, seed_window_s=window_s, **UNMOVED)
+    return steady(ROW, FITTED, instances, seed_window_s=window_s, **UNMOVED)
 
 
 def wrong_windows(pool: ProcessPoolExecutor) -> dict[int, dict[float, Steady]]:
@@ -73,11 +73,11 @@ def wrong_windows(pool: ProcessPoolExecutor) -> dict[int, dict[float, Steady]]:
 
 def swinging(few: int, many: int, every_s: float, name: str, seed: int) -> float:
     """Tokens per second with many instances and few by turns."""
-    system, fitted = published_system(ROW, seed=seed, **ABLATIONS[name]), FITTED[ROW]
+    system = published_system(ROW, seed=seed, **ABLATIONS[name])
     run = simulate_run(
         system.spec,
-        plant(ROW, fitted),
-        workload(fitted),
+        plant(ROW, FITTED),
+        workload(),
         swings(few, many, every_s),
         seconds=SWINGING_S,
         most_workers=many,

@@ -15,7 +15,7 @@ from tidemill.cli.arguments import Items
 from tidemill.cli.plan import shown
 from tidemill.cli.plan.options import CatalogFile, Explain, Model, Params, Whole, lengths_given, shape_of
 from tidemill.cli.plan.placement import Machines, Preemptible, Prices, estimate_data, offers_of, with_prices
-from tidemill.cli.plan.recipe_model import shape_of_model
+from tidemill.cli.plan.recipe_model import models_of, shape_of_model
 from tidemill.cli.result import Json, Result
 from tidemill.config.load import load_spec
 from tidemill.config.schema import RunSpec
@@ -152,7 +152,7 @@ def _measured(spec: RunSpec) -> RunProfile:
 def _of_this_machine(spec: RunSpec, profile: RunProfile, found: Forecast, *, explain: bool) -> Result:
     sheet = Sheet()
     derive(found, sheet)
-    memory = memory_on_this_machine(spec, shape_of_model(spec.model), profile, sheet)
+    memory = memory_on_this_machine(spec, models_of(spec), profile, sheet)
     differences = unlike(profile, spec)
     data = {
         **as_data(found),
@@ -163,8 +163,8 @@ def _of_this_machine(spec: RunSpec, profile: RunProfile, found: Forecast, *, exp
     lines = [
         *as_text(spec, found),
         *shown.plain(
-            f"memory: {size(memory)} of states, microbatch and cache; the measured run took "
-            f"{size(profile['peak_rss_bytes'])} at most"
+            f"memory: {size(memory)} at most, of models, microbatch, cache and libraries; the measured run took "
+            f"{size(profile['peak_rss_bytes'])}"
         ),
         *shown.notes((*(f"warning: {difference}" for difference in differences), *found.notes)),
     ]

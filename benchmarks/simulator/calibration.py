@@ -44,7 +44,7 @@ STEPS, MEASURED = 20, 14
 """Steps simulated with instances, and of those the last ones that count."""
 COLOCATED_STEPS = 10
 ROW = "8B"
-CANDIDATES = list(product((0.4, 0.5, 0.6, 0.7), (0.33, 0.41, 0.49)))
+CANDIDATES = list(product((0.45, 0.5, 0.55, 0.6), (0.37, 0.41, 0.45, 0.49, 0.53, 0.57)))
 """Bandwidth, compute."""
 
 

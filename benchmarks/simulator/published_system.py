@@ -47,6 +47,10 @@ WINDOWS_S = {"8B": (190.0, 160.0, 105.0, 70.0), "14B": (346.0, 212.0, 145.0, 60.
 DYNAMIC_SPEEDUP = {"8B": 1.66, "14B": 1.97}
 TOKENS_PER_USD = {"8B": 1.34, "14B": 1.49}
 NO_SEEDING, MEMORY = -0.19, 0.06
+SHORT_SPEEDUP = 1.47
+"""8B with 3 instances over colocated, responses of at most 5k tokens."""
+OVER_DOUBLED = 1.24
+"""14B, instances that come and go, over colocated on twice the reserved machines: at most."""
 SAVED_BY_MIGRATING = {100: 0.33, 200: 0.76}
 """Of what killing 3 of 6 instances so many seconds into a step adds to it, compared with computing anew."""
 
@@ -90,6 +94,8 @@ class Setting(Record):
 
 
 SETTING = Setting()
+SHORT = Setting(mean_tokens=3605.0, longest=5120)
+"""The same lengths, cut earlier."""
 FITTED = Calibration(bandwidth=0.55, compute=0.41)
 
 

@@ -77,7 +77,7 @@ def test_a_step_is_reported_in_wall_time_and_its_cpu_time_apart() -> None:
     cpu_s = engine_s + sum(values["cpu_train_s"] + values["cpu_controller_s"] for values in usual)
     assert found.step_s.value == pytest.approx(sum(values["time_step_s"] for values in usual) / len(usual))
     assert found.step_cpu_s.value == pytest.approx(cpu_s / len(usual))
-    assert found.step_cpu_s.value < 0.75 * found.step_s.value
+    assert found.step_cpu_s.value < found.step_s.value
 
 
 def test_on_a_machine_that_others_used_waiting_for_a_processor_is_no_part_of_a_step() -> None:

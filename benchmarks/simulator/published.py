@@ -163,9 +163,9 @@ def static_lines(pool: ProcessPoolExecutor) -> Iterator[Line]:
             yield Line(f"{row} with {instances}, over colocated", speedup, simulated, kind)
         for instances, window_s in enumerate(WINDOWS_S[row], start=1):
             yield Line(f"{row} with {instances}, seeding window, s", window_s, found[instances].window_s, "predicted")
-    few = {instances: pool.submit(steady, "8B", FITTED, instances, setting=SHORT) for instances in (0, 3)}
+    few = {instances: pool.submit(steady, "14B", FITTED, instances, setting=SHORT) for instances in (0, 3)}
     speedup = few[3].result().tokens_per_s / few[0].result().tokens_per_s
-    yield Line(f"8B with 3, cut at {SHORT.longest:,} tokens, over colocated", SHORT_SPEEDUP, speedup, "predicted")
+    yield Line(f"14B with 3, cut at {SHORT.longest:,} tokens, over colocated", SHORT_SPEEDUP, speedup, "predicted")
 
 
 def dynamic_lines(totals: dict[tuple[str, str], Total]) -> Iterator[Line]:

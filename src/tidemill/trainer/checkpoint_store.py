@@ -119,7 +119,7 @@ class CheckpointStore:
         for step, path in self._visible():
             try:
                 manifest = read_manifest(path)
-            except (OSError, msgspec.MsgspecError):
+            except (OSError, msgspec.DecodeError):
                 continue
             found.append(StoredCheckpoint(step=step, path=path, score=manifest.score, bytes=manifest.bytes))
         return found

@@ -263,3 +263,23 @@ def test_files_and_folders_are_flushed_before_the_rename(tmp_path: Path, monkeyp
     before, after = flushed[: flushed.index("rename to step_1")], flushed[flushed.index("rename to step_1") + 1 :]
     assert {"model", "moments", "checkpoint.json", "state", ".writing-step_1"} <= set(before)
     assert after == ["c"]
+
+
+def test_any_flipped_bit_of_the_newest_manifest_leaves_a_whole_checkpoint_to_resume_from(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep_last=2)
+    store.write(1, payload("older"), score=0.25)
+    newest = store.write(2, payload(), score=0.5)
+    manifest = newest.path / "checkpoint.json"
+    whole = manifest.read_bytes()
+    for position, byte in enumerate(whole):
+        for bit in range(8):
+            manifest.write_bytes(whole[:position] + bytes([byte ^ 1 << bit]) + whole[position + 1 :])
+            latest = store.latest()
+            assert latest.checkpoint is not None
+            if latest.checkpoint != newest:  # else the flip changed nothing that is read
+                assert latest.checkpoint.step == 1, (position, bit)
+                assert [(each.path.name, bool(each.reason)) for each in latest.passed_over] == [("step_2", True)]
+    manifest.write_bytes(whole.replace(b"model", b"mod\xe5l"))
+    assert store.best() == store.latest().checkpoint  # the one of step 1
+    store.write(3, payload())
+    assert [each.step for each in store.checkpoints()] == [1, 3]

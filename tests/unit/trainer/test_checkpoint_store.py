@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from tidemill.core.errors import UserError
+from tidemill.models.checkpoint_pin import pinned, unpinned
 from tidemill.trainer.checkpoint_store import CheckpointStore
 
 
@@ -283,3 +285,41 @@ def test_any_flipped_bit_of_the_newest_manifest_leaves_a_whole_checkpoint_to_res
     assert store.best() == store.latest().checkpoint  # the one of step 1
     store.write(3, payload())
     assert [each.step for each in store.checkpoints()] == [1, 3]
+
+
+def test_a_checkpoint_that_is_being_read_is_deleted_with_a_later_one(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep_last=1)
+    first = store.write(1, payload())
+    with pinned(first.path) as there, pinned(first.path) as there_for_a_second_reader:
+        assert there
+        assert there_for_a_second_reader
+        store.write(2, payload())
+        assert names(tmp_path) == {"step_1", "step_2"}
+    with pinned(first.path) as there:
+        assert there
+    store.write(3, payload())
+    assert names(tmp_path) == {"step_3"}
+    with pinned(first.path) as there:
+        assert not there
+
+
+def test_a_checkpoint_that_is_being_deleted_cannot_be_pinned(tmp_path: Path) -> None:
+    folder = CheckpointStore(tmp_path, keep_last=1).write(1, payload()).path
+    with unpinned(folder) as free:
+        assert free
+        with pinned(folder) as there:
+            assert not there
+    with pinned(folder) as there:
+        assert there
+
+
+def test_file_systems_without_locks_pin_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*_: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    store = CheckpointStore(tmp_path, keep_last=1)
+    with pinned(store.write(1, payload()).path) as there:
+        assert there
+        store.write(2, payload())
+    assert names(tmp_path) == {"step_2"}

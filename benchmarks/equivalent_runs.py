@@ -57,22 +57,23 @@ class Comparison(Record):
     same_files: bool  # the final checkpoint's weights, byte by byte
 
 
-def char_spec(directory: Path, *, workers: int, steps: int, seed: int = 0) -> RunSpec:
+def char_spec(directory: Path, *, workers: int, steps: int, seed: int = 0, lag: int = 0) -> RunSpec:
     """The recipe, with completions of up to 32 tokens. `workers` 0 generates everything on the reserved side."""
     here = {
         "run": {"dir": directory, "seed": seed},
         "trainer": {"steps": steps},
         "pool": {"kind": "static", "workers": workers},
+        "schedule": {"max_policy_lag": lag, "unfinished": "wait" if lag else "continue"},
     }
     return RunSpec.model_validate(merge(merge(tomllib.loads(RECIPE.read_text()), CHANGES), here))
 
 
-def quiet_run(directory: Path, *, steps: int, seed: int = 0) -> dict[str, Any]:
+def quiet_run(directory: Path, *, steps: int, seed: int = 0, lag: int = 0) -> dict[str, Any]:
     """Its summary."""
-    return train(char_spec(directory, workers=0, steps=steps, seed=seed), telemetry_stream=io.StringIO())
+    return train(char_spec(directory, workers=0, steps=steps, seed=seed, lag=lag), telemetry_stream=io.StringIO())
 
 
-def disturbed_run(directory: Path, *, steps: int, seed: int = 0) -> Disturbed:
+def disturbed_run(directory: Path, *, steps: int, seed: int = 0, lag: int = 0) -> Disturbed:
     """The same run with workers that vanish."""
     hired: list[Saboteur] = []
 
@@ -80,7 +81,7 @@ def disturbed_run(directory: Path, *, steps: int, seed: int = 0) -> Disturbed:
         hired.append(Saboteur(host, clock=clock, workers=WORKERS, seed=seed))
         return hired[0]
 
-    spec = char_spec(directory, workers=WORKERS, steps=steps, seed=seed)
+    spec = char_spec(directory, workers=WORKERS, steps=steps, seed=seed, lag=lag)
     summary = train(spec, telemetry_stream=io.StringIO(), open_machinery=sabotaged(hire))
     told = (line for _, line in read_lines(directory / "events.jsonl"))
     seen = frozenset(line["lease"] for line in told if line["event"] == EVICTION)

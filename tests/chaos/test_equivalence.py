@@ -45,3 +45,17 @@ def test_a_run_whose_workers_vanish_learns_the_very_same(tmp_path: Path) -> None
     assert [one for one in (*told, *pulling, *joining) if one.tokens_lost] == []
     # What the fleet had was trained on: no token was made twice for want of the first.
     assert sum(tokens_by_kind(disturbed).values()) == sum(tokens_by_kind(quiet).values()) == difference.tokens
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("lag", [2, 3])
+def test_ahead_of_training_it_learns_the_very_same_when_publishes_wait(tmp_path: Path, lag: int) -> None:
+    quiet, disturbed = tmp_path / "quiet", tmp_path / "disturbed"
+    expected = quiet_run(quiet, steps=STEPS, lag=lag)
+    found = disturbed_run(disturbed, steps=STEPS, lag=lag)
+
+    assert found.summary["evictions"] >= 10 and found.summary["migrations"] > 20
+    difference = compare(quiet, disturbed)
+    assert difference.differing_tokens == difference.differing_samples == difference.differing_steps == 0
+    assert difference.same_files
+    assert found.summary["weights_digest"] == expected["weights_digest"]

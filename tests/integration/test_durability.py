@@ -17,6 +17,11 @@ rank = 4
 [algorithm]
 kl_beta = 0.01
 """
+AHEAD = """
+[schedule]
+max_policy_lag = 2
+unfinished = "wait"
+"""
 
 
 @pytest.fixture
@@ -27,9 +32,12 @@ def recipe(tmp_path: Path) -> Path:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("more", ["", WITH_ADAPTER], ids=["whole", "adapter"])
+@pytest.mark.parametrize("more", ["", WITH_ADAPTER, AHEAD], ids=["whole", "adapter", "ahead"])
 def test_killed_at_random_moments_and_inside_a_checkpoint(more: str, recipe: Path, tmp_path: Path) -> None:
-    recipe.write_text(RECIPE + more)
+    text = RECIPE + more
+    if more == AHEAD:  # samples so long that they would span publishes
+        text = text.replace("max_new_tokens = 12", "max_new_tokens = 48")
+    recipe.write_text(text)
     quiet, torn = tmp_path / "quiet", tmp_path / "torn"
     quiet_run(recipe, quiet)
     expected = learned(quiet)

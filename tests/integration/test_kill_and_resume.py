@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Iterable
 from typing import Any
@@ -256,10 +257,10 @@ def run_of_six() -> Session:
     return live(Disk(), spec=small_spec(trainer={"steps": 6}))
 
 
-def ahead(unfinished: str) -> Any:
+def ahead(unfinished: str, lag: int = 2) -> Any:
     return small_spec(
         algorithm={"correction": {"kind": "mu_step"}},
-        schedule={"max_policy_lag": 2, "unfinished": unfinished},
+        schedule={"max_policy_lag": lag, "unfinished": unfinished},
         sampling={"max_new_tokens": 24},
         trainer={"steps": 5},
         checkpoint={"every_steps": 3},
@@ -287,7 +288,42 @@ def writes_beside_publishes(spec: Any) -> list[int]:
     return cuts
 
 
-@pytest.mark.parametrize("unfinished", ["continue", "finish"])
+@functools.cache
+def quiet_run_ahead(lag: int, unfinished: str) -> Session:
+    return live(Disk(), spec=ahead(unfinished, lag))
+
+
+@pytest.mark.parametrize("lag", [1, 2, 3])
+def test_killed_anywhere_ahead_of_training_it_learns_the_same_when_publishes_wait(lag: int) -> None:
+    spec, quiet = ahead("wait", lag), quiet_run_ahead(lag, "wait")
+    assert max(len(sample[8:]) for group in quiet.trainer.state.history[-1] for sample in group[2]) == lag  # type: ignore[index]
+    for cut in range(400, quiet.journal.written, 611):
+        disk = Disk()
+        assert live(disk, power_cut_after=cut, spec=spec).result is None, cut
+        resumed = live(disk, spec=spec)
+        assert resumed.trainer.state == quiet.trainer.state, cut
+
+
+@pytest.mark.parametrize("tenths", range(5, 205, 8))
+def test_stopped_while_a_publish_waits_it_learns_the_same(tenths: int) -> None:
+    """The trainer is then a version ahead of what was published: no checkpoint may hold its weights."""
+    spec, disk = ahead("wait", 2), Disk()
+
+    async def main() -> Session:
+        session = Session(disk=disk, spec=spec)
+        session.engine.per_poll = 1  # slow, so that publishes wait for it
+        asyncio.get_running_loop().call_later(tenths / 10, session.stop.set)
+        session.result = await session.run()
+        return session
+
+    stopped = run_virtual(main())
+    assert stopped.result is not None and stopped.result.interrupted
+    assert all(step == state.version.number for step, state in disk.checkpoints.items())
+
+    assert live(disk, spec=spec).trainer.state == quiet_run_ahead(2, "wait").trainer.state
+
+
+@pytest.mark.parametrize("unfinished", ["continue", "finish", "wait"])
 def test_killed_beside_what_a_publish_says_it_learns_again_what_it_had_learned(unfinished: str) -> None:
     """Ahead of training a run depends on time; but what it told of it learns again to the bit, publish for publish.
 
@@ -303,7 +339,7 @@ def test_killed_beside_what_a_publish_says_it_learns_again_what_it_had_learned(u
         assert resumed.trainer.state.history[:told] == killed.trainer.state.history[:told], cut
         for step, batch in enumerate(resumed.trainer.state.history):
             for sample in (sample for group in batch for sample in group[2]):  # type: ignore[index]
-                if unfinished == "continue":
+                if unfinished != "finish":
                     assert len(sample[8:]) == step - sample[7][0].version.number, cut  # no publish is missing
                 replayed += resumed.result.resumed_from <= step < told and len(sample[8:]) > 0
     assert replayed > 10

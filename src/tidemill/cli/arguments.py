@@ -22,7 +22,8 @@ from tidemill.config.schema import RunSpec
 from tidemill.config.toml import to_toml
 from tidemill.core.errors import UserError
 from tidemill.models.checkpoint_pin import pinned
-from tidemill.models.folder import ADAPTER_CONFIG, CONFIG
+from tidemill.models.config_file import CONFIG
+from tidemill.models.folder import ADAPTER_CONFIG
 
 Items = Annotated[
     str,

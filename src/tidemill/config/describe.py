@@ -60,6 +60,12 @@ def notes(spec: RunSpec, derived: Derived) -> list[str]:
     """Settings that are allowed and will probably not do what was hoped."""
     found = [*without_effect(spec), *pool_notes(spec), *reader_notes(spec)]
     found += _algorithm_notes(spec)
+    if spec.engine.batch_invariant and not spec.schedule.one_version:
+        found.append(
+            f"engine.batch_invariant alone does not make runs reproducible at schedule.max_policy_lag = "
+            f"{spec.schedule.max_policy_lag}: timing decides which version makes a token; "
+            'schedule.unfinished = "wait" pins it'
+        )
     if not derived.optimizer_steps:
         found.append(
             f"the policy never learns: algorithm.critic_warmup_steps = {number(spec.algorithm.critic_warmup_steps)} "
@@ -142,6 +148,7 @@ def _schedule(spec: RunSpec) -> str:
         "continue": "go on under them",
         "finish": "are finished under the old ones",
         "restart": "begin again",
+        "wait": "are waited for",
     }
     limit = {"wait": "the batch waits for it", "restart": "it begins again", "drop": "it is given up"}
     members = "the groups finished first" if schedule.membership == "first_finished" else "the step's own prompts"

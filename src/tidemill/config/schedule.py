@@ -23,9 +23,11 @@ class ScheduleConfig(Config):
     membership: Literal["planned", "first_finished"] = "planned"
     """planned: each batch has the prompts of its step. first_finished: a batch is the groups that are finished first,
     and stragglers go into a later one."""
-    unfinished: Literal["continue", "finish", "restart"] = "continue"
+    unfinished: Literal["continue", "finish", "restart", "wait"] = "continue"
     """What a sample under way does when new weights are published: goes on under them, is finished under those it began
-    with (its worker takes no new samples until then; an evaluation calls it back all the same), or begins again."""
+    with (its worker takes no new samples until then; an evaluation calls it back all the same), or begins again. wait:
+    the publish waits until every sample under way is finished and scored. With membership = "planned" the version that
+    makes a sample then does not depend on timing, so evictions and kills do not change what is learned at any lag."""
     on_lag_limit: Literal["wait", "restart", "drop"] = "wait"
     """A group that would grow older than max_policy_lag: the batch waits for it, it begins again, or it is given up
     (which favours short completions, and is counted)."""
@@ -41,6 +43,11 @@ class ScheduleConfig(Config):
             most = self.max_policy_lag * batch_groups
             return min(most, batch_groups - renewed) if renewed else most
         return self.overcommit
+
+    @property
+    def one_version(self) -> bool:
+        """Whether the newest version alone makes every sample: nothing is under way when it is published."""
+        return self.max_policy_lag == 0 or self.unfinished == "wait"
 
     @model_validator(mode="after")
     def _possible(self) -> ScheduleConfig:

@@ -101,7 +101,7 @@ async def train_loop(
         run_seed=spec.run.seed,
         group_size=spec.batch.group_size,
         sampling=sampling_params(spec, codec, stop_strings),
-        exact_version=spec.schedule.max_policy_lag == 0,
+        exact_version=spec.schedule.one_version,
     )
     in_flight = InFlight(plan, version_number=trainer.version.number)
     run = Run(spec, source, trainer, eval_scorer, checkpoints, rollout, in_flight)

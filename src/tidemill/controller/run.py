@@ -257,6 +257,7 @@ class Run:
         rollout, step, version = self.rollout, self.step + 1, self.trainer.version
         with rollout.span("training", step=step):
             metrics = await self._train(self.trainer.commit(step), f"the trainer to commit step {step}")
+        await self._finish_under_way(forming)
         if "time_train_s" in metrics.values:  # without its waits for the device
             self.timings["time_train_s"] = metrics.values["time_train_s"]
         told = sample_figures(trajectories)
@@ -293,6 +294,21 @@ class Run:
             figures["tokens_per_s"] = tally.tokens_accepted / generating_s
         # Where both know a number, the trainer's counts: it measures on its own thread.
         return msgspec.structs.replace(metrics, values={**figures, **metrics.values})
+
+    async def _finish_under_way(self, forming: Forming) -> None:
+        """With `unfinished = "wait"`: wait until every group that the published weights can generate is scored."""
+        while self.spec.schedule.unfinished == "wait" and (position := self._under_way(forming)) is not None:
+            while position in self.in_flight.groups and position not in self.assembly.complete:
+                await self._add(await self._collection.next(), forming)
+
+    def _under_way(self, forming: Forming) -> int | None:
+        """A group beside the batch that is not scored yet, or None. After a restart, groups begun under versions that
+        have not been made again do not count: they cannot be generated before the publish."""
+        newest, done = self.in_flight.newest_version, {*forming.taken, *self.assembly.complete}
+        groups = self.in_flight.groups.items()
+        return next(
+            (position for position, group in groups if position not in done and group.from_version <= newest), None
+        )
 
     def _finishing(self) -> Sequence[str]:
         """Leases whose workers go on under their weights until they have nothing left."""
@@ -374,7 +390,8 @@ class Run:
 
     async def checkpoint_if_newer(self) -> None:
         """Before an early end; without it if the trainer does not answer in time."""
-        if self.step > self.checkpointed and self.trainer_answers:
+        committed = self.trainer.version.number == self.step  # or it stopped between a commit and its publish
+        if self.step > self.checkpointed and self.trainer_answers and committed:
             with suppress(StopRequested):
                 await self._checkpoint()
 

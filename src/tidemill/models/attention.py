@@ -14,9 +14,11 @@ from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from tidemill.core.errors import UserError
+from tidemill.models.library_mask import LibraryMask, MaskFunction
 from tidemill.models.token_tree import TokenTree
 
 IMPLEMENTATION = "tidemill"
+_WINDOW = "_tidemill_window"  # attribute of an attention module
 
 
 class AttentionPlan(Protocol):
@@ -27,10 +29,10 @@ class AttentionPlan(Protocol):
         layer: int,
         query: torch.Tensor,  # [1, heads, N, head_dim]
         key: torch.Tensor,  # [1, kv_heads, N, head_dim]
-        value: torch.Tensor,  # [1, kv_heads, N, head_dim]
+        value: torch.Tensor,  # [1, kv_heads, N, value_dim]
         scaling: float,
         window: int | None,
-    ) -> torch.Tensor:  # [1, heads, N, head_dim]
+    ) -> torch.Tensor:  # [1, heads, N, value_dim]
         ...
 
 
@@ -62,8 +64,7 @@ class TreePlan:
         window: int | None,
     ) -> torch.Tensor:
         if window not in self._masks:
-            mask = self._tree.ancestor_mask(self._device, window=window)
-            self._masks[window] = mask[None, None]
+            self._masks[window] = self._tree.ancestor_mask(self._device, window=window)[None, None]
         return masked_attention(query, key, value, self._masks[window], scaling)
 
 
@@ -72,32 +73,54 @@ def _attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: LibraryMask | torch.Tensor | None,
     *,
     scaling: float,
-    plan: AttentionPlan,
+    plan: AttentionPlan | None = None,
     dropout: float = 0.0,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
+    if plan is None:
+        raise unsupported(module, "does not pass the arguments of a call on to its attention")
     if softcap is not None or s_aux is not None:
-        raise UserError(
-            f"{type(module).__name__} uses attention soft-capping or sinks, which Tidemill does not compute",
-            where="model.source",
-            cure="choose a model without them (Llama, Qwen3, Gemma 3, SmolLM2, ...)",
-        )
-    out = plan.attend(int(module.layer_idx), query, key, value, scaling, sliding_window)  # type: ignore[arg-type]
+        raise unsupported(module, "uses attention soft-capping or sinks, which Tidemill does not compute")
+    out = plan.attend(int(module.layer_idx), query, key, value, scaling, _window(module, attention_mask))  # type: ignore[arg-type]
     return out.transpose(1, 2), None
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    """The plan knows who sees whom; the library need not build a mask."""
+def _window(module: torch.nn.Module, mask: LibraryMask | torch.Tensor | None) -> int | None:
+    """Determined from the mask of the layer's first call, and kept with the layer."""
+    if not hasattr(module, _WINDOW):
+        if not isinstance(mask, LibraryMask):
+            raise unsupported(module, "builds its attention mask without transformers' mask interface")
+        try:
+            setattr(module, _WINDOW, mask.window())
+        except ValueError as error:
+            raise unsupported(module, str(error)) from error
+    window: int | None = getattr(module, _WINDOW)
+    return window
+
+
+def _library_mask(
+    *_: Any, mask_function: MaskFunction, device: torch.device, local_size: int | None = None, **__: Any
+) -> LibraryMask:
+    """The plan masks every call; transformers need only say which kind of mask a layer has."""
+    return LibraryMask(mask_function, local_size, device)
+
+
+def unsupported(module: torch.nn.Module, why: str) -> UserError:
+    """The error for an architecture that the packed forward does not compute."""
+    return UserError(
+        f"{type(module).__name__} {why}",
+        where="model.source",
+        cure="choose a model of a supported family (docs/models.md lists them)",
+    )
 
 
 AttentionInterface.register(IMPLEMENTATION, _attention)
-AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
+AttentionMaskInterface.register(IMPLEMENTATION, _library_mask)
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:
@@ -107,19 +130,24 @@ def use_packed_attention(model: PreTrainedModel) -> None:
         UserError: when the model's attention cannot be replaced.
     """
     if not model._supports_attention_backend:
-        raise UserError(
-            f"{type(model).__name__} does not take its attention from transformers' attention interface",
-            where="model.source",
-            cure="choose a model that does (Llama, Qwen3, Gemma 3, SmolLM2, ...)",
-        )
+        raise unsupported(model, "does not take its attention from transformers' attention interface")
     model.set_attn_implementation(IMPLEMENTATION)
+
+
+def use_own_attention(model: PreTrainedModel) -> None:
+    """Make `model` attend as transformers does without Tidemill: the reference that its forward is compared with."""
+    model.set_attn_implementation("eager")
 
 
 def hidden_states(
     model: PreTrainedModel, token_ids: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan
 ) -> torch.Tensor:
     """Last hidden states [N, hidden] of packed tokens [N] at `positions` [N]."""
-    output = model.base_model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, plan=plan)
+    # Without a mask the library would look for the starts of packed sequences in the positions.
+    mask = torch.ones((1, len(token_ids)), dtype=torch.bool, device=token_ids.device)
+    output = model.base_model(
+        input_ids=token_ids[None], attention_mask=mask, position_ids=positions[None], use_cache=False, plan=plan
+    )
     hidden: torch.Tensor = output.last_hidden_state[0]
     return hidden
 
@@ -134,11 +162,7 @@ def vocabulary_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Ten
     config = model.config
     for unknown in ("logit_scale", "logits_scaling", "lm_head_multiplier"):
         if getattr(config, unknown, None) not in (None, 1, 1.0):
-            raise UserError(
-                f"{type(model).__name__} scales its logits by {unknown}, which Tidemill does not compute",
-                where="model.source",
-                cure="choose a model without it (Llama, Qwen3, Gemma 3, SmolLM2, ...)",
-            )
+            raise unsupported(model, f"scales its logits by {unknown}, which Tidemill does not compute")
     softcap = getattr(config, "final_logit_softcapping", None)
     logits = logits.float()
     return torch.tanh(logits / softcap) * softcap if softcap else logits

@@ -23,7 +23,7 @@ class Piece:
 
     tokens: int
     keys: tuple[Tensor, ...]  # by layer, [kv_heads, tokens, head_dim]
-    values: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]  # [kv_heads, tokens, value_dim]
     last: Tensor  # [1, hidden], of its last token
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from tidemill.core.errors import UserError
 from tidemill.core.records import Message
-from tidemill.models.quiet import quiet
+from tidemill.models.auto import load_tokenizer
 
 
 class TextCodec:
@@ -170,20 +170,7 @@ def load_codec(folder: Path) -> TextCodec:
     Raises:
         UserError: the tokenizer is missing or damaged.
     """
-    try:
-        with quiet():
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, use_fast=True)
-    except Exception as error:  # a damaged tokenizer.json raises a bare Exception
-        reason = str(error).strip().split("\n", 1)[0][:300]
-        raise UserError(
-            f"the tokenizer cannot be loaded: {reason}",
-            where=str(folder),
-            cure="copy or download the model's tokenizer files again",
-        ) from error
-    if not getattr(tokenizer, "is_fast", False):
-        raise UserError(
-            "the tokenizer has no tokenizer.json", where=str(folder), cure="save it once with a version that writes one"
-        )
+    tokenizer = load_tokenizer(folder)
     return TextCodec(tokenizer, _stop_token_ids(folder, tokenizer))
 
 

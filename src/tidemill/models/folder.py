@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from tidemill.core.errors import UserError
+from tidemill.models.config_file import CONFIG, read_config
 from tidemill.models.safetensors_files import stored_tensors
 
-CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
 DESCRIPTION = "tidemill.json"  # of a folder with a head; see models.heads
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
@@ -67,24 +68,23 @@ def check_folder(folder: Path) -> Path:
     return folder
 
 
-def check_config(folder: Path) -> None:
-    """Raises UserError unless config.json is a readable model configuration."""
+def check_config(folder: Path) -> dict[str, Any]:
+    """The content of a folder's config.json.
+
+    Raises:
+        UserError: it is missing or no model configuration; naming the field.
+    """
     path = folder / CONFIG
     if not path.is_file():
         if holds_adapter(folder):
             raise _unmerged(folder)
         raise UserError("the folder has no config.json", where=str(folder), cure="give a Hugging Face model folder")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
-        raise UserError(
-            "the model configuration is not valid JSON", where=f"{path}{line}", cure="copy or download the file again"
-        ) from error
-    if not isinstance(config, dict) or "model_type" not in config:
+    config = read_config(path)
+    if not isinstance(config.get("model_type"), str):
         raise UserError(
             "the model configuration names no model_type", where=str(path), cure="give a Hugging Face model folder"
         )
+    return config
 
 
 def _unmerged(folder: Path) -> UserError:

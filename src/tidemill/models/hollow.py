@@ -5,14 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.initialization import no_init_weights
+from transformers import PreTrainedModel
 
 from tidemill.config.model import ModelConfig
-from tidemill.core.errors import UserError
 from tidemill.models.attention import use_packed_attention
+from tidemill.models.auto import build_unloaded, configured_context, load_config
 from tidemill.models.lora import attach_adapter
-from tidemill.models.quiet import quiet
 from tidemill.models.snapshots import empty_twin
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
@@ -28,7 +26,7 @@ def shell_files(folder: Path) -> dict[str, bytes]:
 
 def stored_context_limit(folder: Path) -> int:
     """`loading.context_limit` of the model in a folder, which is not loaded."""
-    return int(_config(folder).get_text_config().max_position_embeddings)
+    return configured_context(load_config(folder))
 
 
 def check_adapter(folder: Path, config: ModelConfig) -> None:
@@ -38,7 +36,7 @@ def check_adapter(folder: Path, config: ModelConfig) -> None:
         UserError: as `hollow_model`.
     """
     with torch.device("meta"):
-        attach_adapter(_unfilled(folder, torch.float32), config)
+        attach_adapter(build_unloaded(folder, torch.float32), config)
 
 
 def hollow_model(folder: Path, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
@@ -51,7 +49,7 @@ def hollow_model(folder: Path, config: ModelConfig, *, device: torch.device, dty
     Raises:
         UserError: the configuration is of no causal language model, or the adapter cannot be had.
     """
-    model = _unfilled(folder, dtype)
+    model = build_unloaded(folder, dtype)
     model.tie_weights()  # skipped with the initial values
     use_packed_attention(model)
     if config.lora.enabled:
@@ -59,21 +57,3 @@ def hollow_model(folder: Path, config: ModelConfig, *, device: torch.device, dty
     twin = empty_twin(model, dtype)
     twin.to(device=device)  # type: ignore[call-arg]
     return twin
-
-
-def _unfilled(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    try:
-        with quiet(), no_init_weights():
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(_config(folder), dtype=dtype)
-    except (ValueError, KeyError, ImportError) as error:
-        raise UserError(
-            f"no model can be made of its configuration: {str(error).strip().splitlines()[0]}",
-            where=str(folder / "config.json"),
-            cure="give a causal language model that this version of transformers knows",
-        ) from error
-    return model
-
-
-def _config(folder: Path):  # type: ignore[no-untyped-def]
-    with quiet():
-        return AutoConfig.from_pretrained(folder, local_files_only=True)

@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 import xxhash
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from tidemill.core.errors import UserError
 from tidemill.models.attention import use_packed_attention
+from tidemill.models.auto import configured_context, load_pretrained
 from tidemill.models.checkpoint_manifest import refuse_damaged
 from tidemill.models.folder import check_folder
+from tidemill.models.forward_check import check_forward
 from tidemill.models.lora import adapter_of, frozen_parameters, learned_parameters
-from tidemill.models.quiet import quiet
 from tidemill.models.safetensors_files import StoredTensor, stored_tensors
 
 _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
@@ -27,37 +28,33 @@ def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype = torch
     Nothing is fetched. Peak memory is the model plus its largest tensor when the stored dtype is `dtype`.
 
     Raises:
-        UserError: the folder is incomplete or damaged, holds no causal language model that can be used, or its weights
-            are not finite.
+        UserError: the folder is incomplete or damaged, holds no causal language model that can be used, its weights are
+            not finite, or the packed forward does not compute it.
     """
     check_folder(folder)
     refuse_damaged(folder)
-    try:
-        with quiet():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
-            )
-    except (ValueError, OSError, KeyError, RuntimeError, ImportError) as error:
-        reason = str(error).strip().split("\n", 1)[0][:300]
-        raise UserError(
-            f"the model cannot be loaded: {reason}",
-            where=str(folder),
-            cure="give a causal language model that this version of transformers knows",
-        ) from error
-    model: PreTrainedModel = loaded[0]
-    _check_complete(loaded[1], folder)
+    model, report = load_pretrained(folder, dtype)
+    _check_complete(report, folder)
     _own_storage(model, folder)
     model.to(device=device)  # type: ignore[call-arg]
     _check_finite(model, folder)
     model.eval()
     model.requires_grad_(True)
-    use_packed_attention(model)
+    try:
+        use_packed_attention(model)
+        check_forward(model)
+    except UserError as error:
+        raise UserError(error.what, where=str(folder), cure=error.cure) from error
     return model
 
 
 def context_limit(model: PreTrainedModel) -> int:
-    """The longest sequence (prompt plus completion, in tokens) the model was made for."""
-    return int(model.config.get_text_config().max_position_embeddings)
+    """The longest sequence (prompt plus completion, in tokens) the model was made for.
+
+    Raises:
+        UserError: its configuration does not say.
+    """
+    return configured_context(model.config)
 
 
 def weights_digest(model: torch.nn.Module) -> str:

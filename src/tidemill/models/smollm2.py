@@ -17,10 +17,11 @@ from gguf import MODEL_ARCH, GGUFReader, get_tensor_name_map
 from gguf.quants import dequantize
 from tokenizers.pre_tokenizers import ByteLevel, Digits
 from tokenizers.pre_tokenizers import Sequence as PreTokenizers
-from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS
 
 from tidemill.core.errors import UserError
+from tidemill.models.auto import load_tokenizer
 from tidemill.models.cache import Progress
 from tidemill.models.quiet import quiet
 
@@ -115,7 +116,7 @@ def _config(reader: GGUFReader) -> LlamaConfig:
 
 
 def _tokenizer(path: Path, context: int) -> Any:
-    tokenizer: Any = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+    tokenizer: Any = load_tokenizer(path.parent, gguf_file=path.name)
     # The file names the `smollm` pre-tokenizer, which sets every digit apart; the library's conversion leaves that out.
     tokenizer.backend_tokenizer.pre_tokenizer = PreTokenizers(
         [Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)]

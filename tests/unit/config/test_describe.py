@@ -126,6 +126,10 @@ def test_prompts_of_unknown_length() -> None:
             "algorithm.correction never acts",
         ),
         (["--algorithm.proximal=rollout"], "algorithm.correction never acts"),
+        (
+            ["--engine.batch_invariant", "--schedule.max_policy_lag=2"],
+            'max_policy_lag = 2: timing decides which version makes a token; schedule.unfinished = "wait" pins it',
+        ),
         (["--algorithm.name=ppo", "--algorithm.critic_warmup_steps=20"], "the policy never learns"),
         (["--algorithm.name=ppo", "--algorithm.critic_warmup_steps=5", "--optimizer.warmup_steps=15"], "15 of 15"),
         (["--optimizer.warmup_steps=20"], "warm-up takes 20 of 20 optimizer steps"),

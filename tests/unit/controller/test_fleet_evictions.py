@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from tests.fake_pool import PoolSession, ended, granted, noticed, trained
 from tests.fake_samples import make_report
+from tests.fake_session import small_spec
 from tests.small_pool import pool, quiet
 from tests.virtual_time import run_virtual
 from tidemill.controller.member import Member, Pace
@@ -50,6 +51,25 @@ def test_what_an_eviction_loses_is_less_than_a_tick() -> None:
     for fields in evictions:
         lost = session.host.engines[fields["lease"]].generated - reported[fields["lease"]]
         assert 0 <= lost <= 6  # a tick makes two tokens in each of three slots
+
+
+@pytest.mark.parametrize("lag", [1, 2, 3])
+@pytest.mark.parametrize("notice_s", [0.0, 0.8])
+def test_ahead_of_training_evictions_change_nothing_when_publishes_wait(lag: int, notice_s: float) -> None:
+    schedule = {"max_policy_lag": lag, "unfinished": "wait"}
+    spec = small_spec(batch={"prompts": 6, "group_size": 3}, trainer={"steps": 5}, schedule=schedule)
+    for offset in (0.0, 0.13, 0.31):
+        times = [1.0 + offset + 0.67 * at for at in range(14)]
+        script = [granted(f"w{at}", max(0.0, t - 2.5)) for at, t in enumerate(times)]
+        script += [noticed(f"w{at}", t - notice_s, t) for at, t in enumerate(times) if notice_s]
+        script += [ended(f"w{at}", t) for at, t in enumerate(times)]
+        session = pool(*script, spec=spec)
+
+        run_virtual(session.run())
+
+        assert trained(session) == quiet(spec)
+        assert len(session.telemetry.named("eviction")) >= 8
+        assert len(session.telemetry.named("migration")) >= 8
 
 
 def test_a_notice_loses_nothing() -> None:

@@ -144,6 +144,67 @@ def test_a_sample_under_way_begins_again() -> None:
     assert not any(mixed(batch) for batch in history(session))
 
 
+PACES = (1, 2, 5)  # tokens of each sample that the engine decodes in a tick
+
+
+def at_pace(pace: int, **changes: Any) -> Session:
+    async def main() -> Session:
+        session = Session(spec=spec(**changes), slots=4)
+        session.engine.per_poll = pace
+        session.result = await session.run()
+        return session
+
+    return run_virtual(main())
+
+
+@pytest.mark.parametrize("lag", [1, 2, 3])
+def test_a_publish_that_waits_makes_the_version_of_every_token_a_function_of_its_position(lag: int) -> None:
+    sessions = [at_pace(pace, max_policy_lag=lag, unfinished="wait") for pace in PACES]
+
+    for session in sessions:
+        check(session, lag)
+        # The groups of step s are begun as soon as version s - 1 - lag is published, and finished before the next one.
+        for step, batch in enumerate(history(session), 1):
+            made_by = {tuple(run.version.number for run in sample[7]) for group in batch for sample in group}
+            assert made_by == {(max(0, step - 1 - lag),)}
+    assert len({session.trainer.version.digest for session in sessions}) == 1
+
+
+@pytest.mark.parametrize(
+    "schedule", [{"overcommit": 1}, {"overcommit": 4}, {"overcommit": "adaptive"}, {"fresh_fraction": 0.5}]
+)
+def test_with_any_overcommit_a_publish_that_waits_makes_the_pace_of_workers_irrelevant(
+    schedule: dict[str, Any],
+) -> None:
+    sessions = [at_pace(pace, max_policy_lag=2, unfinished="wait", **schedule) for pace in PACES]
+
+    for session in sessions:
+        check(session, 2)
+        assert not any(mixed(batch) for batch in history(session))
+    assert len({session.trainer.version.digest for session in sessions}) == 1
+
+
+@pytest.mark.parametrize("unfinished", ["continue", "finish", "restart"])
+def test_a_publish_that_does_not_wait_lets_the_pace_of_workers_decide_which_version_makes_a_token(
+    unfinished: str,
+) -> None:
+    sessions = [at_pace(pace, max_policy_lag=2, unfinished=unfinished) for pace in PACES]
+
+    assert len({session.trainer.version.digest for session in sessions}) > 1
+    prompts = [names(session) for session in sessions]
+    assert prompts == [planned()] * len(PACES)
+
+
+@pytest.mark.parametrize("redraws", [1, 3])
+def test_groups_replaced_in_a_publish_that_waits_are_made_by_the_version_of_those_they_replace(redraws: int) -> None:
+    algorithm = {"dynamic_sampling": True}
+    session = run(algorithm, max_policy_lag=2, unfinished="wait", max_redraws=redraws)
+
+    check(session, 2)
+    assert totals(session, "groups_redrawn") > 0
+    assert not any(mixed(batch) for batch in history(session))
+
+
 def renewed(batch: list[list[Any]], step: int) -> int:
     """Groups of a batch that the weights it was learned with made, and no others."""
     return sum(all(run.version.number == step for sample in group for run in sample[7]) for group in batch)
@@ -360,7 +421,7 @@ SCHEDULES = st.fixed_dictionaries(
         "overcommit": st.sampled_from([None, 1, 3, "adaptive"]),
         "fresh_fraction": st.sampled_from([0.0, 0.5, 1.0]),
         "membership": st.sampled_from(["planned", "first_finished"]),
-        "unfinished": st.sampled_from(["continue", "finish", "restart"]),
+        "unfinished": st.sampled_from(["continue", "finish", "restart", "wait"]),
         "on_lag_limit": st.sampled_from(["wait", "restart", "drop"]),
     }
 ).filter(lambda schedule: not (schedule["fresh_fraction"] and isinstance(schedule["overcommit"], int)))

@@ -55,7 +55,7 @@ def test_a_broken_configuration_names_its_line(folder: Path) -> None:
 @pytest.mark.parametrize("text", ["[]", "{}"])
 def test_a_configuration_of_no_model(text: str, folder: Path) -> None:
     (folder / "config.json").write_text(text)
-    assert "model_type" in told(folder).what
+    assert "model" in told(folder).what
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth"])

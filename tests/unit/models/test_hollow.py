@@ -66,5 +66,5 @@ def test_the_context_is_known_without_loading(folder: Path) -> None:
 
 def test_a_configuration_of_something_else(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "vit"}')
-    with pytest.raises(UserError, match="no model can be made of its configuration"):
+    with pytest.raises(UserError, match="cannot be loaded: Unrecognized configuration class"):
         hollow_model(tmp_path, ModelConfig(), device=torch.device("cpu"), dtype=torch.float32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 
 from benchmarks.simulator.planted_defects import DEFECTS, found
@@ -37,6 +38,17 @@ def test_nothing_is_violated(chunk: int) -> None:
     assert [(outcome.seed, outcome.violation) for outcome in outcomes if outcome.violation] == []
     assert sum(outcome.lives for outcome in outcomes) > CHUNK  # controllers were killed
     assert min(outcome.looks for outcome in outcomes) > 0
+
+
+@pytest.mark.parametrize("chunk", range(3))
+def test_when_publishes_wait_one_version_makes_each_sample_whatever_happens(chunk: int) -> None:
+    for seed in range(chunk * CHUNK, (chunk + 1) * CHUNK):
+        scenario = draw(seed)
+        schedule = scenario.sections["schedule"]
+        waits = {**schedule, "max_policy_lag": schedule["max_policy_lag"] or 2, "unfinished": "wait"}
+        changed = msgspec.structs.replace(scenario, sections={**scenario.sections, "schedule": waits})
+
+        assert (seed, Simulation(changed).run().violation) == (seed, "")
 
 
 @pytest.mark.parametrize("what", FOUND)

@@ -161,8 +161,10 @@ class Witness:
         require(numbers == sorted(numbers), f"sample {sample.ordinal} went back to older weights: {numbers}")
         bounds = [sample.from_version, *numbers, self.newest]
         require(bounds == sorted(bounds), f"sample {sample.ordinal} is of versions {numbers}, not of {bounds}")
-        if self.spec.schedule.max_policy_lag == 0:
-            require(set(numbers) <= {sample.from_version}, f"sample {sample.ordinal} is off policy: {numbers}")
+        if self.spec.schedule.one_version:
+            require(
+                set(numbers) <= {sample.from_version}, f"sample {sample.ordinal} was made by other versions: {numbers}"
+            )
 
     def _look_at_counts(self, in_flight: InFlight, states: Counter[SampleState]) -> None:
         counted = (in_flight.running, in_flight.unfinished - in_flight.running, in_flight.scored)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from tidemill.core.errors import UserError
+from tidemill.models.config_file import CONFIG, ConfigReader, decoder_part, read_config
 from tidemill.sim.profiles.model_shape import ModelShape
 
-CONFIG = "config.json"
 NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-MOST = 10**12
-"""Of anything that a configuration counts."""
 BIASED = ("qwen2", "qwen2_moe")  # whose queries, keys and values have one without their config saying so
 NORMED = ("qwen3", "qwen3_moe")  # whose queries and keys are normalised
 
@@ -25,19 +21,7 @@ def read_shape(path: Path) -> ModelShape:
         UserError: naming the file and the field.
     """
     file = path / CONFIG if path.is_dir() else path
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        cure = "give --params, or a Hugging Face model folder or its config.json"
-        raise UserError(
-            f"cannot read the model's shape: {error.strerror or error}", where=str(file), cure=cure
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"not valid JSON: {error}", where=str(file), cure="copy the file again") from error
-    if not isinstance(config, dict):
-        raise UserError("is no model configuration", where=str(file), cure="give a Hugging Face config.json")
-    text = config.get("text_config")
-    return shape_of_config(text if isinstance(text, dict) else config, source=str(file))
+    return shape_of_config(decoder_part(read_config(file)), source=str(file))
 
 
 def shape_of_config(config: dict[str, Any], *, source: str) -> ModelShape:
@@ -46,7 +30,7 @@ def shape_of_config(config: dict[str, Any], *, source: str) -> ModelShape:
     Raises:
         UserError: naming `source` and the field.
     """
-    read = _Reader(config, source)
+    read = ConfigReader(config, source)
     hidden, layers, heads, vocab = (read.whole(name) for name in NEEDED)
     experts = next((read.whole(name) for name in EXPERTS if config.get(name)), 0)
     wide = read.whole("intermediate_size", 4 * hidden)
@@ -87,7 +71,7 @@ def shape_of_config(config: dict[str, Any], *, source: str) -> ModelShape:
     )
 
 
-def _attention(read: _Reader, hidden: int, heads: int, head_dim: int) -> int:
+def _attention(read: ConfigReader, hidden: int, heads: int, head_dim: int) -> int:
     """Parameters of one layer's attention."""
     if latent := read.whole("kv_lora_rank", 0):
         return _latent_attention(read, hidden, heads, latent)
@@ -98,7 +82,7 @@ def _attention(read: _Reader, hidden: int, heads: int, head_dim: int) -> int:
     return 2 * hidden * queries + 2 * hidden * keys + biases + norms
 
 
-def _latent_attention(read: _Reader, hidden: int, heads: int, latent: int) -> int:
+def _latent_attention(read: ConfigReader, hidden: int, heads: int, latent: int) -> int:
     """DeepSeek's multi-head latent attention (arXiv 2405.04434, section 2.1): low-rank queries, keys and values."""
     rope, nope = read.whole("qk_rope_head_dim", 0), read.whole("qk_nope_head_dim", 0)
     values, low_rank = read.whole("v_head_dim", nope), read.whole("q_lora_rank", 0)
@@ -106,28 +90,3 @@ def _latent_attention(read: _Reader, hidden: int, heads: int, latent: int) -> in
     query_weights = hidden * low_rank + low_rank + low_rank * queries if low_rank else hidden * queries
     key_weights = hidden * (latent + rope) + latent + latent * heads * (nope + values)
     return query_weights + key_weights + heads * values * hidden
-
-
-class _Reader:
-    """Whole numbers of a configuration; absent and null are alike."""
-
-    def __init__(self, config: dict[str, Any], source: str) -> None:
-        self.config, self._source = config, source
-
-    def whole(self, name: str, default: int | None = None) -> int:
-        value = self.config.get(name)
-        if value is None and default is not None:
-            return default
-        least = 1 if default is None else 0
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST:
-            what = "is missing" if value is None else f"needs a whole number up to {MOST:.0e}, has {value!r:.60}"
-            raise UserError(what, where=f"{self._source}: {name}", cure="give a Hugging Face decoder's config.json")
-        return value
-
-    def up_to(self, most: int, name: str, default: int) -> int:
-        """From 1 on."""
-        value = self.whole(name, default)
-        if not 1 <= value <= most:
-            cure = "give a Hugging Face decoder's config.json"
-            raise UserError(f"needs 1 to {most}, has {value}", where=f"{self._source}: {name}", cure=cure)
-        return value

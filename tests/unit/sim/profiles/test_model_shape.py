@@ -129,15 +129,27 @@ def test_read_from_a_folder_or_a_file(tmp_path: Path) -> None:
     ("text", "says"),
     [
         ("{", "not valid JSON"),
-        ("[]", "is no model configuration"),
+        ("[]", "is not a model configuration"),
         (json.dumps({"hidden_size": 4}), "config.json: num_hidden_layers: is missing"),
-        (json.dumps({**SMOLLM2, "hidden_size": "wide"}), "hidden_size: needs a whole number up to 1e+12, has 'wide'"),
-        (json.dumps({**SMOLLM2, "hidden_size": 10**400}), "hidden_size: needs a whole number up to 1e+12, has 1000"),
+        (
+            json.dumps({**SMOLLM2, "hidden_size": "wide"}),
+            "hidden_size: needs a whole number from 1",
+        ),
+        (
+            json.dumps({**SMOLLM2, "hidden_size": 10**400}),
+            "hidden_size: needs a whole number from 1",
+        ),
         ('{"hidden_size": ' + "1" * 5000 + "}", "not valid JSON"),
         ("[" * 100_000, "not valid JSON"),
         (json.dumps({**SMOLLM2, "num_key_value_heads": -1}), "num_key_value_heads"),
-        (json.dumps({**SMOLLM2, "num_key_value_heads": 0}), "num_key_value_heads: needs 1 to 9, has 0"),
-        (json.dumps({**SMOLLM2, "num_key_value_heads": 10}), "num_key_value_heads: needs 1 to 9, has 10"),
+        (
+            json.dumps({**SMOLLM2, "num_key_value_heads": 0}),
+            "num_key_value_heads: needs a whole number from 1",
+        ),
+        (
+            json.dumps({**SMOLLM2, "num_key_value_heads": 10}),
+            "num_key_value_heads: is 10, which does not",
+        ),
         (json.dumps({**MIXTRAL, "num_experts_per_tok": 9}), "num_experts_per_tok: needs 1 to 8, has 9"),
     ],
 )
@@ -150,5 +162,5 @@ def test_what_is_wrong_with_a_configuration(tmp_path: Path, text: str, says: str
 
 
 def test_no_configuration(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="cannot read the model's shape"):
+    with pytest.raises(UserError, match="cannot be read"):
         read_shape(tmp_path)

@@ -15,8 +15,8 @@ Tokens = npt.NDArray[np.int32]
 class SlotCache:
     """`rows` rows of `context` tokens each.
 
-    A layer's tensors [rows, kv_heads, context + 1, head_dim] are allocated when it is first written. Position `context`
-    takes what nobody reads.
+    A layer's keys [rows, kv_heads, context + 1, head_dim] and values [rows, kv_heads, context + 1, value_dim] are
+    allocated when it is first written. Position `context` takes what nobody reads.
     """
 
     def __init__(self, *, rows: int, context: int) -> None:
@@ -26,14 +26,16 @@ class SlotCache:
         self._tokens = np.full((rows, context), -1, np.int32)
         self._resident = np.zeros(rows, np.int64)  # tokens of a row whose keys and values may be shared
 
-    def layer(self, index: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer; `like` [1, kv_heads, N, head_dim] gives shape, dtype and device."""
+    def layer(self, index: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer; `key` and `value` [1, kv_heads, N, *] give shape, dtype and device."""
         while len(self._keys) <= index:
-            shape = (self.rows, like.shape[1], self.context + 1, like.shape[3])
             # zeros, not empty: a masked garbage value of NaN would still poison the sum it has weight 0 in
-            self._keys.append(torch.zeros(shape, dtype=like.dtype, device=like.device))
-            self._values.append(torch.zeros(shape, dtype=like.dtype, device=like.device))
+            self._keys.append(self._zeros(key))
+            self._values.append(self._zeros(value))
         return self._keys[index], self._values[index]
+
+    def _zeros(self, like: torch.Tensor) -> torch.Tensor:
+        return like.new_zeros((self.rows, like.shape[1], self.context + 1, like.shape[3]))
 
     def keep(self, row: int, tokens: Tokens) -> None:
         """Declare that `row` holds keys and values of `tokens`, for others to share."""

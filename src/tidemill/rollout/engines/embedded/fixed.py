@@ -37,7 +37,7 @@ class FixedPlan:
         scaling: float,
         window: int | None,
     ) -> torch.Tensor:
-        keys, values = self._cache.layer(layer, key)
+        keys, values = self._cache.layer(layer, key, value)
         keys[self._rows, :, self._positions] = key[0].transpose(0, 1)
         values[self._rows, :, self._positions] = value[0].transpose(0, 1)
         mask = self._mask(window)

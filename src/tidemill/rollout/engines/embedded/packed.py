@@ -61,7 +61,7 @@ class PackedPlan:
         scaling: float,
         window: int | None,
     ) -> torch.Tensor:
-        keys, values = self._cache.layer(layer, key)
+        keys, values = self._cache.layer(layer, key, value)
         outputs, writes, start = [], [], 0
         for index, (job, tree) in enumerate(zip(self.jobs, self.trees, strict=True)):
             nodes = slice(start, start + tree.size)
@@ -108,14 +108,16 @@ class PackedPlan:
 def decode_attention(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scaling: float
 ) -> torch.Tensor:
-    """One query a row: [1, heads, R, D] against keys and values [R, kv_heads, L, D], mask [R, 1, 1, L].
+    """One query a row: [1, heads, R, D] against keys [R, kv_heads, L, D] and values [R, kv_heads, L, W].
+
+    `mask` is [R, 1, 1, L].
 
     The query heads that share a key-value head stand in the query-length dimension, so no key is repeated.
     """
     heads, rows, width = query.shape[1:]
     grouped = query[0].transpose(0, 1).reshape(rows, keys.shape[1], heads // keys.shape[1], width)
     out = functional.scaled_dot_product_attention(grouped, keys, values, mask, scale=scaling)
-    return out.reshape(rows, heads, width).transpose(0, 1)[None]
+    return out.reshape(rows, heads, values.shape[-1]).transpose(0, 1)[None]
 
 
 def _write_index(job: Job, tree: TokenTree, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

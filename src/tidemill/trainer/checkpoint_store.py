@@ -163,7 +163,7 @@ class CheckpointStore:
     def _retire(self, newest: int) -> None:
         """Delete what is not to be kept. Steps beyond `newest` belong to a history that was given up.
 
-        A checkpoint that is being read stays until the next one is written.
+        One that is being read stays until the next checkpoint is written, unless its history was given up.
         """
         past = [c for c in self.checkpoints() if c.step <= newest]
         kept = {c.step for c in past[-self._keep_last :]}
@@ -173,7 +173,7 @@ class CheckpointStore:
             if step in kept:
                 continue
             with unpinned(path) as free:
-                if free:
+                if free or step > newest:
                     doomed = self._hidden("deleting", step)
                     path.rename(doomed)  # out of sight first: a half-deleted checkpoint must not be visible
                     shutil.rmtree(doomed, ignore_errors=True)

@@ -89,6 +89,9 @@ def assert_refused(ran: Ran, *says: str) -> None:
         (["--engine.context_tokens=3"], ["sampling.max_new_tokens = 3", "raise context_tokens"]),
         (["@nowhere.toml"], ["nowhere.toml"]),
         (["--task.kind=arithmatic"], ["task.kind", "arithmetic"]),
+        (["--run.name=../outside"], ["run.name", "cannot name a folder", "run.dir"]),
+        (["--trainer=3", "--trainer.steps=2"], ["trainer: is a table of settings", "was given 3"]),
+        (["--runtime=ray", "--ray.trainer_gpus=64"], ["ray.trainer_gpus", "64 GPUs are reserved"]),
     ],
     ids=lambda value: value[0] if value[0].startswith(("-", "@")) else "",
 )

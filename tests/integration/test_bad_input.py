@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -157,6 +158,16 @@ def test_a_damaged_model_file_is_named(folder: Path, damage: str) -> None:
     else:
         weights.unlink()
     assert_refused(train(f"--model.source={copy}"), "model", "safetensors")
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_has_embeddings(folder: Path) -> None:
+    small, large = (
+        Path(run_here("model", "get", "char", f"--model.char.alphabet={alphabet}", "--json").data["path"])
+        for alphabet in ("0123456789+=", "0123456789+=abcdefgh")
+    )
+    shutil.copytree(small, folder / "model")
+    shutil.copy(large / "tokenizer.json", folder / "model")
+    assert_refused(train("--model.source=./model"), "model", "the tokenizer has ids up to", "embeddings")
 
 
 def test_a_run_directory_that_cannot_be_written(folder: Path) -> None:

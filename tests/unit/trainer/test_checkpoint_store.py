@@ -303,6 +303,14 @@ def test_a_checkpoint_that_is_being_read_is_deleted_with_a_later_one(tmp_path: P
         assert not there
 
 
+def test_a_pinned_checkpoint_of_a_history_that_was_given_up_is_deleted(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep_last=1)
+    with pinned(store.write(5, payload()).path) as there:
+        assert there
+        store.write(4, payload())
+    assert names(tmp_path) == {"step_4"}
+
+
 def test_a_checkpoint_that_is_being_deleted_cannot_be_pinned(tmp_path: Path) -> None:
     folder = CheckpointStore(tmp_path, keep_last=1).write(1, payload()).path
     with unpinned(folder) as free:

@@ -69,7 +69,7 @@ def addition_run(
         run = RunDirectory(spec.directory)
         lines = read_metrics(run.metrics)
         found = evaluations(read_events(run.events), lines)
-    accuracy = {one.step: one.greedy_accuracy for one in found}
+    accuracy = {one.step: one.greedy_accuracy for one in found if one.greedy_accuracy is not None}
     reached, of_steps = reached_at(accuracy, TARGET), [line for line in lines if line.step > 0]
     return AdditionRun(
         case=case,

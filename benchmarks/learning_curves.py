@@ -51,7 +51,7 @@ def curve(folder: Path, kind: str, seed: int) -> Curve:
     return Curve(
         recipe=recipe.name,
         seed=seed,
-        accuracy={one.step: one.greedy_accuracy for one in found},
+        accuracy={one.step: one.greedy_accuracy for one in found if one.greedy_accuracy is not None},
         n=summary["eval"]["n"],
         evictions=summary["evictions"],
         migrations=summary["migrations"],

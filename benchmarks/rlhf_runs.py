@@ -122,7 +122,7 @@ def reduced(directory: Path, summary: Mapping[str, Any], seed: int) -> RlhfRun:
         curves={
             name: {line.step: _rounded(line.values[name]) for line in lines if name in line.values} for name in CURVES
         },
-        held_out={one.step: _rounded(one.greedy_accuracy) for one in found},
+        held_out={one.step: _rounded(one.greedy_accuracy) for one in found if one.greedy_accuracy is not None},
     )
 
 

@@ -176,9 +176,12 @@ class FabricatedRun:
         accuracy = sum((t.reward.value if t.reward else 0.0) for t, _ in pairs) / HELD_OUT
         with span(recorder, self.clock, "evaluation", step=step) as fields:
             self.spend(recorder, 1.9)
-            fields |= {"greedy_accuracy": accuracy, "n": HELD_OUT}
+            stderr = math.sqrt(accuracy * (1 - accuracy) / (HELD_OUT - 1))
+            figures = {"reward_mean": accuracy, "reward_stderr": stderr, "greedy_accuracy": accuracy}
+            fields |= {**figures, "n": HELD_OUT}
         recorder.samples(step, [t for t, _ in pairs], [p for _, p in pairs])
-        return {"eval/greedy_accuracy": accuracy, "eval/n": float(HELD_OUT), "time_eval_s": 1.9}
+        values = {f"eval/{name}": value for name, value in figures.items()}
+        return {**values, "eval/n": float(HELD_OUT), "time_eval_s": 1.9}
 
     def _sample(self, step: int, group: int, index: int, purpose: str = "train") -> tuple[Trajectory, Prompt]:
         chance = self.random

@@ -182,9 +182,10 @@ def _loss(settings: RunSpec, sample: PlainSample, proximal: list[float]) -> Tens
     advantages = torch.tensor(sample.advantages)
     ratio = (sample.logprobs - torch.tensor(proximal)).exp()
     if algorithm.loss == "gspo":
-        ratio_of_all = (sample.logprobs - torch.tensor(proximal)).mean().exp()
-        held = ratio_of_all.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
-        loss = -torch.minimum(ratio_of_all * advantages, held * advantages)
+        of_all = math.exp((sample.logprobs.detach() - torch.tensor(proximal)).mean().item())
+        bound = min(max(of_all, 1 - algorithm.clip_low), 1 + algorithm.clip_high) * advantages
+        each = of_all * (1 + sample.logprobs - sample.logprobs.detach())  # value s, gradient s ∇log π_t
+        loss = -torch.where(bound < of_all * advantages, bound, each * advantages)
     elif algorithm.loss == "cispo":
         loss = -ratio.detach().clamp(max=algorithm.clip_high) * advantages * sample.logprobs
     else:

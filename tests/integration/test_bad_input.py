@@ -35,6 +35,7 @@ every_steps = 1
 """
 )
 REWARDS = """\
+import asyncio
 import time
 
 
@@ -48,6 +49,45 @@ def hangs(prompt, completion, answer, metadata):
     if len(completion) == 3:
         time.sleep(1000)
     return len(completion)
+
+
+def surrogate(prompt, completion, answer, metadata):
+    if len(completion) == 3:
+        raise ValueError("half a pair: \\ud800")
+    return len(completion)
+
+
+class Speechless(Exception):
+    def __str__(self):
+        raise KeyError("message")
+
+
+def speechless(prompt, completion, answer, metadata):
+    if len(completion) == 3:
+        raise Speechless
+    return len(completion)
+
+
+async def stubborn(prompt, completion, answer, metadata):
+    while len(completion) == 3:
+        try:
+            await asyncio.sleep(1000)
+        except asyncio.CancelledError:
+            pass
+    return len(completion)
+
+
+class SlowNumber:
+    def __float__(self):
+        time.sleep(1000)
+
+
+def slow_number(prompt, completion, answer, metadata):
+    return SlowNumber() if len(completion) == 3 else len(completion)
+
+
+def always(prompt, completion, answer, metadata):
+    raise ValueError(f"cannot read {completion!r}")
 """
 KEPT = ("steps", "weights_digest", "tokens_generated", "tokens_trained", "optimizer_steps")
 
@@ -190,7 +230,14 @@ def test_a_cache_that_cannot_be_written(folder: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(
     ("function", "reason"),
-    [("raises", "ValueError: no idea what to think of it"), ("hangs", "no result within 0.2 s")],
+    [
+        ("raises", "ValueError: no idea what to think of it (rewards.py:7 in raises)"),
+        ("hangs", "no result within 0.2 s"),
+        ("surrogate", "ValueError: half a pair: \\ud800 (rewards.py:19 in surrogate)"),
+        ("speechless", "Speechless: its __str__ raised KeyError"),
+        ("stubborn", "no result within 0.2 s"),
+        ("slow_number", "no result within 0.2 s"),
+    ],
 )
 def test_a_reward_that_fails_costs_its_samples_and_is_told(function: str, reason: str) -> None:
     rewards = f'--scoring.rewards=[{{kind="python",function="rewards.py:{function}"}}]'
@@ -211,6 +258,17 @@ def test_a_reward_that_fails_costs_its_samples_and_is_told(function: str, reason
     # Told once, where it is met first: in the evaluation before the first step, which asks this reward too.
     assert "warning: 3 of 4 samples of step 0 not scored" in ran.err
     assert ran.err.count(reason) == 1
+
+
+def test_a_run_without_any_valid_sample_exits_3_and_shows_the_first_exception(folder: Path) -> None:
+    rewards = '--scoring.rewards=[{kind="python",function="rewards.py:always"}]'
+    ran = train(rewards, "--trainer.steps=2", "--eval.every_steps=0")
+    assert ran.code == 3
+    assert "no sample got a valid reward (2 steps in a row)" in ran.err
+    warning = next(line for line in ran.err.splitlines() if "not scored" in line)
+    assert "ValueError: cannot read" in warning
+    assert "in always" in warning
+    assert "prompt '" in warning and "completion '" in warning
 
 
 def test_another_models_weights_are_not_taken_for_the_runs(folder: Path) -> None:

@@ -186,7 +186,7 @@ def test_every_stage_leaves_what_is_promised() -> None:
     assert all((Path("D") / link).is_file() for link in links)
     assert not re.search(r"""src=["'](?!data:)|@import|\bfetch\(""", page)
     by_name = {stage["name"]: stage for stage in summary["stages"]}
-    assert by_name["measure"]["figures"]["greedy_accuracy"] == by_name["rl"]["figures"]["accuracy"]
+    assert by_name["measure"]["figures"]["greedy_accuracy"] == by_name["rl"]["figures"]["greedy_accuracy"]
     assert "learned" not in page
     # The exported folder is a plain one, of the right weights and dtype.
     exported = stage_folder("out") / "model"
@@ -204,7 +204,7 @@ def test_every_stage_leaves_what_is_promised() -> None:
     card = (exported / "README.md").read_text(encoding="utf-8")
     assert "1. began as char" in card
     assert "2. sft (sft): " in card
-    assert "3. rl (rl): held-out greedy accuracy" in card
+    assert "3. rl (rl): held-out mean reward" in card
 
 
 @pytest.mark.parametrize(("name", "steps"), [("sft", 1), ("sft", 6), ("rl", 0), ("rl", 3), ("rl", 9)], ids=str)

@@ -75,26 +75,28 @@ def gspo(
     clip_low: float,
     clip_high: float,
 ) -> TokenLoss:
-    """One ratio a sequence, s = exp(mean_t log ρ_t): J = min(sA, clip(s, 1 - clip_low, 1 + clip_high) A), loss = -J.
+    """One ratio per sequence, s = exp(mean_t log ρ_t), and each token's own gradient: s_t = sg(s) π_t / sg(π_t),
+    J = min(s_t A, clip(s_t, 1 - clip_low, 1 + clip_high) A), loss = -J.
 
     Args:
         trainer_logprobs_T, proximal_logprobs_T, advantages_T: as for `ppo_clip`.
         samples: which tokens make a sequence.
         clip_low, clip_high: widths of the clip range; a mean over tokens moves little, so they are small.
 
-    Every token gets its sequence's loss: their mean (normalize = "sample") is the sequence's. Clipping leaves a whole
-    sequence without gradient.
+    This is GSPO-token. Where all tokens of a sequence have the same advantage and correction weight, the mean over them
+    (normalize = "sample") has the value and the gradient of GSPO. Where they differ, each token's gradient
+    -s A_t ∇log π_t is weighted separately. s is clipped, on the side that the token's advantage decides.
 
-    Source: GSPO, arXiv 2507.18071.
+    Source: GSPO, arXiv 2507.18071, section 4.3.
     """
-    advantages_T = advantages_T.detach()
-    log_ratio_S = samples.mean(trainer_logprobs_T - proximal_logprobs_T.detach())
-    ratio_T = samples.spread(torch.exp(log_ratio_S.clamp(max=LOG_RATIO_LIMIT)))
-    plain_T = ratio_T * advantages_T
+    advantages_T, now_T = advantages_T.detach(), trainer_logprobs_T.detach()
+    log_ratio_S = samples.mean(now_T - proximal_logprobs_T.detach())
+    sequence_ratio_T = samples.spread(torch.exp(log_ratio_S.clamp(max=LOG_RATIO_LIMIT)))
+    plain_T = sequence_ratio_T * torch.exp(trainer_logprobs_T - now_T) * advantages_T
     with torch.no_grad():
-        bound_T = ratio_T.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages_T
+        bound_T = sequence_ratio_T.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages_T
         clipped_T = bound_T < plain_T
-    return TokenLoss(loss_T=-torch.where(clipped_T, bound_T, plain_T), clipped_T=clipped_T, ratio_T=ratio_T.detach())
+    return TokenLoss(loss_T=-torch.where(clipped_T, bound_T, plain_T), clipped_T=clipped_T, ratio_T=sequence_ratio_T)
 
 
 def cispo(
@@ -164,8 +166,8 @@ LOSSES: dict[str, PolicyLoss] = {
         function=gspo,
         settings=("clip_low", "clip_high"),
         by_sample=True,
-        formula="s = exp(mean_t log ρ_t);  J = min(s A, clip(s, 1 - clip_low, 1 + clip_high) A);  -J",
-        source="GSPO, arXiv 2507.18071",
+        formula="s = sg(exp(mean_t log ρ)) π_t / sg(π_t);  J = min(s A, clip(s, 1 - clip_low, 1 + clip_high) A);  -J",
+        source="GSPO-token, arXiv 2507.18071, section 4.3",
     ),
     "cispo": PolicyLoss(
         function=cispo,

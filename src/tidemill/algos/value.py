@@ -34,7 +34,8 @@ def value_loss(values_T: Tensor, returns_T: Tensor, start_values_T: Tensor, *, c
     if not clip:
         return ValueLoss(loss_T=plain_T, clipped_T=torch.zeros_like(plain_T, dtype=torch.bool))
     with torch.no_grad():
-        held_T = start_values_T + (values_T - start_values_T).clamp(-clip, clip)
+        moved_T = values_T - start_values_T
+        held_T = start_values_T + moved_T.clamp(-clip, clip)
         bound_T = (held_T - returns_T).square()
-        clipped_T = bound_T > plain_T
+        clipped_T = (moved_T.abs() > clip) & (bound_T > plain_T)  # in range, held_T differs from V by rounding only
     return ValueLoss(loss_T=torch.where(clipped_T, bound_T, plain_T), clipped_T=clipped_T)

@@ -1,4 +1,4 @@
-"""`tidemill eval`: accuracy, pass@k, lengths and diversity on held-out prompts; one model against another."""
+"""`tidemill eval`: mean reward, accuracy, pass@k, lengths and diversity on held-out prompts; one model or two."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def evaluate(
     dry_run: DryRun = False,
     json: Json = False,
 ) -> Result:
-    """Measure a model or a checkpoint on the task's held-out prompts: greedy accuracy, lengths, diversity; with
-    `--eval.samples_per_prompt N` also pass@k."""
+    """Measure a model or a checkpoint on the task's held-out prompts: mean reward and accuracy of greedy completions,
+    lengths, diversity; with `--eval.samples_per_prompt N` also pass@k."""
     with model_folder(checkpoint) as folder, compared(compare) as other:
         spec = spec_for(items, checkpoint, purpose="eval")
         if dry_run:
@@ -67,7 +67,7 @@ def figures(found: dict[str, Any]) -> str:
             lines += [(f"score {scorer}", _with_interval(score)) for scorer, score in value.items()]
         elif name == "compared_with":
             lines += _compared(value)
-        elif f"{name}_interval" in found:
+        elif value is not None and f"{name}_interval" in found:
             low, high = found[f"{name}_interval"]
             lines.append((name, _with_interval({"value": value, "low": low, "high": high})))
         else:
@@ -77,6 +77,8 @@ def figures(found: dict[str, Any]) -> str:
 
 
 def _plain(name: str, value: Any) -> list[tuple[str, str]]:
+    if isinstance(value, dict) and "low" in value:
+        return [(name, _with_interval(value))]
     if isinstance(value, dict):
         return [(name, ", ".join(f"{part} {_number(each)}" for part, each in value.items()))]
     return [(name, _number(value))] if isinstance(value, (str, int, float)) else []

@@ -83,25 +83,20 @@ def _one_run(spec: RunSpec, *, dry_run: bool) -> Result:
 
 def summary_text(summary: dict[str, Any], directory: Path) -> str:
     """Two or three lines: how far, how good, where to look."""
+    from tidemill.telemetry.summary import held_out_changes
+
     steps, total = summary.get("steps", 0), summary.get("total_steps", summary.get("steps", 0))
     word = "interrupted" if summary.get("interrupted") else "finished"
     word = "already finished" if summary.get("already_finished") else word
     lines = [f"{word}: {steps} of {total} steps in {duration(summary.get('wall_s') or 0.0)}"]
     measured = summary.get("eval") or {}
-    before, after = (accuracy(measured.get(when)) for when in ("before", "after"))
-    if before is not None and after is not None:
+    if changes := held_out_changes(measured, digits=2):
         n = ", then ".join(dict.fromkeys(str(measured[when]["n"]) for when in ("before", "after")))
-        lines.append(f"held-out greedy accuracy {before:.2f} → {after:.2f} (n = {n})")
+        lines.append(f"{changes} (n = {n})")
     if summary.get("interrupted"):
         lines.append("the same command resumes it")
     lines.append(f"curves and samples: {directory / 'report.html'}")
     return "\n".join(lines)
-
-
-def accuracy(evaluation: Any) -> float | None:
-    """The figure of one evaluation in a summary; None if it was not measured."""
-    found = evaluation.get("greedy_accuracy") if isinstance(evaluation, dict) else None
-    return float(found) if isinstance(found, (int, float)) else None
 
 
 def duration(seconds: float) -> str:

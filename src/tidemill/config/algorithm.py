@@ -40,7 +40,8 @@ class CorrectionConfig(Config):
     kind: CorrectionKind = "tis"
     """none; tis: min(r, high); icepop: 0 outside [low, high]; sequence_tis: the whole sample's ratio, at most high;
     geometric: whole samples left out whose mean ratio is outside [low, high]; clip_range: held in [low, high]; mu_step:
-    as tis, each published version between the two apart. `tidemill algorithms` has the formulas."""
+    as tis, each published version between the two apart. `tidemill algorithms` has the formulas. Not given: tis, and
+    sequence_tis for gspo."""
     low: float | None = Field(None, gt=0)
     """Lower bound of the ratio; none takes what is usual for the kind."""
     high: float | None = Field(None, gt=0)
@@ -80,12 +81,12 @@ class CorrectionConfig(Config):
         return refuse(faults, self)
 
 
-LOSS_LIMITS: dict[LossName, dict[str, float]] = {
+LOSS_DEFAULTS: dict[LossName, dict[str, Any]] = {
     "ppo_clip": {"clip_low": 0.2, "clip_high": 0.2},
-    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
+    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "correction": {"kind": "sequence_tis"}},
     "cispo": {"clip_high": 5.0},
 }
-"""What the clip's widths are where neither they nor a preset of this loss say otherwise."""
+"""The clip's widths, and a correction other than tis, where neither they nor a preset of this loss are given."""
 
 
 class Preset(NamedTuple):
@@ -113,8 +114,8 @@ PRESETS: dict[PresetName, Preset] = {
         {"clip_high": 0.28, "normalize": "token", "dynamic_sampling": True},
         "DAPO, arXiv 2503.14476; its overlong shaping has a length of one's own: set overlong_buffer_tokens",
     ),
-    "gspo": Preset({"loss": "gspo", **LOSS_LIMITS["gspo"]}, "GSPO, arXiv 2507.18071"),
-    "cispo": Preset({"loss": "cispo", **LOSS_LIMITS["cispo"], "normalize": "token"}, "MiniMax-M1, arXiv 2506.13585"),
+    "gspo": Preset({"loss": "gspo", **LOSS_DEFAULTS["gspo"]}, "GSPO, arXiv 2507.18071"),
+    "cispo": Preset({"loss": "cispo", **LOSS_DEFAULTS["cispo"], "normalize": "token"}, "MiniMax-M1, arXiv 2506.13585"),
     "ppo": Preset(
         {"advantage": "gae", "whiten": True, "normalize": "token", "kl_in": "reward", "kl_beta": 0.01},
         "PPO, arXiv 1707.06347; for language models, arXiv 1909.08593",
@@ -191,8 +192,13 @@ class AlgorithmConfig(Config):
             return given
         usual, own = dict(preset.settings), preset.settings.get("loss", "ppo_clip")
         loss = given.get("loss", own)
-        if loss != own and isinstance(loss, str):  # the preset's limits are for another objective
-            usual |= LOSS_LIMITS.get(loss, {})  # type: ignore[call-overload]
+        if loss != own and isinstance(loss, str):  # the preset's limits and correction are for another objective
+            usual.pop("correction", None)
+            usual |= LOSS_DEFAULTS.get(loss, {})  # type: ignore[call-overload]
+        correction = given.get("correction")
+        if isinstance(correction, dict):  # limits without a kind are for the usual kind
+            usual["correction"] = usual.get("correction", {}) | correction
+            given = {key: value for key, value in given.items() if key != "correction"}
         return usual | given
 
     @model_validator(mode="after")

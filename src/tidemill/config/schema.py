@@ -99,7 +99,7 @@ class CheckpointConfig(Config):
     keep_last: int = Field(2, ge=1)
     """Older ones are deleted once a newer is durable."""
     keep_best: bool = True
-    """Also keep the one with the best held-out accuracy."""
+    """Also keep the one with the highest mean reward on held-out prompts (`eval/reward_mean`)."""
 
 
 class TelemetryConfig(Config):

@@ -67,8 +67,8 @@ class RewardConfig(Config):
             )
         if self.kind == "model" and not self.model:
             faults.append('kind = "model" needs a model; set model to the folder of a reward model')
-        if self.kind == "http" and not self.url.startswith(("http://", "https://")):
-            faults.append(f'kind = "http" needs a url, and it is "{self.url}"; set url = "http://host:port/path"')
+        if self.kind == "http" and (fault := _url_fault(self.url)):
+            faults.append(fault)
         owners = {
             "pattern": "regex",
             "target_tokens": "length",
@@ -122,6 +122,22 @@ class ScoringConfig(Config):
     def model_folders(self) -> tuple[Path, ...]:
         """Of reward models, each once."""
         return tuple(dict.fromkeys(Path(each.model).expanduser() for each in self.rewards if each.kind == "model"))
+
+
+def _url_fault(url: str) -> str:
+    """Why a reward cannot be asked there; empty if it can. Credentials are not repeated."""
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port
+    except ValueError:  # a port that is no number, brackets that do not close
+        return 'url is malformed; set url = "http://host:port/path"'
+    if "@" in parts.netloc:
+        return "url has credentials, which the run would store; put them into a variable and name that in auth_env"
+    if parts.scheme not in ("http", "https"):
+        return f'kind = "http" needs a url, and it is "{url}"; set url = "http://host:port/path"'
+    if not host:
+        return f'url = "{url}" has no host; set url = "http://host:port/path"'
+    return ""
 
 
 def _is_loopback(url: str) -> bool:

@@ -19,12 +19,14 @@ class EvalResult(Record):
     name: str
     step: int  # committed batches behind the weights
     version: PolicyVersion
-    greedy_accuracy: float  # share of samples whose evaluation reward is valid and at least 1
+    greedy_accuracy: float | None  # share of right samples; None where rewards are graded
     n: int
-    invalid: int  # samples whose reward failed; counted as wrong
+    invalid: int  # samples whose reward failed; not in the mean, and wrong
     truncated_fraction: float
     completion_tokens_mean: float
     duration_s: float
+    reward_mean: float | None = None  # over samples whose reward is valid; None without any, and in older journals
+    reward_stderr: float | None = None  # of that mean, over prompts
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):

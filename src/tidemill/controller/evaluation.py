@@ -1,11 +1,11 @@
-"""Greedy accuracy on held-out prompts, by the same worker that generates for training."""
+"""Mean reward and accuracy of greedy completions of held-out prompts, by the worker that generates for training."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from statistics import fmean
+from statistics import fmean, stdev
 
 import msgspec
 
@@ -16,7 +16,7 @@ from tidemill.controller.ledger import Ledger
 from tidemill.controller.rollout import Rollout
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import Scorer
-from tidemill.core.records import PolicyVersion, Prompt, Record, SamplingParams, Trajectory
+from tidemill.core.records import RIGHT, PolicyVersion, Prompt, Record, SamplingParams, Trajectory
 
 HELD_OUT = "held_out"
 
@@ -39,7 +39,7 @@ async def evaluate(
     seed: int,
     name: str = HELD_OUT,
 ) -> Evaluation:
-    """One greedy completion per prompt, judged by `scorer`: 1 is right, anything less is wrong.
+    """One greedy completion per prompt, judged by `scorer`.
 
     `scorer` is not the training one: what a run is rewarded for (a length, a random control) need not be what it is
     measured by. Nothing is journalled; an interrupted evaluation starts anew.
@@ -78,23 +78,45 @@ async def evaluate(
     return Evaluation(result=judged(name, step, version, samples, rollout.clock.now() - began), samples=samples)
 
 
+def rewards_of(samples: Iterable[Trajectory]) -> list[float]:
+    """The valid rewards."""
+    return [sample.reward.value for sample in samples if sample.reward is not None and sample.reward.valid]
+
+
 def correct(trajectory: Trajectory) -> bool:
-    """Whether the evaluation's scorer found the completion right."""
+    """Whether the completion is right by its reward: valid, and 1 or more where the reward does not tell."""
     reward = trajectory.reward
-    return reward is not None and reward.valid and reward.value >= 1.0 - 1e-6
+    if reward is None or not reward.valid:
+        return False
+    return reward.value >= RIGHT if reward.correct is None else reward.correct
+
+
+def right_or_wrong(samples: Sequence[Trajectory]) -> list[bool] | None:
+    """Whether each completion is right; None where rewards are graded, or none is valid.
+
+    Rewards that do not tell (`Reward.correct`) are right or wrong where all of them are 0 or 1. A sample without a
+    valid reward counts as wrong.
+    """
+    rewards = [sample.reward for sample in samples if sample.reward is not None and sample.reward.valid]
+    if not rewards or any(reward.correct is None and reward.value not in (0.0, 1.0) for reward in rewards):
+        return None
+    return [correct(sample) for sample in samples]
 
 
 def judged(
     name: str, step: int, version: PolicyVersion, samples: Sequence[Trajectory], duration_s: float
 ) -> EvalResult:
     """The figures of greedy samples, of which there must be at least one."""
+    rewards, right = rewards_of(samples), right_or_wrong(samples)
     return EvalResult(
         name=name,
         step=step,
         version=version,
-        greedy_accuracy=fmean(correct(sample) for sample in samples),
+        reward_mean=fmean(rewards) if rewards else None,
+        reward_stderr=stdev(rewards) / math.sqrt(len(rewards)) if len(rewards) > 1 else None,
+        greedy_accuracy=None if right is None else fmean(right),
         n=len(samples),
-        invalid=sum(sample.reward is None or not sample.reward.valid for sample in samples),
+        invalid=len(samples) - len(rewards),
         truncated_fraction=fmean(sample.truncated for sample in samples),
         completion_tokens_mean=fmean(sample.completion_length for sample in samples),
         duration_s=duration_s,

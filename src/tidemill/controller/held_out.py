@@ -16,11 +16,11 @@ from tidemill.controller.rollout import Rollout
 from tidemill.core.protocols import PromptSource, Scorer
 from tidemill.core.records import PolicyVersion, Prompt, SamplingParams
 from tidemill.telemetry.events import EVALUATION
-from tidemill.telemetry.metrics import GREEDY_ACCURACY
+from tidemill.telemetry.metrics import HELD_OUT
 
 
 class HeldOut:
-    """Held-out accuracy of a run's versions.
+    """Evaluates a run's versions on held-out prompts.
 
     Args:
         sampling: as in training, but for the temperature and where `[eval]` says otherwise.
@@ -80,10 +80,20 @@ class HeldOut:
         self._rollout.telemetry.event(EVALUATION, step=step, recovered=True, **_fields(known.result))
 
 
+def _measures(result: EvalResult) -> dict[str, float]:
+    """Mean reward and, where answers are right or wrong, accuracy; without what is not known."""
+    found = {
+        "reward_mean": result.reward_mean,
+        "reward_stderr": result.reward_stderr,
+        "greedy_accuracy": result.greedy_accuracy,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
 def _fields(result: EvalResult) -> dict[str, Any]:
     """What the event log says of an evaluation."""
     return {
-        "greedy_accuracy": result.greedy_accuracy,
+        **_measures(result),
         "n": result.n,
         "invalid": result.invalid,
         "truncated_fraction": result.truncated_fraction,
@@ -93,4 +103,5 @@ def _fields(result: EvalResult) -> dict[str, Any]:
 
 def _figures(result: EvalResult) -> dict[str, float]:
     """What a step's metrics say of an evaluation."""
-    return {GREEDY_ACCURACY: result.greedy_accuracy, "eval/n": float(result.n), "time_eval_s": result.duration_s}
+    found = {f"{HELD_OUT}{name}": value for name, value in _measures(result).items()}
+    return found | {"eval/n": float(result.n), "time_eval_s": result.duration_s}

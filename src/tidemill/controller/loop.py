@@ -70,7 +70,7 @@ async def train_loop(
         source: prompts by step.
         fleet: generates; it is entered already.
         scorer: what the run is rewarded for.
-        eval_scorer: what held-out accuracy is measured by; 1 is right, anything less is wrong.
+        eval_scorer: what held-out samples are judged by.
         stop: set it to end the run early: what is in flight is journalled, and a checkpoint of the last committed batch
             is written unless there is one.
         stop_strings: the task's own, used when `spec.sampling.stop` is empty.
@@ -105,7 +105,7 @@ async def train_loop(
     )
     in_flight = InFlight(plan, version_number=trainer.version.number)
     run = Run(spec, source, trainer, eval_scorer, checkpoints, rollout, in_flight)
-    scores, updates = ScoreGuard(), UpdateGuard(spec.trainer.steps)
+    scores, updates = ScoreGuard(spec.trainer.steps), UpdateGuard(spec.trainer.steps)
     await run.resume()
     try:
         await run.evaluate_start()

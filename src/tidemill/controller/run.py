@@ -371,7 +371,7 @@ class Run:
         return await self.held_out.if_due(self.step, self.trainer.version, training=self.samples)
 
     async def tell(self, metrics: StepMetrics) -> None:
-        """One line of metrics, with held-out accuracy when it is due; written even if that evaluation is cut short."""
+        """One line of metrics, with an evaluation's figures if one is due; written even if that is cut short."""
         figures: dict[str, float] = {}
         try:
             figures = await self._held_out()
@@ -412,7 +412,7 @@ class Run:
         """Write the trainer's state; what the ledger has up to here is then superfluous."""
         rollout, step = self.rollout, self.step
         known = rollout.ledger.evaluations.get(step)
-        score = known.result.greedy_accuracy if known and known.result.version == self.trainer.version else None
+        score = known.result.reward_mean if known and known.result.version == self.trainer.version else None
         rollout.telemetry.progress("checkpoint", 0, 1)
         with rollout.span(CHECKPOINT, step=step):
             saving = self._checkpoint_io(self.checkpoints.save(step, score=score), "the checkpoint to be written")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+LONGEST_MESSAGE = 300
+"""Characters kept of the text of an exception that is not ours."""
+
 
 class TidemillError(Exception):
     """Base of every error raised on purpose."""
@@ -81,7 +84,17 @@ def root_fault(error: BaseException) -> BaseException:
 def in_words(error: BaseException) -> str:
     """What a failure came down to, for whoever reads of it later: an error's own words, a bug's with its kind."""
     root = root_fault(error)
-    return str(root) if isinstance(root, TidemillError) else f"{type(root).__name__}: {root}".rstrip(": ")
+    return str(root) if isinstance(root, TidemillError) else exception_text(root)
+
+
+def exception_text(error: BaseException) -> str:
+    """`Type: message` of any exception, on one line that UTF-8 can encode; also where its `__str__` raises."""
+    try:
+        message = " ".join(str(error).split())
+    except Exception as fault:  # noqa: BLE001 -- `__str__` of a class that is not ours
+        message = f"its __str__ raised {type(fault).__name__}"
+    message = message[:LONGEST_MESSAGE].encode("utf-8", "backslashreplace").decode("utf-8")
+    return f"{type(error).__name__}: {message}".removesuffix(": ")
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:

@@ -17,8 +17,13 @@ SKIPPED = "optimizer_steps_skipped"
 
 @dataclass(slots=True)
 class ScoreGuard:
-    """Ends a run whose samples get no valid reward any more: all of them are left out, and nothing is learned."""
+    """Ends a run whose samples get no valid reward: all of them are left out, and nothing is learned.
 
+    Args:
+        steps: of the whole run; one shorter than `UNSCORED_STEPS` ends this way if no sample of it was valid.
+    """
+
+    steps: int
     unscored: int = 0  # steps in a row
 
     def look(self, trajectories: Sequence[Trajectory]) -> None:
@@ -32,11 +37,11 @@ class ScoreGuard:
             self.unscored = 0
             return
         self.unscored += 1
-        if self.unscored == UNSCORED_STEPS:
+        if self.unscored >= min(UNSCORED_STEPS, self.steps):
             reason = next((reward.reason for reward in reversed(rewards) if reward is not None), "")
             raise GuardStop(
-                f"no sample of the last {UNSCORED_STEPS} steps got a valid reward, so nothing was learned: {reason}\n"
-                "  mend the reward and run the same command again: the run goes on from its checkpoint"
+                f"no sample got a valid reward ({self.unscored} steps in a row), so nothing was learned: {reason}\n"
+                "  correct the reward and run the same command again: it resumes from the checkpoint"
             )
 
 

@@ -189,7 +189,7 @@ class Checkpoints(Protocol):
     """Durable trainer states, by step."""
 
     async def save(self, step: int, *, score: float | None) -> None:
-        """Write the trainer's state atomically; `score` (held-out accuracy, if just measured) decides which is best."""
+        """Write the trainer's state atomically; `score` (held-out mean reward, if just measured) decides the best."""
 
     async def restore_latest(self) -> int:
         """Restore the newest complete state into the trainer; returns its step, 0 when there is none."""

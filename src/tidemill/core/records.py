@@ -292,13 +292,18 @@ class Segment(Record):
     trained: bool
 
 
-class Reward(Record):
+class Reward(Record, omit_defaults=True):
     """A sample's score. An invalid one has weight 0 and is left out of its group's statistics; `reason` says why."""
 
     value: float
     components: dict[str, float] = {}
     valid: bool = True
     reason: str = ""
+    correct: bool | None = None  # whether the answer is right; None where the reward does not compare with an answer
+
+
+RIGHT = 1.0 - 1e-6
+"""A reward that gives 1 for a right answer is at least this for one, after rounding."""
 
 
 class Trajectory(Record):

@@ -18,6 +18,7 @@ from tidemill.config.schema import RunSpec
 from tidemill.config.words import counted
 from tidemill.pipeline.plan import Mark
 from tidemill.telemetry.numerals import compact, decimal
+from tidemill.telemetry.summary import held_out_changes
 
 DATA = "rows.jsonl"
 ANSWERS = "answers.jsonl"
@@ -89,15 +90,16 @@ def run_rl(job: Job) -> Outcome:
     newest = CheckpointStore(job.directory / "checkpoints", keep_last=1).latest().checkpoint
     assert newest is not None, "a finished run has a checkpoint of its last step"
     measured = summary["eval"]
-    before, after = (measured[when]["greedy_accuracy"] for when in ("before", "after"))
     steps = counted(summary["steps"], "step")
     headline = steps
-    if before is not None and after is not None:
-        headline = f"held-out greedy accuracy {before:.3f} → {after:.3f} (n = {measured['n']}) in {steps}"
+    if changes := held_out_changes(measured, digits=3):
+        headline = f"{changes} (n = {measured['n']}) in {steps}"
     figures = {
         "steps": summary["steps"],
-        "accuracy_before": before,
-        "accuracy": after,
+        "greedy_accuracy_before": measured["before"]["greedy_accuracy"],
+        "greedy_accuracy": measured["after"]["greedy_accuracy"],
+        "reward_mean_before": measured["before"]["reward_mean"],
+        "reward_mean": measured["after"]["reward_mean"],
         "n": measured["n"],
         "tokens_generated": summary["tokens_generated"],
         "tokens_trained": summary["tokens_trained"],

@@ -19,6 +19,7 @@ from tidemill.telemetry.run_dir import RunDirectory, samples_name
 from tidemill.telemetry.samples import write_samples
 
 PURPOSE = "eval:held_out"
+_INTERVALS = (f"greedy_accuracy{INTERVAL}", f"reward_mean{INTERVAL}")
 
 
 def write_measured(directory: Path, spec: RunSpec, found: dict[str, Any]) -> dict[str, Any]:
@@ -28,7 +29,7 @@ def write_measured(directory: Path, spec: RunSpec, found: dict[str, Any]) -> dic
         UserError: the directory cannot be written, or another process works on it.
     """
     figures = {name: value for name, value in found.items() if isinstance(value, (int, float, str))}
-    figures[f"greedy_accuracy{INTERVAL}"] = found["greedy_accuracy_interval"]
+    figures |= {name: found[name] for name in _INTERVALS if name in found}
     for k, share in _pass_at(found).items():
         figures |= _with_interval(f"pass@{k}", share)
     for name, score in found.get("scores", {}).items():
@@ -41,8 +42,7 @@ def write_measured(directory: Path, spec: RunSpec, found: dict[str, Any]) -> dic
             "purpose": PURPOSE,
             "prompt_id": str(number),
             **sample,
-            "reward": float(sample["correct"]),
-            "valid": True,
+            "valid": sample["reward"] is not None,
         }
         for number, sample in enumerate(found["samples"])
     ]
@@ -60,9 +60,10 @@ def write_measured(directory: Path, spec: RunSpec, found: dict[str, Any]) -> dic
 
 def measured_words(found: dict[str, Any]) -> str:
     """The figures that matter most, in a sentence, with their 95 % intervals."""
-    low, high = found["greedy_accuracy_interval"]
-    accuracy = f"{found['greedy_accuracy']:.3f} (95 %: {between(low, high)}; n = {found['n']})"
-    words = [f"held-out greedy accuracy {accuracy}"]
+    words = []
+    for name, key in (("held-out mean reward", "reward_mean"), ("held-out greedy accuracy", "greedy_accuracy")):
+        if key in found:
+            words.append(f"{name} {found[key]:.3f} (95 %: {between(*found[f'{key}{INTERVAL}'])}; n = {found['n']})")
     if shares := _pass_at(found):
         largest = list(shares)[-1]  # the others are figures and in the report
         words.append(_words(f"pass@{largest}", shares[largest]))

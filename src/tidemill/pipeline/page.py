@@ -30,7 +30,7 @@ DOTS = {
     "failed": "failed",
     "begun": "interrupted",
 }
-SHARES = ("accuracy", "greedy_accuracy", "pairwise_accuracy")
+SHARES = ("greedy_accuracy", "pairwise_accuracy")
 """Figures between 0 and 1 that are drawn as bars, the first one a stage has."""
 INTERVAL = "_interval"
 """Ends the name of the two ends of a figure's 95 % interval, which are shown below it."""

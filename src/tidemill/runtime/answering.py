@@ -38,7 +38,7 @@ class Answering:
     """Asks one model. What it answers is a function of its weights, the prompt and the run's seed."""
 
     version: PolicyVersion
-    rollout: Rollout  # with the evaluation's scorer: a reward of 1 is a right answer
+    rollout: Rollout  # with the evaluation's scorer
     sampling: SamplingParams
     seed: int
     answers: Answers

@@ -33,8 +33,8 @@ def evaluate(
     progress: Progress = lambda _: None,
     answers: Path | None = None,
 ) -> dict[str, Any]:
-    """Accuracy of a model on the task's held-out prompts, greedily and, if samples are asked for, by pass@k; lengths,
-    diversity, and every greedy completion.
+    """Mean reward of a model's greedy completions of the task's held-out prompts and, where answers are right or wrong,
+    accuracy and (if samples are asked for) pass@k; lengths, diversity, and every greedy completion.
 
     Args:
         model_folder: a model or checkpoint instead of the configured one.

@@ -11,8 +11,9 @@ from tidemill.config.schema import RunSpec
 from tidemill.config.scoring import ScoringConfig
 from tidemill.core.clock import Clock
 from tidemill.core.protocols import Checkpoints, Compute, Provider, Publisher, Trainer, Worker, WorkerHost
-from tidemill.envs.text.scorer import RewardScorer, build_scorer, evaluation_scoring
+from tidemill.envs.text.scorer import MOST_HANGING, RewardScorer, build_scorer, evaluation_scoring
 from tidemill.envs.text.task import Task
+from tidemill.envs.text.user_calls import UserCalls
 from tidemill.models.codec import TextCodec
 from tidemill.pool.build import build_provider, remarks
 from tidemill.runtime.readers import Readers
@@ -47,7 +48,7 @@ OpenMachinery: TypeAlias = Callable[[RunSpec, RunDirectory, Recorder, Clock], Ab
 def scorers(
     spec: RunSpec, task: Task, compute: Compute | None = None, readers: Readers | None = None
 ) -> tuple[RewardScorer, RewardScorer]:
-    """What training is rewarded by, and what held-out accuracy is measured by.
+    """What training is rewarded by, and what held-out samples are judged by.
 
     Args:
         compute: where reward models run; None gives them a thread.
@@ -59,8 +60,12 @@ def scorers(
     stops = spec.sampling.stop or task.default_stop_strings
     open_model = model_rewards(spec, compute, readers or Readers())
 
+    calls = UserCalls(most_hanging=max(MOST_HANGING, spec.scoring.concurrency))  # a module's clients belong to one loop
+
     def build(scoring: ScoringConfig) -> RewardScorer:
-        return build_scorer(scoring, task=task, seed=spec.run.seed, stop_strings=stops, open_model=open_model)
+        return build_scorer(
+            scoring, task=task, seed=spec.run.seed, stop_strings=stops, open_model=open_model, calls=calls
+        )
 
     return build(spec.scoring), build(evaluation_scoring(spec.scoring, task=task))
 

@@ -53,7 +53,7 @@ EVENTS: dict[str, str] = {
     GIVEN_UP: "the run is to end, and did not wait longer than `waited_s` for `awaited`; `lost` says what that costs",
     "rollout": "span: the samples of `step` were generated",
     "training": "span: gradients and optimizer steps of `step`",
-    EVALUATION: "span: held-out prompts after `step`; `greedy_accuracy`, `n`",
+    EVALUATION: "span: held-out prompts after `step`; `reward_mean`, `reward_stderr`, `greedy_accuracy`, `n`",
     CHECKPOINT: "span: the trainer's state after `step` became durable",
     PUBLISH: "span: a version became available to workers; `version`, `nbytes`, `delta_nbytes` where it was written",
     LEASE: "a machine is there; `lease`, `worker`, `kind` (reserved or preemptible), `price_usd_per_hour`",

@@ -148,11 +148,15 @@ class LiveView:
         ]
 
     def _held_out(self, spark: int) -> tuple[str, str]:
-        found = sorted(self._progress.evaluations.copy().items())
+        found = sorted(self._progress.evaluations.copy().values())  # step comes first
         if not found:
             return "-", ""
-        change = f"{decimal(found[0][1])} → {decimal(found[-1][1])}" if len(found) > 1 else decimal(found[0][1])
-        return f"{change}  (n {self._progress.evaluation_n})", sparkline([accuracy for _, accuracy in found], spark)
+        last = found[-1]
+        change = decimal(last.reward_mean)
+        if len(found) > 1:
+            change = f"{decimal(found[0].reward_mean)} → {change}"
+        right = "" if last.greedy_accuracy is None else f" · {percent(last.greedy_accuracy)} right"
+        return f"{change}{right}  (n {last.n})", sparkline([one.reward_mean for one in found], spark)
 
     def _phase(self, width: int) -> RenderableType:
         row = Table.grid(padding=(0, 1))

@@ -17,6 +17,10 @@ class Metric(NamedTuple):
     meaning: str
 
 
+HELD_OUT: Final = "eval/"
+"""Before a metric's name: of examples that are held out."""
+HELD_OUT_REWARD: Final = "eval/reward_mean"
+HELD_OUT_STDERR: Final = "eval/reward_stderr"
 GREEDY_ACCURACY: Final = "eval/greedy_accuracy"
 HELD_OUT_LOSS: Final = "eval/loss"
 PEAK_RSS: Final = "peak_rss_bytes"
@@ -37,8 +41,10 @@ REMOTE_WAIT: Final = "time_remote_wait_s"
 METRICS: dict[str, Metric] = {
     "reward_mean": Metric("", "mean reward of the batch's valid samples"),
     "reward_std": Metric("", "standard deviation of those rewards"),
-    GREEDY_ACCURACY: Metric("", "mean reward of greedy completions of held-out prompts, after this step"),
-    "eval/n": Metric("prompts", "held-out prompts that accuracy is over"),
+    HELD_OUT_REWARD: Metric("", "mean valid reward of greedy completions of held-out prompts, after this step"),
+    HELD_OUT_STDERR: Metric("", "standard error of that mean, over prompts"),
+    GREEDY_ACCURACY: Metric("", "share of those completions that are right; only where answers are right or wrong"),
+    "eval/n": Metric("prompts", "held-out prompts of that evaluation"),
     "entropy": Metric("nats", "mean entropy of the policy's next-token distribution over trained tokens"),
     "kl_ref": Metric("nats/token", "k3 estimate of KL(policy ‖ reference); only with algorithm.kl_beta > 0"),
     "kl_ref_k1": Metric("nats/token", "mean log(policy / reference), the same without k3's leaps at a rare token"),
@@ -265,9 +271,14 @@ SAMPLES_TEXT = (
     "Written when a session ends. `steps`, `tokens_generated`, `tokens_trained`, `optimizer_steps`, `training_s` and",
     "`time` count each step of the surviving history once; `wall_s` and `sessions` are over everything that ran,",
     "repeated work included; `peak_rss_bytes` is the largest of all sessions. `eval` has `before` (step 0), `after`",
-    "(the newest evaluation) and `best`, each with `greedy_accuracy`, `step` and `n`, its number of prompts; the `n`",
-    "beside them is the newest. `trainer_idle_share` is `time_trainer_idle_s` in `time_step_s`, over the steps that",
-    "count. What was not measured is `null`.",
+    "(the newest evaluation) and `best` (the highest mean reward), each with `reward_mean`, its standard error",
+    "`reward_stderr`, `greedy_accuracy`, `step` and `n`, its number of prompts; the `n` beside them is the newest.",
+    "`trainer_idle_share` is `time_trainer_idle_s` in `time_step_s`, over the steps that count. What was not measured",
+    "is `null`.",
+    "",
+    "`greedy_accuracy` is measured where answers are right or wrong: by the rewards `exact`, `numeric`, `math_verify`,",
+    "`regex` and `task`, of which 1 is right and less is wrong, and by any other reward if it gave only 0 and 1. A",
+    "sample whose reward failed is wrong, and is not in the mean reward.",
     "",
     "What the fleet did and cost is over everything that ran, too: an eviction in a step that was rewound happened.",
     "",

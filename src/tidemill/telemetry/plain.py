@@ -6,7 +6,7 @@ from typing import Any, Protocol, TextIO
 
 from tidemill.core.clock import Clock
 from tidemill.telemetry.events import ALREADY_FINISHED, CHECKPOINT, EVALUATION, GIVEN_UP, REPLAY, RESUME, WAITING
-from tidemill.telemetry.metrics import GREEDY_ACCURACY
+from tidemill.telemetry.metrics import GREEDY_ACCURACY, HELD_OUT_REWARD
 from tidemill.telemetry.numerals import compact, decimal, duration, percent
 from tidemill.telemetry.progress import Progress
 
@@ -44,7 +44,8 @@ def step_words(progress: Progress) -> str:
         f"step {progress.step:>{len(str(progress.total_steps))}}/{progress.total_steps}",
         *learned,
         part("reward", "reward_mean", decimal(values.get("reward_mean")) + spread),
-        part("held-out", GREEDY_ACCURACY, decimal(values.get(GREEDY_ACCURACY))),
+        part("held-out reward", HELD_OUT_REWARD, decimal(values.get(HELD_OUT_REWARD))),
+        part("held-out accuracy", GREEDY_ACCURACY, decimal(values.get(GREEDY_ACCURACY))),
         part("entropy", "entropy", decimal(values.get("entropy"))),
         part("kl", kl, decimal(values.get(kl))),
         part("clip", "clip_fraction", percent(values.get("clip_fraction"))),
@@ -88,9 +89,10 @@ def event_words(name: str, fields: dict[str, Any]) -> str:
     if error:
         ended = "was interrupted" if error in INTERRUPTIONS else f"failed: {error}"
         return f"{name} of step {step} {ended}" if step is not None else f"{name} {ended}"
-    if name == EVALUATION and "greedy_accuracy" in fields:
+    if name == EVALUATION and "reward_mean" in fields:
         n = f" (n {fields['n']}{took})" if "n" in fields else ""
-        return f"held-out accuracy after step {step}: {decimal(fields['greedy_accuracy'])}{n}"
+        accuracy = f", accuracy {decimal(fields['greedy_accuracy'])}" if "greedy_accuracy" in fields else ""
+        return f"held-out reward after step {step}: {decimal(fields['reward_mean'])}{accuracy}{n}"
     if name == CHECKPOINT and not fields.get("interrupted"):
         return f"checkpoint of step {step} written{took}"
     if name == WAITING:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from tidemill.core.records import FleetRow
-from tidemill.telemetry.metrics import GREEDY_ACCURACY, STEP_TIME, MetricLine
+from tidemill.telemetry.evaluations import Evaluation, read_evaluation
+from tidemill.telemetry.metrics import HELD_OUT, STEP_TIME, MetricLine
 
 HISTORY = 400
 RECENT = 8
@@ -25,8 +26,7 @@ class Progress:
     step: int = 0
     values: dict[str, float] = field(default_factory=dict)  # of the newest step
     history: dict[str, deque[float]] = field(default_factory=dict)
-    evaluations: dict[int, float] = field(default_factory=dict)  # greedy accuracy by step
-    evaluation_n: int = 0
+    evaluations: dict[int, Evaluation] = field(default_factory=dict)  # by step
     phases: dict[str, tuple[int, int]] = field(default_factory=dict)  # (done, total) since the newest step, in order
     fleet: tuple[FleetRow, ...] = ()  # the workers there are, as last told
     preemptible: bool = False  # whether any worker of this session was
@@ -44,20 +44,20 @@ class Progress:
         self.step, self.values = step, values
         for name, value in values.items():
             self.history.setdefault(name, deque(maxlen=HISTORY)).append(value)
-        if GREEDY_ACCURACY in values:
-            self.add_evaluation(step, values[GREEDY_ACCURACY], int(values.get("eval/n", 0)))
+        self.add_evaluation(read_evaluation(step, values, prefix=HELD_OUT))
 
-    def add_evaluation(self, step: int, accuracy: float, n: int) -> None:
-        self.evaluations[step] = accuracy
-        self.evaluation_n = n or self.evaluation_n
+    def add_evaluation(self, evaluation: Evaluation | None) -> None:
+        if evaluation is not None:
+            self.evaluations[evaluation.step] = evaluation
 
     def set_fleet(self, rows: Iterable[FleetRow]) -> None:
         self.fleet = tuple(rows)
         self.preemptible |= any(row.kind == "preemptible" for row in self.fleet)
 
-    def restart(self, lines: Iterable[MetricLine], evaluations: dict[int, float]) -> None:
+    def restart(self, lines: Iterable[MetricLine], evaluations: Iterable[Evaluation]) -> None:
         """Take over the surviving history of earlier sessions."""
-        self.step, self.values, self.history, self.evaluations = 0, {}, {}, dict(evaluations)
+        self.step, self.values, self.history = 0, {}, {}
+        self.evaluations = {one.step: one for one in evaluations}
         for line in lines:
             self._take(line.step, line.values)
 

@@ -14,7 +14,7 @@ from tidemill.config.schema import RunSpec
 from tidemill.core.clock import Clock
 from tidemill.core.errors import UserError, in_words, root_fault
 from tidemill.core.records import FleetRow, Prompt, StepMetrics, Trajectory
-from tidemill.telemetry.evaluations import evaluations
+from tidemill.telemetry.evaluations import evaluations, read_evaluation
 from tidemill.telemetry.events import (
     EVALUATION,
     NOT_PART_OF_A_STEP,
@@ -42,6 +42,9 @@ from tidemill.telemetry.summary import build_summary
 
 Outcome: TypeAlias = Literal["finished", "interrupted", "failed"]
 BEGINS_A_STEP = ("rollout", "training")
+
+LONGEST_EXCERPT = 60
+"""Characters of a prompt or completion in a warning."""
 
 
 class Recorder:
@@ -135,9 +138,7 @@ class Recorder:
     def _take_history(self) -> None:
         lines = read_metrics(self.run.metrics)
         found = evaluations(read_events(self.run.events), lines)
-        self._progress.restart(lines, {one.step: one.greedy_accuracy for one in found})
-        if found:
-            self._progress.evaluation_n = found[-1].n
+        self._progress.restart(lines, found)
 
     def _make_view(self, stream: TextIO) -> View:
         if self._spec.telemetry.live and stream.isatty():
@@ -174,8 +175,8 @@ class Recorder:
         )
         if name in NOT_PART_OF_A_STEP and self._step_began_s is not None:
             self._step_began_s += float(fields.get("duration_s", 0.0))
-        if name == EVALUATION and "greedy_accuracy" in fields:
-            self._progress.add_evaluation(int(fields.get("step", 0)), fields["greedy_accuracy"], fields.get("n", 0))
+        if name == EVALUATION:
+            self._progress.add_evaluation(read_evaluation(int(fields.get("step", 0)), fields))
         if name in FLEET_EVENTS:
             self._tell(self._fleet_lines.event(name, fields))
         elif self._view:
@@ -221,16 +222,23 @@ class Recorder:
             kept = [pairs[index] for index in chosen(len(pairs), self._spec.telemetry.samples_per_step)]
             lines = [sample_line(step, trajectory, prompt, self._texts) for trajectory, prompt in kept]
             write_samples(self.run.samples / samples_name(step, purpose), lines)
-        self._note_faults(step, trajectories)
+        self._note_faults(step, trajectories, prompts)
 
-    def _note_faults(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        """Tell a kind of reward fault the first time it is met: a run whose rewards all fail should not look busy."""
-        reasons = [each.reward.reason for each in trajectories if each.reward is not None and not each.reward.valid]
-        new = [reason for reason in reasons if reason.partition(" (sample ")[0] not in self._known_faults]
-        self._known_faults |= {reason.partition(" (sample ")[0] for reason in new}
+    def _note_faults(self, step: int, trajectories: Sequence[Trajectory], prompts: Sequence[Prompt]) -> None:
+        """Warn of a kind of reward fault when it occurs first, with its sample."""
+        faults = {
+            index: each.reward.reason
+            for index, each in enumerate(trajectories)
+            if each.reward is not None and not each.reward.valid
+        }
+        new = [index for index, reason in faults.items() if _kind_of_fault(reason) not in self._known_faults]
+        self._known_faults |= {_kind_of_fault(faults[index]) for index in new}
         if new:
+            first = new[0]
+            prompt, completion = _excerpt(prompts[first].text), _excerpt(trajectories[first].text)
             self.note(
-                f"warning: {len(reasons)} of {len(trajectories)} samples of step {step} not scored, one: {new[0]}"
+                f"warning: {len(faults)} of {len(trajectories)} samples of step {step} not scored, "
+                f"one: {faults[first]}; prompt {prompt}, completion {completion}"
             )
 
     def progress(self, phase: str, done: int, total: int) -> None:
@@ -315,3 +323,13 @@ class Recorder:
         except Exception as second:  # noqa: BLE001 - a full disk, most likely; the error that ended the run is shown
             self.note(f"no summary written: {second}")
             self.close("failed")
+
+
+def _kind_of_fault(reason: str) -> str:
+    """Reward and exception type, of `reward NAME: TYPE: message (sample ...)`."""
+    return ": ".join(reason.partition(" (sample ")[0].split(": ")[:2])
+
+
+def _excerpt(text: str) -> str:
+    """The last characters of a text, quoted."""
+    return repr(text if len(text) <= LONGEST_EXCERPT else f"…{text[-LONGEST_EXCERPT:]}")

@@ -46,6 +46,11 @@ def wilson_interval(share: float, n: int) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
+def normal_interval(mean: float, stderr: float) -> tuple[float, float]:
+    """95 % interval of a mean with this standard error, by the normal approximation."""
+    return mean - Z_95 * stderr, mean + Z_95 * stderr
+
+
 def pass_at_k(n: int, correct: int, k: int) -> float:
     """1 - C(n - c, k) / C(n, k): the chance that k of n samples, drawn without replacement, hold a correct one.
 
@@ -81,6 +86,11 @@ def share_interval(shares: Sequence[float]) -> Interval:
     if set(shares) <= {0.0, 1.0} or min(shares) == max(shares):
         return Interval(mean, *wilson_interval(min(1.0, mean), len(shares)))
     return bootstrap_mean(shares)
+
+
+def reward_interval(rewards: Sequence[float]) -> Interval:
+    """Mean of rewards with its 95 % interval over items: Wilson's where every value is 0 or 1, else bootstrapped."""
+    return share_interval(rewards) if set(rewards) <= {0.0, 1.0} else bootstrap_mean(rewards)
 
 
 def bootstrap_mean(values: Sequence[float], *, resamples: int = RESAMPLES, seed: int = RESAMPLE_SEED) -> Interval:

@@ -68,6 +68,16 @@ def build_summary(
     }
 
 
+def held_out_changes(measured: dict[str, Any], digits: int) -> str:
+    """Mean reward and accuracy of a summary's `eval`, before and after; empty for what was not measured at both."""
+    before, after = ((measured.get(when) or {}) for when in ("before", "after"))
+    changes = []
+    for key, name in (("reward_mean", "mean reward"), ("greedy_accuracy", "greedy accuracy")):
+        if before.get(key) is not None and after.get(key) is not None:
+            changes.append(f"{name} {before[key]:.{digits}f} → {after[key]:.{digits}f}")
+    return f"held-out {', '.join(changes)}" if changes else ""
+
+
 def _sum(lines: list[MetricLine], name: str) -> float:
     return sum(line.values.get(name, 0.0) for line in lines)
 
@@ -83,7 +93,7 @@ def _evaluation(found: list[Evaluation]) -> dict[str, Any]:
     """Before the first step, after the last one evaluated, and the best; None where it was not measured."""
     before = next((evaluation for evaluation in found if evaluation.step == 0), None)
     after = found[-1] if found and found[-1].step > 0 else None
-    best = max(found, key=lambda evaluation: (evaluation.greedy_accuracy, -evaluation.step), default=None)
+    best = max(found, key=lambda evaluation: (evaluation.reward_mean, -evaluation.step), default=None)
 
     def entry(evaluation: Evaluation | None) -> dict[str, Any]:
         return evaluation._asdict() if evaluation else dict.fromkeys(Evaluation._fields)

@@ -99,6 +99,17 @@ def test_gspo() -> None:
     assert by_sample == pytest.approx(theirs[2]["clip_ratio/region_mean"][0])
 
 
+def test_gspo_with_a_sequence_correction() -> None:
+    draw = torch.Generator().manual_seed(5)
+    *_, mask = drawn()
+    log_ratio = 0.3 * torch.randn(mask.shape, generator=draw, dtype=torch.float64) * mask
+    ratio = log_ratio.sum(-1, keepdim=True).exp().clamp(max=1.2)
+    theirs = trl_policy_loss(loss_type="grpo", level="sequence", clip_low=0.1, clip_high=0.15, correction=ratio)
+    corrected = CORRECTIONS["sequence_tis"].function(log_ratio[mask], SAMPLES, high=1.2)
+    ours = our_loss("gspo", "sample", correction=corrected.weights_T, clip_low=0.1, clip_high=0.15)
+    assert_agree(ours, theirs)
+
+
 def test_cispo() -> None:
     theirs = trl_policy_loss(loss_type="cispo", clip_high=1.5)
     assert_agree(our_loss("cispo", "token", clip_high=1.5), theirs)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.unit.cli.conftest import Pretend, Run
-from tidemill.cli.train import accuracy, duration
+from tidemill.cli.train import duration
 from tidemill.config.load import from_toml
 from tidemill.config.schema import RunSpec
 
@@ -122,6 +122,33 @@ def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
-@pytest.mark.parametrize("evaluation", [None, {}, {"greedy_accuracy": None}, 0.5])
-def test_accuracy_that_was_not_measured(evaluation: Any) -> None:
-    assert accuracy(evaluation) is None
+GRADED = {"greedy_accuracy": None, "reward_mean": 0.25, "n": 8}
+BINARY = {"greedy_accuracy": 0.5, "reward_mean": 0.75, "n": 8}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "line"),
+    [
+        (
+            BINARY,
+            BINARY | {"greedy_accuracy": 0.625},
+            "held-out mean reward 0.75 → 0.75, greedy accuracy 0.50 → 0.62 (n = 8)",
+        ),
+        (GRADED, GRADED | {"reward_mean": 1.5}, "held-out mean reward 0.25 → 1.50 (n = 8)"),
+        (BINARY, GRADED, "held-out mean reward 0.75 → 0.25 (n = 8)"),
+    ],
+)
+def test_mean_reward_and_accuracy_are_reported_where_they_were_measured(
+    run: Run, pretend: Pretend, before: dict[str, Any], after: dict[str, Any], line: str
+) -> None:
+    measured = {"before": before, "after": after, "n": 8}
+    pretend("tidemill.runtime.train", "train", lambda _, **__: SUMMARY | {"eval": measured})
+    assert line in run("train").out.splitlines()
+
+
+@pytest.mark.parametrize("measured", [{}, {"before": None, "after": BINARY}, {"before": {"n": 8}, "after": GRADED}])
+def test_an_evaluation_that_was_not_measured_is_not_reported(
+    run: Run, pretend: Pretend, measured: dict[str, Any]
+) -> None:
+    pretend("tidemill.runtime.train", "train", lambda _, **__: SUMMARY | {"eval": measured})
+    assert "held-out" not in run("train").out

@@ -26,7 +26,15 @@ def refused(build: Any, **fields: Any) -> str:
         ("dr_grpo", {"advantage": "dr_grpo", "normalize": "constant"}),
         ("rloo", {"advantage": "rloo", "normalize": "constant", "kl_in": "reward"}),
         ("dapo", {"clip_high": 0.28, "normalize": "token", "dynamic_sampling": True}),
-        ("gspo", {"loss": "gspo", "clip_low": 0.0003, "clip_high": 0.0004}),
+        (
+            "gspo",
+            {
+                "loss": "gspo",
+                "clip_low": 0.0003,
+                "clip_high": 0.0004,
+                "correction": {"kind": "sequence_tis", "low": None, "high": 2.0},
+            },
+        ),
         ("cispo", {"loss": "cispo", "clip_high": 5.0, "normalize": "token"}),
         ("ppo", {"advantage": "gae", "whiten": True, "normalize": "token", "kl_in": "reward", "kl_beta": 0.01}),
     ],
@@ -57,6 +65,21 @@ def test_every_preset_is_a_name_and_valid() -> None:
 def test_a_loss_brings_its_own_limits(given: dict[str, Any], limits: tuple[float, float]) -> None:
     algorithm = AlgorithmConfig.model_validate(given)
     assert (algorithm.clip_low, algorithm.clip_high) == limits
+
+
+@pytest.mark.parametrize(
+    ("given", "correction"),
+    [
+        ({"loss": "gspo"}, ("sequence_tis", None, 2.0)),
+        ({"name": "gspo", "correction": {"high": 4}}, ("sequence_tis", None, 4.0)),
+        ({"name": "gspo", "correction": {"kind": "icepop", "high": 4}}, ("icepop", 0.5, 4.0)),
+        ({"name": "gspo", "loss": "ppo_clip"}, ("tis", None, 2.0)),
+        ({"name": "gspo", "loss": "ppo_clip", "correction": {"high": 4}}, ("tis", None, 4.0)),
+    ],
+)
+def test_gspo_corrects_whole_sequences_by_default(given: dict[str, Any], correction: tuple[Any, ...]) -> None:
+    found = AlgorithmConfig.model_validate(given).correction
+    assert (found.kind, found.low, found.high) == correction
 
 
 def test_explicit_keys_win_whichever_layer_they_come_from(tmp_path: Path) -> None:

@@ -100,7 +100,9 @@ def test_arithmetic(fields: dict[str, Any], says: str) -> None:
     ],
 )
 def test_reward(fields: dict[str, Any], says: str) -> None:
-    assert says in messages(RewardConfig, **fields)
+    said = messages(RewardConfig, **fields)
+    assert says in said
+    assert "hush" not in said
 
 
 @pytest.mark.parametrize("function", ["package.module:function", "rewards/mine.py:score", "/a b/c.py:f"])
@@ -205,6 +207,12 @@ def test_all_contradictions_of_a_section_are_told_together() -> None:
         ({"kind": "model"}, "set model to the folder of a reward model"),
         ({"kind": "exact", "model": "folder"}, 'model is only for kind = "model"'),
         ({"kind": "http"}, 'kind = "http" needs a url, and it is ""'),
+        ({"kind": "http", "url": "http://"}, 'url = "http://" has no host'),
+        ({"kind": "http", "url": "https:///score"}, 'url = "https:///score" has no host'),
+        ({"kind": "http", "url": "http://:80/score"}, "has no host"),
+        ({"kind": "http", "url": "http://a:port"}, "url is malformed"),
+        ({"kind": "http", "url": "https://me:hush@a/score"}, "name that in auth_env"),
+        ({"kind": "http", "url": "https://hush@a"}, "url has credentials"),
         ({"kind": "http", "url": "ftp://a"}, 'set url = "http://host:port/path"'),
         (
             {"kind": "http", "url": "https://a", "auth_env": "Bearer hush"},

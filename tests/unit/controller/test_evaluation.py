@@ -11,7 +11,7 @@ from tests.fake_engine import FakeCompute, FakeEngine
 from tests.fake_samples import FakeCodec, make_prompt
 from tests.fake_session import FakeScorer, FakeTelemetry
 from tests.virtual_time import run_virtual
-from tidemill.controller.evaluation import Evaluation, correct, evaluate
+from tidemill.controller.evaluation import Evaluation, correct, evaluate, judged
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.rollout import Rollout
@@ -24,14 +24,14 @@ VERSION = PolicyVersion(number=3, digest="a")
 
 
 class ByName(FakeScorer):
-    """Right, half right, wrong but invalid, right: by the prompt's number."""
+    """Right, half right, right but invalid, right: by the prompt's number."""
 
     async def score(self, prompt: Prompt, trajectory: Trajectory) -> Reward:
         return {
-            "h0": Reward(value=1.0),
-            "h1": Reward(value=0.5),
+            "h0": Reward(value=1.0, correct=True),
+            "h1": Reward(value=0.5, correct=False),
             "h2": Reward(value=1.0, valid=False),
-            "h3": Reward(value=1.0),
+            "h3": Reward(value=1.0, correct=True),
         }[prompt.prompt_id]
 
 
@@ -70,6 +70,8 @@ def test_accuracy_is_the_share_of_valid_right_answers() -> None:
     result = evaluation.result
     # h0 and h3 of four are right; h1 only half, h2's reward failed
     assert (result.greedy_accuracy, result.n, result.invalid) == (0.5, 4, 1)
+    # mean of 1, 0.5 and 1; their deviation is sqrt(((1/6)² + (1/3)² + (1/6)²) / 2) = 0.288675, over sqrt(3): 1/6
+    assert (result.reward_mean, result.reward_stderr) == pytest.approx((2.5 / 3, 1 / 6))
     assert [sample.sample_id.prompt_id for sample in evaluation.samples] == ["h0", "h1", "h2", "h3"]
     assert result.completion_tokens_mean == sum(s.completion_length for s in evaluation.samples) / 4
     assert result.truncated_fraction == sum(s.truncated for s in evaluation.samples) / 4 > 0
@@ -84,11 +86,36 @@ def test_without_prompts_there_is_nothing_to_evaluate() -> None:
         run_virtual(run([], []))
 
 
+def judgement(*rewards: Reward | None) -> tuple[float | None, float | None]:
+    """Mean reward and accuracy of samples with these rewards."""
+    samples = [make_trajectory(make_prompt(f"{at}"), "1", reward=reward) for at, reward in enumerate(rewards)]
+    found = judged("held_out", 0, VERSION, samples, 1.0)
+    return found.reward_mean, found.greedy_accuracy
+
+
+def test_graded_rewards_have_a_mean_and_no_accuracy() -> None:
+    assert judgement(Reward(value=0.9), Reward(value=0.9)) == (0.9, None)
+    assert judgement(Reward(value=1.5), Reward(value=1.5)) == (1.5, None)
+    assert judgement(Reward(value=1.0), Reward(value=0.25)) == (0.625, None)
+    assert judgement(Reward(value=-3.0), Reward(value=1.0)) == (-1.0, None)
+
+
+def test_rewards_of_0_and_1_are_wrong_and_right() -> None:
+    assert judgement(Reward(value=1.0), Reward(value=0.0), Reward(value=0.0), Reward(value=1.0)) == (0.5, 0.5)
+    # one that failed is wrong, and not in the mean
+    assert judgement(Reward(value=1.0), Reward(value=0.0, valid=False)) == (1.0, 0.5)
+
+
+def test_without_a_valid_reward_there_is_no_figure() -> None:
+    assert judgement(None, Reward(value=1.0, valid=False)) == (None, None)
+
+
 @pytest.mark.parametrize(
     ("reward", "expected"),
     [
         (Reward(value=1.0), True),
         (Reward(value=0.99), False),
+        (Reward(value=2.0, correct=False), False),
         (Reward(value=1.0, valid=False), False),
         (None, False),
     ],

@@ -34,8 +34,8 @@ def test_a_run_from_the_first_step_to_the_last() -> None:
     assert (result.steps, result.version.number, result.interrupted, result.resumed_from) == (4, 4, False, 0)
     assert [known.step for known in result.evaluations] == [0, 2, 4]
     assert session.checkpoints.saved == [
-        (2, result.evaluations[1].greedy_accuracy),
-        (4, result.evaluations[2].greedy_accuracy),
+        (2, result.evaluations[1].reward_mean),
+        (4, result.evaluations[2].reward_mean),
     ]
     assert [metrics.step for metrics in session.telemetry.steps] == [0, 1, 2, 3, 4]
     assert session.telemetry.named("resume") == [{"step": 0}]
@@ -131,7 +131,8 @@ def test_a_run_whose_samples_get_no_reward_any_more_is_stopped_after_a_checkpoin
         return session
 
     with pytest.raises(
-        GuardStop, match="last 3 steps got a valid reward, so nothing was learned: reward mine: nobody answers"
+        GuardStop,
+        match=r"no sample got a valid reward \(3 steps in a row\).*reward mine: nobody answers",
     ):
         run_virtual(main(broken_from=2))
     assert max(disk.checkpoints) == 4  # steps 2, 3 and 4 were in vain
@@ -349,6 +350,26 @@ def test_the_evaluation_is_judged_by_its_own_scorer() -> None:
     assert session.result is not None
     assert [known.greedy_accuracy for known in session.result.evaluations] == [1.0] * 3
     assert all(sample.purpose == "train" for sample in session.scorer.scored)
+
+
+def test_graded_rewards_have_a_mean_in_metrics_events_and_checkpoints_and_no_accuracy() -> None:
+    async def main() -> Session:
+        session = Session()
+        grades = {0: 0.9, 2: 1.5, 4: 0.5}
+
+        async def graded(prompt: object, trajectory: Trajectory) -> Reward:
+            return Reward(value=grades[trajectory.versions[0].version.number])
+
+        session.eval_scorer.score = graded  # type: ignore[method-assign]
+        session.result = await session.run()
+        return session
+
+    session = run_virtual(main())
+    assert session.checkpoints.saved == [(2, 1.5), (4, 0.5)]
+    values = {one.step: one.values for one in session.telemetry.steps}
+    assert [values[step]["eval/reward_mean"] for step in (0, 2, 4)] == [0.9, 1.5, 0.5]
+    assert [event["reward_mean"] for event in session.telemetry.named("evaluation")] == [0.9, 1.5, 0.5]
+    assert all("eval/greedy_accuracy" not in each for each in values.values())
 
 
 def test_the_prompts_of_a_step_are_asked_for_once() -> None:

@@ -14,6 +14,8 @@ from tidemill.config.schema import RunSpec
 from tidemill.pipeline.measured import measured_words, write_measured
 
 FOUND: dict[str, Any] = {
+    "reward_mean": 0.55,
+    "reward_mean_interval": [0.2, 0.9],
     "greedy_accuracy": 0.5,
     "greedy_accuracy_interval": [0.15, 0.85],
     "n": 4,
@@ -36,8 +38,8 @@ FOUND: dict[str, Any] = {
         "distinct_1_in_prompt": 0.834,
     },
     "samples": [
-        {"prompt": "1+1=", "completion": "<2>", "answer": "2", "correct": True},
-        {"prompt": "1+2=", "completion": "9", "answer": "3", "correct": False},
+        {"prompt": "1+1=", "completion": "<2>", "answer": "2", "reward": 1.0, "correct": True},
+        {"prompt": "1+2=", "completion": "9", "answer": "3", "reward": 0.1, "correct": False},
     ],
     "compared_with": {
         "model": "other/model",
@@ -54,25 +56,37 @@ FOUND: dict[str, Any] = {
             }
         },
         "samples": [
-            {"prompt": "1+1=", "completion": "8", "correct": False},
-            {"prompt": "1+2=", "completion": "7", "correct": False},
+            {"prompt": "1+1=", "completion": "8", "reward": 0.1, "correct": False},
+            {"prompt": "1+2=", "completion": "7", "reward": 0.1, "correct": False},
         ],
     },
 }
 ALONE = {name: value for name, value in FOUND.items() if name not in ("scores", "drawn", "compared_with")}
+GRADED: dict[str, Any] = {
+    **{name: value for name, value in ALONE.items() if not name.startswith("greedy_accuracy")},
+    "reward_mean": 1.5,
+    "reward_mean_interval": [1.25, 1.75],
+    "samples": [
+        {"prompt": "1+1=", "completion": "2", "answer": "2", "reward": 1.75, "correct": None},
+        {"prompt": "1+2=", "completion": "", "answer": "3", "reward": None, "correct": None},
+        {"prompt": "1+3=", "completion": "9", "answer": "4", "reward": 1.25, "correct": None},
+    ],
+}
 
 
 def test_the_sentence_has_pass_at_k_and_intervals() -> None:
     assert measured_words(FOUND) == (
+        "held-out mean reward 0.550 (95 %: 0.200 to 0.900; n = 4), "
         "held-out greedy accuracy 0.500 (95 %: 0.150 to 0.850; n = 4), pass@2 0.750 (0.300 to 0.950), "
         "score of liked 0.700 (0.410 to 0.930), greedy accuracy against the other model +0.250 (p = 0.875)"
     )
-    assert measured_words(ALONE) == "held-out greedy accuracy 0.500 (95 %: 0.150 to 0.850; n = 4)"
+    assert measured_words(GRADED) == "held-out mean reward 1.500 (95 %: 1.250 to 1.750; n = 4)"
 
 
 def test_the_figures_have_pass_at_k_and_intervals(tmp_path: Path) -> None:
     figures = write_measured(tmp_path, RunSpec(), FOUND)
     assert figures["greedy_accuracy_interval"] == [0.15, 0.85]
+    assert (figures["reward_mean"], figures["reward_mean_interval"]) == (0.55, [0.2, 0.9])
     assert (figures["pass@1"], figures["pass@2_interval"]) == (0.375, [0.3, 0.95])
     assert (figures["score_liked"], figures["score_liked_interval"]) == (0.7, [0.41, 0.93])
     assert figures["greedy_accuracy_difference_interval"] == [-0.11, 0.61]
@@ -91,6 +105,7 @@ def test_its_page_is_of_an_evaluation_not_of_training(tmp_path: Path, found: dic
     for words in (
         "Held-out accuracy is 0.500.",
         "greedy accuracy 0.500 0.150 to 0.850",
+        "greedy mean reward 0.550 0.200 to 0.900",
         "distinct-1 0.612",
         "&lt;2&gt;",
     ):
@@ -113,7 +128,18 @@ def test_its_page_is_of_an_evaluation_not_of_training(tmp_path: Path, found: dic
     assert len(brackets) == (3 if found is FOUND else 1)
 
 
-def test_answers_that_differ_in_being_right_come_first(tmp_path: Path) -> None:
+def test_the_page_of_graded_rewards_has_their_mean_and_no_accuracy(tmp_path: Path) -> None:
+    assert write_measured(tmp_path, RunSpec(), GRADED)["reward_mean"] == 1.5
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    page, told = Page(text), " ".join(re.sub(r"<[^>]*>", " ", text).split())
+    assert page.mismatched == [] and page.open == []
+    assert "Held-out mean reward is 1.500." in told
+    assert "greedy mean reward 1.500 1.250 to 1.750" in told
+    assert "accuracy" not in page.words
+    assert not [tag for tag, attributes in page.tags if attributes.get("class") == "track"], "a mean is not a share"
+
+
+def test_answers_whose_rewards_differ_come_first(tmp_path: Path) -> None:
     write_measured(tmp_path, RunSpec(), FOUND)
     told = Page((tmp_path / "report.html").read_text(encoding="utf-8")).words
     assert told.index("1+1=") < told.index("1+2=")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 import pytest
 
 from tests.char_codec import make_prompt, make_trajectory
 from tidemill.controller.entries import EvalResult
-from tidemill.controller.evaluation import Evaluation
+from tidemill.controller.evaluation import Evaluation, judged
 from tidemill.core.records import Group, PolicyVersion, Prompt, Reward, Trajectory
 from tidemill.runtime.measured import Measured, comparison, figures
 from tidemill.telemetry.statistics import wilson_interval
@@ -33,6 +34,7 @@ def measured(
         name="held_out",
         step=0,
         version=PolicyVersion(number=0, digest="ab"),
+        reward_mean=right / 4,
         greedy_accuracy=right / 4,
         n=4,
         invalid=0,
@@ -60,12 +62,51 @@ def measured(
 def test_greedy_figures() -> None:
     found = figures(measured(["0", "1", "9", "99"]), ks=())
     assert (found["greedy_accuracy"], found["n"]) == (0.5, 4)
-    assert found["greedy_accuracy_interval"] == list(wilson_interval(0.5, 4))
+    assert found["greedy_accuracy_interval"] == found["reward_mean_interval"] == list(wilson_interval(0.5, 4))
     assert found["completion_tokens"]["mean"] == 1.25
     # Tokens 0 1 9 9 9: three of five differ; one pair, 99.
     assert (found["distinct_1"], found["distinct_2"]) == (0.6, 1.0)
     assert "drawn" not in found and "scores" not in found
-    assert found["samples"][2] == {"prompt": "2+0=", "completion": "9", "answer": "2", "correct": False}
+    assert found["samples"][2] == {"prompt": "2+0=", "completion": "9", "answer": "2", "reward": 0.0, "correct": False}
+
+
+def graded(values: Sequence[float | None], drawn: Sequence[Sequence[float]] = ()) -> Measured:
+    """Greedy completions with these rewards, None for an invalid one, and samples of each prompt."""
+
+    def with_reward(sample: Trajectory, value: float | None) -> Trajectory:
+        reward = Reward(value=0.0, valid=False) if value is None else Reward(value=value)
+        return msgspec.structs.replace(sample, reward=reward)
+
+    plain = measured(["1"] * 4, ["1" * len(each) for each in drawn])
+    samples = tuple(with_reward(sample, value) for sample, value in zip(plain.greedy.samples, values, strict=True))
+    groups = tuple(
+        msgspec.structs.replace(group, trajectories=tuple(map(with_reward, group.trajectories, rewards)))
+        for group, rewards in zip(plain.drawn, drawn, strict=True)
+    )
+    result = judged("held_out", 0, plain.greedy.result.version, samples, 1.0)
+    return replace(plain, greedy=Evaluation(result=result, samples=samples), drawn=groups)
+
+
+def test_graded_rewards_have_no_accuracy_and_no_pass_at_k() -> None:
+    found = figures(graded([0.9, 0.5, None, 0.1], [[0.2, 0.4], [1.0, 0.5], [0.0, 0.0], [1.5, 0.5]]), ks=(1, 2))
+    assert found["reward_mean"] == pytest.approx(0.5)
+    low, high = found["reward_mean_interval"]
+    assert 0.1 <= low < 0.5 < high <= 0.9
+    assert "greedy_accuracy" not in found and "greedy_accuracy_interval" not in found
+    assert found["drawn"]["pass_at"] == {}
+    assert found["drawn"]["reward_mean"]["value"] == pytest.approx((0.3 + 0.75 + 0.0 + 1.0) / 4)
+    assert [(each["reward"], each["correct"]) for each in found["samples"]] == [
+        (0.9, None), (0.5, None), (None, None), (0.1, None)
+    ]  # fmt: skip
+
+
+def test_graded_rewards_are_compared_by_their_mean() -> None:
+    found = comparison(graded([0.5, 0.5, None, 0.5]), graded([0.9, 0.4, 0.8, 0.6]))["figures"]
+    assert "greedy_accuracy" not in found
+    # The prompt without a valid reward is left out: 0.9, 0.4, 0.6 against 0.5 three times.
+    reward = found["reward_mean"]
+    assert (reward["n"], reward["higher"], reward["lower"]) == (3, 2, 1)
+    assert (reward["other"], reward["this"]) == pytest.approx((0.5, 1.9 / 3))
 
 
 def test_drawn_figures() -> None:
@@ -96,6 +137,7 @@ def test_a_comparison_is_paired_by_prompt() -> None:
     found = comparison(other, this)["figures"]
     # One right answer was lost, three were won: 2 · (C(4,0) + C(4,1)) / 2^4 = 10 / 16.
     greedy = found["greedy_accuracy"]
+    assert found["reward_mean"] == greedy
     assert (greedy["other"], greedy["this"], greedy["higher"], greedy["lower"]) == (0.25, 0.75, 3, 1)
     assert greedy["p_value"] == 0.625
     assert greedy["difference"]["value"] == 0.5
@@ -103,6 +145,7 @@ def test_a_comparison_is_paired_by_prompt() -> None:
     drawn = found["drawn_accuracy"]
     assert (drawn["other"], drawn["this"], drawn["higher"], drawn["lower"]) == (0.25, 0.625, 2, 0)
     assert drawn["p_value"] == 0.5
+    assert found["drawn_reward_mean"] == drawn
     # The pair with an invalid score is left out.
     assert (found["liked"]["n"], found["liked"]["higher"]) == (3, 2)
     assert (found["completion_tokens"]["higher"], found["completion_tokens"]["lower"]) == (0, 1)

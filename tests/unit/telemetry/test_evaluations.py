@@ -1,23 +1,40 @@
 from __future__ import annotations
 
-from tidemill.telemetry.evaluations import Evaluation, evaluations
+import pytest
+
+from tidemill.telemetry.evaluations import Evaluation, comparable, evaluations
 from tidemill.telemetry.metrics import MetricLine
+from tidemill.telemetry.statistics import wilson_interval
 
 
-def evaluated(step: int, accuracy: float) -> dict[str, object]:
-    return {"event": "evaluation", "step": step, "greedy_accuracy": accuracy, "n": 64}
+def evaluated(step: int, reward: float, accuracy: float | None = None) -> dict[str, object]:
+    told = {"event": "evaluation", "step": step, "reward_mean": reward, "reward_stderr": 0.05, "n": 64}
+    return told if accuracy is None else told | {"greedy_accuracy": accuracy}
 
 
 def test_both_logs_are_put_together() -> None:
-    lines = [MetricLine(5, 5, "", 1, 1, 1.0, {"eval/greedy_accuracy": 0.5, "eval/n": 64.0})]
-    assert evaluations([evaluated(0, 0.25)], lines) == [Evaluation(0, 0.25, 64), Evaluation(5, 0.5, 64)]
+    values = {"eval/reward_mean": 0.75, "eval/reward_stderr": 0.1, "eval/greedy_accuracy": 0.5, "eval/n": 64.0}
+    lines = [MetricLine(5, 5, "", 1, 1, 1.0, values | {"reward_mean": 0.9})]
+    assert evaluations([evaluated(0, 0.25)], lines) == [
+        Evaluation(0, 0.25, 0.05, None, 64),
+        Evaluation(5, 0.75, 0.1, 0.5, 64),
+    ]
 
 
 def test_what_a_resume_rewound_is_forgotten() -> None:
     events = [evaluated(0, 0.2), evaluated(5, 0.5), evaluated(10, 0.9), {"event": "resume", "step": 5}]
     assert [one.step for one in evaluations(events, [])] == [0, 5]
-    assert evaluations([*events, evaluated(10, 0.8)], [])[-1] == Evaluation(10, 0.8, 64)
+    assert evaluations([*events, evaluated(10, 0.8)], [])[-1] == Evaluation(10, 0.8, 0.05, None, 64)
 
 
-def test_an_evaluation_that_failed_has_no_accuracy() -> None:
+def test_an_evaluation_that_failed_is_none() -> None:
     assert evaluations([{"event": "evaluation", "step": 5, "error": "OSError"}], []) == []
+
+
+def test_evaluations_are_compared_by_the_figure_that_all_of_them_have() -> None:
+    binary, graded = Evaluation(0, 0.75, 0.1, 0.5, 64), Evaluation(5, 1.5, 0.25, None, 64)
+    assert comparable([binary]) == [("accuracy", 0.5, wilson_interval(0.5, 64))]
+    first, last = comparable([binary, graded])
+    assert (first.name, first.value, last.name, last.value) == ("mean reward", 0.75, "mean reward", 1.5)
+    assert last.interval == pytest.approx((1.5 - 1.96 * 0.25, 1.5 + 1.96 * 0.25), abs=1e-4)
+    assert comparable([Evaluation(0, 0.9, None, None, 1)])[0].interval is None

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from tests.fabricated_run import FabricatedRun, FakeClock
 from tidemill.core.records import FleetRow
+from tidemill.telemetry.evaluations import Evaluation
 from tidemill.telemetry.live import LiveView, _cell, sparkline
 from tidemill.telemetry.progress import Progress
 
@@ -66,6 +67,16 @@ def test_the_panel_fits_any_width(progress: Progress, width: int, lines: int) ->
     assert "step 10/20" in text and "left" in text and "rollout" in text
 
 
+def test_the_panel_has_the_mean_held_out_reward_and_the_share_of_right_answers() -> None:
+    progress = Progress(run="r", total_steps=3)
+    view = LiveView(progress, Terminal(), FakeClock())
+    view.close()
+    progress.add_evaluation(Evaluation(0, 0.25, 0.1, None, 64))
+    assert "held-out  0.250  (n 64)" in rendered(view, 100)
+    progress.add_evaluation(Evaluation(2, 0.75, 0.1, 0.5, 64))
+    assert "0.250 → 0.750 · 50 % right  (n 64)" in rendered(view, 100)
+
+
 def test_workers_that_come_and_go_get_a_table(progress: Progress) -> None:
     view = LiveView(progress, Terminal(), FakeClock())
     view.close()
@@ -105,7 +116,7 @@ def test_notes_scroll_above_and_evaluations_do_not() -> None:
     terminal = Terminal()
     view = LiveView(Progress(run="r", total_steps=3), terminal, FakeClock())
     view.event("checkpoint", {"step": 2, "duration_s": 1.25})
-    view.event("evaluation", {"step": 2, "greedy_accuracy": 0.123, "n": 64})
+    view.event("evaluation", {"step": 2, "reward_mean": 0.123, "greedy_accuracy": 0.123, "n": 64})
     view.event("rollout", {"step": 2, "error": "OSError"})
     view.event("checkpoint", {"step": 3, "error": "CancelledError"})
     view.close()

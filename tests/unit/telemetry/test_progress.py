@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from tidemill.telemetry.evaluations import Evaluation
 from tidemill.telemetry.metrics import MetricLine
 from tidemill.telemetry.progress import Progress
 
@@ -22,18 +23,19 @@ def test_nothing_is_left_after_the_last_step() -> None:
 
 def test_evaluation_before_the_first_step_is_not_a_step() -> None:
     progress = Progress(run="r", total_steps=2)
-    progress.add_step(0, {"eval/greedy_accuracy": 0.25, "eval/n": 64.0}, 3.0)
+    progress.add_step(0, {"eval/reward_mean": 0.75, "eval/greedy_accuracy": 0.25, "eval/n": 64.0}, 3.0)
     assert progress.left_s() is None
-    assert (progress.evaluations, progress.evaluation_n) == ({0: 0.25}, 64)
+    assert progress.evaluations == {0: Evaluation(0, 0.75, None, 0.25, 64)}
 
 
 def test_a_restart_takes_over_history() -> None:
     progress = Progress(run="r", total_steps=9)
     progress.add_step(7, {"reward_mean": 0.9}, 5.0)
     line = MetricLine(3, 3, "", 1, 1, 2.0, {"reward_mean": 0.5})
-    progress.restart([line], {0: 0.2, 3: 0.4})
+    earlier = [Evaluation(0, 0.2, None, 0.2, 8), Evaluation(3, 0.4, None, 0.4, 8)]
+    progress.restart([line], earlier)
     assert progress.step == 3 and list(progress.history["reward_mean"]) == [0.5]
-    assert progress.evaluations == {0: 0.2, 3: 0.4}
+    assert progress.evaluations == {0: earlier[0], 3: earlier[1]}
 
 
 def test_phases_under_way_are_the_unfinished_ones_since_the_last_step() -> None:

@@ -246,8 +246,8 @@ def test_a_reward_fault_is_told_the_first_time_it_is_met(tmp_path: Path) -> None
     end(recorder)
     assert isinstance(recorder._view, PlainView) and isinstance(recorder._view._stream, io.StringIO)
     assert [line for line in recorder._view._stream.getvalue().splitlines() if "not scored" in line] == [
-        "warning: 2 of 3 samples of step 2 not scored, one: late (sample 2)",
-        "warning: 2 of 2 samples of step 4 not scored, one: raises (sample 4)",
+        "warning: 2 of 3 samples of step 2 not scored, one: late (sample 2); prompt '1+1=', completion '2'",
+        "warning: 2 of 2 samples of step 4 not scored, one: raises (sample 4); prompt '1+1=', completion '2'",
     ]
 
 

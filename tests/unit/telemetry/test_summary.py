@@ -42,9 +42,10 @@ def test_accuracy_before_after_and_best(tmp_path: Path) -> None:
         if purpose == "eval-held_out":
             measured[step] = sum(sample.reward or 0.0 for sample in read_samples(path)) / HELD_OUT
     found = run.read_summary()["eval"]
-    assert found["before"] == {"greedy_accuracy": measured[0], "step": 0, "n": HELD_OUT}
-    assert found["after"] == {"greedy_accuracy": measured[20], "step": 20, "n": HELD_OUT}
-    assert found["best"]["greedy_accuracy"] == max(measured.values())
+    for when, step in (("before", 0), ("after", 20)):
+        assert (found[when]["step"], found[when]["n"]) == (step, HELD_OUT)
+        assert found[when]["greedy_accuracy"] == found[when]["reward_mean"] == measured[step]
+    assert found["best"]["reward_mean"] == max(measured.values())
     assert found["n"] == HELD_OUT
 
 
@@ -57,10 +58,11 @@ def test_the_peak_is_the_largest_of_all_sessions(tmp_path: Path) -> None:
 def test_a_run_without_a_step_has_a_summary_too(tmp_path: Path) -> None:
     summary = build_summary(RunDirectory(tmp_path / "demo"), outcome="interrupted", total_steps=20)
     assert (summary["run"], summary["steps"], summary["interrupted"]) == ("demo", 0, True)
+    nothing = dict.fromkeys(("step", "reward_mean", "reward_stderr", "greedy_accuracy", "n"))
     assert summary["eval"] == {
-        "before": {"greedy_accuracy": None, "step": None, "n": None},
-        "after": {"greedy_accuracy": None, "step": None, "n": None},
-        "best": {"greedy_accuracy": None, "step": None, "n": None},
+        "before": nothing,
+        "after": nothing,
+        "best": nothing,
         "n": 0,
     }
     assert summary["tokens_per_s"] is None and summary["wall_s"] == 0.0
@@ -68,9 +70,10 @@ def test_a_run_without_a_step_has_a_summary_too(tmp_path: Path) -> None:
 
 def test_an_evaluation_before_the_first_step_is_not_one_after(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
-    run.metrics.write_text('{"step":0,"eval/greedy_accuracy":0.25,"eval/n":8}\n')
+    run.metrics.write_text('{"step":0,"eval/reward_mean":0.25,"eval/n":8}\n')
     found = build_summary(run, outcome="running", total_steps=20)["eval"]
-    assert found["before"]["greedy_accuracy"] == 0.25 and found["after"]["greedy_accuracy"] is None
+    assert found["before"]["reward_mean"] == 0.25 and found["after"]["reward_mean"] is None
+    assert found["before"]["greedy_accuracy"] is None
     assert found["n"] == 8 and len(read_metrics(run.metrics)) == 1
 
 

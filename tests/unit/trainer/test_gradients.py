@@ -39,6 +39,9 @@ CASES: dict[str, dict[str, Any]] = {
     "icepop, narrow": {"correction": {"kind": "icepop", "low": 0.8, "high": 1.2}},
     "geometric, wide": {"correction": {"kind": "geometric", "low": 0.9, "high": 1.1}},
     "mu_step, narrow": {"correction": {"kind": "mu_step", "high": 1.1}},
+    "gspo, token correction": {"name": "gspo", "correction": {"kind": "tis", "high": 1.2}},
+    "gspo, icepop": {"name": "gspo", "correction": {"kind": "icepop", "low": 0.8, "high": 1.2}},
+    "gspo, gae": {"name": "gspo", "advantage": "gae", "proximal": "rollout", **WIDE["gspo"]},
     "dual clip": {"proximal": "rollout", "dual_clip": 1.3},
     "entropy bonus": {"entropy_bonus": 0.3},
     "entropy bonus by token": {"name": "dapo", "entropy_bonus": 0.3},
@@ -190,11 +193,11 @@ def test_the_cases_reach_every_branch(monkeypatch: pytest.MonkeyPatch) -> None:
             subject.take(one)
         return subject.learn(4).values
 
-    for case in ("grpo, clipped", "gspo, clipped", "cispo, clipped", "dual clip"):
+    for case in ("grpo, clipped", "gspo, clipped", "gspo, gae", "cispo, clipped", "dual clip"):
         assert 0.05 < figures(case)["clip_fraction"] < 0.95, case
     for case in ("grpo, corrected", "sequence_tis", "clip_range, narrow", "mu_step, narrow"):
         assert 0.01 < figures(case)["correction_truncated"] < 0.99, case
-    for case in ("icepop, narrow", "geometric, wide"):
+    for case in ("icepop, narrow", "gspo, icepop", "geometric, wide"):
         assert 0.05 < figures(case)["correction_masked"] < 0.95, case
 
 

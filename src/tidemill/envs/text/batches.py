@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from tidemill.envs.text.sample import Sample
@@ -25,11 +25,14 @@ class Batches:
 
     Args:
         most: samples of one batch, at most.
+        overtake_s: a batch that takes longer no longer holds up the next, which is judged beside it; None holds it up
+            for as long as it takes.
     """
 
-    def __init__(self, judge: Judge, *, most: int) -> None:
-        self._judge, self._most = judge, most
+    def __init__(self, judge: Judge, *, most: int, overtake_s: float | None = None) -> None:
+        self._judge, self._most, self._overtake_s = judge, most, overtake_s
         self._waiting: deque[tuple[Sample, asyncio.Future[float]]] = deque()
+        self._answering: set[asyncio.Task[None]] = set()
         self._serving: asyncio.Task[None] | None = None
 
     async def __call__(self, sample: Sample) -> float:
@@ -42,11 +45,12 @@ class Batches:
 
     async def close(self) -> None:
         """Give up what is being judged, and what waits."""
-        if self._serving is not None:
-            self._serving.cancel()
-            await asyncio.wait({self._serving})
-        for _, future in self._waiting:
-            future.cancel()
+        under_way = {*self._answering, *([self._serving] if self._serving else ())}
+        for task in under_way:
+            task.cancel()
+        if under_way:
+            await asyncio.wait(under_way)
+        _fail(self._waiting)
         self._waiting.clear()
         await self._judge.close()
 
@@ -54,7 +58,10 @@ class Batches:
         try:
             await asyncio.sleep(0)  # samples that finished in the same moment come along
             while batch := self._next_batch():
-                await self._answer(batch)
+                answering = asyncio.create_task(self._answer(batch))
+                self._answering.add(answering)
+                answering.add_done_callback(self._answering.discard)
+                await asyncio.wait({answering}, timeout=self._overtake_s)
         finally:
             self._serving = None
 
@@ -73,8 +80,7 @@ class Batches:
             if len(results) != len(batch):
                 raise ValueError(f"{len(results)} scores for {len(batch)} samples")
         except asyncio.CancelledError:
-            for _, future in batch:
-                future.cancel()
+            _fail(batch)
             raise
         except Exception as error:  # noqa: BLE001 -- the fault of these samples, not of the run
             results = [error] * len(batch)
@@ -85,3 +91,9 @@ class Batches:
                 future.set_exception(result)
             else:
                 future.set_result(result)
+
+
+def _fail(entries: Iterable[tuple[Sample, asyncio.Future[float]]]) -> None:
+    for _, future in entries:
+        if not future.done():
+            future.set_exception(RuntimeError("closed before there was a score"))

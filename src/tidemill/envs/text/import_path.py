@@ -14,9 +14,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tidemill.core.errors import UserError
+from tidemill.core.errors import UserError, exception_text
+from tidemill.envs.text.loop_thread import CallTimeout
+from tidemill.envs.text.user_calls import call_blocking
 
 WHERE = "scoring.rewards.function"
+IMPORT_DEADLINE_S = 300.0
+"""A module may load a model while it is imported."""
 SIGNATURE = "function(prompt: str, completion: str, answer: str, metadata: dict) -> float"
 
 
@@ -24,8 +28,17 @@ def import_function(path: str) -> Callable[..., Any]:
     """The function, checked to take (prompt, completion, answer, metadata) by position.
 
     Raises:
-        UserError: when it cannot be imported, is not there, or takes something else.
+        UserError: it cannot be imported within `IMPORT_DEADLINE_S`, is not there, or takes something else.
     """
+    try:
+        return call_blocking(lambda: _import_function(path), timeout_s=IMPORT_DEADLINE_S)
+    except CallTimeout:
+        what = f"importing {path.rpartition(':')[0]} takes longer than {IMPORT_DEADLINE_S:g} s"
+        cure = "do at the first call what the module does at import"
+        raise UserError(what, where=WHERE, cure=cure) from None
+
+
+def _import_function(path: str) -> Callable[..., Any]:
     source, _, name = path.rpartition(":")
     try:
         module = _import_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
@@ -35,7 +48,7 @@ def import_function(path: str) -> Callable[..., Any]:
         cure = "correct the module"
         if isinstance(error, ModuleNotFoundError) and str(error.name) in source:
             cure = "install the package, or give the file itself: path/file.py:function"
-        raise UserError(f"cannot import {source}: {type(error).__name__}: {error}", where=WHERE, cure=cure) from error
+        raise UserError(f"cannot import {source}: {exception_text(error)}", where=WHERE, cure=cure) from error
     function: Callable[..., Any] | None = getattr(module, name, None)
     if not callable(function):
         close = difflib.get_close_matches(name, [key for key in vars(module) if callable(getattr(module, key))], n=1)

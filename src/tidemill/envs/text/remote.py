@@ -32,7 +32,10 @@ class _TemporaryError(RemoteError):
 
 
 class RemoteJudge:
-    """Implements `batches.Judge`: one request a batch, tried again while there is hope, all within a sample's deadline.
+    """Implements `batches.Judge`: one request a batch, sent again while there is hope.
+
+    Each request has a deadline as a whole, from connecting to the last byte of the answer; a sample's deadline is
+    divided among the tries.
 
     Args:
         pause_s: before the first retry.
@@ -43,11 +46,10 @@ class RemoteJudge:
 
     def __init__(self, config: RewardConfig, *, pause_s: float = PAUSE_S) -> None:
         self._url, self._tries, self._pause_s = config.url, config.retries + 1, pause_s
+        self._request_s = config.longest_wait_s / self._tries
         self._headers = {"content-type": "application/json", "accept": "application/json", **_authorization(config)}
         # No proxy or other credentials from the environment, and no redirect to a server nobody named.
-        self._client = httpx2.AsyncClient(
-            trust_env=False, follow_redirects=False, timeout=config.longest_wait_s / self._tries
-        )
+        self._client = httpx2.AsyncClient(trust_env=False, follow_redirects=False, timeout=None)
 
     async def judge(self, samples: Sequence[Sample]) -> Sequence[float | Exception]:
         """
@@ -69,7 +71,10 @@ class RemoteJudge:
 
     async def _ask(self, body: bytes) -> bytes:
         try:
-            async with self._client.stream("POST", self._url, content=body, headers=self._headers) as answer:
+            async with (
+                asyncio.timeout(self._request_s),
+                self._client.stream("POST", self._url, content=body, headers=self._headers) as answer,
+            ):
                 if answer.status_code in TRY_AGAIN:
                     raise _TemporaryError(f"{self._url} answered {answer.status_code}")
                 if answer.status_code != 200:
@@ -81,6 +86,8 @@ class RemoteJudge:
                     if size > LONGEST_ANSWER_BYTES:
                         raise RemoteError(f"{self._url} answered with more than {LONGEST_ANSWER_BYTES:,} bytes")
                 return b"".join(parts)
+        except TimeoutError:
+            raise _TemporaryError(f"{self._url} gave no whole answer within {self._request_s:g} s") from None
         except httpx2.HTTPError as error:
             raise _TemporaryError(f"{self._url}: {type(error).__name__} {error}".rstrip()) from error
 

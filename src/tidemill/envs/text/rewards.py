@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import re
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Protocol, TypeAlias
@@ -45,15 +45,15 @@ class Scores(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedReward:
-    """A reward ready to be asked. `inline` ones cost microseconds and run on the loop; others get a thread or task."""
+    """A reward that can be called. `inline` ones cost microseconds and run on the loop, others in a thread."""
 
     name: str
     weight: float
     function: RewardFunction
     inline: bool
-    asynchronous: bool
     scores: Scores | None = None  # the function itself where it has a queue of its own
     timeout_s: float | None = None  # instead of the scorer's
+    right_at_one: bool = False  # 1 is a right answer and anything less is a wrong one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,17 +156,15 @@ def _random(config: RewardConfig, context: Context) -> RewardFunction:
 
 
 def _python(config: RewardConfig, context: Context) -> RewardFunction:
-    """The user's function of (prompt, completion, answer, metadata)."""
+    """The user's function of (prompt, completion, answer, metadata). Each call gets a copy of the metadata: what it
+    changes there, no other sample of the prompt sees."""
     function = import_function(config.function)
 
     def call(sample: Sample) -> Any:
         prompt = sample.prompt
-        return function(prompt.text, sample.completion, prompt.answer, dict(prompt.metadata))
+        return function(prompt.text, sample.completion, prompt.answer, deepcopy(prompt.metadata))
 
-    async def call_asynchronous(sample: Sample) -> Any:
-        return await call(sample)
-
-    return call_asynchronous if _is_asynchronous(function) else call
+    return call
 
 
 def _model(config: RewardConfig, context: Context) -> RewardFunction:
@@ -178,7 +176,8 @@ def _model(config: RewardConfig, context: Context) -> RewardFunction:
 
 def _http(config: RewardConfig, context: Context) -> RewardFunction:
     """What a server says of prompt and completion, as text."""
-    return Batches(RemoteJudge(config), most=config.batch)
+    first_try_s = config.longest_wait_s / max(2, config.retries + 1)
+    return Batches(RemoteJudge(config), most=config.batch, overtake_s=first_try_s)
 
 
 REWARDS: dict[str, Callable[[RewardConfig, Context], RewardFunction]] = {
@@ -195,6 +194,7 @@ REWARDS: dict[str, Callable[[RewardConfig, Context], RewardFunction]] = {
 }
 INLINE = frozenset({"exact", "numeric", "length", "random"})
 QUEUED = frozenset({"model", "http"})
+RIGHT_AT_ONE = frozenset({"exact", "numeric", "math_verify", "regex", "task"})
 
 
 def build_rewards(configs: Sequence[RewardConfig], context: Context) -> tuple[NamedReward, ...]:
@@ -216,12 +216,8 @@ def build_rewards(configs: Sequence[RewardConfig], context: Context) -> tuple[Na
             weight=config.weight,
             function=function,
             inline=config.kind in INLINE,
-            asynchronous=scores is not None or inspect.iscoroutinefunction(function),
             scores=scores,
             timeout_s=config.longest_wait_s if scores else None,
+            right_at_one=config.kind in RIGHT_AT_ONE,
         )
     return tuple(rewards.values())
-
-
-def _is_asynchronous(function: Callable[..., Any]) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)

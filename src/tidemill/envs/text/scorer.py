@@ -4,40 +4,52 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 from tidemill.config.scoring import RewardConfig, ScoringConfig
-from tidemill.core.errors import ReaderLost
-from tidemill.core.records import Prompt, Reward, SampleId, Trajectory
+from tidemill.core.errors import ReaderLost, exception_text
+from tidemill.core.records import RIGHT, Prompt, Reward, SampleId, Trajectory
+from tidemill.envs.text.loop_thread import CallTimeout
 from tidemill.envs.text.rewards import Context, NamedReward, Scores, build_rewards
 from tidemill.envs.text.sample import Sample
 from tidemill.envs.text.task import Task
-from tidemill.envs.text.threads import DaemonThreads, HangingError
+from tidemill.envs.text.user_calls import CallError, HangingError, UserCalls
 
 TOO_LARGE = "and no reward may be larger than 1e18"
 MOST_HANGING = 64
 """With so many calls hanging past their deadline, further ones fail at once instead of taking threads."""
 JUDGES_THE_ANSWER = frozenset({"exact", "numeric", "math_verify", "task"})
 SAYS_NOTHING_OF_CORRECTNESS = frozenset({"random", "length", "model"})
-LONGEST_REASON = 300
 LARGEST = 1e18
 """Of a reward's size: float32 holds its square, which deviations are made of."""
 
 
 class RewardScorer:
-    """Implements core.protocols.Scorer over a weighted list of rewards."""
+    """Implements core.protocols.Scorer over a weighted list of rewards.
 
-    def __init__(self, rewards: tuple[NamedReward, ...], *, timeout_s: float, concurrency: int) -> None:
+    Args:
+        calls: where functions are called; closed with the scorer. By default one that no other scorer shares.
+    """
+
+    def __init__(
+        self,
+        rewards: tuple[NamedReward, ...],
+        *,
+        timeout_s: float,
+        concurrency: int,
+        calls: UserCalls | None = None,
+    ) -> None:
         self._rewards, self._timeout_s = rewards, timeout_s
+        counted = [reward for reward in rewards if reward.weight]
+        self._tells_correctness = len(counted) == 1 and counted[0].right_at_one and counted[0].weight == 1
         self._turns = asyncio.Semaphore(concurrency)
-        self._threads = DaemonThreads(most_hanging=max(MOST_HANGING, concurrency))
-        self._left_behind: set[asyncio.Task[Any]] = set()
+        self._calls = calls or UserCalls(most_hanging=max(MOST_HANGING, concurrency))
 
     async def score(self, prompt: Prompt, trajectory: Trajectory) -> Reward:
-        """The weighted sum of all rewards; `components` holds each before its weight.
+        """The weighted sum of all rewards; `components` holds each before its weight. `correct` is known where the only
+        reward that counts is one whose value is 1 for a right answer and less for a wrong one.
 
         One that raises, passes its deadline or returns no finite number makes the sample's reward invalid: value 0,
         and a reason naming reward, fault and sample.
@@ -64,13 +76,12 @@ class RewardScorer:
         if faults:
             reason = f"{'; '.join(faults)} (sample {_name(sample.sample_id)})"
             return Reward(value=0.0, components=components, valid=False, reason=reason)
-        return Reward(value=math.fsum(weighted), components=components)
+        value = math.fsum(weighted)
+        return Reward(value=value, components=components, correct=value >= RIGHT if self._tells_correctness else None)
 
     async def close(self) -> None:
-        """Ends idle threads and cancels what is still awaited; calls that hang are left to the process's end."""
-        self._threads.close()
-        for task in self._left_behind:
-            task.cancel()
+        """End idle threads and cancel what is awaited; calls that hang stay until the process ends."""
+        await self._calls.close()
         for reward in self._rewards:
             if reward.scores:
                 await reward.scores.close()
@@ -86,48 +97,25 @@ class RewardScorer:
     async def _note(self, reward: NamedReward, sample: Sample, found: dict[str, float], faults: list[str]) -> None:
         timeout_s = reward.timeout_s or self._timeout_s
         try:
-            found[reward.name] = _finite(await self._ask(reward, sample, timeout_s))
-        except TimeoutError as error:
-            late = str(error) or f"no result within {timeout_s:g} s"
-            faults.append(f"reward {reward.name}: {late}")
+            found[reward.name] = await self._ask(reward, sample, timeout_s)
+        except (CallTimeout, TimeoutError):
+            faults.append(f"reward {reward.name}: no result within {timeout_s:g} s")
         except HangingError as error:
             faults.append(f"reward {reward.name}: not asked, {error}")
+        except CallError as error:
+            faults.append(f"reward {reward.name}: {error}")
         except ReaderLost:  # of every sample from now on: nothing would be learned from
             raise
         except Exception as error:  # noqa: BLE001 -- whatever a reward raises is its sample's fault, not the run's
-            faults.append(f"reward {reward.name}: {_words(error)}")
+            faults.append(f"reward {reward.name}: {exception_text(error)}")
 
-    async def _ask(self, reward: NamedReward, sample: Sample, timeout_s: float) -> Any:
+    async def _ask(self, reward: NamedReward, sample: Sample, timeout_s: float) -> float:
         if reward.inline:
-            return reward.function(sample)
-        if reward.asynchronous:
-            return await self._await(reward.function(sample), timeout_s)
-        clock = asyncio.get_running_loop().time
-        started = clock()
-        result = await self._threads.call(lambda: reward.function(sample), timeout_s=timeout_s)
-        if inspect.isawaitable(result):
-            result = await self._await(result, max(0.0, started + timeout_s - clock()))
-        return result
-
-    async def _await(self, awaitable: Awaitable[Any], timeout_s: float) -> Any:
-        # Not wait_for: it waits for the cancelled task to end, and one that swallows its cancellation never does.
-        task = asyncio.ensure_future(_contained(awaitable))
-        self._left_behind.add(task)
-        task.add_done_callback(self._forget)
-        try:
-            done, _ = await asyncio.wait({task}, timeout=timeout_s)
-        finally:
-            task.cancel()
-        if not done:
-            raise TimeoutError
-        if task.cancelled():
-            raise RuntimeError("it was cancelled")
-        return task.result()
-
-    def _forget(self, task: asyncio.Task[Any]) -> None:
-        self._left_behind.discard(task)
-        if not task.cancelled():
-            task.exception()  # looked at, so that the loop does not report it as unseen
+            return _finite(reward.function(sample))
+        if reward.scores:
+            async with asyncio.timeout(timeout_s):
+                return _finite(await reward.scores(sample))
+        return await self._calls.call(lambda: reward.function(sample), convert=_finite, timeout_s=timeout_s)
 
 
 def build_scorer(
@@ -137,23 +125,25 @@ def build_scorer(
     seed: int,
     stop_strings: tuple[str, ...] | None = None,
     open_model: Callable[[RewardConfig], Scores] | None = None,
+    calls: UserCalls | None = None,
 ) -> RewardScorer:
     """The scorer of a run.
 
     Args:
         stop_strings: where `exact` and `numeric` stop reading a completion; the task's own by default.
         open_model: makes the function of a reward of kind "model"; without it there can be none.
+        calls: where functions are called; None makes them.
 
     Raises:
         UserError: for a reward that cannot work.
     """
     stops = task.default_stop_strings if stop_strings is None else stop_strings
     rewards = build_rewards(scoring.rewards, Context(task=task, seed=seed, stop_strings=stops, open_model=open_model))
-    return RewardScorer(rewards, timeout_s=scoring.timeout_s, concurrency=scoring.concurrency)
+    return RewardScorer(rewards, timeout_s=scoring.timeout_s, concurrency=scoring.concurrency, calls=calls)
 
 
 def evaluation_scoring(scoring: ScoringConfig, *, task: Task) -> ScoringConfig:
-    """What evaluation judges by, so that a value of 1 means a right answer whatever training adds up.
+    """What evaluation judges by: being right where that can be told, whatever training adds up.
 
     It is the run's first reward that compares with the answer, with weight 1. Without one it is the others as they are,
     but for those that say nothing of being right. With none left it is the task's own scorer or the comparison with the
@@ -168,27 +158,19 @@ def evaluation_scoring(scoring: ScoringConfig, *, task: Task) -> ScoringConfig:
     return scoring.model_copy(update={"rewards": (judging[:1] or others or (fallback,)) + models})
 
 
-async def _contained(awaitable: Awaitable[Any]) -> Any:
-    try:
-        return await awaitable
-    except (SystemExit, KeyboardInterrupt) as error:  # in a task these would end the loop
-        raise RuntimeError(_words(error)) from error
-
-
 def _finite(result: Any) -> float:
+    """
+    Raises:
+        CallError: the result is not a finite number of a size that can be used.
+    """
     if isinstance(result, str | bytes) or not hasattr(type(result), "__float__"):
-        raise TypeError(f"returned {result!r:.60}, which is no number")
+        raise CallError(exception_text(TypeError(f"returned {result!r:.60}, which is no number")))
     value = float(result)
     if not math.isfinite(value):
-        raise ValueError(f"returned {value}, which is not finite")
+        raise CallError(f"ValueError: returned {value}, which is not finite")
     if abs(value) > LARGEST:
-        raise ValueError(f"returned {value:g}, {TOO_LARGE}")
+        raise CallError(f"ValueError: returned {value:g}, {TOO_LARGE}")
     return value
-
-
-def _words(error: BaseException) -> str:
-    message = " ".join(str(error).split())[:LONGEST_REASON]
-    return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 def _name(sample_id: SampleId) -> str:

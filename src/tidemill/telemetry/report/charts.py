@@ -16,7 +16,10 @@ from tidemill.telemetry.metrics import (
     CRITIC_WAIT,
     EVICTIONS,
     GREEDY_ACCURACY,
+    HELD_OUT,
     HELD_OUT_LOSS,
+    HELD_OUT_REWARD,
+    HELD_OUT_STDERR,
     METRICS,
     MIGRATIONS,
     PEAK_RSS,
@@ -56,12 +59,13 @@ FORECAST_STEP, FORECAST_HALF = "forecast/step_s", "forecast/half_s"
 CHARTS: tuple[Chart, ...] = (
     Chart(
         title="Held-out accuracy",
-        note="mean reward, greedy",
+        note="greedy completions",
         series=((GREEDY_ACCURACY, "accuracy"),),
         kind="points",
         low=0,
         high=1,
     ),
+    Chart(title="Held-out reward", note="mean, greedy completions", series=((HELD_OUT_REWARD, "mean"),), kind="points"),
     Chart(title="Reward", note="mean ± deviation", series=(("reward_mean", "mean"),), band="reward_std"),
     Chart(
         title="Loss on examples",
@@ -240,11 +244,9 @@ CHARTS: tuple[Chart, ...] = (
     Chart(title="Peak memory", note="GB", series=((PEAK_RSS, "memory"),), low=0, scale=1e-9),
 )
 
-HELD_OUT = "eval/"
-"""Before a metric's name: of examples that are held out."""
 COMPONENT = "reward/"
 LAG = "lag/"
-NOT_DRAWN = {"eval/n", "tokens_generated", "tokens_trained", "samples", "samples_left_out", "loss"}
+NOT_DRAWN = {"eval/n", HELD_OUT_STDERR, "tokens_generated", "tokens_trained", "samples", "samples_left_out", "loss"}
 NOT_DRAWN |= {FORECAST_HALF, CONTROLLER_CPU, "cpu_train_s", "pairs_packed"}
 NOT_DRAWN |= {"reward_std", STEP_TIME, "value_clip_fraction", "value_grad_norm", "returns_mean", "examples", "epoch"}
 
@@ -253,7 +255,10 @@ def chart_data(story: Story) -> dict[str, Any]:
     """What the page's script draws: the steps, and every chart that has at least one value."""
     by_step = {line.step: dict(line.values) for line in story.metrics}
     for evaluation in story.evaluations:
-        by_step.setdefault(evaluation.step, {})[GREEDY_ACCURACY] = evaluation.greedy_accuracy
+        row = by_step.setdefault(evaluation.step, {})
+        row[HELD_OUT_REWARD] = evaluation.reward_mean
+        if evaluation.greedy_accuracy is not None:
+            row[GREEDY_ACCURACY] = evaluation.greedy_accuracy
     if story.forecast is not None:
         for step, row in by_step.items():
             if step > 0:
@@ -269,9 +274,9 @@ def chart_data(story: Story) -> dict[str, Any]:
     others = [name for name in unknown if not name.startswith((COMPONENT, LAG)) and name not in held_out]
     usual = [_with_held_out(chart, held_out) for chart in CHARTS]
     charts = [
-        *usual[:2],
+        *usual[:3],
         Chart(title="Rewards apart", note="mean of each", series=components),
-        *usual[2:],
+        *usual[3:],
         *_lag_chart(lags),
         *(_other(name) for name in others[:OTHER_CHARTS]),
     ]

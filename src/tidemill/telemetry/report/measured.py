@@ -11,6 +11,7 @@ from tidemill.telemetry.report.showcase import PAIRS_SHOWN, Pair, common_lines, 
 
 DISTINCT = "distinct_"
 GREEDY = "greedy"
+REWARD = "mean reward"
 
 
 class Figure(Record):
@@ -36,21 +37,28 @@ class Compared(Record):
     p_value: str
 
 
-def shares(found: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, float]]]:
-    """(figure, of which completions, value with its interval): accuracy, then pass@k by k."""
-    low, high = found["greedy_accuracy_interval"]
-    yield "accuracy", GREEDY, {"value": found["greedy_accuracy"], "low": low, "high": high}
+def headline_figures(found: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, float]]]:
+    """(figure, of which completions, value with its interval): accuracy or, where there is none, the mean reward; then
+    pass@k by k."""
+    for name, key in (("accuracy", "greedy_accuracy"), (REWARD, "reward_mean")):
+        if found.get(key) is not None:
+            yield name, GREEDY, _interval(found, key)
+            break
     for k, share in found.get("drawn", {}).get("pass_at", {}).items():
         yield f"pass@{k}", _drawn_words(found), share
 
 
 def figures(found: dict[str, Any]) -> list[Figure]:
     """Everything measured of the one model."""
-    rows = [_with_interval(of, name, share) for name, of, share in shares(found)]
+    rows = [_with_interval(of, name, figure) for name, of, figure in headline_figures(found)]
+    if found.get("greedy_accuracy") is not None and found.get("reward_mean") is not None:
+        rows.insert(1, _with_interval(GREEDY, REWARD, _interval(found, "reward_mean")))
     for name, score in found.get("scores", {}).items():
         rows.append(_with_interval(GREEDY, f"score of {name}", score))
     rows += _plain(GREEDY, found)
     if "drawn" in found:
+        if reward := found["drawn"].get("reward_mean"):
+            rows.append(_with_interval(_drawn_words(found), REWARD, reward))
         rows += _plain(_drawn_words(found), found["drawn"])
     return sorted(rows, key=lambda row: row.of != GREEDY)
 
@@ -74,12 +82,13 @@ def compared(found: dict[str, Any]) -> list[Compared]:
 
 
 def answers(found: dict[str, Any]) -> list[Pair]:
-    """Some prompts with what this model and, where there is one, the other answered: differing ones first, then wrong
-    ones."""
+    """Some prompts with what this model and, where there is one, the other answered: those whose rewards differ first,
+    then low rewards."""
     samples = found.get("samples", [])
     others = found.get("compared_with", {}).get("samples") or samples
     both = sorted(
-        zip(others, samples, strict=True), key=lambda two: (two[0]["correct"] == two[1]["correct"], two[1]["correct"])
+        zip(others, samples, strict=True),
+        key=lambda two: (two[0]["reward"] == two[1]["reward"], two[1]["reward"] or 0.0),
     )
     lead = common_lines([sample["prompt"] for sample in samples])
     return [
@@ -87,12 +96,17 @@ def answers(found: dict[str, Any]) -> list[Pair]:
             prompt=shorten(this["prompt"][lead:]),
             answer=this["answer"],
             before=other["completion"],
-            before_reward=float(other["correct"]),
+            before_reward=other["reward"],
             after=this["completion"],
-            after_reward=float(this["correct"]),
+            after_reward=this["reward"],
         )
         for other, this in both[:PAIRS_SHOWN]
     ]
+
+
+def _interval(found: dict[str, Any], name: str) -> dict[str, float]:
+    low, high = found[f"{name}_interval"]
+    return {"value": found[name], "low": low, "high": high}
 
 
 def _drawn_words(found: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ import msgspec
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 import tidemill
+from tidemill.telemetry.evaluations import comparable
 from tidemill.telemetry.events import (
     CHECKPOINT,
     CRASH,
@@ -27,16 +28,15 @@ from tidemill.telemetry.events import (
 )
 from tidemill.telemetry.fleet_lines import FLEET_EVENTS
 from tidemill.telemetry.metrics import STEP_TIME
-from tidemill.telemetry.numerals import compact, decimal, duration, gigabytes, percent
+from tidemill.telemetry.numerals import between, compact, decimal, duration, gigabytes, percent
 from tidemill.telemetry.report.charts import chart_data
 from tidemill.telemetry.report.fleet import fleet_section
 from tidemill.telemetry.report.histograms import HEIGHT, MARGIN, WIDTH, histograms
-from tidemill.telemetry.report.measured import answers, compared, figures, shares
+from tidemill.telemetry.report.measured import REWARD, answers, compared, figures, headline_figures
 from tidemill.telemetry.report.showcase import LEGEND, best_and_worst, pairs
 from tidemill.telemetry.report.story import SampleWindow, Story
 from tidemill.telemetry.report.timeline import drawn, timeline
 from tidemill.telemetry.report.words import ENDINGS, MEASURED, before_and_after, findings, headline
-from tidemill.telemetry.statistics import wilson_interval
 
 HERE = Path(__file__).parent
 TOLD_EVENTS = (
@@ -61,7 +61,7 @@ def render(story: Story) -> str:
 
 def context(story: Story) -> dict[str, Any]:
     """What the template is given."""
-    held_out, held_out_words = pairs(story)
+    found_pairs, pairs_words = pairs(story)
     workers = timeline(story.events, story.metrics)
     galleries = [
         {"steps": steps_words(window), "best": best, "worst": worst}
@@ -73,7 +73,7 @@ def context(story: Story) -> dict[str, Any]:
         "story": story,
         "headline": headline(story),
         "ending": MEASURED if story.measured else ENDINGS.get(story.outcome, ENDINGS["unknown"]),
-        "accuracy": accuracy(story),
+        "held_out": held_out(story),
         "measured": measured_section(story.measured) if story.measured else None,
         "tiles": [] if story.measured else tiles(story),
         "findings": findings(story),
@@ -83,8 +83,8 @@ def context(story: Story) -> dict[str, Any]:
         "svg": {"width": WIDTH, "height": HEIGHT, "floor": HEIGHT - MARGIN},
         "first_steps": steps_words(story.first),
         "last_steps": steps_words(story.last),
-        "pairs": held_out,
-        "pairs_words": held_out_words,
+        "pairs": found_pairs,
+        "pairs_words": pairs_words,
         "galleries": galleries,
         "legend": LEGEND,
         "events": [] if story.measured else event_rows(story),
@@ -115,33 +115,40 @@ def script_json(value: Any) -> str:
     return text
 
 
-def accuracy(story: Story) -> dict[str, Any] | None:
-    """Figures of the before/after panel, or an evaluation's shares; None without an evaluation."""
+def held_out(story: Story) -> dict[str, Any] | None:
+    """Figures of the before/after panel, or those of `tidemill eval`; None without an evaluation."""
     if story.measured is not None:
-        return {"rows": [_bar(*share) for share in shares(story.measured)], "n": story.measured["n"]}
+        rows = [_bar(*figure, is_share=figure[0] != REWARD) for figure in headline_figures(story.measured)]
+        return {"rows": rows, "n": story.measured["n"], "what": "Completions", "also": ""}
     before, after = before_and_after(story)
     shown = [(label, one) for label, one in (("before", before), ("after", after)) if one]
     if not shown:
         return None
-    rows = []
-    for label, one in shown:
-        low, high = wilson_interval(min(1.0, max(0.0, one.greedy_accuracy)), one.n)
+    rows, found = [], comparable([one for _, one in shown])
+    for (label, one), figure in zip(shown, found, strict=True):
+        low, high = figure.interval or (figure.value, figure.value)
         remark = f"after step {one.step}" if one.step else "training"
-        bar = _bar(label, remark, {"value": one.greedy_accuracy, "low": low, "high": high})
-        rows.append(bar if one.n else bar | {"interval": ""})
-    return {"rows": rows, "n": shown[-1][1].n}
+        share = {"value": figure.value, "low": low, "high": high}
+        bar = _bar(label, remark, share, is_share=figure.name == "accuracy")
+        rows.append(bar if figure.interval else bar | {"interval": ""})
+    what = f"{found[0].name.capitalize()} of greedy completions"
+    rewards = ", ".join(f"{label} {decimal(one.reward_mean)}" for label, one in shown)
+    also = f"Mean reward: {rewards}." if found[0].name == "accuracy" else ""
+    return {"rows": rows, "n": shown[-1][1].n, "what": what, "also": also}
 
 
-def _bar(label: str, remark: str, share: dict[str, float]) -> dict[str, Any]:
+def _bar(label: str, remark: str, share: dict[str, float], *, is_share: bool) -> dict[str, Any]:
+    """A row; only a share has a bar, which is drawn from 0 to 1."""
     low, high = share["low"], share["high"]
     return {
         "label": label,
         "remark": remark,
         "value": decimal(share["value"]),
+        "bar": is_share,
         "share": 100 * min(1.0, max(0.0, share["value"])),
         "low": 100 * low,
         "high": 100 * high,
-        "interval": f"{low:.2f}-{high:.2f}",
+        "interval": f"{low:.2f}-{high:.2f}" if is_share else between(low, high),
     }
 
 

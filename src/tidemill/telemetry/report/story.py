@@ -82,7 +82,7 @@ def read_story(run: RunDirectory) -> Story:
         manifest=run.read_manifest(),
         config_text=config_text,
         forecast=read_forecast(run.path),
-        measured=told if "greedy_accuracy" in told else None,  # a training run tells its own below `eval`
+        measured=told if "completion_tokens" in told else None,  # a training run tells its own below `eval`
         first=_window(train[:window]),
         last=_window(train[-window:] if len(train) > 1 else []),
         evaluated_first=_window(held_out[:1]),

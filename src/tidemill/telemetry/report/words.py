@@ -8,12 +8,11 @@ from statistics import fmean
 from typing import NamedTuple
 
 from tidemill.config.words import counted
-from tidemill.telemetry.evaluations import Evaluation
+from tidemill.telemetry.evaluations import Evaluation, Figure, comparable
 from tidemill.telemetry.fleet_lines import FLEET_EVENTS
 from tidemill.telemetry.metrics import HELD_OUT_LOSS
 from tidemill.telemetry.numerals import compact, decimal, percent
 from tidemill.telemetry.report.story import Story
-from tidemill.telemetry.statistics import wilson_interval
 
 RECENT = 5
 TRUNCATED_HIGH, MISMATCH_HIGH, ENTROPY_LEFT, NO_SIGNAL_HIGH = 0.2, 1e-3, 0.1, 0.5
@@ -36,15 +35,13 @@ class Finding(NamedTuple):
     text: str
 
 
-def clearly_differs(one: Evaluation, other: Evaluation) -> bool:
-    """Whether two accuracies differ by more than chance would (95 %, Newcombe's interval for a difference, 1998)."""
-    if not all(0 <= evaluation.greedy_accuracy <= 1 and evaluation.n for evaluation in (one, other)):
-        return one.greedy_accuracy != other.greedy_accuracy
-    low, high = sorted((one, other), key=lambda evaluation: evaluation.greedy_accuracy)
-    low_upper = wilson_interval(low.greedy_accuracy, low.n)[1]
-    high_lower = wilson_interval(high.greedy_accuracy, high.n)[0]
-    slack = math.hypot(high.greedy_accuracy - high_lower, low_upper - low.greedy_accuracy)
-    return high.greedy_accuracy - low.greedy_accuracy > slack
+def clearly_differs(one: Figure, other: Figure) -> bool:
+    """Whether two figures differ by more than chance would (95 %): Newcombe's interval for a difference, 1998, from the
+    interval of each."""
+    low, high = sorted((one, other), key=lambda figure: figure.value)
+    if low.interval is None or high.interval is None:
+        return low.value != high.value
+    return high.value - low.value > math.hypot(high.value - high.interval[0], low.interval[1] - low.value)
 
 
 def before_and_after(story: Story) -> tuple[Evaluation | None, Evaluation | None]:
@@ -60,11 +57,12 @@ def headline(story: Story) -> str:
     before, after = before_and_after(story)
     over = f"{steps} step" + ("s" if steps != 1 else "")
     if before and after:
-        change = f"from {decimal(before.greedy_accuracy)} to {decimal(after.greedy_accuracy)}"
-        if not clearly_differs(before, after):
-            return f"Held-out accuracy went {change} in {over}: no more than chance may do."
-        verb = "rose" if after.greedy_accuracy > before.greedy_accuracy else "fell"
-        return f"Held-out accuracy {verb} {change} in {over}."
+        first, last = comparable((before, after))
+        change = f"from {decimal(first.value)} to {decimal(last.value)}"
+        if not clearly_differs(first, last):
+            return f"Held-out {first.name} went {change} in {over}: no more than chance may do."
+        verb = "rose" if last.value > first.value else "fell"
+        return f"Held-out {first.name} {verb} {change} in {over}."
     if rewards := [line.values["reward_mean"] for line in story.metrics if "reward_mean" in line.values]:
         return f"Mean reward went from {decimal(rewards[0])} to {decimal(rewards[-1])} in {over}."
     for name, words in ((HELD_OUT_LOSS, "Held-out loss"), ("loss", "Loss")):
@@ -73,7 +71,8 @@ def headline(story: Story) -> str:
             return f"{words} went from {decimal(losses[0])} to {decimal(losses[-1])} in {over}."
     if before:
         when = "" if story.outcome == "finished" else " before the first step"
-        return f"Held-out accuracy is {decimal(before.greedy_accuracy)}{when}."
+        (only,) = comparable((before,))
+        return f"Held-out {only.name} is {decimal(only.value)}{when}."
     return "No step has been completed yet."
 
 
@@ -153,11 +152,14 @@ def _mismatch(story: Story) -> Finding | None:
 
 def _past_its_best(story: Story) -> Finding | None:
     _, after = before_and_after(story)
-    best = max(story.evaluations, key=lambda evaluation: evaluation.greedy_accuracy, default=None)
-    if not after or not best or best.step == after.step or not clearly_differs(best, after):
+    best = max(story.evaluations, key=lambda evaluation: evaluation.reward_mean, default=None)
+    if not after or not best or best.step == after.step:
         return None
-    text = f"{decimal(best.greedy_accuracy)} after step {best.step}, {decimal(after.greedy_accuracy)} after the last."
-    return Finding("Held-out accuracy is past its best", text)
+    highest, last = comparable((best, after))
+    if not clearly_differs(highest, last):
+        return None
+    text = f"{decimal(highest.value)} after step {best.step}, {decimal(last.value)} after the last."
+    return Finding(f"Held-out {last.name} is past its best", text)
 
 
 def _errors(story: Story) -> Finding | None:

@@ -90,6 +90,13 @@ def test_a_module_that_fails_while_imported(tmp_path: Path, source: str) -> None
         import_function(f"{broken}:score")
 
 
+def test_a_module_that_does_not_return_from_its_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(30)\n\ndef score(p, c, a, m): ...\n")
+    monkeypatch.setattr("tidemill.envs.text.import_path.IMPORT_DEADLINE_S", 0.1)
+    with pytest.raises(UserError, match=r"takes longer than 0\.1 s"):
+        import_function(f"{tmp_path / 'slow.py'}:score")
+
+
 def test_builtins_without_a_signature_are_taken_as_they_are() -> None:
     assert import_function("builtins:max") is max
 

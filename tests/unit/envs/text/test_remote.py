@@ -33,6 +33,8 @@ class Server:
         self.types: list[str] = []
         self.secrets: list[tuple[str, str]] = []
         self.reply: Callable[[dict[str, Any]], Answer] = lengths
+        self.drips: str | None = None  # the answer about this completion comes byte by byte, without end
+        self._closed = threading.Event()
         server = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -44,8 +46,11 @@ class Server:
                 status, answer = server.reply(body)
                 content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
                 self.send_response(status)
-                self.send_header("content-length", str(len(content)))
+                drips = server.drips in [sample["completion"] for sample in body["samples"]]
+                self.send_header("content-length", str(10_000 if drips else len(content)))
                 self.end_headers()
+                while drips and not server._closed.wait(0.1):
+                    self.wfile.write(b" ")
                 self.wfile.write(content)
 
             def log_message(self, *_: Any) -> None:
@@ -57,6 +62,7 @@ class Server:
         self.url = f"http://127.0.0.1:{self._http.server_port}/score"
 
     def close(self) -> None:
+        self._closed.set()
         self._http.shutdown()
         self._http.server_close()
         self._thread.join()
@@ -159,6 +165,19 @@ async def test_a_slow_server_is_given_up_at_the_deadline(server: Server) -> None
     assert not reward.valid
     assert 0.2 < time.monotonic() - began < 5
     await subject.close()
+
+
+async def test_an_answer_that_never_ends_costs_its_samples_and_no_others(server: Server) -> None:
+    server.drips = "drip"
+    subject = scorer(server.url, timeout_s=6, retries=2, batch=1)
+    async with asyncio.timeout(60):
+        dripping = asyncio.create_task(ask(subject, "drip"))
+        while not server.requests:  # noqa: ASYNC110 -- the server's thread sets no event of the loop
+            await asyncio.sleep(0.01)
+        others = await asyncio.gather(*(ask(subject, "12", index=index) for index in range(1, 6)))
+        assert not (await dripping).valid
+    await subject.close()
+    assert [reward.value for reward in others] == [2.0] * 5
 
 
 async def test_nobody_there_is_an_invalid_reward(server: Server) -> None:

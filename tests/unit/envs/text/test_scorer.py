@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import subprocess
 import sys
 import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +36,7 @@ def gate() -> Iterator[threading.Event]:
 
 
 def named(name: str, function: Callable[..., Any], weight: float = 1.0) -> NamedReward:
-    asynchronous = asyncio.iscoroutinefunction(function)
-    return NamedReward(name=name, weight=weight, function=function, inline=False, asynchronous=asynchronous)
+    return NamedReward(name=name, weight=weight, function=function, inline=False)
 
 
 def scorer(*functions: Callable[..., Any], timeout_s: float = 10.0, concurrency: int = 4) -> RewardScorer:
@@ -58,6 +59,41 @@ async def test_weighted_rewards_are_summed_and_kept_apart() -> None:
     reward = await judge(build_scorer(scoring, task=TASK, seed=0))
     # 3 tokens against a target of 4: 0.75. 2·1 - 0.5·0.75 + 1·0 = 1.625.
     assert reward == Reward(value=1.625, components={"exact": 1.0, "length": 0.75, "regex": 0.0})
+
+
+EXACT, NUMERIC = RewardConfig(kind="exact"), RewardConfig(kind="numeric", weight=0.5)
+LENGTH = RewardConfig(kind="length", target_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "completion", "correct"),
+    [
+        ((EXACT,), "12\n", True),
+        ((EXACT,), "13\n", False),
+        ((EXACT, RewardConfig(kind="random", weight=0.0)), "12\n", True),  # what counts nothing decides nothing
+        ((EXACT, LENGTH), "12\n", None),
+        ((NUMERIC,), "12\n", None),
+        ((LENGTH,), "12\n", None),
+    ],
+)
+async def test_only_a_comparison_with_the_answer_decides_whether_it_is_right(
+    rewards: tuple[RewardConfig, ...], completion: str, correct: bool | None
+) -> None:
+    built = build_scorer(ScoringConfig(rewards=rewards), task=TASK, seed=0)
+    assert (await judge(built, completion)).correct is correct
+
+
+async def test_part_of_a_reward_is_a_wrong_answer() -> None:
+    task = replace(TASK, check=lambda completion, _: 1.0 if "12" in completion else 0.25)
+    built = build_scorer(ScoringConfig(rewards=(RewardConfig(kind="task"),)), task=task, seed=0)
+    assert await judge(built, "13\n") == Reward(value=0.25, components={"task": 0.25}, correct=False)
+    assert await judge(built, "12\n") == Reward(value=1.0, components={"task": 1.0}, correct=True)
+
+
+@pytest.mark.parametrize("grade", [0.0, 0.9, 1.0, 1.5])
+async def test_a_function_does_not_tell_whether_an_answer_is_right(grade: float) -> None:
+    reward = await judge(scorer(lambda _: grade))
+    assert (reward.value, reward.correct) == (grade, None)
 
 
 async def test_stop_strings_of_the_run_replace_those_of_the_task() -> None:
@@ -119,10 +155,13 @@ async def test_a_fault_is_reported_with_reward_type_message_and_sample() -> None
     built = scorer(fails, fine, fails_later)
     reward = await judge(built, index=5)
     assert (reward.valid, reward.value, reward.components) == (False, 0.0, {"reward1": 1.0})
-    assert reward.reason == (
-        "reward reward0: KeyError: 'no\\nsuch key'; reward reward2: ZeroDivisionError: division by zero "
-        "(sample train p epoch 0 index 5)"
-    )
+    place = r" \(test_scorer\.py:\d+ in %s\)"
+    assert re.fullmatch(
+        r"reward reward0: KeyError: 'no\\nsuch key'" + place % "fails"
+        + "; reward reward2: ZeroDivisionError: division by zero" + place % "fails_later"
+        + r" \(sample train p epoch 0 index 5\)",
+        reward.reason,
+    )  # fmt: skip
     await built.close()
 
 
@@ -270,7 +309,7 @@ def test_a_process_with_a_hanging_reward_ends() -> None:
             time.sleep(3600)
 
         async def main():
-            reward = NamedReward(name="hangs", weight=1.0, function=hangs, inline=False, asynchronous=False)
+            reward = NamedReward(name="hangs", weight=1.0, function=hangs, inline=False)
             scorer = RewardScorer((reward,), timeout_s=0.1, concurrency=2)
             prompt = make_prompt()
             print((await scorer.score(prompt, make_trajectory(prompt, "x"))).reason)
@@ -294,7 +333,7 @@ async def test_math_verify_runs_in_a_thread_within_our_deadline() -> None:
     pytest.importorskip("math_verify")
     scoring = ScoringConfig(rewards=(RewardConfig(kind="math_verify"),), timeout_s=60)
     built = build_scorer(scoring, task=TASK, seed=0)
-    assert await judge(built, "24/2") == Reward(value=1.0, components={"math_verify": 1.0})
+    assert await judge(built, "24/2") == Reward(value=1.0, components={"math_verify": 1.0}, correct=True)
     await built.close()
 
 

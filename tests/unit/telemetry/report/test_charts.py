@@ -28,10 +28,18 @@ def test_only_what_was_measured_is_drawn(tmp_path: Path) -> None:
 
 
 def test_evaluations_have_their_steps_even_without_a_metrics_line(tmp_path: Path) -> None:
-    event = '{"event":"evaluation","step":0,"greedy_accuracy":0.25,"n":8}\n{"event":"resume","step":1}\n'
-    data = charts_of(tmp_path, '{"step":1,"eval/greedy_accuracy":0.5}\n', event)
+    figures = '"reward_mean":0.75,"reward_stderr":0.1,"greedy_accuracy":0.25,"n":8'
+    event = f'{{"event":"evaluation","step":0,{figures}}}\n{{"event":"resume","step":1}}\n'
+    data = charts_of(tmp_path, '{"step":1,"eval/reward_mean":1.5,"eval/greedy_accuracy":0.5}\n', event)
     assert data["steps"] == [0, 1] and data["resumed"] == [1]
+    assert [chart["title"] for chart in data["charts"]] == ["Held-out accuracy", "Held-out reward"]
     assert data["charts"][0]["series"] == [{"label": "accuracy", "values": [0.25, 0.5]}]
+    assert data["charts"][1]["series"] == [{"label": "mean", "values": [0.75, 1.5]}]
+
+
+def test_graded_rewards_have_no_curve_of_accuracy(tmp_path: Path) -> None:
+    (chart,) = charts_of(tmp_path, '{"step":1,"eval/reward_mean":1.5,"eval/reward_stderr":0.1,"eval/n":8}\n')["charts"]
+    assert (chart["title"], chart["series"]) == ("Held-out reward", [{"label": "mean", "values": [1.5]}])
 
 
 def test_the_band_is_the_deviation(tmp_path: Path) -> None:

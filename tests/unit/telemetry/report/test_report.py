@@ -71,6 +71,7 @@ def test_the_page_tells_the_whole_story(finished: RunDirectory) -> None:
     assert page.mismatched == [] and page.open == []
     for words in (
         "Held-out accuracy rose from 0.422 to 0.906 in 20 steps.",
+        "Mean reward: before 0.422, after 0.906.",
         "The run is finished.",
         "Resumed once",
         "Highest reward",
@@ -86,8 +87,8 @@ def test_the_page_tells_the_whole_story(finished: RunDirectory) -> None:
     assert data["steps"] == list(range(21)) and data["resumed"] == [10]
     drawn = {chart["title"] for chart in data["charts"]}
     assert drawn >= {
-        "Held-out accuracy", "Reward", "Entropy", "KL", "Clip fraction", "Completion length", "Gradient norm",
-        "Time per step", "Generation speed",
+        "Held-out accuracy", "Held-out reward", "Reward", "Entropy", "KL", "Clip fraction", "Completion length",
+        "Gradient norm", "Time per step", "Generation speed",
     }  # fmt: skip
     assert len([tag for tag, _ in page.tags if tag == "svg"]) == 4, "three histograms and the mark"
 
@@ -149,7 +150,7 @@ def test_nothing_a_model_writes_becomes_markup(tmp_path: Path) -> None:
     recorder.event("lease", **named, price_usd_per_hour=0.0)
     for event in ("eviction", "join_failed", "notice", "quarantine", "decode"):
         recorder.event(event, **named, cause=ATTACK, purpose=ATTACK, step=ATTACK)
-    recorder.event("evaluation", step=0, greedy_accuracy=0.5, n=3, note=ATTACK, error=ATTACK)
+    recorder.event("evaluation", step=0, reward_mean=0.5, n=3, note=ATTACK, error=ATTACK)
     with run.metrics.open("a") as file:
         file.write(json.dumps({"step": 1, ATTACK: 1.0, "samples_invalid": 1}) + "\n")
     recorder.close()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.fabricated_run import FabricatedRun
-from tidemill.telemetry.evaluations import Evaluation
+from tidemill.telemetry.evaluations import Evaluation, comparable
 from tidemill.telemetry.report.story import Story, read_story
 from tidemill.telemetry.report.words import clearly_differs, findings, headline
 from tidemill.telemetry.run_dir import RunDirectory
@@ -23,8 +23,13 @@ def lines(name: str, values: list[float]) -> str:
     return "".join(f'{{"step":{step},"{name}":{value}}}\n' for step, value in enumerate(values, 1))
 
 
-def evaluated(step: int, accuracy: float, n: int = 64) -> str:
-    return f'{{"event":"evaluation","step":{step},"greedy_accuracy":{accuracy},"n":{n}}}\n'
+def evaluated(step: int, accuracy: float) -> str:
+    figures = f'"reward_mean":{accuracy},"reward_stderr":0.05,"greedy_accuracy":{accuracy}'
+    return f'{{"event":"evaluation","step":{step},{figures},"n":64}}\n'
+
+
+def graded(step: int, reward: float, stderr: float = 0.05) -> str:
+    return f'{{"event":"evaluation","step":{step},"reward_mean":{reward},"reward_stderr":{stderr},"n":64}}\n'
 
 
 ONE_STEP = lines("entropy", [1.0])
@@ -35,11 +40,15 @@ ONE_STEP = lines("entropy", [1.0])
     [(0.28, 0.83, 64, True), (0.83, 0.28, 64, True), (0.50, 0.55, 64, False), (0.50, 0.55, 5000, True)],
 )
 def test_chance_is_told_from_change(before: float, after: float, n: int, clear: bool) -> None:
-    assert clearly_differs(Evaluation(0, before, n), Evaluation(5, after, n)) is clear
+    first, last = comparable([Evaluation(0, before, None, before, n), Evaluation(5, after, None, after, n)])
+    assert clearly_differs(first, last) is clear
 
 
-def test_scores_that_are_no_shares_differ_when_they_differ() -> None:
-    assert clearly_differs(Evaluation(0, 1.5, 64), Evaluation(5, 1.6, 64))
+@pytest.mark.parametrize(("stderr", "clear"), [(0.03, True), (0.04, False), (None, True)])
+def test_means_differ_by_more_than_their_standard_errors_allow(stderr: float | None, clear: bool) -> None:
+    # 95 % of the difference of 0.1: 1.96 · sqrt(2) · 0.03 = 0.083, with 0.04 it is 0.111
+    first, last = comparable([Evaluation(0, 1.5, stderr, None, 64), Evaluation(5, 1.6, stderr, None, 64)])
+    assert clearly_differs(first, last) is clear
 
 
 @pytest.mark.parametrize(
@@ -54,6 +63,14 @@ def test_scores_that_are_no_shares_differ_when_they_differ() -> None:
             ONE_STEP,
             evaluated(0, 0.50) + evaluated(1, 0.55),
             "Held-out accuracy went from 0.500 to 0.550 in 1 step: no more than chance may do.",
+        ),
+        ("", graded(0, 0.9), "Held-out mean reward is 0.900 before the first step."),
+        (ONE_STEP, graded(0, 0.9) + graded(1, 1.5), "Held-out mean reward rose from 0.900 to 1.500 in 1 step."),
+        (ONE_STEP, evaluated(0, 0.0) + graded(1, 1.5), "Held-out mean reward rose from 0.000 to 1.500 in 1 step."),
+        (
+            ONE_STEP,
+            graded(0, 1.5, 0.5) + graded(1, 0.9, 0.5),
+            "Held-out mean reward went from 1.500 to 0.900 in 1 step: no more than chance may do.",
         ),
     ],
 )  # fmt: skip
@@ -70,6 +87,7 @@ def test_headlines(tmp_path: Path, metrics: str, events: str, said: str) -> None
         (lines("entropy", [2.0] + [0.1] * 6), "", "", "Entropy is nearly used up"),
         (lines("mismatch_kl", [0.01]), "", "", "Engine and trainer disagree"),
         (lines("loss", [1, 1]), evaluated(1, 0.9) + evaluated(2, 0.4), "", "Held-out accuracy is past its best"),
+        (lines("loss", [1, 1]), graded(1, 1.5) + graded(2, 0.9), "", "Held-out mean reward is past its best"),
         ("", '{"event":"checkpoint","error":"OSError"}\n', "", "1 errors in the event log"),
         ("", '{"event":"quarantine","session":1,"worker":"w"}\n', "", "1 worker quarantined"),
         ("", '{"event":"session_start","session":3,"elapsed_s":0}\n', "", "Resumed 2 times"),

@@ -166,3 +166,25 @@ def test_threads_may_share_a_codec() -> None:
     texts = [f"{i} + {i} = {2 * i}\n" * 20 for i in range(400)]
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(lambda text: shared.decode(shared.encode(text)), texts)) == texts
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ 1 + 'a' }}", "{{ 1 / 0 }}", "{% include 'x' %}", "{{ undefined() }}", "{% if"]
+)
+def test_a_template_that_fails_is_refused(template: str) -> None:
+    """Whatever its expressions raise."""
+    tokenizer = small_tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(UserError, match="chat template refuses") as caught:
+        codec(tokenizer).encode_chat([Message(role="user", content="a")])
+    assert caught.value.where == "model.chat_template"
+    assert codec(tokenizer).end_token_id(chat=True) == 1
+
+
+@pytest.mark.parametrize("ids", ["x", [["a"]], {"a": 1}, 2.5, [None], True, 10**30])
+@pytest.mark.parametrize("file", ["generation_config", "config"])
+def test_end_tokens_that_are_no_token_ids_are_refused(ids: object, file: str, tmp_path: Path) -> None:
+    saved(tmp_path, small_tokenizer(), **{file: {"eos_token_id": ids}})
+    with pytest.raises(UserError, match="needs token ids") as caught:
+        load_codec(tmp_path)
+    assert caught.value.where == f"{tmp_path / file}.json: eos_token_id"

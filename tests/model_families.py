@@ -43,6 +43,7 @@ _GROUPS = {**_EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "fi
 _PLAIN: dict[str, Any] = {"num_key_value_heads": None, "head_dim": None}
 
 FAMILIES: dict[str, dict[str, Any]] = {
+    "afmoe": {**_HALF_WINDOWS, **_EXPERTS, "num_experts": 4, "num_dense_layers": 1, "num_shared_experts": 1},
     "apertus": {},
     "arcee": {},
     "cwm": _HALF_WINDOWS,
@@ -107,6 +108,7 @@ UNSUPPORTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "nemotron": ("nemotron", {}, "does not pass the arguments of a call on to its attention"),
     "gpt-oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, **_WINDOWS}, "soft-capping or sinks"),
     "cohere": ("cohere", {}, "logit_scale"),
+    "diffllama": ("diffllama", {}, "attends more than once in layer 0"),
     "mamba": ("mamba", _PLAIN, "does not take its attention from"),
     "dynamic rotary frequencies": (
         "llama",

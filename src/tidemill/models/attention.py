@@ -87,7 +87,7 @@ def _attention(
     if softcap is not None or s_aux is not None:
         raise unsupported(module, "uses attention soft-capping or sinks, which Tidemill does not compute")
     out = plan.attend(int(module.layer_idx), query, key, value, scaling, _window(module, attention_mask))  # type: ignore[arg-type]
-    return out.transpose(1, 2), None
+    return out.transpose(1, 2).contiguous(), None  # some models take a view of it
 
 
 def _window(module: torch.nn.Module, mask: LibraryMask | torch.Tensor | None) -> int | None:

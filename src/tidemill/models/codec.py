@@ -9,13 +9,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from tidemill.core.errors import UserError
 from tidemill.core.records import Message
-from tidemill.models.auto import load_tokenizer
-from tidemill.models.config_file import CONFIG, decoder_part, read_config
+from tidemill.models.auto import first_line, load_tokenizer
+from tidemill.models.config_file import CONFIG, MOST, decoder_part, read_config
 
 _TOKENIZER = "the tokenizer"
 _OWN_TOKENIZER = "give the model its own tokenizer files, or resize its embeddings to this tokenizer"
@@ -71,9 +70,9 @@ class TextCodec:
         turns = [{"role": message.role, "content": message.content} for message in messages]
         try:
             text = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        except TemplateError as error:
+        except Exception as error:  # a template raises whatever its expressions raise
             raise UserError(
-                f"the model's chat template refuses the messages: {error}",
+                f"the model's chat template refuses the messages: {first_line(error)}",
                 where="model.chat_template",
                 cure=f"it was given the roles {', '.join(message.role for message in messages)}",
             ) from error
@@ -128,7 +127,7 @@ class TextCodec:
             turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
             try:
                 closed = self._encode(str(self._tokenizer.apply_chat_template(turns, tokenize=False)))
-            except (TemplateError, UserError):
+            except Exception:  # noqa: BLE001 - as in encode_chat
                 closed = []
             # A template that does not close the turn leaves the end token of some earlier one, or none.
             after = closed[_last_place(closed, self._encode("b")) :]
@@ -234,10 +233,17 @@ def _stop_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase) -> set[int
             value = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
         except FileNotFoundError:
             continue
-        except (ValueError, AttributeError) as error:
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
             raise UserError(
                 "not valid JSON", where=str(folder / name), cure="copy or download the file again"
             ) from error
-        if value is not None:
-            found |= {int(item) for item in (value if isinstance(value, list) else [value])}
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        for item in ids:
+            if not isinstance(item, int) or isinstance(item, bool) or abs(item) > MOST:
+                raise UserError(
+                    f"needs token ids, has {item!r:.60}",
+                    where=f"{folder / name}: eos_token_id",
+                    cure="copy or download the file again",
+                )
+        found |= set(ids)
     return found

@@ -59,6 +59,12 @@ def check_folder(folder: Path) -> Path:
     check_config(folder)
     if not stored_tensors(folder):
         raise _no_weights(folder)
+    if holds_adapter(folder):  # transformers would put it into the model
+        raise UserError(
+            f"the folder holds a model and an adapter ({ADAPTER_CONFIG})",
+            where=str(folder),
+            cure="merge the adapter into its base model and save that, or remove the adapter's files",
+        )
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise UserError(
             "the folder has no tokenizer",
@@ -80,6 +86,12 @@ def check_config(folder: Path) -> dict[str, Any]:
             raise _unmerged(folder)
         raise UserError("the folder has no config.json", where=str(folder), cure="give a Hugging Face model folder")
     config = read_config(path)
+    if config.get("quantization_config") is not None:
+        raise UserError(
+            "the weights are quantized (quantization_config), and only unquantized weights are trained",
+            where=str(path),
+            cure="give the model in float32, bfloat16 or float16",
+        )
     if not isinstance(config.get("model_type"), str):
         raise UserError(
             "the model configuration names no model_type", where=str(path), cure="give a Hugging Face model folder"

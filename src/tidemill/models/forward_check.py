@@ -8,6 +8,7 @@ it, and nothing would fail: the run would train another function. So every model
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from tidemill.models.attention import (
     use_packed_attention,
     vocabulary_logits,
 )
-from tidemill.models.token_tree import Tokens, build_tree
+from tidemill.models.token_tree import Tokens, TokenTree, build_tree
 
 BRANCHES, PREFIX, SUFFIX = 4, 6, 2  # sequences; tokens that they share, tokens of each
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.02}
@@ -57,20 +58,36 @@ def forward_difference(model: PreTrainedModel) -> float:
     sequences = _sequences(model)
     device = next(model.parameters()).device
     tree = build_tree(list(sequences))
+    plan = _CountedPlan(tree, device)
     tokens, positions = (torch.from_numpy(array).to(device) for array in (tree.token_ids, tree.depths))
     try:
         use_own_attention(model)
         own = model(input_ids=torch.from_numpy(sequences).long().to(device), use_cache=False).logits.float()
         use_packed_attention(model)
-        packed = vocabulary_logits(model, hidden_states(model, tokens, positions, TreePlan(tree, device)))
+        packed = vocabulary_logits(model, hidden_states(model, tokens, positions, plan))
     except UserError:
         raise
     except Exception as error:  # whatever an unknown architecture fails with
         reason = (str(error).strip() or type(error).__name__).split("\n", 1)[0][:200]
         raise unsupported(model, f"cannot be computed packed: {reason}") from error
+    if repeated := [layer for layer, calls in plan.calls.items() if calls > 1]:
+        # Keys and values are kept once for each layer while samples are generated.
+        raise unsupported(model, f"attends more than once in layer {repeated[0]}, which is not supported")
     packed = packed[torch.from_numpy(np.stack(tree.paths)).to(device)]
     packed, own = (logits[:, -SUFFIX:] - logits[:, -SUFFIX:].mean(-1, keepdim=True) for logits in (packed, own))
     return float(((packed - own).norm(dim=-1) / own.norm(dim=-1)).quantile(0.7))
+
+
+class _CountedPlan(TreePlan):
+    """Counts the calls of each layer."""
+
+    def __init__(self, tree: TokenTree, device: torch.device) -> None:
+        super().__init__(tree, device)
+        self.calls: Counter[int] = Counter()
+
+    def attend(self, layer: int, *call: Any) -> torch.Tensor:
+        self.calls[layer] += 1
+        return super().attend(layer, *call)
 
 
 def _sequences(model: PreTrainedModel) -> Tokens:

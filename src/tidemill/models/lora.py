@@ -49,6 +49,20 @@ def attach_adapter(model: PreTrainedModel, config: ModelConfig) -> None:
     setattr(model, _ATTRIBUTE, Adapter(config))
 
 
+def merge_adapter(model: PreTrainedModel) -> None:
+    """Add the adapter of `model` to the base's weights, in place; what remains is the plain model."""
+    require_peft()
+    from peft.tuners.lora import LoraLayer
+
+    for name, module in list(model.named_modules()):
+        if isinstance(module, LoraLayer):
+            module.merge()
+            model.set_submodule(name, module.get_base_layer())
+    del model.peft_config
+    model._hf_peft_config_loaded = False
+    delattr(model, _ATTRIBUTE)
+
+
 def require_peft() -> Any:
     """The package, which is an extra.
 

@@ -24,9 +24,9 @@ from transformers import PreTrainedModel
 
 from tidemill.core.errors import UserError
 from tidemill.models.adapter_folder import load_adapter
+from tidemill.models.auto import load_pretrained
 from tidemill.models.folder import holds_adapter
 from tidemill.models.lora import adapter_of, learned_parameters
-from tidemill.models.quiet import quiet
 from tidemill.models.safetensors_files import weight_files
 from tidemill.models.saving import disk_faults, save_model, share_files, tokenizer_files
 
@@ -192,8 +192,7 @@ def _restore_weights(directory: Path, model: PreTrainedModel) -> None:
 
 def _restore_converted(directory: Path, model: PreTrainedModel) -> None:
     """Some architectures store their weights under other names or fused differently; their own loader knows how."""
-    with quiet():
-        stored = type(model).from_pretrained(directory, dtype=model.dtype, local_files_only=True).state_dict()
+    stored = load_pretrained(directory, model.dtype)[0].state_dict()
     targets = model.state_dict()
     if stored.keys() != targets.keys():
         raise _other_model(directory, f"they differ in {min(stored.keys() ^ targets.keys())}")

@@ -127,6 +127,24 @@ def test_a_merged_model_is_a_plain_one_that_says_the_same(shape: str, tmp_path: 
     load_model(merged, device=CPU)  # as a model.source would be
 
 
+def test_merging_reads_neither_the_configuration_of_peft_nor_a_pickle(
+    model: PreTrainedModel, stored: Path, tmp_path: Path
+) -> None:
+    (stored / "adapter_config.json").write_text(json.dumps({"peft_type": "of another library"}))
+    export_merged(stored, tmp_path / "merged", progress=lambda _: None)
+    torch.testing.assert_close(logits(load_model(tmp_path / "merged", device=CPU)), logits(model), rtol=1e-5, atol=1e-5)
+    torch.save({"a": Path}, stored / "adapter_model.bin")
+    (stored / WEIGHTS).unlink()
+    with pytest.raises(UserError, match="weights cannot be read") as caught:
+        export_merged(stored, tmp_path / "x", progress=lambda _: None)
+    assert caught.value.where == str(stored / WEIGHTS)
+    origin = json.loads((stored / ORIGIN).read_text())
+    del origin["model"]["lora"]
+    (stored / ORIGIN).write_text(json.dumps(origin))
+    with pytest.raises(UserError, match="holds an adapter"):
+        export_merged(stored, tmp_path / "x", progress=lambda _: None)
+
+
 def test_as_a_source_it_is_merged_once(model: PreTrainedModel, base: Path, stored: Path) -> None:
     told: list[str] = []
     merged = resolve(ModelConfig(source=str(stored)), progress=told.append)

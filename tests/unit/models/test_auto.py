@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 
@@ -152,6 +153,21 @@ def test_a_malformed_configuration_names_file_and_field(fields: dict[str, Any], 
         assert caught.value.where.startswith(str(folder))
         assert where in caught.value.where
         assert len(str(caught.value).splitlines()) == 2
+
+
+def test_quantized_weights_are_refused(folder: Path) -> None:
+    with_fields(folder, quantization_config={"quant_method": "fp8"})
+    for read in (lambda: load_model(folder, device=CPU), lambda: load_config(folder)):
+        with pytest.raises(UserError, match="weights are quantized"):
+            read()
+
+
+def test_an_adapter_beside_the_weights_is_refused(folder: Path) -> None:
+    """transformers would put it into the model, and take the model's weights from the base that it names."""
+    adapted = peft.get_peft_model(llama(1), peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    adapted.save_pretrained(str(folder))
+    with pytest.raises(UserError, match="a model and an adapter"):
+        load_model(folder, device=CPU)
 
 
 def test_a_model_without_a_stated_context_is_refused(tmp_path: Path) -> None:

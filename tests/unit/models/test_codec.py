@@ -223,3 +223,25 @@ def test_embeddings_without_tokens_are_padding(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": VOCABULARY + 64}))
     assert load_codec(tmp_path).encode("7") == [ord("7")]
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ 1 + 'a' }}", "{{ 1 / 0 }}", "{% include 'x' %}", "{{ undefined() }}", "{% if"]
+)
+def test_a_template_that_fails_is_refused(template: str) -> None:
+    """Whatever its expressions raise."""
+    tokenizer = small_tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(UserError, match="chat template refuses") as caught:
+        codec(tokenizer).encode_chat([Message(role="user", content="a")])
+    assert caught.value.where == "model.chat_template"
+    assert codec(tokenizer).end_token_id(chat=True) == 1
+
+
+@pytest.mark.parametrize("ids", ["x", [["a"]], {"a": 1}, 2.5, [None], True, 10**30])
+@pytest.mark.parametrize("file", ["generation_config", "config"])
+def test_end_tokens_that_are_no_token_ids_are_refused(ids: object, file: str, tmp_path: Path) -> None:
+    saved(tmp_path, small_tokenizer(), **{file: {"eos_token_id": ids}})
+    with pytest.raises(UserError, match="needs token ids") as caught:
+        load_codec(tmp_path)
+    assert caught.value.where == f"{tmp_path / file}.json: eos_token_id"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-
 LONGEST_MESSAGE = 300
 """Characters kept of the text of an exception that is not ours."""
 

@@ -116,8 +116,9 @@ async def train_loop(
                 metrics = await run.publish(batch, trajectories)
                 await run.tell(metrics)
                 await run.checkpoint_if_due()
-                scores.look(trajectories)
+                scores.look(trajectories, steps_left=spec.trainer.steps - run.step)
                 updates.look(metrics)
+            scores.finish(ledger.rewards_through(run.step))
     except GuardStop:
         await run.checkpoint_if_newer()
         raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from tidemill.telemetry.events import (
     NOT_PART_OF_A_STEP,
     PLAN,
     RESUME,
+    REWARD_FAILED,
     SESSION_END,
     SESSION_START,
     SINK_FAILED,
@@ -41,6 +43,10 @@ from tidemill.telemetry.spans import MonotonicClock
 from tidemill.telemetry.summary import build_summary
 
 Outcome: TypeAlias = Literal["finished", "interrupted", "failed"]
+FAULT = re.compile(r"(?:reward ([^:]+): |with their )(\w+)")
+"""In the reason of an invalid reward: each reward that failed, and its exception's type or the first word about it."""
+SHOWN_TEXT = 120
+"""Characters of a prompt and of a response that the report of a fault shows."""
 BEGINS_A_STEP = ("rollout", "training")
 
 
@@ -83,7 +89,7 @@ class Recorder:
         self._step_began_s: float | None = None
         self._closed = False
         self._fleet_lines = FleetLines(self._clock)
-        self._known_faults: set[str] = set()
+        self._known_faults: set[tuple[str, str]] = set()
         check_sinks(spec.telemetry.sinks)
         self._sinks = SinkSet(self._sink_failed)
         self._events = JsonlWriter(run.events)
@@ -219,16 +225,27 @@ class Recorder:
             kept = [pairs[index] for index in chosen(len(pairs), self._spec.telemetry.samples_per_step)]
             lines = [sample_line(step, trajectory, prompt, self._texts) for trajectory, prompt in kept]
             write_samples(self.run.samples / samples_name(step, purpose), lines)
-        self._note_faults(step, trajectories)
+        self._note_faults(step, trajectories, prompts)
 
-    def _note_faults(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        """Tell a kind of reward fault the first time it is met: a run whose rewards all fail should not look busy."""
-        reasons = [each.reward.reason for each in trajectories if each.reward is not None and not each.reward.valid]
-        new = [reason for reason in reasons if reason.partition(" (sample ")[0] not in self._known_faults]
-        self._known_faults |= {reason.partition(" (sample ")[0] for reason in new}
-        if new:
+    def _note_faults(self, step: int, trajectories: Sequence[Trajectory], prompts: Sequence[Prompt]) -> None:
+        """Report each kind of reward fault once, with its first sample, on the terminal and in the event log."""
+        failed = [
+            (each, prompt)
+            for each, prompt in zip(trajectories, prompts, strict=True)
+            if each.reward is not None and not each.reward.valid
+        ]
+        for trajectory, prompt in failed:
+            assert trajectory.reward is not None
+            reason = trajectory.reward.reason
+            kinds = set(FAULT.findall(reason)) or {("", reason.partition(" (sample ")[0])}
+            if kinds <= self._known_faults:
+                continue
+            self._known_faults |= kinds
+            sample = {"prompt": _shortened(prompt.text), "response": _shortened(trajectory.text)}
+            self.event(REWARD_FAILED, step=step, reason=reason, **sample)
             self.note(
-                f"warning: {len(reasons)} of {len(trajectories)} samples of step {step} not scored, one: {new[0]}"
+                f"warning: {len(failed)} of {len(trajectories)} samples of step {step} got no valid reward; {reason}; "
+                f"prompt {sample['prompt']!r}, response {sample['response']!r}"
             )
 
     def progress(self, phase: str, done: int, total: int) -> None:
@@ -313,3 +330,8 @@ class Recorder:
         except Exception as second:  # noqa: BLE001 - a full disk, most likely; the error that ended the run is shown
             self.note(f"no summary written: {second}")
             self.close("failed")
+
+
+def _shortened(text: str) -> str:
+    half = SHOWN_TEXT // 2
+    return text if len(text) <= SHOWN_TEXT else f"{text[:half]} … {text[-half:]}"

@@ -64,6 +64,7 @@ def planted(spec: RunSpec, *, cores: int = 2, **numbers: float) -> RunProfile:
         cut={},
         held_out_lengths={5: 1},
         step_s=Measure(value=1.0, error=0.0, count=4),
+        step_cpu_s=Measure(value=0.75, error=0.0, count=4),
         twin_step_s=1.0,
         residuals={"engine": 0.0, "training": 0.0},
         processor_share=1.0,

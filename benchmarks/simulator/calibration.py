@@ -1,11 +1,11 @@
-"""What of the profiles is fitted to the published system, and to which of its figures: the static ones, nothing else.
+"""What of the profiles is fitted to the published system: two numbers, to 8B's static figures and nothing else.
 
-    python -m benchmarks.simulator.calibration [8B|14B ...]
+    python -m benchmarks.simulator.calibration
 
-Fitted are four numbers to seven figures. For 8B: how many samples an engine decodes at once, and which shares of the
-peaks engines and trainer reach; to tokens per second colocated, and what 1 to 4 instances make of it. For 14B, whose
-shares are those of 8B, only the samples; to what 1 and 6 instances make of it. Lengths are assumed, but for their
-correlation within a prompt.
+The shares of the peaks that engines and trainer reach are fitted to 8B's tokens per second colocated and what 1 to 4
+instances make of it. How many samples an engine decodes at once follows from its memory and the lengths
+(`published_system.engines`). 14B, other lengths and other numbers of machines are predictions. Lengths are assumed,
+but for their correlation within a prompt.
 
 Of the candidates, those around what first trials suggested, the one with the least sum of squared differences of
 logarithms is taken. Each is judged by simulated runs of the published policy with a fixed number of instances, in their
@@ -14,7 +14,6 @@ last steps: the seeding window settles in the first ones.
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Mapping
@@ -27,10 +26,11 @@ from typing import Any
 from benchmarks.simulator.published_system import (
     BASELINE,
     COLOCATED_TOKENS_PER_S,
-    FITTED,
     GROUP,
+    SETTING,
     SPEEDUPS,
     Calibration,
+    Setting,
     plant,
     published_spec,
     workload,
@@ -43,12 +43,9 @@ from tidemill.sim.run import simulate_run
 STEPS, MEASURED = 20, 14
 """Steps simulated with instances, and of those the last ones that count."""
 COLOCATED_STEPS = 10
-CANDIDATES = {
-    "8B": list(product((128, 160, 192), (0.5, 0.55, 0.6), (0.37, 0.41, 0.45))),
-    "14B": list(product((40, 48, 56, 64), (FITTED["8B"].bandwidth,), (FITTED["8B"].compute,))),
-}
-"""Slots, bandwidth, compute."""
-MEAN_TOKENS = 5000.0
+ROW = "8B"
+CANDIDATES = list(product((0.45, 0.5, 0.55, 0.6), (0.37, 0.41, 0.45, 0.49, 0.53, 0.57)))
+"""Bandwidth, compute."""
 
 
 class Steady(Record):
@@ -61,7 +58,7 @@ class Steady(Record):
     trainer_wait_s: float  # by the offload's rule
 
 
-def steady(row: str, fitted: Calibration, instances: int, **fleet: Any) -> Steady:
+def steady(row: str, fitted: Calibration, instances: int, *, setting: Setting = SETTING, **fleet: Any) -> Steady:
     """
     Args:
         fleet: keys of [fleet] that are not as published.
@@ -69,8 +66,8 @@ def steady(row: str, fitted: Calibration, instances: int, **fleet: Any) -> Stead
     steps = STEPS if instances else COLOCATED_STEPS
     run = simulate_run(
         published_spec(steps=steps, **fleet),
-        plant(row, fitted),
-        workload(fitted),
+        plant(row, fitted, setting),
+        workload(setting),
         static_timetable(instances) if instances else None,
         most_workers=instances,
         twins=rlboost_twins(GROUP) if instances else BASELINE,
@@ -86,36 +83,30 @@ def steady(row: str, fitted: Calibration, instances: int, **fleet: Any) -> Stead
     )
 
 
-def differences(row: str, found: Mapping[int, Steady]) -> dict[str, float]:
-    """Simulated over published throughput, as logarithms, by figure."""
+def differences(found: Mapping[int, Steady]) -> dict[str, float]:
+    """Simulated over published throughput of 8B, as logarithms, by figure."""
     colocated = found[0].tokens_per_s
     ratios = {
         f"with {instances}": math.log(found[instances].tokens_per_s / colocated / published)
-        for instances, published in SPEEDUPS[row].items()
+        for instances, published in SPEEDUPS[ROW].items()
     }
-    return ratios | ({"colocated": math.log(colocated / COLOCATED_TOKENS_PER_S)} if row == "8B" else {})
+    return ratios | {"colocated": math.log(colocated / COLOCATED_TOKENS_PER_S)}
 
 
-def _error(row: str, fitted: Calibration, pool: ProcessPoolExecutor) -> float:
-    counts = (0, *SPEEDUPS[row])
-    found = dict(zip(counts, pool.map(partial(steady, row, fitted), counts), strict=True))
-    off = differences(row, found)
+def _error(fitted: Calibration, pool: ProcessPoolExecutor) -> float:
+    counts = (0, *SPEEDUPS[ROW])
+    found = dict(zip(counts, pool.map(partial(steady, ROW, fitted), counts), strict=True))
+    off = differences(found)
     error = sum(difference**2 for difference in off.values())
     told = ", ".join(f"{name} {math.expm1(difference):+.1%}" for name, difference in off.items())
-    print(f"{row} {fitted}: {told}; {error:.5f}", flush=True)
+    print(f"{fitted}: {told}; {error:.5f}", flush=True)
     return error
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", nargs="*", default=list(CANDIDATES), help="8B, 14B")
     with ProcessPoolExecutor(2) as pool:
-        for row in parser.parse_args().rows:
-            candidates = [
-                Calibration(slots=slots, bandwidth=bandwidth, compute=compute, mean_tokens=MEAN_TOKENS)
-                for slots, bandwidth, compute in CANDIDATES[row]
-            ]
-            print(f"{row}: {min(candidates, key=lambda fitted: _error(row, fitted, pool))}")
+        candidates = [Calibration(bandwidth=bandwidth, compute=compute) for bandwidth, compute in CANDIDATES]
+        print(min(candidates, key=lambda fitted: _error(fitted, pool)))
     return 0
 
 

@@ -120,7 +120,7 @@ def run_case(row: str, name: str, segment: str | None) -> Outcome:
 def bound(train_s_per_token: float) -> tuple[float, float]:
     """(tokens per second, per dollar) if nothing is lost: with r tokens a second of the reserved side, d of each of n
     machines, W in a batch and X seconds of learning, a step takes max(X, (W + r X) / (r + n d))."""
-    machines, costs = plant(ROW, FITTED[ROW]), workload(FITTED[ROW])
+    machines, costs = plant(ROW, FITTED), workload()
     assert isinstance(machines.worker, ProfiledEngine)
     rollout = rollout_of(costs.lengths, samples=PROMPTS * GROUP, group_size=GROUP, prompt_tokens=PROMPT_TOKENS)
     each = steady_tokens_per_s(machines.worker.profile, rollout)

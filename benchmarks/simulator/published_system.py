@@ -19,10 +19,12 @@ from tidemill.sim.chunked import chunked_twins
 from tidemill.sim.costs import ConstantWeights
 from tidemill.sim.profiled import ProfiledEngine, ProfiledTrainer
 from tidemill.sim.profiles.catalog import load_catalog
-from tidemill.sim.profiles.engine import EngineEfficiency, engine_profile
+from tidemill.sim.profiles.engine import EngineEfficiency, EngineProfile, engine_profile
+from tidemill.sim.profiles.generation import rollout_of
 from tidemill.sim.profiles.lengths import log_normal_of_mean
 from tidemill.sim.profiles.model_shape import shape_of_parameters
-from tidemill.sim.profiles.precision import DTYPE_BYTES
+from tidemill.sim.profiles.network import Link
+from tidemill.sim.profiles.precision import DTYPE_BYTES, FROZEN_BYTES, TRAINED
 from tidemill.sim.profiles.trainer import TrainerEfficiency, trainer_profile
 from tidemill.sim.rlboost import rlboost_fleet
 from tidemill.sim.run import Plant
@@ -45,6 +47,10 @@ WINDOWS_S = {"8B": (190.0, 160.0, 105.0, 70.0), "14B": (346.0, 212.0, 145.0, 60.
 DYNAMIC_SPEEDUP = {"8B": 1.66, "14B": 1.97}
 TOKENS_PER_USD = {"8B": 1.34, "14B": 1.49}
 NO_SEEDING, MEMORY = -0.19, 0.06
+SHORT_SPEEDUP = 1.47
+"""14B with 3 instances over colocated, responses of at most 5k tokens."""
+OVER_DOUBLED = 1.24
+"""14B, instances that come and go, over colocated on twice the reserved machines: at most."""
 SAVED_BY_MIGRATING = {100: 0.33, 200: 0.76}
 """Of what killing 3 of 6 instances so many seconds into a step adds to it, compared with computing anew."""
 
@@ -68,60 +74,97 @@ LOST_S = 0.125
 """What an instance made in its last moments is lost: about 5 tokens a sample, the mean of 0 to 10."""
 
 
-class Calibration(Record):
-    """What was fitted; see `benchmarks.simulator.calibration`."""
+MOST_SAMPLES = 1024
+"""That an engine decodes at once, whatever its cache holds: veRL's default `rollout.max_num_seqs`."""
 
-    slots: int  # samples that an engine decodes at once
+
+class Calibration(Record):
+    """What was fitted, to 8B alone; see `benchmarks.simulator.calibration`."""
+
     bandwidth: float  # share of the peak that engines reach
     compute: float  # share of the peak that the trainer reaches
-    mean_tokens: float  # of a completion
 
 
-FITTED = {
-    "8B": Calibration(slots=160, bandwidth=0.55, compute=0.41, mean_tokens=5000.0),
-    "14B": Calibration(slots=56, bandwidth=0.55, compute=0.41, mean_tokens=5000.0),
-}
+class Setting(Record):
+    """What is run: lengths, and how many reserved machines there are."""
+
+    mean_tokens: float = 5000.0  # of a completion; assumed
+    longest: int = LONGEST
+    machines: int = 1
 
 
-FOUND_WINDOWS_S = {"8B": (217.0, 153.0, 114.0, 90.0), "14B": (352.0, 248.0, 180.0, 129.0, 93.0, 63.0)}
+SETTING = Setting()
+SHORT = Setting(mean_tokens=3605.0, longest=5120)
+"""The same lengths, cut earlier."""
+FITTED = Calibration(bandwidth=0.55, compute=0.41)
+
+
+FOUND_WINDOWS_S = {"8B": (218.0, 151.0, 115.0, 91.0), "14B": (295.0, 188.0, 115.0, 67.0, 36.0, 13.0)}
 """Those that simulated runs with so many instances throughout find (`benchmarks.simulator.published` shows them). They
 are what the simulated policy begins with."""
 
 
-def plant(row: str, fitted: Calibration, *, delta_share: float = 0.0) -> Plant:
+def engines(row: str, fitted: Calibration, setting: Setting = SETTING) -> tuple[EngineProfile, EngineProfile]:
+    """(a reserved engine, an instance's): as many slots as the cache holds samples of the mean context.
+
+    While the reserved engines generate, their GPUs keep the trainer's states and the frozen reference, spread over all
+    of them: veRL offloads neither parameters nor optimizer by default.
+    """
+    parameters = PARAMETERS[row]
+    states = parameters * (TRAINED["adam"].total + FROZEN_BYTES)
+    lengths = workload(setting).lengths
+    rollout = rollout_of(lengths, samples=PROMPTS * GROUP, group_size=GROUP, prompt_tokens=PROMPT_TOKENS)
+
+    def engine(held_bytes: float) -> EngineProfile:
+        profile = engine_profile(
+            shape_of_parameters(parameters),
+            H100,
+            gpus=INSTANCE.gpus,
+            slots=MOST_SAMPLES,
+            efficiency=EngineEfficiency(bandwidth=fitted.bandwidth),
+            held_bytes=held_bytes,
+        )
+        return profile.with_slots_for(rollout.running_context)
+
+    return engine(states / (setting.machines * RESERVED.gpus)), engine(0.0)
+
+
+def plant(row: str, fitted: Calibration, setting: Setting = SETTING, *, delta_share: float = 0.0) -> Plant:
     """
     Args:
         delta_share: of a whole version, what the difference from the last one takes; 0 for whole versions only.
     """
     shape = shape_of_parameters(PARAMETERS[row])
-    engine = engine_profile(
+    reserved, instance = engines(row, fitted, setting)
+    gpus = setting.machines * RESERVED.gpus
+    trainer = trainer_profile(
         shape,
         H100,
-        gpus=INSTANCE.gpus,
-        slots=fitted.slots,
-        efficiency=EngineEfficiency(bandwidth=fitted.bandwidth),
+        gpus=gpus,
+        gpus_per_machine=RESERVED.gpus,
+        network=Link(bytes_per_s=RESERVED.network_bytes_per_s),
+        efficiency=TrainerEfficiency(compute=fitted.compute),
     )
-    trainer = trainer_profile(shape, H100, gpus=RESERVED.gpus, efficiency=TrainerEfficiency(compute=fitted.compute))
     nbytes = round(shape.parameters * DTYPE_BYTES["bf16"])
     weights = ConstantWeights(
         nbytes=nbytes,
         delta_nbytes=round(delta_share * nbytes),
-        uplink_bytes_per_s=RESERVED.network_bytes_per_s,
+        uplink_bytes_per_s=setting.machines * RESERVED.network_bytes_per_s,
         downlink_bytes_per_s=INSTANCE.network_bytes_per_s,
         swap=SWAP_S,
     )
     return Plant(
         trainer=ProfiledTrainer(profile=trainer, passes=PASSES, microbatch_tokens=MICROBATCH_TOKENS),
         weights=weights,
-        reserved=ProfiledEngine(profile=engine, engines=RESERVED.gpus // INSTANCE.gpus),
+        reserved=ProfiledEngine(profile=reserved, engines=gpus // INSTANCE.gpus),
         reserved_load_s=RELOAD_S,
-        worker=ProfiledEngine(profile=engine, boot_s=BOOT_S),
+        worker=ProfiledEngine(profile=instance, boot_s=BOOT_S),
     )
 
 
-def workload(fitted: Calibration) -> Workload:
+def workload(setting: Setting = SETTING) -> Workload:
     return Workload(
-        lengths=log_normal_of_mean(fitted.mean_tokens, sigma=SIGMA, limit=LONGEST),
+        lengths=log_normal_of_mean(setting.mean_tokens, sigma=SIGMA, limit=setting.longest),
         prompt_tokens=PROMPT_TOKENS,
         prompt_correlation=PROMPT_CORRELATION,
     )

@@ -59,8 +59,8 @@ def play(row: str, system: System, segment: str | None, *, seed: int = SEED) -> 
     timetable: Timetable | None = timetables(seed)[segment] if segment else None
     run = simulate_run(
         system.spec,
-        plant(row, FITTED[row], delta_share=system.delta_share),
-        workload(FITTED[row]),
+        plant(row, FITTED, delta_share=system.delta_share),
+        workload(),
         timetable,
         seconds=SEGMENT_S,
         most_workers=MOST[row],

@@ -17,7 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import islice, product
 from statistics import fmean, stdev
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import to_builtins
 from rich import box
@@ -35,7 +35,7 @@ from tidemill.sim.run import simulate_run
 
 ROW = "14B"
 INSTANCES, OFF_S = (1, 3, 6), (-100.0, -50.0, 0.0, 50.0, 100.0)
-UNMOVED = {"window_gain": 1e9, "window_floor_s": 0.0}
+UNMOVED: dict[str, Any] = {"window_gain": 1e9, "window_floor_s": 0.0}
 SWINGS, EVERY_S, SWINGING_S, SEEDS = ((2, 4), (3, 6), (1, 6)), (900.0, 1800.0, 3600.0), 28_800.0, 4
 """Numbers of instances, how long each lasts, and for how long and with how many seeds of lengths it is run."""
 TRACES = 12
@@ -61,7 +61,7 @@ class Effect:
 def unmoved(instances: int, off_s: float) -> Steady:
     """With a window that stays so many seconds off from the one that is found."""
     window_s = max(FOUND_WINDOWS_S[ROW][instances - 1] + off_s, 0.0)
-    return steady(ROW, FITTED[ROW], instances, seed_window_s=window_s, **UNMOVED)
+    return steady(ROW, FITTED, instances, seed_window_s=window_s, **UNMOVED)
 
 
 def wrong_windows(pool: ProcessPoolExecutor) -> dict[int, dict[float, Steady]]:
@@ -73,11 +73,11 @@ def wrong_windows(pool: ProcessPoolExecutor) -> dict[int, dict[float, Steady]]:
 
 def swinging(few: int, many: int, every_s: float, name: str, seed: int) -> float:
     """Tokens per second with many instances and few by turns."""
-    system, fitted = published_system(ROW, seed=seed, **ABLATIONS[name]), FITTED[ROW]
+    system = published_system(ROW, seed=seed, **ABLATIONS[name])
     run = simulate_run(
         system.spec,
-        plant(ROW, fitted),
-        workload(fitted),
+        plant(ROW, FITTED),
+        workload(),
         swings(few, many, every_s),
         seconds=SWINGING_S,
         most_workers=many,

@@ -59,8 +59,9 @@ def as_text(profile: RunProfile, path: Path) -> Iterator[RenderableType]:
     unexplained = ", ".join(f"{percent(share)} of the time of {name}" for name, share in profile.residuals.items())
     yield from plain(f"left unexplained: {unexplained}")
     yield from plain(
-        f"a step took {profile.step_s.value:.3g} s (± {profile.step_s.error:.2g}), and takes "
-        f"{profile.twin_step_s:.3g} s in simulation"
+        f"a step took {profile.step_s.value:.3g} s of wall time (± {profile.step_s.error:.2g}) and "
+        f"{profile.step_cpu_s.value:.3g} s of CPU time; simulated on a machine that does nothing else it takes "
+        f"{profile.twin_step_s:.3g} s"
     )
     yield from notes(profile.notes)
     yield from plain(f"kept in {path}")

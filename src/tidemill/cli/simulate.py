@@ -16,6 +16,7 @@ from tidemill.cli.plan import shown
 from tidemill.cli.result import DryRun, Json, Result
 from tidemill.config.load import load_spec
 from tidemill.core.errors import UserError
+from tidemill.pool.build import outlived
 from tidemill.sim.comparison import (
     HEADINGS,
     REMARKS,
@@ -28,6 +29,7 @@ from tidemill.sim.comparison import (
     rows,
 )
 from tidemill.sim.scenario import Planned, Scenario, plan_scenario, simulate_planned
+from tidemill.telemetry.fleet_figures import HOUR_S
 from tidemill.telemetry.numerals import duration
 
 Html = Annotated[Path | None, Parameter(name="--html", help="Write a page with the timelines to this file.")]
@@ -45,11 +47,13 @@ def simulate(*items: Items, html: Html = None, dry_run: DryRun = False, json: Js
     scenario = plan_scenario(spec)
     words = described(scenario)
     if dry_run:
+        words += outlived(spec.pool, spec.simulation.hours * HOUR_S)
         return Result(data=planned_data(scenario), text="\n".join(words))
     if html is not None:
         _try_to_write(html)
     compared, findings = _compare(scenario)
-    notes = crowded(compared)
+    longest_s = max((one.run.seconds for one in compared if one.planned.plant.worker), default=0.0)
+    notes = [*outlived(spec.pool, longest_s), *crowded(compared)]
     said = [*findings.values(), *notes]
     if html is not None:
         from tidemill.sim.page import render

@@ -15,6 +15,10 @@ from tidemill.sim.profiles.precision import DTYPE_BYTES
 GIGABIT = 1e9 / BITS
 """In bytes."""
 
+PCIE_5_X16 = 63e9
+"""Bytes per second and direction: 32 GT/s × 16 lanes × 128/130. MoonshotAI's checkpoint-engine (README, H800 and H20
+with 8 to 256 GPUs, 107 to 1,026 billion parameters) updates vLLM at 59 to 76e9."""
+
 
 class TransferQuestion(Record):
     """Rates in bytes per second and one direction, times in seconds."""
@@ -25,6 +29,7 @@ class TransferQuestion(Record):
     worker_link: float | None = None  # None: like the trainer's
     store: float | None = None  # of the object store in all; None: as fast as is asked of it
     file: float = 2e9  # of the shared file system in all
+    load: float = PCIE_5_X16  # from a worker's host memory into its engine, all of its GPUs together
     workers: int = 1
     changed: float = 0.03  # share of the elements that differ from the version before
     cores: int = 16  # that encode a delta
@@ -77,8 +82,8 @@ def plan_transfer(question: TransferQuestion) -> TransferPlan:
     )
     timed = {
         "broadcast": (size, _broadcast(question, size, sheet)),
-        "store": (size, _stored(question, "store", size, question.store or question.link * question.workers, sheet)),
-        "file": (size, _stored(question, "file", size, question.file, sheet)),
+        "store": (size, _pulled(question, "store", size, question.store or question.link * question.workers, sheet)),
+        "file": (size, _pulled(question, "file", size, question.file, sheet)),
         "delta": (delta, _delta(question, delta, sheet)),
     }
     paths = [
@@ -99,7 +104,7 @@ def plan_transfer(question: TransferQuestion) -> TransferPlan:
 
 def _check(question: TransferQuestion) -> None:
     given = {"--link-gbps": question.link, "--worker-link-gbps": question.worker_link}
-    given |= {"--store-gbps": question.store, "--file-gbps": question.file}
+    given |= {"--store-gbps": question.store, "--file-gbps": question.file, "--load-gbps": question.load}
     rates = {option: None if rate is None else rate / GIGABIT for option, rate in given.items()}
     counts = {"--workers": question.workers, "--cores": question.cores}
     for option, value in {**rates, **counts, "--step-s": question.step_s}.items():
@@ -111,25 +116,42 @@ def _check(question: TransferQuestion) -> None:
 
 
 def _broadcast(question: TransferQuestion, size: float, sheet: Sheet) -> float:
-    slowest = min(question.link, question.worker_link or question.link)
+    slowest = min(question.link, question.worker_link or question.link, question.load)
     return sheet.note(
         "broadcast.seconds",
         broadcast_s(size, slowest=Link(bytes_per_s=slowest, latency_s=0.0), receivers=question.workers),
         "s",
-        formula="bytes / link",
-        source="NCCL broadcast, passed on in pieces at the slowest link's full rate; every receiver must be there",
+        formula="bytes / min(link, worker_link, load)",
+        source="broadcast in pieces, loaded while the next piece arrives; every receiver must be there",
         bytes=size,
-        link=slowest,
+        link=question.link,
+        worker_link=question.worker_link or question.link,
+        load=question.load,
     )
 
 
-def _stored(question: TransferQuestion, path: str, size: float, shared: float, sheet: Sheet) -> float:
+def _pulled(question: TransferQuestion, path: str, size: float, shared: float, sheet: Sheet) -> float:
+    """Moved through a store, then loaded: a worker checks a version as a whole before it loads it."""
+    moved = _moved(question, f"{path}.moved_s", size, shared, sheet)
+    return sheet.note(
+        f"{path}.seconds",
+        moved + size / question.load,
+        "s",
+        formula="moved + bytes / load",
+        source="loaded after the checksum of the whole version is verified",
+        moved=moved,
+        bytes=size,
+        load=question.load,
+    )
+
+
+def _moved(question: TransferQuestion, name: str, size: float, shared: float, sheet: Sheet) -> float:
     """Written whole, then read by every worker at once."""
     store, sink = Link(bytes_per_s=shared, latency_s=0.0), question.worker_link or question.link
     up = min(question.link, shared)
     down = fan_out_s(size, source=store, sink=Link(bytes_per_s=sink, latency_s=0.0), receivers=question.workers)
     return sheet.note(
-        f"{path}.seconds",
+        name,
         size / up + down + 2 * ETHERNET_LATENCY_S,
         "s",
         formula="bytes / min(link, shared) + max(bytes * workers / shared, bytes / worker_link) + 2 * latency",
@@ -144,17 +166,20 @@ def _stored(question: TransferQuestion, path: str, size: float, shared: float, s
 
 
 def _delta(question: TransferQuestion, delta: float, sheet: Sheet) -> float:
-    moved = _stored(question, "delta_moved", delta, question.store or question.link * question.workers, sheet)
+    moved = _moved(question, "delta.moved_s", delta, question.store or question.link * question.workers, sheet)
+    size = question.parameters * DTYPE_BYTES[question.dtype]
     return sheet.note(
         "delta.seconds",
-        2 * question.parameters / (CODED_PER_CORE_S * question.cores) + moved,
+        2 * question.parameters / (CODED_PER_CORE_S * question.cores) + moved + size / question.load,
         "s",
-        formula="2 * parameters / (per_core * cores) + moved",
-        source="encoded, moved through the store, applied as slowly as encoded; coding measured on one CPU core",
+        formula="2 * parameters / (per_core * cores) + moved + bytes / load",
+        source="encoded, moved through the store, applied as slowly as encoded (one CPU core measured), loaded whole",
         parameters=question.parameters,
         per_core=CODED_PER_CORE_S,
         cores=question.cores,
         moved=moved,
+        bytes=size,
+        load=question.load,
     )
 
 

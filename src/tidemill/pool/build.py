@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
@@ -10,7 +11,7 @@ from tidemill.config.pool import PoolConfig, StaticPool, SyntheticPool, TracePoo
 from tidemill.core.clock import Clock
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import Provider
-from tidemill.pool.capacity import CapacityTrace
+from tidemill.pool.capacity import CapacityTrace, statistics
 from tidemill.pool.provider import ScheduledProvider
 from tidemill.pool.static import static_timetable
 from tidemill.pool.synthetic import market_of_pool, market_timetable
@@ -32,8 +33,11 @@ def build_provider(
     clock: Clock,
     session: int,
     read: Callable[[Path], bytes] = Path.read_bytes,
+    warn: Callable[[str], None] = lambda text: None,
 ) -> Provider:
     """Its timetable begins now. `session` tells lives of a run apart; `read` returns the bytes of a trace's file.
+
+    `warn` is called once when the run outlives the trace.
 
     Raises:
         UserError: the trace cannot be read, or is over before the run begins.
@@ -44,6 +48,8 @@ def build_provider(
         session=session,
         price_usd_per_hour=price_usd_per_hour,
         most=pool.max_workers if isinstance(pool, TracePool) else pool.workers,
+        end_s=_end_s(pool, read) if isinstance(pool, TracePool) else math.inf,
+        at_end=lambda: warn(_over(pool, read)) if isinstance(pool, TracePool) else None,
     )
 
 
@@ -64,7 +70,7 @@ def timetable_of(pool: ScheduledPool, read: Callable[[Path], bytes]) -> Timetabl
 
 
 def remarks(pool: PoolConfig, read: Callable[[Path], bytes] = Path.read_bytes) -> list[str]:
-    """What is odd about the machines that will come; a trace is read for it.
+    """The span and mean of a trace, and a time without any machine at its start. Empty for other pools.
 
     Raises:
         UserError: the trace cannot be read, or is over before the run begins.
@@ -72,6 +78,36 @@ def remarks(pool: PoolConfig, read: Callable[[Path], bytes] = Path.read_bytes) -
     if not isinstance(pool, TracePool):
         return []
     trace = _trace_of(pool, read).since(pool.start_s)
+    counts = statistics(trace)
+    faster = "" if pool.speed == 1 else f", played in {_long(trace.end_s / pool.speed)}"
+    span = f"{pool.path} spans {_long(trace.end_s)} from second {pool.start_s:g} on{faster}"
+    return [f"{span}: {counts.mean:.3g} machines on average, {counts.peak} at most", *_gap(pool, trace)]
+
+
+def outlived(pool: PoolConfig, run_s: float, read: Callable[[Path], bytes] = Path.read_bytes) -> list[str]:
+    """A warning if a run of `run_s` seconds outlives its trace; empty otherwise.
+
+    Raises:
+        UserError: as `remarks`.
+    """
+    if not isinstance(pool, TracePool) or run_s <= _end_s(pool, read):
+        return []
+    return [f"{_over(pool, read)}; the run takes {_long(run_s)}"]
+
+
+def _end_s(pool: TracePool, read: Callable[[Path], bytes]) -> float:
+    """Seconds of the run after which the trace ends."""
+    return (_trace_of(pool, read).end_s - pool.start_s) / pool.speed
+
+
+def _over(pool: TracePool, read: Callable[[Path], bytes]) -> str:
+    last = _trace_of(pool, read).steps[-1][1]
+    machines = "1 machine" if last == 1 else f"{last} machines"
+    end = f"{pool.path} ends {_long(_end_s(pool, read))} into the run"
+    return f"warning: {end} and its last count, {machines}, stays; times in a trace are seconds"
+
+
+def _gap(pool: TracePool, trace: CapacityTrace) -> list[str]:
     first_s = next((at_s for at_s, count in trace.steps if count), None)
     if first_s is None:
         return [f"{pool.path} has no machine from second {pool.start_s:g} on: no preemptible worker will come"]

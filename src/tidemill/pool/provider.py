@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -52,6 +53,7 @@ class ScheduledProvider:
         most: leases held at once, whatever is wanted. The market's other machines are there all the same: one of them
             takes the place of one that goes.
         session: which life of the run this is; lease ids hold it, so that a resumed run never uses one again.
+        end_s: seconds after which what the timetable is drawn from ends; `at_end` is called once then.
     """
 
     def __init__(
@@ -63,10 +65,13 @@ class ScheduledProvider:
         price_usd_per_hour: float = 0.0,
         most: float = math.inf,
         back_off: BackOff | None = None,
+        end_s: float = math.inf,
+        at_end: Callable[[], None] = lambda: None,
     ) -> None:
         self._timetable, self._clock, self._session, self._price = timetable, clock, session, price_usd_per_hour
         self._back_off = back_off or BackOff()
         self._start_s = clock.now()
+        self._end_s, self._at_end = end_s, at_end
         self._coming = next(timetable, None)
         self._places: dict[int, _Place] = {}
         self._held: dict[str, _Place] = {}
@@ -115,6 +120,9 @@ class ScheduledProvider:
         self._events.clear()
 
     def _catch_up(self, now_s: float) -> None:
+        if now_s - self._start_s > self._end_s:
+            self._end_s = math.inf
+            self._at_end()
         while self._coming is not None and self._start_s + self._coming.time_s <= now_s + CLOCK_RESOLUTION_S:
             self._apply(self._coming)
             self._coming = next(self._timetable, None)

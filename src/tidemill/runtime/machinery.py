@@ -80,7 +80,7 @@ def scheduled_provider(
 ) -> Provider | None:
     """Where simulated machines come from; None when none will, or when the machines are real ones.
 
-    `tell` is told, in words, what is odd about them.
+    `tell` gets the span and mean of a trace, what is odd about it, and a warning when the run outlives it.
 
     Raises:
         UserError: the trace cannot be read.
@@ -90,4 +90,4 @@ def scheduled_provider(
     for remark in remarks(spec.pool):
         tell(remark)
     price, session = spec.fleet.preemptible_usd_per_hour, run.past.count + 1
-    return build_provider(spec.pool, price_usd_per_hour=price, clock=clock, session=session)
+    return build_provider(spec.pool, price_usd_per_hour=price, clock=clock, session=session, warn=tell)

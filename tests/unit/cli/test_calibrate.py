@@ -24,6 +24,7 @@ def test_the_profile_is_kept_and_written(run: Run, tmp_path: Path, monkeypatch: 
     assert ran.data["files"] == [str(kept_path(profile)), str(tmp_path / "profile.json")]
     assert [read_profile(Path(file)) for file in ran.data["files"]] == [profile, profile]
     out = run("calibrate", "somewhere").out
+    assert "a step took 1 s of wall time (± 0) and 0.75 s of CPU time" in " ".join(out.split())
     assert "an optimizer's step" in out
     assert "300 ms" in out
 

@@ -10,7 +10,7 @@ from tidemill.config.pool import StaticPool, SyntheticPool, TracePool
 from tidemill.core.clock import LoopClock
 from tidemill.core.errors import UserError
 from tidemill.core.records import LeaseGranted
-from tidemill.pool.build import ScheduledPool, build_provider, remarks
+from tidemill.pool.build import ScheduledPool, build_provider, outlived, remarks
 
 
 def story_of(pool: ScheduledPool, until_s: float) -> Story:
@@ -71,7 +71,7 @@ def test_a_long_time_without_a_machine_is_told(tmp_path: Path) -> None:
     path.write_text("0,2\n100,0\n21700,1\n30000,1\n")
 
     def said(**changes: float) -> list[str]:
-        return remarks(TracePool.model_validate({"kind": "trace", "path": path, **changes}))
+        return remarks(TracePool.model_validate({"kind": "trace", "path": path, **changes}))[1:]
 
     assert said() == []  # there are two at once
     begin = "pool.start_s = 21700 is where the first appears"
@@ -83,6 +83,43 @@ def test_a_long_time_without_a_machine_is_told(tmp_path: Path) -> None:
     path.write_text("0,2\n100,0\n200,0\n")
     assert said(start_s=150.0) == [f"{path} has no machine from second 150 on: no preemptible worker will come"]
     assert remarks(StaticPool(workers=2)) == []
+
+
+def test_a_trace_is_described_by_its_span_and_mean(tmp_path: Path) -> None:
+    # 2 machines for 100 s and 1 for 300 s: 500 machine-seconds in 400 s.
+    path = tmp_path / "t.csv"
+    path.write_text("0,2\n100,1\n400,1\n")
+    pool = TracePool(kind="trace", path=path)
+    assert remarks(pool) == [f"{path} spans 6.67 min from second 0 on: 1.25 machines on average, 2 at most"]
+    faster = remarks(pool.model_copy(update={"start_s": 100.0, "speed": 10.0}))
+    assert faster == [f"{path} spans 5 min from second 100 on, played in 30 s: 1 machines on average, 1 at most"]
+
+
+def test_a_run_that_outlives_its_trace_is_warned_of(tmp_path: Path) -> None:
+    path = tmp_path / "hours.csv"
+    path.write_text("0,2\n44,5\n89,3\n")  # meant as hours
+    pool = TracePool(kind="trace", path=path)
+    assert outlived(pool, 89.0) == []
+    warning = f"warning: {path} ends 1.48 min into the run and its last count, 3 machines, stays"
+    assert outlived(pool, 7200.0) == [f"{warning}; times in a trace are seconds; the run takes 2 h"]
+    assert outlived(StaticPool(workers=2), 7200.0) == []
+
+
+@pytest.mark.parametrize(("until_s", "warned"), [(80.0, 0), (200.0, 1)])
+def test_a_run_under_way_warns_once_when_its_trace_ends(until_s: float, warned: int, tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("0,2\n44,5\n89,3\n")
+    said: list[str] = []
+
+    async def live() -> None:
+        clock = LoopClock()
+        pool = TracePool(kind="trace", path=path)
+        provider = build_provider(pool, price_usd_per_hour=0.0, clock=clock, session=1, warn=said.append)
+        while clock.now() < until_s:
+            await provider.next_event(timeout_s=10.0)
+
+    run_virtual(live())
+    assert len(said) == warned
 
 
 def test_a_trace_that_is_over_before_the_run_begins(tmp_path: Path) -> None:

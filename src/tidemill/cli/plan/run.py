@@ -15,7 +15,7 @@ from tidemill.cli.arguments import Items
 from tidemill.cli.plan import shown
 from tidemill.cli.plan.options import CatalogFile, Explain, Model, Params, Whole, lengths_given, shape_of
 from tidemill.cli.plan.placement import Machines, Preemptible, Prices, estimate_data, offers_of, with_prices
-from tidemill.cli.plan.recipe_model import shape_of_model
+from tidemill.cli.plan.recipe_model import models_of, shape_of_model
 from tidemill.cli.result import Json, Result
 from tidemill.config.load import load_spec
 from tidemill.config.schema import RunSpec
@@ -29,6 +29,7 @@ from tidemill.planner.forecast.derivation import derive
 from tidemill.planner.forecast.forecast import SEEDS, forecast_recipe
 from tidemill.planner.forecast.memory import memory_on_this_machine
 from tidemill.planner.words import size
+from tidemill.pool.build import outlived, remarks
 from tidemill.sim.profiles.catalog import load_catalog
 from tidemill.telemetry.forecast import Forecast, Spread
 from tidemill.telemetry.numerals import dollars, duration, percent
@@ -152,7 +153,7 @@ def _measured(spec: RunSpec) -> RunProfile:
 def _of_this_machine(spec: RunSpec, profile: RunProfile, found: Forecast, *, explain: bool) -> Result:
     sheet = Sheet()
     derive(found, sheet)
-    memory = memory_on_this_machine(spec, shape_of_model(spec.model), profile, sheet)
+    memory = memory_on_this_machine(spec, models_of(spec), profile, sheet)
     differences = unlike(profile, spec)
     data = {
         **as_data(found),
@@ -163,10 +164,10 @@ def _of_this_machine(spec: RunSpec, profile: RunProfile, found: Forecast, *, exp
     lines = [
         *as_text(spec, found),
         *shown.plain(
-            f"memory: {size(memory)} of states, microbatch and cache; the measured run took "
-            f"{size(profile['peak_rss_bytes'])} at most"
+            f"memory: {size(memory)} at most, of models, microbatch, cache and libraries; the measured run took "
+            f"{size(profile['peak_rss_bytes'])}"
         ),
-        *shown.notes((*(f"warning: {difference}" for difference in differences), *found.notes)),
+        *shown.notes((*(f"warning: {difference}" for difference in differences), *found.notes, *_of_pool(spec, found))),
     ]
     return shown.result(data, lines, sheet.figures, explain=explain)
 
@@ -186,9 +187,14 @@ def _of_cluster(spec: RunSpec, found: ClusterForecast, *, explain: bool) -> Resu
         *shown.plain(
             f"memory: {size(found.bytes_per_gpu)} of {size(found.usable_bytes)} on each GPU that trains, engines apart"
         ),
-        *shown.notes(found.forecast.notes),
+        *shown.notes((*found.forecast.notes, *_of_pool(spec, found.forecast))),
     ]
     return shown.result(data, lines, (*sheet.figures, *found.plan.figures), explain=explain)
+
+
+def _of_pool(spec: RunSpec, found: Forecast) -> list[str]:
+    """The span and mean of a trace, and a warning where the forecast run outlives it."""
+    return [*remarks(spec.pool), *outlived(spec.pool, found.total_s.mean)]
 
 
 def as_data(found: Forecast) -> dict[str, Any]:

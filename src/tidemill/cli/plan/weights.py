@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from tidemill.cli.plan import shown
 from tidemill.cli.plan.options import Explain, Model, Params, Whole, shape_of
 from tidemill.cli.result import Json, Result
-from tidemill.planner.transfer import GIGABIT, TransferPlan, TransferQuestion, plan_transfer
+from tidemill.planner.transfer import GIGABIT, PCIE_5_X16, TransferPlan, TransferQuestion, plan_transfer
 from tidemill.planner.words import size
 
 
@@ -24,6 +24,7 @@ def weights(
     worker_link_gbps: Annotated[float | None, Parameter(name="--worker-link-gbps")] = None,
     store_gbps: Annotated[float | None, Parameter(name="--store-gbps")] = None,
     file_gbps: Annotated[float, Parameter(name="--file-gbps")] = 16.0,
+    load_gbps: Annotated[float, Parameter(name="--load-gbps")] = PCIE_5_X16 / GIGABIT,
     workers: Whole = 1,
     changed: float = 0.03,
     cores: Whole = 16,
@@ -45,6 +46,8 @@ def weights(
         The object store in all; otherwise as fast as is asked of it.
     file_gbps
         A shared file system in all.
+    load_gbps
+        Rate at which a worker loads weights from host memory into its engine; the default is PCIe 5.0 x16.
     workers
         How many pull at once.
     changed
@@ -61,6 +64,7 @@ def weights(
         worker_link=None if worker_link_gbps is None else worker_link_gbps * GIGABIT,
         store=None if store_gbps is None else store_gbps * GIGABIT,
         file=file_gbps * GIGABIT,
+        load=load_gbps * GIGABIT,
         workers=workers,
         changed=changed,
         cores=cores,

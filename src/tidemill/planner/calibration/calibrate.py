@@ -41,10 +41,11 @@ def calibrate(run_dir: Path) -> RunProfile:
 
 
 def settle(profile: RunProfile, observed: Observed) -> RunProfile:
-    """With the time of a message such that the run's simulation takes as long for a step as the run did, and boots
-    such that its workers join as fast: what they take by themselves does not show where everything shares cores."""
+    """With the time of a message such that the run's simulation takes as long for a step as the run did without its
+    waits for a processor, and boots such that its workers join as fast: what they take by themselves does not show
+    where everything shares cores."""
     spec = shortened(observed.spec, len(observed.metrics))
-    target_s = fmean(observed.step_s(spec.trainer.steps))
+    target_s = fmean(observed.unhindered_step_s(spec.trainer.steps))
     tried: list[tuple[float, float]] = []  # (call_s, step_s)
     joined_s = observed.joins_s
     for _ in range(ROUNDS):

@@ -156,9 +156,26 @@ class Observed(Record):
         """From the beginning of the first session to the controller's loop."""
         return amount(self.machine, "elapsed_s")
 
-    def step_s(self, most: float = math.inf) -> list[float]:
-        """Of each usual step up to `most`. Where one thread computes for all on a machine that others used, without its
-        waits for a processor; where there are several threads, they may have been the others."""
+    @property
+    def step_s(self) -> list[float]:
+        """Wall time of each usual step."""
+        return [line.values[STEP_TIME] for line in self.usual if STEP_TIME in line.values]
+
+    @property
+    def step_cpu_s(self) -> list[float]:
+        """CPU time of each usual step: of engines, the trainer's thread and the controller's."""
+        engines_s: defaultdict[int, float] = defaultdict(float)
+        for event in self.named(DECODE):
+            engines_s[int(amount(event, "step"))] += sum(amount(row, "cpu_s") for row in _work(event))
+        return [
+            engines_s[line.step] + line.values.get("cpu_train_s", 0.0) + line.values.get(CONTROLLER_CPU, 0.0)
+            for line in self.usual
+            if STEP_TIME in line.values
+        ]
+
+    def unhindered_step_s(self, most: float = math.inf) -> list[float]:
+        """Wall time of each usual step up to `most`. Where one thread computes for all on a machine that others used,
+        less its waits for a processor; where there are several threads, they may have been the others."""
         waited_s: defaultdict[int, float] = defaultdict(float)
         if self.on_processor and self.spec.runtime == "inprocess" and not self.quiet:
             for event in self.named(DECODE):

@@ -16,7 +16,7 @@ from tidemill.core.records import Record
 from tidemill.models.cache import cache_dir
 from tidemill.telemetry.jsonl import write_atomically
 
-FORMAT = 1
+FORMAT = 2
 CACHE_CURE = "set TIDEMILL_CACHE to a directory with room that can be written"
 
 
@@ -88,8 +88,9 @@ class RunProfile(Record, forbid_unknown_fields=True):
     lengths: dict[int, int]  # of training completions: tokens, how many
     cut: dict[int, int]  # of them, those that a limit ended
     held_out_lengths: dict[int, int]
-    step_s: Measure  # of the run's own steps but the first of each session, on average
-    twin_step_s: float  # the same in simulation
+    step_s: Measure  # wall time of the run's own steps but the first of each session, on average
+    step_cpu_s: Measure  # CPU time of the same steps: engines, trainer, controller
+    twin_step_s: float  # a step in simulation, where nothing else is on the machine
     residuals: dict[str, float]  # share of the time that what was fitted does not explain: engine, training
     processor_share: float  # of the time that engines computed, what they had a processor
     notes: tuple[str, ...]  # what could not be told, and what was assumed

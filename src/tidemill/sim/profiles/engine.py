@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import msgspec
+
 from tidemill.controller.plateau import FLAT
 from tidemill.core.records import Record
 from tidemill.sim.profiles.catalog import Gpu
@@ -30,7 +32,7 @@ class EngineEfficiency(Record):
     link: float = 0.7  # of the link's rate, in reductions of a few megabytes
     reduction_s: float = 10e-6  # least time of one reduction, however small
     step_s: float = 2e-3  # of every step beside the model: scheduling, sampling, launches
-    memory: float = 0.9  # of the GPU's memory that the engine takes
+    memory: float = 0.9  # of the GPU's memory that an engine and what shares it with the engine take (vLLM's default)
 
 
 ASSUMED = EngineEfficiency()
@@ -89,6 +91,14 @@ class EngineProfile(Record):
         """Samples of this length that slots and cache hold; 0 where not even one fits."""
         return min(self.slots, int(self.cache_tokens // max(context, 1)))
 
+    def with_slots_for(self, context: float) -> EngineProfile:
+        """With as many slots as the cache holds samples of `context` tokens, at least 1 and at most the slots it has.
+
+        Engines admit by free cache (PagedAttention, arXiv 2309.06180), so that the number of samples decoded at once
+        follows from memory and length.
+        """
+        return msgspec.structs.replace(self, slots=max(self.most_running(context), 1))
+
     def plateau(self, context: float) -> int:
         """The smallest number of samples that is decoded at `FLAT` of the best rate; at least 1."""
         low, high = 1, max(self.most_running(context), 1)
@@ -130,12 +140,14 @@ def engine_profile(
     slots: int = 256,
     link: Link | None = None,
     efficiency: EngineEfficiency = ASSUMED,
+    held_bytes: float = 0.0,
 ) -> EngineProfile:
     """Tensor parallel over `gpus` of one kind.
 
     Args:
         dtype: of weights and of the arithmetic; keys and values are in bf16.
         link: between the GPUs, if it is not their own.
+        held_bytes: of each GPU's memory, what a trainer on the same GPUs keeps while the engine generates.
 
     Raises:
         UserError: the catalogue knows no speed in this dtype.
@@ -149,7 +161,10 @@ def engine_profile(
     multiplied = 2 * shape.active_parameters / speed
     return EngineProfile(
         slots=slots,
-        cache_tokens=max(cache_bytes(shape, gpu, gpus=gpus, dtype=dtype, efficiency=efficiency) / kv_bytes, 0.0),
+        cache_tokens=max(
+            cache_bytes(shape, gpu, gpus=gpus, dtype=dtype, efficiency=efficiency, held_bytes=held_bytes) / kv_bytes,
+            0.0,
+        ),
         step_s=efficiency.step_s + reduced,
         weights_s=(shape.parameters - shape.expert_parameters - shape.embedding_parameters) * element / bandwidth,
         cached_token_s=kv_bytes / bandwidth,
@@ -163,10 +178,17 @@ def engine_profile(
 
 
 def cache_bytes(
-    shape: ModelShape, gpu: Gpu, *, gpus: int, dtype: str = "bf16", efficiency: EngineEfficiency = ASSUMED
+    shape: ModelShape,
+    gpu: Gpu,
+    *,
+    gpus: int,
+    dtype: str = "bf16",
+    efficiency: EngineEfficiency = ASSUMED,
+    held_bytes: float = 0.0,
 ) -> float:
-    """Left for keys and values beside weights and workspace; negative by what is missing where nothing is left."""
-    room = gpus * (gpu.memory_bytes * efficiency.memory - WORKSPACE_BYTES)
+    """Left for keys and values beside weights, workspace and `held_bytes` on each GPU; negative where bytes are
+    missing."""
+    room = gpus * (gpu.memory_bytes * efficiency.memory - WORKSPACE_BYTES - held_bytes)
     return room - shape.parameters * DTYPE_BYTES[dtype]
 
 

@@ -8,6 +8,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.char_codec import CharCodec, make_prompt
@@ -180,6 +181,20 @@ def test_python_functions_get_plain_values(tmp_path: Path) -> None:
         "def score(prompt, completion, answer, metadata):\n    return [prompt, completion, answer, metadata]\n"
     )
     assert value("x", kind="python", function=f"{file}:score") == ["5+7=", "x", "12", {"level": 3}]
+
+
+def test_what_a_function_changes_in_the_metadata_no_other_sample_sees(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def score(prompt, completion, answer, metadata):\n"
+        "    metadata['words'].append(completion)\n"
+        "    return len(metadata['words'])\n"
+    )
+    prompt = msgspec.structs.replace(sample("x").prompt, metadata={"words": ["kept"]})
+    config = RewardConfig(kind="python", function=f"{file}:score")
+    (reward,) = build_rewards([config], Context(task=TASK, seed=0, stop_strings=()))
+    assert [reward.function(dataclasses.replace(sample("x"), prompt=prompt)) for _ in range(3)] == [2, 2, 2]
+    assert prompt.metadata == {"words": ["kept"]}
 
 
 def test_rewards_of_one_kind_get_names_of_their_own() -> None:

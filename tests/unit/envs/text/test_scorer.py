@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from tests.char_codec import CharCodec, make_prompt, make_trajectory
@@ -274,21 +273,6 @@ async def test_a_result_whose_repr_raises_or_is_no_text_is_invalid() -> None:
     reason = (await judge(built)).reason
     assert "reward reward0: KeyError: 'name'" in reason
     assert "reward reward1: TypeError: returned \\ud800, which is no number" in reason
-    await built.close()
-
-
-async def test_what_a_reward_changes_in_the_metadata_no_sibling_sees(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(
-        "def drains(prompt, completion, answer, metadata):\n    return metadata['hints']['words'].pop()\n",
-        encoding="utf-8",
-    )
-    scoring = ScoringConfig(rewards=(RewardConfig(kind="python", function=f"{file}:drains"),))
-    built = build_scorer(scoring, task=TASK, seed=0)
-    prompt = msgspec.structs.replace(PROMPT, metadata={"hints": {"words": [1.0, 2.0]}})
-    rewards = [await built.score(prompt, make_trajectory(prompt, "12", index=index)) for index in range(3)]
-    assert [reward.value for reward in rewards] == [2.0, 2.0, 2.0]
-    assert prompt.metadata == {"hints": {"words": [1.0, 2.0]}}
     await built.close()
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tests.planted import observed, planted, spec_of
 from tidemill.planner.calibration.calibrate import settle
 from tidemill.planner.calibration.fit import fit
+from tidemill.planner.calibration.observed import Observed
 
 COST = st.floats(1e-4, 0.05)
 
@@ -55,17 +56,35 @@ def test_what_a_run_cannot_tell_it_says() -> None:
     assert "training's time could not be told by the square of the tokens" in notes
 
 
+def on_a_busy_machine(seen: Observed) -> Observed:
+    """Engines and trainer waited for a processor for as long as they had one."""
+    for event in seen.events:
+        for row in event.get("work", ()):
+            row["busy_s"] += row["cpu_s"]
+    for line in seen.metrics:
+        line.values["time_step_s"] += line.values["time_train_s"]
+        line.values["time_train_s"] *= 2
+    return seen
+
+
+def test_a_step_is_reported_in_wall_time_and_its_cpu_time_apart() -> None:
+    spec = spec_of()
+    seen = on_a_busy_machine(observed(spec, planted(spec)))
+    found = fit(seen)
+    usual = [line.values for line in seen.usual]
+    steps = {line.step for line in seen.usual}
+    engine_s = sum(row["cpu_s"] for event in seen.named("decode") if event["step"] in steps for row in event["work"])
+    cpu_s = engine_s + sum(values["cpu_train_s"] + values["cpu_controller_s"] for values in usual)
+    assert found.step_s.value == pytest.approx(sum(values["time_step_s"] for values in usual) / len(usual))
+    assert found.step_cpu_s.value == pytest.approx(cpu_s / len(usual))
+    assert found.step_cpu_s.value < found.step_s.value
+
+
 def test_on_a_machine_that_others_used_waiting_for_a_processor_is_no_part_of_a_step() -> None:
     spec = spec_of()
     quiet = observed(spec, planted(spec))
-    alone = quiet.step_s()
-    noisy = observed(spec, planted(spec))
-    for event in noisy.events:
-        for row in event.get("work", ()):
-            row["busy_s"] += row["cpu_s"]  # half of the time it waited
-    for line in noisy.metrics:
-        line.values["time_step_s"] += line.values["time_train_s"]
-        line.values["time_train_s"] *= 2
+    alone = quiet.step_s
+    noisy = on_a_busy_machine(observed(spec, planted(spec)))
     assert quiet.quiet and not noisy.quiet
     assert any("50 %" in note for note in fit(noisy).notes)
     waited = [
@@ -73,4 +92,4 @@ def test_on_a_machine_that_others_used_waiting_for_a_processor_is_no_part_of_a_s
             and event["purpose"] == "train")
         for line in noisy.usual
     ]  # fmt: skip
-    assert noisy.step_s() == pytest.approx([one - other for one, other in zip(alone, waited, strict=True)])
+    assert noisy.unhindered_step_s() == pytest.approx([one - other for one, other in zip(alone, waited, strict=True)])

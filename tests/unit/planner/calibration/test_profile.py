@@ -31,7 +31,7 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (b'"format": 1', b'"format": 9'),
+        (b'"format": 2', b'"format": 9'),
         (b'"steps"', b'"stepz"'),
         (b'"engine_pass_s"', b'"engine_pace_s"'),
         (b"{", b""),

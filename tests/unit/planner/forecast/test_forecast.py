@@ -6,7 +6,7 @@ import pytest
 
 from tests.formulas import check_figures
 from tests.planted import planted, spec_of
-from tidemill.cli.plan.recipe_model import shape_of_model
+from tidemill.cli.plan.recipe_model import models_of, shape_of_model
 from tidemill.planner.figures import Sheet
 from tidemill.planner.forecast.derivation import derive
 from tidemill.planner.forecast.forecast import forecast_recipe, simulated_steps, uncertain
@@ -67,9 +67,8 @@ def test_a_forecast_adds_up_and_derives_its_numbers() -> None:
     assert any("6 of 12 steps" in note for note in found.notes)
     sheet = Sheet()
     derive(found, sheet)
-    memory_on_this_machine(
-        spec_of(model={"source": "char"}), shape_of_model(spec_of(model={"source": "char"}).model), profile, sheet
-    )
+    char = spec_of(model={"source": "char"})
+    memory_on_this_machine(char, models_of(char), profile, sheet)
     assert check_figures(sheet.figures) == 11
 
 

@@ -1,0 +1,89 @@
+"""The memory that `tidemill plan run` forecasts, beside the peak that real runs of the same recipe take.
+
+    python -m benchmarks.memory_forecast [--steps 3]
+
+SmolLM2 on one thread of a CPU: GRPO of the whole model and of an adapter, each without and with a KL reference, and
+PPO with a value head and with a critic of its own. Each run is a process of its own; its peak is the largest resident
+set it ever had. The profile that the forecasts need (lengths of prompts) is fitted to the first run alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.measuring import BYTES_PER_GB, write_result
+from benchmarks.models import quiet, smollm2
+from benchmarks.training_run import train
+from benchmarks.weights_delta import RECIPE
+from tidemill.cli.plan.recipe_model import models_of
+from tidemill.config.load import load_spec
+from tidemill.planner.calibration.calibrate import calibrate
+from tidemill.planner.calibration.profile import RunProfile
+from tidemill.planner.figures import Sheet
+from tidemill.planner.forecast.memory import memory_on_this_machine
+
+STEPS = 3
+DEADLINE_S = 600.0
+LORA = ("--model.lora.rank=8",)
+KL = ("--algorithm.kl_beta=0.001",)
+PPO = ("--algorithm.name=ppo", *KL)
+CASES: Mapping[str, Sequence[str]] = {
+    "GRPO": (),
+    "GRPO, KL reference": KL,
+    "GRPO, LoRA": LORA,
+    "GRPO, LoRA, KL reference": (*LORA, *KL),
+    "PPO, value head, KL reference": (*PPO, "--critic.kind=shared"),
+    "PPO, critic of its own, KL reference": PPO,
+    "PPO, LoRA, critic of its own, KL reference": (*PPO, *LORA),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=STEPS, help="of each run; 3 at least")
+    steps = parser.parse_args().steps
+    quiet()
+    smollm2()
+    profile: RunProfile | None = None
+    rows = []
+    for name, changes in CASES.items():
+        with tempfile.TemporaryDirectory(prefix="tidemill-memory-") as folder:
+            run = Path(folder) / "run"
+            arguments = [f"--trainer.steps={steps}", "--trainer.threads=1", "--checkpoint.every_steps=0"]
+            arguments += ["--eval.every_steps=0", "--eval.prompts=8", *changes]
+            measured = train(RECIPE, run, *arguments, progress=False, deadline_s=DEADLINE_S)["peak_rss_bytes"]
+            profile = profile or calibrate(run)
+            spec = load_spec((f"@{RECIPE}", *arguments))
+        forecast = memory_on_this_machine(spec, models_of(spec), profile, Sheet())
+        rows.append({"case": name, "forecast_bytes": forecast, "measured_bytes": measured})
+        print(f"{name}: forecast {forecast / BYTES_PER_GB:.2f} GB, measured {measured / BYTES_PER_GB:.2f}", flush=True)
+    show(rows)
+    write_result("memory_forecast", {"recipe": RECIPE.name, "steps": steps, "cases": rows})
+    return 0
+
+
+def show(rows: Sequence[Mapping[str, float]]) -> None:
+    table = Table(title="peak memory of SmolLM2, GB", box=box.SIMPLE)
+    for column in ("", "forecast", "measured", "off by"):
+        table.add_column(column, justify="right" if column else "left")
+    for row in rows:
+        forecast, measured = row["forecast_bytes"], row["measured_bytes"]
+        figures = (
+            f"{forecast / BYTES_PER_GB:.2f}",
+            f"{measured / BYTES_PER_GB:.2f}",
+            f"{forecast / measured - 1:+.0%}",
+        )
+        table.add_row(str(row["case"]), *figures)
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

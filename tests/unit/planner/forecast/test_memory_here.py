@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.planted import planted, spec_of
+from tidemill.cli.plan.recipe_model import models_of
+from tidemill.planner.figures import Sheet
+from tidemill.planner.forecast.memory import LIBRARIES, memory_on_this_machine
+from tidemill.sim.profiles.model_shape import adapter_parameters
+
+KL = {"kl_beta": 0.01}
+
+
+def memory(**sections: Any) -> tuple[float, dict[str, float]]:
+    """Bytes in all, and of each part by name."""
+    spec = spec_of(model={"source": "char"} | sections.pop("model", {}), **sections)
+    sheet = Sheet()
+    total = memory_on_this_machine(spec, models_of(spec), planted(spec), sheet)
+    return total, {figure.name: figure.value for figure in sheet.figures}
+
+
+def parameters() -> float:
+    return models_of(spec_of(model={"source": "char"})).policy.parameters
+
+
+def test_the_whole_model_keeps_16_bytes_per_parameter() -> None:
+    total, parts = memory()
+    assert parts["policy_bytes"] == 16 * parameters()
+    named = ("policy_bytes", "activation_bytes", "logits_bytes", "kv_bytes")
+    assert total == pytest.approx(sum(parts[name] for name in named) + LIBRARIES)
+
+
+def test_an_adapter_learns_beside_a_frozen_base() -> None:
+    # 4 bytes for each frozen parameter, 16 for each of the adapter's; the base serves as the reference, too
+    _, parts = memory(model={"lora": {"rank": 8}}, algorithm=KL)
+    learned = adapter_parameters(models_of(spec_of(model={"source": "char"})).policy, 8)
+    assert parts["policy_bytes"] == 4 * parameters() + 16 * learned
+    assert parts["reference_bytes"] == 0
+
+
+@pytest.mark.parametrize(
+    ("sections", "more"),  # bytes per parameter of the policy
+    [
+        ({"algorithm": KL}, 4),
+        ({"algorithm": {"name": "ppo", "kl_beta": 0}, "critic": {"kind": "own"}}, 16),
+        ({"algorithm": {"name": "ppo"} | KL, "critic": {"kind": "own"}}, 20),
+        ({"algorithm": {"name": "ppo"} | KL, "critic": {"kind": "shared"}}, 4),
+        ({"schedule": {"max_policy_lag": 1}}, 4),
+    ],
+)
+def test_models_beside_the_policy_are_counted(sections: dict[str, Any], more: int) -> None:
+    # More models need at least their weights more; what the loss keeps per token may differ, too.
+    alone, _ = memory()
+    total, parts = memory(**sections)
+    others = sum(
+        value for name, value in parts.items() if name in ("reference_bytes", "critic_bytes", "engine_copy_bytes")
+    )
+    assert others == more * parameters()
+    assert total - alone == pytest.approx(others, rel=0.02)

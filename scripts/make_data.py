@@ -64,23 +64,23 @@ def positive(text: str) -> int:
 def make(options: argparse.Namespace, items: Sequence[str]) -> dict[str, Any]:
     """The provenance of what was written."""
     spec = spec_for(items, options.checkpoint, purpose="generate")
-    folder = model_folder(options.checkpoint)
     side: Literal["train", "held_out"] = "held_out" if options.held_out else "train"
     # Here, so that --help and a misspelt key need not wait for torch.
     from tidemill.runtime.making import make_demonstrations, make_pairs
 
     if options.kind == "demonstrations":
         return make_demonstrations(spec, options.out, prompts=options.prompts, progress=note, side=side)
-    return make_pairs(
-        spec,
-        options.out,
-        prompts=options.prompts,
-        samples_per_prompt=options.samples,
-        pairs_per_prompt=options.pairs_per_prompt,
-        progress=note,
-        side=side,
-        model_folder=folder,
-    )
+    with model_folder(options.checkpoint) as folder:
+        return make_pairs(
+            spec,
+            options.out,
+            prompts=options.prompts,
+            samples_per_prompt=options.samples,
+            pairs_per_prompt=options.pairs_per_prompt,
+            progress=note,
+            side=side,
+            model_folder=folder,
+        )
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -129,6 +130,9 @@ def assert_refused(ran: Ran, *says: str) -> None:
         (["--engine.context_tokens=3"], ["sampling.max_new_tokens = 3", "raise context_tokens"]),
         (["@nowhere.toml"], ["nowhere.toml"]),
         (["--task.kind=arithmatic"], ["task.kind", "arithmetic"]),
+        (["--run.name=../outside"], ["run.name", "cannot name a folder", "run.dir"]),
+        (["--trainer=3", "--trainer.steps=2"], ["trainer: is a table of settings", "was given 3"]),
+        (["--runtime=ray", "--ray.trainer_gpus=64"], ["ray.trainer_gpus", "64 GPUs are reserved"]),
     ],
     ids=lambda value: value[0] if value[0].startswith(("-", "@")) else "",
 )
@@ -194,6 +198,16 @@ def test_a_damaged_model_file_is_named(folder: Path, damage: str) -> None:
     else:
         weights.unlink()
     assert_refused(train(f"--model.source={copy}"), "model", "safetensors")
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_has_embeddings(folder: Path) -> None:
+    small, large = (
+        Path(run_here("model", "get", "char", f"--model.char.alphabet={alphabet}", "--json").data["path"])
+        for alphabet in ("0123456789+=", "0123456789+=abcdefgh")
+    )
+    shutil.copytree(small, folder / "model")
+    shutil.copy(large / "tokenizer.json", folder / "model")
+    assert_refused(train("--model.source=./model"), "model", "the tokenizer has ids up to", "embeddings")
 
 
 def test_a_run_directory_that_cannot_be_written(folder: Path) -> None:
@@ -325,7 +339,7 @@ def small_disk(folder: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(place)], check=True, timeout=10)
 
 
-@pytest.mark.parametrize("free_bytes", [4_000_000, 60_000, 4096, 0])
+@pytest.mark.parametrize("free_bytes", [200_000, 60_000, 4096, 0])
 def test_a_disk_that_is_really_full(small_disk: Path, free_bytes: int) -> None:
     """Wherever it happens: in a checkpoint, a samples file, the ledger or the very first file."""
     expected = uninterrupted()
@@ -343,3 +357,16 @@ def test_a_disk_that_is_really_full(small_disk: Path, free_bytes: int) -> None:
     resumed = train(f"--run.dir={run}", "--eval.every_steps=0")
     assert resumed.code == 0, resumed.err
     assert {name: resumed.data[name] for name in KEPT} == {name: expected[name] for name in KEPT}
+
+
+def test_a_small_checkpoint_needs_little_free_space(small_disk: Path) -> None:
+    run = small_disk / "run"
+    once = ("--eval.every_steps=0", "--checkpoint.keep_last=1", "--checkpoint.keep_best=false")
+    begun = train(f"--run.dir={run}", "--trainer.steps=1", *once)
+    assert begun.code == 0, begun.err
+    files = [path for path in (run / "checkpoints" / "step_1").rglob("*") if path.is_file()]
+    stat = os.statvfs(small_disk)
+    free = 2 * sum(path.stat().st_size for path in files) + (1 << 20)  # two while one replaces the other; the ledger
+    (small_disk / "ballast").write_bytes(b"x" * (stat.f_bavail * stat.f_frsize - free))
+    ran = train(f"--run.dir={run}", *once)
+    assert ran.code == 0, ran.err

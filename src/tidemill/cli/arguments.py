@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -20,6 +21,7 @@ from tidemill.config.load import load_spec
 from tidemill.config.schema import RunSpec
 from tidemill.config.toml import to_toml
 from tidemill.core.errors import UserError
+from tidemill.models.checkpoint_pin import pinned
 from tidemill.models.config_file import CONFIG
 from tidemill.models.folder import ADAPTER_CONFIG
 
@@ -38,6 +40,7 @@ Checkpoint = Annotated[
     ),
 ]
 STEP_FOLDER = re.compile(r"step_(\d+)")
+_ATTEMPTS = 100  # to pin the newest checkpoint before it is deleted; each takes microseconds
 
 
 def spec_for(items: Sequence[str], checkpoint: Path | None, *, purpose: Purpose) -> RunSpec:
@@ -51,8 +54,10 @@ def spec_for(items: Sequence[str], checkpoint: Path | None, *, purpose: Purpose)
     return load_spec(items, purpose=purpose)
 
 
-def model_folder(checkpoint: Path | None, *, option: str = "--checkpoint") -> Path | None:
-    """The folder with the weights: the checkpoint itself, or the newest one of a run directory.
+@contextmanager
+def model_folder(checkpoint: Path | None, *, option: str = "--checkpoint") -> Iterator[Path | None]:
+    """The folder with the weights: the checkpoint itself, or the newest one of a run directory. A run that is training
+    there keeps it until the block ends.
 
     Args:
         option: that named it, for the errors.
@@ -60,9 +65,22 @@ def model_folder(checkpoint: Path | None, *, option: str = "--checkpoint") -> Pa
     Raises:
         UserError: there is none.
     """
-    if checkpoint is None or any((checkpoint / name).is_file() for name in (CONFIG, ADAPTER_CONFIG)):
-        return checkpoint
+    if checkpoint is None:
+        yield None
+        return
     where = f"{option} {checkpoint}"
+    for _ in range(_ATTEMPTS):
+        folder = _newest(checkpoint, where)
+        with pinned(folder) as there:
+            if there:
+                yield folder
+                return
+    raise UserError("every checkpoint was deleted at once", where=where, cure="raise checkpoint.keep_last of its run")
+
+
+def _newest(checkpoint: Path, where: str) -> Path:
+    if any((checkpoint / name).is_file() for name in (CONFIG, ADAPTER_CONFIG)):
+        return checkpoint
     if not checkpoint.is_dir():
         raise UserError("no such folder", where=where, cure="name a run directory or runs/<name>/checkpoints/step_N")
     folder = checkpoint / "checkpoints" if (checkpoint / "checkpoints").is_dir() else checkpoint

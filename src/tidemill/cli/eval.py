@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,25 +34,27 @@ def evaluate(
 ) -> Result:
     """Measure a model or a checkpoint on the task's held-out prompts: mean reward and accuracy of greedy completions,
     lengths, diversity; with `--eval.samples_per_prompt N` also pass@k."""
-    folder, other = model_folder(checkpoint), compared(compare)
-    spec = spec_for(items, checkpoint, purpose="eval")
-    if dry_run:
-        return show_dry_run(spec, purpose="eval")
-    from tidemill.runtime.evaluate import evaluate as run
+    with model_folder(checkpoint) as folder, compared(compare) as other:
+        spec = spec_for(items, checkpoint, purpose="eval")
+        if dry_run:
+            return show_dry_run(spec, purpose="eval")
+        from tidemill.runtime.evaluate import evaluate as run
 
-    found = run(spec, model_folder=folder, compare=other, progress=note)
+        found = run(spec, model_folder=folder, compare=other, progress=note)
     return Result(data=found, text=figures(found))
 
 
-def compared(name: str | None) -> Path | str | None:
-    """The other model: a built-in one's name, or the folder with its weights. Damage is told of here, because it is
+@contextmanager
+def compared(name: str | None) -> Iterator[Path | str | None]:
+    """The other model: a built-in one's name, or the folder with its weights. Damage is reported here, because it is
     loaded only after the first is measured."""
     if name is None or (name in BUILT_IN_MODELS and not Path(name).exists()):
-        return name
-    folder = model_folder(Path(name), option="--compare")
-    if folder is not None:
+        yield name
+        return
+    with model_folder(Path(name), option="--compare") as folder:
+        assert folder is not None
         refuse_damaged(folder)
-    return folder
+        yield folder
 
 
 def figures(found: dict[str, Any]) -> str:

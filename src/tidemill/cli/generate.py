@@ -27,14 +27,14 @@ Words = Annotated[
 def generate(*items: Words, checkpoint: Checkpoint = None, dry_run: DryRun = False, json: Json = False) -> Result:
     """Try prompts on a model or a checkpoint: `tidemill generate "2+3=" --sampling.temperature 0`."""
     given = split_arguments(items)
-    folder = model_folder(checkpoint)
-    spec = spec_for(given.items, checkpoint, purpose="generate")
-    if dry_run:
-        return show_dry_run(spec, purpose="generate")
-    prompts = read_prompts(given.rest)
-    from tidemill.runtime.generate import generate as run
+    with model_folder(checkpoint) as folder:
+        spec = spec_for(given.items, checkpoint, purpose="generate")
+        if dry_run:
+            return show_dry_run(spec, purpose="generate")
+        prompts = read_prompts(given.rest)
+        from tidemill.runtime.generate import generate as run
 
-    samples = run(spec, model_folder=folder, prompts=prompts, progress=note)
+        samples = run(spec, model_folder=folder, prompts=prompts, progress=note)
     return Result(data={"samples": samples}, text=samples_text(samples))
 
 

@@ -69,11 +69,11 @@ def merge(
     directory
         Where to; a new or an empty one. It may be a model.source.
     """
-    folder = model_folder(checkpoint)
-    assert folder is not None
-    from tidemill.models.merging import export_merged
+    with model_folder(checkpoint) as folder:
+        assert folder is not None
+        from tidemill.models.merging import export_merged
 
-    export_merged(folder, directory, progress=note)
+        export_merged(folder, directory, progress=note)
     return Result(data={"checkpoint": str(folder), "path": str(directory)}, text=str(directory))
 
 

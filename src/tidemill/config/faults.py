@@ -97,6 +97,13 @@ def split_cure(line: str, *, key: str = "", source: str = "") -> Fault:
     return Fault(key=key, what=what, source=source, cure=cure)
 
 
+def no_table(location: Location, given: Any, source: str) -> Fault:
+    """The fault of a value in place of a section."""
+    what = f"is a table of settings, was given {shown(given)}"
+    cure = f"set its keys one by one: {_first_keys(location)}"
+    return Fault(key=dotted(location), what=what, source=source, cure=cure)
+
+
 def _fault(details: ErrorDetails, location: Location, data: dict[str, Any], locate: Locate) -> Fault:
     kind, given = details["type"], details["input"]
     if kind == "extra_forbidden":
@@ -109,8 +116,7 @@ def _fault(details: ErrorDetails, location: Location, data: dict[str, Any], loca
     location, key = _owner(location, _kind(data, location[:1]))
     name, source = dotted(location), locate(location)
     if key is None:
-        what = f"is a table of settings, was given {shown(given)}"
-        return Fault(key=name, what=what, source=source, cure=f"set its keys one by one: {_first_keys(location)}")
+        return no_table(location, given, source)
     if kind == "missing":
         return Fault(key=name, what="not given, and there is no default", source=source, cure=_how_to_give(key, data))
     if kind == "too_short":

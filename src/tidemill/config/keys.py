@@ -150,6 +150,11 @@ def sections() -> frozenset[KeyPath]:
     return frozenset(key.path[:depth] for key in all_keys() for depth in range(1, len(key.path)))
 
 
+def is_table(path: KeyPath) -> bool:
+    """Whether it is a section, whose keys are set one by one, rather than a key."""
+    return path in sections() and find(path) is None
+
+
 @cache
 def variants() -> dict[KeyPath, dict[str, type[BaseModel]]]:
     """The tables whose keys depend on their `kind`: path -> kind -> model."""

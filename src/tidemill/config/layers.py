@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.config.faults import COMMAND_LINE, ConfigError, Fault, Location
-from tidemill.config.keys import Key, KeyPath, default_kind, find, suggest, variants
+from tidemill.config.keys import Key, KeyPath, default_kind, find, is_table, suggest, variants
 from tidemill.config.toml import line_of, parse_toml
 
 Tree = dict[str, Any]
@@ -112,13 +112,24 @@ def command_line(assignments: Sequence[Assignment]) -> Layer:
         key = _key(path)
         if text is None and not _is_flag(path):
             continue
-        node = tree
-        for part in path[:-1]:
-            if not isinstance(node.get(part), dict):
-                node[part] = {}
-            node = node[part]
-        node[path[-1]] = True if text is None else parse_value(text, key)
+        _put(tree, path, True if text is None else parse_value(text, key))
     return Layer(name=COMMAND_LINE, tree=with_absolute_paths(tree, Path.cwd()))
+
+
+def _put(tree: Tree, path: KeyPath, value: Any) -> None:
+    """Tables merge. A value in place of a section stays, whatever comes before or after it: it is to be refused."""
+    node = tree
+    for depth, part in enumerate(path[:-1], start=1):
+        if part in node and not isinstance(node[part], dict) and _is_table(path[:depth]):
+            return
+        if not isinstance(node.get(part), dict):
+            node[part] = {}
+        node = node[part]
+    if isinstance(value, dict) and _is_table(path):
+        for name, below in value.items():
+            _put(tree, (*path, name), below)
+    else:
+        node[path[-1]] = value
 
 
 def recipe_layer(name: str) -> Layer:
@@ -234,6 +245,11 @@ def _is_flag(path: Sequence[str]) -> bool:
 def _key(path: Sequence[str]) -> Key | None:
     """The key an option sets: of the run, or as `stage.NAME.key` of one stage."""
     return find(path[2:] if path[0] == STAGES else path)
+
+
+def _is_table(path: KeyPath) -> bool:
+    own = path[2:] if path[0] == STAGES else path
+    return not own or is_table(own)
 
 
 def _is_value(item: str, key: Key | None) -> bool:

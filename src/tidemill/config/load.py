@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from tidemill.config.checks import Purpose, contradictions
-from tidemill.config.faults import ConfigError, Fault, Location, split_cure, translate
-from tidemill.config.keys import default_kind, variants
+from tidemill.config.faults import ConfigError, Fault, Location, no_table, split_cure, translate
+from tidemill.config.keys import KeyPath, default_kind, is_table, variants
 from tidemill.config.layers import (
     STAGES,
     Layer,
@@ -113,8 +113,9 @@ def from_toml(text: str, *, source: str = "config.toml", folder: Path | None = N
 def compose(layers: Sequence[Layer], *, purpose: Purpose) -> RunSpec:
     """Merge the layers, later over earlier, and validate the result."""
     tree: Tree = {}
+    misplaced: list[Fault] = []
     for layer in layers:
-        tree = merge(tree, layer.tree)
+        tree = merge(tree, _tables(layer, layer.tree, misplaced))
     for table in variants():
         if isinstance(tree.get(table[0]), dict):
             tree[table[0]].setdefault("kind", default_kind(table))
@@ -133,10 +134,26 @@ def compose(layers: Sequence[Layer], *, purpose: Purpose) -> RunSpec:
         document = json.dumps(tree, default=str)
         spec = RunSpec.model_validate_json(document, strict=True, context={"inconsistent": inconsistent})
     except ValidationError as error:
-        raise ConfigError(translate(error, tree, locate)) from None
+        raise ConfigError([*misplaced, *translate(error, tree, locate)]) from None
+    if misplaced:
+        raise ConfigError(misplaced)
     if faults := [split_cure(line) for line in inconsistent] + contradictions(spec, purpose):
         raise ConfigError(faults)
     return spec
+
+
+def _tables(layer: Layer, tree: Tree, misplaced: list[Fault], at: KeyPath = ()) -> Tree:
+    """`tree` without the values in place of sections, which a later layer's keys would hide; each is a fault."""
+    kept: Tree = {}
+    for name, value in tree.items():
+        path = (*at, name)
+        if not is_table(path):
+            kept[name] = value
+        elif isinstance(value, dict):
+            kept[name] = _tables(layer, value, misplaced, path)
+        else:
+            misplaced.append(no_table(path, value, layer.locate(path)))
+    return kept
 
 
 def differences(old: RunSpec, new: RunSpec) -> list[tuple[str, Any, Any]]:

@@ -132,7 +132,7 @@ class RayConfig(Config):
     trainer_cpus: float = Field(1.0, ge=0)
     """CPUs reserved for the trainer."""
     trainer_gpus: float = Field(0.0, ge=0)
-    """GPUs reserved for the trainer."""
+    """GPUs reserved for the trainer. Where the cluster is started here, this machine must have them."""
     worker_cpus: float = Field(1.0, ge=0)
     """CPUs reserved for each worker; also its threads inside one operation."""
     worker_gpus: float = Field(0.0, ge=0)

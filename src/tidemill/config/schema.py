@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationInfo, model_validator
 
 from tidemill.config.algorithm import AlgorithmConfig, CriticConfig
-from tidemill.config.base import Config, OutputFolder, Seed, refuse
+from tidemill.config.base import Config, FolderName, OutputFolder, Seed, refuse
 from tidemill.config.data import DataConfig
 from tidemill.config.export import ExportConfig
 from tidemill.config.learning import BatchConfig, OptimizerConfig, TrainerConfig
@@ -25,8 +25,8 @@ from tidemill.config.task import ArithmeticTask, TaskConfig
 
 
 class RunConfig(Config):
-    name: str = Field("run", min_length=1)
-    """Names the run in logs, reports and optional sinks."""
+    name: FolderName = "run"
+    """Names the run in logs, reports and optional sinks, and its folder below runs/."""
     dir: OutputFolder = None
     """The run directory; an existing one is resumed. Default: runs/<name>."""
     seed: Seed = 0

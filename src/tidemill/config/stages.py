@@ -20,7 +20,7 @@ from tidemill.config.load import compose, has_stages, read_sources
 from tidemill.config.pipeline import ASKED, KINDS, PipelineSpec, StageKind, StageSpec
 from tidemill.config.schema import RunSpec
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")  # a part of --stage.NAME.key; a folder name besides, as run.name is
 OWN_KEYS = ("name", "kind")
 
 

@@ -9,6 +9,7 @@ import msgspec
 
 from tidemill.controller.in_flight import Plan, PlannedGroup
 from tidemill.core.buffers import LogprobBuffer
+from tidemill.core.decoding import decode_msgpack
 from tidemill.core.records import PolicyVersion, Record, Reward, TokenDelta, Trajectory
 
 
@@ -132,7 +133,7 @@ def decode(blob: bytes) -> AnyEntry:
     Raises:
         msgspec.DecodeError: the blob is not one of ours.
     """
-    return _decoder.decode(blob)
+    return decode_msgpack(blob, _decoder)
 
 
 def accepted(deltas: Iterable[tuple[int, TokenDelta]]) -> Accepted | None:

@@ -58,7 +58,7 @@ def read_origin(folder: Path) -> Origin:
         UserError: the folder does not say, as one that Tidemill did not write.
     """
     try:
-        return Origin.model_validate_json((folder / ORIGIN).read_text(encoding="utf-8"))
+        return Origin.model_validate_json((folder / ORIGIN).read_bytes())
     except (OSError, ValidationError) as error:
         reason = "it is missing" if isinstance(error, FileNotFoundError) else "it cannot be read"
         raise UserError(

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from tidemill.core.decoding import decode_json
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
 
@@ -31,11 +32,17 @@ class Manifest(Record):
     score: float | None  # higher is better; None when not measured at this step
     files: dict[str, FileRecord]  # by path relative to the checkpoint
     format: int = FORMAT
+    xxh3_128: str = ""  # of this record without it; version 0.1 wrote none
 
     @property
     def bytes(self) -> int:
         """Size of all files."""
         return sum(file.bytes for file in self.files.values())
+
+    @property
+    def checksum(self) -> str:
+        """What `xxh3_128` should be."""
+        return xxhash.xxh3_128_hexdigest(msgspec.json.encode(msgspec.structs.replace(self, xxh3_128="")))
 
 
 def seal(folder: Path, *, step: int, score: float | None) -> Manifest:
@@ -50,6 +57,7 @@ def seal(folder: Path, *, step: int, score: float | None) -> Manifest:
     if score is not None and not math.isfinite(score):
         score = None
     manifest = Manifest(step=step, score=score, files=files)
+    manifest = msgspec.structs.replace(manifest, xxh3_128=manifest.checksum)
     target.write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
     record_file(target)
     for directory in sorted({path.parent for path in (*paths, target)}, reverse=True):
@@ -61,9 +69,13 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint.
 
     Raises:
-        OSError, msgspec.MsgspecError: missing, unreadable, or not a manifest.
+        OSError: missing or unreadable.
+        msgspec.DecodeError: damaged, or not a manifest.
     """
-    return msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
+    manifest = decode_json((folder / MANIFEST).read_bytes(), Manifest)
+    if manifest.format == FORMAT and manifest.xxh3_128 not in ("", manifest.checksum):
+        raise msgspec.DecodeError("it does not match its checksum")
+    return manifest
 
 
 def damage(folder: Path, *, model_only: bool = False) -> str:
@@ -76,7 +88,7 @@ def damage(folder: Path, *, model_only: bool = False) -> str:
         manifest = read_manifest(folder)
     except OSError as error:
         return f"{MANIFEST}: {error.strerror}"
-    except msgspec.MsgspecError as error:
+    except msgspec.DecodeError as error:
         return f"{MANIFEST} is damaged: {error}"
     if manifest.format != FORMAT:
         return f"format {manifest.format} is not known to this version, which writes {FORMAT}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,10 @@ from transformers import PreTrainedTokenizerBase
 from tidemill.core.errors import UserError
 from tidemill.core.records import Message
 from tidemill.models.auto import load_tokenizer
+from tidemill.models.config_file import CONFIG, decoder_part, read_config
+
+_TOKENIZER = "the tokenizer"
+_OWN_TOKENIZER = "give the model its own tokenizer files, or resize its embeddings to this tokenizer"
 
 
 class TextCodec:
@@ -22,15 +27,26 @@ class TextCodec:
     A raw prompt starts with the special tokens the tokenizer puts first (Gemma's and Llama 3's <bos>; SmolLM2 and Qwen
     have none); tokens it would put last (an <eos>) are left out, for the completion follows. A chat prompt gets exactly
     what its template writes.
+
+    Args:
+        embeddings: rows of the model's embedding; None where they are not known.
+
+    Raises:
+        UserError: a token that texts are made of has no embedding. One that no text needs may lack it: tokenizers of
+            text models have tokens for images.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Iterable[int]) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Iterable[int], *, embeddings: int | None = None
+    ) -> None:
         self._tokenizer = tokenizer
         # Used directly: the wrapper changes its truncation settings on every call, which is not thread-safe.
         self._backend: Any = tokenizer.backend_tokenizer
         self._stop_token_ids = tuple(sorted(set(stop_token_ids)))
         self._end_token_ids: dict[bool, int] = {}
         self._prefix = self._leading_special_tokens()
+        self._embeddings = sys.maxsize if embeddings is None else embeddings
+        self._without_embedding = self._find_without_embedding()
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a raw prompt.
@@ -102,9 +118,8 @@ class TextCodec:
     @property
     def vocabulary_digest(self) -> str:
         """Names what every id stands for: two models with the same one can read each other's token ids."""
-        vocabulary: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
         digest = hashlib.blake2b(digest_size=16)
-        for token, number in sorted(vocabulary.items(), key=lambda item: item[1]):
+        for token, number in sorted(self._vocabulary().items(), key=lambda item: item[1]):
             digest.update(f"{number}\0{token}\0".encode())
         return digest.hexdigest()
 
@@ -137,7 +152,37 @@ class TextCodec:
                 where="the prompt",
                 cure="for model.source = char, add it to model.char.alphabet",
             ) from error
+        if self._without_embedding and (missing := self._without_embedding.keys() & set(ids)):
+            raise self._no_embedding(min(missing), where="the prompt")
         return ids
+
+    def _find_without_embedding(self) -> dict[int, str]:
+        """Tokens by their ids, of added ones that no text needs."""
+        found = {number: token for token, number in self._vocabulary().items() if number >= self._embeddings}
+        if not found:
+            return found
+        largest = max(self._vocabulary(added=False).values())
+        if largest >= self._embeddings:
+            raise UserError(
+                f"the tokenizer has ids up to {largest}, and the model {self._embeddings} embeddings",
+                where=_TOKENIZER,
+                cure=_OWN_TOKENIZER,
+            )
+        needed = {self._tokenizer.eos_token_id, self._tokenizer.bos_token_id, *self._prefix}
+        template = str(self._tokenizer.chat_template)
+        for number, token in found.items():
+            if number in needed or token in template:
+                raise self._no_embedding(number, where=_TOKENIZER)
+        return found
+
+    def _no_embedding(self, number: int, *, where: str) -> UserError:
+        token = self._backend.id_to_token(number)
+        what = f"the token {token!r} has id {number}, and the model {self._embeddings} embeddings"
+        return UserError(what, where=where, cure=_OWN_TOKENIZER)
+
+    def _vocabulary(self, *, added: bool = True) -> dict[str, int]:
+        vocabulary: dict[str, int] = self._backend.get_vocab(with_added_tokens=added)
+        return vocabulary
 
     def _first_unknown(self, text: str) -> str:
         for char in text:
@@ -168,10 +213,15 @@ def load_codec(folder: Path) -> TextCodec:
     """The codec of a model folder; needs no weights and fetches nothing.
 
     Raises:
-        UserError: the tokenizer is missing or damaged.
+        UserError: the tokenizer is missing or damaged, or has tokens for which the model has no embedding.
     """
     tokenizer = load_tokenizer(folder)
-    return TextCodec(tokenizer, _stop_token_ids(folder, tokenizer))
+    stops = _stop_token_ids(folder, tokenizer)
+    config = decoder_part(read_config(folder / CONFIG)) if (folder / CONFIG).is_file() else {}  # an adapter has none
+    try:
+        return TextCodec(tokenizer, stops, embeddings=config.get("vocab_size"))
+    except UserError as error:
+        raise UserError(error.what, where=str(folder), cure=error.cure) from error
 
 
 def _stop_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase) -> set[int]:

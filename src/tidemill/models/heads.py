@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from tidemill.core.decoding import decode_json
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
 from tidemill.models.folder import DESCRIPTION
@@ -101,14 +102,14 @@ def read_description(folder: Path, kind: HeadKind) -> HeadDescription:
     """
     words, path = kind.replace("_", " "), folder / DESCRIPTION
     try:
-        description = msgspec.json.decode(path.read_bytes(), type=HeadDescription)
+        description = decode_json(path.read_bytes(), HeadDescription)
     except FileNotFoundError as error:
         raise UserError(
             f"the folder is no {words}: it has no {DESCRIPTION}",
             where=str(folder),
             cure=f"give the output of a stage that trains a {words}",
         ) from error
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.DecodeError) as error:
         raise UserError(
             f"the description of the {words} cannot be read: {error}", where=str(path), cure="copy the folder again"
         ) from error

@@ -57,12 +57,18 @@ def disk_faults(directory: Path) -> Iterator[None]:
         raise OSError(int(number[1]) if number else errno.EIO, str(error), str(directory)) from error
 
 
-def _copy_tokenizer(source: Path, directory: Path) -> None:
-    """Every small file of the source folder but weights and what is written anew."""
+def tokenizer_files(source: Path) -> Iterator[Path]:
+    """What `save_model` copies: every file of the source folder but weights and what is written anew."""
     for path in sorted(source.iterdir()):
         weights = path.suffix in _TENSOR_FILES or path.name.endswith(".index.json")
         if path.is_file() and not weights and not path.name.startswith(".") and path.name not in _NOT_COPIED:
-            shutil.copyfile(path, directory / path.name)
+            yield path
     for name in _TEMPLATE_FOLDERS:
-        if (source / name).is_dir():
-            shutil.copytree(source / name, directory / name)
+        yield from (path for path in sorted((source / name).rglob("*")) if path.is_file())
+
+
+def _copy_tokenizer(source: Path, directory: Path) -> None:
+    for path in tokenizer_files(source):
+        target = directory / path.relative_to(source)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target)

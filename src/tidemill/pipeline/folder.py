@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import msgspec
 
+from tidemill.core.decoding import decode_json
 from tidemill.core.errors import UserError
 from tidemill.pipeline.plan import Found, Mark
 from tidemill.telemetry.jsonl import disk_error, encode, write_atomically
@@ -76,7 +77,7 @@ class PipelineFolder(LockedDirectory):
     def _whole(self, folder: Path) -> Mark | None:
         """The mark of a finished stage whose product is still there."""
         try:
-            mark = msgspec.json.decode((folder / MARK).read_bytes(), type=Mark)
+            mark = decode_json((folder / MARK).read_bytes(), Mark)
         except (FileNotFoundError, msgspec.DecodeError):
             return None
         product = self.product(folder.name, mark)

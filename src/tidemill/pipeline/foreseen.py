@@ -30,7 +30,7 @@ from tidemill.models.reward_model import check_same_vocabulary, other_tokenizer
 from tidemill.pipeline.known import AnyCodec, Known, KnownModels
 from tidemill.runtime.critic import check_critic_vocabulary, own_source
 from tidemill.runtime.export import refuse_foreign
-from tidemill.runtime.machine import choose_device
+from tidemill.runtime.machine import check_devices
 from tidemill.runtime.task import fitting_task
 
 LEARNED_FROM: Mapping[Product, Callable[..., object]] = {
@@ -93,8 +93,8 @@ def _look(models: KnownModels, config: ModelConfig, key: str) -> None:
 
 
 def _computing(spec: RunSpec, policy: Known | None) -> Iterator[Check]:
-    if spec.runtime == "inprocess":  # on a cluster, other machines compute
-        yield Check(partial(choose_device, spec.trainer), ("device", spec.trainer.device))
+    asked = (spec.runtime, spec.trainer.device, spec.ray, spec.placement, spec.pool)
+    yield Check(partial(check_devices, spec), ("devices", *asked))
     if spec.model.lora.enabled and policy is not None:
         yield Check(partial(check_adapter, policy.folder, spec.model), ("adapter", policy, spec.model.lora))
 

@@ -10,6 +10,7 @@ from typing import Self
 
 import msgspec
 
+from tidemill.core.decoding import decode_json
 from tidemill.core.errors import UserError
 from tidemill.core.records import Prompt, Record, Trajectory
 from tidemill.telemetry.jsonl import JsonlWriter
@@ -75,6 +76,6 @@ def _lines(path: Path) -> Iterable[Answered]:
         raise UserError(f"cannot be read: {error}", where=str(path), cure="delete it") from error
     for line in lines:
         try:
-            yield msgspec.json.decode(line, type=Answered)
-        except msgspec.MsgspecError:
+            yield decode_json(line, Answered)
+        except msgspec.DecodeError:
             continue

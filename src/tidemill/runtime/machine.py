@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
 from tidemill.config.learning import TrainerConfig
+from tidemill.config.schema import RunSpec
+from tidemill.config.words import counted
 from tidemill.core.errors import UserError
 
 _PROBE_ROUNDS = 5
@@ -27,6 +30,46 @@ def choose_device(config: TrainerConfig) -> torch.device:
             cure='set it to "auto" or "cpu", or see `tidemill doctor`',
         )
     return torch.device("cuda" if config.device != "cpu" and available else "cpu")
+
+
+def check_devices(spec: RunSpec) -> None:
+    """A run on this machine finds the GPUs that it asks for; on a cluster that is already there its processes look.
+
+    Raises:
+        UserError: there are fewer.
+    """
+    if spec.runtime == "inprocess":
+        choose_device(spec.trainer)
+    elif not spec.ray.address:
+        from tidemill.runtime.cluster.local import local_nodes
+
+        asked, present = sum(math.ceil(node.gpus) for node in local_nodes(spec)), torch.cuda.device_count()
+        if asked > present:
+            raise UserError(
+                f"{counted(asked, 'GPU')} {'is' if asked == 1 else 'are'} reserved, and this machine has {present}",
+                where=", ".join(key for key, gpus in _reserved(spec) if gpus),
+                cure="set it to 0 to compute on the CPU, or see `tidemill doctor`",
+            )
+
+
+def require_reserved_gpus(gpus: float, key: str) -> None:
+    """For a process of a cluster.
+
+    Raises:
+        UserError: it has GPUs, and would compute on the CPU.
+    """
+    if gpus and not torch.cuda.is_available():
+        raise UserError(
+            "a GPU is reserved for a process in which torch can use no GPU",
+            where=key,
+            cure="install a CUDA build of torch on that node, or set it to 0 to compute on the CPU",
+        )
+
+
+def _reserved(spec: RunSpec) -> Iterator[tuple[str, float]]:
+    yield "ray.trainer_gpus", spec.ray.trainer_gpus
+    yield "ray.worker_gpus", spec.ray.worker_gpus
+    yield "placement.actor_gpus", spec.placement.actor_gpus
 
 
 def choose_precision(config: TrainerConfig, device: torch.device) -> torch.dtype | None:

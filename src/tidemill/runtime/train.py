@@ -22,6 +22,7 @@ from tidemill.core.clock import LoopClock
 from tidemill.core.errors import UserError, in_words
 from tidemill.runtime.inprocess import in_process
 from tidemill.runtime.journal import SqliteJournal
+from tidemill.runtime.machine import check_devices
 from tidemill.runtime.machinery import Machinery, OpenMachinery, scorers
 from tidemill.runtime.rewards import check_reward_models
 from tidemill.runtime.same_run import TASK_DIGEST, THREADS, check_same_model, check_same_run, with_threads
@@ -54,6 +55,7 @@ def train(
         DeadlineError: something awaited did not come.
     """
     refuse_untrainable(spec)
+    check_devices(spec)
     check_vocabularies(spec)
     with RunDirectory.open(spec.directory) as run:
         check_same_run(run, spec)

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from tidemill.config.words import counted
+from tidemill.core.decoding import decode_json
 from tidemill.core.records import Record
 from tidemill.telemetry.jsonl import write_atomically
 from tidemill.telemetry.numerals import dollars, duration
@@ -64,7 +65,7 @@ def write_forecast(directory: Path, forecast: Forecast) -> None:
 def read_forecast(directory: Path) -> Forecast | None:
     """None where there is none that this version reads: nothing depends on it."""
     try:
-        forecast = msgspec.json.decode((directory / FORECAST).read_bytes(), type=Forecast)
+        forecast = decode_json((directory / FORECAST).read_bytes(), Forecast)
     except (OSError, msgspec.DecodeError):
         return None
     return forecast if forecast.format == FORMAT else None

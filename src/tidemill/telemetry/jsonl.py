@@ -11,13 +11,12 @@ from typing import Any
 
 import msgspec
 
+from tidemill.core.decoding import decode_json
 from tidemill.core.errors import UserError
 
 BLOCK_BYTES = 1 << 16
 LARGEST = 1e100
 """Beyond it nothing was measured: squares of such numbers leave the range of floats."""
-UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What decoding raises on bytes that are no JSON."""
 
 
 def measured(value: Any) -> float | None:
@@ -117,10 +116,9 @@ def _whole_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
         for line in file:
             if line.endswith(b"\n"):
                 try:
-                    record = msgspec.json.decode(line)
-                except UNREADABLE:
-                    record = None
-                yield offset, record if isinstance(record, dict) else None
+                    yield offset, decode_json(line, dict)
+                except msgspec.DecodeError:
+                    yield offset, None
             offset += len(line)
 
 

@@ -10,9 +10,10 @@ from typing import Any, Self
 
 import msgspec
 
+from tidemill.core.decoding import decode_json
 from tidemill.core.errors import UserError
 from tidemill.telemetry.events import PastSessions, past_sessions
-from tidemill.telemetry.jsonl import UNREADABLE, disk_error, drop_torn_line, encode, read_lines, write_atomically
+from tidemill.telemetry.jsonl import disk_error, drop_torn_line, encode, read_lines, write_atomically
 from tidemill.telemetry.locked import LockedDirectory
 
 SAMPLES_NAME = re.compile(r"step_(\d+)(?:\.([\w.-]+))?\.jsonl$")
@@ -153,7 +154,6 @@ class RunDirectory(LockedDirectory):
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; empty when the file is missing or not one."""
     try:
-        value = msgspec.json.decode(path.read_bytes())
-    except (FileNotFoundError, NotADirectoryError, *UNREADABLE):
+        return decode_json(path.read_bytes(), dict)
+    except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError):
         return {}
-    return value if isinstance(value, dict) else {}

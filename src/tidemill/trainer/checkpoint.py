@@ -28,19 +28,35 @@ from tidemill.models.folder import holds_adapter
 from tidemill.models.lora import adapter_of, learned_parameters
 from tidemill.models.quiet import quiet
 from tidemill.models.safetensors_files import weight_files
-from tidemill.models.saving import disk_faults, save_model, share_files
+from tidemill.models.saving import disk_faults, save_model, share_files, tokenizer_files
 
 STATE_FOLDER = "trainer_state"
 FORMAT = 1
 _SHARD_BYTES = 200 << 20  # from a GPU a whole file passes through host memory
-_SMALL_FILES_BYTES = 32 << 20  # tokenizer, configuration and headers, generously
+_HEADER_BYTES = 256  # of one tensor in a safetensors file
+_JSON_BYTES = 64 << 10  # configuration, counters and manifest
 
 
-def state_bytes(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> int:
-    """About what `save_state` will write, for a look at the free space before it starts."""
-    weights = sum(int(parameter.nbytes) for parameter in learned_parameters(model).values())
-    moments = sum(2 * int(p.nbytes) for group in optimizer.param_groups for p in group["params"])
-    return weights + moments + _SMALL_FILES_BYTES
+def state_bytes(
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, *, source: Path, head: nn.Module | None = None
+) -> int:
+    """About what `save_state` and the head's owner will write, and no less: for a check of the free space before."""
+    weights = learned_parameters(model).values()
+    copied = sum(path.stat().st_size for path in tokenizer_files(source))
+    return sum(map(_stored_bytes, weights)) + copied + head_state_bytes(head, optimizer)
+
+
+def head_state_bytes(head: nn.Module | None, optimizer: torch.optim.Optimizer) -> int:
+    """The same for `save_head_state`."""
+    weights = head.parameters() if head is not None else ()
+    # Two moments and a step count for each parameter, also before the first step.
+    moments = (2 * _stored_bytes(p) + _HEADER_BYTES for group in optimizer.param_groups for p in group["params"])
+    random = _random_states().values()
+    return sum(map(_stored_bytes, weights)) + sum(moments) + sum(map(_stored_bytes, random)) + _JSON_BYTES
+
+
+def _stored_bytes(tensor: Tensor) -> int:
+    return int(tensor.nbytes) + _HEADER_BYTES
 
 
 def save_state(

@@ -18,6 +18,7 @@ import msgspec
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
 from tidemill.models.checkpoint_manifest import damage, make_durable, read_manifest, seal
+from tidemill.models.checkpoint_pin import unpinned
 
 _VISIBLE = re.compile(r"step_(\d+)")
 _HIDDEN = re.compile(r"\.(writing|replaced|deleting)-(step_\d+)")
@@ -119,7 +120,7 @@ class CheckpointStore:
         for step, path in self._visible():
             try:
                 manifest = read_manifest(path)
-            except (OSError, msgspec.MsgspecError):
+            except (OSError, msgspec.DecodeError):
                 continue
             found.append(StoredCheckpoint(step=step, path=path, score=manifest.score, bytes=manifest.bytes))
         return found
@@ -160,16 +161,22 @@ class CheckpointStore:
         shutil.rmtree(replaced, ignore_errors=True)
 
     def _retire(self, newest: int) -> None:
-        """Delete what is not to be kept. Steps beyond `newest` belong to a history that was given up."""
+        """Delete what is not to be kept. Steps beyond `newest` belong to a history that was given up.
+
+        One that is being read stays until the next checkpoint is written, unless its history was given up.
+        """
         past = [c for c in self.checkpoints() if c.step <= newest]
         kept = {c.step for c in past[-self._keep_last :]}
         if self._keep_best and (best := _best(past)) is not None:
             kept.add(best.step)
         for step, path in self._visible():
-            if step not in kept:
-                doomed = self._hidden("deleting", step)
-                path.rename(doomed)  # out of sight first: a half-deleted checkpoint must not be visible
-                shutil.rmtree(doomed, ignore_errors=True)
+            if step in kept:
+                continue
+            with unpinned(path) as free:
+                if free or step > newest:
+                    doomed = self._hidden("deleting", step)
+                    path.rename(doomed)  # out of sight first: a half-deleted checkpoint must not be visible
+                    shutil.rmtree(doomed, ignore_errors=True)
 
     def _give_up(self, writing: Path) -> None:
         shutil.rmtree(writing, ignore_errors=True)

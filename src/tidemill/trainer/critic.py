@@ -18,14 +18,19 @@ from tidemill.algos.value import value_loss
 from tidemill.config.algorithm import CriticConfig
 from tidemill.config.learning import OptimizerConfig
 from tidemill.models.heads import ScalarHead, load_head, save_head
-from tidemill.trainer.checkpoint import restore_head_state, restore_state, save_head_state, save_state, state_bytes
+from tidemill.trainer.checkpoint import (
+    head_state_bytes,
+    restore_head_state,
+    restore_state,
+    save_head_state,
+    save_state,
+    state_bytes,
+)
 from tidemill.trainer.logprobs import Predictions, predicting_states
 from tidemill.trainer.optimizer import build_optimizer, clip_and_step
 from tidemill.trainer.packing import Microbatch
 from tidemill.trainer.promised import Promised, known
 from tidemill.trainer.returns import ReturnScale
-
-HEAD_BYTES = 1 << 20
 
 
 class Weighed(Predictions, Protocol):
@@ -193,7 +198,7 @@ class ModelCritic(_HeadCritic):
             return predicting_states(self.model, microbatch)
 
     def state_bytes(self) -> int:
-        return state_bytes(self.model, self.optimizer)
+        return state_bytes(self.model, self.optimizer, source=self._source, head=self.head)
 
     def write_state(self, directory: Path) -> None:
         save_state(
@@ -261,7 +266,7 @@ class TrunkCritic(_HeadCritic):
             return predicting_states(self.model, microbatch)
 
     def state_bytes(self) -> int:
-        return HEAD_BYTES
+        return head_state_bytes(self.head, self.optimizer)
 
     def write_state(self, directory: Path) -> None:
         save_head_state(directory, head=self.head, optimizer=self.optimizer, counters=self._counters())

@@ -217,9 +217,8 @@ class _Fit(Generic[E]):
     def _checkpoint(self) -> None:
         score = -self.evaluated["loss"] if self.evaluated_at == self.step else None
         with span(self.bench.telemetry, self.bench.clock, CHECKPOINT, step=self.step):
-            self.bench.checkpoints.write(
-                self.step, self._write, score=score, expected_bytes=state_bytes(self.bench.model, self.optimizer)
-            )
+            needed = state_bytes(self.bench.model, self.optimizer, source=self.bench.source, head=self.objective.head)
+            self.bench.checkpoints.write(self.step, self._write, score=score, expected_bytes=needed)
         self.saved = self.step
 
     def _write(self, directory: Path) -> None:

@@ -370,7 +370,8 @@ class PolicyTrainer:
 
     def state_bytes(self) -> int:
         """About what `write_state` will write."""
-        return state_bytes(self.model, self.optimizer) + (self._critic.state_bytes() if self._critic else 0)
+        critic = self._critic.state_bytes() if self._critic else 0
+        return state_bytes(self.model, self.optimizer, source=self._source) + critic
 
     def write_state(self, directory: Path) -> None:
         """Weights as a Hugging Face folder, optimizer, critic, random states and counters, into an empty directory."""

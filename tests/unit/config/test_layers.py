@@ -93,8 +93,16 @@ def test_overrides_make_one_tree_whatever_their_order() -> None:
 
 
 def test_the_last_of_equal_overrides_wins() -> None:
-    layer = command_line([(("run",), "1"), (("run", "seed"), "1"), (("run", "seed"), "2")])
+    layer = command_line([(("run", "seed"), "1"), (("run", "seed"), "2")])
     assert layer.tree == {"run": {"seed": 2}}
+
+
+@pytest.mark.parametrize("prefix", [(), ("stage", "sft")])
+def test_a_value_in_place_of_a_section_stays_to_be_refused(prefix: tuple[str, ...]) -> None:
+    value, key = ((*prefix, "run"), "1"), ((*prefix, "run", "seed"), "2")
+    for assignments in ([value, key], [key, value]):
+        layer = command_line(assignments)
+        assert layer.locate((*prefix, "run")) and not layer.locate((*prefix, "run", "seed"))
 
 
 @pytest.mark.parametrize(

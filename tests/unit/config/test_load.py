@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+import json
 from pathlib import Path
 
 import msgspec
@@ -231,6 +233,51 @@ wieght = 1
 )
 def test_faults(args: tuple[str, ...], line: str) -> None:
     assert lines(*args) == [line]
+
+
+NO_TABLE = "trainer: is a table of settings, was given 3 ({}); set its keys one by one: trainer.steps"
+
+
+@pytest.mark.parametrize(
+    ("text", "args", "source"),
+    [
+        ("trainer = 3", ("--trainer.steps=2",), "r.toml:1"),
+        ("trainer.steps = 2", ("--trainer=3",), "command line"),
+        ("", ("--trainer=3", "--trainer.steps=2"), "command line"),
+        ("", ("--trainer.steps=2", "--trainer=3"), "command line"),
+        ("", ("--trainer=3", "--trainer={steps = 2}"), "command line"),
+    ],
+)
+def test_a_value_in_place_of_a_section_is_refused_in_every_layer(text: str, args: tuple[str, ...], source: str) -> None:
+    (line,) = lines(recipe("r.toml", text), *args)
+    assert line.startswith(NO_TABLE.format(source))
+
+
+def test_a_value_in_place_of_a_section_is_refused_in_the_first_of_two_recipes() -> None:
+    a = recipe("a.toml", "[model]\nchar = 4\n")
+    b = recipe("b.toml", "[model.char]\nlayers = 1\n[trainer]\nstpes = 1\n")
+    first, second = lines(a, b)
+    assert first.startswith("model.char: is a table of settings, was given 4 (a.toml:2)")
+    assert second.startswith("trainer.stpes: unknown key (b.toml:4)")
+
+
+def test_keys_of_a_section_add_to_its_inline_table_in_any_order() -> None:
+    for args in itertools.permutations(("--trainer={steps = 2}", "--trainer.precision=fp32")):
+        trainer = load_spec(args).trainer
+        assert (trainer.steps, trainer.precision) == (2, "fp32")
+
+
+@pytest.mark.parametrize(
+    "name", ["..", ".", "../outside", "/outside", "a/b", "a/../../b", "a/", "~/x", "a\0b", "a\nb", "x" * 256]
+)
+def test_a_run_name_that_is_no_folder_name_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"^run\.name: .* cannot name a folder .*; use letters, digits"):
+        from_toml(f"run.name = {json.dumps(name)}\n")
+
+
+@pytest.mark.parametrize("name", ["grpo-0.1_b", "two words", "größe", "@x", "-5"])
+def test_a_run_name_is_the_folder_under_runs(name: str) -> None:
+    assert from_toml(f'run.name = "{name}"\n').directory == Path("runs", name)
 
 
 @pytest.mark.parametrize("key", ["run.dir", "export.path"])

@@ -58,10 +58,24 @@ def test_a_flipped_byte_is_found(sealed: Path) -> None:
     assert damage(sealed) == "weights does not match its checksum"
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"step": 1}'])
-def test_an_unreadable_manifest_is_damage(sealed: Path, text: str) -> None:
-    (sealed / MANIFEST).write_text(text)
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b'{"step": 1}', b'{"files": {"\xe5": 1}}'])
+def test_an_unreadable_manifest_is_damage(sealed: Path, data: bytes) -> None:
+    (sealed / MANIFEST).write_bytes(data)
     assert MANIFEST in damage(sealed)
+
+
+def test_a_changed_score_is_damage(sealed: Path) -> None:
+    text = (sealed / MANIFEST).read_text()
+    (sealed / MANIFEST).write_text(text.replace('"score": 0.5', '"score": 0.7'))
+    assert MANIFEST in damage(sealed)
+
+
+def test_a_manifest_without_a_checksum_of_its_own_is_read(sealed: Path) -> None:
+    """As version 0.1 wrote them."""
+    fields = json.loads((sealed / MANIFEST).read_text())
+    del fields["xxh3_128"]
+    (sealed / MANIFEST).write_text(json.dumps(fields))
+    assert damage(sealed) == ""
 
 
 def test_no_manifest_is_damage(sealed: Path) -> None:

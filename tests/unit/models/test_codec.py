@@ -7,10 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from tests.model_folders import small_tokenizer
+from tests.model_folders import save_folder, small_tokenizer
+from tests.model_shapes import VOCABULARY, llama
 from tidemill.core.errors import UserError
 from tidemill.core.records import Message
 from tidemill.models.codec import TextCodec, load_codec
@@ -166,3 +169,57 @@ def test_threads_may_share_a_codec() -> None:
     texts = [f"{i} + {i} = {2 * i}\n" * 20 for i in range(400)]
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(lambda text: shared.decode(shared.encode(text)), texts)) == texts
+
+
+def grown(**tokens: object) -> PreTrainedTokenizerFast:
+    """The small tokenizer with ids from VOCABULARY on, for which the models of these tests have no embedding."""
+    tokenizer = small_tokenizer()
+    tokenizer.add_tokens(["<more>"])
+    assert tokenizer.convert_tokens_to_ids("<more>") == VOCABULARY
+    for name, value in tokens.items():
+        setattr(tokenizer, name, value)
+    return tokenizer
+
+
+def in_model_folder(folder: Path, tokenizer: PreTrainedTokenizerFast) -> Path:
+    save_folder(llama(), folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_a_vocabulary_with_more_ids_than_embeddings_is_refused(tmp_path: Path) -> None:
+    vocabulary = {"<pad>": 0, "<eos>": 1} | {chr(code): code for code in range(2, VOCABULARY + 4)}
+    larger = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(vocabulary)), pad_token="<pad>", eos_token="<eos>"
+    )
+    folder = in_model_folder(tmp_path, larger)
+    with pytest.raises(
+        UserError, match=f"has ids up to {VOCABULARY + 3}, and the model {VOCABULARY} embeddings"
+    ) as caught:
+        load_codec(folder)
+    assert caught.value.where == str(folder)
+
+
+@pytest.mark.parametrize(
+    "used",
+    [{"eos_token": "<more>"}, {"bos_token": "<more>"}, {"chat_template": "<more>{{ messages[0].content }}"}],
+    ids=lambda used: next(iter(used)),
+)
+def test_an_added_token_that_is_in_use_needs_an_embedding(tmp_path: Path, used: dict[str, str]) -> None:
+    with pytest.raises(UserError, match=f"'<more>' has id {VOCABULARY}, and the model {VOCABULARY} embeddings"):
+        load_codec(in_model_folder(tmp_path, grown(**used)))
+
+
+def test_an_added_token_without_an_embedding_is_refused_only_where_a_text_has_it(tmp_path: Path) -> None:
+    """Tokenizers of text models have tokens for images, for which the model has no embedding (Gemma 3 1B)."""
+    codec = load_codec(in_model_folder(tmp_path, grown()))
+    assert codec.encode("7") == [ord("7")]
+    with pytest.raises(UserError, match=f"'<more>' has id {VOCABULARY}"):
+        codec.encode("7<more>")
+
+
+def test_embeddings_without_tokens_are_padding(tmp_path: Path) -> None:
+    save_folder(llama(), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": VOCABULARY + 64}))
+    assert load_codec(tmp_path).encode("7") == [ord("7")]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from tidemill.core.errors import UserError
+from tidemill.models.checkpoint_pin import pinned, unpinned
 from tidemill.trainer.checkpoint_store import CheckpointStore
 
 
@@ -263,3 +265,69 @@ def test_files_and_folders_are_flushed_before_the_rename(tmp_path: Path, monkeyp
     before, after = flushed[: flushed.index("rename to step_1")], flushed[flushed.index("rename to step_1") + 1 :]
     assert {"model", "moments", "checkpoint.json", "state", ".writing-step_1"} <= set(before)
     assert after == ["c"]
+
+
+def test_any_flipped_bit_of_the_newest_manifest_leaves_a_whole_checkpoint_to_resume_from(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep_last=2)
+    store.write(1, payload("older"), score=0.25)
+    newest = store.write(2, payload(), score=0.5)
+    manifest = newest.path / "checkpoint.json"
+    whole = manifest.read_bytes()
+    for position, byte in enumerate(whole):
+        for bit in range(8):
+            manifest.write_bytes(whole[:position] + bytes([byte ^ 1 << bit]) + whole[position + 1 :])
+            latest = store.latest()
+            assert latest.checkpoint is not None
+            if latest.checkpoint != newest:  # else the flip changed nothing that is read
+                assert latest.checkpoint.step == 1, (position, bit)
+                assert [(each.path.name, bool(each.reason)) for each in latest.passed_over] == [("step_2", True)]
+    manifest.write_bytes(whole.replace(b"model", b"mod\xe5l"))
+    assert store.best() == store.latest().checkpoint  # the one of step 1
+    store.write(3, payload())
+    assert [each.step for each in store.checkpoints()] == [1, 3]
+
+
+def test_a_checkpoint_that_is_being_read_is_deleted_with_a_later_one(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep_last=1)
+    first = store.write(1, payload())
+    with pinned(first.path) as there, pinned(first.path) as there_for_a_second_reader:
+        assert there
+        assert there_for_a_second_reader
+        store.write(2, payload())
+        assert names(tmp_path) == {"step_1", "step_2"}
+    with pinned(first.path) as there:
+        assert there
+    store.write(3, payload())
+    assert names(tmp_path) == {"step_3"}
+    with pinned(first.path) as there:
+        assert not there
+
+
+def test_a_pinned_checkpoint_of_a_history_that_was_given_up_is_deleted(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep_last=1)
+    with pinned(store.write(5, payload()).path) as there:
+        assert there
+        store.write(4, payload())
+    assert names(tmp_path) == {"step_4"}
+
+
+def test_a_checkpoint_that_is_being_deleted_cannot_be_pinned(tmp_path: Path) -> None:
+    folder = CheckpointStore(tmp_path, keep_last=1).write(1, payload()).path
+    with unpinned(folder) as free:
+        assert free
+        with pinned(folder) as there:
+            assert not there
+    with pinned(folder) as there:
+        assert there
+
+
+def test_file_systems_without_locks_pin_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*_: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    store = CheckpointStore(tmp_path, keep_last=1)
+    with pinned(store.write(1, payload()).path) as there:
+        assert there
+        store.write(2, payload())
+    assert names(tmp_path) == {"step_2"}

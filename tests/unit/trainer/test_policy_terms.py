@@ -346,7 +346,7 @@ def test_a_fixed_coefficient_stays() -> None:
 def test_the_critic_is_part_of_the_state(tmp_path: Path) -> None:
     source = save_folder(llama(), tmp_path / "source")
     subject = trainer(spec(PPO), FixedCritic(), source=source)
-    assert subject.state_bytes() == trainer(spec({})).state_bytes() + 100
+    assert subject.state_bytes() == trainer(spec({}), source=source).state_bytes() + 100
     learn(subject)
     (tmp_path / "state").mkdir()
     subject.write_state(tmp_path / "state")

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tidemill.config.schema import RunSpec
+from tidemill.core.decoding import decode_json
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
 from tidemill.models.cache import cache_dir
@@ -170,7 +171,7 @@ def read_profile(path: Path) -> RunProfile:
     """
     cure = "make one with `tidemill calibrate RUN_DIR --out FILE`"
     try:
-        profile = msgspec.json.decode(path.read_bytes(), type=RunProfile)
+        profile = decode_json(path.read_bytes(), RunProfile)
     except (FileNotFoundError, IsADirectoryError):
         raise UserError("no profile there", where=str(path), cure=cure) from None
     except msgspec.DecodeError as error:

@@ -14,7 +14,7 @@ from tidemill.runtime.cluster.plan import CriticPlan
 from tidemill.runtime.cluster.wire import answered, decode
 from tidemill.runtime.critic import build_model_critic
 from tidemill.runtime.frozen import FrozenModels
-from tidemill.runtime.machine import choose_device, choose_precision
+from tidemill.runtime.machine import choose_device, choose_precision, require_reserved_gpus
 from tidemill.trainer.critic import ModelCritic
 
 
@@ -36,6 +36,7 @@ class CriticActor:
         _require_checkpoints(planned)
         spec = RunSpec.model_validate_json(planned.spec)
         torch.set_num_threads(planned.threads)
+        require_reserved_gpus(spec.placement.actor_gpus, "placement.actor_gpus")
         self._device = choose_device(spec.trainer)
         self._critic = build_model_critic(
             spec,

@@ -17,7 +17,7 @@ from tidemill.runtime.cluster.serving import Asked, asked
 from tidemill.runtime.cluster.wire import decode
 from tidemill.runtime.compute import ComputeThread
 from tidemill.runtime.local_reader import LocalReader
-from tidemill.runtime.machine import choose_device
+from tidemill.runtime.machine import choose_device, require_reserved_gpus
 from tidemill.runtime.readers import reference_reader, reward_reader
 
 
@@ -59,6 +59,7 @@ class ReaderActor(ReadingActor):
         planned = decode(plan, ReaderPlan)
         spec = RunSpec.model_validate_json(planned.spec)
         torch.set_num_threads(planned.threads)
+        require_reserved_gpus(spec.placement.actor_gpus, "placement.actor_gpus")
         compute = ComputeThread("tidemill-reader")
         self.reader = await compute.run(lambda: _reader(spec, planned.reward_model, compute))
 

@@ -28,7 +28,7 @@ from tidemill.runtime.cluster.wire import decode
 from tidemill.runtime.compute import ComputeThread
 from tidemill.runtime.frozen import FrozenModels
 from tidemill.runtime.host import NOTHING_YET
-from tidemill.runtime.machine import choose_device
+from tidemill.runtime.machine import choose_device, require_reserved_gpus
 from tidemill.runtime.notices import tell_notices
 from tidemill.runtime.parts import Parts
 from tidemill.weights.puller import Puller
@@ -95,6 +95,7 @@ def _parts(plan: WorkerPlan, files: dict[str, bytes]) -> Parts:
     """As the trainer's, but for the weights."""
     spec = RunSpec.model_validate_json(plan.spec)
     torch.set_num_threads(plan.threads)
+    require_reserved_gpus(spec.ray.worker_gpus, "ray.worker_gpus")
     device = choose_device(spec.trainer)
     with tempfile.TemporaryDirectory(prefix="tidemill-model-") as name:
         folder = Path(name)

@@ -20,6 +20,7 @@ from tidemill.runtime.cluster.transport import ObjectStoreTransport
 from tidemill.runtime.cluster.wire import decode
 from tidemill.runtime.compute import ComputeThread
 from tidemill.runtime.critic import build_critic
+from tidemill.runtime.machine import require_reserved_gpus
 from tidemill.runtime.parts import Parts, load_parts
 from tidemill.runtime.publish import ModelPublisher
 from tidemill.runtime.readers import reference_reader
@@ -54,6 +55,7 @@ class TrainerActor(Serving, ReadingActor):
         planned = decode(plan, TrainerPlan)
         compute = ComputeThread()
         spec = RunSpec.model_validate_json(planned.spec)
+        require_reserved_gpus(spec.ray.trainer_gpus, "ray.trainer_gpus")
         parts = await compute.run(lambda: load_parts(spec, progress=lambda _: None))
         reference = await compute.run(parts.reference)
         learns_values, critic_device = await compute.run(lambda: _critic(parts, planned, critic))

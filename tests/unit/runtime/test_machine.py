@@ -1,0 +1,65 @@
+"""What a run asks of the machine it starts on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tidemill.config.schema import RunSpec
+from tidemill.core.errors import UserError
+from tidemill.runtime.machine import check_devices, require_reserved_gpus
+
+
+def _spec(**sections: Any) -> RunSpec:
+    return RunSpec.model_validate({"runtime": "ray", **sections})
+
+
+def _present(monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+
+
+WORKERS = {"pool": {"kind": "static", "workers": 2}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "asked", "key"),
+    [
+        ({"ray": {"trainer_gpus": 1}}, 1, "ray.trainer_gpus"),
+        ({"ray": {"trainer_gpus": 0.5}}, 1, "ray.trainer_gpus"),  # a node has whole ones
+        (WORKERS | {"ray": {"worker_gpus": 1}}, 2, "ray.worker_gpus"),
+        (WORKERS | {"ray": {"worker_gpus": 1, "trainer_gpus": 2}}, 4, "ray.trainer_gpus, ray.worker_gpus"),
+        ({"placement": {"reference": "actor", "actor_gpus": 1}}, 1, "placement.actor_gpus"),
+    ],
+)
+def test_more_gpus_than_the_machine_has_are_refused(
+    monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], asked: int, key: str
+) -> None:
+    _present(monkeypatch, asked - 1)
+    with pytest.raises(UserError, match=f"{asked} GPUs? (is|are) reserved, and this machine has {asked - 1}") as caught:
+        check_devices(_spec(**sections))
+    assert caught.value.where == key
+    _present(monkeypatch, asked)
+    check_devices(_spec(**sections))
+
+
+def test_nothing_is_known_of_the_nodes_of_another_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    _present(monkeypatch, 0)
+    check_devices(_spec(ray={"trainer_gpus": 8, "address": "10.0.0.1:6379"}))
+
+
+def test_a_gpu_for_a_run_in_one_process_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    _present(monkeypatch, 0)
+    with pytest.raises(UserError, match="no GPU that torch can use"):
+        check_devices(RunSpec.model_validate({"trainer": {"device": "cuda"}}))
+
+
+def test_a_process_with_reserved_gpus_does_not_compute_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    _present(monkeypatch, 0)
+    require_reserved_gpus(0.0, "ray.trainer_gpus")
+    with pytest.raises(UserError, match="torch can use no GPU"):
+        require_reserved_gpus(1.0, "ray.trainer_gpus")
+    _present(monkeypatch, 1)
+    require_reserved_gpus(1.0, "ray.trainer_gpus")

@@ -255,20 +255,30 @@ def test_a_reward_that_fails_costs_its_samples_and_is_told(function: str, reason
     assert all(reason in line["reason"] and line["prompt_id"] in line["reason"] for line in failed)
     step = json.loads(Path("D/metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
     assert step["samples_invalid"] == len(failed)
-    # Told once, where it is met first: in the evaluation before the first step, which asks this reward too.
-    assert "warning: 3 of 4 samples of step 0 not scored" in ran.err
+    # Reported once, for the first sample: in the evaluation before the first step, which calls this reward too.
+    assert "warning: 3 of 4 samples of step 0 got no valid reward" in ran.err
     assert ran.err.count(reason) == 1
 
 
-def test_a_run_without_any_valid_sample_exits_3_and_shows_the_first_exception(folder: Path) -> None:
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_reward_that_always_fails_ends_the_run_with_its_first_exception(steps: int) -> None:
     rewards = '--scoring.rewards=[{kind="python",function="rewards.py:always"}]'
-    ran = train(rewards, "--trainer.steps=2", "--eval.every_steps=0")
-    assert ran.code == 3
-    assert "no sample got a valid reward (2 steps in a row)" in ran.err
-    warning = next(line for line in ran.err.splitlines() if "not scored" in line)
-    assert "ValueError: cannot read" in warning
-    assert "in always" in warning
-    assert "prompt '" in warning and "completion '" in warning
+    argv = (rewards, f"--trainer.steps={steps}", "--batch.prompts=4", "--batch.group_size=4")
+    for session in range(2):  # the second finds a run that has done its steps
+        ran = train(*argv)
+        assert ran.code == 3, ran.err
+        assert "no sample of this run got a valid reward" in ran.err.rpartition("error: ")[2] or session == 0
+    events = [json.loads(line) for line in Path("D/events.jsonl").read_text(encoding="utf-8").splitlines()]
+    (failed,) = [event for event in events if event["event"] == "reward_failed"]
+    assert failed["reason"].startswith(f"reward always: ValueError: cannot read {failed['response']!r} (rewards.py:")
+    assert failed["prompt"]
+
+
+def test_credentials_in_a_reward_url_reach_no_file(folder: Path) -> None:
+    ran = train('--scoring.rewards=[{kind="http",url="http://me:hush@localhost/score"}]')
+    assert_refused(ran, "scoring.rewards", "credentials", "auth_env")
+    assert "hush" not in ran.err + ran.out
+    assert not (folder / "D").exists()
 
 
 def test_another_models_weights_are_not_taken_for_the_runs(folder: Path) -> None:

@@ -34,7 +34,8 @@ class RewardConfig(Config):
     """model: the folder of a reward model with the policy's tokenizer, for example what a reward_model stage gave."""
     url: str = ""
     """http: where {"samples": [{"id", "prompt", "completion", "answer", "metadata"}, ...]} is posted as JSON, and
-    answered with {"scores": [...]}: a number each, or null where there is none."""
+    answered with {"scores": [...]}: a number each, or null where there is none. Credentials do not belong here: see
+    auth_env."""
     auth_env: str = ""
     """http: name of an environment variable whose value, such as `Bearer …`, is sent with every request as
     `auth_header`. Only the name is stored; the process that trains must have the variable."""
@@ -67,8 +68,8 @@ class RewardConfig(Config):
             )
         if self.kind == "model" and not self.model:
             faults.append('kind = "model" needs a model; set model to the folder of a reward model')
-        if self.kind == "http" and (fault := _url_fault(self.url)):
-            faults.append(fault)
+        if self.kind == "http":
+            faults += _url_faults(self.url)
         owners = {
             "pattern": "regex",
             "target_tokens": "length",
@@ -124,20 +125,19 @@ class ScoringConfig(Config):
         return tuple(dict.fromkeys(Path(each.model).expanduser() for each in self.rewards if each.kind == "model"))
 
 
-def _url_fault(url: str) -> str:
-    """Why a reward cannot be asked there; empty if it can. Credentials are not repeated."""
+def _url_faults(url: str) -> list[str]:
+    """What is wrong with a server's address. One with an "@" may hold a password and is not repeated."""
+    if "@" in re.split("[/?#]", url.partition("://")[2])[0]:
+        return ["url has credentials, which the logs would keep; leave them out and use auth_env"]
     try:
         parts = urlsplit(url)
-        host, _ = parts.hostname, parts.port
-    except ValueError:  # a port that is no number, brackets that do not close
-        return 'url is malformed; set url = "http://host:port/path"'
-    if "@" in parts.netloc:
-        return "url has credentials, which the run would store; put them into a variable and name that in auth_env"
-    if parts.scheme not in ("http", "https"):
-        return f'kind = "http" needs a url, and it is "{url}"; set url = "http://host:port/path"'
-    if not host:
-        return f'url = "{url}" has no host; set url = "http://host:port/path"'
-    return ""
+        complete = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # the port is no number
+        complete = False
+    if complete:
+        return []
+    given = "this one" if "@" in url else f'"{url}"'
+    return [f'kind = "http" needs a url with a host, and {given} is not; set url = "http://host:port/path"']
 
 
 def _is_loopback(url: str) -> bool:

@@ -52,7 +52,7 @@ class Achieved(Entry, frozen=True, tag="achieved"):
     """The mean reward of a batch, kept for ever: the trend that an adaptive overcommit follows begins with the run."""
 
     step: int
-    reward_mean: float
+    reward_mean: float | None  # over samples whose reward is valid; None without any, and 0 in older journals
 
 
 class Covered(Entry, frozen=True, tag="covered"):

@@ -50,7 +50,9 @@ class Ledger:
     def __init__(self, journal: Journal | None, *, round_size: int = 1) -> None:
         self._journal, self._round_size = journal, round_size
         self.evaluations: dict[int, Evaluated] = {}  # by step, the newest of each
-        self.rewards: dict[int, float] = {}  # by step, the mean of its batch; also of steps that are now repeated
+        self.rewards: dict[
+            int, float | None
+        ] = {}  # by step, the mean of its batch; also of steps that are now repeated
         self.learned: dict[int, tuple[int, ...]] = {}  # by step beyond the newest checkpoint: positions, in order
         self.next_position = 0  # of the group that is begun next
         self._covered = 0  # the step of the newest checkpoint
@@ -158,7 +160,7 @@ class Ledger:
         await self._file([(s.ordinal // size, Rewarded(((s.ordinal, reward),))) for s, reward in rewards])
 
     async def note_learned(
-        self, in_flight: InFlight, step: int, positions: Sequence[int], *, reward_mean: float
+        self, in_flight: InFlight, step: int, positions: Sequence[int], *, reward_mean: float | None
     ) -> list[Sample]:
         """A batch was committed: its groups leave; returns their samples."""
         if step not in self.learned:
@@ -169,8 +171,8 @@ class Ledger:
             await self._append([(OUTLIVES_CHECKPOINTS, encode(achieved)), (filed, encode(learned))])
         return [sample for position in positions for sample in in_flight.close(position)]
 
-    def rewards_through(self, step: int) -> list[float]:
-        """The mean reward of each batch up to a step."""
+    def rewards_through(self, step: int) -> list[float | None]:
+        """The mean reward of each batch up to a step; None for one without a valid reward."""
         return [self.rewards[each] for each in sorted(self.rewards) if each <= step]
 
     def has_learned_from(self, position: int) -> bool:

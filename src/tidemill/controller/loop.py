@@ -105,7 +105,7 @@ async def train_loop(
     )
     in_flight = InFlight(plan, version_number=trainer.version.number)
     run = Run(spec, source, trainer, eval_scorer, checkpoints, rollout, in_flight)
-    scores, updates = ScoreGuard(spec.trainer.steps), UpdateGuard(spec.trainer.steps)
+    scores, updates = ScoreGuard(), UpdateGuard(spec.trainer.steps)
     await run.resume()
     try:
         await run.evaluate_start()
@@ -116,8 +116,9 @@ async def train_loop(
                 metrics = await run.publish(batch, trajectories)
                 await run.tell(metrics)
                 await run.checkpoint_if_due()
-                scores.look(trajectories)
+                scores.look(trajectories, steps_left=spec.trainer.steps - run.step)
                 updates.look(metrics)
+            scores.finish(ledger.rewards_through(run.step))
     except GuardStop:
         await run.checkpoint_if_newer()
         raise

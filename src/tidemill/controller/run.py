@@ -119,7 +119,9 @@ class Run:
             learned=learned,
             in_flight=open_groups,
             batch_groups=batch.prompts,
-            overcommit=overcommitted(schedule, batch.prompts, self.rollout.ledger.rewards_through(self.step)),
+            overcommit=overcommitted(
+                schedule, batch.prompts, [mean or 0.0 for mean in self.rollout.ledger.rewards_through(self.step)]
+            ),
         )
         number = min(number, self.spec.trainer.steps * batch.prompts - learned - open_groups)
         if number > 0:
@@ -262,7 +264,7 @@ class Run:
             self.timings["time_train_s"] = metrics.values["time_train_s"]
         told = sample_figures(trajectories)
         samples = await rollout.ledger.note_learned(
-            self.in_flight, step, forming.taken, reward_mean=told.get("reward_mean", 0.0)
+            self.in_flight, step, forming.taken, reward_mean=told.get("reward_mean")
         )
         self.step = step
         await self._make_way()

@@ -12,37 +12,53 @@ UNSCORED_STEPS = 3
 """So many in a row: a reward server that is restarted may be away for one."""
 SKIPPED_STEPS = 3
 """So many in a row: one batch may have a gradient that overflows."""
+RESUME_CURE = "correct the reward and run the same command again: the run resumes from its checkpoint"
+RESTART_CURE = "all steps are done: correct the reward and start the run again in another --run.dir"
 SKIPPED = "optimizer_steps_skipped"
 
 
 @dataclass(slots=True)
 class ScoreGuard:
-    """Ends a run whose samples get no valid reward: all of them are left out, and nothing is learned.
+    """Ends a run in which no sample gets a valid reward: all of them are left out, and nothing is learned."""
 
-    Args:
-        steps: of the whole run; one shorter than `UNSCORED_STEPS` ends this way if no sample of it was valid.
-    """
-
-    steps: int
     unscored: int = 0  # steps in a row
+    first_reason: str = ""  # why the first sample of those steps got none
 
-    def look(self, trajectories: Sequence[Trajectory]) -> None:
+    def look(self, trajectories: Sequence[Trajectory], *, steps_left: int) -> None:
         """Take note of one step's samples.
 
         Raises:
-            GuardStop: that was the last one for which the run goes on.
+            GuardStop: no sample of the last `UNSCORED_STEPS` steps got a valid reward.
         """
-        rewards = [trajectory.reward for trajectory in trajectories]
-        if any(reward is not None and reward.valid for reward in rewards):
-            self.unscored = 0
+        rewards = [trajectory.reward for trajectory in trajectories if trajectory.reward]
+        if any(reward.valid for reward in rewards):
+            self.unscored, self.first_reason = 0, ""
             return
         self.unscored += 1
-        if self.unscored >= min(UNSCORED_STEPS, self.steps):
-            reason = next((reward.reason for reward in reversed(rewards) if reward is not None), "")
+        self.first_reason = self.first_reason or next((reward.reason for reward in rewards), "")
+        if self.unscored == UNSCORED_STEPS:
             raise GuardStop(
-                f"no sample got a valid reward ({self.unscored} steps in a row), so nothing was learned: {reason}\n"
-                "  correct the reward and run the same command again: it resumes from the checkpoint"
+                f"no sample of the last {UNSCORED_STEPS} steps got a valid reward, so nothing was learned"
+                f"{self._because}\n  {RESUME_CURE if steps_left else RESTART_CURE}"
             )
+
+    def finish(self, rewards: Sequence[float | None]) -> None:
+        """Look at a whole run that has done its steps.
+
+        Args:
+            rewards: the mean reward of each batch; None without a valid one.
+
+        Raises:
+            GuardStop: no sample of the run got a valid reward.
+        """
+        if rewards and all(reward is None for reward in rewards):
+            raise GuardStop(
+                f"no sample of this run got a valid reward, so nothing was learned{self._because}\n  {RESTART_CURE}"
+            )
+
+    @property
+    def _because(self) -> str:
+        return f"; the first: {self.first_reason}" if self.first_reason else ""
 
 
 @dataclass(slots=True)

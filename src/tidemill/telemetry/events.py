@@ -38,6 +38,7 @@ QUARANTINE = "quarantine"
 JOIN_FAILED = "join_failed"
 READER_RESTART = "reader_restart"
 PUBLISH = "publish"
+REWARD_FAILED = "reward_failed"
 PLAN = "plan"
 
 NOT_PART_OF_A_STEP = (EVALUATION, CHECKPOINT)
@@ -54,6 +55,8 @@ EVENTS: dict[str, str] = {
     "rollout": "span: the samples of `step` were generated",
     "training": "span: gradients and optimizer steps of `step`",
     EVALUATION: "span: held-out prompts after `step`; `reward_mean`, `reward_stderr`, `greedy_accuracy`, `n`",
+    REWARD_FAILED: "a reward function failed in this way for the first time, at a sample of `step`: `reason`, "
+    "`prompt`, `response` (both shortened)",
     CHECKPOINT: "span: the trainer's state after `step` became durable",
     PUBLISH: "span: a version became available to workers; `version`, `nbytes`, `delta_nbytes` where it was written",
     LEASE: "a machine is there; `lease`, `worker`, `kind` (reserved or preemptible), `price_usd_per_hour`",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from tidemill.telemetry.events import (
     NOT_PART_OF_A_STEP,
     PLAN,
     RESUME,
+    REWARD_FAILED,
     SESSION_END,
     SESSION_START,
     SINK_FAILED,
@@ -41,10 +43,11 @@ from tidemill.telemetry.spans import MonotonicClock
 from tidemill.telemetry.summary import build_summary
 
 Outcome: TypeAlias = Literal["finished", "interrupted", "failed"]
+FAULT = re.compile(r"(?:reward ([^:]+): |with their )(\w+)")
+"""In the reason of an invalid reward: each reward that failed, and its exception's type or the first word about it."""
+SHOWN_TEXT = 120
+"""Characters of a prompt and of a response that the report of a fault shows."""
 BEGINS_A_STEP = ("rollout", "training")
-
-LONGEST_EXCERPT = 60
-"""Characters of a prompt or completion in a warning."""
 
 
 class Recorder:
@@ -86,7 +89,7 @@ class Recorder:
         self._step_began_s: float | None = None
         self._closed = False
         self._fleet_lines = FleetLines(self._clock)
-        self._known_faults: set[str] = set()
+        self._known_faults: set[tuple[str, str]] = set()
         check_sinks(spec.telemetry.sinks)
         self._sinks = SinkSet(self._sink_failed)
         self._events = JsonlWriter(run.events)
@@ -225,20 +228,24 @@ class Recorder:
         self._note_faults(step, trajectories, prompts)
 
     def _note_faults(self, step: int, trajectories: Sequence[Trajectory], prompts: Sequence[Prompt]) -> None:
-        """Warn of a kind of reward fault when it occurs first, with its sample."""
-        faults = {
-            index: each.reward.reason
-            for index, each in enumerate(trajectories)
+        """Report each kind of reward fault once, with its first sample, on the terminal and in the event log."""
+        failed = [
+            (each, prompt)
+            for each, prompt in zip(trajectories, prompts, strict=True)
             if each.reward is not None and not each.reward.valid
-        }
-        new = [index for index, reason in faults.items() if _kind_of_fault(reason) not in self._known_faults]
-        self._known_faults |= {_kind_of_fault(faults[index]) for index in new}
-        if new:
-            first = new[0]
-            prompt, completion = _excerpt(prompts[first].text), _excerpt(trajectories[first].text)
+        ]
+        for trajectory, prompt in failed:
+            assert trajectory.reward is not None
+            reason = trajectory.reward.reason
+            kinds = set(FAULT.findall(reason)) or {("", reason.partition(" (sample ")[0])}
+            if kinds <= self._known_faults:
+                continue
+            self._known_faults |= kinds
+            sample = {"prompt": _shortened(prompt.text), "response": _shortened(trajectory.text)}
+            self.event(REWARD_FAILED, step=step, reason=reason, **sample)
             self.note(
-                f"warning: {len(faults)} of {len(trajectories)} samples of step {step} not scored, "
-                f"one: {faults[first]}; prompt {prompt}, completion {completion}"
+                f"warning: {len(failed)} of {len(trajectories)} samples of step {step} got no valid reward; {reason}; "
+                f"prompt {sample['prompt']!r}, response {sample['response']!r}"
             )
 
     def progress(self, phase: str, done: int, total: int) -> None:
@@ -325,11 +332,6 @@ class Recorder:
             self.close("failed")
 
 
-def _kind_of_fault(reason: str) -> str:
-    """Reward and exception type, of `reward NAME: TYPE: message (sample ...)`."""
-    return ": ".join(reason.partition(" (sample ")[0].split(": ")[:2])
-
-
-def _excerpt(text: str) -> str:
-    """The last characters of a text, quoted."""
-    return repr(text if len(text) <= LONGEST_EXCERPT else f"…{text[-LONGEST_EXCERPT:]}")
+def _shortened(text: str) -> str:
+    half = SHOWN_TEXT // 2
+    return text if len(text) <= SHOWN_TEXT else f"{text[:half]} … {text[-half:]}"

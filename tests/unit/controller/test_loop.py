@@ -132,13 +132,63 @@ def test_a_run_whose_samples_get_no_reward_any_more_is_stopped_after_a_checkpoin
 
     with pytest.raises(
         GuardStop,
-        match=r"no sample got a valid reward \(3 steps in a row\).*reward mine: nobody answers",
+        match="last 3 steps got a valid reward, so nothing was learned; the first: reward mine: nobody answers",
     ):
         run_virtual(main(broken_from=2))
     assert max(disk.checkpoints) == 4  # steps 2, 3 and 4 were in vain
     resumed = run_virtual(main(broken_from=3))  # of which steps 3 and 4 are behind it, and one is no reason to stop
     assert resumed.result is not None
     assert resumed.result.steps == 9
+
+
+@pytest.mark.parametrize("stop_after", [None, 1])
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_a_run_without_a_single_valid_reward_ends_by_a_guard_however_often_it_is_resumed(
+    steps: int, stop_after: int | None
+) -> None:
+    disk = Disk()
+
+    async def main(*, broken: bool = True, stop_after: int | None = None) -> Session:
+        session = Session(spec=small_spec(trainer={"steps": steps}, checkpoint={"every_steps": 1}), disk=disk)
+
+        async def fails(prompt: Prompt, trajectory: Trajectory) -> Reward:
+            if session.trainer.version.number == stop_after:
+                session.stop.set()
+            return Reward(value=0.0, valid=False, reason="reward mine: nobody answers")
+
+        if broken:
+            session.scorer.score = fails  # type: ignore[method-assign]
+        session.result = await session.run()
+        return session
+
+    if stop_after is not None and steps > stop_after:
+        stopped = run_virtual(main(stop_after=stop_after))
+        assert stopped.result is not None and stopped.result.interrupted
+    with pytest.raises(GuardStop, match="got a valid reward, so nothing was learned"):
+        run_virtual(main())
+    if max(disk.checkpoints) == steps:
+        with pytest.raises(GuardStop, match="no sample of this run got a valid reward"):
+            run_virtual(main())  # there is nothing left to train, which is no success either
+    else:
+        assert run_virtual(main(broken=False)).result is not None
+
+
+def test_one_valid_reward_is_enough_for_a_run_to_finish() -> None:
+    async def main() -> Session:
+        session = Session(spec=small_spec(trainer={"steps": 2}))
+        score = session.scorer.score
+
+        async def fails_first(prompt: Prompt, trajectory: Trajectory) -> Reward:
+            if session.trainer.version.number == 0:
+                return Reward(value=0.0, valid=False, reason="reward mine: nobody answers")
+            return await score(prompt, trajectory)
+
+        session.scorer.score = fails_first  # type: ignore[method-assign]
+        session.result = await session.run()
+        return session
+
+    result = run_virtual(main()).result
+    assert result is not None and result.steps == 2
 
 
 @pytest.mark.parametrize(("steps", "broken_from", "last"), [(9, 4, 6), (2, 1, 2)])

@@ -231,24 +231,39 @@ def test_the_fabricated_run_has_one_history(tmp_path: Path) -> None:
     assert len(run.metrics.read_text().splitlines()) == 20
 
 
-def test_a_reward_fault_is_told_the_first_time_it_is_met(tmp_path: Path) -> None:
+def test_a_kind_of_reward_fault_is_reported_once_with_its_sample(tmp_path: Path) -> None:
     recorder = open_recorder(tmp_path)
-    prompt = make_prompt("1+1=", "2")
+    prompt = make_prompt("1+1=" * 100, "2")
 
     def record(step: int, *faults: str) -> None:
         rewards = [Reward(value=0.0, valid=not fault, reason=fault and f"{fault} (sample {step})") for fault in faults]
         recorder.samples(step, [make_trajectory(prompt, "2", reward=one) for one in rewards], [prompt] * len(rewards))
 
     record(1, "", "")
-    record(2, "late", "", "late")
-    record(3, "late", "")
-    record(4, "raises", "late")
+    record(2, "reward a: no result within 2 s", "", "reward a: no result within 2 s")
+    record(3, "reward a: no result within 3 s", "")
+    record(4, "reward a: KeyError: 'x'; reward b: KeyError: 'y'")
+    record(
+        5, "reward a: KeyError: 'z'", "with their weights rewards are 1, inf", "with their weights rewards are 2, inf"
+    )
     end(recorder)
     assert isinstance(recorder._view, PlainView) and isinstance(recorder._view._stream, io.StringIO)
-    assert [line for line in recorder._view._stream.getvalue().splitlines() if "not scored" in line] == [
-        "warning: 2 of 3 samples of step 2 not scored, one: late (sample 2); prompt '1+1=', completion '2'",
-        "warning: 2 of 2 samples of step 4 not scored, one: raises (sample 4); prompt '1+1=', completion '2'",
+    shown = f"{'1+1=' * 15} … {'1+1=' * 15}"
+    reasons = {
+        2: "2 of 3 samples of step 2 got no valid reward; reward a: no result within 2 s",
+        4: "1 of 1 samples of step 4 got no valid reward; reward a: KeyError: 'x'; reward b: KeyError: 'y'",
+        5: "3 of 3 samples of step 5 got no valid reward; with their weights rewards are 1, inf",
+    }
+    assert [line for line in recorder._view._stream.getvalue().splitlines() if "no valid reward" in line] == [
+        f"warning: {reason} (sample {step}); prompt {shown!r}, response '2'" for step, reason in reasons.items()
     ]
+    logged = [event for event in read_events(recorder.run.events) if event["event"] == "reward_failed"]
+    assert [event["step"] for event in logged] == [2, 4, 5]
+    assert (logged[0]["reason"], logged[0]["prompt"], logged[0]["response"]) == (
+        "reward a: no result within 2 s (sample 2)",
+        shown,
+        "2",
+    )
 
 
 def test_the_fleets_events_are_told_and_counted_at_the_end(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """An event loop on a daemon thread, for awaitables that must not block or outlive the caller's own loop.
 
-All awaitables share it, because clients, locks and semaphores of a user's module belong to the loop on which they were
-first used.
+All awaitables share it, because clients, locks and semaphores of a user's module belong to the loop that first used
+them.
 """
 
 from __future__ import annotations

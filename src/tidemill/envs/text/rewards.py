@@ -45,7 +45,7 @@ class Scores(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedReward:
-    """A reward that can be called. `inline` ones cost microseconds and run on the loop, others in a thread."""
+    """A reward ready to be called: `inline` ones cost microseconds and run on the loop, others run in a thread."""
 
     name: str
     weight: float

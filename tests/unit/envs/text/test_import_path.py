@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -112,3 +115,32 @@ def test_the_file_of_a_function_is_found_without_importing(tmp_path: Path, monke
     assert source_file("my/file.py:f") == Path("my/file.py")
     for none in ("outer_pack.nothing:f", "alone.alone:f", "nothing.alone:f", "sys:exit"):
         assert source_file(none) is None, none
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("raise ValueError('half a pair: \\ud800')", "ValueError: half a pair: \\ud800"),
+        ("class Dumb(Exception):\n    __str__ = None\nraise Dumb", "Dumb: its __str__ raised TypeError"),
+    ],
+)
+def test_a_fault_at_import_whose_text_cannot_be_printed(tmp_path: Path, fault: str, says: str) -> None:
+    (tmp_path / "mine.py").write_text(fault, encoding="utf-8")
+    with pytest.raises(UserError, match=re.escape(says)) as caught:
+        import_function(f"{tmp_path}/mine.py:score")
+    str(caught.value).encode()
+
+
+def test_a_process_whose_reward_sleeps_at_import_ends(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import time\ntime.sleep(3600)\n", encoding="utf-8")
+    script = f"""
+from tidemill.core.errors import UserError
+from tidemill.envs.text import import_path
+import_path.IMPORT_DEADLINE_S = 0.2
+try:
+    import_path.import_function({f"{tmp_path}/mine.py:score"!r})
+except UserError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert "takes longer than 0.2 s" in done.stdout

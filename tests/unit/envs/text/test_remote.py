@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -49,9 +50,10 @@ class Server:
                 drips = server.drips in [sample["completion"] for sample in body["samples"]]
                 self.send_header("content-length", str(10_000 if drips else len(content)))
                 self.end_headers()
-                while drips and not server._closed.wait(0.1):
-                    self.wfile.write(b" ")
-                self.wfile.write(content)
+                with suppress(OSError):  # the client may give up first
+                    while drips and not server._closed.wait(0.1):
+                        self.wfile.write(b" ")
+                    self.wfile.write(content)
 
             def log_message(self, *_: Any) -> None:
                 pass

@@ -1,12 +1,11 @@
-"""Calls of user functions: results, errors, and calls that hang."""
+"""Calls of the user's functions: results, faults, deadlines, and what is abandoned."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -23,8 +22,11 @@ def gate() -> Iterator[threading.Event]:
     event.set()
 
 
-async def call(calls: UserCalls, function: Callable[[], Any], *, timeout_s: float) -> Any:
-    return await calls.call(function, convert=lambda result: result, timeout_s=timeout_s)
+@pytest.fixture
+async def calls() -> AsyncIterator[UserCalls]:
+    calls = UserCalls(most_hanging=2)
+    yield calls
+    await calls.close()
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -33,126 +35,142 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_results_come_from_a_daemon_thread_that_is_used_again() -> None:
-    calls = UserCalls(most_hanging=1)
-    first = await call(calls, threading.current_thread, timeout_s=10)
-    second = await call(calls, threading.current_thread, timeout_s=10)
-    assert first is second
+async def ask(calls: UserCalls, function: Callable[[], Any], timeout_s: float = 10.0) -> Any:
+    return await calls.call(function, convert=lambda result: result, timeout_s=timeout_s)
+
+
+async def test_results_come_from_a_daemon_thread_that_is_used_again(calls: UserCalls) -> None:
+    first = await ask(calls, threading.current_thread)
+    assert first is await ask(calls, threading.current_thread)
     assert first.daemon
     assert first is not threading.current_thread()
     await calls.close()
     await until(lambda: not first.is_alive())
 
 
-async def test_every_exception_arrives_as_a_call_error() -> None:
-    def fail(error: BaseException) -> None:
+async def test_an_awaitable_runs_on_another_loop_and_all_share_it(calls: UserCalls) -> None:
+    async def running_loop() -> object:
+        return asyncio.get_running_loop()
+
+    first = await ask(calls, running_loop)
+    assert first is not asyncio.get_running_loop()
+    assert first is await ask(calls, running_loop)
+
+
+async def test_the_conversion_of_a_result_runs_in_the_thread_and_within_the_deadline(
+    calls: UserCalls, gate: threading.Event
+) -> None:
+    def convert(result: int) -> threading.Thread:
+        return threading.current_thread()
+
+    assert await calls.call(lambda: 1, convert=convert, timeout_s=10) is not threading.current_thread()
+    with pytest.raises(CallTimeout):
+        await calls.call(lambda: 1, convert=lambda result: gate.wait(), timeout_s=0.05)
+
+
+class Speechless(Exception):
+    def __str__(self) -> str:
+        raise KeyError("message")
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (KeyError("x"), "KeyError: 'x'"),
+        (SystemExit(3), "SystemExit: 3"),
+        (StopIteration("end"), "StopIteration: end"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+        (ValueError("half a pair: \ud800"), "ValueError: half a pair: \\ud800"),
+        (Speechless(), "Speechless: its __str__ raised KeyError"),
+    ],
+)
+@pytest.mark.parametrize("asynchronous", [False, True])
+async def test_an_exception_arrives_as_text_with_its_place(
+    calls: UserCalls, error: BaseException, text: str, asynchronous: bool
+) -> None:
+    def fail() -> None:
         raise error
 
-    calls = UserCalls(most_hanging=1)
-    with pytest.raises(CallError, match="KeyError"):
-        await call(calls, lambda: fail(KeyError("x")), timeout_s=10)
-    for error in (SystemExit(3), StopIteration("end"), KeyboardInterrupt()):
-        with pytest.raises(CallError, match=type(error).__name__):
-            await call(calls, partial(fail, error), timeout_s=10)
-    await calls.close()
+    async def fail_later() -> None:
+        raise error
+
+    with pytest.raises(CallError) as caught:
+        await ask(calls, fail_later if asynchronous else fail)
+    if not (asynchronous and isinstance(error, StopIteration)):  # which Python itself turns into a RuntimeError
+        assert str(caught.value).startswith(f"{text} (test_user_calls.py:")
+    str(caught.value).encode()
 
 
-async def test_a_hanging_call_is_left_behind_and_its_thread_comes_back_when_it_returns(gate: threading.Event) -> None:
-    calls = UserCalls(most_hanging=2)
+async def test_a_text_that_hangs_is_abandoned_too(calls: UserCalls, gate: threading.Event) -> None:
+    class Slow(Exception):
+        def __str__(self) -> str:
+            gate.wait()
+            return ""
+
+    def fail() -> None:
+        raise Slow
+
     with pytest.raises(CallTimeout):
-        await call(calls, gate.wait, timeout_s=0.01)
+        await ask(calls, fail, timeout_s=0.05)
+
+
+async def test_a_hanging_call_is_abandoned_and_its_thread_comes_back_when_it_returns(
+    calls: UserCalls, gate: threading.Event
+) -> None:
+    with pytest.raises(CallTimeout):
+        await ask(calls, gate.wait, timeout_s=0.01)
     assert calls.hanging == 1
-    assert await call(calls, lambda: 7, timeout_s=10) == 7  # another thread
+    assert await ask(calls, lambda: 7) == 7  # another thread
     gate.set()
     await until(lambda: calls.hanging == 0)
-    await calls.close()
 
 
-async def test_too_many_hanging_calls_refuse_the_next_at_once(gate: threading.Event) -> None:
-    calls = UserCalls(most_hanging=1)
+async def test_a_coroutine_that_blocks_the_loop_is_abandoned_with_its_loop(
+    calls: UserCalls, gate: threading.Event
+) -> None:
+    async def blocks() -> None:
+        gate.wait()
+
+    async def answers() -> int:
+        return 7
+
     with pytest.raises(CallTimeout):
-        await call(calls, gate.wait, timeout_s=0.01)
+        await ask(calls, blocks, timeout_s=0.01)
+    await asyncio.sleep(1.5)  # until the loop counts as blocked
+    assert await ask(calls, answers) == 7
+
+
+async def test_too_many_hanging_calls_refuse_the_next_at_once(calls: UserCalls, gate: threading.Event) -> None:
+    for _ in range(2):
+        with pytest.raises(CallTimeout):
+            await ask(calls, gate.wait, timeout_s=0.01)
     before = time.monotonic()
-    with pytest.raises(HangingError, match="1 earlier"):
-        await call(calls, lambda: 7, timeout_s=60)
+    with pytest.raises(HangingError, match="2 earlier"):
+        await ask(calls, lambda: 7, timeout_s=60)
     assert time.monotonic() - before < 5
-    await calls.close()
 
 
-async def test_a_cancelled_caller_leaves_its_call_behind(gate: threading.Event) -> None:
-    calls = UserCalls(most_hanging=1)
-    caller = asyncio.create_task(call(calls, gate.wait, timeout_s=60))
+async def test_a_cancelled_caller_abandons_its_call(calls: UserCalls, gate: threading.Event) -> None:
+    caller = asyncio.create_task(ask(calls, gate.wait, timeout_s=60))
     await asyncio.sleep(0.01)
     caller.cancel()
     with pytest.raises(asyncio.CancelledError):
         await caller
     assert calls.hanging == 1
-    await calls.close()
     gate.set()
     await until(lambda: calls.hanging == 0)
 
 
-async def test_closed_calls_refuse() -> None:
+async def test_closed_calls_refuse_more() -> None:
     calls = UserCalls(most_hanging=1)
     await calls.close()
     with pytest.raises(RuntimeError, match="closed"):
-        await call(calls, lambda: 1, timeout_s=1)
+        await ask(calls, lambda: 1)
 
 
-async def test_awaitables_run_on_a_loop_of_their_own_and_share_it() -> None:
-    calls = UserCalls(most_hanging=1)
-
-    async def loop() -> asyncio.AbstractEventLoop:
-        await asyncio.sleep(0)
-        return asyncio.get_running_loop()
-
-    first, second = await call(calls, loop, timeout_s=10), await call(calls, loop, timeout_s=10)
-    assert first is second
-    assert first is not asyncio.get_running_loop()
-    await calls.close()
-    await until(lambda: not first.is_running())
-
-
-async def test_an_awaitable_that_blocks_its_loop_is_replaced_and_later_ones_run() -> None:
-    calls, gate = UserCalls(most_hanging=4), threading.Event()
-
-    async def blocks() -> None:
-        gate.wait(30)
-
-    async def quick() -> int:
-        return 7
-
-    with pytest.raises(CallTimeout):
-        await call(calls, blocks, timeout_s=0.05)
-    await until(lambda: calls._loop_thread._loop is None)
-    assert await call(calls, quick, timeout_s=10) == 7
-    gate.set()
-    await calls.close()
-
-
-async def test_an_awaitable_that_ignores_its_cancellation_does_not_hold_up_the_close() -> None:
-    calls, ending = UserCalls(most_hanging=4), threading.Event()
-
-    async def stubborn() -> None:
-        while not ending.is_set():
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.sleep(0.05)
-
-    with pytest.raises(CallTimeout):
-        await call(calls, stubborn, timeout_s=0.05)
-    async with asyncio.timeout(10):
-        await calls.close()
-    ending.set()
-
-
-async def test_the_conversion_of_a_result_has_the_same_deadline(gate: threading.Event) -> None:
-    calls = UserCalls(most_hanging=1)
-    with pytest.raises(CallTimeout):
-        await calls.call(lambda: 1, convert=lambda _: gate.wait(), timeout_s=0.01)
-    await calls.close()
-
-
-def test_a_blocking_call_has_a_deadline_without_a_loop(gate: threading.Event) -> None:
+def test_a_blocking_call_returns_raises_and_has_a_deadline(gate: threading.Event) -> None:
     assert call_blocking(lambda: 7, timeout_s=10) == 7
+    with pytest.raises(CallError, match="ZeroDivisionError"):
+        call_blocking(lambda: 1 // 0, timeout_s=10)
     with pytest.raises(CallTimeout):
-        call_blocking(gate.wait, timeout_s=0.01)
+        call_blocking(partial(gate.wait, 60), timeout_s=0.01)

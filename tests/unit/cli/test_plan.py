@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -9,7 +10,13 @@ import pytest
 from tests.planted import planted, spec_of
 from tests.unit.cli.conftest import Run
 from tests.unit.sim.profiles.test_model_shape import SMOLLM2
+from tidemill.config.schema import RunSpec
 from tidemill.planner.calibration.profile import write_profile
+from tidemill.planner.forecast import cluster
+from tidemill.pool.timetable import Timetable
+from tidemill.sim.outcome import SimulatedRun
+from tidemill.sim.run import Plant, simulate_run
+from tidemill.sim.workload import Workload
 
 
 @pytest.mark.parametrize("verb", ["memory", "weights", "overlap", "staleness", "placement"])
@@ -273,3 +280,26 @@ def test_a_described_clusters_spread_is_that_of_assumed_speeds(run: Run) -> None
     assert three["mean"] == pytest.approx(alone["mean"], rel=0.01)
     assert three["high"] - three["mean"] == pytest.approx(2 * 0.8 / 3 * alone["mean"], rel=0.01)
     assert alone["low"] == alone["high"]
+
+
+def test_every_simulation_of_a_cluster_plays_the_recipes_trace(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = tmp_path / "hours.csv"
+    trace.write_text("0,2\n1,1\n2,2\n", encoding="utf-8")
+    played = list[int]()
+
+    def watched(spec: RunSpec, plant: Plant, work: Workload, timetable: Timetable, **rest: Any) -> SimulatedRun:
+        changes = list(timetable)
+        played.append(len(changes))
+        return simulate_run(spec, plant, work, iter(changes), **rest)
+
+    monkeypatch.setattr(cluster, "simulate_run", watched)
+    pool = ("--pool", f'{{kind = "trace", path = "{trace}"}}', "--trainer.steps", "2")
+    price = ("--price", "preemptible:rlboost-2xh100=0.01", "--schedule.max_policy_lag", "1")
+    batch = ("--batch.prompts", "64", "--sampling.max_new_tokens", "8000", "--batch.microbatch_tokens", "16384")
+    ran = run("plan", "run", "--params", "8b", *MACHINES, *pool, *batch, *price, "--seeds", "3", "--json")
+    assert played == [4, 4, 4]  # two come, one goes, one comes
+    notes = " ".join(ran.data["notes"])
+    assert f"{trace} spans 2 s from second 0 on: 1.5 machines on average, 2 at most" in notes
+    assert "ends 2 s into the run" in notes

@@ -154,9 +154,10 @@ def _of_this_machine(spec: RunSpec, profile: RunProfile, found: Forecast, *, exp
     sheet = Sheet()
     derive(found, sheet)
     memory = memory_on_this_machine(spec, models_of(spec), profile, sheet)
-    differences = unlike(profile, spec)
+    differences, notes = unlike(profile, spec), [*found.notes, *_of_pool(spec, found)]
     data = {
         **as_data(found),
+        "notes": notes,
         "memory_bytes": memory,
         "measured_memory_bytes": profile["peak_rss_bytes"],
         "unlike": differences,
@@ -167,7 +168,7 @@ def _of_this_machine(spec: RunSpec, profile: RunProfile, found: Forecast, *, exp
             f"memory: {size(memory)} at most, of models, microbatch, cache and libraries; the measured run took "
             f"{size(profile['peak_rss_bytes'])}"
         ),
-        *shown.notes((*(f"warning: {difference}" for difference in differences), *found.notes, *_of_pool(spec, found))),
+        *shown.notes((*(f"warning: {difference}" for difference in differences), *notes)),
     ]
     return shown.result(data, lines, sheet.figures, explain=explain)
 
@@ -175,8 +176,10 @@ def _of_this_machine(spec: RunSpec, profile: RunProfile, found: Forecast, *, exp
 def _of_cluster(spec: RunSpec, found: ClusterForecast, *, explain: bool) -> Result:
     sheet = Sheet()
     derive(found.forecast, sheet)
+    notes = [*found.forecast.notes, *_of_pool(spec, found.forecast)]
     data = {
         **as_data(found.forecast),
+        "notes": notes,
         "memory_bytes": found.bytes_per_gpu,
         "usable_bytes": found.usable_bytes,
         "placement": estimate_data(found.plan.best),
@@ -187,7 +190,7 @@ def _of_cluster(spec: RunSpec, found: ClusterForecast, *, explain: bool) -> Resu
         *shown.plain(
             f"memory: {size(found.bytes_per_gpu)} of {size(found.usable_bytes)} on each GPU that trains, engines apart"
         ),
-        *shown.notes((*found.forecast.notes, *_of_pool(spec, found.forecast))),
+        *shown.notes(notes),
     ]
     return shown.result(data, lines, (*sheet.figures, *found.plan.figures), explain=explain)
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
-from tidemill.config.pool import SyntheticPool, TracePool
+from tidemill.config.pool import StaticPool, SyntheticPool, TracePool
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
@@ -21,8 +21,7 @@ from tidemill.planner.placement.estimate import Placement
 from tidemill.planner.placement.question import Offer, PlacementQuestion
 from tidemill.planner.placement.search import PlacementPlan, plan_placement
 from tidemill.planner.placement.training import learning, memory_question
-from tidemill.pool.build import timetable_of
-from tidemill.pool.static import static_timetable
+from tidemill.pool.build import ScheduledPool, timetable_of
 from tidemill.sim.costs import ConstantWeights
 from tidemill.sim.profiled import ProfiledEngine, ProfiledTrainer
 from tidemill.sim.profiles.engine import EngineProfile
@@ -91,16 +90,15 @@ def forecast_on_cluster(
     dedicated = _only(placement.dedicated)
     machines = round(placement.dedicated.machines) if dedicated else 0
     pool = spec.pool
-    changing = isinstance(pool, SyntheticPool | TracePool) and dedicated is not None and dedicated.offer.preemptible
-    timetable = None
-    if machines:
-        timetable = timetable_of(pool, Path.read_bytes) if changing else static_timetable(machines)  # type: ignore[arg-type]
+    played: ScheduledPool = StaticPool(workers=machines)
+    if isinstance(pool, SyntheticPool | TracePool) and dedicated is not None and dedicated.offer.preemptible:
+        played = pool
     runs = [
         simulate_run(
             drawn(priced, steps, seed),
             plant_of(spec, question, placement, boot_s=boot_s, slowness=slowness),
             work,
-            timetable,
+            timetable_of(played, Path.read_bytes) if machines else None,  # each can be played once
             most_workers=max(machines, 1),
         )
         for seed, slowness in enumerate(_evenly_slow(seeds))

@@ -56,16 +56,28 @@ def topics(spec: RunSpec, *, purpose: Purpose = "train", prompt_tokens: int | No
     ]
 
 
+def _timing_notes(spec: RunSpec) -> list[str]:
+    """What depends on timing in a run, and the settings that pin it."""
+    schedule, found = spec.schedule, []
+    alone = "engine.batch_invariant alone does not make runs reproducible"
+    if not schedule.one_version:
+        found.append(
+            f"{alone} at schedule.max_policy_lag = {schedule.max_policy_lag}: timing decides which version makes a "
+            'token; schedule.unfinished = "wait" pins it'
+        )
+    if schedule.max_policy_lag and schedule.membership == "first_finished":
+        found.append(f'{alone}: timing decides which groups make a batch; schedule.membership = "planned" pins them')
+    if spec.batch.order == "arrival":
+        found.append(f'{alone}: timing decides the order of a batch; batch.order = "canonical" pins it')
+    return found
+
+
 def notes(spec: RunSpec, derived: Derived) -> list[str]:
     """Settings that are allowed and will probably not do what was hoped."""
     found = [*without_effect(spec), *pool_notes(spec), *reader_notes(spec)]
     found += _algorithm_notes(spec)
-    if spec.engine.batch_invariant and not spec.schedule.one_version:
-        found.append(
-            f"engine.batch_invariant alone does not make runs reproducible at schedule.max_policy_lag = "
-            f"{spec.schedule.max_policy_lag}: timing decides which version makes a token; "
-            'schedule.unfinished = "wait" pins it'
-        )
+    if spec.engine.batch_invariant:
+        found += _timing_notes(spec)
     if not derived.optimizer_steps:
         found.append(
             f"the policy never learns: algorithm.critic_warmup_steps = {number(spec.algorithm.critic_warmup_steps)} "

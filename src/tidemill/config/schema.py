@@ -54,7 +54,8 @@ class EngineConfig(Config):
     prefill_chunk_tokens: int = Field(512, ge=1)
     """Prompt tokens computed in one step beside the decoding samples."""
     batch_invariant: bool = False
-    """Fixed shapes: bit-identical tokens whatever the neighbours, cuts and restarts; slower."""
+    """Fixed shapes: bit-identical tokens whatever the neighbours, cuts and restarts; slower. Reward models then score
+    each sample alone."""
     tick_s: float = Field(0.1, gt=0)
     """How often new tokens are flushed to the controller."""
 

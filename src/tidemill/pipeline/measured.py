@@ -64,6 +64,8 @@ def measured_words(found: dict[str, Any]) -> str:
     for name, key in (("held-out mean reward", "reward_mean"), ("held-out greedy accuracy", "greedy_accuracy")):
         if key in found:
             words.append(f"{name} {found[key]:.3f} (95 %: {between(*found[f'{key}{INTERVAL}'])}; n = {found['n']})")
+    if not words:
+        words.append(f"no valid reward of {found['n']} held-out completions")
     if shares := _pass_at(found):
         largest = list(shares)[-1]  # the others are figures and in the report
         words.append(_words(f"pass@{largest}", shares[largest]))

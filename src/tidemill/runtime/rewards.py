@@ -114,7 +114,8 @@ def model_rewards(spec: RunSpec, compute: Compute | None, readers: Readers) -> C
         judge = ModelJudge(
             loaded[folder],
             compute=compute,
-            budget=spec.batch.microbatch_tokens,
+            # With 1 every sample is scored alone: in a tree, the last bits of a score depend on the other samples.
+            budget=1 if spec.engine.batch_invariant else spec.batch.microbatch_tokens,
             autocast=choose_precision(spec.trainer, device),
         )
         return Batches(judge, most=config.batch)

@@ -130,6 +130,16 @@ def test_prompts_of_unknown_length() -> None:
             ["--engine.batch_invariant", "--schedule.max_policy_lag=2"],
             'max_policy_lag = 2: timing decides which version makes a token; schedule.unfinished = "wait" pins it',
         ),
+        (
+            [
+                "--engine.batch_invariant",
+                "--schedule.max_policy_lag=2",
+                "--schedule.unfinished=wait",
+                "--schedule.membership=first_finished",
+            ],
+            'timing decides which groups make a batch; schedule.membership = "planned" pins them',
+        ),
+        (["--engine.batch_invariant", "--batch.order=arrival"], 'batch.order = "canonical" pins it'),
         (["--algorithm.name=ppo", "--algorithm.critic_warmup_steps=20"], "the policy never learns"),
         (["--algorithm.name=ppo", "--algorithm.critic_warmup_steps=5", "--optimizer.warmup_steps=15"], "15 of 15"),
         (["--optimizer.warmup_steps=20"], "warm-up takes 20 of 20 optimizer steps"),

@@ -139,6 +139,19 @@ def test_the_page_of_graded_rewards_has_their_mean_and_no_accuracy(tmp_path: Pat
     assert not [tag for tag, attributes in page.tags if attributes.get("class") == "track"], "a mean is not a share"
 
 
+def test_the_page_and_the_sentence_without_any_valid_reward(tmp_path: Path) -> None:
+    sample = {"prompt": "1+1=", "completion": "2", "answer": "2", "reward": None, "correct": None}
+    figures = {name: value for name, value in GRADED.items() if not name.startswith("reward_mean")}
+    found = {**figures, "invalid": 4, "samples": [sample]}
+    assert measured_words(found) == "no valid reward of 4 held-out completions"
+    write_measured(tmp_path, RunSpec(), found)
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    page, told = Page(text), " ".join(re.sub(r"<[^>]*>", " ", text).split())
+    assert page.mismatched == [] and page.open == []
+    assert "No held-out completion has a valid reward." in told
+    assert "greedy without a valid reward 4" in told
+
+
 def test_answers_whose_rewards_differ_come_first(tmp_path: Path) -> None:
     write_measured(tmp_path, RunSpec(), FOUND)
     told = Page((tmp_path / "report.html").read_text(encoding="utf-8")).words

@@ -78,6 +78,15 @@ async def test_what_finished_together_is_scored_together_on_the_given_thread(fol
     await scores(samples[0])
 
 
+async def test_a_batch_invariant_score_does_not_depend_on_what_finished_together(folder: Path) -> None:
+    spec = RunSpec.model_validate(spec_of(folder).model_dump() | {"engine": {"batch_invariant": True}})
+    samples = [sample(text) for text in ("12", "7", "12 or so", "1", "123456789", "9+8=17")]
+    alone = model_rewards(spec, CountingCompute(), Readers())(spec.scoring.rewards[0])
+    expected = [await alone(each) for each in samples]
+    together = model_rewards(spec, CountingCompute(), Readers())(spec.scoring.rewards[0])
+    assert await asyncio.gather(*map(together, samples)) == expected  # bit for bit
+
+
 async def test_without_one_a_reward_model_has_a_thread_and_ends_it(folder: Path) -> None:
     spec = spec_of(folder)
     scores = model_rewards(spec, None, Readers())(spec.scoring.rewards[0])

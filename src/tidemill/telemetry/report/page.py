@@ -119,6 +119,8 @@ def held_out(story: Story) -> dict[str, Any] | None:
     """Figures of the before/after panel, or those of `tidemill eval`; None without an evaluation."""
     if story.measured is not None:
         rows = [_bar(*figure, is_share=figure[0] != REWARD) for figure in headline_figures(story.measured)]
+        if not rows:  # no reward was valid
+            return None
         return {"rows": rows, "n": story.measured["n"], "what": "Completions", "also": ""}
     before, after = before_and_after(story)
     shown = [(label, one) for label, one in (("before", before), ("after", after)) if one]

@@ -73,6 +73,11 @@ def headline(story: Story) -> str:
         when = "" if story.outcome == "finished" else " before the first step"
         (only,) = comparable((before,))
         return f"Held-out {only.name} is {decimal(only.value)}{when}."
+    if story.measured is not None:
+        return "No held-out completion has a valid reward."
+    if steps:
+        without = ", none with a valid reward" if "samples_invalid" in story.metrics[-1].values else ""
+        return f"{over} {'have' if steps > 1 else 'has'} been completed{without}."
     return "No step has been completed yet."
 
 

@@ -55,6 +55,7 @@ def test_means_differ_by_more_than_their_standard_errors_allow(stderr: float | N
     ("metrics", "events", "said"),
     [
         ("", "", "No step has been completed yet."),
+        (lines("samples_invalid", [8.0, 8.0]), "", "2 steps have been completed, none with a valid reward."),
         ("", evaluated(0, 0.25), "Held-out accuracy is 0.250 before the first step."),
         (lines("reward_mean", [0.2, 0.4]), "", "Mean reward went from 0.200 to 0.400 in 2 steps."),
         (ONE_STEP, evaluated(0, 0.28) + evaluated(1, 0.83), "Held-out accuracy rose from 0.280 to 0.830 in 1 step."),

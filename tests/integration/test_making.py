@@ -137,6 +137,15 @@ def test_without_a_pair_nothing_is_written(tmp_path: Path, capsys: pytest.Captur
     assert list(tmp_path.iterdir()) == []
 
 
+def test_pairs_need_a_reward_that_is_right_or_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "judge.py").write_text("def score(prompt, completion, answer, metadata):\n    return 0.9\n")
+    graded = f"--scoring.rewards=[{{kind='python', function='{tmp_path}/judge.py:score'}}]"
+    out = tmp_path / "pairs.jsonl"
+    assert main(["pairs", "--out", str(out), "--samples", "2", "--prompts", "4", RECIPE, graded]) == 2
+    assert "this reward is graded" in capsys.readouterr().err
+    assert not out.exists()
+
+
 def test_a_misspelt_key_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["pairs", "--out", str(tmp_path / "x"), RECIPE, "--task.digts=2"]) == 2
     assert "did you mean task.digits?" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from tidemill.config.schema import RunSpec
-from tidemill.controller.evaluation import correct
+from tidemill.controller.evaluation import correct, right_or_wrong
 from tidemill.core.buffers import unpack_tokens
 from tidemill.core.errors import UserError
 from tidemill.core.records import Group, Prompt, Trajectory
@@ -85,13 +85,19 @@ def make_pairs(
         The provenance, as it is written to `provenance_path(path)`.
 
     Raises:
-        UserError: the file is there already; the task or the model cannot be had; no prompt gives a pair.
+        UserError: the file is there already; the task or the model cannot be had; the reward is graded; no prompt gives a pair.
     """
     _refuse_existing(path)
     parts = load_parts(_for_drawing(spec), progress=progress, folder=model_folder)
     task = parts.task()
     asked = prompts_of(task, side, prompts)
     groups, digest = asyncio.run(_draw(parts, task, asked, samples_per_prompt, progress, answers))
+    if right_or_wrong([sample for group in groups for sample in group.trajectories]) is None:
+        raise UserError(
+            "pairs are made of right and wrong answers, and this reward is graded or gave no valid value",
+            where="scoring.rewards",
+            cure='use a reward that is 1 for a right answer and 0 for a wrong one, such as "numeric"',
+        )
     judged = [[_judged(sample, parts.codec) for sample in group.trajectories] for group in groups]
     rows = [
         row

@@ -85,7 +85,8 @@ def make_pairs(
         The provenance, as it is written to `provenance_path(path)`.
 
     Raises:
-        UserError: the file is there already; the task or the model cannot be had; the reward is graded; no prompt gives a pair.
+        UserError: the file is there already; the task or the model cannot be had; the reward is
+            graded; no prompt gives a pair.
     """
     _refuse_existing(path)
     parts = load_parts(_for_drawing(spec), progress=progress, folder=model_folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
@@ -32,6 +33,7 @@ Locate = Callable[[Location], str]
 """Where a key was given ("recipes/a.toml:3", "command line"); empty when it was not given at all."""
 
 COMMAND_LINE = "command line"
+CREDENTIALS = re.compile(r"://[^/\s\"]*@")
 SHOWN_VALUE_CHARS = 60
 
 
@@ -86,8 +88,8 @@ def without_tags(location: Location, data: dict[str, Any]) -> Location:
 
 
 def shown(value: Any) -> str:
-    """A value as the user wrote it, near enough, and not too long."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
+    """A value nearly as the user wrote it, shortened, and without the credentials of a URL."""
+    text = CREDENTIALS.sub("://...@", json.dumps(value, ensure_ascii=False, default=str))
     return text if len(text) <= SHOWN_VALUE_CHARS else text[: SHOWN_VALUE_CHARS - 3] + "..."
 
 

@@ -14,6 +14,7 @@ from tidemill.config.toml import to_toml
 
 TEXTS = st.text(max_size=20)  # control characters, quotes and line ends included; TOML has no lone surrogates
 NAMES = TEXTS.filter(bool)
+FOLDERS = st.text("aZ9-_é '\"", min_size=1, max_size=20).filter(lambda name: name == name.strip())
 NUMBERS = st.floats(min_value=1e-300, max_value=1e300)
 
 
@@ -41,7 +42,7 @@ TASKS = st.one_of(
 )
 RUNS = st.fixed_dictionaries(
     {
-        "run": st.fixed_dictionaries({"name": NAMES, "seed": st.integers(0, 2**64 - 1)}),
+        "run": st.fixed_dictionaries({"name": FOLDERS, "seed": st.integers(0, 2**64 - 1)}),
         "task": TASKS,
         "scoring": st.fixed_dictionaries({"rewards": st.lists(REWARDS, min_size=1, max_size=3)}),
         "sampling": st.fixed_dictionaries({"temperature": NUMBERS, "stop": st.lists(NAMES, max_size=3)}),

@@ -16,6 +16,7 @@ from tidemill.config.schema import RunSpec
 from tidemill.config.stages import load_recipe
 from tidemill.core.errors import UserError
 from tidemill.pool.build import remarks
+from tidemill.telemetry.numerals import duration_in_words
 
 Only = Annotated[
     str | None,
@@ -88,7 +89,7 @@ def summary_text(summary: dict[str, Any], directory: Path) -> str:
     steps, total = summary.get("steps", 0), summary.get("total_steps", summary.get("steps", 0))
     word = "interrupted" if summary.get("interrupted") else "finished"
     word = "already finished" if summary.get("already_finished") else word
-    lines = [f"{word}: {steps} of {total} steps in {duration(summary.get('wall_s') or 0.0)}"]
+    lines = [f"{word}: {steps} of {total} steps in {duration_in_words(summary.get('wall_s') or 0.0)}"]
     measured = summary.get("eval") or {}
     if changes := held_out_changes(measured, digits=2):
         n = ", then ".join(dict.fromkeys(str(measured[when]["n"]) for when in ("before", "after")))
@@ -97,13 +98,3 @@ def summary_text(summary: dict[str, Any], directory: Path) -> str:
         lines.append("the same command resumes it")
     lines.append(f"curves and samples: {directory / 'report.html'}")
     return "\n".join(lines)
-
-
-def duration(seconds: float) -> str:
-    """`42 s`, `3 min 12 s`, `2 h 05 min`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"

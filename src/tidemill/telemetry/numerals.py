@@ -15,6 +15,16 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
+def duration_in_words(seconds: float) -> str:
+    """`42 s`, `3 min 12 s`, `2 h 05 min`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
 def compact(value: float) -> str:
     """Three figures and a suffix: `987`, `1.24k`, `3.1M`, `2.05G`."""
     for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):

@@ -48,8 +48,8 @@ from tidemill.runtime.cluster.local import KeptCluster, connect, start_keeper
 from tidemill.runtime.cluster.nodes import NodeWatch
 from tidemill.runtime.cluster.plan import Started, TrainerPlan, WorkerPlan
 from tidemill.runtime.cluster.provider import RayProvider
-from tidemill.runtime.cluster.remote import Remote
-from tidemill.runtime.cluster.trainer import RayCheckpoints, RayPublisher, RayTrainer, trainer_lost
+from tidemill.runtime.cluster.remote import Remote, trainer_lost
+from tidemill.runtime.cluster.trainer import RayCheckpoints, RayPublisher, RayTrainer
 from tidemill.runtime.cluster.trainer_actor import TrainerActor
 from tidemill.runtime.cluster.wire import encode
 from tidemill.runtime.cluster.worker import RayWorker

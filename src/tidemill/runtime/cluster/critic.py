@@ -13,8 +13,7 @@ from torch import Tensor
 from tidemill.core.errors import TidemillError, TrainerLost
 from tidemill.runtime.cluster.critic_tokens import floats, sent, to_bytes
 from tidemill.runtime.cluster.plan import CriticPlan
-from tidemill.runtime.cluster.remote import in_words
-from tidemill.runtime.cluster.trainer import trainer_lost
+from tidemill.runtime.cluster.remote import in_words, trainer_lost
 from tidemill.runtime.cluster.wire import encode, read_answer
 from tidemill.trainer.packing import Microbatch
 from tidemill.trainer.promised import Promised

@@ -27,13 +27,12 @@ from tidemill.runtime.cluster.placed import placed
 from tidemill.runtime.cluster.plan import Started, TrainerPlan, WorkerPlan, spec_to_send
 from tidemill.runtime.cluster.provider import RayProvider
 from tidemill.runtime.cluster.reader import RayReader, ReaderProcess
-from tidemill.runtime.cluster.remote import Remote
+from tidemill.runtime.cluster.remote import Remote, trainer_lost
 from tidemill.runtime.cluster.trainer import (
     UNTIL_GIVEN_UP,
     RayCheckpoints,
     RayPublisher,
     RayTrainer,
-    trainer_lost,
 )
 from tidemill.runtime.cluster.trainer_actor import TrainerActor
 from tidemill.runtime.cluster.wire import encode

@@ -16,7 +16,7 @@ from ray.exceptions import (
     RayError,
 )
 
-from tidemill.core.errors import TidemillError
+from tidemill.core.errors import TidemillError, TrainerLost
 from tidemill.runtime.cluster.blocking import begun
 from tidemill.runtime.cluster.wire import read_answer
 
@@ -110,3 +110,11 @@ def _of_actor(error: RayActorError, text: str, its_node: str) -> tuple[str, str]
     if "worker process has died" in text or "unexpectedly" in text:
         return "its process was killed (SIGKILL or out of memory)", _OUT_OF_MEMORY
     return f"it died: {text.strip().splitlines()[-1] if text.strip() else 'no reason given'}", ""
+
+
+def trainer_lost(cause: str, cure: str, *, who: str = "trainer") -> TrainerLost:
+    advice = f"\n  {cure}" if cure else ""
+    return TrainerLost(
+        f"the {who} died: {cause}{advice}\n  run the same command again: the run goes on from its last checkpoint, "
+        "with the samples it has"
+    )

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 
 from tidemill.core.buffers import LogprobBuffer
-from tidemill.core.errors import TrainerLost
 from tidemill.core.records import Completion, Group, PolicyVersion, StepMetrics, WeightManifest
 from tidemill.runtime.cluster.plan import Committed, Restored, Started
 from tidemill.runtime.cluster.remote import Remote
@@ -14,14 +13,6 @@ from tidemill.runtime.cluster.wire import encode
 
 UNTIL_GIVEN_UP = math.inf
 """The loop has deadlines of its own for what the trainer does, and cancels."""
-
-
-def trainer_lost(cause: str, cure: str, *, who: str = "trainer") -> TrainerLost:
-    advice = f"\n  {cure}" if cure else ""
-    return TrainerLost(
-        f"the {who} died: {cause}{advice}\n  run the same command again: the run goes on from its last checkpoint, "
-        "with the samples it has"
-    )
 
 
 class RayTrainer:

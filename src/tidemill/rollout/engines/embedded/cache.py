@@ -6,10 +6,9 @@ A slot's contents stay usable as a shared prefix after its sample has finished, 
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-Tokens = npt.NDArray[np.int32]
+from tidemill.models.token_tree import Tokens
 
 
 class SlotCache:

@@ -9,8 +9,8 @@ from typing import Generic, TypeVar
 
 from tidemill.models.token_tree import Tokens, common_prefix
 
-E = TypeVar("E")
-Sequences = Callable[[E], Sequence[Tokens]]
+ItemT = TypeVar("ItemT")
+Sequences = Callable[[ItemT], Sequence[Tokens]]
 """The token sequences (int32 [T] each) that an example is made of."""
 
 
@@ -46,9 +46,9 @@ class TreeSize:
         return max((common_prefix(sequence, each) for each in self._sequences[max(at - 1, 0) : at + 1]), default=0)
 
 
-def split_by_tokens(examples: Sequence[E], sequences: Sequences[E], budget: int) -> list[list[E]]:
+def split_by_tokens(examples: Sequence[ItemT], sequences: Sequences[ItemT], budget: int) -> list[list[ItemT]]:
     """Consecutive runs of examples, each of at most `budget` packed tokens (or a single example)."""
-    runs: list[list[E]] = []
+    runs: list[list[ItemT]] = []
     size = TreeSize()
     for example in examples:
         parts = sequences(example)
@@ -60,7 +60,7 @@ def split_by_tokens(examples: Sequence[E], sequences: Sequences[E], budget: int)
     return runs
 
 
-class Minibatches(Generic[E]):
+class Minibatches(Generic[ItemT]):
     """The minibatch of every step. Each epoch has its own order and is cut anew.
 
     Args:
@@ -72,10 +72,10 @@ class Minibatches(Generic[E]):
 
     def __init__(
         self,
-        examples: Sequence[E],
-        sequences: Sequences[E],
+        examples: Sequence[ItemT],
+        sequences: Sequences[ItemT],
         *,
-        name: Callable[[E], str],
+        name: Callable[[ItemT], str],
         seed: int,
         budget: int,
         epochs: int,
@@ -84,12 +84,12 @@ class Minibatches(Generic[E]):
         self._examples, self._sequences, self._name = examples, sequences, name
         self._seed, self._budget = seed, budget
         self._ends: list[int] = []  # the last step of each epoch seen
-        self._epoch, self._runs = -1, list[list[E]]()
+        self._epoch, self._runs = -1, list[list[ItemT]]()
         for epoch in range(epochs):
             self._look_at(epoch)
         self.total = self._ends[-1] if epochs else steps
 
-    def at(self, step: int) -> tuple[int, list[E]]:
+    def at(self, step: int) -> tuple[int, list[ItemT]]:
         """(epoch from 0, examples) of a 1-based step."""
         while not self._ends or self._ends[-1] < step:
             self._look_at(len(self._ends))
@@ -105,6 +105,6 @@ class Minibatches(Generic[E]):
         if epoch == len(self._ends):
             self._ends.append((self._ends[-1] if self._ends else 0) + len(self._runs))
 
-    def _rank(self, epoch: int, example: E) -> tuple[bytes, str]:
+    def _rank(self, epoch: int, example: ItemT) -> tuple[bytes, str]:
         name = self._name(example)
         return hashlib.blake2b(f"{self._seed}:{epoch}:{name}".encode(), digest_size=16).digest(), name

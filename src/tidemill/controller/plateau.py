@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 
-FLAT = 0.9
-"""A batch size is on the plateau when it reaches this share of the best throughput."""
+from tidemill.sim.profiles.engine import FLAT
 
 PER_OCTAVE = 4
 """Batch sizes are told apart up to a factor of 2 ** (1 / PER_OCTAVE)."""

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tidemill.controller.plateau import FLAT
 from tidemill.core.records import Record
 from tidemill.sim.profiles.catalog import Gpu
 from tidemill.sim.profiles.model_shape import ModelShape
@@ -22,6 +21,9 @@ REDUCTIONS_PER_LAYER = 2
 """After attention and after the MLP (Megatron-LM, arXiv 1909.08053)."""
 WORKSPACE_BYTES = 2e9
 """Of one GPU: activations of a step, captured graphs, the driver; assumed."""
+
+FLAT = 0.9
+"""A batch size is on the plateau when it reaches this share of the best throughput."""
 
 
 class EngineEfficiency(Record):

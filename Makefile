@@ -82,7 +82,7 @@ chaos: $(READY) ## the faults of tests/chaos again and again, with other seeds; 
 	$(BIN)/python -m pytest tests/chaos -n 0 --timeout=1800 --chaos-rounds=10
 
 faults: $(READY) ## the controller among the faults of 10,000 seeds, in virtual time; minutes, on all cores
-	$(BIN)/python -m tidemill.sim.faults --seeds 10000
+	$(BIN)/python -m tests.fault_simulation --seeds 10000
 
 bench: $(READY) ## every benchmark, one after another; hours on a quiet machine
 	@for name in $(BENCHMARKS); do \

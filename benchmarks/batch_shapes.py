@@ -22,8 +22,15 @@ import torch
 
 from benchmarks.measuring import write_result
 from benchmarks.models import quiet, smollm2
-from tidemill.core.buffers import pack_tokens, unpack_logprobs, unpack_tokens
-from tidemill.core.records import GenerateRequest, PolicyVersion, SampleId, SamplingParams
+from tidemill.core.records import (
+    GenerateRequest,
+    PolicyVersion,
+    SampleId,
+    SamplingParams,
+    pack_tokens,
+    unpack_logprobs,
+    unpack_tokens,
+)
 from tidemill.models.codec import load_codec
 from tidemill.models.loading import load_model
 from tidemill.rollout.engines.embedded import EmbeddedEngine

@@ -34,17 +34,15 @@ import msgspec
 
 from benchmarks.measuring import write_result
 from benchmarks.synthetic_fleet import TICK_S, Apart, Judge, Mute, SyntheticPool, SyntheticWorker, make_lease
-from tidemill.controller.collection import Collection, collecting
+from tidemill.controller.collector import Collection, Rollout, collecting
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.in_flight import TRAIN, InFlight, Plan, plan_groups
 from tidemill.controller.ledger import Ledger
-from tidemill.controller.rollout import Rollout
-from tidemill.core.buffers import pack_tokens
-from tidemill.core.clock import LoopClock
-from tidemill.core.records import PolicyVersion, Prompt, SamplingParams, WorkerReport
-from tidemill.runtime.garbage import collected_rarely
+from tidemill.core.protocols import LoopClock
+from tidemill.core.records import PolicyVersion, Prompt, SamplingParams, WorkerReport, pack_tokens
+from tidemill.runtime.compute import collected_rarely
 from tidemill.runtime.journal import SqliteJournal
-from tidemill.telemetry.silent import SilentTelemetry
+from tidemill.telemetry.views import SilentTelemetry
 
 SLOTS = 64
 GROUP = 16

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.saboteur import Eviction, Saboteur, sabotaged
-from tidemill.config.layers import merge
+from tidemill.config.load import merge
 from tidemill.config.schema import RunSpec
-from tidemill.core.clock import Clock
-from tidemill.core.protocols import WorkerHost
+from tidemill.core.protocols import Clock, WorkerHost
 from tidemill.core.records import Record
 from tidemill.runtime.train import train
 from tidemill.telemetry.events import EVICTION, LEASE_END

@@ -14,10 +14,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.generation_hf import prompt_ids
 from benchmarks.turns import Turns
 from benchmarks.workload import Workload
-from tidemill.core.buffers import pack_tokens, unpack_logprobs, unpack_tokens
-from tidemill.core.records import GenerateRequest, PolicyVersion, Record, SampleId, SamplingParams, TokenDelta
+from tidemill.core.records import (
+    GenerateRequest,
+    PolicyVersion,
+    Record,
+    SampleId,
+    SamplingParams,
+    TokenDelta,
+    pack_tokens,
+    unpack_logprobs,
+    unpack_tokens,
+)
+from tidemill.models.auto import quiet
 from tidemill.models.loading import load_model
-from tidemill.models.quiet import quiet
 from tidemill.rollout.engines.embedded import EmbeddedEngine
 
 VERSION = PolicyVersion(number=0, digest="benchmark")

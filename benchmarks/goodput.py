@@ -26,34 +26,31 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measuring import RESULTS, write_result
+from tests.memory_journal import MemoryJournal
 from tidemill.config.pool import FleetConfig
-from tidemill.controller.collection import collecting
+from tidemill.controller.collector import Rollout, collecting
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.in_flight import TRAIN, InFlight, Plan, plan_groups
 from tidemill.controller.ledger import Ledger
-from tidemill.controller.memory_journal import MemoryJournal
-from tidemill.controller.rollout import Rollout
-from tidemill.core.buffers import pack_tokens
-from tidemill.core.clock import LoopClock
+from tidemill.core.protocols import LoopClock
 from tidemill.core.records import (
     PolicyVersion,
     Prompt,
     Reward,
     SampleId,
     SamplingParams,
+    pack_tokens,
 )
-from tidemill.pool.capacity import CapacityTrace
+from tidemill.pool.build import trace_timetable
 from tidemill.pool.provider import ScheduledProvider
 from tidemill.pool.synthetic import Market, synthetic_trace
-from tidemill.pool.trace import trace_timetable
-from tidemill.pool.trace_files import read_trace
-from tidemill.sim.completions import BlankCompletions
+from tidemill.pool.traces import CapacityTrace, read_trace
 from tidemill.sim.costs import ConstantEngine, ConstantWeights
-from tidemill.sim.task import NoText, SimulatedScorer
+from tidemill.sim.simulated_trainer import SimulatedPublisher
+from tidemill.sim.simulated_worker import SimulatedHost
 from tidemill.sim.virtual_time import run_virtual
-from tidemill.sim.weights import SimulatedPublisher
-from tidemill.sim.worker import SimulatedHost
-from tidemill.telemetry.silent import SilentTelemetry
+from tidemill.sim.workload import BlankCompletions, NoText, SimulatedScorer
+from tidemill.telemetry.views import SilentTelemetry
 
 TARGET = 0.95
 # Counts, times to eviction and return, and sizes of bursts of two Bamboo traces (g4dn in us-east-1c and us-east-1d).

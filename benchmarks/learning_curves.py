@@ -9,10 +9,10 @@ from pathlib import Path
 
 from benchmarks.training_run import train
 from tidemill.core.records import Record
-from tidemill.telemetry.evaluations import evaluations
 from tidemill.telemetry.events import read_events
 from tidemill.telemetry.metrics import read_metrics
 from tidemill.telemetry.run_dir import RunDirectory
+from tidemill.telemetry.summary import evaluations
 
 RECIPES = {"quiet": "smollm2-addition.toml", "evicted": "spot-trace.toml"}
 

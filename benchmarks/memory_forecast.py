@@ -23,12 +23,12 @@ from benchmarks.measuring import BYTES_PER_GB, write_result
 from benchmarks.models import quiet, smollm2
 from benchmarks.training_run import train
 from benchmarks.weights_delta import RECIPE
-from tidemill.cli.plan.recipe_model import models_of
+from tidemill.cli.plan_options import models_of
 from tidemill.config.load import load_spec
-from tidemill.planner.calibration.calibrate import calibrate
+from tidemill.planner.calibration.fit import calibrate
 from tidemill.planner.calibration.profile import RunProfile
 from tidemill.planner.figures import Sheet
-from tidemill.planner.forecast.memory import memory_on_this_machine
+from tidemill.planner.forecast.forecast import memory_on_this_machine
 
 STEPS = 3
 DEADLINE_S = 600.0

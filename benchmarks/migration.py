@@ -29,8 +29,7 @@ from ray._private import state
 
 from benchmarks.measuring import write_result
 from tidemill.config.schema import RunSpec
-from tidemill.core.clock import Clock
-from tidemill.core.protocols import Provider, WorkerHost
+from tidemill.core.protocols import Clock, Provider, WorkerHost
 from tidemill.core.records import (
     GenerateRequest,
     Lease,
@@ -41,9 +40,9 @@ from tidemill.core.records import (
     SampleId,
     WorkerReport,
 )
-from tidemill.runtime.cluster.machinery import on_ray
+from tidemill.runtime.backend import Machinery
+from tidemill.runtime.cluster.backend import on_ray
 from tidemill.runtime.cluster.worker import RayWorker
-from tidemill.runtime.machinery import Machinery
 from tidemill.runtime.train import train
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory

@@ -34,15 +34,13 @@ from typing import Any
 from benchmarks.measuring import write_result
 from tidemill.config.model import CharModelConfig
 from tidemill.config.schema import RunSpec
-from tidemill.core.buffers import TokenBuffer
-from tidemill.core.clock import Clock
-from tidemill.core.protocols import Reader
-from tidemill.core.records import Growth, Read, SampleId
-from tidemill.models.char import build_char_model
+from tidemill.core.protocols import Clock, Reader
+from tidemill.core.records import Growth, Read, SampleId, TokenBuffer
+from tidemill.models.builtin import build_char_model
 from tidemill.models.codec import load_codec
-from tidemill.models.heads import reward_head, save_head
-from tidemill.runtime.inprocess import in_process
-from tidemill.runtime.machinery import Machinery, OpenMachinery
+from tidemill.models.reward_model import reward_head, save_head
+from tidemill.runtime.backend import Machinery, OpenMachinery
+from tidemill.runtime.local import in_process
 from tidemill.runtime.readers import Readers
 from tidemill.runtime.train import train
 from tidemill.telemetry.metrics import STEP_TIME, read_metrics
@@ -130,7 +128,7 @@ class Turns:
 
 def taking_turns(place: str, ahead_in: int, found: list[Turns]) -> OpenMachinery:
     if place == "actor":
-        from tidemill.runtime.cluster.machinery import on_ray
+        from tidemill.runtime.cluster.backend import on_ray
 
         opening: OpenMachinery = on_ray
     else:

@@ -23,10 +23,10 @@ import torch
 from benchmarks.equivalent_runs import char_spec
 from benchmarks.measuring import write_result
 from tidemill.config.schema import RunSpec
+from tidemill.hardware.completion_lengths import LogNormalLengths
 from tidemill.runtime.train import train
 from tidemill.sim.costs import ConstantEngine, ConstantTrainer, ConstantWeights
-from tidemill.sim.profiles.lengths import LogNormalLengths
-from tidemill.sim.run import Plant, simulate_run
+from tidemill.sim.simulation import Plant, simulate_run
 from tidemill.sim.workload import Workload
 from tidemill.telemetry.metrics import read_metrics
 

@@ -20,12 +20,12 @@ from tidemill.envs.text.data import load_pairs
 from tidemill.models.codec import load_codec
 from tidemill.models.loading import context_limit
 from tidemill.models.reward_model import load_reward_model
-from tidemill.telemetry.evaluations import evaluations
 from tidemill.telemetry.events import read_events
 from tidemill.telemetry.metrics import MetricLine, read_metrics
 from tidemill.telemetry.run_dir import RunDirectory
 from tidemill.telemetry.statistics import LEVEL, RESAMPLES, Interval
-from tidemill.trainer.reward_scores import reward_scores
+from tidemill.telemetry.summary import evaluations
+from tidemill.trainer.scoring import reward_scores
 
 RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "rlhf.toml"
 CPU = "cpu_seconds"

@@ -24,9 +24,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from tidemill.config.schema import RunSpec
-from tidemill.core.buffers import LogprobBuffer, TokenBuffer, count
-from tidemill.core.clock import Clock
-from tidemill.core.protocols import Engine, EngineCapabilities, EngineStatus, WeightSource, WorkerHost
+from tidemill.core.protocols import Clock, Engine, EngineCapabilities, EngineStatus, WeightSource, WorkerHost
 from tidemill.core.records import (
     GenerateRequest,
     Lease,
@@ -35,16 +33,19 @@ from tidemill.core.records import (
     LeaseGranted,
     LeaseNoticed,
     Loaded,
+    LogprobBuffer,
     PolicyVersion,
     Pulled,
     Record,
     SampleId,
+    TokenBuffer,
     TokenDelta,
     WorkerReport,
+    count,
 )
 from tidemill.rollout.worker import EngineWorker
-from tidemill.runtime.inprocess import in_process
-from tidemill.runtime.machinery import Machinery, OpenMachinery
+from tidemill.runtime.backend import Machinery, OpenMachinery
+from tidemill.runtime.local import in_process
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory
 

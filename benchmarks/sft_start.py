@@ -16,7 +16,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from tidemill.config.layers import merge
+from tidemill.config.load import merge
 from tidemill.config.schema import RunSpec
 from tidemill.config.task import ArithmeticTask
 from tidemill.envs.text.arithmetic import STOP, Problem, choose_shots, format_prompt, split_listed

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from tidemill.core.buffers import count, pack_logprobs, pack_tokens
 from tidemill.core.records import (
     Finish,
     GenerateRequest,
@@ -33,6 +32,9 @@ from tidemill.core.records import (
     WeightManifest,
     WorkerReport,
     WorkerStatus,
+    count,
+    pack_logprobs,
+    pack_tokens,
 )
 
 TICK_S = 1.0

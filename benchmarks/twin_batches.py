@@ -18,28 +18,35 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.saboteur import Cue, Eviction, Saboteur
-from tidemill.config.layers import merge
+from tidemill.config.load import merge
 from tidemill.config.schema import RunSpec
-from tidemill.controller.collection import collecting
+from tidemill.controller.collector import Rollout, collecting
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.in_flight import TRAIN, InFlight, Plan, plan_groups
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.loop import sampling_params
-from tidemill.controller.rollout import Rollout
-from tidemill.core.buffers import LogprobBuffer, unpack_logprobs, unpack_tokens
-from tidemill.core.clock import Clock
-from tidemill.core.protocols import Trainer
-from tidemill.core.records import Completion, Group, PolicyVersion, Record, SampleId, StepMetrics, Trajectory
+from tidemill.core.protocols import Clock, Trainer
+from tidemill.core.records import (
+    Completion,
+    Group,
+    LogprobBuffer,
+    PolicyVersion,
+    Record,
+    SampleId,
+    StepMetrics,
+    Trajectory,
+    unpack_logprobs,
+    unpack_tokens,
+)
 from tidemill.models.attention import TreePlan, hidden_states, vocabulary_logits
 from tidemill.models.token_tree import build_tree
 from tidemill.rollout.sampling import gumbel, stream_key
-from tidemill.runtime.host import InProcessHost
-from tidemill.runtime.inprocess import in_process
-from tidemill.runtime.machinery import Machinery, scorers
+from tidemill.runtime.backend import Machinery, scorers
+from tidemill.runtime.local import InProcessHost, in_process
 from tidemill.runtime.train import train
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory
-from tidemill.telemetry.silent import SilentTelemetry
+from tidemill.telemetry.views import SilentTelemetry
 
 RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "smollm2-addition.toml"
 NEW_TOKENS, WORKERS, STEPS_PER_TICK = 20, 2, 3

@@ -15,16 +15,14 @@ import torch
 from transformers import PreTrainedModel
 
 from tidemill.config.load import load_spec
-from tidemill.core.clock import LoopClock
+from tidemill.core.protocols import LoopClock
 from tidemill.core.records import PolicyVersion, StepMetrics
 from tidemill.models.snapshots import snapshot_bytes, snapshot_layout, write_snapshot
 from tidemill.runtime.train import train
 from tidemill.trainer.policy import PolicyTrainer
-from tidemill.weights.memory import MemoryTransport
 from tidemill.weights.puller import Puller
-from tidemill.weights.snapshot import Snapshot, allocate
+from tidemill.weights.snapshot import Blob, MemoryTransport, Snapshot, allocate
 from tidemill.weights.store import WeightStore
-from tidemill.weights.transport import Blob
 
 T = TypeVar("T")
 

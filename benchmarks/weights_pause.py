@@ -20,16 +20,15 @@ from transformers import PreTrainedModel
 
 from benchmarks.additions import unrelated_prompts
 from tidemill.config.schema import RunSpec
-from tidemill.core.buffers import pack_tokens
-from tidemill.core.clock import LoopClock
-from tidemill.core.records import GenerateRequest, Lease, Loaded, PolicyVersion, SampleId, SamplingParams
+from tidemill.core.protocols import LoopClock
+from tidemill.core.records import GenerateRequest, Lease, Loaded, PolicyVersion, SampleId, SamplingParams, pack_tokens
 from tidemill.rollout.engines.embedded import EmbeddedEngine
 from tidemill.rollout.worker import EngineWorker
+from tidemill.runtime.backend import ModelPublisher
 from tidemill.runtime.compute import ComputeThread
-from tidemill.runtime.host import InProcessHost
-from tidemill.runtime.parts import Parts, load_parts
-from tidemill.runtime.publish import ModelPublisher
-from tidemill.weights.memory import MemoryTransport
+from tidemill.runtime.local import InProcessHost
+from tidemill.runtime.model_bundle import Parts, load_parts
+from tidemill.weights.snapshot import MemoryTransport
 from tidemill.weights.store import WeightStore
 
 SAMPLES = 16

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tidemill.cli.arguments import model_folder, spec_for
-from tidemill.cli.failure import explain
-from tidemill.cli.output import note
+from tidemill.cli.output import explain, note
 
 MOST_PROMPTS = 1000
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tidemill.core.buffers import pack_logprobs, pack_tokens
 from tidemill.core.errors import UserError
-from tidemill.core.records import Message, Prompt, SampleId, Segment, Trajectory
+from tidemill.core.records import Message, Prompt, SampleId, Segment, Trajectory, pack_logprobs, pack_tokens
 
 END, END_OF_TURN = 0, 1
 

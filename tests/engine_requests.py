@@ -8,8 +8,16 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel
 
-from tidemill.core.buffers import pack_tokens, unpack_logprobs, unpack_tokens
-from tidemill.core.records import GenerateRequest, PolicyVersion, SampleId, SamplingParams, TokenDelta
+from tidemill.core.records import (
+    GenerateRequest,
+    PolicyVersion,
+    SampleId,
+    SamplingParams,
+    TokenDelta,
+    pack_tokens,
+    unpack_logprobs,
+    unpack_tokens,
+)
 from tidemill.models.attention import use_packed_attention
 from tidemill.rollout.engines.embedded import EmbeddedEngine
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from tests.fabricated_run import FabricatedRun
 from tidemill.core.records import Trajectory
+from tidemill.telemetry.events import span
 from tidemill.telemetry.recorder import Recorder
-from tidemill.telemetry.spans import span
 
 SPOT_USD, RESERVED_USD = 0.6, 2.4  # an hour
 GRACE_S, SEEDING_S = 3.0, 4.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tidemill.telemetry.forecast import FORMAT, Forecast, Spread
+from tidemill.telemetry.manifest import FORMAT, Forecast, Spread
 
 
 def make_forecast(*step_s: float, total_s: float = 100.0) -> Forecast:

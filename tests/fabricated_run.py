@@ -9,12 +9,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tidemill.config.schema import RunSpec
-from tidemill.core.buffers import pack_logprobs, pack_tokens
-from tidemill.core.records import PolicyVersion, Prompt, Reward, SampleId, Segment, StepMetrics, Trajectory, VersionRun
+from tidemill.core.records import (
+    PolicyVersion,
+    Prompt,
+    Reward,
+    SampleId,
+    Segment,
+    StepMetrics,
+    Trajectory,
+    VersionRun,
+    pack_logprobs,
+    pack_tokens,
+)
+from tidemill.telemetry.events import span
 from tidemill.telemetry.manifest import build_manifest
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory
-from tidemill.telemetry.spans import span
 
 ALPHABET = "\n 0123456789+=-abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ<>/'\"()&;.!é"
 HELD_OUT = 64

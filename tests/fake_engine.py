@@ -8,9 +8,22 @@ from typing import TypeVar
 
 from tests.fake_samples import VOCABULARY, completion, logprob, number
 from tidemill.controller.reading import Reading
-from tidemill.core.buffers import LogprobBuffer, TokenBuffer, count, pack_logprobs, pack_tokens, unpack_tokens
 from tidemill.core.protocols import EngineCapabilities, EngineStatus
-from tidemill.core.records import Finish, GenerateRequest, Growth, PolicyVersion, Read, SampleId, TokenDelta
+from tidemill.core.records import (
+    Finish,
+    GenerateRequest,
+    Growth,
+    LogprobBuffer,
+    PolicyVersion,
+    Read,
+    SampleId,
+    TokenBuffer,
+    TokenDelta,
+    count,
+    pack_logprobs,
+    pack_tokens,
+    unpack_tokens,
+)
 
 T = TypeVar("T")
 

@@ -11,10 +11,8 @@ from tests.fake_engine import FakeCompute, FakeEngine
 from tests.fake_session import FakeTelemetry, FakeTrainer, Session
 from tidemill.config.pool import FleetConfig
 from tidemill.controller.fleet import Fleet
-from tidemill.core.buffers import pack_logprobs, pack_tokens
-from tidemill.core.clock import LoopClock
 from tidemill.core.errors import WorkerLost
-from tidemill.core.protocols import Worker
+from tidemill.core.protocols import LoopClock, Worker
 from tidemill.core.records import (
     Lease,
     LeaseEnded,
@@ -24,6 +22,8 @@ from tidemill.core.records import (
     PolicyVersion,
     Pulled,
     WeightManifest,
+    pack_logprobs,
+    pack_tokens,
 )
 from tidemill.rollout.worker import EngineWorker
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from tidemill.controller.in_flight import InFlight, Plan, plan_groups
-from tidemill.core.buffers import LogprobBuffer, pack_logprobs, pack_tokens, unpack_tokens
 from tidemill.core.records import (
     Completion,
     Finish,
+    LogprobBuffer,
     Message,
     PolicyVersion,
     Prompt,
@@ -19,6 +19,9 @@ from tidemill.core.records import (
     TokenDelta,
     WorkerReport,
     WorkerStatus,
+    pack_logprobs,
+    pack_tokens,
+    unpack_tokens,
 )
 
 VOCABULARY = 50

@@ -10,24 +10,25 @@ from typing import Any
 
 from tests.fake_engine import FakeCompute, FakeEngine, FakeReader
 from tests.fake_samples import MAX_NEW, FakeCodec, FakeSource, digest_of, number, said_of
+from tests.memory_journal import MemoryJournal, PowerCut
 from tidemill.config.schema import RunSpec
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.loop import LoopResult, train_loop
-from tidemill.controller.memory_journal import MemoryJournal, PowerCut
 from tidemill.controller.waiting import Patience
-from tidemill.core.buffers import LogprobBuffer, unpack_tokens
-from tidemill.core.clock import LoopClock
+from tidemill.core.protocols import LoopClock
 from tidemill.core.records import (
     Completion,
     FleetRow,
     Group,
+    LogprobBuffer,
     PolicyVersion,
     Prompt,
     Reward,
     SampleId,
     StepMetrics,
     Trajectory,
+    unpack_tokens,
 )
 from tidemill.rollout.worker import EngineWorker
 

@@ -9,8 +9,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from tidemill.trainer.critic import Promised, known
 from tidemill.trainer.packing import Microbatch
-from tidemill.trainer.promised import Promised, known
 
 T = TypeVar("T")
 

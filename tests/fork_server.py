@@ -21,9 +21,9 @@ from typing import Any
 
 import transformers.models.llama.modeling_llama  # noqa: F401 (what every tested model is; loaded by name otherwise)
 
-import tidemill.cli.generate
+import tidemill.cli.evaluate
 import tidemill.cli.train
-import tidemill.pipeline.run
+import tidemill.pipeline.execution
 import tidemill.runtime.supervised
 import tidemill.runtime.train  # noqa: F401
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from tests.model_shapes import MODEL_SHAPES, VOCABULARY
 from tidemill.core.records import Read, SampleId
 from tidemill.models.attention import use_packed_attention
-from tidemill.trainer.chunked_reader import ChunkedReader, Gauge, LogprobGauge
+from tidemill.trainer.scoring import ChunkedReader, Gauge, LogprobGauge
 
 CHUNK = 8
 

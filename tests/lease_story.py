@@ -7,11 +7,9 @@ import math
 from dataclasses import dataclass, field
 
 from tests.virtual_time import run_virtual
-from tidemill.core.clock import LoopClock
-from tidemill.core.protocols import Provider
+from tidemill.core.protocols import LoopClock, Provider
 from tidemill.core.records import LeaseEnded, LeaseEvent, LeaseGranted, LeaseNoticed
-from tidemill.pool.provider import CLOCK_RESOLUTION_S, BackOff, ScheduledProvider
-from tidemill.pool.timetable import Timetable
+from tidemill.pool.provider import CLOCK_RESOLUTION_S, BackOff, ScheduledProvider, Timetable
 
 
 def scheduled(

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from tidemill.models.quiet import quiet
+from tidemill.models.auto import quiet
 
 VOCABULARY, CONTEXT, WINDOW = 128, 96, 8
 

@@ -11,7 +11,7 @@ from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from tests.model_shapes import VOCABULARY
-from tidemill.models.quiet import quiet
+from tidemill.models.auto import quiet
 
 
 def small_tokenizer() -> PreTrainedTokenizerFast:

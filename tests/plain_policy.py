@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 
 from tests.fixed_critic import fixed_value
 from tidemill.config.schema import RunSpec
-from tidemill.core.buffers import unpack_logprobs, unpack_tokens
-from tidemill.core.records import Group, Trajectory
+from tidemill.core.records import Group, Trajectory, unpack_logprobs, unpack_tokens
 
 
 @dataclass(kw_only=True)

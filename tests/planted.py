@@ -12,8 +12,7 @@ from tidemill.config.toml import to_toml
 from tidemill.core.records import SampleId
 from tidemill.planner.calibration.observed import Hardware, Manifest, Observed, Session
 from tidemill.planner.calibration.profile import FORMAT, QUANTITIES, Machine, Measure, RunProfile, cost_settings
-from tidemill.planner.forecast.twin import simulate_recipe
-from tidemill.planner.forecast.work import length_of, workloads
+from tidemill.planner.forecast.one_machine import length_of, simulate_recipe, workloads
 from tidemill.telemetry.metrics import CONTROLLER_CPU
 from tidemill.telemetry.run_dir import RunDirectory, samples_name
 from tidemill.telemetry.samples import Sample

@@ -12,8 +12,8 @@ from typing import Any
 
 from tidemill.config.pipeline import KINDS, PipelineSpec, StageKind
 from tidemill.config.stages import load_recipe
-from tidemill.pipeline.kinds import Job, Outcome, RunStage
 from tidemill.pipeline.plan import Mark, Plan, Planned
+from tidemill.pipeline.stage_kinds import Job, Outcome, RunStage
 
 PRODUCT = "model"
 STEPS = 3

@@ -8,11 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tests.fake_engine import FakeCompute
-from tidemill.core.buffers import pack_logprobs, pack_tokens
-from tidemill.core.records import PolicyVersion, TensorEntry, WeightManifest
-from tidemill.weights.snapshot import allocate
+from tidemill.core.records import PolicyVersion, TensorEntry, WeightManifest, pack_logprobs, pack_tokens
+from tidemill.weights.snapshot import Blob, allocate
 from tidemill.weights.store import WeightStore
-from tidemill.weights.transport import Blob
 
 SHAPES = {"embed": (64, 16), "norm": (16,), "head": (10, 16)}
 PROBE_IDS, PROBE_LOGPROBS = pack_tokens([1, 2, 3]), pack_logprobs([-1.0, -2.0])

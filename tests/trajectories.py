@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tidemill.core.buffers import pack_logprobs, pack_tokens
-from tidemill.core.records import Group, PolicyVersion, Reward, SampleId, Segment, Trajectory, VersionRun
+from tidemill.core.records import (
+    Group,
+    PolicyVersion,
+    Reward,
+    SampleId,
+    Segment,
+    Trajectory,
+    VersionRun,
+    pack_logprobs,
+    pack_tokens,
+)
 
 VERSION = PolicyVersion(number=0, digest="start")
 

@@ -11,12 +11,11 @@ from transformers import PreTrainedModel
 
 from tests.model_shapes import VOCABULARY, llama
 from tidemill.config.schema import RunSpec
-from tidemill.core.buffers import pack_tokens
-from tidemill.core.records import Demonstration, PreferencePair, StepMetrics
+from tidemill.core.records import Demonstration, PreferencePair, StepMetrics, pack_tokens
 from tidemill.models.attention import use_packed_attention
-from tidemill.telemetry.silent import SilentTelemetry
+from tidemill.telemetry.views import SilentTelemetry
 from tidemill.trainer.checkpoint_store import CheckpointStore
-from tidemill.trainer.fitting import Workbench
+from tidemill.trainer.supervised_loop import Workbench
 
 
 class RememberedSteps(SilentTelemetry):

@@ -6,10 +6,8 @@ import asyncio
 
 from tests.fake_engine import FakeCompute, FakeEngine
 from tests.fake_samples import SAMPLING, make_id, make_prompt
-from tidemill.core.buffers import pack_tokens
-from tidemill.core.clock import LoopClock
-from tidemill.core.protocols import WeightSource
-from tidemill.core.records import GenerateRequest, PolicyVersion, Pulled, TokenDelta, WeightManifest
+from tidemill.core.protocols import LoopClock, WeightSource
+from tidemill.core.records import GenerateRequest, PolicyVersion, Pulled, TokenDelta, WeightManifest, pack_tokens
 from tidemill.rollout.worker import EngineWorker
 
 V0, V1 = PolicyVersion(number=0, digest="v0"), PolicyVersion(number=1, digest="v1")

@@ -36,9 +36,9 @@ from benchmarks.simulator.published_system import (
     workload,
 )
 from tidemill.core.records import Record
-from tidemill.pool.static import static_timetable
-from tidemill.sim.rlboost import rlboost_twins
-from tidemill.sim.run import simulate_run
+from tidemill.pool.build import static_timetable
+from tidemill.sim.baselines import rlboost_twins
+from tidemill.sim.simulation import simulate_run
 
 STEPS, MEASURED = 20, 14
 """Steps simulated with instances, and of those the last ones that count."""

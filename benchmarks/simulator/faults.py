@@ -15,7 +15,7 @@ from statistics import fmean
 
 from benchmarks.measuring import write_result
 from benchmarks.simulator.segments import CORES
-from tidemill.sim.faults.run import Outcome, simulate_faults
+from tests.fault_simulation.seed_run import Outcome, simulate_faults
 
 SEEDS, TARGET_S = 10_000, 0.3
 CHUNK = 20

@@ -21,8 +21,8 @@ from rich.table import Table
 from benchmarks.line_charts import PICTURES, Line, Panel, write_chart
 from benchmarks.measuring import write_result
 from tidemill.config.schema import RunSpec
-from tidemill.runtime.garbage import collected_rarely
-from tidemill.sim.scenario import plan_scenario, simulate_planned
+from tidemill.runtime.compute import collected_rarely
+from tidemill.sim.comparison import plan_scenario, simulate_planned
 from tidemill.telemetry.fleet_figures import HOUR_S
 
 SIZES = (1, 2, 4, 7, 10, 15, 22, 40, 100, 300, 1000)

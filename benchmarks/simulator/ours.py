@@ -36,13 +36,13 @@ from benchmarks.simulator.published_system import (
 )
 from benchmarks.simulator.segments import ENDLESS, Outcome, System, Total, play, play_all, published_system, total
 from tidemill.controller import router as per_sample
+from tidemill.controller.estimates import LengthEstimator
 from tidemill.controller.fleet import Fleet
-from tidemill.controller.lengths import LengthEstimator
 from tidemill.controller.router import Load, Waiting
-from tidemill.sim.profiled import ProfiledEngine
-from tidemill.sim.profiles.generation import rollout_of, steady_tokens_per_s
-from tidemill.sim.rlboost import MOST_PENDING, UNLIMITED, GroupRouter, rlboost_twins
-from tidemill.sim.run import Twins
+from tidemill.hardware.engine_profile import rollout_of, steady_tokens_per_s
+from tidemill.sim.baselines import MOST_PENDING, UNLIMITED, GroupRouter, rlboost_twins
+from tidemill.sim.costs import ProfiledEngine
+from tidemill.sim.simulation import Twins
 
 ROW, TARGET = "14B", 1.15
 CHANGED = 0.03

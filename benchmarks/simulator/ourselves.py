@@ -35,7 +35,7 @@ from benchmarks.training_run import train
 from benchmarks.turns import OFFLINE, ONE_THREAD
 from tidemill.config.schema import RunSpec
 from tidemill.config.toml import to_toml
-from tidemill.planner.calibration.calibrate import calibrate
+from tidemill.planner.calibration.fit import calibrate
 from tidemill.planner.forecast.forecast import forecast_recipe
 from tidemill.telemetry.metrics import STEP_TIME, read_metrics
 from tidemill.telemetry.run_dir import RunDirectory

@@ -21,16 +21,16 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measuring import write_result
+from tests.fault_simulation.seed_run import simulate_faults
 from tidemill.controller import publishing, run
-from tidemill.controller.assembly import Forming
+from tidemill.controller.batching import Forming
 from tidemill.controller.dispatcher import Dispatcher
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.in_flight import InFlight
 from tidemill.controller.ledger import Ledger
-from tidemill.controller.mailbox import Mailbox
 from tidemill.controller.run import Run
 from tidemill.controller.samples import Sample
-from tidemill.sim.faults.run import simulate_faults
+from tidemill.controller.waiting import Mailbox
 
 TARGET = 1000
 

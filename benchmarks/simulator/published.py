@@ -59,9 +59,9 @@ from benchmarks.simulator.segments import (
     published_system,
     total,
 )
-from tidemill.pool.timetable import Change
-from tidemill.sim.rlboost import Moved, rlboost_twins
-from tidemill.sim.run import simulate_run
+from tidemill.pool.provider import Change
+from tidemill.sim.baselines import Moved, rlboost_twins
+from tidemill.sim.simulation import simulate_run
 
 WITHIN, FACTOR = 0.1, 1.5
 ABLATIONS: dict[str, dict[str, Any]] = {

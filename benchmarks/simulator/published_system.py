@@ -15,19 +15,14 @@ from typing import Any
 from benchmarks.simulator.availability import MOST
 from tidemill.config.schema import RunSpec
 from tidemill.core.records import Record
-from tidemill.sim.chunked import chunked_twins
-from tidemill.sim.costs import ConstantWeights
-from tidemill.sim.profiled import ProfiledEngine, ProfiledTrainer
-from tidemill.sim.profiles.catalog import load_catalog
-from tidemill.sim.profiles.engine import EngineEfficiency, EngineProfile, engine_profile
-from tidemill.sim.profiles.generation import rollout_of
-from tidemill.sim.profiles.lengths import log_normal_of_mean
-from tidemill.sim.profiles.model_shape import shape_of_parameters
-from tidemill.sim.profiles.network import Link
-from tidemill.sim.profiles.precision import DTYPE_BYTES, FROZEN_BYTES, TRAINED
-from tidemill.sim.profiles.trainer import TrainerEfficiency, trainer_profile
-from tidemill.sim.rlboost import rlboost_fleet
-from tidemill.sim.run import Plant
+from tidemill.hardware.catalog import Link, load_catalog
+from tidemill.hardware.completion_lengths import log_normal_of_mean
+from tidemill.hardware.engine_profile import EngineEfficiency, EngineProfile, engine_profile, rollout_of
+from tidemill.hardware.model_shape import DTYPE_BYTES, FROZEN_BYTES, TRAINED, shape_of_parameters
+from tidemill.hardware.trainer_profile import TrainerEfficiency, trainer_profile
+from tidemill.sim.baselines import chunked_twins, rlboost_fleet
+from tidemill.sim.costs import ConstantWeights, ProfiledEngine, ProfiledTrainer
+from tidemill.sim.simulation import Plant
 from tidemill.sim.workload import Workload
 
 PROMPTS, GROUP, LONGEST = 128, 8, 14_336

@@ -19,11 +19,11 @@ from typing import Any
 
 from benchmarks.measuring import write_result
 from tidemill.config.schema import RunSpec
+from tidemill.hardware.completion_lengths import LogNormalLengths
 from tidemill.pool.synthetic import Market, market_timetable
-from tidemill.runtime.garbage import collected_rarely
+from tidemill.runtime.compute import collected_rarely
 from tidemill.sim.costs import ConstantEngine, ConstantTrainer, ConstantWeights
-from tidemill.sim.profiles.lengths import LogNormalLengths
-from tidemill.sim.run import Plant, simulate_run
+from tidemill.sim.simulation import Plant, simulate_run
 from tidemill.sim.workload import Workload
 
 TARGET_S = 180.0

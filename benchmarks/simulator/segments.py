@@ -10,9 +10,9 @@ from benchmarks.simulator.availability import MOST, SEED, SEGMENT_S, SEGMENTS, t
 from benchmarks.simulator.published_system import FITTED, FOUND_WINDOWS_S, GROUP, plant, published_spec, workload
 from tidemill.config.schema import RunSpec
 from tidemill.core.records import Record
-from tidemill.pool.timetable import Timetable
-from tidemill.sim.rlboost import Moved, rlboost_twins
-from tidemill.sim.run import Twins, simulate_run
+from tidemill.pool.provider import Timetable
+from tidemill.sim.baselines import Moved, rlboost_twins
+from tidemill.sim.simulation import Twins, simulate_run
 
 ENDLESS = 10_000
 """Steps: the segment ends before."""

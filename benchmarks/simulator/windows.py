@@ -30,8 +30,8 @@ from benchmarks.simulator.calibration import Steady, steady
 from benchmarks.simulator.published import ABLATIONS, run_case
 from benchmarks.simulator.published_system import FITTED, FOUND_WINDOWS_S, plant, workload
 from benchmarks.simulator.segments import CORES, published_system, total
-from tidemill.pool.timetable import Change
-from tidemill.sim.run import simulate_run
+from tidemill.pool.provider import Change
+from tidemill.sim.simulation import simulate_run
 
 ROW = "14B"
 INSTANCES, OFF_S = (1, 3, 6), (-100.0, -50.0, 0.0, 50.0, 100.0)

@@ -12,7 +12,7 @@ import msgspec
 from tests.chaos.world import Lie, Machine, World, repeated, shuffled
 from tidemill.config.pool import FleetConfig
 from tidemill.core.records import TokenDelta, WorkerReport
-from tidemill.weights.memory import corrupt, torn
+from tidemill.weights.snapshot import corrupt, torn
 
 SILENCE_S, JOIN_S, HAND_BACK_S = 3.0, 15.0, 0.5
 

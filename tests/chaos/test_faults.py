@@ -15,9 +15,9 @@ from tests.chaos.world import World
 from tests.fake_engine import FakeReader
 from tests.fake_pool import trained
 from tests.fake_session import Disk, Session, small_spec
+from tests.memory_journal import MemoryJournal, PowerCut
 from tests.virtual_time import run_virtual
 from tidemill.controller.ledger import Ledger
-from tidemill.controller.memory_journal import MemoryJournal, PowerCut
 from tidemill.core.errors import UserError
 
 SPEC = small_spec(batch={"prompts": 5, "group_size": 4}, sampling={"max_new_tokens": 30}, trainer={"steps": 4})

@@ -19,12 +19,11 @@ import numpy as np
 from tests.fake_engine import FakeCompute, FakeEngine, FakeReader
 from tests.fake_samples import number
 from tests.fake_session import Session
+from tests.fault_simulation.world import ToldProvider
 from tidemill.config.pool import FleetConfig
 from tidemill.controller.fleet import Fleet
-from tidemill.core.buffers import pack_tokens
-from tidemill.core.clock import LoopClock
 from tidemill.core.errors import WorkerLost
-from tidemill.core.protocols import Worker
+from tidemill.core.protocols import LoopClock, Worker
 from tidemill.core.records import (
     GenerateRequest,
     Lease,
@@ -38,14 +37,12 @@ from tidemill.core.records import (
     TensorEntry,
     WeightManifest,
     WorkerReport,
+    pack_tokens,
 )
 from tidemill.rollout.worker import EngineWorker
-from tidemill.sim.faults.world import ToldProvider
-from tidemill.weights.memory import MemoryTransport
 from tidemill.weights.puller import Puller
-from tidemill.weights.snapshot import Snapshot, allocate
+from tidemill.weights.snapshot import Blob, MemoryTransport, Snapshot, allocate
 from tidemill.weights.store import WeightStore
-from tidemill.weights.transport import Blob
 
 T = TypeVar("T")
 Mend = Callable[[list[WorkerReport]], list[WorkerReport]]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from tests.killed_lives import killed_until_done
-from tidemill.cli.failure import INTERRUPTED_CODE
+from tidemill.cli.output import INTERRUPTED_CODE
 from tidemill.config.schema import RunSpec
 from tidemill.runtime.supervised import SupervisedKind, train_supervised
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.commands import run_here
 from tests.conftest import REPOSITORY
-from tidemill.telemetry.forecast import read_forecast
+from tidemill.telemetry.manifest import read_forecast
 
 RECIPE = (
     f"@{REPOSITORY / 'recipes' / 'char-addition.toml'}",

@@ -11,7 +11,7 @@ import pytest
 from tidemill.config.model import CharModelConfig
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
-from tidemill.models.char import build_char_model
+from tidemill.models.builtin import build_char_model
 from tidemill.runtime.train import train
 from tidemill.telemetry.metrics import MetricLine, read_metrics
 

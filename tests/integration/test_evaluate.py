@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from tidemill.cli.eval import figures
+from tidemill.cli.evaluate import figures
 from tidemill.config.load import load_spec
 from tidemill.config.schema import RunConfig
 from tidemill.core.records import Prompt, Reward, Trajectory
-from tidemill.runtime.answering import Answering
-from tidemill.runtime.answers import Answered
+from tidemill.runtime.answering import Answered, Answering
 from tidemill.runtime.evaluate import evaluate
 
 

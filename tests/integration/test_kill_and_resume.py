@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.fake_session import Disk, Session, small_spec
+from tests.memory_journal import HEADER, PowerCut
 from tests.virtual_time import run_virtual
-from tidemill.controller.entries import Published, decode
-from tidemill.controller.memory_journal import HEADER, PowerCut
+from tidemill.controller.journal_entries import Published, decode
 from tidemill.core.records import SampleId
 
 SPEC = small_spec()

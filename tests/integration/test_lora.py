@@ -19,7 +19,7 @@ from tidemill.models.folder import holds_adapter
 from tidemill.models.loading import load_model
 from tidemill.models.lora import frozen_parameters, learned_parameters
 from tidemill.models.reward_model import load_reward_model
-from tidemill.runtime.parts import load_parts
+from tidemill.runtime.model_bundle import load_parts
 from tidemill.runtime.supervised import SupervisedKind
 
 RECIPE = f"@{REPOSITORY / 'recipes' / 'char-addition.toml'}"

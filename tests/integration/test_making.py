@@ -10,15 +10,14 @@ import pytest
 
 from scripts.make_data import main
 from tests.conftest import REPOSITORY
-from tidemill.config.data import DataConfig
 from tidemill.config.load import load_spec
-from tidemill.core.buffers import unpack_tokens
+from tidemill.config.supervised import DataConfig
+from tidemill.core.records import unpack_tokens
 from tidemill.envs.text import build_task
 from tidemill.envs.text.data import load_demonstrations, load_pairs
 from tidemill.models.catalog import resolve
 from tidemill.models.codec import TextCodec, load_codec
-from tidemill.runtime.answering import Answering
-from tidemill.runtime.answers import Answered
+from tidemill.runtime.answering import Answered, Answering
 from tidemill.runtime.making import make_pairs
 
 RECIPE = f"@{REPOSITORY / 'recipes' / 'char-addition.toml'}"

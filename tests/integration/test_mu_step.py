@@ -17,19 +17,26 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.char_task import char_task
-from tidemill.config.layers import merge
+from tidemill.config.load import merge
 from tidemill.config.schema import RunSpec
-from tidemill.core.buffers import LogprobBuffer, unpack_logprobs, unpack_tokens
-from tidemill.core.clock import Clock
-from tidemill.core.protocols import Trainer
-from tidemill.core.records import Completion, Group, PolicyVersion, StepMetrics, Trajectory
-from tidemill.runtime.inprocess import in_process
-from tidemill.runtime.machinery import Machinery
+from tidemill.core.protocols import Clock, Trainer
+from tidemill.core.records import (
+    Completion,
+    Group,
+    LogprobBuffer,
+    PolicyVersion,
+    StepMetrics,
+    Trajectory,
+    unpack_logprobs,
+    unpack_tokens,
+)
+from tidemill.runtime.backend import Machinery
+from tidemill.runtime.local import in_process
 from tidemill.runtime.train import train
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory
-from tidemill.trainer import policy, policy_loss
-from tidemill.trainer.policy_loss import PolicyOutcome
+from tidemill.trainer import policy, update
+from tidemill.trainer.update import PolicyOutcome
 
 HIGH, STEPS, DIES_AT = 1.02, 6, 5
 RECIPE = (
@@ -130,7 +137,7 @@ class Seen:
         return found
 
     def __post_init__(self) -> None:
-        self._outcome = policy_loss.policy_outcome
+        self._outcome = update.policy_outcome
 
 
 @dataclass

@@ -19,8 +19,8 @@ from tests.char_task import char_task
 from tests.commands import DEADLINE_S, Ran, run_fork, run_here
 from tests.conftest import REPOSITORY
 from tests.forked import Forked
+from tidemill.models.auto import quiet
 from tidemill.models.loading import weights_digest
-from tidemill.models.quiet import quiet
 
 RECIPE = (
     """\

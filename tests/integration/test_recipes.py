@@ -21,7 +21,7 @@ from tests.commands import Ran, run_fork, run_here, run_process
 from tests.conftest import REPOSITORY
 from tidemill.config.algorithm import PRESETS
 from tidemill.config.load import load_spec
-from tidemill.models.quiet import quiet
+from tidemill.models.auto import quiet
 from tidemill.runtime.train import train
 
 RECIPES = sorted((REPOSITORY / "recipes").glob("*.toml"))

@@ -11,7 +11,7 @@ import pytest
 from tests.pretend_stages import pipeline
 from tidemill.config.base import Config
 from tidemill.config.pipeline import KINDS, NEUTRAL, StageSpec
-from tidemill.pipeline.kinds import RUNNERS, Job
+from tidemill.pipeline.stage_kinds import RUNNERS, Job
 
 # An untrained model is hardly ever right: here a completion with one of these digits is.
 TOP = """\

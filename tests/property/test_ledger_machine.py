@@ -10,13 +10,21 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.fake_samples import GROUPS, V3, completion, logprob, make_plan, make_prompts, make_report, prompt_of
-from tidemill.controller.assembly import GroupAssembly, scored
+from tests.memory_journal import MemoryJournal, PowerCut
+from tidemill.controller.batching import GroupAssembly, scored
 from tidemill.controller.in_flight import InFlight
 from tidemill.controller.ledger import Ledger
-from tidemill.controller.memory_journal import MemoryJournal, PowerCut
 from tidemill.controller.samples import SampleState
-from tidemill.core.buffers import pack_logprobs, pack_tokens, unpack_tokens
-from tidemill.core.records import Finish, GenerateRequest, Reward, SampleId, TokenDelta
+from tidemill.core.records import (
+    Finish,
+    GenerateRequest,
+    Reward,
+    SampleId,
+    TokenDelta,
+    pack_logprobs,
+    pack_tokens,
+    unpack_tokens,
+)
 
 T = TypeVar("T")
 LIMIT = 8

@@ -11,18 +11,17 @@ import pytest
 from tests.fabricated_forecast import make_forecast
 from tests.planted import planted, spec_of
 from tidemill.config.model import ModelConfig
-from tidemill.controller.entries import Rewarded, encode
-from tidemill.controller.replay import decoded
+from tidemill.controller.journal_entries import Rewarded, decoded, encode
 from tidemill.core.errors import UserError
 from tidemill.core.records import Reward
-from tidemill.models.adapter_folder import ORIGIN, Origin, read_origin
 from tidemill.models.folder import DESCRIPTION
-from tidemill.models.heads import HeadDescription, read_description
-from tidemill.pipeline.folder import MARK, PipelineFolder
+from tidemill.models.reward_model import HeadDescription, read_description
+from tidemill.models.saving import ORIGIN, Origin, read_origin
 from tidemill.pipeline.plan import Mark
+from tidemill.pipeline.state import MARK, PipelineFolder
 from tidemill.planner.calibration.profile import read_profile
-from tidemill.runtime.answers import Answered, Answers
-from tidemill.telemetry.forecast import FORECAST, read_forecast
+from tidemill.runtime.answering import Answered, Answers
+from tidemill.telemetry.manifest import FORECAST, read_forecast
 from tidemill.telemetry.run_dir import RunDirectory
 
 HEAD = HeadDescription(kind="reward_model", pooling="last_token", hidden_size=4, vocabulary_digest="ab")

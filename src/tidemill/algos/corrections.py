@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tidemill.algos.losses import LOG_RATIO_LIMIT
-from tidemill.algos.samples import Samples
+from tidemill.algos.losses import LOG_RATIO_LIMIT, Samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

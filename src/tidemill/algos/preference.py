@@ -1,4 +1,4 @@
-"""Losses on pairs of a chosen and a rejected completion: preference optimisation and reward models."""
+"""Losses on demonstrations and on pairs of a chosen and a rejected completion."""
 
 from __future__ import annotations
 
@@ -108,3 +108,15 @@ PREFERENCE_LOSSES: dict[str, PreferenceLoss] = {
         source="IPO, arXiv 2310.12036",
     ),
 }
+
+
+def cross_entropy(trainer_logprobs_T: Tensor) -> Tensor:
+    """Loss of each completion token in nats, -log π; its mean by `losses.token_weights` is what is minimised.
+
+    Args:
+        trainer_logprobs_T: float [T], of the demonstrated tokens, with gradient.
+
+    Returns:
+        float [T].
+    """
+    return -trainer_logprobs_T

@@ -11,10 +11,9 @@ from rich.table import Table
 
 from tidemill.algos.advantages import ADVANTAGES
 from tidemill.algos.corrections import CORRECTIONS
-from tidemill.algos.losses import LOSSES
+from tidemill.algos.losses import LOSSES, TERMS
 from tidemill.algos.preference import PREFERENCE_LOSSES
-from tidemill.algos.terms import TERMS
-from tidemill.cli.result import Json, Result
+from tidemill.cli.output import Json, Result
 from tidemill.config.algorithm import CORRECTION_LIMITS, PRESETS, AlgorithmConfig
 from tidemill.config.schema import RunSpec
 from tidemill.config.toml import write_value

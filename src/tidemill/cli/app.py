@@ -14,28 +14,30 @@ from collections.abc import Sequence
 from cyclopts import App, CycloptsError
 
 from tidemill import __version__
-from tidemill.cli.failure import BUG_CODE, INTERRUPTED_CODE, explain
 from tidemill.cli.output import (
+    BUG_CODE,
+    INTERRUPTED_CODE,
+    Result,
     close_stdout,
+    explain,
     prepare_streams,
     reader_has_gone,
     reserved_stdout,
     write_json,
     write_result,
 )
-from tidemill.cli.result import Result
 from tidemill.core.errors import UserError
 
 VERBS = {
     "train": ("tidemill.cli.train:train", "Train a model, or resume a run."),
-    "eval": ("tidemill.cli.eval:evaluate", "Measure a model on held-out prompts; compare two."),
-    "generate": ("tidemill.cli.generate:generate", "Try prompts on a model or a checkpoint."),
+    "eval": ("tidemill.cli.evaluate:evaluate", "Measure a model on held-out prompts; compare two."),
+    "generate": ("tidemill.cli.evaluate:generate", "Try prompts on a model or a checkpoint."),
     "algorithms": ("tidemill.cli.algorithms:algorithms", "List the algorithms a recipe can name, with their formulas."),
-    "simulate": ("tidemill.cli.simulate:simulate", "What a run would come to, under several schedules, simulated."),
-    "plan": ("tidemill.cli.plan.app:app", "What a run needs and costs: memory, weights, placement, staleness, time."),
-    "calibrate": ("tidemill.cli.calibrate:calibrate", "Fit a profile to a run's logs, for the forecasts of others."),
+    "simulate": ("tidemill.cli.forecasting:simulate", "What a run would come to, under several schedules, simulated."),
+    "plan": ("tidemill.cli.plan:app", "What a run needs and costs: memory, weights, placement, staleness, time."),
+    "calibrate": ("tidemill.cli.forecasting:calibrate", "Fit a profile to a run's logs, for the forecasts of others."),
     "model": ("tidemill.cli.model:app", "List the built-in models; fetch one into the cache."),
-    "report": ("tidemill.cli.report:report", "Write report.html of a run, finished or not."),
+    "report": ("tidemill.cli.evaluate:report", "Write report.html of a run, finished or not."),
     "doctor": ("tidemill.cli.doctor:doctor", "What this machine has, what would run, what to mend."),
 }
 CONFIGURED_VERBS = ("train", "eval", "generate", "simulate")  # their --help lists the configuration's keys
@@ -114,7 +116,7 @@ def dispatch(tokens: Sequence[str]) -> Result:
     if verb and verb not in (*VERBS, *HELP_FLAGS, *VERSION_FLAGS):
         raise unknown_verb(verb)
     if verb in CONFIGURED_VERBS and any(token in HELP_FLAGS for token in tokens):
-        from tidemill.cli.key_table import print_keys
+        from tidemill.cli.arguments import print_keys
 
         app.help_print([verb])
         print_keys()

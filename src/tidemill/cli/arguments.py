@@ -1,4 +1,4 @@
-"""What verbs make of their arguments: a run's configuration, a checkpoint, prompts."""
+"""Arguments that several verbs share: a configuration, a checkpoint, prompts, and the key table of `--help`."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
-from tidemill.cli.output import note
-from tidemill.cli.result import Result
-from tidemill.config.checks import Purpose
+from tidemill.cli.output import Result, note
 from tidemill.config.derive import derive
-from tidemill.config.describe import as_lines, topics
-from tidemill.config.layers import split_arguments
-from tidemill.config.load import load_spec
+from tidemill.config.explain import as_lines, topics
+from tidemill.config.issues import Purpose
+from tidemill.config.keys import Key, all_keys
+from tidemill.config.load import load_spec, split_arguments
 from tidemill.config.schema import RunSpec
-from tidemill.config.toml import to_toml
+from tidemill.config.toml import to_toml, write_value
 from tidemill.core.errors import UserError
-from tidemill.models.checkpoint_pin import pinned
-from tidemill.models.config_file import CONFIG
+from tidemill.hardware.model_config import CONFIG
+from tidemill.models.checkpoint_manifest import pinned
 from tidemill.models.folder import ADAPTER_CONFIG
 
 Items = Annotated[
@@ -99,3 +102,46 @@ def dry_run(spec: RunSpec, *, purpose: Purpose = "train", notes: Sequence[str] =
         "words": [{"topic": topic, "text": words} for topic, words in said],
     }
     return Result(data=data, text=f"{to_toml(spec)}\n{as_lines(said)}")
+
+
+FOOTER = "Give a key as --section.key value, or in a recipe as  [section]  key = value.  The value none unsets a key."
+
+
+def print_keys() -> None:
+    """Every key with its documentation, type and default, on standard output."""
+    console = Console()
+    console.print(key_table())
+    console.print(FOOTER, markup=False, highlight=False)
+
+
+def key_table() -> Table:
+    """One section after another, in the schema's order."""
+    table = Table(box=box.SIMPLE_HEAD, title="Configuration", title_justify="left", pad_edge=False)
+    table.add_column("key", style="bold", no_wrap=True)
+    table.add_column("meaning, (type, default)", ratio=1)
+    section = ""
+    for key in all_keys():
+        if section and key.path[0] != section:
+            table.add_section()
+        section = key.path[0]
+        table.add_row(escape(key.dotted), f"{escape(meaning(key))} [dim]({escape(accepted(key))})[/dim]")
+    return table
+
+
+def meaning(key: Key) -> str:
+    """The key's documentation; of a key that only one kind of task has, that first."""
+    return f'kind = "{key.variant}": {key.doc}' if key.variant else key.doc
+
+
+def accepted(key: Key) -> str:
+    """`integer >= 1, default 8`."""
+    return f"{key.words}, {'required' if key.required else f'default {shown_default(key)}'}"
+
+
+def shown_default(key: Key) -> str:
+    """The default as it would stand in a recipe."""
+    if key.default is None:
+        return "none"
+    if key.dotted == "scoring.rewards":
+        return write_value([{"kind": reward.kind} for reward in key.default])
+    return write_value(key.default)

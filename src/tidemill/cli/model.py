@@ -12,9 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from tidemill.cli.arguments import model_folder
-from tidemill.cli.findings import size
-from tidemill.cli.output import note
-from tidemill.cli.result import Json, Result
+from tidemill.cli.doctor import size
+from tidemill.cli.output import Json, Result, note
 from tidemill.config.load import load_spec
 from tidemill.core.errors import UserError
 from tidemill.models.catalog import listing, resolve
@@ -71,7 +70,7 @@ def merge(
     """
     with model_folder(checkpoint) as folder:
         assert folder is not None
-        from tidemill.models.merging import export_merged
+        from tidemill.models.saving import export_merged
 
         export_merged(folder, directory, progress=note)
     return Result(data={"checkpoint": str(folder), "path": str(directory)}, text=str(directory))

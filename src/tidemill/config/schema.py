@@ -9,19 +9,18 @@ from pydantic import Field, ValidationInfo, model_validator
 
 from tidemill.config.algorithm import AlgorithmConfig, CriticConfig
 from tidemill.config.base import Config, FolderName, OutputFolder, Seed, refuse
-from tidemill.config.data import DataConfig
-from tidemill.config.export import ExportConfig
-from tidemill.config.learning import BatchConfig, OptimizerConfig, TrainerConfig
-from tidemill.config.making import MakingConfig
-from tidemill.config.model import ModelConfig
-from tidemill.config.placement import PlacementConfig
-from tidemill.config.pool import FleetConfig, PoolConfig, RayConfig, StaticPool
-from tidemill.config.reading import ReadingConfig
-from tidemill.config.schedule import ScheduleConfig
-from tidemill.config.scoring import ScoringConfig
-from tidemill.config.simulation import SimulationConfig
-from tidemill.config.supervised import PreferenceConfig, RewardModelConfig, SupervisedConfig
-from tidemill.config.task import ArithmeticTask, TaskConfig
+from tidemill.config.learning import BatchConfig, OptimizerConfig, ScheduleConfig, TrainerConfig
+from tidemill.config.model import ModelConfig, PlacementConfig, ReadingConfig
+from tidemill.config.pool import FleetConfig, PoolConfig, RayConfig, SimulationConfig, StaticPool
+from tidemill.config.supervised import (
+    DataConfig,
+    ExportConfig,
+    MakingConfig,
+    PreferenceConfig,
+    RewardModelConfig,
+    SupervisedConfig,
+)
+from tidemill.config.task import ArithmeticTask, ScoringConfig, TaskConfig
 
 
 class RunConfig(Config):

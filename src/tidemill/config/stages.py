@@ -12,12 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tidemill.config.faults import ConfigError, Fault
-from tidemill.config.graph import did_you_mean, graph_faults
+from tidemill.config.issues import ConfigError, Fault
 from tidemill.config.keys import KeyPath
-from tidemill.config.layers import PREFIX, STAGES, Layer, Tree
-from tidemill.config.load import compose, has_stages, read_sources
-from tidemill.config.pipeline import ASKED, KINDS, PipelineSpec, StageKind, StageSpec
+from tidemill.config.load import PREFIX, STAGES, Layer, Tree, compose, has_stages, read_sources
+from tidemill.config.pipeline import ASKED, KINDS, PipelineSpec, StageKind, StageSpec, did_you_mean, graph_faults
 from tidemill.config.schema import RunSpec
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")  # a part of --stage.NAME.key; a folder name besides, as run.name is

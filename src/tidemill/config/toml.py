@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tidemill.config.faults import ConfigError, Fault, Location
+from tidemill.config.issues import ConfigError, Fault, Location
 from tidemill.config.schema import RunSpec
 
 _HEADER = re.compile(r"^\s*\[(?P<array>\[?)\s*(?P<path>[^\[\]]+?)\s*\]\]?\s*(#.*)?$")

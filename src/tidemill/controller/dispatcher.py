@@ -9,11 +9,10 @@ from collections.abc import Iterable, Sequence
 
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.in_flight import LOCAL, InFlight, had_by
-from tidemill.controller.member import Member
 from tidemill.controller.offload import WORSE, Balance, HandOver, can_finish, seeding_useful
-from tidemill.controller.router import Load, Movable, Waiting
+from tidemill.controller.router import Load, Movable, Waiting, keepers, tail_begins
 from tidemill.controller.samples import Sample, SampleState
-from tidemill.controller.tail import keepers, tail_begins
+from tidemill.controller.worker_state import Member
 from tidemill.core.errors import TidemillError
 
 MAX_FAILURES = 3

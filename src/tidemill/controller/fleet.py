@@ -20,20 +20,17 @@ import msgspec
 
 from tidemill.config.pool import FleetConfig
 from tidemill.controller import router as per_sample
+from tidemill.controller.estimates import LengthEstimator, ThroughputProfile
+from tidemill.controller.fleet_events import Story
 from tidemill.controller.in_flight import LOCAL
-from tidemill.controller.lengths import LengthEstimator
-from tidemill.controller.mailbox import Ended, Mailbox
-from tidemill.controller.member import SERVING, Member, MemberState, Order, Pace
-from tidemill.controller.plateau import ThroughputProfile
 from tidemill.controller.publishing import LogprobsMissing, Publishing, Quarantined
 from tidemill.controller.router import Router
-from tidemill.controller.story import Story
-from tidemill.controller.waiting import Patience, Wait, patiently
-from tidemill.core.buffers import ITEM_BYTES
-from tidemill.core.clock import Clock
+from tidemill.controller.waiting import Ended, Mailbox, Patience, Wait, patiently
+from tidemill.controller.worker_state import SERVING, Member, MemberState, Order, Pace
 from tidemill.core.errors import DeadlineError, WorkerLost
-from tidemill.core.protocols import Provider, Publisher, Telemetry, Worker, WorkerHost
+from tidemill.core.protocols import Clock, Provider, Publisher, Telemetry, Worker, WorkerHost
 from tidemill.core.records import (
+    ITEM_BYTES,
     FleetRow,
     GenerateRequest,
     Lease,
@@ -44,8 +41,7 @@ from tidemill.core.records import (
     SampleId,
     WorkerReport,
 )
-from tidemill.telemetry.events import JOIN
-from tidemill.telemetry.spans import span
+from tidemill.telemetry.events import JOIN, span
 
 RECEIVE_S = 10.0
 """How long one `next_report` or `next_event` waits; only a rhythm, deadlines are those of `Patience` and `[fleet]`."""

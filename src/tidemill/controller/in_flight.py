@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tidemill.controller.samples import Sample, SampleState, Verdict
-from tidemill.core.buffers import ITEM_BYTES
 from tidemill.core.errors import UserError
 from tidemill.core.records import (
+    ITEM_BYTES,
     GenerateRequest,
     Prompt,
     Record,

@@ -13,7 +13,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 
-from tidemill.controller.entries import (
+from tidemill.controller.in_flight import InFlight, PlannedGroup, plan_groups
+from tidemill.controller.journal_entries import (
     Achieved,
     AnyEntry,
     Covered,
@@ -26,14 +27,16 @@ from tidemill.controller.entries import (
     Restarted,
     Rewarded,
     accepted,
+    batches_after,
+    decoded,
     encode,
+    learned_through,
+    replay,
+    tells_of_lost_versions,
 )
-from tidemill.controller.in_flight import InFlight, PlannedGroup, plan_groups
-from tidemill.controller.replay import batches_after, decoded, learned_through, replay, tells_of_lost_versions
 from tidemill.controller.samples import Sample
-from tidemill.core.buffers import LogprobBuffer
 from tidemill.core.protocols import Journal
-from tidemill.core.records import Prompt, Reward, TokenDelta, Trajectory, WorkerReport
+from tidemill.core.records import LogprobBuffer, Prompt, Reward, TokenDelta, Trajectory, WorkerReport
 
 OUTLIVES_CHECKPOINTS = 2**62
 """The journal step of entries that no checkpoint makes superfluous."""

@@ -17,19 +17,17 @@ from __future__ import annotations
 import asyncio
 
 from tidemill.config.schema import RunSpec
-from tidemill.controller.collection import collecting
-from tidemill.controller.entries import EvalResult
+from tidemill.controller.collector import Rollout, StopRequested, collecting
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.in_flight import TRAIN, InFlight, Plan
+from tidemill.controller.journal_entries import EvalResult
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.reading import Reading
-from tidemill.controller.rollout import Rollout, StopRequested
 from tidemill.controller.run import Run
 from tidemill.controller.waiting import Patience
-from tidemill.core.clock import Clock
 from tidemill.core.errors import GuardStop
 from tidemill.core.guards import ScoreGuard, UpdateGuard
-from tidemill.core.protocols import Checkpoints, Codec, PromptSource, Scorer, Telemetry, Trainer
+from tidemill.core.protocols import Checkpoints, Clock, Codec, PromptSource, Scorer, Telemetry, Trainer
 from tidemill.core.records import PolicyVersion, Record, SamplingParams
 
 

@@ -7,16 +7,14 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+from tidemill.controller.fleet_events import Story
 from tidemill.controller.in_flight import LOCAL
-from tidemill.controller.member import Member, MemberState, Order, probe_difference
-from tidemill.controller.story import Story
 from tidemill.controller.waiting import Patience, Wait, patiently
-from tidemill.core.clock import Clock
+from tidemill.controller.worker_state import Member, MemberState, Order, probe_difference
 from tidemill.core.errors import UserError, WeightsError, WorkerLost
-from tidemill.core.protocols import Publisher, Telemetry, Worker
+from tidemill.core.protocols import Clock, Publisher, Telemetry, Worker
 from tidemill.core.records import Loaded, PolicyVersion, WeightManifest
-from tidemill.telemetry.events import PUBLISH
-from tidemill.telemetry.spans import span
+from tidemill.telemetry.events import PUBLISH, span
 
 T = TypeVar("T")
 

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from tidemill.controller.in_flight import InFlight
 from tidemill.controller.samples import Sample
-from tidemill.core.buffers import ITEM_BYTES, LogprobBuffer, count
 from tidemill.core.protocols import Reader
-from tidemill.core.records import Growth, SampleId, Trajectory, WorkerReport
+from tidemill.core.records import ITEM_BYTES, Growth, LogprobBuffer, SampleId, Trajectory, WorkerReport, count
 
 
 class Reading:

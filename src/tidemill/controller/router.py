@@ -1,14 +1,18 @@
-"""Who generates which sample. Pure: the state of the fleet goes in, a decision comes out.
+"""Which worker generates which sample. Pure: the state of the fleet goes in, a decision comes out.
 
 `dispatch` hands out what waits, `rebalance` evens out what was handed out. Select-instance and the two rules of
 continuous balance are RLBoost's (arXiv 2510.19225); longest expected first and prompt affinity are ours.
+
+RLHFuse (arXiv 2409.13221) gathers what is left of a batch when about a fifth of it remains, because a few long samples
+leave every worker nearly empty. What is freed first here is the trainer's own engine: the device then computes scores
+and gradients undisturbed.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -319,3 +323,27 @@ def _shift(
         heapq.heapreplace(giving, (-rank(source), source.load.lease_id, source))
         heapq.heapreplace(taking, (target.place(), target))
     return moves
+
+
+def tail_begins(*, unfinished: int, samples: int, fraction: float) -> bool:
+    """Whether no more than this share of the samples in flight is unfinished."""
+    return 0 < unfinished <= fraction * samples
+
+
+def keepers(loads: Sequence[Load], *, unfinished: int, plateau: int, last: Collection[str]) -> frozenset[str]:
+    """The fewest workers that can decode so many samples at once; all of them when that takes all.
+
+    Those with the most samples, so that the fewest move; each takes as many as it has or as still pay.
+
+    Args:
+        loads: workers that take samples now.
+        plateau: the batch size from which a worker gets no faster.
+        last: workers that are taken only if the others do not suffice.
+    """
+    chosen: list[str] = []
+    for load in sorted(loads, key=lambda load: (load.lease_id in last, -load.assigned, load.lease_id)):
+        if unfinished <= 0:
+            break
+        chosen.append(load.lease_id)
+        unfinished -= max(load.assigned, min(load.slots, plateau))
+    return frozenset(chosen)

@@ -11,13 +11,19 @@ from typing import Any, TypeVar
 import msgspec
 
 from tidemill.config.schema import RunSpec
-from tidemill.controller.admission import latest_step, may_begin, overcommitted
-from tidemill.controller.assembly import Forming, GroupAssembly, has_signal
-from tidemill.controller.collection import Collection
-from tidemill.controller.figures import batch_figures, sample_figures
-from tidemill.controller.held_out import HeldOut
+from tidemill.controller.batching import (
+    Forming,
+    GroupAssembly,
+    batch_figures,
+    has_signal,
+    latest_step,
+    may_begin,
+    overcommitted,
+    sample_figures,
+)
+from tidemill.controller.collector import Collection, Rollout, StopRequested
+from tidemill.controller.evaluation import HeldOut
 from tidemill.controller.in_flight import InFlight, plan_groups
-from tidemill.controller.rollout import Rollout, StopRequested
 from tidemill.controller.samples import Sample, SampleState
 from tidemill.controller.seeding import Seeding
 from tidemill.core.errors import TidemillError

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal, TypeAlias
 
-from tidemill.core.buffers import ITEM_BYTES, LogprobBuffer, count
 from tidemill.core.records import (
+    ITEM_BYTES,
     Completion,
     Finish,
+    LogprobBuffer,
     PolicyVersion,
     Prompt,
     Reward,
@@ -19,6 +20,7 @@ from tidemill.core.records import (
     TokenDelta,
     Trajectory,
     VersionRun,
+    count,
 )
 
 Verdict: TypeAlias = Literal[

@@ -1,11 +1,12 @@
-"""The contracts between layers. Implementations live below or above; nobody imports across."""
+"""The interfaces between layers, and the clock. Implementations live below or above; nobody imports across."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from tidemill.core.buffers import LogprobBuffer, TokenBuffer
+from tidemill.core.errors import DeadlineError
 from tidemill.core.records import (
     Completion,
     EngineWork,
@@ -16,6 +17,7 @@ from tidemill.core.records import (
     Lease,
     LeaseEvent,
     Loaded,
+    LogprobBuffer,
     Message,
     PolicyVersion,
     Prompt,
@@ -25,6 +27,7 @@ from tidemill.core.records import (
     Reward,
     SampleId,
     StepMetrics,
+    TokenBuffer,
     TokenDelta,
     Trajectory,
     WeightManifest,
@@ -32,6 +35,32 @@ from tidemill.core.records import (
 )
 
 T = TypeVar("T")
+
+
+class Clock(Protocol):
+    """Seconds since an arbitrary origin, never going back."""
+
+    def now(self) -> float: ...
+
+
+class LoopClock:
+    """The running event loop's own clock."""
+
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+async def within(awaitable: Awaitable[T], *, timeout_s: float, awaited: str, look_at: str) -> T:
+    """Await with a deadline. (Not by `asyncio.wait_for`: Python 3.11's loses a cancellation that meets the result.)
+
+    Raises:
+        DeadlineError: naming `awaited` and `look_at` when `timeout_s` seconds pass first.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await awaitable
+    except TimeoutError as error:
+        raise DeadlineError(awaited, waited_s=timeout_s, look_at=look_at) from error
 
 
 class Compute(Protocol):

@@ -1,21 +1,61 @@
-"""One attention for training and generation: the model runs over a packed list of tokens [1, N], and a plan passed
-along with the call says which token may see which keys.
+"""One attention for training and generation over packed tokens [1, N]; a plan says which token sees which keys.
 
 Any `transformers` causal language model that takes its attention from the library's attention interface works
 unchanged; everything else of the model (projections, norms, rotary embeddings) is the library's.
+
+What a piece gives depends on the tokens up to its end and on where the sequence is cut, on nothing else: the shapes of
+all its operations follow from its place. So it is the same to the last bit whenever it is computed.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from tidemill.core.errors import UserError
-from tidemill.models.library_mask import LibraryMask, MaskFunction
-from tidemill.models.token_tree import TokenTree
+from tidemill.models.token_tree import Tokens, TokenTree
+
+MaskFunction = Callable[[int, int, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(batch, head, query positions, key positions) -> bool, broadcast: the form in which transformers defines a mask."""
+
+
+class LibraryMask(NamedTuple):
+    """A mask that is defined but not computed; Tidemill's attention gets it in place of a tensor."""
+
+    function: MaskFunction
+    size: int | None  # of the window or chunk
+    device: torch.device
+
+    def window(self) -> int | None:
+        """How many positions a token attends to, its own included; None for every position up to its own.
+
+        Raises:
+            ValueError: the mask is of another kind (attention to later tokens, or in chunks).
+        """
+        queries, keys = self._positions()
+        allowed = self.function(0, 0, queries, keys).expand(queries.shape)
+        for window in {None, self.size}:
+            causal = keys <= queries
+            if torch.equal(allowed, causal if window is None else causal & (queries - keys < window)):
+                return window
+        if (allowed & (keys > queries)).any():
+            raise ValueError("attends to later tokens")
+        raise ValueError("has an attention mask that is neither causal nor a sliding window")
+
+    def _positions(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pairs of positions near multiples of the size, where the kinds of mask differ."""
+        size = self.size or 8
+        near = {edge + shift for edge in (0, size, 2 * size, 3 * size) for shift in range(-2, 3)} | {size // 2}
+        positions = torch.tensor(sorted(p for p in near if p >= 0), device=self.device)
+        pairs = torch.cartesian_prod(positions, positions)
+        return pairs[:, 0], pairs[:, 1]
+
 
 IMPLEMENTATION = "tidemill"
 _WINDOW = "_tidemill_window"  # attribute of an attention module
@@ -166,3 +206,58 @@ def vocabulary_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Ten
     softcap = getattr(config, "final_logit_softcapping", None)
     logits = logits.float()
     return torch.tanh(logits / softcap) * softcap if softcap else logits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """What later pieces need of `tokens` consecutive tokens."""
+
+    tokens: int
+    keys: tuple[Tensor, ...]  # by layer, [kv_heads, tokens, head_dim]
+    values: tuple[Tensor, ...]  # [kv_heads, tokens, value_dim]
+    last: Tensor  # [1, hidden], of its last token
+
+
+class PiecePlan:
+    """Implements `models.attention.AttentionPlan`: every token sees the pieces before its own, and its own up to it."""
+
+    def __init__(self, past: Sequence[Piece], tokens: int, device: torch.device) -> None:
+        self._past, self._tokens, self._device = past, tokens, device
+        self._before = sum(piece.tokens for piece in past)
+        self._masks: dict[int | None, Tensor] = {}
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
+        assert layer == len(self.keys), "layers attend in order"
+        self.keys.append(key[0])
+        self.values.append(value[0])
+        keys = torch.cat([*(piece.keys[layer] for piece in self._past), key[0]], 1)
+        values = torch.cat([*(piece.values[layer] for piece in self._past), value[0]], 1)
+        return masked_attention(query, keys[None], values[None], self._mask(window), scaling)
+
+    def _mask(self, window: int | None) -> Tensor:
+        """bool [tokens, tokens before and here]."""
+        if window not in self._masks:
+            here = torch.arange(self._before, self._before + self._tokens, device=self._device)[:, None]
+            there = torch.arange(self._before + self._tokens, device=self._device)[None]
+            mask = there <= here
+            if window is not None:
+                mask &= here - there < window
+            self._masks[window] = mask[None, None]
+        return self._masks[window]
+
+
+@torch.inference_mode()
+def next_piece(model: PreTrainedModel, past: Sequence[Piece], token_ids: Tokens) -> tuple[Piece, Tensor]:
+    """The piece of `token_ids` (int32 [N], N >= 1) after those of `past`, and its hidden states [N, hidden]."""
+    device = next(model.parameters()).device
+    plan = PiecePlan(past, len(token_ids), device)
+    before = sum(piece.tokens for piece in past)
+    tokens = torch.from_numpy(token_ids.astype("int64")).to(device)
+    states = hidden_states(model, tokens, torch.arange(before, before + len(token_ids), device=device), plan)
+    # A copy: a view of one row would keep all of them.
+    last = states[-1:].clone()
+    return Piece(tokens=len(token_ids), keys=tuple(plan.keys), values=tuple(plan.values), last=last), states

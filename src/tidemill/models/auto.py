@@ -6,6 +6,10 @@ standard input: a `model_type` that transformers implements is loaded with the l
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from logging import CRITICAL
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +18,28 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils import logging
 
 from tidemill.core.errors import UserError
-from tidemill.models.config_file import CONFIG
+from tidemill.hardware.model_config import CONFIG
 from tidemill.models.folder import check_config
-from tidemill.models.quiet import quiet
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence transformers inside the block, and put its settings back after."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
 
 _LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 _ATTENTION = "eager"  # config.json could name one that is downloaded

@@ -1,4 +1,4 @@
-"""What `model.source` may be, and how each kind becomes a local folder that `load_model` reads.
+"""What `model.source` may be, and how each kind becomes a local folder.
 
 Importing this module loads no tensor library; building or fetching a model does.
 """
@@ -6,6 +6,8 @@ Importing this module loads no tensor library; building or fetching a model does
 from __future__ import annotations
 
 import difflib
+import hashlib
+import json
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -15,10 +17,32 @@ from pathlib import Path
 from tidemill.config.model import CharModelConfig, ModelConfig
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
-from tidemill.models import char_shape
 from tidemill.models.cache import Progress, build_once, cache_dir, is_built
-from tidemill.models.folder import check_folder, holds_adapter
-from tidemill.models.safetensors_files import stored_tensors
+from tidemill.models.folder import check_folder, holds_adapter, stored_tensors
+
+PAD, EOS = "<pad>", "<eos>"
+SPECIAL_TOKENS = (PAD, EOS)
+BUILDER_VERSION = 3  # raise when the same configuration would give other weights or another tokenizer
+
+
+def content_key(config: CharModelConfig) -> str:
+    """16 hex digits that name the model: equal configuration, equal bytes."""
+    text = json.dumps([BUILDER_VERSION, config.model_dump(mode="json")], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def intermediate_size(hidden_size: int) -> int:
+    """Width of the gated MLP: 8/3 of the hidden size (as in Llama), rounded up to a multiple of 32."""
+    return -(-8 * hidden_size // (3 * 32)) * 32
+
+
+def parameter_count(config: CharModelConfig) -> int:
+    """Parameters of the model, the shared embedding counted once."""
+    hidden = config.hidden_size
+    vocabulary = len(config.alphabet) + len(SPECIAL_TOKENS)
+    per_layer = 4 * hidden * hidden + 3 * hidden * intermediate_size(hidden) + 2 * hidden
+    return vocabulary * hidden + config.layers * per_layer + hidden
+
 
 SMOLLM2, CHAR = "smollm2-135m", "char"
 SMOLLM2_PARAMETERS = 134_515_008
@@ -93,13 +117,13 @@ def whole_model(folder: Path, *, progress: Progress) -> Path:
     """
     if not holds_adapter(folder):
         return check_folder(folder)
-    from tidemill.models import merging
+    from tidemill.models import saving
 
     def build(target: Path) -> None:
         progress(f"merging the adapter of {folder} into its base")
-        merging.export_merged(folder, target, progress=progress)
+        saving.export_merged(folder, target, progress=progress)
 
-    return build_once(cache_dir() / f"merged-{merging.content_key(folder)}", build, progress=progress)
+    return build_once(cache_dir() / f"merged-{saving.content_key(folder)}", build, progress=progress)
 
 
 def present(config: ModelConfig) -> Path | None:
@@ -123,18 +147,18 @@ def listing() -> list[ModelEntry]:
 
 def _build_smollm2(_: ModelConfig, progress: Progress) -> Path:
     def build(folder: Path) -> None:
-        from tidemill.models import smollm2
+        from tidemill.models import builtin
 
-        smollm2.convert(folder, progress)
+        builtin.convert(folder, progress)
 
     return build_once(cache_dir() / _SMOLLM2_FOLDER, build, progress=progress, needs_bytes=SMOLLM2_BYTES)
 
 
 def _build_char(config: ModelConfig, progress: Progress) -> Path:
     def build(folder: Path) -> None:
-        from tidemill.models import char
+        from tidemill.models import builtin
 
-        char.build_char_model(config.char, folder)
+        builtin.build_char_model(config.char, folder)
 
     return build_once(_char_folder(config.char), build, progress=progress)
 
@@ -185,7 +209,7 @@ def _suggestion(name: str) -> str:
 
 
 def _char_folder(config: CharModelConfig) -> Path:
-    return cache_dir() / f"char-{char_shape.content_key(config)}"
+    return cache_dir() / f"char-{content_key(config)}"
 
 
 def _smollm2_entry() -> ModelEntry:
@@ -195,7 +219,7 @@ def _smollm2_entry() -> ModelEntry:
 
 
 def _char_entry(config: CharModelConfig) -> ModelEntry:
-    return _built_entry(CHAR, "built from a seed", char_shape.parameter_count(config), _char_folder(config))
+    return _built_entry(CHAR, "built from a seed", parameter_count(config), _char_folder(config))
 
 
 def _built_entry(name: str, origin: str, parameters: int, folder: Path) -> ModelEntry:

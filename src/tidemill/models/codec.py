@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from tidemill.core.errors import UserError
 from tidemill.core.records import Message
+from tidemill.hardware.model_config import CONFIG, MOST, decoder_part, read_config
 from tidemill.models.auto import first_line, load_tokenizer
-from tidemill.models.config_file import CONFIG, MOST, decoder_part, read_config
 
 _TOKENIZER = "the tokenizer"
 _OWN_TOKENIZER = "give the model its own tokenizer files, or resize its embeddings to this tokenizer"

@@ -6,18 +6,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 from transformers import PreTrainedModel
 
 from tidemill.core.errors import UserError
-from tidemill.models.attention import use_packed_attention
+from tidemill.core.records import LogprobBuffer, TokenBuffer
+from tidemill.models.attention import TreePlan, hidden_states, use_packed_attention, vocabulary_logits
 from tidemill.models.auto import configured_context, load_pretrained
 from tidemill.models.checkpoint_manifest import refuse_damaged
-from tidemill.models.folder import check_folder
+from tidemill.models.folder import StoredTensor, check_folder, stored_tensors
 from tidemill.models.forward_check import check_forward
 from tidemill.models.lora import adapter_of, frozen_parameters, learned_parameters
-from tidemill.models.safetensors_files import StoredTensor, stored_tensors
+from tidemill.models.token_tree import build_tree
 
 _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 
@@ -141,3 +143,17 @@ def _read(tensor: StoredTensor, dtype: torch.dtype) -> torch.Tensor:
                 raise UserError("the weight file became shorter while it was read", where=str(tensor.file))
             target = target[count:]
     return fresh
+
+
+@torch.inference_mode()
+def probe_logprobs(model: PreTrainedModel, token_ids: TokenBuffer) -> LogprobBuffer:
+    """Logprobs (float32 [N - 1], temperature 1) of the tokens after the first of a sequence (int32 [N], N >= 2).
+
+    One plain forward pass, no cache. `model` has packed attention.
+    """
+    device = next(model.parameters()).device
+    tree = build_tree([np.frombuffer(token_ids, np.int32)])
+    tokens, positions = (torch.from_numpy(array).to(device) for array in (tree.token_ids, tree.depths))
+    logits = vocabulary_logits(model, hidden_states(model, tokens, positions, TreePlan(tree, device))[:-1])
+    logprobs = logits.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
+    return np.ascontiguousarray(logprobs.cpu().numpy(), np.float32).tobytes()

@@ -1,16 +1,102 @@
-"""What is to be done: each stage's address, whether it is finished, and what waits for what. Pure."""
+"""What a pipeline has to do: the address of each stage, whether it is finished, and its dependencies."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from tidemill.config.graph import did_you_mean
-from tidemill.config.pipeline import StageSpec
+import msgspec
+import xxhash
+
+from tidemill.config.issues import ConfigError, Fault
+from tidemill.config.keys import dotted
+from tidemill.config.load import PREFIX, flattened
+from tidemill.config.model import BUILT_IN_MODELS
+from tidemill.config.pipeline import KINDS, NEUTRAL, StageSpec, asked_for, did_you_mean
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
-from tidemill.pipeline.digest import effective, folder_name, stage_digest
+from tidemill.envs.text.rewards import source_file
+from tidemill.models.catalog import is_local
+
+FORMAT = 2
+"""Raised when stages of equal configuration begin to give something else."""
+SHORT_CHARS = 10
+NAMED = ("source", "compare_with")
+"""Keys that take the name of a model as well as its folder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileInput:
+    """A file or folder that a stage reads, other than another stage's product."""
+
+    location: tuple[str | int, ...]
+    path: Path
+
+    @property
+    def key(self) -> str:
+        return dotted(self.location)
+
+
+def file_inputs(stage: StageSpec) -> list[FileInput]:
+    """Every file and folder it reads: data, models named by a path, and the files that hold reward
+    functions. What such a file imports in turn is not looked at."""
+    found = []
+    for location, value in asked_for(stage.spec, stage.kind):
+        is_name = location[-1] in NAMED and (value in BUILT_IN_MODELS or not is_local(value))
+        if not value.startswith(PREFIX) and not is_name:
+            found.append(FileInput(location=location, path=Path(value).expanduser()))
+    if "scoring" in KINDS[stage.kind].sections:
+        for index, reward in enumerate(stage.spec.scoring.rewards):
+            if reward.function and (file := source_file(reward.function)):
+                found.append(FileInput(location=("scoring", "rewards", index, "function"), path=file))
+    return found
+
+
+def effective(stage: StageSpec, *, upstream: Mapping[str, str], contents: Mapping[str, str]) -> dict[str, Any]:
+    """What decides what the stage gives: values by dotted key, files as their contents, stages as their digests.
+
+    Args:
+        upstream: digests of the stages it takes from, by name.
+        contents: digests of the files it reads, by the dotted key that names them.
+    """
+    sections: dict[str, Any] = stage.sections()
+    for reference in stage.references:
+        _put(sections, reference.key, {"stage": upstream[reference.stage]})
+    for file in file_inputs(stage):
+        name = file.location[-1]
+        # Where a file lies is of no consequence; which function in it is.
+        rest = (
+            stage.spec.scoring.rewards[int(file.location[2])].function.rpartition(":")[2] if name == "function" else ""
+        )
+        _put(sections, file.location, {"content": contents[file.key], "name": rest})
+    if stage.spec.model.source != "char":
+        sections["model"].pop("char")  # how a model is built that is not asked for
+    if "supervised" in sections and stage.spec.supervised.epochs:
+        sections["trainer"].pop("steps")  # epochs decide
+    neutral = (*NEUTRAL, *KINDS[stage.kind].neutral)
+    return {key: value for key, value in flattened(sections).items() if not key.startswith(neutral)}
+
+
+def stage_digest(stage: StageSpec, values: Mapping[str, Any]) -> str:
+    """32 hex digits of kind and `effective` values, whatever their order."""
+    document = msgspec.json.encode([FORMAT, stage.kind, dict(values)], order="deterministic")
+    return hashlib.blake2b(document, digest_size=16).hexdigest()
+
+
+def folder_name(stage: StageSpec, digest: str) -> str:
+    """`sft-3f0c9a71b2`: its folder below `stages`."""
+    return f"{stage.name}-{digest[:SHORT_CHARS]}"
+
+
+def _put(sections: dict[str, Any], location: tuple[str | int, ...], value: Any) -> None:
+    node: Any = sections
+    for part in location[:-1]:
+        node = node[part]
+    node[location[-1]] = value
+
 
 Action: TypeAlias = Literal["done", "resume", "run", "wait", "leave"]
 """done: finished as it is now asked for. resume: begun. run: everything it takes is there. wait: for an earlier stage
@@ -168,3 +254,64 @@ def _check_inputs(plan: Plan, finished: set[str], chosen: set[str]) -> None:
                     where=f"stage {planned.stage.name}",
                     cure="run the whole pipeline, or begin --from an earlier stage",
                 )
+
+
+_CHUNK_BYTES = 4 << 20
+
+
+def contents_of(stages: Sequence[StageSpec]) -> dict[str, dict[str, str]]:
+    """By stage and dotted key, the digest of every file it reads; a file that several read is read once.
+
+    Raises:
+        ConfigError: some are missing or cannot be read.
+    """
+    known: dict[Path, str] = {}
+    found: dict[str, dict[str, str]] = {}
+    faults: list[Fault] = []
+    for stage in stages:
+        found[stage.name] = {}
+        for file in file_inputs(stage):
+            try:
+                known[file.path] = known.get(file.path) or content_digest(file.path, where=file.key)
+            except UserError as error:
+                faults.append(fault_of_stage(stage, error))
+            else:
+                found[stage.name][file.key] = known[file.path]
+    if faults:
+        raise ConfigError(faults)
+    return found
+
+
+def fault_of_stage(stage: StageSpec, error: UserError) -> Fault:
+    return Fault(key=error.where, what=error.what, source=f"stage {stage.name}", cure=error.cure)
+
+
+def content_digest(path: Path, *, where: str) -> str:
+    """32 hex digits (xxh3-128) of a file's bytes, or of names and bytes of all visible files of a folder.
+
+    Raises:
+        UserError: naming `where` and the path.
+    """
+    digest = xxhash.xxh3_128()
+    try:
+        for file in _files(path):
+            digest.update(f"{file.relative_to(path).as_posix()}\0{file.stat().st_size}\0".encode())
+            with file.open("rb") as stream:
+                while chunk := stream.read(_CHUNK_BYTES):
+                    digest.update(chunk)
+    except FileNotFoundError:
+        raise UserError("no such file or folder", where=f"{where}: {path}", cure="correct the path") from None
+    except OSError as error:
+        what = f"cannot be read: {(error.strerror or str(error)).lower()}"
+        raise UserError(what, where=f"{where}: {path}", cure="make it readable, or name another") from None
+    return digest.hexdigest()
+
+
+def _files(path: Path) -> Iterator[Path]:
+    if not path.is_dir():
+        yield path
+        return
+    for file in sorted(path.rglob("*")):
+        hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
+        if file.is_file() and not hidden:
+            yield file

@@ -1,16 +1,188 @@
-"""`plan staleness`: which lag gains most per hour. Staleness costs reward per step and buys steps per hour."""
+"""`plan staleness`: which policy lag gains most per hour, from a table or from runs."""
 
 from __future__ import annotations
 
+import csv
+import difflib
+import json
+import math
 import random
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from msgspec.structs import replace
 
+from tidemill.config.load import from_toml
+from tidemill.core.errors import UserError
+from tidemill.core.formatting import counted
 from tidemill.core.records import Record
 from tidemill.planner.figures import Figure, Sheet
-from tidemill.planner.staleness_table import Measured
+from tidemill.telemetry.metrics import STEP_TIME, read_metrics
+from tidemill.telemetry.run_dir import RunDirectory
+
+FIELDS = ("lag", "reward_per_step", "utilisation", "uncertainty")
+NAMES = {
+    "max_policy_lag": "lag",
+    "policy_lag": "lag",
+    "staleness": "lag",
+    "reward": "reward_per_step",
+    "utilization": "utilisation",
+    "trainer_utilisation": "utilisation",
+    "trainer_utilization": "utilisation",
+    "stderr": "uncertainty",
+    "standard_error": "uncertainty",
+    "reward_stderr": "uncertainty",
+}
+SHAPE = (
+    "a line looks like `3,0.10,75%`: lag, reward per step, utilisation, and if known the standard error of the reward; "
+    "several lines of one lag are repeats"
+)
+
+
+class Measured(Record):
+    """One row: what a run at this lag gained per step, and how busy its trainer was."""
+
+    lag: float
+    reward_per_step: float
+    utilisation: float  # a share
+    uncertainty: float | None = None  # standard error of the reward per step
+    where: str = ""  # file and row, for errors
+
+
+def read_table(path: Path) -> list[Measured]:
+    """Raises UserError: naming file, row and field."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise UserError(f"cannot read the table: {error.strerror or error}", where=str(path), cure=SHAPE) from error
+    except UnicodeDecodeError as error:
+        raise UserError("not UTF-8 text", where=str(path), cure=SHAPE) from error
+    return parse_table(text, source=str(path))
+
+
+def parse_table(text: str, *, source: str) -> list[Measured]:
+    """What begins with a bracket is JSON: a list of objects or of arrays, or one such list under any key.
+
+    Raises:
+        UserError: naming `source`, row and field.
+    """
+    plain = text.strip().replace("\N{MINUS SIGN}", "-")
+    rows = _json_rows(plain, source) if plain[:1] in ("[", "{") else _csv_rows(plain, source)
+    found = [_measured(fields, where) for where, fields in rows]
+    if not found:
+        raise UserError("the table is empty", where=source, cure=SHAPE)
+    return found
+
+
+def _csv_rows(text: str, source: str) -> list[tuple[str, dict[str, Any]]]:
+    delimiter = next((each for each in ("\t", ";", ",") if each in text), " ")
+    cells_of = csv.reader(text.replace(" %", "%").splitlines(), delimiter=delimiter, skipinitialspace=True)
+    try:
+        lines = [
+            (f"{source}:{number}", [cell.strip() for cell in cells if cell.strip() or delimiter != " "])
+            for number, cells in enumerate(cells_of, 1)
+            if any(cell.strip() for cell in cells) and not cells[0].strip().startswith("#")
+        ]
+    except csv.Error as error:
+        raise UserError(f"broken CSV: {error}", where=f"{source}:{cells_of.line_num}", cure=SHAPE) from error
+    if not lines:
+        return []
+    names: Sequence[str] = FIELDS
+    if not _is_number(lines[0][1][0]):
+        names = [_name(cell, lines[0][0]) for cell in lines[0][1]]
+        lines = lines[1:]
+    return [(where, _named(cells, names, where)) for where, cells in lines]
+
+
+def _json_rows(text: str, source: str) -> list[tuple[str, dict[str, Any]]]:
+    try:
+        tree = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"broken JSON: {error.msg}", where=f"{source}:{error.lineno}", cure=SHAPE) from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"broken JSON: {error}", where=source, cure=SHAPE) from error
+    if isinstance(tree, dict):
+        tree = next((value for value in tree.values() if isinstance(value, list)), None)
+    if not isinstance(tree, list):
+        raise UserError("holds no list of rows", where=source, cure='[{"lag": 0, "reward_per_step": 0.15, ...}, ...]')
+    rows = []
+    for number, row in enumerate(tree):
+        where = f"{source}: [{number}]"
+        if isinstance(row, list):
+            rows.append((where, _named(row, FIELDS, where)))
+        elif isinstance(row, dict):
+            rows.append((where, {_name(str(name), where): value for name, value in row.items()}))
+        else:
+            raise UserError(f"{row!r} is no row", where=where, cure=SHAPE)
+    return rows
+
+
+def _named(cells: Sequence[Any], names: Sequence[str], where: str) -> dict[str, Any]:
+    if len(cells) > len(names):
+        raise UserError(f"{len(cells)} fields where {len(names)} are known", where=where, cure=SHAPE)
+    return dict(zip(names, cells, strict=False))
+
+
+def _name(heading: str, where: str) -> str:
+    plain = heading.strip(" %").lower().replace(" ", "_").replace("-", "_")
+    if (name := NAMES.get(plain, plain)) in FIELDS:
+        return name
+    close = difflib.get_close_matches(plain, (*FIELDS, *NAMES), 1, 0.6)
+    cure = f"did you mean {close[0]}?" if close else f"columns: {', '.join(FIELDS)}"
+    raise UserError(f"unknown column {heading!r}", where=where, cure=cure)
+
+
+def _measured(fields: dict[str, Any], where: str) -> Measured:
+    for name in FIELDS[:3]:
+        if fields.get(name) in (None, ""):
+            raise UserError(f"has no {name}", where=where, cure=SHAPE)
+    lag, reward = (_number(fields[name], name, where) for name in FIELDS[:2])
+    uncertainty = (
+        None if fields.get("uncertainty") in (None, "") else _number(fields["uncertainty"], "uncertainty", where)
+    )
+    if lag < 0:
+        raise UserError(f"lag {lag:g} cannot be", where=where, cure="a lag is 0 or more versions")
+    if uncertainty is not None and uncertainty < 0:
+        raise UserError(f"uncertainty {uncertainty:g} cannot be", where=where, cure="a standard error is 0 or more")
+    return Measured(
+        lag=lag,
+        reward_per_step=reward,
+        utilisation=_share(fields["utilisation"], where),
+        uncertainty=uncertainty,
+        where=where,
+    )
+
+
+def _share(given: Any, where: str) -> float:
+    """0.35, 35 % and 35 alike."""
+    text = str(given)
+    value = _number(text.rstrip(" %") if "%" in text else given, "utilisation", where)
+    share = value / 100 if "%" in text or value > 1 else value
+    if not 0 < share <= 1:
+        what = f"utilisation {given!r} is not above 0 and at most 100 %"
+        raise UserError(what, where=where, cure="write 0.35 or 35%")
+    return share
+
+
+def _number(given: Any, name: str, where: str) -> float:
+    try:
+        value = math.nan if isinstance(given, bool) else float(given)
+    except (TypeError, ValueError, OverflowError):
+        value = math.nan
+    if not math.isfinite(value):
+        raise UserError(f"{name} {given!r} is not a number", where=where, cure=SHAPE)
+    return value
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
 
 RESAMPLES = 2000
 SEED = 0
@@ -133,3 +305,59 @@ def _words(groups: Collection[Sequence[Measured]]) -> str:
     few = [group for group in groups if 1 < len(group) < FEW]
     text += f"; with fewer than {FEW} repeats of a lag its interval is too narrow" if few else ""
     return f"{text}; taken as certain, for want of either: lag {', '.join(certain)}" if certain else text
+
+
+FEWEST_STEPS = 5
+
+
+def measure_runs(run_dirs: Sequence[Path]) -> list[Measured]:
+    """A row a run; runs of one lag are repeats.
+
+    Raises:
+        UserError: naming the run that is none, is too short, or is given twice.
+    """
+    places = [run_dir.resolve() for run_dir in run_dirs]
+    for at, run_dir in enumerate(run_dirs):
+        if places[at] in places[:at]:
+            raise UserError("that run is given twice", where=f"--runs {run_dir}", cure="a repeat is a run of its own")
+    return [measure_run(run_dir) for run_dir in run_dirs]
+
+
+def measure_run(run_dir: Path) -> Measured:
+    """Reward per step is the slope of the mean reward over the steps, by least squares with its standard error;
+    utilisation the share of the steps' time in which the trainer computed.
+
+    Raises:
+        UserError: it is no run, its configuration is none, or it has fewer than five steps with a reward.
+    """
+    run = RunDirectory(run_dir)
+    text = run.read_config()
+    if text is None:
+        raise UserError("no run there", where=f"--runs {run_dir}", cure="name directories given as --run.dir")
+    lines = read_metrics(run.metrics)
+    points = [(float(line.step), line.values["reward_mean"]) for line in lines if "reward_mean" in line.values]
+    if len(points) < FEWEST_STEPS:
+        what = f"{counted(len(points), 'step')} with a reward, and a slope needs {FEWEST_STEPS}"
+        raise UserError(what, where=f"--runs {run_dir}", cure="let it train on")
+    timed = [line.values for line in lines if {"time_train_s", STEP_TIME} <= line.values.keys()]
+    busy_s, all_s = (math.fsum(values[name] for values in timed) for name in ("time_train_s", STEP_TIME))
+    if not 0 < busy_s <= all_s:
+        raise UserError("its steps have no times", where=f"--runs {run_dir}", cure="take another run")
+    slope, error = slope_of(points)
+    return Measured(
+        lag=float(from_toml(text, source=str(run.config)).schedule.max_policy_lag),
+        reward_per_step=slope,
+        utilisation=busy_s / all_s,
+        uncertainty=error,
+        where=str(run_dir),
+    )
+
+
+def slope_of(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Least squares: (slope, its standard error); of three points or more, not all at one place."""
+    count = len(points)
+    x_mean, y_mean = (math.fsum(each) / count for each in zip(*points, strict=True))
+    spread = math.fsum((x - x_mean) ** 2 for x, _ in points)
+    slope = math.fsum((x - x_mean) * (y - y_mean) for x, y in points) / spread
+    left = math.fsum((y - y_mean - slope * (x - x_mean)) ** 2 for x, y in points)
+    return slope, math.sqrt(left / (count - 2) / spread)

@@ -6,11 +6,10 @@ import math
 
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
+from tidemill.hardware.catalog import BITS, ETHERNET_LATENCY_S, Link, broadcast_s, fan_out_s
+from tidemill.hardware.engine_profile import CODED_PER_CORE_S, DELTA_ELEMENT_BYTES
+from tidemill.hardware.model_shape import DTYPE_BYTES
 from tidemill.planner.figures import Figure, Sheet
-from tidemill.sim.profiles.catalog import BITS
-from tidemill.sim.profiles.coding import CODED_PER_CORE_S, DELTA_ELEMENT_BYTES
-from tidemill.sim.profiles.network import ETHERNET_LATENCY_S, Link, broadcast_s, fan_out_s
-from tidemill.sim.profiles.precision import DTYPE_BYTES
 
 GIGABIT = 1e9 / BITS
 """In bytes."""

@@ -1,4 +1,4 @@
-"""The provider a `[pool]` section asks for."""
+"""The provider that a `[pool]` section asks for."""
 
 from __future__ import annotations
 
@@ -8,16 +8,56 @@ from pathlib import Path
 from typing import TypeAlias
 
 from tidemill.config.pool import PoolConfig, StaticPool, SyntheticPool, TracePool
-from tidemill.core.clock import Clock
 from tidemill.core.errors import UserError
-from tidemill.core.protocols import Provider
-from tidemill.pool.capacity import CapacityTrace, statistics
-from tidemill.pool.provider import ScheduledProvider
-from tidemill.pool.static import static_timetable
+from tidemill.core.protocols import Clock, Provider
+from tidemill.pool.provider import Change, ScheduledProvider, Timetable
 from tidemill.pool.synthetic import market_of_pool, market_timetable
-from tidemill.pool.timetable import Timetable
-from tidemill.pool.trace import trace_timetable
-from tidemill.pool.trace_files import read_trace
+from tidemill.pool.traces import CapacityTrace, read_trace, statistics, stays
+
+
+def static_timetable(workers: int) -> Timetable:
+    """`workers` machines, there from the start and for ever."""
+    return (Change(time_s=0.0, place=place, to="up") for place in range(workers))
+
+
+SPARE = 100
+"""Machines told apart beyond those that are taken: those taken are then hit as often as in the trace, or nearly."""
+
+ORDER = {"down": 0, "up": 1, "warned": 2}  # at one time, so that there are never more machines than the trace has
+
+
+def trace_timetable(
+    trace: CapacityTrace,
+    *,
+    start_s: float = 0.0,
+    speed: float = 1.0,
+    notice_s: float = 0.0,
+    seed: int = 0,
+    most: int | None = None,
+) -> Timetable:
+    """Plays `trace` from `start_s` on, `speed` seconds of it a second.
+
+    Of more machines than `most`, whose player takes no more at once, only so many are told apart that one which goes
+    finds another in its place.
+
+    A machine is warned `notice_s` seconds (of the player's time) before the count falls, so that the capacity is the
+    trace's at every moment. One that would have to be warned before it is there is warned as it comes, and so not
+    leased. At the end of the trace its last count stays.
+    """
+    changes = []
+    rest = trace.since(start_s)
+    for stay in stays(rest if most is None else rest.at_most(most + SPARE), seed=seed):
+        begin_s, end_s = stay.start_s / speed, stay.end_s / speed
+        changes.append(Change(time_s=begin_s, place=stay.place, to="up"))
+        if end_s == math.inf:
+            continue
+        if notice_s:
+            changes.append(
+                Change(time_s=max(begin_s, end_s - notice_s), place=stay.place, to="warned", deadline_s=end_s)
+            )
+        changes.append(Change(time_s=end_s, place=stay.place, to="down"))
+    return iter(sorted(changes, key=lambda change: (change.time_s, ORDER[change.to], change.place)))
+
 
 LONG_S = 60.0
 """Of the run, without any machine: worth a word."""

@@ -15,8 +15,8 @@ import msgspec
 from tidemill.config.pool import SyntheticPool
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
-from tidemill.pool.capacity import CapacityTrace, statistics
-from tidemill.pool.timetable import Change, Timetable, capacity_of
+from tidemill.pool.provider import Change, Timetable, capacity_of
+from tidemill.pool.traces import CapacityTrace, statistics
 
 
 class Market(Record):

@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 from tidemill.core.errors import WeightsError
 from tidemill.core.records import PolicyVersion, Pulled, WeightManifest
 from tidemill.models.snapshots import bind_snapshot, release_snapshot
-from tidemill.weights.manifest import BASE
 from tidemill.weights.puller import Puller
 from tidemill.weights.snapshot import Snapshot
+from tidemill.weights.store import BASE
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,8 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from tidemill.core.buffers import count
-from tidemill.core.clock import Clock
 from tidemill.core.errors import DeadlineError, WorkerLost
-from tidemill.core.protocols import Compute, Engine, WeightSource
+from tidemill.core.protocols import Clock, Compute, Engine, WeightSource
 from tidemill.core.records import (
     GenerateRequest,
     Loaded,
@@ -22,6 +20,7 @@ from tidemill.core.records import (
     TokenDelta,
     WorkerReport,
     WorkerStatus,
+    count,
 )
 
 T = TypeVar("T")

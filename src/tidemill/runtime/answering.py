@@ -1,33 +1,103 @@
-"""A model that answers prompts and is judged, in one process and outside of any run."""
+"""A model that answers prompts and is scored, outside of any run; finished answers are kept for a resume."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 import msgspec
 
-from tidemill.controller.collection import collecting
-from tidemill.controller.evaluation import HELD_OUT, Evaluation, evaluate, judged
+from tidemill.controller.collector import Rollout, collecting
+from tidemill.controller.evaluation import HELD_OUT_NAME, Evaluation, evaluate, judged
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.in_flight import InFlight, Plan, plan_groups
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.loop import sampling_params
-from tidemill.controller.rollout import Rollout
-from tidemill.core.clock import LoopClock
-from tidemill.core.records import Group, PolicyVersion, Prompt, SamplingParams, Trajectory
+from tidemill.core.decoding import decode_json
+from tidemill.core.errors import UserError
+from tidemill.core.protocols import LoopClock
+from tidemill.core.records import Group, PolicyVersion, Prompt, Record, SamplingParams, Trajectory
 from tidemill.envs.text.task import Task
 from tidemill.models.loading import weights_digest
 from tidemill.rollout.worker import EngineWorker
-from tidemill.runtime.answers import Answered, Answers, key_of
+from tidemill.runtime.backend import scorers
 from tidemill.runtime.compute import ComputeThread
-from tidemill.runtime.machinery import scorers
-from tidemill.runtime.parts import Parts
-from tidemill.telemetry.silent import SilentTelemetry
+from tidemill.runtime.model_bundle import Parts
+from tidemill.telemetry.jsonl import JsonlWriter
+from tidemill.telemetry.views import SilentTelemetry
+
+
+class Answered(Record):
+    """A line of the file: some prompts, whole."""
+
+    key: str  # what was asked, and of whom
+    duration_s: float
+    samples: tuple[Trajectory, ...]
+
+
+class Answers:
+    """A file of answered prompts; without a path nothing is kept. A context manager that closes.
+
+    Raises:
+        UserError: the file cannot be read or written.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._writer = JsonlWriter(path) if path else None  # which cuts a torn last line
+        self._known = {one.key: one for one in _lines(path)} if path else {}
+
+    def find(self, key: str) -> Answered | None:
+        return self._known.get(key)
+
+    def add(self, answered: Answered) -> None:
+        """
+        Raises:
+            UserError: the disk is full.
+        """
+        self._known[answered.key] = answered
+        if self._writer:
+            self._writer.write(answered)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._writer:
+            self._writer.close()
+
+
+def key_of(asked: Sequence[object], prompts: Iterable[Prompt]) -> str:
+    """Names these prompts, in this order, asked in this way.
+
+    Args:
+        asked: everything else that decides the answers: the weights' digest, the seed, how samples are drawn.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(msgspec.json.encode([asked, [prompt.prompt_id for prompt in prompts]]))
+    return digest.hexdigest()
+
+
+def _lines(path: Path) -> Iterable[Answered]:
+    """Every line that can be read; one that cannot is answered again."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise UserError(f"cannot be read: {error}", where=str(path), cure="delete it") from error
+    for line in lines:
+        try:
+            yield decode_json(line, Answered)
+        except msgspec.DecodeError:
+            continue
+
 
 SAMPLES_AT_ONCE = 512
 """Asked together, and kept together: what a stop costs at most."""
@@ -47,11 +117,11 @@ class Answering:
         """One greedy completion of each prompt; errors as `controller.evaluation.evaluate`."""
         samples, duration_s = list[Trajectory](), 0.0
         for some in _chunks(prompts, SAMPLES_AT_ONCE):
-            key = key_of([self.version.digest, self.seed, HELD_OUT, self.sampling], some)
+            key = key_of([self.version.digest, self.seed, HELD_OUT_NAME, self.sampling], some)
             answered = self.answers.find(key) or await self._ask_greedily(key, some)
             samples += answered.samples
             duration_s += answered.duration_s
-        return Evaluation(result=judged(HELD_OUT, 0, self.version, samples, duration_s), samples=tuple(samples))
+        return Evaluation(result=judged(HELD_OUT_NAME, 0, self.version, samples, duration_s), samples=tuple(samples))
 
     async def draw(
         self,

@@ -13,13 +13,13 @@ import torch
 import tidemill
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
+from tidemill.core.formatting import compact
 from tidemill.core.records import Record
 from tidemill.models.catalog import resolve
 from tidemill.models.loading import load_model, weights_digest
 from tidemill.models.saving import save_model
 from tidemill.telemetry.jsonl import disk_error
 from tidemill.telemetry.manifest import git_state
-from tidemill.telemetry.numerals import compact
 from tidemill.telemetry.run_dir import read_json
 
 PROVENANCE = "tidemill.json"

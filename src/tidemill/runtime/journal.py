@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, TypeVar
 
-from tidemill.core.clock import within
 from tidemill.core.errors import UserError
+from tidemill.core.protocols import within
 from tidemill.runtime.compute import ComputeThread
 
 T = TypeVar("T")

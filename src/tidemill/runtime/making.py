@@ -11,16 +11,15 @@ from typing import Any, Literal, TypeAlias
 
 from tidemill.config.schema import RunSpec
 from tidemill.controller.evaluation import correct, right_or_wrong
-from tidemill.core.buffers import unpack_tokens
 from tidemill.core.errors import UserError
-from tidemill.core.records import Group, Prompt, Trajectory
+from tidemill.core.records import Group, Prompt, Trajectory, unpack_tokens
 from tidemill.envs.text.build import build_task
 from tidemill.envs.text.data.making import Judged, demonstration_row, pair_rows
 from tidemill.envs.text.task import Task
 from tidemill.models.catalog import resolve
 from tidemill.models.codec import TextCodec, load_codec
 from tidemill.runtime.answering import answering
-from tidemill.runtime.parts import Parts, load_parts
+from tidemill.runtime.model_bundle import Parts, load_parts
 from tidemill.telemetry.jsonl import write_atomically
 from tidemill.telemetry.manifest import versions
 

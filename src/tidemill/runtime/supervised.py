@@ -17,20 +17,18 @@ from tidemill.core.errors import UserError
 from tidemill.envs.text.data import Examples, load_demonstrations, load_pairs
 from tidemill.models.checkpoint_manifest import read_manifest, seal
 from tidemill.models.folder import holds_adapter
-from tidemill.models.heads import copy_head
 from tidemill.models.loading import context_limit, weights_digest
-from tidemill.models.merging import export_merged
-from tidemill.runtime.parts import Parts, load_parts
-from tidemill.runtime.same_run import DATA_DIGEST, THREADS, check_same_model, check_same_run, with_threads
+from tidemill.models.reward_model import copy_head
+from tidemill.models.saving import export_merged
+from tidemill.runtime.model_bundle import Parts, load_parts
+from tidemill.runtime.train import DATA_DIGEST, THREADS, check_same_model, check_same_run, with_threads
 from tidemill.telemetry.manifest import build_manifest
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.report import report_at_the_end
 from tidemill.telemetry.run_dir import RunDirectory
 from tidemill.trainer.checkpoint_store import CheckpointStore
-from tidemill.trainer.fitting import FitResult, Workbench
-from tidemill.trainer.preference import train_dpo
-from tidemill.trainer.reward_model import train_reward_model
-from tidemill.trainer.supervised import train_sft
+from tidemill.trainer.objectives import train_dpo, train_reward_model, train_sft
+from tidemill.trainer.supervised_loop import FitResult, Workbench
 
 SupervisedKind: TypeAlias = Literal["sft", "reward_model", "dpo"]
 

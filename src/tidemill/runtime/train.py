@@ -1,4 +1,4 @@
-"""`tidemill train`: the run directory, the journal, the fleet and the loop, on whatever runtime was chosen."""
+"""`tidemill train`: the run directory, the journal, the fleet and the loop, on the chosen runtime."""
 
 from __future__ import annotations
 
@@ -10,28 +10,75 @@ from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from typing import Any, TextIO, TypeAlias
 
-from tidemill.config.checks import refuse_untrainable
-from tidemill.config.effects import without_effect
+from tidemill.config.explain import without_effect
+from tidemill.config.issues import refuse_untrainable
+from tidemill.config.load import differences, from_toml
 from tidemill.config.schema import RunSpec
 from tidemill.config.toml import to_toml
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.loop import LoopResult, train_loop
 from tidemill.controller.reading import Reading
-from tidemill.core.clock import LoopClock
 from tidemill.core.errors import UserError, in_words
-from tidemill.runtime.inprocess import in_process
+from tidemill.core.protocols import LoopClock
+from tidemill.runtime.backend import Machinery, OpenMachinery, scorers
+from tidemill.runtime.compute import check_devices
 from tidemill.runtime.journal import SqliteJournal
-from tidemill.runtime.machine import check_devices
-from tidemill.runtime.machinery import Machinery, OpenMachinery, scorers
-from tidemill.runtime.rewards import check_reward_models
-from tidemill.runtime.same_run import TASK_DIGEST, THREADS, check_same_model, check_same_run, with_threads
-from tidemill.runtime.vocabularies import check_vocabularies
-from tidemill.telemetry.forecast import Forecast, write_forecast
-from tidemill.telemetry.manifest import build_manifest
+from tidemill.runtime.local import in_process
+from tidemill.runtime.model_bundle import check_vocabularies
+from tidemill.runtime.readers import check_reward_models
+from tidemill.telemetry.manifest import Forecast, build_manifest, write_forecast
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.report import report_at_the_end
 from tidemill.telemetry.run_dir import RunDirectory
+
+RESUMABLE = ("run.dir", "run.name", "trainer.steps", "trainer.threads", "engine.tick_s", "checkpoint.", "telemetry.",
+             "eval.", "runtime", "pool.", "fleet.", "ray.", "placement.", "reading.", "simulation.",
+             "scoring.concurrency", "scoring.timeout_s", "supervised.epochs")  # fmt: skip
+"""Keys (or sections) that may differ when a run is resumed: the user's to change. (More steps stretch a falling
+learning-rate schedule; other threads, or chunks of other sizes, may round differently.)"""
+MODEL_DIGEST, TASK_DIGEST, DATA_DIGEST, THREADS = "model_digest", "task_digest", "data_digest", "threads"
+"""In the manifest: the weights, the prompts or examples and the threads the run began with; noted just before its first
+step."""
+
+
+def check_same_run(run: RunDirectory, spec: RunSpec) -> None:
+    """A run directory belongs to one configuration, once its run has begun: until then a mistake may be corrected.
+
+    Raises:
+        UserError: naming every key that differs.
+    """
+    stored = run.read_config()
+    if stored is None or MODEL_DIGEST not in run.read_manifest():
+        return
+    changed = [
+        f"{key} = {new!r}, the run has {old!r}"
+        for key, old, new in differences(from_toml(stored, source=str(run.config)), spec)
+        if not key.startswith(RESUMABLE)
+    ]
+    if changed:
+        raise UserError(
+            "this run was started with another configuration: " + "; ".join(changed),
+            where=str(run.path),
+            cure="resume with the configuration in its config.toml, or choose another --run.dir",
+        )
+
+
+def with_threads(spec: RunSpec, manifest: dict[str, Any]) -> RunSpec:
+    """A resumed run keeps the number of threads it measured at its beginning: another may round sums differently."""
+    threads = spec.trainer.threads or int(manifest.get(THREADS, 0))
+    return spec.model_copy(update={"trainer": spec.trainer.model_copy(update={"threads": threads})})
+
+
+def check_same_model(manifest: dict[str, Any], digest: str) -> None:
+    """Raises UserError: the weights are not those the run began with. Notes them when it begins now."""
+    if manifest.setdefault(MODEL_DIGEST, digest) != digest:
+        raise UserError(
+            "the model has changed since this run began",
+            where="model.source",
+            cure="put the former weights back, or choose another --run.dir",
+        )
+
 
 Foretell: TypeAlias = Callable[[RunSpec], Forecast | None]
 """None where nothing is known of such a run."""
@@ -148,7 +195,7 @@ def _reading(spec: RunSpec, machinery: Machinery) -> Reading | None:
 def _runtime(spec: RunSpec) -> OpenMachinery:
     if spec.runtime == "inprocess":
         return in_process
-    from tidemill.runtime.cluster.machinery import on_ray
+    from tidemill.runtime.cluster.backend import on_ray
 
     return on_ray
 

@@ -1,15 +1,128 @@
-"""Simulated schedules side by side, in figures and in words."""
+"""Simulated schedules side by side: figures, text, and one self-contained page."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import secrets
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from tidemill.config.words import counted, doing
+import msgspec
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+import tidemill
+from tidemill.config.pool import RayPool, ScheduleName, StaticPool, TracePool
+from tidemill.config.schema import RunSpec
+from tidemill.core.errors import UserError
+from tidemill.core.formatting import compact, counted, doing, dollars, duration, percent
 from tidemill.core.records import Record
+from tidemill.pool.build import remarks, timetable_of
+from tidemill.sim.cluster import SCHEDULES, Schedule, Site, site_of
 from tidemill.sim.outcome import SimulatedRun
-from tidemill.sim.scenario import Planned, Scenario
-from tidemill.telemetry.numerals import compact, dollars, duration, percent
+from tidemill.sim.simulation import Plant, check_plant, simulate_run
+from tidemill.sim.workload import Workload
+from tidemill.telemetry.fleet_figures import HOUR_S
+from tidemill.telemetry.report.pages import script_json, trusted
+from tidemill.telemetry.report.timeline import Bar, drawn, timeline
+
+ENDLESS = 10**6
+"""Steps of a run that ends by the clock."""
+
+
+class Planned(Record):
+    """One schedule, ready to be run."""
+
+    name: ScheduleName
+    schedule: Schedule
+    spec: RunSpec
+    plant: Plant
+    generating: int  # reserved GPUs that generate
+    learning: int  # and learn
+
+
+class Scenario(Record):
+    site: Site
+    workload: Workload
+    planned: tuple[Planned, ...]
+    remarks: tuple[str, ...]  # what is odd about the machines that will come
+
+
+def plan_scenario(spec: RunSpec, *, read: Callable[[Path], bytes] = Path.read_bytes) -> Scenario:
+    """Everything that can be known before anything is run; `read` returns the bytes of a trace's file.
+
+    Raises:
+        UserError: what is not known, fits nowhere, or leaves nobody to generate; a trace that is none.
+    """
+    if isinstance(spec.pool, RayPool):
+        cure = 'use "static", "trace" or "synthetic"'
+        raise UserError("nobody knows when a cluster's machines will come and go", where="pool.kind", cure=cure)
+    site = site_of(spec)
+    workload = site.workload()
+    return Scenario(
+        site=site,
+        workload=workload,
+        planned=tuple(_planned(site, workload, name) for name in spec.simulation.schedules),
+        remarks=tuple(remarks(spec.pool, read)),
+    )
+
+
+def _planned(site: Site, workload: Workload, name: ScheduleName) -> Planned:
+    schedule = SCHEDULES[name](site.spec)
+    elastic = schedule.elastic and not (isinstance(site.spec.pool, StaticPool) and not site.spec.pool.workers)
+    try:
+        if elastic and not site.spec.fleet.seeding:
+            generating = 0
+        elif schedule.shares_gpus:
+            generating = site.most_generating
+        else:
+            generating = site.balanced(overlapping=schedule.schedule.max_policy_lag > 0)
+        plant = site.plant(schedule, generating=generating, elastic=elastic)
+        spec = _resolved(site.spec, schedule)
+        check_plant(spec, plant, workload, elastic=elastic)
+    except UserError as error:
+        raise UserError(f"{name}: {error.what}", where=error.where, cure=error.cure) from None
+    learning = site.gpus if schedule.shares_gpus else site.gpus - generating
+    return Planned(name=name, schedule=schedule, spec=spec, plant=plant, generating=generating, learning=learning)
+
+
+def _resolved(spec: RunSpec, schedule: Schedule) -> RunSpec:
+    """The recipe with what the schedule changes."""
+    changes: dict[str, Any] = {"schedule": schedule.schedule, "fleet": spec.fleet.model_copy(update=schedule.fleet)}
+    if spec.simulation.hours:
+        changes["trainer"] = spec.trainer.model_copy(update={"steps": ENDLESS})
+    return spec.model_copy(update=changes)
+
+
+def simulate_planned(
+    planned: Planned,
+    workload: Workload,
+    *,
+    read: Callable[[Path], bytes] = Path.read_bytes,
+    tell: Callable[[int, float], None] = lambda step, now_s: None,
+) -> SimulatedRun:
+    """
+    Args:
+        read: the bytes of a trace's file.
+        tell: called with each step and the virtual seconds at its end.
+
+    Raises:
+        UserError: there is nobody to generate.
+    """
+    spec = planned.spec
+    pool = spec.pool
+    assert not isinstance(pool, RayPool), "refused when the scenario was planned"
+    return simulate_run(
+        spec,
+        planned.plant,
+        workload,
+        timetable_of(pool, read) if planned.plant.worker else None,
+        seconds=spec.simulation.hours * HOUR_S or math.inf,
+        most_workers=pool.max_workers if isinstance(pool, TracePool) else pool.workers,
+        twins=planned.schedule.twins,
+        tell=tell,
+    )
+
 
 HEADINGS = ("", "tokens/s", "", "tokens/$", "", "cost", "step", "learns", "generates", "idle", "workers\nidle",
             "evicted", "computed\nagain")  # fmt: skip
@@ -207,3 +320,63 @@ def planned_data(scenario: Scenario) -> dict[str, Any]:
             for one in scenario.planned
         },
     }
+
+
+TEMPLATES = Path(__file__).with_name("templates")
+
+
+def render(title: str, words: Sequence[str], compared: Sequence[Compared]) -> str:
+    """
+    Args:
+        title: of the page.
+        words: what was simulated, a line each.
+    """
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("simulation.html.j2").render(
+        title=title,
+        headline=headline(compared),
+        headings=HEADINGS,
+        rows=rows(compared),
+        remarks=REMARKS,
+        words=words,
+        schedules=[_section(one) for one in compared],
+        chart_json=script_json({"fleets": [_drawn(one.run) for one in compared]}),
+        nonce=secrets.token_urlsafe(12),
+        version=tidemill.__version__,
+        style=trusted("templates/report.css"),
+        script=trusted("templates/fleet.js"),
+    )
+
+
+def _section(one: Compared) -> dict[str, Any]:
+    run, worker_idle = one.run, one.run.worker_idle_share
+    tiles = [
+        ("Throughput", compact(run.throughput_tokens_per_s), "trained tokens per second"),
+        ("Step", duration(run.seconds / len(run.metrics)), f"on average, of {len(run.metrics)}"),
+        ("Trainer idle", percent(run.trainer_idle_share), f"learning {percent(run.learning_share)} of the time"),
+        ("Computed again", compact(run.tokens_recomputed), "tokens"),
+    ]
+    if run.tokens_per_usd:
+        tiles.append(("Tokens per dollar", compact(run.tokens_per_usd), f"{dollars(run.cost_usd)} in all"))
+    if worker_idle is not None:
+        tiles.append(("Workers idle", percent(worker_idle), f"{run.workers_mean:.1f} on average"))
+        tiles.append(("Evictions", str(run.evictions), f"{compact(run.total('tokens_lost'))} tokens lost"))
+    return {"name": one.planned.name, "words": one.planned.schedule.words, "tiles": tiles}
+
+
+def _drawn(run: SimulatedRun) -> dict[str, Any]:
+    """The timeline of a run's logs, with what the trainer did while its batch came in."""
+    found = timeline(run.events, run.metrics, reserved_only=True)
+    assert found is not None, "a timeline of reserved machines is wanted"
+    learned = tuple(
+        Bar(row=0, kind="learn", start_s=begin_s, end_s=end_s, words=f"learning\n{duration(end_s - begin_s)}")
+        for begin_s, end_s in run.learned
+    )
+    bars = (*(bar for bar in found.bars if bar.kind != "train"), *learned)
+    return drawn(msgspec.structs.replace(found, bars=bars))

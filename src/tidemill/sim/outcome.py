@@ -1,13 +1,17 @@
-"""What a simulated run came to: its logs, and the figures that follow from them."""
+"""The result of a simulated run: its logs in memory, and the figures from them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import msgspec
+
 from tidemill.controller.loop import LoopResult
-from tidemill.core.records import Record
-from tidemill.telemetry.events import DECODE, EVICTION
+from tidemill.core.protocols import Clock
+from tidemill.core.records import FleetRow, Prompt, Record, StepMetrics, Trajectory
+from tidemill.telemetry.events import DECODE, EVICTION, NOT_PART_OF_A_STEP, event_line
 from tidemill.telemetry.fleet_figures import (
     HOUR_S,
     HeldLease,
@@ -19,7 +23,7 @@ from tidemill.telemetry.fleet_figures import (
     recomputed,
     sessions_of,
 )
-from tidemill.telemetry.metrics import MetricLine
+from tidemill.telemetry.metrics import STEP_TIME, MetricLine
 
 
 class SimulatedRun(Record):
@@ -146,3 +150,59 @@ class SimulatedRun(Record):
     def _within(self, begin_s: float, end_s: float) -> float:
         """Seconds of a stretch up to the end of the last step."""
         return max(0.0, min(end_s, self.seconds) - begin_s)
+
+
+SESSION = 1
+
+
+class Recording:
+    """Implements `core.protocols.Telemetry`. Whatever reads the logs of a run reads these, too.
+
+    Args:
+        tell: called at the end of each step with its number and the virtual seconds so far.
+    """
+
+    def __init__(self, clock: Clock, tell: Callable[[int, float], None] = lambda step, seconds: None) -> None:
+        self.events: list[dict[str, Any]] = []
+        self.metrics: list[MetricLine] = []
+        self._clock, self._tell = clock, tell
+        self._step_began_s: float | None = None
+
+    @property
+    def digest(self) -> str:
+        """Of everything that was told: equal runs, equal digests."""
+        lines = [self.events, [list(line) for line in self.metrics]]
+        return hashlib.blake2b(msgspec.json.encode(lines), digest_size=16).hexdigest()
+
+    def resume(self, step: int) -> None:
+        pass
+
+    def event(self, name: str, **fields: Any) -> None:
+        self.events.append(event_line(name, fields, unix_s=0.0, session=SESSION, elapsed_s=self._clock.now()))
+        if name in NOT_PART_OF_A_STEP and self._step_began_s is not None:
+            self._step_began_s += fields["duration_s"]
+
+    def step(self, metrics: StepMetrics) -> None:
+        now_s = self._clock.now()
+        line = MetricLine(
+            step=metrics.step,
+            policy_version=metrics.version.number,
+            weights_digest=metrics.version.digest,
+            optimizer_steps=metrics.optimizer_steps,
+            session=SESSION,
+            elapsed_s=now_s,
+            values={**metrics.values, STEP_TIME: now_s - (self._step_began_s or 0.0)},
+        )
+        self.metrics.append(line)
+        self._step_began_s = now_s
+        self._tell(metrics.step, now_s)
+
+    def samples(self, step: int, trajectories: Sequence[Trajectory], prompts: Sequence[Prompt]) -> None:
+        pass
+
+    def progress(self, phase: str, done: int, total: int) -> None:
+        if self._step_began_s is None:
+            self._step_began_s = self._clock.now()
+
+    def fleet(self, rows: Sequence[FleetRow]) -> None:
+        pass

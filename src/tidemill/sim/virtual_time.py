@@ -1,11 +1,15 @@
-"""An event loop whose time jumps to the next timer: hours of waiting take no time, and every run is the same."""
+"""An event loop in virtual time, and the cores and threads of a simulated machine."""
 
 from __future__ import annotations
 
 import asyncio
 import selectors
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
+
+from tidemill.core.protocols import Clock
+from tidemill.sim.simulated_trainer import Uplink
 
 T = TypeVar("T")
 
@@ -76,3 +80,46 @@ def run_virtual(
     """
     with asyncio.Runner(loop_factory=lambda: VirtualLoop(look, watch)) as runner:
         return runner.run(coroutine)
+
+
+class Cores:
+    """Whoever computes has a core, or an equal part of all where there are more than cores."""
+
+    def __init__(self, cores: float, clock: Clock) -> None:
+        self._sharing = Uplink(cores, 1.0, clock)
+
+    async def work(self, seconds: float) -> None:
+        """Returns when so many seconds of one core's time are spent."""
+        if seconds > 0:
+            await self._sharing.carry(seconds)
+
+
+class VirtualThread:
+    """Implements `core.protocols.Compute` in virtual time: calls run one at a time, in the order asked for, and take
+    what they say they spend."""
+
+    def __init__(self, cores: Cores) -> None:
+        self._cores, self._turn = cores, asyncio.Lock()
+        self.spent_s = 0.0
+
+    async def run(self, function: Callable[[], T]) -> T:
+        """What the function does is done when it begins, and known when its time is over."""
+        async with self._turn:
+            before_s = self.spent_s
+            result = function()
+            await self._cores.work(self.spent_s - before_s)
+            return result
+
+    def spend(self, seconds: float) -> None:
+        """Within a call of `run`."""
+        self.spent_s += seconds
+
+    async def work(self, seconds: float) -> None:
+        """A call that does nothing else."""
+        await self.run(lambda: self.spend(seconds))
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """The thread is the block's own; what the block computes there, it asks of the cores itself."""
+        async with self._turn:
+            yield

@@ -1,14 +1,18 @@
-"""The event log: what its lines are called, how they are stamped, and what they say about earlier sessions.
+"""The event log: names and stamps of its lines, and spans with a duration.
 
 A *session* is one process working on a run; a run that was resumed has several.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from tidemill.core.protocols import Clock, Telemetry
 from tidemill.core.records import Record
 from tidemill.telemetry.jsonl import measured, read_lines
 
@@ -128,3 +132,31 @@ def past_sessions(events: Path, metrics: Path) -> PastSessions:
         if line.get("session") == count:
             elapsed_s = max(elapsed_s, measured(line.get("elapsed_s")) or 0.0)
     return PastSessions(count=count, wall_s=earlier_s + elapsed_s, last=last)
+
+
+class MonotonicClock:
+    """For code that has no event loop; the same origin as the loop's own clock on Linux."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+
+@contextmanager
+def span(telemetry: Telemetry, clock: Clock, name: str, **fields: Any) -> Iterator[dict[str, Any]]:
+    """Write one event when the block ends, with `duration_s` and whatever the block put into the yielded dict.
+
+    Example:
+        with span(telemetry, clock, "evaluation", step=5) as fields:
+            fields["greedy_accuracy"] = await evaluate()
+
+    A block left by an exception is written too, with the exception's name as `error`; the exception goes on.
+    """
+    started = clock.now()
+    try:
+        yield fields
+    except BaseException as error:
+        fields["error"] = type(error).__name__
+        raise
+    finally:
+        fields["duration_s"] = round(clock.now() - started, 6)
+        telemetry.event(name, **fields)

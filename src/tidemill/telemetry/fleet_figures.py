@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, TypeAlias
 
-from tidemill.config.words import counted
+from tidemill.core.formatting import counted
 from tidemill.core.records import Record
 from tidemill.telemetry.events import (
     CRASH,

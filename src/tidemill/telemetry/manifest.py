@@ -1,9 +1,10 @@
-"""What produced a run: versions, git commit, machine, command line; one entry per session."""
+"""What produced a run: versions, commit, machine, command line, and its forecast."""
 
 from __future__ import annotations
 
 import os
 import platform
+import resource
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,8 +13,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 import tidemill
+from tidemill.core.decoding import decode_json
+from tidemill.core.formatting import counted, dollars, duration
+from tidemill.core.records import Record
 from tidemill.telemetry.events import timestamp
+from tidemill.telemetry.jsonl import write_atomically
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic", "msgspec", "reasoning-gym")
 GIT_TIMEOUT_S = 5.0
@@ -102,3 +109,76 @@ def _processor() -> str:
         return platform.processor() or platform.machine()
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, "") or platform.machine()
+
+
+def peak_rss_bytes() -> int:
+    """The largest resident set this process has had, in bytes."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
+    except OSError:
+        status = ""
+    # Preferred on Linux: the figure of getrusage starts at the peak of the process that started this one.
+    for line in status.splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+FORECAST = "forecast.json"
+FORMAT = 1
+
+
+class Spread(Record):
+    """A number of several simulations: their mean, and two standard deviations around it."""
+
+    mean: float
+    low: float
+    high: float
+
+
+class Forecast(Record):
+    """Of a whole run. Times in seconds."""
+
+    format: int
+    profile: str  # what it rests on, in words
+    seeds: int  # simulations
+    steps: int
+    step_s: tuple[Spread, ...]  # of each simulated step, from the first on
+    usual_step_s: Spread  # of the steps but the first, on average; steps that were not simulated are taken to be so
+    total_s: Spread  # from the command to the end
+    split_s: dict[str, float]  # of a usual step, what the trainer did, one after another
+    generating_s: float  # of a usual step, until its last sample was there
+    beside_s: dict[str, float]  # of the whole run, what is in no step: start, evaluation, checkpoints
+    tokens_per_s: float
+    cost_usd: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def sentence(self) -> str:
+        cost = f" and {dollars(self.cost_usd)}" if self.cost_usd else ""
+        low, high = duration(self.total_s.low), duration(self.total_s.high)
+        return f"forecast: {duration(self.total_s.mean)} ({low} to {high}){cost} for {counted(self.steps, 'step')}"
+
+    @property
+    def caution(self) -> str:
+        """What to know of it, in a line; empty for nothing."""
+        return f"the forecast is from {self.profile}; {'; '.join(self.notes)}" if self.notes else ""
+
+    def of_step(self, step: int) -> Spread:
+        """Of a step, from 1."""
+        return self.step_s[step - 1] if step <= len(self.step_s) else self.usual_step_s
+
+
+def write_forecast(directory: Path, forecast: Forecast) -> None:
+    """Raises UserError: it cannot be written."""
+    write_atomically(directory / FORECAST, msgspec.json.format(msgspec.json.encode(forecast)) + b"\n")
+
+
+def read_forecast(directory: Path) -> Forecast | None:
+    """None where there is none that this version reads: nothing depends on it."""
+    try:
+        forecast = decode_json((directory / FORECAST).read_bytes(), Forecast)
+    except (OSError, msgspec.DecodeError):
+        return None
+    return forecast if forecast.format == FORMAT else None

@@ -12,10 +12,9 @@ from types import TracebackType
 from typing import Any, Literal, Self, TextIO, TypeAlias
 
 from tidemill.config.schema import RunSpec
-from tidemill.core.clock import Clock
 from tidemill.core.errors import UserError, in_words, root_fault
+from tidemill.core.protocols import Clock
 from tidemill.core.records import FleetRow, Prompt, StepMetrics, Trajectory
-from tidemill.telemetry.evaluations import evaluations, read_evaluation
 from tidemill.telemetry.events import (
     EVALUATION,
     NOT_PART_OF_A_STEP,
@@ -25,22 +24,20 @@ from tidemill.telemetry.events import (
     SESSION_END,
     SESSION_START,
     SINK_FAILED,
+    MonotonicClock,
     event_line,
     read_events,
 )
 from tidemill.telemetry.fleet_figures import evictions_sentence, recomputed
-from tidemill.telemetry.fleet_lines import FLEET_EVENTS, FleetLines
+from tidemill.telemetry.fleet_view import FLEET_EVENTS, FleetLines
 from tidemill.telemetry.jsonl import JsonlWriter
-from tidemill.telemetry.live import LiveView
-from tidemill.telemetry.memory import peak_rss_bytes
+from tidemill.telemetry.manifest import peak_rss_bytes
 from tidemill.telemetry.metrics import CONTROLLER_CPU, PEAK_RSS, STEP_TIME, TOKENS_RECOMPUTED, metric_line, read_metrics
-from tidemill.telemetry.plain import PlainView, View
-from tidemill.telemetry.progress import Progress
 from tidemill.telemetry.run_dir import RunDirectory, samples_name
 from tidemill.telemetry.samples import Decode, TokenTexts, chosen, sample_line, write_samples
 from tidemill.telemetry.sinks import SinkContext, SinkSet, check_sinks
-from tidemill.telemetry.spans import MonotonicClock
-from tidemill.telemetry.summary import build_summary
+from tidemill.telemetry.summary import build_summary, evaluations, read_evaluation
+from tidemill.telemetry.views import LiveView, PlainView, Progress, View
 
 Outcome: TypeAlias = Literal["finished", "interrupted", "failed"]
 FAULT = re.compile(r"(?:reward ([^:]+): |with their )(\w+)")

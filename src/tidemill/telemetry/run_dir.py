@@ -1,20 +1,65 @@
-"""The run directory: where everything of a run lies, and the lock that keeps it to one process."""
+"""The run directory: where each file is, and the lock that keeps it to one process."""
 
 from __future__ import annotations
 
 import os
 import re
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Self
 
 import msgspec
+from filelock import FileLock, Timeout
 
 from tidemill.core.decoding import decode_json
 from tidemill.core.errors import UserError
 from tidemill.telemetry.events import PastSessions, past_sessions
 from tidemill.telemetry.jsonl import disk_error, drop_torn_line, encode, read_lines, write_atomically
-from tidemill.telemetry.locked import LockedDirectory
+
+LOCK = ".lock"
+
+
+class LockedDirectory:
+    """Holds the lock of `path` from `acquire` to `close`; a context manager that closes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock: FileLock | None = None
+
+    def acquire(self, held: Callable[[], str]) -> None:
+        """Take the lock, or refuse at once.
+
+        Args:
+            held: says what another process is doing here; asked only where one is.
+
+        Raises:
+            UserError: another process holds it, or it cannot be written.
+        """
+        lock = FileLock(self.path / LOCK, blocking=False, thread_local=False)
+        try:
+            lock.acquire()
+        except Timeout as error:
+            cure = "wait until it ends or stop it, or choose another --run.dir"
+            raise UserError(held(), where=str(self.path), cure=cure) from error
+        except OSError as error:
+            raise disk_error(error, self.path / LOCK) from error
+        self._lock = lock
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
 
 SAMPLES_NAME = re.compile(r"step_(\d+)(?:\.([\w.-]+))?\.jsonl$")
 

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from tidemill.core.buffers import unpack_logprobs, unpack_tokens
-from tidemill.core.records import Prompt, Record, Trajectory
+from tidemill.core.records import Prompt, Record, Trajectory, unpack_logprobs, unpack_tokens
 from tidemill.telemetry.jsonl import encode, measured, read_lines, write_atomically
 
 Decode: TypeAlias = Callable[[Sequence[int]], str]

@@ -10,14 +10,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tidemill.algos.advantages import ADVANTAGES, has_signal, scope_of
+from tidemill.algos.advantages import ADVANTAGES, has_signal, overlong_penalty, scope_of
 from tidemill.algos.kl import kl_reward
 from tidemill.algos.returns import whiten
-from tidemill.algos.shaping import overlong_penalty
 from tidemill.config.schema import RunSpec
-from tidemill.core.buffers import pack_logprobs, pack_tokens
 from tidemill.core.errors import UserError
-from tidemill.core.records import Group, Segment, Trajectory
+from tidemill.core.records import Group, Segment, Trajectory, pack_logprobs, pack_tokens
+from tidemill.trainer.critic import Promised, known
 from tidemill.trainer.packing import (
     FloatArray,
     Microbatch,
@@ -30,7 +29,6 @@ from tidemill.trainer.packing import (
     trained_tokens,
     without_reference,
 )
-from tidemill.trainer.promised import Promised, known
 
 Measure = Callable[[Microbatch], Promised[torch.Tensor]]
 """Something float32 [T] of every token of a microbatch, without gradient."""

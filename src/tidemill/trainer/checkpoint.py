@@ -23,12 +23,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tidemill.core.errors import UserError
-from tidemill.models.adapter_folder import load_adapter
 from tidemill.models.auto import load_pretrained
-from tidemill.models.folder import holds_adapter
+from tidemill.models.folder import holds_adapter, weight_files
 from tidemill.models.lora import adapter_of, learned_parameters
-from tidemill.models.safetensors_files import weight_files
-from tidemill.models.saving import disk_faults, save_model, share_files, tokenizer_files
+from tidemill.models.saving import disk_faults, load_adapter, save_model, share_files, tokenizer_files
 
 STATE_FOLDER = "trainer_state"
 FORMAT = 1

@@ -17,8 +17,7 @@ import msgspec
 
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
-from tidemill.models.checkpoint_manifest import damage, make_durable, read_manifest, seal
-from tidemill.models.checkpoint_pin import unpinned
+from tidemill.models.checkpoint_manifest import damage, make_durable, read_manifest, seal, unpinned
 
 _VISIBLE = re.compile(r"step_(\d+)")
 _HIDDEN = re.compile(r"\.(writing|replaced|deleting)-(step_\d+)")

@@ -1,4 +1,4 @@
-"""Critics: what a state is worth, learned from the returns that followed.
+"""Critics: state values learned from returns, and the running scale of returns.
 
 V of a token is the head's number at the node that predicts it: the state in which the token was chosen. Gradients
 accumulate as sums with the microbatch's own token weights, so that one denominator normalises policy and critic alike.
@@ -6,18 +6,20 @@ accumulate as sums with the microbatch's own token weights, so that one denomina
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tidemill.algos.value import value_loss
+from tidemill.algos.returns import value_loss
 from tidemill.config.algorithm import CriticConfig
 from tidemill.config.learning import OptimizerConfig
-from tidemill.models.heads import ScalarHead, load_head, save_head
+from tidemill.models.reward_model import ScalarHead, load_head, save_head
 from tidemill.trainer.checkpoint import (
     head_state_bytes,
     restore_head_state,
@@ -26,11 +28,60 @@ from tidemill.trainer.checkpoint import (
     save_state,
     state_bytes,
 )
-from tidemill.trainer.logprobs import Predictions, predicting_states
-from tidemill.trainer.optimizer import build_optimizer, clip_and_step
 from tidemill.trainer.packing import Microbatch
-from tidemill.trainer.promised import Promised, known
-from tidemill.trainer.returns import ReturnScale
+from tidemill.trainer.scoring import Predictions, predicting_states
+from tidemill.trainer.update import build_optimizer, clip_and_step
+
+LEAST_STD = 1e-2
+DECAY = 0.99  # what one optimizer step keeps of the running figures
+
+
+@dataclass(slots=True, kw_only=True)
+class ReturnScale:
+    """A head's number x stands for the value `mean + std · x`. It starts as the number itself.
+
+    Moving the scale rescales the head so that every value stays what it was (PopArt, arXiv 1602.07714).
+    """
+
+    decay: float = DECAY
+    mean: float = 0.0
+    std: float = 1.0
+    first: float = 0.0  # decayed sums: of returns, of their squares, and of the weights of both
+    second: float = 0.0
+    weight: float = 0.0
+
+    @torch.no_grad()
+    def move(self, head: ScalarHead, *, mean: float, mean_square: float) -> None:
+        """Take in one step's returns (their mean and mean square), and keep the head's values."""
+        keep = self.decay
+        self.first = keep * self.first + (1 - keep) * mean
+        self.second = keep * self.second + (1 - keep) * mean_square
+        self.weight = keep * self.weight + (1 - keep)
+        old_mean, old_std = self.mean, self.std
+        self.mean = self.first / self.weight
+        self.std = max(math.sqrt(max(self.second / self.weight - self.mean**2, 0.0)), LEAST_STD)
+        head.weight.mul_(old_std / self.std)
+        head.bias.mul_(old_std / self.std).add_((old_mean - self.mean) / self.std)
+
+    def state(self) -> dict[str, float]:
+        """For a checkpoint."""
+        names = ("mean", "std", "first", "second", "weight")
+        return {name: getattr(self, name) for name in names}
+
+    def restore(self, state: dict[str, float]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+
+
+T = TypeVar("T")
+
+Promised: TypeAlias = Callable[[], T]
+"""Waits for a result that was asked for, and returns it; raises what went wrong on the way."""
+
+
+def known(value: T) -> Promised[T]:
+    """A result that is there already."""
+    return lambda: value
 
 
 class Weighed(Predictions, Protocol):

@@ -1,4 +1,4 @@
-"""Samples packed into microbatches: one token tree each, so that a prompt is computed once for its whole group."""
+"""Samples packed into microbatches as token trees: a prompt is computed once for its group."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
-from tidemill.algos.samples import Samples
+from tidemill.algos.losses import Samples
 from tidemill.core.errors import TidemillError
-from tidemill.core.records import Trajectory
-from tidemill.models.token_tree import TokenTree, build_tree
+from tidemill.core.records import TokenBuffer, Trajectory
+from tidemill.models.token_tree import Tokens, TokenTree, build_tree
 
 FloatArray: TypeAlias = npt.NDArray[np.float32]
 
@@ -179,3 +180,42 @@ def _inputs(trajectory: Trajectory) -> npt.NDArray[np.int32]:
 def _trained_positions(trajectory: Trajectory) -> npt.NDArray[np.int64]:
     spans = [np.arange(segment.start, segment.end) for segment in trajectory.segments if segment.trained]
     return np.concatenate(spans) if spans else np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedCompletions:
+    """The T completion tokens of S sequences over the tree of everything that precedes them; `Predictions`."""
+
+    tree: TokenTree
+    head_nodes: Tensor  # int64 [H], distinct nodes that predict a completion token, ascending
+    head_rows: Tensor  # int64 [T], which of them predicts the token, ascending
+    targets: Tensor  # int64 [T]
+    samples: Samples  # which of the S sequences each of the T tokens belongs to
+    unpacked_tokens: int  # what the sequences would cost without sharing
+
+
+def tokens_of(buffer: TokenBuffer) -> Tokens:
+    """int32 [T]."""
+    return np.frombuffer(buffer, np.int32)
+
+
+def pack_completions(pairs: Sequence[tuple[TokenBuffer, TokenBuffer]], device: torch.device) -> PackedCompletions:
+    """(prompt, completion) pairs in one tree. The very first token of a sequence without a prompt is not trained:
+    nothing predicts it."""
+    whole = [tokens_of(prompt + completion) for prompt, completion in pairs]
+    tree = build_tree([sequence[:-1] for sequence in whole])
+    starts = [max(len(tokens_of(prompt)), 1) for prompt, _ in pairs]
+    nodes = np.concatenate([path[start - 1 :] for path, start in zip(tree.paths, starts, strict=True)])
+    lengths = [len(sequence) - start for sequence, start in zip(whole, starts, strict=True)]
+    order = np.argsort(nodes, kind="stable")
+    head_nodes, head_rows = np.unique(nodes[order], return_inverse=True)
+    targets = np.concatenate([sequence[start:] for sequence, start in zip(whole, starts, strict=True)])
+    owners = np.repeat(np.arange(len(whole)), lengths)
+    return PackedCompletions(
+        tree=tree,
+        head_nodes=torch.from_numpy(head_nodes).to(device),
+        head_rows=torch.from_numpy(head_rows).to(device),
+        targets=torch.from_numpy(targets[order].astype(np.int64)).to(device),
+        samples=Samples(torch.from_numpy(owners[order]).to(device), len(whole)),
+        unpacked_tokens=sum(len(sequence) - 1 for sequence in whole),
+    )

@@ -23,17 +23,13 @@ from tidemill.algos.corrections import interpolated_proximal
 from tidemill.algos.kl import adapted_beta
 from tidemill.algos.losses import denominator, token_weights
 from tidemill.config.schema import RunSpec
-from tidemill.core.buffers import LogprobBuffer
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import Compute
-from tidemill.core.records import Completion, Group, PolicyVersion, StepMetrics
+from tidemill.core.records import Completion, Group, LogprobBuffer, PolicyVersion, StepMetrics
 from tidemill.models.loading import weights_digest
 from tidemill.trainer.advantages import Advantages, Estimate
 from tidemill.trainer.checkpoint import restore_state, save_state, state_bytes
-from tidemill.trainer.completion_logprobs import completion_logprobs
-from tidemill.trainer.critic import Critic
-from tidemill.trainer.logprobs import predicting_states, token_logprobs
-from tidemill.trainer.optimizer import build_optimizer, clip_and_step, learning_rate, set_learning_rate
+from tidemill.trainer.critic import Critic, Promised
 from tidemill.trainer.packing import (
     FloatArray,
     Microbatch,
@@ -43,9 +39,16 @@ from tidemill.trainer.packing import (
     trained_tokens,
     without_reference,
 )
-from tidemill.trainer.policy_loss import policy_outcome
-from tidemill.trainer.promised import Promised
-from tidemill.trainer.update import Minibatch, Sums
+from tidemill.trainer.scoring import completion_logprobs, predicting_states, token_logprobs
+from tidemill.trainer.update import (
+    Minibatch,
+    Sums,
+    build_optimizer,
+    clip_and_step,
+    learning_rate,
+    policy_outcome,
+    set_learning_rate,
+)
 
 MEGABYTE = 1 << 20
 CRITIC_FOLDER = "critic"

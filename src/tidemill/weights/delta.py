@@ -22,8 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tidemill.core.records import DeltaEntry, TensorEntry
-from tidemill.weights.snapshot import Damaged, checksum
-from tidemill.weights.transport import Blob
+from tidemill.weights.snapshot import Blob, Damaged, checksum
 
 CHUNK = 1 << 20
 """Elements at a time: temporaries stay within some tens of megabytes."""

@@ -7,14 +7,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
-from tidemill.core.clock import Clock
 from tidemill.core.errors import WeightsError
-from tidemill.core.protocols import Compute
+from tidemill.core.protocols import Clock, Compute
 from tidemill.core.records import PolicyVersion, Pulled, WeightManifest
 from tidemill.weights.delta import apply_delta
-from tidemill.weights.manifest import delta_name, manifest_name, snapshot_name, unpack_manifest
-from tidemill.weights.snapshot import Snapshot, aligned, allocate, verify
-from tidemill.weights.transport import Blob, Transport
+from tidemill.weights.snapshot import Blob, Snapshot, Transport, aligned, allocate, verify
+from tidemill.weights.store import delta_name, manifest_name, snapshot_name, unpack_manifest
 
 ATTEMPTS = 5
 DELTA_ATTEMPTS = 2

@@ -1,4 +1,4 @@
-"""The publisher's side: immutable versions, each put whole or not at all."""
+"""The publisher's side: immutable versions with manifests, each stored whole or not at all."""
 
 from __future__ import annotations
 
@@ -7,14 +7,52 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from tidemill.core.buffers import LogprobBuffer, TokenBuffer
+import msgspec
+import numpy as np
+
 from tidemill.core.errors import WeightsError
 from tidemill.core.protocols import Compute
-from tidemill.core.records import DeltaEntry, PolicyVersion, TensorEntry, WeightManifest
+from tidemill.core.records import DeltaEntry, LogprobBuffer, PolicyVersion, TensorEntry, TokenBuffer, WeightManifest
 from tidemill.weights.delta import encode_delta
-from tidemill.weights.manifest import BASE, delta_name, manifest_name, pack_manifest, snapshot_name
-from tidemill.weights.snapshot import checksum, digest_of, sealed
-from tidemill.weights.transport import Blob, Transport
+from tidemill.weights.snapshot import Blob, Damaged, Transport, checksum, digest_of, sealed
+
+BASE = PolicyVersion(number=-1, digest="base")
+"""Under this version lies what all versions have in common, where they are adapters of one base."""
+_CHECKSUM_BYTES = 8
+
+
+def manifest_name(version: PolicyVersion) -> str:
+    return f"{version.number}-{version.digest}.manifest"
+
+
+def snapshot_name(version: PolicyVersion) -> str:
+    return f"{version.number}-{version.digest}.snapshot"
+
+
+def delta_name(version: PolicyVersion) -> str:
+    """Of the delta that ends at `version`."""
+    return f"{version.number}-{version.digest}.delta"
+
+
+def pack_manifest(manifest: WeightManifest) -> Blob:
+    body = msgspec.msgpack.encode(manifest)
+    mark = checksum(np.frombuffer(body, np.uint8)).to_bytes(_CHECKSUM_BYTES, "little")
+    return np.frombuffer(mark + body, np.uint8)
+
+
+def unpack_manifest(blob: Blob, *, of: str) -> WeightManifest:
+    """
+    Args:
+        of: what to call it in an error.
+
+    Raises:
+        Damaged: torn or corrupt.
+    """
+    mark, body = blob[:_CHECKSUM_BYTES], blob[_CHECKSUM_BYTES:]
+    if len(mark) < _CHECKSUM_BYTES or checksum(body) != int.from_bytes(mark.tobytes(), "little"):
+        raise Damaged(f"the manifest of {of} is torn or corrupt ({len(blob)} bytes)")
+    return msgspec.msgpack.decode(body.tobytes(), type=WeightManifest)
+
 
 SNAPSHOTS_KEPT = 2
 DELTAS_KEPT = 8

@@ -25,9 +25,8 @@ from tests.processes import command_lines, listening, processes_below
 from tidemill.config.model import ModelConfig
 from tidemill.config.pool import FleetConfig, RayConfig, RayPool
 from tidemill.config.schema import RunSpec
-from tidemill.core.buffers import pack_tokens, unpack_logprobs
-from tidemill.core.clock import LoopClock
 from tidemill.core.errors import TrainerLost, UserError, WorkerLost
+from tidemill.core.protocols import LoopClock
 from tidemill.core.records import (
     Completion,
     GenerateRequest,
@@ -39,20 +38,18 @@ from tidemill.core.records import (
     SampleId,
     SamplingParams,
     TokenDelta,
+    pack_tokens,
+    unpack_logprobs,
 )
 from tidemill.models.catalog import resolve
-from tidemill.models.hollow import shell_files
-from tidemill.runtime.cluster.host import RayHost
+from tidemill.models.snapshots import shell_files
 from tidemill.runtime.cluster.keeper import Keep, LocalNode
 from tidemill.runtime.cluster.local import KeptCluster, connect, start_keeper
-from tidemill.runtime.cluster.nodes import NodeWatch
-from tidemill.runtime.cluster.plan import Started, TrainerPlan, WorkerPlan
-from tidemill.runtime.cluster.provider import RayProvider
-from tidemill.runtime.cluster.remote import Remote, trainer_lost
-from tidemill.runtime.cluster.trainer import RayCheckpoints, RayPublisher, RayTrainer
-from tidemill.runtime.cluster.trainer_actor import TrainerActor
-from tidemill.runtime.cluster.wire import encode
-from tidemill.runtime.cluster.worker import RayWorker
+from tidemill.runtime.cluster.nodes import NodeWatch, RayProvider
+from tidemill.runtime.cluster.ray_calls import Remote, trainer_lost
+from tidemill.runtime.cluster.trainer import RayCheckpoints, RayPublisher, RayTrainer, TrainerActor
+from tidemill.runtime.cluster.wire import Started, TrainerPlan, WorkerPlan, encode
+from tidemill.runtime.cluster.worker import RayHost, RayWorker
 
 pytestmark = pytest.mark.xdist_group("ray")
 

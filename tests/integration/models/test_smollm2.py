@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tidemill.config.model import ModelConfig
 from tidemill.core.errors import UserError
 from tidemill.core.records import Message
-from tidemill.models import catalog, smollm2
+from tidemill.models import builtin, catalog
+from tidemill.models.auto import quiet
 from tidemill.models.codec import TextCodec, load_codec
 from tidemill.models.loading import context_limit, load_model, weights_digest
-from tidemill.models.quiet import quiet
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -95,7 +95,7 @@ def test_the_wheel_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 
 def _pretend_installed(monkeypatch: pytest.MonkeyPatch, package: Path) -> None:
-    spec = ModuleSpec(smollm2.PACKAGE, None, is_package=True)
+    spec = ModuleSpec(builtin.PACKAGE, None, is_package=True)
     spec.submodule_search_locations = [str(package)]
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: spec)
 
@@ -103,15 +103,15 @@ def _pretend_installed(monkeypatch: pytest.MonkeyPatch, package: Path) -> None:
 def test_the_wheel_holds_no_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     _pretend_installed(monkeypatch, tmp_path)
     with pytest.raises(UserError, match="not in the installed package"):
-        smollm2.find_gguf()
+        builtin.find_gguf()
 
 
 def test_a_damaged_wheel_is_found_before_anything_is_converted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     package = tmp_path / "package"
     package.mkdir()
-    content = bytearray(smollm2.find_gguf().read_bytes())
+    content = bytearray(builtin.find_gguf().read_bytes())
     content[50_000_000] ^= 1
-    (package / smollm2.GGUF_NAME).write_bytes(content)
+    (package / builtin.GGUF_NAME).write_bytes(content)
     _pretend_installed(monkeypatch, package)
     monkeypatch.setenv("TIDEMILL_CACHE", str(tmp_path / "cache"))
     with pytest.raises(UserError, match="damaged") as caught:

@@ -18,7 +18,7 @@ from tidemill.config.learning import OptimizerConfig
 from tidemill.models.loading import weights_digest
 from tidemill.trainer.checkpoint import restore_state, save_state
 from tidemill.trainer.checkpoint_store import CheckpointStore
-from tidemill.trainer.optimizer import build_optimizer, clip_and_step
+from tidemill.trainer.update import build_optimizer, clip_and_step
 
 STEPS = 24
 DEADLINE_S = 180.0

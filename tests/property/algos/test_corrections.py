@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.algos.corrections import CORRECTIONS, Corrected, interpolated_proximal
-from tidemill.algos.samples import Samples
+from tidemill.algos.losses import Samples
 from tidemill.config.algorithm import CORRECTION_LIMITS
 
 tokens = st.lists(st.tuples(st.floats(-3, 3), st.integers(0, 3)), min_size=1, max_size=20)

@@ -6,9 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tidemill.algos.losses import Normalize, cispo, denominator, gspo, ppo_clip, token_weights
-from tidemill.algos.samples import Samples
-from tidemill.algos.value import value_loss
+from tidemill.algos.losses import Normalize, Samples, cispo, denominator, gspo, ppo_clip, token_weights
+from tidemill.algos.returns import value_loss
 
 token = st.tuples(st.floats(-2, 2), st.floats(-8, 0), st.floats(-3, 3))  # log ratio, proximal logprob, advantage
 tokens = st.lists(token, min_size=1, max_size=24)

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.algos.supervised import cross_entropy
+from tidemill.algos.preference import cross_entropy
 
 rows = st.lists(
     st.tuples(st.lists(st.floats(-6, 6), min_size=5, max_size=5), st.integers(0, 4)), min_size=1, max_size=12

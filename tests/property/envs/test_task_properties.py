@@ -13,8 +13,7 @@ from tests.char_codec import CharCodec
 from tidemill.config.task import ArithmeticTask, JsonlTask
 from tidemill.core.records import Prompt
 from tidemill.envs.text import Task, build_task
-from tidemill.envs.text.content import question_key, renderer, split_by_content, text_item
-from tidemill.envs.text.prompts import ListedSource
+from tidemill.envs.text.prompts import ListedSource, question_key, renderer, split_by_content, text_item
 
 RENDER = renderer(CharCodec(), chat_template=False)
 SEEDS = st.integers(0, 2**63)

@@ -19,9 +19,9 @@ from tidemill.config.model import ModelConfig
 from tidemill.config.pipeline import PipelineSpec, StageSpec
 from tidemill.config.schema import RunConfig, RunSpec
 from tidemill.core.errors import UserError
-from tidemill.pipeline.folder import PipelineFolder
+from tidemill.pipeline.execution import plan_pipeline, run_pipeline
 from tidemill.pipeline.plan import EVERYTHING, Choice
-from tidemill.pipeline.run import plan_pipeline, run_pipeline
+from tidemill.pipeline.state import PipelineFolder
 from tidemill.telemetry.jsonl import write_atomically
 
 pytestmark = pytest.mark.slow
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 #         └── c
 SOURCES = {"a": "./base", "b": "stage:a", "c": "stage:a", "d": "stage:b"}
 NAMES = tuple(SOURCES)
-UNCHECKED = patch("tidemill.pipeline.run.check_inputs")
+UNCHECKED = patch("tidemill.pipeline.execution.check_inputs")
 """The base is no model, and stages that take no time do not mind."""
 MOMENTS = st.integers(0, 60)
 
@@ -123,7 +123,7 @@ class Pipelines(RuleBasedStateMachine):
 
         summary = None
         try:
-            with patch("tidemill.pipeline.folder.write_atomically", cut_write), UNCHECKED:
+            with patch("tidemill.pipeline.state.write_atomically", cut_write), UNCHECKED:
                 summary = run_pipeline(
                     self._pipeline(),
                     teller=quiet,

@@ -9,14 +9,13 @@ from hypothesis import strategies as st
 
 from tests.formulas import check_figures
 from tidemill.core.errors import UserError
-from tidemill.planner.placement.candidates import Candidates
+from tidemill.hardware.catalog import load_catalog
+from tidemill.hardware.completion_lengths import LogNormalLengths
+from tidemill.hardware.engine_profile import rollout_of
+from tidemill.hardware.model_shape import shape_of_parameters
 from tidemill.planner.placement.estimate import estimate
-from tidemill.planner.placement.question import Offer, PlacementQuestion
-from tidemill.planner.placement.search import PlacementPlan, plan_placement
-from tidemill.sim.profiles.catalog import load_catalog
-from tidemill.sim.profiles.generation import rollout_of
-from tidemill.sim.profiles.lengths import LogNormalLengths
-from tidemill.sim.profiles.model_shape import shape_of_parameters
+from tidemill.planner.placement.search import Candidates, PlacementPlan, plan_placement
+from tidemill.planner.placement.training import Offer, PlacementQuestion
 
 CATALOG = load_catalog()
 PRICED = sorted(name for name, machine in CATALOG.machines.items() if machine.usd_per_hour)

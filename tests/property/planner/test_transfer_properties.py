@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from tests.formulas import check_figures
 from tidemill.planner.overlap import plan_overlap
-from tidemill.planner.staleness import plan_staleness
-from tidemill.planner.staleness_table import Measured
+from tidemill.planner.staleness import Measured, plan_staleness
 from tidemill.planner.transfer import TransferQuestion, plan_transfer
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=40)

@@ -6,12 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.sim.profiles.catalog import Gpu, load_catalog
-from tidemill.sim.profiles.engine import EngineProfile, engine_profile
-from tidemill.sim.profiles.generation import generation_s, rollout_of
-from tidemill.sim.profiles.lengths import LogNormalLengths
-from tidemill.sim.profiles.model_shape import ModelShape, shape_of_parameters
-from tidemill.sim.profiles.trainer import TrainerEfficiency, trainer_profile
+from tidemill.hardware.catalog import Gpu, load_catalog
+from tidemill.hardware.completion_lengths import LogNormalLengths
+from tidemill.hardware.engine_profile import EngineProfile, engine_profile, generation_s, rollout_of
+from tidemill.hardware.model_shape import ModelShape, shape_of_parameters
+from tidemill.hardware.trainer_profile import TrainerEfficiency, trainer_profile
 
 SHAPES = st.floats(3e8, 4e11).map(shape_of_parameters)
 GPUS = st.sampled_from(list(load_catalog().gpus.values()))

@@ -23,13 +23,12 @@ from tests.trl_losses import (
 from tidemill.algos.advantages import dr_grpo, grpo, rloo
 from tidemill.algos.corrections import CORRECTIONS
 from tidemill.algos.kl import k3, kl_reward
-from tidemill.algos.losses import LOSSES, Normalize, denominator, token_weights
+from tidemill.algos.losses import LOSSES, Normalize, Samples, denominator, token_weights
 from tidemill.algos.preference import PREFERENCE_LOSSES, bradley_terry, dpo
-from tidemill.algos.samples import Samples
 from tidemill.config.algorithm import AlgorithmConfig
 from tidemill.config.model import CharModelConfig
-from tidemill.trainer.logprobs import entropy
-from tidemill.trainer.policy_loss import policy_outcome
+from tidemill.trainer.scoring import entropy
+from tidemill.trainer.update import policy_outcome
 
 pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore")  # what TRL and its dependencies warn of is not ours to mend
@@ -215,7 +214,7 @@ def trainer_step(folder: Path, algorithm: str, **config: Any) -> tuple[Tensor, T
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-    from tidemill.models.char import build_char_model
+    from tidemill.models.builtin import build_char_model
 
     seen: dict[str, Tensor] = {}
     logprobs: list[Tensor] = []

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from tidemill.algos.corrections import CORRECTIONS, Corrected, interpolated_proximal, mu_step
-from tidemill.algos.samples import Samples
+from tidemill.algos.losses import Samples
 from tidemill.config.algorithm import CORRECTION_LIMITS, CorrectionConfig
 
 RATIOS = [1.0, 4.0, 0.25, 2.0, 0.9]

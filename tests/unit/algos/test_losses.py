@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tidemill.algos.losses import LOSSES, TokenLoss, cispo, denominator, gspo, ppo_clip, token_weights
-from tidemill.algos.samples import Samples
+from tidemill.algos.losses import LOSSES, Samples, TokenLoss, cispo, denominator, gspo, ppo_clip, token_weights
 from tidemill.config.algorithm import AlgorithmConfig
 
 

@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tidemill.algos.preference import PREFERENCE_LOSSES, bradley_terry, dpo, ipo
-from tidemill.algos.supervised import cross_entropy
+from tidemill.algos.preference import PREFERENCE_LOSSES, bradley_terry, cross_entropy, dpo, ipo
 
 
 def pair(values: tuple[float, float, float, float]) -> list[torch.Tensor]:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trl.rewards import get_soft_overlong_punishment
 
-from tidemill.algos.shaping import overlong_penalty
+from tidemill.algos.advantages import overlong_penalty
 
 
 @pytest.mark.parametrize(

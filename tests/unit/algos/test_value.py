@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tidemill.algos.value import value_loss
+from tidemill.algos.returns import value_loss
 
 
 @pytest.mark.parametrize(

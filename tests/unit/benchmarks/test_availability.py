@@ -7,7 +7,7 @@ from statistics import fmean
 import pytest
 
 from benchmarks.simulator.availability import HELD, MOST, SEED, WITHIN, fitting_seeds, held, segments
-from tidemill.pool.capacity import CapacityTrace, statistics
+from tidemill.pool.traces import CapacityTrace, statistics
 
 
 def test_the_seed_is_the_first_whose_means_are_the_published_ones() -> None:

@@ -6,8 +6,7 @@ import pytest
 
 from benchmarks.saboteur import CutEngine
 from tests.fake_engine import FakeEngine
-from tidemill.core.buffers import count, pack_tokens
-from tidemill.core.records import GenerateRequest, PolicyVersion, SampleId, SamplingParams
+from tidemill.core.records import GenerateRequest, PolicyVersion, SampleId, SamplingParams, count, pack_tokens
 
 VERSION = PolicyVersion(number=0, digest="zero")
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import get_args
 
 from tests.unit.cli.conftest import Run
-from tidemill.algos.terms import TERMS
+from tidemill.algos.losses import TERMS
 from tidemill.config.algorithm import CORRECTION_LIMITS, PRESETS, NormalizeName
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.planted import planted, spec_of
 from tests.unit.cli.conftest import Run
-from tidemill.cli.calibrate import value
+from tidemill.cli.forecasting import value
 from tidemill.planner.calibration.profile import kept_path, read_profile
 
 
@@ -19,7 +19,7 @@ def test_a_directory_without_a_run(run: Run, tmp_path: Path) -> None:
 def test_the_profile_is_kept_and_written(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIDEMILL_CACHE", str(tmp_path / "cache"))
     profile = planted(spec_of())
-    monkeypatch.setattr("tidemill.cli.calibrate.fitted", lambda _: profile)
+    monkeypatch.setattr("tidemill.cli.forecasting.fitted", lambda _: profile)
     ran = run("calibrate", "somewhere", "--out", str(tmp_path / "profile.json"), "--json")
     assert ran.data["files"] == [str(kept_path(profile)), str(tmp_path / "profile.json")]
     assert [read_profile(Path(file)) for file in ran.data["files"]] == [profile, profile]
@@ -35,7 +35,7 @@ def test_a_profile_that_cannot_be_written_out_is_not_kept(
     monkeypatch.setenv("TIDEMILL_CACHE", str(tmp_path / "cache"))
     (tmp_path / "file").write_text("", encoding="utf-8")
     profile = planted(spec_of())
-    monkeypatch.setattr("tidemill.cli.calibrate.fitted", lambda _: profile)
+    monkeypatch.setattr("tidemill.cli.forecasting.fitted", lambda _: profile)
     for out, said in {".": "that is a directory", "file/profile.json": "the profile cannot be written: "}.items():
         ran = run("calibrate", "somewhere", "--out", out)
         assert ran.code == 2

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.unit.cli.conftest import Pretend, Run
-from tidemill.cli.eval import figures
+from tidemill.cli.evaluate import figures
 from tidemill.config.schema import RunSpec
 from tidemill.models.checkpoint_manifest import seal
 

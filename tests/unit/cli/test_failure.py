@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tidemill.cli.failure import as_user_error, explain, write_traceback
-from tidemill.config.faults import ConfigError, Fault
+from tidemill.cli.output import as_user_error, explain, write_traceback
+from tidemill.config.issues import ConfigError, Fault
 from tidemill.core.errors import DeadlineError, GuardStop, TidemillError, TrainerLost, UserError, root_fault
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tidemill.cli.findings import Facts, Finding, judge, size
+from tidemill.cli.doctor import Facts, Finding, judge, size
 
 GB = 10**9
 FACTS: Facts = {

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tidemill.cli import machine
-from tidemill.cli.machine import cache_contents, cpu, cpu_share, disk, installed, memory, packages, probe_torch
+from tidemill.cli import doctor
+from tidemill.cli.doctor import cache_contents, cpu, cpu_share, disk, installed, memory, packages, probe_torch
 from tidemill.cli.probe import probe
 from tidemill.models.cache import MANIFEST
 
@@ -82,7 +82,7 @@ def test_cores() -> None:
 def test_packages_come_from_the_projects_own_requirements(monkeypatch: pytest.MonkeyPatch) -> None:
     requirements = ["torch==2.13.0", 'x[y]==1.0; extra == "tasks"', 'ruff==1; extra == "dev"', "plain"]
     monkeypatch.setattr("importlib.metadata.requires", lambda _: requirements)
-    monkeypatch.setattr(machine, "installed", lambda name: "9" if name == "torch" else None)
+    monkeypatch.setattr(doctor, "installed", lambda name: "9" if name == "torch" else None)
     assert packages() == [
         {"name": "torch", "wanted": "2.13.0", "installed": "9", "extra": ""},
         {"name": "x", "wanted": "1.0", "installed": None, "extra": "tasks"},

@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from tidemill.cli.output import note, reserved_stdout, write_json, write_result
-from tidemill.cli.result import Result
+from tidemill.cli.output import Result, note, reserved_stdout, write_json, write_result
 
 
 def test_what_json_has_no_number_for_is_null() -> None:

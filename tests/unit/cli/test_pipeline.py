@@ -8,7 +8,7 @@ import pytest
 from tests.pretend_stages import Stages
 from tests.unit.cli.conftest import Run
 from tidemill.config.stages import load_recipe
-from tidemill.pipeline import kinds
+from tidemill.pipeline import stage_kinds
 
 RECIPE = """\
 [run]
@@ -38,7 +38,7 @@ def stages(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stages:
     (tmp_path / "r.toml").write_text(RECIPE, encoding="utf-8")
     pretend = Stages()
     for kind, runner in pretend.runners.items():
-        monkeypatch.setitem(kinds.RUNNERS, kind, runner)
+        monkeypatch.setitem(stage_kinds.RUNNERS, kind, runner)
     return pretend
 
 

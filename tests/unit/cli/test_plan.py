@@ -9,13 +9,13 @@ import pytest
 
 from tests.planted import planted, spec_of
 from tests.unit.cli.conftest import Run
-from tests.unit.sim.profiles.test_model_shape import SMOLLM2
+from tests.unit.hardware.test_model_shape import SMOLLM2
 from tidemill.config.schema import RunSpec
 from tidemill.planner.calibration.profile import write_profile
 from tidemill.planner.forecast import cluster
-from tidemill.pool.timetable import Timetable
+from tidemill.pool.provider import Timetable
 from tidemill.sim.outcome import SimulatedRun
-from tidemill.sim.run import Plant, simulate_run
+from tidemill.sim.simulation import Plant, simulate_run
 from tidemill.sim.workload import Workload
 
 

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from tidemill.cli.plan.shown import table
+from tidemill.cli.plan_options import table
 
 NAMES, PRICES = ("aws-p5e.48xlarge-block", "azure-nd96isr-mi300x-v5"), ("$110.24", "$48.00")
 

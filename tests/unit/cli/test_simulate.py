@@ -10,7 +10,7 @@ import pytest
 from tests.conftest import REPOSITORY
 from tests.unit.cli.conftest import Run
 from tidemill.config.load import load_spec
-from tidemill.sim.scenario import plan_scenario
+from tidemill.sim.comparison import plan_scenario
 
 TINY = """
 [batch]
@@ -80,7 +80,7 @@ def test_an_interrupted_simulation_leaves_what_was_there(
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tidemill.cli.simulate.simulate_planned", interrupt)
+    monkeypatch.setattr("tidemill.cli.forecasting.simulate_planned", interrupt)
     assert run("simulate", "@tiny.toml", "--html", "a.html").code == 130
     assert (page.read_text(encoding="utf-8") if page.exists() else None) == before
 

@@ -8,7 +8,7 @@ import pytest
 from tests.unit.cli.conftest import Pretend, Run
 from tidemill.config.load import from_toml
 from tidemill.config.schema import RunSpec
-from tidemill.telemetry.numerals import duration_in_words
+from tidemill.core.formatting import duration_in_words
 
 SUMMARY: dict[str, Any] = {
     "steps": 20,

@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from tidemill.config.algorithm import CORRECTION_LIMITS, PRESETS, AlgorithmConfig, CorrectionConfig, CriticConfig
-from tidemill.config.faults import ConfigError
+from tidemill.config.issues import ConfigError
 from tidemill.config.load import from_toml, load_spec
 from tidemill.config.schema import RunSpec
 from tidemill.config.toml import to_toml

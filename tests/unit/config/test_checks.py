@@ -2,12 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from tidemill.config.checks import contradictions, refuse_untrainable
-from tidemill.config.faults import ConfigError
+from tidemill.config.issues import ConfigError, contradictions, refuse_untrainable
 from tidemill.config.learning import BatchConfig
 from tidemill.config.model import CharModelConfig, ModelConfig
 from tidemill.config.schema import EvalConfig, RunSpec, SamplingConfig
-from tidemill.config.scoring import RewardConfig, ScoringConfig
+from tidemill.config.task import RewardConfig, ScoringConfig
 
 
 @pytest.mark.parametrize(

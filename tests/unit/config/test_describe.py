@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tidemill.config.describe import describe, topics
+from tidemill.config.explain import describe, topics
 from tidemill.config.load import load_spec
 from tidemill.config.schema import RunSpec
 

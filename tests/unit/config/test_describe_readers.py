@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from tidemill.config.describe import describe
-from tidemill.config.describe_readers import reader_notes, reader_topics
+from tidemill.config.explain import describe, reader_notes, reader_topics
 from tidemill.config.schema import RunSpec
 
 MODEL = {"rewards": [{"kind": "model", "model": "a"}, {"kind": "model", "model": "b"}, {"kind": "model", "model": "a"}]}

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from tests.pretend_stages import pipeline
-from tidemill.config.effects import ROWS, without_effect
+from tidemill.config.explain import ROWS, without_effect
 from tidemill.config.keys import find
 from tidemill.config.load import load_spec
-from tidemill.pipeline.run import plan_pipeline
+from tidemill.pipeline.execution import plan_pipeline
 
 MODEL = '--scoring.rewards=[{kind="model", model="./m"}]'
 SETTINGS: list[tuple[list[str], list[str]]] = [  # what does nothing, and with what it would

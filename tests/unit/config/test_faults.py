@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from tidemill.config.faults import shown
+from tidemill.config.issues import shown
 
 
 def test_the_credentials_of_a_url_are_not_shown() -> None:

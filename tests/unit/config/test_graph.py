@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tidemill.config.graph import graph_faults
-from tidemill.config.pipeline import StageKind, StageSpec
+from tidemill.config.pipeline import StageKind, StageSpec, graph_faults
 from tidemill.config.schema import RunSpec
 
 

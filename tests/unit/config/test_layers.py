@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from tidemill.config.faults import COMMAND_LINE, ConfigError
+from tidemill.config.issues import COMMAND_LINE, ConfigError
 from tidemill.config.keys import find
-from tidemill.config.layers import (
+from tidemill.config.load import (
     Layer,
     command_line,
     merge,

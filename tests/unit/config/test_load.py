@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tidemill.config.faults import ConfigError
+from tidemill.config.issues import ConfigError
 from tidemill.config.load import differences, from_toml, load_spec
 from tidemill.config.schema import RunConfig, RunSpec
 from tidemill.config.task import ArithmeticTask, JsonlTask, ReasoningGymTask

@@ -8,16 +8,12 @@ import pytest
 from pydantic import ValidationError
 
 from tidemill.config.algorithm import CriticConfig
-from tidemill.config.data import DataConfig
 from tidemill.config.learning import BatchConfig, OptimizerConfig
-from tidemill.config.lora import LoraConfig
-from tidemill.config.model import CharModelConfig, ModelConfig
-from tidemill.config.placement import PlacementConfig
+from tidemill.config.model import CharModelConfig, LoraConfig, ModelConfig, PlacementConfig
 from tidemill.config.pool import FleetConfig
 from tidemill.config.schema import EngineConfig, EvalConfig, RunConfig, RunSpec, SamplingConfig
-from tidemill.config.scoring import RewardConfig, ScoringConfig
-from tidemill.config.supervised import PreferenceConfig, SupervisedConfig
-from tidemill.config.task import ArithmeticTask, JsonlTask
+from tidemill.config.supervised import DataConfig, PreferenceConfig, SupervisedConfig
+from tidemill.config.task import ArithmeticTask, JsonlTask, RewardConfig, ScoringConfig
 
 
 def messages(build: Any, **fields: Any) -> str:

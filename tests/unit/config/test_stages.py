@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tidemill.config.faults import ConfigError
+from tidemill.config.issues import ConfigError
 from tidemill.config.load import load_spec
 from tidemill.config.pipeline import KINDS, PipelineSpec
 from tidemill.config.schema import RunSpec

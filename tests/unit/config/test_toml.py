@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tidemill.config.faults import ConfigError
+from tidemill.config.issues import ConfigError
 from tidemill.config.schema import RunSpec
 from tidemill.config.toml import line_of, parse_toml, to_toml, write_value
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tidemill.config.words import counted
+from tidemill.core.formatting import counted
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tidemill.config.schedule import ScheduleConfig
-from tidemill.controller.admission import latest_step, may_begin, overcommitted
+from tidemill.config.learning import ScheduleConfig
+from tidemill.controller.batching import latest_step, may_begin, overcommitted
 
 
 @pytest.mark.parametrize(

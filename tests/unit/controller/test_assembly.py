@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.fabricated_run import make_trajectory
 from tests.fake_samples import make_id, make_prompt
-from tidemill.controller.assembly import Forming, GroupAssembly, Order, has_signal, scored
+from tidemill.controller.batching import Forming, GroupAssembly, Order, has_signal, scored
 from tidemill.core.records import Reward, Trajectory
 
 SAMPLES = [(position, index) for position in range(3) for index in range(2)]

@@ -12,18 +12,16 @@ import pytest
 from tests.fake_engine import FakeCompute, FakeEngine
 from tests.fake_samples import GROUPS, FakeCodec, make_plan, make_prompts, prompt_of
 from tests.fake_session import FakeScorer, FakeTelemetry
+from tests.memory_journal import MemoryJournal
 from tests.virtual_time import run_virtual
-from tidemill.controller.collection import Collection, collecting
+from tidemill.controller.collector import Collection, Rollout, StopRequested, collecting
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.in_flight import InFlight
 from tidemill.controller.ledger import Ledger
-from tidemill.controller.memory_journal import MemoryJournal
-from tidemill.controller.rollout import Rollout, StopRequested
 from tidemill.controller.samples import SampleState
 from tidemill.controller.waiting import Patience
-from tidemill.core.clock import LoopClock
 from tidemill.core.errors import DeadlineError, TidemillError
-from tidemill.core.protocols import Scorer
+from tidemill.core.protocols import LoopClock, Scorer
 from tidemill.core.records import PolicyVersion, Prompt, Reward, TokenDelta, Trajectory
 from tidemill.rollout.worker import EngineWorker
 

@@ -11,12 +11,12 @@ from tests.fake_engine import FakeCompute, FakeEngine
 from tests.fake_samples import FakeCodec, make_prompt
 from tests.fake_session import FakeScorer, FakeTelemetry
 from tests.virtual_time import run_virtual
+from tidemill.controller.collector import Rollout
 from tidemill.controller.evaluation import Evaluation, correct, evaluate, judged
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.ledger import Ledger
-from tidemill.controller.rollout import Rollout
-from tidemill.core.clock import LoopClock
 from tidemill.core.errors import UserError
+from tidemill.core.protocols import LoopClock
 from tidemill.core.records import GenerateRequest, PolicyVersion, Prompt, Reward, SamplingParams, Trajectory
 from tidemill.rollout.worker import EngineWorker
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.fabricated_run import make_prompt, make_trajectory
 from tests.fake_samples import V3, V3_AGAIN, make_delta, make_in_flight
-from tidemill.controller.figures import batch_figures, sample_figures
+from tidemill.controller.batching import batch_figures, sample_figures
 from tidemill.core.records import Reward, Trajectory
 
 PROMPT = make_prompt("1+1=")

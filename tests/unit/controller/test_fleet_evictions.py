@@ -12,8 +12,8 @@ from tests.fake_samples import make_report
 from tests.fake_session import small_spec
 from tests.small_pool import pool, quiet
 from tests.virtual_time import run_virtual
-from tidemill.controller.member import Member, Pace
 from tidemill.controller.waiting import Patience
+from tidemill.controller.worker_state import Member, Pace
 from tidemill.core.records import Lease
 from tidemill.telemetry.fleet_figures import fleet_figures
 

@@ -15,9 +15,8 @@ from tests.fake_session import Session, small_spec
 from tests.small_pool import pool, quiet
 from tests.virtual_time import run_virtual
 from tidemill.controller.waiting import Patience
-from tidemill.core.buffers import pack_logprobs
 from tidemill.core.errors import DeadlineError, TidemillError, UserError
-from tidemill.core.records import Lease, TokenDelta
+from tidemill.core.records import Lease, TokenDelta, pack_logprobs
 
 
 @pytest.mark.parametrize("silent", [False, True])

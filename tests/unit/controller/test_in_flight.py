@@ -7,9 +7,8 @@ import pytest
 from tests.fake_samples import FIRST, GROUPS, PROMPTS, SAMPLING, make_delta, make_id, make_in_flight, make_prompts
 from tidemill.controller.in_flight import plan_groups
 from tidemill.controller.samples import SampleState
-from tidemill.core.buffers import pack_logprobs, pack_tokens
 from tidemill.core.errors import UserError
-from tidemill.core.records import PolicyVersion, Prompt, Reward
+from tidemill.core.records import PolicyVersion, Prompt, Reward, pack_logprobs, pack_tokens
 
 
 def test_samples_stand_group_by_group_and_the_same_prompt_of_another_epoch_is_another_group() -> None:

@@ -21,14 +21,13 @@ from tests.fake_samples import (
     make_report,
     prompt_of,
 )
-from tidemill.controller.entries import EvalResult, Published, encode
+from tests.memory_journal import MemoryJournal
 from tidemill.controller.in_flight import InFlight, plan_groups
+from tidemill.controller.journal_entries import EvalResult, Published, encode
 from tidemill.controller.ledger import OUTLIVES_CHECKPOINTS, Ledger
-from tidemill.controller.memory_journal import MemoryJournal
 from tidemill.controller.samples import SampleState
-from tidemill.core.buffers import pack_logprobs, pack_tokens, unpack_tokens
 from tidemill.core.errors import UserError
-from tidemill.core.records import PolicyVersion, Reward, TokenDelta
+from tidemill.core.records import PolicyVersion, Reward, TokenDelta, pack_logprobs, pack_tokens, unpack_tokens
 
 GOOD = Reward(value=1.0, components={"exact": 1.0})
 FOLLOWING = [make_id("p0", 0), make_id("p0", 1), make_id("p1", 0)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemill.controller import lengths as module
-from tidemill.controller.lengths import LengthEstimator
+from tidemill.controller import estimates as module
+from tidemill.controller.estimates import LengthEstimator
 
 
 def make_estimator(**seen: list[int]) -> LengthEstimator:
@@ -94,7 +94,7 @@ def test_the_running_sums_agree_with_counting(lengths: list[int], have: int) -> 
         estimator.expected_remaining("a", 0, 10**6)  # the sums are made, and must be made again
 
     newest = [length for length in lengths[-module.PER_PROMPT :] if length > have]
-    longer = newest if len(newest) >= module.ENOUGH else [length for length in lengths if length > have]
-    if len(longer) >= module.ENOUGH:
+    longer = newest if len(newest) >= module.ENOUGH_LENGTHS else [length for length in lengths if length > have]
+    if len(longer) >= module.ENOUGH_LENGTHS:
         expected = max(sum(longer) / len(longer) - have, 1.0)
         assert estimator.expected_remaining("a", have, 10**6) == expected

@@ -6,8 +6,8 @@ import asyncio
 
 from tests.fake_samples import make_report
 from tests.virtual_time import run_virtual
-from tidemill.controller.mailbox import Mailbox
-from tidemill.core.clock import within
+from tidemill.controller.waiting import Mailbox
+from tidemill.core.protocols import within
 
 
 def test_letters_are_taken_together_once_somebody_rings() -> None:

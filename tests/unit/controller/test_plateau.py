@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from tidemill.controller import plateau as module
-from tidemill.controller.plateau import ThroughputProfile
+from tidemill.controller import estimates as module
+from tidemill.controller.estimates import ThroughputProfile
 
 
 def saturating(running: int) -> float:

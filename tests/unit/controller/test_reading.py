@@ -11,9 +11,8 @@ from tests.fake_samples import make_delta, make_id, make_in_flight, make_report
 from tests.fake_session import Session, small_spec
 from tests.virtual_time import run_virtual
 from tidemill.controller.reading import Reading
-from tidemill.core.buffers import count, pack_logprobs, pack_tokens
 from tidemill.core.errors import ReaderLost
-from tidemill.core.records import Growth, Read, Segment, TokenDelta, Trajectory
+from tidemill.core.records import Growth, Read, Segment, TokenDelta, Trajectory, count, pack_logprobs, pack_tokens
 
 
 def run(spec: Any = None, **settings: Any) -> Session:

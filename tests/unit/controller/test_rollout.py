@@ -6,8 +6,8 @@ from typing import Any, cast
 import msgspec
 
 from tests.fake_samples import make_report
+from tidemill.controller.collector import Rollout
 from tidemill.controller.in_flight import Tally
-from tidemill.controller.rollout import Rollout
 
 
 def test_a_worker_that_came_back_counts_from_nothing() -> None:

@@ -9,8 +9,16 @@ import pytest
 
 from tests.fake_samples import V3, V3_AGAIN, make_delta, make_id, make_prompt
 from tidemill.controller.samples import LEGAL, IllegalTransition, Sample, SampleState
-from tidemill.core.buffers import pack_logprobs, pack_tokens, unpack_logprobs, unpack_tokens
-from tidemill.core.records import PolicyVersion, Reward, Segment, VersionRun
+from tidemill.core.records import (
+    PolicyVersion,
+    Reward,
+    Segment,
+    VersionRun,
+    pack_logprobs,
+    pack_tokens,
+    unpack_logprobs,
+    unpack_tokens,
+)
 
 
 def sample() -> Sample:

@@ -11,8 +11,7 @@ from tests.fake_session import Session, small_spec
 from tests.virtual_time import run_virtual
 from tidemill.config.pool import FleetConfig
 from tidemill.controller.in_flight import LOCAL
-from tidemill.controller.router import Load
-from tidemill.controller.tail import keepers, tail_begins
+from tidemill.controller.router import Load, keepers, tail_begins
 
 
 def loads(**assigned: int) -> list[Load]:

@@ -9,8 +9,8 @@ import pytest
 from tests.fake_session import FakeTelemetry
 from tests.virtual_time import run_virtual
 from tidemill.controller.waiting import Wait, patiently
-from tidemill.core.clock import LoopClock
 from tidemill.core.errors import DeadlineError
+from tidemill.core.protocols import LoopClock
 
 WAIT = Wait(awaited="the tide", look_at="the moon", deadline_s=100.0)
 

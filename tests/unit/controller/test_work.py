@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from tidemill.controller.work import WorkBySize
+from tidemill.controller.worker_state import WorkBySize
 from tidemill.core.records import EngineWork
 
 

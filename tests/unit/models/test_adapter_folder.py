@@ -15,15 +15,13 @@ from tests.model_folders import save_folder
 from tests.model_shapes import MODEL_SHAPES, llama
 from tidemill.config.model import ModelConfig
 from tidemill.core.errors import UserError
-from tidemill.models.adapter_folder import ORIGIN, WEIGHTS, load_adapter, read_origin, write_origin
+from tidemill.models.auto import quiet
 from tidemill.models.catalog import resolve, whole_model
 from tidemill.models.checkpoint_manifest import seal
 from tidemill.models.folder import holds_adapter
 from tidemill.models.loading import load_model, weights_digest
 from tidemill.models.lora import adapter_of, attach_adapter
-from tidemill.models.merging import export_merged
-from tidemill.models.quiet import quiet
-from tidemill.models.saving import save_model
+from tidemill.models.saving import ORIGIN, WEIGHTS, export_merged, load_adapter, read_origin, save_model, write_origin
 
 CPU = torch.device("cpu")
 TOKENS = torch.arange(2, 40)[None]

@@ -19,11 +19,11 @@ from tests.model_folders import save_folder
 from tests.model_shapes import llama
 from tidemill.config.model import ModelConfig
 from tidemill.core.errors import UserError
+from tidemill.hardware.model_config import read_shape
 from tidemill.models.auto import load_config
 from tidemill.models.codec import load_codec
-from tidemill.models.hollow import hollow_model, stored_context_limit
 from tidemill.models.loading import load_model
-from tidemill.sim.profiles.model_config import read_shape
+from tidemill.models.snapshots import hollow_model, stored_context_limit
 
 CPU = torch.device("cpu")
 _OWN_CODE = """
@@ -43,7 +43,7 @@ from pathlib import Path
 from tidemill.config.model import ModelConfig
 from tidemill.core.errors import UserError
 from tidemill.models.codec import load_codec
-from tidemill.models.hollow import hollow_model
+from tidemill.models.snapshots import hollow_model
 from tidemill.models.loading import load_model
 torch.set_num_threads(1)
 folder, cpu = Path(sys.argv[1]), torch.device("cpu")

@@ -9,10 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tidemill.config.model import CharModelConfig
-from tidemill.models.char import build_char_model
-from tidemill.models.char_shape import content_key, intermediate_size, parameter_count
+from tidemill.models.auto import quiet
+from tidemill.models.builtin import build_char_model
+from tidemill.models.catalog import content_key, intermediate_size, parameter_count
 from tidemill.models.loading import weights_digest
-from tidemill.models.quiet import quiet
 
 SMALL = CharModelConfig(alphabet="01+=\n", hidden_size=32, layers=2, heads=2, context=16)
 

@@ -14,11 +14,20 @@ from tests.model_shapes import HIDDEN, MODEL_SHAPES, VOCABULARY, llama
 from tidemill.config.model import CharModelConfig
 from tidemill.core.errors import UserError
 from tidemill.models.attention import use_packed_attention
-from tidemill.models.char import build_char_model
+from tidemill.models.builtin import build_char_model
 from tidemill.models.codec import load_codec
 from tidemill.models.folder import DESCRIPTION, refuse_reward_model
-from tidemill.models.heads import HEAD, ScalarHead, load_head, reward_head, save_head
-from tidemill.models.reward_model import RewardModel, check_same_vocabulary, load_reward_model, sequence_scores
+from tidemill.models.reward_model import (
+    HEAD,
+    RewardModel,
+    ScalarHead,
+    check_same_vocabulary,
+    load_head,
+    load_reward_model,
+    reward_head,
+    save_head,
+    sequence_scores,
+)
 
 CPU = torch.device("cpu")
 UP_PROJECTION = "model.layers.0.mlp.up_proj.weight"

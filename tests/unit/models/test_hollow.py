@@ -9,14 +9,21 @@ import pytest
 import torch
 
 from tidemill.config.model import CharModelConfig, ModelConfig
-from tidemill.core.buffers import pack_tokens
 from tidemill.core.errors import UserError
+from tidemill.core.records import pack_tokens
 from tidemill.models.catalog import resolve
-from tidemill.models.hollow import hollow_model, shell_files, stored_context_limit
-from tidemill.models.loading import load_model
+from tidemill.models.loading import load_model, probe_logprobs
 from tidemill.models.lora import attach_adapter
-from tidemill.models.probe import probe_logprobs
-from tidemill.models.snapshots import Part, bind_snapshot, snapshot_bytes, snapshot_layout, write_snapshot
+from tidemill.models.snapshots import (
+    Part,
+    bind_snapshot,
+    hollow_model,
+    shell_files,
+    snapshot_bytes,
+    snapshot_layout,
+    stored_context_limit,
+    write_snapshot,
+)
 
 
 @pytest.fixture

@@ -20,9 +20,9 @@ from tests.model_folders import save_folder
 from tests.model_shapes import CONTEXT, MODEL_SHAPES, llama
 from tidemill.core.errors import UserError
 from tidemill.models.attention import IMPLEMENTATION
+from tidemill.models.auto import quiet
 from tidemill.models.checkpoint_manifest import seal
 from tidemill.models.loading import context_limit, load_model, weights_digest
-from tidemill.models.quiet import quiet
 
 CPU = torch.device("cpu")
 

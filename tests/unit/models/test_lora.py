@@ -11,12 +11,11 @@ import torch
 
 from tests.adapters import RANK, adapted, lora_config, teach
 from tests.model_shapes import HIDDEN, MODEL_SHAPES, llama
-from tidemill.core.buffers import pack_tokens, unpack_logprobs
 from tidemill.core.errors import UserError, WeightsError
+from tidemill.core.records import pack_tokens, unpack_logprobs
 from tidemill.models.attention import use_packed_attention
-from tidemill.models.loading import base_digest, weights_digest
+from tidemill.models.loading import base_digest, probe_logprobs, weights_digest
 from tidemill.models.lora import attach_adapter, frozen_parameters, learned_parameters, linear_layers
-from tidemill.models.probe import probe_logprobs
 from tidemill.models.snapshots import (
     bind_snapshot,
     empty_twin,

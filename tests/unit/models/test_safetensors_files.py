@@ -11,7 +11,7 @@ import pytest
 from tests.model_folders import save_folder
 from tests.model_shapes import qwen3
 from tidemill.core.errors import UserError
-from tidemill.models.safetensors_files import StoredTensor, stored_tensors, weight_files
+from tidemill.models.folder import StoredTensor, stored_tensors, weight_files
 
 HEADER = {
     "__metadata__": {"format": "pt"},

@@ -8,11 +8,10 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.model_shapes import MODEL_SHAPES, llama, qwen3
-from tidemill.core.buffers import count, pack_tokens
 from tidemill.core.errors import WeightsError
-from tidemill.core.records import TensorEntry
+from tidemill.core.records import TensorEntry, count, pack_tokens
 from tidemill.models.attention import use_packed_attention
-from tidemill.models.probe import probe_logprobs
+from tidemill.models.loading import probe_logprobs
 from tidemill.models.snapshots import (
     Bytes,
     bind_snapshot,

@@ -6,8 +6,8 @@ import pytest
 import xxhash
 
 from tests.pretend_stages import pipeline
-from tidemill.config.faults import ConfigError
-from tidemill.pipeline.contents import content_digest, contents_of
+from tidemill.config.issues import ConfigError
+from tidemill.pipeline.plan import content_digest, contents_of
 
 
 def test_a_file_is_its_bytes(tmp_path: Path) -> None:

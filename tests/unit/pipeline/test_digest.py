@@ -8,9 +8,8 @@ import pytest
 from tests.pretend_stages import pipeline
 from tidemill.config.load import flattened
 from tidemill.config.pipeline import KINDS, NEUTRAL, StageKind, StageSpec
-from tidemill.pipeline.contents import contents_of
-from tidemill.pipeline.digest import effective, file_inputs, folder_name, stage_digest
-from tidemill.runtime.same_run import RESUMABLE
+from tidemill.pipeline.plan import contents_of, effective, file_inputs, folder_name, stage_digest
+from tidemill.runtime.train import RESUMABLE
 
 RL = '[[stage]]\nname = "a"\nkind = "rl"\nmodel.source = "char"\n[[stage]]\nname = "b"\nkind = "rl"\n'
 RL += 'model.source = "stage:a"\n'

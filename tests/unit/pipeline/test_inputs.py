@@ -14,12 +14,12 @@ from tests.commands import run_here
 from tests.model_folders import save_folder, small_tokenizer
 from tests.model_shapes import HIDDEN, llama
 from tests.pretend_stages import Quiet, Stages, pipeline
-from tidemill.config.faults import ConfigError
+from tidemill.config.issues import ConfigError
 from tidemill.models.codec import load_codec
 from tidemill.models.folder import DESCRIPTION
-from tidemill.models.heads import HeadDescription
+from tidemill.models.reward_model import HeadDescription
+from tidemill.pipeline.execution import plan_pipeline, run_pipeline
 from tidemill.pipeline.plan import Choice
-from tidemill.pipeline.run import plan_pipeline, run_pipeline
 
 GOOD = '{"prompt": "1+1=", "chosen": "2", "rejected": "3"}\n{"prompt": "1+2=", "chosen": "3", "rejected": "2"}\n'
 EQUAL = GOOD + '{"prompt": "2+2=", "chosen": "4", "rejected": "4"}\n'

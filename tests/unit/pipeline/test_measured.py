@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.telemetry.report.test_report import Page
 from tidemill.config.schema import RunSpec
-from tidemill.pipeline.measured import measured_words, write_measured
+from tidemill.pipeline.stage_kinds import measured_words, write_measured
 
 FOUND: dict[str, Any] = {
     "reward_mean": 0.55,

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from tidemill.pipeline.folder import PipelineFolder
-from tidemill.pipeline.page import context, figure, write_page
+from tidemill.pipeline.pipeline_page import context, figure, write_page
+from tidemill.pipeline.state import PipelineFolder
 
 
 def made(path: Path, *, figures: dict[str, Any], name: str = "rm") -> PipelineFolder:

@@ -13,8 +13,8 @@ from tests.model_shapes import llama
 from tests.pretend_stages import PowerCut, Quiet, Stages, pipeline, read
 from tidemill.config.stages import load_recipe
 from tidemill.core.errors import UserError
+from tidemill.pipeline.execution import plan_pipeline, run_pipeline
 from tidemill.pipeline.plan import EVERYTHING, Choice
-from tidemill.pipeline.run import plan_pipeline, run_pipeline
 
 RECIPE = """\
 [run]
@@ -259,7 +259,7 @@ def test_a_kill_while_stale_results_are_deleted_leaves_no_half_of_one(
         raise PowerCut
 
     with monkeypatch.context() as patch:
-        patch.setattr("tidemill.pipeline.folder.shutil.rmtree", cut)
+        patch.setattr("tidemill.pipeline.state.shutil.rmtree", cut)
         with pytest.raises(PowerCut):
             world.run("--run.seed=5", prune_stale=True)
     world.run("--run.seed=5")

@@ -8,12 +8,11 @@ from tests.formulas import check_figures
 from tidemill.config.algorithm import PRESETS
 from tidemill.config.pipeline import StageKind
 from tidemill.core.errors import UserError
-from tidemill.planner.memory.fit import Fit, rounded_up, usable
+from tidemill.hardware.catalog import load_catalog
+from tidemill.hardware.model_shape import ModelShape, shape_of_parameters
+from tidemill.planner.memory.per_gpu import Fit, rounded_up, usable
 from tidemill.planner.memory.plan import plan_memory
-from tidemill.planner.memory.question import Holding, Load, MemoryQuestion, Parallel
-from tidemill.planner.memory.roles import ROLES, WHOLE_BATCH
-from tidemill.sim.profiles.catalog import load_catalog
-from tidemill.sim.profiles.model_shape import ModelShape, shape_of_parameters
+from tidemill.planner.memory.states import ROLES, WHOLE_BATCH, Holding, Load, MemoryQuestion, Parallel
 
 GPU = load_catalog().gpu("h100-80gb")
 # 70 layers of 8 * 1000 * 1000 parameters and two matrices of 1000 * 20,000: 600e6

@@ -7,19 +7,24 @@ import pytest
 
 from tests.formulas import check_figures
 from tidemill.core.errors import UserError
-from tidemill.planner.memory.question import Holding
-from tidemill.planner.placement.candidates import MOST_PLACEMENTS, Candidates, counts, counts_tried
-from tidemill.planner.placement.engines import Engine, Side, TooSmall, best_engine
-from tidemill.planner.placement.estimate import Estimate, Placement, estimate, pull_seconds
-from tidemill.planner.placement.question import Offer, PlacementQuestion
-from tidemill.planner.placement.search import plan_placement
-from tidemill.planner.placement.training import Group, TooLarge, Training, best_training
-from tidemill.sim.profiles.catalog import load_catalog
-from tidemill.sim.profiles.engine import EngineProfile
-from tidemill.sim.profiles.generation import rollout_of
-from tidemill.sim.profiles.lengths import FixedLengths, log_normal_of_mean
-from tidemill.sim.profiles.model_shape import shape_of_parameters
-from tidemill.sim.profiles.trainer import TrainerProfile
+from tidemill.hardware.catalog import load_catalog
+from tidemill.hardware.completion_lengths import FixedLengths, log_normal_of_mean
+from tidemill.hardware.engine_profile import EngineProfile, rollout_of
+from tidemill.hardware.model_shape import shape_of_parameters
+from tidemill.hardware.trainer_profile import TrainerProfile
+from tidemill.planner.memory.states import Holding
+from tidemill.planner.placement.estimate import (
+    Engine,
+    Estimate,
+    Placement,
+    Side,
+    TooSmall,
+    best_engine,
+    estimate,
+    pull_seconds,
+)
+from tidemill.planner.placement.search import MOST_PLACEMENTS, Candidates, counts, counts_tried, plan_placement
+from tidemill.planner.placement.training import Group, Offer, PlacementQuestion, TooLarge, Training, best_training
 
 CATALOG = load_catalog()
 

@@ -4,8 +4,7 @@ import pytest
 
 from tests.formulas import check_figures
 from tidemill.core.errors import UserError
-from tidemill.planner.staleness import plan_staleness
-from tidemill.planner.staleness_table import Measured, parse_table
+from tidemill.planner.staleness import Measured, parse_table, plan_staleness
 
 
 def row(lag: float, reward: float, utilisation: float, uncertainty: float | None = None) -> Measured:

@@ -7,7 +7,7 @@ import pytest
 
 from tests.commands import run_here
 from tidemill.core.errors import UserError
-from tidemill.planner.staleness_runs import measure_run, measure_runs, slope_of
+from tidemill.planner.staleness import measure_run, measure_runs, slope_of
 
 
 def write_run(path: Path, lag: int, rewards: list[float], *, train_s: float) -> Path:

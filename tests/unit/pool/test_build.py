@@ -7,8 +7,8 @@ import pytest
 from tests.lease_story import Story, listen
 from tests.virtual_time import run_virtual
 from tidemill.config.pool import StaticPool, SyntheticPool, TracePool
-from tidemill.core.clock import LoopClock
 from tidemill.core.errors import UserError
+from tidemill.core.protocols import LoopClock
 from tidemill.core.records import LeaseGranted
 from tidemill.pool.build import ScheduledPool, build_provider, outlived, remarks
 

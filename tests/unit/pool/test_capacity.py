@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from tidemill.pool.capacity import CapacityTrace, Stay, statistics, stays
+from tidemill.pool.traces import CapacityTrace, Stay, statistics, stays
 
 # 4 machines for 10 s, 1 for 20 s, 3 for 10 s, 2 for 10 s
 TRACE = CapacityTrace.of([(0.0, 4), (10.0, 4), (10.0, 1), (30.0, 1), (30.0, 3), (40.0, 2), (50.0, 2)])

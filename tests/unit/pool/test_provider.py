@@ -7,9 +7,8 @@ import pytest
 from tests.lease_story import Story, listen, scheduled, whole_story
 from tests.virtual_time import run_virtual
 from tidemill.core.records import Lease, LeaseEnded, LeaseGranted, LeaseNoticed
-from tidemill.pool.provider import BackOff
-from tidemill.pool.static import static_timetable
-from tidemill.pool.timetable import Change
+from tidemill.pool.build import static_timetable
+from tidemill.pool.provider import BackOff, Change
 
 
 def up(time_s: float, place: int = 0) -> Change:

@@ -9,7 +9,7 @@ import pytest
 from tests.lease_story import whole_story
 from tidemill.config.pool import SyntheticPool
 from tidemill.core.errors import UserError
-from tidemill.pool.capacity import CapacityTrace, statistics
+from tidemill.pool.provider import Change
 from tidemill.pool.synthetic import (
     Market,
     like,
@@ -18,7 +18,7 @@ from tidemill.pool.synthetic import (
     market_timetable,
     synthetic_trace,
 )
-from tidemill.pool.timetable import Change
+from tidemill.pool.traces import CapacityTrace, statistics
 
 STEADY = Market(
     machines=8,

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tidemill.core.errors import UserError
-from tidemill.pool.trace_files import parse_trace, read_trace
+from tidemill.pool.traces import parse_trace, read_trace
 
 CSV = "0,0\n120,0\n120,4\n\n150.5,4\r\n150.5,1\n"
 JSON = '{"metadata": {"gap_seconds": 300, "zone": "a"}, "data": [0, 0, 16, 16, 8]}'

@@ -8,10 +8,9 @@ import torch
 from tests.adapters import adapted
 from tests.engine_requests import VERSION, Collected, engine, finish_all, prompts, request
 from tests.model_shapes import MODEL_SHAPES, llama
-from tidemill.core.buffers import count, pack_tokens, unpack_logprobs, unpack_tokens
 from tidemill.core.errors import UserError
-from tidemill.core.records import PolicyVersion
-from tidemill.models.probe import probe_logprobs
+from tidemill.core.records import PolicyVersion, count, pack_tokens, unpack_logprobs, unpack_tokens
+from tidemill.models.loading import probe_logprobs
 
 
 @pytest.fixture(params=MODEL_SHAPES)

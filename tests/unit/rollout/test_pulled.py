@@ -11,18 +11,16 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.adapters import adapted, teach
-from tidemill.core.buffers import pack_tokens
-from tidemill.core.clock import LoopClock
 from tidemill.core.errors import WeightsError
-from tidemill.core.records import PolicyVersion, WeightManifest
-from tidemill.models.probe import probe_logprobs
+from tidemill.core.protocols import LoopClock
+from tidemill.core.records import PolicyVersion, WeightManifest, pack_tokens
+from tidemill.models.loading import probe_logprobs
 from tidemill.models.snapshots import empty_twin, snapshot_bytes, snapshot_layout, write_snapshot
 from tidemill.rollout.pulled import PulledWeights
+from tidemill.runtime.backend import ModelPublisher
 from tidemill.runtime.compute import ComputeThread
-from tidemill.runtime.publish import ModelPublisher
-from tidemill.weights.memory import MemoryTransport
 from tidemill.weights.puller import Puller
-from tidemill.weights.snapshot import allocate
+from tidemill.weights.snapshot import MemoryTransport, allocate
 from tidemill.weights.store import WeightStore
 
 IDS = pack_tokens(range(2, 30))

@@ -13,8 +13,8 @@ from tests.fake_engine import FakeEngine
 from tests.fake_samples import make_id
 from tests.virtual_time import run_virtual
 from tests.worker_stage import V0, V1, SlowSource, Stage, request
-from tidemill.core.clock import LoopClock
 from tidemill.core.errors import DeadlineError, WorkerLost
+from tidemill.core.protocols import LoopClock
 from tidemill.core.records import WorkerReport
 from tidemill.rollout.worker import EngineWorker
 from tidemill.runtime.compute import ComputeThread

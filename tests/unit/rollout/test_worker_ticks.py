@@ -12,9 +12,8 @@ from tests.fake_engine import FakeCompute, FakeEngine
 from tests.fake_samples import SAMPLING, completion, make_id
 from tests.virtual_time import run_virtual
 from tests.worker_stage import V0, Stage, request
-from tidemill.core.buffers import count, unpack_tokens
-from tidemill.core.clock import LoopClock
-from tidemill.core.records import TokenDelta
+from tidemill.core.protocols import LoopClock
+from tidemill.core.records import TokenDelta, count, unpack_tokens
 from tidemill.rollout.worker import EngineWorker
 from tidemill.runtime.compute import ComputeThread
 

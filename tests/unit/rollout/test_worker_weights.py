@@ -8,9 +8,8 @@ import pytest
 
 from tests.virtual_time import run_virtual
 from tests.worker_stage import PROBE, V0, V1, SlowSource, Stage, request
-from tidemill.core.buffers import count
 from tidemill.core.errors import WeightsError
-from tidemill.core.records import Loaded
+from tidemill.core.records import Loaded, count
 
 
 def test_new_weights_are_used_from_the_next_sample_on() -> None:

@@ -8,14 +8,13 @@ import torch
 from tests.adapters import teach
 from tidemill.config.load import load_spec
 from tidemill.core.errors import UserError
-from tidemill.models.char import build_char_model
+from tidemill.models.builtin import build_char_model
 from tidemill.models.codec import load_codec
-from tidemill.models.heads import reward_head, save_head
 from tidemill.models.loading import weights_digest
 from tidemill.models.lora import frozen_parameters, learned_parameters
-from tidemill.runtime.critic import build_critic
+from tidemill.models.reward_model import reward_head, save_head
 from tidemill.runtime.evaluate import evaluate
-from tidemill.runtime.parts import Parts, load_parts
+from tidemill.runtime.model_bundle import Parts, build_critic, load_parts
 from tidemill.trainer.critic import ModelCritic, TrunkCritic
 
 SMALL = ("--model.source=char", "--model.char.hidden_size=16", "--model.char.layers=1", "--model.char.heads=2")

@@ -13,9 +13,9 @@ import pytest
 from tests.fabricated_forecast import make_forecast
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
-from tidemill.runtime.machinery import Machinery
+from tidemill.runtime.backend import Machinery
 from tidemill.runtime.train import Foretell, train
-from tidemill.telemetry.forecast import Forecast, read_forecast
+from tidemill.telemetry.manifest import Forecast, read_forecast
 
 
 def nothing_to_run_on(*_: Any) -> AbstractAsyncContextManager[Machinery]:

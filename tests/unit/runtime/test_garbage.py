@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from tidemill.runtime.garbage import RARELY, collected_rarely
+from tidemill.runtime.compute import RARELY, collected_rarely
 
 
 def test_the_thresholds_are_put_back_also_after_a_fault() -> None:

@@ -18,18 +18,25 @@ from tests.engine_requests import prompts, request
 from tests.model_folders import save_folder
 from tests.model_shapes import llama
 from tidemill.config.schema import RunSpec
-from tidemill.core.buffers import count, pack_tokens, unpack_logprobs, unpack_tokens
-from tidemill.core.clock import LoopClock
 from tidemill.core.errors import WorkerLost
-from tidemill.core.protocols import Worker
-from tidemill.core.records import Lease, PolicyVersion, Prompt, SampleId
+from tidemill.core.protocols import LoopClock, Worker
+from tidemill.core.records import (
+    Lease,
+    PolicyVersion,
+    Prompt,
+    SampleId,
+    count,
+    pack_tokens,
+    unpack_logprobs,
+    unpack_tokens,
+)
 from tidemill.models.lora import learned_parameters
 from tidemill.rollout.worker import EngineWorker
+from tidemill.runtime.backend import ModelPublisher, probe_sequence
 from tidemill.runtime.compute import ComputeThread
-from tidemill.runtime.host import NOTHING_YET, InProcessHost
-from tidemill.runtime.parts import Parts, load_parts
-from tidemill.runtime.publish import ModelPublisher, probe_sequence
-from tidemill.weights.memory import MemoryTransport
+from tidemill.runtime.local import NOTHING_YET, InProcessHost
+from tidemill.runtime.model_bundle import Parts, load_parts
+from tidemill.weights.snapshot import MemoryTransport
 from tidemill.weights.store import WeightStore
 
 PROBE = pack_tokens(range(2, 20))

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from tests.frozen_readers import CHUNK, frozen, named, reader, tokens, whole
 from tidemill.core.records import Growth
 from tidemill.runtime.compute import ComputeThread
-from tidemill.runtime.local_reader import LocalReader
-from tidemill.trainer.chunked_reader import ChunkedReader
+from tidemill.runtime.readers import LocalReader
+from tidemill.trainer.scoring import ChunkedReader
 
 PROMPT = 6
 IDS = tokens(PROMPT + 3 * CHUNK + 2)

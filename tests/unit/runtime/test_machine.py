@@ -9,7 +9,7 @@ import torch
 
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
-from tidemill.runtime.machine import check_devices, require_reserved_gpus
+from tidemill.runtime.compute import check_devices, require_reserved_gpus
 
 
 def _spec(**sections: Any) -> RunSpec:

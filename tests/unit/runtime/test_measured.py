@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from tests.char_codec import make_prompt, make_trajectory
-from tidemill.controller.entries import EvalResult
 from tidemill.controller.evaluation import Evaluation, judged
+from tidemill.controller.journal_entries import EvalResult
 from tidemill.core.records import Group, PolicyVersion, Prompt, Reward, Trajectory
-from tidemill.runtime.measured import Measured, comparison, figures
+from tidemill.runtime.evaluate import Measured, comparison, figures
 from tidemill.telemetry.statistics import wilson_interval
 
 PROMPTS = tuple(make_prompt(f"{number}+0=", str(number)) for number in range(4))

@@ -13,7 +13,7 @@ import pytest
 
 from tests.metadata_service import Headers, MetadataService, aws, azure, google, serving
 from tidemill.pool.notices import CLOUDS, Endpoint, Notice, detect, watch
-from tidemill.runtime.notices import LONGEST_ANSWER, HttpFetch, on_sigterm, tell_notices
+from tidemill.runtime.cluster.actors import LONGEST_ANSWER, HttpFetch, on_sigterm, tell_notices
 
 NOW_UNIX_S = 1_789_722_000.0  # 2026-09-18T09:00:00Z
 AZURE = """{"DocumentIncarnation": 1, "Events": [{"EventId": "1", "EventType": "Preempt", "ResourceType":
@@ -151,7 +151,7 @@ async def test_sigterm_can_be_left_alone() -> None:
 
 
 async def test_without_a_cloud_detection_is_tried_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tidemill.runtime.notices.DETECT_AGAIN_S", 0.01)
+    monkeypatch.setattr("tidemill.runtime.cluster.actors.DETECT_AGAIN_S", 0.01)
     notices: list[Notice] = []
     async with telling(notices, lambda method, path, headers: (404, ""), sigterm_grace_s=1.0) as service:
         await until(lambda: len(service.asked) >= 3 * len(CLOUDS))

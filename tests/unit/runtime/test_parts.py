@@ -11,13 +11,12 @@ from tests.adapters import teach
 from tests.model_folders import save_folder
 from tests.model_shapes import qwen3
 from tidemill.config.schema import RunSpec
-from tidemill.core.buffers import pack_tokens
 from tidemill.core.errors import UserError
-from tidemill.core.records import PolicyVersion
+from tidemill.core.records import PolicyVersion, pack_tokens
 from tidemill.models.folder import DESCRIPTION
+from tidemill.models.loading import probe_logprobs
 from tidemill.models.lora import frozen_parameters, learned_parameters
-from tidemill.models.probe import probe_logprobs
-from tidemill.runtime.parts import Parts, load_parts
+from tidemill.runtime.model_bundle import Parts, load_parts
 
 IDS = pack_tokens(range(2, 30))
 V0, V1 = (PolicyVersion(number=number, digest=str(number)) for number in (0, 1))

@@ -12,7 +12,7 @@ import pytest
 
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import GuardStop
-from tidemill.runtime.machinery import Machinery
+from tidemill.runtime.backend import Machinery
 from tidemill.runtime.supervised import train_supervised
 from tidemill.runtime.train import train
 

@@ -17,13 +17,11 @@ from tests.model_folders import save_folder
 from tests.model_shapes import HIDDEN, llama
 from tidemill.config.schema import RunSpec
 from tidemill.core.records import Reward, Trajectory
-from tidemill.envs.text.sample import Sample
+from tidemill.envs.text.batch_rewards import Sample
 from tidemill.models.codec import load_codec
-from tidemill.models.heads import reward_head, save_head
-from tidemill.models.reward_model import load_reward_model
-from tidemill.runtime.readers import Readers, reward_reader
-from tidemill.runtime.rewards import check_reward_models, model_rewards, model_scores
-from tidemill.trainer.reward_scores import reward_scores
+from tidemill.models.reward_model import load_reward_model, reward_head, save_head
+from tidemill.runtime.readers import Readers, check_reward_models, model_rewards, model_scores, reward_reader
+from tidemill.trainer.scoring import reward_scores
 
 T = TypeVar("T")
 PROMPT = make_prompt("5+7=", "12")
@@ -118,7 +116,7 @@ def test_a_model_named_twice_is_loaded_once(folder: Path, monkeypatch: pytest.Mo
         loads.append(path)
         return load_reward_model(path, device=torch.device("cpu"))
 
-    monkeypatch.setattr("tidemill.runtime.rewards.load_reward_model", counted)
+    monkeypatch.setattr("tidemill.runtime.readers.load_reward_model", counted)
     spec = spec_of(folder)
     rewards = model_rewards(spec, CountingCompute(), Readers())
     rewards(spec.scoring.rewards[0])

@@ -9,15 +9,14 @@ import msgspec
 import pytest
 
 from tests.fake_samples import make_id
-from tests.unit.sim.profiles.test_engine import PLAIN
+from tests.unit.hardware.test_engine import PLAIN
 from tests.unit.sim.test_run import PLANT, VARIED, spec_of
-from tidemill.core.buffers import pack_tokens
-from tidemill.core.records import GenerateRequest, PolicyVersion, SamplingParams
-from tidemill.sim.chunked import ChunkedEngines, chunked_twins
-from tidemill.sim.completions import BlankCompletions
-from tidemill.sim.engine import SimulatedEngine
-from tidemill.sim.profiled import ProfiledEngine
-from tidemill.sim.run import simulate_run
+from tidemill.core.records import GenerateRequest, PolicyVersion, SamplingParams, pack_tokens
+from tidemill.sim.baselines import ChunkedEngines, chunked_twins
+from tidemill.sim.costs import ProfiledEngine
+from tidemill.sim.simulated_engine import SimulatedEngine
+from tidemill.sim.simulation import simulate_run
+from tidemill.sim.workload import BlankCompletions
 
 V0, V1 = PolicyVersion(number=0, digest="a"), PolicyVersion(number=1, digest="b")
 TWO, ONE = ProfiledEngine(profile=PLAIN, engines=2), ProfiledEngine(profile=PLAIN)

@@ -6,9 +6,8 @@ import asyncio
 
 import pytest
 
-from tidemill.core.clock import LoopClock
-from tidemill.sim.cores import Cores, VirtualThread
-from tidemill.sim.virtual_time import run_virtual
+from tidemill.core.protocols import LoopClock
+from tidemill.sim.virtual_time import Cores, VirtualThread, run_virtual
 
 
 async def ends(*works: tuple[VirtualThread, float]) -> list[float]:

@@ -10,11 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fake_samples import make_id
-from tidemill.core.buffers import count, pack_tokens
-from tidemill.core.records import GenerateRequest, PolicyVersion, SampleId, SamplingParams, TokenDelta
-from tidemill.sim.completions import BlankCompletions, TellingCompletions
+from tidemill.core.records import (
+    GenerateRequest,
+    PolicyVersion,
+    SampleId,
+    SamplingParams,
+    TokenDelta,
+    count,
+    pack_tokens,
+)
 from tidemill.sim.costs import ConstantEngine
-from tidemill.sim.engine import SimulatedEngine
+from tidemill.sim.simulated_engine import SimulatedEngine
+from tidemill.sim.workload import BlankCompletions, TellingCompletions
 
 V0, V1 = PolicyVersion(number=0, digest="a"), PolicyVersion(number=1, digest="b")
 COSTS = ConstantEngine(slots=2, plateau=1, step_s=0.1, prefill_tokens_per_s=100.0)

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from benchmarks.simulator.planted_defects import DEFECTS, found
-from tidemill.sim.faults import __main__ as command
-from tidemill.sim.faults.run import Simulation, simulate_faults
-from tidemill.sim.faults.scenario import draw
+from tests.fault_simulation import __main__ as command
+from tests.fault_simulation.scenario import draw
+from tests.fault_simulation.seed_run import Simulation, simulate_faults
 
 CHUNK, CHUNKS = 40, 5
 

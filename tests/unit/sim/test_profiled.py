@@ -8,12 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fake_samples import make_id
-from tests.unit.sim.profiles.test_engine import PLAIN
-from tidemill.core.buffers import pack_tokens
-from tidemill.core.records import Group, Segment, Trajectory
-from tidemill.sim.profiled import ProfiledEngine, ProfiledTrainer
-from tidemill.sim.profiles.engine import EngineProfile
-from tidemill.sim.profiles.trainer import TrainerProfile
+from tests.unit.hardware.test_engine import PLAIN
+from tidemill.core.records import Group, Segment, Trajectory, pack_tokens
+from tidemill.hardware.engine_profile import EngineProfile
+from tidemill.hardware.trainer_profile import TrainerProfile
+from tidemill.sim.costs import ProfiledEngine, ProfiledTrainer
 
 TRAINER = TrainerProfile(
     gpus=8, ranks=4, stages=1, token_s=1e-3, pair_s=1e-6, gather_s=2.0, exchanged_token_s=0.0, update_s=7.0, hidden=0.5

@@ -9,11 +9,10 @@ import pytest
 
 from tests.fake_samples import make_id
 from tidemill.controller.router import Load, Movable, Move, Waiting
-from tidemill.core.buffers import count, pack_tokens
-from tidemill.core.records import GenerateRequest, PolicyVersion, SamplingParams
-from tidemill.sim.completions import BlankCompletions
+from tidemill.core.records import GenerateRequest, PolicyVersion, SamplingParams, count, pack_tokens
+from tidemill.sim.baselines import GroupEngine, GroupRouter, Moved, UnknownLengths, rlboost_twins
 from tidemill.sim.costs import ConstantEngine
-from tidemill.sim.rlboost import GroupEngine, GroupRouter, Moved, UnknownLengths, rlboost_twins
+from tidemill.sim.workload import BlankCompletions
 
 V0 = PolicyVersion(number=0, digest="a")
 ROUTER = GroupRouter(group_size=2, most_pending=2)

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
-from tidemill.pool.static import static_timetable
+from tidemill.hardware.completion_lengths import FixedLengths, LogNormalLengths
+from tidemill.pool.build import static_timetable
+from tidemill.pool.provider import Change
 from tidemill.pool.synthetic import Market, market_timetable
-from tidemill.pool.timetable import Change
 from tidemill.sim.costs import ConstantEngine, ConstantTrainer, ConstantWeights
 from tidemill.sim.outcome import SimulatedRun
-from tidemill.sim.profiles.lengths import FixedLengths, LogNormalLengths
-from tidemill.sim.run import Plant, Twins, simulate_run
+from tidemill.sim.simulation import Plant, Twins, simulate_run
 from tidemill.sim.workload import Workload
 from tidemill.telemetry.events import DECODE
 

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from tidemill.config.schema import RunSpec
-from tidemill.sim.profiled import ProfiledEngine
-from tidemill.sim.schedules import SCHEDULES
-from tidemill.sim.site import Site, site_of
+from tidemill.sim.cluster import SCHEDULES, Site, site_of
+from tidemill.sim.costs import ProfiledEngine
 
 
 def site(**simulation: Any) -> Site:

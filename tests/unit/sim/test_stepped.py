@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.sim.test_engine import V0, V1, request, told
-from tidemill.sim.completions import BlankCompletions
-from tidemill.sim.profiles.measured import MeasuredEngine
-from tidemill.sim.stepped import SteppedEngine
+from tidemill.hardware.measured_profile import MeasuredEngine
+from tidemill.sim.simulated_engine import SteppedEngine
+from tidemill.sim.workload import BlankCompletions
 
 COSTS = MeasuredEngine(slots=2, pass_s=1.0, row_s=0.1, context_token_s=0.0, drawn_s=0.0, prefill_token_s=0.01)
 

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from tidemill.core.clock import LoopClock
-from tidemill.sim.uplink import Uplink
+from tidemill.core.protocols import LoopClock
+from tidemill.sim.simulated_trainer import Uplink
 from tidemill.sim.virtual_time import run_virtual
 
 

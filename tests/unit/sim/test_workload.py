@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from tidemill.core.records import SampleId
-from tidemill.sim.profiles.lengths import NORMAL, FixedLengths, LogNormalLengths
+from tidemill.hardware.completion_lengths import NORMAL, FixedLengths, LogNormalLengths
 from tidemill.sim.workload import Workload
 
 WIDE = Workload(lengths=LogNormalLengths(median=1000, sigma=1.0, limit=10**9))

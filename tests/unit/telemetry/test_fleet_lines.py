@@ -6,7 +6,7 @@ import pytest
 
 from tests.fabricated_run import FakeClock
 from tidemill.telemetry.events import EVENTS
-from tidemill.telemetry.fleet_lines import FLEET_EVENTS, LINES, WINDOW_S, FleetLines, fleet_words
+from tidemill.telemetry.fleet_view import FLEET_EVENTS, LINES, WINDOW_S, FleetLines, fleet_words
 
 EVICTED = {"lease": "l3", "worker": "spot-3", "noticed": False, "samples": 5, "tokens_kept": 1210, "tokens_lost": 0}
 

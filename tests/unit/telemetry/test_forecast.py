@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.fabricated_forecast import make_forecast
-from tidemill.telemetry.forecast import FORECAST, read_forecast, write_forecast
+from tidemill.telemetry.manifest import FORECAST, read_forecast, write_forecast
 
 
 def test_a_forecast_is_read_as_it_was_written(tmp_path: Path) -> None:

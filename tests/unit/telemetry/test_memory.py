@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tidemill.telemetry.memory import peak_rss_bytes
+from tidemill.telemetry.manifest import peak_rss_bytes
 
 
 def test_the_peak_keeps_what_was_once_held() -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tidemill.telemetry.numerals import compact, decimal, dollars, duration, gigabytes, natural, percent
+from tidemill.core.formatting import compact, decimal, dollars, duration, gigabytes, natural, percent
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,7 @@ import msgspec
 import pytest
 
 from tests.fabricated_run import decode, make_prompt, make_trajectory
-from tidemill.core.buffers import pack_logprobs, pack_tokens
-from tidemill.core.records import Reward, Segment
+from tidemill.core.records import Reward, Segment, pack_logprobs, pack_tokens
 from tidemill.telemetry.samples import TokenTexts, chosen, read_samples, sample_line, write_samples
 
 

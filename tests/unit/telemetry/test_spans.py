@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.fabricated_run import FakeClock
-from tidemill.telemetry.spans import MonotonicClock, span
+from tidemill.telemetry.events import MonotonicClock, span
 
 
 class Heard:

@@ -16,13 +16,13 @@ from tidemill.config.learning import OptimizerConfig
 from tidemill.config.model import CharModelConfig
 from tidemill.core.errors import UserError
 from tidemill.models.attention import use_packed_attention
-from tidemill.models.char import build_char_model
+from tidemill.models.builtin import build_char_model
 from tidemill.models.checkpoint_manifest import MANIFEST
 from tidemill.models.loading import load_model, weights_digest
 from tidemill.trainer import checkpoint
 from tidemill.trainer.checkpoint import restore_state, save_state, state_bytes
 from tidemill.trainer.checkpoint_store import CheckpointStore
-from tidemill.trainer.optimizer import build_optimizer, clip_and_step
+from tidemill.trainer.update import build_optimizer, clip_and_step
 
 CONFIG = OptimizerConfig(learning_rate=1e-2, weight_decay=0.01)
 COUNTERS = {"step": 2, "version": {"number": 2, "digest": "ab"}, "rate": 0.1}

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from tidemill.core.errors import UserError
-from tidemill.models.checkpoint_pin import pinned, unpinned
+from tidemill.models.checkpoint_manifest import pinned, unpinned
 from tidemill.trainer.checkpoint_store import CheckpointStore
 
 

@@ -12,12 +12,9 @@ from transformers import PreTrainedModel
 from tests.frozen_readers import CHUNK, frozen, growing, logprob_gauge, named, reader, tokens, whole
 from tests.model_shapes import HIDDEN, MODEL_SHAPES
 from tidemill.core.records import Read
-from tidemill.models.heads import HeadDescription, reward_head
-from tidemill.models.reward_model import RewardModel
-from tidemill.trainer.chunked_reader import ScoreGauge
-from tidemill.trainer.logprobs import token_logprobs
-from tidemill.trainer.reward_scores import reward_scores
-from tidemill.trainer.sequences import pack_completions
+from tidemill.models.reward_model import HeadDescription, RewardModel, reward_head
+from tidemill.trainer.packing import pack_completions
+from tidemill.trainer.scoring import ScoreGauge, reward_scores, token_logprobs
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from tests.model_shapes import VOCABULARY, llama
-from tidemill.core.buffers import unpack_logprobs, unpack_tokens
-from tidemill.core.records import Completion
+from tidemill.core.records import Completion, unpack_logprobs, unpack_tokens
 from tidemill.models.attention import use_packed_attention
-from tidemill.trainer.completion_logprobs import completion_logprobs
+from tidemill.trainer.scoring import completion_logprobs
 
 ROOMY = 1 << 20
 

@@ -14,15 +14,13 @@ from tests.model_folders import save_folder
 from tests.model_shapes import HIDDEN, MODEL_SHAPES, llama
 from tests.trajectories import trajectory
 from tidemill.config.algorithm import CriticConfig
-from tidemill.core.buffers import unpack_tokens
-from tidemill.core.records import Trajectory
+from tidemill.core.records import Trajectory, unpack_tokens
 from tidemill.models.attention import use_packed_attention
-from tidemill.models.heads import ScalarHead, reward_head
 from tidemill.models.loading import weights_digest
-from tidemill.trainer.critic import ModelCritic, TrunkCritic
-from tidemill.trainer.logprobs import predicting_states, token_logprobs
+from tidemill.models.reward_model import ScalarHead, reward_head
+from tidemill.trainer.critic import ModelCritic, ReturnScale, TrunkCritic
 from tidemill.trainer.packing import Microbatch, Weighted, pack
-from tidemill.trainer.returns import ReturnScale
+from tidemill.trainer.scoring import predicting_states, token_logprobs
 
 CPU = torch.device("cpu")
 COEFFICIENT = 0.3

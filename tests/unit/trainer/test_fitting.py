@@ -16,10 +16,8 @@ from tidemill.config.schema import RunSpec
 from tidemill.core.errors import GuardStop, UserError
 from tidemill.models.loading import load_model
 from tidemill.models.reward_model import load_reward_model
-from tidemill.trainer.fitting import FitResult, Workbench
-from tidemill.trainer.preference import train_dpo
-from tidemill.trainer.reward_model import train_reward_model
-from tidemill.trainer.supervised import train_sft
+from tidemill.trainer.objectives import train_dpo, train_reward_model, train_sft
+from tidemill.trainer.supervised_loop import FitResult, Workbench
 
 CPU = torch.device("cpu")
 Train = Callable[..., FitResult]

@@ -21,8 +21,7 @@ from tidemill.algos.corrections import CORRECTIONS
 from tidemill.algos.losses import LOSSES, Normalize
 from tidemill.config.algorithm import CORRECTION_LIMITS, PRESETS
 from tidemill.config.schema import RunSpec
-from tidemill.core.buffers import pack_logprobs, unpack_tokens
-from tidemill.core.records import Group, Trajectory
+from tidemill.core.records import Group, Trajectory, pack_logprobs, unpack_tokens
 from tidemill.models.attention import use_packed_attention
 from tidemill.runtime.compute import ComputeThread
 from tidemill.trainer.packing import FloatArray

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tidemill.algos.samples import Samples
+from tidemill.algos.losses import Samples
 from tidemill.config.algorithm import AlgorithmConfig
-from tidemill.trainer.policy_loss import policy_outcome
+from tidemill.trainer.update import policy_outcome
 
 VOCABULARY, LENGTHS, CLIP = 11, (7, 1, 12, 5, 9, 3), 0.1
 TOKENS = sum(LENGTHS)

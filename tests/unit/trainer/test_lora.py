@@ -15,13 +15,12 @@ from tests.model_folders import save_folder
 from tests.model_shapes import MODEL_SHAPES, VOCABULARY, llama
 from tests.trajectories import group, trajectory
 from tidemill.config.schema import RunSpec
-from tidemill.core.buffers import unpack_tokens
 from tidemill.core.errors import UserError
-from tidemill.core.records import Group
+from tidemill.core.records import Group, unpack_tokens
 from tidemill.models.loading import load_model, weights_digest
 from tidemill.models.lora import frozen_parameters, learned_parameters
 from tidemill.runtime.compute import ComputeThread
-from tidemill.runtime.parts import Parts, load_parts
+from tidemill.runtime.model_bundle import Parts, load_parts
 from tidemill.trainer.policy import PolicyTrainer
 
 BETA = 0.3

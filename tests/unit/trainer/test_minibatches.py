@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.models.token_tree import Tokens, build_tree
-from tidemill.trainer.minibatches import Minibatches, TreeSize, split_by_tokens
+from tidemill.trainer.supervised_loop import Minibatches, TreeSize, split_by_tokens
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 300), min_size=1, max_size=6), min_size=1, max_size=12)
 Example = tuple[int, tuple[Tokens, ...]]

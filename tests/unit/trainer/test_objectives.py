@@ -15,14 +15,10 @@ from tests.model_folders import save_folder
 from tests.model_shapes import HIDDEN, MODEL_SHAPES, VOCABULARY, llama
 from tests.workbench import bench, demonstrations, pairs, supervised_spec
 from tidemill.algos.preference import PREFERENCE_LOSSES
-from tidemill.core.buffers import pack_tokens, unpack_tokens
-from tidemill.core.records import Demonstration, PreferencePair
-from tidemill.models.heads import reward_head
-from tidemill.trainer.minibatches import split_by_tokens
-from tidemill.trainer.objective import Objective, Totals
-from tidemill.trainer.preference import PreferenceObjective
-from tidemill.trainer.reward_model import RewardObjective
-from tidemill.trainer.supervised import SupervisedObjective
+from tidemill.core.records import Demonstration, PreferencePair, pack_tokens, unpack_tokens
+from tidemill.models.reward_model import reward_head
+from tidemill.trainer.objectives import PreferenceObjective, RewardObjective, SupervisedObjective
+from tidemill.trainer.supervised_loop import Objective, Totals, split_by_tokens
 
 BETA, CENTRING = 0.2, 0.05
 
@@ -208,7 +204,7 @@ def test_a_first_token_without_a_prompt_is_not_trained(tmp_path: Path) -> None:
 def test_vocabulary_in_chunks_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     examples = demonstrations(4)
     whole = learned(SupervisedObjective(supervised_spec(), bench(tmp_path)), examples, 10_000)
-    monkeypatch.setattr("tidemill.trainer.supervised.MEGABYTE", 3 * VOCABULARY * 4)  # three rows of logits at once
+    monkeypatch.setattr("tidemill.trainer.objectives.MEGABYTE", 3 * VOCABULARY * 4)  # three rows of logits at once
     spec = supervised_spec(trainer={"logits_budget_mb": 1})
     chunked = learned(SupervisedObjective(spec, bench(tmp_path)), examples, 10_000)
     assert_equal_gradients(chunked[1], whole[1])

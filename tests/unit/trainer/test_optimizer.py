@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.model_shapes import llama
 from tidemill.config.learning import OptimizerConfig
-from tidemill.trainer.optimizer import build_optimizer, clip_and_step, learning_rate, set_learning_rate
+from tidemill.trainer.update import build_optimizer, clip_and_step, learning_rate, set_learning_rate
 
 
 def parameters(*values: list[float]) -> nn.ParameterList:

@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 from tests.model_shapes import MODEL_SHAPES, VOCABULARY, llama
 from tests.trajectories import group, trajectory
 from tidemill.config.schema import RunSpec
-from tidemill.core.buffers import unpack_tokens
-from tidemill.core.records import Group
+from tidemill.core.records import Group, unpack_tokens
 from tidemill.models.attention import use_packed_attention
 from tidemill.runtime.compute import ComputeThread
 from tidemill.trainer.policy import PolicyTrainer

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from tests.trajectories import trajectory
 from tidemill.config.algorithm import AlgorithmConfig
-from tidemill.core.buffers import pack_logprobs
-from tidemill.core.records import Trajectory
+from tidemill.core.records import Trajectory, pack_logprobs
 from tidemill.trainer.packing import Weighted, by_sample, pack
-from tidemill.trainer.policy_loss import policy_outcome
+from tidemill.trainer.update import policy_outcome
 
 
 def log(*probabilities: float) -> list[float]:

@@ -18,19 +18,17 @@ from tests.trajectories import group, trajectory
 from tidemill.config.algorithm import CriticConfig
 from tidemill.config.learning import OptimizerConfig, TrainerConfig
 from tidemill.config.schema import RunSpec
-from tidemill.core.buffers import pack_logprobs
 from tidemill.core.errors import TidemillError, UserError
-from tidemill.core.records import Group, Trajectory
+from tidemill.core.records import Group, Trajectory, pack_logprobs
 from tidemill.models.attention import use_packed_attention
-from tidemill.models.heads import reward_head
 from tidemill.models.loading import weights_digest
+from tidemill.models.reward_model import reward_head
 from tidemill.runtime.compute import ComputeThread
-from tidemill.trainer.chunked_reader import ChunkedReader, LogprobGauge
 from tidemill.trainer.critic import Critic, ModelCritic, TrunkCritic
 from tidemill.trainer.packing import Weighted, by_sample, pack
 from tidemill.trainer.policy import PolicyTrainer
-from tidemill.trainer.policy_loss import policy_outcome
-from tidemill.trainer.update import Sums
+from tidemill.trainer.scoring import ChunkedReader, LogprobGauge
+from tidemill.trainer.update import Sums, policy_outcome
 
 PROMPT = [5, 6, 7]
 PPO = {"name": "ppo", "kl_beta": 0.0}

@@ -8,9 +8,8 @@ import torch
 
 from tests.model_shapes import HIDDEN, VOCABULARY, llama
 from tidemill.models.attention import use_packed_attention
-from tidemill.models.heads import HeadDescription, reward_head
-from tidemill.models.reward_model import RewardModel
-from tidemill.trainer.reward_scores import reward_scores
+from tidemill.models.reward_model import HeadDescription, RewardModel, reward_head
+from tidemill.trainer.scoring import reward_scores
 
 
 def reward_model() -> RewardModel:

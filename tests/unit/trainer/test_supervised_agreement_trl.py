@@ -12,14 +12,11 @@ from torch import Tensor
 
 from tests.workbench import bench, supervised_spec
 from tidemill.config.model import CharModelConfig
-from tidemill.core.buffers import pack_tokens
-from tidemill.core.records import Demonstration, PreferencePair
-from tidemill.models.char import build_char_model
+from tidemill.core.records import Demonstration, PreferencePair, pack_tokens
+from tidemill.models.builtin import build_char_model
 from tidemill.models.loading import load_model
-from tidemill.trainer.objective import Objective, Outcome
-from tidemill.trainer.preference import PreferenceObjective
-from tidemill.trainer.reward_model import RewardObjective
-from tidemill.trainer.supervised import SupervisedObjective
+from tidemill.trainer.objectives import PreferenceObjective, RewardObjective, SupervisedObjective
+from tidemill.trainer.supervised_loop import Objective, Outcome
 
 pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore")  # what TRL and its dependencies warn of is not ours to mend

@@ -6,8 +6,7 @@ import numpy as np
 
 from tidemill.core.records import DeltaEntry, PolicyVersion, TensorEntry
 from tidemill.weights.delta import _folded, _ordered, apply_delta, encode_delta
-from tidemill.weights.snapshot import checksum
-from tidemill.weights.transport import Blob
+from tidemill.weights.snapshot import Blob, checksum
 
 
 def one_tensor(buffer: Blob, dtype: str) -> tuple[TensorEntry, ...]:

@@ -9,15 +9,12 @@ import pytest
 
 from tests.published import compute, layout, publish, rewritten, snapshot, tensors_of, version
 from tests.virtual_time import run_virtual
-from tidemill.core.clock import LoopClock
 from tidemill.core.errors import WeightsError
+from tidemill.core.protocols import LoopClock
 from tidemill.core.records import Pulled
-from tidemill.weights.manifest import delta_name, manifest_name, snapshot_name
-from tidemill.weights.memory import MemoryTransport, corrupt, torn
 from tidemill.weights.puller import ATTEMPTS, Puller
-from tidemill.weights.snapshot import ALIGNMENT, Snapshot
-from tidemill.weights.store import WeightStore
-from tidemill.weights.transport import Blob
+from tidemill.weights.snapshot import ALIGNMENT, Blob, MemoryTransport, Snapshot, corrupt, torn
+from tidemill.weights.store import WeightStore, delta_name, manifest_name, snapshot_name
 
 
 class Stage:

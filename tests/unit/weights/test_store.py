@@ -9,11 +9,8 @@ import pytest
 from tests.published import PROBE_IDS, PROBE_LOGPROBS, compute, layout, publish, snapshot, tensors_of, version
 from tests.virtual_time import run_virtual
 from tidemill.core.errors import WeightsError
-from tidemill.weights.manifest import manifest_name, snapshot_name, unpack_manifest
-from tidemill.weights.memory import MemoryTransport, corrupt, torn
-from tidemill.weights.snapshot import Damaged, digest_of, verify
-from tidemill.weights.store import DELTAS_KEPT, WeightStore
-from tidemill.weights.transport import Blob
+from tidemill.weights.snapshot import Blob, Damaged, MemoryTransport, corrupt, digest_of, torn, verify
+from tidemill.weights.store import DELTAS_KEPT, WeightStore, manifest_name, snapshot_name, unpack_manifest
 
 
 class Cable(MemoryTransport):

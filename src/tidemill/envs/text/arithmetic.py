@@ -8,8 +8,17 @@ from tidemill.config.task import ArithmeticTask
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import PromptSource
 from tidemill.core.records import Record
-from tidemill.envs.text.content import Item, content_digest, hash_number, hash_share, in_content_order, text_item
-from tidemill.envs.text.prompts import ListedSource, Render, SampledSource
+from tidemill.envs.text.prompts import (
+    Item,
+    ListedSource,
+    Render,
+    SampledSource,
+    content_digest,
+    hash_number,
+    hash_share,
+    in_content_order,
+    text_item,
+)
 from tidemill.envs.text.task import Longest, Task, longest_of
 
 STOP = "\n"

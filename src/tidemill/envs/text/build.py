@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
-from tidemill.config.task import ArithmeticTask, ReasoningGymTask, TaskConfig
+from functools import partial
+
+from tidemill.config.task import ArithmeticTask, FileTask, JsonlTask, ReasoningGymTask, TaskConfig
 from tidemill.core.protocols import Codec
 from tidemill.envs.text.arithmetic import build_arithmetic
-from tidemill.envs.text.content import renderer
-from tidemill.envs.text.files import build_files
+from tidemill.envs.text.data.examples import read_sides
+from tidemill.envs.text.data.schemas import read_items
+from tidemill.envs.text.prompts import ListedSource, Render, content_digest, renderer
 from tidemill.envs.text.reasoning_gym import build_reasoning_gym
-from tidemill.envs.text.task import Task
+from tidemill.envs.text.task import Task, longest_of
+
+
+def build_files(config: FileTask | JsonlTask, *, batch_prompts: int, seed: int, render: Render) -> Task:
+    """The task of one file, or of a training and an evaluation file.
+
+    Raises:
+        UserError: naming file and row, when a file cannot be read or has too little in it.
+    """
+    read = partial(read_items, data_format=config.format)
+    sides = read_sides(read, config.path, config.held_out_path, config.held_out_fraction, section="task")
+    train, held_out = sides.train, sides.held_out
+    return Task(
+        source=ListedSource(train, held_out, batch_prompts=batch_prompts, seed=seed, render=render),
+        default_stop_strings=(),
+        check=None,
+        train_size=len(train),
+        held_out_size=len(held_out),
+        longest=longest_of([*train, *held_out], render),
+        digest=content_digest(train, held_out),
+        description=f"{config.path.name}" + (f" (left out of training: {sides.left_out})" if sides.left_out else ""),
+    )
 
 
 def build_task(task: TaskConfig, *, codec: Codec, batch_prompts: int, seed: int, chat_template: bool) -> Task:

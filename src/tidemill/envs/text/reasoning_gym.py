@@ -13,9 +13,17 @@ from typing import Any
 from tidemill.config.task import ReasoningGymTask
 from tidemill.core.errors import UserError
 from tidemill.core.records import Message, Prompt
-from tidemill.envs.text.content import Item, content_digest, content_id, hash_share, in_content_order, question_key
-from tidemill.envs.text.extras import import_extra
-from tidemill.envs.text.prompts import ListedSource, Render
+from tidemill.envs.text.data.rows import import_extra
+from tidemill.envs.text.prompts import (
+    Item,
+    ListedSource,
+    Render,
+    content_digest,
+    content_id,
+    hash_share,
+    in_content_order,
+    question_key,
+)
 from tidemill.envs.text.task import Check, Task, longest_of
 
 DATA_SEED = 0

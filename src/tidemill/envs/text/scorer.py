@@ -8,14 +8,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from tidemill.config.scoring import RewardConfig, ScoringConfig
+from tidemill.config.task import RewardConfig, ScoringConfig
 from tidemill.core.errors import ReaderLost, exception_text
 from tidemill.core.records import RIGHT, Prompt, Reward, SampleId, Trajectory
-from tidemill.envs.text.loop_thread import CallTimeout
+from tidemill.envs.text.batch_rewards import Sample
 from tidemill.envs.text.rewards import Context, NamedReward, Scores, build_rewards
-from tidemill.envs.text.sample import Sample
 from tidemill.envs.text.task import Task
-from tidemill.envs.text.user_calls import CallError, HangingError, UserCalls
+from tidemill.envs.text.user_calls import CallError, CallTimeout, HangingError, UserCalls
 
 TOO_LARGE = "and no reward may be larger than 1e18"
 MOST_HANGING = 64

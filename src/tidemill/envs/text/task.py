@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from tidemill.core.buffers import count
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import PromptSource
-from tidemill.core.records import Prompt
-from tidemill.envs.text.content import Item
+from tidemill.core.records import Prompt, count
+from tidemill.envs.text.prompts import Item
 
 Check: TypeAlias = Callable[[str, Prompt], float]
 """(completion, prompt) to a score, usually in [0, 1]."""

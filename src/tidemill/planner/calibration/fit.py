@@ -1,17 +1,25 @@
-"""From the logs of a run to a profile, but for what only its simulation can tell."""
+"""From the logs of a run to a profile of the machine."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from statistics import fmean, median, stdev
 
-from tidemill.planner.calibration.observed import PASSES, TRAINING, Observed
-from tidemill.planner.calibration.profile import FORMAT, Machine, Measure, RunProfile, cost_settings
+import msgspec
+
+from tidemill.config.schema import RunSpec
+from tidemill.core.errors import UserError
+from tidemill.hardware.measured_profile import Packing
+from tidemill.planner.calibration.observed import PASSES, TRAINING, Observed, observe
+from tidemill.planner.calibration.profile import FORMAT, Machine, Measure, RunProfile, cost_settings, fault
 from tidemill.planner.calibration.squares import MAD_TO_DEVIATION, Solution, solve, solve_with_few
-from tidemill.sim.profiles.measured import Packing
+from tidemill.planner.forecast.one_machine import simulate_recipe
+from tidemill.sim.outcome import SimulatedRun
+from tidemill.telemetry.events import JOIN
 from tidemill.telemetry.fleet_figures import amount
-from tidemill.telemetry.metrics import PEAK_RSS
+from tidemill.telemetry.metrics import PEAK_RSS, STEP_TIME, MetricLine
 
 ENGINE = {
     "passes": "engine_pass_s",
@@ -168,3 +176,80 @@ def _median(values: Sequence[float]) -> Measure:
     middle = median(values)
     deviation = MAD_TO_DEVIATION * median(abs(value - middle) for value in values)
     return Measure(value=middle, error=1.2533 * deviation / len(values) ** 0.5, count=len(values))
+
+
+MOST_STEPS = 60
+"""Of the run, simulated to find what is left over."""
+ROUNDS = 6
+NEAR = 0.002
+"""Relative difference of step times that is as good as none."""
+FIRST_TRIAL = 0.1
+"""Of what a step's time lacks, as the first guess of one message's."""
+
+
+def calibrate(run_dir: Path) -> RunProfile:
+    """
+    Raises:
+        UserError: there is no run, it says too little, or what cannot have been.
+    """
+    observed = observe(run_dir)
+    profile = fit(observed)
+    if wrong := fault(profile):
+        raise UserError(f"its logs are damaged: {wrong}", where=str(run_dir), cure="calibrate on another run")
+    return settle(profile, observed)
+
+
+def settle(profile: RunProfile, observed: Observed) -> RunProfile:
+    """With the time of a message such that the run's simulation takes as long for a step as the run did without its
+    waits for a processor, and boots such that its workers join as fast: what they take by themselves does not show
+    where everything shares cores."""
+    spec = shortened(observed.spec, len(observed.metrics))
+    target_s = fmean(observed.unhindered_step_s(spec.trainer.steps))
+    tried: list[tuple[float, float]] = []  # (call_s, step_s)
+    joined_s = observed.joins_s
+    for _ in range(ROUNDS):
+        run = simulate_recipe(spec, profile)
+        step_s = _step_s(run.metrics, observed)
+        tried.append((profile["call_s"], step_s))
+        profile = msgspec.structs.replace(profile, twin_step_s=step_s)
+        boots = _joins_s(run)
+        boots_right = not (joined_s and boots) or abs(median(boots) / median(joined_s) - 1) < 0.05
+        calls_right = abs(step_s - target_s) <= NEAR * target_s or (profile["call_s"] == 0 and step_s > target_s)
+        if boots_right and calls_right:
+            break
+        changed = dict(profile.numbers)
+        if not boots_right:
+            boot, factor = profile.numbers["boot_s"], median(joined_s) / median(boots)
+            changed["boot_s"] = msgspec.structs.replace(boot, value=boot.value * factor, error=boot.error * factor)
+        if not calls_right:
+            changed["call_s"] = Measure(value=_next_trial(tried, target_s), error=0.0, count=profile.step_s.count)
+        profile = msgspec.structs.replace(profile, numbers=changed)
+    return profile
+
+
+def shortened(spec: RunSpec, steps: int) -> RunSpec:
+    """The same for so many steps, and not for longer than is simulated here."""
+    return spec.model_copy(update={"trainer": spec.trainer.model_copy(update={"steps": min(steps, MOST_STEPS)})})
+
+
+def _next_trial(tried: list[tuple[float, float]], target_s: float) -> float:
+    """By the secant through the last two trials."""
+    (last, last_s) = tried[-1]
+    if len(tried) == 1:
+        return FIRST_TRIAL * max(0.0, target_s - last_s)
+    before, before_s = next(((c, s) for c, s in reversed(tried[:-1]) if c != last), (0.0, tried[0][1]))
+    slope = (last_s - before_s) / (last - before) if last != before else 0.0
+    return max(0.0, last + (target_s - last_s) / slope) if slope > 0 else last
+
+
+def _step_s(lines: Iterable[MetricLine], observed: Observed) -> float:
+    times = [
+        line.values[STEP_TIME]
+        for line in lines
+        if line.step not in observed.first_steps and line.step > 0 and STEP_TIME in line.values
+    ]
+    return fmean(times)
+
+
+def _joins_s(run: SimulatedRun) -> list[float]:
+    return [amount(event, "duration_s") for event in run.events if event["event"] == JOIN and "error" not in event]

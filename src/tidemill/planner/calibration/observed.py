@@ -14,8 +14,8 @@ import numpy as np
 
 from tidemill.config.load import from_toml
 from tidemill.config.schema import RunSpec
-from tidemill.config.words import counted
 from tidemill.core.errors import UserError
+from tidemill.core.formatting import counted
 from tidemill.core.records import Record
 from tidemill.planner.calibration.squares import Array
 from tidemill.telemetry.events import CHECKPOINT, DECODE, EVALUATION, JOIN, LEASE, PUBLISH, PULL, read_events

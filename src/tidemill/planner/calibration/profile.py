@@ -85,7 +85,7 @@ class RunProfile(Record, forbid_unknown_fields=True):
     settings: dict[str, Any]  # of the run's configuration, what decides about costs
     machine: Machine
     numbers: dict[str, Measure]  # of each of QUANTITIES
-    new_by_depth: tuple[float, ...]  # see `sim.profiles.measured.Packing`
+    new_by_depth: tuple[float, ...]  # see `hardware.measured_profile.Packing`
     lengths: dict[int, int]  # of training completions: tokens, how many
     cut: dict[int, int]  # of them, those that a limit ended
     held_out_lengths: dict[int, int]

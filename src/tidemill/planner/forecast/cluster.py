@@ -11,28 +11,24 @@ import msgspec
 from tidemill.config.pool import StaticPool, SyntheticPool, TracePool
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
+from tidemill.core.formatting import percent
 from tidemill.core.records import Record
+from tidemill.hardware.completion_lengths import Lengths
+from tidemill.hardware.engine_profile import EngineProfile, rollout_of
+from tidemill.hardware.model_shape import ModelShape
+from tidemill.hardware.trainer_profile import TrainerProfile
 from tidemill.planner.forecast.forecast import MOST_SAMPLES, drawn, simulated_steps, summarised
-from tidemill.planner.memory.fit import fit
+from tidemill.planner.memory.per_gpu import fit
 from tidemill.planner.memory.plan import plan_memory
-from tidemill.planner.memory.question import Holding
-from tidemill.planner.placement.engines import Engine, Side
-from tidemill.planner.placement.estimate import Placement
-from tidemill.planner.placement.question import Offer, PlacementQuestion
+from tidemill.planner.memory.states import Holding
+from tidemill.planner.placement.estimate import Engine, Placement, Side
 from tidemill.planner.placement.search import PlacementPlan, plan_placement
-from tidemill.planner.placement.training import learning, memory_question
+from tidemill.planner.placement.training import Offer, PlacementQuestion, learning, memory_question
 from tidemill.pool.build import ScheduledPool, timetable_of
-from tidemill.sim.costs import ConstantWeights
-from tidemill.sim.profiled import ProfiledEngine, ProfiledTrainer
-from tidemill.sim.profiles.engine import EngineProfile
-from tidemill.sim.profiles.generation import rollout_of
-from tidemill.sim.profiles.lengths import Lengths
-from tidemill.sim.profiles.model_shape import ModelShape
-from tidemill.sim.profiles.trainer import TrainerProfile
-from tidemill.sim.run import Plant, simulate_run
+from tidemill.sim.costs import ConstantWeights, ProfiledEngine, ProfiledTrainer
+from tidemill.sim.simulation import Plant, simulate_run
 from tidemill.sim.workload import Workload
-from tidemill.telemetry.forecast import Forecast
-from tidemill.telemetry.numerals import percent
+from tidemill.telemetry.manifest import Forecast
 
 SENT_BYTES = 2  # of a parameter in bf16
 OFF = 0.4

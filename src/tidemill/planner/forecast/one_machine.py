@@ -1,18 +1,20 @@
-"""The parts of a run that shares one machine, in virtual time: in-process engines and trainer take turns on one thread,
-Ray's processes have one each, and all of them share the machine's cores."""
+"""A recipe on this machine: its own controller in virtual time, among parts that share the machine."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import Any
 
 import msgspec
 
+from tidemill.config.pool import RayPool, StaticPool
 from tidemill.config.schema import RunSpec
 from tidemill.controller.in_flight import LOCAL
-from tidemill.core.clock import Clock
-from tidemill.core.protocols import Worker
+from tidemill.core.protocols import Clock, LoopClock, Provider, Worker
 from tidemill.core.records import (
     GenerateRequest,
     Group,
@@ -20,22 +22,81 @@ from tidemill.core.records import (
     Loaded,
     PolicyVersion,
     Prompt,
+    Record,
     Reward,
     SampleId,
     StepMetrics,
     Trajectory,
     WorkerReport,
 )
+from tidemill.hardware.measured_profile import MeasuredEngine, MeasuredTrainer, Packing
 from tidemill.planner.calibration.profile import RunProfile
+from tidemill.pool.build import build_provider
 from tidemill.rollout.worker import EngineWorker
-from tidemill.sim.completions import Completions
-from tidemill.sim.cores import Cores, VirtualThread
 from tidemill.sim.costs import ConstantWeights
-from tidemill.sim.profiles.measured import MeasuredEngine, MeasuredTrainer, Packing
-from tidemill.sim.stepped import SteppedEngine
-from tidemill.sim.trainer import LearningTrainer
-from tidemill.sim.uplink import Uplink
-from tidemill.sim.weights import CountedWeights
+from tidemill.sim.outcome import Recording, SimulatedRun
+from tidemill.sim.simulated_engine import SteppedEngine
+from tidemill.sim.simulated_trainer import (
+    CountedWeights,
+    LearningTrainer,
+    SimulatedCheckpoints,
+    SimulatedDisk,
+    SimulatedPublisher,
+    Uplink,
+)
+from tidemill.sim.simulation import Parts, drive
+from tidemill.sim.virtual_time import Cores, VirtualThread, run_virtual
+from tidemill.sim.workload import BlankCompletions, Completions, SimulatedPrompts, Workload
+
+
+class ContinuedLengths(Record):
+    """As often as they were seen; what a limit cut goes on, and ends with the mean rate of all. Implements
+    `hardware.completion_lengths.Lengths`."""
+
+    ended: tuple[tuple[int, float], ...]  # (tokens, share of all completions that long or shorter), both rising
+    limit: int  # where the others were cut
+    rate: float  # of a token, to be the last
+
+    def quantile(self, share: float) -> int:
+        for tokens, reached in self.ended:
+            if share <= reached:
+                return tokens
+        reached = self.ended[-1][1] if self.ended else 0.0
+        left = (1 - share) / (1 - reached)  # of the cut ones, those that are longer still
+        if not 0 < self.rate < 1:
+            return self.limit + (0 if self.rate else round(1e6))
+        return self.limit + max(1, math.ceil(math.log(left) / math.log1p(-self.rate)))
+
+
+def continued(lengths: dict[int, int], cut: dict[int, int]) -> ContinuedLengths:
+    """
+    Args:
+        lengths: how many of each; at least one.
+        cut: of these, how many a limit ended.
+    """
+    count, tokens = sum(lengths.values()), sum(length * number for length, number in lengths.items())
+    ended = [(length, number - cut.get(length, 0)) for length, number in sorted(lengths.items())]
+    reached = accumulate(number / count for _, number in ended)
+    stopped = sum(number for _, number in ended)
+    return ContinuedLengths(
+        ended=tuple((length, share) for (length, number), share in zip(ended, reached, strict=True) if number),
+        limit=max(lengths),
+        rate=stopped / tokens if tokens else 1.0,
+    )
+
+
+def workloads(profile: RunProfile) -> tuple[Workload, Workload]:
+    """(training, held-out prompts); without evaluations in the run, they are taken to be alike."""
+    prompt = max(1, round(profile["prompt_tokens"]))
+    training = Workload(lengths=continued(profile.lengths, profile.cut), prompt_tokens=prompt)
+    if not profile.held_out_lengths:
+        return training, training
+    return training, Workload(lengths=continued(profile.held_out_lengths, {}), prompt_tokens=prompt)
+
+
+def length_of(training: Workload, held_out: Workload, sample_id: SampleId) -> int:
+    work = training if sample_id.purpose == "train" else held_out
+    return max(1, work.length(sample_id))
 
 
 class OneMachine:
@@ -207,3 +268,97 @@ def measured_trainer(spec: RunSpec, profile: RunProfile) -> MeasuredTrainer:
         waits=spec.algorithm.whiten,
         checkpoint=profile["checkpoint_s"],
     )
+
+
+def simulate_recipe(spec: RunSpec, profile: RunProfile, *, watch: Callable[[], None] | None = None) -> SimulatedRun:
+    """A run of the recipe on the machine of the profile; equal arguments, equal logs.
+
+    Args:
+        watch: called again and again meanwhile, also where no time passes; what it raises ends the simulation.
+
+    Raises:
+        UserError: nobody ever generates.
+        KeyboardInterrupt: Ctrl-C.
+    """
+    return run_virtual(_interruptible(_simulate(spec, profile)), watch=watch)
+
+
+async def _interruptible(simulation: Coroutine[Any, Any, SimulatedRun]) -> SimulatedRun:
+    """Ctrl-C cancels the task, and what ends then may fail in its own way: that must not hide why it ended."""
+    task = asyncio.current_task()
+    assert task is not None, "a coroutine runs in a task"
+    try:
+        run = await simulation
+    except Exception:
+        if task.cancelling():
+            raise asyncio.CancelledError from None
+        raise
+    if task.cancelling():
+        raise asyncio.CancelledError
+    return run
+
+
+class _Since:
+    """Implements `core.clock.Clock` from a moment on."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self._origin_s = clock, clock.now()
+
+    def now(self) -> float:
+        return self._clock.now() - self._origin_s
+
+
+async def _simulate(spec: RunSpec, profile: RunProfile) -> SimulatedRun:
+    clock = LoopClock()
+    provider = _provider(spec, clock, cores=profile.machine.cores)
+    if spec.runtime == "ray":  # whose machines come and go from the beginning, while cluster and trainer start
+        await asyncio.sleep(profile["start_s"])
+    recording = Recording(_Since(clock))
+    training, held_out = workloads(profile)
+    machine = OneMachine(spec, profile, BlankCompletions(partial(length_of, training, held_out)), clock)
+    trainer, local = machine.trainer(), machine.local()
+    parts = Parts(
+        local=local,
+        slots=spec.engine.slots,
+        local_slots=spec.engine.slots,
+        trainer=trainer,
+        scorer=SharedScorer(machine, lambda trajectory: training.reward(trajectory.sample_id)),
+        source=SimulatedPrompts(
+            spec.batch.prompts,
+            different=training.different_prompts,
+            prompt_tokens=training.prompt_tokens,
+            held_out=min(spec.eval.prompts, round(profile["held_out_prompts"]) or spec.eval.prompts),
+        ),
+        checkpoints=SimulatedCheckpoints(SimulatedDisk(), trainer, measured_trainer(spec, profile)),
+        provider=provider,
+        host=machine if provider else None,
+        publisher=SimulatedPublisher(machine.weights) if provider else None,
+    )
+    try:
+        result = await drive(spec, parts, recording, clock)
+    finally:
+        await local.close()
+        await machine.close()
+    return SimulatedRun(
+        result=result,
+        events=tuple(recording.events),
+        metrics=tuple(recording.metrics),
+        digest=recording.digest,
+        learned=tuple(trainer.learned),
+        reserved_usd_per_hour=spec.fleet.reserved_usd_per_hour,
+        shares_gpus=True,
+        put_back=0,
+        put_back_tokens=0,
+        generated=machine.generated,
+    )
+
+
+def _provider(spec: RunSpec, clock: Clock, *, cores: int) -> Provider | None:
+    """The recipe's own machines, on the recipe's own timetable; real nodes are taken to stay."""
+    pool = spec.pool
+    if isinstance(pool, RayPool):
+        # Of a cluster made on this machine there are as many as cores, less the trainer's.
+        pool = StaticPool(workers=pool.max_workers if spec.ray.address else min(pool.max_workers, max(1, cores - 1)))
+    if isinstance(pool, StaticPool) and not pool.workers:
+        return None
+    return build_provider(pool, price_usd_per_hour=spec.fleet.preemptible_usd_per_hour, clock=clock, session=1)

@@ -1,18 +1,172 @@
-"""The whole of `plan memory`: states by role, the parts of one GPU, what fits and why fewer GPUs do not."""
+"""`plan memory`: the whole answer, why a number of GPUs is too small, and what would make it enough."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import msgspec
+
 from tidemill.core.errors import UserError
+from tidemill.core.formatting import size
 from tidemill.core.records import Record
 from tidemill.planner.figures import Figure, Sheet
-from tidemill.planner.memory.cures import WhyNot, why_not
-from tidemill.planner.memory.fit import Fit, fewest_gpus, fit, rounded_up, training_unit, tried, unit
-from tidemill.planner.memory.notes import notes_on
-from tidemill.planner.memory.per_gpu import Shares, kv_bytes, shares
-from tidemill.planner.memory.question import MemoryQuestion, check
-from tidemill.planner.memory.states import RoleStates, all_states
+from tidemill.planner.memory.per_gpu import (
+    Fit,
+    Shares,
+    fewest_gpus,
+    fit,
+    generates_here,
+    kv_bytes,
+    rounded_up,
+    shares,
+    training_unit,
+    tried,
+    unit,
+    usable,
+)
+from tidemill.planner.memory.states import MemoryQuestion, RoleStates, all_states, check
+
+USUAL_RANK = 16
+
+
+class Cure(Record):
+    """One change, and what it comes to."""
+
+    option: str  # as it is written on the command line
+    bytes_per_gpu: float
+    missing_bytes: float
+
+    @property
+    def fits(self) -> bool:
+        return self.missing_bytes == 0
+
+
+class WhyNot(Record):
+    """A number of GPUs that is too small."""
+
+    gpus: int
+    missing_bytes: float  # on each
+    parts: dict[str, float]  # bytes on each, largest first
+    cures: tuple[Cure, ...]  # that help, the most helpful first
+
+
+def why_not(question: MemoryQuestion, parts: Shares, found: Fit) -> WhyNot | None:
+    """None where it fits."""
+    if found.fits:
+        return None
+    tried = (_tried(option, changed, found.gpus) for option, changed in _changes(question))
+    helpful = [cure for cure in tried if cure and cure.bytes_per_gpu < found.bytes_per_gpu]
+    on_each = {
+        "states": found.bytes_per_gpu - parts.kv / found.gpus - parts.fixed,
+        "keys and values": parts.kv / found.gpus,
+        "activations": parts.activations,
+        "logits": parts.logits,
+        "gathered layers": parts.gathered,
+        "engine": parts.engine,
+        "runtime": parts.runtime,
+    }
+    return WhyNot(
+        gpus=found.gpus,
+        missing_bytes=found.missing_bytes,
+        parts=dict(sorted(on_each.items(), key=lambda item: -item[1])),
+        cures=tuple(sorted(helpful, key=lambda cure: cure.bytes_per_gpu)),
+    )
+
+
+def _tried(option: str, question: MemoryQuestion, gpus: int) -> Cure | None:
+    """None where so many GPUs cannot be divided that way."""
+    if gpus % unit(question):
+        return None
+    found = fit(question, shares(question, sum(each.on_gpus for each in all_states(question, Sheet())), Sheet()), gpus)
+    return Cure(option=option, bytes_per_gpu=found.bytes_per_gpu, missing_bytes=found.missing_bytes)
+
+
+def _changes(question: MemoryQuestion) -> Iterator[tuple[str, MemoryQuestion]]:
+    """(option, the question with it), each change by itself; only those that are not made yet."""
+    holding, parallel, load = question.holding, question.parallel, question.load
+
+    def with_holding(**changes: object) -> MemoryQuestion:
+        return msgspec.structs.replace(question, holding=msgspec.structs.replace(holding, **changes))
+
+    if not holding.offload:
+        yield "--offload", with_holding(offload=True)
+    if holding.optimizer == "adam":
+        yield "--optimizer adam-8bit", with_holding(optimizer="adam-8bit")
+    if not holding.lora_rank:
+        yield f"--lora-rank {USUAL_RANK}", with_holding(lora_rank=USUAL_RANK)
+    if generates_here(question):
+        yield "--generate elsewhere", msgspec.structs.replace(question, generates_here=False)
+    if load.recompute == "none":
+        changed = msgspec.structs.replace(load, recompute="full")
+        yield "--recompute full", msgspec.structs.replace(question, load=changed)
+    if parallel.fsdp:
+        changed_degrees = msgspec.structs.replace(parallel, fsdp=0)
+        yield "--fsdp 0", msgspec.structs.replace(question, parallel=changed_degrees)
+    tp = question.gpu.gpus_per_machine
+    if parallel.tp < tp and question.shape.heads % tp == 0:
+        changed_degrees = msgspec.structs.replace(parallel, tp=tp)
+        yield f"--tp {tp}", msgspec.structs.replace(question, parallel=changed_degrees)
+
+
+def notes_on(question: MemoryQuestion, states: Sequence[RoleStates], parts: Shares) -> Iterator[str]:
+    """In the order to read them."""
+    yield from _one_machine(question, states)
+    if fewest_gpus(question, parts) is None:
+        yield _never(question, parts)
+    if question.shape.assumed:
+        shape = question.shape
+        proportions = f"{shape.layers} layers, width {shape.hidden}, {shape.kv_heads} heads of keys and values"
+        yield (
+            f"the model's shape is assumed from its parameters ({proportions}, vocabulary {shape.vocab:,}); "
+            "--model takes it from a config.json"
+        )
+    tp, machine = question.parallel.tp, question.gpu.gpus_per_machine
+    if tp > machine:
+        yield (
+            f"tensor parallelism over {tp} GPUs leaves the machine, which has {machine}; its messages then cross the "
+            "network, at a small part of the speed"
+        )
+
+
+def _one_machine(question: MemoryQuestion, states: Sequence[RoleStates]) -> Iterator[str]:
+    """Trained roles whose states alone are more than a machine has."""
+    gpu = question.gpu
+    machine = f"one machine of {gpu.gpus_per_machine} {gpu.name}"
+    for role in states:
+        share = role.on_gpus / gpu.gpus_per_machine
+        if not role.trained or share <= gpu.memory_bytes:
+            continue
+        text = (
+            f"{machine} does not hold the {role.role}'s training state: {size(role.on_gpus)} / {gpu.gpus_per_machine} "
+            f"= {size(share)} per GPU, {size(share - gpu.memory_bytes)} more than it has"
+        )
+        without = (role.weights + role.gradients) / gpu.gpus_per_machine
+        cure = f"shard it over {rounded_up(role.on_gpus / gpu.memory_bytes, 1)} GPUs or more"
+        if not role.offloaded:
+            fits = "" if without <= gpu.memory_bytes else ", still too much"
+            cure = f"offload the optimizer (--offload: {size(without)} per GPU{fits}) or {cure}"
+        yield f"{text}; {cure}"
+
+
+def _never(question: MemoryQuestion, parts: Shares) -> str:
+    """Why no number of GPUs is enough, and which of the parts that are not sharded is to blame."""
+    room = usable(question)
+    each = {
+        "activations": (parts.activations, "--tp or a smaller --microbatch-tokens"),
+        "logits": (parts.logits, "--tp or a smaller --microbatch-tokens"),
+        "gathered layers": (parts.gathered, "--tp, or --ep for experts"),
+        "the engine's weights": (parts.engine, "a larger --engine-tp"),
+    }
+    if question.parallel.fsdp:
+        shards = question.parallel.fsdp * question.parallel.model_gpus
+        each["states"] = (parts.states / shards, "a larger --fsdp")
+    needed = sum(value for value, _ in each.values()) + parts.runtime
+    largest, (value, cure) = max(each.items(), key=lambda item: item[1][0])
+    return (
+        f"no number of these GPUs is enough: what each must hold whatever their number is {size(needed)}, "
+        f"{size(needed - room)} more than the {size(room)} it can use; {largest} take {size(value)} of it, try {cure}"
+    )
+
 
 MOST_GPUS = 1_000_000
 """That can be asked for."""

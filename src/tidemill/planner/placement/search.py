@@ -1,20 +1,279 @@
-"""The best placement, its runners-up, and why it is the best."""
+"""The best placement, its runners-up, the reasons, and warnings."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
+from itertools import combinations, product
+from math import prod
 
-from tidemill.config.words import counted
+import msgspec
+
 from tidemill.core.errors import UserError
+from tidemill.core.formatting import counted, percent, size
 from tidemill.core.records import Record
+from tidemill.hardware.engine_profile import steady_tokens_per_s
 from tidemill.planner.figures import Figure
-from tidemill.planner.placement.candidates import Candidates, Refused
 from tidemill.planner.placement.derivation import derive
-from tidemill.planner.placement.estimate import Estimate, Placement, estimate
-from tidemill.planner.placement.question import PlacementQuestion, check
-from tidemill.planner.placement.warnings import warnings_on
-from tidemill.planner.placement.why import comparison
-from tidemill.planner.words import size
+from tidemill.planner.placement.estimate import Engine, Estimate, Placement, Side, TooSmall, best_engine, estimate
+from tidemill.planner.placement.training import (
+    Group,
+    Offer,
+    PlacementQuestion,
+    TooLarge,
+    Training,
+    best_training,
+    check,
+)
+
+MOST_COUNTS = 12
+"""Numbers of machines of one kind that are tried; of more, they are spread evenly on a logarithmic scale."""
+FEWEST_COUNTS = 2
+"""One and all that are available."""
+MOST_PLACEMENTS = 5000
+"""With more, fewer numbers of machines of each kind are tried; of more than ten kinds there are more all the same."""
+KINDS_TOGETHER = 2
+"""Kinds of machines, at most, that generate beside the training ones."""
+
+
+class Refused(Record):
+    """What holds no part of the run."""
+
+    training: list[TooLarge] = []
+    engines: list[TooSmall] = []
+
+
+class Candidates:
+    """Generates placements; what did not fit is in `refused` afterwards."""
+
+    def __init__(self, question: PlacementQuestion) -> None:
+        self.refused = Refused(training=[], engines=[])
+        self._question = question
+        self._counts = counts_tried(question)
+        self._trainings: dict[tuple[tuple[str, int], ...], Training | TooLarge] = {}
+        self._known: dict[tuple[str, bool, float, float], Engine | TooSmall] = {}
+
+    def __iter__(self) -> Iterator[Placement]:
+        for group in groups(self._question.reserved, self._counts):
+            for chosen in _choices(self._question.preemptible, self._counts):
+                yield from self._placed(group, chosen, shares=True)
+            for chosen in _choices(_left(self._question.offers, group), self._counts):
+                if chosen:
+                    yield from self._placed(group, chosen, shares=False)
+
+    def beside(self, placement: Placement) -> Iterator[Placement]:
+        """Those with another number of machines of one kind, by a power of two: what thinned out numbers leave out."""
+        group, shares = placement.training.group, bool(placement.shared.engines)
+        chosen = [
+            msgspec.structs.replace(engine.offer, count=round(machines / engine.offer.availability))
+            for engine, machines in placement.dedicated.engines
+        ]
+        if len(group.members) == 1:
+            ((offer, count),) = group.members
+            for number in _near(count, offer.count):
+                other = Group(members=((offer, number),))
+                left = {each.words: each.count for each in _left(self._question.offers, other)}
+                if all(each.count <= left.get(each.words, 0) for each in chosen):
+                    yield from self._placed(other, chosen, shares=shares)
+        left = {each.words: each.count for each in _left(self._question.offers, group)}
+        for index, each in enumerate(chosen):
+            for number in _near(each.count, left[each.words]):
+                changed = msgspec.structs.replace(each, count=number)
+                yield from self._placed(group, [*chosen[:index], changed, *chosen[index + 1 :]], shares=shares)
+
+    def _placed(self, group: Group, chosen: Sequence[Offer], *, shares: bool) -> Iterator[Placement]:
+        """The placement in which `chosen` generate, with the training GPUs or without; none if something fits not."""
+        training = self._training(group)
+        if isinstance(training, TooLarge):
+            return
+        own = training.group.members if shares else ()
+        generating = [offer.machine.gpus * float(count) for offer, count in own]
+        generating += [offer.machine.gpus * offer.count * offer.availability for offer in chosen]
+        samples = self._question.rollout.samples / sum(generating)
+        shared = [(self._engine(offer, samples, training.held_per_gpu), float(count)) for offer, count in own]
+        dedicated = [(self._engine(offer, samples), offer.count * offer.availability) for offer in chosen]
+        sides = [
+            tuple((engine, machines) for engine, machines in side if isinstance(engine, Engine))
+            for side in (shared, dedicated)
+        ]
+        if len(sides[0]) == len(shared) and len(sides[1]) == len(dedicated):
+            yield Placement(training=training, shared=Side(engines=sides[0]), dedicated=Side(engines=sides[1]))
+
+    def _training(self, group: Group) -> Training | TooLarge:
+        key = tuple((offer.name, count) for offer, count in group.members)
+        if key not in self._trainings:
+            found = best_training(self._question, group)
+            self._trainings[key] = found
+            if isinstance(found, TooLarge):
+                self.refused.training.append(found)
+        return self._trainings[key]
+
+    def _engine(self, offer: Offer, samples_per_gpu: float, held_per_gpu: float = 0.0) -> Engine | TooSmall:
+        key = (offer.name, offer.preemptible, samples_per_gpu, held_per_gpu)
+        if key not in self._known:
+            found = best_engine(self._question, offer, samples_per_gpu=samples_per_gpu, held_per_gpu=held_per_gpu)
+            self._known[key] = found
+            if isinstance(found, TooSmall):
+                self.refused.engines.append(found)
+        return self._known[key]
+
+
+def counts_tried(question: PlacementQuestion) -> int:
+    """Numbers of machines of each kind for which there are not too many placements."""
+    most = MOST_COUNTS
+    while most > FEWEST_COUNTS and _placements(question, most) > MOST_PLACEMENTS:
+        most -= 1
+    return most
+
+
+def _placements(question: PlacementQuestion, most: int) -> int:
+    """How many there are, or somewhat more."""
+    numbers = [len(counts(offer.count, most)) for offer in question.offers]
+    sides = sum(prod(chosen) for kinds in range(KINDS_TOGETHER + 1) for chosen in combinations(numbers, kinds))
+    return sum(len(counts(offer.count, most)) for offer in question.reserved) * sides
+
+
+def _choices(offers: Sequence[Offer], most: int) -> Iterator[tuple[Offer, ...]]:
+    """Every choice of a few kinds and of numbers of machines of them; the first is none."""
+    for kinds in range(KINDS_TOGETHER + 1):
+        for chosen in combinations(offers, kinds):
+            for numbers in product(*(counts(offer.count, most) for offer in chosen)):
+                yield tuple(
+                    msgspec.structs.replace(offer, count=number) for offer, number in zip(chosen, numbers, strict=True)
+                )
+
+
+def groups(reserved: Sequence[Offer], most: int) -> Iterator[Group]:
+    """Some machines of one kind; and all of all kinds, as a warning example or a last resort."""
+    for offer in reserved:
+        for count in counts(offer.count, most):
+            yield Group(members=((offer, count),))
+    if len(reserved) > 1:
+        yield Group(members=tuple((offer, offer.count) for offer in reserved))
+
+
+def counts(available: int, most: int) -> list[int]:
+    """1 to `available`, thinned out to `most` numbers; one and all that are available are always among them."""
+    if available <= most:
+        return list(range(1, available + 1))
+    return sorted({round(available ** (part / (most - 1))) for part in range(most)})
+
+
+def _near(count: int, most: int) -> list[int]:
+    """Numbers from 1 to `most` that are a power of two away."""
+    steps = [2**power for power in range(count.bit_length())]
+    return [number for step in steps for number in (count - step, count + step) if 1 <= number <= most]
+
+
+def _left(offers: Sequence[Offer], group: Group) -> list[Offer]:
+    """What the group leaves, with the numbers that are left."""
+    taken = {offer.name: count for offer, count in group.members}
+    left = [
+        msgspec.structs.replace(offer, count=offer.count - (0 if offer.preemptible else taken.get(offer.name, 0)))
+        for offer in offers
+    ]
+    return [offer for offer in left if offer.count]
+
+
+NOTABLE = 0.02
+"""Differences below this share are not worth a word."""
+
+
+def comparison(question: PlacementQuestion, best: Estimate, other: Estimate) -> str:
+    """What the other loses by, and the largest difference behind it."""
+    dearer, slower = other.usd_per_million / best.usd_per_million - 1, other.step_s / best.step_s - 1
+    first = _than(dearer, "dearer", "as dear", "cheaper")
+    second = _than(slower, "slower", "as fast", "faster")
+    said = f"{first}, {second}" if question.objective == "cost" else f"{second}, {first}"
+    return f"{other.placement.words}: {said}" + (f"; {reason}" if (reason := _reason(best, other)) else "")
+
+
+def _than(change: float, more: str, equal: str, less: str) -> str:
+    return equal if abs(change) < NOTABLE else f"{percent(abs(change))} {more if change > 0 else less}"
+
+
+def _reason(best: Estimate, other: Estimate) -> str:
+    """Where the other's time or money goes that the best's does not."""
+    reasons = {
+        "its trainer waits {} of the time": other.trainer_idle - best.trainer_idle,
+        "its generating machines wait {} of the time": other.dedicated_idle - best.dedicated_idle,
+        "new weights hold up {} of the step": other.exposed_pull_s / other.step_s - best.exposed_pull_s / best.step_s,
+    }
+    shares = {
+        "its trainer waits {} of the time": other.trainer_idle,
+        "its generating machines wait {} of the time": other.dedicated_idle,
+        "new weights hold up {} of the step": other.exposed_pull_s / other.step_s,
+    }
+    words, difference = max(reasons.items(), key=lambda item: item[1])
+    if difference > NOTABLE:
+        return words.format(percent(shares[words]))
+    if other.training_s > best.training_s * (1 + NOTABLE):
+        return f"learning takes {other.training_s / best.training_s:.1f} times as long"
+    return "its machines cost more for what they do" if other.usd_per_million > best.usd_per_million else ""
+
+
+WEAK_LINK = 100e9
+"""Bytes per second and direction below which tensor parallelism loses much: PCIe is below, NVLink above."""
+NOTABLE_PULL = 0.1
+NOTABLE_GATHERING = 0.2
+NOTABLE_IDLE = 0.25
+
+
+def warnings_on(question: PlacementQuestion, best: Estimate) -> Iterator[str]:
+    """In the order to read them."""
+    placement = best.placement
+    for engine, _ in (*placement.shared.engines, *placement.dedicated.engines):
+        yield from _partitioned(question, engine)
+    yield from _group(question, best)
+    if best.exposed_pull_s > NOTABLE_PULL * best.step_s:
+        yield (
+            f"new weights hold up {percent(best.exposed_pull_s / best.step_s)} of a step; deltas are a small part of "
+            "that (tidemill plan weights), and at lag 1 it hides"
+        )
+    if best.trainer_idle > NOTABLE_IDLE:
+        waits = percent(best.trainer_idle)
+        yield f"the trainer waits {waits} of the time; more machines that generate, or a lag, fill that"
+    if best.dedicated_idle > NOTABLE_IDLE:
+        yield f"machines that only generate wait {percent(best.dedicated_idle)} of the time: at lag 0, for the trainer"
+    used = [offer for offer, _ in placement.training.group.members]
+    used += [engine.offer for engine, _ in placement.dedicated.engines]
+    for offer in {offer.name: offer for offer in used}.values():
+        if "check" in offer.machine.price_source:
+            yield f"price of {offer.name}: {offer.machine.price_source} ({offer.machine.priced})"
+    if any(offer.preemptible for offer in used):
+        yield "evictions are counted only as machines that are not there; what they cost else, a simulation says"
+
+
+def _partitioned(question: PlacementQuestion, engine: Engine) -> Iterator[str]:
+    offer = engine.offer
+    if engine.gpus > engine.fewest_gpus:
+        alone = steady_tokens_per_s(engine.smallest, question.rollout) / engine.fewest_gpus
+        each = steady_tokens_per_s(engine.profile, question.rollout) / engine.gpus
+        text = f"engines on {offer.name} are partitioned over {engine.gpus} GPUs, and {engine.fewest_gpus} would do"
+        if each < alone:
+            text += f": {percent(1 - each / alone)} fewer tokens per GPU with full slots"
+        yield f"{text}; all the same they do their part of a batch soonest"
+    if engine.gpus > 1 and offer.gpu.link_bytes_per_s < WEAK_LINK:
+        yield (
+            f"engines on {offer.name} exchange every layer's results over {offer.gpu.interconnect} "
+            f"({offer.gpu.link_bytes_per_s / 1e9:.0f} GB/s): weak for tensor parallelism over {engine.gpus} GPUs"
+        )
+
+
+def _group(question: PlacementQuestion, best: Estimate) -> Iterator[str]:
+    training = best.placement.training
+    gpu = training.group.weakest
+    if training.group.mixed:
+        yield f"GPUs of several kinds train in one group ({gpu.name}): all wait for the slowest"
+    if training.tp > 1 and gpu.link_bytes_per_s < WEAK_LINK:
+        yield f"training is tensor parallel over {training.tp} GPUs on {gpu.interconnect}: weak for it"
+    profile = training.profile
+    if profile.gather_s > NOTABLE_GATHERING * question.microbatch_tokens * profile.ranks * profile.token_s:
+        share = profile.gather_s / (question.microbatch_tokens * profile.ranks * profile.token_s)
+        yield (
+            f"gathering sharded layers takes {percent(share)} of the computing time of a pass; a larger microbatch "
+            "hides more of it"
+        )
+
 
 RUNNERS_UP = 4
 

@@ -1,22 +1,95 @@
-"""The critic in another process, as the trainer sees it."""
+"""The critic in an actor."""
 
 from __future__ import annotations
 
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import ray
+import torch
 from ray.exceptions import GetTimeoutError, RayError
 from torch import Tensor
 
-from tidemill.core.errors import TidemillError, TrainerLost
-from tidemill.runtime.cluster.critic_tokens import floats, sent, to_bytes
-from tidemill.runtime.cluster.plan import CriticPlan
-from tidemill.runtime.cluster.remote import in_words, trainer_lost
-from tidemill.runtime.cluster.wire import encode, read_answer
+from tidemill.config.schema import RunSpec
+from tidemill.core.errors import TidemillError, TrainerLost, UserError
+from tidemill.core.records import Record
+from tidemill.models.catalog import resolve
+from tidemill.models.token_tree import TokenTree
+from tidemill.runtime.cluster.ray_calls import in_words, trainer_lost
+from tidemill.runtime.cluster.wire import CriticPlan, answered, decode, encode, read_answer
+from tidemill.runtime.compute import choose_device, choose_precision, require_reserved_gpus
+from tidemill.runtime.model_bundle import FrozenModels, build_model_critic
+from tidemill.trainer.critic import ModelCritic, Promised
 from tidemill.trainer.packing import Microbatch
-from tidemill.trainer.promised import Promised
+
+
+class SentTokens(Record):
+    """N nodes, of which H predict the T trained tokens."""
+
+    token_ids: bytes  # int64 [N]
+    depths: bytes  # int64 [N]
+    ends: bytes  # int64 [N]
+    head_nodes: bytes  # int64 [H]
+    head_rows: bytes  # int64 [T]
+    weights: bytes  # float32 [T]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceivedTokens:
+    """Implements `trainer.critic.Weighed`."""
+
+    tree: TokenTree  # without paths: no sample is looked for
+    head_nodes: Tensor
+    head_rows: Tensor
+    targets: Tensor  # not known here, and of no meaning to a value
+    weights: Tensor
+
+
+def sent(microbatch: Microbatch) -> SentTokens:
+    tree = microbatch.tree
+    return SentTokens(
+        token_ids=tree.token_ids.tobytes(),
+        depths=tree.depths.tobytes(),
+        ends=tree.ends.tobytes(),
+        head_nodes=to_bytes(microbatch.head_nodes),
+        head_rows=to_bytes(microbatch.head_rows),
+        weights=to_bytes(microbatch.weights),
+    )
+
+
+def received(tokens: SentTokens, device: torch.device) -> ReceivedTokens:
+    """On the critic's device, bit for bit."""
+    rows = _array(tokens.head_rows, np.int64)
+    return ReceivedTokens(
+        tree=TokenTree(
+            token_ids=_array(tokens.token_ids, np.int64),
+            depths=_array(tokens.depths, np.int64),
+            ends=_array(tokens.ends, np.int64),
+            paths=(),
+        ),
+        head_nodes=torch.from_numpy(_array(tokens.head_nodes, np.int64)).to(device),
+        head_rows=torch.from_numpy(rows).to(device),
+        targets=torch.zeros(len(rows), dtype=torch.int64, device=device),
+        weights=floats(tokens.weights, device),
+    )
+
+
+def to_bytes(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().numpy().tobytes()
+
+
+def floats(blob: bytes, device: torch.device) -> Tensor:
+    """float32, as many as there are."""
+    return torch.from_numpy(_array(blob, np.float32)).to(device)
+
+
+def _array(blob: bytes, dtype: type[np.generic]) -> npt.NDArray[Any]:
+    return np.frombuffer(blob, dtype).copy()  # torch wants memory that may be written
+
 
 T = TypeVar("T")
 
@@ -99,3 +172,77 @@ class RayCritic:
 
 def _lost(cause: str, cure: str) -> TrainerLost:
     return trainer_lost(cause, cure, who="critic")
+
+
+class CriticActor:
+    """Behind `critic.RayCritic`. Its methods are no coroutines: what the trainer asks for is done in that order."""
+
+    def __init__(self) -> None:
+        self._critic: ModelCritic | None = None
+        self._device = torch.device("cpu")
+
+    @answered
+    def start(self, plan: bytes) -> str:
+        """Load the model; returns the device that it is on.
+
+        Raises:
+            UserError: it cannot be had here, or this machine does not see the run directory.
+        """
+        planned = decode(plan, CriticPlan)
+        _require_checkpoints(planned)
+        spec = RunSpec.model_validate_json(planned.spec)
+        torch.set_num_threads(planned.threads)
+        require_reserved_gpus(spec.placement.actor_gpus, "placement.actor_gpus")
+        self._device = choose_device(spec.trainer)
+        self._critic = build_model_critic(
+            spec,
+            policy_folder=resolve(spec.model, progress=lambda _: None),
+            frozen=FrozenModels(self._device),
+            device=self._device,
+            autocast=choose_precision(spec.trainer, self._device),
+            progress=lambda _: None,
+        )
+        return str(self._device)
+
+    @answered
+    def values(self, tokens: bytes) -> bytes:
+        """float32 [T]"""
+        values_T = self._ready().values(received(decode(tokens, SentTokens), self._device))()
+        return to_bytes(values_T.float())
+
+    @answered
+    def learn(self, tokens: bytes, returns: bytes, values: bytes) -> None:
+        microbatch = received(decode(tokens, SentTokens), self._device)
+        self._ready().learn(microbatch, floats(returns, self._device), floats(values, self._device))
+
+    @answered
+    def step(self, denominator: float) -> dict[str, float]:
+        return self._ready().step(denominator)()
+
+    @answered
+    def state_bytes(self) -> int:
+        return self._ready().state_bytes()
+
+    @answered
+    def write_state(self, directory: str) -> list[str]:
+        """The files written, relative to the directory."""
+        self._ready().write_state(Path(directory))
+        return [str(path.relative_to(directory)) for path in Path(directory).rglob("*") if path.is_file()]
+
+    @answered
+    def read_state(self, directory: str) -> None:
+        self._ready().read_state(Path(directory))
+
+    def _ready(self) -> ModelCritic:
+        if self._critic is None:
+            raise TidemillError("this critic has not been started")
+        return self._critic
+
+
+def _require_checkpoints(plan: CriticPlan) -> None:
+    if not Path(plan.seen).exists():
+        raise UserError(
+            "the critic's machine does not see the run directory, where checkpoints are written",
+            where="placement.critic",
+            cure='put run.dir on a file system that the machines share, or set placement.critic = "trainer"',
+        )

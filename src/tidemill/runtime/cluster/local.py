@@ -25,10 +25,10 @@ from tidemill.config.pool import PoolConfig, RayConfig, RayPool, StaticPool, Syn
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import DeadlineError, UserError
 from tidemill.runtime.cluster import keeper
-from tidemill.runtime.cluster.blocking import blocking, let_go
+from tidemill.runtime.cluster.actors import HOOK
 from tidemill.runtime.cluster.keeper import Keep, Kept, LocalNode
 from tidemill.runtime.cluster.nodes import NodeWatch
-from tidemill.runtime.cluster.process import HOOK
+from tidemill.runtime.cluster.ray_calls import blocking, let_go
 
 START_S = 120.0
 CONNECT_S = 60.0

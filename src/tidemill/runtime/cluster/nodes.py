@@ -1,17 +1,25 @@
-"""The nodes of the cluster as they come, drain and go."""
+"""The nodes of a cluster as they join, drain and leave, and the leases on them."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
 
 import ray
 from ray._private import state
+from ray.autoscaler.sdk import request_resources
 
+from tidemill.config.pool import RayConfig, RayPool
 from tidemill.core.errors import ClusterLost
-from tidemill.core.records import Record
-from tidemill.runtime.cluster.blocking import blocking
+from tidemill.core.protocols import Clock
+from tidemill.core.records import Lease, LeaseEnded, LeaseEvent, LeaseGranted, LeaseNoticed, Record
+from tidemill.pool.provider import BackOff
+from tidemill.runtime.cluster.ray_calls import blocking
 
 LOOK_S = 1.0
 LOOK_TIMEOUT_S = 10.0
@@ -138,3 +146,133 @@ def _deadline(draining: Mapping[str, int], node_id: str) -> float | None:
     if node_id not in draining:
         return None
     return draining[node_id] / 1000 if draining[node_id] else time.time()
+
+
+ASK_S = 10.0
+
+
+class RayProvider:
+    """Implements `core.protocols.Provider`: one lease for every worker that fits on a matching node, in the order in
+    which nodes appear. Wanting fewer takes none away.
+
+    Args:
+        session: which life of the run this is; lease ids hold it.
+        unix_s: the wall clock, which draining deadlines are on.
+    """
+
+    def __init__(
+        self,
+        pool: RayPool,
+        config: RayConfig,
+        nodes: NodeWatch,
+        *,
+        clock: Clock,
+        session: int,
+        price_usd_per_hour: float = 0.0,
+        back_off: BackOff | None = None,
+        unix_s: Callable[[], float] = time.time,
+    ) -> None:
+        self._pool, self._config, self._nodes = pool, config, nodes
+        self._clock, self._session, self._price, self._unix_s = clock, session, price_usd_per_hour, unix_s
+        self._back_off = back_off or BackOff()
+        self._wanted = pool.max_workers
+        self._places: dict[str, int] = {}  # workers that fit, by node
+        self._held: dict[str, Lease] = {}
+        self._warned: set[str] = set()  # nodes
+        self._failures: Counter[str] = Counter()  # leases given back in a row, by node
+        self._retry_s: dict[str, float] = {}  # on the run's clock, by node
+        self._events = deque[LeaseEvent]()
+        self._granted = 0
+        self._asking: asyncio.Task[None] | None = None
+
+    def want(self, workers: int) -> None:
+        wanted = min(workers, self._pool.max_workers)
+        if wanted != self._wanted or self._asking is None:
+            self._wanted = wanted
+            self._asking = asyncio.create_task(self._ask_autoscaler(wanted), name="autoscaler")
+
+    async def next_event(self, timeout_s: float) -> LeaseEvent | None:
+        deadline_s = self._clock.now() + timeout_s
+        while True:
+            self._catch_up()
+            if self._events:
+                return self._events.popleft()
+            left_s = deadline_s - self._clock.now()
+            if left_s <= 0:
+                return None
+            await self._nodes.changed(left_s)
+
+    async def release(self, lease_id: str) -> None:
+        lease = self._held.pop(lease_id, None)
+        if lease is None:
+            return  # its node went meanwhile
+        now_s, node = self._clock.now(), lease.node
+        if now_s - lease.start_s >= self._back_off.settled_s:
+            self._failures[node] = 0
+        self._retry_s[node] = now_s + self._back_off.after(self._failures[node])
+        self._failures[node] += 1
+
+    async def close(self) -> None:
+        """Tells the autoscaler that nothing is wanted any more, if there is anybody to tell."""
+        if self._asking is not None and self._nodes.lost is None:
+            await asyncio.gather(self._asking, return_exceptions=True)
+            await self._ask_autoscaler(0)
+
+    def _catch_up(self) -> None:
+        there = {node.node_id: node for node in self._nodes.fitting(self._pool.selector)}
+        for lease in [lease for lease in self._held.values() if lease.node not in there]:
+            cause = f"its node {self._nodes.name(lease.node)} is gone"
+            self._events.append(LeaseEnded(lease_id=lease.lease_id, cause=cause))
+            del self._held[lease.lease_id]
+        for gone in self._places.keys() - there.keys():
+            del self._places[gone]
+        for node in there.values():
+            if node.drains_unix_s is not None:
+                self._warn(node, node.drains_unix_s)
+            else:
+                self._grant_on(node)
+
+    def _warn(self, node: NodeView, drains_unix_s: float) -> None:
+        if node.node_id in self._warned:
+            return
+        self._warned.add(node.node_id)
+        deadline_s = self._clock.now() + drains_unix_s - self._unix_s()
+        for lease in self._on(node):
+            cause = f"its node {node.name} is being drained"
+            self._events.append(LeaseNoticed(lease_id=lease.lease_id, deadline_s=deadline_s, cause=cause))
+
+    def _grant_on(self, node: NodeView) -> None:
+        held = len(self._on(node))
+        if held == 0:  # what is free now, others use the rest
+            self._places[node.node_id] = node.places(self._config.worker_cpus, self._config.worker_gpus)
+        if self._clock.now() < self._retry_s.get(node.node_id, -math.inf):
+            return
+        for _ in range(self._places[node.node_id] - held):
+            if len(self._held) >= self._wanted:
+                return
+            self._grant(node)
+
+    def _grant(self, node: NodeView) -> None:
+        self._granted += 1
+        lease = Lease(
+            lease_id=f"lease-{self._session}-{self._granted}",
+            worker_id=f"{node.name}-{self._granted}",
+            kind="preemptible",
+            price_usd_per_hour=self._price,
+            start_s=self._clock.now(),
+            node=node.node_id,
+        )
+        self._held[lease.lease_id] = lease
+        self._events.append(LeaseGranted(lease=lease))
+
+    def _on(self, node: NodeView) -> list[Lease]:
+        return [lease for lease in self._held.values() if lease.node == node.node_id]
+
+    async def _ask_autoscaler(self, workers: int) -> None:
+        """Harmless where there is no autoscaler: the request is noted, and nobody reads it."""
+        need = {"CPU": self._config.worker_cpus, "GPU": self._config.worker_gpus}
+        bundles = [{resource: amount for resource, amount in need.items() if amount}] * workers
+        with suppress(Exception):  # a wish; the run goes on with what there is
+            selectors = [self._pool.selector] * workers
+            ask = partial(request_resources, bundles=bundles, bundle_label_selectors=selectors)
+            await blocking(ask, awaited="the autoscaler to be asked", timeout_s=ASK_S)

@@ -1,4 +1,4 @@
-"""A reward model or the reference in another process, as the controller sees it."""
+"""A reward model or the reference in an actor."""
 
 from __future__ import annotations
 
@@ -8,18 +8,72 @@ from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 
+import torch
 from ray.exceptions import RayError
 
 from tidemill.config.schema import RunSpec
-from tidemill.core.buffers import TokenBuffer
 from tidemill.core.errors import ReaderLost, TidemillError
-from tidemill.core.records import Growth, Read, SampleId
-from tidemill.runtime.cluster.placed import placed
-from tidemill.runtime.cluster.plan import ReaderPlan, spec_to_send
-from tidemill.runtime.cluster.reader_actor import ReaderActor
-from tidemill.runtime.cluster.remote import Remote
-from tidemill.runtime.cluster.wire import encode
-from tidemill.runtime.local_reader import Counted
+from tidemill.core.protocols import Reader
+from tidemill.core.records import Growth, Read, SampleId, TokenBuffer
+from tidemill.models.catalog import resolve
+from tidemill.models.loading import load_model
+from tidemill.runtime.cluster.actors import Asked, asked, placed
+from tidemill.runtime.cluster.ray_calls import Remote
+from tidemill.runtime.cluster.wire import ReaderPlan, decode, encode, spec_to_send
+from tidemill.runtime.compute import ComputeThread, choose_device, require_reserved_gpus
+from tidemill.runtime.readers import Counted, LocalReader, reference_reader, reward_reader
+
+
+class ReadingActor(Asked):
+    """Base of the actors behind `reader.RayReader`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reader: Reader | None = None
+
+    @asked
+    async def grow(self, grown: bytes) -> None:
+        self._reading().grow(decode(grown, list[Growth]))
+
+    @asked
+    async def read(self, sample_id: bytes, token_ids: bytes, prompt_tokens: int) -> Read:
+        return await self._reading().read(decode(sample_id, SampleId), token_ids, prompt_tokens)
+
+    @asked
+    async def forget(self, sample_ids: bytes) -> None:
+        self._reading().forget(decode(sample_ids, list[SampleId]))
+
+    def _reading(self) -> Reader:
+        if self.reader is None:
+            raise TidemillError("this actor reads nothing")
+        return self.reader
+
+
+class ReaderActor(ReadingActor):
+    """One model; it is killed, and another one started where it is lost."""
+
+    @asked
+    async def start_reader(self, plan: bytes) -> None:
+        """Load the model.
+
+        Raises:
+            UserError: the model or the device cannot be had here.
+        """
+        planned = decode(plan, ReaderPlan)
+        spec = RunSpec.model_validate_json(planned.spec)
+        torch.set_num_threads(planned.threads)
+        require_reserved_gpus(spec.placement.actor_gpus, "placement.actor_gpus")
+        compute = ComputeThread("tidemill-reader")
+        self.reader = await compute.run(lambda: _reader(spec, planned.reward_model, compute))
+
+
+def _reader(spec: RunSpec, reward_model: str, compute: ComputeThread) -> LocalReader:
+    if reward_model:
+        return reward_reader(spec, Path(reward_model), compute)
+    folder = resolve(spec.model, progress=lambda _: None)
+    model = load_model(folder, device=choose_device(spec.trainer)).requires_grad_(False)
+    return reference_reader(spec, model, compute)
+
 
 LOAD_S = 900.0
 READ_S = 600.0

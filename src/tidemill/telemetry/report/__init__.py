@@ -8,8 +8,8 @@ from pathlib import Path
 
 from tidemill.core.errors import UserError
 from tidemill.telemetry.jsonl import write_atomically
-from tidemill.telemetry.report.page import render
-from tidemill.telemetry.report.story import read_story
+from tidemill.telemetry.report.pages import render
+from tidemill.telemetry.report.run_data import read_story
 from tidemill.telemetry.run_dir import RunDirectory
 
 

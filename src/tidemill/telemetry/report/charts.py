@@ -32,7 +32,7 @@ from tidemill.telemetry.metrics import (
     TRAINER_WAIT,
     WORKERS_MEAN,
 )
-from tidemill.telemetry.report.story import Story
+from tidemill.telemetry.report.run_data import Story
 
 OTHER_CHARTS = 12
 FIGURES = 6

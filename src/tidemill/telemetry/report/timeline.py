@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
-from tidemill.config.words import counted
+from tidemill.core.formatting import compact, counted, dollars, duration, natural
 from tidemill.core.records import Record
 from tidemill.telemetry.events import (
     CHECKPOINT,
@@ -25,9 +25,8 @@ from tidemill.telemetry.events import (
     QUARANTINE,
 )
 from tidemill.telemetry.fleet_figures import HeldLease, Session, amount, held_leases, migrations, moment, sessions_of
-from tidemill.telemetry.fleet_lines import fleet_words
+from tidemill.telemetry.fleet_view import fleet_words
 from tidemill.telemetry.metrics import MetricLine
-from tidemill.telemetry.numerals import compact, dollars, duration, natural
 
 NAMED_ROWS = 40
 """With more names than this, rows are shared by whoever follows."""

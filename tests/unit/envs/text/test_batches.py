@@ -8,13 +8,11 @@ from collections.abc import Sequence
 import pytest
 
 from tests.char_codec import CharCodec, make_prompt, make_trajectory
-from tidemill.config.scoring import RewardConfig, ScoringConfig
-from tidemill.config.task import ArithmeticTask
+from tidemill.config.task import ArithmeticTask, RewardConfig, ScoringConfig
 from tidemill.core.errors import ReaderLost, UserError
 from tidemill.core.records import Reward
 from tidemill.envs.text import build_scorer, build_task, evaluation_scoring
-from tidemill.envs.text.batches import Batches, Judge
-from tidemill.envs.text.sample import Sample
+from tidemill.envs.text.batch_rewards import Batches, Judge, Sample
 from tidemill.envs.text.scorer import RewardScorer
 
 TASK = build_task(ArithmeticTask(), codec=CharCodec(), batch_prompts=4, seed=0, chat_template=False)

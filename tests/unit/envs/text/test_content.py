@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.char_codec import CharCodec
-from tidemill.core.buffers import unpack_tokens
-from tidemill.core.records import Message
-from tidemill.envs.text.content import (
+from tidemill.core.records import Message, unpack_tokens
+from tidemill.envs.text.prompts import (
     Item,
     content_digest,
     content_id,

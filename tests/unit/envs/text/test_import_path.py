@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tidemill.core.errors import UserError
-from tidemill.envs.text.import_path import import_function, source_file
+from tidemill.envs.text.rewards import import_function, source_file
 
 SOURCE = """
 from dataclasses import dataclass
@@ -95,7 +95,7 @@ def test_a_module_that_fails_while_imported(tmp_path: Path, source: str) -> None
 
 def test_a_module_that_does_not_return_from_its_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(30)\n\ndef score(p, c, a, m): ...\n")
-    monkeypatch.setattr("tidemill.envs.text.import_path.IMPORT_DEADLINE_S", 0.1)
+    monkeypatch.setattr("tidemill.envs.text.rewards.IMPORT_DEADLINE_S", 0.1)
     with pytest.raises(UserError, match=r"takes longer than 0\.1 s"):
         import_function(f"{tmp_path / 'slow.py'}:score")
 
@@ -135,10 +135,10 @@ def test_a_process_whose_reward_sleeps_at_import_ends(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import time\ntime.sleep(3600)\n", encoding="utf-8")
     script = f"""
 from tidemill.core.errors import UserError
-from tidemill.envs.text import import_path
-import_path.IMPORT_DEADLINE_S = 0.2
+from tidemill.envs.text import rewards
+rewards.IMPORT_DEADLINE_S = 0.2
 try:
-    import_path.import_function({f"{tmp_path}/mine.py:score"!r})
+    rewards.import_function({f"{tmp_path}/mine.py:score"!r})
 except UserError as error:
     print(error)
 """

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from tests.char_codec import CharCodec
-from tidemill.envs.text.content import renderer, text_item
-from tidemill.envs.text.prompts import ListedSource
+from tidemill.envs.text.prompts import ListedSource, renderer, text_item
 
 RENDER = renderer(CharCodec(), chat_template=False)
 

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from tests.char_codec import CharCodec, make_prompt, make_trajectory
-from tidemill.config.scoring import RewardConfig, ScoringConfig
-from tidemill.config.task import ArithmeticTask
+from tidemill.config.task import ArithmeticTask, RewardConfig, ScoringConfig
 from tidemill.core.errors import UserError
 from tidemill.core.records import Reward
 from tidemill.envs.text import build_scorer, build_task

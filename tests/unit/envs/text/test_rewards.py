@@ -12,13 +12,12 @@ import msgspec
 import pytest
 
 from tests.char_codec import CharCodec, make_prompt
-from tidemill.config.scoring import RewardConfig
-from tidemill.config.task import ArithmeticTask
+from tidemill.config.task import ArithmeticTask, RewardConfig
 from tidemill.core.errors import UserError
 from tidemill.core.records import SampleId
 from tidemill.envs.text import Task, build_task
+from tidemill.envs.text.batch_rewards import Sample
 from tidemill.envs.text.rewards import INLINE, REWARDS, Context, build_rewards, last_number, until_stop
-from tidemill.envs.text.sample import Sample
 
 TASK = build_task(ArithmeticTask(), codec=CharCodec(), batch_prompts=4, seed=0, chat_template=False)
 

@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 from tests.char_codec import CharCodec, make_prompt, make_trajectory
-from tidemill.config.scoring import RewardConfig, ScoringConfig
-from tidemill.config.task import ArithmeticTask
+from tidemill.config.task import ArithmeticTask, RewardConfig, ScoringConfig
 from tidemill.core.records import Reward, SampleId
 from tidemill.envs.text import build_scorer, build_task, evaluation_scoring
 from tidemill.envs.text.rewards import NamedReward

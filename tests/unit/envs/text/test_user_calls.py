@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from tidemill.envs.text.loop_thread import CallTimeout
-from tidemill.envs.text.user_calls import CallError, HangingError, UserCalls, call_blocking
+from tidemill.envs.text.user_calls import CallError, CallTimeout, HangingError, UserCalls, call_blocking
 
 
 @pytest.fixture

@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.planted import observed, planted, spec_of
-from tidemill.planner.calibration.calibrate import settle
-from tidemill.planner.calibration.fit import fit
+from tidemill.planner.calibration.fit import fit, settle
 from tidemill.planner.calibration.observed import Observed
 
 COST = st.floats(1e-4, 0.05)

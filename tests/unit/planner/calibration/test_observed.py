@@ -8,8 +8,7 @@ import pytest
 
 from tests.planted import observed, planted, spec_of, write_run
 from tidemill.core.errors import UserError
-from tidemill.planner.calibration.calibrate import calibrate
-from tidemill.planner.calibration.fit import fit
+from tidemill.planner.calibration.fit import calibrate, fit
 from tidemill.planner.calibration.observed import Observed, observe
 from tidemill.telemetry.run_dir import RunDirectory
 

@@ -12,9 +12,8 @@ import pytest
 from tests.planted import planted, spec_of
 from tidemill.core.errors import UserError
 from tidemill.planner.calibration.profile import kept_path, write_profile
-from tidemill.planner.forecast import choice
-from tidemill.planner.forecast.choice import TooSlow, fitting_profile, foretell
-from tidemill.planner.forecast.forecast import forecast_recipe
+from tidemill.planner.forecast import forecast
+from tidemill.planner.forecast.forecast import TooSlow, fitting_profile, forecast_recipe, foretell
 
 ABACUS = {"processor": "Abacus", "cores": 2}
 
@@ -22,8 +21,8 @@ ABACUS = {"processor": "Abacus", "cores": 2}
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("TIDEMILL_CACHE", str(tmp_path))
-    monkeypatch.setattr(choice, "machine", lambda: ABACUS)
-    monkeypatch.setattr(choice, "QUICK_S", 600.0)  # a busy machine is not what is tested
+    monkeypatch.setattr(forecast, "machine", lambda: ABACUS)
+    monkeypatch.setattr(forecast, "QUICK_S", 600.0)  # a busy machine is not what is tested
     profile = planted(spec_of())
     write_profile(profile, kept_path(profile))
     return profile
@@ -47,7 +46,7 @@ def test_of_another_kind_of_run_nothing_is_known(kept: Any) -> None:
 
 
 def test_of_another_machine_nothing_is_known(kept: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "machine", lambda: ABACUS | {"cores": 3})
+    monkeypatch.setattr(forecast, "machine", lambda: ABACUS | {"cores": 3})
     assert foretell(spec_of()) is None
     with pytest.raises(UserError, match="no run of this machine was calibrated yet") as raised:
         fitting_profile(spec_of())
@@ -64,14 +63,14 @@ def test_nobody_waits_for_one_whose_time_stands_still(kept: Any, monkeypatch: py
         again()
         await loop.create_future()
 
-    monkeypatch.setattr(choice, "QUICK_S", 0.01)
-    monkeypatch.setattr("tidemill.planner.forecast.twin._simulate", spin)
+    monkeypatch.setattr(forecast, "QUICK_S", 0.01)
+    monkeypatch.setattr("tidemill.planner.forecast.one_machine._simulate", spin)
     with pytest.raises(TooSlow, match=r"longer than 0\.01 s"):
         foretell(spec_of())
 
 
 def test_nobody_waits_for_a_slow_one(kept: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "QUICK_S", 0.0)
+    monkeypatch.setattr(forecast, "QUICK_S", 0.0)
     with pytest.raises(TooSlow, match="longer than 0 s"):
         foretell(spec_of())
 

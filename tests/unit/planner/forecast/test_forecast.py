@@ -6,12 +6,16 @@ import pytest
 
 from tests.formulas import check_figures
 from tests.planted import planted, spec_of
-from tidemill.cli.plan.recipe_model import models_of, shape_of_model
+from tidemill.cli.plan_options import models_of, shape_of_model
 from tidemill.planner.figures import Sheet
-from tidemill.planner.forecast.derivation import derive
-from tidemill.planner.forecast.forecast import forecast_recipe, simulated_steps, uncertain
-from tidemill.planner.forecast.memory import memory_on_this_machine
-from tidemill.planner.forecast.twin import simulate_recipe
+from tidemill.planner.forecast.forecast import (
+    derive,
+    forecast_recipe,
+    memory_on_this_machine,
+    simulated_steps,
+    uncertain,
+)
+from tidemill.planner.forecast.one_machine import simulate_recipe
 from tidemill.telemetry.metrics import STEP_TIME
 
 

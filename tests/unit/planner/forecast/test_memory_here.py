@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from tests.planted import planted, spec_of
-from tidemill.cli.plan.recipe_model import models_of
+from tidemill.cli.plan_options import models_of
+from tidemill.hardware.model_shape import adapter_parameters
 from tidemill.planner.figures import Sheet
-from tidemill.planner.forecast.memory import LIBRARIES, memory_on_this_machine
-from tidemill.sim.profiles.model_shape import adapter_parameters
+from tidemill.planner.forecast.forecast import LIBRARIES, memory_on_this_machine
 
 KL = {"kl_beta": 0.01}
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from tidemill.planner.forecast.work import continued
-from tidemill.sim.profiles.lengths import quantiles
+from tidemill.hardware.completion_lengths import quantiles
+from tidemill.planner.forecast.one_machine import continued
 
 
 def test_lengths_as_often_as_they_were_seen() -> None:

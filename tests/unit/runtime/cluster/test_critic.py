@@ -13,10 +13,8 @@ from ray.exceptions import ActorDiedError, GetTimeoutError
 
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import TidemillError, TrainerLost, UserError
-from tidemill.runtime.cluster.critic import RayCritic
-from tidemill.runtime.cluster.critic_actor import CriticActor
-from tidemill.runtime.cluster.plan import CriticPlan
-from tidemill.runtime.cluster.wire import encode, read_answer
+from tidemill.runtime.cluster.critic import CriticActor, RayCritic
+from tidemill.runtime.cluster.wire import CriticPlan, encode, read_answer
 
 PPO = {"model": {"source": "char", "char": {"hidden_size": 16, "layers": 1, "heads": 2}}, "algorithm": {"name": "ppo"}}
 

@@ -11,8 +11,8 @@ from tests.model_shapes import HIDDEN, llama
 from tests.trajectories import trajectory
 from tidemill.config.algorithm import CriticConfig
 from tidemill.models.attention import use_packed_attention
-from tidemill.models.heads import reward_head
-from tidemill.runtime.cluster.critic_tokens import ReceivedTokens, SentTokens, floats, received, sent, to_bytes
+from tidemill.models.reward_model import reward_head
+from tidemill.runtime.cluster.critic import ReceivedTokens, SentTokens, floats, received, sent, to_bytes
 from tidemill.runtime.cluster.wire import decode, encode
 from tidemill.trainer.critic import ModelCritic
 from tidemill.trainer.packing import Microbatch, Weighted, pack

@@ -10,12 +10,11 @@ import pytest
 
 from tests.virtual_time import run_virtual
 from tidemill.config.pool import RayConfig, RayPool
-from tidemill.core.clock import LoopClock
+from tidemill.core.protocols import LoopClock
 from tidemill.core.records import LeaseEnded, LeaseEvent, LeaseGranted, LeaseNoticed
 from tidemill.pool.provider import BackOff
-from tidemill.runtime.cluster import provider as module
-from tidemill.runtime.cluster.nodes import NodeView, NodeWatch
-from tidemill.runtime.cluster.provider import RayProvider
+from tidemill.runtime.cluster import nodes as module
+from tidemill.runtime.cluster.nodes import NodeView, NodeWatch, RayProvider
 
 UNIX_S = 1_000_000.0
 

@@ -12,17 +12,14 @@ from tests.frozen_readers import named, tokens
 from tests.model_folders import save_folder
 from tests.model_shapes import HIDDEN, llama
 from tidemill.config.schema import RunSpec
-from tidemill.core.buffers import count
 from tidemill.core.errors import TidemillError, UserError
-from tidemill.core.records import Growth, Read
+from tidemill.core.records import Growth, Read, count
 from tidemill.models.codec import load_codec
-from tidemill.models.heads import reward_head, save_head
-from tidemill.models.reward_model import load_reward_model
-from tidemill.runtime.cluster.plan import ReaderPlan
-from tidemill.runtime.cluster.reader_actor import ReaderActor
-from tidemill.runtime.cluster.trainer_actor import TrainerActor
-from tidemill.runtime.cluster.wire import encode, read_answer
-from tidemill.trainer.reward_scores import reward_scores
+from tidemill.models.reward_model import load_reward_model, reward_head, save_head
+from tidemill.runtime.cluster.reader import ReaderActor
+from tidemill.runtime.cluster.trainer import TrainerActor
+from tidemill.runtime.cluster.wire import ReaderPlan, encode, read_answer
+from tidemill.trainer.scoring import reward_scores
 
 PROMPT, IDS = 5, tokens(21)
 

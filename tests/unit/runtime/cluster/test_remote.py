@@ -13,7 +13,7 @@ from ray.exceptions import (
     RayError,
 )
 
-from tidemill.runtime.cluster.remote import in_words
+from tidemill.runtime.cluster.ray_calls import in_words
 
 # As Ray 2.60 words them.
 KILLED = "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: ..."

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.fabricated_forecast import make_forecast
-from tidemill.telemetry.forecast import write_forecast
+from tidemill.telemetry.manifest import write_forecast
 from tidemill.telemetry.metrics import METRICS
 from tidemill.telemetry.report.charts import chart_data
-from tidemill.telemetry.report.story import read_story
+from tidemill.telemetry.report.run_data import read_story
 from tidemill.telemetry.run_dir import RunDirectory
 
 

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from tests.fabricated_fleet import FabricatedFleet
-from tidemill.telemetry.report.fleet import cost_bars, fleet_section, mean_serving
-from tidemill.telemetry.report.story import read_story
+from tidemill.telemetry.report.run_data import cost_bars, fleet_section, mean_serving, read_story
 from tidemill.telemetry.report.timeline import Timeline, timeline
 
 

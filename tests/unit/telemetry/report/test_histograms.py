@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from tidemill.telemetry.report.histograms import BINS, histograms, make_bins
-from tidemill.telemetry.report.story import SampleWindow
+from tidemill.telemetry.report.run_data import SampleWindow
+from tidemill.telemetry.report.showcase import BINS, histograms, make_bins
 from tidemill.telemetry.samples import Sample
 
 

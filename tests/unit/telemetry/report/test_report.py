@@ -12,12 +12,12 @@ from tests.fabricated_fleet import FabricatedFleet
 from tests.fabricated_forecast import make_forecast
 from tests.fabricated_run import FabricatedRun, make_prompt, make_trajectory
 from tidemill.core.errors import UserError
+from tidemill.core.formatting import percent
 from tidemill.core.records import Reward
-from tidemill.telemetry.forecast import write_forecast
+from tidemill.telemetry.manifest import write_forecast
 from tidemill.telemetry.metrics import read_metrics
-from tidemill.telemetry.numerals import percent
 from tidemill.telemetry.report import write_report
-from tidemill.telemetry.report.page import script_json
+from tidemill.telemetry.report.pages import script_json
 from tidemill.telemetry.run_dir import RunDirectory
 
 ATTACK = "</script><script>alert(1)</script><img src=x onerror=alert(2)>'\"&</pre>"

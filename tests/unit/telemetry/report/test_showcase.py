@@ -4,8 +4,8 @@ import math
 
 import pytest
 
+from tidemill.telemetry.report.run_data import SampleWindow, Story
 from tidemill.telemetry.report.showcase import LEGEND, best_and_worst, colour, level, pairs, shorten, shown
-from tidemill.telemetry.report.story import SampleWindow, Story
 from tidemill.telemetry.samples import Sample
 
 

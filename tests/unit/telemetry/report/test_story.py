@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.fabricated_run import FabricatedRun
-from tidemill.telemetry.report.story import outcome_of, read_story
+from tidemill.telemetry.report.run_data import outcome_of, read_story
 from tidemill.telemetry.run_dir import RunDirectory
 
 GONE = 2**22 + 12345  # beyond the largest process id of Linux

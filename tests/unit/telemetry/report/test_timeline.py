@@ -9,7 +9,7 @@ import pytest
 from tests.fabricated_fleet import FabricatedFleet
 from tests.fabricated_run import FabricatedRun
 from tidemill.telemetry.fleet_figures import HeldLease
-from tidemill.telemetry.report.story import read_story
+from tidemill.telemetry.report.run_data import read_story
 from tidemill.telemetry.report.timeline import NAMED_ROWS, Bar, Timeline, drawn, lanes, merged, serving, timeline
 from tidemill.telemetry.run_dir import RunDirectory
 

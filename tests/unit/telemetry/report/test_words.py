@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from tests.fabricated_run import FabricatedRun
-from tidemill.telemetry.evaluations import Evaluation, comparable
-from tidemill.telemetry.report.story import Story, read_story
-from tidemill.telemetry.report.words import clearly_differs, findings, headline
+from tidemill.telemetry.report.findings import clearly_differs, findings, headline
+from tidemill.telemetry.report.run_data import Story, read_story
 from tidemill.telemetry.run_dir import RunDirectory
+from tidemill.telemetry.summary import Evaluation, comparable
 
 
 def story_of(tmp_path: Path, metrics: str = "", events: str = "", config: str = "") -> Story:

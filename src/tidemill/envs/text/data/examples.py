@@ -1,22 +1,145 @@
-"""What a supervised stage learns from: records of both sides, and the order they are taken in."""
+"""Training and evaluation examples of a supervised stage: split, encoded, in a reproducible order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Generic, TypeVar
 
-from tidemill.config.data import DataConfig
-from tidemill.core.buffers import count
+from tidemill.config.supervised import DataConfig
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import CompletionCodec
-from tidemill.core.records import Demonstration, PreferencePair
-from tidemill.envs.text.content import QuestionT, content_digest
-from tidemill.envs.text.data.encoding import Encoder
-from tidemill.envs.text.data.schemas import read_demonstrations, read_pairs
-from tidemill.envs.text.data.sides import Read, read_sides
-from tidemill.envs.text.order import EpochOrder
+from tidemill.core.records import Demonstration, PreferencePair, TokenBuffer, count, pack_tokens
+from tidemill.envs.text.data.schemas import DemonstrationText, PairText, equal_sides, read_demonstrations, read_pairs
+from tidemill.envs.text.prompts import (
+    EpochOrder,
+    Question,
+    QuestionT,
+    content_digest,
+    content_id,
+    distinct,
+    encode_question,
+    in_chat,
+    in_content_order,
+    placed,
+    question_key,
+    split_by_content,
+)
+
+
+class Encoder:
+    """Prompt and completions of a row as a model would see them while generating: the prompt's ids first, then the
+    completion's, encoded apart.
+
+    Args:
+        chat_template: wrap plain prompts too in the model's chat template.
+        end_token: close every completion with the token that ends the model's turn, unless it ends with one already.
+    """
+
+    def __init__(self, codec: CompletionCodec, *, chat_template: bool, end_token: bool) -> None:
+        self._codec, self._chat_template, self._end_token = codec, chat_template, end_token
+
+    def demonstration(self, row: DemonstrationText) -> Demonstration:
+        """Raises UserError: the codec refuses the text."""
+        return Demonstration(
+            id=content_id(row), prompt_ids=self._prompt(row), completion_ids=self._completion(row, row.completion)
+        )
+
+    def pair(self, row: PairText) -> PreferencePair:
+        """Raises UserError: the codec refuses the text, or both sides have the same tokens."""
+        chosen, rejected = self._completion(row, row.chosen), self._completion(row, row.rejected)
+        if chosen == rejected:
+            raise equal_sides(row)
+        return PreferencePair(
+            id=content_id(row),
+            prompt_ids=self._prompt(row),
+            chosen_ids=chosen,
+            rejected_ids=rejected,
+            margin=row.margin,
+        )
+
+    def _prompt(self, row: Question) -> TokenBuffer:
+        return pack_tokens(encode_question(row, self._codec, chat_template=self._chat_template)[1])
+
+    def _completion(self, row: Question, text: str) -> TokenBuffer:
+        try:
+            token_ids = self._codec.encode_completion(text)
+        except UserError as error:
+            raise placed(error, row) from error
+        if self._end_token and token_ids[-1:] and token_ids[-1] not in self._codec.stop_token_ids:
+            chat = in_chat(row, chat_template=self._chat_template)
+            token_ids = [*token_ids, self._codec.end_token_id(chat=chat)]
+        return pack_tokens(token_ids)
+
+
+Read = Callable[[Path], Iterable[QuestionT]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sides(Generic[QuestionT]):
+    """Rows apart: no question is on both sides."""
+
+    train: list[QuestionT]
+    held_out: list[QuestionT]  # in content order: any first n are a fair selection
+    repeated: int  # rows of `path` that say what another says
+    kept: int  # of `path`, left out of training because the evaluation file asks the same
+
+    @property
+    def left_out(self) -> str:
+        """`3 repeated, 1 kept for evaluation`; empty where nothing is."""
+        counts = {"repeated": self.repeated, "kept for evaluation": self.kept}
+        return ", ".join(f"{count} {why}" for why, count in counts.items() if count)
+
+
+def read_sides(
+    read: Read[QuestionT], path: Path, held_out_path: Path | None, held_out_fraction: float, *, section: str
+) -> Sides[QuestionT]:
+    """One file split, or a training and an evaluation file.
+
+    Rows appended or moved leave every other on its side. A row repeated is taken once. A question in both files, or in
+    one file with several answers, is on one side only.
+
+    Args:
+        held_out_fraction: share of the questions of `path`; 0 keeps none.
+        section: of the configuration: "task" or "data".
+
+    Raises:
+        UserError: a file cannot be read or has a faulty row; one side would be empty.
+    """
+    rows = list(read(path))
+    items = distinct(rows)
+    repeated = len(rows) - len(items)
+    if held_out_path is None:
+        train, held_out = split_by_content(items, held_out_fraction) if held_out_fraction else (items, [])
+        if held_out_fraction and not (train and held_out):
+            raise _one_question(path, section)
+        return Sides(train=train, held_out=in_content_order(held_out), repeated=repeated, kept=0)
+    held_out = distinct(read(held_out_path))
+    asked = {question_key(item) for item in held_out}
+    train = [item for item in items if question_key(item) not in asked]
+    if not train:
+        raise _none_left(path, held_out_path)
+    kept = len(items) - len(train)
+    return Sides(train=train, held_out=in_content_order(held_out), repeated=repeated, kept=kept)
+
+
+def _one_question(path: Path, section: str) -> UserError:
+    return UserError(
+        "one question alone cannot be split into training and evaluation",
+        where=str(path),
+        cure=f"add rows, or give {section}.held_out_path",
+    )
+
+
+def _none_left(path: Path, held_out_path: Path) -> UserError:
+    return UserError(
+        "every question is also an evaluation question, so none is left to train on",
+        where=str(path),
+        cure=f"take the shared rows out of {held_out_path}",
+    )
+
 
 ExampleT = TypeVar("ExampleT", bound=Demonstration | PreferencePair)
 NAMED_ROWS = 3

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tidemill.config.data import DataFormat
+from tidemill.config.supervised import DataFormat
 from tidemill.core.errors import UserError
 from tidemill.core.records import Message
-from tidemill.envs.text.content import Item, Question
 from tidemill.envs.text.data.rows import Row, read_rows
+from tidemill.envs.text.prompts import Item, Question
 
 PROMPT_SHAPE = (
     'a row looks like {"prompt": "2+2=", "answer": "4"} or {"messages": [{"role": "user", "content": …}], "answer": …}'

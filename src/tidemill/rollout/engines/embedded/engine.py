@@ -14,13 +14,20 @@ from collections.abc import Sequence as Seq
 import torch
 from transformers import PreTrainedModel
 
-from tidemill.core.buffers import LogprobBuffer, TokenBuffer
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import EngineCapabilities, EngineStatus
-from tidemill.core.records import EngineWork, GenerateRequest, PolicyVersion, SampleId, TokenDelta
-from tidemill.models.probe import probe_logprobs
+from tidemill.core.records import (
+    EngineWork,
+    GenerateRequest,
+    LogprobBuffer,
+    PolicyVersion,
+    SampleId,
+    TokenBuffer,
+    TokenDelta,
+)
+from tidemill.models.loading import probe_logprobs
+from tidemill.rollout.engines.embedded.forwards import Sequence
 from tidemill.rollout.engines.embedded.scheduler import FixedScheduler, PackedScheduler
-from tidemill.rollout.engines.embedded.sequence import Sequence
 from tidemill.rollout.sampling import draw, stream_key
 
 

@@ -8,10 +8,15 @@ from collections.abc import Iterable
 import torch
 from transformers import PreTrainedModel
 
-from tidemill.rollout.engines.embedded.cache import SlotCache
-from tidemill.rollout.engines.embedded.fixed import CHUNK, decode_forward, prompt_forward
-from tidemill.rollout.engines.embedded.packed import Job, packed_forward
-from tidemill.rollout.engines.embedded.sequence import Sequence
+from tidemill.rollout.engines.embedded.forwards import (
+    CHUNK,
+    Job,
+    Sequence,
+    SlotCache,
+    decode_forward,
+    packed_forward,
+    prompt_forward,
+)
 
 _REMEMBERED_PROMPTS = 64  # whose last logits are kept for siblings (one vocabulary row each)
 

@@ -10,10 +10,9 @@ import pytest
 
 from tests.char_codec import CharCodec
 from tests.unit.envs.text.data.files import FORMATS, write
-from tidemill.config.data import DataConfig
-from tidemill.core.buffers import unpack_tokens
+from tidemill.config.supervised import DataConfig
 from tidemill.core.errors import UserError
-from tidemill.core.records import Demonstration, PreferencePair
+from tidemill.core.records import Demonstration, PreferencePair, unpack_tokens
 from tidemill.envs.text.data import Examples, load_demonstrations, load_pairs
 
 

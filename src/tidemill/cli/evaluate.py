@@ -1,0 +1,174 @@
+"""`tidemill eval`, `generate` and `report`: measure a model, try prompts on it, render a run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from tidemill.cli.arguments import Checkpoint, Items, model_folder, spec_for
+from tidemill.cli.arguments import dry_run as show_dry_run
+from tidemill.cli.output import DryRun, Json, Result, note
+from tidemill.config.load import split_arguments
+from tidemill.config.model import BUILT_IN_MODELS
+from tidemill.core.errors import UserError
+from tidemill.models.checkpoint_manifest import refuse_damaged
+
+Compare = Annotated[
+    str | None,
+    Parameter(
+        name="--compare",
+        help="Ask another model the same and compare: a checkpoint, a run directory or a built-in model.",
+    ),
+]
+
+
+def evaluate(
+    *items: Items,
+    checkpoint: Checkpoint = None,
+    compare: Compare = None,
+    dry_run: DryRun = False,
+    json: Json = False,
+) -> Result:
+    """Measure a model or a checkpoint on the task's held-out prompts: mean reward and accuracy of greedy completions,
+    lengths, diversity; with `--eval.samples_per_prompt N` also pass@k."""
+    with model_folder(checkpoint) as folder, compared(compare) as other:
+        spec = spec_for(items, checkpoint, purpose="eval")
+        if dry_run:
+            return show_dry_run(spec, purpose="eval")
+        from tidemill.runtime.evaluate import evaluate as run
+
+        found = run(spec, model_folder=folder, compare=other, progress=note)
+    return Result(data=found, text=figures(found))
+
+
+@contextmanager
+def compared(name: str | None) -> Iterator[Path | str | None]:
+    """The other model: a built-in one's name, or the folder with its weights. Damage is reported here, because it is
+    loaded only after the first is measured."""
+    if name is None or (name in BUILT_IN_MODELS and not Path(name).exists()):
+        yield name
+        return
+    with model_folder(Path(name), option="--compare") as folder:
+        assert folder is not None
+        refuse_damaged(folder)
+        yield folder
+
+
+def figures(found: dict[str, Any]) -> str:
+    """One figure a line; completions are left to `--json`."""
+    lines = list[tuple[str, str]]()
+    for name, value in found.items():
+        if name == "drawn":
+            lines += _drawn(value)
+        elif name == "scores":
+            lines += [(f"score {scorer}", _with_interval(score)) for scorer, score in value.items()]
+        elif name == "compared_with":
+            lines += _compared(value)
+        elif value is not None and f"{name}_interval" in found:
+            low, high = found[f"{name}_interval"]
+            lines.append((name, _with_interval({"value": value, "low": low, "high": high})))
+        else:
+            lines += _plain(name, value)
+    width = max((len(name) for name, _ in lines), default=0)
+    return "\n".join(f"{name:<{width}}  {words}" for name, words in lines)
+
+
+def _plain(name: str, value: Any) -> list[tuple[str, str]]:
+    if isinstance(value, dict) and "low" in value:
+        return [(name, _with_interval(value))]
+    if isinstance(value, dict):
+        return [(name, ", ".join(f"{part} {_number(each)}" for part, each in value.items()))]
+    return [(name, _number(value))] if isinstance(value, (str, int, float)) else []
+
+
+def _drawn(drawn: dict[str, Any]) -> list[tuple[str, str]]:
+    rest = {name: value for name, value in drawn.items() if name not in ("samples_per_prompt", "pass_at")}
+    return [
+        ("drawn", f"{drawn['samples_per_prompt']} samples of each prompt"),
+        *((f"  pass@{k}", _with_interval(figure)) for k, figure in drawn["pass_at"].items()),
+        *(line for name, value in rest.items() for line in _plain(f"  {name}", value)),
+    ]
+
+
+def _compared(other: dict[str, Any]) -> list[tuple[str, str]]:
+    lines = [("compared_with", f"{other['model']}, weights {other['weights_digest']}")]
+    for name, figure in other["figures"].items():
+        means = f"{_number(figure['other'])} -> {_number(figure['this'])}"
+        counts = f"higher on {figure['higher']} of {figure['n']}, lower on {figure['lower']}"
+        change = _with_interval(figure["difference"], sign="+")
+        lines.append((f"  {name}", f"{means}, {change}; {counts}, p = {figure['p_value']:.2g}"))
+    return lines
+
+
+def _with_interval(figure: dict[str, Any], *, sign: str = "") -> str:
+    return f"{figure['value']:{sign}.4g} (95 %: {figure['low']:{sign}.3g} to {figure['high']:{sign}.3g})"
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+Words = Annotated[
+    str,
+    Parameter(
+        allow_leading_hyphen=True,
+        help="Prompts (`-` reads one from standard input), `@recipe.toml` and `--section.key value`.",
+    ),
+]
+
+
+def generate(*items: Words, checkpoint: Checkpoint = None, dry_run: DryRun = False, json: Json = False) -> Result:
+    """Try prompts on a model or a checkpoint: `tidemill generate "2+3=" --sampling.temperature 0`."""
+    given = split_arguments(items)
+    with model_folder(checkpoint) as folder:
+        spec = spec_for(given.items, checkpoint, purpose="generate")
+        if dry_run:
+            return show_dry_run(spec, purpose="generate")
+        prompts = read_prompts(given.rest)
+        from tidemill.runtime.evaluate import generate as run
+
+        samples = run(spec, model_folder=folder, prompts=prompts, progress=note)
+    return Result(data={"samples": samples}, text=samples_text(samples))
+
+
+def read_prompts(words: Sequence[str]) -> list[str]:
+    """The prompts themselves; `-` is replaced by standard input, without its last newline.
+
+    Raises:
+        UserError: there is none.
+    """
+    if not words:
+        raise UserError("no prompt given", cure='write tidemill generate "your prompt", or - to read standard input')
+    return [sys.stdin.read().removesuffix("\n") if word == "-" else word for word in words]
+
+
+def samples_text(samples: Sequence[Mapping[str, Any]]) -> str:
+    """Prompt and completion run together, as the model sees them; a rule between several."""
+    texts = [f"{sample.get('prompt', '')}{sample.get('completion', '')}" for sample in samples]
+    return "\n---\n".join(texts)
+
+
+def report(run_dir: Annotated[Path, Parameter(name="RUN_DIR")], /, *, json: Json = False) -> Result:
+    """Write report.html of a run: curves, histograms and samples on one page. The run may be in progress.
+
+    Parameters
+    ----------
+    run_dir
+        The directory given to `tidemill train` as --run.dir.
+    """
+    from tidemill.pipeline.pipeline_page import write_page
+    from tidemill.pipeline.state import PipelineFolder
+    from tidemill.telemetry.report import write_report
+    from tidemill.telemetry.report.run_data import left_out
+    from tidemill.telemetry.run_dir import RunDirectory
+
+    pipeline = PipelineFolder(run_dir)
+    path = write_page(pipeline) if pipeline.state.is_file() else write_report(run_dir)
+    notes = left_out(RunDirectory(run_dir))
+    text = "\n".join([str(path), *(f"• {note}, and left out" for note in notes)])
+    return Result(data={"report": str(path), "notes": notes}, text=text)

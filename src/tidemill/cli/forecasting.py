@@ -1,0 +1,190 @@
+"""`tidemill simulate` and `tidemill calibrate`: forecast a run, and measure what forecasts need."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from cyclopts import Parameter
+from rich.console import Group, RenderableType
+
+from tidemill.cli import plan_options
+from tidemill.cli.arguments import Items
+from tidemill.cli.output import DryRun, Json, Result, note
+from tidemill.cli.plan_options import notes, plain, table
+from tidemill.config.load import load_spec
+from tidemill.core.errors import UserError
+from tidemill.core.formatting import counted, duration, percent
+from tidemill.planner.calibration.fit import calibrate as fitted
+from tidemill.planner.calibration.profile import QUANTITIES, RunProfile, kept_path, write_profile
+from tidemill.pool.build import outlived
+from tidemill.sim.comparison import (
+    HEADINGS,
+    REMARKS,
+    TIMES,
+    Compared,
+    Planned,
+    Scenario,
+    crowded,
+    described,
+    figures,
+    plan_scenario,
+    planned_data,
+    rows,
+    simulate_planned,
+)
+from tidemill.telemetry.fleet_figures import HOUR_S
+
+Html = Annotated[Path | None, Parameter(name="--html", help="Write a page with the timelines to this file.")]
+TELL_S = 5.0
+"""Between two words of progress."""
+
+
+def simulate(*items: Items, html: Html = None, dry_run: DryRun = False, json: Json = False) -> Result:
+    """What a recipe's run would come to: its own controller under a virtual clock, among profiles of engines, trainer
+    and network, under each of `simulation.schedules` on the same samples, machines and seed.
+
+    `[simulation]` says of what model and machines; batch, limits, pool, prices, steps and seed are the run's own.
+    """
+    spec = load_spec(items, purpose="read")
+    scenario = plan_scenario(spec)
+    words = described(scenario)
+    if dry_run:
+        words += outlived(spec.pool, spec.simulation.hours * HOUR_S)
+        return Result(data=planned_data(scenario), text="\n".join(words))
+    if html is not None:
+        _try_to_write(html)
+    compared, findings = _compare(scenario)
+    longest_s = max((one.run.seconds for one in compared if one.planned.plant.worker), default=0.0)
+    notes = [*outlived(spec.pool, longest_s), *crowded(compared)]
+    said = [*findings.values(), *notes]
+    if html is not None:
+        from tidemill.sim.comparison import render
+
+        _write(html, render(spec.run.name, [*words, *said], compared))
+    schedules: dict[str, Any] = {one.planned.name: figures(one.run) for one in compared}
+    schedules |= {name: {"finding": finding} for name, finding in findings.items()}
+    data = {"schedules": schedules, "notes": notes, "scenario": planned_data(scenario)}
+    return Result(data=data, text=Group(*comparison_text(words, compared, said, html)))
+
+
+def _compare(scenario: Scenario) -> tuple[list[Compared], dict[str, str]]:
+    """Every schedule that comes to an end, and by name what is to be said of the others.
+
+    Raises:
+        UserError: none does.
+    """
+    compared, findings, errors = list[Compared](), dict[str, str](), list[UserError]()
+    for one in scenario.planned:
+        try:
+            run = simulate_planned(one, scenario.workload, tell=Progress(one))
+        except UserError as error:
+            errors.append(error)
+            findings[one.name] = f"{one.name}: {error.what}; {error.cure}"
+        else:
+            compared.append(Compared(planned=one, run=run))
+    if not compared:
+        raise errors[0]
+    return compared, findings
+
+
+def _try_to_write(html: Path) -> None:
+    """Whoever cannot have the page is told before the work; until it is done, what is there stays."""
+    there = html.exists()
+    _write(html, "", mode="a")
+    if not there:
+        html.unlink()
+
+
+def _write(html: Path, page: str, *, mode: Literal["a", "w"] = "w") -> None:
+    try:
+        with html.open(mode, encoding="utf-8") as file:
+            file.write(page)
+    except OSError as error:
+        what = f"the page cannot be written: {error.strerror}"
+        raise UserError(what, where=f"--html {html}", cure="choose another file") from error
+
+
+class Progress:
+    """Tells on standard error, now and then, how far a schedule is."""
+
+    def __init__(self, planned: Planned) -> None:
+        self._planned, self._told_s = planned, time.monotonic()
+
+    def __call__(self, step: int, now_s: float) -> None:
+        if time.monotonic() - self._told_s >= TELL_S:
+            self._told_s = time.monotonic()
+            note(f"{self._planned.name}: step {step}, {duration(now_s)} simulated")
+
+
+def comparison_text(
+    words: Sequence[str], compared: Sequence[Compared], said: Sequence[str], html: Path | None
+) -> Iterator[RenderableType]:
+    yield from plan_options.plain(*words)
+    yield ""
+    for columns in (slice(1, TIMES), slice(TIMES, None)):  # narrow enough for any terminal
+        yield plan_options.table((HEADINGS[0], *HEADINGS[columns]), [(row[0], *row[columns]) for row in rows(compared)])
+        yield ""
+    yield from plan_options.notes([*said, *REMARKS, *([f"timelines: {html}"] if html else [])])
+
+
+Out = Annotated[Path | None, Parameter(name="--out", help="Also write the profile to this file.")]
+
+
+def calibrate(run_dir: Annotated[Path, Parameter(name="RUN_DIR")], /, *, out: Out = None, json: Json = False) -> Result:
+    """Fit a profile to a run's logs: what a forward pass, a token, an optimizer step, a message take on its machine.
+
+    It is kept in the cache, where `tidemill plan run` and `tidemill train` find the newest one for a machine and a kind
+    of run. Ten steps do; on a machine that does nothing else.
+
+    Parameters
+    ----------
+    run_dir
+        The directory given to `tidemill train` as --run.dir.
+    """
+    if out is not None and out.is_dir():
+        raise UserError("that is a directory", where=f"--out {out}", cure="name a file in it")
+    profile = fitted(run_dir)
+    kept = kept_path(profile)
+    if out is not None:  # first: where it cannot be written, nothing has changed
+        write_profile(profile, out, where=f"--out {out}", cure="choose another file")
+    write_profile(profile, kept)
+    data = {"profile": msgspec.to_builtins(profile), "files": [str(kept), *([str(out)] if out else ())]}
+    return Result(data=data, text=Group(*profile_text(profile, out or kept)))
+
+
+def profile_text(profile: RunProfile, path: Path) -> Iterator[RenderableType]:
+    """A row a number, then how well they explain the run."""
+    machine, steps = profile.machine, counted(profile.steps, "step")
+    rows = ((QUANTITIES[name], one) for name, one in profile.numbers.items())
+    yield table(
+        ("", "", "±", "of"),
+        (
+            [what.meaning, value(one.value, what.unit), value(one.error, what.unit), str(one.count)]
+            for what, one in rows
+        ),
+        title=f"{profile.run}: {steps} on {machine.processor}, {counted(machine.cores, 'core')}",
+    )
+    yield ""
+    unexplained = ", ".join(f"{percent(share)} of the time of {name}" for name, share in profile.residuals.items())
+    yield from plain(f"left unexplained: {unexplained}")
+    yield from plain(
+        f"a step took {profile.step_s.value:.3g} s of wall time (± {profile.step_s.error:.2g}) and "
+        f"{profile.step_cpu_s.value:.3g} s of CPU time; simulated on a machine that does nothing else it takes "
+        f"{profile.twin_step_s:.3g} s"
+    )
+    yield from notes(profile.notes)
+    yield from plain(f"kept in {path}")
+
+
+def value(number: float, unit: str) -> str:
+    """`12.3 ms`, `17 tokens`."""
+    if unit != "s":
+        return f"{number:.3g} {unit}".strip()
+    for factor, name in ((1.0, "s"), (1e3, "ms")):
+        if number * factor >= 1:
+            return f"{number * factor:.3g} {name}"
+    return f"{number * 1e6:.3g} µs" if number else "0"

@@ -1,0 +1,237 @@
+"""`tidemill plan memory`: bytes per role and per GPU, what fits, the fewest GPUs, and why fewer do not do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter
+from rich.console import RenderableType
+
+from tidemill.cli import plan_options
+from tidemill.cli.output import Json, Result
+from tidemill.cli.plan_options import CatalogFile, Explain, Model, Params, Whole, count, shape_of
+from tidemill.core.formatting import counted, doing, size
+from tidemill.hardware.catalog import load_catalog
+from tidemill.hardware.model_shape import ModelShape, shape_of_parameters
+from tidemill.planner.memory.plan import MemoryPlan, WhyNot, plan_memory
+from tidemill.planner.memory.states import Holding, Load, MemoryQuestion, Parallel
+
+SHOWN_PARTS = 3
+
+
+def memory(
+    *,
+    params: Params = None,
+    model: Model = None,
+    algorithm: str = "grpo",
+    gpu: str = "h100-80gb",
+    gpus: Whole | None = None,
+    critic_params: str | None = None,
+    reward_params: str | None = None,
+    reference: bool | None = None,
+    lora_rank: Whole = 0,
+    optimizer: Literal["adam", "adam-8bit"] = "adam",
+    offload: Annotated[bool, Parameter(negative=())] = False,
+    fsdp: Whole = 0,
+    tp: Whole = 1,
+    pp: Whole = 1,
+    ep: Whole = 1,
+    generate: Literal["here", "elsewhere"] = "here",
+    engine_tp: Whole = 0,
+    context: Whole = 4096,
+    microbatch_tokens: Whole = 0,
+    samples_in_flight: Whole = 64,
+    recompute: Literal["full", "none"] = "full",
+    margin: float = 0.1,
+    catalog: CatalogFile = None,
+    explain: Explain = False,
+    json: Json = False,
+) -> Result:
+    """Bytes per role and per GPU, what fits, the fewest GPUs, and why fewer do not do.
+
+    Parameters
+    ----------
+    algorithm
+        ppo keeps actor, critic, reference and reward; grpo actor and reference; ...
+    gpu
+        From the catalogue: h100-80gb, h200-141gb, b200-180gb, a100-80gb, ...
+    gpus
+        A number of GPUs to look at beside the others.
+    critic_params
+        Where the critic is of another size than the policy.
+    reward_params
+        The same of the reward model; gives one to an algorithm without.
+    reference
+        Whether a reference model is kept; otherwise as the algorithm has it.
+    lora_rank
+        Train adapters of this rank; 0 trains the whole model.
+    optimizer
+        adam keeps its moments in fp32, adam-8bit in 8 bits.
+    offload
+        Moments and master weights live in the host's memory.
+    fsdp
+        GPUs over which states are sharded; 0: all.
+    tp
+        Tensor parallel degree of training.
+    pp
+        Pipeline stages.
+    ep
+        Expert parallel degree, among the FSDP ones.
+    generate
+        here: every GPU also holds an engine's weights and its keys and values; elsewhere: other machines do.
+    engine_tp
+        GPUs of one engine; 0: as few as leave half of a GPU free.
+    context
+        Longest sequence, prompt and completion, in tokens.
+    microbatch_tokens
+        On one data-parallel rank; 0: one sequence.
+    samples_in_flight
+        Samples that keys and values are kept of, over the cluster.
+    recompute
+        full: activations are computed again for the backward pass.
+    margin
+        Share of a GPU's memory that fragmentation takes.
+    """
+    question = MemoryQuestion(
+        algorithm=algorithm,
+        shape=shape_of(params, model),
+        gpu=load_catalog(catalog).gpu(gpu, where="--gpu"),
+        critic=_other(critic_params, "--critic-params"),
+        reward=_other(reward_params, "--reward-params"),
+        reference=reference,
+        holding=Holding(optimizer=optimizer, lora_rank=lora_rank, offload=offload),
+        parallel=Parallel(fsdp=fsdp, tp=tp, pp=pp, ep=ep),
+        load=Load(
+            context=context,
+            microbatch_tokens=microbatch_tokens,
+            samples_in_flight=samples_in_flight,
+            recompute=recompute,
+        ),
+        engine_tp=engine_tp,
+        generates_here=generate == "here",
+        margin=margin,
+    )
+    plan = plan_memory(question, gpus=gpus)
+    return plan_options.result(as_data(question, plan), as_text(question, plan), plan.figures, explain=explain)
+
+
+def _other(params: str | None, option: str) -> ModelShape | None:
+    return None if params is None else shape_of_parameters(count(params, option))
+
+
+def as_data(question: MemoryQuestion, plan: MemoryPlan) -> dict[str, Any]:
+    """Bytes are over the whole cluster but for those of `per_gpu` and `fits`, and `activation_bytes`, one GPU's."""
+    parts = plan.parts
+    return {
+        "algorithm": question.algorithm,
+        "gpu": question.gpu.name,
+        "parameters": question.shape.parameters,
+        "total_bytes": plan.total,
+        "min_gpus": plan.min_gpus,
+        "by_role": {role.role: role.total for role in plan.states},
+        "activation_bytes": plan.activations,
+        "kv_bytes": plan.kv,
+        "min_gpus_with_activations": plan.min_gpus_with_activations,
+        "host_bytes": plan.on_host,
+        "roles": {
+            role.role: {
+                "trained": role.trained,
+                "parameters": role.parameters,
+                "weights_bytes": role.weights,
+                "gradients_bytes": role.gradients,
+                "optimizer_bytes": role.optimizer,
+                "host_bytes": role.on_host,
+            }
+            for role in plan.states
+        },
+        "per_gpu": {
+            **per_gpu_shares(question, plan),
+            "activations_bytes": parts.activations,
+            "logits_bytes": parts.logits,
+            "gathered_bytes": parts.gathered,
+            "engine_bytes": parts.engine,
+            "runtime_bytes": parts.runtime,
+        },
+        "fits": [
+            {
+                "gpus": fit.gpus,
+                "bytes_per_gpu": fit.bytes_per_gpu,
+                "usable_bytes": fit.usable_bytes,
+                "missing_bytes": fit.missing_bytes,
+                "fits": fit.fits,
+            }
+            for fit in plan.fits
+        ],
+        "why_not": why_not_data(plan),
+        "notes": list(plan.notes),
+    }
+
+
+def per_gpu_shares(question: MemoryQuestion, plan: MemoryPlan) -> dict[str, Any]:
+    """What the number of GPUs divides, at the fewest that hold everything; null where no number does."""
+    gpus, parts = plan.min_gpus_with_activations, plan.parts
+    shards = gpus if gpus is None else question.parallel.fsdp * question.parallel.model_gpus or gpus
+    return {
+        "gpus": gpus,
+        "states_bytes": None if shards is None else parts.states / shards,
+        "kv_bytes": None if gpus is None else parts.kv / gpus,
+        "margin_bytes": question.gpu.memory_bytes * question.margin,
+    }
+
+
+def why_not_data(plan: MemoryPlan) -> dict[str, Any] | None:
+    """Null where the GPUs asked for, or one machine's, are enough."""
+    if plan.why_not is None:
+        return None
+    return {
+        "gpus": plan.why_not.gpus,
+        "missing_bytes": plan.why_not.missing_bytes,
+        "parts": plan.why_not.parts,
+        "cures": [
+            {"option": cure.option, "bytes_per_gpu": cure.bytes_per_gpu, "fits": cure.fits}
+            for cure in plan.why_not.cures
+        ],
+    }
+
+
+def as_text(question: MemoryQuestion, plan: MemoryPlan) -> Iterator[RenderableType]:
+    """Roles, parts of a GPU, numbers of GPUs, notes."""
+    rows = [
+        [role.role, size(role.weights), size(role.gradients), size(role.optimizer), size(role.total)]
+        for role in plan.states
+    ]
+    rows.append(["together", "", "", "", size(plan.total)])
+    yield plan_options.table(("model states", "weights", "gradients", "optimizer", "all"), rows)
+    if plan.on_host:
+        yield f"of which on the hosts: {size(plan.on_host)}"
+    parts = plan.parts
+    yield ""
+    yield (
+        f"on each GPU beside its share: activations {size(parts.activations)}, logits {size(parts.logits)}, gathered "
+        f"layers {size(parts.gathered)}, engine {size(parts.engine)}, runtime {size(parts.runtime)}"
+    )
+    yield f"keys and values of everything in flight: {size(plan.kv)}"
+    yield ""
+    fits = [
+        [f"{fit.gpus}", size(fit.bytes_per_gpu), "fits" if fit.fits else f"{size(fit.missing_bytes)} too much"]
+        for fit in plan.fits
+    ]
+    title = f"{question.gpu.title}: {size(plan.fits[0].usable_bytes)} of {size(question.gpu.memory_bytes)} usable"
+    yield plan_options.table(("GPUs", "each holds", ""), fits, title=title)
+    yield ""
+    everything = plan.min_gpus_with_activations
+    yield f"states alone: at least {counted(plan.min_gpus, 'GPU')}; everything: " + (
+        "no number of GPUs is enough" if everything is None else f"at least {everything}"
+    )
+    if plan.why_not:
+        yield from plan_options.plain(*why_not_text(plan.why_not))
+    yield from plan_options.notes(plan.notes)
+
+
+def why_not_text(why: WhyNot) -> Iterator[str]:
+    """What takes the room on too few GPUs, and what each change by itself would come to."""
+    largest = ", ".join(f"{size(count)} of {name}" for name, count in list(why.parts.items())[:SHOWN_PARTS] if count)
+    yield f"{doing(why.gpus, 'GPU', 'lack')} {size(why.missing_bytes)} each: {largest}"
+    for cure in why.cures:
+        yield f"  with {cure.option}: " + ("fits" if cure.fits else f"{size(cure.missing_bytes)} too much")

@@ -1,0 +1,293 @@
+"""`tidemill plan placement`: on which machines to train and to generate, for the least money or time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from cyclopts import Parameter
+from rich.console import RenderableType
+
+from tidemill.cli import plan_options
+from tidemill.cli.output import Json, Result
+from tidemill.cli.plan_options import (
+    CatalogFile,
+    Explain,
+    Model,
+    Params,
+    Whole,
+    counted_from_1,
+    lengths_given,
+    shape_of,
+)
+from tidemill.core.errors import UserError
+from tidemill.core.formatting import counted, dollars, duration, percent
+from tidemill.hardware.catalog import Catalog, load_catalog
+from tidemill.hardware.engine_profile import rollout_of
+from tidemill.planner.memory.states import Holding
+from tidemill.planner.placement.estimate import Estimate, Side
+from tidemill.planner.placement.search import PlacementPlan, plan_placement
+from tidemill.planner.placement.training import Offer, PlacementQuestion
+
+COMPLETION_TOKENS = 2000.0
+
+Machines = Annotated[
+    tuple[str, ...], Parameter(name="--machines", negative=(), help="Reserved machines, NAME:COUNT; may be repeated.")
+]
+Preemptible = Annotated[
+    tuple[str, ...],
+    Parameter(name="--preemptible", negative=(), help="Preemptible machines, NAME:COUNT at most; may be repeated."),
+]
+Prices = Annotated[
+    tuple[str, ...],
+    Parameter(
+        name="--price", negative=(), help="NAME=USD per hour and machine; may be repeated. `preemptible:NAME=USD`."
+    ),
+]
+
+
+def placement(
+    *,
+    params: Params = None,
+    model: Model = None,
+    machines: Machines = (),
+    preemptible: Preemptible = (),
+    price: Prices = (),
+    availability: float = 1.0,
+    algorithm: str = "grpo",
+    prompts: Whole = 128,
+    group_size: Whole = 8,
+    prompt_tokens: Whole = 512,
+    completion_tokens: float | None = None,
+    sigma: float = 0.8,
+    limit: Whole = 8192,
+    lengths_from: Path | None = None,
+    lag: Whole = 0,
+    objective: Literal["cost", "time"] = "cost",
+    steps: Whole = 100,
+    budget_usd: Annotated[float | None, Parameter(name="--budget-usd")] = None,
+    microbatch_tokens: Whole = 16384,
+    engine_dtype: Literal["bf16", "fp8"] = "bf16",
+    lora_rank: Whole = 0,
+    optimizer: Literal["adam", "adam-8bit"] = "adam",
+    offload: Annotated[bool, Parameter(negative=())] = False,
+    catalog: CatalogFile = None,
+    explain: Explain = False,
+    json: Json = False,
+) -> Result:
+    """On which machines to train and to generate, and over how many GPUs each, for the least money or time.
+
+    Searches colocated, split and hybrid placements over the machines given, and numbers of preemptible ones.
+
+    Parameters
+    ----------
+    availability
+        Mean share of the preemptible machines that are there.
+    algorithm
+        As in `tidemill plan memory`.
+    prompts
+        Of a batch.
+    group_size
+        Samples of each prompt.
+    prompt_tokens
+        Of one prompt.
+    completion_tokens
+        Mean of a completion, by default 2000; their lengths are log-normal, cut at the limit.
+    sigma
+        Of the logarithm of the lengths.
+    limit
+        Longest completion, in tokens.
+    lengths_from
+        A run directory whose samples' lengths are taken instead.
+    lag
+        0: strictly on policy; 1 or more: the next batch is generated meanwhile.
+    objective
+        cost: the least per million trained tokens; time: the shortest within the budget.
+    steps
+        Of the run.
+    budget_usd
+        For all steps.
+    microbatch_tokens
+        On one data-parallel rank.
+    engine_dtype
+        Of an engine's weights and arithmetic; keys and values stay in bf16.
+    lora_rank
+        Train adapters of this rank; 0 trains the whole model.
+    optimizer
+        As in `tidemill plan memory`.
+    offload
+        Moments and master weights live in the host's memory.
+    """
+    counted_from_1(
+        {
+            "--prompts": prompts,
+            "--group-size": group_size,
+            "--prompt-tokens": prompt_tokens,
+            "--limit": limit,
+            "--microbatch-tokens": microbatch_tokens,
+        }
+    )
+    known = with_prices(load_catalog(catalog), price)
+    lengths = lengths_given(lengths_from, completion_tokens, COMPLETION_TOKENS, sigma=sigma, limit=limit)
+    question = PlacementQuestion(
+        algorithm=algorithm,
+        shape=shape_of(params, model),
+        offers=offers_of(known, machines, preemptible, availability=availability),
+        rollout=rollout_of(
+            lengths, samples=prompts * group_size, group_size=group_size, prompt_tokens=float(prompt_tokens)
+        ),
+        longest=prompt_tokens + lengths.quantile(0.9999),
+        lag=lag,
+        objective=objective,
+        steps=steps,
+        budget_usd=budget_usd,
+        holding=Holding(optimizer=optimizer, lora_rank=lora_rank, offload=offload),
+        microbatch_tokens=microbatch_tokens,
+        engine_dtype=engine_dtype,
+    )
+    plan = plan_placement(question)
+    return plan_options.result(as_data(plan), as_text(question, plan), plan.figures, explain=explain)
+
+
+def offers_of(
+    known: Catalog, machines: Sequence[str], preemptible: Sequence[str], *, availability: float = 1.0
+) -> tuple[Offer, ...]:
+    """Raises UserError: see `offer_of`."""
+    return (
+        *(offer_of(text, known, "--machines") for text in machines),
+        *(offer_of(text, known, "--preemptible", availability=availability) for text in preemptible),
+    )
+
+
+def offer_of(text: str, catalog: Catalog, option: str, *, availability: float = 1.0) -> Offer:
+    """`rlboost-2xh100:6`; without a number one.
+
+    Raises:
+        UserError: no such machine, or no number.
+    """
+    name, colon, count = text.partition(":")
+    where = f"{option} {text}"
+    if colon and not count.isdecimal():
+        raise UserError(f"{count!r} is no number of machines", where=where, cure="write NAME:COUNT")
+    machine = catalog.machine(name, where=where)
+    return Offer(
+        machine=machine,
+        gpu=catalog.gpu(machine.gpu),
+        count=int(count or 1),
+        preemptible=option == "--preemptible",
+        availability=availability,
+    )
+
+
+def with_prices(catalog: Catalog, prices: Sequence[str]) -> Catalog:
+    """The catalogue with prices of one's own.
+
+    Raises:
+        UserError: no such machine, or no price.
+    """
+    machines = dict(catalog.machines)
+    for text in prices:
+        given, _, amount = text.partition("=")
+        name = given.removeprefix("preemptible:")
+        try:
+            usd = float(amount)
+        except ValueError:
+            usd = math.nan
+        if not 0 < usd < math.inf:
+            raise UserError(f"{amount!r} is no price", where=f"--price {text}", cure="write NAME=USD, per hour")
+        field = "usd_per_hour" if given == name else "preemptible_usd_per_hour"
+        row = catalog.machine(name, where=f"--price {text}")
+        changes: dict[str, Any] = {field: usd, "price_source": "given by --price", "priced": "now"}
+        machines[row.name] = msgspec.structs.replace(machines[row.name], **changes)
+    return Catalog(gpus=catalog.gpus, machines=machines)
+
+
+def as_data(plan: PlacementPlan) -> dict[str, Any]:
+    return {
+        "best": estimate_data(plan.best),
+        "runners_up": [estimate_data(each) for each in plan.runners_up],
+        "why": list(plan.why),
+        "warnings": list(plan.warnings),
+        "tried": plan.tried,
+    }
+
+
+def estimate_data(found: Estimate) -> dict[str, Any]:
+    """One placement; seconds are of a step."""
+    placement, training = found.placement, found.placement.training
+    return {
+        "kind": placement.kind,
+        "training": {
+            "machines": {offer.name: count for offer, count in training.group.members},
+            "gpus": training.group.gpus,
+            "fsdp": training.fsdp,
+            "tp": training.tp,
+            "pp": training.pp,
+        },
+        "generation": [
+            {
+                "machine": engine.offer.name,
+                "machines": machines,
+                "preemptible": engine.offer.preemptible,
+                "shared": side is placement.shared,
+                "gpus_per_engine": engine.gpus,
+            }
+            for side in (placement.shared, placement.dedicated)
+            for engine, machines in side.engines
+        ],
+        "step_s": found.step_s,
+        "training_s": found.training_s,
+        "seeding_s": found.seeding_s,
+        "generation_s": found.generation_s,
+        "pull_s": found.pull_s,
+        "tokens_per_s": found.tokens_per_s,
+        "usd_per_hour": placement.usd_per_hour,
+        "usd_per_million_tokens": found.usd_per_million,
+        "trainer_idle_share": found.trainer_idle,
+        "dedicated_idle_share": found.dedicated_idle,
+        "hours": found.hours,
+        "cost_usd": found.usd,
+    }
+
+
+def as_text(question: PlacementQuestion, plan: PlacementPlan) -> Iterator[RenderableType]:
+    """The best, its runners-up, and what to know."""
+    best, training = plan.best, plan.best.placement.training
+    degrees = f"fsdp {training.fsdp}, tp {training.tp}, pp {training.pp}"
+    yield from plan_options.plain(f"best of {plan.tried} placements: {best.placement.words}")
+    yield from plan_options.plain(
+        f"training: {counted(training.group.gpus, 'GPU')}, {degrees}; a batch takes {duration(best.training_s)}"
+    )
+    for title, side in (("the same GPUs generate", best.placement.shared), ("generating", best.placement.dedicated)):
+        if side.engines:
+            yield from plan_options.plain(f"{title}: {engine_words(side)}")
+    yield ""
+    rows = [row(number, each) for number, each in enumerate((best, *plan.runners_up), 1)]
+    headings = ("", "step", "tokens/s", "$/h", "$/M tokens", "trainer idle", counted(question.steps, "step"))
+    yield plan_options.table(headings, rows)
+    yield ""
+    yield from plan_options.plain(f"1  {best.placement.words}")
+    yield from plan_options.plain(*(f"{number}  {line}" for number, line in enumerate(plan.why, 2)))
+    yield from plan_options.notes(f"warning: {line}" for line in plan.warnings)
+
+
+def engine_words(side: Side) -> str:
+    return "; ".join(
+        f"{machines:.3g} × {engine.offer.words}: {engine.per_machine} to a machine, each over {engine.gpus} of its GPUs"
+        for engine, machines in side.engines
+    )
+
+
+def row(number: int, found: Estimate) -> list[str]:
+    return [
+        str(number),
+        duration(found.step_s),
+        f"{found.tokens_per_s:,.0f}",
+        dollars(found.placement.usd_per_hour),
+        dollars(found.usd_per_million),
+        percent(found.trainer_idle),
+        f"{found.hours:.3g} h, {dollars(found.usd)}",
+    ]

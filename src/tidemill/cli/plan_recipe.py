@@ -1,0 +1,236 @@
+"""`tidemill plan run @recipe.toml`: how long a real recipe takes, what it costs, and what memory it needs."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from cyclopts import Parameter
+from rich.console import RenderableType
+
+from tidemill.cli import plan_options
+from tidemill.cli.arguments import Items
+from tidemill.cli.output import Json, Result
+from tidemill.cli.plan_options import (
+    CatalogFile,
+    Explain,
+    Model,
+    Params,
+    Whole,
+    lengths_given,
+    models_of,
+    shape_of,
+    shape_of_model,
+)
+from tidemill.cli.plan_placement import Machines, Preemptible, Prices, estimate_data, offers_of, with_prices
+from tidemill.config.load import load_spec
+from tidemill.config.schema import RunSpec
+from tidemill.core.errors import UserError
+from tidemill.core.formatting import counted, dollars, duration, percent, size
+from tidemill.hardware.catalog import load_catalog
+from tidemill.planner.calibration.profile import RunProfile, kept_path, read_profile, unlike, write_profile
+from tidemill.planner.figures import Sheet
+from tidemill.planner.forecast.cluster import ClusterForecast, forecast_on_cluster, question_of
+from tidemill.planner.forecast.forecast import SEEDS, derive, fitting_profile, forecast_recipe, memory_on_this_machine
+from tidemill.pool.build import outlived, remarks
+from tidemill.telemetry.manifest import Forecast, Spread
+
+MEASURED_STEPS = 6
+PROMPT_TOKENS = 512
+SIGMA = 0.8
+BOOT_S = 60.0
+ProfileFile = Annotated[
+    Path | None, Parameter(name="--profile", help="Of `tidemill calibrate`; by default the newest that fits.")
+]
+Measure = Annotated[
+    bool,
+    Parameter(name="--measure", negative=(), help=f"Train {MEASURED_STEPS} steps of it first, and calibrate on them."),
+]
+
+
+def run(
+    *items: Items,
+    profile: ProfileFile = None,
+    measure: Measure = False,
+    machines: Machines = (),
+    preemptible: Preemptible = (),
+    price: Prices = (),
+    params: Params = None,
+    model: Model = None,
+    prompt_tokens: Whole | None = None,
+    completion_tokens: float | None = None,
+    sigma: float | None = None,
+    lengths_from: Path | None = None,
+    boot_s: float | None = None,
+    seeds: Whole = SEEDS,
+    catalog: CatalogFile = None,
+    explain: Explain = False,
+    json: Json = False,
+) -> Result:
+    """How long a recipe takes, what it costs and what memory it needs: its own controller, in virtual time.
+
+    On this machine with a calibrated profile, or with --machines on a described cluster.
+
+    Parameters
+    ----------
+    prompt_tokens
+        Of one prompt, on a described cluster; by default 512.
+    completion_tokens
+        Mean of a completion there, log-normal; by default half of the limit.
+    sigma
+        Of the logarithm of their lengths; by default 0.8.
+    lengths_from
+        A run directory whose samples' lengths are taken instead.
+    boot_s
+        Of a preemptible machine, until its engine is up; by default 60 seconds.
+    seeds
+        Simulations, for the spread.
+    """
+    spec = load_spec(items)
+    if seeds < 1:
+        raise UserError("a forecast is of one simulation at least", where="--seeds", cure="5 give a spread")
+    if machines:
+        here = {"--profile": profile, "--measure": measure or None}
+        _refuse(here, "is of this machine, and --machines describe others", "leave out one of them")
+        prompt_tokens = PROMPT_TOKENS if prompt_tokens is None else prompt_tokens
+        boot_s = BOOT_S if boot_s is None else boot_s
+        sigma, limit = SIGMA if sigma is None else sigma, spec.sampling.max_new_tokens
+        shape = shape_of(params, model) if params or model else shape_of_model(spec.model)
+        lengths = lengths_given(lengths_from, completion_tokens, limit / 2, sigma=sigma, limit=limit)
+        offers = offers_of(with_prices(load_catalog(catalog), price), machines, preemptible)
+        question = question_of(spec, shape, offers, lengths, prompt_tokens)
+        found = forecast_on_cluster(spec, question, lengths, prompt_tokens, seeds=seeds, boot_s=boot_s)
+        return _of_cluster(spec, found, explain=explain)
+    elsewhere = {
+        "--preemptible": preemptible or None,
+        "--price": price or None,
+        "--params": params,
+        "--model": model,
+        "--prompt-tokens": prompt_tokens,
+        "--completion-tokens": completion_tokens,
+        "--sigma": sigma,
+        "--lengths-from": lengths_from,
+        "--boot-s": boot_s,
+        "--catalog": catalog,
+    }
+    _refuse(elsewhere, "is of a described cluster, and none is given", "give --machines, or leave it out")
+    if measure:
+        _refuse({"--profile": profile}, "is one already, and --measure makes another", "leave out one of them")
+    chosen = _profile(spec, profile, measure=measure)
+    return _of_this_machine(spec, chosen, forecast_recipe(spec, chosen, seeds=seeds), explain=explain)
+
+
+def _refuse(options: Mapping[str, object], what: str, cure: str) -> None:
+    """Raises UserError: one of them was given, and would have no effect."""
+    for option, value in options.items():
+        if value is not None:
+            raise UserError(what, where=option, cure=cure)
+
+
+def _profile(spec: RunSpec, file: Path | None, *, measure: bool) -> RunProfile:
+    if measure:
+        return _measured(spec)
+    return read_profile(file) if file is not None else fitting_profile(spec)
+
+
+def _measured(spec: RunSpec) -> RunProfile:
+    """Train a few steps in a directory that is thrown away."""
+    from tidemill.planner.calibration.fit import calibrate
+    from tidemill.runtime.train import train
+
+    with tempfile.TemporaryDirectory(prefix="tidemill-measured-") as folder:
+        short = spec.model_copy(
+            update={
+                "run": spec.run.model_copy(update={"dir": Path(folder) / "run"}),
+                "trainer": spec.trainer.model_copy(update={"steps": min(spec.trainer.steps, MEASURED_STEPS)}),
+            }
+        )
+        train(short)
+        found = calibrate(short.directory)
+    write_profile(found, kept_path(found))
+    return found
+
+
+def _of_this_machine(spec: RunSpec, profile: RunProfile, found: Forecast, *, explain: bool) -> Result:
+    sheet = Sheet()
+    derive(found, sheet)
+    memory = memory_on_this_machine(spec, models_of(spec), profile, sheet)
+    differences, notes = unlike(profile, spec), [*found.notes, *_of_pool(spec, found)]
+    data = {
+        **as_data(found),
+        "notes": notes,
+        "memory_bytes": memory,
+        "measured_memory_bytes": profile["peak_rss_bytes"],
+        "unlike": differences,
+    }
+    lines = [
+        *as_text(spec, found),
+        *plan_options.plain(
+            f"memory: {size(memory)} at most, of models, microbatch, cache and libraries; the measured run took "
+            f"{size(profile['peak_rss_bytes'])}"
+        ),
+        *plan_options.notes((*(f"warning: {difference}" for difference in differences), *notes)),
+    ]
+    return plan_options.result(data, lines, sheet.figures, explain=explain)
+
+
+def _of_cluster(spec: RunSpec, found: ClusterForecast, *, explain: bool) -> Result:
+    sheet = Sheet()
+    derive(found.forecast, sheet)
+    notes = [*found.forecast.notes, *_of_pool(spec, found.forecast)]
+    data = {
+        **as_data(found.forecast),
+        "notes": notes,
+        "memory_bytes": found.bytes_per_gpu,
+        "usable_bytes": found.usable_bytes,
+        "placement": estimate_data(found.plan.best),
+    }
+    lines = [
+        *as_text(spec, found.forecast),
+        *plan_options.plain(f"placement: {found.plan.best.placement.words}"),
+        *plan_options.plain(
+            f"memory: {size(found.bytes_per_gpu)} of {size(found.usable_bytes)} on each GPU that trains, engines apart"
+        ),
+        *plan_options.notes(notes),
+    ]
+    return plan_options.result(data, lines, (*sheet.figures, *found.plan.figures), explain=explain)
+
+
+def _of_pool(spec: RunSpec, found: Forecast) -> list[str]:
+    """The span and mean of a trace, and a warning where the forecast run outlives it."""
+    return [*remarks(spec.pool), *outlived(spec.pool, found.total_s.mean)]
+
+
+def as_data(found: Forecast) -> dict[str, Any]:
+    data: dict[str, Any] = msgspec.to_builtins(found)
+    return {name: value for name, value in data.items() if name != "format"}
+
+
+def as_text(spec: RunSpec, found: Forecast) -> Iterator[RenderableType]:
+    """Total, step, and what they consist of."""
+    cost = f", {dollars(found.cost_usd)}" if found.cost_usd else ""
+    yield from plan_options.plain(f"{spec.run.name}: {counted(found.steps, 'step')} in {between(found.total_s)}{cost}")
+    first = found.step_s[0].mean
+    yield from plan_options.plain(
+        f"a step takes {between(found.usual_step_s)}, the first {took(first)}; {found.tokens_per_s:,.0f} tokens/s"
+    )
+    step_s = found.usual_step_s.mean
+    rows = [(name, took(seconds), percent(seconds / step_s)) for name, seconds in found.split_s.items()]
+    yield plan_options.table(("of a step, the trainer", "", ""), rows)
+    yield from plan_options.plain(f"its samples are generated in {took(found.generating_s)}")
+    beside = ", ".join(f"{name} {duration(seconds)}" for name, seconds in found.beside_s.items() if seconds)
+    yield from plan_options.plain(*([f"beside the steps: {beside}"] if beside else []))
+    yield from plan_options.plain(f"from {found.profile}; {counted(found.seeds, 'simulation')}")
+
+
+def between(spread: Spread) -> str:
+    """`12:03 (11:40 to 12:30)`"""
+    return f"{took(spread.mean)} ({took(spread.low)} to {took(spread.high)})"
+
+
+def took(seconds: float) -> str:
+    """`0.382 s`, `12 s`, `2:31`."""
+    return f"{seconds:.3g} s" if seconds < 10 else duration(seconds)

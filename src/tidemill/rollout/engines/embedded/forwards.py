@@ -1,0 +1,351 @@
+"""The two forwards of the embedded engine, fast and batch-invariant, and their KV cache.
+
+A slot's contents stay usable as a shared prefix after its sample has finished, until the slot is taken again.
+
+New samples are packed as trees of the tokens that nobody has computed yet. A job is one such tree, hanging on a prefix
+that some row already holds; siblings of a group add no node, prompts with a common header share its nodes.
+
+On a given machine a row of a fixed-shape matrix product does not depend on the other rows, so a token computed through
+the same shape is the same to the last bit whatever its slot and its neighbours. Prompt tokens always go through the
+prompt shape [1, CHUNK], completion tokens (also those of a prefix that is continued) always through the decode shape
+[slots, 1], against the whole capacity of the cache. That is what it costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from tidemill.core.records import (
+    ITEM_BYTES,
+    Finish,
+    GenerateRequest,
+    PolicyVersion,
+    TokenDelta,
+    count,
+    pack_logprobs,
+    pack_tokens,
+)
+from tidemill.models.attention import hidden_states, masked_attention, vocabulary_logits
+from tidemill.models.token_tree import Tokens, TokenTree, build_tree, common_prefix
+
+
+class SlotCache:
+    """`rows` rows of `context` tokens each.
+
+    A layer's keys [rows, kv_heads, context + 1, head_dim] and values [rows, kv_heads, context + 1, value_dim] are
+    allocated when it is first written. Position `context` takes what nobody reads.
+    """
+
+    def __init__(self, *, rows: int, context: int) -> None:
+        self.rows, self.context = rows, context
+        self._keys: list[torch.Tensor] = []
+        self._values: list[torch.Tensor] = []
+        self._tokens = np.full((rows, context), -1, np.int32)
+        self._resident = np.zeros(rows, np.int64)  # tokens of a row whose keys and values may be shared
+
+    def layer(self, index: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer; `key` and `value` [1, kv_heads, N, *] give shape, dtype and device."""
+        while len(self._keys) <= index:
+            # zeros, not empty: a masked garbage value of NaN would still poison the sum it has weight 0 in
+            self._keys.append(self._zeros(key))
+            self._values.append(self._zeros(value))
+        return self._keys[index], self._values[index]
+
+    def _zeros(self, like: torch.Tensor) -> torch.Tensor:
+        return like.new_zeros((self.rows, like.shape[1], self.context + 1, like.shape[3]))
+
+    def keep(self, row: int, tokens: Tokens) -> None:
+        """Declare that `row` holds keys and values of `tokens`, for others to share."""
+        self._tokens[row, : len(tokens)] = tokens
+        self._resident[row] = len(tokens)
+
+    def forget(self) -> None:
+        """The weights changed: nothing resident may be shared any more."""
+        self._resident[:] = 0
+
+    def longest_prefix(self, tokens: Tokens) -> tuple[int, int]:
+        """(row, length) of the longest resident prefix of `tokens`; length 0 when there is none."""
+        if not len(tokens) or not self._resident.any():
+            return 0, 0
+        equal = self._tokens[:, : len(tokens)] == tokens
+        lengths = np.minimum(np.where(equal.all(1), len(tokens), equal.argmin(1)), self._resident)
+        row = int(lengths.argmax())
+        return row, int(lengths[row])
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copy a row's first `length` keys and values, and what is resident, to another row."""
+        for tensor in (*self._keys, *self._values):
+            tensor[target, :, :length] = tensor[source, :, :length]
+        self._tokens[target] = self._tokens[source]
+        self._resident[target] = min(int(self._resident[source]), length)
+
+
+class Sequence:
+    """Tokens known (prompt, prefix, generated), how many of them have keys and values in the cache, and what was made
+    since the last delta."""
+
+    def __init__(self, request: GenerateRequest, context: int) -> None:
+        self.request = request
+        prompt = np.frombuffer(request.prompt_ids, np.int32)
+        prefix = np.frombuffer(request.prefix_ids, np.int32)
+        self._buffer = np.empty(context + 1, np.int32)
+        self.prompt_length = len(prompt)
+        self.known = len(prompt) + len(prefix)
+        self._buffer[: self.known] = np.concatenate([prompt, prefix])
+        self.computed = 0
+        self.sample_key = request.sample_id.key
+        self._flushed = len(prefix)
+        self._logprobs: list[float] = []
+        self.finish: Finish | None = None
+        self.error = ""
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int32]:
+        """Known tokens, int32 [known]."""
+        return self._buffer[: self.known]
+
+    @property
+    def completion_length(self) -> int:
+        return self.known - self.prompt_length
+
+    @property
+    def completion(self) -> npt.NDArray[np.int32]:
+        return self._buffer[self.prompt_length : self.known]
+
+    def append(self, token_id: int, logprob: float) -> None:
+        self._buffer[self.known] = token_id
+        self.known += 1
+        self._logprobs.append(logprob)
+
+    def flush(self, version: PolicyVersion) -> TokenDelta | None:
+        """What is new since the last flush, or None when nothing is."""
+        if not self._logprobs and self.finish is None:
+            return None
+        start = self._flushed
+        token_ids = pack_tokens(self.completion[start:].tolist())
+        self._flushed += count(token_ids)
+        logprobs, self._logprobs = pack_logprobs(self._logprobs), []
+        assert len(token_ids) == len(logprobs) == ITEM_BYTES * (self.completion_length - start)
+        return TokenDelta(
+            sample_id=self.request.sample_id,
+            lease_id=self.request.lease_id,
+            attempt=self.request.attempt,
+            start=start,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            version=version,
+            finish=self.finish,
+            error=self.error,
+        )
+
+
+@dataclass(slots=True)
+class Job:
+    """Sequences whose first `past` tokens stand in row `source`, and the rows their keys and values go to."""
+
+    source: int
+    past: int
+    suffixes: list[Tokens] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+
+    def cost(self, suffix: Tokens) -> int:
+        """Nodes that one more sequence would add."""
+        shared = max((common_prefix(other, suffix) for other in self._distinct()), default=0)
+        return len(suffix) - shared
+
+    def _distinct(self) -> list[Tokens]:
+        return [s for i, s in enumerate(self.suffixes) if not i or not np.array_equal(s, self.suffixes[i - 1])]
+
+
+class PackedPlan:
+    """Attention of one packed call: the trees of all jobs first, then one token of each running row 0..R-1."""
+
+    def __init__(self, cache: SlotCache, jobs: Seq[Job], running: Seq[Sequence], device: torch.device) -> None:
+        self._cache, self._device = cache, device
+        self.jobs = jobs
+        self.trees = [build_tree(job.suffixes) for job in jobs]
+        self._running = len(running)
+        self._lengths = torch.tensor([s.computed for s in running], dtype=torch.int64, device=device)
+        self._longest = max((s.computed for s in running), default=-1) + 1
+        self._row_index = torch.arange(self._running, device=device)
+        self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
+        self._targets = [_write_index(job, tree, device) for job, tree in zip(jobs, self.trees, strict=True)]
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        keys, values = self._cache.layer(layer, key, value)
+        outputs, writes, start = [], [], 0
+        for index, (job, tree) in enumerate(zip(self.jobs, self.trees, strict=True)):
+            nodes = slice(start, start + tree.size)
+            job_keys = torch.cat([keys[job.source, :, : job.past], key[0, :, nodes]], 1)
+            job_values = torch.cat([values[job.source, :, : job.past], value[0, :, nodes]], 1)
+            mask = self._tree_mask(index, tree, job.past, window)
+            outputs.append(masked_attention(query[:, :, nodes], job_keys[None], job_values[None], mask, scaling))
+            writes.append((job_keys, job_values))
+            start += tree.size
+        if self._running:
+            rows, positions = self._row_index, self._lengths
+            keys[rows, :, positions] = key[0, :, start:].transpose(0, 1)
+            values[rows, :, positions] = value[0, :, start:].transpose(0, 1)
+            outputs.append(self._attend_running(query[:, :, start:], keys, values, scaling, window))
+        # Only now: a row written here may be the source of a job above.
+        for (job_keys, job_values), (rows, places) in zip(writes, self._targets, strict=True):
+            keys[rows, :, : places.shape[1]] = job_keys[:, places].transpose(0, 1)
+            values[rows, :, : places.shape[1]] = job_values[:, places].transpose(0, 1)
+        return torch.cat(outputs, 2)
+
+    def _attend_running(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, window: int | None
+    ) -> torch.Tensor:
+        if (-1, window) not in self._masks:
+            positions = torch.arange(self._longest, device=self._device)
+            mask = positions[None] <= self._lengths[:, None]
+            if window is not None:
+                mask &= positions[None] > self._lengths[:, None] - window
+            self._masks[-1, window] = mask[:, None, None]
+        key, value = keys[: self._running, :, : self._longest], values[: self._running, :, : self._longest]
+        return decode_attention(query, key, value, self._masks[-1, window], scaling)
+
+    def _tree_mask(self, index: int, tree: TokenTree, past: int, window: int | None) -> torch.Tensor:
+        if (index, window) not in self._masks:
+            mask = tree.ancestor_mask(self._device, window=window)
+            before = torch.ones(tree.size, past, dtype=torch.bool, device=self._device)
+            if window is not None:
+                depths = torch.from_numpy(tree.depths).to(self._device) + past
+                before &= depths[:, None] - torch.arange(past, device=self._device)[None] < window
+            self._masks[index, window] = torch.cat([before, mask], 1)[None, None]
+        return self._masks[index, window]
+
+
+def decode_attention(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scaling: float
+) -> torch.Tensor:
+    """One query a row: [1, heads, R, D] against keys [R, kv_heads, L, D] and values [R, kv_heads, L, W].
+
+    `mask` is [R, 1, 1, L].
+
+    The query heads that share a key-value head stand in the query-length dimension, so no key is repeated.
+    """
+    heads, rows, width = query.shape[1:]
+    grouped = query[0].transpose(0, 1).reshape(rows, keys.shape[1], heads // keys.shape[1], width)
+    out = functional.scaled_dot_product_attention(grouped, keys, values, mask, scale=scaling)
+    return out.reshape(rows, heads, values.shape[-1]).transpose(0, 1)[None]
+
+
+def _write_index(job: Job, tree: TokenTree, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows [n] and, per row, where in (past + nodes) each of its tokens stands [n, longest]; the padding repeats
+    position 0 and lands beyond the row's length."""
+    longest = max(len(path) for path in tree.paths)
+    index = np.zeros((len(job.rows), job.past + longest), np.int64)
+    index[:, : job.past] = np.arange(job.past)
+    for row, path in enumerate(tree.paths):
+        index[row, job.past : job.past + len(path)] = job.past + path
+    return torch.tensor(job.rows, device=device), torch.from_numpy(index).to(device)
+
+
+def packed_forward(
+    model: PreTrainedModel, cache: SlotCache, jobs: Seq[Job], running: Seq[Sequence], device: torch.device
+) -> torch.Tensor:
+    """Logits float32 [sequences of the jobs in order, then running rows; V] for each one's next token."""
+    plan = PackedPlan(cache, jobs, running, device)
+    tokens = [tree.token_ids for tree in plan.trees]
+    positions = [tree.depths + job.past for job, tree in zip(jobs, plan.trees, strict=True)]
+    tokens.append(np.array([s.tokens[s.computed] for s in running], np.int64))
+    positions.append(np.array([s.computed for s in running], np.int64))
+    packed, places = np.concatenate(tokens), np.concatenate(positions)
+    hidden = hidden_states(model, torch.from_numpy(packed).to(device), torch.from_numpy(places).to(device), plan)
+
+    wanted: list[int] = []
+    start = 0
+    for tree in plan.trees:
+        wanted.extend(start + int(path[-1]) for path in tree.paths)
+        start += tree.size
+    wanted.extend(range(start, start + len(running)))
+    distinct, spread = np.unique(np.array(wanted, np.int64), return_inverse=True)
+    logits = vocabulary_logits(model, hidden[torch.from_numpy(distinct).to(device)])
+    return logits[torch.from_numpy(spread).to(device)]
+
+
+CHUNK = 32
+
+
+class FixedPlan:
+    """Writes each token's key and value at (row, position), then attends over the row's whole capacity."""
+
+    def __init__(self, cache: SlotCache, rows: torch.Tensor, positions: torch.Tensor, *, one_row: bool) -> None:
+        self._cache, self._rows, self._positions, self._one_row = cache, rows, positions, one_row
+        self._masks: dict[int | None, torch.Tensor] = {}
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        keys, values = self._cache.layer(layer, key, value)
+        keys[self._rows, :, self._positions] = key[0].transpose(0, 1)
+        values[self._rows, :, self._positions] = value[0].transpose(0, 1)
+        mask = self._mask(window)
+        if self._one_row:
+            row = int(self._rows[0])
+            return masked_attention(query, keys[row : row + 1], values[row : row + 1], mask[None, None], scaling)
+        count = len(self._rows)
+        return decode_attention(query, keys[:count], values[:count], mask[:, None, None], scaling)
+
+    def _mask(self, window: int | None) -> torch.Tensor:
+        if window not in self._masks:
+            places = torch.arange(self._cache.context + 1, device=self._positions.device)
+            mask = places[None] <= self._positions[:, None]
+            if window is not None:
+                mask &= places[None] > self._positions[:, None] - window
+            self._masks[window] = mask
+        return self._masks[window]
+
+
+def prompt_forward(
+    model: PreTrainedModel, cache: SlotCache, row: int, sequence: Sequence, device: torch.device
+) -> torch.Tensor | None:
+    """Compute up to CHUNK further prompt tokens; logits [V] when the prompt's last token was among them."""
+    start, end = sequence.computed, min(sequence.computed + CHUNK, sequence.prompt_length)
+    tokens = torch.zeros(CHUNK, dtype=torch.int64, device=device)
+    positions = torch.full((CHUNK,), cache.context, dtype=torch.int64, device=device)
+    tokens[: end - start] = torch.from_numpy(sequence.tokens[start:end].copy()).to(device)
+    positions[: end - start] = torch.arange(start, end, device=device)
+    plan = FixedPlan(cache, torch.full((CHUNK,), row, device=device), positions, one_row=True)
+    hidden = hidden_states(model, tokens, positions, plan)
+    sequence.computed = end
+    if end < sequence.prompt_length:
+        return None
+    last = end - start - 1
+    return vocabulary_logits(model, hidden[last : last + 1])[0]
+
+
+def decode_forward(
+    model: PreTrainedModel, cache: SlotCache, rows: Seq[Sequence | None], device: torch.device
+) -> torch.Tensor:
+    """One step of every row; logits float32 [slots, V]. Empty rows compute a token that nobody reads."""
+    tokens = torch.tensor([0 if s is None else int(s.tokens[s.computed]) for s in rows], device=device)
+    positions = torch.tensor([cache.context if s is None else s.computed for s in rows], device=device)
+    plan = FixedPlan(cache, torch.arange(len(rows), device=device), positions, one_row=False)
+    logits = vocabulary_logits(model, hidden_states(model, tokens, positions, plan))
+    for sequence in rows:
+        if sequence is not None:
+            sequence.computed += 1
+    return logits

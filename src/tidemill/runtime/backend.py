@@ -1,0 +1,222 @@
+"""What a runtime provides to a run: trainer, workers, checkpoints, published weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from transformers import PreTrainedModel
+
+from tidemill.config.schema import RunSpec
+from tidemill.config.task import ScoringConfig
+from tidemill.core.protocols import (
+    Checkpoints,
+    Clock,
+    Compute,
+    PromptSource,
+    Provider,
+    Publisher,
+    Trainer,
+    Worker,
+    WorkerHost,
+)
+from tidemill.core.records import ITEM_BYTES, LogprobBuffer, PolicyVersion, TokenBuffer, WeightManifest, count
+from tidemill.envs.text.scorer import MOST_HANGING, RewardScorer, build_scorer, evaluation_scoring
+from tidemill.envs.text.task import Task
+from tidemill.envs.text.user_calls import UserCalls
+from tidemill.models.codec import TextCodec
+from tidemill.models.loading import probe_logprobs
+from tidemill.models.lora import adapter_of
+from tidemill.models.snapshots import bind_snapshot, snapshot_bytes, snapshot_layout, twin_on_base, write_snapshot
+from tidemill.pool.build import build_provider, remarks
+from tidemill.runtime.readers import Readers, model_rewards
+from tidemill.telemetry.recorder import Recorder
+from tidemill.telemetry.run_dir import RunDirectory
+from tidemill.trainer.checkpoint_store import CheckpointStore
+from tidemill.trainer.policy import PolicyTrainer
+from tidemill.weights.snapshot import Blob, allocate
+from tidemill.weights.store import WeightStore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machinery:
+    """The parts that a training loop drives; its maker stops them."""
+
+    trainer: Trainer
+    checkpoints: Checkpoints
+    local: Worker  # the trainer's own engine
+    task: Task
+    codec: TextCodec
+    threads: int  # inside one operation of the trainer
+    about: dict[str, Any] = field(default_factory=dict)  # what computes, for the event log
+    provider: Provider | None = None
+    host: WorkerHost | None = None
+    publisher: Publisher | None = None
+    silence_s: float | None = None  # instead of the configured one
+    compute: Compute | None = None  # of this process, where what scores may run, too; None without one
+    readers: Readers = field(default_factory=Readers)
+
+
+OpenMachinery: TypeAlias = Callable[[RunSpec, RunDirectory, Recorder, Clock], AbstractAsyncContextManager[Machinery]]
+"""Starts what a runtime needs, and stops all of it in the end, whatever happens."""
+
+
+def scorers(
+    spec: RunSpec, task: Task, compute: Compute | None = None, readers: Readers | None = None
+) -> tuple[RewardScorer, RewardScorer]:
+    """What training is rewarded by, and what held-out samples are judged by.
+
+    Args:
+        compute: where reward models run; None gives them a thread.
+        readers: of the reward models that read sample by sample.
+
+    Raises:
+        UserError: a reward cannot work.
+    """
+    stops = spec.sampling.stop or task.default_stop_strings
+    open_model = model_rewards(spec, compute, readers or Readers())
+
+    calls = UserCalls(most_hanging=max(MOST_HANGING, spec.scoring.concurrency))  # a module's clients belong to one loop
+
+    def build(scoring: ScoringConfig) -> RewardScorer:
+        return build_scorer(
+            scoring, task=task, seed=spec.run.seed, stop_strings=stops, open_model=open_model, calls=calls
+        )
+
+    return build(spec.scoring), build(evaluation_scoring(spec.scoring, task=task))
+
+
+def is_elastic(spec: RunSpec) -> bool:
+    """Whether preemptible workers may come at all."""
+    return spec.pool.kind != "static" or spec.pool.workers > 0
+
+
+def scheduled_provider(
+    spec: RunSpec, run: RunDirectory, clock: Clock, *, tell: Callable[[str], None]
+) -> Provider | None:
+    """Where simulated machines come from; None when none will, or when the machines are real ones.
+
+    `tell` gets the span and mean of a trace, what is odd about it, and a warning when the run outlives it.
+
+    Raises:
+        UserError: the trace cannot be read.
+    """
+    if spec.pool.kind == "ray" or not is_elastic(spec):
+        return None
+    for remark in remarks(spec.pool):
+        tell(remark)
+    price, session = spec.fleet.preemptible_usd_per_hour, run.past.count + 1
+    return build_provider(spec.pool, price_usd_per_hour=price, clock=clock, session=session, warn=tell)
+
+
+class TrainerCheckpoints:
+    """Implements `core.protocols.Checkpoints`.
+
+    Args:
+        warn: told of a damaged checkpoint that was passed over.
+    """
+
+    def __init__(
+        self, store: CheckpointStore, trainer: PolicyTrainer, compute: Compute, *, warn: Callable[[str], None]
+    ) -> None:
+        self._store, self._trainer, self._compute, self._warn = store, trainer, compute, warn
+
+    async def save(self, step: int, *, score: float | None) -> None:
+        def write() -> None:
+            self._store.write(step, self._trainer.write_state, score=score, expected_bytes=self._trainer.state_bytes())
+
+        await self._compute.run(write)
+
+    async def restore_latest(self) -> int:
+        return await self._compute.run(self._restore)
+
+    def _restore(self) -> int:
+        for finding in self._store.recover():
+            self._warn(finding)
+        latest = self._store.latest()
+        for damaged in latest.passed_over:
+            self._warn(f"checkpoint {damaged.path.name} was passed over: {damaged.reason}")
+        if latest.checkpoint is None:
+            return 0
+        self._trainer.read_state(latest.checkpoint.path)
+        return latest.checkpoint.step
+
+
+PROBE_TOKENS = 64
+
+
+class ModelPublisher:
+    """Implements `core.protocols.Publisher` over a model in this process.
+
+    Of a model with an adapter a version is the adapter alone.
+
+    Args:
+        rollout_model: what engines compute with, which has the dtype that workers generate in. The probe is computed
+            with weights rounded to it, as workers will: in bf16 the trainer's own would differ from them by more than
+            any limit that still finds a fault.
+        compute: the trainer's: nothing moves the weights while they are copied.
+        sends_base: publish what lies under the adapter, too, once: for workers that cannot share it.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        store: WeightStore,
+        *,
+        rollout_model: PreTrainedModel,
+        compute: Compute,
+        probe_ids: TokenBuffer,
+        sends_base: bool = False,
+    ) -> None:
+        self._model, self._store, self._compute = model, store, compute
+        self._rollout_model, self._probe_ids = rollout_model, probe_ids
+        self._layout = snapshot_layout(model, rollout_model.dtype)
+        self._base_due = sends_base and adapter_of(model) is not None
+
+    async def publish(self, version: PolicyVersion) -> WeightManifest:
+        """Only the copy and the probe hold the trainer up; checksums and deltas are the store's own."""
+        latest = self._store.latest
+        if latest is not None and latest.version == version:
+            return latest
+        if self._base_due:
+            await self._publish_base()
+        await self._store.make_room()
+        snapshot, logprobs = await self._compute.run(self._export)
+        return await self._store.publish(
+            version, self._layout, snapshot, probe_ids=self._probe_ids, probe_logprobs=logprobs
+        )
+
+    async def close(self) -> None:
+        await self._store.close()
+
+    async def _publish_base(self) -> None:
+        layout = snapshot_layout(self._rollout_model, self._rollout_model.dtype, part="base")
+
+        def export() -> Blob:
+            snapshot = allocate(snapshot_bytes(layout))
+            write_snapshot(self._rollout_model, layout, snapshot, part="base")
+            return snapshot
+
+        await self._store.publish_base(layout, await self._compute.run(export))
+        self._base_due = False
+
+    def _export(self) -> tuple[Blob, LogprobBuffer]:
+        snapshot = allocate(snapshot_bytes(self._layout))
+        write_snapshot(self._model, self._layout, snapshot)
+        return snapshot, probe_logprobs(self._rounded(snapshot), self._probe_ids)
+
+    def _rounded(self, snapshot: Blob) -> PreTrainedModel:
+        """The model as it was written; on a GPU a copy of what was, until the probe is computed."""
+        if self._model.dtype == self._rollout_model.dtype:
+            return self._model
+        twin = twin_on_base(self._rollout_model, self._rollout_model.dtype)
+        bind_snapshot(twin, self._layout, snapshot)
+        return twin
+
+
+def probe_sequence(source: PromptSource) -> TokenBuffer:
+    """Something the model knows to speak of: the beginning of the run's first prompt, at least two tokens."""
+    token_ids = source.train_batch(1)[0][1].token_ids[: PROBE_TOKENS * ITEM_BYTES]
+    return token_ids if count(token_ids) > 1 else token_ids * 2

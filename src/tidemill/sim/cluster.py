@@ -1,0 +1,407 @@
+"""The machines of a recipe's `[simulation]`, and the schedules that are compared on them.
+
+A new schedule is a function, a row and a name in `config/pool.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from tidemill.config.learning import ScheduleConfig
+from tidemill.config.pool import ScheduleName
+from tidemill.config.schema import RunSpec
+from tidemill.core.errors import UserError
+from tidemill.core.formatting import counted
+from tidemill.core.records import Record
+from tidemill.hardware.catalog import Catalog, Gpu, Link, Machine, load_catalog
+from tidemill.hardware.completion_lengths import FixedLengths, Lengths, lengths_of_run, log_normal_of_mean
+from tidemill.hardware.engine_profile import (
+    CODED_PER_CORE_S,
+    DELTA_ELEMENT_BYTES,
+    EngineProfile,
+    Rollout,
+    cache_bytes,
+    engine_profile,
+    generation_s,
+    rollout_of,
+    steady_tokens_per_s,
+)
+from tidemill.hardware.model_config import read_shape
+from tidemill.hardware.model_shape import DTYPE_BYTES, TRAINED, ModelShape, adapter_parameters, shape_of_parameters
+from tidemill.hardware.trainer_profile import learning_passes, trainer_profile
+from tidemill.sim.baselines import chunked_twins, rlboost_fleet, rlboost_twins
+from tidemill.sim.costs import ConstantWeights, ProfiledEngine, ProfiledTrainer
+from tidemill.sim.simulation import Plant, Twins
+from tidemill.sim.workload import Workload
+
+
+class Schedule(Record):
+    """What differs."""
+
+    words: str
+    schedule: ScheduleConfig
+    shares_gpus: bool  # the same reserved GPUs generate and learn, in turn; else some do this, the others that
+    fleet: dict[str, Any] = {}  # keys of [fleet]
+    elastic: bool = False  # preemptible workers generate, too
+    streams: bool = False  # learning begins with the first group that is complete; else with the whole batch
+    deltas: bool = False  # workers catch up by differences
+    twins: Twins = Twins()  # other parts of the controller's surroundings, or of the controller
+
+
+def colocated(spec: RunSpec) -> Schedule:
+    """As veRL does: every engine has its part of the batch from the beginning."""
+    return Schedule(
+        words="all GPUs generate a batch, each engine its part, then all learn from it",
+        schedule=ScheduleConfig(),
+        shares_gpus=True,
+        twins=chunked_twins(),
+    )
+
+
+def disaggregated(spec: RunSpec) -> Schedule:
+    return Schedule(
+        words="some GPUs generate, the others learn from whole batches, on policy",
+        schedule=ScheduleConfig(),
+        shares_gpus=False,
+    )
+
+
+def one_step_off(spec: RunSpec) -> Schedule:
+    """As slime does: the next batch is generated with the weights before, while this one is learned from."""
+    return Schedule(
+        words="the next batch is generated with the weights before, while others learn from this one",
+        schedule=ScheduleConfig(max_policy_lag=1, unfinished="finish"),
+        shares_gpus=False,
+    )
+
+
+def bounded_staleness(spec: RunSpec) -> Schedule:
+    """AReaL (arXiv 2505.24298): samples under way go on under new weights, and batches are of those finished first."""
+    lag = spec.simulation.staleness
+    return Schedule(
+        words=f"generating runs ahead by up to {counted(lag, 'version')}, and goes on under new weights",
+        schedule=ScheduleConfig(max_policy_lag=lag, membership="first_finished"),
+        shares_gpus=False,
+    )
+
+
+def streamed(spec: RunSpec) -> Schedule:
+    """StreamRL (arXiv 2504.15930), on policy: samples stream to the trainer, those expected longest begin first."""
+    return Schedule(
+        words="some GPUs generate, the others learn from groups as they are complete, on policy",
+        schedule=ScheduleConfig(),
+        shares_gpus=False,
+        streams=True,
+    )
+
+
+def rlboost(spec: RunSpec) -> Schedule:
+    """RLBoost (arXiv 2510.19225), with the constants of its public code."""
+    return Schedule(
+        words="preemptible workers generate beside GPUs that do so at first; the samples of a prompt travel together",
+        schedule=ScheduleConfig(),
+        fleet=rlboost_fleet(spec.batch.group_size),
+        shares_gpus=True,
+        elastic=True,
+        streams=True,
+        twins=rlboost_twins(spec.batch.group_size),
+    )
+
+
+def tidemill(spec: RunSpec) -> Schedule:
+    """The recipe as it is: samples move one by one, workers catch up by differences, the longest begin first."""
+    return Schedule(
+        words="the recipe: preemptible workers generate beside GPUs that generate and learn in turn",
+        schedule=spec.schedule,
+        shares_gpus=True,
+        elastic=True,
+        streams=True,
+        deltas=True,
+    )
+
+
+SCHEDULES: dict[ScheduleName, Callable[[RunSpec], Schedule]] = {
+    "colocated": colocated,
+    "disaggregated": disaggregated,
+    "one_step_off": one_step_off,
+    "bounded_staleness": bounded_staleness,
+    "streamed": streamed,
+    "rlboost": rlboost,
+    "tidemill": tidemill,
+}
+
+
+CODING_CORES = 16
+"""Of a machine, that code and apply differences; assumed."""
+HELD = 0.9
+"""Of the training GPUs' memory, what model states may take; the rest is for activations and fragmentation."""
+CRITIC = 2.0
+"""A critic of the policy's size learns from the same tokens."""
+
+
+class Site(Record):
+    """A model, and the machines for it."""
+
+    spec: RunSpec
+    shape: ModelShape
+    machine: Machine
+    gpu: Gpu
+    worker_machine: Machine
+    worker_gpu: Gpu
+    lengths: Lengths
+
+    @property
+    def gpus(self) -> int:
+        """Reserved ones."""
+        return self.spec.simulation.machines * self.machine.gpus
+
+    @property
+    def engine_gpus(self) -> int:
+        return self.spec.simulation.engine_gpus
+
+    @property
+    def most_generating(self) -> int:
+        """Reserved GPUs of all engines that fit. Raises UserError: not even one does."""
+        return self.spec.simulation.machines * self.engines_of(self.machine) * self.engine_gpus
+
+    def engines_of(self, machine: Machine) -> int:
+        """How many a machine holds, each of them whole. Raises UserError: none."""
+        if self.engine_gpus > machine.gpus:
+            what = f"{self.engine_gpus} GPUs of an engine are more than {machine.name} has"
+            raise UserError(what, where="simulation.engine_gpus", cure=f"at most {machine.gpus}")
+        return machine.gpus // self.engine_gpus
+
+    def plant(self, schedule: Schedule, *, generating: int, elastic: bool) -> Plant:
+        """
+        Args:
+            generating: reserved GPUs that generate; where they are not shared, the others learn.
+            elastic: preemptible workers may come.
+
+        Raises:
+            UserError: what cannot be held or is not known.
+        """
+        learning = self.gpus if schedule.shares_gpus else self.gpus - generating
+        engines = generating // self.engine_gpus
+        return Plant(
+            trainer=self.trainer(learning),
+            weights=self.weights(deltas=schedule.deltas),
+            reserved=ProfiledEngine(profile=self.engine(self.gpu), engines=engines) if engines else None,
+            reserved_load_s=self.load_s,
+            shares_gpus=schedule.shares_gpus,
+            streams=schedule.streams,
+            worker=self.worker() if elastic else None,
+        )
+
+    def worker(self) -> ProfiledEngine:
+        engines, profile = self.engines_of(self.worker_machine), self.engine(self.worker_gpu)
+        return ProfiledEngine(profile=profile, engines=engines, boot_s=self.spec.simulation.boot_s)
+
+    def engine(self, gpu: Gpu) -> EngineProfile:
+        """Raises UserError: its GPUs do not hold the weights."""
+        gpus, dtype = self.engine_gpus, self.spec.simulation.engine_dtype
+        if (room := cache_bytes(self.shape, gpu, gpus=gpus, dtype=dtype)) <= 0:
+            raise UserError(
+                f"{gpus} × {gpu.title} do not hold the weights of an engine: {-room / 1e9:.1f} GB are missing",
+                where="simulation.engine_gpus",
+                cure="spread an engine over more GPUs, or take larger ones",
+            )
+        return engine_profile(self.shape, gpu, gpus=gpus, dtype=dtype, slots=self.spec.engine.slots)
+
+    def trainer(self, gpus: int) -> ProfiledTrainer:
+        """Raises UserError: so many GPUs do not hold the model's states."""
+        states = self.states_bytes
+        if (missing := states - HELD * gpus * self.gpu.memory_bytes) > 0:
+            raise UserError(
+                f"{gpus} × {self.gpu.title} do not hold what training keeps: {missing / 1e9:.0f} GB of "
+                f"{states / 1e9:.0f} GB are missing",
+                where="simulation.machines",
+                cure="reserve more machines; `tidemill plan memory` counts everything",
+            )
+        spec = self.spec
+        passes = float(
+            learning_passes(recompute=spec.trainer.activation_checkpointing, adapter=spec.model.lora.enabled)
+        )
+        if spec.algorithm.needs_critic:
+            passes *= CRITIC
+        profile = trainer_profile(
+            self.shape,
+            self.gpu,
+            gpus=gpus,
+            gpus_per_machine=self._learning_together,
+            network=Link(bytes_per_s=self.machine.network_bytes_per_s),
+        )
+        return ProfiledTrainer(
+            profile=profile,
+            passes=passes + (spec.algorithm.kl_beta > 0),
+            microbatch_tokens=spec.batch.microbatch_tokens,
+        )
+
+    @property
+    def _learning_together(self) -> int:
+        """GPUs that can learn within one machine: where engines leave a rest on each of several, the rests learn."""
+        if self.spec.simulation.machines == 1:
+            return self.machine.gpus
+        return self.machine.gpus % self.engine_gpus or self.machine.gpus
+
+    @property
+    def trained_parameters(self) -> float:
+        """Of the policy: all, or those of its adapter. They are what is published."""
+        rank = self.spec.model.lora.rank
+        return adapter_parameters(self.shape, rank) if rank else self.shape.parameters
+
+    @property
+    def states_bytes(self) -> float:
+        """Weights, gradients and moments of whoever learns; adapters, critic and reference share one frozen base."""
+        frozen = DTYPE_BYTES["bf16"] * self.shape.parameters
+        learners = 2 if self.spec.algorithm.needs_critic else 1
+        base = frozen if self.spec.model.lora.enabled or self.spec.algorithm.kl_beta > 0 else 0.0
+        return learners * TRAINED["adam"].total * self.trained_parameters + base
+
+    @property
+    def load_s(self) -> float:
+        """Until the reserved engines have new weights: within a machine over its links, else over the network."""
+        if self.spec.simulation.machines > 1:
+            return self.nbytes / self.machine.network_bytes_per_s
+        return self.nbytes / self.engine_gpus / self.gpu.link_bytes_per_s
+
+    @property
+    def nbytes(self) -> float:
+        """Of a published version."""
+        return self.trained_parameters * DTYPE_BYTES["bf16"]
+
+    def weights(self, *, deltas: bool) -> ConstantWeights:
+        """A difference is encoded, sent and applied; the whole is only sent. Swapping reads and writes it once."""
+        downlink = self.worker_machine.network_bytes_per_s
+        delta = self.trained_parameters * self.spec.simulation.changed_weights * DELTA_ELEMENT_BYTES
+        coding_s = self.trained_parameters / (CODED_PER_CORE_S * CODING_CORES)
+        deltas = deltas and 2 * coding_s + delta / downlink < self.nbytes / downlink
+        return ConstantWeights(
+            nbytes=round(self.nbytes),
+            delta_nbytes=round(delta) if deltas else 0,
+            uplink_bytes_per_s=self.spec.simulation.machines * self.machine.network_bytes_per_s,
+            downlink_bytes_per_s=downlink,
+            publish=coding_s if deltas else 0.0,
+            pull=coding_s if deltas else 0.0,
+            swap=2 * self.nbytes / self.engine_gpus / self.worker_gpu.bandwidth_bytes_per_s,
+        )
+
+    def workload(self) -> Workload:
+        given = self.spec.simulation
+        return Workload(
+            lengths=self.lengths,
+            prompt_tokens=given.prompt_tokens,
+            different_prompts=given.different_prompts,
+            prompt_correlation=given.prompt_correlation,
+            solved=given.solved,
+            score_s=given.score_s,
+        )
+
+    def balanced(self, *, overlapping: bool) -> int:
+        """GPUs that generate where others learn: of all splits, the one with the shortest step.
+
+        Args:
+            overlapping: a step is as long as the longer of generating and learning, with no tail; else they follow
+                each other.
+
+        Raises:
+            UserError: no split holds both.
+        """
+        rollout, spec = self._rollout(), self.spec
+        profile, samples = self.engine(self.gpu), spec.batch.prompts * spec.batch.group_size
+        tokens = samples * rollout.mean
+        found: dict[int, float] = {}
+        refused: UserError | None = None
+        for engines in range(1, min(self.most_generating, self.gpus - 1) // self.engine_gpus + 1):
+            try:
+                trainer = self.trainer(self.gpus - engines * self.engine_gpus)
+            except UserError as error:
+                refused = refused or error
+                continue
+            learning_s = trainer.profile.step_s(
+                tokens,
+                rollout.prompt_tokens + rollout.mean,
+                passes=trainer.passes,
+                microbatch=trainer.microbatch_tokens,
+            )
+            if overlapping:
+                generating_s = tokens / engines / max(steady_tokens_per_s(profile, rollout, samples / engines), 1e-9)
+                found[engines] = max(generating_s, learning_s)
+            else:
+                found[engines] = generation_s(profile, rollout, samples / engines) + learning_s
+        if not found:
+            what = f"{self.gpus} GPUs cannot be split into some that generate and some that learn"
+            cure = refused.what if refused else "reserve more, or take a schedule that shares them"
+            raise UserError(what, where="simulation.schedules", cure=cure)
+        return min(found, key=found.__getitem__) * self.engine_gpus
+
+    def _rollout(self) -> Rollout:
+        batch, given = self.spec.batch, self.spec.simulation
+        return rollout_of(
+            self.lengths,
+            samples=batch.prompts * batch.group_size,
+            group_size=batch.group_size,
+            prompt_tokens=float(given.prompt_tokens),
+        )
+
+
+def site_of(spec: RunSpec) -> Site:
+    """
+    Raises:
+        UserError: a model or machine that is not known (the nearest is suggested), or lengths that cannot be.
+    """
+    given = spec.simulation
+    if (given.parameters is None) == (given.model is None):
+        what = "no model given" if given.model is None else "simulation.parameters and simulation.model are both given"
+        raise UserError(what, where="simulation", cure="set parameters = 14e9, or model to a folder with a config.json")
+    shape = read_shape(given.model) if given.model is not None else shape_of_parameters(given.parameters or 0.0)
+    catalog = load_catalog(given.catalog)
+    machine = _machine(catalog, given.machine, "simulation.machine")
+    worker = _machine(catalog, given.worker_machine, "simulation.worker_machine")
+    site = Site(
+        spec=spec,
+        shape=shape,
+        machine=machine,
+        gpu=catalog.gpu(machine.gpu),
+        worker_machine=worker,
+        worker_gpu=catalog.gpu(worker.gpu),
+        lengths=_lengths(spec),
+    )
+    return msgspec.structs.replace(site, spec=_priced(site))
+
+
+def _machine(catalog: Catalog, name: str, where: str) -> Machine:
+    try:
+        return catalog.machine(name)
+    except UserError as error:
+        raise UserError(
+            error.what, where=where, cure=error.cure.replace("--catalog FILE", "simulation.catalog")
+        ) from None
+
+
+def _priced(site: Site) -> RunSpec:
+    """The run with the catalogue's prices where it has none of its own."""
+    fleet = site.spec.fleet
+    prices = {
+        "reserved_usd_per_hour": fleet.reserved_usd_per_hour
+        or site.spec.simulation.machines * (site.machine.usd_per_hour or 0.0),
+        "preemptible_usd_per_hour": fleet.preemptible_usd_per_hour
+        or site.worker_machine.preemptible_usd_per_hour
+        or 0.0,
+    }
+    return site.spec.model_copy(update={"fleet": fleet.model_copy(update=prices)})
+
+
+def _lengths(spec: RunSpec) -> Lengths:
+    given, limit = spec.simulation, spec.sampling.max_new_tokens
+    if given.lengths_from is not None:
+        return lengths_of_run(given.lengths_from)
+    if given.lengths == "fixed":
+        return FixedLengths(tokens=round(given.completion_tokens))
+    try:
+        return log_normal_of_mean(given.completion_tokens, sigma=given.completion_sigma, limit=limit)
+    except UserError as error:
+        cure = "raise sampling.max_new_tokens, which is the limit, or lower the mean"
+        raise UserError(error.what, where="simulation.completion_tokens", cure=cure) from None

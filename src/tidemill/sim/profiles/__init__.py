@@ -1,1 +1,0 @@
-"""What machines and models can do, as formulas: memory, FLOPs, bytes and seconds. Pure; no torch, no clock."""

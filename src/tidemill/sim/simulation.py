@@ -1,0 +1,351 @@
+"""A run of the real controller in virtual time, among simulated components.
+
+```
+ spec, plant, lengths, timetable ──▶ simulate_run ──▶ SimulatedRun: the logs that a real run writes, and what it cost
+```
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from tidemill.config.schema import RunSpec
+from tidemill.controller.fleet import Fleet
+from tidemill.controller.in_flight import LOCAL
+from tidemill.controller.ledger import Ledger
+from tidemill.controller.loop import LoopResult, train_loop
+from tidemill.controller.waiting import Patience
+from tidemill.core.errors import DeadlineError, UserError
+from tidemill.core.formatting import counted
+from tidemill.core.protocols import (
+    Checkpoints,
+    Clock,
+    LoopClock,
+    PromptSource,
+    Provider,
+    Publisher,
+    Scorer,
+    Trainer,
+    Worker,
+    WorkerHost,
+)
+from tidemill.core.records import Record, SampleId
+from tidemill.pool.provider import ScheduledProvider, Timetable
+from tidemill.sim.costs import EngineCosts, TrainerCosts, WeightCosts
+from tidemill.sim.outcome import Recording, SimulatedRun
+from tidemill.sim.simulated_engine import SimulatedEngine
+from tidemill.sim.simulated_trainer import LearningTrainer, SimulatedCheckpoints, SimulatedDisk, SimulatedPublisher
+from tidemill.sim.simulated_worker import LastWords, SimulatedHost, SimulatedWorker
+from tidemill.sim.virtual_time import run_virtual
+from tidemill.sim.workload import BlankCompletions, NoText, SimulatedPrompts, SimulatedScorer, Workload
+from tidemill.telemetry.events import DECODE, JOIN, LEASE
+from tidemill.telemetry.fleet_figures import HOUR_S
+
+LONG_S = 1e9
+DAY_S = 86_400.0
+PATIENCE = Patience(notice_s=3600.0, worker_s=LONG_S, pool_s=DAY_S, scorer_s=LONG_S, trainer_s=LONG_S, load_s=LONG_S)
+"""A simulated engine is never hung: only machines that never come end a wait."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What stands around the controller; made within the virtual loop."""
+
+    local: Worker | None  # the trainer's own engine
+    slots: int
+    local_slots: int
+    trainer: Trainer
+    scorer: Scorer
+    source: PromptSource
+    checkpoints: Checkpoints
+    provider: Provider | None = None
+    host: WorkerHost | None = None
+    publisher: Publisher | None = None
+
+
+async def drive(
+    spec: RunSpec,
+    parts: Parts,
+    recording: Recording,
+    clock: Clock,
+    *,
+    seconds: float = math.inf,
+    make_fleet: Callable[..., Fleet] = Fleet,
+) -> LoopResult:
+    """The real controller, its fleet and its loop, among simulated parts.
+
+    Raises:
+        UserError: nobody ever generates, or no step is finished in time.
+    """
+    fleet = _fleet(spec, parts, recording, clock, make_fleet)
+    stop = asyncio.Event()
+    if seconds < math.inf:
+        asyncio.get_running_loop().call_later(seconds, stop.set)
+    try:
+        async with fleet:
+            result = await train_loop(
+                spec=spec,
+                source=parts.source,
+                fleet=fleet,
+                trainer=parts.trainer,
+                scorer=parts.scorer,
+                eval_scorer=parts.scorer,
+                ledger=Ledger(None, round_size=spec.batch.prompts),
+                checkpoints=parts.checkpoints,
+                telemetry=recording,
+                codec=NoText(),
+                clock=clock,
+                stop=stop,
+                patience=PATIENCE,
+            )
+    except DeadlineError as error:
+        raise _starved(recording, clock.now()) from error
+    if not recording.metrics:
+        raise _starved(recording, clock.now(), in_time=True)
+    return result
+
+
+def _fleet(spec: RunSpec, parts: Parts, recording: Recording, clock: Clock, make_fleet: Callable[..., Fleet]) -> Fleet:
+    return make_fleet(
+        parts.local,
+        slots=parts.slots,
+        local_slots=parts.local_slots,
+        clock=clock,
+        telemetry=recording,
+        config=spec.fleet,
+        patience=PATIENCE,
+        provider=parts.provider,
+        host=parts.host,
+        publisher=parts.publisher,
+        silence_s=math.inf,
+    )
+
+
+def _starved(recording: Recording, now_s: float, *, in_time: bool = False) -> UserError:
+    """Why there was nobody to generate, or not for long enough.
+
+    Args:
+        in_time: the run was ended by the time it was given, not by waiting in vain.
+    """
+    hours, steps = f"{now_s / HOUR_S:.3g} h", counted(len(recording.metrics), "step")
+    machines = sum(event["event"] == LEASE for event in recording.events)
+    joined = sum(event["event"] == JOIN and "error" not in event for event in recording.events)
+    generated = any(event["event"] == DECODE for event in recording.events)
+    if in_time and generated:
+        what, where = f"{hours} are over, and no step is finished", "simulation.hours"
+        return UserError(what, where=where, cure="simulate for longer, or take smaller batches")
+    if joined or generated:
+        what = f"the run came to a standstill after {steps}: {hours} are over, and there is nobody to generate"
+        cure = "simulate for longer, let the reserved side generate, or take a pool whose machines come back"
+    elif machines:
+        what = f"the run starves: of {counted(machines, 'machine')} that came in {hours} none was up before it went"
+        cure = "raise fleet.join_s, make machines boot and pull faster, or let the reserved side generate"
+    else:
+        what = f"the run starves: no machine came in {hours}, and the reserved side does not generate"
+        cure = "let the reserved side generate, or take a pool that has machines"
+    return UserError(what, where="pool", cure=cure)
+
+
+class SharingWorker(SimulatedWorker):
+    """An engine on the trainer's GPUs. Learning begins when it has nothing to do; what comes meanwhile waits."""
+
+    def __init__(self, *positional: Any, clock: Clock, **named: Any) -> None:
+        super().__init__(*positional, clock=clock, **named)
+        self._now, self._vacated = clock.now, asyncio.Event()
+
+    @asynccontextmanager
+    async def learning(self) -> AsyncIterator[None]:
+        """The GPUs are the trainer's inside the block."""
+        while True:
+            self.engine.advance(self._now())
+            if not self.engine.running:
+                break
+            self._vacated.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(self.engine.next_change_s()):
+                    await self._vacated.wait()
+        self.engine.pause(self._now())
+        try:
+            yield
+        finally:
+            self.engine.resume(self._now())
+            self._wake()
+
+    async def abort(self, sample_ids: Sequence[SampleId]) -> None:
+        await super().abort(sample_ids)
+        self._vacated.set()
+
+
+class Plant(Record):
+    """What everything takes."""
+
+    trainer: TrainerCosts
+    weights: WeightCosts
+    reserved: EngineCosts | None = None  # all engines beside the trainer, as one
+    reserved_load_s: float = 0.0  # until they have the trainer's new weights
+    shares_gpus: bool = True  # they stand still while the trainer learns, which waits until they have nothing to do
+    streams: bool = True  # learning begins with the first group that is complete; else with the whole batch
+    worker: EngineCosts | None = None  # of each preemptible machine
+
+
+class Twins(Record):
+    """Other parts than the run's own, for whoever compares it with another system."""
+
+    fleet: Callable[..., Fleet] = Fleet
+    host: Callable[..., SimulatedHost] = SimulatedHost
+    engine: Callable[..., SimulatedEngine] = SimulatedEngine
+    tick_s: float = math.inf  # how often workers report what is under way, besides when samples end
+    last_words: bool = True  # a machine that goes has told what its samples had; else they begin anew elsewhere
+
+
+def simulate_run(
+    spec: RunSpec,
+    plant: Plant,
+    work: Workload,
+    timetable: Timetable | None = None,
+    *,
+    seconds: float = math.inf,
+    most_workers: float = math.inf,
+    twins: Twins | None = None,
+    tell: Callable[[int, float], None] = lambda step, now_s: None,
+) -> SimulatedRun:
+    """Run until `spec.trainer.steps` batches are learned from, or for so many virtual seconds.
+
+    Everything random is seeded by `spec.run.seed` and by the timetable: equal arguments, equal logs.
+
+    Args:
+        timetable: of the preemptible machines; None for none.
+        most_workers: held at once.
+        twins: other parts than the run's own.
+        tell: called with each step and the virtual seconds at its end.
+
+    Raises:
+        UserError: nobody ever generates, no step is finished in time, or the longest sample fits no engine's cache.
+    """
+    check_plant(spec, plant, work, elastic=timetable is not None)
+    return run_virtual(_simulate(spec, plant, work, timetable, seconds, most_workers, twins or Twins(), tell))
+
+
+def check_plant(spec: RunSpec, plant: Plant, work: Workload, *, elastic: bool) -> None:
+    """Raises UserError: there is nobody to generate, or the longest sample does not fit an engine's cache."""
+    engines = {"reserved engines": plant.reserved, "preemptible workers": plant.worker if elastic else None}
+    if not any(engines.values()):
+        cure = "let the reserved side generate, or add preemptible machines"
+        raise UserError("nobody generates: there is no engine, reserved or preemptible", cure=cure)
+    longest = work.prompt_tokens + min(work.longest, spec.sampling.max_new_tokens)
+    for name, costs in engines.items():
+        cache = costs.longest_sample if costs else math.inf
+        if longest > cache:
+            missing = math.ceil(longest - cache)
+            raise UserError(
+                f"the longest sample, prompt and completion, is {longest:,} tokens, and the cache of one of the {name} "
+                f"holds {math.floor(max(cache, 0)):,}: {missing:,} are missing",
+                cure="give an engine more GPUs or larger ones, or limit the completions",
+            )
+
+
+async def _simulate(
+    spec: RunSpec,
+    plant: Plant,
+    work: Workload,
+    timetable: Timetable | None,
+    seconds: float,
+    most_workers: float,
+    twins: Twins,
+    tell: Callable[[int, float], None],
+) -> SimulatedRun:
+    clock = LoopClock()
+    recording, completions = Recording(clock, tell), BlankCompletions(work.length)
+    local = _reserved(plant, completions, clock, twins)
+    gpus = local.learning if isinstance(local, SharingWorker) else nullcontext
+    trainer = LearningTrainer(plant.trainer, clock=clock, gpus=gpus, streams=plant.streams)
+    host = provider = None
+    if timetable is not None:
+        host = _host(plant, completions, clock, twins)
+        provider = _provider(spec, timetable, clock, host, most_workers, last_words=twins.last_words)
+    parts = _parts(spec, plant, work, local=local, trainer=trainer, host=host, provider=provider)
+    result = await drive(spec, parts, recording, clock, seconds=seconds, make_fleet=twins.fleet)
+    made = [worker.engine for worker in (*((local,) if local else ()), *(host.workers.values() if host else ()))]
+    return SimulatedRun(
+        result=result,
+        events=tuple(recording.events),
+        metrics=tuple(recording.metrics),
+        digest=recording.digest,
+        learned=tuple(trainer.learned),
+        reserved_usd_per_hour=spec.fleet.reserved_usd_per_hour,
+        shares_gpus=plant.shares_gpus and plant.reserved is not None,
+        put_back=sum(engine.put_back for engine in made),
+        put_back_tokens=sum(engine.recomputed for engine in made),
+        generated=sum(engine.generated for engine in made),
+    )
+
+
+def _parts(
+    spec: RunSpec,
+    plant: Plant,
+    work: Workload,
+    *,
+    local: SimulatedWorker | None,
+    trainer: LearningTrainer,
+    host: SimulatedHost | None,
+    provider: Provider | None,
+) -> Parts:
+    engines = [costs for costs in (plant.worker, plant.reserved) if costs is not None]
+    return Parts(
+        local=local,
+        slots=engines[0].slots,
+        local_slots=engines[-1].slots,
+        trainer=trainer,
+        scorer=SimulatedScorer(lambda _: work.score_s, lambda trajectory: work.reward(trajectory.sample_id)),
+        source=SimulatedPrompts(
+            spec.batch.prompts,
+            different=work.different_prompts,
+            prompt_tokens=work.prompt_tokens,
+            held_out=min(work.held_out, spec.eval.prompts),
+        ),
+        checkpoints=SimulatedCheckpoints(SimulatedDisk(), trainer, plant.trainer),
+        provider=provider,
+        host=host,
+        publisher=SimulatedPublisher(plant.weights) if host else None,
+    )
+
+
+def _host(plant: Plant, completions: BlankCompletions, clock: Clock, twins: Twins) -> SimulatedHost:
+    assert plant.worker is not None, "machines come, and nothing says what they can do"
+    return twins.host(
+        plant.worker,
+        plant.weights,
+        completions=completions,
+        clock=clock,
+        tick_s=twins.tick_s,
+        engine_type=twins.engine,
+    )
+
+
+def _provider(
+    spec: RunSpec, timetable: Timetable, clock: Clock, host: SimulatedHost, most: float, *, last_words: bool
+) -> Provider:
+    price = spec.fleet.preemptible_usd_per_hour
+    machines = ScheduledProvider(timetable, clock=clock, session=1, price_usd_per_hour=price, most=most)
+    return LastWords(machines, host, tick_s=spec.engine.tick_s) if last_words else machines
+
+
+def _reserved(plant: Plant, completions: BlankCompletions, clock: Clock, twins: Twins) -> SimulatedWorker | None:
+    """All engines beside the trainer, as one."""
+    if plant.reserved is None:
+        return None
+    make = SharingWorker if plant.shares_gpus else SimulatedWorker
+    return make(
+        twins.engine(plant.reserved, completions, now_s=clock.now()),
+        clock=clock,
+        worker_id=LOCAL,
+        lease_id=LOCAL,
+        source=None,
+        swap_s=plant.reserved_load_s,
+        tick_s=twins.tick_s,
+    )

@@ -1,0 +1,95 @@
+"""The command line of fault simulation.
+
+python -m tidemill.sim.faults [--seeds 10000] [--first 0] [--processes 2]
+python -m tidemill.sim.faults --seed 1234 [--log]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+
+import msgspec
+
+from tests.fault_simulation.scenario import draw
+from tests.fault_simulation.seed_run import Outcome, Simulation, simulate_faults
+
+CHUNK = 20
+REPLAY = "python -m tidemill.sim.faults --seed {seed} --log"
+
+
+def outcomes(seeds: range) -> list[Outcome]:
+    return [simulate_faults(seed) for seed in seeds]
+
+
+def many(seeds: range, processes: int) -> Iterator[Outcome]:
+    """Outcomes as they come, in no particular order."""
+    chunks = [seeds[at : at + CHUNK] for at in range(0, len(seeds), CHUNK)]
+    with ProcessPoolExecutor(processes) as pool:
+        for done in as_completed([pool.submit(outcomes, chunk) for chunk in chunks]):
+            yield from done.result()
+
+
+def run_many(seeds: range, processes: int) -> int:
+    began_s, told_s, failed = time.monotonic(), 0.0, list[Outcome]()
+    looks, virtual_s, lives = 0, 0.0, 0
+    for number, outcome in enumerate(many(seeds, processes), start=1):
+        looks, virtual_s, lives = looks + outcome.looks, virtual_s + outcome.virtual_s, lives + outcome.lives
+        if outcome.violation:
+            failed.append(outcome)
+            print(
+                f"\nseed {outcome.seed}: {outcome.violation}\n  replay: {REPLAY.format(seed=outcome.seed)}", flush=True
+            )
+        spent_s = time.monotonic() - began_s
+        if spent_s - told_s >= (1.0 if sys.stderr.isatty() else 30.0):
+            told_s = spent_s
+            _tell_progress(number, len(seeds), len(failed), spent_s)
+    spent_s = time.monotonic() - began_s
+    print(
+        f"{len(seeds)} seeds in {spent_s:.0f} s on {processes} processes: {lives} lives of the controller, "
+        f"{virtual_s / 3600:.0f} h of their time, everything in flight checked {looks} times; "
+        f"{len(failed)} violations"
+    )
+    return 1 if failed else 0
+
+
+def _tell_progress(done: int, seeds: int, failed: int, spent_s: float) -> None:
+    left_s = spent_s / done * (seeds - done)
+    line = f"{done} of {seeds} seeds, {failed} violations, {done / spent_s:.1f} seeds/s, about {left_s:.0f} s left"
+    sys.stderr.write(f"\r{line} " if sys.stderr.isatty() else f"{line}\n")
+    sys.stderr.flush()
+
+
+def run_one(seed: int, *, log: bool) -> int:
+    """One seed, with what it asks for and, if wanted, everything that was told in it."""
+    simulation = Simulation(draw(seed))
+    outcome = simulation.run()
+    if log:
+        print(msgspec.json.format(msgspec.json.encode(simulation.scenario)).decode())
+        for life, at_s, name, fields in simulation.log:
+            said = " ".join(f"{key}={value}" for key, value in fields.items())
+            print(f"{life} {at_s:10.4f} {name:12} {said}")
+    for name in Outcome.__struct_fields__:
+        print(f"{name:12} {getattr(outcome, name)}")
+    return 1 if outcome.violation else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tidemill.sim.faults", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=10_000, help="how many")
+    parser.add_argument("--first", type=int, default=0, help="the first of them")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--seed", type=int, help="this one alone")
+    parser.add_argument("--log", action="store_true", help="with --seed: the scenario and the event log")
+    arguments = parser.parse_args()
+    if arguments.seed is not None:
+        return run_one(arguments.seed, log=arguments.log)
+    return run_many(range(arguments.first, arguments.first + arguments.seeds), arguments.processes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""Weights as real bytes, published and pulled by the real code: what a worker says comes out of the bytes it got."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import numpy as np
+
+from tests.fault_simulation.training_invariants import Lessons
+from tidemill.core.records import (
+    LogprobBuffer,
+    PolicyVersion,
+    Pulled,
+    TensorEntry,
+    WeightManifest,
+    pack_logprobs,
+    pack_tokens,
+)
+from tidemill.sim.simulated_worker import SimulatedWorker
+from tidemill.weights.puller import Puller
+from tidemill.weights.snapshot import Blob, Snapshot, allocate
+from tidemill.weights.store import WeightStore
+
+T = TypeVar("T")
+
+PROBE = pack_tokens(range(9))
+NAME_BYTES, REST_BYTES = 16, 256
+LAYOUT = (
+    TensorEntry(name="name", dtype="float32", shape=(4,), offset=0, nbytes=NAME_BYTES, checksum=0),
+    TensorEntry(name="rest", dtype="float32", shape=(64,), offset=64, nbytes=REST_BYTES, checksum=0),
+)
+WRONG = "wrong bytes"
+
+
+class PromptCompute:
+    """Implements `core.protocols.Compute`: everything takes no time, and its turn."""
+
+    async def run(self, function: Callable[[], T]) -> T:
+        await asyncio.sleep(0)
+        return function()
+
+
+@lru_cache(maxsize=256)
+def weights_of(version: PolicyVersion) -> Blob:
+    """They carry the version's digest; a few bytes of the rest differ from one version to the next."""
+    blob = allocate(LAYOUT[-1].offset + REST_BYTES)
+    blob[:] = np.arange(len(blob)) % 251
+    blob[:NAME_BYTES] = np.frombuffer(version.digest.encode().ljust(NAME_BYTES)[:NAME_BYTES], np.uint8)
+    rng = random.Random(version.digest)
+    for _ in range(8):
+        blob[64 + rng.randrange(REST_BYTES)] ^= 1
+    return blob
+
+
+@lru_cache(maxsize=256)
+def probe_logprobs(digest: str) -> LogprobBuffer:
+    """A function of the weights, like what they generate."""
+    numbers = hashlib.blake2b(digest.encode(), digest_size=8).digest()
+    return pack_logprobs(-number / 16 for number in numbers)
+
+
+class StoredPublisher:
+    """Implements `core.protocols.Publisher` over a real store."""
+
+    def __init__(self, store: WeightStore, lessons: Lessons, *, seconds: float) -> None:
+        self.store, self._lessons, self._seconds = store, lessons, seconds
+
+    async def publish(self, version: PolicyVersion) -> WeightManifest:
+        self._lessons.published(version)
+        latest = self.store.latest
+        if latest is not None and latest.version == version:
+            return latest
+        await asyncio.sleep(self._seconds)
+        await self.store.make_room()
+        return await self.store.publish(
+            version, LAYOUT, weights_of(version), probe_ids=PROBE, probe_logprobs=probe_logprobs(version.digest)
+        )
+
+    async def close(self) -> None:
+        await self.store.close()
+
+
+class PulledBytes:
+    """Implements `core.protocols.WeightSource` over a real puller."""
+
+    def __init__(self, puller: Puller) -> None:
+        self.snapshot: Blob | None = None
+        self._puller = puller
+
+    async def prepare(self, version: PolicyVersion) -> Pulled:
+        return await self._puller.prepare(version)
+
+    def swap(self, pulled: Pulled) -> None:
+        self._puller.swap(pulled, self._bind)
+
+    def _bind(self, snapshot: Snapshot) -> None:
+        self.snapshot = snapshot.buffer
+
+    def close(self) -> None:
+        self._puller.close()
+
+    def digest(self, version: PolicyVersion) -> str:
+        """Of the bytes there are, `version` being what they are said to be."""
+        assert self.snapshot is not None, "no weights were bound"
+        tensors = [slice(entry.offset, entry.offset + entry.nbytes) for entry in LAYOUT]
+        right = weights_of(version)
+        same = all(np.array_equal(self.snapshot[tensor], right[tensor]) for tensor in tensors)
+        return version.digest if same else WRONG
+
+
+class PullingWorker(SimulatedWorker):
+    """Computes with the bytes it pulled, or with others."""
+
+    def __init__(self, *args: Any, bytes_: PulledBytes, wrongly: bool, **more: Any) -> None:
+        super().__init__(*args, source=bytes_, **more)
+        self._bytes, self._wrongly = bytes_, wrongly
+
+    def computes_with(self, version: PolicyVersion) -> PolicyVersion:
+        digest = WRONG if self._wrongly else self._bytes.digest(version)
+        return PolicyVersion(number=version.number, digest=digest)
+
+    def probe(self, right: LogprobBuffer) -> LogprobBuffer:
+        return probe_logprobs(self.engine.computes_with.digest)

@@ -105,10 +105,6 @@ def _children() -> list[int]:
     return found
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 SYSTEM: dict[str, Any] = {
     # A raylet that is gone refuses the connection and is given up after three tries; one that is slow has its time.
     "health_check_initial_delay_ms": 1000,
@@ -157,3 +153,7 @@ def start(keep: Keep, *, temp_dir: str, folder: str) -> Kept:
         return Kept(error=f"{type(error).__name__}: {error}")
     assert head is not None
     return Kept(address=head.gcs_address, folder=folder)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -34,15 +34,15 @@ import msgspec
 
 from benchmarks.measuring import write_result
 from benchmarks.synthetic_fleet import TICK_S, Apart, Judge, Mute, SyntheticPool, SyntheticWorker, make_lease
-from tidemill.controller.collector import Collection, Rollout, collecting
+from tidemill.controller.collector import RolloutContext, SampleCollector, collect_samples
 from tidemill.controller.fleet import Fleet
-from tidemill.controller.in_flight import TRAIN, InFlight, Plan, plan_groups
+from tidemill.controller.in_flight import TRAIN, InFlight, SamplingPlan, plan_groups
 from tidemill.controller.ledger import Ledger
 from tidemill.core.protocols import LoopClock
 from tidemill.core.records import PolicyVersion, Prompt, SamplingParams, WorkerReport, pack_tokens
 from tidemill.runtime.compute import collected_rarely
 from tidemill.runtime.journal import SqliteJournal
-from tidemill.telemetry.views import SilentTelemetry
+from tidemill.telemetry.progress_views import NullTelemetry
 
 SLOTS = 64
 GROUP = 16
@@ -64,7 +64,7 @@ async def in_flight_of(ledger: Ledger, samples: int) -> InFlight:
         Prompt(prompt_id=f"synthetic/{index:06d}", token_ids=pack_tokens(range(PROMPT_TOKENS)), text="", answer="")
         for index in range(samples // GROUP)
     ]
-    plan = Plan(purpose=TRAIN, run_seed=0, group_size=GROUP, sampling=SamplingParams(max_new_tokens=4096))
+    plan = SamplingPlan(purpose=TRAIN, run_seed=0, group_size=GROUP, sampling=SamplingParams(max_new_tokens=4096))
     in_flight = InFlight(plan, version_number=VERSION.number)
     groups = plan_groups([(0, prompt) for prompt in prompts], first_position=0, from_version=VERSION.number)
     await ledger.open(in_flight, groups, prompts)
@@ -76,7 +76,7 @@ async def whole_controller(folder: Path, *, workers: int, seconds: float) -> dic
     pool = SyntheticPool(workers=workers, slots=SLOTS, tokens=TOKENS, ticks=(2, 60))
     samples = workers * SLOTS * 3 // 2
     journal = await SqliteJournal.open(folder / "ledger.sqlite")
-    ledger, telemetry, clock = Ledger(journal, round_size=samples // GROUP), SilentTelemetry(), LoopClock()
+    ledger, telemetry, clock = Ledger(journal, round_size=samples // GROUP), NullTelemetry(), LoopClock()
     fleet = Fleet(None, slots=SLOTS, clock=clock, telemetry=telemetry, provider=pool, host=pool, publisher=pool)
     async with fleet:
         await fleet.publishing.publish(VERSION)
@@ -84,11 +84,11 @@ async def whole_controller(folder: Path, *, workers: int, seconds: float) -> dic
             while len(fleet.serving(VERSION.number)) < workers:  # noqa: ASYNC110 - nobody else asks
                 await asyncio.sleep(0.1)
         in_flight = await in_flight_of(ledger, samples)
-        rollout = Rollout(
+        rollout = RolloutContext(
             fleet=fleet, ledger=ledger, scorer=Judge(), codec=Mute(), telemetry=telemetry, clock=clock,
             stop=asyncio.Event(),
         )  # fmt: skip
-        async with collecting(in_flight, rollout) as collection:
+        async with collect_samples(in_flight, rollout) as collection:
             consumer = asyncio.create_task(consume(collection))
             await asyncio.sleep(3 * TICK_S)  # everything handed out, every worker has reported
             figures = await measured(in_flight, pool, seconds)
@@ -98,7 +98,7 @@ async def whole_controller(folder: Path, *, workers: int, seconds: float) -> dic
     return figures
 
 
-async def consume(collection: Collection) -> None:
+async def consume(collection: SampleCollector) -> None:
     async for _ in collection:
         pass
 
@@ -106,7 +106,7 @@ async def consume(collection: Collection) -> None:
 async def measured(in_flight: InFlight, pool: SyntheticPool, seconds: float) -> dict[str, float]:
     apart = pool.apart
     wall_s, cpu_s, apart_s, deltas = time.perf_counter(), time.process_time(), apart.cpu_s, apart.deltas
-    scored, accepted, late_s = in_flight.scored, in_flight.tally.tokens_accepted, []
+    scored, accepted, late_s = in_flight.scored, in_flight.counters.tokens_accepted, []
     while time.perf_counter() - wall_s < seconds:
         due_s = time.perf_counter() + 0.1
         await asyncio.sleep(0.1)
@@ -119,11 +119,11 @@ async def measured(in_flight: InFlight, pool: SyntheticPool, seconds: float) -> 
         "us_per_delta": 1e6 * cpu_s / deltas,
         "deltas_per_s": deltas / wall_s,
         "kept_up": deltas / wall_s / due,
-        "tokens_per_s": (in_flight.tally.tokens_accepted - accepted) / wall_s,
+        "tokens_per_s": (in_flight.counters.tokens_accepted - accepted) / wall_s,
         "finished_per_s": (in_flight.scored - scored) / wall_s,
         "loop_late_ms_median": 1e3 * statistics.median(late_s),
         "loop_late_ms_max": 1e3 * max(late_s),
-        "ignored": float(in_flight.tally.ignored.total()),
+        "ignored": float(in_flight.counters.ignored.total()),
     }
 
 
@@ -157,7 +157,7 @@ async def ledger_path(path: Path, *, workers: int) -> list[float]:
         await tick(ledger, in_flight, blobs)
         costs.append((time.process_time() - began_s) / (workers * SLOTS))
     await journal.close()
-    assert in_flight.tally.tokens_accepted == workers * SLOTS * TOKENS * PATH_TICKS, "some deltas were not applied"
+    assert in_flight.counters.tokens_accepted == workers * SLOTS * TOKENS * PATH_TICKS, "some deltas were not applied"
     return costs
 
 

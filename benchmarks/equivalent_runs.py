@@ -33,7 +33,7 @@ CHANGES: dict[str, Any] = {
     "eval": {"every_steps": 4, "prompts": 8},
     "checkpoint": {"every_steps": 0},
     # Seconds of the engine that shares the trainer's parameters: it takes part, and leaves most to those that vanish.
-    "fleet": {"seed_window_s": 0.05, "window_gain": 1e6, "hand_back_s": 0.1},
+    "fleet": {"seed_window_s": 0.05, "window_gain": 1e6, "drain_margin_s": 0.1},
 }
 
 
@@ -81,7 +81,7 @@ def disturbed_run(directory: Path, *, steps: int, seed: int = 0, lag: int = 0) -
         return hired[0]
 
     spec = char_spec(directory, workers=WORKERS, steps=steps, seed=seed, lag=lag)
-    summary = train(spec, telemetry_stream=io.StringIO(), open_machinery=sabotaged(hire))
+    summary = train(spec, telemetry_stream=io.StringIO(), open_backend=sabotaged(hire))
     told = (line for _, line in read_lines(directory / "events.jsonl"))
     seen = frozenset(line["lease"] for line in told if line["event"] == EVICTION)
     return Disturbed(summary=summary, evictions=tuple(hired[0].evictions), seen=seen)

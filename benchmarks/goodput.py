@@ -28,9 +28,9 @@ from rich.table import Table
 from benchmarks.measuring import RESULTS, write_result
 from tests.memory_journal import MemoryJournal
 from tidemill.config.pool import FleetConfig
-from tidemill.controller.collector import Rollout, collecting
+from tidemill.controller.collector import RolloutContext, collect_samples
 from tidemill.controller.fleet import Fleet
-from tidemill.controller.in_flight import TRAIN, InFlight, Plan, plan_groups
+from tidemill.controller.in_flight import TRAIN, InFlight, SamplingPlan, plan_groups
 from tidemill.controller.ledger import Ledger
 from tidemill.core.protocols import LoopClock
 from tidemill.core.records import (
@@ -41,7 +41,7 @@ from tidemill.core.records import (
     SamplingParams,
     pack_tokens,
 )
-from tidemill.pool.build import trace_timetable
+from tidemill.pool.build_provider import trace_timetable
 from tidemill.pool.provider import ScheduledProvider
 from tidemill.pool.synthetic import Market, synthetic_trace
 from tidemill.pool.traces import CapacityTrace, read_trace
@@ -50,7 +50,7 @@ from tidemill.sim.simulated_trainer import SimulatedPublisher
 from tidemill.sim.simulated_worker import SimulatedHost
 from tidemill.sim.virtual_time import run_virtual
 from tidemill.sim.workload import BlankCompletions, NoText, SimulatedScorer
-from tidemill.telemetry.views import SilentTelemetry
+from tidemill.telemetry.progress_views import NullTelemetry
 
 TARGET = 0.95
 # Counts, times to eviction and return, and sizes of bursts of two Bamboo traces (g4dn in us-east-1c and us-east-1d).
@@ -88,7 +88,7 @@ def completion_length(sample_id: SampleId) -> int:
 
 
 async def measure(trace: CapacityTrace, duration_s: float, seed: int) -> dict[str, Any]:
-    clock, telemetry = LoopClock(), SilentTelemetry(lambda _: None)
+    clock, telemetry = LoopClock(), NullTelemetry(lambda _: None)
     timetable = trace_timetable(trace, start_s=0.0, speed=1.0, notice_s=0.0, seed=seed)
     host = SimulatedHost(SPEED, WEIGHTS, completions=BlankCompletions(completion_length), clock=clock, tick_s=TICK_S)
     fleet = Fleet(
@@ -107,11 +107,11 @@ async def measure(trace: CapacityTrace, duration_s: float, seed: int) -> dict[st
         Prompt(prompt_id=f"p{at}", token_ids=pack_tokens([at] * PROMPT_TOKENS), text="", answer="")
         for at in range(prompts)
     ]
-    plan = Plan(purpose=TRAIN, run_seed=0, group_size=GROUP, sampling=SamplingParams(max_new_tokens=LONGEST))
+    plan = SamplingPlan(purpose=TRAIN, run_seed=0, group_size=GROUP, sampling=SamplingParams(max_new_tokens=LONGEST))
     ledger, in_flight = Ledger(MemoryJournal(), round_size=prompts), InFlight(plan, version_number=VERSION.number)
     groups = plan_groups([(0, prompt) for prompt in members], first_position=0, from_version=VERSION.number)
     await ledger.open(in_flight, groups, members)
-    rollout = Rollout(
+    rollout = RolloutContext(
         fleet=fleet,
         ledger=ledger,
         scorer=SimulatedScorer(lambda _: 0.0, lambda _: Reward(value=0.0)),
@@ -122,13 +122,13 @@ async def measure(trace: CapacityTrace, duration_s: float, seed: int) -> dict[st
     )
     async with fleet:
         await fleet.publishing.publish(VERSION)
-        async with collecting(in_flight, rollout) as samples:
+        async with collect_samples(in_flight, rollout) as samples:
             with suppress(TimeoutError):
                 async with asyncio.timeout(duration_s):
                     async for _ in samples:
                         pass
             assert not in_flight.complete, "there was not enough to generate"
-            tally, happened, joins = in_flight.tally, fleet.story.happened, len(host.workers)
+            tally, happened, joins = in_flight.counters, fleet.event_log.happened, len(host.workers)
     ready = ideal - joins * (SPEED.boot_s + WEIGHTS.pull) * SPEED.peak_tokens_per_s
     made, accepted = sum(worker.engine.generated for worker in host.workers.values()), tally.tokens_accepted
     return {

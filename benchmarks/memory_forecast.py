@@ -27,7 +27,7 @@ from tidemill.cli.plan_options import models_of
 from tidemill.config.load import load_spec
 from tidemill.planner.calibration.fit import calibrate
 from tidemill.planner.calibration.profile import RunProfile
-from tidemill.planner.figures import Sheet
+from tidemill.planner.figures import Derivation
 from tidemill.planner.forecast.forecast import memory_on_this_machine
 
 STEPS = 3
@@ -62,7 +62,7 @@ def main() -> int:
             measured = train(RECIPE, run, *arguments, progress=False, deadline_s=DEADLINE_S)["peak_rss_bytes"]
             profile = profile or calibrate(run)
             spec = load_spec((f"@{RECIPE}", *arguments))
-        forecast = memory_on_this_machine(spec, models_of(spec), profile, Sheet())
+        forecast = memory_on_this_machine(spec, models_of(spec), profile, Derivation())
         rows.append({"case": name, "forecast_bytes": forecast, "measured_bytes": measured})
         print(f"{name}: forecast {forecast / BYTES_PER_GB:.2f} GB, measured {measured / BYTES_PER_GB:.2f}", flush=True)
     show(rows)

@@ -40,9 +40,9 @@ from tidemill.core.records import (
     SampleId,
     WorkerReport,
 )
-from tidemill.runtime.backend import Machinery
-from tidemill.runtime.cluster.backend import on_ray
-from tidemill.runtime.cluster.worker import RayWorker
+from tidemill.runtime.backend import RuntimeBackend
+from tidemill.runtime.cluster.ray_backend import on_ray
+from tidemill.runtime.cluster.ray_worker import RayWorker
 from tidemill.runtime.train import train
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory
@@ -232,14 +232,16 @@ def watched(kills: int, results: list[Migration]):  # type: ignore[no-untyped-de
     """`on_ray`, with everything watched and workers killed."""
 
     @asynccontextmanager
-    async def opened(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Clock) -> AsyncIterator[Machinery]:
-        async with on_ray(spec, run, recorder, clock) as machinery:
-            assert machinery.host is not None
+    async def opened(
+        spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Clock
+    ) -> AsyncIterator[RuntimeBackend]:
+        async with on_ray(spec, run, recorder, clock) as backend:
+            assert backend.host is not None
             decoding = Decoding(clock)
             provider: Provider = Replacements(clock)
             killing = asyncio.create_task(kill_again_and_again(decoding, kills, results))
             try:
-                yield replace(machinery, host=WatchedHost(machinery.host, decoding), provider=provider)
+                yield replace(backend, host=WatchedHost(backend.host, decoding), provider=provider)
             finally:
                 killing.cancel()
                 await asyncio.gather(killing, return_exceptions=True)
@@ -254,7 +256,7 @@ def main() -> int:
     results: list[Migration] = []
     with tempfile.TemporaryDirectory() as folder:
         spec = RunSpec.model_validate({**SPEC, "run": {"name": "migration", "dir": str(Path(folder) / "run")}})
-        train(spec, telemetry_stream=io.StringIO(), open_machinery=watched(kills, results))
+        train(spec, telemetry_stream=io.StringIO(), open_backend=watched(kills, results))
     if len(results) < kills:
         print(f"only {len(results)} of {kills} kills were seen", file=sys.stderr)
         return 1

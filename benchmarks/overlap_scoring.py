@@ -39,7 +39,7 @@ from tidemill.core.records import Growth, Read, SampleId, TokenBuffer
 from tidemill.models.builtin import build_char_model
 from tidemill.models.codec import load_codec
 from tidemill.models.reward_model import reward_head, save_head
-from tidemill.runtime.backend import Machinery, OpenMachinery
+from tidemill.runtime.backend import OpenMachinery, RuntimeBackend
 from tidemill.runtime.local import in_process
 from tidemill.runtime.readers import Readers
 from tidemill.runtime.train import train
@@ -128,18 +128,20 @@ class Turns:
 
 def taking_turns(place: str, ahead_in: int, found: list[Turns]) -> OpenMachinery:
     if place == "actor":
-        from tidemill.runtime.cluster.backend import on_ray
+        from tidemill.runtime.cluster.ray_backend import on_ray
 
         opening: OpenMachinery = on_ray
     else:
         opening = in_process
 
     @asynccontextmanager
-    async def opened(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Clock) -> AsyncIterator[Machinery]:
-        async with opening(spec, run, recorder, clock) as machinery:
-            ((folder, reader),) = machinery.readers.rewards.items()
+    async def opened(
+        spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Clock
+    ) -> AsyncIterator[RuntimeBackend]:
+        async with opening(spec, run, recorder, clock) as backend:
+            ((folder, reader),) = backend.readers.rewards.items()
             found.append(turns := Turns(reader=reader, ahead_in=ahead_in))
-            yield replace(machinery, readers=Readers(rewards={folder: turns}))
+            yield replace(backend, readers=Readers(rewards={folder: turns}))
 
     return opened
 
@@ -160,7 +162,7 @@ class Step:
 def run(directory: Path, reward: Path, place: str, *, ahead_in: int, steps: int) -> dict[int, Step]:
     found: list[Turns] = []
     spec = spec_of(directory, reward, place, steps)
-    train(spec, telemetry_stream=io.StringIO(), open_machinery=taking_turns(place, ahead_in, found))
+    train(spec, telemetry_stream=io.StringIO(), open_backend=taking_turns(place, ahead_in, found))
     (turns,) = found
     return {
         line.step: Step(

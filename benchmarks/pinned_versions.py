@@ -26,7 +26,7 @@ from tidemill.config.schema import RunSpec
 from tidemill.hardware.completion_lengths import LogNormalLengths
 from tidemill.runtime.train import train
 from tidemill.sim.costs import ConstantEngine, ConstantTrainer, ConstantWeights
-from tidemill.sim.simulation import Plant, simulate_run
+from tidemill.sim.simulation import CostModel, simulate_run
 from tidemill.sim.workload import Workload
 from tidemill.telemetry.metrics import read_metrics
 
@@ -41,7 +41,7 @@ WORK = Workload(lengths=LogNormalLengths(median=100, sigma=0.8, limit=LONGEST), 
 
 def simulated(lag: int, trainer_tokens_per_s: float, unfinished: Unfinished) -> tuple[float, float]:
     """Seconds per step, and the share of them in which the trainer has nothing to learn from."""
-    plant = Plant(
+    cost_model = CostModel(
         trainer=ConstantTrainer(tokens_per_s=trainer_tokens_per_s, commit=1.0),
         weights=ConstantWeights(nbytes=0),
         reserved=ConstantEngine(slots=64, plateau=64, step_s=0.1, prefill_tokens_per_s=1e5),
@@ -57,7 +57,7 @@ def simulated(lag: int, trainer_tokens_per_s: float, unfinished: Unfinished) -> 
             "eval": {"every_steps": 0},
         }
     )
-    run = simulate_run(spec, plant, WORK)
+    run = simulate_run(spec, cost_model, WORK)
     return run.seconds / SIMULATED_STEPS, run.trainer_idle_share
 
 

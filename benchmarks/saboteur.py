@@ -44,7 +44,7 @@ from tidemill.core.records import (
     count,
 )
 from tidemill.rollout.worker import EngineWorker
-from tidemill.runtime.backend import Machinery, OpenMachinery
+from tidemill.runtime.backend import OpenMachinery, RuntimeBackend
 from tidemill.runtime.local import in_process
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory
@@ -379,22 +379,22 @@ class Saboteur:
 def sabotaged(hire: Callable[[WorkerHost, Clock], Saboteur]) -> OpenMachinery:
     """In one process, with `hire(host, clock)` for the pool; `spec.pool` must ask for workers."""
 
-    def open_machinery(
+    def open_backend(
         spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Clock
-    ) -> AbstractAsyncContextManager[Machinery]:
+    ) -> AbstractAsyncContextManager[RuntimeBackend]:
         return _sabotaged(hire, in_process(spec, run, recorder, clock), clock)
 
-    return open_machinery
+    return open_backend
 
 
 @asynccontextmanager
 async def _sabotaged(
-    hire: Callable[[WorkerHost, Clock], Saboteur], opened: AbstractAsyncContextManager[Machinery], clock: Clock
-) -> AsyncIterator[Machinery]:
-    async with opened as machinery:
-        assert machinery.host is not None, "spec.pool asks for no workers"
-        saboteur = hire(machinery.host, clock)
+    hire: Callable[[WorkerHost, Clock], Saboteur], opened: AbstractAsyncContextManager[RuntimeBackend], clock: Clock
+) -> AsyncIterator[RuntimeBackend]:
+    async with opened as backend:
+        assert backend.host is not None, "spec.pool asks for no workers"
+        saboteur = hire(backend.host, clock)
         try:
-            yield replace(machinery, provider=saboteur, host=saboteur)
+            yield replace(backend, provider=saboteur, host=saboteur)
         finally:
             await saboteur.close()

@@ -27,7 +27,7 @@ from tidemill.rollout.worker import EngineWorker
 from tidemill.runtime.backend import ModelPublisher
 from tidemill.runtime.compute import ComputeThread
 from tidemill.runtime.local import InProcessHost
-from tidemill.runtime.model_bundle import Parts, load_parts
+from tidemill.runtime.model_bundle import ModelBundle, load_model_bundle
 from tidemill.weights.snapshot import MemoryTransport
 from tidemill.weights.store import WeightStore
 
@@ -80,10 +80,10 @@ def pause(case: Case, model: Path, *, rounds: int) -> Pause:
             "trainer": {"threads": 1, "precision": case.precision, "device": "cpu"},
         }
     )
-    return asyncio.run(_pause(case, load_parts(spec, progress=lambda _: None), rounds))
+    return asyncio.run(_pause(case, load_model_bundle(spec, progress=lambda _: None), rounds))
 
 
-async def _pause(case: Case, parts: Parts, rounds: int) -> Pause:
+async def _pause(case: Case, parts: ModelBundle, rounds: int) -> Pause:
     prompts = [parts.codec.encode(text) for text in unrelated_prompts(SAMPLES)]
     async with AsyncExitStack() as stack:
         trainer, engine, weights = (ComputeThread(name) for name in ("trainer", "engine", "weights"))

@@ -65,7 +65,7 @@ def make(options: argparse.Namespace, items: Sequence[str]) -> dict[str, Any]:
     spec = spec_for(items, options.checkpoint, purpose="generate")
     side: Literal["train", "held_out"] = "held_out" if options.held_out else "train"
     # Here, so that --help and a misspelt key need not wait for torch.
-    from tidemill.runtime.making import make_demonstrations, make_pairs
+    from tidemill.runtime.data_generation import make_demonstrations, make_pairs
 
     if options.kind == "demonstrations":
         return make_demonstrations(spec, options.out, prompts=options.prompts, progress=note, side=side)

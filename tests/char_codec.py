@@ -18,7 +18,7 @@ class CharCodec:
 
     def encode(self, text: str) -> list[int]:
         if "\t" in text:
-            raise UserError("the model's vocabulary cannot express '\\t'", where="the prompt", cure="add it")
+            raise UserError("the model's vocabulary cannot express '\\t'", where="the prompt", hint="add it")
         return [ord(char) for char in text]
 
     def encode_chat(self, messages: Sequence[Message]) -> tuple[str, list[int]]:

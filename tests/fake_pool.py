@@ -171,7 +171,7 @@ class BrokenHost(FakeHost):
     async def start(self, lease: Lease) -> Worker:
         if self.silent:
             await asyncio.sleep(10**9)
-        raise WorkerLost("no such machine", cure="try another zone")
+        raise WorkerLost("no such machine", hint="try another zone")
 
 
 @dataclass
@@ -194,7 +194,7 @@ class PoolSession(Session):
             clock=LoopClock(),
             telemetry=self.telemetry,
             config=self.config,
-            patience=self.patience,
+            timeouts=self.timeouts,
             provider=self.provider,
             host=self.host,
             publisher=self.publisher,

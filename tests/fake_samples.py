@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-from tidemill.controller.in_flight import InFlight, Plan, plan_groups
+from tidemill.controller.in_flight import InFlight, SamplingPlan, plan_groups
 from tidemill.core.records import (
     Completion,
     Finish,
@@ -75,8 +75,8 @@ FIRST = 18
 """The ordinal of the first of their samples."""
 
 
-def make_plan(group_size: int = 2, seed: int = 0, *, exact: bool = True) -> Plan:
-    return Plan(purpose="train", run_seed=seed, group_size=group_size, sampling=SAMPLING, exact_version=exact)
+def make_plan(group_size: int = 2, seed: int = 0, *, exact: bool = True) -> SamplingPlan:
+    return SamplingPlan(purpose="train", run_seed=seed, group_size=group_size, sampling=SAMPLING, exact_version=exact)
 
 
 def make_prompts() -> list[Prompt]:

@@ -15,7 +15,7 @@ from tidemill.config.schema import RunSpec
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.loop import LoopResult, train_loop
-from tidemill.controller.waiting import Patience
+from tidemill.controller.waiting import Timeouts
 from tidemill.core.protocols import LoopClock
 from tidemill.core.records import (
     Completion,
@@ -203,7 +203,7 @@ class Session:
     disk: Disk = field(default_factory=Disk)
     spec: RunSpec = field(default_factory=small_spec)
     power_cut_after: int | None = None
-    patience: Patience = field(default_factory=Patience)
+    timeouts: Timeouts = field(default_factory=Timeouts)
     slots: int = 3
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     reader: FakeReader | None = None  # of the reference
@@ -226,7 +226,7 @@ class Session:
             slots=self.slots,
             clock=LoopClock(),
             telemetry=self.telemetry,
-            patience=self.patience,
+            timeouts=self.timeouts,
             needs_logprobs=self.spec.algorithm.needs_rollout_logprobs,
         )
 
@@ -248,7 +248,7 @@ class Session:
                     clock=LoopClock(),
                     stop=self.stop,
                     reading=self.reader.reading() if self.reader else None,
-                    patience=self.patience,
+                    timeouts=self.timeouts,
                 )
         finally:
             self.disk.journal = self.journal.disk

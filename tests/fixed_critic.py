@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from tidemill.trainer.critic import Promised, known
+from tidemill.trainer.critic import Deferred, resolved
 from tidemill.trainer.packing import Microbatch
 
 T = TypeVar("T")
@@ -35,7 +35,7 @@ class FixedCritic:
         self.with_graph: list[bool] = []  # whether the policy's states could carry a gradient
         self.restored = False
 
-    def values(self, microbatch: Microbatch) -> Promised[Tensor]:
+    def values(self, microbatch: Microbatch) -> Deferred[Tensor]:
         nodes = microbatch.head_nodes[microbatch.head_rows].numpy()
         ids, depths = microbatch.tree.token_ids[nodes].tolist(), microbatch.tree.depths[nodes].tolist()
         return self._told("values", torch.tensor([fixed_value(*state) for state in zip(ids, depths, strict=True)]))
@@ -46,13 +46,13 @@ class FixedCritic:
         self.with_graph.append(microbatch.states is not None and microbatch.states.requires_grad)
         self.story.append("learn")
 
-    def step(self, denominator: float) -> Promised[dict[str, float]]:
+    def step(self, denominator: float) -> Deferred[dict[str, float]]:
         self.denominators.append(denominator)
         return self._told("step", {"value_loss": float(len(self.denominators))})
 
-    def _told(self, what: str, answer: T) -> Promised[T]:
+    def _told(self, what: str, answer: T) -> Deferred[T]:
         if not self.elsewhere:
-            return known(answer)
+            return resolved(answer)
         self.story.append(what)
 
         def promise() -> T:

@@ -10,12 +10,12 @@ import msgspec
 from tidemill.config.schema import RunSpec
 from tidemill.config.toml import to_toml
 from tidemill.core.records import SampleId
-from tidemill.planner.calibration.observed import Hardware, Manifest, Observed, Session
 from tidemill.planner.calibration.profile import FORMAT, QUANTITIES, Machine, Measure, RunProfile, cost_settings
+from tidemill.planner.calibration.run_observations import Hardware, Manifest, Observed, Session
 from tidemill.planner.forecast.one_machine import length_of, simulate_recipe, workloads
 from tidemill.telemetry.metrics import CONTROLLER_CPU
 from tidemill.telemetry.run_dir import RunDirectory, samples_name
-from tidemill.telemetry.samples import Sample
+from tidemill.telemetry.sample_files import Sample
 
 NUMBERS = {
     "engine_pass_s": 0.02,
@@ -64,7 +64,7 @@ def planted(spec: RunSpec, *, cores: int = 2, **numbers: float) -> RunProfile:
         held_out_lengths={5: 1},
         step_s=Measure(value=1.0, error=0.0, count=4),
         step_cpu_s=Measure(value=0.75, error=0.0, count=4),
-        twin_step_s=1.0,
+        simulated_step_s=1.0,
         residuals={"engine": 0.0, "training": 0.0},
         processor_share=1.0,
         notes=(),

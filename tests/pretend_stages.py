@@ -12,8 +12,8 @@ from typing import Any
 
 from tidemill.config.pipeline import KINDS, PipelineSpec, StageKind
 from tidemill.config.stages import load_recipe
-from tidemill.pipeline.plan import Mark, Plan, Planned
 from tidemill.pipeline.stage_kinds import Job, Outcome, RunStage
+from tidemill.pipeline.stage_plan import Plan, PlannedStage, StageResult
 
 PRODUCT = "model"
 STEPS = 3
@@ -34,10 +34,10 @@ class Quiet:
     def plan(self, plan: Plan) -> None:
         self.plans.append(plan)
 
-    def begins(self, planned: Planned, number: int, of: int) -> None:
+    def begins(self, planned: PlannedStage, number: int, of: int) -> None:
         self.begun.append(planned.stage.name)
 
-    def achieved(self, planned: Planned, mark: Mark) -> None:
+    def achieved(self, planned: PlannedStage, mark: StageResult) -> None:
         self.said.append(f"{planned.stage.name}: {mark.headline}")
 
     def say(self, line: str) -> None:

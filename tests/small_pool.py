@@ -12,7 +12,7 @@ from tidemill.config.schema import RunSpec
 from tidemill.core.records import LeaseEvent
 
 SPEC = small_spec(batch={"prompts": 6, "group_size": 3})
-FLEET = FleetConfig(silence_s=5.0, join_s=20.0, hand_back_s=0.5, seed_window_s=1.0)
+FLEET = FleetConfig(heartbeat_timeout_s=5.0, join_timeout_s=20.0, drain_margin_s=0.5, seed_window_s=1.0)
 
 
 def quiet(spec: RunSpec = SPEC) -> object:

@@ -13,12 +13,12 @@ from tests.model_shapes import VOCABULARY, llama
 from tidemill.config.schema import RunSpec
 from tidemill.core.records import Demonstration, PreferencePair, StepMetrics, pack_tokens
 from tidemill.models.attention import use_packed_attention
-from tidemill.telemetry.views import SilentTelemetry
+from tidemill.telemetry.progress_views import NullTelemetry
 from tidemill.trainer.checkpoint_store import CheckpointStore
-from tidemill.trainer.supervised_loop import Workbench
+from tidemill.trainer.supervised_loop import FitContext
 
 
-class RememberedSteps(SilentTelemetry):
+class RememberedSteps(NullTelemetry):
     """Keeps what it is told."""
 
     def __init__(self) -> None:
@@ -48,13 +48,13 @@ def supervised_spec(**sections: dict[str, Any]) -> RunSpec:
 
 def bench(
     folder: Path, *, model: PreTrainedModel | None = None, source: Path | None = None, **options: Any
-) -> Workbench:
+) -> FitContext:
     """A workbench over `folder`; its model is the small Llama unless one is given."""
     model = model if model is not None else llama()
     use_packed_attention(model)
     (folder / "source").mkdir(parents=True, exist_ok=True)
     options = {"telemetry": RememberedSteps(), **options}
-    return Workbench(
+    return FitContext(
         model=model,
         source=source or folder / "source",
         directory=folder,

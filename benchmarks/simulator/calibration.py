@@ -31,13 +31,13 @@ from benchmarks.simulator.published_system import (
     SPEEDUPS,
     Calibration,
     Setting,
-    plant,
+    cost_model,
     published_spec,
     workload,
 )
 from tidemill.core.records import Record
-from tidemill.pool.build import static_timetable
-from tidemill.sim.baselines import rlboost_twins
+from tidemill.pool.build_provider import static_timetable
+from tidemill.sim.baselines import rlboost_components
 from tidemill.sim.simulation import simulate_run
 
 STEPS, MEASURED = 20, 14
@@ -66,11 +66,11 @@ def steady(row: str, fitted: Calibration, instances: int, *, setting: Setting = 
     steps = STEPS if instances else COLOCATED_STEPS
     run = simulate_run(
         published_spec(steps=steps, **fleet),
-        plant(row, fitted, setting),
+        cost_model(row, fitted, setting),
         workload(setting),
         static_timetable(instances) if instances else None,
         most_workers=instances,
-        twins=rlboost_twins(GROUP) if instances else BASELINE,
+        factories=rlboost_components(GROUP) if instances else BASELINE,
     )
     first = max(steps - MEASURED, 1)
     lines, began_s = run.metrics[first:], run.metrics[first - 1].elapsed_s

@@ -39,7 +39,7 @@ def spec_of(workers: int) -> RunSpec:
             "engine": {"slots": 128},
             "schedule": {"max_policy_lag": 1, "membership": "first_finished"},
             "trainer": {"steps": STEPS, "activation_checkpointing": True},
-            "fleet": {"join_s": 3600.0},  # a thousand machines that pull from one uplink take long
+            "fleet": {"join_timeout_s": 3600.0},  # a thousand machines that pull from one uplink take long
             "pool": {
                 "kind": "synthetic",
                 "workers": workers,

@@ -31,7 +31,7 @@ from benchmarks.simulator.published_system import (
     PROMPTS,
     RESERVED,
     base_spec,
-    plant,
+    cost_model,
     workload,
 )
 from benchmarks.simulator.segments import ENDLESS, Outcome, System, Total, play, play_all, published_system, total
@@ -40,9 +40,9 @@ from tidemill.controller.estimates import LengthEstimator
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.router import Load, Waiting
 from tidemill.hardware.engine_profile import rollout_of, steady_tokens_per_s
-from tidemill.sim.baselines import MOST_PENDING, UNLIMITED, GroupRouter, rlboost_twins
+from tidemill.sim.baselines import MOST_PENDING, UNLIMITED, GroupRouter, rlboost_components
 from tidemill.sim.costs import ProfiledEngine
-from tidemill.sim.simulation import Twins
+from tidemill.sim.simulation import ComponentFactories
 
 ROW, TARGET = "14B", 1.15
 CHANGED = 0.03
@@ -73,21 +73,23 @@ class WithoutAffinity:
         return per_sample.dispatch(alone, strangers, queue_limit=queue_limit)
 
 
-def ours(lag: int, *, twins: Twins | None = None, delta_share: float = CHANGED, **fleet: Any) -> System:
+def ours(
+    lag: int, *, factories: ComponentFactories | None = None, delta_share: float = CHANGED, **fleet: Any
+) -> System:
     schedule = {"max_policy_lag": lag, "membership": "first_finished" if lag else "planned"}
     return System(
         spec=base_spec(
             steps=ENDLESS, fleet={"seed_window_s": 150.0, "hand_over": "balance", **fleet}, schedule=schedule
         ),
-        twins=twins or Twins(tick_s=TICK_S),
+        factories=factories or ComponentFactories(tick_s=TICK_S),
         delta_share=delta_share,
     )
 
 
 def in_groups(lag: int) -> System:
     fleet = partial(Fleet, router=GroupRouter(group_size=GROUP, most_pending=MOST_PENDING))
-    twins = msgspec.structs.replace(rlboost_twins(GROUP), fleet=fleet, tick_s=TICK_S)
-    return ours(lag, twins=twins, queue_limit=MOST_PENDING * GROUP, max_moves=UNLIMITED)
+    factories = msgspec.structs.replace(rlboost_components(GROUP), fleet=fleet, tick_s=TICK_S)
+    return ours(lag, factories=factories, queue_limit=MOST_PENDING * GROUP, max_moves=UNLIMITED)
 
 
 VARIATIONS: dict[str, Callable[[int], System]] = {
@@ -95,10 +97,10 @@ VARIATIONS: dict[str, Callable[[int], System]] = {
     "without samples that move by themselves": in_groups,
     "without delta weights": lambda lag: ours(lag, delta_share=0.0),
     "without lengths by prompt": lambda lag: ours(
-        lag, twins=Twins(fleet=partial(Fleet, lengths=AnyPrompt()), tick_s=TICK_S)
+        lag, factories=ComponentFactories(fleet=partial(Fleet, lengths=AnyPrompt()), tick_s=TICK_S)
     ),
     "without prefix affinity": lambda lag: ours(
-        lag, twins=Twins(fleet=partial(Fleet, router=WithoutAffinity()), tick_s=TICK_S)
+        lag, factories=ComponentFactories(fleet=partial(Fleet, router=WithoutAffinity()), tick_s=TICK_S)
     ),
     "without continuous balance": lambda lag: ours(lag, max_moves=0),
     "with tail consolidation": lambda lag: ours(lag, tail_fraction=0.1),
@@ -120,7 +122,7 @@ def run_case(row: str, name: str, segment: str | None) -> Outcome:
 def bound(train_s_per_token: float) -> tuple[float, float]:
     """(tokens per second, per dollar) if nothing is lost: with r tokens a second of the reserved side, d of each of n
     machines, W in a batch and X seconds of learning, a step takes max(X, (W + r X) / (r + n d))."""
-    machines, costs = plant(ROW, FITTED), workload()
+    machines, costs = cost_model(ROW, FITTED), workload()
     assert isinstance(machines.worker, ProfiledEngine)
     rollout = rollout_of(costs.lengths, samples=PROMPTS * GROUP, group_size=GROUP, prompt_tokens=PROMPT_TOKENS)
     each = steady_tokens_per_s(machines.worker.profile, rollout)

@@ -23,7 +23,7 @@ from rich.table import Table
 from benchmarks.measuring import write_result
 from tests.fault_simulation.seed_run import simulate_faults
 from tidemill.controller import publishing, run
-from tidemill.controller.batching import Forming
+from tidemill.controller.batching import BatchBuilder
 from tidemill.controller.dispatcher import Dispatcher
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.in_flight import InFlight
@@ -72,7 +72,7 @@ def _drop_messages(right: Callable[..., Any]) -> Callable[..., Any]:
 def _count_twice(right: Callable[..., Any]) -> Callable[..., Any]:
     def wrong(self: InFlight, delta: Any) -> Any:
         sample = right(self, delta)
-        self.tally.tokens_accepted += sample is not None and delta.finish == "stop"
+        self.counters.tokens_accepted += sample is not None and delta.finish == "stop"
         return sample
 
     return wrong
@@ -201,7 +201,7 @@ def _in_any_order(right: Callable[..., Any]) -> Callable[..., Any]:
 def _as_they_come(right: Callable[..., Any]) -> Callable[..., Any]:
     """Whichever groups are complete make the batch."""
 
-    def wrong(self: Forming, complete: Any, in_flight: Any) -> list[int]:
+    def wrong(self: BatchBuilder, complete: Any, in_flight: Any) -> list[int]:
         chosen = list(complete)[: self.size - len(self.taken)]
         self.taken += chosen
         return chosen
@@ -229,7 +229,7 @@ DEFECTS = {
     "lets groups grow a version older": Defect(run, "latest_step", _one_more),
     "begins one group too many": Defect(run, "may_begin", _one_more),
     "gives rewards to others": Defect(Ledger, "reward", _swap_rewards),
-    "takes groups as they come": Defect(Forming, "take", _as_they_come),
+    "takes groups as they come": Defect(BatchBuilder, "take", _as_they_come),
     "believes any probe": Defect(publishing, "probe_difference", lambda right: lambda *_: 0.0),
     "fills queues beyond their end": Defect(Dispatcher, "_hand_out", _overfill),
     "keeps machines it does not use": Defect(Fleet, "_leave", _nothing),

@@ -43,7 +43,7 @@ from benchmarks.simulator.published_system import (
     TOKENS_PER_USD,
     WINDOWS_S,
     Setting,
-    plant,
+    cost_model,
     published_spec,
     workload,
 )
@@ -60,7 +60,7 @@ from benchmarks.simulator.segments import (
     total,
 )
 from tidemill.pool.provider import Change
-from tidemill.sim.baselines import Moved, rlboost_twins
+from tidemill.sim.baselines import Moved, rlboost_components
 from tidemill.sim.simulation import simulate_run
 
 WITHIN, FACTOR = 0.1, 1.5
@@ -100,7 +100,7 @@ class Line:
 
 def run_case(row: str, name: str, segment: str | None, *, seed: int = SEED) -> Outcome:
     if name == COLOCATED:
-        return play(row, System(spec=published_spec(steps=ENDLESS), twins=BASELINE), segment)
+        return play(row, System(spec=published_spec(steps=ENDLESS), factories=BASELINE), segment)
     return play(row, published_system(row, **ABLATIONS[name]), segment, seed=seed)
 
 
@@ -118,10 +118,10 @@ def _last_step(seed: int, killed_s: float = math.inf, *, moved: Moved = MIGRATIN
     """How long it takes, and when it begins."""
     run = simulate_run(
         published_spec(steps=KILLED_STEP, seed=seed, known_windows=FOUND_WINDOWS_S["14B"]),
-        plant("14B", FITTED),
+        cost_model("14B", FITTED),
         workload(),
         _six(killed_s),
-        twins=rlboost_twins(GROUP, moved=moved),
+        factories=rlboost_components(GROUP, moved=moved),
     )
     *_, before, last = (line.elapsed_s for line in run.metrics)
     return last - before, before

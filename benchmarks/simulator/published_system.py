@@ -15,14 +15,14 @@ from typing import Any
 from benchmarks.simulator.availability import MOST
 from tidemill.config.schema import RunSpec
 from tidemill.core.records import Record
-from tidemill.hardware.catalog import Link, load_catalog
 from tidemill.hardware.completion_lengths import log_normal_of_mean
 from tidemill.hardware.engine_profile import EngineEfficiency, EngineProfile, engine_profile, rollout_of
+from tidemill.hardware.gpu_catalog import Link, load_catalog
 from tidemill.hardware.model_shape import DTYPE_BYTES, FROZEN_BYTES, TRAINED, shape_of_parameters
 from tidemill.hardware.trainer_profile import TrainerEfficiency, trainer_profile
-from tidemill.sim.baselines import chunked_twins, rlboost_fleet
+from tidemill.sim.baselines import chunked_components, rlboost_fleet
 from tidemill.sim.costs import ConstantWeights, ProfiledEngine, ProfiledTrainer
-from tidemill.sim.simulation import Plant
+from tidemill.sim.simulation import CostModel
 from tidemill.sim.workload import Workload
 
 PROMPTS, GROUP, LONGEST = 128, 8, 14_336
@@ -55,7 +55,7 @@ SIGMA = 0.8
 PROMPT_CORRELATION = 0.8
 """Between the lengths of a prompt's samples; of 0.5 and 0.8 what fits better."""
 PROMPT_TOKENS = 128
-BASELINE = chunked_twins()
+BASELINE = chunked_components()
 """Of the colocated baseline."""
 PASSES = 6
 """Forward-sized: the old policy's logprobs, the reference's, and 4 of learning with activations computed again."""
@@ -124,7 +124,7 @@ def engines(row: str, fitted: Calibration, setting: Setting = SETTING) -> tuple[
     return engine(states / (setting.machines * RESERVED.gpus)), engine(0.0)
 
 
-def plant(row: str, fitted: Calibration, setting: Setting = SETTING, *, delta_share: float = 0.0) -> Plant:
+def cost_model(row: str, fitted: Calibration, setting: Setting = SETTING, *, delta_share: float = 0.0) -> CostModel:
     """
     Args:
         delta_share: of a whole version, what the difference from the last one takes; 0 for whole versions only.
@@ -148,7 +148,7 @@ def plant(row: str, fitted: Calibration, setting: Setting = SETTING, *, delta_sh
         downlink_bytes_per_s=INSTANCE.network_bytes_per_s,
         swap=SWAP_S,
     )
-    return Plant(
+    return CostModel(
         trainer=ProfiledTrainer(profile=trainer, passes=PASSES, microbatch_tokens=MICROBATCH_TOKENS),
         weights=weights,
         reserved=ProfiledEngine(profile=reserved, engines=gpus // INSTANCE.gpus),

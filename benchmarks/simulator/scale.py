@@ -2,7 +2,7 @@
 
     python -m benchmarks.simulator.scale [--workers 1000] [--minutes 60] [--profile]
 
-The real controller (loop, ledger, dispatcher, router, offload, admission, fleet) over simulated twins, on one core:
+The real controller (loop, ledger, dispatcher, router, offload, admission, fleet) over simulated factories, on one core:
 workers of 64 slots that come and go, completions of some thousand tokens, one version after another at a lag of 1.
 Told are seconds of CPU time per simulated hour, and what happened in it.
 """
@@ -23,7 +23,7 @@ from tidemill.hardware.completion_lengths import LogNormalLengths
 from tidemill.pool.synthetic import Market, market_timetable
 from tidemill.runtime.compute import collected_rarely
 from tidemill.sim.costs import ConstantEngine, ConstantTrainer, ConstantWeights
-from tidemill.sim.simulation import Plant, simulate_run
+from tidemill.sim.simulation import CostModel, simulate_run
 from tidemill.sim.workload import Workload
 
 TARGET_S = 180.0
@@ -32,7 +32,7 @@ LONGEST, MEAN, SIGMA = 14_336, 6_000, 0.8
 WORK = Workload(
     lengths=LogNormalLengths(median=MEAN * math.exp(-(SIGMA**2) / 2), sigma=SIGMA, limit=LONGEST), prompt_tokens=256
 )
-PLANT = Plant(
+PLANT = CostModel(
     trainer=ConstantTrainer(tokens_per_s=4e6, commit=5.0),
     weights=ConstantWeights(nbytes=16 * 10**9, publish=5.0, pull=10.0, swap=0.5),
     worker=ConstantEngine(slots=SLOTS, plateau=SLOTS, step_s=0.025, prefill_tokens_per_s=20_000.0, boot_s=60.0),

@@ -7,12 +7,12 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 from benchmarks.simulator.availability import MOST, SEED, SEGMENT_S, SEGMENTS, timetables
-from benchmarks.simulator.published_system import FITTED, FOUND_WINDOWS_S, GROUP, plant, published_spec, workload
+from benchmarks.simulator.published_system import FITTED, FOUND_WINDOWS_S, GROUP, cost_model, published_spec, workload
 from tidemill.config.schema import RunSpec
 from tidemill.core.records import Record
 from tidemill.pool.provider import Timetable
-from tidemill.sim.baselines import Moved, rlboost_twins
-from tidemill.sim.simulation import Twins, simulate_run
+from tidemill.sim.baselines import Moved, rlboost_components
+from tidemill.sim.simulation import ComponentFactories, simulate_run
 
 ENDLESS = 10_000
 """Steps: the segment ends before."""
@@ -23,8 +23,8 @@ class System(Record):
     """How a row is run."""
 
     spec: RunSpec
-    twins: Twins
-    delta_share: float = 0.0  # see `published_system.plant`
+    factories: ComponentFactories
+    delta_share: float = 0.0  # see `published_system.cost_model`
 
 
 class Outcome(Record):
@@ -46,7 +46,7 @@ def published_system(row: str, *, moved: Moved = "unfinished", seed: int = 0, **
     """The published policy, with windows of earlier runs, as its public code; `fleet` are ablations."""
     return System(
         spec=published_spec(steps=ENDLESS, seed=seed, known_windows=FOUND_WINDOWS_S[row], **fleet),
-        twins=rlboost_twins(GROUP, moved=moved),
+        factories=rlboost_components(GROUP, moved=moved),
     )
 
 
@@ -59,12 +59,12 @@ def play(row: str, system: System, segment: str | None, *, seed: int = SEED) -> 
     timetable: Timetable | None = timetables(seed)[segment] if segment else None
     run = simulate_run(
         system.spec,
-        plant(row, FITTED, delta_share=system.delta_share),
+        cost_model(row, FITTED, delta_share=system.delta_share),
         workload(),
         timetable,
         seconds=SEGMENT_S,
         most_workers=MOST[row],
-        twins=system.twins,
+        factories=system.factories,
     )
     return Outcome(
         steps=len(run.metrics),

@@ -28,7 +28,7 @@ from benchmarks.measuring import write_result
 from benchmarks.simulator.availability import SEGMENTS, fitting_seeds
 from benchmarks.simulator.calibration import Steady, steady
 from benchmarks.simulator.published import ABLATIONS, run_case
-from benchmarks.simulator.published_system import FITTED, FOUND_WINDOWS_S, plant, workload
+from benchmarks.simulator.published_system import FITTED, FOUND_WINDOWS_S, cost_model, workload
 from benchmarks.simulator.segments import CORES, published_system, total
 from tidemill.pool.provider import Change
 from tidemill.sim.simulation import simulate_run
@@ -76,12 +76,12 @@ def swinging(few: int, many: int, every_s: float, name: str, seed: int) -> float
     system = published_system(ROW, seed=seed, **ABLATIONS[name])
     run = simulate_run(
         system.spec,
-        plant(ROW, FITTED),
+        cost_model(ROW, FITTED),
         workload(),
         swings(few, many, every_s),
         seconds=SWINGING_S,
         most_workers=many,
-        twins=system.twins,
+        factories=system.factories,
     )
     return run.throughput_tokens_per_s
 

@@ -201,9 +201,9 @@ def setting(seed: int, names: Sequence[str], *, helpers: int) -> Callable[[World
 
 def fleet_config(rng: random.Random) -> FleetConfig:
     return FleetConfig(
-        silence_s=SILENCE_S,
-        join_s=JOIN_S,
-        hand_back_s=HAND_BACK_S,
+        heartbeat_timeout_s=SILENCE_S,
+        join_timeout_s=JOIN_S,
+        drain_margin_s=HAND_BACK_S,
         seed_window_s=rng.choice([0.0, 0.5, 5.0]),
         queue_limit=rng.choice([1, 8]),
         max_moves=rng.choice([0, 2]),

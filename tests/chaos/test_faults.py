@@ -129,7 +129,7 @@ class FullDisk(MemoryJournal):
 
     async def append(self, blobs: Sequence[tuple[int, bytes]]) -> None:
         if len(self.disk) + sum(len(blob) for _, blob in blobs) > self.room:
-            raise UserError("the disk is full", where="ledger.sqlite", cure="free some space")
+            raise UserError("the disk is full", where="ledger.sqlite", hint="free some space")
         await super().append(blobs)
 
 

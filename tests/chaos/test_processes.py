@@ -27,7 +27,7 @@ noticed = 0.4
 notice_s = 0.2
 [fleet]
 seed_window_s = 0.1
-hand_back_s = 0.1
+drain_margin_s = 0.1
 queue_limit = 1
 """
 

@@ -327,7 +327,7 @@ class World(Session):
             clock=LoopClock(),
             telemetry=self.telemetry,
             config=self.config,
-            patience=self.patience,
+            timeouts=self.timeouts,
             provider=self.provider,
             host=self,
             publisher=self.publisher,

@@ -79,7 +79,7 @@ class Scenario(Record):
     engine: ConstantEngine
     trainer: ConstantTrainer
     tick_s: float
-    silence_s: float
+    heartbeat_timeout_s: float
     elastic: bool
     reserved: bool
     longest: int  # completion
@@ -105,7 +105,7 @@ def draw(seed: int) -> Scenario:
     sections = _sections(rng)
     elastic = rng.random() < 0.9
     lives = rng.choice([1, 1, 2, 2, 3, 4])
-    silence_s = rng.choice([3.0, 3.0, 6.0, INFINITE_S])
+    heartbeat_timeout_s = rng.choice([3.0, 3.0, 6.0, INFINITE_S])
     engine = ConstantEngine(
         slots=rng.choice([1, 2, 3, 4, 8]),
         plateau=rng.choice([1, 2, 8]),
@@ -125,7 +125,7 @@ def draw(seed: int) -> Scenario:
             checkpoint=rng.choice([0.0, 0.5]),
         ),
         tick_s=rng.choice([0.1, 0.3, 1.0, rarely]),
-        silence_s=silence_s,
+        heartbeat_timeout_s=heartbeat_timeout_s,
         elastic=elastic,
         reserved=not elastic or rng.random() < 0.7,
         longest=longest,
@@ -171,8 +171,8 @@ def _sections(rng: random.Random) -> dict[str, Any]:
             "queue_limit": rng.choice([1, 2, 8]),
             "max_moves": rng.choice([0, 2]),
             "tail_fraction": rng.choice([0.0, 0.0, 0.3, 0.9]),
-            "hand_back_s": rng.choice([0.0, 0.3, 2.0]),
-            "join_s": 15.0,
+            "drain_margin_s": rng.choice([0.0, 0.3, 2.0]),
+            "join_timeout_s": 15.0,
         },
         "pool": {"kind": "static", "workers": 1},
     }

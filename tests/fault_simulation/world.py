@@ -23,7 +23,7 @@ from tests.fault_simulation.training_invariants import Lessons
 from tests.memory_journal import PowerCut
 from tidemill.config.schema import RunSpec
 from tidemill.controller.loop import LoopResult, train_loop
-from tidemill.controller.waiting import Patience
+from tidemill.controller.waiting import Timeouts
 from tidemill.core.errors import DeadlineError, TidemillError
 from tidemill.core.protocols import LoopClock, Worker
 from tidemill.core.records import Lease, LeaseEvent, WorkerReport
@@ -39,7 +39,7 @@ from tidemill.weights.store import WeightStore
 LONG_S = 3600.0
 """Of the run's time: one that is not over by then never ends."""
 
-PATIENCE = Patience(
+TIMEOUTS = Timeouts(
     notice_s=5.0,
     worker_s=20.0,
     pool_s=300.0,
@@ -138,13 +138,13 @@ class World:
             clock=clock,
             telemetry=self.log,
             config=self._spec.fleet,
-            patience=PATIENCE,
+            timeouts=TIMEOUTS,
             provider=self.provider if elastic else None,
             host=self if elastic else None,
             publisher=StoredPublisher(WeightStore(self._transport, compute=PromptCompute()), lessons, seconds=0.05)
             if elastic
             else None,
-            silence_s=scenario.silence_s,
+            heartbeat_timeout_s=scenario.heartbeat_timeout_s,
         )
 
     async def live(self) -> LoopResult | None:
@@ -191,7 +191,7 @@ class World:
                     codec=NoText(),
                     clock=LoopClock(),
                     stop=self._stop,
-                    patience=PATIENCE,
+                    timeouts=TIMEOUTS,
                 )
         finally:
             self._disk.journal = self.journal.disk

@@ -1,4 +1,4 @@
-"""What a user gets wrong ends with exit code 2 and a line or two naming what, where and the cure; nothing is lost."""
+"""What a user gets wrong ends with exit code 2 and a line or two naming what, where and the hint; nothing is lost."""
 
 from __future__ import annotations
 

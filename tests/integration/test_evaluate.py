@@ -11,8 +11,8 @@ from tidemill.cli.evaluate import figures
 from tidemill.config.load import load_spec
 from tidemill.config.schema import RunConfig
 from tidemill.core.records import Prompt, Reward, Trajectory
-from tidemill.runtime.answering import Answered, Answering
-from tidemill.runtime.evaluate import evaluate
+from tidemill.runtime.batch_generation import BatchGenerator, CachedCompletions
+from tidemill.runtime.model_evaluation import evaluate
 
 
 class Likes:
@@ -81,11 +81,11 @@ def test_what_was_answered_before_a_stop_is_not_asked_again(
     )  # fmt: skip
     found = evaluate(spec, answers=tmp_path / "answers.jsonl")
 
-    async def asked(*_: object) -> Answered:
+    async def asked(*_: object) -> CachedCompletions:
         raise AssertionError("answered before")
 
-    monkeypatch.setattr(Answering, "_ask_greedily", asked)
-    monkeypatch.setattr(Answering, "_draw", asked)
+    monkeypatch.setattr(BatchGenerator, "_ask_greedily", asked)
+    monkeypatch.setattr(BatchGenerator, "_draw", asked)
     assert evaluate(spec, answers=tmp_path / "answers.jsonl") == found
     with pytest.raises(AssertionError, match="answered before"):  # another seed draws other samples
         evaluate(spec.model_copy(update={"run": RunConfig(seed=1)}), answers=tmp_path / "answers.jsonl")

@@ -19,8 +19,8 @@ from tidemill.models.folder import holds_adapter
 from tidemill.models.loading import load_model
 from tidemill.models.lora import frozen_parameters, learned_parameters
 from tidemill.models.reward_model import load_reward_model
-from tidemill.runtime.model_bundle import load_parts
-from tidemill.runtime.supervised import SupervisedKind
+from tidemill.runtime.model_bundle import load_model_bundle
+from tidemill.runtime.train_supervised import SupervisedKind
 
 RECIPE = f"@{REPOSITORY / 'recipes' / 'char-addition.toml'}"
 LORA = "--model.lora.rank=4"
@@ -118,7 +118,7 @@ def test_on_smollm2_a_version_is_under_two_percent_of_the_models_bytes(shared_ca
     spec = load_spec(
         [f"@{REPOSITORY / 'recipes' / 'smollm2-lora.toml'}", "--trainer.threads=1", "--trainer.device=cpu"]
     )
-    model = load_parts(spec, progress=lambda _: None).model
+    model = load_model_bundle(spec, progress=lambda _: None).model
     learned, base = (
         sum(p.nbytes for p in part.values()) for part in (learned_parameters(model), frozen_parameters(model))
     )

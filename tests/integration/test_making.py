@@ -17,8 +17,8 @@ from tidemill.envs.text import build_task
 from tidemill.envs.text.data import load_demonstrations, load_pairs
 from tidemill.models.catalog import resolve
 from tidemill.models.codec import TextCodec, load_codec
-from tidemill.runtime.answering import Answered, Answering
-from tidemill.runtime.making import make_pairs
+from tidemill.runtime.batch_generation import BatchGenerator, CachedCompletions
+from tidemill.runtime.data_generation import make_pairs
 
 RECIPE = f"@{REPOSITORY / 'recipes' / 'char-addition.toml'}"
 # An untrained model is hardly ever right: here a completion that begins with a digit is.
@@ -90,9 +90,9 @@ def test_pairs_go_on_from_the_prompts_that_were_answered(
 ) -> None:
     spec, kept = load_spec(JUDGED, purpose="generate"), tmp_path / "answers.jsonl"
     asked: list[str] = []
-    draw = Answering._draw
+    draw = BatchGenerator._draw
 
-    async def counted(self: Answering, key: str, *rest: Any) -> Answered:
+    async def counted(self: BatchGenerator, key: str, *rest: Any) -> CachedCompletions:
         asked.append(key)
         return await draw(self, key, *rest)
 
@@ -109,8 +109,8 @@ def test_pairs_go_on_from_the_prompts_that_were_answered(
         )
         return path.read_bytes()
 
-    monkeypatch.setattr(Answering, "_draw", counted)
-    monkeypatch.setattr("tidemill.runtime.answering.SAMPLES_AT_ONCE", 60)  # ten prompts
+    monkeypatch.setattr(BatchGenerator, "_draw", counted)
+    monkeypatch.setattr("tidemill.runtime.batch_generation.SAMPLES_AT_ONCE", 60)  # ten prompts
     whole = make("whole.jsonl")
     lines = kept.read_bytes().splitlines(keepends=True)
     assert len(asked) == len(lines) == 3

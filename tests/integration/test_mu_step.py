@@ -30,7 +30,7 @@ from tidemill.core.records import (
     unpack_logprobs,
     unpack_tokens,
 )
-from tidemill.runtime.backend import Machinery
+from tidemill.runtime.backend import RuntimeBackend
 from tidemill.runtime.local import in_process
 from tidemill.runtime.train import train
 from tidemill.telemetry.recorder import Recorder
@@ -107,16 +107,18 @@ def live(directory: Path, *, checkpoint_every: int, dies_at: int | None = None) 
     watched: list[Watched] = []
 
     @asynccontextmanager
-    async def opened(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Clock) -> AsyncIterator[Machinery]:
-        async with in_process(spec, run, recorder, clock) as machinery:
-            watched.append(Watched(machinery.trainer, dies_at))
-            yield replace(machinery, trainer=watched[0])
+    async def opened(
+        spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Clock
+    ) -> AsyncIterator[RuntimeBackend]:
+        async with in_process(spec, run, recorder, clock) as backend:
+            watched.append(Watched(backend.trainer, dies_at))
+            yield replace(backend, trainer=watched[0])
 
     if dies_at is None:
-        train(spec, telemetry_stream=io.StringIO(), open_machinery=opened)
+        train(spec, telemetry_stream=io.StringIO(), open_backend=opened)
     else:
         with pytest.raises(Died):
-            train(spec, telemetry_stream=io.StringIO(), open_machinery=opened)
+            train(spec, telemetry_stream=io.StringIO(), open_backend=opened)
     return watched[0]
 
 

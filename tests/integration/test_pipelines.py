@@ -302,7 +302,7 @@ def test_the_recipe_of_rlhf_from_written_answers_to_the_truth(folder: Path) -> N
         "--task.largest=9",
         "--stage.sft.supervised.epochs=60",
         "--stage.sft.optimizer.learning_rate=3e-3",
-        "--stage.pairs.making.samples_per_prompt=64",
+        "--stage.pairs.data_generation.samples_per_prompt=64",
         "--stage.ppo.trainer.steps=2",
         "--json",
     )

@@ -13,7 +13,7 @@ from tests.integration.supervised_process import session, write_data
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.models.folder import DESCRIPTION
-from tidemill.runtime.evaluate import evaluate
+from tidemill.runtime.model_evaluation import evaluate
 from tidemill.runtime.train import train
 from tidemill.telemetry.metrics import read_metrics
 
@@ -87,7 +87,7 @@ def test_another_tokenizer_is_refused_with_what_to_do(tmp_path: Path, reward_fol
     with pytest.raises(UserError, match="another tokenizer than the policy") as caught:
         train(other, telemetry_stream=StringIO())
     assert caught.value.where == "scoring.rewards[0].model"
-    assert "reward_model stage" in caught.value.cure
+    assert "reward_model stage" in caught.value.hint
     assert not (tmp_path / "run").exists()
     with pytest.raises(UserError, match="another tokenizer than the policy"):
         evaluate(other)

@@ -18,7 +18,7 @@ from tidemill.core.errors import UserError
 from tidemill.models.codec import load_codec
 from tidemill.models.loading import load_model
 from tidemill.models.reward_model import load_reward_model, sequence_scores
-from tidemill.runtime.supervised import SupervisedKind
+from tidemill.runtime.train_supervised import SupervisedKind
 from tidemill.telemetry.metrics import read_metrics
 
 PROCESS = "tests.integration.supervised_process:main"

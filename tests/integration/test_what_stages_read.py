@@ -42,8 +42,12 @@ def keys(section: Config, prefix: str = "") -> Iterator[tuple[tuple[type[Config]
 @pytest.mark.parametrize(
     ("kind", "settings", "read"),
     [
-        ("demonstrations", "making.prompts = 4", {"making.side", "sampling.stop", "task.digits"}),
-        ("pairs", "making.prompts = 20", {"making.pairs_per_prompt", "sampling.temperature", "engine.slots"}),
+        ("demonstrations", "data_generation.prompts = 4", {"data_generation.split", "sampling.stop", "task.digits"}),
+        (
+            "pairs",
+            "data_generation.prompts = 20",
+            {"data_generation.pairs_per_prompt", "sampling.temperature", "engine.slots"},
+        ),
         ("eval", "eval.prompts = 4\neval.samples_per_prompt = 2", {"eval.pass_at", "sampling.temperature"}),
         ("export", "", {"export.dtype", "model.source"}),
     ],

@@ -40,8 +40,8 @@ configs = st.builds(
     queue_limit=st.sampled_from([1, 8]),
     max_moves=st.sampled_from([0, 2]),
     tail_fraction=st.sampled_from([0.0, 0.3, 0.9]),
-    hand_back_s=st.sampled_from([0.0, 0.3, 2.0]),
-    silence_s=st.just(5.0),
+    drain_margin_s=st.sampled_from([0.0, 0.3, 2.0]),
+    heartbeat_timeout_s=st.just(5.0),
 )
 
 

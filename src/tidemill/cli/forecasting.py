@@ -20,7 +20,7 @@ from tidemill.core.errors import UserError
 from tidemill.core.formatting import counted, duration, percent
 from tidemill.planner.calibration.fit import calibrate as fitted
 from tidemill.planner.calibration.profile import QUANTITIES, RunProfile, kept_path, write_profile
-from tidemill.pool.build import outlived
+from tidemill.pool.build_provider import outlived
 from tidemill.sim.comparison import (
     HEADINGS,
     REMARKS,
@@ -58,7 +58,7 @@ def simulate(*items: Items, html: Html = None, dry_run: DryRun = False, json: Js
     if html is not None:
         _try_to_write(html)
     compared, findings = _compare(scenario)
-    longest_s = max((one.run.seconds for one in compared if one.planned.plant.worker), default=0.0)
+    longest_s = max((one.run.seconds for one in compared if one.planned.cost_model.worker), default=0.0)
     notes = [*outlived(spec.pool, longest_s), *crowded(compared)]
     said = [*findings.values(), *notes]
     if html is not None:
@@ -83,7 +83,7 @@ def _compare(scenario: Scenario) -> tuple[list[Compared], dict[str, str]]:
             run = simulate_planned(one, scenario.workload, tell=Progress(one))
         except UserError as error:
             errors.append(error)
-            findings[one.name] = f"{one.name}: {error.what}; {error.cure}"
+            findings[one.name] = f"{one.name}: {error.what}; {error.hint}"
         else:
             compared.append(Compared(planned=one, run=run))
     if not compared:
@@ -105,7 +105,7 @@ def _write(html: Path, page: str, *, mode: Literal["a", "w"] = "w") -> None:
             file.write(page)
     except OSError as error:
         what = f"the page cannot be written: {error.strerror}"
-        raise UserError(what, where=f"--html {html}", cure="choose another file") from error
+        raise UserError(what, where=f"--html {html}", hint="choose another file") from error
 
 
 class Progress:
@@ -146,11 +146,11 @@ def calibrate(run_dir: Annotated[Path, Parameter(name="RUN_DIR")], /, *, out: Ou
         The directory given to `tidemill train` as --run.dir.
     """
     if out is not None and out.is_dir():
-        raise UserError("that is a directory", where=f"--out {out}", cure="name a file in it")
+        raise UserError("that is a directory", where=f"--out {out}", hint="name a file in it")
     profile = fitted(run_dir)
     kept = kept_path(profile)
     if out is not None:  # first: where it cannot be written, nothing has changed
-        write_profile(profile, out, where=f"--out {out}", cure="choose another file")
+        write_profile(profile, out, where=f"--out {out}", hint="choose another file")
     write_profile(profile, kept)
     data = {"profile": msgspec.to_builtins(profile), "files": [str(kept), *([str(out)] if out else ())]}
     return Result(data=data, text=Group(*profile_text(profile, out or kept)))
@@ -174,7 +174,7 @@ def profile_text(profile: RunProfile, path: Path) -> Iterator[RenderableType]:
     yield from plain(
         f"a step took {profile.step_s.value:.3g} s of wall time (± {profile.step_s.error:.2g}) and "
         f"{profile.step_cpu_s.value:.3g} s of CPU time; simulated on a machine that does nothing else it takes "
-        f"{profile.twin_step_s:.3g} s"
+        f"{profile.simulated_step_s:.3g} s"
     )
     yield from notes(profile.notes)
     yield from plain(f"kept in {path}")

@@ -26,7 +26,7 @@ from tidemill.core.errors import (
     TidemillError,
     TrainerLost,
     UserError,
-    root_fault,
+    root_error,
 )
 
 
@@ -185,7 +185,7 @@ class Failure:
 
 def explain(error: BaseException, *, debug: bool = False) -> Failure:
     """The failure an exception amounts to; with `debug` the traceback is in its text, else a bug's goes to a file."""
-    error = root_fault(error)
+    error = root_error(error)
     told = "".join(traceback.format_exception(error)) if debug else ""
     if isinstance(error, KeyboardInterrupt):
         return Failure(
@@ -223,19 +223,19 @@ def as_user_error(error: BaseException) -> UserError | None:
     if isinstance(error, UserError):
         return error
     if isinstance(error, OSError) and error.errno in CURES:
-        path, cure = str(error.filename or ""), CURES[error.errno]
+        path, hint = str(error.filename or ""), CURES[error.errno]
         if error.errno == errno.EACCES and _unreadable(path):
-            cure = "make it readable for you, or name another place"
-        return UserError(str(error.strerror).lower(), where=path, cure=cure)
+            hint = "make it readable for you, or name another place"
+        return UserError(str(error.strerror).lower(), where=path, hint=hint)
     # torch's own class and the words of its CPU allocator, named so that torch need not be imported.
     allocator = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
     if isinstance(error, MemoryError) or allocator:
         first = str(error).splitlines()[:1]
-        cure = (
+        hint = (
             "lower batch.microbatch_tokens (in sft, reward_model and dpo stages supervised.microbatch_tokens), "
             "engine.slots or trainer.logits_budget_mb"
         )
-        return UserError(f"out of memory{': ' if first else ''}{''.join(first)}", cure=cure)
+        return UserError(f"out of memory{': ' if first else ''}{''.join(first)}", hint=hint)
     return None
 
 
@@ -245,7 +245,7 @@ def _unreadable(path: str) -> bool:
 
 
 def user_text(error: UserError) -> str:
-    """`error: ` before every fault; the cure below."""
+    """`error: ` before every fault; the hint below."""
     from tidemill.config.issues import ConfigError
 
     if isinstance(error, ConfigError):
@@ -262,7 +262,7 @@ def user_data(error: UserError) -> dict[str, Any]:
         "kind": "input",
         "message": error.what,
         "where": error.where,
-        "cure": error.cure,
+        "hint": error.hint,
         "faults": faults,
     }
 

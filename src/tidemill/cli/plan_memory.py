@@ -12,9 +12,9 @@ from tidemill.cli import plan_options
 from tidemill.cli.output import Json, Result
 from tidemill.cli.plan_options import CatalogFile, Explain, Model, Params, Whole, count, shape_of
 from tidemill.core.formatting import counted, doing, size
-from tidemill.hardware.catalog import load_catalog
+from tidemill.hardware.gpu_catalog import load_catalog
 from tidemill.hardware.model_shape import ModelShape, shape_of_parameters
-from tidemill.planner.memory.plan import MemoryPlan, WhyNot, plan_memory
+from tidemill.planner.memory.memory_plan import MemoryPlan, WhyNot, plan_memory
 from tidemill.planner.memory.states import Holding, Load, MemoryQuestion, Parallel
 
 SHOWN_PARTS = 3
@@ -188,9 +188,9 @@ def why_not_data(plan: MemoryPlan) -> dict[str, Any] | None:
         "gpus": plan.why_not.gpus,
         "missing_bytes": plan.why_not.missing_bytes,
         "parts": plan.why_not.parts,
-        "cures": [
-            {"option": cure.option, "bytes_per_gpu": cure.bytes_per_gpu, "fits": cure.fits}
-            for cure in plan.why_not.cures
+        "hints": [
+            {"option": hint.option, "bytes_per_gpu": hint.bytes_per_gpu, "fits": hint.fits}
+            for hint in plan.why_not.hints
         ],
     }
 
@@ -233,5 +233,5 @@ def why_not_text(why: WhyNot) -> Iterator[str]:
     """What takes the room on too few GPUs, and what each change by itself would come to."""
     largest = ", ".join(f"{size(count)} of {name}" for name, count in list(why.parts.items())[:SHOWN_PARTS] if count)
     yield f"{doing(why.gpus, 'GPU', 'lack')} {size(why.missing_bytes)} each: {largest}"
-    for cure in why.cures:
-        yield f"  with {cure.option}: " + ("fits" if cure.fits else f"{size(cure.missing_bytes)} too much")
+    for hint in why.hints:
+        yield f"  with {hint.option}: " + ("fits" if hint.fits else f"{size(hint.missing_bytes)} too much")

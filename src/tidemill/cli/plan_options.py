@@ -37,8 +37,8 @@ def whole(kind: type, tokens: Sequence[Token]) -> int:
     try:
         return int(token.value)
     except ValueError:
-        cure = "write it without a point, an exponent or a unit"
-        raise UserError(f"{token.value!r} is no whole number", where=str(token.keyword), cure=cure) from None
+        hint = "write it without a point, an exponent or a unit"
+        raise UserError(f"{token.value!r} is no whole number", where=str(token.keyword), hint=hint) from None
 
 
 Whole = Annotated[int, Parameter(converter=whole)]
@@ -61,7 +61,7 @@ def shape_of(params: str | None, model: Path | None) -> ModelShape:
     """
     if (params is None) == (model is None):
         what = "no model given" if params is None else "--params and --model are both given"
-        raise UserError(what, cure="give --params 70e9, or --model FOLDER with a config.json")
+        raise UserError(what, hint="give --params 70e9, or --model FOLDER with a config.json")
     return read_shape(model) if model is not None else shape_of_parameters(count(str(params), "--params"))
 
 
@@ -69,7 +69,7 @@ def counted_from_1(given: Mapping[str, float]) -> None:
     """Raises UserError: the value of an option is below 1, or not finite."""
     for option, value in given.items():
         if not 1 <= value < math.inf:
-            raise UserError(f"needs 1 or more, was given {value:g}", where=option, cure="correct it")
+            raise UserError(f"needs 1 or more, was given {value:g}", where=option, hint="correct it")
 
 
 def lengths_given(run_dir: Path | None, mean: float | None, default: float, *, sigma: float, limit: int) -> Lengths:
@@ -89,7 +89,7 @@ def lengths_given(run_dir: Path | None, mean: float | None, default: float, *, s
     except UserError as error:
         where = "--sigma" if 1 <= tokens <= limit else "--completion-tokens"
         what = f"its default: {error.what}" if where == "--completion-tokens" and mean is None else error.what
-        raise UserError(what, where=where, cure=error.cure) from None
+        raise UserError(what, where=where, hint=error.hint) from None
 
 
 def count(text: str, option: str) -> float:
@@ -105,7 +105,7 @@ def count(text: str, option: str) -> float:
     except ValueError:
         value = math.nan
     if not 1 <= value < math.inf:
-        raise UserError(f"{text!r} is not a number of parameters", where=option, cure="write 70e9 or 70b")
+        raise UserError(f"{text!r} is not a number of parameters", where=option, hint="write 70e9 or 70b")
     return value
 
 
@@ -158,8 +158,8 @@ def shape_of_model(config: ModelConfig) -> ModelShape:
         return read_shape(Path(config.source).expanduser())
     entry = next((entry for entry in listing() if entry.name == config.source and entry.cached), None)
     if entry is None:
-        cure = f"fetch it (`tidemill model get {config.source}`), or give --params or --model"
-        raise UserError(f"the shape of {config.source} is not known here", where="model.source", cure=cure)
+        hint = f"fetch it (`tidemill model get {config.source}`), or give --params or --model"
+        raise UserError(f"the shape of {config.source} is not known here", where="model.source", hint=hint)
     return read_shape(Path(entry.path))
 
 

@@ -25,8 +25,8 @@ from tidemill.cli.plan_options import (
 )
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import counted, dollars, duration, percent
-from tidemill.hardware.catalog import Catalog, load_catalog
 from tidemill.hardware.engine_profile import rollout_of
+from tidemill.hardware.gpu_catalog import Catalog, load_catalog
 from tidemill.planner.memory.states import Holding
 from tidemill.planner.placement.estimate import Estimate, Side
 from tidemill.planner.placement.search import PlacementPlan, plan_placement
@@ -171,7 +171,7 @@ def offer_of(text: str, catalog: Catalog, option: str, *, availability: float = 
     name, colon, count = text.partition(":")
     where = f"{option} {text}"
     if colon and not count.isdecimal():
-        raise UserError(f"{count!r} is no number of machines", where=where, cure="write NAME:COUNT")
+        raise UserError(f"{count!r} is no number of machines", where=where, hint="write NAME:COUNT")
     machine = catalog.machine(name, where=where)
     return Offer(
         machine=machine,
@@ -197,7 +197,7 @@ def with_prices(catalog: Catalog, prices: Sequence[str]) -> Catalog:
         except ValueError:
             usd = math.nan
         if not 0 < usd < math.inf:
-            raise UserError(f"{amount!r} is no price", where=f"--price {text}", cure="write NAME=USD, per hour")
+            raise UserError(f"{amount!r} is no price", where=f"--price {text}", hint="write NAME=USD, per hour")
         field = "usd_per_hour" if given == name else "preemptible_usd_per_hour"
         row = catalog.machine(name, where=f"--price {text}")
         changes: dict[str, Any] = {field: usd, "price_source": "given by --price", "priced": "now"}

@@ -30,12 +30,12 @@ from tidemill.config.load import load_spec
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import counted, dollars, duration, percent, size
-from tidemill.hardware.catalog import load_catalog
+from tidemill.hardware.gpu_catalog import load_catalog
 from tidemill.planner.calibration.profile import RunProfile, kept_path, read_profile, unlike, write_profile
-from tidemill.planner.figures import Sheet
-from tidemill.planner.forecast.cluster import ClusterForecast, forecast_on_cluster, question_of
+from tidemill.planner.figures import Derivation
+from tidemill.planner.forecast.cluster_forecast import ClusterForecast, forecast_on_cluster, question_of
 from tidemill.planner.forecast.forecast import SEEDS, derive, fitting_profile, forecast_recipe, memory_on_this_machine
-from tidemill.pool.build import outlived, remarks
+from tidemill.pool.build_provider import outlived, remarks
 from tidemill.telemetry.manifest import Forecast, Spread
 
 MEASURED_STEPS = 6
@@ -91,7 +91,7 @@ def run(
     """
     spec = load_spec(items)
     if seeds < 1:
-        raise UserError("a forecast is of one simulation at least", where="--seeds", cure="5 give a spread")
+        raise UserError("a forecast is of one simulation at least", where="--seeds", hint="5 give a spread")
     if machines:
         here = {"--profile": profile, "--measure": measure or None}
         _refuse(here, "is of this machine, and --machines describe others", "leave out one of them")
@@ -123,11 +123,11 @@ def run(
     return _of_this_machine(spec, chosen, forecast_recipe(spec, chosen, seeds=seeds), explain=explain)
 
 
-def _refuse(options: Mapping[str, object], what: str, cure: str) -> None:
+def _refuse(options: Mapping[str, object], what: str, hint: str) -> None:
     """Raises UserError: one of them was given, and would have no effect."""
     for option, value in options.items():
         if value is not None:
-            raise UserError(what, where=option, cure=cure)
+            raise UserError(what, where=option, hint=hint)
 
 
 def _profile(spec: RunSpec, file: Path | None, *, measure: bool) -> RunProfile:
@@ -155,7 +155,7 @@ def _measured(spec: RunSpec) -> RunProfile:
 
 
 def _of_this_machine(spec: RunSpec, profile: RunProfile, found: Forecast, *, explain: bool) -> Result:
-    sheet = Sheet()
+    sheet = Derivation()
     derive(found, sheet)
     memory = memory_on_this_machine(spec, models_of(spec), profile, sheet)
     differences, notes = unlike(profile, spec), [*found.notes, *_of_pool(spec, found)]
@@ -178,7 +178,7 @@ def _of_this_machine(spec: RunSpec, profile: RunProfile, found: Forecast, *, exp
 
 
 def _of_cluster(spec: RunSpec, found: ClusterForecast, *, explain: bool) -> Result:
-    sheet = Sheet()
+    sheet = Derivation()
     derive(found.forecast, sheet)
     notes = [*found.forecast.notes, *_of_pool(spec, found.forecast)]
     data = {

@@ -17,7 +17,7 @@ from tidemill.cli.output import INTERRUPTED_CODE, Result, note
 from tidemill.config.pipeline import PipelineSpec
 from tidemill.core.formatting import counted, duration
 from tidemill.pipeline.execution import Row, pipeline_toml, plan_notes, plan_pipeline, row_data, rows, run_pipeline
-from tidemill.pipeline.plan import Choice, Mark, Plan, Planned
+from tidemill.pipeline.stage_plan import Choice, Plan, PlannedStage, StageResult
 
 
 def train_pipeline(pipeline: PipelineSpec, *, choice: Choice, prune_stale: bool) -> Result:
@@ -55,10 +55,10 @@ class OnStandardError:
         for line in plan_notes(plan):
             console.print(line, markup=False, highlight=False)
 
-    def begins(self, planned: Planned, number: int, of: int) -> None:
+    def begins(self, planned: PlannedStage, number: int, of: int) -> None:
         Console(stderr=True).rule(f"[bold]{number} of {of}: {planned.stage.name}[/bold] ({planned.stage.kind})")
 
-    def achieved(self, planned: Planned, mark: Mark) -> None:
+    def achieved(self, planned: PlannedStage, mark: StageResult) -> None:
         note(f"{planned.stage.name}: {mark.headline}, in {duration(mark.wall_s)}")
 
     def say(self, line: str) -> None:

@@ -41,7 +41,7 @@ ConfigT = TypeVar("ConfigT", bound=Config)
 
 
 def refuse(faults: list[str], config: ConfigT) -> ConfigT:
-    """`config` itself where nothing is wrong; else a ValueError with one fault and its cure a line."""
+    """`config` itself where nothing is wrong; else a ValueError with one fault and its hint a line."""
     if faults:
         raise ValueError("\n".join(faults))
     return config

@@ -43,9 +43,9 @@ def preemptible(spec: RunSpec) -> bool:
 
 def pool_notes(spec: RunSpec) -> list[str]:
     """Settings of pool and fleet that will probably not do what was hoped."""
-    notice_s, hand_back_s = _notice_s(spec), spec.fleet.hand_back_s
-    if 0 < notice_s <= hand_back_s:
-        limit = f"fleet.hand_back_s = {hand_back_s:g}"
+    notice_s, drain_margin_s = _notice_s(spec), spec.fleet.drain_margin_s
+    if 0 < notice_s <= drain_margin_s:
+        limit = f"fleet.drain_margin_s = {drain_margin_s:g}"
         return [f"a notice of {notice_s:g} s is no longer than {limit}: a warned worker hands its samples back at once"]
     return []
 
@@ -79,7 +79,7 @@ def _notice_s(spec: RunSpec) -> float:
 
 def _notice(spec: RunSpec) -> str:
     notice_s = _notice_s(spec)
-    back = f"samples are handed back {min(notice_s, spec.fleet.hand_back_s):g} s before the end"
+    back = f"samples are handed back {min(notice_s, spec.fleet.drain_margin_s):g} s before the end"
     if isinstance(spec.pool, RayPool):
         return "as the cluster gives it; without one, samples go on elsewhere from the tokens that arrived"
     share = spec.pool.noticed if isinstance(spec.pool, SyntheticPool) else 1.0
@@ -177,7 +177,13 @@ ROWS = (
     Row(
         (
             *("fleet.size", "fleet.seed_window_s", "fleet.window_gain", "fleet.queue_limit", "fleet.max_moves"),
-            *("fleet.tail_fraction", "fleet.join_s", "fleet.hand_back_s", "fleet.probe_limit", "fleet.hand_over"),
+            *(
+                "fleet.tail_fraction",
+                "fleet.join_timeout_s",
+                "fleet.drain_margin_s",
+                "fleet.probe_tolerance",
+                "fleet.hand_over",
+            ),
             *("fleet.window_floor_s", "fleet.remember_windows", "fleet.known_windows"),
             "fleet.preemptible_usd_per_hour",
         ),
@@ -191,7 +197,7 @@ ROWS = (
         "only at schedule.max_policy_lag = 0 does one step's generating end before the next begins",
     ),
     Row(
-        ("fleet.silence_s",),
+        ("fleet.heartbeat_timeout_s",),
         lambda spec: spec.runtime == "ray" and preemptible(spec),
         "there are no preemptible workers that are processes of their own",
     ),

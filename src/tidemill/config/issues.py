@@ -39,33 +39,33 @@ SHOWN_VALUE_CHARS = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
-    """One thing wrong: the key, what about it, the file and line or flag that says so, and the cure."""
+class ConfigIssue:
+    """One thing wrong: the key, what about it, the file and line or flag that says so, and the hint."""
 
     what: str
     key: str = ""
     source: str = ""
-    cure: str = ""
+    hint: str = ""
 
     @property
     def line(self) -> str:
         """`trainer.stpes: unknown key (a.toml:3); did you mean trainer.steps?`"""
         text = f"{self.key}: {self.what}" if self.key else self.what
         text += f" ({self.source})" if self.source else ""
-        return f"{text}; {self.cure}" if self.cure else text
+        return f"{text}; {self.hint}" if self.hint else text
 
 
 class ConfigError(UserError):
     """Every fault found in a configuration, a line each. `faults` holds them one by one."""
 
-    def __init__(self, faults: Sequence[Fault]) -> None:
+    def __init__(self, faults: Sequence[ConfigIssue]) -> None:
         self.faults = tuple(faults)
         super().__init__("\n".join(fault.line for fault in faults))
 
 
-def translate(error: ValidationError, data: dict[str, Any], locate: Locate) -> list[Fault]:
+def translate(error: ValidationError, data: dict[str, Any], locate: Locate) -> list[ConfigIssue]:
     """The faults in pydantic's report, in the order of the schema; `data` is what was validated."""
-    faults: list[Fault] = []
+    faults: list[ConfigIssue] = []
     for details in error.errors(include_url=False):
         location = without_tags(details["loc"], data)
         if details["type"] == "too_short" and details["input"]:
@@ -73,7 +73,7 @@ def translate(error: ValidationError, data: dict[str, Any], locate: Locate) -> l
         if details["type"] == "value_error":
             source = locate(location) if location else ""
             lines = str(details["ctx"]["error"]).splitlines()
-            faults += [split_cure(line, key=dotted(location), source=source) for line in lines]
+            faults += [split_hint(line, key=dotted(location), source=source) for line in lines]
         else:
             faults.append(_fault(details, location, data, locate))
     return list(dict.fromkeys(faults))  # a value that fits no member of a union is reported once for each
@@ -94,20 +94,20 @@ def shown(value: Any) -> str:
     return text if len(text) <= SHOWN_VALUE_CHARS else text[: SHOWN_VALUE_CHARS - 3] + "..."
 
 
-def split_cure(line: str, *, key: str = "", source: str = "") -> Fault:
-    """The fault in a validator's line, "what; cure"."""
-    what, _, cure = line.partition("; ")
-    return Fault(key=key, what=what, source=source, cure=cure)
+def split_hint(line: str, *, key: str = "", source: str = "") -> ConfigIssue:
+    """The fault in a validator's line, "what; hint"."""
+    what, _, hint = line.partition("; ")
+    return ConfigIssue(key=key, what=what, source=source, hint=hint)
 
 
-def no_table(location: Location, given: Any, source: str) -> Fault:
+def no_table(location: Location, given: Any, source: str) -> ConfigIssue:
     """The fault of a value in place of a section."""
     what = f"is a table of settings, was given {shown(given)}"
-    cure = f"set its keys one by one: {_first_keys(location)}"
-    return Fault(key=dotted(location), what=what, source=source, cure=cure)
+    hint = f"set its keys one by one: {_first_keys(location)}"
+    return ConfigIssue(key=dotted(location), what=what, source=source, hint=hint)
 
 
-def _fault(details: ErrorDetails, location: Location, data: dict[str, Any], locate: Locate) -> Fault:
+def _fault(details: ErrorDetails, location: Location, data: dict[str, Any], locate: Locate) -> ConfigIssue:
     kind, given = details["type"], details["input"]
     if kind == "extra_forbidden":
         return unknown_key(location, data, locate(location))
@@ -121,16 +121,20 @@ def _fault(details: ErrorDetails, location: Location, data: dict[str, Any], loca
     if key is None:
         return no_table(location, given, source)
     if kind == "missing":
-        return Fault(key=name, what="not given, and there is no default", source=source, cure=_how_to_give(key, data))
+        return ConfigIssue(
+            key=name, what="not given, and there is no default", source=source, hint=_how_to_give(key, data)
+        )
     if kind == "too_short":
-        return Fault(key=name, what="is empty", source=source, cure="give at least one")
+        return ConfigIssue(key=name, what="is empty", source=source, hint="give at least one")
     if kind == "string_too_short":
-        return Fault(key=name, what="is empty", source=source, cure="give at least one character, or leave it out")
+        return ConfigIssue(
+            key=name, what="is empty", source=source, hint="give at least one character, or leave it out"
+        )
     if len(location) > len(key.path):
-        words, cure = element_words(key), _closest(element_type(key), given)
+        words, hint = element_words(key), _closest(element_type(key), given)
     else:
-        words, cure = key.words, _closest(without_none(key.annotation), given) or _as_array(key, given, source)
-    return Fault(key=name, what=f"needs {words}, was given {shown(given)}", source=source, cure=cure)
+        words, hint = key.words, _closest(without_none(key.annotation), given) or _as_array(key, given, source)
+    return ConfigIssue(key=name, what=f"needs {words}, was given {shown(given)}", source=source, hint=hint)
 
 
 def _owner(location: Location, kind: str) -> tuple[Location, Key | None]:
@@ -143,7 +147,7 @@ def _owner(location: Location, kind: str) -> tuple[Location, Key | None]:
     return location, None
 
 
-def unknown_key(location: Location, data: dict[str, Any], source: str = "") -> Fault:
+def unknown_key(location: Location, data: dict[str, Any], source: str = "") -> ConfigIssue:
     """The fault of a key that is not in the schema, with what was probably meant."""
     plain = tuple(ITEM if isinstance(part, int) else part for part in location)
     table = next((table for table in variants() if plain[: len(table)] == table), None)
@@ -151,11 +155,11 @@ def unknown_key(location: Location, data: dict[str, Any], source: str = "") -> F
     elsewhere = [key for key in keys_by_path().get(plain, ()) if key.variant and key.variant != kind]
     if table and elsewhere:
         what = f'belongs to {dotted(table)}.kind = "{elsewhere[0].variant}", and the kind here is "{kind}"'
-        return Fault(key=dotted(location), what=what, source=source, cure="change the kind or leave the key out")
+        return ConfigIssue(key=dotted(location), what=what, source=source, hint="change the kind or leave the key out")
     meant = suggest(location, kind=kind)
     what = "unknown section" if len(location) == 1 and not meant.count(".") else "unknown key"
-    cure = f"did you mean {meant}?" if meant else "`tidemill train --help` lists every key"
-    return Fault(key=dotted(location), what=what, source=source, cure=cure)
+    hint = f"did you mean {meant}?" if meant else "`tidemill train --help` lists every key"
+    return ConfigIssue(key=dotted(location), what=what, source=source, hint=hint)
 
 
 def _kind(data: dict[str, Any], table: Location) -> str:
@@ -207,62 +211,66 @@ def refuse_untrainable(spec: RunSpec) -> None:
         raise ConfigError(faults)
 
 
-def contradictions(spec: RunSpec, purpose: Purpose) -> list[Fault]:
+def contradictions(spec: RunSpec, purpose: Purpose) -> list[ConfigIssue]:
     """What is wrong with `spec` for this purpose, beyond what is wrong with it for any."""
-    faults = list[Fault]()
+    faults = list[ConfigIssue]()
     if purpose in ("train", "generate", "eval"):
         faults += _context_faults(spec, purpose)
     if purpose == "eval" and spec.eval.samples_per_prompt > 1 and spec.sampling.temperature == 0:
         what = f"0 is greedy: all {spec.eval.samples_per_prompt} samples of a prompt would be the same"
         faults.append(
-            Fault(key="sampling.temperature", what=what, cure="set it above 0, or eval.samples_per_prompt to 0")
+            ConfigIssue(key="sampling.temperature", what=what, hint="set it above 0, or eval.samples_per_prompt to 0")
         )
     if purpose == "train":
         faults += _sampling_faults(spec) + _batch_faults(spec)
     return faults
 
 
-def _context_faults(spec: RunSpec, purpose: Purpose) -> list[Fault]:
+def _context_faults(spec: RunSpec, purpose: Purpose) -> list[ConfigIssue]:
     limits = {"sampling.max_new_tokens": spec.sampling.max_new_tokens}
     if purpose != "generate":
         limits["eval.max_new_tokens"] = spec.eval.max_new_tokens
     context = spec.model.char.context
     return [
-        Fault(
+        ConfigIssue(
             key=name,
             what=f"{limit} new tokens leave no room for a prompt in the model's {context} (model.char.context)",
-            cure=f"lower {name} or raise model.char.context",
+            hint=f"lower {name} or raise model.char.context",
         )
         for name, limit in limits.items()
         if spec.model.source == "char" and limit >= context
     ]
 
 
-def _sampling_faults(spec: RunSpec) -> list[Fault]:
+def _sampling_faults(spec: RunSpec) -> list[ConfigIssue]:
     sampling, faults = spec.sampling, []
     why = "the loss takes importance ratios over the whole vocabulary, and a cut-off distribution is another one"
     if sampling.top_p < 1:
-        cure = "set sampling.top_p = 1 (evaluation is greedy in any case)"
-        faults.append(Fault(key="sampling.top_p", what=f"{sampling.top_p} cannot be trained on: {why}", cure=cure))
+        hint = "set sampling.top_p = 1 (evaluation is greedy in any case)"
+        faults.append(
+            ConfigIssue(key="sampling.top_p", what=f"{sampling.top_p} cannot be trained on: {why}", hint=hint)
+        )
     if sampling.top_k > 0:
-        cure = "set sampling.top_k = 0 (evaluation is greedy in any case)"
-        faults.append(Fault(key="sampling.top_k", what=f"{sampling.top_k} cannot be trained on: {why}", cure=cure))
+        hint = "set sampling.top_k = 0 (evaluation is greedy in any case)"
+        faults.append(
+            ConfigIssue(key="sampling.top_k", what=f"{sampling.top_k} cannot be trained on: {why}", hint=hint)
+        )
     if sampling.temperature == 0:
         what = "0 is greedy: every sample of a group would be the same and none better than its siblings"
-        faults.append(Fault(key="sampling.temperature", what=what, cure="set it above 0, usually to 1"))
+        faults.append(ConfigIssue(key="sampling.temperature", what=what, hint="set it above 0, usually to 1"))
     return faults
 
 
-def _batch_faults(spec: RunSpec) -> list[Fault]:
+def _batch_faults(spec: RunSpec) -> list[ConfigIssue]:
     faults = []
     if spec.batch.microbatch_tokens < spec.sampling.max_new_tokens:
         what = (
             f"{spec.batch.microbatch_tokens} tokens cannot hold one completion of "
             f"sampling.max_new_tokens = {spec.sampling.max_new_tokens}, let alone its prompt"
         )
-        cure = "raise batch.microbatch_tokens well above it, or lower sampling.max_new_tokens"
-        faults.append(Fault(key="batch.microbatch_tokens", what=what, cure=cure))
+        hint = "raise batch.microbatch_tokens well above it, or lower sampling.max_new_tokens"
+        faults.append(ConfigIssue(key="batch.microbatch_tokens", what=what, hint=hint))
     if not any(reward.weight for reward in spec.scoring.rewards):
         what = "every weight is 0, so that all samples score alike and nothing is learned"
-        faults.append(Fault(key="scoring.rewards", what=what, cure="give at least one reward a weight"))
+        faults.append(ConfigIssue(key="scoring.rewards", what=what, hint="give at least one reward a weight"))
     return faults

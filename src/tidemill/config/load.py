@@ -16,12 +16,12 @@ from pydantic import ValidationError
 from tidemill.config.issues import (
     COMMAND_LINE,
     ConfigError,
-    Fault,
+    ConfigIssue,
     Location,
     Purpose,
     contradictions,
     no_table,
-    split_cure,
+    split_hint,
     translate,
 )
 from tidemill.config.keys import Key, KeyPath, default_kind, find, is_table, suggest, variants
@@ -156,12 +156,14 @@ def recipe_layer(name: str) -> Layer:
     try:
         text = path.read_bytes().decode()
     except (FileNotFoundError, NotADirectoryError):
-        raise ConfigError([Fault(key=f"@{name}", what="no such file", cure=nearby_recipes(path))]) from None
+        raise ConfigError([ConfigIssue(key=f"@{name}", what="no such file", hint=nearby_recipes(path))]) from None
     except UnicodeDecodeError:
-        raise ConfigError([Fault(key=f"@{name}", what="not UTF-8 text", cure="save the recipe as UTF-8")]) from None
+        raise ConfigError(
+            [ConfigIssue(key=f"@{name}", what="not UTF-8 text", hint="save the recipe as UTF-8")]
+        ) from None
     except OSError as error:
         what = f"cannot be read: {(error.strerror or str(error)).lower()}"
-        raise ConfigError([Fault(key=f"@{name}", what=what, cure="name a readable TOML file")]) from None
+        raise ConfigError([ConfigIssue(key=f"@{name}", what=what, hint="name a readable TOML file")]) from None
     tree = with_absolute_paths(parse_toml(text, source=name), path.parent)
     return Layer(name=name, tree=tree, text=text)
 
@@ -236,19 +238,19 @@ def nearby_recipes(missing: Path) -> str:
     return "name an existing TOML file"
 
 
-def without_value(assignments: Sequence[Assignment]) -> list[Fault]:
+def without_value(assignments: Sequence[Assignment]) -> list[ConfigIssue]:
     """The faults of options that lack a value, or are misspelt flags."""
     return [_missing_value(path) for path, text in assignments if text is None and not _is_flag(path)]
 
 
-def _missing_value(path: KeyPath) -> Fault:
+def _missing_value(path: KeyPath) -> ConfigIssue:
     option, known = f"--{'.'.join(path)}", _key(path)
     if known:
-        return Fault(key=option, what="needs a value", cure=f"write {option} VALUE ({known.words})")
+        return ConfigIssue(key=option, what="needs a value", hint=f"write {option} VALUE ({known.words})")
     flags = difflib.get_close_matches(path[0], COMMAND_FLAGS, 1, 0.7) if len(path) == 1 else []
     meant = flags[0] if flags else suggest(path)
-    cure = f"did you mean --{meant}?" if meant else "`tidemill train --help` lists every option"
-    return Fault(key=option, what="unknown option", cure=cure)
+    hint = f"did you mean --{meant}?" if meant else "`tidemill train --help` lists every option"
+    return ConfigIssue(key=option, what="unknown option", hint=hint)
 
 
 def _is_flag(path: Sequence[str]) -> bool:
@@ -307,7 +309,7 @@ class Sources:
     """A command line read, with what was wrong already."""
 
     layers: Sequence[Layer]  # the recipes, then the command line
-    faults: Sequence[Fault]
+    faults: Sequence[ConfigIssue]
     complete: bool  # every recipe could be read
 
     def composed(self, compose: Callable[[Sequence[Layer]], ComposedT]) -> ComposedT:
@@ -319,7 +321,7 @@ class Sources:
         """
         if not self.faults:
             return compose(self.layers)
-        more: Sequence[Fault] = ()
+        more: Sequence[ConfigIssue] = ()
         if self.complete:
             try:
                 compose(self.layers)
@@ -358,7 +360,7 @@ def read_sources(args: Sequence[str]) -> Sources:
     given = split_arguments(args)
     if given.rest:
         raise ConfigError([_stray(item) for item in given.rest])
-    layers, faults = [], list[Fault]()
+    layers, faults = [], list[ConfigIssue]()
     for recipe in given.recipes:
         try:
             layers.append(recipe_layer(recipe))
@@ -385,7 +387,7 @@ def from_toml(text: str, *, source: str = "config.toml", folder: Path | None = N
 def compose(layers: Sequence[Layer], *, purpose: Purpose) -> RunSpec:
     """Merge the layers, later over earlier, and validate the result."""
     tree: Tree = {}
-    misplaced: list[Fault] = []
+    misplaced: list[ConfigIssue] = []
     for layer in layers:
         tree = merge(tree, _tables(layer, layer.tree, misplaced))
     for table in variants():
@@ -409,12 +411,12 @@ def compose(layers: Sequence[Layer], *, purpose: Purpose) -> RunSpec:
         raise ConfigError([*misplaced, *translate(error, tree, locate)]) from None
     if misplaced:
         raise ConfigError(misplaced)
-    if faults := [split_cure(line) for line in inconsistent] + contradictions(spec, purpose):
+    if faults := [split_hint(line) for line in inconsistent] + contradictions(spec, purpose):
         raise ConfigError(faults)
     return spec
 
 
-def _tables(layer: Layer, tree: Tree, misplaced: list[Fault], at: KeyPath = ()) -> Tree:
+def _tables(layer: Layer, tree: Tree, misplaced: list[ConfigIssue], at: KeyPath = ()) -> Tree:
     """`tree` without the values in place of sections, which a later layer's keys would hide; each is a fault."""
     kept: Tree = {}
     for name, value in tree.items():
@@ -446,13 +448,13 @@ def flattened(tree: Tree, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _not_one_run(layers: Sequence[Layer]) -> Fault:
+def _not_one_run(layers: Sequence[Layer]) -> ConfigIssue:
     source = next((place for layer in layers if (place := layer.locate((STAGES, 0)))), "")
-    cure = "name a recipe without stages, or the run directory of one stage (--checkpoint runs/NAME/stages/STAGE-...)"
-    return Fault(key=STAGES, what="a recipe of several stages, and this is for one run", source=source, cure=cure)
+    hint = "name a recipe without stages, or the run directory of one stage (--checkpoint runs/NAME/stages/STAGE-...)"
+    return ConfigIssue(key=STAGES, what="a recipe of several stages, and this is for one run", source=source, hint=hint)
 
 
-def _stray(item: str) -> Fault:
+def _stray(item: str) -> ConfigIssue:
     if item.endswith(".toml") or Path(item).is_file():
-        return Fault(key=item, what="a recipe is named with @ before it", cure=f"write @{item}")
-    return Fault(key=item, what="unexpected argument", cure="write @recipe.toml or --section.key value")
+        return ConfigIssue(key=item, what="a recipe is named with @ before it", hint=f"write @{item}")
+    return ConfigIssue(key=item, what="unexpected argument", hint="write @recipe.toml or --section.key value")

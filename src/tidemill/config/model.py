@@ -119,7 +119,7 @@ class PlacementConfig(Config):
     """GPUs reserved for each of these actors."""
 
     def faults(self, runtime: str, *, critic: str) -> list[str]:
-        """What cannot be on this runtime, or with this kind of critic, with its cure."""
+        """What cannot be on this runtime, or with this kind of critic, with its hint."""
         found = []
         if self.critic == "actor" and critic == "shared":
             found.append(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from tidemill.config.issues import Fault, Purpose
+from tidemill.config.issues import ConfigIssue, Purpose
 from tidemill.config.keys import ITEM, KeyPath, dotted
 from tidemill.config.load import PREFIX, STAGES
 from tidemill.config.schema import RunConfig, RunSpec
@@ -31,7 +31,7 @@ ASKED: dict[KeyPath, Product | None] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KindOfStage:
+class StageKindSpec:
     """A row of the table of kinds."""
 
     sections: tuple[str, ...]  # top-level keys of a run that mean something to it
@@ -51,38 +51,40 @@ _TRAINING = ("scoring.truncated", "trainer.steps", "trainer.logits_budget_mb", "
 """In sections that say how answers are computed and judged, too: of no consequence where nothing is trained."""
 _SUPERVISED = ("run", "model", "data", "supervised", "optimizer", "trainer", "checkpoint", "telemetry")
 
-KINDS: dict[StageKind, KindOfStage] = {
-    "demonstrations": KindOfStage(
-        sections=("run", "model", "task", "sampling", "making"),
+KINDS: dict[StageKind, StageKindSpec] = {
+    "demonstrations": StageKindSpec(
+        sections=("run", "model", "task", "sampling", "data_generation"),
         gives="demonstrations",
         purpose="generate",
         # Nothing is drawn: the model gives its tokenizer, `sampling` what ends an answer.
         neutral=(
             *("model.lora.", "sampling.max_new_tokens", "sampling.temperature", "sampling.top_k", "sampling.top_p"),
-            *("making.samples_per_prompt", "making.pairs_per_prompt"),
+            *("data_generation.samples_per_prompt", "data_generation.pairs_per_prompt"),
         ),
     ),
-    "pairs": KindOfStage(
-        sections=("run", "model", "task", "scoring", "sampling", "engine", "trainer", "making"),
+    "pairs": StageKindSpec(
+        sections=("run", "model", "task", "scoring", "sampling", "engine", "trainer", "data_generation"),
         gives="preference pairs",
         purpose="generate",
         neutral=(*_SCORING, *_TRAINING),
     ),
     # Supervised stages may give their best checkpoint: how often one is written is no matter of taste there.
-    "sft": KindOfStage(sections=_SUPERVISED, gives="a model", learns_from="demonstrations", required=("data", "path")),
-    "reward_model": KindOfStage(
+    "sft": StageKindSpec(
+        sections=_SUPERVISED, gives="a model", learns_from="demonstrations", required=("data", "path")
+    ),
+    "reward_model": StageKindSpec(
         sections=(*_SUPERVISED, "reward_model"),
         gives="a reward model",
         learns_from="preference pairs",
         required=("data", "path"),
     ),
-    "dpo": KindOfStage(
+    "dpo": StageKindSpec(
         sections=(*_SUPERVISED, "preference"),
         gives="a model",
         learns_from="preference pairs",
         required=("data", "path"),
     ),
-    "rl": KindOfStage(
+    "rl": StageKindSpec(
         sections=(
             *("runtime", "run", "model", "task", "scoring", "sampling", "engine", "pool", "fleet", "ray"),
             *("placement", "reading", "batch", "schedule", "algorithm", "optimizer", "critic", "trainer", "eval"),
@@ -95,13 +97,13 @@ KINDS: dict[StageKind, KindOfStage] = {
             "simulation.",
         ),
     ),
-    "eval": KindOfStage(
+    "eval": StageKindSpec(
         sections=("run", "model", "task", "scoring", "sampling", "engine", "trainer", "eval"),
         gives=None,
         purpose="eval",
         neutral=(*_SCORING, *_TRAINING, "eval.every_steps"),
     ),
-    "export": KindOfStage(
+    "export": StageKindSpec(
         sections=("run", "model", "export"),
         gives="a model",
         neutral=("run.seed", "model.lora.", "model.chat_template"),
@@ -175,17 +177,17 @@ def _values(node: Any, path: KeyPath, at: tuple[str | int, ...]) -> list[tuple[t
     return _values(node[first], rest, (*at, first)) if isinstance(node, dict) and first in node else []
 
 
-def graph_faults(stages: Sequence[StageSpec], *, faulty: Container[str] = ()) -> list[Fault]:
+def graph_faults(stages: Sequence[StageSpec], *, faulty: Container[str] = ()) -> list[ConfigIssue]:
     """What is wrong with who takes what from whom.
 
     Args:
         faulty: names of further stages, of which nothing else is known.
     """
     kinds = {stage.name: stage.kind for stage in stages}
-    faults = list[Fault]()
+    faults = list[ConfigIssue]()
     if circle := _circle({stage.name: stage.needs for stage in stages}):
         what = f"the stages {' → '.join(circle)} wait for one another"
-        return [Fault(key=STAGES, what=what, cure="let one of them take its input from elsewhere")]
+        return [ConfigIssue(key=STAGES, what=what, hint="let one of them take its input from elsewhere")]
     earlier: list[str] = []
     for stage in stages:
         for reference in (each for each in stage.references if each.stage not in faulty):
@@ -196,16 +198,16 @@ def graph_faults(stages: Sequence[StageSpec], *, faulty: Container[str] = ()) ->
 
 def _reference_faults(
     stage: StageSpec, reference: Reference, kinds: Mapping[str, StageKind], earlier: Sequence[str]
-) -> list[Fault]:
+) -> list[ConfigIssue]:
     name = reference.stage
     given = f"{PREFIX}{name}"
     key = f"{STAGES}.{stage.name}.{dotted(reference.key)}"
     if name not in kinds:
-        cure = did_you_mean(name, kinds) or f"stages before it: {', '.join(earlier) or 'none'}"
-        return [Fault(key=key, what=f'"{given}" names no stage', cure=cure)]
+        hint = did_you_mean(name, kinds) or f"stages before it: {', '.join(earlier) or 'none'}"
+        return [ConfigIssue(key=key, what=f'"{given}" names no stage', hint=hint)]
     if name not in earlier:
         what = f'"{given}" comes later in the recipe, and stages run in its order'
-        return [Fault(key=key, what=what, cure=f"move stage {name} before stage {stage.name}")]
+        return [ConfigIssue(key=key, what=what, hint=f"move stage {name} before stage {stage.name}")]
     asked = ASKED[tuple(ITEM if isinstance(part, int) else part for part in reference.key)]
     wanted = asked or KINDS[stage.kind].learns_from
     gives = KINDS[kinds[name]].gives
@@ -213,8 +215,8 @@ def _reference_faults(
         return []
     what = f'asks for {wanted}, and "{given}", a stage of kind {kinds[name]}, gives {gives or "none"}'
     able = [kind for kind, row in KINDS.items() if row.gives == wanted]
-    cure = f"name a stage of kind {' or '.join(able)}" if able else "name a file"
-    return [Fault(key=key, what=what, cure=cure)]
+    hint = f"name a stage of kind {' or '.join(able)}" if able else "name a file"
+    return [ConfigIssue(key=key, what=what, hint=hint)]
 
 
 def _circle(needs: Mapping[str, Sequence[str]]) -> list[str]:

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from tidemill.config.base import Config, Probability, refuse
 
-SHORTEST_SILENCE_S = 1.0
+SHORTEST_HEARTBEAT_TIMEOUT_S = 1.0
 
 
 class StaticPool(Config):
@@ -91,14 +91,14 @@ class FleetConfig(Config):
     tail_fraction: float = Field(0.0, ge=0, lt=1)
     """When no more than this share of the samples under way is unfinished, they go on together on as few workers as can
     decode them at once, the reserved engine last, and the others are free; 0 for never, 0.2 as RLHFuse does."""
-    silence_s: float = Field(15.0, gt=0)
+    heartbeat_timeout_s: float = Field(15.0, gt=0)
     """A worker that has not been heard of for so long loses its lease; only where workers are processes. An idle one
     speaks four times as often, and at least once a second."""
-    join_s: float = Field(300.0, gt=0)
+    join_timeout_s: float = Field(300.0, gt=0)
     """A worker that is not generating so long after its lease began is given up."""
-    hand_back_s: float = Field(1.0, ge=0)
+    drain_margin_s: float = Field(1.0, ge=0)
     """Before the end of a notice period, when a worker that was warned hands its samples back."""
-    probe_limit: float = Field(0.1, gt=0)
+    probe_tolerance: float = Field(0.1, gt=0)
     """Largest mean difference between a worker's logprobs of the probe and the publisher's; beyond it the worker is
     quarantined."""
     reserved_usd_per_hour: float = Field(0.0, ge=0)
@@ -109,15 +109,15 @@ class FleetConfig(Config):
     @property
     def heartbeat_s(self) -> float:
         """An idle worker says so often that it is there."""
-        return min(1.0, self.silence_s / 4)
+        return min(1.0, self.heartbeat_timeout_s / 4)
 
     @model_validator(mode="after")
     def _possible(self) -> FleetConfig:
         faults = []
-        if self.silence_s < SHORTEST_SILENCE_S:
+        if self.heartbeat_timeout_s < SHORTEST_HEARTBEAT_TIMEOUT_S:
             faults.append(
-                f"silence_s = {self.silence_s:g} would end leases of healthy workers, which are quiet that long while "
-                f"they take new weights; make it {SHORTEST_SILENCE_S:g} or more"
+                f"heartbeat_timeout_s = {self.heartbeat_timeout_s:g} ends leases of healthy workers, which send "
+                f"nothing while they load weights; set it to {SHORTEST_HEARTBEAT_TIMEOUT_S:g} or more"
             )
         return refuse(faults, self)
 

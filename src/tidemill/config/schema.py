@@ -14,8 +14,8 @@ from tidemill.config.model import ModelConfig, PlacementConfig, ReadingConfig
 from tidemill.config.pool import FleetConfig, PoolConfig, RayConfig, SimulationConfig, StaticPool
 from tidemill.config.supervised import (
     DataConfig,
+    DataGenerationConfig,
     ExportConfig,
-    MakingConfig,
     PreferenceConfig,
     RewardModelConfig,
     SupervisedConfig,
@@ -141,7 +141,7 @@ class RunSpec(Config):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
-    making: MakingConfig = MakingConfig()
+    data_generation: DataGenerationConfig = DataGenerationConfig()
     export: ExportConfig = ExportConfig()
     simulation: SimulationConfig = SimulationConfig()
 
@@ -201,10 +201,10 @@ class RunSpec(Config):
             faults.append(
                 "fleet.seeding = false and pool.workers = 0 leave nobody to generate; allow seeding or add workers"
             )
-        if self.runtime == "ray" and self.fleet.silence_s < 2 * self.engine.tick_s:
+        if self.runtime == "ray" and self.fleet.heartbeat_timeout_s < 2 * self.engine.tick_s:
             faults.append(
-                f"fleet.silence_s = {self.fleet.silence_s:g} is less than two ticks of engine.tick_s = "
-                f"{self.engine.tick_s:g}, and a worker speaks once a tick; raise silence_s or lower tick_s"
+                f"fleet.heartbeat_timeout_s = {self.fleet.heartbeat_timeout_s:g} is less than two ticks of "
+                f"engine.tick_s = {self.engine.tick_s:g}, and a worker reports once a tick; raise it or lower tick_s"
             )
         if self.pool.kind == "ray" and self.runtime != "ray":
             faults.append(f'pool.kind = "ray" needs runtime = "ray", and runtime is "{self.runtime}"; set one of them')

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tidemill.config.issues import ConfigError, Fault
+from tidemill.config.issues import ConfigError, ConfigIssue
 from tidemill.config.keys import KeyPath
 from tidemill.config.load import PREFIX, STAGES, Layer, Tree, compose, has_stages, read_sources
 from tidemill.config.pipeline import ASKED, KINDS, PipelineSpec, StageKind, StageSpec, did_you_mean, graph_faults
@@ -45,7 +45,7 @@ def compose_stages(layers: Sequence[Layer]) -> PipelineSpec:
         ConfigError: every fault of every stage.
     """
     recipes, command = layers[:-1], layers[-1]
-    faults = list[Fault]()
+    faults = list[ConfigIssue]()
     own: dict[str, list[Layer]] = {}
     for recipe in recipes:
         for layer in _tables(recipe, faults):
@@ -68,46 +68,52 @@ def compose_stages(layers: Sequence[Layer]) -> PipelineSpec:
     return PipelineSpec(run=run, stages=tuple(stages), unused=tuple(_unused(recipes, kinds)))
 
 
-def _tables(recipe: Layer, faults: list[Fault]) -> Iterator[Layer]:
+def _tables(recipe: Layer, faults: list[ConfigIssue]) -> Iterator[Layer]:
     """A recipe's stages as layers of their own; what has no usable name is a fault."""
     tables = recipe.tree.get(STAGES, [])
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-        cure = f'write [[{STAGES}]] and below it name = "...", kind = "..."'
-        faults.append(Fault(key=STAGES, what="is an array of tables", source=recipe.locate((STAGES,)), cure=cure))
+        hint = f'write [[{STAGES}]] and below it name = "...", kind = "..."'
+        faults.append(ConfigIssue(key=STAGES, what="is an array of tables", source=recipe.locate((STAGES,)), hint=hint))
         return
     if STAGES in recipe.tree and not tables:
-        faults.append(Fault(key=STAGES, what="is empty", source=recipe.name, cure="give at least one, or none at all"))
+        faults.append(
+            ConfigIssue(key=STAGES, what="is empty", source=recipe.name, hint="give at least one, or none at all")
+        )
     seen: set[str] = set()
     for index, table in enumerate(tables):
         source, name = recipe.locate((STAGES, index)), table.get("name")
         key = f"{STAGES}[{index}].name"
         if name is None:
-            faults.append(Fault(key=key, what="not given", source=source, cure='give the stage a name, such as "sft"'))
+            faults.append(
+                ConfigIssue(key=key, what="not given", source=source, hint='give the stage a name, such as "sft"')
+            )
         elif not isinstance(name, str) or not NAME.fullmatch(name):
-            cure = "use letters, digits, - and _; it names a folder"
-            faults.append(Fault(key=key, what=f"{name!r} cannot name a stage", source=source, cure=cure))
+            hint = "use letters, digits, - and _; it names a folder"
+            faults.append(ConfigIssue(key=key, what=f"{name!r} cannot name a stage", source=source, hint=hint))
         elif name in seen:
-            cure = "rename one of them"
-            faults.append(Fault(key=key, what=f'two stages are called "{name}"', source=source, cure=cure))
+            hint = "rename one of them"
+            faults.append(ConfigIssue(key=key, what=f'two stages are called "{name}"', source=source, hint=hint))
         else:
             seen.add(name)
             yield Layer(name=recipe.name, tree=table, text=recipe.text, at=(STAGES, index), stage=name)
 
 
-def _overrides(command: Layer, names: Sequence[str], faults: list[Fault]) -> dict[str, Layer]:
+def _overrides(command: Layer, names: Sequence[str], faults: list[ConfigIssue]) -> dict[str, Layer]:
     """What the command line says of single stages."""
     found: dict[str, Layer] = {}
     tables = command.tree.get(STAGES, {})
     if not isinstance(tables, dict):
-        faults.append(Fault(key=f"--{STAGES}", what="sets no key", cure=f"write --{STAGES}.NAME.section.key VALUE"))
+        faults.append(
+            ConfigIssue(key=f"--{STAGES}", what="sets no key", hint=f"write --{STAGES}.NAME.section.key VALUE")
+        )
         return found
     for name, table in tables.items():
         if name not in names:
-            cure = did_you_mean(name, names) or f"stages: {', '.join(names)}"
-            faults.append(Fault(key=f"--{STAGES}.{name}", what="no stage of that name", cure=cure))
+            hint = did_you_mean(name, names) or f"stages: {', '.join(names)}"
+            faults.append(ConfigIssue(key=f"--{STAGES}.{name}", what="no stage of that name", hint=hint))
         elif not isinstance(table, dict):
-            cure = f"write --{STAGES}.{name}.section.key VALUE"
-            faults.append(Fault(key=f"--{STAGES}.{name}", what="sets no key", cure=cure))
+            hint = f"write --{STAGES}.{name}.section.key VALUE"
+            faults.append(ConfigIssue(key=f"--{STAGES}.{name}", what="sets no key", hint=hint))
         else:
             found[name] = replace(command, tree=table, at=(STAGES, name), stage=name)
     return found
@@ -140,8 +146,8 @@ def _stage(
         placed = [fault if fault.source else replace(fault, source=f"stage {name}") for fault in error.faults]
         raise ConfigError([*faults, *placed]) from None
     if missing := _missing(spec, KINDS[kind].required):
-        what, cure = "not given, and there is no default", f"give --{STAGES}.{name}.{missing} VALUE"
-        faults.append(Fault(key=missing, what=what, source=f"stage {name}", cure=cure))
+        what, hint = "not given, and there is no default", f"give --{STAGES}.{name}.{missing} VALUE"
+        faults.append(ConfigIssue(key=missing, what=what, source=f"stage {name}", hint=hint))
     if faults:
         raise ConfigError(faults)
     return StageSpec(name=name, kind=kind, spec=spec)
@@ -160,29 +166,33 @@ def _kind(said: Sequence[Layer]) -> StageKind:
     choices = ", ".join(f'"{kind}"' for kind in KINDS)
     key = f"{STAGES}.{said[0].stage}.kind"
     if layer is None:
-        raise ConfigError([Fault(key=key, what="not given", source=said[0].locate(()), cure=f"give one of {choices}")])
+        raise ConfigError(
+            [ConfigIssue(key=key, what="not given", source=said[0].locate(()), hint=f"give one of {choices}")]
+        )
     for kind in KINDS:
         if kind == layer.tree["kind"]:
             return kind
     given = layer.tree["kind"]
     what = f"needs one of {choices}, was given {given!r}"
-    raise ConfigError([Fault(key=key, what=what, source=layer.locate(("kind",)), cure=did_you_mean(str(given), KINDS))])
+    raise ConfigError(
+        [ConfigIssue(key=key, what=what, source=layer.locate(("kind",)), hint=did_you_mean(str(given), KINDS))]
+    )
 
 
-def _misplaced(layer: Layer, kind: StageKind) -> Iterator[Fault]:
+def _misplaced(layer: Layer, kind: StageKind) -> Iterator[ConfigIssue]:
     """What a stage says that its kind does not know, or that is the pipeline's to say."""
     for section in layer.tree:
         if section in RunSpec.model_fields and section not in KINDS[kind].sections:
             knowing = [other for other, row in KINDS.items() if section in row.sections]
             what = f"a stage of kind {kind} has no such section"
-            cure = f"leave it out ({', '.join(knowing)} {'have' if len(knowing) > 1 else 'has'} it)"
-            yield Fault(key=section, what=what, source=layer.locate((section,)), cure=cure)
+            hint = f"leave it out ({', '.join(knowing)} {'have' if len(knowing) > 1 else 'has'} it)"
+            yield ConfigIssue(key=section, what=what, source=layer.locate((section,)), hint=hint)
     run = layer.tree.get("run", {})
     for key in ("dir", "name"):
         if isinstance(run, dict) and key in run:
             what = "belongs to the whole pipeline"
-            cure = f"set run.{key} at the top of the recipe; each stage gets a folder of its own name below it"
-            yield Fault(key=f"run.{key}", what=what, source=layer.locate(("run", key)), cure=cure)
+            hint = f"set run.{key} at the top of the recipe; each stage gets a folder of its own name below it"
+            yield ConfigIssue(key=f"run.{key}", what=what, source=layer.locate(("run", key)), hint=hint)
 
 
 def _reference_keys(tables: Sequence[Layer]) -> set[tuple[str, ...]]:
@@ -215,7 +225,7 @@ def _settings(tree: Tree) -> Tree:
     return {name: value for name, value in tree.items() if name not in OWN_KEYS}
 
 
-def _strangers(layers: Sequence[Layer]) -> Iterator[Fault]:
+def _strangers(layers: Sequence[Layer]) -> Iterator[ConfigIssue]:
     """Sections that nothing knows; the stages are composed without them."""
     for layer in layers:
         unknown = {name: value for name, value in layer.tree.items() if name not in (*RunSpec.model_fields, STAGES)}
@@ -226,11 +236,13 @@ def _strangers(layers: Sequence[Layer]) -> Iterator[Fault]:
                 yield from error.faults
 
 
-def _reaching_nothing(command: Layer, kinds: Sequence[StageKind]) -> Iterator[Fault]:
+def _reaching_nothing(command: Layer, kinds: Sequence[StageKind]) -> Iterator[ConfigIssue]:
     """An option that no stage could take is a mistake."""
     for section, knowing in _without_a_stage(command, kinds):
-        cure = f"leave it out, or add a stage of kind {' or '.join(knowing)}"
-        yield Fault(key=section, what="no stage of this recipe has such a section", source=command.name, cure=cure)
+        hint = f"leave it out, or add a stage of kind {' or '.join(knowing)}"
+        yield ConfigIssue(
+            key=section, what="no stage of this recipe has such a section", source=command.name, hint=hint
+        )
 
 
 def _unused(recipes: Sequence[Layer], kinds: Sequence[StageKind]) -> Iterator[str]:

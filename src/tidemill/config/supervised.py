@@ -93,10 +93,10 @@ class DataConfig(Config):
         return refuse(faults, self)
 
 
-class MakingConfig(Config):
+class DataGenerationConfig(Config):
     prompts: int = Field(1000, ge=1)
     """Stages of kind demonstrations and pairs: prompts made into rows, at most."""
-    side: Literal["train", "held_out"] = "train"
+    split: Literal["train", "held_out"] = "train"
     """Which of the task's prompts: those that are learned from, or those that evaluations ask; what is made of the
     latter is for data.held_out_path."""
     samples_per_prompt: int = Field(8, ge=2)

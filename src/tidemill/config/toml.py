@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tidemill.config.issues import ConfigError, Fault, Location
+from tidemill.config.issues import ConfigError, ConfigIssue, Location
 from tidemill.config.schema import RunSpec
 
 _HEADER = re.compile(r"^\s*\[(?P<array>\[?)\s*(?P<path>[^\[\]]+?)\s*\]\]?\s*(#.*)?$")
@@ -29,7 +29,7 @@ def parse_toml(text: str, *, source: str) -> dict[str, Any]:
         what = message[: place.start()] if place else message
         what = what[:1].lower() + what[1:]
         column = f", column {place[2]}" if place and place[2] else ""
-        fault = Fault(key=f"{source}:{line}", what=f"not valid TOML{column}: {what}", cure="correct that line")
+        fault = ConfigIssue(key=f"{source}:{line}", what=f"not valid TOML{column}: {what}", hint="correct that line")
         raise ConfigError([fault]) from None
 
 

@@ -16,7 +16,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from tidemill.config.learning import ScheduleConfig
-from tidemill.controller.in_flight import Tally
+from tidemill.controller.in_flight import StepCounters
 from tidemill.controller.samples import Sample
 from tidemill.core.records import LogprobBuffer, PolicyVersion, Reward, SampleId, Trajectory
 
@@ -71,7 +71,7 @@ class GroupAssembly:
             self._members[position] = kept
 
 
-class Forming:
+class BatchBuilder:
     """The batch of one step while it is put together: which complete groups it takes, and when.
 
     Args:
@@ -173,7 +173,7 @@ TREND_STEPS = 4
 """Batches on either side of the comparison that says whether the reward improves."""
 
 
-def may_begin(*, version: int, learned: int, in_flight: int, batch_groups: int, overcommit: int) -> int:
+def may_start(*, version: int, learned: int, in_flight: int, batch_groups: int, overcommit: int) -> int:
     """Groups that may be begun now.
 
     With `overcommit` = lag * B this is the rule of AReaL (arXiv 2505.24298), counted in groups:
@@ -245,7 +245,7 @@ def _components(rewards: Sequence[Reward]) -> dict[str, float]:
     }
 
 
-def batch_figures(samples: Sequence[Sample], tally: Tally, version: PolicyVersion) -> dict[str, float]:
+def batch_figures(samples: Sequence[Sample], counters: StepCounters, version: PolicyVersion) -> dict[str, float]:
     """Token counts; `version` is the one the batch was learned from.
 
     `tokens_generated` counts every completion token of the batch, `tokens_recovered` those of them that came from the
@@ -258,12 +258,12 @@ def batch_figures(samples: Sequence[Sample], tally: Tally, version: PolicyVersio
         "tokens_generated": float(sum(sample.length for sample in samples)),
         "tokens_recovered": float(sum(sample.recovered for sample in samples)),
         "tokens_other_weights": float(sum(other)),
-        "prompt_tokens_computed": float(tally.prompt_tokens_computed),
-        "prompt_tokens_reused": float(tally.prompt_tokens_reused),
-        "deltas_ignored": float(tally.ignored.total()),
-        "tokens_recomputed": float(tally.tokens_recomputed),
-        "tokens_discarded": float(tally.tokens_discarded),
-        "samples_restarted": float(tally.samples_restarted),
-        "groups_dropped": float(tally.groups_dropped),
-        "groups_redrawn": float(tally.groups_redrawn),
+        "prompt_tokens_computed": float(counters.prompt_tokens_computed),
+        "prompt_tokens_reused": float(counters.prompt_tokens_reused),
+        "deltas_ignored": float(counters.ignored.total()),
+        "tokens_recomputed": float(counters.tokens_recomputed),
+        "tokens_discarded": float(counters.tokens_discarded),
+        "samples_restarted": float(counters.samples_restarted),
+        "groups_dropped": float(counters.groups_dropped),
+        "groups_redrawn": float(counters.groups_redrawn),
     }

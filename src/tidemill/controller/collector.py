@@ -25,12 +25,20 @@ from typing import Any, Literal, TypeVar
 from tidemill.controller.batching import scored
 from tidemill.controller.dispatcher import Dispatcher
 from tidemill.controller.fleet import Fleet
-from tidemill.controller.in_flight import InFlight, Tally
+from tidemill.controller.in_flight import InFlight, StepCounters
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.offload import Balance, HandOver
 from tidemill.controller.reading import Reading
 from tidemill.controller.samples import Sample, SampleState
-from tidemill.controller.waiting import Ended, Mail, Mailbox, Patience, Wait, patiently, still_waiting
+from tidemill.controller.waiting import (
+    LeaseOutcome,
+    Mailbox,
+    Messages,
+    Timeouts,
+    Wait,
+    still_waiting,
+    wait_with_deadline,
+)
 from tidemill.core.errors import DeadlineError
 from tidemill.core.protocols import Clock, Codec, Scorer, Telemetry
 from tidemill.core.records import Trajectory, WorkerReport, WorkerStatus, view_tokens
@@ -44,7 +52,7 @@ class StopRequested(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rollout:
+class RolloutContext:
     """Who generates, who judges, and where it is noted."""
 
     fleet: Fleet
@@ -54,7 +62,7 @@ class Rollout:
     telemetry: Telemetry
     clock: Clock
     stop: asyncio.Event  # set by whoever wants the run to end
-    patience: Patience = field(default_factory=Patience)
+    timeouts: Timeouts = field(default_factory=Timeouts)
     truncated: Literal["trained", "masked"] = "trained"  # what a completion cut by the token limit counts
     phase: str = "rollout"
     window_s: float = math.inf  # how long the reserved side generates beside preemptible workers
@@ -68,10 +76,12 @@ class Rollout:
             DeadlineError: it took longer than `deadline_s` seconds.
         """
         wait = Wait(awaited=awaited, look_at=look_at, deadline_s=deadline_s)
-        return await patiently(call, wait, notice_s=self.patience.notice_s, telemetry=self.telemetry, clock=self.clock)
+        return await wait_with_deadline(
+            call, wait, notice_s=self.timeouts.notice_s, telemetry=self.telemetry, clock=self.clock
+        )
 
     async def unless_stopped(self, call: Coroutine[Any, Any, T], *, awaited: str, lost: str) -> T:
-        """Await; from when the run is to end on, for `patience.stop_s` seconds at most.
+        """Await; from when the run is to end on, for `timeouts.stop_s` seconds at most.
 
         Args:
             lost: what is, when that is over; told with the event.
@@ -83,9 +93,9 @@ class Rollout:
         try:
             await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
-                await asyncio.wait({task}, timeout=self.patience.stop_s)
+                await asyncio.wait({task}, timeout=self.timeouts.stop_s)
             if not task.done():
-                self.telemetry.event(GIVEN_UP, awaited=awaited, waited_s=self.patience.stop_s, lost=lost)
+                self.telemetry.event(GIVEN_UP, awaited=awaited, waited_s=self.timeouts.stop_s, lost=lost)
                 raise StopRequested
             return task.result()
         finally:
@@ -105,12 +115,14 @@ class Rollout:
         if stopped is not None:
             raise stopped
 
-    def note_status(self, report: WorkerReport, tally: Tally) -> None:
+    def note_status(self, report: WorkerReport, counters: StepCounters) -> None:
         """Remember what a worker is doing; count the prompt tokens it computed since it last spoke."""
         status = report.status
         before = self.newest.get(report.lease_id)
-        tally.prompt_tokens_computed += status.prompt_tokens_computed - (before.prompt_tokens_computed if before else 0)
-        tally.prompt_tokens_reused += status.prompt_tokens_reused - (before.prompt_tokens_reused if before else 0)
+        counters.prompt_tokens_computed += status.prompt_tokens_computed - (
+            before.prompt_tokens_computed if before else 0
+        )
+        counters.prompt_tokens_reused += status.prompt_tokens_reused - (before.prompt_tokens_reused if before else 0)
         self.newest[report.lease_id] = status
 
 
@@ -122,7 +134,9 @@ WATCH_S = 0.5
 
 
 @asynccontextmanager
-async def collecting(in_flight: InFlight, rollout: Rollout, *, endless: bool = False) -> AsyncIterator[Collection]:
+async def collect_samples(
+    in_flight: InFlight, rollout: RolloutContext, *, endless: bool = False
+) -> AsyncIterator[SampleCollector]:
     """Generate and score what is in flight: gives out scored samples in the order they come.
 
     Args:
@@ -134,7 +148,7 @@ async def collecting(in_flight: InFlight, rollout: Rollout, *, endless: bool = F
         TidemillError: the engine failed again and again on one sample.
         Exception: whatever the reserved worker, the provider of leases, the scorer or the journal raised.
     """
-    collection = Collection(in_flight, rollout, endless=endless)
+    collection = SampleCollector(in_flight, rollout, endless=endless)
     with rollout.fleet.delivering_to(collection.mailbox):
         tasks = [asyncio.create_task(job) for job in (collection.run(), collection.watch_stop())]
         try:
@@ -147,10 +161,10 @@ async def collecting(in_flight: InFlight, rollout: Rollout, *, endless: bool = F
                 rollout.fleet.abort(lease_id, [sample.sample_id for sample in in_flight.held(lease_id).values()])
 
 
-class Collection:
+class SampleCollector:
     """The state of one `collecting`."""
 
-    def __init__(self, in_flight: InFlight, rollout: Rollout, *, endless: bool = False) -> None:
+    def __init__(self, in_flight: InFlight, rollout: RolloutContext, *, endless: bool = False) -> None:
         self._in_flight, self._rollout, self._endless = in_flight, rollout, endless
         self._dispatcher = Dispatcher(in_flight, rollout.fleet, window_s=rollout.window_s)
         self.mailbox = Mailbox()
@@ -233,7 +247,7 @@ class Collection:
         Raises:
             DeadlineError: the reserved one does not.
         """
-        deadline_s = self._rollout.patience.worker_s
+        deadline_s = self._rollout.timeouts.worker_s
         while not paused.is_set():
             try:
                 await self._rollout.patiently(
@@ -298,21 +312,21 @@ class Collection:
             if self._paused is not None:
                 self._paused.set()
 
-    async def _letters(self) -> Mail:
+    async def _letters(self) -> Messages:
         """Everything that has arrived, after waiting a while for something."""
         if self._rollout.fleet.elastic:
             await asyncio.sleep(GATHER_S * self._rollout.fleet.preemptible)
-        return await self.mailbox.take(min(self._rollout.patience.notice_s, self._dispatcher.window_left_s))
+        return await self.mailbox.take(min(self._rollout.timeouts.notice_s, self._dispatcher.window_left_s))
 
     def _judge_silence(self) -> None:
         """Nothing came that was of use: say so, and give up on those who should have sent it."""
         if self._wanted_at is None:  # the consumer is busy, maybe on the engine's own thread: silence is no news
             return
-        now, patience = self._rollout.clock.now(), self._rollout.patience
+        now, timeouts = self._rollout.clock.now(), self._rollout.timeouts
         wait, waited_s = self._wait(), now - max(self._news_at, self._wanted_at)
         if waited_s >= wait.deadline_s and self._in_flight.running and self._dismiss_useless(waited_s):
             return  # their samples go on elsewhere
-        if waited_s >= wait.deadline_s or now - max(self._noticed_at, self._wanted_at) >= patience.notice_s:
+        if waited_s >= wait.deadline_s or now - max(self._noticed_at, self._wanted_at) >= timeouts.notice_s:
             self._noticed_at = now
             still_waiting(wait, waited_s=waited_s, telemetry=self._rollout.telemetry)
 
@@ -323,35 +337,35 @@ class Collection:
         return any(dismissed)
 
     def _wait(self) -> Wait:
-        batch, patience = self._in_flight, self._rollout.patience
+        batch, timeouts = self._in_flight, self._rollout.timeouts
         name = f"step {batch.newest_version + self._endless} ({batch.plan.purpose})"
         if batch.unfinished and not batch.running:
             return Wait(
                 awaited=f"a worker to generate {batch.unfinished} samples of {name}",
                 look_at=f"[pool] and the machines it offers ({self._rollout.fleet.preemptible} joining)",
-                deadline_s=patience.pool_s,
+                deadline_s=timeouts.pool_s,
             )
         if batch.unfinished:
-            ignored = f" (messages ignored: {dict(batch.tally.ignored)})" if batch.tally.ignored else ""
+            ignored = f" (messages ignored: {dict(batch.counters.ignored)})" if batch.counters.ignored else ""
             return Wait(
                 awaited=f"tokens of {batch.unfinished} samples of {name}",
                 look_at=f"the worker and its engine{ignored}",
-                deadline_s=patience.worker_s,
+                deadline_s=timeouts.worker_s,
             )
         return Wait(
             awaited=f"rewards of {len(self.scoring)} samples of {name}",
             look_at="the reward functions of [scoring]",
-            deadline_s=patience.scorer_s,
+            deadline_s=timeouts.scorer_s,
         )
 
-    async def _digest(self, mail: Mail) -> None:
+    async def _digest(self, mail: Messages) -> None:
         """Journal what came, then act on it. What a worker said before its lease ended counts."""
         in_flight, rollout = self._in_flight, self._rollout
-        tokens_before = in_flight.tally.tokens_accepted
+        tokens_before = in_flight.counters.tokens_accepted
         for report in mail.reports:
-            rollout.note_status(report, in_flight.tally)
+            rollout.note_status(report, in_flight.counters)
         finished = await rollout.ledger.accept(in_flight, mail.reports)
-        if mail.news or finished or in_flight.tally.tokens_accepted != tokens_before:
+        if mail.news or finished or in_flight.counters.tokens_accepted != tokens_before:
             self._news_at = self._noticed_at = rollout.clock.now()
         else:
             self._judge_silence()
@@ -369,7 +383,7 @@ class Collection:
         for error in mail.failures:
             raise error
 
-    async def _reward(self, mail: Mail) -> list[Sample]:
+    async def _reward(self, mail: Messages) -> list[Sample]:
         """Note rewards and what the reference said, durably; returns the samples that may be learned from now."""
         rewards = []
         for sample, attempt, reward, ref_logprobs in mail.rewards:
@@ -397,10 +411,10 @@ class Collection:
                 self._rollout.reading.finished(sample)
         self._start_scoring(current)
 
-    def _take_back(self, ended: Ended) -> None:
+    def _take_back(self, ended: LeaseOutcome) -> None:
         """The samples of a worker that is gone wait for another, each with the tokens it has."""
         samples = self._in_flight.revoke(ended.lease_id)
-        self._rollout.fleet.story.ended(ended, samples)
+        self._rollout.fleet.event_log.ended(ended, samples)
         if ended.crashed:
             for sample in samples:
                 sample.failures += 1
@@ -426,7 +440,7 @@ class Collection:
         """Take samples back from the workers; what they had is in the reports that follow."""
         self._dispatcher.call_back_all()
         with suppress(TimeoutError):
-            async with asyncio.timeout(self._rollout.patience.stop_s):
+            async with asyncio.timeout(self._rollout.timeouts.stop_s):
                 while self._in_flight.running:
                     await self._digest(await self._letters())
 

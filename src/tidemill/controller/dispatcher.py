@@ -8,11 +8,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from tidemill.controller.fleet import Fleet
-from tidemill.controller.in_flight import LOCAL, InFlight, had_by
+from tidemill.controller.in_flight import LOCAL, InFlight, by_previous_lease
 from tidemill.controller.offload import WORSE, Balance, HandOver, can_finish, seeding_useful
-from tidemill.controller.router import Load, Movable, Waiting, keepers, tail_begins
+from tidemill.controller.router import Load, Movable, Waiting, select_tail_workers, tail_begins
 from tidemill.controller.samples import Sample, SampleState
-from tidemill.controller.worker_state import Member
+from tidemill.controller.worker_state import WorkerState
 from tidemill.core.errors import TidemillError
 
 MAX_FAILURES = 3
@@ -98,7 +98,7 @@ class Dispatcher:
         """Workers about to leave: call back what they are generating."""
         for lease_id in lease_ids:
             if lease_id in self._fleet and (samples := self._in_flight.held(lease_id).values()):
-                self._fleet.story.asked_back(self._fleet[lease_id], len(samples))
+                self._fleet.event_log.asked_back(self._fleet[lease_id], len(samples))
                 self._fleet.abort(lease_id, [sample.sample_id for sample in samples])
 
     def call_back_all(self) -> None:
@@ -116,7 +116,7 @@ class Dispatcher:
         self._worker_s += self._workers * (now_s - self._counted_s)
         self._workers, self._counted_s = self._fleet.joined, now_s
 
-    def _members(self, trainer_waits: bool) -> list[Member]:
+    def _members(self, trainer_waits: bool) -> list[WorkerState]:
         """Who takes samples now. The reserved side's own are called back when its window is over."""
         fleet, in_flight = self._fleet, self._in_flight
         members = fleet.serving(in_flight.newest_version)
@@ -165,7 +165,7 @@ class Dispatcher:
                 self.handed_over = HandOver(at_s=now_s, left_tokens=left, workers=workers)
         return not self._can_finish
 
-    def _gather(self, members: Sequence[Member]) -> list[Member]:
+    def _gather(self, members: Sequence[WorkerState]) -> list[WorkerState]:
         """In the tail of a batch: those who finish it. The others' samples are called back once, to go on there."""
         fleet, in_flight = self._fleet, self._in_flight
         fraction = fleet.config.tail_fraction
@@ -180,7 +180,7 @@ class Dispatcher:
                 Load(lease_id=lease_id, slots=fleet[lease_id].slots, assigned=len(in_flight.held(lease_id)))
                 for lease_id in here
             ]
-            self._keepers = keepers(
+            self._keepers = select_tail_workers(
                 loads, unfinished=in_flight.unfinished, plateau=fleet.profile.plateau(fleet.slots), last={LOCAL}
             )
             self._vacate(sorted(here - self._keepers))
@@ -191,7 +191,7 @@ class Dispatcher:
             if lease_id == LOCAL:
                 self._seeds, self.seeded_until_s = False, self._fleet.clock.now()
             if samples := self._in_flight.held(lease_id).values():
-                self._fleet.story.vacated(self._fleet[lease_id], len(samples))
+                self._fleet.event_log.vacated(self._fleet[lease_id], len(samples))
                 self._fleet.abort(lease_id, [sample.sample_id for sample in samples])
 
     def _enqueue(self) -> None:
@@ -210,7 +210,7 @@ class Dispatcher:
         waits = sample.attempt == 0 or self._in_flight.plan.exact_version
         heapq.heappush(self._queue, (waits, sample.from_version, -self._expected(sample), sample.ordinal))
 
-    def _hand_out(self, members: Sequence[Member]) -> bool:
+    def _hand_out(self, members: Sequence[WorkerState]) -> bool:
         """Fill free slots and short queues. Without preemptible workers the local engine keeps the queue itself."""
         limit = self._fleet.config.queue_limit if self._fleet.elastic else len(self._in_flight.samples)
         held = {member.lease.lease_id: len(self._in_flight.held(member.lease.lease_id)) for member in members}
@@ -238,9 +238,9 @@ class Dispatcher:
         for ordinal, lease_id in self._fleet.router.dispatch(waiting, loads, queue_limit=limit):
             shares[lease_id].append(self._in_flight.samples[ordinal])
         for lease_id, samples in shares.items():
-            for source, moved in had_by(samples).items():
+            for source, moved in by_previous_lease(samples).items():
                 if source != lease_id:
-                    self._fleet.story.migrated(source, self._fleet[lease_id], moved)
+                    self._fleet.event_log.migrated(source, self._fleet[lease_id], moved)
             self._fleet.submit(
                 lease_id, self._in_flight.assign(lease_id, samples), step=self._in_flight.newest_version + 1
             )
@@ -271,7 +271,7 @@ class Dispatcher:
         limit = self._in_flight.plan.sampling.max_new_tokens
         return self._fleet.lengths.expected_remaining(sample.sample_id.prompt_id, sample.length, limit)
 
-    def _even_out(self, members: Sequence[Member]) -> None:
+    def _even_out(self, members: Sequence[WorkerState]) -> None:
         """Move samples from workers with a queue, or with more than pays, to workers with nothing to do."""
         now_s, fleet, in_flight = self._fleet.clock.now(), self._fleet, self._in_flight
         if now_s - self._balanced_s < REBALANCE_S:
@@ -298,7 +298,7 @@ class Dispatcher:
             for sample in samples:
                 sample.moves += 1
                 self._called_back[sample.ordinal] = sample.attempt
-            fleet.story.rebalanced(fleet[source], fleet[target], len(samples))
+            fleet.event_log.rebalanced(fleet[source], fleet[target], len(samples))
             fleet.abort(source, [sample.sample_id for sample in samples])
 
     def _awaiting_back(self) -> bool:

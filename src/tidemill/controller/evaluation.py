@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from tidemill.config.schema import RunSpec
-from tidemill.controller.collector import Collection, Rollout, collecting
-from tidemill.controller.in_flight import InFlight, Plan, plan_groups
+from tidemill.controller.collector import RolloutContext, SampleCollector, collect_samples
+from tidemill.controller.in_flight import InFlight, SamplingPlan, plan_groups
 from tidemill.controller.journal_entries import EvalResult, Evaluated
 from tidemill.controller.ledger import Ledger
 from tidemill.core.errors import UserError
@@ -37,7 +37,7 @@ async def evaluate(
     step: int,
     version: PolicyVersion,
     prompts: Sequence[Prompt],
-    rollout: Rollout,
+    rollout: RolloutContext,
     scorer: Scorer,
     sampling: SamplingParams,
     seed: int,
@@ -59,7 +59,7 @@ async def evaluate(
     """
     if not prompts:
         raise UserError(
-            "the task has no held-out prompts", where="task", cure="keep some (held_out_fraction, held_out_path)"
+            "the task has no held-out prompts", where="task", hint="keep some (held_out_fraction, held_out_path)"
         )
     rollout = replace(
         rollout,
@@ -71,12 +71,12 @@ async def evaluate(
         window_s=math.inf,
     )
     greedy = msgspec.structs.replace(sampling, temperature=0.0, top_k=0, top_p=1.0)
-    plan = Plan(purpose=f"eval:{name}", run_seed=seed, group_size=1, sampling=greedy)
+    plan = SamplingPlan(purpose=f"eval:{name}", run_seed=seed, group_size=1, sampling=greedy)
     in_flight = InFlight(plan, version_number=version.number)
     groups = plan_groups([(0, prompt) for prompt in prompts], first_position=0, from_version=version.number)
     in_flight.open(groups, prompts)
     began = rollout.clock.now()
-    async with collecting(in_flight, rollout) as scored:
+    async with collect_samples(in_flight, rollout) as scored:
         by_prompt = {trajectory.sample_id.prompt_id: trajectory async for trajectory in scored}
     samples = tuple(by_prompt[prompt.prompt_id] for prompt in prompts)
     return Evaluation(result=judged(name, step, version, samples, rollout.clock.now() - began), samples=samples)
@@ -127,7 +127,7 @@ def judged(
     )
 
 
-class HeldOut:
+class EvalSchedule:
     """Evaluates a run's versions on held-out prompts.
 
     Args:
@@ -135,13 +135,13 @@ class HeldOut:
     """
 
     def __init__(
-        self, spec: RunSpec, source: PromptSource, scorer: Scorer, rollout: Rollout, *, sampling: SamplingParams
+        self, spec: RunSpec, source: PromptSource, scorer: Scorer, rollout: RolloutContext, *, sampling: SamplingParams
     ) -> None:
         limit = spec.eval.max_new_tokens or sampling.max_new_tokens
         self._spec, self._source, self._scorer, self._rollout = spec, source, scorer, rollout
         self._sampling = msgspec.structs.replace(sampling, max_new_tokens=limit)
 
-    async def if_due(self, step: int, version: PolicyVersion, *, training: Collection | None) -> dict[str, float]:
+    async def if_due(self, step: int, version: PolicyVersion, *, training: SampleCollector | None) -> dict[str, float]:
         """Figures before the first step, every so many, and after the last; what is known of these very weights is not
         measured again.
 
@@ -160,7 +160,7 @@ class HeldOut:
         return _figures(await self._evaluate(step, version, prompts, training)) if prompts else {}
 
     async def _evaluate(
-        self, step: int, version: PolicyVersion, prompts: Sequence[Prompt], training: Collection | None
+        self, step: int, version: PolicyVersion, prompts: Sequence[Prompt], training: SampleCollector | None
     ) -> EvalResult:
         rollout = self._rollout
         with rollout.span(EVALUATION, step=step) as fields:

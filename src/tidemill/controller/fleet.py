@@ -21,12 +21,12 @@ import msgspec
 from tidemill.config.pool import FleetConfig
 from tidemill.controller import router as per_sample
 from tidemill.controller.estimates import LengthEstimator, ThroughputProfile
-from tidemill.controller.fleet_events import Story
+from tidemill.controller.fleet_events import FleetEventLog
 from tidemill.controller.in_flight import LOCAL
 from tidemill.controller.publishing import LogprobsMissing, Publishing, Quarantined
 from tidemill.controller.router import Router
-from tidemill.controller.waiting import Ended, Mailbox, Patience, Wait, patiently
-from tidemill.controller.worker_state import SERVING, Member, MemberState, Order, Pace
+from tidemill.controller.waiting import LeaseOutcome, Mailbox, Timeouts, Wait, wait_with_deadline
+from tidemill.controller.worker_state import SERVING, DecodeRate, WorkerCommand, WorkerPhase, WorkerState
 from tidemill.core.errors import DeadlineError, WorkerLost
 from tidemill.core.protocols import Clock, Provider, Publisher, Telemetry, Worker, WorkerHost
 from tidemill.core.records import (
@@ -59,8 +59,8 @@ class Fleet:
         publisher: gives them weights.
         needs_logprobs: settings that need the logprobs of sampled tokens; an engine that returns none then ends the
             run before it generates anything.
-        silence_s: overrides `config.silence_s`: infinite where workers share a thread with the trainer, whose work
-            would look like their silence.
+        heartbeat_timeout_s: overrides the configured value; infinite where workers share the trainer's thread, and so
+            cannot send heartbeats while it computes.
         router: who decides which worker takes which sample.
         lengths: what it is told of samples' lengths.
     """
@@ -74,38 +74,38 @@ class Fleet:
         clock: Clock,
         telemetry: Telemetry,
         config: FleetConfig | None = None,
-        patience: Patience | None = None,
+        timeouts: Timeouts | None = None,
         provider: Provider | None = None,
         host: WorkerHost | None = None,
         publisher: Publisher | None = None,
         needs_logprobs: Sequence[str] = (),
-        silence_s: float | None = None,
+        heartbeat_timeout_s: float | None = None,
         router: Router = per_sample,
         lengths: LengthEstimator | None = None,
     ) -> None:
         self.slots, self.clock, self.config = slots, clock, config or FleetConfig()
         self.router, self.lengths, self.profile = router, lengths or LengthEstimator(), ThroughputProfile()
-        self.story = Story(telemetry, clock)
-        self._telemetry, self._patience = telemetry, patience or Patience()
+        self.event_log = FleetEventLog(telemetry, clock)
+        self._telemetry, self._timeouts = telemetry, timeouts or Timeouts()
         self._provider, self._host = provider, host
-        self._silence_s = self.config.silence_s if silence_s is None else silence_s
-        self._members: dict[str, Member] = {}
+        self._silence_s = self.config.heartbeat_timeout_s if heartbeat_timeout_s is None else heartbeat_timeout_s
+        self._members: dict[str, WorkerState] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._mailbox: Mailbox | None = None
-        self._pace: Pace | None = None  # of the last tick that any worker told of
+        self._pace: DecodeRate | None = None  # of the last tick that any worker told of
         self._failure: Exception | None = None
         self.publishing = Publishing(
             publisher,
             self._members,
             needs_logprobs=needs_logprobs,
-            probe_limit=self.config.probe_limit,
-            story=self.story,
+            probe_tolerance=self.config.probe_tolerance,
+            event_log=self.event_log,
             clock=clock,
             telemetry=telemetry,
-            patience=self._patience,
+            timeouts=self._timeouts,
             news=self._ring,
         )
-        self.local: Member | None = None
+        self.local: WorkerState | None = None
         if local is not None:
             lease = Lease(
                 lease_id=LOCAL,
@@ -114,7 +114,7 @@ class Fleet:
                 price_usd_per_hour=self.config.reserved_usd_per_hour,
                 start_s=0.0,
             )
-            self.local = Member(lease=lease, slots=slots if local_slots is None else local_slots, worker=local)
+            self.local = WorkerState(lease=lease, slots=slots if local_slots is None else local_slots, worker=local)
 
     @property
     def elastic(self) -> bool:
@@ -124,7 +124,7 @@ class Fleet:
     async def __aenter__(self) -> Self:
         if self.local is not None:
             self.local.lease = msgspec.structs.replace(self.local.lease, start_s=self.clock.now())
-            self.local.state = MemberState.SERVING
+            self.local.state = WorkerPhase.SERVING
             self._enter(self.local, self._run_local(self.local))
         if self._provider is not None:
             self._spawn(self._follow(self._provider), "leases")
@@ -134,7 +134,7 @@ class Fleet:
     async def __aexit__(self, *_: object) -> None:
         for member in list(self._members.values()):
             self._leave(member)
-            self.story.lease_ended(member, "the run ended", evicted=False)
+            self.event_log.lease_ended(member, "the run ended", evicted=False)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -155,15 +155,15 @@ class Fleet:
         finally:
             self._mailbox = outer
             for ended in mailbox.mail.ended:  # as the last sample came; what it had is of no more interest
-                self.story.ended(ended, [])
+                self.event_log.ended(ended, [])
 
-    def __getitem__(self, lease_id: str) -> Member:
+    def __getitem__(self, lease_id: str) -> WorkerState:
         return self._members[lease_id]
 
     def __contains__(self, lease_id: str) -> bool:
         return lease_id in self._members
 
-    def serving(self, version_number: int) -> list[Member]:
+    def serving(self, version_number: int) -> list[WorkerState]:
         """Preemptible workers that take samples of a version now."""
         return [
             member
@@ -192,13 +192,13 @@ class Fleet:
     def submit(self, lease_id: str, requests: Sequence[GenerateRequest], *, step: int) -> None:
         """Give samples to a worker; never waits."""
         member = self._members[lease_id]
-        self.story.busy(member, len(requests), step=step, purpose=requests[0].sample_id.purpose)
-        self._order(member, Order(lambda worker: worker.submit(requests), "take samples"))
+        self.event_log.busy(member, len(requests), step=step, purpose=requests[0].sample_id.purpose)
+        self._order(member, WorkerCommand(lambda worker: worker.submit(requests), "take samples"))
 
     def abort(self, lease_id: str, sample_ids: Sequence[SampleId]) -> None:
         """Ask a worker for samples back; never waits. Harmless when the worker has left."""
         if sample_ids and (member := self._members.get(lease_id)) is not None:
-            self._order(member, Order(lambda worker: worker.abort(sample_ids), "hand samples back"))
+            self._order(member, WorkerCommand(lambda worker: worker.abort(sample_ids), "hand samples back"))
 
     def dismiss(self, lease_id: str, cause: str) -> bool:
         """A preemptible worker is of no use: its lease ends. Says whether it was there; the reserved one stays."""
@@ -211,7 +211,7 @@ class Fleet:
     def note_idle(self, lease_id: str) -> None:
         """A worker has none of the samples in flight."""
         member = self._members[lease_id]
-        self.story.idle(member)
+        self.event_log.idle(member)
         if member.behind:
             self.publishing.let_load(member)
 
@@ -225,7 +225,7 @@ class Fleet:
         idle = [
             0.0 if member.busy_since_s is not None else now_s - member.idle_since_s
             for member in self._members.values()
-            if member.preemptible and member.state is MemberState.SERVING
+            if member.preemptible and member.state is WorkerPhase.SERVING
         ]
         return sum(idle) / len(idle) if idle else 0.0
 
@@ -246,12 +246,12 @@ class Fleet:
 
     def _take(self, event: LeaseEvent) -> None:
         if isinstance(event, LeaseGranted):
-            if self.story.knows(event.lease.lease_id):
+            if self.event_log.knows(event.lease.lease_id):
                 return  # said twice
-            member = Member(
+            member = WorkerState(
                 lease=event.lease, slots=self.slots, heard_s=self.clock.now(), idle_since_s=self.clock.now()
             )
-            self.story.granted(member)
+            self.event_log.granted(member)
             self._enter(member, self._live(member))
         elif (member_ := self._members.get(event.lease_id)) is None:
             return  # it ended before its provider knew
@@ -260,17 +260,19 @@ class Fleet:
         elif isinstance(event, LeaseEnded):
             self._end(member_, event.cause, provider_knows=True)
 
-    def _enter(self, member: Member, life: Coroutine[Any, Any, None]) -> None:
+    def _enter(self, member: WorkerState, life: Coroutine[Any, Any, None]) -> None:
         self._members[member.lease.lease_id] = member
         member.task = self._spawn(life, f"worker {member.lease.lease_id}")
 
-    async def _live(self, member: Member) -> None:
+    async def _live(self, member: WorkerState) -> None:
         try:
             try:
-                async with asyncio.timeout(self.config.join_s):
+                async with asyncio.timeout(self.config.join_timeout_s):
                     await self._join(member)
             except TimeoutError as error:
-                raise WorkerLost(f"it was not generating {self.config.join_s:.0f} s after its lease began") from error
+                raise WorkerLost(
+                    f"it was not generating {self.config.join_timeout_s:.0f} s after its lease began"
+                ) from error
             await self._serve(member)
         except (WorkerLost, DeadlineError) as error:
             self._end(member, str(error), evicted=not isinstance(error, Quarantined))
@@ -279,16 +281,16 @@ class Fleet:
         except Exception as error:  # noqa: BLE001 - a fault of one worker is not the fleet's
             self._end(member, f"it failed: {error!r}", evicted=False, crashed=True)
 
-    async def _join(self, member: Member) -> None:
+    async def _join(self, member: WorkerState) -> None:
         assert self._host is not None, "leases but no host to start workers on"
         with span(self._telemetry, self.clock, JOIN, lease=member.lease.lease_id, worker=member.lease.worker_id):
             member.worker = await self._host.start(member.lease)
-            member.state = MemberState.LOADING
+            member.state = WorkerPhase.LOADING
             await self.publishing.catch_up(member, member.worker)
-            member.state = MemberState.LEAVING if member.noticed else MemberState.SERVING
+            member.state = WorkerPhase.LEAVING if member.noticed else WorkerPhase.SERVING
             member.heard_s = self.clock.now()
 
-    async def _serve(self, member: Member) -> None:
+    async def _serve(self, member: WorkerState) -> None:
         """Receive and obey until one of them fails."""
         jobs = {asyncio.ensure_future(self._receive(member)), asyncio.ensure_future(self._obey(member))}
         try:
@@ -300,13 +302,13 @@ class Fleet:
                 job.cancel()
             await asyncio.gather(*jobs, return_exceptions=True)
 
-    async def _run_local(self, member: Member) -> None:
+    async def _run_local(self, member: WorkerState) -> None:
         try:
             await self._serve(member)
         except Exception as error:  # noqa: BLE001 - whoever collects raises it
             self._fail(error)
 
-    async def _receive(self, member: Member) -> None:
+    async def _receive(self, member: WorkerState) -> None:
         worker = member.worker
         assert worker is not None, f"{member.lease.lease_id} was not started"
         while True:
@@ -321,13 +323,13 @@ class Fleet:
             member.work.observe(report.status.work)
             if (running := report.status.running) and tokens and member.slots == self.slots:  # machines of one kind
                 self.profile.observe(running, report.status.tokens_per_s)
-                self._pace = Pace(report.status.tokens_per_s / running, tokens / running)
+                self._pace = DecodeRate(report.status.tokens_per_s / running, tokens / running)
             if report.notice_s is not None:
                 self._notice(member, member.heard_s + report.notice_s, "the worker was told")
             if self._mailbox is not None:
                 self._mailbox.put_reports([report])
 
-    async def _obey(self, member: Member) -> None:
+    async def _obey(self, member: WorkerState) -> None:
         while True:
             order = await member.orders.get()
             assert member.worker is not None, f"{member.lease.lease_id} was not started"
@@ -335,35 +337,35 @@ class Fleet:
             wait = Wait(
                 awaited=f"{name} to {order.what}",
                 look_at="the worker and its engine",
-                deadline_s=self._patience.load_s,
+                deadline_s=self._timeouts.load_s,
             )
-            await patiently(
+            await wait_with_deadline(
                 order.call(member.worker),
                 wait,
-                notice_s=self._patience.notice_s,
+                notice_s=self._timeouts.notice_s,
                 telemetry=self._telemetry,
                 clock=self.clock,
             )
 
-    def _notice(self, member: Member, deadline_s: float, cause: str) -> None:
+    def _notice(self, member: WorkerState, deadline_s: float, cause: str) -> None:
         """The machine goes at `deadline_s`: take no more samples, and hand back what is left shortly before."""
         if member.noticed:
             return
         member.noticed = True
-        if member.state is MemberState.SERVING:
-            member.state = MemberState.LEAVING
-        self.story.noticed(member, deadline_s - self.clock.now(), cause)
-        self._spawn(self._hand_back(member, deadline_s - self.config.hand_back_s), f"notice {member.lease.lease_id}")
+        if member.state is WorkerPhase.SERVING:
+            member.state = WorkerPhase.LEAVING
+        self.event_log.noticed(member, deadline_s - self.clock.now(), cause)
+        self._spawn(self._hand_back(member, deadline_s - self.config.drain_margin_s), f"notice {member.lease.lease_id}")
 
-    async def _hand_back(self, member: Member, at_s: float) -> None:
+    async def _hand_back(self, member: WorkerState, at_s: float) -> None:
         await asyncio.sleep(max(0.0, at_s - self.clock.now()))
-        if member.state is not MemberState.GONE and self._mailbox is not None:
+        if member.state is not WorkerPhase.GONE and self._mailbox is not None:
             self._mailbox.mail.hand_back.append(member.lease.lease_id)
             self._mailbox.ring()
 
     def _end(
         self,
-        member: Member,
+        member: WorkerState,
         cause: str,
         *,
         provider_knows: bool = False,
@@ -371,15 +373,15 @@ class Fleet:
         crashed: bool = False,
     ) -> None:
         """A lease is over, for whatever reason: its samples go on elsewhere. The second call does nothing."""
-        if member.state is MemberState.GONE:
+        if member.state is WorkerPhase.GONE:
             return
-        joined, now_s = member.state in (MemberState.SERVING, MemberState.LEAVING), self.clock.now()
+        joined, now_s = member.state in (WorkerPhase.SERVING, WorkerPhase.LEAVING), self.clock.now()
         lost = member.tokens_since(now_s, usual=self._pace)
         self._leave(member)
         if self._provider is not None and not provider_knows:
             self._spawn(self._provider.release(member.lease.lease_id), f"release {member.lease.lease_id}")
         if joined:
-            ended = Ended(
+            ended = LeaseOutcome(
                 lease_id=member.lease.lease_id,
                 worker_id=member.lease.worker_id,
                 cause=cause,
@@ -392,14 +394,14 @@ class Fleet:
                 self._mailbox.mail.ended.append(ended)
                 self._ring()
             else:
-                self.story.ended(ended, [])
+                self.event_log.ended(ended, [])
         elif evicted or crashed:
-            self.story.join_failed(member, cause)
-        self.story.lease_ended(member, cause, evicted=joined and evicted)
+            self.event_log.join_failed(member, cause)
+        self.event_log.lease_ended(member, cause, evicted=joined and evicted)
 
-    def _leave(self, member: Member) -> None:
-        self.story.idle(member)
-        member.state = MemberState.GONE
+    def _leave(self, member: WorkerState) -> None:
+        self.event_log.idle(member)
+        member.state = WorkerPhase.GONE
         del self._members[member.lease.lease_id]
         if member.task is not None and member.task is not asyncio.current_task():
             member.task.cancel()
@@ -416,13 +418,13 @@ class Fleet:
                 continue
             for member in list(self._members.values()):
                 silent_s = self.clock.now() - member.heard_s
-                joined = member.state in (MemberState.SERVING, MemberState.LEAVING)
+                joined = member.state in (WorkerPhase.SERVING, WorkerPhase.LEAVING)
                 if member.preemptible and joined and silent_s > self._silence_s:
                     self._end(member, f"it was silent for {silent_s:.1f} s")
 
     # Small things.
 
-    def _order(self, member: Member, order: Order) -> None:
+    def _order(self, member: WorkerState, order: WorkerCommand) -> None:
         member.orders.put_nowait(order)
 
     def _ring(self) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from tidemill.controller.samples import Sample
-from tidemill.controller.waiting import Ended
-from tidemill.controller.worker_state import Member
+from tidemill.controller.waiting import LeaseOutcome
+from tidemill.controller.worker_state import WorkerState
 from tidemill.core.protocols import Clock, Telemetry
 from tidemill.core.records import Loaded
 from tidemill.telemetry.events import (
@@ -33,7 +33,7 @@ _ROUND = 6
 
 
 @dataclass(slots=True)
-class Happened:
+class FleetCounters:
     """What happened to the fleet since the last metrics line, whatever was being generated; keys of docs/metrics.md."""
 
     evictions: int = 0
@@ -42,32 +42,32 @@ class Happened:
     tokens_lost: int = 0  # estimated
 
 
-class Story:
+class FleetEventLog:
     """Writes events, and counts what a step's metrics say of them."""
 
     def __init__(self, telemetry: Telemetry, clock: Clock) -> None:
         self._telemetry, self._clock = telemetry, clock
         self._workers: dict[str, str] = {}  # by lease, the ended ones too: their samples go on later
-        self.happened = Happened()
+        self.happened = FleetCounters()
 
     def take_figures(self) -> dict[str, float]:
         """What happened since the last call."""
-        happened, self.happened = self.happened, Happened()
+        happened, self.happened = self.happened, FleetCounters()
         return {name: float(count) for name, count in asdict(happened).items()}
 
     def knows(self, lease_id: str) -> bool:
         """Whether the lease began, be it over or not."""
         return lease_id in self._workers
 
-    def granted(self, member: Member) -> None:
+    def granted(self, member: WorkerState) -> None:
         lease = member.lease
         self._workers[lease.lease_id] = lease.worker_id
         self._tell(LEASE, member, kind=lease.kind, price_usd_per_hour=lease.price_usd_per_hour)
 
-    def join_failed(self, member: Member, cause: str) -> None:
+    def join_failed(self, member: WorkerState, cause: str) -> None:
         self._tell(JOIN_FAILED, member, cause=cause)
 
-    def pulled(self, member: Member, loaded: Loaded, duration_s: float) -> None:
+    def pulled(self, member: WorkerState, loaded: Loaded, duration_s: float) -> None:
         self._tell(
             PULL,
             member,
@@ -79,18 +79,18 @@ class Story:
             retries=loaded.retries,
         )
 
-    def quarantined(self, member: Member, difference: float, limit: float) -> None:
+    def quarantined(self, member: WorkerState, difference: float, limit: float) -> None:
         # JSON has no infinity: a worker that says no numbers at all differs by the largest one.
         self._tell(QUARANTINE, member, difference=min(difference, 1e9), limit=limit)
 
-    def noticed(self, member: Member, grace_s: float, cause: str) -> None:
+    def noticed(self, member: WorkerState, grace_s: float, cause: str) -> None:
         self._tell(NOTICE, member, grace_s=round(grace_s, 3), cause=cause)
 
-    def asked_back(self, member: Member, samples: int) -> None:
+    def asked_back(self, member: WorkerState, samples: int) -> None:
         """It is about to go; what of its samples really comes back is told when they go on elsewhere."""
         self._tell(HAND_BACK, member, samples=samples)
 
-    def migrated(self, source: str, target: Member, samples: Sequence[Sample]) -> None:
+    def migrated(self, source: str, target: WorkerState, samples: Sequence[Sample]) -> None:
         """Samples that the lease `source` had go on at another worker, from the tokens they have."""
         self.happened.migrations += len(samples)
         self._telemetry.event(
@@ -102,14 +102,14 @@ class Story:
             tokens_kept=sum(sample.length for sample in samples),
         )
 
-    def busy(self, member: Member, samples: int, *, step: int, purpose: str) -> None:
+    def busy(self, member: WorkerState, samples: int, *, step: int, purpose: str) -> None:
         """It was given samples."""
         if member.busy_since_s is None:
             member.busy_since_s, member.busy_tokens, member.busy_samples = self._clock.now(), 0, 0
             member.busy_step, member.busy_purpose = step, purpose
         member.busy_samples += samples
 
-    def idle(self, member: Member) -> None:
+    def idle(self, member: WorkerState) -> None:
         """It has no samples left, or they are taken from it."""
         if member.busy_since_s is None:
             return
@@ -127,16 +127,16 @@ class Story:
         )
         member.busy_since_s = None
 
-    def rebalanced(self, source: Member, target: Member, samples: int) -> None:
+    def rebalanced(self, source: WorkerState, target: WorkerState, samples: int) -> None:
         self._telemetry.event(
             REBALANCE, from_worker=source.lease.worker_id, to_worker=target.lease.worker_id, samples=samples
         )
 
-    def vacated(self, member: Member, samples: int) -> None:
+    def vacated(self, member: WorkerState, samples: int) -> None:
         """The last samples of a batch are gathered on others."""
         self._tell(VACATED, member, samples=samples)
 
-    def ended(self, ended: Ended, samples: Sequence[Sample]) -> None:
+    def ended(self, ended: LeaseOutcome, samples: Sequence[Sample]) -> None:
         """A worker that served is gone: evicted, or it crashed. One that was given back is only told of as such."""
         if not (ended.evicted or ended.crashed):
             return
@@ -155,7 +155,7 @@ class Story:
             tokens_lost=lost,
         )
 
-    def lease_ended(self, member: Member, cause: str, *, evicted: bool) -> None:
+    def lease_ended(self, member: WorkerState, cause: str, *, evicted: bool) -> None:
         now_s, lease = self._clock.now(), member.lease
         self._tell(
             LEASE_END,
@@ -168,5 +168,5 @@ class Story:
             tokens=member.tokens,
         )
 
-    def _tell(self, name: str, member: Member, **fields: object) -> None:
+    def _tell(self, name: str, member: WorkerState, **fields: object) -> None:
         self._telemetry.event(name, lease=member.lease.lease_id, worker=member.lease.worker_id, **fields)

@@ -28,7 +28,7 @@ BREAKING: frozenset[Verdict] = frozenset({"malformed", "wrong_version", "gap"})
 """From the current attempt these mean that what follows cannot be applied either."""
 
 
-class Plan(Record):
+class SamplingPlan(Record):
     """What all groups of a purpose have in common: enough to recognise them again after a restart."""
 
     purpose: str
@@ -48,7 +48,7 @@ class PlannedGroup(Record):
     from_version: int  # the newest when it was begun
 
 
-def had_by(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
+def by_previous_lease(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
     """Waiting samples that a preemptible worker had, by its lease: whoever goes on with one lets it migrate."""
     found: defaultdict[str, list[Sample]] = defaultdict(list)
     for sample in samples:
@@ -74,7 +74,7 @@ def plan_groups(
 
 
 @dataclass(slots=True)
-class Tally:
+class StepCounters:
     """What happened since the last step was told."""
 
     tokens_accepted: int = 0
@@ -96,11 +96,11 @@ class InFlight:
     its own.)
     """
 
-    def __init__(self, plan: Plan, *, version_number: int) -> None:
+    def __init__(self, plan: SamplingPlan, *, version_number: int) -> None:
         self.plan, self.newest_version = plan, version_number
         self.groups: dict[int, PlannedGroup] = {}  # by position, ascending
         self.samples: dict[int, Sample] = {}  # by ordinal, ascending
-        self.tally = Tally()
+        self.counters = StepCounters()
         self._by_id: dict[SampleId, Sample] = {}
         self._misfits: dict[str, Verdict] = {}
         self._index()
@@ -126,7 +126,7 @@ class InFlight:
                     raise UserError(
                         f"prompt {group.prompt_id} occurs twice among those generated at once ({self.plan.purpose})",
                         where="task",
-                        cure="remove duplicate prompts from the data",
+                        hint="remove duplicate prompts from the data",
                     )
                 sample = Sample(
                     sample_id=sample_id,
@@ -188,9 +188,9 @@ class InFlight:
         """Samples with tokens that older weights made, of which it is not noted what this version says of them."""
         return [sample for sample in self if version not in sample.published and sample.made_before(version)]
 
-    def take_tally(self) -> Tally:
-        tally, self.tally = self.tally, Tally()
-        return tally
+    def take_counters(self) -> StepCounters:
+        counters, self.counters = self.counters, StepCounters()
+        return counters
 
     def _index(self) -> None:
         """Sort the samples by state: who waits, and what each lease holds."""
@@ -251,7 +251,7 @@ class InFlight:
         """Give waiting samples (by default all, in canonical order) to a lease; each goes on from its tokens."""
         chosen = self.in_state(SampleState.WAITING) if samples is None else list(samples)
         for sample in chosen:
-            self.tally.tokens_recomputed += sample.length
+            self.counters.tokens_recomputed += sample.length
             sample.assign(lease_id, self.newest_version)
             self._moved(SampleState.WAITING, sample)
         return [self._request(sample) for sample in chosen]
@@ -272,19 +272,19 @@ class InFlight:
         """
         sample = self._by_id.get(delta.sample_id)
         if sample is None:
-            self.tally.ignored["unknown_sample"] += 1
+            self.counters.ignored["unknown_sample"] += 1
             return None
         verdict = sample.judge(delta, self.newest_version)
         if verdict == "applied":
             if not sample.made_by:
                 self._forget_oldest(sample)
             sample.extend(delta.token_ids, delta.logprobs, delta.version)
-            self.tally.tokens_accepted += len(delta.token_ids) // ITEM_BYTES
+            self.counters.tokens_accepted += len(delta.token_ids) // ITEM_BYTES
             if delta.finish is not None:
                 sample.end_attempt(delta.finish, delta.error)
                 self._moved(SampleState.RUNNING, sample)
             return sample
-        self.tally.ignored[verdict] += 1
+        self.counters.ignored[verdict] += 1
         if verdict in BREAKING:
             self._misfits[sample.lease_id] = verdict
             sample.end_attempt("error", f"its engine sent a delta that does not fit ({verdict})")

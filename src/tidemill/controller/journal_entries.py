@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from tidemill.controller.in_flight import InFlight, Plan, PlannedGroup, plan_groups
+from tidemill.controller.in_flight import InFlight, PlannedGroup, SamplingPlan, plan_groups
 from tidemill.controller.samples import IllegalTransition, SampleState
 from tidemill.core.decoding import decode_msgpack
 from tidemill.core.errors import UserError
@@ -37,7 +37,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
 class Opened(Entry, frozen=True, tag="opened"):
     """Groups were begun."""
 
-    plan: Plan
+    plan: SamplingPlan
     groups: tuple[PlannedGroup, ...]
 
 
@@ -77,7 +77,7 @@ class Restarted(Entry, frozen=True, tag="restarted"):
     ordinals: tuple[int, ...]
 
 
-class Piece(Entry, frozen=True):
+class AcceptedTokens(Entry, frozen=True):
     """New tokens of one sample."""
 
     ordinal: int  # group position * group size + index
@@ -93,7 +93,7 @@ class Accepted(Entry, frozen=True, tag="tokens"):
     """What was accepted of one worker's report."""
 
     versions: tuple[PolicyVersion, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[AcceptedTokens, ...]
 
 
 class Published(Entry, frozen=True, tag="published"):
@@ -145,7 +145,7 @@ def accepted(deltas: Iterable[tuple[int, TokenDelta]]) -> Accepted | None:
         finish = delta.finish if delta.finish in ("stop", "length") else None
         if delta.token_ids or finish:
             pieces.append(
-                Piece(
+                AcceptedTokens(
                     ordinal,
                     delta.attempt,
                     delta.start,
@@ -200,7 +200,7 @@ def _unreadable(filed: int, why: str) -> UserError:
     return UserError(
         f"the ledger's entries of step {filed} make no sense ({why})",
         where="ledger.sqlite",
-        cure="delete ledger.sqlite: the run goes on from its last checkpoint and generates later samples again",
+        hint="delete ledger.sqlite: the run goes on from its last checkpoint and generates later samples again",
     )
 
 
@@ -245,7 +245,9 @@ def _accept_again(in_flight: InFlight, entry: Accepted, filed: int) -> None:
 
 def _open_again(in_flight: InFlight, entry: Opened, filed: int, prompt_of: Callable[[int], tuple[int, Prompt]]) -> None:
     pairs = [prompt_of(group.position) for group in entry.groups]
-    different = [name for name in Plan.__struct_fields__ if getattr(entry.plan, name) != getattr(in_flight.plan, name)]
+    different = [
+        name for name in SamplingPlan.__struct_fields__ if getattr(entry.plan, name) != getattr(in_flight.plan, name)
+    ]
     for group, (epoch, prompt) in zip(entry.groups, pairs, strict=True):
         (planned,) = plan_groups([(epoch, prompt)], first_position=group.position, from_version=group.from_version)
         different += [name for name in PlannedGroup.__struct_fields__ if getattr(planned, name) != getattr(group, name)]
@@ -253,7 +255,7 @@ def _open_again(in_flight: InFlight, entry: Opened, filed: int, prompt_of: Calla
         raise UserError(
             f"step {filed} was begun with another batch (different: {', '.join(dict.fromkeys(different))})",
             where="ledger.sqlite",
-            cure="resume with the task, batch, sampling and seed settings the run was started with; or delete "
+            hint="resume with the task, batch, sampling and seed settings the run was started with; or delete "
             "ledger.sqlite to generate the samples since the last checkpoint again",
         )
     for group in entry.groups:

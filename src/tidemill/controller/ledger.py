@@ -1,7 +1,7 @@
 """The ledger: the truth about samples, journalled message by message, and rebuilt from the journal after a kill.
 
 Memory is changed first and the journal awaited before anybody acts on the change. That is safe because a journal keeps
-the order of its appends: what a kill loses is always the newest part of the story, never a piece out of its middle.
+the order of its appends: what a kill loses is always the newest part of the event_log, never a piece out of its middle.
 
 An entry is filed under the *round* of its groups: the step whose planned prompts they are. Groups begin round by round,
 so that what a checkpoint makes superfluous is a number of whole rounds.

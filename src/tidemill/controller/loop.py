@@ -17,14 +17,14 @@ from __future__ import annotations
 import asyncio
 
 from tidemill.config.schema import RunSpec
-from tidemill.controller.collector import Rollout, StopRequested, collecting
+from tidemill.controller.collector import RolloutContext, StopRequested, collect_samples
 from tidemill.controller.fleet import Fleet
-from tidemill.controller.in_flight import TRAIN, InFlight, Plan
+from tidemill.controller.in_flight import TRAIN, InFlight, SamplingPlan
 from tidemill.controller.journal_entries import EvalResult
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.reading import Reading
 from tidemill.controller.run import Run
-from tidemill.controller.waiting import Patience
+from tidemill.controller.waiting import Timeouts
 from tidemill.core.errors import GuardStop
 from tidemill.core.guards import ScoreGuard, UpdateGuard
 from tidemill.core.protocols import Checkpoints, Clock, Codec, PromptSource, Scorer, Telemetry, Trainer
@@ -60,7 +60,7 @@ async def train_loop(
     stop: asyncio.Event,
     stop_strings: tuple[str, ...] = (),
     reading: Reading | None = None,
-    patience: Patience | None = None,
+    timeouts: Timeouts | None = None,
 ) -> LoopResult:
     """Train until `spec.trainer.steps` batches are committed, going on from wherever the run stands.
 
@@ -73,7 +73,7 @@ async def train_loop(
             is written unless there is one.
         stop_strings: the task's own, used when `spec.sampling.stop` is empty.
         reading: frozen models that read samples one by one, where there are any.
-        patience: deadlines of every wait.
+        timeouts: deadlines of every wait.
 
     Raises:
         UserError: a fault of the user's input, of the run directory or of the disk.
@@ -82,7 +82,7 @@ async def train_loop(
             checkpoint.
         TidemillError: the engine failed again and again on one sample.
     """
-    rollout = Rollout(
+    rollout = RolloutContext(
         fleet=fleet,
         ledger=ledger,
         scorer=scorer,
@@ -90,11 +90,11 @@ async def train_loop(
         telemetry=telemetry,
         clock=clock,
         stop=stop,
-        patience=patience or Patience(),
+        timeouts=timeouts or Timeouts(),
         truncated=spec.scoring.truncated,
         reading=reading,
     )
-    plan = Plan(
+    plan = SamplingPlan(
         purpose=TRAIN,
         run_seed=spec.run.seed,
         group_size=spec.batch.group_size,
@@ -107,7 +107,7 @@ async def train_loop(
     await run.resume()
     try:
         await run.evaluate_start()
-        async with collecting(in_flight, rollout, endless=True) as run.samples:
+        async with collect_samples(in_flight, rollout, endless=True) as run.samples:
             while run.step < spec.trainer.steps:
                 batch = await run.begin_batch()
                 trajectories = await run.learn_from(batch)

@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from tidemill.controller.fleet_events import Story
+from tidemill.controller.fleet_events import FleetEventLog
 from tidemill.controller.in_flight import LOCAL
-from tidemill.controller.waiting import Patience, Wait, patiently
-from tidemill.controller.worker_state import Member, MemberState, Order, probe_difference
+from tidemill.controller.waiting import Timeouts, Wait, wait_with_deadline
+from tidemill.controller.worker_state import WorkerCommand, WorkerPhase, WorkerState, probe_difference
 from tidemill.core.errors import UserError, WeightsError, WorkerLost
 from tidemill.core.protocols import Clock, Publisher, Telemetry, Worker
 from tidemill.core.records import Loaded, PolicyVersion, WeightManifest
@@ -34,25 +34,25 @@ class Publishing:
         publisher: gives weights to workers elsewhere; None where there are none.
         members: the workers there are, by lease; read at every publish.
         needs_logprobs: settings that need the logprobs of sampled tokens; an engine that returns none is refused then.
-        probe_limit: nats by which a worker's logprobs of the probe may differ from the publisher's.
+        probe_tolerance: nats by which a worker's logprobs of the probe may differ from the publisher's.
         news: called when a worker can take samples of a version that it could not before.
     """
 
     def __init__(
         self,
         publisher: Publisher | None,
-        members: Mapping[str, Member],
+        members: Mapping[str, WorkerState],
         *,
         needs_logprobs: Sequence[str],
-        probe_limit: float,
-        story: Story,
+        probe_tolerance: float,
+        event_log: FleetEventLog,
         clock: Clock,
         telemetry: Telemetry,
-        patience: Patience,
+        timeouts: Timeouts,
         news: Callable[[], None],
     ) -> None:
-        self._publisher, self._members, self._probe_limit = publisher, members, probe_limit
-        self._story, self._clock, self._telemetry, self._patience = story, clock, telemetry, patience
+        self._publisher, self._members, self._probe_limit = publisher, members, probe_tolerance
+        self._event_log, self._clock, self._telemetry, self._timeouts = event_log, clock, telemetry, timeouts
         self._news, self._needs_logprobs = news, needs_logprobs
         self._version: PolicyVersion | None = None  # the newest
         self._manifest: WeightManifest | None = None
@@ -81,13 +81,13 @@ class Publishing:
                 wait = self._wait(f"the worker to load version {version.number}", "the worker and its engine")
                 await self._patiently(self._load_local(local, local.worker), wait)
 
-    def let_load(self, member: Member) -> None:
+    def let_load(self, member: WorkerState) -> None:
         """Tell a worker that is behind to catch up, after what it was told before."""
         member.behind = False
         load = self._load_local if member.lease.lease_id == LOCAL else self.catch_up
-        member.orders.put_nowait(Order(partial(load, member), "take weights"))
+        member.orders.put_nowait(WorkerCommand(partial(load, member), "take weights"))
 
-    async def catch_up(self, member: Member, worker: Worker) -> None:
+    async def catch_up(self, member: WorkerState, worker: Worker) -> None:
         """Pull the newest version, and again if a newer one was published meanwhile; waits for the first one.
 
         Raises:
@@ -105,10 +105,10 @@ class Publishing:
                 continue  # newer ones came meanwhile, and those it was pulling may be gone
             self._check_logprobs(loaded)
             member.heard_s = self._clock.now()
-            self._story.pulled(member, loaded, member.heard_s - began_s)
+            self._event_log.pulled(member, loaded, member.heard_s - began_s)
             difference = probe_difference(loaded, manifest)
             if difference > self._probe_limit:
-                self._story.quarantined(member, difference, self._probe_limit)
+                self._event_log.quarantined(member, difference, self._probe_limit)
                 raise Quarantined(f"its logprobs of the probe are {difference:.3g} nats from the trainer's on average")
             member.version = loaded.version
         self._news()
@@ -117,12 +117,12 @@ class Publishing:
         self._manifest = manifest
         self._published.set()
         for member in self._members.values():
-            if member.preemptible and member.state in (MemberState.SERVING, MemberState.LEAVING):
+            if member.preemptible and member.state in (WorkerPhase.SERVING, WorkerPhase.LEAVING):
                 member.behind = True
                 if member.lease.lease_id not in finishing:
                     self.let_load(member)
 
-    async def _load_local(self, member: Member, worker: Worker) -> None:
+    async def _load_local(self, member: WorkerState, worker: Worker) -> None:
         assert self._version is not None, "nothing was published"
         loaded = await worker.load(self._version)
         self._check_logprobs(loaded)
@@ -134,16 +134,16 @@ class Publishing:
             raise LogprobsMissing(
                 f"the engine returns no logprobs of the tokens it samples, and {self._needs_logprobs[0]} needs them",
                 where="algorithm",
-                cure='take an engine that does, or set algorithm.correction.kind = "none", algorithm.proximal = '
+                hint='take an engine that does, or set algorithm.correction.kind = "none", algorithm.proximal = '
                 '"recomputed" and algorithm.kl_in = "loss"',
             )
 
     def _wait(self, awaited: str, look_at: str) -> Wait:
-        return Wait(awaited=awaited, look_at=look_at, deadline_s=self._patience.load_s)
+        return Wait(awaited=awaited, look_at=look_at, deadline_s=self._timeouts.load_s)
 
     async def _patiently(self, call: Coroutine[Any, Any, T], wait: Wait) -> T:
-        return await patiently(
-            call, wait, notice_s=self._patience.notice_s, telemetry=self._telemetry, clock=self._clock
+        return await wait_with_deadline(
+            call, wait, notice_s=self._timeouts.notice_s, telemetry=self._telemetry, clock=self._clock
         )
 
 

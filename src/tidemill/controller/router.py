@@ -330,7 +330,9 @@ def tail_begins(*, unfinished: int, samples: int, fraction: float) -> bool:
     return 0 < unfinished <= fraction * samples
 
 
-def keepers(loads: Sequence[Load], *, unfinished: int, plateau: int, last: Collection[str]) -> frozenset[str]:
+def select_tail_workers(
+    loads: Sequence[Load], *, unfinished: int, plateau: int, last: Collection[str]
+) -> frozenset[str]:
     """The fewest workers that can decode so many samples at once; all of them when that takes all.
 
     Those with the most samples, so that the fewest move; each takes as many as it has or as still pay.

@@ -12,17 +12,17 @@ import msgspec
 
 from tidemill.config.schema import RunSpec
 from tidemill.controller.batching import (
-    Forming,
+    BatchBuilder,
     GroupAssembly,
     batch_figures,
     has_signal,
     latest_step,
-    may_begin,
+    may_start,
     overcommitted,
     sample_figures,
 )
-from tidemill.controller.collector import Collection, Rollout, StopRequested
-from tidemill.controller.evaluation import HeldOut
+from tidemill.controller.collector import RolloutContext, SampleCollector, StopRequested
+from tidemill.controller.evaluation import EvalSchedule
 from tidemill.controller.in_flight import InFlight, plan_groups
 from tidemill.controller.samples import Sample, SampleState
 from tidemill.controller.seeding import Seeding
@@ -43,9 +43,9 @@ class Run:
     trainer: Trainer
     eval_scorer: Scorer
     checkpoints: Checkpoints
-    rollout: Rollout
+    rollout: RolloutContext
     in_flight: InFlight
-    samples: Collection | None = None  # of what is in flight, while the loop runs
+    samples: SampleCollector | None = None  # of what is in flight, while the loop runs
     step: int = 0  # batches committed
     resumed_from: int = 0
     checkpointed: int = 0  # the step of the newest checkpoint
@@ -57,12 +57,12 @@ class Run:
     trainer_answers: bool = True  # or a run that was to end waited for it in vain
     planned: tuple[int, Sequence[tuple[int, Prompt]]] = (0, ())  # the step whose prompts were asked for last, and they
     assembly: GroupAssembly = field(init=False)
-    held_out: HeldOut = field(init=False)
+    held_out: EvalSchedule = field(init=False)
     seeding: Seeding = field(init=False)
 
     def __post_init__(self) -> None:
         self.assembly = GroupAssembly(self.spec.batch.group_size)
-        self.held_out = HeldOut(
+        self.held_out = EvalSchedule(
             self.spec, self.source, self.eval_scorer, self.rollout, sampling=self.in_flight.plan.sampling
         )
         self.seeding = Seeding(self.rollout.fleet, ahead=self.spec.schedule.max_policy_lag > 0)
@@ -70,7 +70,7 @@ class Run:
     @property
     def tokens_generated(self) -> int:
         """By this session, those of samples that no batch has learned from yet among them."""
-        return self.tokens_told + self.in_flight.tally.tokens_accepted
+        return self.tokens_told + self.in_flight.counters.tokens_accepted
 
     async def resume(self) -> None:
         """Restore the newest checkpoint and find out what the journal has beyond it."""
@@ -94,14 +94,14 @@ class Run:
         if figures and self.step == 0:
             self._tell(StepMetrics(step=0, version=self.trainer.version, optimizer_steps=0, values=figures), {})
 
-    async def begin_batch(self) -> Forming:
+    async def begin_batch(self) -> BatchBuilder:
         """The next step's batch: what the journal says it was, or what is to be put together now."""
         if self.rollout.stop.is_set():
             raise StopRequested
         batch, schedule = self.spec.batch, self.spec.schedule
         self.timings, self.began_s = {"time_train_s": 0.0}, self.rollout.clock.now()
         recorded = self.rollout.ledger.learned.get(self.step + 1)
-        forming = Forming(
+        forming = BatchBuilder(
             self.step + 1, batch.prompts, membership=schedule.membership, order=batch.order, recorded=recorded
         )
         await self._admit(0)
@@ -120,7 +120,7 @@ class Run:
         batch, schedule = self.spec.batch, self.spec.schedule
         open_groups = len(self.in_flight.groups) - taken
         learned = self.step * batch.prompts + taken
-        number = may_begin(
+        number = may_start(
             version=self.in_flight.newest_version,
             learned=learned,
             in_flight=open_groups,
@@ -144,7 +144,7 @@ class Run:
             self.planned = step, self.source.train_batch(step)
         return self.planned[1][place]
 
-    async def learn_from(self, forming: Forming) -> list[Trajectory]:
+    async def learn_from(self, forming: BatchBuilder) -> list[Trajectory]:
         """Take groups as they complete, until the batch is full; its trajectories, once the trainer has them all.
 
         Consumes scored samples, produces gradients; waits for samples, and is unblocked by the last sample of the next
@@ -162,11 +162,11 @@ class Run:
                 raise StopRequested
             samples = [sample for position in forming.taken for sample in self.in_flight.group(position)]
             self._keep_time(samples)
-            tokens = self.in_flight.tally.tokens_accepted
+            tokens = self.in_flight.counters.tokens_accepted
             fields |= {"samples": len(learned), "tokens": tokens, "recovered": sum(s.recovered for s in samples)}
         return learned
 
-    async def _learn_what_is_there(self, forming: Forming) -> list[Trajectory]:
+    async def _learn_what_is_there(self, forming: BatchBuilder) -> list[Trajectory]:
         """Give the trainer every complete group whose turn it is."""
         learned = list[Trajectory]()
         while self._may_take(forming):  # a look at all groups takes time where there are many
@@ -183,7 +183,7 @@ class Run:
                     self.rollout.telemetry.progress("training", len(learned), len(learned))
         return learned
 
-    def _may_take(self, forming: Forming) -> bool:
+    def _may_take(self, forming: BatchBuilder) -> bool:
         """Whether a look at all groups could find any to take."""
         if forming.full or not forming.may_take(len(self.assembly.complete)):
             return False
@@ -207,7 +207,7 @@ class Run:
         )
         await self._train(self.trainer.accumulate(group), f"the trainer to learn from group {position}")
 
-    async def _add(self, trajectory: Trajectory, forming: Forming) -> bool:
+    async def _add(self, trajectory: Trajectory, forming: BatchBuilder) -> bool:
         """Take in a scored sample; says whether it completed its group. A group without signal is replaced, where the
         algorithm wants that."""
         position = self.in_flight[trajectory.sample_id].ordinal // self.spec.batch.group_size
@@ -215,9 +215,9 @@ class Run:
             return False
         if not self.spec.algorithm.dynamic_sampling or self.rollout.ledger.has_learned_from(position):
             return True
-        tally, most = self.in_flight.tally, self.spec.schedule.max_redraws * self.spec.batch.prompts
-        if tally.groups_redrawn < most and not has_signal(self.assembly.complete[position]):
-            tally.groups_redrawn += 1
+        counters, most = self.in_flight.counters, self.spec.schedule.max_redraws * self.spec.batch.prompts
+        if counters.groups_redrawn < most and not has_signal(self.assembly.complete[position]):
+            counters.groups_redrawn += 1
             await self._give_up(position)
             await self._admit(len(forming.taken))
         return True
@@ -228,7 +228,7 @@ class Run:
         self._call_back(samples)
         self._let_readers_forget(samples)
         await self.rollout.ledger.drop(self.in_flight, position)
-        self.in_flight.tally.tokens_discarded += sum(sample.length for sample in samples)
+        self.in_flight.counters.tokens_discarded += sum(sample.length for sample in samples)
 
     def _call_back(self, samples: Sequence[Sample]) -> None:
         for sample in samples:
@@ -260,7 +260,7 @@ class Run:
         if self.rollout.fleet.elastic:
             self.timings |= {"workers_mean": collection.workers_mean, "time_trainer_wait_s": collection.idle_s}
 
-    async def publish(self, forming: Forming, trajectories: Sequence[Trajectory]) -> StepMetrics:
+    async def publish(self, forming: BatchBuilder, trajectories: Sequence[Trajectory]) -> StepMetrics:
         """Commit the batch and give everybody the new weights; returns what the step was like."""
         rollout, step, version = self.rollout, self.step + 1, self.trainer.version
         with rollout.span("training", step=step):
@@ -291,25 +291,25 @@ class Run:
         by_id = {trajectory.sample_id: trajectory for trajectory in trajectories}
         ordered = [by_id[sample.sample_id] for sample in samples]
         rollout.telemetry.samples(step, ordered, [sample.prompt for sample in samples])
-        tally = self.in_flight.take_tally()
-        self.tokens_told += tally.tokens_accepted
-        figures = {**told, **batch_figures(samples, tally, version), **self.timings}
+        counters = self.in_flight.take_counters()
+        self.tokens_told += counters.tokens_accepted
+        figures = {**told, **batch_figures(samples, counters, version), **self.timings}
         if rollout.reading is not None:
             figures |= rollout.reading.take_figures()
         ahead = self.spec.schedule.max_policy_lag > 0  # then there is no end to generating
         generating_s = rollout.clock.now() - self.began_s if ahead else self.timings["time_rollout_s"]
         if generating_s > 0:
-            figures["tokens_per_s"] = tally.tokens_accepted / generating_s
+            figures["tokens_per_s"] = counters.tokens_accepted / generating_s
         # Where both know a number, the trainer's counts: it measures on its own thread.
         return msgspec.structs.replace(metrics, values={**figures, **metrics.values})
 
-    async def _finish_under_way(self, forming: Forming) -> None:
+    async def _finish_under_way(self, forming: BatchBuilder) -> None:
         """With `unfinished = "wait"`: wait until every group that the published weights can generate is scored."""
         while self.spec.schedule.unfinished == "wait" and (position := self._under_way(forming)) is not None:
             while position in self.in_flight.groups and position not in self.assembly.complete:
                 await self._add(await self._collection.next(), forming)
 
-    def _under_way(self, forming: Forming) -> int | None:
+    def _under_way(self, forming: BatchBuilder) -> int | None:
         """A group beside the batch that is not scored yet, or None. After a restart, groups begun under versions that
         have not been made again do not count: they cannot be generated before the publish."""
         newest, done = self.in_flight.newest_version, {*forming.taken, *self.assembly.complete}
@@ -346,17 +346,17 @@ class Run:
     async def _make_way(self) -> None:
         """Before a publish: what the new weights would make too old is given up or begins again, and so does what the
         schedule does not let go on under them."""
-        schedule, tally, in_flight = self.spec.schedule, self.in_flight.tally, self.in_flight
+        schedule, counters, in_flight = self.spec.schedule, self.in_flight.counters, self.in_flight
         for position in list(in_flight.groups):
             samples = in_flight.group(position)
             if schedule.on_lag_limit == "drop" and any(map(self._too_old, samples)):
-                tally.groups_dropped += 1
+                counters.groups_dropped += 1
                 await self._give_up(position)
                 continue
             again = [sample for sample in samples if self._too_old(sample) or self._begins_again(sample)]
             if again:
-                tally.samples_restarted += sum(sample.length > 0 for sample in again)
-                tally.tokens_discarded += sum(sample.length for sample in again)
+                counters.samples_restarted += sum(sample.length > 0 for sample in again)
+                counters.tokens_discarded += sum(sample.length for sample in again)
                 self.assembly.forget(position, [sample.sample_id for sample in again])
                 self._call_back(again)
                 self._let_readers_forget(again)
@@ -371,7 +371,7 @@ class Run:
         return self.spec.schedule.unfinished == "restart" and sample.finish is None and begun
 
     @property
-    def _collection(self) -> Collection:
+    def _collection(self) -> SampleCollector:
         assert self.samples is not None, "the loop has not begun"
         return self.samples
 
@@ -387,7 +387,7 @@ class Run:
             self._tell(metrics, figures)
 
     def _tell(self, metrics: StepMetrics, figures: dict[str, float]) -> None:
-        happened = self.rollout.fleet.story.take_figures()
+        happened = self.rollout.fleet.event_log.take_figures()
         values = {**happened, **metrics.values, **figures}
         self.rollout.telemetry.step(msgspec.structs.replace(metrics, values=values))
 
@@ -432,7 +432,7 @@ class Run:
         """Await the trainer, and count how long."""
         rollout, began = self.rollout, self.rollout.clock.now()
         waiting = rollout.patiently(
-            call, awaited=awaited, look_at="the trainer's device and memory", deadline_s=rollout.patience.trainer_s
+            call, awaited=awaited, look_at="the trainer's device and memory", deadline_s=rollout.timeouts.trainer_s
         )
         result = await self._of_trainer(waiting, awaited)
         self.timings[counted_as] += rollout.clock.now() - began
@@ -443,5 +443,5 @@ class Run:
             call,
             awaited=awaited,
             look_at="the disk of the run directory",
-            deadline_s=self.rollout.patience.checkpoint_s,
+            deadline_s=self.rollout.timeouts.checkpoint_s,
         )

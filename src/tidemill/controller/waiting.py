@@ -18,7 +18,7 @@ T = TypeVar("T")
 CLOCK_RESOLUTION_S = 1e-6
 
 
-class Patience(Record):
+class Timeouts(Record):
     """How long the controller waits, in seconds, before it says so and before it gives up."""
 
     notice_s: float = 30.0  # a "waiting" event this often
@@ -39,7 +39,9 @@ class Wait(Record):
     deadline_s: float
 
 
-async def patiently(awaitable: Awaitable[T], wait: Wait, *, notice_s: float, telemetry: Telemetry, clock: Clock) -> T:
+async def wait_with_deadline(
+    awaitable: Awaitable[T], wait: Wait, *, notice_s: float, telemetry: Telemetry, clock: Clock
+) -> T:
     """Await, with a "waiting" event every `notice_s` seconds.
 
     Raises:
@@ -69,7 +71,7 @@ def still_waiting(wait: Wait, *, waited_s: float, telemetry: Telemetry) -> None:
     telemetry.event("waiting", awaited=wait.awaited, waited_s=round(waited_s, 1), deadline_s=wait.deadline_s)
 
 
-class Ended(Record):
+class LeaseOutcome(Record):
     """A lease is over; its samples must go on elsewhere."""
 
     lease_id: str
@@ -82,11 +84,11 @@ class Ended(Record):
 
 
 @dataclass(slots=True)
-class Mail:
+class Messages:
     """What the mailbox held, by kind. Reports come before the ends of leases: what was said before counts."""
 
     reports: list[WorkerReport] = field(default_factory=list)
-    ended: list[Ended] = field(default_factory=list)
+    ended: list[LeaseOutcome] = field(default_factory=list)
     hand_back: list[str] = field(default_factory=list)  # leases about to end
     # With the attempt that was judged, and the reference's logprobs where it was asked.
     rewards: list[tuple[Sample, int, Reward, LogprobBuffer]] = field(default_factory=list)
@@ -104,7 +106,7 @@ class Mailbox:
     """Letters of one collection. `mail` is written to directly; `ring` says so."""
 
     def __init__(self) -> None:
-        self.mail = Mail()
+        self.mail = Messages()
         self._rung = asyncio.Event()
 
     def ring(self) -> None:
@@ -119,11 +121,11 @@ class Mailbox:
         self.mail.failures.append(error)
         self.ring()
 
-    async def take(self, timeout_s: float) -> Mail:
+    async def take(self, timeout_s: float) -> Messages:
         """Everything that has arrived, after waiting at most so long for something."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):  # `wait_for` of Python 3.11 loses a cancellation that meets a ring
                 await self._rung.wait()
         self._rung.clear()
-        mail, self.mail = self.mail, Mail()
+        mail, self.mail = self.mail, Messages()
         return mail

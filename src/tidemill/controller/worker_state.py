@@ -56,7 +56,7 @@ class WorkBySize:
         ]
 
 
-class MemberState(enum.Enum):
+class WorkerPhase(enum.Enum):
     """Where a worker stands; the names are shown to people."""
 
     STARTING = "starting"
@@ -66,12 +66,12 @@ class MemberState(enum.Enum):
     GONE = "gone"  # the fleet has forgotten it
 
 
-SERVING = MemberState.SERVING
+SERVING = WorkerPhase.SERVING
 """For whoever looks at all members: before Python 3.12 naming a state costs more than the rest of the look."""
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class WorkerCommand:
     """One call to make on a worker, in its turn."""
 
     call: Callable[[Worker], Coroutine[Any, Any, object]]
@@ -79,7 +79,7 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class DecodeRate:
     """How one sample got on in a worker's tick, beside the others it had."""
 
     tokens_per_s: float
@@ -87,12 +87,12 @@ class Pace:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Member:
+class WorkerState:
     """What the controller knows of a worker. Orders are carried out one after another; no worker waits for another."""
 
     lease: Lease
     slots: int  # samples it decodes at once
-    state: MemberState = MemberState.STARTING
+    state: WorkerPhase = WorkerPhase.STARTING
     worker: Worker | None = None
     version: PolicyVersion | None = None
     status: WorkerStatus | None = None
@@ -108,14 +108,14 @@ class Member:
     busy_purpose: str = ""
     work: WorkBySize = field(default_factory=WorkBySize)
     idle_since_s: float = 0.0
-    orders: asyncio.Queue[Order] = field(default_factory=asyncio.Queue)
+    orders: asyncio.Queue[WorkerCommand] = field(default_factory=asyncio.Queue)
     task: asyncio.Task[None] | None = None
 
     @property
     def preemptible(self) -> bool:
         return self.lease.kind == "preemptible"
 
-    def tokens_since(self, now_s: float, *, usual: Pace | None) -> int:
+    def tokens_since(self, now_s: float, *, usual: DecodeRate | None) -> int:
         """About how many tokens it has made since it was last heard: a tick's at most, or it would have said so.
 
         Args:

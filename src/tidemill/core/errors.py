@@ -20,18 +20,18 @@ class UserError(TidemillError):
     Args:
         what: one sentence naming the fault.
         where: the key, file and line, or flag at fault (empty when `what` names it).
-        cure: what to do about it.
+        hint: what to do about it.
     """
 
     exit_code = 2
 
-    def __init__(self, what: str, *, where: str = "", cure: str = "") -> None:
-        self.what, self.where, self.cure = what, where, cure
-        super().__init__(what, where, cure)
+    def __init__(self, what: str, *, where: str = "", hint: str = "") -> None:
+        self.what, self.where, self.hint = what, where, hint
+        super().__init__(what, where, hint)
 
     def __str__(self) -> str:
         first = f"{self.where}: {self.what}" if self.where else self.what
-        return f"{first}\n  {self.cure}" if self.cure else first
+        return f"{first}\n  {self.hint}" if self.hint else first
 
 
 class GuardStop(TidemillError):
@@ -41,11 +41,11 @@ class GuardStop(TidemillError):
 
 
 class WorkerLost(TidemillError):
-    """A worker is gone. For the fleet an event like any other; `cause` and `cure` are for whoever reads the log."""
+    """A worker is gone. For the fleet an event like any other; `cause` and `hint` are for whoever reads the log."""
 
-    def __init__(self, cause: str, *, cure: str = "") -> None:
-        self.cause, self.cure = cause, cure
-        super().__init__(f"{cause}; {cure}" if cure else cause)
+    def __init__(self, cause: str, *, hint: str = "") -> None:
+        self.cause, self.hint = cause, hint
+        super().__init__(f"{cause}; {hint}" if hint else cause)
 
 
 class TrainerLost(TidemillError):
@@ -71,7 +71,7 @@ class DeadlineError(TidemillError):
         super().__init__(f"waited {waited_s:.1f} s for {awaited}; look at {look_at}")
 
 
-def root_fault(error: BaseException) -> BaseException:
+def root_error(error: BaseException) -> BaseException:
     """What a group of concurrent failures comes down to: an interrupt, the user's fault, a guard, or the first."""
     leaves = list(_leaves(error))
     for kind in (KeyboardInterrupt, UserError, GuardStop, OSError):
@@ -81,9 +81,9 @@ def root_fault(error: BaseException) -> BaseException:
     return leaves[0] if leaves else error
 
 
-def in_words(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """What a failure came down to, for whoever reads of it later: an error's own words, a bug's with its kind."""
-    root = root_fault(error)
+    root = root_error(error)
     return str(root) if isinstance(root, TidemillError) else exception_text(root)
 
 

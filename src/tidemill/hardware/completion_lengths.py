@@ -14,7 +14,7 @@ from typing import Protocol
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
 from tidemill.telemetry.run_dir import RunDirectory
-from tidemill.telemetry.samples import read_samples
+from tidemill.telemetry.sample_files import read_samples
 
 GRID = 256
 """Quantiles that stand for a distribution where a mean over it is wanted."""
@@ -76,10 +76,10 @@ def log_normal_of_mean(mean: float, *, sigma: float, limit: int) -> LogNormalLen
     """
     if not 1 <= mean <= limit:
         what = f"a mean of {mean:g} tokens does not go with a limit of {limit}"
-        raise UserError(what, cure="the mean is at least 1 and at most the limit")
+        raise UserError(what, hint="the mean is at least 1 and at most the limit")
     if not 0 <= sigma <= MOST_SIGMA:
         what = f"sigma {sigma:g} is no spread of lengths"
-        raise UserError(what, cure=f"0 makes all alike, 0.8 is usual, {MOST_SIGMA:g} is the most")
+        raise UserError(what, hint=f"0 makes all alike, 0.8 is usual, {MOST_SIGMA:g} is the most")
     low, high = 0.0, float(limit) * math.exp(4 * sigma)  # at the high end almost everything is cut
     for _ in range(60):
         middle = (low + high) / 2
@@ -106,6 +106,6 @@ def lengths_of_run(run_dir: Path) -> EmpiricalLengths:
     tokens = [sample.length for file in files for sample in read_samples(file) if sample.length]
     if not tokens:
         raise UserError(
-            "no samples to take lengths from", where=str(run_dir), cure="name a run directory with samples/"
+            "no samples to take lengths from", where=str(run_dir), hint="name a run directory with samples/"
         )
     return lengths_of(tokens)

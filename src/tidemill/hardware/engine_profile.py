@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import msgspec
 
 from tidemill.core.records import Record
-from tidemill.hardware.catalog import Gpu, Link, all_reduce_s
 from tidemill.hardware.completion_lengths import Lengths, quantiles
+from tidemill.hardware.gpu_catalog import Gpu, Link, all_reduce_s
 from tidemill.hardware.model_shape import DTYPE_BYTES, ModelShape
 
 REDUCTIONS_PER_LAYER = 2

@@ -48,14 +48,14 @@ class ConfigReader:
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST:
             allowed = f"a whole number from {least} to {MOST:.0e}"
             what = "is missing" if value is None else f"needs {allowed}, has {value!r:.60}"
-            raise UserError(what, where=f"{self._source}: {name}", cure=_HINT)
+            raise UserError(what, where=f"{self._source}: {name}", hint=_HINT)
         return value
 
     def up_to(self, most: int, name: str, default: int) -> int:
         """As `whole`, from 1 to `most`."""
         value = self.whole(name, default, least=1)
         if value > most:
-            raise UserError(f"needs 1 to {most}, has {value}", where=f"{self._source}: {name}", cure=_HINT)
+            raise UserError(f"needs 1 to {most}, has {value}", where=f"{self._source}: {name}", hint=_HINT)
         return value
 
 
@@ -67,7 +67,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """
     config = _read_json(path)
     if not isinstance(config, dict):
-        raise UserError("is not a model configuration", where=str(path), cure=_HINT)
+        raise UserError("is not a model configuration", where=str(path), hint=_HINT)
     reader = ConfigReader(decoder_part(config), str(path))
     for name in SIZES:
         if reader.config.get(name) is not None:
@@ -75,7 +75,7 @@ def read_config(path: Path) -> dict[str, Any]:
     heads, kv_heads = (reader.config.get(name) for name in ("num_attention_heads", "num_key_value_heads"))
     if heads and kv_heads and heads % kv_heads:
         what = f"is {kv_heads}, which does not divide num_attention_heads = {heads}"
-        raise UserError(what, where=f"{path}: num_key_value_heads", cure=_HINT)
+        raise UserError(what, where=f"{path}: num_key_value_heads", hint=_HINT)
     return config
 
 
@@ -90,10 +90,10 @@ def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_bytes())
     except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror or error}", where=str(path), cure=_HINT) from error
+        raise UserError(f"cannot be read: {error.strerror or error}", where=str(path), hint=_HINT) from error
     except (ValueError, RecursionError) as error:
         line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
-        raise UserError("the model configuration is not valid JSON", where=f"{path}{line}", cure=again) from error
+        raise UserError("the model configuration is not valid JSON", where=f"{path}{line}", hint=again) from error
 
 
 NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")

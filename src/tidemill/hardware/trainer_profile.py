@@ -6,7 +6,7 @@ import math
 from typing import Literal, TypeAlias
 
 from tidemill.core.records import Record
-from tidemill.hardware.catalog import Gpu, Link, all_reduce_s, gather_s
+from tidemill.hardware.gpu_catalog import Gpu, Link, all_reduce_s, gather_s
 from tidemill.hardware.model_shape import TRAINED, ModelShape, Optimizer
 
 BACKWARD = 2

@@ -155,7 +155,7 @@ def unsupported(module: torch.nn.Module, why: str) -> UserError:
     return UserError(
         f"{type(module).__name__} {why}",
         where="model.source",
-        cure="choose a model of a supported family (docs/models.md lists them)",
+        hint="choose a model of a supported family (docs/models.md lists them)",
     )
 
 
@@ -209,7 +209,7 @@ def vocabulary_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Ten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class KVChunk:
     """What later pieces need of `tokens` consecutive tokens."""
 
     tokens: int
@@ -218,10 +218,10 @@ class Piece:
     last: Tensor  # [1, hidden], of its last token
 
 
-class PiecePlan:
+class ChunkPlan:
     """Implements `models.attention.AttentionPlan`: every token sees the pieces before its own, and its own up to it."""
 
-    def __init__(self, past: Sequence[Piece], tokens: int, device: torch.device) -> None:
+    def __init__(self, past: Sequence[KVChunk], tokens: int, device: torch.device) -> None:
         self._past, self._tokens, self._device = past, tokens, device
         self._before = sum(piece.tokens for piece in past)
         self._masks: dict[int | None, Tensor] = {}
@@ -251,13 +251,13 @@ class PiecePlan:
 
 
 @torch.inference_mode()
-def next_piece(model: PreTrainedModel, past: Sequence[Piece], token_ids: Tokens) -> tuple[Piece, Tensor]:
+def prefill_chunk(model: PreTrainedModel, past: Sequence[KVChunk], token_ids: Tokens) -> tuple[KVChunk, Tensor]:
     """The piece of `token_ids` (int32 [N], N >= 1) after those of `past`, and its hidden states [N, hidden]."""
     device = next(model.parameters()).device
-    plan = PiecePlan(past, len(token_ids), device)
+    plan = ChunkPlan(past, len(token_ids), device)
     before = sum(piece.tokens for piece in past)
     tokens = torch.from_numpy(token_ids.astype("int64")).to(device)
     states = hidden_states(model, tokens, torch.arange(before, before + len(token_ids), device=device), plan)
     # A copy: a view of one row would keep all of them.
     last = states[-1:].clone()
-    return Piece(tokens=len(token_ids), keys=tuple(plan.keys), values=tuple(plan.values), last=last), states
+    return KVChunk(tokens=len(token_ids), keys=tuple(plan.keys), values=tuple(plan.values), last=last), states

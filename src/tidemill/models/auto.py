@@ -58,7 +58,7 @@ def load_config(folder: Path) -> Any:
         raise UserError(
             f"transformers {transformers.__version__} does not implement model_type {name!r:.60}{own}",
             where=str(folder / CONFIG),
-            cure="choose a model of a supported family (docs/models.md lists them)",
+            hint="choose a model of a supported family (docs/models.md lists them)",
         )
     try:
         with quiet():
@@ -67,7 +67,7 @@ def load_config(folder: Path) -> Any:
         raise UserError(
             f"the model configuration is refused by transformers: {first_line(error)}",
             where=str(folder / CONFIG),
-            cure="copy or download the file again",
+            hint="copy or download the file again",
         ) from error
 
 
@@ -125,11 +125,11 @@ def load_tokenizer(folder: Path, **options: Any) -> PreTrainedTokenizerBase:
         raise UserError(
             f"the tokenizer cannot be loaded: {first_line(error)}",
             where=str(folder),
-            cure="copy or download the model's tokenizer files again",
+            hint="copy or download the model's tokenizer files again",
         ) from error
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(
-            "the tokenizer has no tokenizer.json", where=str(folder), cure="save it once with a version that writes one"
+            "the tokenizer has no tokenizer.json", where=str(folder), hint="save it once with a version that writes one"
         )
     return tokenizer
 
@@ -145,7 +145,7 @@ def configured_context(config: Any) -> int:
         raise UserError(
             f"the configuration of model_type {config.model_type!r} has no max_position_embeddings",
             where="model.source",
-            cure="choose a model of a supported family (docs/models.md lists them)",
+            hint="choose a model of a supported family (docs/models.md lists them)",
         )
     return int(limit)
 
@@ -159,5 +159,5 @@ def _no_model(error: Exception, folder: Path) -> UserError:
     return UserError(
         f"the model cannot be loaded: {first_line(error)}",
         where=str(folder),
-        cure="give a causal language model that this version of transformers knows",
+        hint="give a causal language model that this version of transformers knows",
     )

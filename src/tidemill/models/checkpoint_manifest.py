@@ -124,7 +124,7 @@ def refuse_damaged(folder: Path) -> None:
         raise UserError(
             f"the checkpoint is damaged: {reason}",
             where=str(folder),
-            cure="choose another checkpoint, or bring this one back; a pipeline makes the result of a stage again "
+            hint="choose another checkpoint, or bring this one back; a pipeline makes the result of a stage again "
             f"once this folder is deleted; without {MANIFEST} it is taken as it is",
         )
 

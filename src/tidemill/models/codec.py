@@ -65,7 +65,7 @@ class TextCodec:
             raise UserError(
                 "the model has no chat template",
                 where="model.chat_template",
-                cure="set model.chat_template = false, or choose an instruction-tuned model",
+                hint="set model.chat_template = false, or choose an instruction-tuned model",
             )
         turns = [{"role": message.role, "content": message.content} for message in messages]
         try:
@@ -74,7 +74,7 @@ class TextCodec:
             raise UserError(
                 f"the model's chat template refuses the messages: {first_line(error)}",
                 where="model.chat_template",
-                cure=f"it was given the roles {', '.join(message.role for message in messages)}",
+                hint=f"it was given the roles {', '.join(message.role for message in messages)}",
             ) from error
         assert isinstance(text, str)
         return text, self._encode(text)
@@ -138,7 +138,7 @@ class TextCodec:
             raise UserError(
                 "the model has no token that ends a completion",
                 where="model.source",
-                cure="set data.end_token = false, or give its tokenizer an eos_token",
+                hint="set data.end_token = false, or give its tokenizer an eos_token",
             )
         return self._stop_token_ids[0] if own is None else int(own)
 
@@ -149,7 +149,7 @@ class TextCodec:
             raise UserError(
                 f"the model's vocabulary cannot express {self._first_unknown(text)!r}",
                 where="the prompt",
-                cure="for model.source = char, add it to model.char.alphabet",
+                hint="for model.source = char, add it to model.char.alphabet",
             ) from error
         if self._without_embedding and (missing := self._without_embedding.keys() & set(ids)):
             raise self._no_embedding(min(missing), where="the prompt")
@@ -165,7 +165,7 @@ class TextCodec:
             raise UserError(
                 f"the tokenizer has ids up to {largest}, and the model {self._embeddings} embeddings",
                 where=_TOKENIZER,
-                cure=_OWN_TOKENIZER,
+                hint=_OWN_TOKENIZER,
             )
         needed = {self._tokenizer.eos_token_id, self._tokenizer.bos_token_id, *self._prefix}
         template = str(self._tokenizer.chat_template)
@@ -177,7 +177,7 @@ class TextCodec:
     def _no_embedding(self, number: int, *, where: str) -> UserError:
         token = self._backend.id_to_token(number)
         what = f"the token {token!r} has id {number}, and the model {self._embeddings} embeddings"
-        return UserError(what, where=where, cure=_OWN_TOKENIZER)
+        return UserError(what, where=where, hint=_OWN_TOKENIZER)
 
     def _vocabulary(self, *, added: bool = True) -> dict[str, int]:
         vocabulary: dict[str, int] = self._backend.get_vocab(with_added_tokens=added)
@@ -220,7 +220,7 @@ def load_codec(folder: Path) -> TextCodec:
     try:
         return TextCodec(tokenizer, stops, embeddings=config.get("vocab_size"))
     except UserError as error:
-        raise UserError(error.what, where=str(folder), cure=error.cure) from error
+        raise UserError(error.what, where=str(folder), hint=error.hint) from error
 
 
 def _stop_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase) -> set[int]:
@@ -235,7 +235,7 @@ def _stop_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase) -> set[int
             continue
         except (OSError, ValueError, AttributeError, RecursionError) as error:
             raise UserError(
-                "not valid JSON", where=str(folder / name), cure="copy or download the file again"
+                "not valid JSON", where=str(folder / name), hint="copy or download the file again"
             ) from error
         ids = value if isinstance(value, list) else [] if value is None else [value]
         for item in ids:
@@ -243,7 +243,7 @@ def _stop_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase) -> set[int
                 raise UserError(
                     f"needs token ids, has {item!r:.60}",
                     where=f"{folder / name}: eos_token_id",
-                    cure="copy or download the file again",
+                    hint="copy or download the file again",
                 )
         found |= set(ids)
     return found

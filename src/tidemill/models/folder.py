@@ -51,9 +51,9 @@ def weight_files(folder: Path) -> list[Path]:
         shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         files = [folder / shard for shard in shards]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError("the list of weight files is not readable", where=str(index), cure=_CURE) from error
+        raise UserError("the list of weight files is not readable", where=str(index), hint=_CURE) from error
     if outside := [file for file in files if file.parent != folder]:
-        raise UserError(f"it names a file outside its folder: {outside[0]}", where=str(index), cure=_CURE)
+        raise UserError(f"it names a file outside its folder: {outside[0]}", where=str(index), hint=_CURE)
     return files
 
 
@@ -81,19 +81,19 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             prefix = stream.read(8)
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
             if not 2 <= length <= min(_LONGEST_HEADER_BYTES, size - 8):
-                raise UserError("not a safetensors file, or cut short", where=str(file), cure=_CURE)
+                raise UserError("not a safetensors file, or cut short", where=str(file), hint=_CURE)
             header = json.loads(stream.read(length))
         tensors = {name: _entry(file, 8 + length, entry) for name, entry in header.items() if name != "__metadata__"}
     except FileNotFoundError as error:
-        raise UserError("the weight file is missing", where=str(file), cure=_CURE) from error
+        raise UserError("the weight file is missing", where=str(file), hint=_CURE) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError("the header of the weight file is corrupt", where=str(file), cure=_CURE) from error
+        raise UserError("the header of the weight file is corrupt", where=str(file), hint=_CURE) from error
     except OSError as error:
         raise UserError(f"the weight file cannot be read ({error.strerror})", where=str(file)) from error
     expected = max((tensor.offset + tensor.nbytes for tensor in tensors.values()), default=8 + length)
     if size != expected:
         raise UserError(
-            f"the weight file has {size:,} bytes where its header promises {expected:,}", where=str(file), cure=_CURE
+            f"the weight file has {size:,} bytes where its header promises {expected:,}", where=str(file), hint=_CURE
         )
     return tensors
 
@@ -138,7 +138,7 @@ def refuse_reward_model(source: str | Path) -> None:
         raise UserError(
             "the folder holds a reward model, whose weights were trained to judge and not to write",
             where=str(folder),
-            cure='give the model that it was made from; a reward model goes into scoring.rewards (kind = "model") or '
+            hint='give the model that it was made from; a reward model goes into scoring.rewards (kind = "model") or '
             "critic.source",
         )
 
@@ -151,8 +151,8 @@ def check_folder(folder: Path) -> Path:
     """
     if not folder.is_dir():
         what = "is a file, not a model folder" if folder.exists() else "there is no such folder"
-        cure = "give the folder that holds config.json and model.safetensors"
-        raise UserError(what, where=str(folder), cure=cure)
+        hint = "give the folder that holds config.json and model.safetensors"
+        raise UserError(what, where=str(folder), hint=hint)
     check_config(folder)
     if not stored_tensors(folder):
         raise _no_weights(folder)
@@ -160,13 +160,13 @@ def check_folder(folder: Path) -> Path:
         raise UserError(
             f"the folder holds a model and an adapter ({ADAPTER_CONFIG})",
             where=str(folder),
-            cure="merge the adapter into its base model and save that, or remove the adapter's files",
+            hint="merge the adapter into its base model and save that, or remove the adapter's files",
         )
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise UserError(
             "the folder has no tokenizer",
             where=str(folder),
-            cure="copy the model's tokenizer files (tokenizer.json) there",
+            hint="copy the model's tokenizer files (tokenizer.json) there",
         )
     return folder
 
@@ -181,17 +181,17 @@ def check_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         if holds_adapter(folder):
             raise _unmerged(folder)
-        raise UserError("the folder has no config.json", where=str(folder), cure="give a Hugging Face model folder")
+        raise UserError("the folder has no config.json", where=str(folder), hint="give a Hugging Face model folder")
     config = read_config(path)
     if config.get("quantization_config") is not None:
         raise UserError(
             "the weights are quantized (quantization_config), and only unquantized weights are trained",
             where=str(path),
-            cure="give the model in float32, bfloat16 or float16",
+            hint="give the model in float32, bfloat16 or float16",
         )
     if not isinstance(config.get("model_type"), str):
         raise UserError(
-            "the model configuration names no model_type", where=str(path), cure="give a Hugging Face model folder"
+            "the model configuration names no model_type", where=str(path), hint="give a Hugging Face model folder"
         )
     return config
 
@@ -200,7 +200,7 @@ def _unmerged(folder: Path) -> UserError:
     return UserError(
         "the folder holds an adapter without its base model",
         where=str(folder),
-        cure="merge the adapter into its base model and save that",
+        hint="merge the adapter into its base model and save that",
     )
 
 
@@ -212,14 +212,14 @@ def _no_weights(folder: Path) -> UserError:
         return UserError(
             f"the weights are in {pickles[0]}, a pickle, which can run code when opened; only safetensors are read",
             where=str(folder),
-            cure="if you trust it, convert it: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)",
+            hint="if you trust it, convert it: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)",
         )
     if gguf := sorted(folder.glob("*.gguf")):
         return UserError(
             f"the weights are in {gguf[0].name}; only safetensors are read",
             where=str(folder),
-            cure="use the safetensors version of the model",
+            hint="use the safetensors version of the model",
         )
     return UserError(
-        "the folder has no model.safetensors", where=str(folder), cure="copy or download the weights again"
+        "the folder has no model.safetensors", where=str(folder), hint="copy or download the weights again"
     )

@@ -107,7 +107,7 @@ def _await(download: threading.Thread, hub_id: str, progress: Progress, stall_de
             raise UserError(
                 f"no byte of {hub_id} arrived for {now - moved:.0f} s",
                 where=constants.ENDPOINT,
-                cure="check the network and run the command again: what has arrived is kept",
+                hint="check the network and run the command again: what has arrived is kept",
             )
         if now - reported > _REPORT_EVERY_S:
             reported = now
@@ -127,16 +127,16 @@ def _bytes_on_disk(hub_id: str) -> int:
 
 def _explained(hub_id: str, revision: str | None, error: BaseException) -> UserError:
     if isinstance(error, GatedRepoError):
-        what, cure = "asks for its terms to be accepted", "accept them on the model's page and log in to the hub"
+        what, hint = "asks for its terms to be accepted", "accept them on the model's page and log in to the hub"
     elif isinstance(error, RevisionNotFoundError):
-        return UserError(f"{hub_id} has no revision {revision}", where="model.revision", cure="leave it out")
+        return UserError(f"{hub_id} has no revision {revision}", where="model.revision", hint="leave it out")
     elif isinstance(error, RepositoryNotFoundError | HFValidationError):
-        what, cure = "is not a model of the hub, or a private one", "check the spelling"
+        what, hint = "is not a model of the hub, or a private one", "check the spelling"
     elif isinstance(error, LocalEntryNotFoundError):
         state = "the hub is switched off (HF_HUB_OFFLINE)" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
         what = f"is neither a local folder nor in the cache {constants.HF_HUB_CACHE}, and {state}"
-        cure = f"give a local folder, or {OFFLINE_MODEL}, which needs no network"
+        hint = f"give a local folder, or {OFFLINE_MODEL}, which needs no network"
     else:
         what = f"could not be downloaded: {next(iter(str(error).strip().splitlines()), repr(error))[:300]}"
-        cure = "run the command again: what has arrived is kept"
-    return UserError(f"{hub_id} {what}", where="model.source", cure=cure)
+        hint = "run the command again: what has arrived is kept"
+    return UserError(f"{hub_id} {what}", where="model.source", hint=hint)

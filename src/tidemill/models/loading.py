@@ -46,7 +46,7 @@ def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype = torch
         use_packed_attention(model)
         check_forward(model)
     except UserError as error:
-        raise UserError(error.what, where=str(folder), cure=error.cure) from error
+        raise UserError(error.what, where=str(folder), hint=error.hint) from error
     return model
 
 
@@ -100,7 +100,7 @@ def _check_complete(report: dict[str, Any], folder: Path) -> None:
         raise UserError(
             f"the weights {fault}" + (f" and {more} more" if more else ""),
             where=str(folder),
-            cure="the weights and config.json must belong to the same model with a language-modelling head",
+            hint="the weights and config.json must belong to the same model with a language-modelling head",
         )
 
 
@@ -112,7 +112,7 @@ def _check_finite(model: torch.nn.Module, folder: Path) -> None:
             raise UserError(
                 f"the weights are not finite: {name} holds NaN, infinity or what is beyond {parameter.dtype}",
                 where=str(folder),
-                cure="give another model, or an earlier checkpoint of it",
+                hint="give another model, or an earlier checkpoint of it",
             )
 
 

@@ -73,7 +73,7 @@ def require_peft() -> Any:
         import peft
     except ImportError as error:
         raise UserError(
-            f"an adapter needs the package peft ({error})", where="model.lora", cure='pip install "tidemill[lora]"'
+            f"an adapter needs the package peft ({error})", where="model.lora", hint='pip install "tidemill[lora]"'
         ) from error
     return peft
 
@@ -114,6 +114,6 @@ def _targets(model: PreTrainedModel, wanted: tuple[str, ...]) -> list[str]:
         raise UserError(
             f"{type(model).__name__} has no linear layer {unknown[0]!r} that could take an adapter",
             where="model.lora.targets",
-            cure=f"name some of {', '.join(known)}, or none of them for all",
+            hint=f"name some of {', '.join(known)}, or none of them for all",
         )
     return list(wanted) or known

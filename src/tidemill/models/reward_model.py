@@ -114,23 +114,23 @@ def read_description(folder: Path, kind: HeadKind) -> HeadDescription:
         raise UserError(
             f"the folder is no {words}: it has no {DESCRIPTION}",
             where=str(folder),
-            cure=f"give the output of a stage that trains a {words}",
+            hint=f"give the output of a stage that trains a {words}",
         ) from error
     except (OSError, msgspec.DecodeError) as error:
         raise UserError(
-            f"the description of the {words} cannot be read: {error}", where=str(path), cure="copy the folder again"
+            f"the description of the {words} cannot be read: {error}", where=str(path), hint="copy the folder again"
         ) from error
     if description.kind != kind:
         raise UserError(
             f"the folder holds a {description.kind.replace('_', ' ')}, and a {words} is needed",
             where=str(folder),
-            cure=f"give the output of a stage that trains a {words}",
+            hint=f"give the output of a stage that trains a {words}",
         )
     if description.format != FORMAT:
         raise UserError(
             f"format {description.format} of the head is not known to this version, which reads {FORMAT}",
             where=str(path),
-            cure="use the version of Tidemill that wrote it",
+            hint="use the version of Tidemill that wrote it",
         )
     return description
 
@@ -149,7 +149,7 @@ def load_head(folder: Path, kind: HeadKind, *, device: torch.device) -> tuple[Sc
         raise UserError(
             f"the head has {shapes} where its description promises {expected}",
             where=str(path),
-            cure="copy the folder again",
+            hint="copy the folder again",
         )
     head.load_state_dict(load_file(path))
     head.to(device)
@@ -186,7 +186,7 @@ def check_head_fits(model: PreTrainedModel, head: ScalarHead, folder: Path) -> N
         raise UserError(
             f"the head reads hidden states of {head.hidden_size} numbers, and the model's have {width}",
             where=str(folder / HEAD),
-            cure="the head and the weights must come from the same folder; copy both again",
+            hint="the head and the weights must come from the same folder; copy both again",
         )
 
 
@@ -200,7 +200,7 @@ def check_same_vocabulary(description: HeadDescription, folder: Path, policy: Te
         raise UserError(
             "the reward model's tokenizer is not the one its head was trained with",
             where=str(folder),
-            cure="copy the whole folder again",
+            hint="copy the whole folder again",
         )
     if policy.vocabulary_digest != description.vocabulary_digest:
         raise other_tokenizer(where)
@@ -211,7 +211,7 @@ def other_tokenizer(where: str) -> UserError:
     return UserError(
         "the reward model has another tokenizer than the policy: it would read other words than were written",
         where=where,
-        cure="train the reward model from the policy's own model (a reward_model stage), or serve it behind "
+        hint="train the reward model from the policy's own model (a reward_model stage), or serve it behind "
         'HTTP with kind = "http", which exchanges text',
     )
 

@@ -71,7 +71,7 @@ def read_origin(folder: Path) -> Origin:
         raise UserError(
             f"the adapter does not say which model it belongs to: {reason}",
             where=str(folder / ORIGIN),
-            cure="give a checkpoint that training wrote, or merge the adapter into its base model and give that",
+            hint="give a checkpoint that training wrote, or merge the adapter into its base model and give that",
         ) from error
 
 
@@ -90,7 +90,7 @@ def load_adapter(folder: Path, model: PreTrainedModel) -> None:
         raise UserError(
             f"the adapter has {differing}",
             where=str(folder),
-            cure="use the [model.lora] it was trained with, or start a new run directory",
+            hint="use the [model.lora] it was trained with, or start a new run directory",
         )
     if origin.digest != base_digest(model):
         raise other_base(folder)
@@ -104,7 +104,7 @@ def adapter_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def other_base(folder: Path) -> UserError:
-    return UserError("the adapter belongs to a base with other weights", where=str(folder), cure=_OTHER_BASE)
+    return UserError("the adapter belongs to a base with other weights", where=str(folder), hint=_OTHER_BASE)
 
 
 def _fill(targets: dict[str, torch.Tensor], file: Path) -> None:
@@ -115,7 +115,7 @@ def _fill(targets: dict[str, torch.Tensor], file: Path) -> None:
     shapes, present = ({name: tensor.shape for name, tensor in each.items()} for each in (stored, targets))
     if shapes != present:
         odd = min(name for name in shapes.keys() | present.keys() if shapes.get(name) != present.get(name))
-        raise UserError(f"the adapter does not fit this model at {odd}", where=str(file), cure=_OTHER_BASE)
+        raise UserError(f"the adapter does not fit this model at {odd}", where=str(file), hint=_OTHER_BASE)
     with torch.no_grad():
         for name, target in targets.items():
             target.copy_(stored[name])
@@ -127,7 +127,7 @@ def _only_one(folder: Path, lora: LoraConfig) -> UserError:
     return UserError(
         f"the checkpoint holds {'a' if lora.enabled else 'an'} {what}, and this run trains {trains}",
         where=str(folder),
-        cure="use the model.lora.rank it was trained with, or start a new run directory",
+        hint="use the model.lora.rank it was trained with, or start a new run directory",
     )
 
 
@@ -215,10 +215,10 @@ def export_merged(checkpoint: Path, directory: Path, *, progress: Progress) -> N
             cannot be written.
     """
     if not holds_adapter(checkpoint):
-        cure = "name a checkpoint of a run with model.lora.rank above 0"
-        raise UserError("there is no adapter to merge", where=str(checkpoint), cure=cure)
+        hint = "name a checkpoint of a run with model.lora.rank above 0"
+        raise UserError("there is no adapter to merge", where=str(checkpoint), hint=hint)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise UserError("something is there already", where=str(directory), cure="name a folder that is new or empty")
+        raise UserError("something is there already", where=str(directory), hint="name a folder that is new or empty")
     refuse_damaged(checkpoint)
     source = resolve(read_origin(checkpoint).model, progress=progress)
     merged = _merged(source, checkpoint)

@@ -88,7 +88,7 @@ def release_snapshot(model: PreTrainedModel, *, part: Part = "learned") -> None:
         parameter.data = parameter.new_empty(0)
 
 
-def empty_twin(
+def empty_copy(
     model: PreTrainedModel, dtype: torch.dtype, *, shared: Iterable[torch.nn.Parameter] = ()
 ) -> PreTrainedModel:
     """A second module tree of the same class, in eval mode; its parameters have no elements until a snapshot is bound.
@@ -108,9 +108,9 @@ def empty_twin(
     return twin
 
 
-def twin_on_base(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+def copy_on_base(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """An empty twin that waits for what training changes alone: a base under an adapter is shared."""
-    return empty_twin(model, dtype, shared=frozen_parameters(model).values())
+    return empty_copy(model, dtype, shared=frozen_parameters(model).values())
 
 
 def _parameters(model: PreTrainedModel, part: Part) -> dict[str, torch.nn.Parameter]:
@@ -171,7 +171,9 @@ def check_adapter(folder: Path, config: ModelConfig) -> None:
         attach_adapter(build_unloaded(folder, torch.float32), config)
 
 
-def hollow_model(folder: Path, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+def uninitialized_model(
+    folder: Path, config: ModelConfig, *, device: torch.device, dtype: torch.dtype
+) -> PreTrainedModel:
     """The model of a folder's configuration: eval mode, Tidemill's attention, parameters of no elements until a
     snapshot is bound (see `snapshots`).
 
@@ -186,6 +188,6 @@ def hollow_model(folder: Path, config: ModelConfig, *, device: torch.device, dty
     use_packed_attention(model)
     if config.lora.enabled:
         attach_adapter(model, config)
-    twin = empty_twin(model, dtype)
+    twin = empty_copy(model, dtype)
     twin.to(device=device)  # type: ignore[call-arg]
     return twin

@@ -19,10 +19,19 @@ from tidemill.config.toml import tables_to_toml, to_toml
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import counted
 from tidemill.pipeline.pipeline_page import write_page
-from tidemill.pipeline.plan import EVERYTHING, Action, Choice, Mark, Plan, Planned, contents_of, make_plan
 from tidemill.pipeline.preflight import check_inputs
 from tidemill.pipeline.stage_kinds import RUNNERS, Job, Outcome, RunStage
-from tidemill.pipeline.state import Ending, PipelineFolder, PipelineStory
+from tidemill.pipeline.stage_plan import (
+    EVERYTHING,
+    Action,
+    Choice,
+    Plan,
+    PlannedStage,
+    StageResult,
+    contents_of,
+    make_plan,
+)
+from tidemill.pipeline.state import Ending, PipelineFolder, PipelineState
 from tidemill.telemetry.events import timestamp
 from tidemill.telemetry.jsonl import write_atomically
 
@@ -93,15 +102,15 @@ def size(stage: StageSpec) -> str:
     if stage.kind == "eval":
         return f"up to {counted(spec.eval.prompts, 'prompt')}"
     if stage.kind in ("demonstrations", "pairs"):
-        drawn = f" × {counted(spec.making.samples_per_prompt, 'sample')}" if stage.kind == "pairs" else ""
-        return f"up to {counted(spec.making.prompts, 'prompt')}{drawn}"
+        drawn = f" × {counted(spec.data_generation.samples_per_prompt, 'sample')}" if stage.kind == "pairs" else ""
+        return f"up to {counted(spec.data_generation.prompts, 'prompt')}{drawn}"
     if stage.kind == "export":
         return spec.export.dtype
     epochs = spec.supervised.epochs
     return counted(epochs, "epoch") if epochs else counted(spec.trainer.steps, "step")
 
 
-def _next(planned: Planned) -> str:
+def _next(planned: PlannedStage) -> str:
     words = NEXT[planned.action]
     if planned.due and planned.changed:
         shown = _changes(planned)
@@ -110,7 +119,7 @@ def _next(planned: Planned) -> str:
     return words
 
 
-def _changes(planned: Planned) -> list[str]:
+def _changes(planned: PlannedStage) -> list[str]:
     """Changed keys, those that take from a stage by that stage's name."""
     stages = {f"{dotted(reference.key)}.stage": reference.stage for reference in planned.stage.references}
     words = [stages.get(key) or key.removesuffix(".stage").removesuffix(".content") for key in planned.changed]
@@ -126,14 +135,14 @@ def plan_notes(plan: Plan) -> list[str]:
     return notes
 
 
-class Teller(Protocol):
+class PipelineReporter(Protocol):
     """Whoever watches."""
 
     def plan(self, plan: Plan) -> None: ...
 
-    def begins(self, planned: Planned, number: int, of: int) -> None: ...
+    def begins(self, planned: PlannedStage, number: int, of: int) -> None: ...
 
-    def achieved(self, planned: Planned, mark: Mark) -> None: ...
+    def achieved(self, planned: PlannedStage, mark: StageResult) -> None: ...
 
     def say(self, line: str) -> None: ...
 
@@ -159,7 +168,7 @@ def _without_effect(stage: StageSpec) -> list[str]:
 def run_pipeline(
     pipeline: PipelineSpec,
     *,
-    teller: Teller,
+    teller: PipelineReporter,
     choice: Choice = EVERYTHING,
     prune_stale: bool = False,
     runners: Mapping[StageKind, RunStage] = RUNNERS,
@@ -179,7 +188,7 @@ def run_pipeline(
         if prune_stale:
             folder.prune(plan.stale)
         write_atomically(folder.config, pipeline_toml(pipeline).encode())
-        story = PipelineStory(pipeline.run.name, plan, folder, stale=() if prune_stale else plan.stale)
+        story = PipelineState(pipeline.run.name, plan, folder, stale=() if prune_stale else plan.stale)
         ending: Ending = "failed"
         try:
             ending = _run(folder, plan, story, teller, runners, unix_time)
@@ -194,8 +203,8 @@ def run_pipeline(
 def _run(
     folder: PipelineFolder,
     plan: Plan,
-    story: PipelineStory,
-    teller: Teller,
+    story: PipelineState,
+    teller: PipelineReporter,
     runners: Mapping[StageKind, RunStage],
     unix_time: Callable[[], float],
 ) -> Ending:
@@ -237,11 +246,11 @@ def resolved(stage: StageSpec, products: Mapping[str, Path | None], *, run: str,
     return RunSpec.model_validate(tree)
 
 
-def _mark(planned: Planned, outcome: Outcome, directory: Path, wall_s: float, finished: str) -> Mark:
+def _mark(planned: PlannedStage, outcome: Outcome, directory: Path, wall_s: float, finished: str) -> StageResult:
     product = outcome.product
     if product is not None and product.is_relative_to(directory):
         product = product.relative_to(directory)  # the pipeline's directory may be moved
-    return Mark(
+    return StageResult(
         name=planned.stage.name,
         kind=planned.stage.kind,
         digest=planned.digest,
@@ -254,7 +263,7 @@ def _mark(planned: Planned, outcome: Outcome, directory: Path, wall_s: float, fi
     )
 
 
-def _refuse_changed_inputs(planned: Planned) -> None:
+def _refuse_changed_inputs(planned: PlannedStage) -> None:
     """A result must not stand under the address of files that changed while it was made."""
     now = contents_of([planned.stage])[planned.stage.name]
     for key, digest in now.items():
@@ -262,7 +271,7 @@ def _refuse_changed_inputs(planned: Planned) -> None:
             raise UserError(
                 "this file changed while the stage was running, whose result is of neither form of it",
                 where=f"{key} of stage {planned.stage.name}",
-                cure="run the same command again; the stage is done anew",
+                hint="run the same command again; the stage is done anew",
             )
 
 

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tidemill.config.issues import ConfigError, Fault
+from tidemill.config.issues import ConfigError, ConfigIssue
 from tidemill.config.load import PREFIX
 from tidemill.config.model import ModelConfig
 from tidemill.config.pipeline import KINDS, Product, StageSpec
@@ -21,17 +21,17 @@ from tidemill.config.schema import RunSpec
 from tidemill.config.supervised import DataConfig
 from tidemill.core.errors import UserError
 from tidemill.core.records import Message
-from tidemill.envs.text.build import build_task
+from tidemill.envs.text.build_task import build_task
 from tidemill.envs.text.data import load_demonstrations, load_pairs
 from tidemill.envs.text.prompts import hash_number
 from tidemill.envs.text.rewards import Context, build_rewards
-from tidemill.envs.text.task import Task
+from tidemill.envs.text.text_task import Task
 from tidemill.models.catalog import asked_for_by, resolve_shell
 from tidemill.models.codec import TextCodec, load_codec
 from tidemill.models.folder import refuse_reward_model
 from tidemill.models.reward_model import check_same_vocabulary, other_tokenizer, read_description
 from tidemill.models.snapshots import check_adapter, stored_context_limit
-from tidemill.pipeline.plan import fault_of_stage
+from tidemill.pipeline.stage_plan import fault_of_stage
 from tidemill.runtime.compute import check_devices
 from tidemill.runtime.export import refuse_foreign
 from tidemill.runtime.model_bundle import check_critic_vocabulary, fitting_task, own_source
@@ -49,7 +49,7 @@ def check_inputs(due: Sequence[StageSpec], stages: Sequence[StageSpec]) -> None:
     if not due:
         return  # what follows takes seconds to import
 
-    models, made, faults = KnownModels(stages), set[str](), list[Fault]()
+    models, made, faults = KnownModels(stages), set[str](), list[ConfigIssue]()
     for stage in due:
         for check in checks_of(stage, models):
             if (name := repr(check.of)) in made:
@@ -64,7 +64,7 @@ def check_inputs(due: Sequence[StageSpec], stages: Sequence[StageSpec]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class KnownModel:
     """A model without its weights."""
 
     folder: Path
@@ -77,7 +77,7 @@ class KnownModels:
 
     def __init__(self, stages: Sequence[StageSpec]) -> None:
         self._by_name = {stage.name: stage for stage in stages}
-        self._found: dict[str, Known | UserError | None] = {}
+        self._found: dict[str, KnownModel | UserError | None] = {}
 
     def began_as(self, source: str, config: ModelConfig) -> ModelConfig:
         """What a source of a stage's configuration is read from: of what a stage makes, the model at the root of its
@@ -87,7 +87,7 @@ class KnownModels:
             source = config.source
         return config if source == config.source else config.model_copy(update={"source": source, "revision": None})
 
-    def look(self, config: ModelConfig) -> Known | None:
+    def look(self, config: ModelConfig) -> KnownModel | None:
         """None for a model that is still to be built or merged.
 
         Raises:
@@ -104,7 +104,7 @@ class KnownModels:
             raise found
         return found
 
-    def known(self, config: ModelConfig) -> Known | None:
+    def known(self, config: ModelConfig) -> KnownModel | None:
         """As `look`, and None for a model at fault, which is told where it is named."""
         try:
             return self.look(config)
@@ -135,9 +135,9 @@ class AnyCodec:
         raise NotImplementedError("nothing is generated before a stage runs")
 
 
-def _read_model_facts(config: ModelConfig) -> Known | None:
+def _read_model_facts(config: ModelConfig) -> KnownModel | None:
     folder = resolve_shell(config, progress=lambda _: None)
-    return None if folder is None else Known(folder, load_codec(folder), stored_context_limit(folder))
+    return None if folder is None else KnownModel(folder, load_codec(folder), stored_context_limit(folder))
 
 
 LEARNED_FROM: Mapping[Product, Callable[..., object]] = {
@@ -199,14 +199,14 @@ def _look(models: KnownModels, config: ModelConfig, key: str) -> None:
         models.look(config)
 
 
-def _computing(spec: RunSpec, policy: Known | None) -> Iterator[Check]:
+def _computing(spec: RunSpec, policy: KnownModel | None) -> Iterator[Check]:
     asked = (spec.runtime, spec.trainer.device, spec.ray, spec.placement, spec.pool)
     yield Check(partial(check_devices, spec), ("devices", *asked))
     if spec.model.lora.enabled and policy is not None:
         yield Check(partial(check_adapter, policy.folder, spec.model), ("adapter", policy, spec.model.lora))
 
 
-def _rows(load: Callable[..., object], spec: RunSpec, policy: Known | None) -> Iterator[Check]:
+def _rows(load: Callable[..., object], spec: RunSpec, policy: KnownModel | None) -> Iterator[Check]:
     data = _of_files_there(spec.data)
     if data is None:
         return
@@ -232,7 +232,7 @@ def _to_be_made(path: Path | None) -> bool:
     return str(path).startswith(PREFIX)
 
 
-def _task(stage: StageSpec, policy: Known | None) -> Check:
+def _task(stage: StageSpec, policy: KnownModel | None) -> Check:
     """The task, and the rewards of it that are no models."""
     spec = stage.spec
     fits = "engine" in KINDS[stage.kind].sections  # its prompts are to be answered
@@ -249,7 +249,7 @@ def _task(stage: StageSpec, policy: Known | None) -> Check:
     return Check(check, ("task", spec.task, spec.scoring.rewards, lengths, fits, spec.model.chat_template, policy))
 
 
-def _task_alone(spec: RunSpec, policy: Known | None) -> Task:
+def _task_alone(spec: RunSpec, policy: KnownModel | None) -> Task:
     return build_task(
         spec.task,
         codec=AnyCodec() if policy is None else policy.codec,
@@ -259,7 +259,7 @@ def _task_alone(spec: RunSpec, policy: Known | None) -> Task:
     )
 
 
-def _reward_models(spec: RunSpec, policy: Known | None, models: KnownModels) -> Iterator[Check]:
+def _reward_models(spec: RunSpec, policy: KnownModel | None, models: KnownModels) -> Iterator[Check]:
     for at, reward in enumerate(spec.scoring.rewards):
         key = f"scoring.rewards[{at}].model"
         if reward.kind == "model":
@@ -267,7 +267,7 @@ def _reward_models(spec: RunSpec, policy: Known | None, models: KnownModels) -> 
             yield Check(check, ("reward model", key, reward.model, policy))
 
 
-def _check_reward_model(source: str, policy: Known | None, models: KnownModels, key: str) -> None:
+def _check_reward_model(source: str, policy: KnownModel | None, models: KnownModels, key: str) -> None:
     """A folder holds a reward model, or a stage makes one, with the policy's tokenizer as far as that is known."""
     if not source.startswith(PREFIX):
         folder = Path(source).expanduser()

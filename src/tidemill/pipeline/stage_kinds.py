@@ -20,13 +20,13 @@ from tidemill.config.pipeline import StageKind
 from tidemill.config.schema import RunSpec
 from tidemill.core.formatting import between, compact, counted, decimal
 from tidemill.pipeline.pipeline_page import INTERVAL
-from tidemill.pipeline.plan import Mark
+from tidemill.pipeline.stage_plan import StageResult
 from tidemill.telemetry.events import EVALUATION, SESSION_END, SESSION_START, event_line
 from tidemill.telemetry.jsonl import JsonlWriter
 from tidemill.telemetry.manifest import build_manifest
 from tidemill.telemetry.report import write_report
 from tidemill.telemetry.run_dir import RunDirectory, samples_name
-from tidemill.telemetry.samples import write_samples
+from tidemill.telemetry.sample_files import write_samples
 from tidemill.telemetry.summary import held_out_changes
 
 DATA = "rows.jsonl"
@@ -41,7 +41,7 @@ class Job:
     kind: StageKind
     digest: str
     spec: RunSpec  # every `stage:NAME` replaced by a path; run.dir is the stage's own folder
-    earlier: Sequence[Mark]  # the finished stages it is built on, nearest last
+    earlier: Sequence[StageResult]  # the finished stages it is built on, nearest last
     say: Callable[[str], None]
 
     @property
@@ -66,20 +66,22 @@ RunStage: TypeAlias = Callable[[Job], Outcome]
 def run_making(job: Job) -> Outcome:
     """Write rows to learn from, or to be measured on, of the task's prompts: its own answers, or a model's right ones
     against wrong ones; gives that file."""
-    from tidemill.runtime.making import make_demonstrations, make_pairs
+    from tidemill.runtime.data_generation import make_demonstrations, make_pairs
 
-    path, making = job.directory / DATA, job.spec.making
+    path, data_generation = job.directory / DATA, job.spec.data_generation
     path.unlink(missing_ok=True)  # of a session that was killed before it could say that it had finished
     if job.kind == "demonstrations":
-        found = make_demonstrations(job.spec, path, prompts=making.prompts, side=making.side, progress=job.say)
+        found = make_demonstrations(
+            job.spec, path, prompts=data_generation.prompts, side=data_generation.split, progress=job.say
+        )
     else:
         found = make_pairs(
             job.spec,
             path,
-            prompts=making.prompts,
-            side=making.side,
-            samples_per_prompt=making.samples_per_prompt,
-            pairs_per_prompt=making.pairs_per_prompt,
+            prompts=data_generation.prompts,
+            side=data_generation.split,
+            samples_per_prompt=data_generation.samples_per_prompt,
+            pairs_per_prompt=data_generation.pairs_per_prompt,
             progress=job.say,
             answers=job.directory / ANSWERS,
         )
@@ -119,7 +121,7 @@ def run_rl(job: Job) -> Outcome:
 
 def run_supervised(job: Job) -> Outcome:
     """Learning from demonstrations or preference pairs; gives the best checkpoint where that is kept, else the last."""
-    from tidemill.runtime.supervised import TRAINERS, train_supervised
+    from tidemill.runtime.train_supervised import TRAINERS, train_supervised
 
     summary = train_supervised(job.spec, next(kind for kind in TRAINERS if kind == job.kind))
     if summary["interrupted"]:
@@ -141,7 +143,7 @@ def run_supervised(job: Job) -> Outcome:
 
 def run_eval(job: Job) -> Outcome:
     """Measure a model on the task's held-out prompts; gives figures and every completion."""
-    from tidemill.runtime.evaluate import evaluate
+    from tidemill.runtime.model_evaluation import evaluate
 
     found = evaluate(job.spec, compare=job.spec.eval.compare_with, progress=job.say, answers=job.directory / ANSWERS)
     figures = write_measured(job.directory, job.spec, found)

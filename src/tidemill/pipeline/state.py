@@ -16,7 +16,7 @@ import msgspec
 
 from tidemill.core.decoding import decode_json
 from tidemill.core.errors import UserError
-from tidemill.pipeline.plan import Action, Found, Mark, Plan, Planned
+from tidemill.pipeline.stage_plan import Action, FoundStage, Plan, PlannedStage, StageResult
 from tidemill.telemetry.jsonl import disk_error, encode, write_atomically
 from tidemill.telemetry.run_dir import LockedDirectory, RunDirectory, read_json
 
@@ -47,8 +47,8 @@ class PipelineFolder(LockedDirectory):
         try:
             folder.stages.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError) as error:
-            cure = "choose another --run.dir or move the file away"
-            raise UserError("a file stands where a directory should be", where=str(path), cure=cure) from error
+            hint = "choose another --run.dir or move the file away"
+            raise UserError("a file stands where a directory should be", where=str(path), hint=hint) from error
         except OSError as error:
             raise disk_error(error, path) from error
         folder.acquire(lambda: "another process is working on this pipeline")
@@ -60,23 +60,23 @@ class PipelineFolder(LockedDirectory):
         """Raises UserError where a run without stages has its directory."""
         if RunDirectory(self.path).manifest.exists():
             what = "this directory holds a single run, and the recipe has stages"
-            raise UserError(what, where=str(self.path), cure="choose another --run.dir")
+            raise UserError(what, where=str(self.path), hint="choose another --run.dir")
 
-    def found(self) -> dict[str, Found]:
+    def found(self) -> dict[str, FoundStage]:
         """Every stage's folder there is, whether of this recipe or an earlier form of it."""
         if not self.stages.is_dir():
             return {}
         folders = (each for each in sorted(self.stages.iterdir()) if each.is_dir() and not each.name.startswith("."))
-        return {each.name: Found(name=each.name.rpartition("-")[0], mark=self._whole(each)) for each in folders}
+        return {each.name: FoundStage(name=each.name.rpartition("-")[0], mark=self._whole(each)) for each in folders}
 
-    def product(self, folder: str, mark: Mark) -> Path | None:
+    def product(self, folder: str, mark: StageResult) -> Path | None:
         """Where what a finished stage gives lies; None if it gives nothing."""
         return None if mark.product is None else self.stages / folder / mark.product
 
-    def _whole(self, folder: Path) -> Mark | None:
+    def _whole(self, folder: Path) -> StageResult | None:
         """The mark of a finished stage whose product is still there."""
         try:
-            mark = decode_json((folder / MARK).read_bytes(), Mark)
+            mark = decode_json((folder / MARK).read_bytes(), StageResult)
         except (FileNotFoundError, msgspec.DecodeError):
             return None
         product = self.product(folder.name, mark)
@@ -97,7 +97,7 @@ class PipelineFolder(LockedDirectory):
         write_atomically(path / RunDirectory(path).config.name, config.encode())
         return path
 
-    def finish(self, folder: str, mark: Mark) -> None:
+    def finish(self, folder: str, mark: StageResult) -> None:
         """From now on the stage is finished."""
         write_atomically(self.stages / folder / MARK, msgspec.json.format(encode(mark)) + b"\n")
 
@@ -130,7 +130,7 @@ _AT_FIRST: dict[Action, State] = {
 }
 
 
-class PipelineStory:
+class PipelineState:
     """
     Args:
         stale: folders of results that the recipe asks for no more.
@@ -145,12 +145,12 @@ class PipelineStory:
         self._running: str | None = None
         self._write("running")
 
-    def begun(self, planned: Planned) -> None:
+    def begun(self, planned: PlannedStage) -> None:
         self._running = planned.stage.name
         self._states[self._running] = "running"
         self._write("running")
 
-    def finished(self, planned: Planned, mark: Mark) -> None:
+    def finished(self, planned: PlannedStage, mark: StageResult) -> None:
         name, self._running = planned.stage.name, None
         self._states[name], self._marks[name] = "done", mark
         self._ran.append(name)
@@ -169,7 +169,7 @@ class PipelineStory:
         self._folder.write(self._folder.summary, summary)
         return summary
 
-    def _stage(self, planned: Planned) -> dict[str, Any]:
+    def _stage(self, planned: PlannedStage) -> dict[str, Any]:
         stage, mark = planned.stage, self._marks.get(planned.stage.name)
         return {
             "name": stage.name,

@@ -21,7 +21,7 @@ class Figure(Record):
     source: str
 
 
-class Sheet:
+class Derivation:
     """The figures of a plan, in the order of their making."""
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@ import math
 
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
-from tidemill.planner.figures import Figure, Sheet
+from tidemill.planner.figures import Derivation, Figure
 
 TYPICAL = (0.90, 0.95)
 """Of the trainer once both sides are sized to take equally long: what is left over goes to stragglers, publishes and
@@ -34,10 +34,10 @@ def plan_overlap(rollout: float, training: float, *, gpus: int | None = None) ->
     """
     if not (0 < rollout < math.inf and 0 < training < math.inf):
         what = f"rollout {rollout:g} and training {training:g}: both take some time"
-        raise UserError(what, where="--rollout, --training", cure="give both in one unit, for example 60 and 40")
+        raise UserError(what, where="--rollout, --training", hint="give both in one unit, for example 60 and 40")
     if gpus is not None and gpus < 2:
-        raise UserError(f"{gpus} GPUs cannot be divided", where="--gpus", cure="give 2 or more")
-    sheet = Sheet()
+        raise UserError(f"{gpus} GPUs cannot be divided", where="--gpus", hint="give 2 or more")
+    sheet = Derivation()
     in_sequence = sheet.note(
         "utilisation_in_sequence",
         training / (rollout + training),

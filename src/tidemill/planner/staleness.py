@@ -18,7 +18,7 @@ from tidemill.config.load import from_toml
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import counted
 from tidemill.core.records import Record
-from tidemill.planner.figures import Figure, Sheet
+from tidemill.planner.figures import Derivation, Figure
 from tidemill.telemetry.metrics import STEP_TIME, read_metrics
 from tidemill.telemetry.run_dir import RunDirectory
 
@@ -56,9 +56,9 @@ def read_table(path: Path) -> list[Measured]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise UserError(f"cannot read the table: {error.strerror or error}", where=str(path), cure=SHAPE) from error
+        raise UserError(f"cannot read the table: {error.strerror or error}", where=str(path), hint=SHAPE) from error
     except UnicodeDecodeError as error:
-        raise UserError("not UTF-8 text", where=str(path), cure=SHAPE) from error
+        raise UserError("not UTF-8 text", where=str(path), hint=SHAPE) from error
     return parse_table(text, source=str(path))
 
 
@@ -72,7 +72,7 @@ def parse_table(text: str, *, source: str) -> list[Measured]:
     rows = _json_rows(plain, source) if plain[:1] in ("[", "{") else _csv_rows(plain, source)
     found = [_measured(fields, where) for where, fields in rows]
     if not found:
-        raise UserError("the table is empty", where=source, cure=SHAPE)
+        raise UserError("the table is empty", where=source, hint=SHAPE)
     return found
 
 
@@ -86,7 +86,7 @@ def _csv_rows(text: str, source: str) -> list[tuple[str, dict[str, Any]]]:
             if any(cell.strip() for cell in cells) and not cells[0].strip().startswith("#")
         ]
     except csv.Error as error:
-        raise UserError(f"broken CSV: {error}", where=f"{source}:{cells_of.line_num}", cure=SHAPE) from error
+        raise UserError(f"broken CSV: {error}", where=f"{source}:{cells_of.line_num}", hint=SHAPE) from error
     if not lines:
         return []
     names: Sequence[str] = FIELDS
@@ -100,13 +100,13 @@ def _json_rows(text: str, source: str) -> list[tuple[str, dict[str, Any]]]:
     try:
         tree = json.loads(text)
     except json.JSONDecodeError as error:
-        raise UserError(f"broken JSON: {error.msg}", where=f"{source}:{error.lineno}", cure=SHAPE) from error
+        raise UserError(f"broken JSON: {error.msg}", where=f"{source}:{error.lineno}", hint=SHAPE) from error
     except (ValueError, RecursionError) as error:
-        raise UserError(f"broken JSON: {error}", where=source, cure=SHAPE) from error
+        raise UserError(f"broken JSON: {error}", where=source, hint=SHAPE) from error
     if isinstance(tree, dict):
         tree = next((value for value in tree.values() if isinstance(value, list)), None)
     if not isinstance(tree, list):
-        raise UserError("holds no list of rows", where=source, cure='[{"lag": 0, "reward_per_step": 0.15, ...}, ...]')
+        raise UserError("holds no list of rows", where=source, hint='[{"lag": 0, "reward_per_step": 0.15, ...}, ...]')
     rows = []
     for number, row in enumerate(tree):
         where = f"{source}: [{number}]"
@@ -115,13 +115,13 @@ def _json_rows(text: str, source: str) -> list[tuple[str, dict[str, Any]]]:
         elif isinstance(row, dict):
             rows.append((where, {_name(str(name), where): value for name, value in row.items()}))
         else:
-            raise UserError(f"{row!r} is no row", where=where, cure=SHAPE)
+            raise UserError(f"{row!r} is no row", where=where, hint=SHAPE)
     return rows
 
 
 def _named(cells: Sequence[Any], names: Sequence[str], where: str) -> dict[str, Any]:
     if len(cells) > len(names):
-        raise UserError(f"{len(cells)} fields where {len(names)} are known", where=where, cure=SHAPE)
+        raise UserError(f"{len(cells)} fields where {len(names)} are known", where=where, hint=SHAPE)
     return dict(zip(names, cells, strict=False))
 
 
@@ -130,22 +130,22 @@ def _name(heading: str, where: str) -> str:
     if (name := NAMES.get(plain, plain)) in FIELDS:
         return name
     close = difflib.get_close_matches(plain, (*FIELDS, *NAMES), 1, 0.6)
-    cure = f"did you mean {close[0]}?" if close else f"columns: {', '.join(FIELDS)}"
-    raise UserError(f"unknown column {heading!r}", where=where, cure=cure)
+    hint = f"did you mean {close[0]}?" if close else f"columns: {', '.join(FIELDS)}"
+    raise UserError(f"unknown column {heading!r}", where=where, hint=hint)
 
 
 def _measured(fields: dict[str, Any], where: str) -> Measured:
     for name in FIELDS[:3]:
         if fields.get(name) in (None, ""):
-            raise UserError(f"has no {name}", where=where, cure=SHAPE)
+            raise UserError(f"has no {name}", where=where, hint=SHAPE)
     lag, reward = (_number(fields[name], name, where) for name in FIELDS[:2])
     uncertainty = (
         None if fields.get("uncertainty") in (None, "") else _number(fields["uncertainty"], "uncertainty", where)
     )
     if lag < 0:
-        raise UserError(f"lag {lag:g} cannot be", where=where, cure="a lag is 0 or more versions")
+        raise UserError(f"lag {lag:g} cannot be", where=where, hint="a lag is 0 or more versions")
     if uncertainty is not None and uncertainty < 0:
-        raise UserError(f"uncertainty {uncertainty:g} cannot be", where=where, cure="a standard error is 0 or more")
+        raise UserError(f"uncertainty {uncertainty:g} cannot be", where=where, hint="a standard error is 0 or more")
     return Measured(
         lag=lag,
         reward_per_step=reward,
@@ -162,7 +162,7 @@ def _share(given: Any, where: str) -> float:
     share = value / 100 if "%" in text or value > 1 else value
     if not 0 < share <= 1:
         what = f"utilisation {given!r} is not above 0 and at most 100 %"
-        raise UserError(what, where=where, cure="write 0.35 or 35%")
+        raise UserError(what, where=where, hint="write 0.35 or 35%")
     return share
 
 
@@ -172,7 +172,7 @@ def _number(given: Any, name: str, where: str) -> float:
     except (TypeError, ValueError, OverflowError):
         value = math.nan
     if not math.isfinite(value):
-        raise UserError(f"{name} {given!r} is not a number", where=where, cure=SHAPE)
+        raise UserError(f"{name} {given!r} is not a number", where=where, hint=SHAPE)
     return value
 
 
@@ -230,7 +230,7 @@ def plan_staleness(rows: Sequence[Measured]) -> StalenessPlan:
     for row in sorted(rows, key=lambda each: each.lag):
         groups.setdefault(row.lag, []).append(row)
     base = fmean(row.utilisation for row in next(iter(groups.values())))
-    sheet = Sheet()
+    sheet = Derivation()
     lags = [_progress(lag, group, base, sheet) for lag, group in groups.items()]
     known = any(_varies(group) for group in groups.values())
     if known:
@@ -246,7 +246,7 @@ def plan_staleness(rows: Sequence[Measured]) -> StalenessPlan:
     )
 
 
-def _progress(lag: float, group: Sequence[Measured], base: float, sheet: Sheet) -> LagProgress:
+def _progress(lag: float, group: Sequence[Measured], base: float, sheet: Derivation) -> LagProgress:
     reward, utilisation = fmean(row.reward_per_step for row in group), fmean(row.utilisation for row in group)
     progress = sheet.note(
         f"lag_{lag:g}.progress",
@@ -319,7 +319,7 @@ def measure_runs(run_dirs: Sequence[Path]) -> list[Measured]:
     places = [run_dir.resolve() for run_dir in run_dirs]
     for at, run_dir in enumerate(run_dirs):
         if places[at] in places[:at]:
-            raise UserError("that run is given twice", where=f"--runs {run_dir}", cure="a repeat is a run of its own")
+            raise UserError("that run is given twice", where=f"--runs {run_dir}", hint="a repeat is a run of its own")
     return [measure_run(run_dir) for run_dir in run_dirs]
 
 
@@ -333,16 +333,16 @@ def measure_run(run_dir: Path) -> Measured:
     run = RunDirectory(run_dir)
     text = run.read_config()
     if text is None:
-        raise UserError("no run there", where=f"--runs {run_dir}", cure="name directories given as --run.dir")
+        raise UserError("no run there", where=f"--runs {run_dir}", hint="name directories given as --run.dir")
     lines = read_metrics(run.metrics)
     points = [(float(line.step), line.values["reward_mean"]) for line in lines if "reward_mean" in line.values]
     if len(points) < FEWEST_STEPS:
         what = f"{counted(len(points), 'step')} with a reward, and a slope needs {FEWEST_STEPS}"
-        raise UserError(what, where=f"--runs {run_dir}", cure="let it train on")
+        raise UserError(what, where=f"--runs {run_dir}", hint="let it train on")
     timed = [line.values for line in lines if {"time_train_s", STEP_TIME} <= line.values.keys()]
     busy_s, all_s = (math.fsum(values[name] for values in timed) for name in ("time_train_s", STEP_TIME))
     if not 0 < busy_s <= all_s:
-        raise UserError("its steps have no times", where=f"--runs {run_dir}", cure="take another run")
+        raise UserError("its steps have no times", where=f"--runs {run_dir}", hint="take another run")
     slope, error = slope_of(points)
     return Measured(
         lag=float(from_toml(text, source=str(run.config)).schedule.max_policy_lag),

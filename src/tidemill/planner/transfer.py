@@ -6,10 +6,10 @@ import math
 
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
-from tidemill.hardware.catalog import BITS, ETHERNET_LATENCY_S, Link, broadcast_s, fan_out_s
 from tidemill.hardware.engine_profile import CODED_PER_CORE_S, DELTA_ELEMENT_BYTES
+from tidemill.hardware.gpu_catalog import BITS, ETHERNET_LATENCY_S, Link, broadcast_s, fan_out_s
 from tidemill.hardware.model_shape import DTYPE_BYTES
-from tidemill.planner.figures import Figure, Sheet
+from tidemill.planner.figures import Derivation, Figure
 
 GIGABIT = 1e9 / BITS
 """In bytes."""
@@ -59,7 +59,7 @@ class TransferPlan(Record):
 def plan_transfer(question: TransferQuestion) -> TransferPlan:
     """Raises UserError: what cannot be asked."""
     _check(question)
-    sheet = Sheet()
+    sheet = Derivation()
     size = sheet.note(
         "bytes",
         question.parameters * DTYPE_BYTES[question.dtype],
@@ -108,13 +108,13 @@ def _check(question: TransferQuestion) -> None:
     counts = {"--workers": question.workers, "--cores": question.cores}
     for option, value in {**rates, **counts, "--step-s": question.step_s}.items():
         if value is not None and not 0 < value < math.inf:
-            raise UserError(f"needs a number above 0, was given {value:g}", where=option, cure="correct it")
+            raise UserError(f"needs a number above 0, was given {value:g}", where=option, hint="correct it")
     if not 0 <= question.changed <= 1:
         what = f"needs a share from 0 to 1, was given {question.changed:g}"
-        raise UserError(what, where="--changed", cure="0.03 is 3 % of the elements")
+        raise UserError(what, where="--changed", hint="0.03 is 3 % of the elements")
 
 
-def _broadcast(question: TransferQuestion, size: float, sheet: Sheet) -> float:
+def _broadcast(question: TransferQuestion, size: float, sheet: Derivation) -> float:
     slowest = min(question.link, question.worker_link or question.link, question.load)
     return sheet.note(
         "broadcast.seconds",
@@ -129,7 +129,7 @@ def _broadcast(question: TransferQuestion, size: float, sheet: Sheet) -> float:
     )
 
 
-def _pulled(question: TransferQuestion, path: str, size: float, shared: float, sheet: Sheet) -> float:
+def _pulled(question: TransferQuestion, path: str, size: float, shared: float, sheet: Derivation) -> float:
     """Moved through a store, then loaded: a worker checks a version as a whole before it loads it."""
     moved = _moved(question, f"{path}.moved_s", size, shared, sheet)
     return sheet.note(
@@ -144,7 +144,7 @@ def _pulled(question: TransferQuestion, path: str, size: float, shared: float, s
     )
 
 
-def _moved(question: TransferQuestion, name: str, size: float, shared: float, sheet: Sheet) -> float:
+def _moved(question: TransferQuestion, name: str, size: float, shared: float, sheet: Derivation) -> float:
     """Written whole, then read by every worker at once."""
     store, sink = Link(bytes_per_s=shared, latency_s=0.0), question.worker_link or question.link
     up = min(question.link, shared)
@@ -164,7 +164,7 @@ def _moved(question: TransferQuestion, name: str, size: float, shared: float, sh
     )
 
 
-def _delta(question: TransferQuestion, delta: float, sheet: Sheet) -> float:
+def _delta(question: TransferQuestion, delta: float, sheet: Derivation) -> float:
     moved = _moved(question, "delta.moved_s", delta, question.store or question.link * question.workers, sheet)
     size = question.parameters * DTYPE_BYTES[question.dtype]
     return sheet.note(
@@ -182,7 +182,7 @@ def _delta(question: TransferQuestion, delta: float, sheet: Sheet) -> float:
     )
 
 
-def _slack(question: TransferQuestion, path: str, seconds: float, sheet: Sheet) -> float | None:
+def _slack(question: TransferQuestion, path: str, seconds: float, sheet: Derivation) -> float | None:
     if question.step_s is None:
         return None
     return sheet.note(

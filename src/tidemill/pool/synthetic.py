@@ -62,7 +62,7 @@ def market_of_trace(trace: CapacityTrace) -> Market:
     """
     first_s = next((time_s for time_s, count in trace.steps if count), None)
     if first_s is None:
-        raise UserError("the capacity trace never has a machine", cure="take another trace")
+        raise UserError("the capacity trace never has a machine", hint="take another trace")
     seen = trace.since(first_s)
     found = statistics(seen)
     market = Market(

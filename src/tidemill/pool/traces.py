@@ -148,9 +148,9 @@ def read_trace(path: Path, read: Callable[[Path], bytes]) -> CapacityTrace:
         text = read(path).decode("utf-8-sig")
     except OSError as error:
         what = f"cannot read the capacity trace: {error.strerror or error}"
-        raise UserError(what, where=str(path), cure="check pool.path") from error
+        raise UserError(what, where=str(path), hint="check pool.path") from error
     except UnicodeDecodeError as error:
-        raise UserError("not UTF-8 text", where=str(path), cure=CSV_SHAPE + "; " + JSON_SHAPE) from error
+        raise UserError("not UTF-8 text", where=str(path), hint=CSV_SHAPE + "; " + JSON_SHAPE) from error
     return parse_trace(text, source=str(path))
 
 
@@ -161,7 +161,7 @@ def parse_trace(text: str, *, source: str) -> CapacityTrace:
         UserError: naming `source` and the line.
     """
     if not text.strip():
-        raise UserError("the file is empty", where=source, cure=CSV_SHAPE + "; " + JSON_SHAPE)
+        raise UserError("the file is empty", where=source, hint=CSV_SHAPE + "; " + JSON_SHAPE)
     return _from_json(text, source) if text.lstrip()[0] in "{[" else _from_csv(text, source)
 
 
@@ -176,14 +176,14 @@ def _from_csv(text: str, source: str) -> CapacityTrace:
             heading = True
             continue
         if len(fields) != 2:
-            raise UserError(f"expected two numbers, found {line.strip()!r}", where=where, cure=CSV_SHAPE)
+            raise UserError(f"expected two numbers, found {line.strip()!r}", where=where, hint=CSV_SHAPE)
         seconds, count = _seconds(fields[0], where), _count(fields[1], where)
         if points and seconds < points[-1][0]:
             what = f"time goes back, from {points[-1][0]:g} to {seconds:g}"
-            raise UserError(what, where=where, cure="sort the lines by time")
+            raise UserError(what, where=where, hint="sort the lines by time")
         points.append((seconds, count))
     if not points:
-        raise UserError("no lines below the heading", where=source, cure=CSV_SHAPE)
+        raise UserError("no lines below the heading", where=source, hint=CSV_SHAPE)
     return CapacityTrace.of(points)
 
 
@@ -193,9 +193,9 @@ def _seconds(text: str, where: str) -> float:
     except ValueError:
         seconds = math.nan
     if not math.isfinite(seconds):
-        raise UserError(f"{text!r} is not a number of seconds", where=where, cure=CSV_SHAPE)
+        raise UserError(f"{text!r} is not a number of seconds", where=where, hint=CSV_SHAPE)
     if seconds < 0:
-        raise UserError(f"{text} is a negative time", where=where, cure="count seconds from the trace's beginning, 0")
+        raise UserError(f"{text} is a negative time", where=where, hint="count seconds from the trace's beginning, 0")
     return seconds
 
 
@@ -203,9 +203,9 @@ def _count(text: str, where: str) -> int:
     try:
         count = int(text)
     except ValueError:
-        raise UserError(f"{text!r} is not a whole number of machines", where=where, cure=CSV_SHAPE) from None
+        raise UserError(f"{text!r} is not a whole number of machines", where=where, hint=CSV_SHAPE) from None
     if count < 0:
-        raise UserError(f"{count} machines cannot be", where=where, cure="a count is 0 or more")
+        raise UserError(f"{count} machines cannot be", where=where, hint="a count is 0 or more")
     return count
 
 
@@ -214,14 +214,14 @@ def _from_json(text: str, source: str) -> CapacityTrace:
         tree = json.loads(text)
     except json.JSONDecodeError as error:
         where = f"{source}:{error.lineno}"
-        raise UserError(f"broken JSON: {error.msg} at column {error.colno}", where=where, cure=JSON_SHAPE) from error
+        raise UserError(f"broken JSON: {error.msg} at column {error.colno}", where=where, hint=JSON_SHAPE) from error
     except (ValueError, RecursionError) as error:
-        raise UserError(f"broken JSON: {error}", where=source, cure=JSON_SHAPE) from error
+        raise UserError(f"broken JSON: {error}", where=source, hint=JSON_SHAPE) from error
     gap_s, data = _parts(tree, source)
     for at, count in enumerate(data):
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
             what = f"{json.dumps(count)} is not a number of machines"
-            raise UserError(what, where=f"{source}: data[{at}]", cure="each is 0, 1, 2, ...")
+            raise UserError(what, where=f"{source}: data[{at}]", hint="each is 0, 1, 2, ...")
     return CapacityTrace.of(((at * gap_s, count) for at, count in enumerate(data)), end_s=len(data) * gap_s)
 
 
@@ -230,11 +230,11 @@ def _parts(tree: Any, source: str) -> tuple[float, list[Any]]:
     gap_s = metadata.get("gap_seconds") if isinstance(metadata, dict) else None
     if isinstance(gap_s, int | float) and gap_s < 0:
         what = f"{gap_s:g} is a negative time between two rows"
-        raise UserError(what, where=f"{source}: metadata.gap_seconds", cure=JSON_SHAPE)
+        raise UserError(what, where=f"{source}: metadata.gap_seconds", hint=JSON_SHAPE)
     if isinstance(gap_s, bool) or not isinstance(gap_s, int | float) or not 0 < gap_s < 1e9:
-        raise UserError("no metadata.gap_seconds above 0", where=source, cure=JSON_SHAPE)
+        raise UserError("no metadata.gap_seconds above 0", where=source, hint=JSON_SHAPE)
     if not isinstance(tree.get("data"), list):
-        raise UserError("no list `data`", where=source, cure=JSON_SHAPE)
+        raise UserError("no list `data`", where=source, hint=JSON_SHAPE)
     if not tree["data"]:
-        raise UserError("`data` is empty", where=source, cure=JSON_SHAPE)
+        raise UserError("`data` is empty", where=source, hint=JSON_SHAPE)
     return float(gap_s), tree["data"]

@@ -24,13 +24,13 @@ from tidemill.core.protocols import (
 )
 from tidemill.core.records import ITEM_BYTES, LogprobBuffer, PolicyVersion, TokenBuffer, WeightManifest, count
 from tidemill.envs.text.scorer import MOST_HANGING, RewardScorer, build_scorer, evaluation_scoring
-from tidemill.envs.text.task import Task
+from tidemill.envs.text.text_task import Task
 from tidemill.envs.text.user_calls import UserCalls
 from tidemill.models.codec import TextCodec
 from tidemill.models.loading import probe_logprobs
 from tidemill.models.lora import adapter_of
-from tidemill.models.snapshots import bind_snapshot, snapshot_bytes, snapshot_layout, twin_on_base, write_snapshot
-from tidemill.pool.build import build_provider, remarks
+from tidemill.models.snapshots import bind_snapshot, copy_on_base, snapshot_bytes, snapshot_layout, write_snapshot
+from tidemill.pool.build_provider import build_provider, remarks
 from tidemill.runtime.readers import Readers, model_rewards
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory
@@ -41,8 +41,8 @@ from tidemill.weights.store import WeightStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machinery:
-    """The parts that a training loop drives; its maker stops them."""
+class RuntimeBackend:
+    """The bundle that a training loop drives; its maker stops them."""
 
     trainer: Trainer
     checkpoints: Checkpoints
@@ -54,12 +54,14 @@ class Machinery:
     provider: Provider | None = None
     host: WorkerHost | None = None
     publisher: Publisher | None = None
-    silence_s: float | None = None  # instead of the configured one
+    heartbeat_timeout_s: float | None = None  # instead of the configured one
     compute: Compute | None = None  # of this process, where what scores may run, too; None without one
     readers: Readers = field(default_factory=Readers)
 
 
-OpenMachinery: TypeAlias = Callable[[RunSpec, RunDirectory, Recorder, Clock], AbstractAsyncContextManager[Machinery]]
+OpenMachinery: TypeAlias = Callable[
+    [RunSpec, RunDirectory, Recorder, Clock], AbstractAsyncContextManager[RuntimeBackend]
+]
 """Starts what a runtime needs, and stops all of it in the end, whatever happens."""
 
 
@@ -211,7 +213,7 @@ class ModelPublisher:
         """The model as it was written; on a GPU a copy of what was, until the probe is computed."""
         if self._model.dtype == self._rollout_model.dtype:
             return self._model
-        twin = twin_on_base(self._rollout_model, self._rollout_model.dtype)
+        twin = copy_on_base(self._rollout_model, self._rollout_model.dtype)
         bind_snapshot(twin, self._layout, snapshot)
         return twin
 

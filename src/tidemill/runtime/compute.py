@@ -58,9 +58,9 @@ class ComputeThread:
         return await asyncio.wrap_future(future)
 
     @property
-    def leftover(self) -> Leftover:
+    def leftover(self) -> LowPriorityExecutor:
         """What is left of this thread when nobody else computes on it."""
-        return Leftover(self)
+        return LowPriorityExecutor(self)
 
     async def put_off(self, function: Callable[[], T]) -> T:
         """As `run`, once nothing else was asked for during `QUIET_S` seconds."""
@@ -102,7 +102,7 @@ class ComputeThread:
             return self._put_off.popleft()
 
 
-class Leftover:
+class LowPriorityExecutor:
     """Implements `core.protocols.Compute`: calls wait until a thread has nothing else to do. One that runs is not
     interrupted, so that what comes meanwhile waits for its end."""
 
@@ -145,7 +145,7 @@ def choose_device(config: TrainerConfig) -> torch.device:
         raise UserError(
             "no GPU that torch can use",
             where="trainer.device",
-            cure='set it to "auto" or "cpu", or see `tidemill doctor`',
+            hint='set it to "auto" or "cpu", or see `tidemill doctor`',
         )
     return torch.device("cuda" if config.device != "cpu" and available else "cpu")
 
@@ -159,14 +159,14 @@ def check_devices(spec: RunSpec) -> None:
     if spec.runtime == "inprocess":
         choose_device(spec.trainer)
     elif not spec.ray.address:
-        from tidemill.runtime.cluster.local import local_nodes
+        from tidemill.runtime.cluster.connection import local_nodes
 
         asked, present = sum(math.ceil(node.gpus) for node in local_nodes(spec)), torch.cuda.device_count()
         if asked > present:
             raise UserError(
                 f"{counted(asked, 'GPU')} {'is' if asked == 1 else 'are'} reserved, and this machine has {present}",
                 where=", ".join(key for key, gpus in _reserved(spec) if gpus),
-                cure="set it to 0 to compute on the CPU, or see `tidemill doctor`",
+                hint="set it to 0 to compute on the CPU, or see `tidemill doctor`",
             )
 
 
@@ -180,7 +180,7 @@ def require_reserved_gpus(gpus: float, key: str) -> None:
         raise UserError(
             "a GPU is reserved for a process in which torch can use no GPU",
             where=key,
-            cure="install a CUDA build of torch on that node, or set it to 0 to compute on the CPU",
+            hint="install a CUDA build of torch on that node, or set it to 0 to compute on the CPU",
         )
 
 

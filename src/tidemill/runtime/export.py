@@ -121,5 +121,5 @@ def refuse_foreign(to: Path) -> None:
         raise UserError(
             "something is there that no export wrote",
             where=f"export.path = {to}",
-            cure="name a new folder, or move that one away",
+            hint="name a new folder, or move that one away",
         )

@@ -133,7 +133,7 @@ class SqliteJournal:
             rows = self._connection.execute("SELECT step, checksum, blob FROM entries ORDER BY id").fetchall()
         for step, checksum, blob in rows:
             if zlib.crc32(blob) != checksum:
-                raise UserError(f"an entry of step {step} is damaged", where=str(self._path), cure=START_AGAIN)
+                raise UserError(f"an entry of step {step} is damaged", where=str(self._path), hint=START_AGAIN)
         return [(step, blob) for step, _, blob in rows]
 
     def _prune(self, through_step: int) -> None:
@@ -155,7 +155,7 @@ def _open(path: Path) -> sqlite3.Connection:
             (written_by,) = connection.execute("PRAGMA user_version").fetchone()
             if written_by > FORMAT:
                 what = f"it was written by a newer version of Tidemill (format {written_by}, this one knows {FORMAT})"
-                raise UserError(what, where=str(path), cure="resume the run with that version")
+                raise UserError(what, where=str(path), hint="resume the run with that version")
             connection.executescript(SCHEMA)
             connection.execute(f"PRAGMA user_version = {FORMAT}")
         except BaseException:
@@ -171,8 +171,8 @@ def _explained(path: Path) -> Iterator[None]:
         yield
     except sqlite3.Error as error:
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the low byte is the primary code
-        what, cure = _FAULTS.get(code, (f"the ledger cannot be used ({error})", "check the disk and its permissions"))
-        raise UserError(what, where=str(path), cure=cure) from error
+        what, hint = _FAULTS.get(code, (f"the ledger cannot be used ({error})", "check the disk and its permissions"))
+        raise UserError(what, where=str(path), hint=hint) from error
 
 
 _RESUME = "run the same command again, it goes on from what is stored"

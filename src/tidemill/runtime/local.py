@@ -19,9 +19,15 @@ from tidemill.core.protocols import Clock, Compute
 from tidemill.core.records import Lease, PolicyVersion
 from tidemill.rollout.pulled import PulledWeights
 from tidemill.rollout.worker import EngineWorker
-from tidemill.runtime.backend import Machinery, ModelPublisher, TrainerCheckpoints, probe_sequence, scheduled_provider
+from tidemill.runtime.backend import (
+    ModelPublisher,
+    RuntimeBackend,
+    TrainerCheckpoints,
+    probe_sequence,
+    scheduled_provider,
+)
 from tidemill.runtime.compute import ComputeThread
-from tidemill.runtime.model_bundle import Parts, build_critic, load_parts
+from tidemill.runtime.model_bundle import ModelBundle, build_critic, load_model_bundle
 from tidemill.runtime.readers import Readers, reference_reader, reward_reader
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory
@@ -49,7 +55,7 @@ class InProcessHost:
 
     def __init__(
         self,
-        parts: Parts,
+        bundle: ModelBundle,
         store: WeightStore,
         *,
         compute: Compute,
@@ -57,23 +63,23 @@ class InProcessHost:
         clock: Clock,
         prompt_tokens: int,
     ) -> None:
-        self._parts, self._store, self._clock, self._prompt_tokens = parts, store, clock, prompt_tokens
+        self._bundle, self._store, self._clock, self._prompt_tokens = bundle, store, clock, prompt_tokens
         self._compute, self._weights_compute = compute, weights_compute
         self._workers: weakref.WeakSet[EngineWorker] = weakref.WeakSet()  # one that was killed and dropped frees memory
         self._frozen = False
 
     async def start(self, lease: Lease) -> EngineWorker:
-        parts = self._parts
+        bundle = self._bundle
         model = await self._weights_compute.run(self._empty_twin)
         puller = Puller(self._store.transport, self._weights_compute, clock=self._clock, pinned=self._store.pinned)
         worker = EngineWorker(
-            parts.engine_over(model, NOTHING_YET, prompt_tokens=self._prompt_tokens),
+            bundle.engine_over(model, NOTHING_YET, prompt_tokens=self._prompt_tokens),
             self._compute,
             clock=self._clock,
-            tick_s=parts.spec.engine.tick_s,
+            tick_s=bundle.spec.engine.tick_s,
             worker_id=lease.worker_id,
             lease_id=lease.lease_id,
-            heartbeat_s=parts.spec.fleet.heartbeat_s,
+            heartbeat_s=bundle.spec.fleet.heartbeat_s,
             source=PulledWeights(puller, model),
         )
         self._workers.add(worker)
@@ -86,7 +92,7 @@ class InProcessHost:
         if not self._frozen:
             self._frozen = True
             gc.freeze()  # what is there before the first worker stays: looking through it takes a fifth of a second
-        return self._parts.rollout_twin()
+        return self._bundle.rollout_twin()
 
     async def close(self) -> None:
         for worker in list(self._workers):
@@ -96,29 +102,31 @@ class InProcessHost:
 
 
 @asynccontextmanager
-async def in_process(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Clock) -> AsyncIterator[Machinery]:
+async def in_process(
+    spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Clock
+) -> AsyncIterator[RuntimeBackend]:
     """Implements `OpenMachinery`.
 
     Raises:
         UserError: the model, the device, the task or the pool cannot be had.
     """
-    parts = load_parts(spec, progress=recorder.note)
-    task = parts.task()
+    bundle = load_model_bundle(spec, progress=recorder.note)
+    task = bundle.task()
     provider = scheduled_provider(spec, run, clock, tell=recorder.note)
     async with AsyncExitStack() as stack:
         compute = ComputeThread()
         stack.push_async_callback(compute.close)
-        reference = parts.reference()
+        reference = bundle.reference()
         trainer = PolicyTrainer(
-            parts.model,
+            bundle.model,
             spec,
             compute=compute,
-            source=parts.folder,
+            source=bundle.folder,
             reference=reference,
-            critic=build_critic(parts, progress=recorder.note),
-            autocast=parts.autocast,
+            critic=build_critic(bundle, progress=recorder.note),
+            autocast=bundle.autocast,
         )
-        engine = parts.engine(trainer.version, prompt_tokens=task.longest_prompt_tokens)
+        engine = bundle.engine(trainer.version, prompt_tokens=task.longest_prompt_tokens)
         local = EngineWorker(engine, compute, clock=clock, tick_s=spec.engine.tick_s)
         stack.push_async_callback(local.close)
         readers = _readers(spec, compute, reference) if spec.reading.ahead else Readers()
@@ -133,7 +141,7 @@ async def in_process(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock
             stack.push_async_callback(weights_compute.close)
             weights = WeightStore(MemoryTransport(), compute=weights_compute)
             host = InProcessHost(
-                parts,
+                bundle,
                 weights,
                 compute=compute,
                 weights_compute=weights_compute,
@@ -142,26 +150,26 @@ async def in_process(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock
             )
             stack.push_async_callback(host.close)
             publisher = ModelPublisher(
-                parts.model,
+                bundle.model,
                 weights,
                 compute=compute,
-                rollout_model=parts.rollout_model,
+                rollout_model=bundle.rollout_model,
                 probe_ids=probe_sequence(task.source),
             )
             stack.push_async_callback(publisher.close)
-        yield Machinery(
+        yield RuntimeBackend(
             trainer=trainer,
             checkpoints=TrainerCheckpoints(store, trainer, compute, warn=recorder.note),
             local=local,
             task=task,
-            codec=parts.codec,
-            threads=parts.threads,
-            about={"device": str(parts.device), "threads": parts.threads, "autocast": str(parts.autocast)},
+            codec=bundle.codec,
+            threads=bundle.threads,
+            about={"device": str(bundle.device), "threads": bundle.threads, "autocast": str(bundle.autocast)},
             provider=provider,
             host=host,
             publisher=publisher,
             # A worker that waits for the thread while the trainer computes is not silent.
-            silence_s=math.inf,
+            heartbeat_timeout_s=math.inf,
             compute=compute,
             readers=readers,
         )

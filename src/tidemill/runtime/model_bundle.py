@@ -13,8 +13,8 @@ from tidemill.config.model import LoraConfig, ModelConfig
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.records import PolicyVersion
-from tidemill.envs.text.build import build_task
-from tidemill.envs.text.task import Task, check_fits
+from tidemill.envs.text.build_task import build_task
+from tidemill.envs.text.text_task import Task, check_fits
 from tidemill.models.catalog import asked_for_by, resolve, resolve_shell
 from tidemill.models.codec import TextCodec, load_codec
 from tidemill.models.folder import holds_adapter, holds_reward_model, refuse_reward_model
@@ -22,7 +22,7 @@ from tidemill.models.loading import context_limit, load_model
 from tidemill.models.lora import attach_adapter, learned_parameters, require_peft
 from tidemill.models.reward_model import ScalarHead, check_head_fits, hidden_size, load_head
 from tidemill.models.saving import load_adapter, read_origin
-from tidemill.models.snapshots import empty_twin, twin_on_base
+from tidemill.models.snapshots import copy_on_base, empty_copy
 from tidemill.rollout.engines.embedded import EmbeddedEngine
 from tidemill.runtime.compute import choose_device, choose_precision, set_threads
 from tidemill.runtime.readers import check_reward_models
@@ -53,7 +53,7 @@ class FrozenModels:
             UserError: it cannot be loaded, or takes no such adapter.
         """
         base = self.load(folder)
-        model = empty_twin(base, base.dtype, shared=base.parameters())
+        model = empty_copy(base, base.dtype, shared=base.parameters())
         attach_adapter(model, config)
         return model
 
@@ -94,13 +94,13 @@ def longest_context(spec: RunSpec, limit: int) -> int:
         raise UserError(
             f"{wanted} tokens are more than the model's own limit of {limit}",
             where="engine.context_tokens",
-            cure=f"lower it to {limit}, or set it to 0 to take what the task needs",
+            hint=f"lower it to {limit}, or set it to 0 to take what the task needs",
         )
     return wanted or limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class ModelBundle:
     """A model in memory, how it is computed, and what speaks its tokens."""
 
     spec: RunSpec
@@ -151,7 +151,7 @@ class Parts:
 
     def rollout_twin(self) -> PreTrainedModel:
         """A model for one more engine, without what training changes: that comes as a snapshot."""
-        return twin_on_base(self.rollout_model, self.rollout_dtype)
+        return copy_on_base(self.rollout_model, self.rollout_dtype)
 
     def reference(self) -> PreTrainedModel | None:
         """The initial model, frozen, where the loss needs it and no other process has it."""
@@ -159,7 +159,7 @@ class Parts:
         return self.frozen.load(self.folder) if needed else None
 
 
-def load_parts(spec: RunSpec, *, progress: Callable[[str], None], folder: Path | None = None) -> Parts:
+def load_model_bundle(spec: RunSpec, *, progress: Callable[[str], None], folder: Path | None = None) -> ModelBundle:
     """Choose device and threads, and load model and tokenizer.
 
     Args:
@@ -190,7 +190,7 @@ def load_parts(spec: RunSpec, *, progress: Callable[[str], None], folder: Path |
         model.gradient_checkpointing_enable()
         model.train()  # the library recomputes layers in this mode only; dropout is refused below
         _refuse_dropout(model)
-    return Parts(
+    return ModelBundle(
         spec=spec,
         folder=found,
         model=model,
@@ -213,7 +213,7 @@ def _stored_model(folder: Path, config: ModelConfig) -> ModelConfig:
 
 def _copy_of(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """A second model, equal to the first as far as `dtype` can say; of the same dtype, it shares a base with it."""
-    copy = twin_on_base(model, dtype) if dtype == model.dtype else empty_twin(model, dtype)
+    copy = copy_on_base(model, dtype) if dtype == model.dtype else empty_copy(model, dtype)
     with torch.no_grad():
         for target, source in zip(copy.parameters(), model.parameters(), strict=True):
             if target is not source:
@@ -239,15 +239,15 @@ def _refuse_dropout(model: PreTrainedModel) -> None:
         raise UserError(
             f"the model has dropout ({', '.join(name for name, rate in rates.items() if rate)})",
             where="trainer.activation_checkpointing",
-            cure="turn it off for this model, or set its dropout to 0 in config.json",
+            hint="turn it off for this model, or set its dropout to 0 in config.json",
         )
 
 
-def build_critic(parts: Parts, *, progress: Callable[[str], None]) -> Critic | None:
+def build_critic(bundle: ModelBundle, *, progress: Callable[[str], None]) -> Critic | None:
     """None where the algorithm needs none. A new value head says 0 of everything.
 
     Args:
-        parts: of the policy; a shared critic reads its hidden states, one of its own begins as the same weights
+        bundle: of the policy; a shared critic reads its hidden states, one of its own begins as the same weights
             unless `critic.source` says otherwise. Where the policy learns in an adapter, so does the critic, in one of
             its own, and what lies under both is in memory once.
         progress: told, in words, what takes long.
@@ -255,25 +255,25 @@ def build_critic(parts: Parts, *, progress: Callable[[str], None]) -> Critic | N
     Raises:
         UserError: the critic's model cannot be had, or has another tokenizer than the policy.
     """
-    algorithm, config = parts.spec.algorithm, parts.spec.critic
+    algorithm, config = bundle.spec.algorithm, bundle.spec.critic
     if not algorithm.needs_critic:
         return None
     if config.kind == "own":
         return build_model_critic(
-            parts.spec,
-            policy_folder=parts.folder,
-            frozen=parts.frozen,
-            device=parts.device,
-            autocast=parts.autocast,
+            bundle.spec,
+            policy_folder=bundle.folder,
+            frozen=bundle.frozen,
+            device=bundle.device,
+            autocast=bundle.autocast,
             progress=progress,
         )
     return TrunkCritic(
-        parts.model,
-        ScalarHead(hidden_size(parts.model)).to(parts.device),
+        bundle.model,
+        ScalarHead(hidden_size(bundle.model)).to(bundle.device),
         config,
         value_coefficient=algorithm.value_coefficient,
         value_clip=algorithm.value_clip,
-        autocast=parts.autocast,
+        autocast=bundle.autocast,
     )
 
 
@@ -326,7 +326,7 @@ def check_critic_vocabulary(source: str, critic: TextCodec, policy: TextCodec) -
         raise UserError(
             f"the critic ({source}) has another tokenizer than the policy: it would read other words than were written",
             where="critic.source",
-            cure="give a model made from the policy's own, or leave critic.source out",
+            hint="give a model made from the policy's own, or leave critic.source out",
         )
 
 

@@ -258,7 +258,7 @@ class ReaderScores:
         """The reader goes on."""
 
 
-class ModelJudge:
+class ModelScorer:
     """Implements `envs.text.batches.Judge` with a reward model.
 
     Args:
@@ -320,7 +320,7 @@ def model_rewards(spec: RunSpec, compute: Compute | None, readers: Readers) -> C
             return ReaderScores(readers.rewards[folder])
         if folder not in loaded:
             loaded[folder] = load_reward_model(folder, device=device)
-        judge = ModelJudge(
+        judge = ModelScorer(
             loaded[folder],
             compute=compute,
             # With 1 every sample is scored alone: in a tree, the last bits of a score depend on the other samples.
@@ -355,6 +355,6 @@ def _folder(config: RewardConfig, where: str) -> Path:
         raise UserError(
             f'"{config.model}" names a stage, and this run has none',
             where=where,
-            cure="give the folder of a reward model, or run the whole pipeline",
+            hint="give the folder of a reward model, or run the whole pipeline",
         )
     return Path(config.model).expanduser()

@@ -19,9 +19,9 @@ from tidemill.controller.fleet import Fleet
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.loop import LoopResult, train_loop
 from tidemill.controller.reading import Reading
-from tidemill.core.errors import UserError, in_words
+from tidemill.core.errors import UserError, describe_error
 from tidemill.core.protocols import LoopClock
-from tidemill.runtime.backend import Machinery, OpenMachinery, scorers
+from tidemill.runtime.backend import OpenMachinery, RuntimeBackend, scorers
 from tidemill.runtime.compute import check_devices
 from tidemill.runtime.journal import SqliteJournal
 from tidemill.runtime.local import in_process
@@ -60,7 +60,7 @@ def check_same_run(run: RunDirectory, spec: RunSpec) -> None:
         raise UserError(
             "this run was started with another configuration: " + "; ".join(changed),
             where=str(run.path),
-            cure="resume with the configuration in its config.toml, or choose another --run.dir",
+            hint="resume with the configuration in its config.toml, or choose another --run.dir",
         )
 
 
@@ -76,7 +76,7 @@ def check_same_model(manifest: dict[str, Any], digest: str) -> None:
         raise UserError(
             "the model has changed since this run began",
             where="model.source",
-            cure="put the former weights back, or choose another --run.dir",
+            hint="put the former weights back, or choose another --run.dir",
         )
 
 
@@ -88,14 +88,14 @@ def train(
     spec: RunSpec,
     *,
     telemetry_stream: TextIO | None = None,
-    open_machinery: OpenMachinery | None = None,
+    open_backend: OpenMachinery | None = None,
     foretell: Foretell | None = None,
 ) -> dict[str, Any]:
     """Run or resume, until done or asked to stop (Ctrl-C, SIGTERM); returns the summary.
 
     Args:
         foretell: what a new run is expected to take, kept in its directory; whatever it raises is only told.
-        open_machinery: instead of what `spec.runtime` names, for whoever puts something between the parts.
+        open_backend: instead of what `spec.runtime` names, for whoever puts something between the bundle.
 
     Raises:
         UserError: a fault of the input, the run directory or the disk; nothing finished is lost.
@@ -121,7 +121,7 @@ def train(
             check_reward_models(spec, progress=recorder.note)
             if foretell is not None and run.past.count == 0:
                 _keep_forecast(spec, run, recorder, foretell)
-            result = asyncio.run(_train(with_threads(spec, manifest), run, recorder, open_machinery or _runtime(spec)))
+            result = asyncio.run(_train(with_threads(spec, manifest), run, recorder, open_backend or _runtime(spec)))
             if result.already_finished:
                 recorder.note(f"this run had already finished its {result.steps} steps; raise trainer.steps to go on")
             summary = recorder.finish("interrupted" if result.interrupted else "finished")
@@ -136,57 +136,57 @@ def _keep_forecast(spec: RunSpec, run: RunDirectory, recorder: Recorder, foretel
             for line in filter(None, (forecast.sentence, forecast.caution)):
                 recorder.note(line)
     except Exception as error:  # noqa: BLE001 - a forecast is only a courtesy
-        recorder.note(f"no forecast: {in_words(error)}")
+        recorder.note(f"no forecast: {describe_error(error)}")
 
 
-async def _train(spec: RunSpec, run: RunDirectory, recorder: Recorder, open_machinery: OpenMachinery) -> LoopResult:
+async def _train(spec: RunSpec, run: RunDirectory, recorder: Recorder, open_backend: OpenMachinery) -> LoopResult:
     """Everything started here is stopped here, in reverse order, whatever happens."""
     clock = LoopClock()
     async with AsyncExitStack() as stack:
-        machinery = await stack.enter_async_context(open_machinery(spec, run, recorder, clock))
-        recorder.use_decoder(machinery.codec.decode)
+        backend = await stack.enter_async_context(open_backend(spec, run, recorder, clock))
+        recorder.use_decoder(backend.codec.decode)
         journal = await SqliteJournal.open(run.ledger)
         stack.push_async_callback(journal.close)
-        scorer, eval_scorer = scorers(spec, machinery.task, machinery.compute, machinery.readers)
+        scorer, eval_scorer = scorers(spec, backend.task, backend.compute, backend.readers)
         stack.push_async_callback(scorer.close)
         stack.push_async_callback(eval_scorer.close)
-        _check_same_beginning(run, machinery)  # now the run has begun
-        recorder.event("machine", **machinery.about)
+        _check_same_beginning(run, backend)  # now the run has begun
+        recorder.event("machine", **backend.about)
         fleet = Fleet(
-            machinery.local,
+            backend.local,
             slots=spec.engine.slots,
             clock=clock,
             telemetry=recorder,
             config=spec.fleet,
-            provider=machinery.provider,
-            host=machinery.host,
-            publisher=machinery.publisher,
+            provider=backend.provider,
+            host=backend.host,
+            publisher=backend.publisher,
             needs_logprobs=spec.algorithm.needs_rollout_logprobs,
-            silence_s=machinery.silence_s,
+            heartbeat_timeout_s=backend.heartbeat_timeout_s,
         )
         await stack.enter_async_context(fleet)
         with _stop_on_signals(recorder) as stop:
             return await train_loop(
                 spec=spec,
-                source=machinery.task.source,
+                source=backend.task.source,
                 fleet=fleet,
-                trainer=machinery.trainer,
+                trainer=backend.trainer,
                 scorer=scorer,
                 eval_scorer=eval_scorer,
                 ledger=Ledger(journal, round_size=spec.batch.prompts),
-                checkpoints=machinery.checkpoints,
+                checkpoints=backend.checkpoints,
                 telemetry=recorder,
-                codec=machinery.codec,
+                codec=backend.codec,
                 clock=clock,
                 stop=stop,
-                stop_strings=machinery.task.default_stop_strings,
-                reading=_reading(spec, machinery),
+                stop_strings=backend.task.default_stop_strings,
+                reading=_reading(spec, backend),
             )
 
 
-def _reading(spec: RunSpec, machinery: Machinery) -> Reading | None:
+def _reading(spec: RunSpec, backend: RuntimeBackend) -> Reading | None:
     """None where no model reads sample by sample."""
-    readers, config = machinery.readers, spec.reading
+    readers, config = backend.readers, spec.reading
     if not readers.all:
         return None
     return Reading(readers.all, reference=readers.reference, chunk_tokens=config.chunk_tokens, ahead=config.ahead)
@@ -195,23 +195,23 @@ def _reading(spec: RunSpec, machinery: Machinery) -> Reading | None:
 def _runtime(spec: RunSpec) -> OpenMachinery:
     if spec.runtime == "inprocess":
         return in_process
-    from tidemill.runtime.cluster.backend import on_ray
+    from tidemill.runtime.cluster.ray_backend import on_ray
 
     return on_ray
 
 
-def _check_same_beginning(run: RunDirectory, machinery: Machinery) -> None:
+def _check_same_beginning(run: RunDirectory, backend: RuntimeBackend) -> None:
     """A resumed run applies its batches to the weights it began with; its samples answer the prompts it began with."""
-    manifest, model, task = run.read_manifest(), machinery.trainer.version.digest, machinery.task.digest
+    manifest, model, task = run.read_manifest(), backend.trainer.version.digest, backend.task.digest
     check_same_model(manifest, model)
     if manifest.setdefault(TASK_DIGEST, task) != task:
         raise UserError(
             "the task's prompts have changed since this run began",
             where="task",
-            cure="put the former data back (some reasoning-gym generators need a fixed PYTHONHASHSEED), "
+            hint="put the former data back (some reasoning-gym generators need a fixed PYTHONHASHSEED), "
             "or choose another --run.dir",
         )
-    manifest.setdefault(THREADS, machinery.threads)
+    manifest.setdefault(THREADS, backend.threads)
     run.write_manifest(manifest)
 
 

@@ -23,7 +23,7 @@ from tidemill.controller.router import GroupKey, Load, Movable, Move, Waiting
 from tidemill.core.records import ITEM_BYTES, GenerateRequest, PolicyVersion, SampleId, TokenDelta, count
 from tidemill.sim.costs import EngineCosts, ProfiledEngine
 from tidemill.sim.simulated_engine import SimulatedEngine
-from tidemill.sim.simulation import Twins
+from tidemill.sim.simulation import ComponentFactories
 from tidemill.sim.workload import Completions
 
 T = TypeVar("T")
@@ -50,10 +50,10 @@ def rlboost_fleet(group_size: int) -> dict[str, Any]:
     }
 
 
-def rlboost_twins(group_size: int, *, moved: Moved = "unfinished") -> Twins:
+def rlboost_components(group_size: int, *, moved: Moved = "unfinished") -> ComponentFactories:
     """For one simulation, as engines know of each other."""
     router = GroupRouter(group_size=group_size, most_pending=MOST_PENDING)
-    return Twins(
+    return ComponentFactories(
         fleet=partial(Fleet, router=router, lengths=UnknownLengths()),
         engine=partial(GroupEngine, moved=moved, asked={}),
         last_words=moved in ("unfinished", "all"),
@@ -230,9 +230,9 @@ class GroupEngine(SimulatedEngine):
         return self._cut.pop(request.sample_id, super()._kept(request))
 
 
-def chunked_twins() -> Twins:
+def chunked_components() -> ComponentFactories:
     """Of a run whose engines have their parts beforehand, in the prompts' order: nobody asks how long they may be."""
-    return Twins(fleet=partial(Fleet, lengths=UnknownLengths()), engine=ChunkedEngines)
+    return ComponentFactories(fleet=partial(Fleet, lengths=UnknownLengths()), engine=ChunkedEngines)
 
 
 class ChunkedEngines(SimulatedEngine):

@@ -17,10 +17,10 @@ from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import compact, counted, doing, dollars, duration, percent
 from tidemill.core.records import Record
-from tidemill.pool.build import remarks, timetable_of
-from tidemill.sim.cluster import SCHEDULES, Schedule, Site, site_of
+from tidemill.pool.build_provider import remarks, timetable_of
 from tidemill.sim.outcome import SimulatedRun
-from tidemill.sim.simulation import Plant, check_plant, simulate_run
+from tidemill.sim.schedules import SCHEDULES, Schedule, SimulatedCluster, cluster_of
+from tidemill.sim.simulation import CostModel, check_cost_model, simulate_run
 from tidemill.sim.workload import Workload
 from tidemill.telemetry.fleet_figures import HOUR_S
 from tidemill.telemetry.report.pages import script_json, trusted
@@ -36,13 +36,13 @@ class Planned(Record):
     name: ScheduleName
     schedule: Schedule
     spec: RunSpec
-    plant: Plant
+    cost_model: CostModel
     generating: int  # reserved GPUs that generate
     learning: int  # and learn
 
 
 class Scenario(Record):
-    site: Site
+    cluster: SimulatedCluster
     workload: Workload
     planned: tuple[Planned, ...]
     remarks: tuple[str, ...]  # what is odd about the machines that will come
@@ -55,35 +55,37 @@ def plan_scenario(spec: RunSpec, *, read: Callable[[Path], bytes] = Path.read_by
         UserError: what is not known, fits nowhere, or leaves nobody to generate; a trace that is none.
     """
     if isinstance(spec.pool, RayPool):
-        cure = 'use "static", "trace" or "synthetic"'
-        raise UserError("nobody knows when a cluster's machines will come and go", where="pool.kind", cure=cure)
-    site = site_of(spec)
-    workload = site.workload()
+        hint = 'use "static", "trace" or "synthetic"'
+        raise UserError("nobody knows when a cluster's machines will come and go", where="pool.kind", hint=hint)
+    cluster = cluster_of(spec)
+    workload = cluster.workload()
     return Scenario(
-        site=site,
+        cluster=cluster,
         workload=workload,
-        planned=tuple(_planned(site, workload, name) for name in spec.simulation.schedules),
+        planned=tuple(_planned(cluster, workload, name) for name in spec.simulation.schedules),
         remarks=tuple(remarks(spec.pool, read)),
     )
 
 
-def _planned(site: Site, workload: Workload, name: ScheduleName) -> Planned:
-    schedule = SCHEDULES[name](site.spec)
-    elastic = schedule.elastic and not (isinstance(site.spec.pool, StaticPool) and not site.spec.pool.workers)
+def _planned(cluster: SimulatedCluster, workload: Workload, name: ScheduleName) -> Planned:
+    schedule = SCHEDULES[name](cluster.spec)
+    elastic = schedule.elastic and not (isinstance(cluster.spec.pool, StaticPool) and not cluster.spec.pool.workers)
     try:
-        if elastic and not site.spec.fleet.seeding:
+        if elastic and not cluster.spec.fleet.seeding:
             generating = 0
         elif schedule.shares_gpus:
-            generating = site.most_generating
+            generating = cluster.most_generating
         else:
-            generating = site.balanced(overlapping=schedule.schedule.max_policy_lag > 0)
-        plant = site.plant(schedule, generating=generating, elastic=elastic)
-        spec = _resolved(site.spec, schedule)
-        check_plant(spec, plant, workload, elastic=elastic)
+            generating = cluster.balanced(overlapping=schedule.schedule.max_policy_lag > 0)
+        cost_model = cluster.cost_model(schedule, generating=generating, elastic=elastic)
+        spec = _resolved(cluster.spec, schedule)
+        check_cost_model(spec, cost_model, workload, elastic=elastic)
     except UserError as error:
-        raise UserError(f"{name}: {error.what}", where=error.where, cure=error.cure) from None
-    learning = site.gpus if schedule.shares_gpus else site.gpus - generating
-    return Planned(name=name, schedule=schedule, spec=spec, plant=plant, generating=generating, learning=learning)
+        raise UserError(f"{name}: {error.what}", where=error.where, hint=error.hint) from None
+    learning = cluster.gpus if schedule.shares_gpus else cluster.gpus - generating
+    return Planned(
+        name=name, schedule=schedule, spec=spec, cost_model=cost_model, generating=generating, learning=learning
+    )
 
 
 def _resolved(spec: RunSpec, schedule: Schedule) -> RunSpec:
@@ -114,12 +116,12 @@ def simulate_planned(
     assert not isinstance(pool, RayPool), "refused when the scenario was planned"
     return simulate_run(
         spec,
-        planned.plant,
+        planned.cost_model,
         workload,
-        timetable_of(pool, read) if planned.plant.worker else None,
+        timetable_of(pool, read) if planned.cost_model.worker else None,
         seconds=spec.simulation.hours * HOUR_S or math.inf,
         most_workers=pool.max_workers if isinstance(pool, TracePool) else pool.workers,
-        twins=planned.schedule.twins,
+        factories=planned.schedule.factories,
         tell=tell,
     )
 
@@ -215,10 +217,10 @@ def crowded(compared: Sequence[Compared]) -> list[str]:
 
 
 def _crowded(one: Compared) -> str:
-    run, plant = one.run, one.planned.plant
+    run, cost_model = one.run, one.planned.cost_model
     if run.put_back_tokens < CROWDED * run.generated:
         return ""
-    cache = min(engine.longest_sample for engine in (plant.reserved, plant.worker) if engine is not None)
+    cache = min(engine.longest_sample for engine in (cost_model.reserved, cost_model.worker) if engine is not None)
     prompt, samples = one.planned.spec.simulation.prompt_tokens, run.total("samples")
     longest = max(line.values["completion_tokens_max"] for line in run.metrics)
     mean, most = (cache / (prompt + tokens) for tokens in (run.tokens_trained / samples, longest))
@@ -244,15 +246,16 @@ def headline(compared: Sequence[Compared]) -> str:
 
 def described(scenario: Scenario) -> list[str]:
     """What is simulated, in words."""
-    site, spec = scenario.site, scenario.site.spec
+    cluster, spec = scenario.cluster, scenario.cluster.spec
     given, batch = spec.simulation, spec.batch
-    model = given.model or f"{site.shape.parameters / 1e9:.3g}B parameters"
+    model = given.model or f"{cluster.shape.parameters / 1e9:.3g}B parameters"
     duration_words = f"{given.hours:g} h" if given.hours else counted(spec.trainer.steps, "step")
     reserved, preemptible = _price(spec.fleet.reserved_usd_per_hour), _price(spec.fleet.preemptible_usd_per_hour)
-    machines = f"{given.machines} × {site.machine.name} ({reserved})"
+    each = " each" if preemptible != FREE else ""
+    machines = f"{given.machines} × {cluster.machine.name} ({reserved})"
     lines = [
         f"{model}, {duration_words} of {batch.prompts} × {batch.group_size} samples, seed {spec.run.seed}",
-        f"{machines}, preemptible {site.worker_machine.name} ({preemptible}{' each' if preemptible != FREE else ''})",
+        f"{machines}, preemptible {cluster.worker_machine.name} ({preemptible}{each})",
     ]
     who = (f"{one.name}: {_who(one)}" for one in scenario.planned)
     remarks = (*_left_over(scenario), *_free(scenario), *scenario.remarks)
@@ -270,51 +273,53 @@ def _who(one: Planned) -> str:
         words.append(f"{one.generating} {'of them ' if one.schedule.shares_gpus else ''}{verb}")
     if one.schedule.shares_gpus and one.generating == one.learning:
         words = [f"{words[0]} and {verb}"]
-    if one.plant.worker:
+    if one.cost_model.worker:
         words.append("as do preemptible workers" if one.generating else "preemptible workers generate")
     return ", ".join(words)
 
 
 def _free(scenario: Scenario) -> list[str]:
     """Machines that cost nothing because nobody said what they cost."""
-    site, fleet = scenario.site, scenario.site.spec.fleet
-    unknown = {"reserved_usd_per_hour": site.machine.name} if not fleet.reserved_usd_per_hour else {}
-    if any(one.plant.worker for one in scenario.planned) and not fleet.preemptible_usd_per_hour:
-        unknown["preemptible_usd_per_hour"] = f"preemptible {site.worker_machine.name}"
+    cluster, fleet = scenario.cluster, scenario.cluster.spec.fleet
+    unknown = {"reserved_usd_per_hour": cluster.machine.name} if not fleet.reserved_usd_per_hour else {}
+    if any(one.cost_model.worker for one in scenario.planned) and not fleet.preemptible_usd_per_hour:
+        unknown["preemptible_usd_per_hour"] = f"preemptible {cluster.worker_machine.name}"
     return [f"{name} costs nothing here, no price being known; set fleet.{key}" for key, name in unknown.items()]
 
 
 def _left_over(scenario: Scenario) -> list[str]:
     """GPUs of a machine that no engine fits on."""
-    site, planned = scenario.site, scenario.planned
-    machines = {site.machine.name: site.machine} if any(one.generating for one in planned) else {}
-    if any(one.plant.worker for one in planned):
-        machines[site.worker_machine.name] = site.worker_machine
+    cluster, planned = scenario.cluster, scenario.planned
+    machines = {cluster.machine.name: cluster.machine} if any(one.generating for one in planned) else {}
+    if any(one.cost_model.worker for one in planned):
+        machines[cluster.worker_machine.name] = cluster.worker_machine
     return [
-        f"engines of {site.engine_gpus} GPUs take {each.gpus - left} of the {each.gpus} of {name}; the rest has none"
+        f"engines of {cluster.engine_gpus} GPUs take {each.gpus - left} of the {each.gpus} of {name}; the rest has none"
         for name, each in machines.items()
-        if (left := each.gpus % site.engine_gpus)
+        if (left := each.gpus % cluster.engine_gpus)
     ]
 
 
 def planned_data(scenario: Scenario) -> dict[str, Any]:
     """What is resolved."""
-    site, spec = scenario.site, scenario.site.spec
+    cluster, spec = scenario.cluster, scenario.cluster.spec
     return {
         "simulation": spec.simulation.model_dump(mode="json"),
-        "parameters": site.shape.parameters,
-        "assumed_shape": site.shape.assumed,
-        "machine": site.machine.name,
-        "worker_machine": site.worker_machine.name,
+        "parameters": cluster.shape.parameters,
+        "assumed_shape": cluster.shape.assumed,
+        "machine": cluster.machine.name,
+        "worker_machine": cluster.worker_machine.name,
         "reserved_usd_per_hour": spec.fleet.reserved_usd_per_hour,
         "preemptible_usd_per_hour": spec.fleet.preemptible_usd_per_hour,
-        "prices": [f"{each.name}: {each.priced}, {each.price_source}" for each in (site.machine, site.worker_machine)],
+        "prices": [
+            f"{each.name}: {each.priced}, {each.price_source}" for each in (cluster.machine, cluster.worker_machine)
+        ],
         "schedules": {
             one.name: {
                 "words": one.schedule.words,
                 "learning_gpus": one.learning,
                 "generating_gpus": one.generating,
-                "preemptible": one.plant.worker is not None,
+                "preemptible": one.cost_model.worker is not None,
                 "schedule": one.schedule.schedule.model_dump(mode="json"),
             }
             for one in scenario.planned

@@ -1,7 +1,7 @@
 """A run of the real controller in virtual time, among simulated components.
 
 ```
- spec, plant, lengths, timetable ──▶ simulate_run ──▶ SimulatedRun: the logs that a real run writes, and what it cost
+ spec, cost_model, lengths, timetable ──▶ simulate_run ──▶ SimulatedRun: logs as a real run writes them, and cost
 ```
 """
 
@@ -19,7 +19,7 @@ from tidemill.controller.fleet import Fleet
 from tidemill.controller.in_flight import LOCAL
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.loop import LoopResult, train_loop
-from tidemill.controller.waiting import Patience
+from tidemill.controller.waiting import Timeouts
 from tidemill.core.errors import DeadlineError, UserError
 from tidemill.core.formatting import counted
 from tidemill.core.protocols import (
@@ -48,12 +48,12 @@ from tidemill.telemetry.fleet_figures import HOUR_S
 
 LONG_S = 1e9
 DAY_S = 86_400.0
-PATIENCE = Patience(notice_s=3600.0, worker_s=LONG_S, pool_s=DAY_S, scorer_s=LONG_S, trainer_s=LONG_S, load_s=LONG_S)
+TIMEOUTS = Timeouts(notice_s=3600.0, worker_s=LONG_S, pool_s=DAY_S, scorer_s=LONG_S, trainer_s=LONG_S, load_s=LONG_S)
 """A simulated engine is never hung: only machines that never come end a wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class SimulatedComponents:
     """What stands around the controller; made within the virtual loop."""
 
     local: Worker | None  # the trainer's own engine
@@ -70,19 +70,19 @@ class Parts:
 
 async def drive(
     spec: RunSpec,
-    parts: Parts,
+    components: SimulatedComponents,
     recording: Recording,
     clock: Clock,
     *,
     seconds: float = math.inf,
     make_fleet: Callable[..., Fleet] = Fleet,
 ) -> LoopResult:
-    """The real controller, its fleet and its loop, among simulated parts.
+    """The real controller, its fleet and its loop, among simulated components.
 
     Raises:
         UserError: nobody ever generates, or no step is finished in time.
     """
-    fleet = _fleet(spec, parts, recording, clock, make_fleet)
+    fleet = _fleet(spec, components, recording, clock, make_fleet)
     stop = asyncio.Event()
     if seconds < math.inf:
         asyncio.get_running_loop().call_later(seconds, stop.set)
@@ -90,18 +90,18 @@ async def drive(
         async with fleet:
             result = await train_loop(
                 spec=spec,
-                source=parts.source,
+                source=components.source,
                 fleet=fleet,
-                trainer=parts.trainer,
-                scorer=parts.scorer,
-                eval_scorer=parts.scorer,
+                trainer=components.trainer,
+                scorer=components.scorer,
+                eval_scorer=components.scorer,
                 ledger=Ledger(None, round_size=spec.batch.prompts),
-                checkpoints=parts.checkpoints,
+                checkpoints=components.checkpoints,
                 telemetry=recording,
                 codec=NoText(),
                 clock=clock,
                 stop=stop,
-                patience=PATIENCE,
+                timeouts=TIMEOUTS,
             )
     except DeadlineError as error:
         raise _starved(recording, clock.now()) from error
@@ -110,19 +110,21 @@ async def drive(
     return result
 
 
-def _fleet(spec: RunSpec, parts: Parts, recording: Recording, clock: Clock, make_fleet: Callable[..., Fleet]) -> Fleet:
+def _fleet(
+    spec: RunSpec, components: SimulatedComponents, recording: Recording, clock: Clock, make_fleet: Callable[..., Fleet]
+) -> Fleet:
     return make_fleet(
-        parts.local,
-        slots=parts.slots,
-        local_slots=parts.local_slots,
+        components.local,
+        slots=components.slots,
+        local_slots=components.local_slots,
         clock=clock,
         telemetry=recording,
         config=spec.fleet,
-        patience=PATIENCE,
-        provider=parts.provider,
-        host=parts.host,
-        publisher=parts.publisher,
-        silence_s=math.inf,
+        timeouts=TIMEOUTS,
+        provider=components.provider,
+        host=components.host,
+        publisher=components.publisher,
+        heartbeat_timeout_s=math.inf,
     )
 
 
@@ -138,17 +140,17 @@ def _starved(recording: Recording, now_s: float, *, in_time: bool = False) -> Us
     generated = any(event["event"] == DECODE for event in recording.events)
     if in_time and generated:
         what, where = f"{hours} are over, and no step is finished", "simulation.hours"
-        return UserError(what, where=where, cure="simulate for longer, or take smaller batches")
+        return UserError(what, where=where, hint="simulate for longer, or take smaller batches")
     if joined or generated:
         what = f"the run came to a standstill after {steps}: {hours} are over, and there is nobody to generate"
-        cure = "simulate for longer, let the reserved side generate, or take a pool whose machines come back"
+        hint = "simulate for longer, let the reserved side generate, or take a pool whose machines come back"
     elif machines:
         what = f"the run starves: of {counted(machines, 'machine')} that came in {hours} none was up before it went"
-        cure = "raise fleet.join_s, make machines boot and pull faster, or let the reserved side generate"
+        hint = "raise fleet.join_timeout_s, make machines boot and pull faster, or let the reserved side generate"
     else:
         what = f"the run starves: no machine came in {hours}, and the reserved side does not generate"
-        cure = "let the reserved side generate, or take a pool that has machines"
-    return UserError(what, where="pool", cure=cure)
+        hint = "let the reserved side generate, or take a pool that has machines"
+    return UserError(what, where="pool", hint=hint)
 
 
 class SharingWorker(SimulatedWorker):
@@ -181,7 +183,7 @@ class SharingWorker(SimulatedWorker):
         self._vacated.set()
 
 
-class Plant(Record):
+class CostModel(Record):
     """What everything takes."""
 
     trainer: TrainerCosts
@@ -193,8 +195,8 @@ class Plant(Record):
     worker: EngineCosts | None = None  # of each preemptible machine
 
 
-class Twins(Record):
-    """Other parts than the run's own, for whoever compares it with another system."""
+class ComponentFactories(Record):
+    """Other components than the run's own, for whoever compares it with another system."""
 
     fleet: Callable[..., Fleet] = Fleet
     host: Callable[..., SimulatedHost] = SimulatedHost
@@ -205,13 +207,13 @@ class Twins(Record):
 
 def simulate_run(
     spec: RunSpec,
-    plant: Plant,
+    cost_model: CostModel,
     work: Workload,
     timetable: Timetable | None = None,
     *,
     seconds: float = math.inf,
     most_workers: float = math.inf,
-    twins: Twins | None = None,
+    factories: ComponentFactories | None = None,
     tell: Callable[[int, float], None] = lambda step, now_s: None,
 ) -> SimulatedRun:
     """Run until `spec.trainer.steps` batches are learned from, or for so many virtual seconds.
@@ -221,22 +223,24 @@ def simulate_run(
     Args:
         timetable: of the preemptible machines; None for none.
         most_workers: held at once.
-        twins: other parts than the run's own.
+        factories: other components than the run's own.
         tell: called with each step and the virtual seconds at its end.
 
     Raises:
         UserError: nobody ever generates, no step is finished in time, or the longest sample fits no engine's cache.
     """
-    check_plant(spec, plant, work, elastic=timetable is not None)
-    return run_virtual(_simulate(spec, plant, work, timetable, seconds, most_workers, twins or Twins(), tell))
+    check_cost_model(spec, cost_model, work, elastic=timetable is not None)
+    return run_virtual(
+        _simulate(spec, cost_model, work, timetable, seconds, most_workers, factories or ComponentFactories(), tell)
+    )
 
 
-def check_plant(spec: RunSpec, plant: Plant, work: Workload, *, elastic: bool) -> None:
+def check_cost_model(spec: RunSpec, cost_model: CostModel, work: Workload, *, elastic: bool) -> None:
     """Raises UserError: there is nobody to generate, or the longest sample does not fit an engine's cache."""
-    engines = {"reserved engines": plant.reserved, "preemptible workers": plant.worker if elastic else None}
+    engines = {"reserved engines": cost_model.reserved, "preemptible workers": cost_model.worker if elastic else None}
     if not any(engines.values()):
-        cure = "let the reserved side generate, or add preemptible machines"
-        raise UserError("nobody generates: there is no engine, reserved or preemptible", cure=cure)
+        hint = "let the reserved side generate, or add preemptible machines"
+        raise UserError("nobody generates: there is no engine, reserved or preemptible", hint=hint)
     longest = work.prompt_tokens + min(work.longest, spec.sampling.max_new_tokens)
     for name, costs in engines.items():
         cache = costs.longest_sample if costs else math.inf
@@ -245,31 +249,31 @@ def check_plant(spec: RunSpec, plant: Plant, work: Workload, *, elastic: bool) -
             raise UserError(
                 f"the longest sample, prompt and completion, is {longest:,} tokens, and the cache of one of the {name} "
                 f"holds {math.floor(max(cache, 0)):,}: {missing:,} are missing",
-                cure="give an engine more GPUs or larger ones, or limit the completions",
+                hint="give an engine more GPUs or larger ones, or limit the completions",
             )
 
 
 async def _simulate(
     spec: RunSpec,
-    plant: Plant,
+    cost_model: CostModel,
     work: Workload,
     timetable: Timetable | None,
     seconds: float,
     most_workers: float,
-    twins: Twins,
+    factories: ComponentFactories,
     tell: Callable[[int, float], None],
 ) -> SimulatedRun:
     clock = LoopClock()
     recording, completions = Recording(clock, tell), BlankCompletions(work.length)
-    local = _reserved(plant, completions, clock, twins)
+    local = _reserved(cost_model, completions, clock, factories)
     gpus = local.learning if isinstance(local, SharingWorker) else nullcontext
-    trainer = LearningTrainer(plant.trainer, clock=clock, gpus=gpus, streams=plant.streams)
+    trainer = LearningTrainer(cost_model.trainer, clock=clock, gpus=gpus, streams=cost_model.streams)
     host = provider = None
     if timetable is not None:
-        host = _host(plant, completions, clock, twins)
-        provider = _provider(spec, timetable, clock, host, most_workers, last_words=twins.last_words)
-    parts = _parts(spec, plant, work, local=local, trainer=trainer, host=host, provider=provider)
-    result = await drive(spec, parts, recording, clock, seconds=seconds, make_fleet=twins.fleet)
+        host = _host(cost_model, completions, clock, factories)
+        provider = _provider(spec, timetable, clock, host, most_workers, last_words=factories.last_words)
+    components = _components(spec, cost_model, work, local=local, trainer=trainer, host=host, provider=provider)
+    result = await drive(spec, components, recording, clock, seconds=seconds, make_fleet=factories.fleet)
     made = [worker.engine for worker in (*((local,) if local else ()), *(host.workers.values() if host else ()))]
     return SimulatedRun(
         result=result,
@@ -278,25 +282,25 @@ async def _simulate(
         digest=recording.digest,
         learned=tuple(trainer.learned),
         reserved_usd_per_hour=spec.fleet.reserved_usd_per_hour,
-        shares_gpus=plant.shares_gpus and plant.reserved is not None,
+        shares_gpus=cost_model.shares_gpus and cost_model.reserved is not None,
         put_back=sum(engine.put_back for engine in made),
         put_back_tokens=sum(engine.recomputed for engine in made),
         generated=sum(engine.generated for engine in made),
     )
 
 
-def _parts(
+def _components(
     spec: RunSpec,
-    plant: Plant,
+    cost_model: CostModel,
     work: Workload,
     *,
     local: SimulatedWorker | None,
     trainer: LearningTrainer,
     host: SimulatedHost | None,
     provider: Provider | None,
-) -> Parts:
-    engines = [costs for costs in (plant.worker, plant.reserved) if costs is not None]
-    return Parts(
+) -> SimulatedComponents:
+    engines = [costs for costs in (cost_model.worker, cost_model.reserved) if costs is not None]
+    return SimulatedComponents(
         local=local,
         slots=engines[0].slots,
         local_slots=engines[-1].slots,
@@ -308,22 +312,24 @@ def _parts(
             prompt_tokens=work.prompt_tokens,
             held_out=min(work.held_out, spec.eval.prompts),
         ),
-        checkpoints=SimulatedCheckpoints(SimulatedDisk(), trainer, plant.trainer),
+        checkpoints=SimulatedCheckpoints(SimulatedDisk(), trainer, cost_model.trainer),
         provider=provider,
         host=host,
-        publisher=SimulatedPublisher(plant.weights) if host else None,
+        publisher=SimulatedPublisher(cost_model.weights) if host else None,
     )
 
 
-def _host(plant: Plant, completions: BlankCompletions, clock: Clock, twins: Twins) -> SimulatedHost:
-    assert plant.worker is not None, "machines come, and nothing says what they can do"
-    return twins.host(
-        plant.worker,
-        plant.weights,
+def _host(
+    cost_model: CostModel, completions: BlankCompletions, clock: Clock, factories: ComponentFactories
+) -> SimulatedHost:
+    assert cost_model.worker is not None, "machines come, and nothing says what they can do"
+    return factories.host(
+        cost_model.worker,
+        cost_model.weights,
         completions=completions,
         clock=clock,
-        tick_s=twins.tick_s,
-        engine_type=twins.engine,
+        tick_s=factories.tick_s,
+        engine_type=factories.engine,
     )
 
 
@@ -335,17 +341,19 @@ def _provider(
     return LastWords(machines, host, tick_s=spec.engine.tick_s) if last_words else machines
 
 
-def _reserved(plant: Plant, completions: BlankCompletions, clock: Clock, twins: Twins) -> SimulatedWorker | None:
+def _reserved(
+    cost_model: CostModel, completions: BlankCompletions, clock: Clock, factories: ComponentFactories
+) -> SimulatedWorker | None:
     """All engines beside the trainer, as one."""
-    if plant.reserved is None:
+    if cost_model.reserved is None:
         return None
-    make = SharingWorker if plant.shares_gpus else SimulatedWorker
+    make = SharingWorker if cost_model.shares_gpus else SimulatedWorker
     return make(
-        twins.engine(plant.reserved, completions, now_s=clock.now()),
+        factories.engine(cost_model.reserved, completions, now_s=clock.now()),
         clock=clock,
         worker_id=LOCAL,
         lease_id=LOCAL,
         source=None,
-        swap_s=plant.reserved_load_s,
-        tick_s=twins.tick_s,
+        swap_s=cost_model.reserved_load_s,
+        tick_s=factories.tick_s,
     )

@@ -14,7 +14,7 @@ from typing import Any
 
 from tidemill.core.protocols import Clock, Telemetry
 from tidemill.core.records import Record
-from tidemill.telemetry.jsonl import measured, read_lines
+from tidemill.telemetry.jsonl import finite_number, read_lines
 
 SESSION_START = "session_start"
 SESSION_END = "session_end"
@@ -125,12 +125,12 @@ def past_sessions(events: Path, metrics: Path) -> PastSessions:
     count, earlier_s, elapsed_s, last = 0, 0.0, 0.0, dict[str, Any]()
     for _, line in read_lines(events):
         if line.get("event") == SESSION_START:
-            count, last = int(measured(line.get("session")) or 0), line
-            earlier_s, elapsed_s = measured(line.get("earlier_wall_s")) or 0.0, 0.0
-        elapsed_s = max(elapsed_s, measured(line.get("elapsed_s")) or 0.0)
+            count, last = int(finite_number(line.get("session")) or 0), line
+            earlier_s, elapsed_s = finite_number(line.get("earlier_wall_s")) or 0.0, 0.0
+        elapsed_s = max(elapsed_s, finite_number(line.get("elapsed_s")) or 0.0)
     for _, line in read_lines(metrics):
         if line.get("session") == count:
-            elapsed_s = max(elapsed_s, measured(line.get("elapsed_s")) or 0.0)
+            elapsed_s = max(elapsed_s, finite_number(line.get("elapsed_s")) or 0.0)
     return PastSessions(count=count, wall_s=earlier_s + elapsed_s, last=last)
 
 

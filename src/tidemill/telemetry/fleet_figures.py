@@ -23,7 +23,7 @@ from tidemill.telemetry.events import (
     SESSION_END,
     SESSION_START,
 )
-from tidemill.telemetry.jsonl import measured
+from tidemill.telemetry.jsonl import finite_number
 from tidemill.telemetry.metrics import TOKENS_RECOMPUTED, MetricLine
 
 HOUR_S = 3600.0
@@ -58,7 +58,7 @@ class HeldLease(Record):
 
 def amount(event: dict[str, Any], key: str) -> float:
     """A number of a line; 0 where there is none."""
-    return measured(event.get(key)) or 0.0
+    return finite_number(event.get(key)) or 0.0
 
 
 def sessions_of(events: Iterable[dict[str, Any]], metrics: Sequence[MetricLine]) -> dict[int, Session]:

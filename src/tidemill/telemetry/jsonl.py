@@ -19,7 +19,7 @@ LARGEST = 1e100
 """Beyond it nothing was measured: squares of such numbers leave the range of floats."""
 
 
-def measured(value: Any) -> float | None:
+def finite_number(value: Any) -> float | None:
     """A value of a line as a number; None if it is none, or none that can be computed with."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number and abs(value) <= LARGEST else None
@@ -39,15 +39,15 @@ def encode(record: Any) -> bytes:
 def disk_error(error: OSError, path: Path) -> UserError:
     """Say an operating-system error on `path` in words a user can act on."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        what, cure = "the disk is full", "free some space and run the same command again; the run resumes where it was"
+        what, hint = "the disk is full", "free some space and run the same command again; the run resumes where it was"
     elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        what, cure = "not writable", "choose another --run.dir or change the permissions of this one"
+        what, hint = "not writable", "choose another --run.dir or change the permissions of this one"
     else:
-        what, cure = (
+        what, hint = (
             error.strerror or str(error),
             "choose another --run.dir, or check the disk and run the same command again",
         )
-    return UserError(what, where=str(path), cure=cure)
+    return UserError(what, where=str(path), hint=hint)
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 
 from tidemill.core.records import StepMetrics
 from tidemill.telemetry.events import EVENTS, timestamp
-from tidemill.telemetry.jsonl import measured, read_lines
+from tidemill.telemetry.jsonl import finite_number, read_lines
 
 
 class Metric(NamedTuple):
@@ -185,19 +185,19 @@ def read_metrics(path: Path) -> list[MetricLine]:
     """Every whole line that has a step, in order of steps; of two lines for one step the later counts."""
     by_step: dict[int, MetricLine] = {}
     for _, line in read_lines(path):
-        if not isinstance(line.get("step"), int) or measured(line["step"]) is None:
+        if not isinstance(line.get("step"), int) or finite_number(line["step"]) is None:
             continue
         by_step[line["step"]] = MetricLine(
             step=line["step"],
-            policy_version=int(measured(line.get("policy_version")) or 0),
+            policy_version=int(finite_number(line.get("policy_version")) or 0),
             weights_digest=str(line.get("weights_digest") or ""),
-            optimizer_steps=int(measured(line.get("optimizer_steps")) or 0),
-            session=int(measured(line.get("session")) or 0),
-            elapsed_s=measured(line.get("elapsed_s")) or 0.0,
+            optimizer_steps=int(finite_number(line.get("optimizer_steps")) or 0),
+            session=int(finite_number(line.get("session")) or 0),
+            elapsed_s=finite_number(line.get("elapsed_s")) or 0.0,
             values={
                 name: number
                 for name, value in line.items()
-                if name not in HEADER and (number := measured(value)) is not None
+                if name not in HEADER and (number := finite_number(value)) is not None
             },
         )
     return [by_step[step] for step in sorted(by_step)]

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Literal, Self, TextIO, TypeAlias
 
 from tidemill.config.schema import RunSpec
-from tidemill.core.errors import UserError, in_words, root_fault
+from tidemill.core.errors import UserError, describe_error, root_error
 from tidemill.core.protocols import Clock
 from tidemill.core.records import FleetRow, Prompt, StepMetrics, Trajectory
 from tidemill.telemetry.events import (
@@ -33,11 +33,11 @@ from tidemill.telemetry.fleet_view import FLEET_EVENTS, FleetLines
 from tidemill.telemetry.jsonl import JsonlWriter
 from tidemill.telemetry.manifest import peak_rss_bytes
 from tidemill.telemetry.metrics import CONTROLLER_CPU, PEAK_RSS, STEP_TIME, TOKENS_RECOMPUTED, metric_line, read_metrics
+from tidemill.telemetry.progress_views import LiveView, PlainView, Progress, View
 from tidemill.telemetry.run_dir import RunDirectory, samples_name
-from tidemill.telemetry.samples import Decode, TokenTexts, chosen, sample_line, write_samples
+from tidemill.telemetry.sample_files import Decode, TokenTexts, chosen, sample_line, write_samples
 from tidemill.telemetry.sinks import SinkContext, SinkSet, check_sinks
 from tidemill.telemetry.summary import build_summary, evaluations, read_evaluation
-from tidemill.telemetry.views import LiveView, PlainView, Progress, View
 
 Outcome: TypeAlias = Literal["finished", "interrupted", "failed"]
 FAULT = re.compile(r"(?:reward ([^:]+): |with their )(\w+)")
@@ -322,8 +322,8 @@ class Recorder:
             self.close()
             return
         try:
-            interrupted = isinstance(root_fault(error), KeyboardInterrupt)
-            self.finish("interrupted" if interrupted else "failed", error="" if interrupted else in_words(error))
+            interrupted = isinstance(root_error(error), KeyboardInterrupt)
+            self.finish("interrupted" if interrupted else "failed", error="" if interrupted else describe_error(error))
         except Exception as second:  # noqa: BLE001 - a full disk, most likely; the error that ended the run is shown
             self.note(f"no summary written: {second}")
             self.close("failed")

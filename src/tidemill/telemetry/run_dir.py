@@ -41,8 +41,8 @@ class LockedDirectory:
         try:
             lock.acquire()
         except Timeout as error:
-            cure = "wait until it ends or stop it, or choose another --run.dir"
-            raise UserError(held(), where=str(self.path), cure=cure) from error
+            hint = "wait until it ends or stop it, or choose another --run.dir"
+            raise UserError(held(), where=str(self.path), hint=hint) from error
         except OSError as error:
             raise disk_error(error, self.path / LOCK) from error
         self._lock = lock
@@ -117,8 +117,8 @@ class RunDirectory(LockedDirectory):
             finally:
                 probe.unlink(missing_ok=True)
         except (FileExistsError, NotADirectoryError) as error:
-            cure = "choose another --run.dir or move the file away"
-            raise UserError("a file stands where a directory should be", where=str(self.path), cure=cure) from error
+            hint = "choose another --run.dir or move the file away"
+            raise UserError("a file stands where a directory should be", where=str(self.path), hint=hint) from error
         except OSError as error:
             raise disk_error(error, self.path) from error
 
@@ -142,7 +142,7 @@ class RunDirectory(LockedDirectory):
         try:
             return self.config.read_text(encoding="utf-8") if self.exists else None
         except UnicodeDecodeError as error:
-            raise UserError("not UTF-8 text", where=str(self.config), cure="restore the file from a copy") from error
+            raise UserError("not UTF-8 text", where=str(self.config), hint="restore the file from a copy") from error
 
     def read_settings(self) -> dict[str, Any]:
         """The stored configuration's sections; empty when it is missing or not TOML."""

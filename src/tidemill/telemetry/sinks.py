@@ -123,8 +123,8 @@ def check_sinks(names: Sequence[str]) -> None:
     """
     for name in names:
         if importlib.util.find_spec(name) is None:
-            cure = f"install it with: pip install 'tidemill[{name}]'"
-            raise UserError(f"{name} is not installed", where="telemetry.sinks", cure=cure)
+            hint = f"install it with: pip install 'tidemill[{name}]'"
+            raise UserError(f"{name} is not installed", where="telemetry.sinks", hint=hint)
 
 
 class SinkSet:
@@ -145,9 +145,9 @@ class SinkSet:
                 self._open[name] = SINKS[name](context)
             except Exception as error:
                 if context.last_step == 0:
-                    cure = f"set it up, or leave {name} out of telemetry.sinks"
+                    hint = f"set it up, or leave {name} out of telemetry.sinks"
                     what = f"{name} cannot be opened: {_short(error)}"
-                    raise UserError(what, where="telemetry.sinks", cure=cure) from error
+                    raise UserError(what, where="telemetry.sinks", hint=hint) from error
                 self._warn(name, _short(error))
 
     def step(self, step: int, values: dict[str, float]) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from tidemill.telemetry.events import EVALUATION, RESUME, past_sessions, read_events
 from tidemill.telemetry.fleet_figures import amount, fleet_figures
-from tidemill.telemetry.jsonl import measured
+from tidemill.telemetry.jsonl import finite_number
 from tidemill.telemetry.metrics import HELD_OUT, PEAK_RSS, STEP_TIME, TRAINER_IDLE, MetricLine, read_metrics
 from tidemill.telemetry.run_dir import RunDirectory
 from tidemill.telemetry.statistics import normal_interval, wilson_interval
@@ -67,7 +67,7 @@ def read_evaluation(step: int, values: Mapping[str, Any], *, prefix: str = "") -
     """From an event or a step's metrics; None where they have no mean reward."""
 
     def value(name: str) -> float | None:
-        return measured(values.get(f"{prefix}{name}"))
+        return finite_number(values.get(f"{prefix}{name}"))
 
     reward = value("reward_mean")
     if reward is None:

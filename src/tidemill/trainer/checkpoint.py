@@ -160,13 +160,13 @@ def _read_state(folder: Path) -> dict[str, Any]:
         raise UserError(
             f"no trainer state can be read ({error})",
             where=str(path),
-            cure="resume from a checkpoint that training wrote; a bare model folder goes into model.source",
+            hint="resume from a checkpoint that training wrote; a bare model folder goes into model.source",
         ) from error
     if not known:
         raise UserError(
             f"trainer state of format {state['format']}; this version reads {FORMAT}",
             where=str(path),
-            cure="resume with the version of Tidemill that wrote it",
+            hint="resume with the version of Tidemill that wrote it",
         )
     return state
 
@@ -233,7 +233,7 @@ def _other_model(where: Path, how: str) -> UserError:
     return UserError(
         f"the trainer state is of another model: {how}",
         where=str(where),
-        cure="resume with the model the run was started with, or start a new run directory",
+        hint="resume with the model the run was started with, or start a new run directory",
     )
 
 

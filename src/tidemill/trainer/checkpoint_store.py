@@ -142,7 +142,7 @@ class CheckpointStore:
             raise UserError(
                 f"no checkpoint is whole ({reasons})",
                 where=str(self._root),
-                cure="put back a copy, or delete this folder to start the run from its beginning",
+                hint="put back a copy, or delete this folder to start the run from its beginning",
             )
         return Latest(checkpoint=None, passed_over=())
 
@@ -189,13 +189,13 @@ class CheckpointStore:
             return UserError(
                 f"cannot write checkpoint step_{step}: {error}",
                 where=str(self._root),
-                cure=f"{survivor}; make the folder writable and run the same command again",
+                hint=f"{survivor}; make the folder writable and run the same command again",
             )
         need = f"about {needed:,} bytes are needed, " if needed else ""
         return UserError(
             f"the disk is full: checkpoint step_{step} was not written ({need}{_free_bytes(self._root):,} are free)",
             where=str(self._root),
-            cure=f"{survivor}; free some space and run the same command again",
+            hint=f"{survivor}; free some space and run the same command again",
         )
 
     def _hidden(self, state: str, step: int) -> Path:

@@ -75,11 +75,11 @@ class ReturnScale:
 
 T = TypeVar("T")
 
-Promised: TypeAlias = Callable[[], T]
+Deferred: TypeAlias = Callable[[], T]
 """Waits for a result that was asked for, and returns it; raises what went wrong on the way."""
 
 
-def known(value: T) -> Promised[T]:
+def resolved(value: T) -> Deferred[T]:
     """A result that is there already."""
     return lambda: value
 
@@ -101,7 +101,7 @@ class Critic(Protocol):
     def elsewhere(self) -> bool:
         """Whether it computes in another process: values are then best asked for as soon as a group is complete."""
 
-    def values(self, microbatch: Microbatch) -> Promised[Tensor]:
+    def values(self, microbatch: Microbatch) -> Deferred[Tensor]:
         """V of the state in which each token was chosen; no gradient."""
 
     def learn(self, microbatch: Microbatch, returns_T: Tensor, values_T: Tensor) -> None:
@@ -111,7 +111,7 @@ class Critic(Protocol):
         `microbatch.states`: a critic that shares them adds its gradient to theirs.
         """
 
-    def step(self, denominator: float) -> Promised[dict[str, float]]:
+    def step(self, denominator: float) -> Deferred[dict[str, float]]:
         """One optimizer step; promises its metrics, once everything that it learned from has been learned."""
 
     def state_bytes(self) -> int:
@@ -189,13 +189,13 @@ class _HeadCritic:
         self._sums.add(returns_T, values_T, loss, parts.clipped_T)
         return loss
 
-    def step(self, denominator: float) -> Promised[dict[str, float]]:
+    def step(self, denominator: float) -> Deferred[dict[str, float]]:
         sums, self._sums = self._sums, ValueSums()
         norm = clip_and_step(self.optimizer, scale=1.0 / denominator, max_grad_norm=self.config.max_grad_norm)
         self.optimizer_steps += 1
         if self.config.normalize and sums.tokens:
             self._scale.move(self.head, mean=sums.returns / sums.tokens, mean_square=sums.squares / sums.tokens)
-        return known(sums.metrics(denominator) | {"value_grad_norm": norm})
+        return resolved(sums.metrics(denominator) | {"value_grad_norm": norm})
 
     def _counters(self) -> dict[str, Any]:
         return {"optimizer_steps": self.optimizer_steps, "scale": self._scale.state()}
@@ -238,8 +238,8 @@ class ModelCritic(_HeadCritic):
         self._source, self._autocast = source, autocast
 
     @torch.no_grad()
-    def values(self, microbatch: Predictions) -> Promised[Tensor]:
-        return known(self._values(self._states(microbatch), microbatch))
+    def values(self, microbatch: Predictions) -> Deferred[Tensor]:
+        return resolved(self._values(self._states(microbatch), microbatch))
 
     def learn(self, microbatch: Weighed, returns_T: Tensor, values_T: Tensor) -> None:
         self._loss(self._states(microbatch), microbatch, returns_T, values_T).backward()
@@ -295,8 +295,8 @@ class TrunkCritic(_HeadCritic):
         self._coefficient, self._autocast = value_coefficient, autocast
 
     @torch.no_grad()
-    def values(self, microbatch: Microbatch) -> Promised[Tensor]:
-        return known(self._values(self._states(microbatch), microbatch))
+    def values(self, microbatch: Microbatch) -> Deferred[Tensor]:
+        return resolved(self._values(self._states(microbatch), microbatch))
 
     def learn(self, microbatch: Microbatch, returns_T: Tensor, values_T: Tensor) -> None:
         states = self._states(microbatch)

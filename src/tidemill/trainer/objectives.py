@@ -21,13 +21,13 @@ from tidemill.models.token_tree import Tokens
 from tidemill.telemetry.jsonl import write_atomically
 from tidemill.trainer.packing import PackedCompletions, pack_completions, tokens_of
 from tidemill.trainer.scoring import hits, token_logprobs
-from tidemill.trainer.supervised_loop import FitResult, Objective, Outcome, Workbench, fit, split_by_tokens
+from tidemill.trainer.supervised_loop import FitContext, FitResult, Objective, Outcome, fit, split_by_tokens
 
 MEGABYTE = 1 << 20
 
 
 def train_sft(
-    spec: RunSpec, *, train: Sequence[Demonstration], held_out: Sequence[Demonstration], bench: Workbench
+    spec: RunSpec, *, train: Sequence[Demonstration], held_out: Sequence[Demonstration], bench: FitContext
 ) -> FitResult:
     """Fine-tune `bench.model` on demonstrations; the result names the folder of the new model.
 
@@ -40,7 +40,7 @@ def train_sft(
 class SupervisedObjective(Objective[Demonstration]):
     """-log π of every completion token, averaged over the tokens of a minibatch."""
 
-    def __init__(self, spec: RunSpec, bench: Workbench) -> None:
+    def __init__(self, spec: RunSpec, bench: FitContext) -> None:
         self.trained = bench.model
         self._bench, self._logits_bytes = bench, spec.trainer.logits_budget_mb * MEGABYTE
 
@@ -69,7 +69,7 @@ CENTRED_ON = 64
 
 
 def train_reward_model(
-    spec: RunSpec, *, train: Sequence[PreferencePair], held_out: Sequence[PreferencePair], bench: Workbench
+    spec: RunSpec, *, train: Sequence[PreferencePair], held_out: Sequence[PreferencePair], bench: FitContext
 ) -> FitResult:
     """Make a reward model of `bench.model` and a new head; the result names its folder.
 
@@ -82,7 +82,7 @@ def train_reward_model(
 class RewardObjective(Objective[PreferencePair]):
     """Bradley-Terry on the scores of both sides, averaged over the pairs of a minibatch."""
 
-    def __init__(self, spec: RunSpec, bench: Workbench) -> None:
+    def __init__(self, spec: RunSpec, bench: FitContext) -> None:
         self.head = head = reward_head(hidden_size(bench.model), seed=spec.run.seed).to(bench.device)
         self.trained = nn.ModuleDict({"model": bench.model, "head": head})
         self._head, self._bench, self._config = head, bench, spec.reward_model
@@ -148,7 +148,7 @@ REFERENCE = "reference.safetensors"
 
 
 def train_dpo(
-    spec: RunSpec, *, train: Sequence[PreferencePair], held_out: Sequence[PreferencePair], bench: Workbench
+    spec: RunSpec, *, train: Sequence[PreferencePair], held_out: Sequence[PreferencePair], bench: FitContext
 ) -> FitResult:
     """Fine-tune `bench.model`, which is the reference as it is now, on preference pairs.
 
@@ -165,7 +165,7 @@ class PreferenceObjective(Objective[PreferencePair]):
     in the run directory: no second copy of the model is ever needed.
     """
 
-    def __init__(self, spec: RunSpec, bench: Workbench) -> None:
+    def __init__(self, spec: RunSpec, bench: FitContext) -> None:
         self.trained = bench.model
         self._spec, self._bench = spec, bench
         self._reference: dict[str, tuple[float, float]] = {}  # summed logprobs of chosen and rejected, by pair

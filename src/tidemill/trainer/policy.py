@@ -27,9 +27,9 @@ from tidemill.core.errors import UserError
 from tidemill.core.protocols import Compute
 from tidemill.core.records import Completion, Group, LogprobBuffer, PolicyVersion, StepMetrics
 from tidemill.models.loading import weights_digest
-from tidemill.trainer.advantages import Advantages, Estimate
+from tidemill.trainer.advantage_estimator import AdvantageEstimator, Estimate
 from tidemill.trainer.checkpoint import restore_state, save_state, state_bytes
-from tidemill.trainer.critic import Critic, Promised
+from tidemill.trainer.critic import Critic, Deferred
 from tidemill.trainer.packing import (
     FloatArray,
     Microbatch,
@@ -42,7 +42,7 @@ from tidemill.trainer.packing import (
 from tidemill.trainer.scoring import completion_logprobs, predicting_states, token_logprobs
 from tidemill.trainer.update import (
     Minibatch,
-    Sums,
+    UpdateSums,
     build_optimizer,
     clip_and_step,
     learning_rate,
@@ -63,7 +63,7 @@ class Waiting:
     minibatch: int
     group: Group
     valid: list[bool]  # which samples count
-    values: Promised[list[FloatArray]] | None  # asked of a critic elsewhere
+    values: Deferred[list[FloatArray]] | None  # asked of a critic elsewhere
 
 
 class PolicyTrainer:
@@ -101,7 +101,7 @@ class PolicyTrainer:
         self._reference, self._autocast = reference, autocast
         self._device = next(model.parameters()).device
         self._critic = _critic_for(spec, critic)
-        self._advantages = Advantages(
+        self._advantages = AdvantageEstimator(
             spec,
             self._device,
             reference=self._reference_logprobs if reference is not None else None,
@@ -173,11 +173,11 @@ class PolicyTrainer:
 
     def _open_batch(self) -> None:
         self._groups = 0
-        self._sums = Sums(kl_beta=self.kl_beta, critic_wait_s=0.0 if self._critic_elsewhere else None)
+        self._sums = UpdateSums(kl_beta=self.kl_beta, critic_wait_s=0.0 if self._critic_elsewhere else None)
         self._loss = 0.0  # summed over the open minibatch
         self._minibatches = [Minibatch() for _ in range(self.spec.batch.minibatches)]
         self._waiting: list[Waiting] = []
-        self._critic_metrics: list[Promised[dict[str, float]]] = []  # of its steps
+        self._critic_metrics: list[Deferred[dict[str, float]]] = []  # of its steps
         self.optimizer.zero_grad(set_to_none=True)
 
     def _adapt(self, kl_ref: float | None) -> None:
@@ -211,7 +211,7 @@ class PolicyTrainer:
     def _critic_elsewhere(self) -> bool:
         return self._critic is not None and self._critic.elsewhere
 
-    def _critics(self, promise: Promised[T]) -> T:
+    def _critics(self, promise: Deferred[T]) -> T:
         """What the critic promised, when it is there."""
         started = time.perf_counter()
         result = promise()
@@ -406,7 +406,7 @@ class PolicyTrainer:
             raise UserError(
                 "the weights are not those of the version written beside them",
                 where=str(directory),
-                cure="delete this checkpoint; the run goes on from the one before",
+                hint="delete this checkpoint; the run goes on from the one before",
             )
         self._open_batch()
 
@@ -429,6 +429,6 @@ def _critic_for(spec: RunSpec, critic: Critic | None) -> Critic | None:
         raise UserError(
             f'algorithm.advantage = "{spec.algorithm.advantage}" needs a critic, and this trainer was given none',
             where="algorithm.advantage",
-            cure='give it one, or choose an advantage without: "grpo", "rloo", "reinforce_pp", ...',
+            hint='give it one, or choose an advantage without: "grpo", "rloo", "reinforce_pp", ...',
         )
     return critic

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from tidemill.core.records import ITEM_BYTES, Completion, LogprobBuffer, Read, SampleId, TokenBuffer, count
-from tidemill.models.attention import Piece, TreePlan, hidden_states, next_piece, vocabulary_logits
+from tidemill.models.attention import KVChunk, TreePlan, hidden_states, prefill_chunk, vocabulary_logits
 from tidemill.models.reward_model import RewardModel, sequence_scores
 from tidemill.models.token_tree import Tokens, TokenTree
 from tidemill.trainer.packing import by_sample, pack_completions, tokens_of
@@ -167,7 +167,7 @@ class _Prompt:
     """The chunks of a prompt, as far as they are computed."""
 
     token_ids: TokenBuffer
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[KVChunk] = field(default_factory=list)
     users: int = 0  # open samples
 
     @property
@@ -181,7 +181,7 @@ class _Open:
 
     prompt: _Prompt
     token_ids: bytes = b""  # of its completion, as far as they are computed
-    pieces: list[Piece] = field(default_factory=list)  # of its completion
+    pieces: list[KVChunk] = field(default_factory=list)  # of its completion
     found: list[Tensor] = field(default_factory=list)  # by the gauge, a chunk each
     ahead: int = 0  # tokens computed for it before it was finished, those of the prompt it was the first to need too
     late: int = 0
@@ -310,7 +310,7 @@ class ChunkedReader:
         here = token_ids[start * ITEM_BYTES : end * ITEM_BYTES]
         self.tokens_held += end - start
         with torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None):
-            piece, states = next_piece(self._model, past, tokens_of(here))
+            piece, states = prefill_chunk(self._model, past, tokens_of(here))
             if start < count(sample.prompt.token_ids):
                 sample.prompt.pieces.append(piece)
                 return end - start

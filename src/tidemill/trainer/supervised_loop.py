@@ -214,7 +214,7 @@ class Minibatches(Generic[ItemT]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workbench:
+class FitContext:
     """What a supervised run works with."""
 
     model: PreTrainedModel  # trained in place, with packed attention
@@ -250,7 +250,7 @@ class FitResult(Record):
 
 
 def fit(
-    spec: RunSpec, objective: Objective[E], *, train: Sequence[E], held_out: Sequence[E], bench: Workbench
+    spec: RunSpec, objective: Objective[E], *, train: Sequence[E], held_out: Sequence[E], bench: FitContext
 ) -> FitResult:
     """Learn from `train` until the configured steps or epochs are done, going on from wherever the run stands.
 
@@ -259,7 +259,7 @@ def fit(
         GuardStop: no gradient is finite any more.
     """
     if not train:
-        raise UserError("no training examples", where="data", cure="give more data, or hold out a smaller share of it")
+        raise UserError("no training examples", where="data", hint="give more data, or hold out a smaller share of it")
     return _Fit(spec, objective, train, held_out, bench).run()
 
 
@@ -267,7 +267,7 @@ class _Fit(Generic[E]):
     """The state of one run."""
 
     def __init__(
-        self, spec: RunSpec, objective: Objective[E], train: Sequence[E], held_out: Sequence[E], bench: Workbench
+        self, spec: RunSpec, objective: Objective[E], train: Sequence[E], held_out: Sequence[E], bench: FitContext
     ) -> None:
         self.spec, self.objective, self.bench = spec, objective, bench
         self.settings = spec.supervised
@@ -432,7 +432,7 @@ class _Fit(Generic[E]):
             raise UserError(
                 "the weights are not those of the state written beside them",
                 where=str(path),
-                cure="delete this checkpoint; the run goes on from the one before",
+                hint="delete this checkpoint; the run goes on from the one before",
             )
         self.step = self.saved = int(counters["step"])
         self.evaluated, self.evaluated_at = dict(counters["evaluated"]), int(counters["evaluated_at"])

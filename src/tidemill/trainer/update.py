@@ -203,7 +203,7 @@ class Minibatch:
 
 
 @dataclass(slots=True)
-class Sums:
+class UpdateSums:
     """Figures that add up over a batch and are reduced once."""
 
     groups_without_signal: int = 0

@@ -9,8 +9,8 @@ import pytest
 
 from tests.fabricated_fleet import FabricatedFleet
 from tests.fabricated_run import FabricatedRun
+from tidemill.telemetry.progress_views import HEARTBEAT_S
 from tidemill.telemetry.recorder import Recorder
-from tidemill.telemetry.views import HEARTBEAT_S
 
 HERE = Path(__file__).parent
 

@@ -43,13 +43,13 @@ from tidemill.core.records import (
 )
 from tidemill.models.catalog import resolve
 from tidemill.models.snapshots import shell_files
+from tidemill.runtime.cluster.connection import KeptCluster, connect, start_keeper
 from tidemill.runtime.cluster.keeper import Keep, LocalNode
-from tidemill.runtime.cluster.local import KeptCluster, connect, start_keeper
 from tidemill.runtime.cluster.nodes import NodeWatch, RayProvider
 from tidemill.runtime.cluster.ray_calls import Remote, trainer_lost
-from tidemill.runtime.cluster.trainer import RayCheckpoints, RayPublisher, RayTrainer, TrainerActor
+from tidemill.runtime.cluster.ray_trainer import RayCheckpoints, RayPublisher, RayTrainer, TrainerActor
+from tidemill.runtime.cluster.ray_worker import RayHost, RayWorker
 from tidemill.runtime.cluster.wire import Started, TrainerPlan, WorkerPlan, encode
-from tidemill.runtime.cluster.worker import RayHost, RayWorker
 
 pytestmark = pytest.mark.xdist_group("ray")
 
@@ -131,9 +131,9 @@ class Workplace:
         selector: dict[str, str] = SPOT,
         orphan_s: float = 60.0,
         broken: bool = False,
-        silence_s: float = 15.0,
+        heartbeat_timeout_s: float = 15.0,
     ) -> RayHost:
-        spec = SPEC.model_copy(update={"fleet": FleetConfig(silence_s=silence_s)})
+        spec = SPEC.model_copy(update={"fleet": FleetConfig(heartbeat_timeout_s=heartbeat_timeout_s)})
         plan = WorkerPlan(
             spec="{" if broken else spec.model_dump_json(),
             prompt_tokens=4,
@@ -341,7 +341,7 @@ async def test_a_stopped_worker_is_silent_and_its_process_ends_with_its_lease(wo
 
 
 async def test_an_idle_worker_speaks_in_time_where_silence_is_judged_soon(workplace: Workplace) -> None:
-    worker, _ = await workplace.worker(host=workplace.host(silence_s=1.0))
+    worker, _ = await workplace.worker(host=workplace.host(heartbeat_timeout_s=1.0))
     while await worker.next_report(0.0) is not None:
         pass  # said before
     began = time.monotonic()
@@ -360,7 +360,7 @@ async def test_a_worker_that_no_node_takes(workplace: Workplace) -> None:
     with pytest.raises(WorkerLost) as caught:
         await workplace.host(start_s=1.0, selector={"disk": "huge"}).start(workplace.lease())
     assert caught.value.cause == "no node with label disk=huge has 1 free CPU"
-    assert "ray start --labels" in caught.value.cure
+    assert "ray start --labels" in caught.value.hint
 
 
 async def test_a_worker_that_cannot_start_leaves_no_process(workplace: Workplace) -> None:

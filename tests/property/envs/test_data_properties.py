@@ -10,7 +10,7 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.envs.text.data.examples import read_sides
+from tidemill.envs.text.data.examples import read_split
 from tidemill.envs.text.data.schemas import read_demonstrations
 from tidemill.envs.text.prompts import EpochOrder
 
@@ -22,7 +22,7 @@ def sides(rows: list[tuple[str, str]], fraction: float) -> tuple[set[str], set[s
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "f.jsonl"
         path.write_text("".join(json.dumps({"prompt": p, "completion": c}) + "\n" for p, c in rows), encoding="utf-8")
-        read = read_sides(read_demonstrations, path, None, fraction, section="data")
+        read = read_split(read_demonstrations, path, None, fraction, section="data")
     train, held_out = ({row.messages[0].content for row in side} for side in (read.train, read.held_out))
     return train, held_out
 

@@ -20,7 +20,7 @@ from tidemill.config.pipeline import PipelineSpec, StageSpec
 from tidemill.config.schema import RunConfig, RunSpec
 from tidemill.core.errors import UserError
 from tidemill.pipeline.execution import plan_pipeline, run_pipeline
-from tidemill.pipeline.plan import EVERYTHING, Choice
+from tidemill.pipeline.stage_plan import EVERYTHING, Choice
 from tidemill.pipeline.state import PipelineFolder
 from tidemill.telemetry.jsonl import write_atomically
 

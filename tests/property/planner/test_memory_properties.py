@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.formulas import check_figures
-from tidemill.hardware.catalog import load_catalog
+from tidemill.hardware.gpu_catalog import load_catalog
 from tidemill.hardware.model_shape import shape_of_parameters
+from tidemill.planner.memory.memory_plan import plan_memory
 from tidemill.planner.memory.per_gpu import fit, unit, usable
-from tidemill.planner.memory.plan import plan_memory
 from tidemill.planner.memory.states import ROLES, Holding, Load, MemoryQuestion, Parallel
 
 CATALOG = load_catalog()

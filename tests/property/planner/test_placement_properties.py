@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from tests.formulas import check_figures
 from tidemill.core.errors import UserError
-from tidemill.hardware.catalog import load_catalog
 from tidemill.hardware.completion_lengths import LogNormalLengths
 from tidemill.hardware.engine_profile import rollout_of
+from tidemill.hardware.gpu_catalog import load_catalog
 from tidemill.hardware.model_shape import shape_of_parameters
 from tidemill.planner.placement.estimate import estimate
 from tidemill.planner.placement.search import Candidates, PlacementPlan, plan_placement

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.lease_story import Story, listen, scheduled, whole_story
 from tests.virtual_time import run_virtual
 from tidemill.core.records import LeaseEnded, LeaseGranted
-from tidemill.pool.build import trace_timetable
+from tidemill.pool.build_provider import trace_timetable
 from tidemill.pool.provider import CLOCK_RESOLUTION_S, BackOff, Timetable
 from tidemill.pool.synthetic import Market, market_timetable, synthetic_trace
 from tidemill.pool.traces import CapacityTrace, statistics, stays

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.hardware.catalog import Gpu, load_catalog
 from tidemill.hardware.completion_lengths import LogNormalLengths
 from tidemill.hardware.engine_profile import EngineProfile, engine_profile, generation_s, rollout_of
+from tidemill.hardware.gpu_catalog import Gpu, load_catalog
 from tidemill.hardware.model_shape import ModelShape, shape_of_parameters
 from tidemill.hardware.trainer_profile import TrainerEfficiency, trainer_profile
 

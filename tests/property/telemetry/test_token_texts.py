@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemill.telemetry.samples import TokenTexts
+from tidemill.telemetry.sample_files import TokenTexts
 
 PIECES = ["a", "b", " ", "ab", "\n", " the", "é", ""]
 

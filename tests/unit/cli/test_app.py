@@ -81,14 +81,14 @@ def test_faults_as_json(run: Run) -> None:
     assert ran.data["exit_code"] == ran.code == 2
     assert ran.data["error"]["kind"] == "input"
     assert ran.data["error"]["faults"] == [
-        {"what": "unknown key", "key": "trainer.stpes", "source": "command line", "cure": "did you mean trainer.steps?"}
+        {"what": "unknown key", "key": "trainer.stpes", "source": "command line", "hint": "did you mean trainer.steps?"}
     ]
 
 
 @pytest.mark.parametrize(
     ("error", "code", "kind", "says"),
     [
-        (UserError("is wrong", where="here", cure="mend it"), 2, "input", "error: here: is wrong\n  mend it"),
+        (UserError("is wrong", where="here", hint="mend it"), 2, "input", "error: here: is wrong\n  mend it"),
         (GuardStop("entropy collapsed"), 3, "guard", "stopped by a guard: entropy collapsed"),
         (KeyboardInterrupt(), 130, "interrupted", "interrupted"),
         (OSError(errno.ENOSPC, "No space left on device", "x"), 2, "input", "error: x: no space left on device"),

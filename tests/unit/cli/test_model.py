@@ -18,7 +18,7 @@ ENTRIES = [
 
 
 def test_list(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tidemill.cli.model.listing", lambda: ENTRIES)
+    monkeypatch.setattr("tidemill.cli.model_commands.listing", lambda: ENTRIES)
     ran = run("model", "list")
     assert [line.split() for line in ran.out.splitlines()] == [
         ["model", "parameters", "cached", "from"],
@@ -36,7 +36,7 @@ def test_get(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         progress("fetching")
         return Path("/cache/x")
 
-    monkeypatch.setattr("tidemill.cli.model.resolve", resolve)
+    monkeypatch.setattr("tidemill.cli.model_commands.resolve", resolve)
     ran = run("model", "get", "char", "--model.char.layers", "2")
     assert (ran.code, ran.out, ran.err) == (0, "/cache/x\n", "fetching\n")
     assert run("model", "get", "o/n", "--model.revision=v1", "--json").data == {"name": "o/n", "path": "/cache/x"}

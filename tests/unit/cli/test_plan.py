@@ -12,10 +12,10 @@ from tests.unit.cli.conftest import Run
 from tests.unit.hardware.test_model_shape import SMOLLM2
 from tidemill.config.schema import RunSpec
 from tidemill.planner.calibration.profile import write_profile
-from tidemill.planner.forecast import cluster
+from tidemill.planner.forecast import cluster_forecast
 from tidemill.pool.provider import Timetable
 from tidemill.sim.outcome import SimulatedRun
-from tidemill.sim.simulation import Plant, simulate_run
+from tidemill.sim.simulation import CostModel, simulate_run
 from tidemill.sim.workload import Workload
 
 
@@ -69,7 +69,7 @@ def test_a_number_of_gpus_of_ones_own(run: Run) -> None:
     assert "24 GPUs lack " in run("plan", "memory", "--params", "70e9", "--gpus", "24").out
     why = run("plan", "memory", "--params", "70e9", "--gpus", "24", "--json").data["why_not"]
     assert why["missing_bytes"] == asked["missing_bytes"]
-    assert {"option", "bytes_per_gpu", "fits"} == why["cures"][0].keys()
+    assert {"option", "bytes_per_gpu", "fits"} == why["hints"][0].keys()
     assert run("plan", "memory", "--params", "1b", "--json").data["why_not"] is None
     assert "too much" in run("plan", "memory", "--params", "70e9", "--gpus", "24").out
 
@@ -289,12 +289,14 @@ def test_every_simulation_of_a_cluster_plays_the_recipes_trace(
     trace.write_text("0,2\n1,1\n2,2\n", encoding="utf-8")
     played = list[int]()
 
-    def watched(spec: RunSpec, plant: Plant, work: Workload, timetable: Timetable, **rest: Any) -> SimulatedRun:
+    def watched(
+        spec: RunSpec, cost_model: CostModel, work: Workload, timetable: Timetable, **rest: Any
+    ) -> SimulatedRun:
         changes = list(timetable)
         played.append(len(changes))
-        return simulate_run(spec, plant, work, iter(changes), **rest)
+        return simulate_run(spec, cost_model, work, iter(changes), **rest)
 
-    monkeypatch.setattr(cluster, "simulate_run", watched)
+    monkeypatch.setattr(cluster_forecast, "simulate_run", watched)
     pool = ("--pool", f'{{kind = "trace", path = "{trace}"}}', "--trainer.steps", "2")
     price = ("--price", "preemptible:rlboost-2xh100=0.01", "--schedule.max_policy_lag", "1")
     batch = ("--batch.prompts", "64", "--sampling.max_new_tokens", "8000", "--batch.microbatch_tokens", "16384")

@@ -18,7 +18,7 @@ SETTINGS: list[tuple[list[str], list[str]]] = [  # what does nothing, and with w
     (["--schedule.max_redraws=1"], ["--algorithm.dynamic_sampling=true"]),
     (["--fleet.tail_fraction=0.2", "--fleet.size=adaptive"], ["--pool.workers=1"]),
     (["--fleet.preemptible_usd_per_hour=2"], ["--pool.kind=synthetic"]),
-    (["--fleet.silence_s=30"], ["--pool.workers=1", "--runtime=ray"]),
+    (["--fleet.heartbeat_timeout_s=30"], ["--pool.workers=1", "--runtime=ray"]),
     (["--pool.kind=synthetic", "--pool.noticed=0.5"], ["--pool.notice_s=5"]),
     (["--ray.trainer_cpus=2"], ["--runtime=ray"]),
     (["--placement.actor_cpus=2"], ["--runtime=ray", "--placement.reward_model=actor", MODEL]),

@@ -282,8 +282,8 @@ def test_a_run_name_is_the_folder_under_runs(name: str) -> None:
 
 @pytest.mark.parametrize("key", ["run.dir", "export.path"])
 def test_an_empty_folder_to_write_to_is_not_the_working_directory(key: str) -> None:
-    cure = 'name a folder ("." is the working directory), or leave it out'
-    assert lines(f"--{key}=") == [f"{key}: is empty (command line); {cure}"]
+    hint = 'name a folder ("." is the working directory), or leave it out'
+    assert lines(f"--{key}=") == [f"{key}: is empty (command line); {hint}"]
     assert load_spec(["--run.dir=."]).directory == Path()
 
 

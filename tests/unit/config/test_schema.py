@@ -1,4 +1,4 @@
-"""Each cross-field check, with the cure its message names."""
+"""Each cross-field check, with the hint its message names."""
 
 from __future__ import annotations
 
@@ -141,14 +141,16 @@ def test_run(fields: dict[str, Any], says: str) -> None:
 
 
 def test_a_silence_that_healthy_workers_keep() -> None:
-    assert "silence_s = 0.9 would end leases of healthy workers" in messages(FleetConfig, silence_s=0.9)
-    slow = {"engine": EngineConfig(tick_s=0.6), "fleet": FleetConfig(silence_s=1.0)}
-    assert "fleet.silence_s = 1 is less than two ticks of engine.tick_s = 0.6" in messages(
+    assert "heartbeat_timeout_s = 0.9 ends leases of healthy workers" in messages(
+        FleetConfig, heartbeat_timeout_s=0.9
+    )
+    slow = {"engine": EngineConfig(tick_s=0.6), "fleet": FleetConfig(heartbeat_timeout_s=1.0)}
+    assert "fleet.heartbeat_timeout_s = 1 is less than two ticks of engine.tick_s = 0.6" in messages(
         RunSpec, runtime="ray", **slow
     )
     RunSpec(**slow)  # in one process nobody is silent
     # Four words within the silence, and one a second at least: 1 s / 4, and 1 s rather than 15 s / 4.
-    assert (FleetConfig(silence_s=1.0).heartbeat_s, FleetConfig().heartbeat_s) == (0.25, 1.0)
+    assert (FleetConfig(heartbeat_timeout_s=1.0).heartbeat_s, FleetConfig().heartbeat_s) == (0.25, 1.0)
 
 
 @pytest.mark.parametrize("name", ["reward_model", "reference", "critic"])

@@ -311,6 +311,6 @@ def test_kinds_know_sections_that_there_are() -> None:
         "supervised",
         "reward_model",
         "preference",
-        "making",
+        "data_generation",
         "export",
     }

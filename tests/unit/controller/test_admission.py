@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tidemill.config.learning import ScheduleConfig
-from tidemill.controller.batching import latest_step, may_begin, overcommitted
+from tidemill.controller.batching import latest_step, may_start, overcommitted
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from tidemill.controller.batching import latest_step, may_begin, overcommitted
 )
 def test_how_many_groups_may_begin(version: int, learned: int, in_flight: int, overcommit: int, number: int) -> None:
     assert (
-        may_begin(version=version, learned=learned, in_flight=in_flight, batch_groups=8, overcommit=overcommit)
+        may_start(version=version, learned=learned, in_flight=in_flight, batch_groups=8, overcommit=overcommit)
         == number
     )
 

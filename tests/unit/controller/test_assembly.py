@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.fabricated_run import make_trajectory
 from tests.fake_samples import make_id, make_prompt
-from tidemill.controller.batching import Forming, GroupAssembly, Order, has_signal, scored
+from tidemill.controller.batching import BatchBuilder, GroupAssembly, Order, has_signal, scored
 from tidemill.core.records import Reward, Trajectory
 
 SAMPLES = [(position, index) for position in range(3) for index in range(2)]
@@ -26,7 +26,7 @@ def trajectory(position: int, index: int, reward: float = 0.0) -> Trajectory:
 
 def released(arrivals: Sequence[tuple[int, int]], order: Order) -> list[tuple[int, int]]:
     """(position, after how many samples) of a planned batch of three groups."""
-    assembly, forming = GroupAssembly(2), Forming(1, 3, membership="planned", order=order)
+    assembly, forming = GroupAssembly(2), BatchBuilder(1, 3, membership="planned", order=order)
     taken = []
     for at, (position, index) in enumerate(arrivals):
         assembly.add(position, trajectory(position, index))
@@ -57,7 +57,7 @@ def at_any_time(*positions: int) -> dict[int, int | None]:
 
 
 def test_a_planned_batch_takes_no_group_of_the_next_one() -> None:
-    forming = Forming(1, 2, membership="planned", order="arrival")
+    forming = BatchBuilder(1, 2, membership="planned", order="arrival")
 
     assert forming.take([2, 1], at_any_time(0, 1, 2, 3)) == [1]
     assert forming.take([2], at_any_time(0, 2, 3)) == []  # one place is left, and it is group 0's
@@ -66,7 +66,7 @@ def test_a_planned_batch_takes_no_group_of_the_next_one() -> None:
 
 
 def test_a_batch_of_whatever_is_finished_first_keeps_places_for_those_that_must_not_wait() -> None:
-    forming = Forming(5, 3, membership="first_finished", order="arrival")
+    forming = BatchBuilder(5, 3, membership="first_finished", order="arrival")
 
     # groups 0 and 5 may be learned from in this step at the latest: a place is kept for group 0
     assert forming.take([7, 5, 6], {0: 5, 1: 7, 2: 7, 5: 5, 6: 7, 7: 7}) == [7, 5]
@@ -75,7 +75,7 @@ def test_a_batch_of_whatever_is_finished_first_keeps_places_for_those_that_must_
 
 
 def test_places_of_later_batches_are_kept_too() -> None:
-    forming = Forming(1, 2, membership="first_finished", order="arrival")
+    forming = BatchBuilder(1, 2, membership="first_finished", order="arrival")
 
     # four groups for steps 1 and 2, which have four places: none is left for group 9
     assert forming.take([9, 2], {0: 2, 1: 2, 2: 2, 3: 2, 9: 4}) == [2]
@@ -87,7 +87,7 @@ def test_what_could_be_learned_from_in_time_still_can(latest: list[int], random:
     feasible = all(at < (last - 2) * 2 for at, last in enumerate(sorted(latest)))  # two places in each step from 3 on
     assume(feasible)
     for step in range(3, 7):
-        forming = Forming(step, 2, membership="first_finished", order="arrival")
+        forming = BatchBuilder(step, 2, membership="first_finished", order="arrival")
         complete: list[int] = []
         while not forming.full and in_flight:
             complete.append(random.choice([position for position in in_flight if position not in complete]))
@@ -100,7 +100,7 @@ def test_what_could_be_learned_from_in_time_still_can(latest: list[int], random:
 
 
 def test_in_canonical_order_such_a_batch_is_sorted_once_it_is_full() -> None:
-    forming = Forming(1, 3, membership="first_finished", order="canonical")
+    forming = BatchBuilder(1, 3, membership="first_finished", order="canonical")
 
     assert forming.take([7, 5], at_any_time(*range(8))) == []
     assert [forming.may_take(complete) for complete in (2, 3, 4)] == [False, True, True]
@@ -108,12 +108,12 @@ def test_in_canonical_order_such_a_batch_is_sorted_once_it_is_full() -> None:
 
 
 def test_groups_are_looked_for_once_one_is_complete() -> None:
-    forming = Forming(1, 3, membership="first_finished", order="arrival")
+    forming = BatchBuilder(1, 3, membership="first_finished", order="arrival")
     assert [forming.may_take(complete) for complete in (0, 1)] == [False, True]
 
 
 def test_such_a_batch_says_which_group_holds_it_up() -> None:
-    forming = Forming(5, 2, membership="first_finished", order="canonical")
+    forming = BatchBuilder(5, 2, membership="first_finished", order="canonical")
 
     assert forming.take([1, 3], {0: 7, 1: 6, 2: 5, 3: 6}) == []
     assert forming.held_up_by == 2  # the only one that step 6 may not learn from
@@ -123,7 +123,7 @@ def test_such_a_batch_says_which_group_holds_it_up() -> None:
 @given(st.lists(st.integers(3, 5) | st.none(), min_size=3, max_size=8), st.randoms(use_true_random=False))
 def test_nothing_is_taken_while_that_group_is_under_way(latest: list[int | None], random: Random) -> None:
     in_flight, arrivals = dict(enumerate(latest)), random.sample(range(len(latest)), len(latest))
-    forming = Forming(3, 3, membership="first_finished", order="canonical")
+    forming = BatchBuilder(3, 3, membership="first_finished", order="canonical")
     for at in range(1, len(arrivals) + 1):
         complete, held_up_by = arrivals[:at], forming.held_up_by
         waits = held_up_by is not None and held_up_by not in complete
@@ -132,7 +132,7 @@ def test_nothing_is_taken_while_that_group_is_under_way(latest: list[int | None]
 
 
 def test_a_recorded_batch_is_taken_again_in_its_order() -> None:
-    forming = Forming(1, 3, membership="planned", order="canonical", recorded=[4, 2])
+    forming = BatchBuilder(1, 3, membership="planned", order="canonical", recorded=[4, 2])
 
     assert forming.take([2], at_any_time(*range(5))) == []
     assert forming.take([0, 2, 4], at_any_time(*range(5))) == [4, 2]

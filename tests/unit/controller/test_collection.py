@@ -14,18 +14,18 @@ from tests.fake_samples import GROUPS, FakeCodec, make_plan, make_prompts, promp
 from tests.fake_session import FakeScorer, FakeTelemetry
 from tests.memory_journal import MemoryJournal
 from tests.virtual_time import run_virtual
-from tidemill.controller.collector import Collection, Rollout, StopRequested, collecting
+from tidemill.controller.collector import RolloutContext, SampleCollector, StopRequested, collect_samples
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.in_flight import InFlight
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.samples import SampleState
-from tidemill.controller.waiting import Patience
+from tidemill.controller.waiting import Timeouts
 from tidemill.core.errors import DeadlineError, TidemillError
 from tidemill.core.protocols import LoopClock, Scorer
 from tidemill.core.records import PolicyVersion, Prompt, Reward, TokenDelta, Trajectory
 from tidemill.rollout.worker import EngineWorker
 
-PATIENCE = Patience(notice_s=10.0, worker_s=60.0, scorer_s=40.0, stop_s=5.0)
+TIMEOUTS = Timeouts(notice_s=10.0, worker_s=60.0, scorer_s=40.0, stop_s=5.0)
 
 
 @dataclass
@@ -40,15 +40,15 @@ class Stage:
     batch: InFlight = field(init=False)
     got: list[Trajectory] = field(default_factory=list)
 
-    async def collect(self, each: Callable[[Collection], Awaitable[None]] | None = None) -> Collection:
+    async def collect(self, each: Callable[[SampleCollector], Awaitable[None]] | None = None) -> SampleCollector:
         ledger = Ledger(self.journal, round_size=3)
         self.batch = InFlight(make_plan(), version_number=3)
         await ledger.load(self.batch, prompt_of, after_step=3)
         if not self.batch.groups:
             await ledger.open(self.batch, GROUPS, make_prompts())
         worker = EngineWorker(self.engine, FakeCompute(0.1), clock=LoopClock(), tick_s=0.1)
-        fleet = Fleet(worker, slots=3, clock=LoopClock(), telemetry=self.telemetry, patience=PATIENCE)
-        rollout = Rollout(
+        fleet = Fleet(worker, slots=3, clock=LoopClock(), telemetry=self.telemetry, timeouts=TIMEOUTS)
+        rollout = RolloutContext(
             fleet=fleet,
             ledger=ledger,
             scorer=self.scorer,
@@ -56,10 +56,10 @@ class Stage:
             telemetry=self.telemetry,
             clock=LoopClock(),
             stop=self.stop,
-            patience=PATIENCE,
+            timeouts=TIMEOUTS,
         )
         try:
-            async with fleet, collecting(self.batch, rollout) as collection:
+            async with fleet, collect_samples(self.batch, rollout) as collection:
                 async for trajectory in collection:
                     self.got.append(trajectory)
                     if each:
@@ -109,7 +109,7 @@ def test_a_sample_is_scored_while_others_are_generated() -> None:
 def test_a_slow_consumer_stops_neither_generating_nor_scoring() -> None:
     stage = Stage()
 
-    async def dawdle(_: Collection) -> None:
+    async def dawdle(_: SampleCollector) -> None:
         await asyncio.sleep(1000.0)  # far beyond every deadline
 
     run_virtual(stage.collect(dawdle))
@@ -135,7 +135,7 @@ def test_a_silent_engine_is_no_news_while_the_consumer_is_busy() -> None:
     """The trainer may be working on the engine's own thread."""
     stage = Stage(engine=NappingEngine(PolicyVersion(number=3, digest="a")))
 
-    async def train_for_long(_: Collection) -> None:
+    async def train_for_long(_: SampleCollector) -> None:
         await asyncio.sleep(480.0 if len(stage.got) == 1 else 0.0)
 
     run_virtual(stage.collect(train_for_long))
@@ -207,10 +207,10 @@ def test_what_the_engine_raises_is_raised_and_nothing_before_it_is_lost() -> Non
         run_virtual(stage.collect())
 
     # three polls of three slots, two tokens each, unless a sample ended with one
-    assert 15 <= stage.batch.tally.tokens_accepted <= 18
+    assert 15 <= stage.batch.counters.tokens_accepted <= 18
     again = Stage(journal=MemoryJournal(stage.journal.disk))
     run_virtual(again.collect())
-    assert sum(sample.recovered for sample in again.batch) == stage.batch.tally.tokens_accepted
+    assert sum(sample.recovered for sample in again.batch) == stage.batch.counters.tokens_accepted
 
 
 class FailingScorer(FakeScorer):
@@ -267,7 +267,7 @@ def test_stopping_journals_what_is_in_flight_and_calls_it_back() -> None:
 
     assert stage.engine.jobs == {}
     assert stage.batch.running == 0
-    assert stage.batch.tally.tokens_accepted == stage.engine.generated > 0
+    assert stage.batch.counters.tokens_accepted == stage.engine.generated > 0
     again = Stage(journal=MemoryJournal(stage.journal.disk))
     run_virtual(again.collect())
     assert sum(sample.recovered for sample in again.batch) == stage.engine.generated

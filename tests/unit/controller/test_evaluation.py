@@ -11,7 +11,7 @@ from tests.fake_engine import FakeCompute, FakeEngine
 from tests.fake_samples import FakeCodec, make_prompt
 from tests.fake_session import FakeScorer, FakeTelemetry
 from tests.virtual_time import run_virtual
-from tidemill.controller.collector import Rollout
+from tidemill.controller.collector import RolloutContext
 from tidemill.controller.evaluation import Evaluation, correct, evaluate, judged
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.ledger import Ledger
@@ -41,7 +41,7 @@ async def run(prompts: list[Prompt], seen: list[GenerateRequest]) -> Evaluation:
     engine.submit = lambda requests: (seen.extend(requests), submit(requests))[1]  # type: ignore[method-assign,func-returns-value]
     worker = EngineWorker(engine, FakeCompute(0.1), clock=LoopClock(), tick_s=0.1)
     fleet = Fleet(worker, slots=3, clock=LoopClock(), telemetry=FakeTelemetry())
-    rollout = Rollout(
+    rollout = RolloutContext(
         fleet=fleet,
         ledger=Ledger(None),
         scorer=FakeScorer(),

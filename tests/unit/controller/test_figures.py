@@ -62,7 +62,7 @@ def test_batch_figures_count_tokens_of_weights_that_were_made_again() -> None:
     one.apply(make_delta(start=2, tokens=[1, 2, 3]))
     one.apply(make_delta(start=2))
 
-    figures = batch_figures(list(one), one.tally, V3)
+    figures = batch_figures(list(one), one.counters, V3)
 
     assert figures["tokens_generated"] == 5.0
     assert figures["tokens_other_weights"] == 2.0

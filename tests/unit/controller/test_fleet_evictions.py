@@ -12,8 +12,8 @@ from tests.fake_samples import make_report
 from tests.fake_session import small_spec
 from tests.small_pool import pool, quiet
 from tests.virtual_time import run_virtual
-from tidemill.controller.waiting import Patience
-from tidemill.controller.worker_state import Member, Pace
+from tidemill.controller.waiting import Timeouts
+from tidemill.controller.worker_state import DecodeRate, WorkerState
 from tidemill.core.records import Lease
 from tidemill.telemetry.fleet_figures import fleet_figures
 
@@ -146,11 +146,11 @@ LEASE = Lease(lease_id="l", worker_id="w", kind="preemptible", price_usd_per_hou
 
 def test_what_a_silent_worker_may_have_lost_is_no_more_than_a_tick() -> None:
     status = make_report().status
-    member = Member(lease=LEASE, slots=3, heard_s=10.0, heard_tokens=40)
+    member = WorkerState(lease=LEASE, slots=3, heard_s=10.0, heard_tokens=40)
     member.busy_since_s, member.busy_samples = 12.0, 5
-    usual = Pace(tokens_per_s=20.0, tokens=2.0)
+    usual = DecodeRate(tokens_per_s=20.0, tokens=2.0)
 
-    def lost(now_s: float, pace: Pace | None = usual) -> int:
+    def lost(now_s: float, pace: DecodeRate | None = usual) -> int:
         return member.tokens_since(now_s, usual=pace)
 
     # No tick told of yet: three slots at 20 tokens/s for 0.05 s; a tick is two tokens in each.
@@ -197,7 +197,7 @@ def test_all_workers_gone_for_a_while() -> None:
 
 def test_an_outage_longer_than_a_workers_deadline_is_not_held_against_those_who_come_back() -> None:
     script = [granted("a"), ended("a", 1.5), granted("b", 500.0)]
-    session = pool(*script, seeding_worker=False, patience=Patience(worker_s=50.0))
+    session = pool(*script, seeding_worker=False, timeouts=Timeouts(worker_s=50.0))
 
     run_virtual(session.run())
 

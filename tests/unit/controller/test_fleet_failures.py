@@ -14,7 +14,7 @@ from tests.fake_samples import make_id
 from tests.fake_session import Session, small_spec
 from tests.small_pool import pool, quiet
 from tests.virtual_time import run_virtual
-from tidemill.controller.waiting import Patience
+from tidemill.controller.waiting import Timeouts
 from tidemill.core.errors import DeadlineError, TidemillError, UserError
 from tidemill.core.records import Lease, TokenDelta, pack_logprobs
 
@@ -85,7 +85,7 @@ def test_an_engine_without_the_logprobs_that_are_needed_ends_the_run_before_it_g
     assert caught.value.what == (
         'the engine returns no logprobs of the tokens it samples, and algorithm.correction.kind = "tis" needs them'
     )
-    assert 'algorithm.correction.kind = "none"' in caught.value.cure
+    assert 'algorithm.correction.kind = "none"' in caught.value.hint
     assert session.engine.submitted == []
     assert all(engine.submitted == [] for engine in session.host.engines.values())
 
@@ -160,7 +160,7 @@ LIES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("cause", LIES)
 def test_a_worker_whose_reports_are_of_no_use_loses_its_lease_and_the_run_goes_on(cause: str) -> None:
-    session = pool(granted("a"), granted("b"), seeding_worker=False, patience=Patience(worker_s=50.0))
+    session = pool(granted("a"), granted("b"), seeding_worker=False, timeouts=Timeouts(worker_s=50.0))
 
     def lie(engine: PoolEngine) -> None:
         truth = engine.delta
@@ -177,7 +177,7 @@ def test_a_worker_whose_reports_are_of_no_use_loses_its_lease_and_the_run_goes_o
 
 def test_a_worker_that_forgot_what_it_had_does_not_hold_up_an_evaluation() -> None:
     ahead = small_spec(eval={"every_steps": 1}, schedule={"max_policy_lag": 1})
-    session = pool(granted("a"), spec=ahead, patience=Patience(worker_s=50.0))
+    session = pool(granted("a"), spec=ahead, timeouts=Timeouts(worker_s=50.0))
     second = {prompt.prompt_id for _, prompt in session.source.train_batch(2)}
 
     def forget(engine: PoolEngine) -> None:
@@ -195,7 +195,7 @@ def test_a_worker_that_forgot_what_it_had_does_not_hold_up_an_evaluation() -> No
 
 
 def test_a_reserved_engine_whose_reports_are_of_no_use_ends_the_run() -> None:
-    session = pool(patience=Patience(worker_s=50.0))
+    session = pool(timeouts=Timeouts(worker_s=50.0))
     truth = session.engine.delta
     session.engine.delta = lambda *of: replace(truth(*of), start=0)  # type: ignore[method-assign]
 
@@ -220,7 +220,7 @@ def test_a_sample_that_breaks_every_worker_ends_the_run() -> None:
 
 
 def test_nobody_to_generate_meets_a_deadline_that_names_the_pool() -> None:
-    session = pool(seeding_worker=False, patience=Patience(worker_s=50.0, pool_s=100.0))
+    session = pool(seeding_worker=False, timeouts=Timeouts(worker_s=50.0, pool_s=100.0))
 
     with pytest.raises(DeadlineError, match=r"a worker to generate .* samples of step 0 .*look at \[pool\]"):
         run_virtual(session.run())

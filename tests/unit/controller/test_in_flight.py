@@ -72,7 +72,7 @@ def test_counts_follow_the_samples() -> None:
     assert (one.running, one.unfinished, one.scored, one.complete) == (0, 6, 0, False)
     for request in one.assign("lease"):
         one.apply(make_delta(sample_id=request.sample_id, finish="stop"))
-    assert (one.running, one.unfinished, one.tally.tokens_accepted) == (0, 0, 12)  # 6 samples of 2 tokens
+    assert (one.running, one.unfinished, one.counters.tokens_accepted) == (0, 0, 12)  # 6 samples of 2 tokens
 
     for sample in one.in_state(SampleState.FINISHED):
         one.score(sample, Reward(value=1.0))
@@ -117,7 +117,7 @@ def test_what_is_ignored_is_counted_and_changes_nothing() -> None:
     assert one.apply(make_delta(lease_id="other", start=2)) is None
     assert one.apply(make_delta(sample_id=make_id("nobody"))) is None
 
-    assert dict(one.tally.ignored) == {"overlap": 1, "stale_lease": 1, "unknown_sample": 1}
+    assert dict(one.counters.ignored) == {"overlap": 1, "stale_lease": 1, "unknown_sample": 1}
     assert next(iter(one)).length == 2
     assert one.running == 6
 

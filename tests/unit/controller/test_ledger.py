@@ -85,7 +85,7 @@ async def test_a_restart_finds_every_sample_where_it_was() -> None:
     assert [s.logprobs for s in batch] == [s.logprobs for s in before]
     assert [s.versions for s in batch] == [s.versions for s in before]
     assert [s.finish for s in list(batch)[:3]] == ["stop", "length", None]
-    assert (sum(s.recovered for s in batch), batch.tally.tokens_accepted, batch.unfinished, batch.scored) == (
+    assert (sum(s.recovered for s in batch), batch.counters.tokens_accepted, batch.unfinished, batch.scored) == (
         4,
         0,
         4,
@@ -103,7 +103,7 @@ async def test_a_partial_sample_goes_on_in_a_new_attempt() -> None:
     assert (request.sample_id, request.attempt, request.prefix_ids) == (FOLLOWING[2], 2, pack_tokens([9, 10]))
     late = make_delta(sample_id=FOLLOWING[2], start=2, attempt=1)
     assert await ledger.accept(batch, [make_report(late)]) == []
-    assert dict(batch.tally.ignored) == {"stale_lease": 1}
+    assert dict(batch.counters.ignored) == {"stale_lease": 1}
 
 
 async def test_two_deltas_of_a_sample_in_one_report_finish_it_once() -> None:

@@ -12,7 +12,7 @@ from tests.fake_samples import FakeSource
 from tests.fake_session import Disk, Session, small_spec
 from tests.virtual_time import run_virtual
 from tidemill.controller.ledger import OUTLIVES_CHECKPOINTS
-from tidemill.controller.waiting import Patience
+from tidemill.controller.waiting import Timeouts
 from tidemill.core.errors import DeadlineError, GuardStop, UserError
 from tidemill.core.records import Group, Prompt, Reward, StepMetrics, Trajectory
 
@@ -277,9 +277,9 @@ def test_a_trainer_that_does_not_answer_keeps_nobody_from_stopping(hanging: str)
 
     assert stopped.result is not None
     assert stopped.result.interrupted
-    assert ended_s < 20.0 + 2 * stopped.patience.stop_s
+    assert ended_s < 20.0 + 2 * stopped.timeouts.stop_s
     (told,) = stopped.telemetry.named("given_up")
-    assert told["waited_s"] == stopped.patience.stop_s
+    assert told["waited_s"] == stopped.timeouts.stop_s
     assert "there is no checkpoint after step" in told["lost"]
     resumed = run_virtual(stop_at(Session(disk=disk), 10**6))
     assert resumed.trainer.state == run().trainer.state
@@ -288,7 +288,7 @@ def test_a_trainer_that_does_not_answer_keeps_nobody_from_stopping(hanging: str)
 
 def test_a_trainer_that_hangs_meets_a_deadline() -> None:
     async def main() -> None:
-        session = Session(patience=Patience(notice_s=10.0, trainer_s=50.0))
+        session = Session(timeouts=Timeouts(notice_s=10.0, trainer_s=50.0))
 
         async def hang(step: int) -> StepMetrics:
             await asyncio.sleep(10**6)
@@ -304,7 +304,7 @@ def test_a_trainer_that_hangs_meets_a_deadline() -> None:
 
 def test_a_worker_that_hangs_meets_a_deadline() -> None:
     async def main() -> None:
-        session = Session(patience=Patience(notice_s=10.0, worker_s=50.0))
+        session = Session(timeouts=Timeouts(notice_s=10.0, worker_s=50.0))
         session.engine.slots = 0
         with pytest.raises(DeadlineError, match=r"tokens of 4 samples of step 0 \(eval:held_out\)"):
             await session.run()

@@ -6,19 +6,19 @@ from typing import Any, cast
 import msgspec
 
 from tests.fake_samples import make_report
-from tidemill.controller.collector import Rollout
-from tidemill.controller.in_flight import Tally
+from tidemill.controller.collector import RolloutContext
+from tidemill.controller.in_flight import StepCounters
 
 
 def test_a_worker_that_came_back_counts_from_nothing() -> None:
     nobody = cast(Any, None)
-    rollout = Rollout(
+    rollout = RolloutContext(
         fleet=nobody, ledger=nobody, scorer=nobody, codec=nobody, telemetry=nobody, clock=nobody, stop=asyncio.Event()
     )
-    tally = Tally()
+    counters = StepCounters()
     # The same worker: 30 and 12 more under its first lease, 7 under its next.
     for lease_id, computed in (("first", 30), ("first", 42), ("next", 7)):
         report = make_report()
         status = msgspec.structs.replace(report.status, prompt_tokens_computed=computed, prompt_tokens_reused=computed)
-        rollout.note_status(msgspec.structs.replace(report, lease_id=lease_id, status=status), tally)
-    assert (tally.prompt_tokens_computed, tally.prompt_tokens_reused) == (49, 49)
+        rollout.note_status(msgspec.structs.replace(report, lease_id=lease_id, status=status), counters)
+    assert (counters.prompt_tokens_computed, counters.prompt_tokens_reused) == (49, 49)

@@ -11,7 +11,7 @@ from tests.fake_session import Session, small_spec
 from tests.virtual_time import run_virtual
 from tidemill.config.pool import FleetConfig
 from tidemill.controller.in_flight import LOCAL
-from tidemill.controller.router import Load, keepers, tail_begins
+from tidemill.controller.router import Load, select_tail_workers, tail_begins
 
 
 def loads(**assigned: int) -> list[Load]:
@@ -38,13 +38,16 @@ def test_when_the_tail_begins(unfinished: int, begins: bool) -> None:
     ],
 )
 def test_the_fewest_that_can_finish_it(assigned: dict[str, int], plateau: int, expected: set[str]) -> None:
-    assert keepers(loads(**assigned), unfinished=sum(assigned.values()), plateau=plateau, last={LOCAL}) == expected
+    assert (
+        select_tail_workers(loads(**assigned), unfinished=sum(assigned.values()), plateau=plateau, last={LOCAL})
+        == expected
+    )
 
 
 @given(st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 8), min_size=1), st.integers(1, 8))
 def test_who_is_left_can_be_done_without(assigned: dict[str, int], plateau: int) -> None:
     unfinished = sum(assigned.values())
-    kept = keepers(loads(**assigned), unfinished=unfinished, plateau=plateau, last={LOCAL})
+    kept = select_tail_workers(loads(**assigned), unfinished=unfinished, plateau=plateau, last={LOCAL})
 
     capacity = {name: max(number, plateau) for name, number in assigned.items()}
     assert sum(capacity[name] for name in kept) >= unfinished
@@ -53,7 +56,7 @@ def test_who_is_left_can_be_done_without(assigned: dict[str, int], plateau: int)
 
 def test_a_batch_is_finished_on_one_worker_and_learned_from_as_ever() -> None:
     spec = small_spec(batch={"prompts": 6, "group_size": 3}, sampling={"max_new_tokens": 40})
-    config = FleetConfig(silence_s=5.0, tail_fraction=0.2, seed_window_s=60.0)
+    config = FleetConfig(heartbeat_timeout_s=5.0, tail_fraction=0.2, seed_window_s=60.0)
     session = PoolSession(spec=spec, script=[granted("a"), granted("b"), granted("c")], config=config)
     alone = Session(spec=spec)
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.fake_session import FakeTelemetry
 from tests.virtual_time import run_virtual
-from tidemill.controller.waiting import Wait, patiently
+from tidemill.controller.waiting import Wait, wait_with_deadline
 from tidemill.core.errors import DeadlineError
 from tidemill.core.protocols import LoopClock
 
@@ -16,7 +16,9 @@ WAIT = Wait(awaited="the tide", look_at="the moon", deadline_s=100.0)
 
 
 async def wait_for(seconds: float, telemetry: FakeTelemetry) -> str:
-    return await patiently(asyncio.sleep(seconds, "came"), WAIT, notice_s=30.0, telemetry=telemetry, clock=LoopClock())
+    return await wait_with_deadline(
+        asyncio.sleep(seconds, "came"), WAIT, notice_s=30.0, telemetry=telemetry, clock=LoopClock()
+    )
 
 
 def test_what_comes_in_time_is_returned_after_a_notice_every_while() -> None:
@@ -44,9 +46,11 @@ def test_a_failure_goes_through_and_a_cancelled_wait_cancels_what_it_waits_for()
 
     async def main() -> bool:
         with pytest.raises(ValueError, match="broken"):
-            await patiently(fail(), WAIT, notice_s=1.0, telemetry=FakeTelemetry(), clock=LoopClock())
+            await wait_with_deadline(fail(), WAIT, notice_s=1.0, telemetry=FakeTelemetry(), clock=LoopClock())
         inner = asyncio.get_running_loop().create_future()
-        outer = asyncio.create_task(patiently(inner, WAIT, notice_s=1.0, telemetry=FakeTelemetry(), clock=LoopClock()))
+        outer = asyncio.create_task(
+            wait_with_deadline(inner, WAIT, notice_s=1.0, telemetry=FakeTelemetry(), clock=LoopClock())
+        )
         await asyncio.sleep(0.5)
         outer.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tidemill.core.errors import UserError
-from tidemill.hardware.catalog import load_catalog
+from tidemill.hardware.gpu_catalog import load_catalog
 
 ROW = """
 [gpus.mine]
@@ -62,7 +62,7 @@ def test_names_and_aliases_in_any_case() -> None:
 def test_an_unknown_gpu_suggests_the_nearest(asked: str, meant: str) -> None:
     with pytest.raises(UserError, match=f"no GPU '{asked}'") as caught:
         load_catalog().gpu(asked)
-    assert caught.value.cure.startswith(f"did you mean {meant}? known: h100-80gb, ")
+    assert caught.value.hint.startswith(f"did you mean {meant}? known: h100-80gb, ")
     with pytest.raises(UserError, match="no machine"):
         load_catalog().machine("aws")
 
@@ -111,7 +111,7 @@ def test_what_is_wrong_with_a_file_names_row_and_field(tmp_path: Path, text: str
         load_catalog(write(tmp_path, text))
     assert caught.value.where.endswith(where) or where in caught.value.where
     assert what in caught.value.what
-    assert caught.value.cure
+    assert caught.value.hint
 
 
 def test_a_missing_file(tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tidemill.core.errors import UserError
-from tidemill.hardware.catalog import Gpu
 from tidemill.hardware.engine_profile import EngineEfficiency, EngineProfile, cache_bytes, engine_profile
+from tidemill.hardware.gpu_catalog import Gpu
 from tidemill.hardware.model_shape import ModelShape
 
 GPU = Gpu(

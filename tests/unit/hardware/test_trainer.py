@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from tests.unit.hardware.test_engine import GPU, SHAPE
-from tidemill.hardware.catalog import Link, all_reduce_s, broadcast_s, fan_out_s, gather_s
+from tidemill.hardware.gpu_catalog import Link, all_reduce_s, broadcast_s, fan_out_s, gather_s
 from tidemill.hardware.trainer_profile import TrainerEfficiency, learning_passes, trainer_profile, updating_s
 
 PERFECT = TrainerEfficiency(compute=1, link=1, hidden=1, bandwidth=1, launch_s=0, step_s=0)

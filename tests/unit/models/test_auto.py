@@ -23,7 +23,7 @@ from tidemill.hardware.model_config import read_shape
 from tidemill.models.auto import load_config
 from tidemill.models.codec import load_codec
 from tidemill.models.loading import load_model
-from tidemill.models.snapshots import hollow_model, stored_context_limit
+from tidemill.models.snapshots import stored_context_limit, uninitialized_model
 
 CPU = torch.device("cpu")
 _OWN_CODE = """
@@ -43,13 +43,13 @@ from pathlib import Path
 from tidemill.config.model import ModelConfig
 from tidemill.core.errors import UserError
 from tidemill.models.codec import load_codec
-from tidemill.models.snapshots import hollow_model
+from tidemill.models.snapshots import uninitialized_model
 from tidemill.models.loading import load_model
 torch.set_num_threads(1)
 folder, cpu = Path(sys.argv[1]), torch.device("cpu")
 for load in (
     lambda: type(load_model(folder, device=cpu)).__module__,
-    lambda: type(hollow_model(folder, ModelConfig(), device=cpu, dtype=torch.float32)).__module__,
+    lambda: type(uninitialized_model(folder, ModelConfig(), device=cpu, dtype=torch.float32)).__module__,
     lambda: type(load_codec(folder)).__module__,
 ):
     try:
@@ -143,7 +143,7 @@ def test_a_malformed_configuration_names_file_and_field(fields: dict[str, Any], 
     with_fields(folder, **fields)
     readers: list[Callable[[], object]] = [
         lambda: load_model(folder, device=CPU),
-        lambda: hollow_model(folder, ModelConfig(), device=CPU, dtype=torch.float32),
+        lambda: uninitialized_model(folder, ModelConfig(), device=CPU, dtype=torch.float32),
     ]
     if where:
         readers += [lambda: load_config(folder), lambda: read_shape(folder)]

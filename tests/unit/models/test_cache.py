@@ -150,7 +150,7 @@ def test_waiting_for_a_held_lock_says_who_and_ends(tmp_path: Path) -> None:
 def test_too_little_space_is_told_before_building(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"1000000\.0 GB are needed") as caught:
         build_once(tmp_path / "model", forbidden, progress=ignore, needs_bytes=10**15)
-    assert "TIDEMILL_CACHE" in caught.value.cure
+    assert "TIDEMILL_CACHE" in caught.value.hint
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_faults_of_the_disk_are_the_users_to_cure(number: int, told: str, tmp_pa
 
     with pytest.raises(UserError, match=told) as caught:
         build_once(tmp_path / "model", build, progress=ignore)
-    assert "TIDEMILL_CACHE" in caught.value.cure
+    assert "TIDEMILL_CACHE" in caught.value.hint
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
 
 

@@ -91,13 +91,13 @@ def test_a_path_that_is_not_there(source: str) -> None:
 def test_an_unknown_name_gets_a_suggestion(source: str, near: str) -> None:
     error = told(source)
     assert error.where == "model.source"
-    assert error.cure.startswith(f"did you mean {near}? ")
+    assert error.hint.startswith(f"did you mean {near}? ")
 
 
 def test_a_name_like_no_other_gets_the_choices() -> None:
     error = told("xyzzy")
-    assert "did you mean" not in error.cure
-    assert SMOLLM2 in error.cure and "char" in error.cure and "organisation/name" in error.cure
+    assert "did you mean" not in error.hint
+    assert SMOLLM2 in error.hint and "char" in error.hint and "organisation/name" in error.hint
 
 
 def test_only_hub_ids_have_revisions(tmp_path: Path) -> None:
@@ -123,12 +123,12 @@ def test_a_hub_model_is_fetched_and_checked(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_hub_id_that_looks_like_a_packaged_model_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def fetch(hub_id: str, revision: str | None, *, progress: object, weights: bool) -> Path:
-        raise UserError("not reachable", cure="give a local folder")
+        raise UserError("not reachable", hint="give a local folder")
 
     monkeypatch.setattr(hub, "fetch", fetch)
     error = told("HuggingFaceTB/SmolLM2-135M-Instruct")
-    assert error.cure == "did you mean smollm2-135m? give a local folder"
-    assert told("org/other").cure == "give a local folder"
+    assert error.hint == "did you mean smollm2-135m? give a local folder"
+    assert told("org/other").hint == "give a local folder"
 
 
 def test_the_listing_tells_what_is_ready(cache: Path) -> None:

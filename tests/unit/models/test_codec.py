@@ -82,7 +82,7 @@ def test_a_template_that_refuses_is_explained() -> None:
     tokenizer.chat_template = TEMPLATE
     with pytest.raises(UserError, match="no system role") as caught:
         codec(tokenizer).encode_chat([Message(role="system", content="x"), Message(role="user", content="y")])
-    assert "system, user" in caught.value.cure
+    assert "system, user" in caught.value.hint
 
 
 def test_a_model_without_template_says_what_to_set() -> None:
@@ -132,7 +132,7 @@ def test_a_model_without_an_end_says_what_to_set() -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=small_tokenizer().backend_tokenizer)
     with pytest.raises(UserError, match="no token that ends a completion") as caught:
         TextCodec(tokenizer, []).end_token_id(chat=False)
-    assert "data.end_token = false" in caught.value.cure
+    assert "data.end_token = false" in caught.value.hint
     assert TextCodec(tokenizer, [7, 5]).end_token_id(chat=False) == 5
 
 

@@ -77,7 +77,7 @@ def test_an_architecture_that_would_be_computed_wrongly_is_refused(name: str, tm
         load_model(folder, device=CPU)
     assert says in caught.value.what
     assert caught.value.where == str(folder)
-    assert caught.value.cure
+    assert caught.value.hint
 
 
 class _Neighbours(nn.Module):

@@ -20,7 +20,7 @@ def folder(tmp_path: Path) -> Path:
 def told(folder: Path) -> UserError:
     with pytest.raises(UserError) as caught:
         check_folder(folder)
-    assert caught.value.cure
+    assert caught.value.hint
     return caught.value
 
 
@@ -44,7 +44,7 @@ def test_an_adapter_without_its_base(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     (folder / "adapter_config.json").write_text("{}")
     assert "an adapter without its base" in told(folder).what
-    assert "merge the adapter" in told(folder).cure
+    assert "merge the adapter" in told(folder).hint
 
 
 def test_a_broken_configuration_names_its_line(folder: Path) -> None:
@@ -63,7 +63,7 @@ def test_pickles_are_refused_with_a_way_out(name: str, folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / name)
     error = told(folder)
     assert name in error.what and "pickle" in error.what
-    assert "save_pretrained" in error.cure
+    assert "save_pretrained" in error.hint
 
 
 def test_other_formats_and_no_weights(folder: Path) -> None:

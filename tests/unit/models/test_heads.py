@@ -106,7 +106,7 @@ def test_a_folder_gives_back_what_was_saved(tmp_path: Path) -> None:
 def test_a_plain_model_is_no_reward_model(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no reward model: it has no tidemill\.json") as caught:
         load_reward_model(save_folder(llama(), tmp_path), device=CPU)
-    assert "stage that trains a reward model" in caught.value.cure
+    assert "stage that trains a reward model" in caught.value.hint
 
 
 def test_a_reward_model_is_refused_as_what_writes_and_a_model_with_a_value_head_is_not(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_reward_model_is_refused_as_what_writes_and_a_model_with_a_value_head_
     with pytest.raises(UserError, match="holds a reward model") as caught:
         refuse_reward_model(folder)
     assert caught.value.where == str(folder)
-    assert "scoring.rewards" in caught.value.cure
+    assert "scoring.rewards" in caught.value.hint
     reward_folder(tmp_path, kind="value_model")  # as a checkpoint with a shared critic
     refuse_reward_model(folder)
     (folder / DESCRIPTION).write_text("[")
@@ -173,7 +173,7 @@ def test_another_tokenizer_is_refused_with_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="another tokenizer than the policy") as caught:
         check_same_vocabulary(description, folder, load_codec(tmp_path / "policy"), where="scoring.rewards[0].model")
     assert caught.value.where == "scoring.rewards[0].model"
-    assert 'kind = "http"' in caught.value.cure
+    assert 'kind = "http"' in caught.value.hint
     (folder / "tokenizer.json").write_bytes((tmp_path / "policy" / "tokenizer.json").read_bytes())
     with pytest.raises(UserError, match="not the one its head was trained with"):
         check_same_vocabulary(description, folder, load_codec(tmp_path / "policy"), where="")

@@ -17,11 +17,11 @@ from tidemill.models.lora import attach_adapter
 from tidemill.models.snapshots import (
     Part,
     bind_snapshot,
-    hollow_model,
     shell_files,
     snapshot_bytes,
     snapshot_layout,
     stored_context_limit,
+    uninitialized_model,
     write_snapshot,
 )
 
@@ -39,7 +39,7 @@ def test_a_shell_is_enough_to_compute_with_pulled_weights(folder: Path, tmp_path
     assert not any(name.endswith(".safetensors") for name in files)
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
-    hollow = hollow_model(tmp_path, ModelConfig(), device=torch.device("cpu"), dtype=torch.float32)
+    hollow = uninitialized_model(tmp_path, ModelConfig(), device=torch.device("cpu"), dtype=torch.float32)
     assert sum(parameter.numel() for parameter in hollow.parameters()) == 0
 
     original = load_model(folder, device=torch.device("cpu"))
@@ -53,7 +53,7 @@ def test_a_shell_is_enough_to_compute_with_pulled_weights(folder: Path, tmp_path
 
 def test_a_shell_with_an_adapter_waits_for_two_snapshots(folder: Path) -> None:
     config = ModelConfig.model_validate({"lora": {"rank": 4}})
-    hollow = hollow_model(folder, config, device=torch.device("cpu"), dtype=torch.float32)
+    hollow = uninitialized_model(folder, config, device=torch.device("cpu"), dtype=torch.float32)
     assert sum(parameter.numel() for parameter in hollow.parameters()) == 0
     original = load_model(folder, device=torch.device("cpu"))
     attach_adapter(original, config)
@@ -74,4 +74,4 @@ def test_the_context_is_known_without_loading(folder: Path) -> None:
 def test_a_configuration_of_something_else(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "vit"}')
     with pytest.raises(UserError, match="cannot be loaded: Unrecognized configuration class"):
-        hollow_model(tmp_path, ModelConfig(), device=torch.device("cpu"), dtype=torch.float32)
+        uninitialized_model(tmp_path, ModelConfig(), device=torch.device("cpu"), dtype=torch.float32)

@@ -73,7 +73,7 @@ def test_faults_say_what_to_do(error: Exception, where: str, told: str, monkeypa
     serve(monkeypatch, download)
     with pytest.raises(UserError, match=told) as caught:
         hub.fetch("org/name", "v1", progress=ignore)
-    assert caught.value.where == where and caught.value.cure
+    assert caught.value.where == where and caught.value.hint
     assert len(str(caught.value).splitlines()) == 2
     assert not are_progress_bars_disabled()
 
@@ -82,7 +82,7 @@ def test_offline_and_not_in_the_cache(hub_cache: Path) -> None:
     with pytest.raises(UserError, match="switched off") as caught:  # the real client: conftest switches the hub off
         hub.fetch("org/name", None, progress=ignore)
     assert str(hub_cache) in caught.value.what
-    assert "smollm2-135m" in caught.value.cure
+    assert "smollm2-135m" in caught.value.hint
 
 
 def test_a_name_the_hub_could_not_have() -> None:
@@ -105,7 +105,7 @@ def test_a_stalled_download_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         release.set()
     assert time.monotonic() - started < 5
-    assert "what has arrived is kept" in caught.value.cure
+    assert "what has arrived is kept" in caught.value.hint
 
 
 class ArrivingClock:

@@ -18,11 +18,11 @@ from tidemill.models.loading import base_digest, probe_logprobs, weights_digest
 from tidemill.models.lora import attach_adapter, frozen_parameters, learned_parameters, linear_layers
 from tidemill.models.snapshots import (
     bind_snapshot,
-    empty_twin,
+    copy_on_base,
+    empty_copy,
     release_snapshot,
     snapshot_bytes,
     snapshot_layout,
-    twin_on_base,
     write_snapshot,
 )
 
@@ -119,7 +119,7 @@ def test_the_digest_names_the_base_and_the_adapter() -> None:
 
 def test_a_snapshot_is_the_adapter_alone_and_twins_share_the_base() -> None:
     model = adapted()
-    twin = twin_on_base(model, torch.float32)
+    twin = copy_on_base(model, torch.float32)
     tensors = snapshot_layout(model, torch.float32)
     buffer = np.zeros(snapshot_bytes(tensors), np.uint8)
     write_snapshot(model, tensors, buffer)
@@ -137,7 +137,7 @@ def test_a_snapshot_is_the_adapter_alone_and_twins_share_the_base() -> None:
 
 def test_the_base_is_a_snapshot_of_its_own() -> None:
     model = adapted()
-    hollow = empty_twin(model, torch.float32)
+    hollow = empty_copy(model, torch.float32)
     for part in ("learned", "base"):
         tensors = snapshot_layout(model, torch.float32, part=part)
         buffer = np.zeros(snapshot_bytes(tensors), np.uint8)
@@ -154,7 +154,7 @@ def test_a_layer_the_model_does_not_have() -> None:
     with pytest.raises(UserError, match="LlamaForCausalLM has no linear layer 'query'") as caught:
         attach_adapter(model, lora_config(targets=["q_proj", "query"]))
     assert caught.value.where == "model.lora.targets"
-    assert ", ".join(PROJECTIONS) in caught.value.cure
+    assert ", ".join(PROJECTIONS) in caught.value.hint
     assert model.state_dict().keys() == before.keys()
     with pytest.raises(UserError, match="lm_head"):  # it is the embedding, too
         attach_adapter(model, lora_config(targets=["lm_head"]))
@@ -164,4 +164,4 @@ def test_without_the_package_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(UserError, match="needs the package peft") as caught:
         attach_adapter(llama(), lora_config())
-    assert "tidemill[lora]" in caught.value.cure
+    assert "tidemill[lora]" in caught.value.hint

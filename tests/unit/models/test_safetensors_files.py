@@ -81,7 +81,7 @@ def test_a_file_cut_short_is_refused(keep: int, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cut short|has .* bytes where its header promises") as caught:
         stored_tensors(tmp_path)
     assert caught.value.where == str(file)
-    assert caught.value.cure
+    assert caught.value.hint
 
 
 def test_a_file_with_bytes_to_spare_is_refused(tmp_path: Path) -> None:

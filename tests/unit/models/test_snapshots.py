@@ -12,14 +12,7 @@ from tidemill.core.errors import WeightsError
 from tidemill.core.records import TensorEntry, count, pack_tokens
 from tidemill.models.attention import use_packed_attention
 from tidemill.models.loading import probe_logprobs
-from tidemill.models.snapshots import (
-    Bytes,
-    bind_snapshot,
-    empty_twin,
-    snapshot_bytes,
-    snapshot_layout,
-    write_snapshot,
-)
+from tidemill.models.snapshots import Bytes, bind_snapshot, empty_copy, snapshot_bytes, snapshot_layout, write_snapshot
 
 IDS = pack_tokens(range(2, 40))
 
@@ -60,7 +53,7 @@ def test_a_twin_of_equal_weights_says_the_very_same(shape: str) -> None:
     model = MODEL_SHAPES[shape]()
     use_packed_attention(model)
     tensors, buffer = exported(model)
-    twin = empty_twin(model, torch.float32)
+    twin = empty_copy(model, torch.float32)
     bind_snapshot(twin, tensors, buffer)
     assert type(twin) is type(model)
     assert not twin.training
@@ -79,7 +72,7 @@ def test_an_empty_twin_has_no_weights_and_a_bound_one_only_views() -> None:
     model = llama()
     tensors, buffer = exported(model)
     before = buffer.tobytes()
-    twin = empty_twin(model, torch.float32)
+    twin = empty_copy(model, torch.float32)
     assert sum(parameter.numel() for parameter in twin.parameters()) == 0
     for _ in range(2):
         bind_snapshot(twin, tensors, buffer)
@@ -98,14 +91,14 @@ def test_the_snapshot_lives_as_long_as_the_twin_needs_it() -> None:
     use_packed_attention(model)
     said = probe_logprobs(model, IDS)
     tensors, buffer = exported(model)
-    twin = empty_twin(model, torch.float32)
+    twin = empty_copy(model, torch.float32)
     bind_snapshot(twin, tensors, buffer)
     del buffer
     assert probe_logprobs(twin, IDS) == said
 
 
 def test_a_snapshot_of_another_model_is_refused_before_anything_changes() -> None:
-    twin = empty_twin(llama(), torch.float32)
+    twin = empty_copy(llama(), torch.float32)
     tensors, buffer = exported(qwen3())
     with pytest.raises(WeightsError, match=r"not of this model \(LlamaForCausalLM\)"):
         bind_snapshot(twin, tensors, buffer)

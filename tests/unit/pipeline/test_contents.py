@@ -7,7 +7,7 @@ import xxhash
 
 from tests.pretend_stages import pipeline
 from tidemill.config.issues import ConfigError
-from tidemill.pipeline.plan import content_digest, contents_of
+from tidemill.pipeline.stage_plan import content_digest, contents_of
 
 
 def test_a_file_is_its_bytes(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from tests.pretend_stages import pipeline
 from tidemill.config.load import flattened
 from tidemill.config.pipeline import KINDS, NEUTRAL, StageKind, StageSpec
-from tidemill.pipeline.plan import contents_of, effective, file_inputs, folder_name, stage_digest
+from tidemill.pipeline.stage_plan import contents_of, effective, file_inputs, folder_name, stage_digest
 from tidemill.runtime.train import RESUMABLE
 
 RL = '[[stage]]\nname = "a"\nkind = "rl"\nmodel.source = "char"\n[[stage]]\nname = "b"\nkind = "rl"\n'
@@ -37,7 +37,7 @@ def first(tmp_path: Path, text: str, *overrides: str) -> StageSpec:
         "--scoring.timeout_s=3",
         "--runtime=ray",
         "--pool.workers=3",
-        "--fleet.silence_s=99",
+        "--fleet.heartbeat_timeout_s=99",
         "--engine.tick_s=0.2",
     ],
 )
@@ -124,9 +124,9 @@ def _changed(stage: StageSpec, key: str) -> StageSpec:
     [
         ("demonstrations", "--sampling.temperature=0.9", False),
         ("demonstrations", "--model.lora.rank=8", False),
-        ("demonstrations", "--making.pairs_per_prompt=1", False),
+        ("demonstrations", "--data_generation.pairs_per_prompt=1", False),
         ("demonstrations", '--sampling.stop=["."]', True),
-        ("demonstrations", "--making.side=held_out", True),
+        ("demonstrations", "--data_generation.split=held_out", True),
         ("demonstrations", "--run.seed=1", True),
         ("pairs", "--trainer.steps=40", False),
         ("pairs", "--trainer.logits_budget_mb=1", False),

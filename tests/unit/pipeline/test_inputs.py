@@ -19,7 +19,7 @@ from tidemill.models.codec import load_codec
 from tidemill.models.folder import DESCRIPTION
 from tidemill.models.reward_model import HeadDescription
 from tidemill.pipeline.execution import plan_pipeline, run_pipeline
-from tidemill.pipeline.plan import Choice
+from tidemill.pipeline.stage_plan import Choice
 
 GOOD = '{"prompt": "1+1=", "chosen": "2", "rejected": "3"}\n{"prompt": "1+2=", "chosen": "3", "rejected": "2"}\n'
 EQUAL = GOOD + '{"prompt": "2+2=", "chosen": "4", "rejected": "4"}\n'

@@ -6,7 +6,7 @@ import pytest
 
 from tests.pretend_stages import pipeline
 from tidemill.core.errors import UserError
-from tidemill.pipeline.plan import EVERYTHING, Choice, Found, Mark, Plan, Planned, make_plan
+from tidemill.pipeline.stage_plan import EVERYTHING, Choice, FoundStage, Plan, PlannedStage, StageResult, make_plan
 
 # a ── b ── d, and c by itself
 RECIPE = """\
@@ -30,7 +30,7 @@ model.source = "stage:b"
 
 
 def planned(
-    tmp_path: Path, *overrides: str, found: dict[str, Found] | None = None, choice: Choice = EVERYTHING
+    tmp_path: Path, *overrides: str, found: dict[str, FoundStage] | None = None, choice: Choice = EVERYTHING
 ) -> Plan:
     stages = pipeline(tmp_path, RECIPE, *overrides).stages
     return make_plan(stages, contents={stage.name: {} for stage in stages}, found=found or {}, choice=choice)
@@ -40,8 +40,8 @@ def actions(plan: Plan) -> dict[str, str]:
     return {each.stage.name: each.action for each in plan.stages}
 
 
-def finished(each: Planned, at: str = "2026-01-01") -> tuple[str, Found]:
-    mark = Mark(
+def finished(each: PlannedStage, at: str = "2026-01-01") -> tuple[str, FoundStage]:
+    mark = StageResult(
         name=each.stage.name,
         kind=each.stage.kind,
         digest=each.digest,
@@ -52,11 +52,11 @@ def finished(each: Planned, at: str = "2026-01-01") -> tuple[str, Found]:
         finished=at,
         values=each.values,
     )
-    return each.folder, Found(name=each.stage.name, mark=mark)
+    return each.folder, FoundStage(name=each.stage.name, mark=mark)
 
 
-def begun(each: Planned) -> tuple[str, Found]:
-    return each.folder, Found(name=each.stage.name, mark=None)
+def begun(each: PlannedStage) -> tuple[str, FoundStage]:
+    return each.folder, FoundStage(name=each.stage.name, mark=None)
 
 
 def test_at_first_everything_is_due(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from tests.pretend_stages import PowerCut, Quiet, Stages, pipeline, read
 from tidemill.config.stages import load_recipe
 from tidemill.core.errors import UserError
 from tidemill.pipeline.execution import plan_pipeline, run_pipeline
-from tidemill.pipeline.plan import EVERYTHING, Choice
+from tidemill.pipeline.stage_plan import EVERYTHING, Choice
 
 RECIPE = """\
 [run]
@@ -132,7 +132,7 @@ def test_interrupted_it_says_so_and_goes_on_where_it_was(world: World) -> None:
 def test_an_error_of_a_stage_leaves_what_was_finished(world: World) -> None:
     def fails() -> None:
         if len(world.stages.worked) == 4:
-            raise UserError("no more of it", where="here", cure="try again")
+            raise UserError("no more of it", where="here", hint="try again")
 
     world.stages.power = fails
     with pytest.raises(UserError, match="no more of it"):

@@ -8,10 +8,10 @@ from tests.formulas import check_figures
 from tidemill.config.algorithm import PRESETS
 from tidemill.config.pipeline import StageKind
 from tidemill.core.errors import UserError
-from tidemill.hardware.catalog import load_catalog
+from tidemill.hardware.gpu_catalog import load_catalog
 from tidemill.hardware.model_shape import ModelShape, shape_of_parameters
+from tidemill.planner.memory.memory_plan import plan_memory
 from tidemill.planner.memory.per_gpu import Fit, rounded_up, usable
-from tidemill.planner.memory.plan import plan_memory
 from tidemill.planner.memory.states import ROLES, WHOLE_BATCH, Holding, Load, MemoryQuestion, Parallel
 
 GPU = load_catalog().gpu("h100-80gb")
@@ -176,14 +176,14 @@ def test_too_few_gpus_say_what_would_help() -> None:
     assert next(iter(why.parts)) == "states"
     assert why.parts["states"] == pytest.approx(90e9)
     assert why.missing_bytes == pytest.approx(sum(why.parts.values()) - 72e9)
-    fits = {cure.option: cure.fits for cure in why.cures}
+    fits = {hint.option: hint.fits for hint in why.hints}
     assert fits == {"--offload": True, "--lora-rank 16": True, "--optimizer adam-8bit": False, "--tp 8": False}
     offloaded = MemoryQuestion(
         algorithm="grpo", shape=big, gpu=GPU, generates_here=False, holding=Holding(offload=True)
     )
-    cure = next(cure for cure in why.cures if cure.option == "--offload")
+    hint = next(hint for hint in why.hints if hint.option == "--offload")
     found = next(fit for fit in plan_memory(offloaded).fits if fit.gpus == 8)
-    assert cure.bytes_per_gpu == pytest.approx(found.bytes_per_gpu)
+    assert hint.bytes_per_gpu == pytest.approx(found.bytes_per_gpu)
     assert plan_memory(offloaded).why_not is None
 
 
@@ -199,7 +199,7 @@ def test_what_is_done_already_is_no_cure() -> None:
     )
     why = plan_memory(tight, gpus=16).why_not
     assert why is not None
-    assert {cure.option for cure in why.cures} == {"--lora-rank 16", "--recompute full", "--fsdp 0", "--tp 8"}
+    assert {hint.option for hint in why.hints} == {"--lora-rank 16", "--recompute full", "--fsdp 0", "--tp 8"}
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import pytest
 
 from tests.formulas import check_figures
 from tidemill.core.errors import UserError
-from tidemill.hardware.catalog import load_catalog
 from tidemill.hardware.completion_lengths import FixedLengths, log_normal_of_mean
 from tidemill.hardware.engine_profile import EngineProfile, rollout_of
+from tidemill.hardware.gpu_catalog import load_catalog
 from tidemill.hardware.model_shape import shape_of_parameters
 from tidemill.hardware.trainer_profile import TrainerProfile
 from tidemill.planner.memory.states import Holding
@@ -181,7 +181,7 @@ def test_the_shortest_time_within_a_budget() -> None:
     assert plan_placement(tight).best.usd == pytest.approx(cheapest.usd)
     with pytest.raises(UserError, match="no placement does 100 steps") as caught:
         plan_placement(msgspec.structs.replace(fast, budget_usd=cheapest.usd - 1))
-    assert "$1.00 more" in caught.value.cure
+    assert "$1.00 more" in caught.value.hint
 
 
 @pytest.mark.parametrize("lag", [0, 1])
@@ -195,7 +195,7 @@ def test_a_model_that_fits_nowhere_says_what_is_missing() -> None:
     with pytest.raises(UserError, match="fits no placement") as caught:
         plan_placement(large)
     assert "1 × rlboost-8xh100 lack " in caught.value.what
-    assert "GPUs; or --offload, --lora-rank" in caught.value.cure
+    assert "GPUs; or --offload, --lora-rank" in caught.value.hint
 
 
 def test_a_machine_that_holds_no_engine() -> None:
@@ -223,7 +223,7 @@ def test_a_model_that_trains_but_generates_nowhere() -> None:
     )
     with pytest.raises(UserError, match="one rlboost-8xh100 lacks") as caught:
         plan_placement(question)
-    assert "--engine-dtype fp8" in caught.value.cure
+    assert "--engine-dtype fp8" in caught.value.hint
     assert plan_placement(msgspec.structs.replace(question, engine_dtype="fp8")).tried > 0
 
 
@@ -236,7 +236,7 @@ def test_an_engine_that_fits_a_machine_but_not_beside_the_training_states() -> N
     with pytest.raises(UserError, match="beside its part of the training states") as caught:
         plan_placement(question)
     assert "one aws-p5.48xlarge lacks 2.82 GB" in caught.value.what  # 8,704 tokens of 79 * 4096 bytes
-    assert "take more machines" in caught.value.cure
+    assert "take more machines" in caught.value.hint
     more = msgspec.structs.replace(question, offers=(offer("aws-p5.48xlarge", 4),))
     for mended in (more, msgspec.structs.replace(question, holding=Holding(offload=True))):
         assert plan_placement(mended).tried > 0

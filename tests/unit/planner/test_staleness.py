@@ -111,4 +111,4 @@ def test_what_is_wrong_names_the_row(text: str, where: str, says: str) -> None:
         parse_table(text, source="t")
     assert caught.value.where == where
     assert says in caught.value.what
-    assert caught.value.cure
+    assert caught.value.hint

@@ -10,7 +10,7 @@ from tidemill.config.pool import StaticPool, SyntheticPool, TracePool
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import LoopClock
 from tidemill.core.records import LeaseGranted
-from tidemill.pool.build import ScheduledPool, build_provider, outlived, remarks
+from tidemill.pool.build_provider import ScheduledPool, build_provider, outlived, remarks
 
 
 def story_of(pool: ScheduledPool, until_s: float) -> Story:

@@ -7,7 +7,7 @@ import pytest
 from tests.lease_story import Story, listen, scheduled, whole_story
 from tests.virtual_time import run_virtual
 from tidemill.core.records import Lease, LeaseEnded, LeaseGranted, LeaseNoticed
-from tidemill.pool.build import static_timetable
+from tidemill.pool.build_provider import static_timetable
 from tidemill.pool.provider import BackOff, Change
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from tests.lease_story import Story, listen, scheduled, whole_story
 from tests.virtual_time import run_virtual
-from tidemill.pool.build import static_timetable
+from tidemill.pool.build_provider import static_timetable
 
 
 def test_all_workers_are_granted_at_once_and_stay() -> None:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from tests.lease_story import whole_story
-from tidemill.pool.build import trace_timetable
+from tidemill.pool.build_provider import trace_timetable
 from tidemill.pool.provider import Change, capacity_of
 from tidemill.pool.traces import CapacityTrace
 

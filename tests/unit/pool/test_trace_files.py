@@ -78,7 +78,7 @@ def test_a_fault_names_file_and_line_and_a_cure(text: str, where: str, what: str
         parse_trace(text, source="t")
     assert caught.value.where == where
     assert caught.value.what.startswith(what)
-    assert caught.value.cure
+    assert caught.value.hint
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tidemill.core.errors import WeightsError
 from tidemill.core.protocols import LoopClock
 from tidemill.core.records import PolicyVersion, WeightManifest, pack_tokens
 from tidemill.models.loading import probe_logprobs
-from tidemill.models.snapshots import empty_twin, snapshot_bytes, snapshot_layout, write_snapshot
+from tidemill.models.snapshots import empty_copy, snapshot_bytes, snapshot_layout, write_snapshot
 from tidemill.rollout.pulled import PulledWeights
 from tidemill.runtime.backend import ModelPublisher
 from tidemill.runtime.compute import ComputeThread
@@ -40,7 +40,7 @@ class Stage:
         self.publisher = ModelPublisher(
             model, self.store, rollout_model=model, compute=compute, probe_ids=IDS, sends_base=True
         )
-        self.hollow = empty_twin(model, torch.float32)
+        self.hollow = empty_copy(model, torch.float32)
         puller, base = (Puller(self.transport, compute, clock=LoopClock()) for _ in range(2))
         self.pulled = PulledWeights(puller, self.hollow, base=base)
 

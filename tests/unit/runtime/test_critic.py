@@ -13,15 +13,15 @@ from tidemill.models.codec import load_codec
 from tidemill.models.loading import weights_digest
 from tidemill.models.lora import frozen_parameters, learned_parameters
 from tidemill.models.reward_model import reward_head, save_head
-from tidemill.runtime.evaluate import evaluate
-from tidemill.runtime.model_bundle import Parts, build_critic, load_parts
+from tidemill.runtime.model_bundle import ModelBundle, build_critic, load_model_bundle
+from tidemill.runtime.model_evaluation import evaluate
 from tidemill.trainer.critic import ModelCritic, TrunkCritic
 
 SMALL = ("--model.source=char", "--model.char.hidden_size=16", "--model.char.layers=1", "--model.char.heads=2")
 
 
-def parts(*args: str) -> Parts:
-    return load_parts(load_spec([*SMALL, "--trainer.threads=1", *args]), progress=lambda _: None)
+def parts(*args: str) -> ModelBundle:
+    return load_model_bundle(load_spec([*SMALL, "--trainer.threads=1", *args]), progress=lambda _: None)
 
 
 def test_no_critic_where_none_is_needed() -> None:

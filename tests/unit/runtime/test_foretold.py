@@ -13,12 +13,12 @@ import pytest
 from tests.fabricated_forecast import make_forecast
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
-from tidemill.runtime.backend import Machinery
+from tidemill.runtime.backend import RuntimeBackend
 from tidemill.runtime.train import Foretell, train
 from tidemill.telemetry.manifest import Forecast, read_forecast
 
 
-def nothing_to_run_on(*_: Any) -> AbstractAsyncContextManager[Machinery]:
+def nothing_to_run_on(*_: Any) -> AbstractAsyncContextManager[RuntimeBackend]:
     raise UserError("no machine today")
 
 
@@ -27,7 +27,7 @@ def begin(directory: Path, foretell: Foretell) -> str:
     spec = RunSpec.model_validate({"model": {"source": "char"}, "run": {"dir": str(directory)}})
     stream = io.StringIO()
     with pytest.raises(UserError, match="no machine today"):
-        train(spec, telemetry_stream=stream, open_machinery=nothing_to_run_on, foretell=foretell)
+        train(spec, telemetry_stream=stream, open_backend=nothing_to_run_on, foretell=foretell)
     return stream.getvalue()
 
 

@@ -35,7 +35,7 @@ from tidemill.rollout.worker import EngineWorker
 from tidemill.runtime.backend import ModelPublisher, probe_sequence
 from tidemill.runtime.compute import ComputeThread
 from tidemill.runtime.local import NOTHING_YET, InProcessHost
-from tidemill.runtime.model_bundle import Parts, load_parts
+from tidemill.runtime.model_bundle import ModelBundle, load_model_bundle
 from tidemill.weights.snapshot import MemoryTransport
 from tidemill.weights.store import WeightStore
 
@@ -51,7 +51,7 @@ def lease(name: str) -> Lease:
 class Stage:
     """A trained model, its own engine's worker, its publisher and its host."""
 
-    def __init__(self, parts: Parts, compute: ComputeThread, weights_compute: ComputeThread) -> None:
+    def __init__(self, parts: ModelBundle, compute: ComputeThread, weights_compute: ComputeThread) -> None:
         self.parts, self.transport = parts, MemoryTransport()
         store = WeightStore(self.transport, compute=weights_compute)
         self.publisher = ModelPublisher(
@@ -91,7 +91,7 @@ async def stage(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
         compute, weights_compute = ComputeThread(), ComputeThread("weights")
         stack.push_async_callback(compute.close)
         stack.push_async_callback(weights_compute.close)
-        subject = Stage(load_parts(spec, progress=lambda _: None), compute, weights_compute)
+        subject = Stage(load_model_bundle(spec, progress=lambda _: None), compute, weights_compute)
         stack.push_async_callback(subject.local.close)
         stack.push_async_callback(subject.host.close)
         yield subject

@@ -224,7 +224,7 @@ async def test_a_damaged_page_is_found(path: Path) -> None:
 
     with pytest.raises(UserError, match="damaged") as error:
         await load_all(path)
-    assert "delete it" in error.value.cure
+    assert "delete it" in error.value.hint
 
 
 async def test_a_changed_byte_is_found(path: Path) -> None:

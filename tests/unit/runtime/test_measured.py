@@ -13,7 +13,7 @@ from tests.char_codec import make_prompt, make_trajectory
 from tidemill.controller.evaluation import Evaluation, judged
 from tidemill.controller.journal_entries import EvalResult
 from tidemill.core.records import Group, PolicyVersion, Prompt, Reward, Trajectory
-from tidemill.runtime.evaluate import Measured, comparison, figures
+from tidemill.runtime.model_evaluation import ModelEvaluation, comparison, figures
 from tidemill.telemetry.statistics import wilson_interval
 
 PROMPTS = tuple(make_prompt(f"{number}+0=", str(number)) for number in range(4))
@@ -26,7 +26,7 @@ def answered(prompt: Prompt, completion: str, index: int = 0) -> Trajectory:
 
 def measured(
     greedy: Sequence[str], drawn: Sequence[str] = (), scores: dict[str, tuple[Reward, ...]] | None = None
-) -> Measured:
+) -> ModelEvaluation:
     """One greedy completion a prompt; of each prompt the characters of a word, a sample each."""
     samples = tuple(answered(prompt, text) for prompt, text in zip(PROMPTS, greedy, strict=True))
     right = sum(sample.text == prompt.answer for sample, prompt in zip(samples, PROMPTS, strict=True))
@@ -50,7 +50,7 @@ def measured(
         )
         for at, (prompt, word) in enumerate(zip(PROMPTS, drawn, strict=False))
     )
-    return Measured(
+    return ModelEvaluation(
         model="m",
         prompts=PROMPTS,
         greedy=Evaluation(result=result, samples=samples),
@@ -70,7 +70,7 @@ def test_greedy_figures() -> None:
     assert found["samples"][2] == {"prompt": "2+0=", "completion": "9", "answer": "2", "reward": 0.0, "correct": False}
 
 
-def graded(values: Sequence[float | None], drawn: Sequence[Sequence[float]] = ()) -> Measured:
+def graded(values: Sequence[float | None], drawn: Sequence[Sequence[float]] = ()) -> ModelEvaluation:
     """Greedy completions with these rewards, None for an invalid one, and samples of each prompt."""
 
     def with_reward(sample: Trajectory, value: float | None) -> Trajectory:

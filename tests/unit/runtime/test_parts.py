@@ -16,13 +16,13 @@ from tidemill.core.records import PolicyVersion, pack_tokens
 from tidemill.models.folder import DESCRIPTION
 from tidemill.models.loading import probe_logprobs
 from tidemill.models.lora import frozen_parameters, learned_parameters
-from tidemill.runtime.model_bundle import Parts, load_parts
+from tidemill.runtime.model_bundle import ModelBundle, load_model_bundle
 
 IDS = pack_tokens(range(2, 30))
 V0, V1 = (PolicyVersion(number=number, digest=str(number)) for number in (0, 1))
 
 
-def parts_of(folder: Path, *, rank: int, precision: str = "fp32", lag: int = 0) -> Parts:
+def parts_of(folder: Path, *, rank: int, precision: str = "fp32", lag: int = 0) -> ModelBundle:
     spec = RunSpec.model_validate(
         {
             "model": {"source": str(save_folder(qwen3(), folder)), "lora": {"rank": rank}},
@@ -30,7 +30,7 @@ def parts_of(folder: Path, *, rank: int, precision: str = "fp32", lag: int = 0) 
             "schedule": {"max_policy_lag": lag},
         }
     )
-    return load_parts(spec, progress=lambda _: None)
+    return load_model_bundle(spec, progress=lambda _: None)
 
 
 def test_a_reward_model_is_no_policy(tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_a_reward_model_is_no_policy(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds a reward model"):
         parts_of(tmp_path, rank=0)
     with pytest.raises(UserError, match="holds a reward model"):
-        load_parts(RunSpec(), progress=lambda _: None, folder=tmp_path)
+        load_model_bundle(RunSpec(), progress=lambda _: None, folder=tmp_path)
 
 
 @pytest.mark.parametrize("rank", [0, 4])

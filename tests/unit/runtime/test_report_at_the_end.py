@@ -12,19 +12,19 @@ import pytest
 
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import GuardStop
-from tidemill.runtime.backend import Machinery
-from tidemill.runtime.supervised import train_supervised
+from tidemill.runtime.backend import RuntimeBackend
 from tidemill.runtime.train import train
+from tidemill.runtime.train_supervised import train_supervised
 
 
-def stopped_by_a_guard(*_: Any) -> AbstractAsyncContextManager[Machinery]:
+def stopped_by_a_guard(*_: Any) -> AbstractAsyncContextManager[RuntimeBackend]:
     raise GuardStop("no sample gets a valid reward")
 
 
 def run_until_the_guard(directory: Path) -> None:
     spec = RunSpec.model_validate({"model": {"source": "char"}, "run": {"dir": str(directory)}})
     with pytest.raises(GuardStop, match="no sample gets a valid reward"):
-        train(spec, telemetry_stream=io.StringIO(), open_machinery=stopped_by_a_guard)
+        train(spec, telemetry_stream=io.StringIO(), open_backend=stopped_by_a_guard)
 
 
 def test_a_run_that_a_guard_stops_has_a_report_of_this_session(tmp_path: Path) -> None:
@@ -34,7 +34,7 @@ def test_a_run_that_a_guard_stops_has_a_report_of_this_session(tmp_path: Path) -
 
 
 def test_a_stage_that_a_guard_stops_has_one_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tidemill.runtime.supervised._train", stopped_by_a_guard)
+    monkeypatch.setattr("tidemill.runtime.train_supervised._train", stopped_by_a_guard)
     spec = RunSpec.model_validate({"model": {"source": "char"}, "run": {"dir": str(tmp_path)}})
     with pytest.raises(GuardStop, match="no sample gets a valid reward"):
         train_supervised(spec, "sft", telemetry_stream=io.StringIO())

@@ -12,7 +12,7 @@ from tests.fake_samples import make_id
 from tests.unit.hardware.test_engine import PLAIN
 from tests.unit.sim.test_run import PLANT, VARIED, spec_of
 from tidemill.core.records import GenerateRequest, PolicyVersion, SamplingParams, pack_tokens
-from tidemill.sim.baselines import ChunkedEngines, chunked_twins
+from tidemill.sim.baselines import ChunkedEngines, chunked_components
 from tidemill.sim.costs import ProfiledEngine
 from tidemill.sim.simulated_engine import SimulatedEngine
 from tidemill.sim.simulation import simulate_run
@@ -127,10 +127,10 @@ def test_prompts_that_come_again_are_not_dealt_out_by_how_long_they_were() -> No
             batches.append(list(dict.fromkeys(request.sample_id.prompt_id for request in requests)))
             super().submit(requests, now_s)
 
-    plant = msgspec.structs.replace(PLANT, reserved=TWO)
+    cost_model = msgspec.structs.replace(PLANT, reserved=TWO)
     work = msgspec.structs.replace(VARIED, different_prompts=4, prompt_correlation=0.9, prompt_tokens=10)
     spec = spec_of(batch={"prompts": 4, "group_size": 2}, trainer={"steps": 4}, pool={"kind": "static", "workers": 0})
-    simulate_run(spec, plant, work, twins=msgspec.structs.replace(chunked_twins(), engine=Told))
+    simulate_run(spec, cost_model, work, factories=msgspec.structs.replace(chunked_components(), engine=Told))
 
     assert len(batches) == 4
     assert all(batch == batches[0] for batch in batches)

@@ -1,4 +1,4 @@
-"""Profiles as costs of twins, against sums done by hand."""
+"""Profiles as costs of factories, against sums done by hand."""
 
 from __future__ import annotations
 

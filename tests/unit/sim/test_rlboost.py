@@ -10,7 +10,7 @@ import pytest
 from tests.fake_samples import make_id
 from tidemill.controller.router import Load, Movable, Move, Waiting
 from tidemill.core.records import GenerateRequest, PolicyVersion, SamplingParams, count, pack_tokens
-from tidemill.sim.baselines import GroupEngine, GroupRouter, Moved, UnknownLengths, rlboost_twins
+from tidemill.sim.baselines import GroupEngine, GroupRouter, Moved, UnknownLengths, rlboost_components
 from tidemill.sim.costs import ConstantEngine
 from tidemill.sim.workload import BlankCompletions
 
@@ -220,13 +220,13 @@ def test_what_is_made_again_goes_with_its_group() -> None:
 
 @pytest.mark.parametrize("moved", get_args(Moved))
 def test_parts_of_a_simulation_do_as_they_are_told(moved: Moved) -> None:
-    twins = rlboost_twins(2, moved=moved)
+    factories = rlboost_components(2, moved=moved)
     costs = ConstantEngine(slots=4, plateau=4, step_s=0.1, prefill_tokens_per_s=1e9)
-    first, other = (twins.engine(costs, BlankCompletions(lambda _: 9), now_s=0.0) for _ in range(2))
+    first, other = (factories.engine(costs, BlankCompletions(lambda _: 9), now_s=0.0) for _ in range(2))
     for engine in (first, other):
         engine.load(V0, computes_with=V0, swap_s=0.0, now_s=0.0)
     first.submit([request(0, 0, 0), request(0, 1, 0)], 0.0)
     other.submit([request(0, 1, 0)], 0.0)
 
     assert other.running == (2 if moved in ("all", "requests anew") else 1)
-    assert twins.last_words == (moved in ("unfinished", "all"))
+    assert factories.last_words == (moved in ("unfinished", "all"))

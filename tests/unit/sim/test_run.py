@@ -15,17 +15,17 @@ from hypothesis import strategies as st
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.hardware.completion_lengths import FixedLengths, LogNormalLengths
-from tidemill.pool.build import static_timetable
+from tidemill.pool.build_provider import static_timetable
 from tidemill.pool.provider import Change
 from tidemill.pool.synthetic import Market, market_timetable
 from tidemill.sim.costs import ConstantEngine, ConstantTrainer, ConstantWeights
 from tidemill.sim.outcome import SimulatedRun
-from tidemill.sim.simulation import Plant, Twins, simulate_run
+from tidemill.sim.simulation import ComponentFactories, CostModel, simulate_run
 from tidemill.sim.workload import Workload
 from tidemill.telemetry.events import DECODE
 
 ENGINE = ConstantEngine(slots=8, plateau=8, step_s=0.1, prefill_tokens_per_s=1e9)
-PLANT = Plant(
+PLANT = CostModel(
     trainer=ConstantTrainer(tokens_per_s=80.0, commit=1.0),
     weights=ConstantWeights(nbytes=100, uplink_bytes_per_s=100.0, downlink_bytes_per_s=50.0, swap=0.5),
     reserved=ENGINE,
@@ -96,7 +96,7 @@ def test_nobody_to_generate_is_a_finding() -> None:
     with pytest.raises(UserError, match="nobody generates"):
         simulate_run(spec_of(), alone, WORK)
     with pytest.raises(UserError, match="none was up before it went"):
-        simulate_run(spec_of(fleet={"join_s": 1.0}), alone, WORK, static_timetable(2), seconds=60.0)
+        simulate_run(spec_of(fleet={"join_timeout_s": 1.0}), alone, WORK, static_timetable(2), seconds=60.0)
     with pytest.raises(UserError, match="no step is finished"):
         simulate_run(spec_of(), PLANT, WORK, seconds=3.0)
 
@@ -129,12 +129,12 @@ def test_running_ahead_is_never_slower_with_samples_of_one_length(
     lag: int, tokens_per_s: float, membership: str, shares: bool
 ) -> None:
     """Nobody waits for a straggler, and nothing is thrown away."""
-    plant = msgspec.structs.replace(
+    cost_model = msgspec.structs.replace(
         PLANT, shares_gpus=shares, trainer=ConstantTrainer(tokens_per_s=tokens_per_s, commit=1.0)
     )
     ahead = {"max_policy_lag": lag, "membership": membership}
-    on_policy = simulate_run(spec_of(), plant, WORK)
-    later = simulate_run(spec_of(schedule=ahead), plant, WORK)
+    on_policy = simulate_run(spec_of(), cost_model, WORK)
+    later = simulate_run(spec_of(schedule=ahead), cost_model, WORK)
     assert later.tokens_trained == on_policy.tokens_trained
     assert later.seconds <= on_policy.seconds + 1e-3
 
@@ -149,11 +149,11 @@ def test_running_ahead_is_never_slower_with_samples_of_one_length(
 )
 def test_tokens_and_dollars_are_conserved(seed: int, lag: int, cache: float, reserved: bool, eviction_s: float) -> None:
     engine = msgspec.structs.replace(ENGINE, cache_tokens=cache)
-    plant = msgspec.structs.replace(PLANT, reserved=engine if reserved else None, worker=engine)
+    cost_model = msgspec.structs.replace(PLANT, reserved=engine if reserved else None, worker=engine)
     market = Market(machines=3, present=2, mean_time_to_eviction_s=eviction_s, mean_time_to_return_s=5.0)
     schedule = {"max_policy_lag": lag, "membership": "first_finished" if lag else "planned"}
     spec = spec_of(run={"seed": seed}, schedule=schedule)
-    run = simulate_run(spec, plant, VARIED, market_timetable(market, seed=seed))
+    run = simulate_run(spec, cost_model, VARIED, market_timetable(market, seed=seed))
 
     # What was accepted was learned from or thrown away: in the end nothing is in flight. Engines made that, and what
     # nobody received.
@@ -172,7 +172,7 @@ def seeded(hand_over: str, timetable: Iterator[Change], **fleet: Any) -> Simulat
         fleet={"hand_over": hand_over, **fleet},
         pool={"kind": "static", "workers": 1},
     )
-    return simulate_run(spec, PLANT, VARIED, timetable, twins=Twins(tick_s=0.1))
+    return simulate_run(spec, PLANT, VARIED, timetable, factories=ComponentFactories(tick_s=0.1))
 
 
 def test_by_balance_the_reserved_side_goes_on_until_others_can_finish_however_short_its_window() -> None:

@@ -13,7 +13,7 @@ from tidemill.telemetry.jsonl import (
     disk_error,
     drop_torn_line,
     encode,
-    measured,
+    finite_number,
     read_lines,
     write_atomically,
 )
@@ -99,7 +99,7 @@ def test_a_full_disk_is_said_and_leaves_whole_lines(
     monkeypatch.setattr(os, "write", disk_that_fills_after(free_bytes))
     with pytest.raises(UserError, match="the disk is full") as caught:
         writer.write({"n": 2})
-    assert caught.value.where == str(path) and "resumes" in caught.value.cure
+    assert caught.value.where == str(path) and "resumes" in caught.value.hint
     monkeypatch.undo()
     assert path.read_bytes() == b'{"n":1}\n'
     writer.write({"n": 3})
@@ -136,4 +136,4 @@ def test_disk_errors_in_words(code: int, what: str) -> None:
     ],
 )
 def test_what_may_have_been_measured(value: object, number: float | None) -> None:
-    assert measured(value) == number
+    assert finite_number(value) == number

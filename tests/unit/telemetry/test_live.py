@@ -9,8 +9,8 @@ from rich.console import Console
 
 from tests.fabricated_run import FabricatedRun, FakeClock
 from tidemill.core.records import FleetRow
+from tidemill.telemetry.progress_views import LiveView, Progress, _cell, sparkline
 from tidemill.telemetry.summary import Evaluation
-from tidemill.telemetry.views import LiveView, Progress, _cell, sparkline
 
 SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
 

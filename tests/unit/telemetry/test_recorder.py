@@ -18,10 +18,10 @@ from tidemill.core.records import PolicyVersion, Reward, StepMetrics
 from tidemill.telemetry import sinks
 from tidemill.telemetry.events import read_events
 from tidemill.telemetry.metrics import read_metrics
+from tidemill.telemetry.progress_views import PlainView
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory
-from tidemill.telemetry.samples import read_samples
-from tidemill.telemetry.views import PlainView
+from tidemill.telemetry.sample_files import read_samples
 
 
 def spec_of(directory: Path, **telemetry: Any) -> RunSpec:

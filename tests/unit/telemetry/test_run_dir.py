@@ -32,7 +32,7 @@ def test_opening_creates_and_a_second_opening_is_refused(tmp_path: Path) -> None
         assert run.samples.is_dir() and run.checkpoints.is_dir()
         with pytest.raises(UserError, match="another process is working on this run") as caught:
             RunDirectory.open(run.path)
-        assert caught.value.where == str(run.path) and "--run.dir" in caught.value.cure
+        assert caught.value.where == str(run.path) and "--run.dir" in caught.value.hint
     RunDirectory.open(run.path).close()
 
 
@@ -55,7 +55,7 @@ def test_a_file_in_the_way_is_a_clear_error(tmp_path: Path, below: str) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="a file stands where a directory should be") as caught:
         RunDirectory.open(tmp_path / "file" / below)
-    assert "--run.dir" in caught.value.cure
+    assert "--run.dir" in caught.value.hint
 
 
 def test_an_unwritable_place_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.fabricated_run import decode, make_prompt, make_trajectory
 from tidemill.core.records import Reward, Segment, pack_logprobs, pack_tokens
-from tidemill.telemetry.samples import TokenTexts, chosen, read_samples, sample_line, write_samples
+from tidemill.telemetry.sample_files import TokenTexts, chosen, read_samples, sample_line, write_samples
 
 
 def test_tokens_are_the_text_cut_at_their_borders() -> None:

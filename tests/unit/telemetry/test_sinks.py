@@ -68,7 +68,7 @@ def test_a_missing_package_is_refused_with_the_command_that_installs_it(monkeypa
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="wandb is not installed") as caught:
         check_sinks(["wandb"])
-    assert caught.value.cure == "install it with: pip install 'tidemill[wandb]'"
+    assert caught.value.hint == "install it with: pip install 'tidemill[wandb]'"
     check_sinks([])
 
 
@@ -80,7 +80,7 @@ def test_a_sink_that_cannot_open_stops_a_new_run(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sinks, "SINKS", {"wandb": refuse})
     with pytest.raises(UserError, match="not logged in") as caught:
         SinkSet(lambda *_: None).open(["wandb"], context)
-    assert "telemetry.sinks" in caught.value.cure
+    assert "telemetry.sinks" in caught.value.hint
 
 
 def test_a_sink_that_cannot_open_does_not_stop_a_resumed_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

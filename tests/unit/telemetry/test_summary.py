@@ -5,7 +5,7 @@ from pathlib import Path
 from tests.fabricated_run import HELD_OUT, FabricatedRun
 from tidemill.telemetry.metrics import read_metrics
 from tidemill.telemetry.run_dir import RunDirectory
-from tidemill.telemetry.samples import read_samples
+from tidemill.telemetry.sample_files import read_samples
 from tidemill.telemetry.summary import build_summary
 
 

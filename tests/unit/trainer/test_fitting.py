@@ -17,7 +17,7 @@ from tidemill.core.errors import GuardStop, UserError
 from tidemill.models.loading import load_model
 from tidemill.models.reward_model import load_reward_model
 from tidemill.trainer.objectives import train_dpo, train_reward_model, train_sft
-from tidemill.trainer.supervised_loop import FitResult, Workbench
+from tidemill.trainer.supervised_loop import FitContext, FitResult
 
 CPU = torch.device("cpu")
 Train = Callable[..., FitResult]
@@ -30,7 +30,7 @@ KINDS: list[tuple[Train, Callable[..., list[Any]]]] = [
 
 def run(
     train: Train, data: Callable[..., list[Any]], folder: Path, spec: RunSpec | None = None, **options: Any
-) -> tuple[FitResult, Workbench, RememberedSteps]:
+) -> tuple[FitResult, FitContext, RememberedSteps]:
     source = folder / "model"
     if not source.exists():
         save_folder(llama(), source)

@@ -20,7 +20,7 @@ from tidemill.core.records import Group, unpack_tokens
 from tidemill.models.loading import load_model, weights_digest
 from tidemill.models.lora import frozen_parameters, learned_parameters
 from tidemill.runtime.compute import ComputeThread
-from tidemill.runtime.model_bundle import Parts, load_parts
+from tidemill.runtime.model_bundle import ModelBundle, load_model_bundle
 from tidemill.trainer.policy import PolicyTrainer
 
 BETA = 0.3
@@ -40,15 +40,15 @@ def spec(base: Path, *, rank: int = 4, **sections: dict[str, Any]) -> RunSpec:
                                    for name in {*settings, *sections}})  # fmt: skip
 
 
-def trainer_of(parts: Parts) -> PolicyTrainer:
+def trainer_of(parts: ModelBundle) -> PolicyTrainer:
     return PolicyTrainer(
         parts.model, parts.spec, compute=ComputeThread(), source=parts.folder, reference=parts.reference()
     )
 
 
-def trained(settings: RunSpec) -> tuple[Parts, PolicyTrainer]:
+def trained(settings: RunSpec) -> tuple[ModelBundle, PolicyTrainer]:
     """An adapter that is not at its beginning, so that both of its matrices have gradients."""
-    parts = load_parts(settings, progress=lambda _: None)
+    parts = load_model_bundle(settings, progress=lambda _: None)
     teach(parts.model)
     return parts, trainer_of(parts)
 
@@ -111,7 +111,7 @@ def test_gradients_are_plain_ones_and_the_reference_is_the_base(
     settings = spec(base, algorithm=algorithm, trainer={"activation_checkpointing": checkpointing})
     parts, subject = trained(settings)
     ours = accumulated(subject)
-    plain = load_parts(spec(base), progress=lambda _: None).model
+    plain = load_model_bundle(spec(base), progress=lambda _: None).model
     teach(plain)
     plain.set_attn_implementation("eager")
     expected = plain_gradients(plain, MODEL_SHAPES[shape]())
@@ -162,7 +162,7 @@ def test_a_checkpoint_brings_it_back_and_training_goes_on_with_the_same_bits(tmp
         for one in groups(step):
             first.take(one)
         first.learn(step)
-    again = trainer_of(load_parts(settings, progress=lambda _: None))
+    again = trainer_of(load_model_bundle(settings, progress=lambda _: None))
     again.read_state(directory)
     assert again.version.number == 1
     for one in groups(2):
@@ -177,13 +177,13 @@ def test_a_checkpoint_of_another_kind(tmp_path: Path) -> None:
     base = save_folder(llama(), tmp_path / "base")
     for name, rank in (("whole", 0), ("rank 4", 4)):
         (tmp_path / name).mkdir()
-        trainer_of(load_parts(spec(base, rank=rank), progress=lambda _: None)).write_state(tmp_path / name)
-    adapter = trainer_of(load_parts(spec(base, rank=8), progress=lambda _: None))
+        trainer_of(load_model_bundle(spec(base, rank=rank), progress=lambda _: None)).write_state(tmp_path / name)
+    adapter = trainer_of(load_model_bundle(spec(base, rank=8), progress=lambda _: None))
     with pytest.raises(UserError, match="holds a whole model, and this run trains an adapter of rank 8"):
         adapter.read_state(tmp_path / "whole")
     with pytest.raises(UserError, match=r"model.lora.rank = 4, and 8 is asked for"):
         adapter.read_state(tmp_path / "rank 4")
-    whole = trainer_of(load_parts(spec(base, rank=0), progress=lambda _: None))
+    whole = trainer_of(load_model_bundle(spec(base, rank=0), progress=lambda _: None))
     with pytest.raises(UserError, match="holds an adapter, and this run trains the whole model"):
         whole.read_state(tmp_path / "rank 4")
 
@@ -195,9 +195,11 @@ def test_a_checkpoint_loads_as_parts_whatever_the_recipe_says(tmp_path: Path) ->
     stored.mkdir()
     subject.write_state(stored)
     for settings in (spec(base, rank=0), spec(base, rank=8), RunSpec()):
-        parts = load_parts(settings, progress=lambda _: None, folder=stored)
+        parts = load_model_bundle(settings, progress=lambda _: None, folder=stored)
         assert weights_digest(parts.model) == weights_digest(subject.model)
         assert parts.spec.model.lora.rank == 4
-    parts = load_parts(spec(base, rank=8), progress=lambda _: None, folder=base)  # a whole model stands for itself
+    parts = load_model_bundle(
+        spec(base, rank=8), progress=lambda _: None, folder=base
+    )  # a whole model stands for itself
     assert weights_digest(parts.model) == weights_digest(load_model(base, device=CPU))
     assert not parts.spec.model.lora.enabled

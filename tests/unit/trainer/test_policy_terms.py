@@ -28,7 +28,7 @@ from tidemill.trainer.critic import Critic, ModelCritic, TrunkCritic
 from tidemill.trainer.packing import Weighted, by_sample, pack
 from tidemill.trainer.policy import PolicyTrainer
 from tidemill.trainer.scoring import ChunkedReader, LogprobGauge
-from tidemill.trainer.update import Sums, policy_outcome
+from tidemill.trainer.update import UpdateSums, policy_outcome
 
 PROMPT = [5, 6, 7]
 PPO = {"name": "ppo", "kl_beta": 0.0}
@@ -289,7 +289,7 @@ def test_logprobs_that_are_not_finite_are_the_models_fault_and_not_missing(
     with pytest.raises(UserError, match=r"not finite \(1 of 2 samples of prompt ") as caught:
         learn(trainer(settings), [group(0, [whole, broken]), other])
     assert caught.value.where == settings.model.source
-    assert "algorithm" not in caught.value.cure
+    assert "algorithm" not in caught.value.hint
 
 
 def test_without_rollout_logprobs_there_are_no_ratios() -> None:
@@ -313,7 +313,7 @@ def test_both_estimates_of_the_divergence_from_the_reference_are_told() -> None:
     logprobs = torch.log(torch.tensor([0.5, 0.5, 0.125]))
     microbatch.proximal_logprobs, microbatch.ref_logprobs = logprobs, torch.log(torch.tensor([0.25, 0.25, 0.5]))
     outcome = policy_outcome(RunSpec().algorithm, microbatch, logprobs, torch.zeros(3), kl_beta=0.1)
-    sums = Sums(kl_beta=0.1)
+    sums = UpdateSums(kl_beta=0.1)
     sums.learned(microbatch, outcome, logprobs, torch.zeros(3))
     values = sums.values()
     # log(policy / reference) is ln 2, ln 2, -2 ln 2; k3 is 2 (1/2 + ln 2 - 1) and 4 - 2 ln 2 - 1: together 2

@@ -19,7 +19,7 @@ from tidemill.envs.text.prompts import (
     in_content_order,
     text_item,
 )
-from tidemill.envs.text.task import Longest, Task, longest_of
+from tidemill.envs.text.text_task import Longest, Task, longest_of
 
 STOP = "\n"
 OPERATIONS: dict[str, Callable[[int, int], int]] = {
@@ -158,7 +158,7 @@ def draw_from(config: ArithmeticTask, shots: Sequence[Problem]) -> Callable[...,
         raise UserError(
             f"{config.held_out_fraction} leaves one side too rare to be drawn from {config.digits}-digit problems",
             where="task.held_out_fraction",
-            cure=f"take a share between {RAREST_SHARE} and {1 - RAREST_SHARE}",
+            hint=f"take a share between {RAREST_SHARE} and {1 - RAREST_SHARE}",
         )
     shot_kinds = {shot.kind for shot in shots}
 

@@ -32,7 +32,7 @@ class Sample:
     token_ids: TokenBuffer = b""  # int32 [P + T], prompt and completion as they were generated
 
 
-class Judge(Protocol):
+class BatchScorer(Protocol):
     """Scores samples together."""
 
     async def judge(self, samples: Sequence[Sample]) -> Sequence[float | Exception]:
@@ -51,7 +51,7 @@ class Batches:
             for as long as it takes.
     """
 
-    def __init__(self, judge: Judge, *, most: int, overtake_s: float | None = None) -> None:
+    def __init__(self, judge: BatchScorer, *, most: int, overtake_s: float | None = None) -> None:
         self._judge, self._most, self._overtake_s = judge, most, overtake_s
         self._waiting: deque[tuple[Sample, asyncio.Future[float]]] = deque()
         self._answering: set[asyncio.Task[None]] = set()
@@ -134,7 +134,7 @@ class _TemporaryError(RemoteError):
     """Another try may succeed."""
 
 
-class RemoteJudge:
+class HttpScorer:
     """Implements `batches.Judge`: one request a batch, sent again while there is hope.
 
     Each request has a deadline as a whole, from connecting to the last byte of the answer; a sample's deadline is
@@ -216,11 +216,11 @@ def _authorization(config: RewardConfig) -> dict[str, str]:
         return {}
     where, secret = "scoring.rewards.auth_env", os.environ.get(config.auth_env, "").strip()
     if not secret:
-        cure = f"export {config.auth_env} before starting, or leave auth_env out"
-        raise UserError(f"the environment variable {config.auth_env} is not set", where=where, cure=cure)
+        hint = f"export {config.auth_env} before starting, or leave auth_env out"
+        raise UserError(f"the environment variable {config.auth_env} is not set", where=where, hint=hint)
     if not (secret.isascii() and secret.isprintable()):
         what = f"the value of {config.auth_env} has characters that no header can carry"
-        raise UserError(what, where=where, cure="set it to one line of plain ASCII")
+        raise UserError(what, where=where, hint="set it to one line of plain ASCII")
     return {config.auth_header: secret}
 
 

@@ -121,7 +121,7 @@ def encode_question(question: Question, codec: Codec, *, chat_template: bool) ->
 
 def placed(error: UserError, question: Question) -> UserError:
     """The codec knows what is wrong with a text; only here is known where the text is from."""
-    return UserError(error.what, where=question.where or error.where, cure=error.cure)
+    return UserError(error.what, where=question.where or error.where, hint=error.hint)
 
 
 def renderer(codec: Codec, *, chat_template: bool) -> Callable[[Item], Prompt]:

@@ -24,7 +24,7 @@ from tidemill.envs.text.prompts import (
     in_content_order,
     question_key,
 )
-from tidemill.envs.text.task import Check, Task, longest_of
+from tidemill.envs.text.text_task import Check, Task, longest_of
 
 DATA_SEED = 0
 """Seeds the generator, so that every run seed learns from and is evaluated on the same prompts."""
@@ -69,7 +69,7 @@ def _create(config: ReasoningGymTask) -> Any:
         raise UserError(
             f"reasoning-gym has no generator {config.name!r}",
             where="task.name",
-            cure=f"did you mean {' or '.join(close)}?" if close else f"it has {', '.join(sorted(datasets))}",
+            hint=f"did you mean {' or '.join(close)}?" if close else f"it has {', '.join(sorted(datasets))}",
         )
     settings = {"seed": DATA_SEED, "size": _most_tries(config), **config.params}
     try:
@@ -79,7 +79,7 @@ def _create(config: ReasoningGymTask) -> Any:
         raise UserError(
             f"{config.name} refuses its parameters: {type(error).__name__}: {error}",
             where="task.params",
-            cure=f"it takes {', '.join(known)}",
+            hint=f"it takes {', '.join(known)}",
         ) from error
 
 
@@ -104,7 +104,7 @@ def _collect(config: ReasoningGymTask, dataset: Any) -> tuple[dict[str, Any], li
             raise UserError(
                 f"{config.name} fails at prompt {index}: {type(error).__name__}: {error}",
                 where="task.params",
-                cure="change the parameters, or take another generator",
+                hint="change the parameters, or take another generator",
             ) from error
         item = _item(config, entry)
         question = question_key(item)
@@ -121,7 +121,7 @@ def _collect(config: ReasoningGymTask, dataset: Any) -> tuple[dict[str, Any], li
         f"{config.name} makes too few different prompts, or takes over {GENERATION_TIMEOUT_S} s: "
         f"{len(train)} of {config.train_size} for training, {len(held_out)} of {config.held_out_size} for evaluation",
         where="task.train_size",
-        cure="lower task.train_size and task.held_out_size together, or widen task.params",
+        hint="lower task.train_size and task.held_out_size together, or widen task.params",
     )
 
 

@@ -23,10 +23,10 @@ import regex
 
 from tidemill.config.task import RewardConfig
 from tidemill.core.errors import UserError, exception_text
-from tidemill.envs.text.batch_rewards import Batches, RemoteJudge, Sample
+from tidemill.envs.text.batch_rewards import Batches, HttpScorer, Sample
 from tidemill.envs.text.data.rows import import_extra
 from tidemill.envs.text.prompts import hash_number
-from tidemill.envs.text.task import Task
+from tidemill.envs.text.text_task import Task
 from tidemill.envs.text.user_calls import CallTimeout, call_blocking
 
 WHERE_FUNCTION = "scoring.rewards.function"
@@ -45,8 +45,8 @@ def import_function(path: str) -> Callable[..., Any]:
         return call_blocking(lambda: _import_function(path), timeout_s=IMPORT_DEADLINE_S)
     except CallTimeout:
         what = f"importing {path.rpartition(':')[0]} takes longer than {IMPORT_DEADLINE_S:g} s"
-        cure = "do at the first call what the module does at import"
-        raise UserError(what, where=WHERE_FUNCTION, cure=cure) from None
+        hint = "do at the first call what the module does at import"
+        raise UserError(what, where=WHERE_FUNCTION, hint=hint) from None
 
 
 def _import_function(path: str) -> Callable[..., Any]:
@@ -56,15 +56,15 @@ def _import_function(path: str) -> Callable[..., Any]:
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        cure = "correct the module"
+        hint = "correct the module"
         if isinstance(error, ModuleNotFoundError) and str(error.name) in source:
-            cure = "install the package, or give the file itself: path/file.py:function"
-        raise UserError(f"cannot import {source}: {exception_text(error)}", where=WHERE_FUNCTION, cure=cure) from error
+            hint = "install the package, or give the file itself: path/file.py:function"
+        raise UserError(f"cannot import {source}: {exception_text(error)}", where=WHERE_FUNCTION, hint=hint) from error
     function: Callable[..., Any] | None = getattr(module, name, None)
     if not callable(function):
         close = difflib.get_close_matches(name, [key for key in vars(module) if callable(getattr(module, key))], n=1)
-        cure = f"did you mean {source}:{close[0]}?" if close else f"define {name} in it"
-        raise UserError(f"{source} has no function {name}", where=WHERE_FUNCTION, cure=cure)
+        hint = f"did you mean {source}:{close[0]}?" if close else f"define {name} in it"
+        raise UserError(f"{source} has no function {name}", where=WHERE_FUNCTION, hint=hint)
     _check_signature(function, path)
     return function
 
@@ -87,7 +87,7 @@ def source_file(path: str) -> Path | None:
 
 def _import_file(file: Path) -> ModuleType:
     if not file.is_file():
-        raise UserError(f"no file {file}", where=WHERE_FUNCTION, cure="paths are relative to the working directory")
+        raise UserError(f"no file {file}", where=WHERE_FUNCTION, hint="paths are relative to the working directory")
     name = f"tidemill_reward_{file.stem}_{hashlib.blake2b(str(file.resolve()).encode(), digest_size=4).hexdigest()}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None, "a .py file always has a loader"
@@ -110,7 +110,7 @@ def _check_signature(function: Callable[..., Any], path: str) -> None:
         signature.bind("prompt", "completion", "answer", {})
     except TypeError as error:
         raise UserError(
-            f"{path} takes {signature}", where=WHERE_FUNCTION, cure=f"it is called as {SIGNATURE}"
+            f"{path} takes {signature}", where=WHERE_FUNCTION, hint=f"it is called as {SIGNATURE}"
         ) from error
 
 
@@ -237,7 +237,7 @@ def _task(config: RewardConfig, context: Context) -> RewardFunction:
         raise UserError(
             "this task has no scorer of its own",
             where=WHERE,
-            cure='compare with the answer: reward kind "exact" or "numeric"',
+            hint='compare with the answer: reward kind "exact" or "numeric"',
         )
     return lambda sample: check(sample.completion, sample.prompt)
 
@@ -262,14 +262,14 @@ def _python(config: RewardConfig, context: Context) -> RewardFunction:
 def _model(config: RewardConfig, context: Context) -> RewardFunction:
     """What a reward model says of prompt and completion, as token ids."""
     if context.open_model is None:
-        raise UserError("no reward model can be run here", where=WHERE, cure='serve it and use kind = "http"')
+        raise UserError("no reward model can be run here", where=WHERE, hint='serve it and use kind = "http"')
     return context.open_model(config)
 
 
 def _http(config: RewardConfig, context: Context) -> RewardFunction:
     """What a server says of prompt and completion, as text."""
     first_try_s = config.longest_wait_s / max(2, config.retries + 1)
-    return Batches(RemoteJudge(config), most=config.batch, overtake_s=first_try_s)
+    return Batches(HttpScorer(config), most=config.batch, overtake_s=first_try_s)
 
 
 REWARDS: dict[str, Callable[[RewardConfig, Context], RewardFunction]] = {

@@ -13,7 +13,7 @@ from tidemill.core.errors import ReaderLost, exception_text
 from tidemill.core.records import RIGHT, Prompt, Reward, SampleId, Trajectory
 from tidemill.envs.text.batch_rewards import Sample
 from tidemill.envs.text.rewards import Context, NamedReward, Scores, build_rewards
-from tidemill.envs.text.task import Task
+from tidemill.envs.text.text_task import Task
 from tidemill.envs.text.user_calls import CallError, CallTimeout, HangingError, UserCalls
 
 TOO_LARGE = "and no reward may be larger than 1e18"

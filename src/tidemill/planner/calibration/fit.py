@@ -12,9 +12,9 @@ import msgspec
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.hardware.measured_profile import Packing
-from tidemill.planner.calibration.observed import PASSES, TRAINING, Observed, observe
+from tidemill.planner.calibration.least_squares import MAD_TO_DEVIATION, Solution, solve, solve_with_few
 from tidemill.planner.calibration.profile import FORMAT, Machine, Measure, RunProfile, cost_settings, fault
-from tidemill.planner.calibration.squares import MAD_TO_DEVIATION, Solution, solve, solve_with_few
+from tidemill.planner.calibration.run_observations import PASSES, TRAINING, Observed, observe
 from tidemill.planner.forecast.one_machine import simulate_recipe
 from tidemill.sim.outcome import SimulatedRun
 from tidemill.telemetry.events import JOIN
@@ -74,7 +74,7 @@ def fit(observed: Observed) -> RunProfile:
         held_out_lengths=_histogram(sample.length for sample in observed.held_out),
         step_s=_mean(observed.step_s),
         step_cpu_s=_mean(observed.step_cpu_s),
-        twin_step_s=0.0,
+        simulated_step_s=0.0,
         residuals={"engine": engine.residual, "training": training.residual},
         processor_share=min(1.0, observed.processor_share),
         notes=(
@@ -195,7 +195,7 @@ def calibrate(run_dir: Path) -> RunProfile:
     observed = observe(run_dir)
     profile = fit(observed)
     if wrong := fault(profile):
-        raise UserError(f"its logs are damaged: {wrong}", where=str(run_dir), cure="calibrate on another run")
+        raise UserError(f"its logs are damaged: {wrong}", where=str(run_dir), hint="calibrate on another run")
     return settle(profile, observed)
 
 
@@ -211,7 +211,7 @@ def settle(profile: RunProfile, observed: Observed) -> RunProfile:
         run = simulate_recipe(spec, profile)
         step_s = _step_s(run.metrics, observed)
         tried.append((profile["call_s"], step_s))
-        profile = msgspec.structs.replace(profile, twin_step_s=step_s)
+        profile = msgspec.structs.replace(profile, simulated_step_s=step_s)
         boots = _joins_s(run)
         boots_right = not (joined_s and boots) or abs(median(boots) / median(joined_s) - 1) < 0.05
         calls_right = abs(step_s - target_s) <= NEAR * target_s or (profile["call_s"] == 0 and step_s > target_s)

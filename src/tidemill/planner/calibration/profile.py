@@ -91,7 +91,7 @@ class RunProfile(Record, forbid_unknown_fields=True):
     held_out_lengths: dict[int, int]
     step_s: Measure  # wall time of the run's own steps but the first of each session, on average
     step_cpu_s: Measure  # CPU time of the same steps: engines, trainer, controller
-    twin_step_s: float  # a step in simulation, where nothing else is on the machine
+    simulated_step_s: float  # a step in simulation, where nothing else is on the machine
     residuals: dict[str, float]  # share of the time that what was fitted does not explain: engine, training
     processor_share: float  # of the time that engines computed, what they had a processor
     notes: tuple[str, ...]  # what could not be told, and what was assumed
@@ -147,11 +147,11 @@ def unlike(profile: RunProfile, spec: RunSpec) -> list[str]:
     ]
 
 
-def write_profile(profile: RunProfile, path: Path, *, where: str = "", cure: str = CACHE_CURE) -> None:
+def write_profile(profile: RunProfile, path: Path, *, where: str = "", hint: str = CACHE_CURE) -> None:
     """
     Args:
         where: what named the path; by default the path itself.
-        cure: of a path that cannot be written; by default of one in the cache.
+        hint: of a path that cannot be written; by default of one in the cache.
 
     Raises:
         UserError: it cannot be written.
@@ -161,7 +161,7 @@ def write_profile(profile: RunProfile, path: Path, *, where: str = "", cure: str
         write_atomically(path, msgspec.json.format(msgspec.json.encode(profile)) + b"\n")
     except (OSError, UserError) as error:
         reason = error.what if isinstance(error, UserError) else error.strerror
-        raise UserError(f"the profile cannot be written: {reason}", where=where or str(path), cure=cure) from error
+        raise UserError(f"the profile cannot be written: {reason}", where=where or str(path), hint=hint) from error
 
 
 def read_profile(path: Path) -> RunProfile:
@@ -169,18 +169,18 @@ def read_profile(path: Path) -> RunProfile:
     Raises:
         UserError: it is not there, or is none of this version.
     """
-    cure = "make one with `tidemill calibrate RUN_DIR --out FILE`"
+    hint = "make one with `tidemill calibrate RUN_DIR --out FILE`"
     try:
         profile = decode_json(path.read_bytes(), RunProfile)
     except (FileNotFoundError, IsADirectoryError):
-        raise UserError("no profile there", where=str(path), cure=cure) from None
+        raise UserError("no profile there", where=str(path), hint=hint) from None
     except msgspec.DecodeError as error:
-        raise UserError(f"not a profile: {error}", where=str(path), cure=cure) from None
+        raise UserError(f"not a profile: {error}", where=str(path), hint=hint) from None
     if profile.format != FORMAT or profile.numbers.keys() != QUANTITIES.keys():
         what = f"a profile of format {profile.format}, and this version reads {FORMAT}"
-        raise UserError(what, where=str(path), cure=cure)
+        raise UserError(what, where=str(path), hint=hint)
     if wrong := fault(profile):
-        raise UserError(f"not a profile: {wrong}", where=str(path), cure=cure)
+        raise UserError(f"not a profile: {wrong}", where=str(path), hint=hint)
     return profile
 
 

@@ -18,7 +18,7 @@ from tidemill.core.records import Record
 from tidemill.hardware.model_shape import ModelShape, adapter_parameters
 from tidemill.hardware.trainer_profile import Recompute, activation_bytes
 from tidemill.planner.calibration.profile import RunProfile, kept_profiles, unlike
-from tidemill.planner.figures import Sheet
+from tidemill.planner.figures import Derivation
 from tidemill.planner.forecast.one_machine import simulate_recipe
 from tidemill.sim.outcome import SimulatedRun
 from tidemill.telemetry.events import CHECKPOINT, EVALUATION, PUBLISH
@@ -180,15 +180,15 @@ def fitting_profile(spec: RunSpec) -> RunProfile:
     for profile in kept:
         if not unlike(profile, spec):
             return profile
-    cure = (
+    hint = (
         "let the recipe train for ten steps and `tidemill calibrate` its run directory; or give --measure, which does "
         "so, --profile FILE, or --machines"
     )
     if not kept:
-        raise UserError("no run of this machine was calibrated yet", where="plan run", cure=cure)
+        raise UserError("no run of this machine was calibrated yet", where="plan run", hint=hint)
     nearest = min(kept, key=lambda profile: len(unlike(profile, spec)))
     differences = "; ".join(unlike(nearest, spec)[:NAMED])
-    raise UserError(f"no run like this one was calibrated on this machine ({differences})", where="plan run", cure=cure)
+    raise UserError(f"no run like this one was calibrated on this machine ({differences})", where="plan run", hint=hint)
 
 
 def foretell(spec: RunSpec) -> Forecast | None:
@@ -219,7 +219,7 @@ def _no_longer_than(seconds: float) -> Callable[[], None]:
 SIMULATED = "the run's own controller in virtual time"
 
 
-def derive(forecast: Forecast, sheet: Sheet) -> None:
+def derive(forecast: Forecast, sheet: Derivation) -> None:
     """Of the means over all simulations."""
     simulated, steps = len(forecast.step_s), forecast.steps
     in_steps = sum(step.mean for step in forecast.step_s)
@@ -283,7 +283,7 @@ class Models(Record):
     rewards: tuple[ModelShape, ...] = ()  # one for each folder
 
 
-def memory_on_this_machine(spec: RunSpec, models: Models, profile: RunProfile, sheet: Sheet) -> float:
+def memory_on_this_machine(spec: RunSpec, models: Models, profile: RunProfile, sheet: Derivation) -> float:
     """Bytes of the process that trains: its models, the open microbatch, keys and values, and the libraries."""
     on_gpu = profile.machine.device != "cpu"
     bf16 = spec.trainer.precision == "bf16" or (spec.trainer.precision == "auto" and on_gpu)
@@ -306,7 +306,7 @@ def memory_on_this_machine(spec: RunSpec, models: Models, profile: RunProfile, s
     )
 
 
-def _models(spec: RunSpec, models: Models, element: int, sheet: Sheet) -> float:
+def _models(spec: RunSpec, models: Models, element: int, sheet: Derivation) -> float:
     """Bytes of the policy and everything beside it that is in this process."""
     policy = models.policy
     total = _role("policy", spec, policy, sheet, base_elsewhere=False)
@@ -343,7 +343,7 @@ def workers_of(spec: RunSpec) -> int:
     return pool.workers if isinstance(pool, StaticPool | SyntheticPool) else 0
 
 
-def _role(role: str, spec: RunSpec, shape: ModelShape, sheet: Sheet, *, base_elsewhere: bool) -> float:
+def _role(role: str, spec: RunSpec, shape: ModelShape, sheet: Derivation, *, base_elsewhere: bool) -> float:
     """Bytes of a model that learns.
 
     Args:
@@ -364,7 +364,7 @@ def _role(role: str, spec: RunSpec, shape: ModelShape, sheet: Sheet, *, base_els
     )
 
 
-def _plain(name: str, parameters: float, element: int, source: str, sheet: Sheet) -> float:
+def _plain(name: str, parameters: float, element: int, source: str, sheet: Derivation) -> float:
     """Bytes of weights alone."""
     return sheet.note(
         f"{name}_bytes",
@@ -377,7 +377,7 @@ def _plain(name: str, parameters: float, element: int, source: str, sheet: Sheet
     )
 
 
-def _microbatch(spec: RunSpec, shape: ModelShape, profile: RunProfile, sheet: Sheet) -> tuple[float, float]:
+def _microbatch(spec: RunSpec, shape: ModelShape, profile: RunProfile, sheet: Derivation) -> tuple[float, float]:
     """Bytes of the open one: (activations, logits)."""
     batch = spec.batch
     recompute: Recompute = "full" if spec.trainer.activation_checkpointing else "none"
@@ -405,7 +405,7 @@ def _microbatch(spec: RunSpec, shape: ModelShape, profile: RunProfile, sheet: Sh
     return activations, logits
 
 
-def _cache(spec: RunSpec, shape: ModelShape, profile: RunProfile, element: int, sheet: Sheet) -> float:
+def _cache(spec: RunSpec, shape: ModelShape, profile: RunProfile, element: int, sheet: Derivation) -> float:
     """Bytes of keys and values of the engines in this process."""
     context = profile["prompt_tokens"] + max(spec.sampling.max_new_tokens, spec.eval.max_new_tokens)
     engines = 1 + (workers_of(spec) if spec.runtime == "inprocess" else 0)

@@ -31,7 +31,7 @@ from tidemill.core.records import (
 )
 from tidemill.hardware.measured_profile import MeasuredEngine, MeasuredTrainer, Packing
 from tidemill.planner.calibration.profile import RunProfile
-from tidemill.pool.build import build_provider
+from tidemill.pool.build_provider import build_provider
 from tidemill.rollout.worker import EngineWorker
 from tidemill.sim.costs import ConstantWeights
 from tidemill.sim.outcome import Recording, SimulatedRun
@@ -44,7 +44,7 @@ from tidemill.sim.simulated_trainer import (
     SimulatedPublisher,
     Uplink,
 )
-from tidemill.sim.simulation import Parts, drive
+from tidemill.sim.simulation import SimulatedComponents, drive
 from tidemill.sim.virtual_time import Cores, VirtualThread, run_virtual
 from tidemill.sim.workload import BlankCompletions, Completions, SimulatedPrompts, Workload
 
@@ -317,7 +317,7 @@ async def _simulate(spec: RunSpec, profile: RunProfile) -> SimulatedRun:
     training, held_out = workloads(profile)
     machine = OneMachine(spec, profile, BlankCompletions(partial(length_of, training, held_out)), clock)
     trainer, local = machine.trainer(), machine.local()
-    parts = Parts(
+    parts = SimulatedComponents(
         local=local,
         slots=spec.engine.slots,
         local_slots=spec.engine.slots,

@@ -16,7 +16,7 @@ from tidemill.hardware.trainer_profile import (
     layer_parts,
     logits_bytes,
 )
-from tidemill.planner.figures import Sheet
+from tidemill.planner.figures import Derivation
 from tidemill.planner.memory.states import GENERATE_NOTHING, MemoryQuestion
 
 RUNTIME_BYTES = 2e9
@@ -48,7 +48,7 @@ class Shares(Record):
         return self.states / shards + self.kv / gpus + self.fixed
 
 
-def shares(question: MemoryQuestion, states: float, sheet: Sheet) -> Shares:
+def shares(question: MemoryQuestion, states: float, sheet: Derivation) -> Shares:
     """All the parts; each role's activations are at most the policy's, and roles learn one after another."""
     shape, load, parallel = question.shape, question.load, question.parallel
     kv = _kv(question, sheet)
@@ -83,7 +83,7 @@ def kv_bytes(question: MemoryQuestion) -> float:
     return in_flight * load.context * question.shape.kv_bytes_per_token()
 
 
-def _gathered(question: MemoryQuestion, sheet: Sheet) -> float:
+def _gathered(question: MemoryQuestion, sheet: Derivation) -> float:
     parallel = question.parallel
     dense, experts = layer_parts(question.shape)
     return sheet.note(
@@ -100,7 +100,7 @@ def _gathered(question: MemoryQuestion, sheet: Sheet) -> float:
     )
 
 
-def _activations(question: MemoryQuestion, sheet: Sheet) -> float:
+def _activations(question: MemoryQuestion, sheet: Derivation) -> float:
     shape, load, tp = question.shape, question.load, question.parallel.tp
     inputs, whole = kept_layers(shape, load.recompute)
     return sheet.note(
@@ -118,7 +118,7 @@ def _activations(question: MemoryQuestion, sheet: Sheet) -> float:
     )
 
 
-def _kv(question: MemoryQuestion, sheet: Sheet) -> float:
+def _kv(question: MemoryQuestion, sheet: Derivation) -> float:
     load = question.load
     return sheet.note(
         "kv_bytes",
@@ -132,7 +132,7 @@ def _kv(question: MemoryQuestion, sheet: Sheet) -> float:
     )
 
 
-def _engine(question: MemoryQuestion, sheet: Sheet) -> float:
+def _engine(question: MemoryQuestion, sheet: Derivation) -> float:
     """An engine's own copy of the weights: training has them sharded otherwise."""
     weights = question.shape.parameters * DTYPE_BYTES["bf16"]
     tp = engine_gpus(question)

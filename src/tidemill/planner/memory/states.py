@@ -6,7 +6,7 @@ import difflib
 
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
-from tidemill.hardware.catalog import Gpu
+from tidemill.hardware.gpu_catalog import Gpu
 from tidemill.hardware.model_shape import (
     FROZEN_BYTES,
     MIXED_PRECISION,
@@ -17,7 +17,7 @@ from tidemill.hardware.model_shape import (
     adapter_parameters,
 )
 from tidemill.hardware.trainer_profile import Recompute
-from tidemill.planner.figures import Sheet
+from tidemill.planner.figures import Derivation
 
 
 class Role(Record):
@@ -57,8 +57,8 @@ def roles_of(algorithm: str) -> tuple[Role, ...]:
     """Raises UserError: no such algorithm; the nearest is suggested."""
     if algorithm not in ROLES:
         close = difflib.get_close_matches(algorithm, ROLES, 1, 0.5)
-        cure = f"did you mean {close[0]}? " if close else ""
-        raise UserError("unknown algorithm", where=f"--algorithm {algorithm}", cure=f"{cure}known: {', '.join(ROLES)}")
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise UserError("unknown algorithm", where=f"--algorithm {algorithm}", hint=f"{hint}known: {', '.join(ROLES)}")
     return ROLES[algorithm]
 
 
@@ -129,7 +129,7 @@ def _check_bounds(question: MemoryQuestion) -> None:
     }
     for option, (value, bound) in least.items():
         if value < bound:
-            raise UserError(f"needs {bound} or more, was given {value}", where=option, cure="correct it")
+            raise UserError(f"needs {bound} or more, was given {value}", where=option, hint="correct it")
 
 
 def check(question: MemoryQuestion) -> MemoryQuestion:
@@ -141,27 +141,27 @@ def check(question: MemoryQuestion) -> MemoryQuestion:
     parallel, shape = question.parallel, question.shape
     _check_bounds(question)
     if question.critic and CRITIC not in roles_of(question.algorithm):
-        raise UserError(f"{question.algorithm} has no critic", where="--critic-params", cure="leave it out")
+        raise UserError(f"{question.algorithm} has no critic", where="--critic-params", hint="leave it out")
     if question.holding.lora_rank > shape.hidden:
         what = f"a rank of {question.holding.lora_rank} is above the model's width of {shape.hidden}"
-        raise UserError(what, where="--lora-rank", cure="8 to 64 are usual")
+        raise UserError(what, where="--lora-rank", hint="8 to 64 are usual")
     if not 0 <= question.margin < 1:
         what = f"needs a share from 0 to below 1, was given {question.margin:g}"
-        raise UserError(what, where="--margin", cure="0.1 is usual")
+        raise UserError(what, where="--margin", hint="0.1 is usual")
     if shape.heads % parallel.tp:
         what = f"{parallel.tp} does not divide the model's {shape.heads} attention heads"
-        raise UserError(what, where="--tp", cure="take a divisor")
+        raise UserError(what, where="--tp", hint="take a divisor")
     if parallel.pp > shape.layers:
         what = f"{parallel.pp} stages for {shape.layers} layers"
-        raise UserError(what, where="--pp", cure="a stage needs a layer")
+        raise UserError(what, where="--pp", hint="a stage needs a layer")
     if parallel.ep > 1 and not shape.experts:
-        raise UserError("the model has no experts to spread", where="--ep", cure="leave it out, or give --model")
+        raise UserError("the model has no experts to spread", where="--ep", hint="leave it out, or give --model")
     if parallel.ep > 1 and shape.experts % parallel.ep:
         what = f"{parallel.ep} does not divide the model's {shape.experts} experts"
-        raise UserError(what, where="--ep", cure="take a divisor")
+        raise UserError(what, where="--ep", hint="take a divisor")
     if parallel.fsdp and parallel.fsdp % parallel.ep:
         what = f"{parallel.ep} does not divide --fsdp {parallel.fsdp}, among whose GPUs the experts are spread"
-        raise UserError(what, where="--ep", cure="take a divisor")
+        raise UserError(what, where="--ep", hint="take a divisor")
     return question
 
 
@@ -193,7 +193,7 @@ class RoleStates(Record):
         return self.total - self.on_host
 
 
-def all_states(question: MemoryQuestion, sheet: Sheet) -> list[RoleStates]:
+def all_states(question: MemoryQuestion, sheet: Derivation) -> list[RoleStates]:
     """Of every role, the policy first."""
     return [
         role_states(role, shape, question.holding, sheet, base_elsewhere=served)
@@ -215,7 +215,9 @@ def _models(question: MemoryQuestion) -> list[tuple[Role, ModelShape, bool]]:
     return [(role, own.get(role.name) or question.shape, served(role)) for role in roles]
 
 
-def role_states(role: Role, shape: ModelShape, holding: Holding, sheet: Sheet, *, base_elsewhere: bool) -> RoleStates:
+def role_states(
+    role: Role, shape: ModelShape, holding: Holding, sheet: Derivation, *, base_elsewhere: bool
+) -> RoleStates:
     """What one role keeps.
 
     Args:
@@ -269,7 +271,7 @@ def role_states(role: Role, shape: ModelShape, holding: Holding, sheet: Sheet, *
     )
 
 
-def _adapter(role: Role, shape: ModelShape, holding: Holding, sheet: Sheet) -> float:
+def _adapter(role: Role, shape: ModelShape, holding: Holding, sheet: Derivation) -> float:
     """Parameters of a trained role's adapter."""
     if not (role.trained and holding.lora_rank):
         return 0.0

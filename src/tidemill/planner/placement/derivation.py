@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 
-from tidemill.hardware.catalog import ETHERNET_LATENCY_S
 from tidemill.hardware.engine_profile import steady_tokens_per_s
+from tidemill.hardware.gpu_catalog import ETHERNET_LATENCY_S
 from tidemill.hardware.model_shape import DTYPE_BYTES
-from tidemill.planner.figures import Sheet
+from tidemill.planner.figures import Derivation
 from tidemill.planner.placement.estimate import SECONDS_PER_HOUR, Engine, Estimate, Side, portions, streaming
 from tidemill.planner.placement.training import PlacementQuestion, Training, learned_parameters, learning
 
 ROOFLINE = "roofline, Williams et al. 2009: the longer of moving bytes and computing"
 
 
-def derive_generation(question: PlacementQuestion, found: Estimate, sheet: Sheet) -> None:
+def derive_generation(question: PlacementQuestion, found: Estimate, sheet: Derivation) -> None:
     """For each kind of engine a decoding step with full slots, and the rate that comes of it."""
     placement = found.placement
     sides = {"shared": placement.shared, "dedicated": placement.dedicated}
@@ -30,7 +30,7 @@ def derive_generation(question: PlacementQuestion, found: Estimate, sheet: Sheet
             _batch(question, side, samples, name, sheet)
 
 
-def _batch(question: PlacementQuestion, side: Side, samples: float, name: str, sheet: Sheet) -> None:
+def _batch(question: PlacementQuestion, side: Side, samples: float, name: str, sheet: Derivation) -> None:
     seconds, mean = side.batch_s(question, samples), question.rollout.mean
     sheet.note(
         f"{name}.tokens_per_s",
@@ -44,7 +44,7 @@ def _batch(question: PlacementQuestion, side: Side, samples: float, name: str, s
     )
 
 
-def _flow(question: PlacementQuestion, side: Side, in_flight: float, name: str, sheet: Sheet) -> None:
+def _flow(question: PlacementQuestion, side: Side, in_flight: float, name: str, sheet: Derivation) -> None:
     inputs: dict[str, float] = {}
     count = sum(machines * engine.per_machine for engine, machines in side.engines)
     for number, (engine, machines) in enumerate(side.engines):
@@ -60,7 +60,7 @@ def _flow(question: PlacementQuestion, side: Side, in_flight: float, name: str, 
     )
 
 
-def _engine(question: PlacementQuestion, engine: Engine, machines: float, label: str, sheet: Sheet) -> None:
+def _engine(question: PlacementQuestion, engine: Engine, machines: float, label: str, sheet: Derivation) -> None:
     gpu, shape, profile, rollout = engine.offer.gpu, question.shape, engine.profile, question.rollout
     sheet.note(
         f"{label}.engines",
@@ -114,7 +114,7 @@ def _engine(question: PlacementQuestion, engine: Engine, machines: float, label:
     )
 
 
-def derive_pull(question: PlacementQuestion, found: Estimate, sheet: Sheet) -> None:
+def derive_pull(question: PlacementQuestion, found: Estimate, sheet: Derivation) -> None:
     """Nothing where no machine only generates."""
     placement = found.placement
     if not placement.dedicated.engines:
@@ -140,7 +140,7 @@ MEGATRON = "Megatron-LM, arXiv 1909.08053, two reductions a layer and pass; ring
 FSDP = "PyTorch FSDP, arXiv 2304.11277: layers are gathered in every pass of every microbatch"
 
 
-def derive_training(question: PlacementQuestion, training: Training, sheet: Sheet) -> None:
+def derive_training(question: PlacementQuestion, training: Training, sheet: Derivation) -> None:
     """From the FLOPs of a token to the seconds of a batch."""
     profile, gpu, shape = training.profile, training.group.weakest, question.shape
     learned = learning(question)
@@ -238,9 +238,9 @@ def derive_training(question: PlacementQuestion, training: Training, sheet: Shee
     )
 
 
-def derive(question: PlacementQuestion, found: Estimate) -> Sheet:
+def derive(question: PlacementQuestion, found: Estimate) -> Derivation:
     """From what is computed and generated to what it costs."""
-    sheet = Sheet()
+    sheet = Derivation()
     sheet.note(
         "tokens",
         found.tokens,
@@ -262,7 +262,7 @@ def derive(question: PlacementQuestion, found: Estimate) -> Sheet:
     return sheet
 
 
-def _on_policy(question: PlacementQuestion, found: Estimate, sheet: Sheet) -> None:
+def _on_policy(question: PlacementQuestion, found: Estimate, sheet: Derivation) -> None:
     first, last = streaming(question)
     sheet.note(
         "seeding_s",
@@ -305,7 +305,7 @@ def _on_policy(question: PlacementQuestion, found: Estimate, sheet: Sheet) -> No
     )
 
 
-def _with_lag(question: PlacementQuestion, found: Estimate, sheet: Sheet) -> None:
+def _with_lag(question: PlacementQuestion, found: Estimate, sheet: Derivation) -> None:
     sheet.note(
         "step_s",
         found.step_s,
@@ -322,7 +322,7 @@ def _with_lag(question: PlacementQuestion, found: Estimate, sheet: Sheet) -> Non
     )
 
 
-def _idle(found: Estimate, sheet: Sheet) -> None:
+def _idle(found: Estimate, sheet: Derivation) -> None:
     sheet.note(
         "trainer_idle_share",
         found.trainer_idle,
@@ -335,7 +335,7 @@ def _idle(found: Estimate, sheet: Sheet) -> None:
     )
 
 
-def _money(question: PlacementQuestion, found: Estimate, sheet: Sheet) -> None:
+def _money(question: PlacementQuestion, found: Estimate, sheet: Derivation) -> None:
     placement = found.placement
     used = [offer for offer, _ in placement.training.group.members]
     used += [engine.offer for engine, _ in placement.dedicated.engines]

@@ -13,7 +13,6 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from tidemill.core.records import Record
-from tidemill.hardware.catalog import Link, fan_out_s
 from tidemill.hardware.engine_profile import (
     EngineProfile,
     cache_bytes,
@@ -21,6 +20,7 @@ from tidemill.hardware.engine_profile import (
     generation_s,
     steady_tokens_per_s,
 )
+from tidemill.hardware.gpu_catalog import Link, fan_out_s
 from tidemill.hardware.model_shape import DTYPE_BYTES
 from tidemill.planner.memory.states import WHOLE_BATCH
 from tidemill.planner.placement.training import Offer, PlacementQuestion, Training, learned_parameters

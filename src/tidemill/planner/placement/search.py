@@ -341,8 +341,8 @@ def _ranked(question: PlacementQuestion, found: Sequence[Estimate]) -> list[Esti
         cheapest = min(found, key=lambda each: each.usd)
         lacking = cheapest.usd - (question.budget_usd or 0.0)
         what = f"no placement does {counted(question.steps, 'step')} for ${question.budget_usd:,.2f}"
-        cure = f"the cheapest, {cheapest.placement.words}, costs ${cheapest.usd:,.2f}: ${lacking:,.2f} more"
-        raise UserError(what, where="--budget-usd", cure=cure)
+        hint = f"the cheapest, {cheapest.placement.words}, costs ${cheapest.usd:,.2f}: ${lacking:,.2f} more"
+        raise UserError(what, where="--budget-usd", hint=hint)
     return ranked
 
 
@@ -364,15 +364,15 @@ def _nowhere(refused: Refused) -> UserError:
         lacks = f"one {nearest.offer.name} lacks {size(nearest.missing_bytes)} for weights and the longest sample"
         if nearest.missing_alone:
             what = f"no machine holds an engine: {lacks}"
-            cure = "take machines with more memory, --engine-dtype fp8, or a shorter --limit"
+            hint = "take machines with more memory, --engine-dtype fp8, or a shorter --limit"
         else:
             what = f"no machine holds an engine beside its part of the training states: {lacks}"
-            cure = "take more machines, --offload, or --engine-dtype fp8"
-        return UserError(what, where="--machines", cure=cure)
+            hint = "take more machines, --offload, or --engine-dtype fp8"
+        return UserError(what, where="--machines", hint=hint)
     closest = min(refused.training, key=lambda each: each.missing_per_gpu)
     lacking = size(closest.missing_per_gpu)
     what = f"the model fits no placement: {closest.group.words} lack {lacking} on each GPU, and are the closest"
     more = "no number of these GPUs is enough; take a smaller microbatch or larger GPUs"
     if closest.needs_gpus is not None:
         more = f"it needs about {closest.needs_gpus} of these GPUs; or --offload, --lora-rank"
-    return UserError(what, where="--machines", cure=f"{more}; `tidemill plan memory` says what takes the room")
+    return UserError(what, where="--machines", hint=f"{more}; `tidemill plan memory` says what takes the room")

@@ -9,8 +9,8 @@ import msgspec
 
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
-from tidemill.hardware.catalog import Gpu, Link, Machine
 from tidemill.hardware.engine_profile import EngineEfficiency, Rollout
+from tidemill.hardware.gpu_catalog import Gpu, Link, Machine
 from tidemill.hardware.model_shape import ModelShape, adapter_parameters
 from tidemill.hardware.trainer_profile import (
     TrainerEfficiency,
@@ -19,8 +19,8 @@ from tidemill.hardware.trainer_profile import (
     trainer_profile,
     updating_s,
 )
+from tidemill.planner.memory.memory_plan import plan_memory
 from tidemill.planner.memory.per_gpu import usable
-from tidemill.planner.memory.plan import plan_memory
 from tidemill.planner.memory.states import GENERATE_NOTHING, Holding, Load, MemoryQuestion, Parallel, roles_of
 
 Objective: TypeAlias = Literal["cost", "time"]
@@ -86,35 +86,35 @@ def check(question: PlacementQuestion) -> PlacementQuestion:
     """
     if question.algorithm in GENERATE_NOTHING:
         what = f"{question.algorithm} generates nothing, and a placement is of what generates and what learns"
-        raise UserError(what, where="--algorithm", cure="see `tidemill plan memory` for how many GPUs it needs")
+        raise UserError(what, where="--algorithm", hint="see `tidemill plan memory` for how many GPUs it needs")
     if not question.reserved:
         raise UserError(
-            "no reserved machines to train on", where="--machines", cure="give NAME:COUNT from the catalogue"
+            "no reserved machines to train on", where="--machines", hint="give NAME:COUNT from the catalogue"
         )
     names = [offer.words for offer in question.offers]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise UserError(f"{twice[0]} is offered twice", where="--machines", cure="name it once, with all there are")
+        raise UserError(f"{twice[0]} is offered twice", where="--machines", hint="name it once, with all there are")
     for offer in question.offers:
         where = f"{'--preemptible' if offer.preemptible else '--machines'} {offer.name}"
         if offer.count < 1:
-            raise UserError(f"{offer.count} machines cannot be", where=where, cure="write NAME:COUNT")
+            raise UserError(f"{offer.count} machines cannot be", where=where, hint="write NAME:COUNT")
         if not offer.usd_per_hour:
             kind = "preemptible_usd_per_hour" if offer.preemptible else "usd_per_hour"
-            cure = f"give --price, or a row with {kind} in --catalog FILE"
-            raise UserError("the catalogue has no price for it", where=where, cure=cure)
+            hint = f"give --price, or a row with {kind} in --catalog FILE"
+            raise UserError("the catalogue has no price for it", where=where, hint=hint)
         if not 0 < offer.availability <= 1:
             what = f"needs a share above 0 and at most 1, was given {offer.availability:g}"
-            raise UserError(what, where="--availability", cure="correct it")
+            raise UserError(what, where="--availability", hint="correct it")
     for option, value in {"--lag": question.lag, "--steps": question.steps - 1}.items():
         if value < 0:
-            raise UserError("is too small", where=option, cure="a lag is 0 or more, steps are 1 or more")
+            raise UserError("is too small", where=option, hint="a lag is 0 or more, steps are 1 or more")
     if question.budget_usd is not None and not question.budget_usd > 0:
         raise UserError(
-            f"{question.budget_usd:g} dollars are no budget", where="--budget-usd", cure="give more, or none"
+            f"{question.budget_usd:g} dollars are no budget", where="--budget-usd", hint="give more, or none"
         )
     if question.objective == "time" and question.budget_usd is None:
-        cure = "give --budget-usd, or --objective cost"
-        raise UserError("the shortest time needs a budget", where="--objective time", cure=cure)
+        hint = "give --budget-usd, or --objective cost"
+        raise UserError("the shortest time needs a budget", where="--objective time", hint=hint)
     return question
 
 

@@ -10,5 +10,5 @@ if find_spec("ray") is None:
     raise UserError(
         "Ray is not installed",
         where="runtime",
-        cure='install it with `pip install "tidemill[cluster]"`, or set runtime = "inprocess"',
+        hint='install it with `pip install "tidemill[cluster]"`, or set runtime = "inprocess"',
     )

@@ -89,7 +89,7 @@ async def placed(
             raise UserError(
                 f"no node with label {labels} has {wanted} for the {who}",
                 where=keys[0].partition(".")[0],
-                cure=f"lower {' or '.join(keys)}, change ray.reserved_selector, or add a node",
+                hint=f"lower {' or '.join(keys)}, change ray.reserved_selector, or add a node",
             )
         options = {"num_cpus": bundle.get("CPU", 0), "num_gpus": bundle.get("GPU", 0), "max_restarts": 0}
         where = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=0)

@@ -63,7 +63,7 @@ def begun(function: Callable[[], T], *, name: str) -> Future[T]:
 
 
 Gone = Callable[[str, str], TidemillError]
-"""From a cause and a cure, in words, to the error that whoever called should see."""
+"""From a cause and a hint, in words, to the error that whoever called should see."""
 
 _OUT_OF_MEMORY = "give it more memory, or lower engine.slots or the microbatch"
 
@@ -118,12 +118,12 @@ class Remote:
 
     def end(self, error: RayError) -> TidemillError:
         """Remember an actor's end, as what `gone` makes of it."""
-        self._ended = self._ended or self._gone(*in_words(error, self._where()))
+        self._ended = self._ended or self._gone(*describe_ray_error(error, self._where()))
         return self._ended
 
 
-def in_words(error: RayError, node: str) -> tuple[str, str]:
-    """Cause and cure of an actor's end."""
+def describe_ray_error(error: RayError, node: str) -> tuple[str, str]:
+    """Cause and hint of an actor's end."""
     text = str(error)
     its_node = f"its node {node}" if node else "its node"
     if isinstance(error, ActorUnschedulableError):
@@ -153,8 +153,8 @@ def _of_actor(error: RayActorError, text: str, its_node: str) -> tuple[str, str]
     return f"it died: {text.strip().splitlines()[-1] if text.strip() else 'no reason given'}", ""
 
 
-def trainer_lost(cause: str, cure: str, *, who: str = "trainer") -> TrainerLost:
-    advice = f"\n  {cure}" if cure else ""
+def trainer_lost(cause: str, hint: str, *, who: str = "trainer") -> TrainerLost:
+    advice = f"\n  {hint}" if hint else ""
     return TrainerLost(
         f"the {who} died: {cause}{advice}\n  run the same command again: the run goes on from its last checkpoint, "
         "with the samples it has"

@@ -28,7 +28,7 @@ class RemoteError(TidemillError):
     """Something nobody foresaw went wrong in another process; its traceback is in the notes."""
 
 
-class Fault(Record):
+class RemoteFailure(Record):
     """An exception, as far as it matters elsewhere."""
 
     kind: str  # a key of `_KINDS`, or "" for any other
@@ -40,15 +40,15 @@ class Answer(Record):
     """What a remote call came to."""
 
     value: msgspec.Raw = msgspec.Raw(b"\xc0")  # nil
-    fault: Fault | None = None
+    fault: RemoteFailure | None = None
 
 
-def _user(what: str, where: str, cure: str) -> UserError:
-    return UserError(what, where=where, cure=cure)
+def _user(what: str, where: str, hint: str) -> UserError:
+    return UserError(what, where=where, hint=hint)
 
 
-def _lost(cause: str, cure: str) -> WorkerLost:
-    return WorkerLost(cause, cure=cure)
+def _lost(cause: str, hint: str) -> WorkerLost:
+    return WorkerLost(cause, hint=hint)
 
 
 _KINDS: dict[str, Callable[..., TidemillError]] = {
@@ -97,7 +97,7 @@ def read_answer(blob: bytes, kind: type[T]) -> T:
     raise _rebuilt(answer.fault)
 
 
-def _rebuilt(fault: Fault) -> TidemillError:
+def _rebuilt(fault: RemoteFailure) -> TidemillError:
     if fault.traceback:
         error = RemoteError(*fault.words)
         error.add_note(fault.traceback)
@@ -105,21 +105,21 @@ def _rebuilt(fault: Fault) -> TidemillError:
     return _KINDS.get(fault.kind, TidemillError)(*fault.words)
 
 
-def _fault(error: Exception) -> Fault:
+def _fault(error: Exception) -> RemoteFailure:
     if isinstance(error, UserError):
-        return Fault(kind="user", words=(error.what, error.where, error.cure))
+        return RemoteFailure(kind="user", words=(error.what, error.where, error.hint))
     if isinstance(error, WorkerLost):
-        return Fault(kind="lost", words=(error.cause, error.cure))
+        return RemoteFailure(kind="lost", words=(error.cause, error.hint))
     if isinstance(error, TrainerLost):
-        return Fault(kind="trainer", words=(str(error),))
+        return RemoteFailure(kind="trainer", words=(str(error),))
     if isinstance(error, WeightsError):
-        return Fault(kind="weights", words=(str(error),))
+        return RemoteFailure(kind="weights", words=(str(error),))
     if isinstance(error, RemoteError):  # met on the way here from a third process
-        return Fault(kind="", words=(str(error),), traceback="\n".join(error.__notes__))
+        return RemoteFailure(kind="", words=(str(error),), traceback="\n".join(error.__notes__))
     if isinstance(error, TidemillError):
-        return Fault(kind="", words=(str(error),))
+        return RemoteFailure(kind="", words=(str(error),))
     what = f"{type(error).__name__}: {error}"
-    return Fault(kind="", words=(what,), traceback="".join(traceback.format_exception(error)))
+    return RemoteFailure(kind="", words=(what,), traceback="".join(traceback.format_exception(error)))
 
 
 class ObjectStoreTransport:

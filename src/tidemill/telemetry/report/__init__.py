@@ -9,7 +9,7 @@ from pathlib import Path
 from tidemill.core.errors import UserError
 from tidemill.telemetry.jsonl import write_atomically
 from tidemill.telemetry.report.pages import render
-from tidemill.telemetry.report.run_data import read_story
+from tidemill.telemetry.report.run_data import read_run
 from tidemill.telemetry.run_dir import RunDirectory
 
 
@@ -24,9 +24,9 @@ def write_report(run_dir: Path) -> Path:
     """
     run = RunDirectory(run_dir)
     if not any(path.exists() for path in (run.config, run.manifest, run.events, run.metrics)):
-        cure = "name the directory given to `tidemill train` as --run.dir"
-        raise UserError("no run here (no config.toml, no events)", where=str(run_dir), cure=cure)
-    write_atomically(run.report, render(read_story(run)).encode())
+        hint = "name the directory given to `tidemill train` as --run.dir"
+        raise UserError("no run here (no config.toml, no events)", where=str(run_dir), hint=hint)
+    write_atomically(run.report, render(read_run(run)).encode())
     return run.report
 
 

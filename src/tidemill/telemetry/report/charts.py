@@ -32,7 +32,7 @@ from tidemill.telemetry.metrics import (
     TRAINER_WAIT,
     WORKERS_MEAN,
 )
-from tidemill.telemetry.report.run_data import Story
+from tidemill.telemetry.report.run_data import RunData
 
 OTHER_CHARTS = 12
 FIGURES = 6
@@ -251,7 +251,7 @@ NOT_DRAWN |= {FORECAST_HALF, CONTROLLER_CPU, "cpu_train_s", "pairs_packed"}
 NOT_DRAWN |= {"reward_std", STEP_TIME, "value_clip_fraction", "value_grad_norm", "returns_mean", "examples", "epoch"}
 
 
-def chart_data(story: Story) -> dict[str, Any]:
+def chart_data(story: RunData) -> dict[str, Any]:
     """What the page's script draws: the steps, and every chart that has at least one value."""
     by_step = {line.step: dict(line.values) for line in story.metrics}
     for evaluation in story.evaluations:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from tidemill.core.formatting import compact, counted, decimal, percent
 from tidemill.telemetry.fleet_view import FLEET_EVENTS
 from tidemill.telemetry.metrics import HELD_OUT_LOSS
-from tidemill.telemetry.report.run_data import Story
+from tidemill.telemetry.report.run_data import RunData
 from tidemill.telemetry.summary import Evaluation, Figure, comparable
 
 RECENT = 5
@@ -43,14 +43,14 @@ def clearly_differs(one: Figure, other: Figure) -> bool:
     return high.value - low.value > math.hypot(high.value - high.interval[0], low.interval[1] - low.value)
 
 
-def before_and_after(story: Story) -> tuple[Evaluation | None, Evaluation | None]:
+def before_and_after(story: RunData) -> tuple[Evaluation | None, Evaluation | None]:
     """The evaluation before the first step and the newest one after it."""
     before = next((evaluation for evaluation in story.evaluations if evaluation.step == 0), None)
     after = story.evaluations[-1] if story.evaluations and story.evaluations[-1].step > 0 else None
     return before, after
 
 
-def headline(story: Story) -> str:
+def headline(story: RunData) -> str:
     """One sentence: what the run achieved."""
     steps = story.metrics[-1].step if story.metrics else 0
     before, after = before_and_after(story)
@@ -80,7 +80,7 @@ def headline(story: Story) -> str:
     return "No step has been completed yet."
 
 
-def findings(story: Story) -> list[Finding]:
+def findings(story: RunData) -> list[Finding]:
     """What a careful reader would notice, most urgent first; often nothing."""
     checks = (
         _left_out,
@@ -97,22 +97,22 @@ def findings(story: Story) -> list[Finding]:
     return [found for check in checks if (found := check(story))]
 
 
-def _values(story: Story, name: str) -> list[float]:
+def _values(story: RunData, name: str) -> list[float]:
     return [line.values[name] for line in story.metrics if name in line.values]
 
 
-def _recent(story: Story, name: str) -> float:
+def _recent(story: RunData, name: str) -> float:
     values: Sequence[float] = _values(story, name)[-RECENT:]
     return fmean(values) if values else 0.0
 
 
-def _left_out(story: Story) -> Finding | None:
+def _left_out(story: RunData) -> Finding | None:
     if not story.left_out:
         return None
     return Finding("The logs are damaged", f"What is wrong with them is left out: {', '.join(story.left_out)}.")
 
 
-def _invalid(story: Story) -> Finding | None:
+def _invalid(story: RunData) -> Finding | None:
     count = sum(_values(story, "samples_invalid"))
     if not count:
         return None
@@ -122,7 +122,7 @@ def _invalid(story: Story) -> Finding | None:
     return Finding(f"{compact(count)} samples without a valid reward", f"They were left out of training.{example}")
 
 
-def _no_signal(story: Story) -> Finding | None:
+def _no_signal(story: RunData) -> Finding | None:
     groups = story.groups
     recent = _recent(story, "groups_without_signal")
     if not groups or recent / groups <= NO_SIGNAL_HIGH:
@@ -131,14 +131,14 @@ def _no_signal(story: Story) -> Finding | None:
     return Finding(f"{percent(recent / groups)} of recent groups gave no signal", text)
 
 
-def _truncated(story: Story) -> Finding | None:
+def _truncated(story: RunData) -> Finding | None:
     share = _recent(story, "truncated_fraction")
     if share <= TRUNCATED_HIGH:
         return None
     return Finding(f"{percent(share)} of recent completions were cut", "Consider a larger sampling.max_new_tokens.")
 
 
-def _entropy(story: Story) -> Finding | None:
+def _entropy(story: RunData) -> Finding | None:
     values = _values(story, "entropy")
     if len(values) <= RECENT or values[0] <= 0 or _recent(story, "entropy") > ENTROPY_LEFT * values[0]:
         return None
@@ -146,7 +146,7 @@ def _entropy(story: Story) -> Finding | None:
     return Finding("Entropy is nearly used up", text)
 
 
-def _mismatch(story: Story) -> Finding | None:
+def _mismatch(story: RunData) -> Finding | None:
     value = _recent(story, "mismatch_kl")
     if value <= MISMATCH_HIGH:
         return None
@@ -154,7 +154,7 @@ def _mismatch(story: Story) -> Finding | None:
     return Finding("Engine and trainer disagree", text)
 
 
-def _past_its_best(story: Story) -> Finding | None:
+def _past_its_best(story: RunData) -> Finding | None:
     _, after = before_and_after(story)
     best = max(story.evaluations, key=lambda evaluation: evaluation.reward_mean, default=None)
     if not after or not best or best.step == after.step:
@@ -166,7 +166,7 @@ def _past_its_best(story: Story) -> Finding | None:
     return Finding(f"Held-out {last.name} is past its best", text)
 
 
-def _errors(story: Story) -> Finding | None:
+def _errors(story: RunData) -> Finding | None:
     # Workers that fail are not the run's fault; the fleet's section has them.
     failed = [event for event in story.events if event.get("error") and event["event"] not in FLEET_EVENTS]
     if not failed:
@@ -175,17 +175,15 @@ def _errors(story: Story) -> Finding | None:
     return Finding(f"{len(failed)} errors in the event log", f"The last: {last['event']}, {last['error']}")
 
 
-def _quarantined(story: Story) -> Finding | None:
+def _quarantined(story: RunData) -> Finding | None:
     count = story.summary["quarantined"]
     if not count:
         return None
-    text = (
-        "Their logprobs of the probe differed from the trainer's by more than fleet.probe_limit; they were given back."
-    )
+    text = "Their probe logprobs differed from the trainer's by more than fleet.probe_tolerance; they were released."
     return Finding(f"{counted(count, 'worker')} quarantined", text)
 
 
-def _resumed(story: Story) -> Finding | None:
+def _resumed(story: RunData) -> Finding | None:
     sessions = story.summary["sessions"]
     if sessions <= 1:
         return None

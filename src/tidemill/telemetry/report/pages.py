@@ -32,7 +32,7 @@ from tidemill.telemetry.fleet_view import FLEET_EVENTS
 from tidemill.telemetry.metrics import STEP_TIME
 from tidemill.telemetry.report.charts import chart_data
 from tidemill.telemetry.report.findings import ENDINGS, MEASURED, before_and_after, findings, headline
-from tidemill.telemetry.report.run_data import SampleWindow, Story, fleet_section
+from tidemill.telemetry.report.run_data import RunData, SampleWindow, fleet_section
 from tidemill.telemetry.report.showcase import (
     HEIGHT,
     LEGEND,
@@ -177,7 +177,7 @@ EVENTS_SHOWN = 500
 PLAIN_KEYS = ("time", "session", "elapsed_s", "event")
 
 
-def render(story: Story) -> str:
+def render(story: RunData) -> str:
     """The page as text."""
     environment = Environment(
         loader=FileSystemLoader(HERE / "templates"),
@@ -189,7 +189,7 @@ def render(story: Story) -> str:
     return environment.get_template("report.html.j2").render(context(story))
 
 
-def context(story: Story) -> dict[str, Any]:
+def context(story: RunData) -> dict[str, Any]:
     """What the template is given."""
     found_pairs, pairs_words = pairs(story)
     workers = timeline(story.events, story.metrics)
@@ -245,7 +245,7 @@ def script_json(value: Any) -> str:
     return text
 
 
-def held_out(story: Story) -> dict[str, Any] | None:
+def held_out(story: RunData) -> dict[str, Any] | None:
     """Figures of the before/after panel, or those of `tidemill eval`; None without an evaluation."""
     if story.measured is not None:
         rows = [_bar(*figure, is_share=figure[0] != REWARD) for figure in headline_figures(story.measured)]
@@ -295,7 +295,7 @@ def measured_section(found: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def tiles(story: Story) -> list[tuple[str, str, str]]:
+def tiles(story: RunData) -> list[tuple[str, str, str]]:
     """(label, figure, remark)."""
     summary = story.summary
     steps = f"{summary['steps']} / {summary['total_steps']}" if summary["total_steps"] else str(summary["steps"])
@@ -316,7 +316,7 @@ def tiles(story: Story) -> list[tuple[str, str, str]]:
     return rows if story.metrics else rows[:2]
 
 
-def forecast_words(story: Story) -> str:
+def forecast_words(story: RunData) -> str:
     """How far off the forecast was, of the whole run once that is finished, of its steps before."""
     forecast = story.forecast
     if forecast is None:
@@ -341,7 +341,7 @@ def steps_words(window: SampleWindow) -> str:
     return f"steps {low}-{high}" if high > low else f"step {low}"
 
 
-def facts(story: Story) -> list[tuple[str, str]]:
+def facts(story: RunData) -> list[tuple[str, str]]:
     """(label, text) of the newest session: how it was started, with what, on what."""
     sessions = story.manifest.get("sessions") or [{}]
     newest = {key: value for key, value in sessions[-1].items() if value}
@@ -365,7 +365,7 @@ def _machine_words(machine: dict[str, Any]) -> list[str]:
     return [word for word in (*words, str(machine.get("system", ""))) if word]
 
 
-def event_rows(story: Story) -> list[dict[str, Any]]:
+def event_rows(story: RunData) -> list[dict[str, Any]]:
     """The turns of the story, newest first: everything but the spans of ordinary steps."""
     told = [
         event

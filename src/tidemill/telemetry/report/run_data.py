@@ -19,7 +19,7 @@ from tidemill.telemetry.manifest import Forecast, read_forecast
 from tidemill.telemetry.metrics import MetricLine, read_metrics
 from tidemill.telemetry.report.timeline import Timeline
 from tidemill.telemetry.run_dir import RunDirectory
-from tidemill.telemetry.samples import Sample, read_samples
+from tidemill.telemetry.sample_files import Sample, read_samples
 from tidemill.telemetry.summary import Evaluation, build_summary, evaluations
 
 WINDOW_STEPS = 3
@@ -32,7 +32,7 @@ class SampleWindow(Record):
     samples: tuple[Sample, ...] = ()
 
 
-class Story(Record):
+class RunData(Record):
     """What the page is made from."""
 
     name: str
@@ -53,7 +53,7 @@ class Story(Record):
     measured: dict[str, Any] | None = None  # what an evaluation found; None of a training run
 
 
-def read_story(run: RunDirectory) -> Story:
+def read_run(run: RunDirectory) -> RunData:
     """Read it all; whatever is missing or torn is left out."""
     lines, events = read_metrics(run.metrics), read_events(run.events)
     config_text = run.config.read_text(encoding="utf-8", errors="replace") if run.exists else ""
@@ -72,7 +72,7 @@ def read_story(run: RunDirectory) -> Story:
     train = [(step, path) for step, purpose, path in files if purpose == "train"]
     held_out = [(step, path) for step, purpose, path in files if purpose.startswith("eval")]
     window = min(WINDOW_STEPS, max(1, len(train) // 2))
-    return Story(
+    return RunData(
         name=str(summary["run"]),
         left_out=left_out(run),
         outcome=outcome,
@@ -102,7 +102,7 @@ def left_out(run: RunDirectory) -> tuple[str, ...]:
     for log in (run.metrics, run.events):
         readable, lines = readable_lines(log)
         if log == run.metrics and lines and not readable:
-            raise UserError("not one line can be read", where=str(log), cure="restore the file from a copy")
+            raise UserError("not one line can be read", where=str(log), hint="restore the file from a copy")
         if readable < lines:
             found.append(f"{lines - readable} of {counted(lines, 'line')} of {log.name} cannot be read")
     return tuple(found)
@@ -151,7 +151,7 @@ class CostBar(Record):
     figure: str
 
 
-def fleet_section(story: Story, found: Timeline) -> dict[str, Any]:
+def fleet_section(story: RunData, found: Timeline) -> dict[str, Any]:
     """What the template is given."""
     return {
         "sentence": evictions_sentence(story.summary) or "No machine was taken away",
@@ -160,7 +160,7 @@ def fleet_section(story: Story, found: Timeline) -> dict[str, Any]:
     }
 
 
-def fleet_tiles(story: Story, found: Timeline) -> list[tuple[str, str, str]]:
+def fleet_tiles(story: RunData, found: Timeline) -> list[tuple[str, str, str]]:
     """(label, figure, remark)."""
     summary = story.summary
     decoded = [event for event in story.events if event["event"] == DECODE]

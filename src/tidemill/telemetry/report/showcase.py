@@ -9,8 +9,8 @@ from statistics import fmean
 
 from tidemill.core.formatting import compact, decimal, percent
 from tidemill.core.records import Record
-from tidemill.telemetry.report.run_data import SampleWindow, Story
-from tidemill.telemetry.samples import Sample
+from tidemill.telemetry.report.run_data import RunData, SampleWindow
+from tidemill.telemetry.sample_files import Sample
 
 SHOWN = 4
 PAIRS_SHOWN = 10
@@ -135,7 +135,7 @@ def _one_per_prompt(samples: Iterable[Sample]) -> list[Sample]:
     return list(seen.values())
 
 
-def pairs(story: Story) -> tuple[list[Pair], str]:
+def pairs(story: RunData) -> tuple[list[Pair], str]:
     """Held-out prompts of the first and the last evaluation side by side, those whose reward changed first.
 
     Returns:

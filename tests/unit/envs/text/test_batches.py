@@ -12,7 +12,7 @@ from tidemill.config.task import ArithmeticTask, RewardConfig, ScoringConfig
 from tidemill.core.errors import ReaderLost, UserError
 from tidemill.core.records import Reward
 from tidemill.envs.text import build_scorer, build_task, evaluation_scoring
-from tidemill.envs.text.batch_rewards import Batches, Judge, Sample
+from tidemill.envs.text.batch_rewards import Batches, BatchScorer, Sample
 from tidemill.envs.text.scorer import RewardScorer
 
 TASK = build_task(ArithmeticTask(), codec=CharCodec(), batch_prompts=4, seed=0, chat_template=False)
@@ -43,7 +43,7 @@ class LengthJudge:
         self.closed = True
 
 
-def scorer(judge: Judge, *others: RewardConfig, timeout_s: float = 5.0, batch: int = 64) -> RewardScorer:
+def scorer(judge: BatchScorer, *others: RewardConfig, timeout_s: float = 5.0, batch: int = 64) -> RewardScorer:
     config = RewardConfig(kind="model", model="folder", batch=batch, timeout_s=timeout_s, weight=0.5)
     scoring = ScoringConfig(rewards=(*others, config), concurrency=1)
     return build_scorer(scoring, task=TASK, seed=0, open_model=lambda reward: Batches(judge, most=reward.batch))

@@ -147,7 +147,7 @@ def test_a_broken_line_is_named_by_file_and_number(tmp_path: Path, line: str, fa
         list(read_items(path))
     assert caught.value.where == f"{path}, line 3"
     assert fault in caught.value.what
-    assert caught.value.cure
+    assert caught.value.hint
 
 
 def test_bytes_that_are_no_text_are_named_by_line(tmp_path: Path) -> None:

@@ -54,18 +54,18 @@ def test_a_module(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "fault", "cure"),
+    ("name", "fault", "hint"),
     [
         ("scor", "has no function scor", "did you mean"),
         ("constant", "has no function constant", "define constant"),
         ("two", "takes (prompt, completion)", "function(prompt: str, completion: str, answer: str, metadata: dict)"),
     ],
 )
-def test_a_function_that_is_not_there_or_does_not_fit(file: Path, name: str, fault: str, cure: str) -> None:
+def test_a_function_that_is_not_there_or_does_not_fit(file: Path, name: str, fault: str, hint: str) -> None:
     with pytest.raises(UserError) as caught:
         import_function(f"{file}:{name}")
     assert fault in caught.value.what
-    assert cure in caught.value.cure
+    assert hint in caught.value.hint
 
 
 def test_a_missing_file(tmp_path: Path) -> None:
@@ -76,13 +76,13 @@ def test_a_missing_file(tmp_path: Path) -> None:
 def test_a_missing_package_is_told_from_one_that_misses_something(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         import_function("no_such_package_here.rewards:score")
-    assert "install the package" in caught.value.cure
+    assert "install the package" in caught.value.hint
     broken = tmp_path / "broken.py"
     broken.write_text("import no_such_package_here\n")
     with pytest.raises(UserError) as caught:
         import_function(f"{broken}:score")
     assert "no_such_package_here" in caught.value.what
-    assert caught.value.cure == "correct the module"
+    assert caught.value.hint == "correct the module"
 
 
 @pytest.mark.parametrize("source", ["def score(:\n", "1 / 0\n", "raise SystemExit(3)\n"])

@@ -75,7 +75,7 @@ def test_params_reach_the_generator() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "fault", "cure"),
+    ("settings", "fault", "hint"),
     [
         ({"name": "simple_equation"}, "no generator 'simple_equation'", "simple_equations"),
         ({"name": "zzzzqq"}, "no generator", "chain_sum"),
@@ -89,11 +89,11 @@ def test_params_reach_the_generator() -> None:
         ),
     ],
 )
-def test_faults_name_their_cure(settings: dict[str, object], fault: str, cure: str) -> None:
+def test_faults_name_their_cure(settings: dict[str, object], fault: str, hint: str) -> None:
     with pytest.raises(UserError) as caught:
         build(**settings)  # type: ignore[arg-type]
     assert fault in caught.value.what
-    assert cure in caught.value.cure
+    assert hint in caught.value.hint
 
 
 def test_a_missing_extra_is_said_with_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +101,7 @@ def test_a_missing_extra_is_said_with_its_cure(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(UserError) as caught:
         build()
     assert "needs the package reasoning-gym" in caught.value.what
-    assert 'pip install "tidemill[tasks]"' in caught.value.cure
+    assert 'pip install "tidemill[tasks]"' in caught.value.hint
 
 
 class Generator:

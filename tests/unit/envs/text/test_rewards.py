@@ -171,7 +171,7 @@ def test_a_missing_extra_is_said_with_its_cure(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(UserError) as caught:
         value("3", "4", kind="math_verify")
     assert "math-verify" in caught.value.what
-    assert 'pip install "tidemill[tasks]"' in caught.value.cure
+    assert 'pip install "tidemill[tasks]"' in caught.value.hint
 
 
 def test_python_functions_get_plain_values(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from tidemill.config.task import ArithmeticTask
 from tidemill.core.errors import UserError
 from tidemill.envs.text import build_task, check_fits
 from tidemill.envs.text.prompts import renderer, text_item
-from tidemill.envs.text.task import longest_of
+from tidemill.envs.text.text_task import longest_of
 
 TASK = build_task(ArithmeticTask(shots=0), codec=CharCodec(), batch_prompts=4, seed=0, chat_template=False)
 
@@ -29,10 +29,10 @@ def test_one_token_more_is_refused_with_the_prompt_and_the_room_there_is() -> No
         check_fits(TASK, 10, 7)
     assert "starting '0+0='" in str(caught.value)
     assert "4 tokens" in str(caught.value)
-    assert "at most 6" in caught.value.cure
+    assert "at most 6" in caught.value.hint
 
 
 def test_a_prompt_that_leaves_no_room_is_not_told_to_generate_less() -> None:
     with pytest.raises(UserError) as caught:
         check_fits(TASK, 4, 1)
-    assert "max_new_tokens to" not in caught.value.cure
+    assert "max_new_tokens to" not in caught.value.hint

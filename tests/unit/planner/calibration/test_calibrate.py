@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.planted import observed, planted, spec_of
 from tidemill.planner.calibration.fit import fit, settle
-from tidemill.planner.calibration.observed import Observed
+from tidemill.planner.calibration.run_observations import Observed
 
 COST = st.floats(1e-4, 0.05)
 
@@ -35,7 +35,7 @@ def test_a_message_takes_what_a_step_lacks() -> None:
     assert fitted["call_s"] == 0.0
     found = settle(msgspec.structs.replace(fitted, lengths=right.lengths), seen)
     assert found["call_s"] == pytest.approx(0.01, rel=0.1)
-    assert found.twin_step_s == pytest.approx(found.step_s.value, rel=0.01)
+    assert found.simulated_step_s == pytest.approx(found.step_s.value, rel=0.01)
 
 
 def test_boots_that_shared_the_cores_are_told_from_those_alone() -> None:

@@ -9,7 +9,7 @@ import pytest
 from tests.planted import observed, planted, spec_of, write_run
 from tidemill.core.errors import UserError
 from tidemill.planner.calibration.fit import calibrate, fit
-from tidemill.planner.calibration.observed import Observed, observe
+from tidemill.planner.calibration.run_observations import Observed, observe
 from tidemill.telemetry.run_dir import RunDirectory
 
 
@@ -68,4 +68,4 @@ def test_what_is_missing_or_damaged_is_told(
     with pytest.raises(UserError, match=says) as caught:
         calibrate(run.path)
     assert caught.value.where.endswith(where)
-    assert caught.value.cure
+    assert caught.value.hint

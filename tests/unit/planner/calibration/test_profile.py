@@ -8,7 +8,6 @@ import pytest
 
 from tests.planted import planted, spec_of
 from tidemill.core.errors import UserError
-from tidemill.planner.calibration.observed import observe
 from tidemill.planner.calibration.profile import (
     Machine,
     cost_settings,
@@ -18,6 +17,7 @@ from tidemill.planner.calibration.profile import (
     unlike,
     write_profile,
 )
+from tidemill.planner.calibration.run_observations import observe
 
 CHAR = {"source": "char"}
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemill.planner.calibration.squares import solve, solve_with_few
+from tidemill.planner.calibration.least_squares import solve, solve_with_few
 
 NAMES = ("passes", "rows", "drawn")
 

@@ -50,7 +50,7 @@ def test_of_another_machine_nothing_is_known(kept: Any, monkeypatch: pytest.Monk
     assert foretell(spec_of()) is None
     with pytest.raises(UserError, match="no run of this machine was calibrated yet") as raised:
         fitting_profile(spec_of())
-    assert "--measure" in str(msgspec.to_builtins(raised.value.cure))
+    assert "--measure" in str(msgspec.to_builtins(raised.value.hint))
 
 
 def test_nobody_waits_for_one_whose_time_stands_still(kept: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import pytest
 from tests.formulas import check_figures
 from tests.planted import planted, spec_of
 from tidemill.cli.plan_options import models_of, shape_of_model
-from tidemill.planner.figures import Sheet
+from tidemill.planner.figures import Derivation
 from tidemill.planner.forecast.forecast import (
     derive,
     forecast_recipe,
@@ -69,7 +69,7 @@ def test_a_forecast_adds_up_and_derives_its_numbers() -> None:
     assert found.total_s.mean == pytest.approx(2.0 + in_steps + 1.5 + found.beside_s["evaluation"])
     assert sum(found.split_s.values()) == pytest.approx(found.usual_step_s.mean, rel=0.01)
     assert any("6 of 12 steps" in note for note in found.notes)
-    sheet = Sheet()
+    sheet = Derivation()
     derive(found, sheet)
     char = spec_of(model={"source": "char"})
     memory_on_this_machine(char, models_of(char), profile, sheet)

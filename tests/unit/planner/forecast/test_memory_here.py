@@ -7,7 +7,7 @@ import pytest
 from tests.planted import planted, spec_of
 from tidemill.cli.plan_options import models_of
 from tidemill.hardware.model_shape import adapter_parameters
-from tidemill.planner.figures import Sheet
+from tidemill.planner.figures import Derivation
 from tidemill.planner.forecast.forecast import LIBRARIES, memory_on_this_machine
 
 KL = {"kl_beta": 0.01}
@@ -16,7 +16,7 @@ KL = {"kl_beta": 0.01}
 def memory(**sections: Any) -> tuple[float, dict[str, float]]:
     """Bytes in all, and of each part by name."""
     spec = spec_of(model={"source": "char"} | sections.pop("model", {}), **sections)
-    sheet = Sheet()
+    sheet = Derivation()
     total = memory_on_this_machine(spec, models_of(spec), planted(spec), sheet)
     return total, {figure.name: figure.value for figure in sheet.figures}
 

@@ -13,7 +13,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError
 
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import TidemillError, TrainerLost, UserError
-from tidemill.runtime.cluster.critic import CriticActor, RayCritic
+from tidemill.runtime.cluster.ray_critic import CriticActor, RayCritic
 from tidemill.runtime.cluster.wire import CriticPlan, encode, read_answer
 
 PPO = {"model": {"source": "char", "char": {"hidden_size": 16, "layers": 1, "heads": 2}}, "algorithm": {"name": "ppo"}}

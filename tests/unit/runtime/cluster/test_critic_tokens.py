@@ -12,7 +12,7 @@ from tests.trajectories import trajectory
 from tidemill.config.algorithm import CriticConfig
 from tidemill.models.attention import use_packed_attention
 from tidemill.models.reward_model import reward_head
-from tidemill.runtime.cluster.critic import ReceivedTokens, SentTokens, floats, received, sent, to_bytes
+from tidemill.runtime.cluster.ray_critic import ReceivedTokens, SentTokens, floats, received, sent, to_bytes
 from tidemill.runtime.cluster.wire import decode, encode
 from tidemill.trainer.critic import ModelCritic
 from tidemill.trainer.packing import Microbatch, Weighted, pack

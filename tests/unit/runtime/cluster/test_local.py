@@ -6,7 +6,7 @@ from typing import Any
 
 from tidemill.config.pool import RayConfig
 from tidemill.config.schema import RunSpec
-from tidemill.runtime.cluster.local import local_nodes, reserved_selector, selector_of
+from tidemill.runtime.cluster.connection import local_nodes, reserved_selector, selector_of
 from tidemill.runtime.cluster.nodes import NodeView
 
 

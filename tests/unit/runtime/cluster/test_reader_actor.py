@@ -16,8 +16,8 @@ from tidemill.core.errors import TidemillError, UserError
 from tidemill.core.records import Growth, Read, count
 from tidemill.models.codec import load_codec
 from tidemill.models.reward_model import load_reward_model, reward_head, save_head
-from tidemill.runtime.cluster.reader import ReaderActor
-from tidemill.runtime.cluster.trainer import TrainerActor
+from tidemill.runtime.cluster.ray_reader import ReaderActor
+from tidemill.runtime.cluster.ray_trainer import TrainerActor
 from tidemill.runtime.cluster.wire import ReaderPlan, encode, read_answer
 from tidemill.trainer.scoring import reward_scores
 

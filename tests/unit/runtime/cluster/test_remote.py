@@ -13,7 +13,7 @@ from ray.exceptions import (
     RayError,
 )
 
-from tidemill.runtime.cluster.ray_calls import in_words
+from tidemill.runtime.cluster.ray_calls import describe_ray_error
 
 # As Ray 2.60 words them.
 KILLED = "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: ..."
@@ -39,10 +39,10 @@ def _died(message: str) -> ActorDiedError:
     ],
 )  # fmt: skip
 def test_cause(error: RayError, cause: str) -> None:
-    assert in_words(error, "spot-2")[0] == cause
+    assert describe_ray_error(error, "spot-2")[0] == cause
 
 
 def test_a_preempted_node_was_announced() -> None:
     taken = NodeDeathInfo(reason=NodeDeathInfo.AUTOSCALER_DRAIN_PREEMPTED)
     error = ActorDiedError(ActorDiedErrorContext(error_message=NODE, actor_id=b"\0" * 16, node_death_info=taken))
-    assert in_words(error, "") == ("its node was taken away, as announced", "")
+    assert describe_ray_error(error, "") == ("its node was taken away, as announced", "")

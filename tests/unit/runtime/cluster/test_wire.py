@@ -29,10 +29,10 @@ async def test_records_and_nothing() -> None:
 
 
 async def test_a_users_fault_keeps_its_words() -> None:
-    fault = UserError("the disk is full", where="runs/a", cure="free some space")
+    fault = UserError("the disk is full", where="runs/a", hint="free some space")
     with pytest.raises(UserError) as caught:
         await _through(fault)
-    assert (caught.value.what, caught.value.where, caught.value.cure) == (
+    assert (caught.value.what, caught.value.where, caught.value.hint) == (
         "the disk is full",
         "runs/a",
         "free some space",
@@ -42,8 +42,8 @@ async def test_a_users_fault_keeps_its_words() -> None:
 
 async def test_other_faults_keep_their_kind() -> None:
     with pytest.raises(WorkerLost) as lost:
-        await _through(WorkerLost("its node died", cure="wait"))
-    assert (lost.value.cause, lost.value.cure) == ("its node died", "wait")
+        await _through(WorkerLost("its node died", hint="wait"))
+    assert (lost.value.cause, lost.value.hint) == ("its node died", "wait")
     with pytest.raises(TrainerLost, match=r"^the critic died$"):
         await _through(TrainerLost("the critic died"))
     with pytest.raises(WeightsError, match=r"^version 3 is torn$"):
@@ -72,7 +72,7 @@ def test_a_plain_method_answers_alike() -> None:
     @answered
     def half(number: int) -> int:
         if number % 2:
-            raise UserError("odd", where="number", cure="give an even one")
+            raise UserError("odd", where="number", hint="give an even one")
         return number // 2
 
     assert read_answer(half(6), int) == 3

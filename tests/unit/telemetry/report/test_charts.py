@@ -8,7 +8,7 @@ from tests.fabricated_forecast import make_forecast
 from tidemill.telemetry.manifest import write_forecast
 from tidemill.telemetry.metrics import METRICS
 from tidemill.telemetry.report.charts import chart_data
-from tidemill.telemetry.report.run_data import read_story
+from tidemill.telemetry.report.run_data import read_run
 from tidemill.telemetry.run_dir import RunDirectory
 
 
@@ -16,7 +16,7 @@ def charts_of(tmp_path: Path, metrics: str, events: str = "") -> dict[str, Any]:
     run = RunDirectory(tmp_path)
     run.metrics.write_text(metrics)
     run.events.write_text(events)
-    return chart_data(read_story(run))
+    return chart_data(read_run(run))
 
 
 def test_only_what_was_measured_is_drawn(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.fabricated_fleet import FabricatedFleet
-from tidemill.telemetry.report.run_data import cost_bars, fleet_section, mean_serving, read_story
+from tidemill.telemetry.report.run_data import cost_bars, fleet_section, mean_serving, read_run
 from tidemill.telemetry.report.timeline import Timeline, timeline
 
 
@@ -46,7 +46,7 @@ def test_the_mean_is_over_time() -> None:
 
 def test_the_fabricated_fleet_in_figures(tmp_path: Path) -> None:
     fleet = FabricatedFleet(tmp_path)
-    story = read_story(fleet.make())
+    story = read_run(fleet.make())
     workers = timeline(story.events, story.metrics)
     assert workers is not None
     section = fleet_section(story, workers)

@@ -4,7 +4,7 @@ import pytest
 
 from tidemill.telemetry.report.run_data import SampleWindow
 from tidemill.telemetry.report.showcase import BINS, histograms, make_bins
-from tidemill.telemetry.samples import Sample
+from tidemill.telemetry.sample_files import Sample
 
 
 def test_few_whole_values_have_a_bin_each() -> None:

@@ -223,7 +223,7 @@ def test_metrics_of_which_nothing_can_be_read_do_not_replace_a_report(finished: 
 def test_a_place_without_a_run_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no run here") as caught:
         write_report(tmp_path / "nowhere")
-    assert "--run.dir" in caught.value.cure
+    assert "--run.dir" in caught.value.hint
 
 
 def test_the_uplot_license_comes_with_it(finished: RunDirectory) -> None:

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from tidemill.telemetry.report.run_data import SampleWindow, Story
+from tidemill.telemetry.report.run_data import RunData, SampleWindow
 from tidemill.telemetry.report.showcase import LEGEND, best_and_worst, colour, level, pairs, shorten, shown
-from tidemill.telemetry.samples import Sample
+from tidemill.telemetry.sample_files import Sample
 
 
 @pytest.mark.parametrize(
@@ -74,8 +74,8 @@ def test_each_prompt_is_shown_once_and_equal_rewards_have_no_worst() -> None:
     assert best_and_worst(SampleWindow()) == ([], [])
 
 
-def story_with(first: tuple[Sample, ...], last: tuple[Sample, ...]) -> Story:
-    return Story(
+def story_with(first: tuple[Sample, ...], last: tuple[Sample, ...]) -> RunData:
+    return RunData(
         name="r",
         outcome="finished",
         summary={},

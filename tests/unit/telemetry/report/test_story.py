@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.fabricated_run import FabricatedRun
-from tidemill.telemetry.report.run_data import outcome_of, read_story
+from tidemill.telemetry.report.run_data import outcome_of, read_run
 from tidemill.telemetry.run_dir import RunDirectory
 
 GONE = 2**22 + 12345  # beyond the largest process id of Linux
@@ -36,7 +36,7 @@ def test_how_a_run_ended(events: list[dict[str, Any]], outcome: str) -> None:
 
 
 def test_the_first_and_the_last_steps_make_the_windows(tmp_path: Path) -> None:
-    story = read_story(FabricatedRun(tmp_path).make())
+    story = read_run(FabricatedRun(tmp_path).make())
     assert story.first.steps == (1, 2, 3) and story.last.steps == (18, 19, 20)
     assert story.evaluated_first.steps == (0,) and story.evaluated_last.steps == (20,)
     assert len(story.first.samples) == 3 * 64
@@ -51,10 +51,10 @@ def test_windows_do_not_overlap(tmp_path: Path, steps: int, first: tuple[int, ..
     run.samples.mkdir()
     for step in range(1, steps + 1):
         (run.samples / f"step_{step:06d}.jsonl").write_text(f'{{"step":{step}}}\n')
-    story = read_story(run)
+    story = read_run(run)
     assert (story.first.steps, story.last.steps) == (first, last)
 
 
 def test_nothing_at_all_is_a_story_too(tmp_path: Path) -> None:
-    story = read_story(RunDirectory(tmp_path))
+    story = read_run(RunDirectory(tmp_path))
     assert (story.metrics, story.events, story.config_text, story.groups) == ((), (), "", 0)

@@ -9,7 +9,7 @@ import pytest
 from tests.fabricated_fleet import FabricatedFleet
 from tests.fabricated_run import FabricatedRun
 from tidemill.telemetry.fleet_figures import HeldLease
-from tidemill.telemetry.report.run_data import read_story
+from tidemill.telemetry.report.run_data import read_run
 from tidemill.telemetry.report.timeline import NAMED_ROWS, Bar, Timeline, drawn, lanes, merged, serving, timeline
 from tidemill.telemetry.run_dir import RunDirectory
 
@@ -25,7 +25,7 @@ def lease(elapsed_s: float, name: str, kind: str = "preemptible", worker: str = 
 
 
 def of_run(run: RunDirectory) -> Timeline | None:
-    story = read_story(run)
+    story = read_run(run)
     return timeline(story.events, story.metrics)
 
 

@@ -6,17 +6,17 @@ import pytest
 
 from tests.fabricated_run import FabricatedRun
 from tidemill.telemetry.report.findings import clearly_differs, findings, headline
-from tidemill.telemetry.report.run_data import Story, read_story
+from tidemill.telemetry.report.run_data import RunData, read_run
 from tidemill.telemetry.run_dir import RunDirectory
 from tidemill.telemetry.summary import Evaluation, comparable
 
 
-def story_of(tmp_path: Path, metrics: str = "", events: str = "", config: str = "") -> Story:
+def story_of(tmp_path: Path, metrics: str = "", events: str = "", config: str = "") -> RunData:
     run = RunDirectory(tmp_path)
     run.metrics.write_text(metrics)
     run.events.write_text(events)
     run.config.write_text(config)
-    return read_story(run)
+    return read_run(run)
 
 
 def lines(name: str, values: list[float]) -> str:
@@ -119,7 +119,7 @@ def test_a_worker_that_fails_to_start_is_no_error_of_the_run(tmp_path: Path) -> 
 
 
 def test_the_fabricated_run_was_resumed_and_had_invalid_samples(tmp_path: Path) -> None:
-    story = read_story(FabricatedRun(tmp_path).make())
+    story = read_run(FabricatedRun(tmp_path).make())
     assert [finding.title.split(" ", 1)[-1] for finding in findings(story)] == [
         "samples without a valid reward",
         "once",

@@ -12,7 +12,13 @@ from tidemill.config.supervised import DataConfig
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import CompletionCodec
 from tidemill.core.records import Demonstration, PreferencePair, TokenBuffer, count, pack_tokens
-from tidemill.envs.text.data.schemas import DemonstrationText, PairText, equal_sides, read_demonstrations, read_pairs
+from tidemill.envs.text.data.schemas import (
+    DemonstrationText,
+    PairText,
+    identical_replies,
+    read_demonstrations,
+    read_pairs,
+)
 from tidemill.envs.text.prompts import (
     EpochOrder,
     Question,
@@ -51,7 +57,7 @@ class Encoder:
         """Raises UserError: the codec refuses the text, or both sides have the same tokens."""
         chosen, rejected = self._completion(row, row.chosen), self._completion(row, row.rejected)
         if chosen == rejected:
-            raise equal_sides(row)
+            raise identical_replies(row)
         return PreferencePair(
             id=content_id(row),
             prompt_ids=self._prompt(row),
@@ -78,7 +84,7 @@ Read = Callable[[Path], Iterable[QuestionT]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sides(Generic[QuestionT]):
+class TrainEvalSplit(Generic[QuestionT]):
     """Rows apart: no question is on both sides."""
 
     train: list[QuestionT]
@@ -93,9 +99,9 @@ class Sides(Generic[QuestionT]):
         return ", ".join(f"{count} {why}" for why, count in counts.items() if count)
 
 
-def read_sides(
+def read_split(
     read: Read[QuestionT], path: Path, held_out_path: Path | None, held_out_fraction: float, *, section: str
-) -> Sides[QuestionT]:
+) -> TrainEvalSplit[QuestionT]:
     """One file split, or a training and an evaluation file.
 
     Rows appended or moved leave every other on its side. A row repeated is taken once. A question in both files, or in
@@ -115,21 +121,21 @@ def read_sides(
         train, held_out = split_by_content(items, held_out_fraction) if held_out_fraction else (items, [])
         if held_out_fraction and not (train and held_out):
             raise _one_question(path, section)
-        return Sides(train=train, held_out=in_content_order(held_out), repeated=repeated, kept=0)
+        return TrainEvalSplit(train=train, held_out=in_content_order(held_out), repeated=repeated, kept=0)
     held_out = distinct(read(held_out_path))
     asked = {question_key(item) for item in held_out}
     train = [item for item in items if question_key(item) not in asked]
     if not train:
         raise _none_left(path, held_out_path)
     kept = len(items) - len(train)
-    return Sides(train=train, held_out=in_content_order(held_out), repeated=repeated, kept=kept)
+    return TrainEvalSplit(train=train, held_out=in_content_order(held_out), repeated=repeated, kept=kept)
 
 
 def _one_question(path: Path, section: str) -> UserError:
     return UserError(
         "one question alone cannot be split into training and evaluation",
         where=str(path),
-        cure=f"add rows, or give {section}.held_out_path",
+        hint=f"add rows, or give {section}.held_out_path",
     )
 
 
@@ -137,7 +143,7 @@ def _none_left(path: Path, held_out_path: Path) -> UserError:
     return UserError(
         "every question is also an evaluation question, so none is left to train on",
         where=str(path),
-        cure=f"take the shared rows out of {held_out_path}",
+        hint=f"take the shared rows out of {held_out_path}",
     )
 
 
@@ -220,10 +226,10 @@ def _load(
     context_limit: int,
 ) -> Examples[ExampleT]:
     if config.path is None:
-        cure = "give --data.path FILE (JSON lines, Parquet, or a folder that `datasets` saved)"
-        raise UserError("not given, and this stage learns from a file", where="data.path", cure=cure)
+        hint = "give --data.path FILE (JSON lines, Parquet, or a folder that `datasets` saved)"
+        raise UserError("not given, and this stage learns from a file", where="data.path", hint=hint)
     limit = _longest_allowed(config, context_limit)
-    sides = read_sides(read, config.path, config.held_out_path, config.held_out_fraction, section="data")
+    sides = read_split(read, config.path, config.held_out_path, config.held_out_fraction, section="data")
     kept: list[list[ExampleT]] = []
     longest, too_long = 0, list[tuple[str, int]]()
     for side in (sides.train, sides.held_out):
@@ -254,18 +260,18 @@ def _longest_allowed(config: DataConfig, context_limit: int) -> int:
         raise UserError(
             f"{config.max_tokens} tokens are more than the model's own limit of {context_limit}",
             where="data.max_tokens",
-            cure=f"lower it to {context_limit}, or set it to 0 to take the model's limit",
+            hint=f"lower it to {context_limit}, or set it to 0 to take the model's limit",
         )
     return config.max_tokens or context_limit
 
 
 def _too_long(rows: list[tuple[str, int]], limit: int, *, all_of_them: bool) -> UserError:
     number = "1 row is" if len(rows) == 1 else f"{len(rows)} rows are"
-    cure = "shorten the rows, or take a model with a longer context"
+    hint = "shorten the rows, or take a model with a longer context"
     return UserError(
         f"{number} longer than {limit} tokens with prompt and completion: {_named(rows)}",
         where="data.path",
-        cure=f"{cure}; none is left to train on" if all_of_them else f'set data.too_long = "drop", {cure}',
+        hint=f"{hint}; none is left to train on" if all_of_them else f'set data.too_long = "drop", {hint}',
     )
 
 

@@ -37,10 +37,10 @@ def _parsed(line: bytes, where: str) -> Any:
         value = json.loads(line.decode(), parse_constant=_refuse_constant)
         json.dumps(value, ensure_ascii=False).encode()  # an escaped half of a character pair cannot be encoded
     except UnicodeError as error:
-        raise UserError("not valid UTF-8 text", where=where, cure="save the file as UTF-8") from error
+        raise UserError("not valid UTF-8 text", where=where, hint="save the file as UTF-8") from error
     except (ValueError, RecursionError) as error:
         fault = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
-        raise UserError(f"broken JSON: {fault}", where=where, cure=CURE) from error
+        raise UserError(f"broken JSON: {fault}", where=where, hint=CURE) from error
     return value
 
 
@@ -61,7 +61,7 @@ def import_extra(module: str, *, package: str, needed_by: str, extra: str = "tas
         return importlib.import_module(module)
     except ImportError as error:
         raise UserError(
-            f"{needed_by} needs the package {package} ({error})", cure=f'pip install "tidemill[{extra}]"'
+            f"{needed_by} needs the package {package} ({error})", hint=f'pip install "tidemill[{extra}]"'
         ) from error
 
 
@@ -90,7 +90,7 @@ def read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
         raise UserError(
             f"not a Parquet file that can be read: {reason}",
             where=str(path),
-            cure="write it again, or name its format (jsonl, parquet, datasets)",
+            hint="write it again, or name its format (jsonl, parquet, datasets)",
         ) from error
 
 
@@ -113,7 +113,7 @@ def read_saved(path: Path) -> Iterator[tuple[str, Any]]:
         raise UserError(
             f"the saved data set cannot be loaded: {type(error).__name__}: {error}",
             where=str(path),
-            cure="save it again with save_to_disk, at least one row of it",
+            hint="save it again with save_to_disk, at least one row of it",
         ) from error
     number = 0
     for table in saved.iter(batch_size=BATCH_ROWS):
@@ -125,13 +125,13 @@ def read_saved(path: Path) -> Iterator[tuple[str, Any]]:
 def _no_data_set(path: Path) -> UserError:
     if not path.is_dir():
         what = "is a file, not a folder that `datasets` saved"
-        return UserError(what, where=str(path), cure="name its format: jsonl or parquet")
+        return UserError(what, where=str(path), hint="name its format: jsonl or parquet")
     if splits := sorted(each.name for each in path.iterdir() if (each / STATE).is_file()):
         named = " or ".join(str(path / split) for split in splits)
-        return UserError(f"holds several splits: {', '.join(splits)}", where=str(path), cure=f"give one: {named}")
+        return UserError(f"holds several splits: {', '.join(splits)}", where=str(path), hint=f"give one: {named}")
     files = sorted(each.name for each in path.iterdir() if each.suffix in (".parquet", ".jsonl", ".json"))
-    cure = f"give one of its files, {files[0]}" if files else "give a file, or a folder written by save_to_disk"
-    return UserError("is no folder that `datasets` saved (it has no state.json)", where=str(path), cure=cure)
+    hint = f"give one of its files, {files[0]}" if files else "give a file, or a folder written by save_to_disk"
+    return UserError("is no folder that `datasets` saved (it has no state.json)", where=str(path), hint=hint)
 
 
 class Row(Record):
@@ -160,27 +160,27 @@ def read_rows(path: Path, data_format: DataFormat, *, section: str, shape: str) 
 
     Args:
         section: of the configuration that names the file: "task" or "data".
-        shape: what a row looks like, for the cures.
+        shape: what a row looks like, for the hints.
 
     Raises:
         UserError: naming file and place, when it cannot be read, has no rows or something else than rows in it.
     """
     if not path.exists():
         keys = f"check {section}.path and {section}.held_out_path"
-        raise UserError("cannot read the data: No such file or folder", where=str(path), cure=keys)
+        raise UserError("cannot read the data: No such file or folder", where=str(path), hint=keys)
     read = READERS[detected_format(path) if data_format == "auto" else data_format]
     empty = True
     try:
         for where, value in read(path):
             if not isinstance(value, dict):
-                raise UserError(f"expected a JSON object, found {type(value).__name__}", where=where, cure=shape)
+                raise UserError(f"expected a JSON object, found {type(value).__name__}", where=where, hint=shape)
             empty = False
             yield Row(fields=value, where=where)
     except OSError as error:
         what = f"cannot read the data: {error.strerror or error}"
-        raise UserError(what, where=str(path), cure=f"check {section}.path, {section}.held_out_path") from error
+        raise UserError(what, where=str(path), hint=f"check {section}.path, {section}.held_out_path") from error
     if empty:
-        raise UserError("there are no rows in it", where=str(path), cure=shape)
+        raise UserError("there are no rows in it", where=str(path), hint=shape)
 
 
 def detected_format(path: Path) -> DataFormat:

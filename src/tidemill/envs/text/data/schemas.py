@@ -104,16 +104,16 @@ def read_pairs(path: Path, data_format: DataFormat = "auto") -> Iterator[PairTex
             where=row.where,
         )
         if pair.chosen == pair.rejected:
-            raise equal_sides(pair)
+            raise identical_replies(pair)
         yield pair
 
 
-def equal_sides(pair: PairText) -> UserError:
+def identical_replies(pair: PairText) -> UserError:
     """The fault of a pair that prefers nothing."""
     return UserError(
         f"`chosen` and `rejected` are the same, {pair.chosen[:40]!r}",
         where=pair.where,
-        cure="leave the row out: a pair of equal sides says nothing",
+        hint="leave the row out: a pair of equal sides says nothing",
     )
 
 
@@ -184,5 +184,5 @@ def _metadata(row: Row, name: str) -> Any:
     return value
 
 
-def _fault(what: str, row: Row, cure: str) -> NoReturn:
-    raise UserError(what, where=row.where, cure=cure)
+def _fault(what: str, row: Row, hint: str) -> NoReturn:
+    raise UserError(what, where=row.where, hint=hint)

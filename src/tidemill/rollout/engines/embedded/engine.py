@@ -102,7 +102,7 @@ class EmbeddedEngine:
             raise UserError(
                 f"a prompt of {length} tokens leaves no room for new ones in a context of {self._context}",
                 where=f"prompt {request.sample_id.prompt_id}",
-                cure="shorten the prompt or raise engine.context_tokens (up to the model's own limit)",
+                hint="shorten the prompt or raise engine.context_tokens (up to the model's own limit)",
             )
         return Sequence(request, self._context)
 

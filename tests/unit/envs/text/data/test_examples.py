@@ -94,7 +94,7 @@ def test_rows_too_long_are_counted_and_named(tmp_path: Path) -> None:
         "2 rows are longer than 31 tokens with prompt and completion: "
         f"{path}, line 4, 32 tokens; {path}, line 5, 33 tokens"
     )
-    assert 'data.too_long = "drop"' in caught.value.cure
+    assert 'data.too_long = "drop"' in caught.value.hint
     assert demonstrations(path, context=33, held_out_fraction=0).longest_tokens == 33
 
 
@@ -139,7 +139,7 @@ def test_without_a_path_the_key_is_named() -> None:
 def test_one_question_cannot_be_split(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be split") as caught:
         demonstrations(write(tmp_path, "jsonl", rows(1)))
-    assert "data.held_out_path" in caught.value.cure
+    assert "data.held_out_path" in caught.value.hint
 
 
 def test_the_order_is_a_function_of_seed_and_step(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from tests.char_codec import CharCodec, make_prompt
 from tidemill.core.errors import UserError
 from tidemill.core.records import Message
 from tidemill.envs.text.data.examples import Encoder
-from tidemill.envs.text.data.making import Judged, demonstration_row, pair_rows
+from tidemill.envs.text.data.generated_rows import Judged, demonstration_row, pair_rows
 from tidemill.envs.text.data.schemas import read_demonstrations
 from tidemill.envs.text.prompts import Item, renderer
 

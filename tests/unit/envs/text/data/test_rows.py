@@ -77,7 +77,7 @@ def test_a_saved_folder_with_several_splits_names_them(tmp_path: Path) -> None:
     DatasetDict(train=Dataset.from_list(ROWS), test=Dataset.from_list(ROWS)).save_to_disk(tmp_path / "both")
     with pytest.raises(UserError, match="holds several splits: test, train") as caught:
         read(tmp_path / "both")
-    assert caught.value.cure == f"give one: {tmp_path / 'both' / 'test'} or {tmp_path / 'both' / 'train'}"
+    assert caught.value.hint == f"give one: {tmp_path / 'both' / 'test'} or {tmp_path / 'both' / 'train'}"
     assert len(read(tmp_path / "both" / "train")) == 3
 
 
@@ -85,7 +85,7 @@ def test_a_folder_of_files_names_one(tmp_path: Path) -> None:
     write(tmp_path, "parquet", ROWS)
     with pytest.raises(UserError, match=r"no folder that `datasets` saved") as caught:
         read(tmp_path)
-    assert caught.value.cure == "give one of its files, rows.parquet"
+    assert caught.value.hint == "give one of its files, rows.parquet"
 
 
 def test_a_table_without_rows(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_without_the_extra_the_cure_is_to_install_it(tmp_path: Path, monkeypatch
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(UserError, match="reading Parquet needs the package pyarrow") as caught:
         read(path)
-    assert caught.value.cure == 'pip install "tidemill[data]"'
+    assert caught.value.hint == 'pip install "tidemill[data]"'
 
 
 def test_json_lines_need_neither_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,4 +112,4 @@ def test_json_lines_need_neither_package(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_path_that_is_not_there_names_the_key(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="No such file or folder") as caught:
         read(tmp_path / "nowhere.parquet")
-    assert "data.path" in caught.value.cure
+    assert "data.path" in caught.value.hint

@@ -70,7 +70,7 @@ def faults(read: Callable[[Path], Any], tmp_path: Path, row: dict[str, Any], goo
     with pytest.raises(UserError) as caught:
         list(read(path))
     assert caught.value.where == f"{path}, line 2"
-    assert caught.value.cure
+    assert caught.value.hint
     return caught.value
 
 

@@ -15,7 +15,7 @@ from tidemill.cli.output import Json, Result
 from tidemill.cli.plan_options import CatalogFile, Explain, Model, Params, Whole, shape_of
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import decimal, dollars, percent, size
-from tidemill.hardware.catalog import Catalog, load_catalog
+from tidemill.hardware.gpu_catalog import Catalog, load_catalog
 from tidemill.planner.overlap import TYPICAL, OverlapPlan, plan_overlap
 from tidemill.planner.staleness import StalenessPlan, measure_runs, plan_staleness, read_table
 from tidemill.planner.transfer import GIGABIT, PCIE_5_X16, TransferPlan, TransferQuestion, plan_transfer
@@ -23,20 +23,20 @@ from tidemill.planner.transfer import GIGABIT, PCIE_5_X16, TransferPlan, Transfe
 PLANS = {
     "memory": ("tidemill.cli.plan_memory:memory", "Bytes per role and per GPU; how many GPUs, and why not fewer."),
     "weights": (
-        "tidemill.cli.plan:weights",
+        "tidemill.cli.plan_commands:weights",
         "How long new weights travel, and whether it hides behind a step.",
     ),
-    "overlap": ("tidemill.cli.plan:overlap", "How busy the trainer is: in sequence, overlapped, resized."),
+    "overlap": ("tidemill.cli.plan_commands:overlap", "How busy the trainer is: in sequence, overlapped, resized."),
     "placement": (
         "tidemill.cli.plan_placement:placement",
         "Where to train and to generate, for the least money or time.",
     ),
     "staleness": (
-        "tidemill.cli.plan:staleness",
+        "tidemill.cli.plan_commands:staleness",
         "The best lag by progress per wall-clock time, from a table or from runs.",
     ),
     "run": ("tidemill.cli.plan_recipe:run", "How long a recipe takes, what it costs and what memory it needs."),
-    "catalog": ("tidemill.cli.plan:catalog", "The GPUs and machines that can be planned with."),
+    "catalog": ("tidemill.cli.plan_commands:catalog", "The GPUs and machines that can be planned with."),
 }
 
 app = App(
@@ -156,7 +156,7 @@ Runs = Annotated[
 def staleness(*, table: Table = None, runs: Runs = (), explain: Explain = False, json: Json = False) -> Result:
     """The best lag by progress per wall-clock time: staleness costs reward per step and buys steps per hour."""
     if (table is None) == (not runs):
-        raise UserError("rows are from a table or from runs", cure="give --table FILE, or --runs DIR for each run")
+        raise UserError("rows are from a table or from runs", hint="give --table FILE, or --runs DIR for each run")
     plan = plan_staleness(measure_runs(runs) if table is None else read_table(table))
     return plan_options.result(staleness_data(plan), staleness_text(plan), plan.figures, explain=explain)
 

@@ -18,15 +18,15 @@ from tidemill.hardware.engine_profile import EngineProfile, rollout_of
 from tidemill.hardware.model_shape import ModelShape
 from tidemill.hardware.trainer_profile import TrainerProfile
 from tidemill.planner.forecast.forecast import MOST_SAMPLES, drawn, simulated_steps, summarised
+from tidemill.planner.memory.memory_plan import plan_memory
 from tidemill.planner.memory.per_gpu import fit
-from tidemill.planner.memory.plan import plan_memory
 from tidemill.planner.memory.states import Holding
 from tidemill.planner.placement.estimate import Engine, Placement, Side
 from tidemill.planner.placement.search import PlacementPlan, plan_placement
 from tidemill.planner.placement.training import Offer, PlacementQuestion, learning, memory_question
-from tidemill.pool.build import ScheduledPool, timetable_of
+from tidemill.pool.build_provider import ScheduledPool, timetable_of
 from tidemill.sim.costs import ConstantWeights, ProfiledEngine, ProfiledTrainer
-from tidemill.sim.simulation import Plant, simulate_run
+from tidemill.sim.simulation import CostModel, simulate_run
 from tidemill.sim.workload import Workload
 from tidemill.telemetry.manifest import Forecast
 
@@ -75,9 +75,9 @@ def forecast_on_cluster(
         UserError: prompts or seconds that cannot be, nothing fits, or nobody would generate.
     """
     if prompt_tokens < 1:
-        raise UserError(f"needs 1 or more, was given {prompt_tokens}", where="--prompt-tokens", cure="correct it")
+        raise UserError(f"needs 1 or more, was given {prompt_tokens}", where="--prompt-tokens", hint="correct it")
     if not 0 <= boot_s < math.inf:
-        raise UserError(f"needs 0 or more seconds, was given {boot_s:g}", where="--boot-s", cure="correct it")
+        raise UserError(f"needs 0 or more seconds, was given {boot_s:g}", where="--boot-s", hint="correct it")
     plan = plan_placement(question)
     placement = plan.best.placement
     work = Workload(lengths=lengths, prompt_tokens=prompt_tokens, held_out=spec.eval.prompts)
@@ -92,7 +92,7 @@ def forecast_on_cluster(
     runs = [
         simulate_run(
             drawn(priced, steps, seed),
-            plant_of(spec, question, placement, boot_s=boot_s, slowness=slowness),
+            cost_model_of(spec, question, placement, boot_s=boot_s, slowness=slowness),
             work,
             timetable_of(played, Path.read_bytes) if machines else None,  # each can be played once
             most_workers=max(machines, 1),
@@ -125,12 +125,12 @@ def _of_speeds(seeds: int) -> str:
     return f"speeds are assumed: the spread is of engines and trainer that take {off} less to {off} more"
 
 
-def plant_of(
+def cost_model_of(
     spec: RunSpec, question: PlacementQuestion, placement: Placement, *, boot_s: float, slowness: float = 1.0
-) -> Plant:
+) -> CostModel:
     """A placement as costs of what computes in it, which takes `slowness` times as long as its profiles say."""
     training, shared, dedicated = placement.training, _only(placement.shared), _only(placement.dedicated)
-    return Plant(
+    return CostModel(
         trainer=ProfiledTrainer(
             profile=_slowed(training.profile, slowness),
             passes=learning(question).passes,

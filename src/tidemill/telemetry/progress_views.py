@@ -401,7 +401,7 @@ def _cell(label: str, figures: str, bars: str, style: str) -> Text:
     )
 
 
-class SilentTelemetry:
+class NullTelemetry:
     """Implements core.protocols.Telemetry."""
 
     def __init__(self, tell: Callable[[str], None] = lambda _: None) -> None:

@@ -213,8 +213,8 @@ class ReaderProcess:
             raise ReaderLost(f"{lost}\n  and it does not start again: {error}") from error
 
 
-def reader_lost(who: str, cause: str, cure: str) -> ReaderLost:
-    advice = f"\n  {cure}" if cure else ""
+def reader_lost(who: str, cause: str, hint: str) -> ReaderLost:
+    advice = f"\n  {hint}" if hint else ""
     return ReaderLost(
         f"the {who} died: {cause}{advice}\n  run the same command again: the run goes on from its last checkpoint, "
         "with the samples it has"

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 import xxhash
 
-from tidemill.config.issues import ConfigError, Fault
+from tidemill.config.issues import ConfigError, ConfigIssue
 from tidemill.config.keys import dotted
 from tidemill.config.load import PREFIX, flattened
 from tidemill.config.model import BUILT_IN_MODELS
@@ -103,7 +103,7 @@ Action: TypeAlias = Literal["done", "resume", "run", "wait", "leave"]
 that is not finished. leave: not chosen."""
 
 
-class Mark(Record):
+class StageResult(Record):
     """Written last into a finished stage's folder: without it, the stage is not finished."""
 
     name: str
@@ -117,11 +117,11 @@ class Mark(Record):
     values: dict[str, Any]  # what its digest is of
 
 
-class Found(Record):
+class FoundStage(Record):
     """A folder of a stage on the disk."""
 
     name: str  # of the stage
-    mark: Mark | None  # None when begun, or when its product is gone
+    mark: StageResult | None  # None when begun, or when its product is gone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +136,7 @@ EVERYTHING = Choice()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
+class PlannedStage:
     """One stage and what will happen to it."""
 
     stage: StageSpec
@@ -146,7 +146,7 @@ class Planned:
     values: dict[str, Any]  # what its digest is of
     contents: Mapping[str, str]  # of the files it reads, by the key that names them
     changed: tuple[str, ...] = ()  # keys whose values differ from those of an earlier result of this stage
-    mark: Mark | None = None  # of a finished one
+    mark: StageResult | None = None  # of a finished one
 
     @property
     def due(self) -> bool:
@@ -155,12 +155,12 @@ class Planned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    stages: tuple[Planned, ...]
+    stages: tuple[PlannedStage, ...]
     stale: tuple[str, ...]  # folders with results that nothing here asks for any more
     unused: tuple[str, ...] = ()  # in words: sections that no stage has a use for, and keys that do nothing
 
     @property
-    def due(self) -> tuple[Planned, ...]:
+    def due(self) -> tuple[PlannedStage, ...]:
         return tuple(planned for planned in self.stages if planned.due)
 
 
@@ -174,7 +174,7 @@ def make_plan(
     stages: Sequence[StageSpec],
     *,
     contents: Mapping[str, Mapping[str, str]],
-    found: Mapping[str, Found],
+    found: Mapping[str, FoundStage],
     choice: Choice = EVERYTHING,
 ) -> Plan:
     """
@@ -198,7 +198,7 @@ def make_plan(
             progress.finished.add(stage.name)
         progress.digests[stage.name] = digest
         planned.append(
-            Planned(
+            PlannedStage(
                 stage=stage,
                 digest=digest,
                 folder=folder,
@@ -217,16 +217,18 @@ def make_plan(
 def _chosen(names: Sequence[str], choice: Choice) -> set[str]:
     for option, name in (("--only", choice.only), ("--from", choice.start)):
         if name is not None and name not in names:
-            cure = did_you_mean(name, names) or f"stages: {', '.join(names)}"
-            raise UserError("no stage of that name", where=f"{option} {name}", cure=cure)
+            hint = did_you_mean(name, names) or f"stages: {', '.join(names)}"
+            raise UserError("no stage of that name", where=f"{option} {name}", hint=hint)
     if choice.only is not None and choice.start is not None:
-        raise UserError("choose one of the two", where="--only, --from", cure="leave one of them out")
+        raise UserError("choose one of the two", where="--only, --from", hint="leave one of them out")
     if choice.only is not None:
         return {choice.only}
     return set(names[names.index(choice.start) :] if choice.start is not None else names)
 
 
-def _action(stage: StageSpec, mark: Mark | None, here: Found | None, finished: set[str], chosen: set[str]) -> Action:
+def _action(
+    stage: StageSpec, mark: StageResult | None, here: FoundStage | None, finished: set[str], chosen: set[str]
+) -> Action:
     if mark:
         return "done"
     if stage.name not in chosen:
@@ -236,7 +238,7 @@ def _action(stage: StageSpec, mark: Mark | None, here: Found | None, finished: s
     return "resume" if here else "run"
 
 
-def _changed(name: str, values: Mapping[str, Any], found: Mapping[str, Found]) -> tuple[str, ...]:
+def _changed(name: str, values: Mapping[str, Any], found: Mapping[str, FoundStage]) -> tuple[str, ...]:
     """What is different from the newest finished result of the stage of this name."""
     marks = [each.mark for each in found.values() if each.mark and each.name == name]
     if not marks:
@@ -252,7 +254,7 @@ def _check_inputs(plan: Plan, finished: set[str], chosen: set[str]) -> None:
                 raise UserError(
                     f"takes from stage {name}, which is not finished as it is now configured",
                     where=f"stage {planned.stage.name}",
-                    cure="run the whole pipeline, or begin --from an earlier stage",
+                    hint="run the whole pipeline, or begin --from an earlier stage",
                 )
 
 
@@ -267,7 +269,7 @@ def contents_of(stages: Sequence[StageSpec]) -> dict[str, dict[str, str]]:
     """
     known: dict[Path, str] = {}
     found: dict[str, dict[str, str]] = {}
-    faults: list[Fault] = []
+    faults: list[ConfigIssue] = []
     for stage in stages:
         found[stage.name] = {}
         for file in file_inputs(stage):
@@ -282,8 +284,8 @@ def contents_of(stages: Sequence[StageSpec]) -> dict[str, dict[str, str]]:
     return found
 
 
-def fault_of_stage(stage: StageSpec, error: UserError) -> Fault:
-    return Fault(key=error.where, what=error.what, source=f"stage {stage.name}", cure=error.cure)
+def fault_of_stage(stage: StageSpec, error: UserError) -> ConfigIssue:
+    return ConfigIssue(key=error.where, what=error.what, source=f"stage {stage.name}", hint=error.hint)
 
 
 def content_digest(path: Path, *, where: str) -> str:
@@ -300,10 +302,10 @@ def content_digest(path: Path, *, where: str) -> str:
                 while chunk := stream.read(_CHUNK_BYTES):
                     digest.update(chunk)
     except FileNotFoundError:
-        raise UserError("no such file or folder", where=f"{where}: {path}", cure="correct the path") from None
+        raise UserError("no such file or folder", where=f"{where}: {path}", hint="correct the path") from None
     except OSError as error:
         what = f"cannot be read: {(error.strerror or str(error)).lower()}"
-        raise UserError(what, where=f"{where}: {path}", cure="make it readable, or name another") from None
+        raise UserError(what, where=f"{where}: {path}", hint="make it readable, or name another") from None
     return digest.hexdigest()
 
 

@@ -15,7 +15,7 @@ from tidemill.config.schema import RunSpec
 from tidemill.config.stages import load_recipe
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import duration_in_words
-from tidemill.pool.build import remarks
+from tidemill.pool.build_provider import remarks
 
 Only = Annotated[
     str | None,
@@ -53,13 +53,13 @@ def train(
         return _stages(recipe, only=only, start=start, prune_stale=prune_stale, dry_run=dry_run)
     if only is not None or start is not None or prune_stale:
         where = "--only" if only is not None else "--from" if start is not None else "--prune-stale"
-        raise UserError("this recipe has no stages", where=where, cure="leave it out, or name a recipe with [[stage]]s")
+        raise UserError("this recipe has no stages", where=where, hint="leave it out, or name a recipe with [[stage]]s")
     return _one_run(recipe, dry_run=dry_run)
 
 
 def _stages(recipe: PipelineSpec, *, only: str | None, start: str | None, prune_stale: bool, dry_run: bool) -> Result:
     from tidemill.cli.train_pipeline import dry_run_pipeline, train_pipeline
-    from tidemill.pipeline.plan import Choice
+    from tidemill.pipeline.stage_plan import Choice
 
     choice = Choice(only=only, start=start)
     if dry_run:
@@ -72,7 +72,7 @@ def _one_run(spec: RunSpec, *, dry_run: bool) -> Result:
         return show_dry_run(spec, notes=remarks(spec.pool))
     if (spec.directory / "pipeline.json").exists():
         what = "this directory holds a pipeline, and the recipe has no stages"
-        raise UserError(what, where=str(spec.directory), cure="choose another --run.dir")
+        raise UserError(what, where=str(spec.directory), hint="choose another --run.dir")
     from tidemill.planner.forecast.forecast import foretell
     from tidemill.runtime.train import train as run
 

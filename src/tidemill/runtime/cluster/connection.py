@@ -211,7 +211,7 @@ async def start_keeper(keep: Keep) -> KeptCluster:
             raise UserError(
                 f"Ray does not start on this machine: {kept.error}",
                 where="ray",
-                cure="see that there is memory and room in the temporary folder, or give ray.address",
+                hint="see that there is memory and room in the temporary folder, or give ray.address",
             )
     except BaseException:
         await cluster.close()
@@ -268,5 +268,5 @@ async def connect(address: str, *, token: str | None = None) -> None:
         raise UserError(
             f"there is no Ray cluster at {address!r} that can be joined: {str(error).strip().splitlines()[0]}",
             where="ray.address",
-            cure="give the address of a running cluster (`ray status` shows it), or leave it empty to start one here",
+            hint="give the address of a running cluster (`ray status` shows it), or leave it empty to start one here",
         ) from error

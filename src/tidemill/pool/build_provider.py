@@ -169,5 +169,5 @@ def _trace_of(pool: TracePool, read: Callable[[Path], bytes]) -> CapacityTrace:
     trace = read_trace(pool.path, read)
     if pool.start_s > 0 and pool.start_s >= trace.end_s:
         what = f"{pool.start_s:g} lies beyond the end of {pool.path}, which is {trace.end_s:g} s long"
-        raise UserError(what, where="pool.start_s", cure="begin earlier")
+        raise UserError(what, where="pool.start_s", hint="begin earlier")
     return trace

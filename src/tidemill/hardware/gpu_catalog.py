@@ -46,8 +46,8 @@ class Gpu(Record, forbid_unknown_fields=True):
     def peak_flops(self, dtype: str) -> float:
         """Raises UserError: nothing is known of this dtype."""
         if dtype not in self.flops_per_s:
-            cure = f"it has {', '.join(self.flops_per_s)}; or add flops_per_s.{dtype} to a row of your own"
-            raise UserError(f"the catalogue has no {dtype} speed for it", where=self.name, cure=cure)
+            hint = f"it has {', '.join(self.flops_per_s)}; or add flops_per_s.{dtype} to a row of your own"
+            raise UserError(f"the catalogue has no {dtype} speed for it", where=self.name, hint=hint)
         return self.flops_per_s[dtype]
 
 
@@ -115,13 +115,13 @@ def _read(path: Path) -> Catalog:
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        cure = "name a TOML file with [gpus.NAME] and [machines.NAME] tables"
-        raise UserError(f"cannot read the catalogue: {error.strerror or error}", where=str(path), cure=cure) from error
+        hint = "name a TOML file with [gpus.NAME] and [machines.NAME] tables"
+        raise UserError(f"cannot read the catalogue: {error.strerror or error}", where=str(path), hint=hint) from error
     except (ValueError, RecursionError) as error:
-        raise UserError(f"not valid TOML: {error}", where=str(path), cure="correct that place") from error
+        raise UserError(f"not valid TOML: {error}", where=str(path), hint="correct that place") from error
     if strange := [table for table in tables if table not in TABLES]:
         what = f"unknown table {strange[0]!r}"
-        raise UserError(what, where=str(path), cure="rows stand in [gpus.NAME] and [machines.NAME]")
+        raise UserError(what, where=str(path), hint="rows stand in [gpus.NAME] and [machines.NAME]")
     return Catalog(
         gpus={name: _row(Gpu, path, "gpus", name, row) for name, row in _rows(tables, path, "gpus").items()},
         machines={
@@ -133,14 +133,14 @@ def _read(path: Path) -> Catalog:
 def _rows(tables: Mapping[str, Any], path: Path, table: str) -> dict[str, Any]:
     rows = tables.get(table, {})
     if not isinstance(rows, dict):
-        raise UserError("is no table of rows", where=f"{path}: {table}", cure=f"write [{table}.NAME]")
+        raise UserError("is no table of rows", where=f"{path}: {table}", hint=f"write [{table}.NAME]")
     return rows
 
 
 def _row(kind: type[RowT], path: Path, table: str, name: str, row: Any) -> RowT:
     where = f"{path}: {table}.{name}"
     if not isinstance(row, dict):
-        raise UserError("is no row", where=where, cure=f"write [{table}.{name}] and its fields below")
+        raise UserError("is no row", where=where, hint=f"write [{table}.{name}] and its fields below")
     try:
         return msgspec.convert({**row, "name": name}, kind)
     except msgspec.ValidationError as error:
@@ -148,7 +148,7 @@ def _row(kind: type[RowT], path: Path, table: str, name: str, row: Any) -> RowT:
         field = re.match(r"\.?([\w.\[\]-]*)", place)
         where += f".{field[1]}" if field and field[1] else ""
         fields = ", ".join(each for each in kind.__struct_fields__ if each != "name")
-        raise UserError(what[:1].lower() + what[1:], where=where, cure=f"fields: {fields}") from error
+        raise UserError(what[:1].lower() + what[1:], where=where, hint=f"fields: {fields}") from error
 
 
 def _check_references(catalog: Catalog, path: Path, machines: Iterable[Machine]) -> None:
@@ -156,7 +156,7 @@ def _check_references(catalog: Catalog, path: Path, machines: Iterable[Machine])
         try:
             catalog.gpu(machine.gpu)
         except UserError as error:
-            raise UserError(error.what, where=f"{path}: machines.{machine.name}.gpu", cure=error.cure) from error
+            raise UserError(error.what, where=f"{path}: machines.{machine.name}.gpu", hint=error.hint) from error
 
 
 def _found(name: str, rows: Mapping[str, RowT], noun: str, where: str) -> RowT:
@@ -164,9 +164,9 @@ def _found(name: str, rows: Mapping[str, RowT], noun: str, where: str) -> RowT:
         return row
     close = difflib.get_close_matches(name.lower(), rows, 1, 0.4)
     known = ", ".join(dict.fromkeys(row.name for row in rows.values()))
-    cure = f"did you mean {close[0]}? " if close else ""
-    cure += f"known: {known}; add others with --catalog FILE"
-    raise UserError(f"the catalogue has no {noun} {name!r}", where=where, cure=cure)
+    hint = f"did you mean {close[0]}? " if close else ""
+    hint += f"known: {known}; add others with --catalog FILE"
+    raise UserError(f"the catalogue has no {noun} {name!r}", where=where, hint=hint)
 
 
 ETHERNET_LATENCY_S = 50e-6

@@ -19,11 +19,11 @@ from tidemill.core.errors import TidemillError, TrainerLost, UserError
 from tidemill.core.records import Record
 from tidemill.models.catalog import resolve
 from tidemill.models.token_tree import TokenTree
-from tidemill.runtime.cluster.ray_calls import in_words, trainer_lost
+from tidemill.runtime.cluster.ray_calls import describe_ray_error, trainer_lost
 from tidemill.runtime.cluster.wire import CriticPlan, answered, decode, encode, read_answer
 from tidemill.runtime.compute import choose_device, choose_precision, require_reserved_gpus
 from tidemill.runtime.model_bundle import FrozenModels, build_model_critic
-from tidemill.trainer.critic import ModelCritic, Promised
+from tidemill.trainer.critic import Deferred, ModelCritic
 from tidemill.trainer.packing import Microbatch
 
 
@@ -107,7 +107,7 @@ class RayCritic:
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
-        self._learning: list[Promised[None]] = []  # since the last step
+        self._learning: list[Deferred[None]] = []  # since the last step
 
     def start(self, spec: str, *, threads: int, checkpoints: Path) -> str:
         """Load its model; returns the device that it is on.
@@ -125,7 +125,7 @@ class RayCritic:
             plan = CriticPlan(spec=spec, threads=threads, seen=seen.name)
             return self._ask("start", encode(plan), kind=str)()
 
-    def values(self, microbatch: Microbatch) -> Promised[Tensor]:
+    def values(self, microbatch: Microbatch) -> Deferred[Tensor]:
         asked, device = self._ask("values", encode(sent(microbatch)), kind=bytes), microbatch.targets.device
         return lambda: floats(asked(), device)
 
@@ -133,7 +133,7 @@ class RayCritic:
         figures = (to_bytes(returns_T), to_bytes(values_T))
         self._learning.append(self._ask("learn", encode(sent(microbatch)), *figures, kind=type(None)))
 
-    def step(self, denominator: float) -> Promised[dict[str, float]]:
+    def step(self, denominator: float) -> Deferred[dict[str, float]]:
         learning, self._learning = self._learning, []
         stepped = self._ask("step", float(denominator), kind=dict[str, float])
 
@@ -155,7 +155,7 @@ class RayCritic:
     def read_state(self, directory: Path) -> None:
         self._ask("read_state", str(directory.resolve()), kind=type(None))()
 
-    def _ask(self, method: str, *args: object, kind: type[T]) -> Promised[T]:
+    def _ask(self, method: str, *args: object, kind: type[T]) -> Deferred[T]:
         """Begin a call; the promise raises what it raised, or TrainerLost where its process is gone."""
         reference = getattr(self._handle, method).remote(*args)
 
@@ -165,13 +165,13 @@ class RayCritic:
             except GetTimeoutError as error:
                 raise _lost(f"it has not answered `{method}` for {ANSWER_S:.0f} s", "look at its machine") from error
             except RayError as error:
-                raise _lost(*in_words(error, "")) from error
+                raise _lost(*describe_ray_error(error, "")) from error
 
         return answer
 
 
-def _lost(cause: str, cure: str) -> TrainerLost:
-    return trainer_lost(cause, cure, who="critic")
+def _lost(cause: str, hint: str) -> TrainerLost:
+    return trainer_lost(cause, hint, who="critic")
 
 
 class CriticActor:
@@ -244,5 +244,5 @@ def _require_checkpoints(plan: CriticPlan) -> None:
         raise UserError(
             "the critic's machine does not see the run directory, where checkpoints are written",
             where="placement.critic",
-            cure='put run.dir on a file system that the machines share, or set placement.critic = "trainer"',
+            hint='put run.dir on a file system that the machines share, or set placement.critic = "trainer"',
         )

@@ -14,27 +14,27 @@ from typing import Self
 
 import msgspec
 
-from tidemill.controller.collector import Rollout, collecting
+from tidemill.controller.collector import RolloutContext, collect_samples
 from tidemill.controller.evaluation import HELD_OUT_NAME, Evaluation, evaluate, judged
 from tidemill.controller.fleet import Fleet
-from tidemill.controller.in_flight import InFlight, Plan, plan_groups
+from tidemill.controller.in_flight import InFlight, SamplingPlan, plan_groups
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.loop import sampling_params
 from tidemill.core.decoding import decode_json
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import LoopClock
 from tidemill.core.records import Group, PolicyVersion, Prompt, Record, SamplingParams, Trajectory
-from tidemill.envs.text.task import Task
+from tidemill.envs.text.text_task import Task
 from tidemill.models.loading import weights_digest
 from tidemill.rollout.worker import EngineWorker
 from tidemill.runtime.backend import scorers
 from tidemill.runtime.compute import ComputeThread
-from tidemill.runtime.model_bundle import Parts
+from tidemill.runtime.model_bundle import ModelBundle
 from tidemill.telemetry.jsonl import JsonlWriter
-from tidemill.telemetry.views import SilentTelemetry
+from tidemill.telemetry.progress_views import NullTelemetry
 
 
-class Answered(Record):
+class CachedCompletions(Record):
     """A line of the file: some prompts, whole."""
 
     key: str  # what was asked, and of whom
@@ -42,7 +42,7 @@ class Answered(Record):
     samples: tuple[Trajectory, ...]
 
 
-class Answers:
+class CompletionCache:
     """A file of answered prompts; without a path nothing is kept. A context manager that closes.
 
     Raises:
@@ -53,10 +53,10 @@ class Answers:
         self._writer = JsonlWriter(path) if path else None  # which cuts a torn last line
         self._known = {one.key: one for one in _lines(path)} if path else {}
 
-    def find(self, key: str) -> Answered | None:
+    def find(self, key: str) -> CachedCompletions | None:
         return self._known.get(key)
 
-    def add(self, answered: Answered) -> None:
+    def add(self, answered: CachedCompletions) -> None:
         """
         Raises:
             UserError: the disk is full.
@@ -86,15 +86,15 @@ def key_of(asked: Sequence[object], prompts: Iterable[Prompt]) -> str:
     return digest.hexdigest()
 
 
-def _lines(path: Path) -> Iterable[Answered]:
+def _lines(path: Path) -> Iterable[CachedCompletions]:
     """Every line that can be read; one that cannot is answered again."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
-        raise UserError(f"cannot be read: {error}", where=str(path), cure="delete it") from error
+        raise UserError(f"cannot be read: {error}", where=str(path), hint="delete it") from error
     for line in lines:
         try:
-            yield decode_json(line, Answered)
+            yield decode_json(line, CachedCompletions)
         except msgspec.DecodeError:
             continue
 
@@ -104,14 +104,14 @@ SAMPLES_AT_ONCE = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answering:
+class BatchGenerator:
     """Asks one model. What it answers is a function of its weights, the prompt and the run's seed."""
 
     version: PolicyVersion
-    rollout: Rollout  # with the evaluation's scorer
+    rollout: RolloutContext  # with the evaluation's scorer
     sampling: SamplingParams
     seed: int
-    answers: Answers
+    answers: CompletionCache
 
     async def greedily(self, prompts: Sequence[Prompt]) -> Evaluation:
         """One greedy completion of each prompt; errors as `controller.evaluation.evaluate`."""
@@ -152,7 +152,7 @@ class Answering:
             for position, prompt in enumerate(prompts)
         ]
 
-    async def _ask_greedily(self, key: str, prompts: Sequence[Prompt]) -> Answered:
+    async def _ask_greedily(self, key: str, prompts: Sequence[Prompt]) -> CachedCompletions:
         found = await evaluate(
             step=0,
             version=self.version,
@@ -162,22 +162,24 @@ class Answering:
             sampling=self.sampling,
             seed=self.seed,
         )
-        return self._kept(Answered(key=key, duration_s=found.result.duration_s, samples=found.samples))
+        return self._kept(CachedCompletions(key=key, duration_s=found.result.duration_s, samples=found.samples))
 
-    async def _draw(self, key: str, prompts: Sequence[Prompt], samples_per_prompt: int, purpose: str) -> Answered:
+    async def _draw(
+        self, key: str, prompts: Sequence[Prompt], samples_per_prompt: int, purpose: str
+    ) -> CachedCompletions:
         number, began_s = self.version.number, self.rollout.clock.now()
-        plan = Plan(purpose=purpose, run_seed=self.seed, group_size=samples_per_prompt, sampling=self.sampling)
+        plan = SamplingPlan(purpose=purpose, run_seed=self.seed, group_size=samples_per_prompt, sampling=self.sampling)
         in_flight = InFlight(plan, version_number=number)
         in_flight.open(plan_groups([(0, prompt) for prompt in prompts], first_position=0, from_version=number), prompts)
         drawn: dict[str, list[Trajectory]] = {prompt.prompt_id: [] for prompt in prompts}
-        async with collecting(in_flight, self.rollout) as scored:
+        async with collect_samples(in_flight, self.rollout) as scored:
             async for trajectory in scored:
                 drawn[trajectory.sample_id.prompt_id].append(trajectory)
         samples = [one for of_prompt in drawn.values() for one in sorted(of_prompt, key=lambda s: s.sample_id.index)]
         duration_s = self.rollout.clock.now() - began_s
-        return self._kept(Answered(key=key, duration_s=duration_s, samples=tuple(samples)))
+        return self._kept(CachedCompletions(key=key, duration_s=duration_s, samples=tuple(samples)))
 
-    def _kept(self, answered: Answered) -> Answered:
+    def _kept(self, answered: CachedCompletions) -> CachedCompletions:
         self.answers.add(answered)
         return answered
 
@@ -189,9 +191,9 @@ def _chunks(prompts: Sequence[Prompt], size: int) -> Iterator[Sequence[Prompt]]:
 
 
 @asynccontextmanager
-async def answering(
-    parts: Parts, task: Task, progress: Callable[[str], None], *, kept_in: Path | None = None
-) -> AsyncIterator[Answering]:
+async def batch_generator(
+    bundle: ModelBundle, task: Task, progress: Callable[[str], None], *, kept_in: Path | None = None
+) -> AsyncIterator[BatchGenerator]:
     """Start what answering needs, and stop all of it in the end.
 
     Args:
@@ -201,13 +203,13 @@ async def answering(
     Raises:
         UserError: a reward that cannot work.
     """
-    spec, clock, telemetry = parts.spec, LoopClock(), SilentTelemetry(progress)
-    version = PolicyVersion(number=0, digest=weights_digest(parts.model))
+    spec, clock, telemetry = bundle.spec, LoopClock(), NullTelemetry(progress)
+    version = PolicyVersion(number=0, digest=weights_digest(bundle.model))
     async with AsyncExitStack() as stack:
-        answers = stack.enter_context(Answers(kept_in))
+        answers = stack.enter_context(CompletionCache(kept_in))
         compute = ComputeThread()
         stack.push_async_callback(compute.close)
-        engine = parts.engine(version, prompt_tokens=task.longest_prompt_tokens)
+        engine = bundle.engine(version, prompt_tokens=task.longest_prompt_tokens)
         worker = EngineWorker(engine, compute, clock=clock, tick_s=spec.engine.tick_s)
         stack.push_async_callback(worker.close)
         scorer, eval_scorer = scorers(spec, task, compute)
@@ -215,20 +217,20 @@ async def answering(
         stack.push_async_callback(eval_scorer.close)
         fleet = Fleet(worker, slots=spec.engine.slots, clock=clock, telemetry=telemetry)
         await stack.enter_async_context(fleet)
-        rollout = Rollout(
+        rollout = RolloutContext(
             fleet=fleet,
             ledger=Ledger(None),
             scorer=eval_scorer,
-            codec=parts.codec,
+            codec=bundle.codec,
             telemetry=telemetry,
             clock=clock,
             stop=asyncio.Event(),
             phase="evaluation",
             window_s=math.inf,
         )
-        sampling = sampling_params(spec, parts.codec, task.default_stop_strings)
+        sampling = sampling_params(spec, bundle.codec, task.default_stop_strings)
         limit = spec.eval.max_new_tokens or sampling.max_new_tokens
-        yield Answering(
+        yield BatchGenerator(
             version=version,
             rollout=rollout,
             sampling=msgspec.structs.replace(sampling, max_new_tokens=limit),

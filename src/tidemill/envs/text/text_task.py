@@ -67,6 +67,6 @@ def check_fits(task: Task, context_limit: int, max_new_tokens: int) -> None:
         f"the prompt starting {start!r} has {longest.tokens} tokens and with {max_new_tokens} new ones "
         f"does not fit the context of {context_limit}",
         where=longest.where,
-        cure=(f"set sampling.max_new_tokens to at most {room}, or " if room > 0 else "")
+        hint=(f"set sampling.max_new_tokens to at most {room}, or " if room > 0 else "")
         + "shorten the prompt, or take a model (or engine.context_tokens) with a longer context",
     )

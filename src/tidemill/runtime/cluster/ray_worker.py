@@ -23,7 +23,7 @@ from tidemill.core.errors import TidemillError, WorkerLost
 from tidemill.core.protocols import LoopClock, Worker
 from tidemill.core.records import GenerateRequest, Lease, Loaded, PolicyVersion, SampleId, WorkerReport
 from tidemill.models.codec import load_codec
-from tidemill.models.snapshots import DTYPES, hollow_model
+from tidemill.models.snapshots import DTYPES, uninitialized_model
 from tidemill.pool.notices import Notice
 from tidemill.rollout.pulled import PulledWeights
 from tidemill.rollout.worker import EngineWorker
@@ -33,7 +33,7 @@ from tidemill.runtime.cluster.ray_calls import Remote, blocking
 from tidemill.runtime.cluster.wire import ObjectStoreReader, WorkerPlan, decode, encode, read_answer
 from tidemill.runtime.compute import ComputeThread, choose_device, require_reserved_gpus
 from tidemill.runtime.local import NOTHING_YET
-from tidemill.runtime.model_bundle import FrozenModels, Parts
+from tidemill.runtime.model_bundle import FrozenModels, ModelBundle
 from tidemill.weights.puller import Puller
 
 CALL_S = 60.0
@@ -124,18 +124,18 @@ class RolloutActor(Serving):
         """
         planned, leased = decode(plan, WorkerPlan), decode(lease, Lease)
         engine_compute, weights_compute = ComputeThread(), ComputeThread("tidemill-weights")
-        parts = await engine_compute.run(lambda: _parts(planned, files))
+        bundle = await engine_compute.run(lambda: _bundle(planned, files))
         reader = ObjectStoreReader(publisher)
         puller, base = (Puller(reader, weights_compute, clock=LoopClock()) for _ in range(2))
         self.worker = EngineWorker(
-            parts.engine_over(parts.model, NOTHING_YET, prompt_tokens=planned.prompt_tokens),
+            bundle.engine_over(bundle.model, NOTHING_YET, prompt_tokens=planned.prompt_tokens),
             engine_compute,
             clock=LoopClock(),
-            tick_s=parts.spec.engine.tick_s,
+            tick_s=bundle.spec.engine.tick_s,
             worker_id=leased.worker_id,
             lease_id=leased.lease_id,
-            heartbeat_s=parts.spec.fleet.heartbeat_s,
-            source=PulledWeights(puller, parts.model, base=base if parts.spec.model.lora.enabled else None),
+            heartbeat_s=bundle.spec.fleet.heartbeat_s,
+            source=PulledWeights(puller, bundle.model, base=base if bundle.spec.model.lora.enabled else None),
         )
         asyncio.get_running_loop().add_reader(signals(), self._on_signal)
         self._keep(self._end_when_forgotten(planned.orphan_s))
@@ -159,7 +159,7 @@ class RolloutActor(Serving):
         os._exit(0)
 
 
-def _parts(plan: WorkerPlan, files: dict[str, bytes]) -> Parts:
+def _bundle(plan: WorkerPlan, files: dict[str, bytes]) -> ModelBundle:
     """As the trainer's, but for the weights."""
     spec = RunSpec.model_validate_json(plan.spec)
     torch.set_num_threads(plan.threads)
@@ -169,8 +169,8 @@ def _parts(plan: WorkerPlan, files: dict[str, bytes]) -> Parts:
         folder = Path(name)
         for file, content in files.items():
             (folder / file).write_bytes(content)
-        model = hollow_model(folder, spec.model, device=device, dtype=DTYPES[plan.dtype])
-        return Parts(
+        model = uninitialized_model(folder, spec.model, device=device, dtype=DTYPES[plan.dtype])
+        return ModelBundle(
             spec=spec,
             folder=folder,
             model=model,
@@ -289,7 +289,7 @@ class RayHost:
         wanted = " and ".join(f"{count:g} free {kind}" for count, kind in ((cpus, "CPU"), (gpus, "GPU")) if count)
         return WorkerLost(
             f"no node with label {labels} has {wanted or 'a place'}",
-            cure="start nodes with `ray start --labels`, or change pool.selector or [ray]",
+            hint="start nodes with `ray start --labels`, or change pool.selector or [ray]",
         )
 
     async def _tell_drains(self) -> None:
@@ -306,5 +306,5 @@ class RayHost:
                         self._workers.pop(worker, None)  # it is gone already
 
 
-def lost(cause: str, cure: str) -> WorkerLost:
-    return WorkerLost(cause, cure=cure)
+def lost(cause: str, hint: str) -> WorkerLost:
+    return WorkerLost(cause, hint=hint)

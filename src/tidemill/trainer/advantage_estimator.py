@@ -16,7 +16,7 @@ from tidemill.algos.returns import whiten
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.records import Group, Segment, Trajectory, pack_logprobs, pack_tokens
-from tidemill.trainer.critic import Promised, known
+from tidemill.trainer.critic import Deferred, resolved
 from tidemill.trainer.packing import (
     FloatArray,
     Microbatch,
@@ -30,7 +30,7 @@ from tidemill.trainer.packing import (
     without_reference,
 )
 
-Measure = Callable[[Microbatch], Promised[torch.Tensor]]
+Measure = Callable[[Microbatch], Deferred[torch.Tensor]]
 """Something float32 [T] of every token of a microbatch, without gradient."""
 DoubleArray = npt.NDArray[np.float64]
 
@@ -43,7 +43,7 @@ class Estimate:
     signal: bool  # whether any of them moves the policy, before whitening
 
 
-class Advantages:
+class AdvantageEstimator:
     """What `spec.algorithm` makes of rewards.
 
     Args:
@@ -68,7 +68,7 @@ class Advantages:
         self._penalised = spec.algorithm.kl_beta > 0 and spec.algorithm.kl_in == "reward"
         self.scope = scope_of(spec.algorithm.advantage, whiten=spec.algorithm.whiten)
 
-    def begin(self, group: Group, valid: Sequence[bool]) -> Promised[list[FloatArray]] | None:
+    def begin(self, group: Group, valid: Sequence[bool]) -> Deferred[list[FloatArray]] | None:
         """Ask for the values of a complete group's samples that count, [T_s] each; None where all are measured later,
         together, so that what groups have in common is computed once."""
         if self._values is None or not self._ahead:
@@ -81,7 +81,7 @@ class Advantages:
         valid: Sequence[Sequence[bool]],
         *,
         kl_beta: float,
-        values: Sequence[Promised[list[FloatArray]] | None] = (),
+        values: Sequence[Deferred[list[FloatArray]] | None] = (),
     ) -> list[Estimate]:
         """Advantages of complete groups: of one at a time, or of the whole batch where the scope is the batch.
 
@@ -142,7 +142,7 @@ class Advantages:
         self,
         trajectories: Sequence[Trajectory],
         rewards: Sequence[DoubleArray],
-        asked: Sequence[Promised[list[FloatArray]]],
+        asked: Sequence[Deferred[list[FloatArray]]],
     ) -> list[Weighted]:
         """Token-level advantages; with a critic also the returns it is to learn and the values it began with, which
         may have been asked for already."""
@@ -187,10 +187,10 @@ class Advantages:
             return told
         if reference is None:
             raise without_reference(missing[0])
-        measured = iter(self._asked(lambda microbatch: known(reference(microbatch)), missing)())
+        measured = iter(self._asked(lambda microbatch: resolved(reference(microbatch)), missing)())
         return [next(measured) if each is None else each for each in told]
 
-    def _asked(self, measure: Measure, trajectories: Sequence[Trajectory]) -> Promised[list[FloatArray]]:
+    def _asked(self, measure: Measure, trajectories: Sequence[Trajectory]) -> Deferred[list[FloatArray]]:
         """[T] of each sample, in its tokens' order."""
         bare = [Weighted(trajectory=trajectory, advantage=0.0, token_weight=0.0) for trajectory in trajectories]
         runs = split_by_budget(bare, self._spec.batch.microbatch_tokens)
@@ -222,7 +222,7 @@ class Advantages:
                 f"the engine returned no logprobs of the tokens it generated ({len(missing)} of {len(trajectories)} "
                 f"samples of prompt {missing[0].sample_id.prompt_id}), and {needs[0]} needs them",
                 where="algorithm",
-                cure="have the engine return logprobs of sampled tokens, or set algorithm.correction.kind = "
+                hint="have the engine return logprobs of sampled tokens, or set algorithm.correction.kind = "
                 '"none", algorithm.proximal = "recomputed" and algorithm.kl_in = "loss"',
             )
         broken = [t for t in trajectories if not np.isfinite(np.frombuffer(t.rollout_logprobs, np.float32)).all()]
@@ -231,7 +231,7 @@ class Advantages:
                 f"the logprobs of the tokens that the model generated are not finite ({len(broken)} of "
                 f"{len(trajectories)} samples of prompt {broken[0].sample_id.prompt_id})",
                 where=self._spec.model.source,
-                cure="its weights hold NaN or infinity, or are so large that computing with them overflows: give "
+                hint="its weights hold NaN or infinity, or are so large that computing with them overflows: give "
                 "another model or an earlier checkpoint, and lower optimizer.learning_rate if training made them so",
             )
 

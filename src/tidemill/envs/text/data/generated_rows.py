@@ -30,7 +30,7 @@ def demonstration_row(prompt: Prompt, *, ending: str) -> Row:
     """
     if not prompt.answer.strip():
         raise UserError(
-            f"the prompt {prompt.text[:40]!r} has no answer to write out", where="task", cure="take a task with answers"
+            f"the prompt {prompt.text[:40]!r} has no answer to write out", where="task", hint="take a task with answers"
         )
     return {**question_row(prompt), "completion": prompt.answer + ending}
 

@@ -12,27 +12,21 @@ from typing import Any
 from tidemill.config.pool import RayPool
 from tidemill.config.schema import RunSpec
 from tidemill.core.protocols import Clock, Provider, Reader
-from tidemill.envs.text.task import Task
+from tidemill.envs.text.text_task import Task
 from tidemill.models.catalog import resolve
 from tidemill.models.codec import load_codec
 from tidemill.models.folder import refuse_reward_model, stored_tensors
 from tidemill.models.snapshots import shell_files, stored_context_limit
-from tidemill.runtime.backend import Machinery, is_elastic, probe_sequence, scheduled_provider
+from tidemill.runtime.backend import RuntimeBackend, is_elastic, probe_sequence, scheduled_provider
 from tidemill.runtime.cluster.actors import placed
-from tidemill.runtime.cluster.critic import CriticActor
-from tidemill.runtime.cluster.local import connected, reserved_selector, selector_of
+from tidemill.runtime.cluster.connection import connected, reserved_selector, selector_of
 from tidemill.runtime.cluster.nodes import NodeWatch, RayProvider
 from tidemill.runtime.cluster.ray_calls import Remote, trainer_lost
-from tidemill.runtime.cluster.reader import RayReader, ReaderProcess
-from tidemill.runtime.cluster.trainer import (
-    UNTIL_GIVEN_UP,
-    RayCheckpoints,
-    RayPublisher,
-    RayTrainer,
-    TrainerActor,
-)
+from tidemill.runtime.cluster.ray_critic import CriticActor
+from tidemill.runtime.cluster.ray_reader import RayReader, ReaderProcess
+from tidemill.runtime.cluster.ray_trainer import UNTIL_GIVEN_UP, RayCheckpoints, RayPublisher, RayTrainer, TrainerActor
+from tidemill.runtime.cluster.ray_worker import RayHost, RayWorker
 from tidemill.runtime.cluster.wire import Started, TrainerPlan, WorkerPlan, encode, spec_to_send
-from tidemill.runtime.cluster.worker import RayHost, RayWorker
 from tidemill.runtime.compute import collected_rarely
 from tidemill.runtime.model_bundle import fitting_task
 from tidemill.runtime.readers import Readers, reward_reader
@@ -44,7 +38,7 @@ LOAD_S = 900.0
 
 
 @asynccontextmanager
-async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Clock) -> AsyncIterator[Machinery]:
+async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Clock) -> AsyncIterator[RuntimeBackend]:
     """Implements `OpenMachinery`.
 
     Raises:
@@ -66,7 +60,7 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
             _start_readers(remote, spec, folder, reserved, recorder, stack),
         )
         trainer = RayTrainer(remote, started)
-        machinery = Machinery(
+        backend = RuntimeBackend(
             trainer=trainer,
             checkpoints=RayCheckpoints(remote, trainer, warn=recorder.note),
             local=RayWorker(remote, owned=False),
@@ -92,15 +86,15 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
                 publisher=handle,
                 preemptible=selector_of(spec.pool),
                 reserved=reserved,
-                start_s=spec.fleet.join_s,
+                start_s=spec.fleet.join_timeout_s,
                 tells_drains=provider is not None,
             )
             stack.push_async_callback(host.close)
             if isinstance(spec.pool, RayPool):
                 provider = _node_provider(spec, spec.pool, nodes, run, clock)
                 stack.push_async_callback(provider.close)
-            machinery = _elastic(machinery, host, provider, RayPublisher(remote))
-        yield machinery
+            backend = _elastic(backend, host, provider, RayPublisher(remote))
+        yield backend
 
 
 def _about(started: Started) -> dict[str, Any]:
@@ -108,8 +102,10 @@ def _about(started: Started) -> dict[str, Any]:
     return {"device": started.device, "threads": started.threads, "autocast": started.autocast} | critic
 
 
-def _elastic(machinery: Machinery, host: RayHost, provider: Provider | None, publisher: RayPublisher) -> Machinery:
-    return replace(machinery, host=host, provider=provider, publisher=publisher)
+def _elastic(
+    backend: RuntimeBackend, host: RayHost, provider: Provider | None, publisher: RayPublisher
+) -> RuntimeBackend:
+    return replace(backend, host=host, provider=provider, publisher=publisher)
 
 
 def _node_provider(spec: RunSpec, pool: RayPool, nodes: NodeWatch, run: RunDirectory, clock: Clock) -> RayProvider:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from tidemill.core.records import Prompt, Record, Trajectory, unpack_logprobs, unpack_tokens
-from tidemill.telemetry.jsonl import encode, measured, read_lines, write_atomically
+from tidemill.telemetry.jsonl import encode, finite_number, read_lines, write_atomically
 
 Decode: TypeAlias = Callable[[Sequence[int]], str]
 UNDECODABLE = "\ufffd"
@@ -151,16 +151,16 @@ def _sample(line: dict[str, Any]) -> Sample:
 
     components = line.get("components")
     return Sample(
-        step=int(measured(line.get("step")) or 0),
+        step=int(finite_number(line.get("step")) or 0),
         prompt=text("prompt"),
         completion=text("completion"),
         answer=text("answer"),
         prompt_id=text("prompt_id"),
         tokens=tuple(str(item) for item in items("tokens")),
-        logprobs=tuple(map(measured, items("logprobs"))),
+        logprobs=tuple(map(finite_number, items("logprobs"))),
         token_ids=tuple(item for item in items("token_ids") if isinstance(item, int)),
-        reward=measured(line.get("reward")),
-        components={name: value for name, given in components.items() if (value := measured(given)) is not None}
+        reward=finite_number(line.get("reward")),
+        components={name: value for name, given in components.items() if (value := finite_number(given)) is not None}
         if isinstance(components, dict)
         else {},
         valid=line.get("valid") is True,

@@ -20,7 +20,7 @@ from tidemill.models.folder import holds_adapter
 from tidemill.models.loading import context_limit, weights_digest
 from tidemill.models.reward_model import copy_head
 from tidemill.models.saving import export_merged
-from tidemill.runtime.model_bundle import Parts, load_parts
+from tidemill.runtime.model_bundle import ModelBundle, load_model_bundle
 from tidemill.runtime.train import DATA_DIGEST, THREADS, check_same_model, check_same_run, with_threads
 from tidemill.telemetry.manifest import build_manifest
 from tidemill.telemetry.recorder import Recorder
@@ -28,7 +28,7 @@ from tidemill.telemetry.report import report_at_the_end
 from tidemill.telemetry.run_dir import RunDirectory
 from tidemill.trainer.checkpoint_store import CheckpointStore
 from tidemill.trainer.objectives import train_dpo, train_reward_model, train_sft
-from tidemill.trainer.supervised_loop import FitResult, Workbench
+from tidemill.trainer.supervised_loop import FitContext, FitResult
 
 SupervisedKind: TypeAlias = Literal["sft", "reward_model", "dpo"]
 
@@ -87,25 +87,25 @@ def train_supervised(spec: RunSpec, kind: SupervisedKind, *, telemetry_stream: T
 def _train(
     spec: RunSpec, kind: SupervisedKind, run: RunDirectory, recorder: Recorder, stop: threading.Event
 ) -> FitResult:
-    parts = load_parts(spec, progress=recorder.note)
+    bundle = load_model_bundle(spec, progress=recorder.note)
     examples = LOADERS[kind](
         spec.data,
-        codec=parts.codec,
-        context_limit=context_limit(parts.model),
+        codec=bundle.codec,
+        context_limit=context_limit(bundle.model),
         chat_template=spec.model.chat_template,
     )
-    _check_same_beginning(run, parts, examples)
-    recorder.event("machine", device=str(parts.device), threads=parts.threads, autocast=str(parts.autocast))
+    _check_same_beginning(run, bundle, examples)
+    recorder.event("machine", device=str(bundle.device), threads=bundle.threads, autocast=str(bundle.autocast))
     recorder.note(f"{len(examples.train)} examples to learn from, {len(examples.held_out)} held out")
-    bench = Workbench(
-        model=parts.model,
-        source=parts.folder,
+    bench = FitContext(
+        model=bundle.model,
+        source=bundle.folder,
         directory=run.path,
         checkpoints=CheckpointStore(
             run.checkpoints, keep_last=spec.checkpoint.keep_last, keep_best=spec.checkpoint.keep_best
         ),
         telemetry=recorder,
-        autocast=parts.autocast,
+        autocast=bundle.autocast,
         stop=stop.is_set,
         expect=recorder.expect,
         warn=recorder.note,
@@ -126,17 +126,17 @@ def _plain(checkpoint: Path, run: RunDirectory, progress: Callable[[str], None])
     return partial.rename(target)
 
 
-def _check_same_beginning(run: RunDirectory, parts: Parts, examples: Examples[Any]) -> None:
+def _check_same_beginning(run: RunDirectory, bundle: ModelBundle, examples: Examples[Any]) -> None:
     """A resumed stage goes on with the weights and the examples it began with."""
     manifest = run.read_manifest()
-    check_same_model(manifest, weights_digest(parts.model))
+    check_same_model(manifest, weights_digest(bundle.model))
     if manifest.setdefault(DATA_DIGEST, examples.digest) != examples.digest:
         raise UserError(
             "the examples have changed since this run began",
             where="data.path",
-            cure="put the former file back, or choose another --run.dir",
+            hint="put the former file back, or choose another --run.dir",
         )
-    manifest.setdefault(THREADS, parts.threads)
+    manifest.setdefault(THREADS, bundle.threads)
     run.write_manifest(manifest)
 
 

@@ -13,13 +13,13 @@ from tidemill.config.schema import RunSpec
 from tidemill.controller.evaluation import correct, right_or_wrong
 from tidemill.core.errors import UserError
 from tidemill.core.records import Group, Prompt, Trajectory, unpack_tokens
-from tidemill.envs.text.build import build_task
-from tidemill.envs.text.data.making import Judged, demonstration_row, pair_rows
-from tidemill.envs.text.task import Task
+from tidemill.envs.text.build_task import build_task
+from tidemill.envs.text.data.generated_rows import Judged, demonstration_row, pair_rows
+from tidemill.envs.text.text_task import Task
 from tidemill.models.catalog import resolve
 from tidemill.models.codec import TextCodec, load_codec
-from tidemill.runtime.answering import answering
-from tidemill.runtime.model_bundle import Parts, load_parts
+from tidemill.runtime.batch_generation import batch_generator
+from tidemill.runtime.model_bundle import ModelBundle, load_model_bundle
 from tidemill.telemetry.jsonl import write_atomically
 from tidemill.telemetry.manifest import versions
 
@@ -88,17 +88,17 @@ def make_pairs(
             graded; no prompt gives a pair.
     """
     _refuse_existing(path)
-    parts = load_parts(_for_drawing(spec), progress=progress, folder=model_folder)
-    task = parts.task()
+    bundle = load_model_bundle(_for_drawing(spec), progress=progress, folder=model_folder)
+    task = bundle.task()
     asked = prompts_of(task, side, prompts)
-    groups, digest = asyncio.run(_draw(parts, task, asked, samples_per_prompt, progress, answers))
+    groups, digest = asyncio.run(_draw(bundle, task, asked, samples_per_prompt, progress, answers))
     if right_or_wrong([sample for group in groups for sample in group.trajectories]) is None:
         raise UserError(
             "pairs are made of right and wrong answers, and this reward is graded or gave no valid value",
             where="scoring.rewards",
-            cure='use a reward that is 1 for a right answer and 0 for a wrong one, such as "numeric"',
+            hint='use a reward that is 1 for a right answer and 0 for a wrong one, such as "numeric"',
         )
-    judged = [[_judged(sample, parts.codec) for sample in group.trajectories] for group in groups]
+    judged = [[_judged(sample, bundle.codec) for sample in group.trajectories] for group in groups]
     rows = [
         row
         for prompt, samples in zip(asked, judged, strict=True)
@@ -110,7 +110,7 @@ def make_pairs(
             f"none of {len(asked)} prompts was answered both right and wrong in {samples_per_prompt} samples "
             f"({sum(map(bool, right))} were answered right at all)",
             where="task",
-            cure="draw more samples of each, raise sampling.temperature, or take an easier or harder task",
+            hint="draw more samples of each, raise sampling.temperature, or take an easier or harder task",
         )
     return _write(
         path,
@@ -118,7 +118,7 @@ def make_pairs(
         {
             "kind": "pairs",
             "side": side,
-            **_origin(parts.spec, task),
+            **_origin(bundle.spec, task),
             "weights_digest": digest,
             "samples_per_prompt": samples_per_prompt,
             "pairs_per_prompt": pairs_per_prompt,
@@ -161,7 +161,7 @@ def _for_drawing(spec: RunSpec) -> RunSpec:
 
 
 async def _draw(
-    parts: Parts,
+    bundle: ModelBundle,
     task: Task,
     prompts: Sequence[Prompt],
     samples_per_prompt: int,
@@ -171,7 +171,7 @@ async def _draw(
     def told(done: int) -> None:
         progress(f"{done} of {len(prompts)} prompts answered, {samples_per_prompt} times each")
 
-    async with answering(parts, task, lambda _: None, kept_in=answers) as model:
+    async with batch_generator(bundle, task, lambda _: None, kept_in=answers) as model:
         groups = await model.draw(prompts, samples_per_prompt=samples_per_prompt, purpose=PURPOSE, told=told)
         return groups, model.version.digest
 
@@ -189,7 +189,7 @@ def _origin(spec: RunSpec, task: Task) -> dict[str, Any]:
 
 def _refuse_existing(path: Path) -> None:
     if path.exists():
-        raise UserError("the file is there already", where=str(path), cure="name another, or delete it")
+        raise UserError("the file is there already", where=str(path), hint="name another, or delete it")
 
 
 def _write(path: Path, rows: Sequence[dict[str, Any]], provenance: dict[str, Any]) -> dict[str, Any]:

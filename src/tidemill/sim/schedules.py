@@ -16,7 +16,6 @@ from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import counted
 from tidemill.core.records import Record
-from tidemill.hardware.catalog import Catalog, Gpu, Link, Machine, load_catalog
 from tidemill.hardware.completion_lengths import FixedLengths, Lengths, lengths_of_run, log_normal_of_mean
 from tidemill.hardware.engine_profile import (
     CODED_PER_CORE_S,
@@ -29,12 +28,13 @@ from tidemill.hardware.engine_profile import (
     rollout_of,
     steady_tokens_per_s,
 )
+from tidemill.hardware.gpu_catalog import Catalog, Gpu, Link, Machine, load_catalog
 from tidemill.hardware.model_config import read_shape
 from tidemill.hardware.model_shape import DTYPE_BYTES, TRAINED, ModelShape, adapter_parameters, shape_of_parameters
 from tidemill.hardware.trainer_profile import learning_passes, trainer_profile
-from tidemill.sim.baselines import chunked_twins, rlboost_fleet, rlboost_twins
+from tidemill.sim.baselines import chunked_components, rlboost_components, rlboost_fleet
 from tidemill.sim.costs import ConstantWeights, ProfiledEngine, ProfiledTrainer
-from tidemill.sim.simulation import Plant, Twins
+from tidemill.sim.simulation import ComponentFactories, CostModel
 from tidemill.sim.workload import Workload
 
 
@@ -48,7 +48,9 @@ class Schedule(Record):
     elastic: bool = False  # preemptible workers generate, too
     streams: bool = False  # learning begins with the first group that is complete; else with the whole batch
     deltas: bool = False  # workers catch up by differences
-    twins: Twins = Twins()  # other parts of the controller's surroundings, or of the controller
+    factories: ComponentFactories = (
+        ComponentFactories()
+    )  # other parts of the controller's surroundings, or of the controller
 
 
 def colocated(spec: RunSpec) -> Schedule:
@@ -57,7 +59,7 @@ def colocated(spec: RunSpec) -> Schedule:
         words="all GPUs generate a batch, each engine its part, then all learn from it",
         schedule=ScheduleConfig(),
         shares_gpus=True,
-        twins=chunked_twins(),
+        factories=chunked_components(),
     )
 
 
@@ -107,7 +109,7 @@ def rlboost(spec: RunSpec) -> Schedule:
         shares_gpus=True,
         elastic=True,
         streams=True,
-        twins=rlboost_twins(spec.batch.group_size),
+        factories=rlboost_components(spec.batch.group_size),
     )
 
 
@@ -142,7 +144,7 @@ CRITIC = 2.0
 """A critic of the policy's size learns from the same tokens."""
 
 
-class Site(Record):
+class SimulatedCluster(Record):
     """A model, and the machines for it."""
 
     spec: RunSpec
@@ -171,10 +173,10 @@ class Site(Record):
         """How many a machine holds, each of them whole. Raises UserError: none."""
         if self.engine_gpus > machine.gpus:
             what = f"{self.engine_gpus} GPUs of an engine are more than {machine.name} has"
-            raise UserError(what, where="simulation.engine_gpus", cure=f"at most {machine.gpus}")
+            raise UserError(what, where="simulation.engine_gpus", hint=f"at most {machine.gpus}")
         return machine.gpus // self.engine_gpus
 
-    def plant(self, schedule: Schedule, *, generating: int, elastic: bool) -> Plant:
+    def cost_model(self, schedule: Schedule, *, generating: int, elastic: bool) -> CostModel:
         """
         Args:
             generating: reserved GPUs that generate; where they are not shared, the others learn.
@@ -185,7 +187,7 @@ class Site(Record):
         """
         learning = self.gpus if schedule.shares_gpus else self.gpus - generating
         engines = generating // self.engine_gpus
-        return Plant(
+        return CostModel(
             trainer=self.trainer(learning),
             weights=self.weights(deltas=schedule.deltas),
             reserved=ProfiledEngine(profile=self.engine(self.gpu), engines=engines) if engines else None,
@@ -206,7 +208,7 @@ class Site(Record):
             raise UserError(
                 f"{gpus} × {gpu.title} do not hold the weights of an engine: {-room / 1e9:.1f} GB are missing",
                 where="simulation.engine_gpus",
-                cure="spread an engine over more GPUs, or take larger ones",
+                hint="spread an engine over more GPUs, or take larger ones",
             )
         return engine_profile(self.shape, gpu, gpus=gpus, dtype=dtype, slots=self.spec.engine.slots)
 
@@ -218,7 +220,7 @@ class Site(Record):
                 f"{gpus} × {self.gpu.title} do not hold what training keeps: {missing / 1e9:.0f} GB of "
                 f"{states / 1e9:.0f} GB are missing",
                 where="simulation.machines",
-                cure="reserve more machines; `tidemill plan memory` counts everything",
+                hint="reserve more machines; `tidemill plan memory` counts everything",
             )
         spec = self.spec
         passes = float(
@@ -333,8 +335,8 @@ class Site(Record):
                 found[engines] = generation_s(profile, rollout, samples / engines) + learning_s
         if not found:
             what = f"{self.gpus} GPUs cannot be split into some that generate and some that learn"
-            cure = refused.what if refused else "reserve more, or take a schedule that shares them"
-            raise UserError(what, where="simulation.schedules", cure=cure)
+            hint = refused.what if refused else "reserve more, or take a schedule that shares them"
+            raise UserError(what, where="simulation.schedules", hint=hint)
         return min(found, key=found.__getitem__) * self.engine_gpus
 
     def _rollout(self) -> Rollout:
@@ -347,7 +349,7 @@ class Site(Record):
         )
 
 
-def site_of(spec: RunSpec) -> Site:
+def cluster_of(spec: RunSpec) -> SimulatedCluster:
     """
     Raises:
         UserError: a model or machine that is not known (the nearest is suggested), or lengths that cannot be.
@@ -355,12 +357,12 @@ def site_of(spec: RunSpec) -> Site:
     given = spec.simulation
     if (given.parameters is None) == (given.model is None):
         what = "no model given" if given.model is None else "simulation.parameters and simulation.model are both given"
-        raise UserError(what, where="simulation", cure="set parameters = 14e9, or model to a folder with a config.json")
+        raise UserError(what, where="simulation", hint="set parameters = 14e9, or model to a folder with a config.json")
     shape = read_shape(given.model) if given.model is not None else shape_of_parameters(given.parameters or 0.0)
     catalog = load_catalog(given.catalog)
     machine = _machine(catalog, given.machine, "simulation.machine")
     worker = _machine(catalog, given.worker_machine, "simulation.worker_machine")
-    site = Site(
+    cluster = SimulatedCluster(
         spec=spec,
         shape=shape,
         machine=machine,
@@ -369,7 +371,7 @@ def site_of(spec: RunSpec) -> Site:
         worker_gpu=catalog.gpu(worker.gpu),
         lengths=_lengths(spec),
     )
-    return msgspec.structs.replace(site, spec=_priced(site))
+    return msgspec.structs.replace(cluster, spec=_priced(cluster))
 
 
 def _machine(catalog: Catalog, name: str, where: str) -> Machine:
@@ -377,21 +379,21 @@ def _machine(catalog: Catalog, name: str, where: str) -> Machine:
         return catalog.machine(name)
     except UserError as error:
         raise UserError(
-            error.what, where=where, cure=error.cure.replace("--catalog FILE", "simulation.catalog")
+            error.what, where=where, hint=error.hint.replace("--catalog FILE", "simulation.catalog")
         ) from None
 
 
-def _priced(site: Site) -> RunSpec:
+def _priced(cluster: SimulatedCluster) -> RunSpec:
     """The run with the catalogue's prices where it has none of its own."""
-    fleet = site.spec.fleet
+    fleet = cluster.spec.fleet
     prices = {
         "reserved_usd_per_hour": fleet.reserved_usd_per_hour
-        or site.spec.simulation.machines * (site.machine.usd_per_hour or 0.0),
+        or cluster.spec.simulation.machines * (cluster.machine.usd_per_hour or 0.0),
         "preemptible_usd_per_hour": fleet.preemptible_usd_per_hour
-        or site.worker_machine.preemptible_usd_per_hour
+        or cluster.worker_machine.preemptible_usd_per_hour
         or 0.0,
     }
-    return site.spec.model_copy(update={"fleet": fleet.model_copy(update=prices)})
+    return cluster.spec.model_copy(update={"fleet": fleet.model_copy(update=prices)})
 
 
 def _lengths(spec: RunSpec) -> Lengths:
@@ -403,5 +405,5 @@ def _lengths(spec: RunSpec) -> Lengths:
     try:
         return log_normal_of_mean(given.completion_tokens, sigma=given.completion_sigma, limit=limit)
     except UserError as error:
-        cure = "raise sampling.max_new_tokens, which is the limit, or lower the mean"
-        raise UserError(error.what, where="simulation.completion_tokens", cure=cure) from None
+        hint = "raise sampling.max_new_tokens, which is the limit, or lower the mean"
+        raise UserError(error.what, where="simulation.completion_tokens", hint=hint) from None

@@ -14,9 +14,9 @@ from tidemill.core.records import Completion, Group, LogprobBuffer, PolicyVersio
 from tidemill.rollout.worker import EngineWorker
 from tidemill.runtime.backend import ModelPublisher, TrainerCheckpoints
 from tidemill.runtime.cluster.actors import Serving, asked
-from tidemill.runtime.cluster.critic import RayCritic
 from tidemill.runtime.cluster.ray_calls import Remote
-from tidemill.runtime.cluster.reader import ReadingActor
+from tidemill.runtime.cluster.ray_critic import RayCritic
+from tidemill.runtime.cluster.ray_reader import ReadingActor
 from tidemill.runtime.cluster.wire import (
     Committed,
     ObjectStoreTransport,
@@ -27,7 +27,7 @@ from tidemill.runtime.cluster.wire import (
     encode,
 )
 from tidemill.runtime.compute import ComputeThread, require_reserved_gpus
-from tidemill.runtime.model_bundle import Parts, build_critic, load_parts
+from tidemill.runtime.model_bundle import ModelBundle, build_critic, load_model_bundle
 from tidemill.runtime.readers import reference_reader
 from tidemill.trainer.checkpoint_store import CheckpointStore
 from tidemill.trainer.critic import Critic
@@ -125,19 +125,19 @@ class TrainerActor(Serving, ReadingActor):
         compute = ComputeThread()
         spec = RunSpec.model_validate_json(planned.spec)
         require_reserved_gpus(spec.ray.trainer_gpus, "ray.trainer_gpus")
-        parts = await compute.run(lambda: load_parts(spec, progress=lambda _: None))
-        reference = await compute.run(parts.reference)
-        learns_values, critic_device = await compute.run(lambda: _critic(parts, planned, critic))
+        bundle = await compute.run(lambda: load_model_bundle(spec, progress=lambda _: None))
+        reference = await compute.run(bundle.reference)
+        learns_values, critic_device = await compute.run(lambda: _critic(bundle, planned, critic))
         trainer = PolicyTrainer(
-            parts.model,
+            bundle.model,
             spec,
             compute=compute,
-            source=parts.folder,
+            source=bundle.folder,
             reference=reference,
             critic=learns_values,
-            autocast=parts.autocast,
+            autocast=bundle.autocast,
         )
-        engine = parts.engine(trainer.version, prompt_tokens=planned.prompt_tokens)
+        engine = bundle.engine(trainer.version, prompt_tokens=planned.prompt_tokens)
         self.worker = EngineWorker(engine, compute, clock=LoopClock(), tick_s=spec.engine.tick_s)
         if reference is not None and spec.reading.ahead:
             self.reader = reference_reader(spec, reference, compute)
@@ -149,19 +149,19 @@ class TrainerActor(Serving, ReadingActor):
         if planned.probe_ids:
             weights_compute = ComputeThread("tidemill-weights")
             self._publisher = ModelPublisher(
-                parts.model,
+                bundle.model,
                 WeightStore(self._transport, compute=weights_compute),
                 compute=compute,
-                rollout_model=parts.rollout_model,
+                rollout_model=bundle.rollout_model,
                 probe_ids=planned.probe_ids,
                 sends_base=True,
             )
         return Started(
             version=trainer.version,
-            device=str(parts.device),
-            threads=parts.threads,
-            autocast=str(parts.autocast),
-            dtype=str(parts.rollout_dtype).removeprefix("torch."),
+            device=str(bundle.device),
+            threads=bundle.threads,
+            autocast=str(bundle.autocast),
+            dtype=str(bundle.rollout_dtype).removeprefix("torch."),
             critic_device=critic_device,
         )
 
@@ -206,9 +206,9 @@ class TrainerActor(Serving, ReadingActor):
         return self._trainer
 
 
-def _critic(parts: Parts, plan: TrainerPlan, handle: Any) -> tuple[Critic | None, str]:
+def _critic(bundle: ModelBundle, plan: TrainerPlan, handle: Any) -> tuple[Critic | None, str]:
     """What the algorithm needs, here or behind `handle`; and the device of the latter."""
     if handle is None:
-        return build_critic(parts, progress=lambda _: None), ""
-    critic, cpus = RayCritic(handle), parts.spec.placement.actor_cpus
+        return build_critic(bundle, progress=lambda _: None), ""
+    critic, cpus = RayCritic(handle), bundle.spec.placement.actor_cpus
     return critic, critic.start(plan.spec, threads=max(1, int(cpus)), checkpoints=Path(plan.checkpoints))

@@ -9,7 +9,7 @@ import msgspec
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import size
 from tidemill.core.records import Record
-from tidemill.planner.figures import Figure, Sheet
+from tidemill.planner.figures import Derivation, Figure
 from tidemill.planner.memory.per_gpu import (
     Fit,
     Shares,
@@ -29,7 +29,7 @@ from tidemill.planner.memory.states import MemoryQuestion, RoleStates, all_state
 USUAL_RANK = 16
 
 
-class Cure(Record):
+class MemoryOption(Record):
     """One change, and what it comes to."""
 
     option: str  # as it is written on the command line
@@ -47,7 +47,7 @@ class WhyNot(Record):
     gpus: int
     missing_bytes: float  # on each
     parts: dict[str, float]  # bytes on each, largest first
-    cures: tuple[Cure, ...]  # that help, the most helpful first
+    hints: tuple[MemoryOption, ...]  # that help, the most helpful first
 
 
 def why_not(question: MemoryQuestion, parts: Shares, found: Fit) -> WhyNot | None:
@@ -55,7 +55,7 @@ def why_not(question: MemoryQuestion, parts: Shares, found: Fit) -> WhyNot | Non
     if found.fits:
         return None
     tried = (_tried(option, changed, found.gpus) for option, changed in _changes(question))
-    helpful = [cure for cure in tried if cure and cure.bytes_per_gpu < found.bytes_per_gpu]
+    helpful = [hint for hint in tried if hint and hint.bytes_per_gpu < found.bytes_per_gpu]
     on_each = {
         "states": found.bytes_per_gpu - parts.kv / found.gpus - parts.fixed,
         "keys and values": parts.kv / found.gpus,
@@ -69,16 +69,18 @@ def why_not(question: MemoryQuestion, parts: Shares, found: Fit) -> WhyNot | Non
         gpus=found.gpus,
         missing_bytes=found.missing_bytes,
         parts=dict(sorted(on_each.items(), key=lambda item: -item[1])),
-        cures=tuple(sorted(helpful, key=lambda cure: cure.bytes_per_gpu)),
+        hints=tuple(sorted(helpful, key=lambda hint: hint.bytes_per_gpu)),
     )
 
 
-def _tried(option: str, question: MemoryQuestion, gpus: int) -> Cure | None:
+def _tried(option: str, question: MemoryQuestion, gpus: int) -> MemoryOption | None:
     """None where so many GPUs cannot be divided that way."""
     if gpus % unit(question):
         return None
-    found = fit(question, shares(question, sum(each.on_gpus for each in all_states(question, Sheet())), Sheet()), gpus)
-    return Cure(option=option, bytes_per_gpu=found.bytes_per_gpu, missing_bytes=found.missing_bytes)
+    found = fit(
+        question, shares(question, sum(each.on_gpus for each in all_states(question, Derivation())), Derivation()), gpus
+    )
+    return MemoryOption(option=option, bytes_per_gpu=found.bytes_per_gpu, missing_bytes=found.missing_bytes)
 
 
 def _changes(question: MemoryQuestion) -> Iterator[tuple[str, MemoryQuestion]]:
@@ -141,11 +143,11 @@ def _one_machine(question: MemoryQuestion, states: Sequence[RoleStates]) -> Iter
             f"= {size(share)} per GPU, {size(share - gpu.memory_bytes)} more than it has"
         )
         without = (role.weights + role.gradients) / gpu.gpus_per_machine
-        cure = f"shard it over {rounded_up(role.on_gpus / gpu.memory_bytes, 1)} GPUs or more"
+        hint = f"shard it over {rounded_up(role.on_gpus / gpu.memory_bytes, 1)} GPUs or more"
         if not role.offloaded:
             fits = "" if without <= gpu.memory_bytes else ", still too much"
-            cure = f"offload the optimizer (--offload: {size(without)} per GPU{fits}) or {cure}"
-        yield f"{text}; {cure}"
+            hint = f"offload the optimizer (--offload: {size(without)} per GPU{fits}) or {hint}"
+        yield f"{text}; {hint}"
 
 
 def _never(question: MemoryQuestion, parts: Shares) -> str:
@@ -161,10 +163,10 @@ def _never(question: MemoryQuestion, parts: Shares) -> str:
         shards = question.parallel.fsdp * question.parallel.model_gpus
         each["states"] = (parts.states / shards, "a larger --fsdp")
     needed = sum(value for value, _ in each.values()) + parts.runtime
-    largest, (value, cure) = max(each.items(), key=lambda item: item[1][0])
+    largest, (value, hint) = max(each.items(), key=lambda item: item[1][0])
     return (
         f"no number of these GPUs is enough: what each must hold whatever their number is {size(needed)}, "
-        f"{size(needed - room)} more than the {size(room)} it can use; {largest} take {size(value)} of it, try {cure}"
+        f"{size(needed - room)} more than the {size(room)} it can use; {largest} take {size(value)} of it, try {hint}"
     )
 
 
@@ -205,8 +207,8 @@ def plan_memory(question: MemoryQuestion, *, gpus: int | None = None) -> MemoryP
     """
     check(question)
     if gpus is not None and not 1 <= gpus <= MOST_GPUS:
-        raise UserError(f"needs 1 to {MOST_GPUS:,}, was given {gpus}", where="--gpus", cure="correct it")
-    sheet = Sheet()
+        raise UserError(f"needs 1 to {MOST_GPUS:,}, was given {gpus}", where="--gpus", hint="correct it")
+    sheet = Derivation()
     states = all_states(question, sheet)
     total, on_gpus = sum(each.total for each in states), sum(each.on_gpus for each in states)
     sheet.note(
@@ -233,7 +235,7 @@ def plan_memory(question: MemoryQuestion, *, gpus: int | None = None) -> MemoryP
     )
 
 
-def _states_only(question: MemoryQuestion, on_gpus: float, sheet: Sheet) -> int:
+def _states_only(question: MemoryQuestion, on_gpus: float, sheet: Derivation) -> int:
     step, memory = training_unit(question), question.gpu.memory_bytes
     return int(
         sheet.note(
@@ -249,7 +251,7 @@ def _states_only(question: MemoryQuestion, on_gpus: float, sheet: Sheet) -> int:
     )
 
 
-def _everything(question: MemoryQuestion, parts: Shares, sheet: Sheet) -> int | None:
+def _everything(question: MemoryQuestion, parts: Shares, sheet: Derivation) -> int | None:
     fewest = fewest_gpus(question, parts)
     if fewest is None:
         return None

@@ -7,11 +7,11 @@ from functools import partial
 from tidemill.config.task import ArithmeticTask, FileTask, JsonlTask, ReasoningGymTask, TaskConfig
 from tidemill.core.protocols import Codec
 from tidemill.envs.text.arithmetic import build_arithmetic
-from tidemill.envs.text.data.examples import read_sides
+from tidemill.envs.text.data.examples import read_split
 from tidemill.envs.text.data.schemas import read_items
 from tidemill.envs.text.prompts import ListedSource, Render, content_digest, renderer
 from tidemill.envs.text.reasoning_gym import build_reasoning_gym
-from tidemill.envs.text.task import Task, longest_of
+from tidemill.envs.text.text_task import Task, longest_of
 
 
 def build_files(config: FileTask | JsonlTask, *, batch_prompts: int, seed: int, render: Render) -> Task:
@@ -21,7 +21,7 @@ def build_files(config: FileTask | JsonlTask, *, batch_prompts: int, seed: int, 
         UserError: naming file and row, when a file cannot be read or has too little in it.
     """
     read = partial(read_items, data_format=config.format)
-    sides = read_sides(read, config.path, config.held_out_path, config.held_out_fraction, section="task")
+    sides = read_split(read, config.path, config.held_out_path, config.held_out_fraction, section="task")
     train, held_out = sides.train, sides.held_out
     return Task(
         source=ListedSource(train, held_out, batch_prompts=batch_prompts, seed=seed, render=render),

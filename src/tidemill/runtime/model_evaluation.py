@@ -29,8 +29,8 @@ from tidemill.core.records import (
 )
 from tidemill.models.catalog import asked_for_by
 from tidemill.models.loading import weights_digest
-from tidemill.runtime.answering import answering
-from tidemill.runtime.model_bundle import Parts, load_parts
+from tidemill.runtime.batch_generation import batch_generator
+from tidemill.runtime.model_bundle import ModelBundle, load_model_bundle
 from tidemill.runtime.readers import check_reward_models, model_scores
 from tidemill.telemetry.statistics import (
     bootstrap_mean,
@@ -47,7 +47,7 @@ NGRAMS = (1, 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class ModelEvaluation:
     """Everything one model answered, in the order of the prompts."""
 
     model: str
@@ -79,7 +79,7 @@ class Measured:
         return [fmean(each) if each else None for each in rewards]
 
 
-def figures(measured: Measured, *, ks: Sequence[int]) -> dict[str, Any]:
+def figures(measured: ModelEvaluation, *, ks: Sequence[int]) -> dict[str, Any]:
     """The figures of one model, its greedy completions among them; intervals are of 95 %.
 
     Args:
@@ -116,7 +116,7 @@ def figures(measured: Measured, *, ks: Sequence[int]) -> dict[str, Any]:
     return found
 
 
-def comparison(other: Measured, this: Measured) -> dict[str, Any]:
+def comparison(other: ModelEvaluation, this: ModelEvaluation) -> dict[str, Any]:
     """`this` against `other` on the same prompts: means, their difference, and what chance would make of it."""
     pairs: dict[str, tuple[Sequence[float], Sequence[float]]] = {
         "reward_mean": _both_known(_rewards(other.greedy.samples), _rewards(this.greedy.samples))
@@ -141,7 +141,7 @@ def comparison(other: Measured, this: Measured) -> dict[str, Any]:
     }
 
 
-def _drawn(measured: Measured, ks: Sequence[int]) -> dict[str, Any]:
+def _drawn(measured: ModelEvaluation, ks: Sequence[int]) -> dict[str, Any]:
     samples, counts = measured.drawn_samples, measured.counts_right
     rewards = [each for each in measured.drawn_rewards if each is not None]
     within = [_distinct(group.trajectories) for group in measured.drawn]
@@ -175,7 +175,7 @@ def _rewards(samples: Sequence[Trajectory]) -> list[float | None]:
     return [_value(sample.reward) for sample in samples]
 
 
-def _judgements(measured: Measured) -> list[dict[str, Any]]:
+def _judgements(measured: ModelEvaluation) -> list[dict[str, Any]]:
     """Of each greedy completion; `correct` is None where rewards are graded, `reward` without a valid one."""
     rewards = _rewards(measured.greedy.samples)
     right: Sequence[bool | None] = measured.right or [None] * len(rewards)
@@ -200,7 +200,7 @@ def _paired(before: Sequence[float], after: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def _lengths(measured: Measured) -> list[float]:
+def _lengths(measured: ModelEvaluation) -> list[float]:
     return [float(sample.completion_length) for sample in measured.greedy.samples]
 
 
@@ -251,27 +251,29 @@ def evaluate(
 
 def measure(
     spec: RunSpec, *, model: Path | str | None, scorers: Scorers, progress: Progress, answers: Path | None = None
-) -> Measured:
+) -> ModelEvaluation:
     """Ask one model everything: the configured one, that of a folder, or another source."""
     if isinstance(model, str):
         spec = spec.model_copy(update={"model": spec.model.model_copy(update={"source": model, "revision": None})})
     folder = model if isinstance(model, Path) else None
     check_reward_models(spec, progress=progress, policy_folder=folder)
-    parts = load_parts(spec, progress=progress, folder=folder)
-    return asyncio.run(_measure(parts, str(folder or parts.spec.model.source), scorers, progress, answers))
+    bundle = load_model_bundle(spec, progress=progress, folder=folder)
+    return asyncio.run(_measure(bundle, str(folder or bundle.spec.model.source), scorers, progress, answers))
 
 
-async def _measure(parts: Parts, name: str, scorers: Scorers, progress: Progress, answers: Path | None) -> Measured:
-    spec, task = parts.spec, parts.task()
+async def _measure(
+    bundle: ModelBundle, name: str, scorers: Scorers, progress: Progress, answers: Path | None
+) -> ModelEvaluation:
+    spec, task = bundle.spec, bundle.task()
     prompts = list(task.source.held_out())[: spec.eval.prompts]
     drawn = list[Group]()
-    async with answering(parts, task, progress, kept_in=answers) as model:
+    async with batch_generator(bundle, task, progress, kept_in=answers) as model:
         greedy = await model.greedily(prompts)
         if wanted := spec.eval.samples_per_prompt:
             drawn = await model.draw(prompts, samples_per_prompt=wanted, purpose=DRAWN)
         scores = {name: await _score(scorer, prompts, greedy.samples) for name, scorer in scorers.items()}
     scores |= model_scores(greedy.samples)
-    return Measured(model=name, prompts=tuple(prompts), greedy=greedy, drawn=tuple(drawn), scores=scores)
+    return ModelEvaluation(model=name, prompts=tuple(prompts), greedy=greedy, drawn=tuple(drawn), scores=scores)
 
 
 async def _score(scorer: Scorer, prompts: list[Prompt], samples: tuple[Trajectory, ...]) -> tuple[Reward, ...]:
@@ -298,18 +300,18 @@ def generate(
     Raises:
         UserError: a fault of the input, a prompt longer than the context among them.
     """
-    parts = load_parts(spec, progress=progress, folder=model_folder)
-    encoded = [_encode(parts, prompt) for prompt in prompts]
+    bundle = load_model_bundle(spec, progress=progress, folder=model_folder)
+    encoded = [_encode(bundle, prompt) for prompt in prompts]
     sampling = SamplingParams(
         max_new_tokens=spec.sampling.max_new_tokens,
         temperature=spec.sampling.temperature,
         top_k=spec.sampling.top_k,
         top_p=spec.sampling.top_p,
-        stop_token_ids=parts.codec.stop_token_ids,
+        stop_token_ids=bundle.codec.stop_token_ids,
         stop_strings=spec.sampling.stop,
     )
-    version = PolicyVersion(number=0, digest=weights_digest(parts.model))
-    engine = parts.engine(version, prompt_tokens=max(map(len, encoded)))
+    version = PolicyVersion(number=0, digest=weights_digest(bundle.model))
+    engine = bundle.engine(version, prompt_tokens=max(map(len, encoded)))
     requests = [
         GenerateRequest(
             sample_id=SampleId(run_seed=spec.run.seed, purpose="generate", prompt_id=text, epoch=0, index=index),
@@ -334,7 +336,7 @@ def generate(
     return [
         {
             "prompt": text,
-            "completion": parts.codec.decode(tokens[request.sample_id]),
+            "completion": bundle.codec.decode(tokens[request.sample_id]),
             "finish": finish[request.sample_id],
             "tokens": len(tokens[request.sample_id]),
             "logprob": sum(logprobs[request.sample_id]),
@@ -343,7 +345,7 @@ def generate(
     ]
 
 
-def _encode(parts: Parts, prompt: str) -> list[int]:
-    if parts.spec.model.chat_template:
-        return parts.codec.encode_chat([Message(role="user", content=prompt)])[1]
-    return parts.codec.encode(prompt)
+def _encode(bundle: ModelBundle, prompt: str) -> list[int]:
+    if bundle.spec.model.chat_template:
+        return bundle.codec.encode_chat([Message(role="user", content=prompt)])[1]
+    return bundle.codec.encode(prompt)

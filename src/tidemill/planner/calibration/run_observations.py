@@ -17,13 +17,13 @@ from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import counted
 from tidemill.core.records import Record
-from tidemill.planner.calibration.squares import Array
+from tidemill.planner.calibration.least_squares import Array
 from tidemill.telemetry.events import CHECKPOINT, DECODE, EVALUATION, JOIN, LEASE, PUBLISH, PULL, read_events
 from tidemill.telemetry.fleet_figures import amount
 from tidemill.telemetry.jsonl import encode
 from tidemill.telemetry.metrics import CONTROLLER_CPU, STEP_TIME, MetricLine, read_metrics
 from tidemill.telemetry.run_dir import RunDirectory
-from tidemill.telemetry.samples import Sample, read_samples
+from tidemill.telemetry.sample_files import Sample, read_samples
 
 FEWEST_STEPS = 3
 """One to warm up, and two that say what a step is like."""
@@ -245,7 +245,7 @@ def observe(run_dir: Path) -> Observed:
     run, where = RunDirectory(run_dir), str(run_dir)
     text = run.read_config()
     if text is None:
-        raise UserError("no run there", where=where, cure="name a directory given as --run.dir")
+        raise UserError("no run there", where=where, hint="name a directory given as --run.dir")
     # A line that is there twice is one observation.
     events = list({encode(event): event for event in read_events(run.events)}.values())
     lines = [line for line in read_metrics(run.metrics) if line.step > 0 and line.values.get(STEP_TIME, 0.0) > 0]
@@ -256,17 +256,17 @@ def observe(run_dir: Path) -> Observed:
     if sum(line.step not in first_steps and line.step <= len(lines) for line in lines) < FEWEST_STEPS - 1:
         steps = counted(len(lines), "timed step")
         what = f"a run of {steps} says too little: a session's first warms up, and two more say what a step takes"
-        raise UserError(what, where=where, cure=f"let it train for {FEWEST_STEPS} steps at least, better for ten")
+        raise UserError(what, where=where, hint=f"let it train for {FEWEST_STEPS} steps at least, better for ten")
     machine = next((event for event in events if event["event"] == "machine"), {})
     worked = any(_work(event) for event in events if event["event"] == DECODE)
     if not worked or sum(line.values.get("samples", 0.0) for line in lines) <= 0:
         what = "its engines did not tell what they computed"
-        raise UserError(what, where=where, cure="calibrate on a run of `tidemill train` made with this version")
+        raise UserError(what, where=where, hint="calibrate on a run of `tidemill train` made with this version")
     files = run.sample_files()
     samples = [sample for _, purpose, path in files if purpose == "train" for sample in read_samples(path)]
     if not any(sample.length for sample in samples):
-        cure = "calibrate on a run whose samples are still there"
-        raise UserError("no samples of training, and costs follow their lengths", where=str(run.samples), cure=cure)
+        hint = "calibrate on a run whose samples are still there"
+        raise UserError("no samples of training, and costs follow their lengths", where=str(run.samples), hint=hint)
     return Observed(
         spec=from_toml(text, source=str(run.config)),
         manifest=_manifest(run),
@@ -284,7 +284,7 @@ def _manifest(run: RunDirectory) -> Manifest:
         return msgspec.convert(run.read_manifest(), Manifest)
     except msgspec.ValidationError as error:
         what = f"does not say which machine the run was on: {error}"
-        raise UserError(what, where=str(run.manifest), cure="calibrate on a run whose manifest is whole") from error
+        raise UserError(what, where=str(run.manifest), hint="calibrate on a run whose manifest is whole") from error
 
 
 def _work(event: dict[str, Any]) -> list[dict[str, Any]]:

@@ -45,7 +45,7 @@ def get(
         As model.source: smollm2-135m, char, a folder, or a hub id.
     """
     if name.startswith(("-", "@")):
-        raise UserError("the model's name comes first", where=name, cure="write tidemill model get NAME")
+        raise UserError("the model's name comes first", where=name, hint="write tidemill model get NAME")
     spec = load_spec([*items, f"--model.source={name}"], purpose="read")
     folder = resolve(spec.model, progress=note)
     return Result(data={"name": name, "path": str(folder)}, text=str(folder))

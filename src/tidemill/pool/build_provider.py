@@ -1,4 +1,4 @@
-"""The provider that a `[pool]` section asks for."""
+"""Builds the provider for a `[pool]` section, and its warnings about traces."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tidemill.pool.traces import CapacityTrace, read_trace, statistics, stays
 
 
 def static_timetable(workers: int) -> Timetable:
-    """`workers` machines, there from the start and for ever."""
+    """`workers` machines that never go down."""
     return (Change(time_s=0.0, place=place, to="up") for place in range(workers))
 
 
 SPARE = 100
-"""Machines told apart beyond those that are taken: those taken are then hit as often as in the trace, or nearly."""
+"""Machines simulated beyond the leased ones, so that leased ones are evicted about as often as in the trace."""
 
-ORDER = {"down": 0, "up": 1, "warned": 2}  # at one time, so that there are never more machines than the trace has
+ORDER = {"down": 0, "up": 1, "noticed": 2}  # of simultaneous changes: never more machines than the trace has
 
 
 def trace_timetable(
@@ -35,14 +35,13 @@ def trace_timetable(
     seed: int = 0,
     most: int | None = None,
 ) -> Timetable:
-    """Plays `trace` from `start_s` on, `speed` seconds of it a second.
+    """Plays `trace` from `start_s` on, `speed` seconds of it per second.
 
-    Of more machines than `most`, whose player takes no more at once, only so many are told apart that one which goes
-    finds another in its place.
+    With `most`, at most `most + SPARE` machines are simulated: enough to replace each leased machine that goes down.
 
-    A machine is warned `notice_s` seconds (of the player's time) before the count falls, so that the capacity is the
-    trace's at every moment. One that would have to be warned before it is there is warned as it comes, and so not
-    leased. At the end of the trace its last count stays.
+    A machine gets its notice `notice_s` seconds (of the run) before the count falls, so the capacity always equals the
+    trace's. A machine whose notice would precede its arrival gets it on arrival and is not leased. After the end of
+    the trace the last count stays.
     """
     changes = []
     rest = trace.since(start_s)
@@ -53,17 +52,17 @@ def trace_timetable(
             continue
         if notice_s:
             changes.append(
-                Change(time_s=max(begin_s, end_s - notice_s), place=stay.place, to="warned", deadline_s=end_s)
+                Change(time_s=max(begin_s, end_s - notice_s), place=stay.place, to="noticed", deadline_s=end_s)
             )
         changes.append(Change(time_s=end_s, place=stay.place, to="down"))
     return iter(sorted(changes, key=lambda change: (change.time_s, ORDER[change.to], change.place)))
 
 
 LONG_S = 60.0
-"""Of the run, without any machine: worth a word."""
+"""Time without any machine, in seconds of the run, that is worth a warning."""
 
 ScheduledPool: TypeAlias = StaticPool | TracePool | SyntheticPool
-"""The pools that a timetable can play; the others come with their runtime."""
+"""The pools with a timetable; other pools are provided by their runtime."""
 
 
 def build_provider(
@@ -75,12 +74,15 @@ def build_provider(
     read: Callable[[Path], bytes] = Path.read_bytes,
     warn: Callable[[str], None] = lambda text: None,
 ) -> Provider:
-    """Its timetable begins now. `session` tells lives of a run apart; `read` returns the bytes of a trace's file.
+    """A provider whose timetable starts now.
 
-    `warn` is called once when the run outlives the trace.
+    Args:
+        session: number of the process working on the run; part of lease ids.
+        read: returns the bytes of a trace file.
+        warn: called once when the run outlasts the trace.
 
     Raises:
-        UserError: the trace cannot be read, or is over before the run begins.
+        UserError: the trace cannot be read, or ends before `pool.start_s`.
     """
     return ScheduledProvider(
         timetable_of(pool, read),
@@ -89,7 +91,7 @@ def build_provider(
         price_usd_per_hour=price_usd_per_hour,
         most=pool.max_workers if isinstance(pool, TracePool) else pool.workers,
         end_s=_end_s(pool, read) if isinstance(pool, TracePool) else math.inf,
-        at_end=lambda: warn(_over(pool, read)) if isinstance(pool, TracePool) else None,
+        at_end=lambda: warn(_trace_ended(pool, read)) if isinstance(pool, TracePool) else None,
     )
 
 
@@ -110,51 +112,51 @@ def timetable_of(pool: ScheduledPool, read: Callable[[Path], bytes]) -> Timetabl
 
 
 def remarks(pool: PoolConfig, read: Callable[[Path], bytes] = Path.read_bytes) -> list[str]:
-    """The span and mean of a trace, and a time without any machine at its start. Empty for other pools.
+    """The span and mean of a trace, and an initial time without any machine. Empty for other pools.
 
     Raises:
-        UserError: the trace cannot be read, or is over before the run begins.
+        UserError: the trace cannot be read, or ends before `pool.start_s`.
     """
     if not isinstance(pool, TracePool):
         return []
     trace = _trace_of(pool, read).since(pool.start_s)
     counts = statistics(trace)
     faster = "" if pool.speed == 1 else f", played in {_long(trace.end_s / pool.speed)}"
-    span = f"{pool.path} spans {_long(trace.end_s)} from second {pool.start_s:g} on{faster}"
-    return [f"{span}: {counts.mean:.3g} machines on average, {counts.peak} at most", *_gap(pool, trace)]
+    span = f"{pool.path} spans {_long(trace.end_s)} from second {pool.start_s:g}{faster}"
+    return [f"{span}: {counts.mean:.3g} machines on average, {counts.peak} at most", *_initial_gap(pool, trace)]
 
 
 def outlived(pool: PoolConfig, run_s: float, read: Callable[[Path], bytes] = Path.read_bytes) -> list[str]:
-    """A warning if a run of `run_s` seconds outlives its trace; empty otherwise.
+    """A warning if a run of `run_s` seconds outlasts its trace; empty otherwise.
 
     Raises:
         UserError: as `remarks`.
     """
     if not isinstance(pool, TracePool) or run_s <= _end_s(pool, read):
         return []
-    return [f"{_over(pool, read)}; the run takes {_long(run_s)}"]
+    return [f"{_trace_ended(pool, read)}; the run takes {_long(run_s)}"]
 
 
 def _end_s(pool: TracePool, read: Callable[[Path], bytes]) -> float:
-    """Seconds of the run after which the trace ends."""
+    """Time of the run at which the trace ends, in seconds."""
     return (_trace_of(pool, read).end_s - pool.start_s) / pool.speed
 
 
-def _over(pool: TracePool, read: Callable[[Path], bytes]) -> str:
+def _trace_ended(pool: TracePool, read: Callable[[Path], bytes]) -> str:
     last = _trace_of(pool, read).steps[-1][1]
     machines = "1 machine" if last == 1 else f"{last} machines"
     end = f"{pool.path} ends {_long(_end_s(pool, read))} into the run"
-    return f"warning: {end} and its last count, {machines}, stays; times in a trace are seconds"
+    return f"warning: {end} and its last count ({machines}) stays; times in a trace are seconds"
 
 
-def _gap(pool: TracePool, trace: CapacityTrace) -> list[str]:
+def _initial_gap(pool: TracePool, trace: CapacityTrace) -> list[str]:
     first_s = next((at_s for at_s, count in trace.steps if count), None)
     if first_s is None:
-        return [f"{pool.path} has no machine from second {pool.start_s:g} on: no preemptible worker will come"]
+        return [f"{pool.path} has no machine after second {pool.start_s:g}: the run gets no preemptible worker"]
     if first_s / pool.speed < LONG_S:
         return []
-    wait, begin = f"{_long(first_s)} of the trace ({_long(first_s / pool.speed)} of the run)", pool.start_s + first_s
-    return [f"no machine for the first {wait}; pool.start_s = {begin:.10g} is where the first appears"]
+    wait, first = f"{_long(first_s)} of the trace ({_long(first_s / pool.speed)} of the run)", pool.start_s + first_s
+    return [f"no machine for the first {wait}; the first appears at pool.start_s = {first:.10g}"]
 
 
 def _long(seconds: float) -> str:
@@ -169,5 +171,5 @@ def _trace_of(pool: TracePool, read: Callable[[Path], bytes]) -> CapacityTrace:
     trace = read_trace(pool.path, read)
     if pool.start_s > 0 and pool.start_s >= trace.end_s:
         what = f"{pool.start_s:g} lies beyond the end of {pool.path}, which is {trace.end_s:g} s long"
-        raise UserError(what, where="pool.start_s", hint="begin earlier")
+        raise UserError(what, where="pool.start_s", hint="choose an earlier start")
     return trace

@@ -147,7 +147,7 @@ def updating_s(
     offload: bool = False,
     efficiency: TrainerEfficiency = ASSUMED,
 ) -> float:
-    """Time of an optimizer step, which reads and writes every state; with `offload`, gradients and weights cross PCIe."""
+    """Time of an optimizer step, reading and writing every state; `offload` moves gradients and weights over PCIe."""
     states = TRAINED[optimizer]
     if offload:
         carried = (states.gradients + states.weights) * parameters / (gpus * PCIE_BYTES_PER_S)

@@ -165,7 +165,7 @@ def test_a_dry_run_says_which_gpus_no_engine_fits_on(run: Run) -> None:
             "simulation.engine_gpus: colocated: 16 GPUs of an engine are more than rlboost-8xh100 has\n  at most 8",
         ),
         (LONG, "colocated: the longest sample, prompt and completion, is 9,000,512 tokens"),
-        (["--simulation.completion_tokens", "300"], "a mean of 300 tokens does not go with a limit of 200"),
+        (["--simulation.completion_tokens", "300"], "a mean of 300 tokens"),
         (["--simulation.lengths", "run"], 'lengths = "run" and lengths_from go together'),
         (["--html", "nowhere/a.html"], "--html nowhere/a.html: the page cannot be written: No such file or directory"),
         (["--html", "."], "--html .: the page cannot be written: Is a directory"),
@@ -182,7 +182,7 @@ def test_what_cannot_be_is_told_before_anything_runs(run: Run, arguments: list[s
     ("rows", "said"),
     [
         ("0,1\n-5,2\n", "bad.csv:2: -5 is a negative time"),
-        ("0,1\n60,2\n30,1\n", "bad.csv:3: time goes back, from 60 to 30"),
+        ("0,1\n60,2\n30,1\n", "bad.csv:3: time decreases from 60 to 30"),
     ],
 )
 def test_a_trace_that_is_none_names_the_row(run: Run, tmp_path: Path, rows: str, said: str) -> None:

@@ -16,7 +16,7 @@ from tests.fault_simulation.world import World, prompts_of
 from tidemill.core.records import Record
 from tidemill.sim.simulated_trainer import SimulatedDisk
 from tidemill.sim.virtual_time import Deadlock, run_virtual
-from tidemill.sim.workload import TellingCompletions
+from tidemill.sim.workload import EncodedCompletions
 
 Line = tuple[int, float, str, dict[str, Any]]
 """Of the event log: which life, when in it, what."""
@@ -41,7 +41,7 @@ class Simulation:
         self.scenario = scenario
         self.log: list[Line] = []
         spec = scenario.spec
-        completions = TellingCompletions(scenario.longest)
+        completions = EncodedCompletions(scenario.longest)
         most_held = scenario.engine.slots + spec.fleet.queue_limit if scenario.elastic else math.inf
         self.witness = Witness(spec, completions, most_held=most_held)
         source = prompts_of(scenario, spec)

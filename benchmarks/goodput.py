@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measuring import RESULTS, write_result
-from tests.memory_journal import MemoryJournal
+from tests.doubles.journal import MemoryJournal
 from tidemill.config.pool import FleetConfig
 from tidemill.controller.collector import RolloutContext, collect_samples
 from tidemill.controller.fleet import Fleet

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tests.fake_engine import FakeCompute
+from tests.doubles.engine import FakeCompute
 from tidemill.core.records import PolicyVersion, TensorEntry, WeightManifest, pack_logprobs, pack_tokens
 from tidemill.weights.snapshot import Blob, allocate
 from tidemill.weights.store import WeightStore

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.fake_pool import PoolSession, trained
-from tests.fake_session import Session, small_spec
+from tests.doubles.session import PoolSession, Session, small_spec, trained
 from tests.virtual_time import run_virtual
 from tidemill.config.pool import FleetConfig
 from tidemill.config.schema import RunSpec

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from tests.fake_engine import FakeCompute, FakeEngine
-from tests.fake_samples import SAMPLING, make_id, make_prompt
+from tests.doubles.engine import FakeCompute, FakeEngine
+from tests.doubles.samples import SAMPLING, make_id, make_prompt
 from tidemill.core.protocols import LoopClock, WeightSource
 from tidemill.core.records import GenerateRequest, PolicyVersion, Pulled, TokenDelta, WeightManifest, pack_tokens
 from tidemill.rollout.worker import EngineWorker

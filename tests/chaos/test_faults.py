@@ -1,4 +1,4 @@
-"""Whatever happens to workers, weights, pool and disk, in virtual time: the trainer learns from the very same."""
+"""Faults of workers, weights, pool and disk in virtual time do not change what the trainer learns."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.faults import FAULTS, fleet_config, herd, setting
-from tests.chaos.world import World
-from tests.fake_engine import FakeReader
-from tests.fake_pool import trained
-from tests.fake_session import Disk, Session, small_spec
-from tests.memory_journal import MemoryJournal, PowerCut
+from tests.doubles.engine import FakeReader
+from tests.doubles.faults import FAULTS, fleet_config, herd, setting
+from tests.doubles.journal import MemoryJournal, PowerCut
+from tests.doubles.machines import World
+from tests.doubles.session import Disk, Session, small_spec, trained
 from tests.virtual_time import run_virtual
 from tidemill.controller.ledger import Ledger
 from tidemill.core.errors import UserError
@@ -62,7 +61,7 @@ def everybody_left(done: World) -> None:
     for machine in done.machines.values():
         if machine.lease_id in ends and machine.worker is not None:
             assert machine.worker.killed
-            given_back = ends[machine.lease_id]["cause"] not in ("taken away", "the run ended")
+            given_back = ends[machine.lease_id]["cause"] not in ("evicted", "the run ended")
             assert (machine.lease_id in done.provider.released) == given_back
 
 
@@ -76,7 +75,7 @@ def test_a_fault_by_itself(name: str, chaos_rounds: int) -> None:
 def some(rng: random.Random) -> Sequence[str]:
     """A few faults; no more than two of those that an attempt at a sample fails by: three are the run's end."""
     names = rng.sample(sorted(FAULTS), rng.randint(3, 7))
-    failing = [name for name in names if name.startswith(("crashes", "lies")) or name.endswith("in disorder")]
+    failing = [name for name in names if name.startswith(("crashes", "corrupts")) or name.endswith("reordered")]
     return [name for name in names if name not in failing[2:]]
 
 

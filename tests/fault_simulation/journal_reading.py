@@ -1,4 +1,4 @@
-"""What a journal's entries say of samples, read by other code than the ledger's own."""
+"""Reads the state of samples from journal entries, independently of the ledger."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tidemill.core.records import Finish, LogprobBuffer, PolicyVersion, Reward
 
 @dataclass(slots=True)
 class DurableSample:
-    """What would be left of a sample if the controller died now."""
+    """The durable state of a sample."""
 
     from_version: int
     token_ids: bytes = b""
@@ -29,11 +29,11 @@ class DurableSample:
     published: dict[int, LogprobBuffer] = field(default_factory=dict)  # by version, of the tokens older ones had made
 
 
-class Durable:
-    """Everything that was written, entry by entry.
+class DurableState:
+    """The durable state after a sequence of entries.
 
     Raises (from `take`):
-        ValueError: an entry does not follow from those before it.
+        ValueError: an entry contradicts earlier ones.
     """
 
     def __init__(self, group_size: int) -> None:
@@ -79,14 +79,14 @@ class Durable:
         for ordinal, reward in entry.rewards:
             sample = self.samples[ordinal]
             if sample.finish is None or sample.reward is not None:
-                raise ValueError(f"sample {ordinal} was rewarded out of turn")
+                raise ValueError(f"sample {ordinal} was rewarded too early")
             sample.reward = reward
 
     def _accept(self, entry: Accepted) -> None:
         for piece in entry.pieces:
             sample = self.samples[piece.ordinal]
             if sample.finish is not None or piece.start * 4 != len(sample.token_ids):
-                raise ValueError(f"sample {piece.ordinal} has a piece out of place")
+                raise ValueError(f"sample {piece.ordinal} has misplaced tokens")
             version = entry.versions[piece.version]
             if piece.token_ids and (not sample.versions or sample.versions[-1][0] != version):
                 sample.versions.append((version, piece.start))

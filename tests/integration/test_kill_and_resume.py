@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.fake_session import Disk, Session, small_spec
-from tests.memory_journal import HEADER, PowerCut
+from tests.doubles.journal import HEADER, PowerCut
+from tests.doubles.session import Disk, Session, small_spec
 from tests.virtual_time import run_virtual
 from tidemill.controller.journal_entries import Published, decode
 from tidemill.core.records import SampleId

@@ -7,8 +7,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.fake_pool import PoolSession, ended, granted, noticed, trained
-from tests.fake_session import Disk, Session, small_spec
+from tests.doubles.session import Disk, PoolSession, Session, ended, granted, noticed, small_spec, trained
 from tests.virtual_time import run_virtual
 from tidemill.config.pool import FleetConfig
 from tidemill.core.records import LeaseEvent

@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tests.fake_samples import GROUPS, V3, completion, logprob, make_plan, make_prompts, make_report, prompt_of
-from tests.memory_journal import MemoryJournal, PowerCut
+from tests.doubles.journal import MemoryJournal, PowerCut
+from tests.doubles.samples import GROUPS, V3, completion, logprob, make_plan, make_prompts, make_report, prompt_of
 from tidemill.controller.batching import GroupAssembly, scored
 from tidemill.controller.in_flight import InFlight
 from tidemill.controller.ledger import Ledger

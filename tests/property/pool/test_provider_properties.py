@@ -97,7 +97,7 @@ def test_a_synthetic_market_stays_within_its_machines_and_keeps_its_notices(mark
     story = whole_story(market_timetable(market, seed=seed), until_s=300.0)
     noticed = {event.lease_id: (time_s, event.deadline_s) for time_s, event in story.noticed}
     for time_s, event in story.ended:
-        assert (event.lease_id in noticed) == ("as announced" in event.cause)
+        assert (event.lease_id in noticed) == ("after notice" in event.cause)
         if event.lease_id in noticed:
             told_s, deadline_s = noticed[event.lease_id]
             assert deadline_s - told_s == pytest.approx(market.notice_s, abs=1e-5)

@@ -118,5 +118,5 @@ def test_a_number_may_not_be_longer_than_its_type() -> None:
     )
     assert endless[4:].size  # gaps of up to five planes, then more
     old = np.zeros(2, np.uint8)
-    with pytest.raises(Damaged, match="cannot be read"):
+    with pytest.raises(Damaged, match="not decodable"):
         apply_delta(entries, endless, described(endless), old, old.copy())

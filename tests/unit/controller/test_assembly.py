@@ -11,8 +11,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from tests.doubles.samples import make_id, make_prompt
 from tests.fabricated_run import make_trajectory
-from tests.fake_samples import make_id, make_prompt
 from tidemill.controller.batching import BatchBuilder, GroupAssembly, Order, has_signal, scored
 from tidemill.core.records import Reward, Trajectory
 

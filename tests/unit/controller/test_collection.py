@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from tests.fake_engine import FakeCompute, FakeEngine
-from tests.fake_samples import GROUPS, FakeCodec, make_plan, make_prompts, prompt_of
-from tests.fake_session import FakeScorer, FakeTelemetry
-from tests.memory_journal import MemoryJournal
+from tests.doubles.engine import FakeCompute, FakeEngine
+from tests.doubles.journal import MemoryJournal
+from tests.doubles.samples import GROUPS, FakeCodec, make_plan, make_prompts, prompt_of
+from tests.doubles.session import FakeScorer, FakeTelemetry
 from tests.virtual_time import run_virtual
 from tidemill.controller.collector import RolloutContext, SampleCollector, StopRequested, collect_samples
 from tidemill.controller.fleet import Fleet

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
+from tests.doubles.engine import FakeCompute, FakeEngine
+from tests.doubles.samples import FakeCodec, make_prompt
+from tests.doubles.session import FakeScorer, FakeTelemetry
 from tests.fabricated_run import make_trajectory
-from tests.fake_engine import FakeCompute, FakeEngine
-from tests.fake_samples import FakeCodec, make_prompt
-from tests.fake_session import FakeScorer, FakeTelemetry
 from tests.virtual_time import run_virtual
 from tidemill.controller.collector import RolloutContext
 from tidemill.controller.evaluation import Evaluation, correct, evaluate, judged

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from tests.doubles.samples import V3, V3_AGAIN, make_delta, make_in_flight
 from tests.fabricated_run import make_prompt, make_trajectory
-from tests.fake_samples import V3, V3_AGAIN, make_delta, make_in_flight
 from tidemill.controller.batching import batch_figures, sample_figures
 from tidemill.core.records import Reward, Trajectory
 

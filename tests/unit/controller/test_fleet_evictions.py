@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tests.fake_pool import PoolSession, ended, granted, noticed, trained
-from tests.fake_samples import make_report
-from tests.fake_session import small_spec
+from tests.doubles.samples import make_report
+from tests.doubles.session import PoolSession, ended, granted, noticed, small_spec, trained
 from tests.small_pool import pool, quiet
 from tests.virtual_time import run_virtual
 from tidemill.controller.waiting import Timeouts
@@ -25,7 +24,7 @@ def test_an_eviction_without_notice_moves_samples_with_what_was_accepted() -> No
 
     assert trained(session) == quiet()
     (eviction,) = session.telemetry.named("eviction")
-    assert (eviction["worker"], eviction["noticed"], eviction["cause"]) == ("spot-a", False, "taken away")
+    assert (eviction["worker"], eviction["noticed"], eviction["cause"]) == ("spot-a", False, "evicted")
     assert eviction["samples"] > 0
     gone_on = [fields for fields in session.telemetry.named("migration") if fields["worker"] == "spot-a"]
     assert all(fields["lease"] == "lease-a" for fields in gone_on)

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tests.fake_engine import FakeEngine
-from tests.fake_pool import BrokenHost, PoolEngine, PoolSession, granted, trained
-from tests.fake_samples import make_id
-from tests.fake_session import Session, small_spec
+from tests.doubles.engine import FakeEngine
+from tests.doubles.samples import make_id
+from tests.doubles.session import BrokenHost, PoolEngine, PoolSession, Session, granted, small_spec, trained
 from tests.small_pool import pool, quiet
 from tests.virtual_time import run_virtual
 from tidemill.controller.waiting import Timeouts

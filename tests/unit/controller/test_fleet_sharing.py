@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.fake_pool import FakeSource, granted, trained
-from tests.fake_session import Session, small_spec
+from tests.doubles.session import FakeWeightSource, Session, granted, small_spec, trained
 from tests.small_pool import FLEET, pool, quiet
 from tests.virtual_time import run_virtual
 from tidemill.controller.in_flight import LOCAL
@@ -66,7 +65,7 @@ def test_a_worker_whose_pull_is_overtaken_by_a_newer_version_pulls_that() -> Non
     session = pool(granted("a"))
     gone: list[int] = []
 
-    class Overtaken(FakeSource):
+    class Overtaken(FakeWeightSource):
         async def prepare(self, version: PolicyVersion) -> Pulled:
             """So slow that version 1 is not kept any more when it has read half of it."""
             if version.number == 1:

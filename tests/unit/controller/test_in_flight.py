@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.fake_samples import FIRST, GROUPS, PROMPTS, SAMPLING, make_delta, make_id, make_in_flight, make_prompts
+from tests.doubles.samples import FIRST, GROUPS, PROMPTS, SAMPLING, make_delta, make_id, make_in_flight, make_prompts
 from tidemill.controller.in_flight import plan_groups
 from tidemill.controller.samples import SampleState
 from tidemill.core.errors import UserError

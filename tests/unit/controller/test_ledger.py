@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.fabricated_run import make_prompt as fabricated_prompt
-from tests.fabricated_run import make_trajectory
-from tests.fake_samples import (
+from tests.doubles.journal import MemoryJournal
+from tests.doubles.samples import (
     FIRST,
     GROUPS,
     V3,
@@ -21,7 +20,8 @@ from tests.fake_samples import (
     make_report,
     prompt_of,
 )
-from tests.memory_journal import MemoryJournal
+from tests.fabricated_run import make_prompt as fabricated_prompt
+from tests.fabricated_run import make_trajectory
 from tidemill.controller.in_flight import InFlight, plan_groups
 from tidemill.controller.journal_entries import EvalResult, Published, encode
 from tidemill.controller.ledger import OUTLIVES_CHECKPOINTS, Ledger

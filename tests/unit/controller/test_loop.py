@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.fake_samples import FakeSource
-from tests.fake_session import Disk, Session, small_spec
+from tests.doubles.samples import FakePrompts
+from tests.doubles.session import Disk, Session, small_spec
 from tests.virtual_time import run_virtual
 from tidemill.controller.ledger import OUTLIVES_CHECKPOINTS
 from tidemill.controller.waiting import Timeouts
@@ -375,7 +375,7 @@ def test_invalid_and_masked_samples_carry_no_weight() -> None:
 def test_a_task_without_held_out_prompts_is_not_evaluated() -> None:
     async def main() -> Session:
         session = Session()
-        session.source = FakeSource(3, held_out=0)
+        session.source = FakePrompts(3, held_out=0)
         session.result = await session.run()
         return session
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from tests.fake_samples import make_report
+from tests.doubles.samples import make_report
 from tests.virtual_time import run_virtual
 from tidemill.controller.waiting import Mailbox
 from tidemill.core.protocols import within

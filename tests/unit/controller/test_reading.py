@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.fake_engine import FakeReader
-from tests.fake_samples import make_delta, make_id, make_in_flight, make_report
-from tests.fake_session import Session, small_spec
+from tests.doubles.engine import FakeReader
+from tests.doubles.samples import make_delta, make_id, make_in_flight, make_report
+from tests.doubles.session import Session, small_spec
 from tests.virtual_time import run_virtual
 from tidemill.controller.reading import Reading
 from tidemill.core.errors import ReaderLost

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import msgspec
 
-from tests.fake_samples import make_report
+from tests.doubles.samples import make_report
 from tidemill.controller.collector import RolloutContext
 from tidemill.controller.in_flight import StepCounters
 

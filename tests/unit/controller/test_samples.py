@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.fake_samples import V3, V3_AGAIN, make_delta, make_id, make_prompt
+from tests.doubles.samples import V3, V3_AGAIN, make_delta, make_id, make_prompt
 from tidemill.controller.samples import LEGAL, IllegalTransition, Sample, SampleState
 from tidemill.core.records import (
     PolicyVersion,

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.fake_samples import number, said_of
-from tests.fake_session import Disk, Session, small_spec
+from tests.doubles.samples import logprobs_of, number
+from tests.doubles.session import Disk, Session, small_spec
 from tests.virtual_time import run_virtual
 from tidemill.config.explain import without_effect
 from tidemill.controller.in_flight import PlannedGroup
@@ -54,7 +54,7 @@ def lags(session: Session) -> list[list[int]]:
 
 
 def history(session: Session) -> list[list[list[Any]]]:
-    """By batch and group: the samples, as `tests.fake_session.seen` has them."""
+    """By batch and group: the samples, as `tests.doubles.session.seen` has them."""
     batches: Any = session.trainer.state.history
     return [[list(group[2]) for group in batch] for batch in batches]
 
@@ -234,7 +234,7 @@ def test_what_each_publish_says_of_the_samples_in_flight(unfinished: str) -> Non
             expected = []
             for version in range(versions[0].version.number + 1, trained_by + 1):
                 older = sum(each.end - each.start for each in versions if each.version.number < version)
-                said = said_of(whole, digests[version])
+                said = logprobs_of(whole, digests[version])
                 expected.append(said[: 4 * older] + rollout[4 * older :])
                 younger += 0 < older < len(tokens)
             assert list(sample[8:]) == expected

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.fake_pool import PoolSession, granted, trained
-from tests.fake_session import Session, small_spec
+from tests.doubles.session import PoolSession, Session, granted, small_spec, trained
 from tests.virtual_time import run_virtual
 from tidemill.config.pool import FleetConfig
 from tidemill.controller.in_flight import LOCAL

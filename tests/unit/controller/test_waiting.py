@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tests.fake_session import FakeTelemetry
+from tests.doubles.session import FakeTelemetry
 from tests.virtual_time import run_virtual
 from tidemill.controller.waiting import Wait, wait_with_deadline
 from tidemill.core.errors import DeadlineError

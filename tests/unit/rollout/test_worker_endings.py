@@ -9,8 +9,8 @@ from contextlib import suppress
 
 import pytest
 
-from tests.fake_engine import FakeEngine
-from tests.fake_samples import make_id
+from tests.doubles.engine import FakeEngine
+from tests.doubles.samples import make_id
 from tests.virtual_time import run_virtual
 from tests.worker_stage import V0, V1, SlowSource, Stage, request
 from tidemill.core.errors import DeadlineError, WorkerLost
@@ -61,7 +61,7 @@ def test_a_faulty_request_is_refused_at_submit_and_harms_no_other() -> None:
     async def main() -> None:
         stage = Stage()
         await stage.worker.submit([request("p0")])
-        with pytest.raises(AssertionError, match="not loaded"):
+        with pytest.raises(AssertionError, match="other weights"):
             await stage.worker.submit([request("p1", version=7)])
         assert [delta.sample_id for delta in await stage.deltas() if delta.finish] == [make_id("p0")]
         await stage.worker.close()

@@ -8,8 +8,8 @@ from typing import TypeVar
 
 import pytest
 
-from tests.fake_engine import FakeCompute, FakeEngine
-from tests.fake_samples import SAMPLING, completion, make_id
+from tests.doubles.engine import FakeCompute, FakeEngine
+from tests.doubles.samples import SAMPLING, completion, make_id
 from tests.virtual_time import run_virtual
 from tests.worker_stage import V0, Stage, request
 from tidemill.core.protocols import LoopClock

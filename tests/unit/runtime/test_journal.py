@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import pytest
 
-from tests.memory_journal import MemoryJournal, PowerCut
+from tests.doubles.journal import MemoryJournal, PowerCut
 from tidemill.core.errors import DeadlineError, UserError
 from tidemill.core.protocols import Journal
 from tidemill.runtime.journal import SqliteJournal

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import msgspec
 import pytest
 
-from tests.fake_samples import make_id
+from tests.doubles.samples import make_id
 from tests.unit.hardware.test_engine import PLAIN
 from tests.unit.sim.test_run import PLANT, VARIED, spec_of
 from tidemill.core.records import GenerateRequest, PolicyVersion, SamplingParams, pack_tokens

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.fake_samples import make_id
+from tests.doubles.samples import make_id
 from tidemill.core.records import (
     GenerateRequest,
     PolicyVersion,

@@ -81,18 +81,18 @@ def test_a_violation_prints_the_replay_command(
 
     assert command.run_many(range(2), 1) == 1
     said = capsys.readouterr().out
-    assert "python -m tidemill.sim.faults --seed 0 --log" in said
+    assert "python -m tests.fault_simulation --seed 0 --log" in said
     assert "2 seeds in" in said
 
     assert command.run_one(0, log=True) == 1
-    assert "violation    the run says that it generated" in capsys.readouterr().out
+    assert "violation    the run reports" in capsys.readouterr().out
 
 
 def test_every_scenario_ends_with_an_undisturbed_life() -> None:
     scenarios = [draw(seed) for seed in range(300)]
 
-    assert all(scenario.lives[-1].blow is None for scenario in scenarios)
+    assert all(scenario.lives[-1].fault is None for scenario in scenarios)
     assert len({scenario.sections["schedule"]["membership"] for scenario in scenarios}) == 2
     assert any(scenario.tick_s == math.inf for scenario in scenarios)
-    befalls = {f.kind for s in scenarios for life in s.lives for machine in life.machines for f in machine.fates}
-    assert len(befalls) == 14
+    apply = {f.kind for s in scenarios for life in s.lives for machine in life.machines for f in machine.faults}
+    assert len(apply) == 14

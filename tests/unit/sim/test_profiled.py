@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.fake_samples import make_id
+from tests.doubles.samples import make_id
 from tests.unit.hardware.test_engine import PLAIN
 from tidemill.core.records import Group, Segment, Trajectory, pack_tokens
 from tidemill.hardware.engine_profile import EngineProfile

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import pytest
 
-from tests.fake_samples import make_id
+from tests.doubles.samples import make_id
 from tidemill.controller.router import Load, Movable, Move, Waiting
 from tidemill.core.records import GenerateRequest, PolicyVersion, SamplingParams, count, pack_tokens
 from tidemill.sim.baselines import GroupEngine, GroupRouter, Moved, UnknownLengths, rlboost_components

@@ -227,7 +227,7 @@ DEFECTS = {
     "begins again by half": Defect(Sample, "restart", _begin_again_half),
     "learns from a group twice": Defect(Run, "_accumulate", _learn_twice),
     "lets groups grow a version older": Defect(run, "latest_step", _one_more),
-    "begins one group too many": Defect(run, "may_begin", _one_more),
+    "begins one group too many": Defect(run, "may_start", _one_more),
     "gives rewards to others": Defect(Ledger, "reward", _swap_rewards),
     "takes groups as they come": Defect(BatchBuilder, "take", _as_they_come),
     "believes any probe": Defect(publishing, "probe_difference", lambda right: lambda *_: 0.0),

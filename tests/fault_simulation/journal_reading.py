@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tidemill.controller.journal_entries import (
-    Accepted,
-    AnyEntry,
-    Dropped,
-    Learned,
-    Opened,
-    Published,
-    Restarted,
-    Rewarded,
-)
+from tidemill.controller.ledger import Accepted, AnyEntry, Dropped, Learned, Opened, Published, Restarted, Rewarded
 from tidemill.core.records import Finish, LogprobBuffer, PolicyVersion, Reward
 
 

@@ -14,8 +14,7 @@ import msgspec
 from tidemill.config.schema import RunSpec
 from tidemill.controller.collector import RolloutContext, SampleCollector, collect_samples
 from tidemill.controller.in_flight import InFlight, SamplingPlan, plan_groups
-from tidemill.controller.journal_entries import EvalResult, Evaluated
-from tidemill.controller.ledger import Ledger
+from tidemill.controller.ledger import EvalResult, Evaluated, Ledger
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import PromptSource, Scorer
 from tidemill.core.records import RIGHT, PolicyVersion, Prompt, Record, SamplingParams, Trajectory

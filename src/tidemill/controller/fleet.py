@@ -21,12 +21,11 @@ import msgspec
 from tidemill.config.pool import FleetConfig
 from tidemill.controller import router as per_sample
 from tidemill.controller.estimates import LengthEstimator, ThroughputProfile
-from tidemill.controller.fleet_events import FleetEventLog
 from tidemill.controller.in_flight import LOCAL
 from tidemill.controller.publishing import LogprobsMissing, Publishing, Quarantined
 from tidemill.controller.router import Router
 from tidemill.controller.waiting import LeaseOutcome, Mailbox, Timeouts, Wait, wait_with_deadline
-from tidemill.controller.worker_state import SERVING, DecodeRate, WorkerCommand, WorkerPhase, WorkerState
+from tidemill.controller.worker_state import SERVING, DecodeRate, FleetEventLog, WorkerCommand, WorkerPhase, WorkerState
 from tidemill.core.errors import DeadlineError, WorkerLost
 from tidemill.core.protocols import Clock, Provider, Publisher, Telemetry, Worker, WorkerHost
 from tidemill.core.records import (

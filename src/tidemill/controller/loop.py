@@ -20,8 +20,7 @@ from tidemill.config.schema import RunSpec
 from tidemill.controller.collector import RolloutContext, StopRequested, collect_samples
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.in_flight import TRAIN, InFlight, SamplingPlan
-from tidemill.controller.journal_entries import EvalResult
-from tidemill.controller.ledger import Ledger
+from tidemill.controller.ledger import EvalResult, Ledger
 from tidemill.controller.reading import Reading
 from tidemill.controller.run import Run
 from tidemill.controller.waiting import Timeouts

@@ -7,10 +7,9 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from tidemill.controller.fleet_events import FleetEventLog
 from tidemill.controller.in_flight import LOCAL
 from tidemill.controller.waiting import Timeouts, Wait, wait_with_deadline
-from tidemill.controller.worker_state import WorkerCommand, WorkerPhase, WorkerState, probe_difference
+from tidemill.controller.worker_state import FleetEventLog, WorkerCommand, WorkerPhase, WorkerState, probe_difference
 from tidemill.core.errors import UserError, WeightsError, WorkerLost
 from tidemill.core.protocols import Clock, Publisher, Telemetry, Worker
 from tidemill.core.records import Loaded, PolicyVersion, WeightManifest

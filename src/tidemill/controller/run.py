@@ -24,8 +24,8 @@ from tidemill.controller.batching import (
 from tidemill.controller.collector import RolloutContext, SampleCollector, StopRequested
 from tidemill.controller.evaluation import EvalSchedule
 from tidemill.controller.in_flight import InFlight, plan_groups
+from tidemill.controller.offload import Seeding
 from tidemill.controller.samples import Sample, SampleState
-from tidemill.controller.seeding import Seeding
 from tidemill.core.errors import TidemillError
 from tidemill.core.protocols import Checkpoints, PromptSource, Scorer, Trainer
 from tidemill.core.records import Group, Prompt, StepMetrics, Trajectory

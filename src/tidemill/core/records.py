@@ -1,8 +1,4 @@
-"""The frozen records that cross every boundary, and the packed buffers of tokens and logprobs in them.
-
-Both are plain little-endian bytes, so that they serialise without conversion; numpy and torch read them with
-`frombuffer`, this module with the standard library's `array`.
-"""
+"""Frozen records that cross every boundary, the packed buffers in them, and reading records from JSON files."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ import hashlib
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, TypeAlias, dataclass_transform
+from typing import Any, Literal, TypeAlias, TypeVar, dataclass_transform
 
 import msgspec
 
@@ -420,3 +416,26 @@ class StepMetrics(Record):
     version: PolicyVersion
     optimizer_steps: int  # taken by this batch
     values: dict[str, float]
+
+
+T = TypeVar("T")
+
+
+def decode_json(data: bytes, kind: type[T]) -> T:
+    """The JSON document as a `kind`.
+
+    Raises:
+        msgspec.DecodeError: not UTF-8, not JSON, nested too deeply, or not a `kind`.
+    """
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise msgspec.DecodeError(str(error)) from error
+
+
+def decode_msgpack(data: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:
+    """The same for MessagePack, with a decoder that knows the type."""
+    try:
+        return decoder.decode(data)
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise msgspec.DecodeError(str(error)) from error

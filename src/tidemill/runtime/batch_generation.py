@@ -20,10 +20,9 @@ from tidemill.controller.fleet import Fleet
 from tidemill.controller.in_flight import InFlight, SamplingPlan, plan_groups
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.loop import sampling_params
-from tidemill.core.decoding import decode_json
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import LoopClock
-from tidemill.core.records import Group, PolicyVersion, Prompt, Record, SamplingParams, Trajectory
+from tidemill.core.records import Group, PolicyVersion, Prompt, Record, SamplingParams, Trajectory, decode_json
 from tidemill.envs.text.text_task import Task
 from tidemill.models.loading import weights_digest
 from tidemill.rollout.worker import EngineWorker

@@ -12,7 +12,7 @@ from tests.fake_session import Session, small_spec
 from tests.small_pool import FLEET, pool, quiet
 from tests.virtual_time import run_virtual
 from tidemill.controller.in_flight import LOCAL
-from tidemill.controller.offload import OffloadState
+from tidemill.controller.offload import OffloadState, Seeding
 from tidemill.core.errors import WeightsError
 from tidemill.core.records import PolicyVersion, Pulled
 
@@ -157,22 +157,24 @@ def test_the_window_is_that_of_all_who_will_generate_though_they_still_take_the_
         asked.append(workers)
         return 0.2
 
-    monkeypatch.setattr("tidemill.controller.seeding.window", remembered)
+    monkeypatch.setattr("tidemill.controller.offload.window", remembered)
     session = pool(granted("a"), granted("b"))
 
     run_virtual(session.run())
 
-    assert asked[-2:] == [2, 2]
+    assert asked[-4:] == [2, 2, 2, 2]  # before and after each of the last two steps
 
 
 def test_the_metrics_have_the_window_that_was_used(monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[float] = []
+    begin_step = Seeding.begin_step
 
-    def remembered(state: OffloadState, workers: int) -> float:
+    def chosen(seeding: Seeding) -> float:
+        begin_step(seeding)
         used.append(0.2 + 0.01 * len(used))
         return used[-1]
 
-    monkeypatch.setattr("tidemill.controller.seeding.window", remembered)
+    monkeypatch.setattr(Seeding, "begin_step", chosen)
     session = pool(granted("a"))
 
     run_virtual(session.run())

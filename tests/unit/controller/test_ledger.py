@@ -23,8 +23,7 @@ from tests.fake_samples import (
 )
 from tests.memory_journal import MemoryJournal
 from tidemill.controller.in_flight import InFlight, plan_groups
-from tidemill.controller.journal_entries import EvalResult, Published, encode
-from tidemill.controller.ledger import OUTLIVES_CHECKPOINTS, Ledger
+from tidemill.controller.ledger import OUTLIVES_CHECKPOINTS, EvalResult, Ledger, Published, encode
 from tidemill.controller.samples import SampleState
 from tidemill.core.errors import UserError
 from tidemill.core.records import PolicyVersion, Reward, TokenDelta, pack_logprobs, pack_tokens, unpack_tokens

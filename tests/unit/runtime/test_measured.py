@@ -11,7 +11,7 @@ import pytest
 
 from tests.char_codec import make_prompt, make_trajectory
 from tidemill.controller.evaluation import Evaluation, judged
-from tidemill.controller.journal_entries import EvalResult
+from tidemill.controller.ledger import EvalResult
 from tidemill.core.records import Group, PolicyVersion, Prompt, Reward, Trajectory
 from tidemill.runtime.model_evaluation import ModelEvaluation, comparison, figures
 from tidemill.telemetry.statistics import wilson_interval

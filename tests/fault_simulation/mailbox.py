@@ -12,7 +12,7 @@ class OverheardFleet(Fleet):
     @property
     def unread_ends(self) -> set[str]:
         """Leases of which nobody has read yet that they ended."""
-        return {ended.lease_id for ended in self._mailbox.mail.ended} if self._mailbox is not None else set()
+        return {ended.lease_id for ended in self._mailbox.messages.ended} if self._mailbox is not None else set()
 
     def arrives_late(self, reports: Iterable[WorkerReport]) -> None:
         """Letters that were under way when their sender's lease ended."""

@@ -140,7 +140,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def reward(self, data: st.DataObject) -> None:
         sample = data.draw(st.sampled_from(self.batch.in_state(SampleState.FINISHED)))
-        now(self.ledger.reward(self.batch, [(sample, Reward(value=1.0))]))
+        now(self.ledger.record_rewards(self.batch, [(sample, Reward(value=1.0))]))
         self.rewarded.add(sample.sample_id)
         self._learn(sample.sample_id)
 
@@ -191,7 +191,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert len(set(self.learned)) == len(self.learned)
         scored_now = {sample.sample_id for sample in self.batch.in_state(SampleState.SCORED)}
         assert set(self.learned) <= scored_now
-        if self.batch.complete:
+        if self.batch.all_scored:
             assert len(self.learned) == len(self.batch.samples)
 
     @invariant()

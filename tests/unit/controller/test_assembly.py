@@ -116,7 +116,7 @@ def test_such_a_batch_says_which_group_holds_it_up() -> None:
     forming = BatchBuilder(5, 2, membership="first_finished", order="canonical")
 
     assert forming.take([1, 3], {0: 7, 1: 6, 2: 5, 3: 6}) == []
-    assert forming.held_up_by == 2  # the only one that step 6 may not learn from
+    assert forming.blocked_by == 2  # the only one that step 6 may not learn from
     assert forming.take([1, 3, 2], {0: 7, 1: 6, 2: 5, 3: 6}) == [1, 2]
 
 
@@ -125,8 +125,8 @@ def test_nothing_is_taken_while_that_group_is_under_way(latest: list[int | None]
     in_flight, arrivals = dict(enumerate(latest)), random.sample(range(len(latest)), len(latest))
     forming = BatchBuilder(3, 3, membership="first_finished", order="canonical")
     for at in range(1, len(arrivals) + 1):
-        complete, held_up_by = arrivals[:at], forming.held_up_by
-        waits = held_up_by is not None and held_up_by not in complete
+        complete, blocked_by = arrivals[:at], forming.blocked_by
+        waits = blocked_by is not None and blocked_by not in complete
 
         assert not (forming.take(complete, in_flight) and waits)
 

@@ -187,7 +187,7 @@ def test_a_sample_that_fails_goes_on_where_it_was(how: str, failures: int) -> No
 def test_a_sample_that_always_fails_ends_the_run_with_its_error() -> None:
     stage = Stage(engine=StumblingEngine(10**6, "error"))
 
-    with pytest.raises(TidemillError, match=r"3 attempts to generate .* failed; the last: out of memory"):
+    with pytest.raises(TidemillError, match=r"3 attempts to generate .* failed; last error: out of memory"):
         run_virtual(stage.collect())
 
 
@@ -233,10 +233,11 @@ class SilentEngine(FakeEngine):
 def test_an_engine_that_makes_nothing_meets_a_deadline_after_words_of_warning() -> None:
     stage = Stage(engine=SilentEngine(PolicyVersion(number=3, digest="a")))
 
-    with pytest.raises(
-        DeadlineError, match=r"waited 60.* s for tokens of 6 samples of step 3 \(train\); look at the worker"
-    ):
+    with pytest.raises(DeadlineError) as caught:
         run_virtual(stage.collect())
+    assert caught.value.waited_s == pytest.approx(60.0, abs=1.0)
+    assert caught.value.awaited == "tokens of 6 samples of step 3 (train)"
+    assert "the worker" in caught.value.look_at
 
     # a word every 10 s (heartbeats come every 0.1 s), the sixth is the end
     assert [round(fields["waited_s"] / 10) for fields in stage.telemetry.named("waiting")] == [1, 2, 3, 4, 5]
@@ -251,8 +252,10 @@ def test_an_engine_that_hangs_in_its_poll_meets_the_same_deadline() -> None:
 
 
 def test_a_scorer_that_hangs_meets_its_own_deadline() -> None:
-    with pytest.raises(DeadlineError, match=r"waited 40.* s for rewards of 6 samples of step 3 .*\[scoring\]"):
+    with pytest.raises(DeadlineError, match="rewards of 6 samples of step 3") as caught:
         run_virtual(Stage(scorer=SlowScorer(10**6)).collect())
+    assert caught.value.waited_s == pytest.approx(40.0, abs=1.0)
+    assert "[scoring]" in caught.value.look_at
 
 
 def test_stopping_journals_what_is_in_flight_and_calls_it_back() -> None:

@@ -1,4 +1,4 @@
-"""Evaluation: greedy, one sample a prompt, judged by its own scorer."""
+"""Evaluation: greedy, one sample a prompt, eval_result by its own scorer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.fake_samples import FakeCodec, make_prompt
 from tests.fake_session import FakeScorer, FakeTelemetry
 from tests.virtual_time import run_virtual
 from tidemill.controller.collector import RolloutContext
-from tidemill.controller.evaluation import Evaluation, correct, evaluate, judged
+from tidemill.controller.evaluation import Evaluation, correct, eval_result, evaluate
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.ledger import Ledger
 from tidemill.core.errors import UserError
@@ -89,7 +89,7 @@ def test_without_prompts_there_is_nothing_to_evaluate() -> None:
 def judgement(*rewards: Reward | None) -> tuple[float | None, float | None]:
     """Mean reward and accuracy of samples with these rewards."""
     samples = [make_trajectory(make_prompt(f"{at}"), "1", reward=reward) for at, reward in enumerate(rewards)]
-    found = judged("held_out", 0, VERSION, samples, 1.0)
+    found = eval_result("held_out", 0, VERSION, samples, 1.0)
     return found.reward_mean, found.greedy_accuracy
 
 

@@ -146,12 +146,12 @@ LEASE = Lease(lease_id="l", worker_id="w", kind="preemptible", price_usd_per_hou
 
 def test_what_a_silent_worker_may_have_lost_is_no_more_than_a_tick() -> None:
     status = make_report().status
-    member = WorkerState(lease=LEASE, slots=3, heard_s=10.0, heard_tokens=40)
+    member = WorkerState(lease=LEASE, slots=3, reported_s=10.0, reported_tokens=40)
     member.busy_since_s, member.busy_samples = 12.0, 5
     usual = DecodeRate(tokens_per_s=20.0, tokens=2.0)
 
     def lost(now_s: float, pace: DecodeRate | None = usual) -> int:
-        return member.tokens_since(now_s, usual=pace)
+        return member.unreported_tokens(now_s, fleet_rate=pace)
 
     # No tick told of yet: three slots at 20 tokens/s for 0.05 s; a tick is two tokens in each.
     assert (lost(12.05), lost(12.1), lost(60.0)) == (3, 6, 6)

@@ -82,9 +82,8 @@ def test_an_engine_without_the_logprobs_that_are_needed_ends_the_run_before_it_g
     spoil(session, "a", forget)
     with pytest.raises(UserError) as caught:
         run_virtual(session.run())
-    assert caught.value.what == (
-        'the engine returns no logprobs of the tokens it samples, and algorithm.correction.kind = "tis" needs them'
-    )
+    assert caught.value.where == "algorithm"
+    assert 'algorithm.correction.kind = "tis"' in caught.value.what
     assert 'algorithm.correction.kind = "none"' in caught.value.hint
     assert session.engine.submitted == []
     assert all(engine.submitted == [] for engine in session.host.engines.values())
@@ -118,7 +117,7 @@ def test_a_silent_worker_loses_its_lease_and_its_work_moves_on() -> None:
     assert trained(session) == quiet()
     (eviction,) = session.telemetry.named("eviction")
     assert eviction["worker"] == "spot-a"
-    assert "silent for" in eviction["cause"]
+    assert "no report" in eviction["cause"]
     assert session.provider.released == ["lease-a"]
 
 
@@ -150,28 +149,29 @@ def test_a_worker_whose_engine_raises_is_lost_and_the_run_is_not() -> None:
         assert sum(step.values[key] for step in session.telemetry.steps) == expected
 
 
-LIES: dict[str, dict[str, Any]] = {
-    "it sent what does not fit (gap)": {"start": 1000},
-    "it sent what does not fit (malformed)": {"logprobs": b""},
-    "it speaks for another lease": {"lease_id": "local"},
-    "it was heard of, but 51 s without a token that is of use": {"sample_id": make_id("nobody's")},
+WRONG_DELTAS: dict[str, dict[str, Any]] = {  # fields changed in every delta, by a part of the eviction's cause
+    "(gap)": {"start": 1000},
+    "(malformed)": {"logprobs": b""},
+    "report carries lease local, expected lease-a": {"lease_id": "local"},
+    "no new tokens for 51 s": {"sample_id": make_id("unknown")},
 }
 
 
-@pytest.mark.parametrize("cause", LIES)
-def test_a_worker_whose_reports_are_of_no_use_loses_its_lease_and_the_run_goes_on(cause: str) -> None:
+@pytest.mark.parametrize("cause", WRONG_DELTAS)
+def test_a_worker_that_sends_wrong_deltas_loses_its_lease_and_the_run_continues(cause: str) -> None:
     session = pool(granted("a"), granted("b"), seeding_worker=False, timeouts=Timeouts(worker_s=50.0))
 
-    def lie(engine: PoolEngine) -> None:
-        truth = engine.delta
-        engine.delta = lambda *of: replace(truth(*of), **LIES[cause])  # type: ignore[method-assign]
+    def corrupt(engine: PoolEngine) -> None:
+        correct = engine.delta
+        engine.delta = lambda *of: replace(correct(*of), **WRONG_DELTAS[cause])  # type: ignore[method-assign]
 
-    spoil(session, "a", lie)
+    spoil(session, "a", corrupt)
     run_virtual(session.run())
 
     assert trained(session) == quiet()
     (eviction,) = session.telemetry.named("eviction")
-    assert (eviction["worker"], eviction["cause"]) == ("spot-a", cause)
+    assert eviction["worker"] == "spot-a"
+    assert cause in eviction["cause"]
     assert session.provider.released == ["lease-a"]
 
 
@@ -199,8 +199,10 @@ def test_a_reserved_engine_whose_reports_are_of_no_use_ends_the_run() -> None:
     truth = session.engine.delta
     session.engine.delta = lambda *of: replace(truth(*of), start=0)  # type: ignore[method-assign]
 
-    with pytest.raises(DeadlineError, match=r"tokens of .* samples .*messages ignored: .*overlap"):
+    with pytest.raises(DeadlineError) as caught:
         run_virtual(session.run())
+    assert "tokens of" in caught.value.awaited
+    assert "overlap" in caught.value.look_at
 
 
 def test_a_sample_that_breaks_every_worker_ends_the_run() -> None:
@@ -215,12 +217,14 @@ def test_a_sample_that_breaks_every_worker_ends_the_run() -> None:
         engine.poll = poll  # type: ignore[method-assign]
 
     session.host.prepare = fail
-    with pytest.raises(TidemillError, match=r"3 attempts to generate .* failed; the last: .*engine on fire"):
+    with pytest.raises(TidemillError, match=r"3 attempts to generate .* failed; last error: .*engine on fire"):
         run_virtual(session.run())
 
 
 def test_nobody_to_generate_meets_a_deadline_that_names_the_pool() -> None:
     session = pool(seeding_worker=False, timeouts=Timeouts(worker_s=50.0, pool_s=100.0))
 
-    with pytest.raises(DeadlineError, match=r"a worker to generate .* samples of step 0 .*look at \[pool\]"):
+    with pytest.raises(DeadlineError) as caught:
         run_virtual(session.run())
+    assert "a worker to generate" in caught.value.awaited
+    assert "[pool]" in caught.value.look_at

@@ -26,8 +26,9 @@ def test_samples_stand_group_by_group_and_the_same_prompt_of_another_epoch_is_an
 
 def test_a_prompt_twice_in_one_epoch_is_the_users_fault() -> None:
     one = make_in_flight()
-    with pytest.raises(UserError, match=r"prompt p0 occurs twice among those generated at once \(train\)"):
+    with pytest.raises(UserError, match="prompt p0 occurs twice") as caught:
         one.open(plan_groups(PROMPTS[:1], first_position=12, from_version=3), make_prompts()[:1])
+    assert caught.value.where == "task"
 
 
 def test_a_group_knows_its_prompt_by_the_tokens() -> None:
@@ -69,7 +70,7 @@ def test_a_sample_goes_on_when_weights_as_new_as_its_own_are_there() -> None:
 
 def test_counts_follow_the_samples() -> None:
     one = make_in_flight()
-    assert (one.running, one.unfinished, one.scored, one.complete) == (0, 6, 0, False)
+    assert (one.running, one.unfinished, one.scored, one.all_scored) == (0, 6, 0, False)
     for request in one.assign("lease"):
         one.apply(make_delta(sample_id=request.sample_id, finish="stop"))
     assert (one.running, one.unfinished, one.counters.tokens_accepted) == (0, 0, 12)  # 6 samples of 2 tokens
@@ -77,7 +78,7 @@ def test_counts_follow_the_samples() -> None:
     for sample in one.in_state(SampleState.FINISHED):
         one.score(sample, Reward(value=1.0))
 
-    assert (one.scored, one.complete) == (6, True)
+    assert (one.scored, one.all_scored) == (6, True)
 
 
 def test_a_group_is_as_old_as_the_weights_that_began_it() -> None:
@@ -132,4 +133,5 @@ def test_an_attempt_that_cannot_go_on_waits_for_the_next(broken: object) -> None
     one.apply(broken)  # type: ignore[arg-type]
 
     assert (next(iter(one)).state, next(iter(one)).failures, one.running) == (SampleState.WAITING, 1, 5)
-    assert "does not fit" in next(iter(one)).last_error
+    assert "invalid delta" in next(iter(one)).last_error
+    assert list(one.take_invalid_leases()) == ["lease"]

@@ -23,7 +23,7 @@ from tests.fake_samples import (
 )
 from tests.memory_journal import MemoryJournal
 from tidemill.controller.in_flight import InFlight, plan_groups
-from tidemill.controller.ledger import OUTLIVES_CHECKPOINTS, EvalResult, Ledger, Published, encode
+from tidemill.controller.ledger import NEVER_PRUNED, EvalResult, Ledger, Published, encode
 from tidemill.controller.samples import SampleState
 from tidemill.core.errors import UserError
 from tidemill.core.records import PolicyVersion, Reward, TokenDelta, pack_logprobs, pack_tokens, unpack_tokens
@@ -68,7 +68,7 @@ async def one_of_each(journal: MemoryJournal) -> InFlight:
         ],
     )
     assert finished == [0, 1]
-    await ledger.reward(batch, [(batch[first], GOOD)])
+    await ledger.record_rewards(batch, [(batch[first], GOOD)])
     return batch
 
 
@@ -131,7 +131,7 @@ async def test_a_message_without_news_is_not_journalled() -> None:
     appends = journal.appends
 
     await generate(ledger, batch, [make_delta(lease_id="stale"), make_delta(tokens=[])])
-    await ledger.reward(batch, [])
+    await ledger.record_rewards(batch, [])
 
     assert journal.appends == appends
 
@@ -162,9 +162,10 @@ async def test_another_plan_is_refused(change: dict[str, Any], named: str) -> No
     journal = MemoryJournal()
     await one_of_each(journal)
 
-    with pytest.raises(UserError, match=f"step 4 was begun with another batch \\(different: {named}\\)") as error:
+    with pytest.raises(UserError, match=f"different: {named}\\)") as error:
         await loaded(MemoryJournal(journal.disk), **change)
-    assert "delete ledger.sqlite" in str(error.value)
+    assert error.value.where == "ledger.sqlite"
+    assert "delete ledger.sqlite" in error.value.hint
 
 
 async def test_other_prompts_are_refused() -> None:
@@ -187,14 +188,14 @@ async def test_what_was_published_survives_with_its_round() -> None:
     delta = make_delta(sample_id=young.sample_id, lease_id="young", tokens=[1, 2, 3])
     batch.assign("young", [young])
     await ledger.accept(batch, [make_report(delta)])
-    assert [sample.ordinal - FIRST for sample in batch.without_logprobs_of(4)] == [0, 1, 2, 6]
-    assert batch.without_logprobs_of(3) == []  # it made them itself
+    assert [sample.ordinal - FIRST for sample in batch.missing_logprobs(4)] == [0, 1, 2, 6]
+    assert batch.missing_logprobs(3) == []  # it made them itself
 
     said = {0: [-1.0], 2: [-2.0, -3.0], 6: [-4.0, -5.0, -6.0]}
     samples = [(batch.samples[FIRST + place], pack_logprobs(values)) for place, values in said.items()]
-    await ledger.note_published(batch, 4, samples)
+    await ledger.record_published(batch, 4, samples)
 
-    assert [sample.ordinal - FIRST for sample in batch.without_logprobs_of(4)] == [1]
+    assert [sample.ordinal - FIRST for sample in batch.missing_logprobs(4)] == [1]
     _, again = await restarted(journal)
     assert {s.ordinal - FIRST: s.published for s in again if s.published} == {
         place: {4: pack_logprobs(values)} for place, values in said.items()
@@ -207,7 +208,7 @@ async def test_a_sample_begun_again_has_nothing_of_what_was_published_before() -
     await one_of_each(journal)
     ledger, batch = await restarted(journal)
     sample = batch[FOLLOWING[2]]
-    await ledger.note_published(batch, 4, [(sample, pack_logprobs([-2.0, -3.0]))])
+    await ledger.record_published(batch, 4, [(sample, pack_logprobs([-2.0, -3.0]))])
     await ledger.restart(batch, [sample])
 
     _, again = await restarted(ledger._journal)  # type: ignore[arg-type]
@@ -216,7 +217,7 @@ async def test_a_sample_begun_again_has_nothing_of_what_was_published_before() -
 
 
 async def scramble(journal: MemoryJournal, kind: str) -> None:
-    opened_blob, tokens, rewards = [entry for entry in await journal.load() if entry[0] != OUTLIVES_CHECKPOINTS]
+    opened_blob, tokens, rewards = [entry for entry in await journal.load() if entry[0] != NEVER_PRUNED]
     published = (4, encode(Published(4, ((FIRST + 2, pack_logprobs([-1.0] * 3)),))))
     changed = {
         "not ours": [opened_blob, (4, b"\xc1")],
@@ -229,13 +230,14 @@ async def scramble(journal: MemoryJournal, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["not ours", "tokens twice", "reward first", "more published than made"])
-async def test_entries_that_make_no_sense_are_refused(kind: str) -> None:
+async def test_invalid_entries_are_refused(kind: str) -> None:
     journal = MemoryJournal()
     await one_of_each(journal)
     await scramble(journal, kind)
 
-    with pytest.raises(UserError, match="entries of step 4 make no sense"):
+    with pytest.raises(UserError, match="entries of step 4") as caught:
         await restarted(journal)
+    assert caught.value.where == "ledger.sqlite"
 
 
 async def learn(ledger: Ledger, in_flight: InFlight, step: int, positions: Sequence[int]) -> None:
@@ -253,8 +255,8 @@ async def learn(ledger: Ledger, in_flight: InFlight, step: int, positions: Seque
                 )
                 await ledger.accept(in_flight, [make_report(delta)])
             if sample.reward is None:
-                await ledger.reward(in_flight, [(sample, GOOD)])
-    await ledger.note_learned(in_flight, step, positions, reward_mean=0.5)
+                await ledger.record_rewards(in_flight, [(sample, GOOD)])
+    await ledger.record_batch(in_flight, step, positions, reward_mean=0.5)
 
 
 async def test_what_was_learned_before_the_checkpoint_does_not_come_back() -> None:
@@ -275,15 +277,15 @@ async def test_a_batch_beyond_the_checkpoint_comes_back_in_its_order() -> None:
 
     ledger, again, following = await loaded(MemoryJournal(journal.disk))
 
-    assert ledger.learned == {4: (10, 9)}
+    assert ledger.batches == {4: (10, 9)}
     assert (list(again.groups), following) == ([9, 10, 11], 2)  # of the second there is a group, begun too early
     assert [sample.state.value for sample in again] == ["scored"] * 4 + ["waiting"] * 2
-    assert [s.ordinal for s in await ledger.note_learned(again, 4, [10, 9], reward_mean=0.5)] == [20, 21, 18, 19]
+    assert [s.ordinal for s in await ledger.record_batch(again, 4, [10, 9], reward_mean=0.5)] == [20, 21, 18, 19]
 
 
 async def rounds(journal: MemoryJournal) -> set[int]:
     """Of which there are entries."""
-    return {filed for filed, _ in await journal.load() if filed != OUTLIVES_CHECKPOINTS}
+    return {filed for filed, _ in await journal.load() if filed != NEVER_PRUNED}
 
 
 async def test_a_checkpoint_makes_whole_rounds_superfluous() -> None:
@@ -407,9 +409,9 @@ async def test_an_evaluation_outlives_checkpoints_and_its_samples_do_not() -> No
     journal = MemoryJournal()
     ledger, batch = await opened(journal)
     samples = [make_trajectory(fabricated_prompt("1"), "2", version=V3.number)]
-    await ledger.evaluated(result(3, "old"), [])
-    await ledger.evaluated(result(3), [])
-    await ledger.evaluated(result(4), samples)
+    await ledger.record_evaluation(result(3, "old"), [])
+    await ledger.record_evaluation(result(3), [])
+    await ledger.record_evaluation(result(4), samples)
 
     again, _ = await restarted(journal)
     assert {step: known.result for step, known in again.evaluations.items()} == {3: result(3), 4: result(4)}
@@ -420,7 +422,7 @@ async def test_an_evaluation_outlives_checkpoints_and_its_samples_do_not() -> No
     pruned, _, _ = await loaded(MemoryJournal(journal.disk), after_step=4)
     assert pruned.evaluations[4].result == result(4)
     assert pruned.evaluations[4].samples == ()
-    assert {step for step, _ in await journal.load()} == {OUTLIVES_CHECKPOINTS}
+    assert {step for step, _ in await journal.load()} == {NEVER_PRUNED}
 
 
 async def test_without_a_journal_nothing_is_kept() -> None:

@@ -30,7 +30,7 @@ def test_a_reader_cancelled_in_the_moment_of_a_ring_ends() -> None:
 
         reader = asyncio.create_task(read())
         await asyncio.sleep(0.1)
-        mailbox.ring()
+        mailbox.notify()
         await asyncio.sleep(0)  # the reader's wait is over, and it has not run yet
         reader.cancel()
         await asyncio.wait({reader}, timeout=1.0)

@@ -39,7 +39,7 @@ def test_growth_is_told_in_whole_chunks_and_the_prompt_at_once() -> None:
         reader.growths.clear()
         for delta in deltas:
             in_flight.apply(delta)
-        reading.grown(in_flight, [make_report(*deltas)])
+        reading.send_growth(in_flight, [make_report(*deltas)])
         return list(reader.growths)
 
     def growth(start: int, tokens: list[int]) -> Growth:
@@ -59,13 +59,13 @@ def test_a_sample_that_begins_again_is_told_of_from_its_beginning() -> None:
     reading, sample = Reading([reader], reference=None, chunk_tokens=4), in_flight[make_id()]
     in_flight.assign("lease", [sample])
     in_flight.apply(delta := make_delta(tokens=[1, 2, 3, 4]))
-    reading.grown(in_flight, [make_report(delta)])
+    reading.send_growth(in_flight, [make_report(delta)])
     in_flight.restart([sample])
     reading.forget([sample, in_flight[make_id(index=1)]])
     assert reader.forgotten == [make_id()]  # of the other one nothing was told
     in_flight.assign("lease", [sample])
     in_flight.apply(delta := make_delta(attempt=2, tokens=[9, 9, 9, 9]))
-    reading.grown(in_flight, [make_report(delta)])
+    reading.send_growth(in_flight, [make_report(delta)])
     assert [(growth.start, count(growth.token_ids)) for growth in reader.growths] == [(0, 6), (0, 6)]
 
 
@@ -74,14 +74,14 @@ def test_a_sample_that_migrates_is_told_of_without_a_gap() -> None:
     reading, sample = Reading([reader], reference=None, chunk_tokens=4), in_flight[make_id()]
     in_flight.assign("lease", [sample])
     in_flight.apply(delta := make_delta(tokens=[1, 2, 3, 4, 5]))
-    reading.grown(in_flight, [make_report(delta)])
+    reading.send_growth(in_flight, [make_report(delta)])
     in_flight.revoke("lease")
     in_flight.assign("other", [sample])
     stale = make_delta(start=5, tokens=[0, 0, 0])
     delta = make_delta(lease_id="other", attempt=2, start=5, tokens=[6, 7, 8])
     assert in_flight.apply(stale) is None
     in_flight.apply(delta)
-    reading.grown(in_flight, [make_report(stale, delta)])
+    reading.send_growth(in_flight, [make_report(stale, delta)])
     assert [(growth.start, count(growth.token_ids)) for growth in reader.growths] == [(0, 6), (6, 4)]
     assert reader.growths[1].token_ids == pack_tokens([5, 6, 7, 8])
     assert not reader.forgotten

@@ -20,5 +20,5 @@ def test_a_worker_that_came_back_counts_from_nothing() -> None:
     for lease_id, computed in (("first", 30), ("first", 42), ("next", 7)):
         report = make_report()
         status = msgspec.structs.replace(report.status, prompt_tokens_computed=computed, prompt_tokens_reused=computed)
-        rollout.note_status(msgspec.structs.replace(report, lease_id=lease_id, status=status), counters)
+        rollout.update_status(msgspec.structs.replace(report, lease_id=lease_id, status=status), counters)
     assert (counters.prompt_tokens_computed, counters.prompt_tokens_reused) == (49, 49)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.fake_samples import V3, V3_AGAIN, make_delta, make_id, make_prompt
-from tidemill.controller.samples import LEGAL, IllegalTransition, Sample, SampleState
+from tidemill.controller.samples import TRANSITIONS, IllegalTransition, Sample, SampleState
 from tidemill.core.records import (
     PolicyVersion,
     Reward,
@@ -36,7 +36,7 @@ def test_only_legal_transitions_happen(before: SampleState, after: SampleState) 
     one = sample()
     one.state = before
 
-    if after in LEGAL[before]:
+    if after in TRANSITIONS[before]:
         one.move(after)
         assert one.state is after
     else:
@@ -60,19 +60,19 @@ def test_only_legal_transitions_happen(before: SampleState, after: SampleState) 
     ],
 )
 def test_a_delta_is_applied_only_if_it_is_current_and_fits(changes: dict[str, Any], verdict: str) -> None:
-    assert running().judge(make_delta(**changes), 3) == verdict
+    assert running().check(make_delta(**changes), 3) == verdict
 
 
 def test_a_repeated_delta_overlaps() -> None:
     one = running()
     one.extend(pack_tokens([1, 2]), pack_logprobs([-1.0, -1.0]), V3)
 
-    assert one.judge(make_delta(), 3) == "overlap"
-    assert one.judge(make_delta(start=2), 3) == "applied"
+    assert one.check(make_delta(), 3) == "overlap"
+    assert one.check(make_delta(start=2), 3) == "applied"
 
 
 def test_a_sample_nobody_generates_takes_no_tokens() -> None:
-    assert sample().judge(make_delta(), 3) == "not_running"
+    assert sample().check(make_delta(), 3) == "not_running"
 
 
 def test_version_runs_follow_the_tokens() -> None:
@@ -135,12 +135,12 @@ def test_what_was_published_is_kept_of_the_tokens_that_were_there() -> None:
     one.extend(pack_tokens([5, 6]), pack_logprobs([-0.5, -1.0]), V3)
     one.extend(pack_tokens([7]), pack_logprobs([-2.0]), V4)
     one.extend(pack_tokens([8]), pack_logprobs([-4.0]), V5)
-    assert [one.made_before(version) for version in (3, 4, 5, 6)] == [0, 2, 3, 4]
+    assert [one.tokens_before(version) for version in (3, 4, 5, 6)] == [0, 2, 3, 4]
     assert unpack_tokens(one.completion(3).token_ids) == [5, 6, 7]
     assert unpack_tokens(one.completion(3).prompt_ids) == [112, 48]
 
-    one.note_published(5, pack_logprobs([-0.125, -0.25, -0.75]))
-    one.note_published(4, pack_logprobs([-0.25, -0.5]))
+    one.set_published(5, pack_logprobs([-0.125, -0.25, -0.75]))
+    one.set_published(4, pack_logprobs([-0.25, -0.5]))
 
     # oldest first, whenever they came; tokens that were not made yet as they were sampled
     assert [unpack_logprobs(said) for said in one.publish_logprobs] == [
@@ -152,7 +152,7 @@ def test_what_was_published_is_kept_of_the_tokens_that_were_there() -> None:
 def test_a_sample_that_begins_again_forgets_what_was_published() -> None:
     one = running()
     one.extend(pack_tokens([5]), pack_logprobs([-0.5]), V3)
-    one.note_published(4, pack_logprobs([-1.0]))
+    one.set_published(4, pack_logprobs([-1.0]))
 
     one.restart()
 
@@ -164,7 +164,7 @@ def test_nothing_can_be_said_of_tokens_that_are_not_there(said: bytes) -> None:
     one = running()
     one.extend(pack_tokens([5]), pack_logprobs([-0.5]), V3)
     with pytest.raises(IllegalTransition, match="bytes of logprobs for 1 tokens"):
-        one.note_published(4, said)
+        one.set_published(4, said)
 
 
 def test_scoring_comes_after_finishing() -> None:

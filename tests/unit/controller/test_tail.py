@@ -11,7 +11,7 @@ from tests.fake_session import Session, small_spec
 from tests.virtual_time import run_virtual
 from tidemill.config.pool import FleetConfig
 from tidemill.controller.in_flight import LOCAL
-from tidemill.controller.router import Load, select_tail_workers, tail_begins
+from tidemill.controller.router import Load, is_tail, select_tail_workers
 
 
 def loads(**assigned: int) -> list[Load]:
@@ -22,8 +22,8 @@ def loads(**assigned: int) -> list[Load]:
     ("unfinished", "begins"),
     [(3, False), (2, True), (1, True), (0, False)],  # a fifth of ten is two
 )
-def test_when_the_tail_begins(unfinished: int, begins: bool) -> None:
-    assert tail_begins(unfinished=unfinished, samples=10, fraction=0.2) is begins
+def test_when_the_is_tail(unfinished: int, begins: bool) -> None:
+    assert is_tail(unfinished=unfinished, samples=10, fraction=0.2) is begins
 
 
 @pytest.mark.parametrize(

@@ -20,14 +20,14 @@ from tidemill.controller.batching import latest_step, may_start, overcommitted
         (2, 16, 30, 0, 0),  # the overcommit has shrunk: nothing new until that is worked off
     ],
 )
-def test_how_many_groups_may_begin(version: int, learned: int, in_flight: int, overcommit: int, number: int) -> None:
+def test_may_start(version: int, learned: int, in_flight: int, overcommit: int, number: int) -> None:
     assert (
         may_start(version=version, learned=learned, in_flight=in_flight, batch_groups=8, overcommit=overcommit)
         == number
     )
 
 
-def test_by_when_a_group_must_be_learned_from() -> None:
+def test_latest_step() -> None:
     assert latest_step(4, 7, 0) == 5  # on policy: step 5 is learned from version 4
     assert latest_step(4, 7, 2) == 7
     assert latest_step(None, 7, 2) == 10  # its tokens will be those of version 7 or newer
@@ -39,7 +39,7 @@ def test_overcommit_as_configured() -> None:
     assert overcommitted(ScheduleConfig(max_policy_lag=2, overcommit=5), 8, []) == 5
 
 
-def test_what_is_left_over_where_part_of_each_batch_is_renewed() -> None:
+def test_overcommit_of_fresh_fraction() -> None:
     assert overcommitted(ScheduleConfig(max_policy_lag=2, fresh_fraction=0.5), 8, []) == 4  # half old, half new
     assert overcommitted(ScheduleConfig(max_policy_lag=2, fresh_fraction=0.3), 8, []) == 5  # 2.4 new ones are 3
     assert overcommitted(ScheduleConfig(max_policy_lag=2, fresh_fraction=1.0), 8, []) == 0

@@ -82,7 +82,7 @@ class SlowScorer(FakeScorer):
         return Reward(value=1.0)
 
 
-def test_every_sample_comes_once_scored_and_decoded() -> None:
+def test_every_sample_arrives_once_scored_and_decoded() -> None:
     stage = Stage()
 
     run_virtual(stage.collect())
@@ -131,7 +131,7 @@ class NappingEngine(FakeEngine):
         return [] if asleep else super().poll(deadline_s)
 
 
-def test_a_silent_engine_is_no_news_while_the_consumer_is_busy() -> None:
+def test_no_deadline_applies_while_the_consumer_is_busy() -> None:
     """The trainer may be working on the engine's own thread."""
     stage = Stage(engine=NappingEngine(PolicyVersion(number=3, digest="a")))
 
@@ -173,7 +173,7 @@ class StumblingEngine(FakeEngine):
 
 
 @pytest.mark.parametrize(("how", "failures"), [("error", 2), ("refused", 2), ("gap", 2), ("called back", 0)])
-def test_a_sample_that_fails_goes_on_where_it_was(how: str, failures: int) -> None:
+def test_a_failed_sample_continues_from_its_tokens(how: str, failures: int) -> None:
     stage, quiet = Stage(engine=StumblingEngine(2, how)), Stage()
 
     run_virtual(stage.collect())
@@ -184,14 +184,14 @@ def test_a_sample_that_fails_goes_on_where_it_was(how: str, failures: int) -> No
     assert {(t.sample_id, t.token_ids) for t in stage.got} == {(t.sample_id, t.token_ids) for t in quiet.got}
 
 
-def test_a_sample_that_always_fails_ends_the_run_with_its_error() -> None:
+def test_a_sample_that_always_fails_ends_the_run() -> None:
     stage = Stage(engine=StumblingEngine(10**6, "error"))
 
     with pytest.raises(TidemillError, match=r"3 attempts to generate .* failed; last error: out of memory"):
         run_virtual(stage.collect())
 
 
-def test_what_the_engine_raises_is_raised_and_nothing_before_it_is_lost() -> None:
+def test_an_engine_error_is_raised_and_earlier_tokens_are_kept() -> None:
     stage = Stage()
     polls = 0
 
@@ -218,7 +218,7 @@ class FailingScorer(FakeScorer):
         raise LookupError("a bug in the scorer")
 
 
-def test_what_the_scorer_raises_is_raised() -> None:
+def test_a_scorer_error_is_raised() -> None:
     with pytest.raises(LookupError, match="a bug in the scorer"):
         run_virtual(Stage(scorer=FailingScorer()).collect())
 
@@ -230,7 +230,7 @@ class SilentEngine(FakeEngine):
         return []
 
 
-def test_an_engine_that_makes_nothing_meets_a_deadline_after_words_of_warning() -> None:
+def test_an_engine_without_tokens_meets_a_deadline_after_waiting_events() -> None:
     stage = Stage(engine=SilentEngine(PolicyVersion(number=3, digest="a")))
 
     with pytest.raises(DeadlineError) as caught:
@@ -258,7 +258,7 @@ def test_a_scorer_that_hangs_meets_its_own_deadline() -> None:
     assert "[scoring]" in caught.value.look_at
 
 
-def test_stopping_journals_what_is_in_flight_and_calls_it_back() -> None:
+def test_stopping_aborts_and_journals_samples_in_flight() -> None:
     stage = Stage()
 
     async def stop_soon() -> None:
@@ -287,7 +287,7 @@ class DeafEngine(FakeEngine):
         return super().poll(deadline_s) if self.generated < 4 else []
 
 
-def test_stopping_does_not_wait_long_for_an_engine_that_does_not_answer() -> None:
+def test_stopping_waits_a_limited_time_for_the_engine() -> None:
     stage = Stage(engine=DeafEngine(PolicyVersion(number=3, digest="a")))
     ended = 0.0
 

@@ -81,7 +81,7 @@ def test_accuracy_is_the_share_of_valid_right_answers() -> None:
     assert {(r.sample_id.purpose, r.sample_id.run_seed, r.sample_id.index) for r in seen} == {("eval:held_out", 9, 0)}
 
 
-def test_without_prompts_there_is_nothing_to_evaluate() -> None:
+def test_an_evaluation_without_prompts_is_refused() -> None:
     with pytest.raises(UserError, match="no held-out prompts"):
         run_virtual(run([], []))
 
@@ -100,13 +100,13 @@ def test_graded_rewards_have_a_mean_and_no_accuracy() -> None:
     assert judgement(Reward(value=-3.0), Reward(value=1.0)) == (-1.0, None)
 
 
-def test_rewards_of_0_and_1_are_wrong_and_right() -> None:
+def test_rewards_of_0_and_1_are_incorrect_and_correct() -> None:
     assert judgement(Reward(value=1.0), Reward(value=0.0), Reward(value=0.0), Reward(value=1.0)) == (0.5, 0.5)
     # one that failed is wrong, and not in the mean
     assert judgement(Reward(value=1.0), Reward(value=0.0, valid=False)) == (1.0, 0.5)
 
 
-def test_without_a_valid_reward_there_is_no_figure() -> None:
+def test_without_a_valid_reward_there_is_no_accuracy() -> None:
     assert judgement(None, Reward(value=1.0, valid=False)) == (None, None)
 
 

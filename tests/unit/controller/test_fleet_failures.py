@@ -20,7 +20,7 @@ from tidemill.core.records import Lease, TokenDelta, pack_logprobs
 
 
 @pytest.mark.parametrize("silent", [False, True])
-def test_machines_that_never_come_up_are_given_back(silent: bool) -> None:
+def test_leases_whose_worker_does_not_join_are_released(silent: bool) -> None:
     class Host(BrokenHost):
         pass
 
@@ -42,7 +42,7 @@ def spoil(session: PoolSession, name: str, how: Any) -> None:
     session.host.prepare = prepare
 
 
-def test_a_worker_that_computes_something_else_is_quarantined() -> None:
+def test_a_worker_with_different_probe_logprobs_is_quarantined() -> None:
     session = pool(granted("a"), granted("b"))
 
     def lie(engine: PoolEngine) -> None:
@@ -61,7 +61,7 @@ def test_a_worker_that_computes_something_else_is_quarantined() -> None:
 
 
 @pytest.mark.parametrize("said", [[float("nan"), -1.0], [-0.5]])
-def test_a_worker_that_says_no_numbers_is_quarantined(said: list[float]) -> None:
+def test_a_worker_with_invalid_probe_logprobs_is_quarantined(said: list[float]) -> None:
     session = pool(granted("a"))
     spoil(session, "a", lambda engine: setattr(engine, "probe_logprobs", pack_logprobs(said)))
 
@@ -71,7 +71,7 @@ def test_a_worker_that_says_no_numbers_is_quarantined(said: list[float]) -> None
 
 
 @pytest.mark.parametrize("whose", ["local", "preemptible"])
-def test_an_engine_without_the_logprobs_that_are_needed_ends_the_run_before_it_generates(whose: str) -> None:
+def test_an_engine_without_needed_logprobs_ends_the_run_before_it_generates(whose: str) -> None:
     session = pool(granted("a"), seeding_worker=whose == "local")
 
     def forget(engine: FakeEngine) -> None:
@@ -89,13 +89,13 @@ def test_an_engine_without_the_logprobs_that_are_needed_ends_the_run_before_it_g
     assert all(engine.submitted == [] for engine in session.host.engines.values())
 
 
-def test_an_engine_without_logprobs_will_do_where_nothing_needs_them() -> None:
+def test_an_engine_without_logprobs_is_accepted_if_nothing_needs_them() -> None:
     session = Session(spec=small_spec(algorithm={"correction": {"kind": "none"}}))
     session.engine.logprobs = False
     assert run_virtual(session.run()).steps == 4
 
 
-def test_a_silent_worker_loses_its_lease_and_its_work_moves_on() -> None:
+def test_a_worker_without_heartbeats_loses_its_lease_and_its_samples_move() -> None:
     session = pool(granted("a"), granted("b"), seeding_worker=False)
     polls = 0
 
@@ -121,7 +121,7 @@ def test_a_silent_worker_loses_its_lease_and_its_work_moves_on() -> None:
     assert session.provider.released == ["lease-a"]
 
 
-def test_a_worker_whose_engine_raises_is_lost_and_the_run_is_not() -> None:
+def test_a_worker_error_does_not_end_the_run() -> None:
     session = pool(granted("a"), granted("b"))
     polls = 0
 
@@ -175,7 +175,7 @@ def test_a_worker_that_sends_wrong_deltas_loses_its_lease_and_the_run_continues(
     assert session.provider.released == ["lease-a"]
 
 
-def test_a_worker_that_forgot_what_it_had_does_not_hold_up_an_evaluation() -> None:
+def test_a_worker_that_lost_its_samples_does_not_block_an_evaluation() -> None:
     ahead = small_spec(eval={"every_steps": 1}, schedule={"max_policy_lag": 1})
     session = pool(granted("a"), spec=ahead, timeouts=Timeouts(worker_s=50.0))
     second = {prompt.prompt_id for _, prompt in session.source.train_batch(2)}
@@ -194,7 +194,7 @@ def test_a_worker_that_forgot_what_it_had_does_not_hold_up_an_evaluation() -> No
     assert [fields["worker"] for fields in session.telemetry.named("eviction")] == ["spot-a"]
 
 
-def test_a_reserved_engine_whose_reports_are_of_no_use_ends_the_run() -> None:
+def test_a_local_worker_that_sends_wrong_deltas_ends_the_run() -> None:
     session = pool(timeouts=Timeouts(worker_s=50.0))
     truth = session.engine.delta
     session.engine.delta = lambda *of: replace(truth(*of), start=0)  # type: ignore[method-assign]
@@ -221,7 +221,7 @@ def test_a_sample_that_breaks_every_worker_ends_the_run() -> None:
         run_virtual(session.run())
 
 
-def test_nobody_to_generate_meets_a_deadline_that_names_the_pool() -> None:
+def test_without_workers_the_deadline_names_the_pool() -> None:
     session = pool(seeding_worker=False, timeouts=Timeouts(worker_s=50.0, pool_s=100.0))
 
     with pytest.raises(DeadlineError) as caught:

@@ -17,7 +17,7 @@ from tidemill.core.errors import WeightsError
 from tidemill.core.records import PolicyVersion, Pulled
 
 
-def test_workers_share_the_work_and_change_nothing() -> None:
+def test_workers_share_the_samples_without_changing_the_result() -> None:
     session = pool(granted("a"), granted("b"))
 
     run_virtual(session.run())
@@ -34,7 +34,7 @@ def test_workers_share_the_work_and_change_nothing() -> None:
         assert {fields["version"] for fields in pulls if fields["worker"] == f"spot-{name}"} >= {0, 1, 2, 3}
 
 
-def test_zero_workers_is_a_normal_state() -> None:
+def test_a_run_works_without_workers() -> None:
     session = pool()
 
     run_virtual(session.run())
@@ -43,7 +43,7 @@ def test_zero_workers_is_a_normal_state() -> None:
     assert session.telemetry.named("waiting") == []
 
 
-def test_remote_workers_alone_are_enough() -> None:
+def test_preemptible_workers_alone_are_enough() -> None:
     session = pool(granted("a"), seeding_worker=False, config=FLEET.model_copy(update={"seeding": False}))
 
     run_virtual(session.run())
@@ -62,7 +62,7 @@ def test_a_worker_that_joins_in_the_middle_of_a_step_serves_that_step() -> None:
     assert any(fields["worker"] == "spot-late" and fields["step"] == 1 for fields in first)
 
 
-def test_a_worker_whose_pull_is_overtaken_by_a_newer_version_pulls_that() -> None:
+def test_a_worker_pulls_a_newer_version_published_meanwhile() -> None:
     session = pool(granted("a"))
     gone: list[int] = []
 
@@ -85,7 +85,7 @@ def test_a_worker_whose_pull_is_overtaken_by_a_newer_version_pulls_that() -> Non
 
 
 @pytest.mark.parametrize("windows", [{"seed_window_s": 0.35}, {"seed_window_s": 1e3, "known_windows": (0.35,)}])
-def test_the_reserved_side_stops_generating_when_its_window_is_over(windows: dict[str, Any]) -> None:
+def test_the_local_worker_stops_generating_after_its_window(windows: dict[str, Any]) -> None:
     config = FLEET.model_copy(update={"window_gain": 1e9, **windows})
     session = pool(granted("a"), config=config, spec=small_spec(batch={"prompts": 12, "group_size": 4}))
     alone = Session(spec=session.spec)
@@ -100,7 +100,7 @@ def test_the_reserved_side_stops_generating_when_its_window_is_over(windows: dic
     assert all(fields["duration_s"] < 1.0 for fields in local if fields["step"] >= 2)
 
 
-def test_what_the_reserved_side_began_it_finishes_under_the_same_weights_where_that_is_asked_for() -> None:
+def test_with_unfinished_finish_the_local_worker_finishes_its_samples_under_the_old_weights() -> None:
     config = FLEET.model_copy(update={"seed_window_s": 0.35, "window_gain": 1e9})
     spec = small_spec(
         batch={"prompts": 6, "group_size": 3},
@@ -134,7 +134,7 @@ def test_a_worker_that_finishes_before_a_publish_reaches_it_takes_the_new_weight
     run_virtual(publish_while_it_finishes())
 
 
-def test_the_window_adapts_and_the_provider_hears_how_many_are_wanted() -> None:
+def test_the_window_adapts_and_the_provider_gets_the_wanted_number() -> None:
     config = FLEET.model_copy(update={"size": "adaptive"})
     session = pool(granted("a"), config=config, spec=small_spec(trainer={"steps": 6}))
 
@@ -148,7 +148,7 @@ def test_the_window_adapts_and_the_provider_hears_how_many_are_wanted() -> None:
     assert steps[-1]["workers_mean"] == 1.0  # also while it takes new weights
 
 
-def test_the_window_is_that_of_all_who_will_generate_though_they_still_take_the_new_weights(
+def test_the_window_counts_workers_that_are_still_loading_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[int] = []
@@ -165,7 +165,7 @@ def test_the_window_is_that_of_all_who_will_generate_though_they_still_take_the_
     assert asked[-4:] == [2, 2, 2, 2]  # before and after each of the last two steps
 
 
-def test_the_metrics_have_the_window_that_was_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_metrics_contain_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[float] = []
     begin_step = Seeding.begin_step
 
@@ -183,7 +183,7 @@ def test_the_metrics_have_the_window_that_was_used(monkeypatch: pytest.MonkeyPat
     assert len(used) == 4
 
 
-def test_everything_ends_with_the_fleet() -> None:
+def test_leaving_the_fleet_ends_all_tasks_and_leases() -> None:
     session = pool(granted("a"), granted("b"))
 
     async def run() -> int:
@@ -196,7 +196,7 @@ def test_everything_ends_with_the_fleet() -> None:
     assert ends == dict.fromkeys(("local", "lease-a", "lease-b"), "the run ended")
 
 
-def test_the_host_is_asked_for_workers_only_when_leases_come() -> None:
+def test_workers_are_started_only_on_leases() -> None:
     session = pool()
 
     run_virtual(session.run())

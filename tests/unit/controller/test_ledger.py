@@ -72,7 +72,7 @@ async def one_of_each(journal: MemoryJournal) -> InFlight:
     return batch
 
 
-async def test_a_restart_finds_every_sample_where_it_was() -> None:
+async def test_a_resume_restores_every_sample() -> None:
     journal = MemoryJournal()
     before = await one_of_each(journal)
 
@@ -92,7 +92,7 @@ async def test_a_restart_finds_every_sample_where_it_was() -> None:
     )
 
 
-async def test_a_partial_sample_goes_on_in_a_new_attempt() -> None:
+async def test_a_partial_sample_continues_in_a_new_attempt() -> None:
     journal = MemoryJournal()
     await one_of_each(journal)
     ledger, batch = await restarted(journal)
@@ -125,7 +125,7 @@ async def test_reports_that_arrive_together_are_all_journalled() -> None:
     assert [sample.state.value for sample in again] == ["finished"] * 3 + ["waiting"] * 3
 
 
-async def test_a_message_without_news_is_not_journalled() -> None:
+async def test_a_report_without_tokens_is_not_journalled() -> None:
     journal = MemoryJournal()
     ledger, batch = await opened(journal)
     appends = journal.appends
@@ -136,7 +136,7 @@ async def test_a_message_without_news_is_not_journalled() -> None:
     assert journal.appends == appends
 
 
-async def test_tokens_of_a_sample_called_back_are_journalled() -> None:
+async def test_tokens_of_an_aborted_sample_are_journalled() -> None:
     journal = MemoryJournal()
     ledger, batch = await opened(journal)
     await generate(ledger, batch, [make_delta(finish="aborted")])
@@ -146,7 +146,7 @@ async def test_tokens_of_a_sample_called_back_are_journalled() -> None:
     assert (next(iter(batch)).state, next(iter(batch)).length) == (SampleState.WAITING, 2)
 
 
-async def test_groups_begun_again_start_empty() -> None:
+async def test_reopened_groups_start_empty() -> None:
     journal = MemoryJournal()
     await one_of_each(journal)
     elsewhere = Ledger(journal, round_size=3)  # does not know of them, as after a hole in the history
@@ -177,7 +177,7 @@ async def test_other_prompts_are_refused() -> None:
         await ledger.load(InFlight(make_plan(), version_number=3), lambda _: (0, make_prompt("p2")), after_step=3)
 
 
-async def test_what_was_published_survives_with_its_round() -> None:
+async def test_published_logprobs_are_restored() -> None:
     journal = MemoryJournal()
     await one_of_each(journal)
     ledger, batch = await restarted(journal)
@@ -203,7 +203,7 @@ async def test_what_was_published_survives_with_its_round() -> None:
     assert [filed for filed, _ in await journal.load()][-2:] == [4, 5]  # each with the groups of its round
 
 
-async def test_a_sample_begun_again_has_nothing_of_what_was_published_before() -> None:
+async def test_a_restarted_sample_has_no_published_logprobs() -> None:
     journal = MemoryJournal()
     await one_of_each(journal)
     ledger, batch = await restarted(journal)
@@ -259,7 +259,7 @@ async def learn(ledger: Ledger, in_flight: InFlight, step: int, positions: Seque
     await ledger.record_batch(in_flight, step, positions, reward_mean=0.5)
 
 
-async def test_what_was_learned_before_the_checkpoint_does_not_come_back() -> None:
+async def test_groups_trained_on_before_the_checkpoint_are_not_restored() -> None:
     journal = MemoryJournal()
     ledger, batch = await opened(journal)
     await learn(ledger, batch, 4, [9, 10, 11])
@@ -269,7 +269,7 @@ async def test_what_was_learned_before_the_checkpoint_does_not_come_back() -> No
     assert (following, len(again.samples)) == (0, 0)
 
 
-async def test_a_batch_beyond_the_checkpoint_comes_back_in_its_order() -> None:
+async def test_a_batch_after_the_checkpoint_is_restored_in_order() -> None:
     journal = MemoryJournal()
     ledger, batch = await opened(journal)
     await learn(ledger, batch, 4, [10, 9])
@@ -288,7 +288,7 @@ async def rounds(journal: MemoryJournal) -> set[int]:
     return {filed for filed, _ in await journal.load() if filed != NEVER_PRUNED}
 
 
-async def test_a_checkpoint_makes_whole_rounds_superfluous() -> None:
+async def test_a_checkpoint_prunes_whole_rounds() -> None:
     journal = MemoryJournal()
     ledger, batch = await opened(journal)
     following = plan_groups([(2, make_prompt("p0")), (2, make_prompt("p1"))], first_position=12, from_version=3)
@@ -305,7 +305,7 @@ async def test_a_checkpoint_makes_whole_rounds_superfluous() -> None:
     assert list(again.groups) == [13]
 
 
-async def test_the_next_position_survives_groups_that_were_given_up() -> None:
+async def test_the_next_position_is_restored_after_dropped_groups() -> None:
     journal = MemoryJournal()
     ledger, batch = await opened(journal)
     await ledger.drop(batch, 10)
@@ -320,7 +320,7 @@ async def test_the_next_position_survives_groups_that_were_given_up() -> None:
     assert not in_flight.groups
 
 
-async def test_a_group_given_up_and_a_sample_begun_again_survive_as_that() -> None:
+async def test_dropped_groups_and_restarted_samples_are_restored() -> None:
     journal = MemoryJournal()
     batch = await one_of_each(journal)
     ledger, batch = await restarted(journal)
@@ -334,7 +334,7 @@ async def test_a_group_given_up_and_a_sample_begun_again_survive_as_that() -> No
     assert {(sample.state, sample.length, sample.reward) for sample in again} == {(SampleState.WAITING, 0, None)}
 
 
-async def test_a_history_whose_checkpoint_is_gone_is_forgotten() -> None:
+async def test_entries_after_a_lost_checkpoint_are_discarded() -> None:
     journal = MemoryJournal()
     await one_of_each(journal)
 
@@ -343,7 +343,7 @@ async def test_a_history_whose_checkpoint_is_gone_is_forgotten() -> None:
     assert (following, await rounds(journal), len(batch.samples)) == (0, set(), 0)
 
 
-async def test_so_is_one_whose_checkpoint_is_gone_when_its_versions_would_not_tell() -> None:
+async def test_entries_after_a_lost_checkpoint_are_discarded_whatever_their_versions() -> None:
     """Groups begun far ahead, under the very weights that are now the newest again: of the round before nothing is
     left, because a checkpoint covered it."""
     journal = MemoryJournal()
@@ -360,7 +360,7 @@ async def test_so_is_one_whose_checkpoint_is_gone_when_its_versions_would_not_te
     assert (kept.next_position, list(in_flight.groups)) == (13, [12])
 
 
-async def test_a_lost_checkpoint_costs_no_group_and_none_is_learned_from_twice() -> None:
+async def test_after_a_lost_checkpoint_every_group_is_trained_on_once() -> None:
     """Step 4 learned from groups 9 and 11; 10 was left, and 12 begun. Then step 5 forgets what it learned from."""
     journal = MemoryJournal()
     ledger, batch = await opened(journal)
@@ -378,7 +378,7 @@ async def test_a_lost_checkpoint_costs_no_group_and_none_is_learned_from_twice()
         assert {sample.from_version for sample in in_flight} == {4}
 
 
-async def test_a_history_that_began_again_is_not_forgotten_for_the_one_before() -> None:
+async def test_entries_after_a_second_start_are_kept() -> None:
     journal = MemoryJournal()
     ledger, batch = await opened(journal)
     await learn(ledger, batch, 4, [9, 10, 11])
@@ -405,7 +405,7 @@ def result(step: int, digest: str = "a") -> EvalResult:
     )
 
 
-async def test_an_evaluation_outlives_checkpoints_and_its_samples_do_not() -> None:
+async def test_evaluation_figures_are_never_pruned_but_their_samples_are() -> None:
     journal = MemoryJournal()
     ledger, batch = await opened(journal)
     samples = [make_trajectory(fabricated_prompt("1"), "2", version=V3.number)]
@@ -425,7 +425,7 @@ async def test_an_evaluation_outlives_checkpoints_and_its_samples_do_not() -> No
     assert {step for step, _ in await journal.load()} == {NEVER_PRUNED}
 
 
-async def test_without_a_journal_nothing_is_kept() -> None:
+async def test_without_a_journal_nothing_is_stored() -> None:
     ledger, batch = Ledger(None), InFlight(make_plan(), version_number=3)
     await ledger.open(batch, GROUPS, make_prompts())
     assert await generate(ledger, batch, [make_delta(finish="stop")]) == [0]

@@ -43,7 +43,7 @@ def test_a_run_from_the_first_step_to_the_last() -> None:
     assert result.tokens_generated == sum(m.values.get("tokens_generated", 0) for m in session.telemetry.steps)
 
 
-def test_what_a_checkpoint_covers_leaves_the_journal() -> None:
+def test_a_checkpoint_prunes_the_journal() -> None:
     session = run()
 
     async def steps() -> set[int]:
@@ -52,7 +52,7 @@ def test_what_a_checkpoint_covers_leaves_the_journal() -> None:
     assert run_virtual(steps()) == {NEVER_PRUNED}  # the figures of evaluations
 
 
-def test_a_steps_metrics_are_the_trainers_and_the_controllers() -> None:
+def test_a_steps_metrics_include_the_trainers_and_the_controllers() -> None:
     metrics = run().telemetry.steps[2]
 
     assert metrics.version.number == 2
@@ -76,7 +76,7 @@ def test_samples_are_written_in_canonical_order() -> None:
     assert written == [(prompt, index) for prompt in prompts for index in range(2)]
 
 
-def test_two_runs_are_the_same_and_another_seed_is_not() -> None:
+def test_equal_seeds_give_equal_runs() -> None:
     assert run().trainer.state == run().trainer.state
     assert run().trainer.state != run(small_spec(run={"seed": 1})).trainer.state
 
@@ -93,7 +93,7 @@ def test_canonical_order_is_strict_and_arrival_order_is_not() -> None:
     assert arrival.trainer.positions != canonical.trainer.positions
 
 
-def test_groups_are_learned_from_while_others_are_generated() -> None:
+def test_groups_are_trained_on_while_others_are_generated() -> None:
     in_flight: list[int] = []
 
     async def main() -> Session:
@@ -114,7 +114,7 @@ def test_groups_are_learned_from_while_others_are_generated() -> None:
     assert in_flight[-1] == 0
 
 
-def test_a_run_whose_samples_get_no_reward_any_more_is_stopped_after_a_checkpoint() -> None:
+def test_three_steps_without_a_valid_reward_end_the_run_after_a_checkpoint() -> None:
     disk = Disk()
 
     async def main(*, broken_from: int) -> Session:
@@ -143,9 +143,7 @@ def test_a_run_whose_samples_get_no_reward_any_more_is_stopped_after_a_checkpoin
 
 @pytest.mark.parametrize("stop_after", [None, 1])
 @pytest.mark.parametrize("steps", [1, 2, 4])
-def test_a_run_without_a_single_valid_reward_ends_by_a_guard_however_often_it_is_resumed(
-    steps: int, stop_after: int | None
-) -> None:
+def test_a_run_without_valid_rewards_ends_by_a_guard_after_every_resume(steps: int, stop_after: int | None) -> None:
     disk = Disk()
 
     async def main(*, broken: bool = True, stop_after: int | None = None) -> Session:
@@ -192,7 +190,7 @@ def test_one_valid_reward_is_enough_for_a_run_to_finish() -> None:
 
 
 @pytest.mark.parametrize(("steps", "broken_from", "last"), [(9, 4, 6), (2, 1, 2)])
-def test_a_run_whose_gradients_are_never_finite_ends(steps: int, broken_from: int, last: int) -> None:
+def test_a_run_without_finite_gradients_ends(steps: int, broken_from: int, last: int) -> None:
     disk = Disk()
 
     async def main() -> None:
@@ -220,7 +218,7 @@ async def stop_at(session: Session, seconds: float) -> Session:
 
 
 @pytest.mark.parametrize("tenths", range(0, 110, 3))
-def test_stopped_at_any_time_it_checkpoints_and_a_resumed_run_learns_the_same(tenths: int) -> None:
+def test_a_run_stopped_at_any_time_resumes_to_the_same_weights(tenths: int) -> None:
     disk = Disk()
     stopped = run_virtual(stop_at(Session(disk=disk), tenths / 10))
 
@@ -239,7 +237,7 @@ def test_stopped_at_any_time_it_checkpoints_and_a_resumed_run_learns_the_same(te
     assert [known.step for known in resumed.result.evaluations] == [0, 2, 4]
 
 
-def test_stopping_before_anything_was_learned_writes_no_checkpoint() -> None:
+def test_stopping_before_the_first_batch_writes_no_checkpoint() -> None:
     stopped = run_virtual(stop_at(Session(), 0.0))
 
     assert stopped.result is not None
@@ -248,7 +246,7 @@ def test_stopping_before_anything_was_learned_writes_no_checkpoint() -> None:
 
 
 @pytest.mark.parametrize("hanging", ["accumulate", "commit", "save", "publish"])
-def test_a_trainer_that_does_not_answer_keeps_nobody_from_stopping(hanging: str) -> None:
+def test_a_hanging_trainer_does_not_prevent_stopping(hanging: str) -> None:
     disk = Disk()
 
     async def main() -> tuple[Session, float]:
@@ -312,7 +310,7 @@ def test_a_worker_that_hangs_meets_a_deadline() -> None:
     run_virtual(main())
 
 
-def test_what_the_trainer_raises_ends_the_run() -> None:
+def test_a_trainer_error_ends_the_run() -> None:
     async def main() -> None:
         session = Session()
 
@@ -352,7 +350,7 @@ def test_a_full_disk_at_a_checkpoint_keeps_the_last_good_one_and_the_run_resumes
     assert resumed.engine.submitted == []
 
 
-def test_other_sampling_settings_cannot_continue_a_batch() -> None:
+def test_a_resume_with_other_sampling_settings_is_refused() -> None:
     disk = Disk()
     stopped = run_virtual(stop_at(Session(disk=disk), 1.8))
     assert stopped.result is not None
@@ -385,7 +383,7 @@ def test_a_task_without_held_out_prompts_is_not_evaluated() -> None:
     assert session.checkpoints.saved == [(2, None), (4, None)]
 
 
-def test_the_evaluation_is_judged_by_its_own_scorer() -> None:
+def test_the_evaluation_uses_its_own_scorer() -> None:
     async def main() -> Session:
         session = Session()
 
@@ -422,7 +420,7 @@ def test_graded_rewards_have_a_mean_in_metrics_events_and_checkpoints_and_no_acc
     assert all("eval/greedy_accuracy" not in each for each in values.values())
 
 
-def test_the_prompts_of_a_step_are_asked_for_once() -> None:
+def test_the_prompts_of_a_step_are_requested_once() -> None:
     asked: list[int] = []
 
     async def main() -> None:

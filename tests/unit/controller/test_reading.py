@@ -30,7 +30,7 @@ def learned_from(session: Session) -> list[Any]:
     return [sample for group in groups for sample in group[2]]
 
 
-def test_growth_is_told_in_whole_chunks_and_the_prompt_at_once() -> None:
+def test_growth_is_sent_in_whole_chunks_and_the_prompt_at_once() -> None:
     in_flight, reader = make_in_flight(), FakeReader()
     reading = Reading([reader], reference=None, chunk_tokens=4)
     in_flight.assign("lease", [in_flight[make_id()]])
@@ -54,7 +54,7 @@ def test_growth_is_told_in_whole_chunks_and_the_prompt_at_once() -> None:
     assert tell(make_delta(start=7, tokens=[12], finish="stop")) == []
 
 
-def test_a_sample_that_begins_again_is_told_of_from_its_beginning() -> None:
+def test_a_restarted_sample_is_sent_from_its_start() -> None:
     in_flight, reader = make_in_flight(), FakeReader()
     reading, sample = Reading([reader], reference=None, chunk_tokens=4), in_flight[make_id()]
     in_flight.assign("lease", [sample])
@@ -69,7 +69,7 @@ def test_a_sample_that_begins_again_is_told_of_from_its_beginning() -> None:
     assert [(growth.start, count(growth.token_ids)) for growth in reader.growths] == [(0, 6), (0, 6)]
 
 
-def test_a_sample_that_migrates_is_told_of_without_a_gap() -> None:
+def test_a_migrated_sample_is_sent_without_a_gap() -> None:
     in_flight, reader = make_in_flight(), FakeReader()
     reading, sample = Reading([reader], reference=None, chunk_tokens=4), in_flight[make_id()]
     in_flight.assign("lease", [sample])
@@ -110,7 +110,7 @@ async def test_only_trained_tokens_have_reference_logprobs() -> None:
     assert await Reading([], reference=None, chunk_tokens=4).ref_logprobs(trajectory) == b""
 
 
-def test_every_sample_is_read_once_and_the_trainer_gets_what_was_said() -> None:
+def test_every_sample_is_read_once_and_the_trainer_gets_the_logprobs() -> None:
     session = run()
     reader = session.reader
     assert reader is not None
@@ -125,7 +125,7 @@ def test_every_sample_is_read_once_and_the_trainer_gets_what_was_said() -> None:
 
 
 @pytest.mark.parametrize("unfinished", ["continue", "restart", "finish"])
-def test_samples_that_outlive_a_publish_are_told_of_without_a_gap(unfinished: str) -> None:
+def test_samples_in_flight_at_a_publish_are_sent_without_a_gap(unfinished: str) -> None:
     spec = small_spec(schedule={"max_policy_lag": 2, "unfinished": unfinished}, trainer={"steps": 8})
     session = run(spec, slots=2)
     reader = session.reader
@@ -135,7 +135,7 @@ def test_samples_that_outlive_a_publish_are_told_of_without_a_gap(unfinished: st
     assert all(sample[-1] for sample in learned if sample[1])
 
 
-def test_a_run_that_lost_its_memory_learns_what_it_would_have_learned() -> None:
+def test_a_resumed_run_trains_on_the_same_reference_logprobs() -> None:
     whole = run()
 
     async def main(cut: int) -> Session:
@@ -154,7 +154,7 @@ def test_a_run_that_lost_its_memory_learns_what_it_would_have_learned() -> None:
     assert again > 0  # samples whose tokens and rewards the journal had, and the reference's logprobs not
 
 
-def test_a_reference_that_is_gone_ends_the_run_in_words() -> None:
+def test_a_lost_reference_ends_the_run() -> None:
     reader = FakeReader()
     reader.failure = ReaderLost("the reference died three times")
     with pytest.raises(ReaderLost, match="died three times"):

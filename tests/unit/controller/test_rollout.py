@@ -10,7 +10,7 @@ from tidemill.controller.collector import RolloutContext
 from tidemill.controller.in_flight import StepCounters
 
 
-def test_a_worker_that_came_back_counts_from_nothing() -> None:
+def test_counters_of_a_new_lease_start_at_zero() -> None:
     nobody = cast(Any, None)
     rollout = RolloutContext(
         fleet=nobody, ledger=nobody, scorer=nobody, codec=nobody, telemetry=nobody, clock=nobody, stop=asyncio.Event()

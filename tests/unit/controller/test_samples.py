@@ -59,7 +59,7 @@ def test_only_legal_transitions_happen(before: SampleState, after: SampleState) 
         ({"tokens": [], "version": PolicyVersion(number=2, digest="a"), "finish": "aborted"}, "applied"),
     ],
 )
-def test_a_delta_is_applied_only_if_it_is_current_and_fits(changes: dict[str, Any], verdict: str) -> None:
+def test_only_current_deltas_at_the_right_position_are_applied(changes: dict[str, Any], verdict: str) -> None:
     assert running().check(make_delta(**changes), 3) == verdict
 
 
@@ -71,7 +71,7 @@ def test_a_repeated_delta_overlaps() -> None:
     assert one.check(make_delta(start=2), 3) == "applied"
 
 
-def test_a_sample_nobody_generates_takes_no_tokens() -> None:
+def test_a_waiting_sample_accepts_no_tokens() -> None:
     assert sample().check(make_delta(), 3) == "not_running"
 
 
@@ -87,7 +87,7 @@ def test_version_runs_follow_the_tokens() -> None:
 @pytest.mark.parametrize(
     ("finish", "error", "failures"), [("aborted", "", 0), ("aborted", "wrong", 1), ("error", "", 1)]
 )
-def test_an_attempt_that_was_cut_short_keeps_its_tokens(finish: Any, error: str, failures: int) -> None:
+def test_an_aborted_attempt_keeps_its_tokens(finish: Any, error: str, failures: int) -> None:
     one = running()
     one.extend(pack_tokens([1]), pack_logprobs([-1.0]), V3)
 
@@ -98,7 +98,7 @@ def test_an_attempt_that_was_cut_short_keeps_its_tokens(finish: Any, error: str,
     assert one.attempt == 2
 
 
-def test_a_sample_is_as_old_as_the_weights_it_was_given_to_until_it_has_tokens() -> None:
+def test_without_tokens_the_assigned_version_is_the_oldest() -> None:
     one, ages = sample(), []
     ages.append(one.oldest_version)  # None: as new as the weights that will begin it
     one.assign("lease", 5)
@@ -111,7 +111,7 @@ def test_a_sample_is_as_old_as_the_weights_it_was_given_to_until_it_has_tokens()
     assert ages == [None, 5, 3, None]
 
 
-def test_the_trajectory_has_the_prompt_in_front() -> None:
+def test_the_trajectory_starts_with_the_prompt() -> None:
     one = running()  # its prompt "p0" has two tokens: 112 and 48
     one.extend(pack_tokens([5, 6, 0]), pack_logprobs([-0.5, -1.0, -2.0]), V3)
     one.end_attempt("stop", "")
@@ -130,7 +130,7 @@ def test_the_trajectory_has_the_prompt_in_front() -> None:
 V4, V5 = PolicyVersion(number=4, digest="c"), PolicyVersion(number=5, digest="d")
 
 
-def test_what_was_published_is_kept_of_the_tokens_that_were_there() -> None:
+def test_published_logprobs_cover_the_tokens_of_that_time() -> None:
     one = running()
     one.extend(pack_tokens([5, 6]), pack_logprobs([-0.5, -1.0]), V3)
     one.extend(pack_tokens([7]), pack_logprobs([-2.0]), V4)
@@ -149,7 +149,7 @@ def test_what_was_published_is_kept_of_the_tokens_that_were_there() -> None:
     ]
 
 
-def test_a_sample_that_begins_again_forgets_what_was_published() -> None:
+def test_a_restart_discards_published_logprobs() -> None:
     one = running()
     one.extend(pack_tokens([5]), pack_logprobs([-0.5]), V3)
     one.set_published(4, pack_logprobs([-1.0]))
@@ -160,7 +160,7 @@ def test_a_sample_that_begins_again_forgets_what_was_published() -> None:
 
 
 @pytest.mark.parametrize("said", [pack_logprobs([-1.0, -1.0]), b"123"])
-def test_nothing_can_be_said_of_tokens_that_are_not_there(said: bytes) -> None:
+def test_logprobs_of_missing_tokens_are_refused(said: bytes) -> None:
     one = running()
     one.extend(pack_tokens([5]), pack_logprobs([-0.5]), V3)
     with pytest.raises(IllegalTransition, match="bytes of logprobs for 1 tokens"):

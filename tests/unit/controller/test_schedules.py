@@ -110,19 +110,19 @@ def test_generation_runs_ahead_as_far_as_the_lag_allows(lag: int) -> None:
     assert totals(ahead, "time_trainer_idle_s") < totals(on_policy, "time_trainer_idle_s")
 
 
-def test_a_step_whose_samples_were_scored_before_it_began_waited_for_no_score() -> None:
+def test_samples_scored_before_a_step_add_no_scoring_time() -> None:
     # Groups are learned from one by one, 0.1 s each; with as many again in flight a step's are long scored by its turn.
     waited = [step.values["time_score_s"] for step in run(max_policy_lag=4).telemetry.steps if step.step]
     assert min(waited) == 0.0
 
 
-def test_a_sample_under_way_goes_on_under_new_weights() -> None:
+def test_an_unfinished_sample_continues_under_new_weights() -> None:
     session = run(max_policy_lag=2)
 
     assert any(mixed(batch) for batch in history(session))
 
 
-def test_a_sample_under_way_is_finished_under_the_weights_it_began_with() -> None:
+def test_an_unfinished_sample_finishes_under_its_first_weights() -> None:
     session = run(max_policy_lag=2, unfinished="finish")
 
     check(session, 2)
@@ -134,7 +134,7 @@ def test_a_sample_under_way_is_finished_under_the_weights_it_began_with() -> Non
     assert max(max(batch) for batch in lags(session)) > 0
 
 
-def test_a_sample_under_way_begins_again() -> None:
+def test_an_unfinished_sample_restarts() -> None:
     session = run(max_policy_lag=2, unfinished="restart")
 
     check(session, 2)
@@ -157,7 +157,7 @@ def at_pace(pace: int, **changes: Any) -> Session:
 
 
 @pytest.mark.parametrize("lag", [1, 2, 3])
-def test_a_publish_that_waits_makes_the_version_of_every_token_a_function_of_its_position(lag: int) -> None:
+def test_with_unfinished_wait_the_position_determines_the_version_of_each_token(lag: int) -> None:
     sessions = [at_pace(pace, max_policy_lag=lag, unfinished="wait") for pace in PACES]
 
     for session in sessions:
@@ -172,7 +172,7 @@ def test_a_publish_that_waits_makes_the_version_of_every_token_a_function_of_its
 @pytest.mark.parametrize(
     "schedule", [{"overcommit": 1}, {"overcommit": 4}, {"overcommit": "adaptive"}, {"fresh_fraction": 0.5}]
 )
-def test_with_any_overcommit_a_publish_that_waits_makes_the_pace_of_workers_irrelevant(
+def test_with_unfinished_wait_worker_speed_does_not_change_the_result(
     schedule: dict[str, Any],
 ) -> None:
     sessions = [at_pace(pace, max_policy_lag=2, unfinished="wait", **schedule) for pace in PACES]
@@ -184,7 +184,7 @@ def test_with_any_overcommit_a_publish_that_waits_makes_the_pace_of_workers_irre
 
 
 @pytest.mark.parametrize("unfinished", ["continue", "finish", "restart"])
-def test_a_publish_that_does_not_wait_lets_the_pace_of_workers_decide_which_version_makes_a_token(
+def test_without_unfinished_wait_worker_speed_decides_the_versions(
     unfinished: str,
 ) -> None:
     sessions = [at_pace(pace, max_policy_lag=2, unfinished=unfinished) for pace in PACES]
@@ -195,7 +195,7 @@ def test_a_publish_that_does_not_wait_lets_the_pace_of_workers_decide_which_vers
 
 
 @pytest.mark.parametrize("redraws", [1, 3])
-def test_groups_replaced_in_a_publish_that_waits_are_made_by_the_version_of_those_they_replace(redraws: int) -> None:
+def test_with_unfinished_wait_redrawn_groups_use_the_version_of_those_they_replace(redraws: int) -> None:
     algorithm = {"dynamic_sampling": True}
     session = run(algorithm, max_policy_lag=2, unfinished="wait", max_redraws=redraws)
 
@@ -209,7 +209,7 @@ def renewed(batch: list[list[Any]], step: int) -> int:
     return sum(all(run.version.number == step for sample in group for run in sample[7]) for group in batch)
 
 
-def test_half_of_every_batch_is_renewed() -> None:
+def test_fresh_fraction_renews_half_of_each_batch() -> None:
     session = run(max_policy_lag=2, fresh_fraction=0.5)
 
     check(session, 2)
@@ -220,7 +220,7 @@ MU_STEP = {"correction": {"kind": "mu_step"}}
 
 
 @pytest.mark.parametrize("unfinished", ["continue", "restart"])
-def test_what_each_publish_says_of_the_samples_in_flight(unfinished: str) -> None:
+def test_each_publish_stores_logprobs_of_samples_in_flight(unfinished: str) -> None:
     session = run(MU_STEP, max_policy_lag=3, unfinished=unfinished)
 
     check(session, 3)
@@ -249,7 +249,7 @@ def test_what_each_publish_says_of_the_samples_in_flight(unfinished: str) -> Non
     [({"correction": {"kind": "tis"}}, 2), (MU_STEP, 0), (MU_STEP | {"proximal": "rollout"}, 2)],
     ids=["tis", "on policy", "without a correction"],
 )
-def test_nobody_asks_what_a_publish_says_where_nothing_depends_on_it(algorithm: dict[str, Any], lag: int) -> None:
+def test_publish_logprobs_are_computed_only_if_needed(algorithm: dict[str, Any], lag: int) -> None:
     session = run(algorithm, max_policy_lag=lag)
 
     assert {sample[8:] for batch in history(session) for group in batch for sample in group} == {()}
@@ -269,7 +269,7 @@ def test_nobody_asks_what_a_publish_says_where_nothing_depends_on_it(algorithm: 
         (2, {"max_redraws": 0}),
     ],
 )
-def test_what_is_said_to_have_no_effect_has_none(lag: int, idle: dict[str, Any]) -> None:
+def test_keys_documented_without_effect_have_none(lag: int, idle: dict[str, Any]) -> None:
     plain, changed = (
         run(max_policy_lag=lag, rewards=Slow(every=4)),
         run(max_policy_lag=lag, rewards=Slow(every=4), **idle),
@@ -293,7 +293,7 @@ class Slow:
 
 @pytest.mark.parametrize("on_limit", ["wait", "restart", "drop"])
 @pytest.mark.parametrize("order", ["canonical", "arrival"])
-def test_stragglers_go_into_a_later_batch_but_never_beyond_the_limit(on_limit: str, order: str) -> None:
+def test_stragglers_join_a_later_batch_within_the_lag_limit(on_limit: str, order: str) -> None:
     async def main() -> Session:
         configured = spec(max_policy_lag=2, membership="first_finished", on_lag_limit=on_limit)
         configured = configured.model_copy(update={"batch": configured.batch.model_copy(update={"order": order})})
@@ -316,7 +316,7 @@ def test_stragglers_go_into_a_later_batch_but_never_beyond_the_limit(on_limit: s
         assert sorted(chain(*told)) == sorted(chain(*planned()))
 
 
-def test_groups_without_signal_are_replaced_as_often_as_allowed() -> None:
+def test_groups_without_signal_are_redrawn_up_to_max_redraws() -> None:
     async def same(prompt: Prompt, trajectory: Trajectory) -> Reward:
         """Half of the groups have no signal."""
         await asyncio.sleep(0.01)
@@ -331,7 +331,7 @@ def test_groups_without_signal_are_replaced_as_often_as_allowed() -> None:
     assert all(len(values) == 2 for values in rewards)
 
 
-def test_where_nothing_has_signal_redrawing_ends() -> None:
+def test_redrawing_ends_if_no_group_has_signal() -> None:
     async def dull(prompt: Prompt, trajectory: Trajectory) -> Reward:
         return Reward(value=1.0)
 
@@ -342,7 +342,7 @@ def test_where_nothing_has_signal_redrawing_ends() -> None:
     assert told == [2 * GROUPS] * STEPS
 
 
-def test_a_batch_that_is_repeated_keeps_the_groups_without_signal_it_had() -> None:
+def test_a_replayed_batch_keeps_its_groups_without_signal() -> None:
     """Killed when the batch is journalled and before anything else is: what was redrawn enough is not redrawn again."""
 
     async def dull(prompt: Prompt, trajectory: Trajectory) -> Reward:
@@ -365,7 +365,7 @@ def test_a_batch_that_is_repeated_keeps_the_groups_without_signal_it_had() -> No
         disk.journal, disk.checkpoints = b"", {}
 
 
-def test_what_is_generated_during_a_publish_counts() -> None:
+def test_tokens_generated_during_a_publish_are_counted() -> None:
     session = run(max_policy_lag=2)
     assert session.result is not None
 
@@ -391,7 +391,7 @@ async def improving(prompt: Prompt, trajectory: Trajectory) -> Reward:
 
 
 @pytest.mark.parametrize("share", [0.65, 0.72])  # of what is written: both in the second half of the run
-def test_a_killed_run_remembers_the_trend_its_overcommit_follows(share: float) -> None:
+def test_a_resumed_run_keeps_the_reward_trend_of_adaptive_overcommit(share: float) -> None:
     configured = spec(max_policy_lag=4, overcommit="adaptive")
     configured = configured.model_copy(update={"trainer": configured.trainer.model_copy(update={"steps": 16})})
 
@@ -428,7 +428,7 @@ SCHEDULES = st.fixed_dictionaries(
 
 @settings(max_examples=40)
 @given(SCHEDULES, st.lists(st.integers(50, 3000), max_size=3), st.booleans())
-def test_whatever_the_schedule_a_killed_run_goes_on_and_keeps_the_limit(
+def test_a_killed_run_resumes_within_the_lag_limit_in_every_schedule(
     schedule: dict[str, Any], cuts: list[int], redraw: bool
 ) -> None:
     disk = Disk()

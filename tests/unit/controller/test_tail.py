@@ -22,7 +22,7 @@ def loads(**assigned: int) -> list[Load]:
     ("unfinished", "begins"),
     [(3, False), (2, True), (1, True), (0, False)],  # a fifth of ten is two
 )
-def test_when_the_is_tail(unfinished: int, begins: bool) -> None:
+def test_is_tail(unfinished: int, begins: bool) -> None:
     assert is_tail(unfinished=unfinished, samples=10, fraction=0.2) is begins
 
 
@@ -37,7 +37,9 @@ def test_when_the_is_tail(unfinished: int, begins: bool) -> None:
         ({"a": 0, "b": 0}, 8, set()),
     ],
 )
-def test_the_fewest_that_can_finish_it(assigned: dict[str, int], plateau: int, expected: set[str]) -> None:
+def test_the_fewest_workers_that_can_finish_are_selected(
+    assigned: dict[str, int], plateau: int, expected: set[str]
+) -> None:
     assert (
         select_tail_workers(loads(**assigned), unfinished=sum(assigned.values()), plateau=plateau, last={LOCAL})
         == expected
@@ -45,7 +47,7 @@ def test_the_fewest_that_can_finish_it(assigned: dict[str, int], plateau: int, e
 
 
 @given(st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 8), min_size=1), st.integers(1, 8))
-def test_who_is_left_can_be_done_without(assigned: dict[str, int], plateau: int) -> None:
+def test_the_other_workers_are_not_needed(assigned: dict[str, int], plateau: int) -> None:
     unfinished = sum(assigned.values())
     kept = select_tail_workers(loads(**assigned), unfinished=unfinished, plateau=plateau, last={LOCAL})
 
@@ -54,7 +56,7 @@ def test_who_is_left_can_be_done_without(assigned: dict[str, int], plateau: int)
     assert all(sum(capacity[name] for name in kept - {one}) < unfinished for one in kept)
 
 
-def test_a_batch_is_finished_on_one_worker_and_learned_from_as_ever() -> None:
+def test_tail_consolidation_does_not_change_the_result() -> None:
     spec = small_spec(batch={"prompts": 6, "group_size": 3}, sampling={"max_new_tokens": 40})
     config = FleetConfig(heartbeat_timeout_s=5.0, tail_fraction=0.2, seed_window_s=60.0)
     session = PoolSession(spec=spec, script=[granted("a"), granted("b"), granted("c")], config=config)

@@ -127,7 +127,7 @@ class RolloutContext:
 async def collect_samples(
     in_flight: InFlight, rollout: RolloutContext, *, endless: bool = False
 ) -> AsyncIterator[SampleCollector]:
-    """Generate and score what is in flight; the collector returns scored samples in the order they arrive.
+    """Generate and score the samples in flight; the collector returns them in the order they are scored.
 
     Args:
         endless: groups may be started at any time; otherwise collecting ends when everything in flight is scored.

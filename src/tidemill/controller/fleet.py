@@ -5,7 +5,7 @@
                       (host)   (pull,      │
                                probe)      └──reports, lease outcomes──▶ mailbox of the collector
 ```
-Each worker has a task of its own, so that a slow or hanging worker does not delay the others. The trainer's own engine
+Each worker has its own task, so that a slow or hanging worker does not delay the others. The trainer's own engine
 is the *local* worker. It differs in two points: its weights are the trainer's parameters, and its failure ends the run.
 """
 

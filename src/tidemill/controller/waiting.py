@@ -32,7 +32,7 @@ class Timeouts(Record):
 
 
 class Wait(Record):
-    """What is awaited, where to look if it does not arrive, and the deadline."""
+    """Description of a wait, for its events and its error."""
 
     awaited: str
     look_at: str

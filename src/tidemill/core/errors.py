@@ -1,4 +1,4 @@
-"""Exceptions. An error that a user can act on states what is wrong, where, and how to fix it."""
+"""Exceptions. An error that a user can act on names the problem, its place and a fix."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ class ClusterLost(TidemillError):
 
 
 class WeightsError(TidemillError):
-    """A published version could not be read. The message names the version and what is missing or damaged."""
+    """A published version could not be read. The message names the version and the missing or damaged part."""
 
 
 class DeadlineError(TidemillError):
-    """A wait passed its deadline. The message names what was awaited, for how long, and where to look."""
+    """A wait passed its deadline. The message names the awaited result, the time waited and where to look."""
 
     def __init__(self, awaited: str, *, waited_s: float, look_at: str) -> None:
         self.awaited, self.waited_s, self.look_at = awaited, waited_s, look_at

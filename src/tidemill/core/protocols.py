@@ -177,7 +177,7 @@ class Provider(Protocol):
     """Source of leases."""
 
     def want(self, workers: int) -> None:
-        """Set the number of preemptible workers wanted. Never waits; the provider grants what is available."""
+        """Set the number of preemptible workers wanted. Never waits; the provider grants as many as are available."""
 
     async def next_event(self, timeout_s: float) -> LeaseEvent | None:
         """The next event, or None after `timeout_s` seconds."""

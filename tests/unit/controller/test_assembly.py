@@ -1,4 +1,4 @@
-"""Groups in canonical order, in order of arrival, and what is left out of the loss."""
+"""Batches of groups in canonical order and in order of arrival, and samples with weight 0."""
 
 from __future__ import annotations
 
@@ -60,15 +60,15 @@ def test_a_planned_batch_takes_no_group_of_the_next_one() -> None:
     forming = BatchBuilder(1, 2, membership="planned", order="arrival")
 
     assert forming.take([2, 1], at_any_time(0, 1, 2, 3)) == [1]
-    assert forming.take([2], at_any_time(0, 2, 3)) == []  # one place is left, and it is group 0's
-    assert forming.take([2, 3], at_any_time(2, 3)) == [2]  # group 0 was given up
+    assert forming.take([2], at_any_time(0, 2, 3)) == []  # the last place is reserved for group 0
+    assert forming.take([2, 3], at_any_time(2, 3)) == [2]  # group 0 was dropped
     assert forming.full
 
 
 def test_first_finished_reserves_places_for_groups_at_the_lag_limit() -> None:
     forming = BatchBuilder(5, 3, membership="first_finished", order="arrival")
 
-    # groups 0 and 5 may be learned from in this step at the latest: a place is kept for group 0
+    # groups 0 and 5 must be trained on in this step: a place is reserved for group 0
     assert forming.take([7, 5, 6], {0: 5, 1: 7, 2: 7, 5: 5, 6: 7, 7: 7}) == [7, 5]
     assert forming.take([6], {0: 5, 1: 7, 2: 7, 6: 7}) == []
     assert forming.take([6, 0], {0: 5, 1: 7, 2: 7, 6: 7}) == [0]
@@ -77,14 +77,14 @@ def test_first_finished_reserves_places_for_groups_at_the_lag_limit() -> None:
 def test_first_finished_reserves_places_in_later_batches() -> None:
     forming = BatchBuilder(1, 2, membership="first_finished", order="arrival")
 
-    # four groups for steps 1 and 2, which have four places: none is left for group 9
+    # four groups must be in steps 1 and 2, which have four places: none remains for group 9
     assert forming.take([9, 2], {0: 2, 1: 2, 2: 2, 3: 2, 9: 4}) == [2]
 
 
 @given(st.lists(st.integers(3, 6), min_size=1, max_size=12), st.randoms(use_true_random=False))
 def test_every_group_can_be_trained_on_in_time(latest: list[int], random: Random) -> None:
     in_flight: dict[int, int | None] = dict(enumerate(sorted(latest)))
-    feasible = all(at < (last - 2) * 2 for at, last in enumerate(sorted(latest)))  # two places in each step from 3 on
+    feasible = all(at < (last - 2) * 2 for at, last in enumerate(sorted(latest)))  # two places per step, from step 3
     assume(feasible)
     for step in range(3, 7):
         forming = BatchBuilder(step, 2, membership="first_finished", order="arrival")
@@ -116,7 +116,7 @@ def test_blocked_by_names_the_incomplete_group() -> None:
     forming = BatchBuilder(5, 2, membership="first_finished", order="canonical")
 
     assert forming.take([1, 3], {0: 7, 1: 6, 2: 5, 3: 6}) == []
-    assert forming.blocked_by == 2  # the only one that step 6 may not learn from
+    assert forming.blocked_by == 2  # the only group that step 6 must not train on
     assert forming.take([1, 3, 2], {0: 7, 1: 6, 2: 5, 3: 6}) == [1, 2]
 
 

@@ -1,4 +1,4 @@
-"""Evaluation: greedy, one sample a prompt, eval_result by its own scorer."""
+"""Evaluation: one greedy sample per prompt, scored by the evaluation's scorer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VERSION = PolicyVersion(number=3, digest="a")
 
 
 class ByName(FakeScorer):
-    """Right, half right, right but invalid, right: by the prompt's number."""
+    """By the prompt's number: correct, half correct, invalid, correct."""
 
     async def score(self, prompt: Prompt, trajectory: Trajectory) -> Reward:
         return {
@@ -68,7 +68,7 @@ def test_accuracy_is_the_share_of_valid_right_answers() -> None:
     evaluation = run_virtual(run(prompts, seen))
 
     result = evaluation.result
-    # h0 and h3 of four are right; h1 only half, h2's reward failed
+    # h0 and h3 of four are correct; h1 only half, h2's reward failed
     assert (result.greedy_accuracy, result.n, result.invalid) == (0.5, 4, 1)
     # mean of 1, 0.5 and 1; their deviation is sqrt(((1/6)² + (1/3)² + (1/6)²) / 2) = 0.288675, over sqrt(3): 1/6
     assert (result.reward_mean, result.reward_stderr) == pytest.approx((2.5 / 3, 1 / 6))
@@ -102,7 +102,7 @@ def test_graded_rewards_have_a_mean_and_no_accuracy() -> None:
 
 def test_rewards_of_0_and_1_are_incorrect_and_correct() -> None:
     assert judgement(Reward(value=1.0), Reward(value=0.0), Reward(value=0.0), Reward(value=1.0)) == (0.5, 0.5)
-    # one that failed is wrong, and not in the mean
+    # a sample whose reward failed is incorrect, and not in the mean
     assert judgement(Reward(value=1.0), Reward(value=0.0, valid=False)) == (1.0, 0.5)
 
 

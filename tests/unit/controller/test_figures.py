@@ -1,4 +1,4 @@
-"""The controller's figures, on hand-made batches."""
+"""The controller's metrics of a batch, on examples computed by hand."""
 
 from __future__ import annotations
 

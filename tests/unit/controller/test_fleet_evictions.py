@@ -1,4 +1,4 @@
-"""Leases that end, with a notice and without: what is lost, what goes on elsewhere, and how it is counted."""
+"""Evictions with and without notice: lost tokens, migrated samples, and their counts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_an_eviction_loses_less_than_one_report_interval() -> None:
     reported = {fields["lease"]: fields["tokens"] for fields in session.telemetry.named("lease_end")}
     for fields in evictions:
         lost = session.host.engines[fields["lease"]].generated - reported[fields["lease"]]
-        assert 0 <= lost <= 6  # a tick makes two tokens in each of three slots
+        assert 0 <= lost <= 6  # a tick generates two tokens in each of three slots
 
 
 @pytest.mark.parametrize("lag", [1, 2, 3])
@@ -84,7 +84,7 @@ def test_a_notice_loses_nothing() -> None:
     assert end["tokens"] == session.host.engines["lease-a"].generated
     (eviction,) = session.telemetry.named("eviction")
     assert (eviction["noticed"], eviction["samples"], eviction["tokens_lost"]) == (True, 0, 0)
-    # What was handed back goes on elsewhere from every token the worker had made of it.
+    # Samples handed back continue with all tokens that the worker generated.
     made = session.host.engines["lease-a"].handed_back
     gone_on = [fields for fields in session.telemetry.named("migration") if fields["lease"] == "lease-a"]
     assert sum(fields["samples"] for fields in gone_on) == len(made) > 0
@@ -128,7 +128,7 @@ def first_evaluation(session: PoolSession) -> tuple[str, dict[str, Any]]:
 
 def test_an_eviction_before_the_first_report_loses_the_estimated_tokens() -> None:
     # The second one boots for 0.2 s, pulls for 0.3 s, swaps in 0.1 s, takes samples in 0.1 s; its first tick of 0.1 s,
-    # of two tokens in each of three slots, would be told at 1.8 s.
+    # of two tokens in each of three slots, would be reported at 1.8 s.
     session = pool(granted("a"), granted("late", 1.0), ended("late", 1.78), seeding_worker=False)
 
     run_virtual(session.run())
@@ -153,13 +153,13 @@ def test_the_estimate_of_lost_tokens_is_at_most_one_report_interval() -> None:
     def lost(now_s: float, pace: DecodeRate | None = usual) -> int:
         return member.unreported_tokens(now_s, fleet_rate=pace)
 
-    # No tick told of yet: three slots at 20 tokens/s for 0.05 s; a tick is two tokens in each.
+    # Before its first report: three slots at 20 tokens/s for 0.05 s; a tick is two tokens in each.
     assert (lost(12.05), lost(12.1), lost(60.0)) == (3, 6, 6)
     assert lost(60.0, None) == 0
-    # Its own reports say more: 400 tokens/s since 10 s, and 40 in a tick.
+    # From its own reports: 400 tokens/s since 10 s, but at most the 40 of a tick.
     member.status = replace(status, running=3, tokens_per_s=400.0)
     assert (lost(10.05), lost(60.0)) == (20, 40)
-    # It had reported its last tick, and was given nothing since.
+    # Its last report was of its last tick, and it has no new samples.
     member.status, member.busy_since_s = replace(status, running=0), None
     assert lost(60.0) == 0
 

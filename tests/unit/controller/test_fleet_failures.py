@@ -1,4 +1,4 @@
-"""Workers that never come up, hang, raise or lie: they lose their lease, or the run ends and says why."""
+"""Workers that do not join, hang, raise or send wrong data: they lose their lease, or the run ends with an error."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_a_worker_error_does_not_end_the_run() -> None:
     (crash,) = session.telemetry.named("crash")
     assert "engine on fire" in crash["cause"]
     assert crash["samples"] > 0
-    assert session.telemetry.named("eviction") == []  # the machine was there, and is given back
+    assert session.telemetry.named("eviction") == []  # the machine was not lost: its lease is released
     assert session.provider.released == ["lease-a"]
     (end,) = [fields for fields in session.telemetry.named("lease_end") if fields["lease"] == "lease-a"]
     assert not end["evicted"]
@@ -182,7 +182,7 @@ def test_a_worker_that_lost_its_samples_does_not_block_an_evaluation() -> None:
 
     def forget(engine: PoolEngine) -> None:
         def forgetful(requests: Any) -> None:
-            """What the second batch is for, it has under way when the first is evaluated."""
+            """Ignores samples of the second batch, which are in flight when the first is evaluated."""
             PoolEngine.submit(engine, [one for one in requests if one.sample_id.prompt_id not in second])
 
         engine.submit = forgetful  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Workers and the reserved side share the work: who joins, takes new weights, and generates for how long."""
+"""Preemptible workers and the local worker share samples: joining, loading weights, and the seeding window."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def test_workers_share_the_samples_without_changing_the_result() -> None:
     assert all(session.host.engines[f"lease-{name}"].generated > 20 for name in "ab")
     joins = session.telemetry.named("join")
     assert [fields["worker"] for fields in joins] == ["spot-a", "spot-b"]
-    # It boots for 0.2 s and pulls for 0.3 s; the rest is the swap, between two ticks.
+    # It boots for 0.2 s, pulls for 0.3 s, and swaps between two ticks.
     assert all(0.5 <= fields["duration_s"] < 0.8 for fields in joins)
-    # each worker pulled every version but the last, or that too
+    # each worker pulled every version, possibly except the last
     pulls = session.telemetry.named("pull")
     for name in "ab":
         assert {fields["version"] for fields in pulls if fields["worker"] == f"spot-{name}"} >= {0, 1, 2, 3}
@@ -68,9 +68,9 @@ def test_a_worker_pulls_a_newer_version_published_meanwhile() -> None:
 
     class Overtaken(FakeSource):
         async def prepare(self, version: PolicyVersion) -> Pulled:
-            """So slow that version 1 is not kept any more when it has read half of it."""
+            """So slow that version 1 is deleted before it is read."""
             if version.number == 1:
-                while max(self.publisher.manifests) == 1:  # noqa: ASYNC110 - nobody tells
+                while max(self.publisher.manifests) == 1:  # noqa: ASYNC110 - there is no event
                     await asyncio.sleep(0.1)
                 gone.append(version.number)
                 raise WeightsError("there is no version 1")
@@ -96,7 +96,7 @@ def test_the_local_worker_stops_generating_after_its_window(windows: dict[str, A
     assert trained(session) == trained(alone)
     local = [f for f in session.telemetry.named("decode") if f["worker"] == "local" and f["purpose"] == "train"]
     assert session.engine.generated < session.host.engines["lease-a"].generated
-    # the window, and the tick that was running; the worker took 8 s and more for its share
+    # the window, and the tick that was running; the worker needed at least 8 s for its share
     assert all(fields["duration_s"] < 1.0 for fields in local if fields["step"] >= 2)
 
 
@@ -127,7 +127,7 @@ def test_a_worker_that_finishes_before_a_publish_reaches_it_takes_the_new_weight
             await fleet.publishing.publish(session.trainer.version)
             newer = PolicyVersion(number=1, digest="1" * 32)
             publishing = asyncio.create_task(fleet.publishing.publish(newer, finishing=lambda: busy))
-            busy.clear()  # its last report is read before the task begins
+            busy.clear()  # its last report is processed before the task starts
             await publishing
             assert fleet[LOCAL].version == newer
 
@@ -141,11 +141,11 @@ def test_the_window_adapts_and_the_provider_gets_the_wanted_number() -> None:
     run_virtual(session.run())
 
     steps = [step.values for step in session.telemetry.steps if step.step]
-    assert session.provider.wanted[0] == 1  # as many as there are engines on the reserved side
+    assert session.provider.wanted[0] == 1  # the number of reserved engines
     assert len(session.provider.wanted) == 1 + 6
     assert all(wanted >= 0 for wanted in session.provider.wanted)
     assert len({values["seed_window_s"] for values in steps}) > 1
-    assert steps[-1]["workers_mean"] == 1.0  # also while it takes new weights
+    assert steps[-1]["workers_mean"] == 1.0  # also while it loads new weights
 
 
 def test_the_window_counts_workers_that_are_still_loading_weights(

@@ -55,7 +55,7 @@ def test_requests_are_in_group_order_and_continue_from_their_tokens() -> None:
 
 
 def test_a_sample_waits_until_its_version_is_recomputed() -> None:
-    """After a restart it may have tokens of weights that have not been made again."""
+    """After a resume a sample may have tokens of a version that was not recomputed yet."""
     one = make_in_flight()
     newer = one[make_id("p0", 0)]
     newer.extend(pack_tokens([1]), pack_logprobs([-1.0]), PolicyVersion(number=5, digest="c"))
@@ -88,17 +88,17 @@ def test_oldest_version_of_a_group() -> None:
     def look() -> None:
         ages.append(one.oldest_version(9))
 
-    look()  # nobody has it
+    look()  # not assigned
     one.assign("lease", [first])
     look()
     one.newest_version = 4
     one.assign("other", [second])
     look()
-    one.revoke("lease")  # before a token
+    one.revoke("lease")  # without a token
     look()
     one.newest_version = 5
     one.apply(make_delta(sample_id=second.sample_id, lease_id="other", version=PolicyVersion(number=5, digest="e")))
-    look()  # it was given to its lease at 4, and begun under 5
+    look()  # assigned under version 4, first token by version 5
     one.revoke("other")
     look()  # its tokens are kept
     one.restart([second])

@@ -1,4 +1,4 @@
-"""The ledger: what is journalled, and what a restart makes of it."""
+"""The ledger: what is journalled, and what a resume restores from it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FOLLOWING = [make_id("p0", 0), make_id("p0", 1), make_id("p1", 0)]
 
 
 async def loaded(journal: MemoryJournal, *, after_step: int = 3, **plan: Any) -> tuple[Ledger, InFlight, int]:
-    """A new process: the ledger, what it found in flight, and how many batches follow the checkpoint."""
+    """A new process: the ledger, the samples in flight, and the number of batches after the checkpoint."""
     ledger, in_flight = Ledger(journal, round_size=3), InFlight(make_plan(**plan), version_number=after_step)
     return ledger, in_flight, await ledger.load(in_flight, prompt_of, after_step=after_step)
 
@@ -149,7 +149,7 @@ async def test_tokens_of_an_aborted_sample_are_journalled() -> None:
 async def test_reopened_groups_start_empty() -> None:
     journal = MemoryJournal()
     await one_of_each(journal)
-    elsewhere = Ledger(journal, round_size=3)  # does not know of them, as after a hole in the history
+    elsewhere = Ledger(journal, round_size=3)  # does not have them, as after a lost checkpoint
     await elsewhere.open(InFlight(make_plan(), version_number=3), GROUPS, make_prompts())
 
     _, batch = await restarted(journal)
@@ -189,7 +189,7 @@ async def test_published_logprobs_are_restored() -> None:
     batch.assign("young", [young])
     await ledger.accept(batch, [make_report(delta)])
     assert [sample.ordinal - FIRST for sample in batch.missing_logprobs(4)] == [0, 1, 2, 6]
-    assert batch.missing_logprobs(3) == []  # it made them itself
+    assert batch.missing_logprobs(3) == []  # version 3 generated them
 
     said = {0: [-1.0], 2: [-2.0, -3.0], 6: [-4.0, -5.0, -6.0]}
     samples = [(batch.samples[FIRST + place], pack_logprobs(values)) for place, values in said.items()]
@@ -200,7 +200,7 @@ async def test_published_logprobs_are_restored() -> None:
     assert {s.ordinal - FIRST: s.published for s in again if s.published} == {
         place: {4: pack_logprobs(values)} for place, values in said.items()
     }
-    assert [filed for filed, _ in await journal.load()][-2:] == [4, 5]  # each with the groups of its round
+    assert [filed for filed, _ in await journal.load()][-2:] == [4, 5]  # one entry per round
 
 
 async def test_a_restarted_sample_has_no_published_logprobs() -> None:
@@ -241,7 +241,7 @@ async def test_invalid_entries_are_refused(kind: str) -> None:
 
 
 async def learn(ledger: Ledger, in_flight: InFlight, step: int, positions: Sequence[int]) -> None:
-    """As the loop does: every sample of these groups is finished, scored and learned from."""
+    """Finish, score and record a batch of these groups, as the loop does."""
     for position in positions:
         for sample in in_flight.group(position):
             if sample.finish is None:
@@ -278,13 +278,13 @@ async def test_a_batch_after_the_checkpoint_is_restored_in_order() -> None:
     ledger, again, following = await loaded(MemoryJournal(journal.disk))
 
     assert ledger.batches == {4: (10, 9)}
-    assert (list(again.groups), following) == ([9, 10, 11], 2)  # of the second there is a group, begun too early
+    assert (list(again.groups), following) == ([9, 10, 11], 2)  # a group of the second was started ahead
     assert [sample.state.value for sample in again] == ["scored"] * 4 + ["waiting"] * 2
     assert [s.ordinal for s in await ledger.record_batch(again, 4, [10, 9], reward_mean=0.5)] == [20, 21, 18, 19]
 
 
 async def rounds(journal: MemoryJournal) -> set[int]:
-    """Of which there are entries."""
+    """Rounds that have entries."""
     return {filed for filed, _ in await journal.load() if filed != NEVER_PRUNED}
 
 
@@ -316,7 +316,7 @@ async def test_the_next_position_is_restored_after_dropped_groups() -> None:
 
     again, in_flight, _ = await loaded(MemoryJournal(journal.disk), after_step=4)
 
-    assert again.next_position == 13  # not 12, which is what four batches of three come to
+    assert again.next_position == 13  # not 12 = four batches of three
     assert not in_flight.groups
 
 
@@ -338,7 +338,7 @@ async def test_entries_after_a_lost_checkpoint_are_discarded() -> None:
     journal = MemoryJournal()
     await one_of_each(journal)
 
-    _, batch, following = await loaded(journal, after_step=1)  # versions 2 and 3 will not be made again as they were
+    _, batch, following = await loaded(journal, after_step=1)  # versions 2 and 3 cannot be recomputed
 
     assert (following, await rounds(journal), len(batch.samples)) == (0, set(), 0)
 
@@ -361,7 +361,7 @@ async def test_entries_after_a_lost_checkpoint_are_discarded_whatever_their_vers
 
 
 async def test_after_a_lost_checkpoint_every_group_is_trained_on_once() -> None:
-    """Step 4 learned from groups 9 and 11; 10 was left, and 12 begun. Then step 5 forgets what it learned from."""
+    """Step 4 trained on groups 9 and 11; 10 remained, 12 was started. Then the checkpoint of step 5 pruned them."""
     journal = MemoryJournal()
     ledger, batch = await opened(journal)
     following = plan_groups([(2, make_prompt("p0"))], first_position=12, from_version=3)
@@ -371,7 +371,7 @@ async def test_after_a_lost_checkpoint_every_group_is_trained_on_once() -> None:
     await learn(ledger, batch, 5, [10, 12])
     await ledger.prune(batch, 5)
 
-    for _ in range(2):  # the second time it goes on from what the first began
+    for _ in range(2):  # the second time it resumes what the first started
         again, in_flight, _ = await loaded(journal, after_step=4)
         assert (again.next_position, sorted(in_flight.groups)) == (13, [10, 12])
         assert {sample.state for sample in in_flight} == {SampleState.WAITING}
@@ -383,7 +383,7 @@ async def test_entries_after_a_second_start_are_kept() -> None:
     ledger, batch = await opened(journal)
     await learn(ledger, batch, 4, [9, 10, 11])
     await ledger.prune(batch, 4)
-    ledger, batch, _ = await loaded(journal, after_step=3)  # the checkpoint of step 4 is gone
+    ledger, batch, _ = await loaded(journal, after_step=3)  # the checkpoint of step 4 is lost
     await ledger.open(batch, GROUPS, make_prompts())
 
     _, again, _ = await loaded(MemoryJournal(journal.disk), after_step=3)

@@ -1,4 +1,4 @@
-"""Expected lengths: the arithmetic stands beside the figures."""
+"""Expected lengths; the comments show the arithmetic."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_expected_remaining_is_the_mean_excess_of_longer_completions() -> None:
 
     assert estimator.expected_remaining("a", 0, 100) == 21.0  # (5 + 10 + 20 + 30 + 40) / 5
     assert estimator.expected_remaining("a", 5, 100) == 20.0  # ((10 + 20 + 30 + 40) - 4 * 5) / 4
-    # Only three of a's are longer than 10; of all prompts' seven: 12, 12, 12, 20, 30, 40, 50, 25 1/7 on average.
+    # Only three of a's are longer than 10; of all prompts seven: 12, 12, 12, 20, 30, 40, 50, 25 1/7 on average.
     assert estimator.expected_remaining("a", 10, 100) == 176 / 7 - 10
     assert estimator.expected_remaining("new", 12, 100) == 23.0  # (20 + 30 + 40 + 50) / 4 - 12
 
@@ -65,7 +65,7 @@ def test_only_the_latest_lengths_and_prompts_are_kept() -> None:
     for index in range(module.PROMPTS - 1):
         estimator.observe(f"q{index}", 30)
 
-    assert estimator.expected("a", 1) == 30.0  # forgotten: the mean of all, of which the newest are all 30
+    assert estimator.expected("a", 1) == 30.0  # not kept: the mean of all, of which the latest are all 30
 
 
 @given(
@@ -91,7 +91,7 @@ def test_the_running_sums_agree_with_counting(lengths: list[int], have: int) -> 
     estimator = LengthEstimator()
     for length in lengths:
         estimator.observe("a", length)
-        estimator.expected_remaining("a", 0, 10**6)  # the sums are made, and must be made again
+        estimator.expected_remaining("a", 0, 10**6)  # the cached sums must be invalidated
 
     newest = [length for length in lengths[-module.PER_PROMPT :] if length > have]
     longer = newest if len(newest) >= module.ENOUGH_LENGTHS else [length for length in lengths if length > have]

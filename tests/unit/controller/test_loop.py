@@ -1,4 +1,4 @@
-"""The training loop: what it tells, in which order it learns, how it is stopped. Kills are in tests/integration."""
+"""The training loop: logging, order of training, stopping and errors. Kills are in tests/integration."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_steps_metrics_include_the_trainers_and_the_controllers() -> None:
     names = {"reward_mean", "reward_std", "completion_tokens_mean", "truncated_fraction", "samples_invalid"}
     times = {"time_rollout_s", "time_train_s", "time_score_s", "time_eval_s", "tokens_per_s", "tokens_generated"}
     assert names | times | {"eval/greedy_accuracy", "eval/n"} <= set(metrics.values)
-    assert metrics.values["time_train_s"] > 0.3  # three groups and a commit, 0.1 s each and a turn's wait
+    assert metrics.values["time_train_s"] > 0.3  # three groups and a commit, 0.1 s each
     assert metrics.values["prompt_tokens_computed"] == 6 * 2
 
 
@@ -85,7 +85,7 @@ MANY = {"batch": {"prompts": 8, "group_size": 2}, "trainer": {"steps": 2}}
 
 
 def test_canonical_order_is_strict_and_arrival_order_is_not() -> None:
-    canonical = run(small_spec(**MANY), slots=16)  # all at once, so that some finish before the first one
+    canonical = run(small_spec(**MANY), slots=16)  # all concurrently, so that some finish before the first
     arrival = run(small_spec(**{**MANY, "batch": {"prompts": 8, "group_size": 2, "order": "arrival"}}), slots=16)
 
     assert canonical.trainer.positions == [list(range(8)), list(range(8, 16))]
@@ -110,7 +110,7 @@ def test_groups_are_trained_on_while_others_are_generated() -> None:
 
     run_virtual(main())
 
-    assert in_flight[0] > 0  # and FakeTrainer itself asserts that at a commit nothing is
+    assert in_flight[0] > 0  # FakeTrainer asserts that nothing is in flight at a commit
     assert in_flight[-1] == 0
 
 
@@ -135,8 +135,8 @@ def test_three_steps_without_a_valid_reward_end_the_run_after_a_checkpoint() -> 
         match=r"last 3 steps got a valid reward.*first reason: reward mine: nobody answers",
     ):
         run_virtual(main(broken_from=2))
-    assert max(disk.checkpoints) == 4  # steps 2, 3 and 4 were in vain
-    resumed = run_virtual(main(broken_from=3))  # of which steps 3 and 4 are behind it, and one is no reason to stop
+    assert max(disk.checkpoints) == 4  # steps 2, 3 and 4 had no valid reward
+    resumed = run_virtual(main(broken_from=3))  # steps 3 and 4 are done; a single step does not end the run
     assert resumed.result is not None
     assert resumed.result.steps == 9
 
@@ -166,7 +166,7 @@ def test_a_run_without_valid_rewards_ends_by_a_guard_after_every_resume(steps: i
         run_virtual(main())
     if max(disk.checkpoints) == steps:
         with pytest.raises(GuardStop, match="no sample of this run got a valid reward"):
-            run_virtual(main())  # there is nothing left to train, which is no success either
+            run_virtual(main())  # a finished run without valid rewards fails as well
     else:
         assert run_virtual(main(broken=False)).result is not None
 
@@ -208,7 +208,7 @@ def test_a_run_without_finite_gradients_ends(steps: int, broken_from: int, last:
 
     with pytest.raises(GuardStop, match=f"no gradient was finite in {min(3, steps)} consecutive steps"):
         run_virtual(main())
-    assert max(disk.checkpoints) == last  # a single step, the second, is no reason to stop
+    assert max(disk.checkpoints) == last  # the second step alone does not end the run
 
 
 async def stop_at(session: Session, seconds: float) -> Session:

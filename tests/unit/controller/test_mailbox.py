@@ -1,4 +1,4 @@
-"""The mailbox of a batch: one reader, who can be ended at any moment."""
+"""The mailbox: one reader, which can be cancelled at any time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_reader_cancelled_during_a_notification_ends() -> None:
         reader = asyncio.create_task(read())
         await asyncio.sleep(0.1)
         mailbox.notify()
-        await asyncio.sleep(0)  # the reader's wait is over, and it has not run yet
+        await asyncio.sleep(0)  # the reader was woken and has not run yet
         reader.cancel()
         await asyncio.wait({reader}, timeout=1.0)
         return reader.done()

@@ -1,4 +1,4 @@
-"""Where throughput flattens, from noisy ticks."""
+"""The batch size at which throughput flattens, from noisy observations."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_short_curve_gives_no_plateau(sizes: tuple[int, ...]) -> None:
 
 def test_single_observations_give_no_plateau() -> None:
     assert make_profile(1, 4, 16, 32, times=1).plateau(64) == 64
-    assert make_profile(1, 4, 16, 32, times=2).plateau(64) == 64  # older than fresh: a weight just below 2
+    assert make_profile(1, 4, 16, 32, times=2).plateau(64) == 64  # with age, a weight just below 2
 
 
 def test_shortened_and_idle_intervals_do_not_change_the_plateau() -> None:

@@ -1,4 +1,4 @@
-"""Readers are told of growth and asked at the end, in virtual time, whatever becomes of the samples meanwhile."""
+"""Reading ahead: readers receive growing samples and read finished ones, in virtual time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(spec: Any = None, **settings: Any) -> Session:
 
 
 def learned_from(session: Session) -> list[Any]:
-    """What the trainer saw of each sample: identity and tokens first, the reference's logprobs last."""
+    """Each sample as the trainer received it: identity and tokens first, reference logprobs last."""
     groups: list[Any] = [group for batch in session.trainer.state.history for group in batch]
     return [sample for group in groups for sample in group[2]]
 
@@ -50,7 +50,7 @@ def test_growth_is_sent_in_whole_chunks_and_the_prompt_at_once() -> None:
     assert tell(make_delta(start=3, tokens=[8, 9]), make_delta(start=5, tokens=[10])) == [growth(2, [5, 6, 7, 8])]
     assert tell(make_delta(start=6, tokens=[11])) == []
     assert tell(make_delta(sample_id=make_id("nobody"))) == []
-    # A chunk at the end is not told of: the sample is read as a whole now.
+    # The last chunk is not sent: the finished sample is read as a whole.
     assert tell(make_delta(start=7, tokens=[12], finish="stop")) == []
 
 
@@ -62,7 +62,7 @@ def test_a_restarted_sample_is_sent_from_its_start() -> None:
     reading.send_growth(in_flight, [make_report(delta)])
     in_flight.restart([sample])
     reading.forget([sample, in_flight[make_id(index=1)]])
-    assert reader.forgotten == [make_id()]  # of the other one nothing was told
+    assert reader.forgotten == [make_id()]  # nothing was sent of the other one
     in_flight.assign("lease", [sample])
     in_flight.apply(delta := make_delta(attempt=2, tokens=[9, 9, 9, 9]))
     reading.send_growth(in_flight, [make_report(delta)])
@@ -115,7 +115,7 @@ def test_every_sample_is_read_once_and_the_trainer_gets_the_logprobs() -> None:
     reader = session.reader
     assert reader is not None
     assert len(set(reader.was_read)) == len(reader.was_read) == 4 * 6
-    assert not reader.known  # whatever was told of has been read
+    assert not reader.known  # every sample that was sent has been read
     assert max(growth.start for growth in reader.growths) > 0
     learned = learned_from(session)
     assert len(learned) == 4 * 6
@@ -151,7 +151,7 @@ def test_a_resumed_run_trains_on_the_same_reference_logprobs() -> None:
         assert session.trainer.state == whole.trainer.state
         assert session.reader is not None
         again += len(set(session.reader.was_read) - set(session.engine.submitted))
-    assert again > 0  # samples whose tokens and rewards the journal had, and the reference's logprobs not
+    assert again > 0  # samples whose tokens and rewards were restored, but not their reference logprobs
 
 
 def test_a_lost_reference_ends_the_run() -> None:

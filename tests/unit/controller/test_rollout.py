@@ -16,7 +16,7 @@ def test_counters_of_a_new_lease_start_at_zero() -> None:
         fleet=nobody, ledger=nobody, scorer=nobody, codec=nobody, telemetry=nobody, clock=nobody, stop=asyncio.Event()
     )
     counters = StepCounters()
-    # The same worker: 30 and 12 more under its first lease, 7 under its next.
+    # One worker: 30 and 12 more under its first lease, 7 under the next.
     for lease_id, computed in (("first", 30), ("first", 42), ("next", 7)):
         report = make_report()
         status = msgspec.structs.replace(report.status, prompt_tokens_computed=computed, prompt_tokens_reused=computed)

@@ -1,4 +1,4 @@
-"""A sample's states and what becomes of deltas."""
+"""A sample's states, and the checks of deltas."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_only_legal_transitions_happen(before: SampleState, after: SampleState) 
         ({"logprobs": b""}, "malformed"),
         ({"token_ids": b"123", "logprobs": b"123"}, "malformed"),  # not whole tokens
         ({"version": PolicyVersion(number=2, digest="a")}, "wrong_version"),
-        ({"version": V3_AGAIN}, "applied"),  # the same version made again after a restart
+        ({"version": V3_AGAIN}, "applied"),  # the same version, recomputed after a resume
         ({"tokens": [], "version": PolicyVersion(number=2, digest="a"), "finish": "aborted"}, "applied"),
     ],
 )
@@ -80,7 +80,7 @@ def test_version_runs_follow_the_tokens() -> None:
     for tokens, version in (([1, 2], V3), ([3], V3), ([], V3_AGAIN), ([4], V3_AGAIN)):
         one.extend(pack_tokens(tokens), pack_logprobs([-1.0] * len(tokens)), version)
 
-    # two tokens and one of the same version make [0, 3); the empty message makes nothing; the last token is [3, 4)
+    # two tokens and one of the same version give [0, 3); the empty delta adds nothing; the last token is [3, 4)
     assert one.versions == [VersionRun(version=V3, start=0, end=3), VersionRun(version=V3_AGAIN, start=3, end=4)]
 
 
@@ -100,9 +100,9 @@ def test_an_aborted_attempt_keeps_its_tokens(finish: Any, error: str, failures: 
 
 def test_without_tokens_the_assigned_version_is_the_oldest() -> None:
     one, ages = sample(), []
-    ages.append(one.oldest_version)  # None: as new as the weights that will begin it
+    ages.append(one.oldest_version)  # None: not assigned
     one.assign("lease", 5)
-    ages.append(one.oldest_version)  # they may have begun it already
+    ages.append(one.oldest_version)  # they may have generated tokens that were not reported
     one.extend(pack_tokens([1]), pack_logprobs([-1.0]), V3)
     ages.append(one.oldest_version)
     one.restart()
@@ -142,7 +142,7 @@ def test_published_logprobs_cover_the_tokens_of_that_time() -> None:
     one.set_published(5, pack_logprobs([-0.125, -0.25, -0.75]))
     one.set_published(4, pack_logprobs([-0.25, -0.5]))
 
-    # oldest first, whenever they came; tokens that were not made yet as they were sampled
+    # oldest version first; later tokens have their rollout logprob
     assert [unpack_logprobs(said) for said in one.publish_logprobs] == [
         [-0.25, -0.5, -2.0, -4.0],
         [-0.125, -0.25, -0.75, -4.0],

@@ -1,4 +1,4 @@
-"""Generation that runs ahead of training: lags, membership, what becomes of samples under way. In virtual time."""
+"""Generation ahead of training: lags, membership, and unfinished samples at a publish. In virtual time."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run(algorithm: dict[str, Any] | None = None, *, rewards: Any = None, **sched
 
 
 def lags(session: Session) -> list[list[int]]:
-    """By batch: how old each sample's oldest token was, in versions."""
+    """By batch: the lag of each sample."""
     return [
         [step - min(run.version.number for run in sample[7]) for group in batch for sample in group if sample[7]]
         for step, batch in enumerate(history(session))
@@ -70,7 +70,7 @@ def learned(session: Session) -> list[SampleId]:
 
 
 def mixed(batch: list[list[Any]]) -> list[Any]:
-    """Samples that more than one version made."""
+    """Samples with tokens of more than one version."""
     return [sample for group in batch for sample in group if len(sample[7]) > 1]
 
 
@@ -79,7 +79,7 @@ def totals(session: Session, name: str) -> float:
 
 
 def check(session: Session, max_lag: int) -> None:
-    """What holds in every schedule."""
+    """Checks that hold in every schedule."""
     assert [len(batch) for batch in history(session)] == [GROUPS] * STEPS
     assert len(set(learned(session))) == STEPS * GROUPS * SIZE
     assert max(lag for batch in lags(session) for lag in batch) <= max_lag
@@ -111,7 +111,7 @@ def test_generation_runs_ahead_as_far_as_the_lag_allows(lag: int) -> None:
 
 
 def test_samples_scored_before_a_step_add_no_scoring_time() -> None:
-    # Groups are learned from one by one, 0.1 s each; with as many again in flight a step's are long scored by its turn.
+    # Groups are trained on one by one, 0.1 s each; with two batches in flight a batch is scored before its step.
     waited = [step.values["time_score_s"] for step in run(max_policy_lag=4).telemetry.steps if step.step]
     assert min(waited) == 0.0
 
@@ -126,7 +126,7 @@ def test_an_unfinished_sample_finishes_under_its_first_weights() -> None:
     session = run(max_policy_lag=2, unfinished="finish")
 
     check(session, 2)
-    # but for those called back for an evaluation: its workers are not theirs meanwhile
+    # except samples aborted for an evaluation
     after_evaluation = {3, 4, 5}
     for step, batch in enumerate(history(session)):
         if step not in after_evaluation:
@@ -143,7 +143,7 @@ def test_an_unfinished_sample_restarts() -> None:
     assert not any(mixed(batch) for batch in history(session))
 
 
-PACES = (1, 2, 5)  # tokens of each sample that the engine decodes in a tick
+PACES = (1, 2, 5)  # tokens per sample and tick
 
 
 def at_pace(pace: int, **changes: Any) -> Session:
@@ -162,7 +162,7 @@ def test_with_unfinished_wait_the_position_determines_the_version_of_each_token(
 
     for session in sessions:
         check(session, lag)
-        # The groups of step s are begun as soon as version s - 1 - lag is published, and finished before the next one.
+        # The groups of step s start when version s - 1 - lag is published, and finish before the next publish.
         for step, batch in enumerate(history(session), 1):
             made_by = {tuple(run.version.number for run in sample[7]) for group in batch for sample in group}
             assert made_by == {(max(0, step - 1 - lag),)}
@@ -205,7 +205,7 @@ def test_with_unfinished_wait_redrawn_groups_use_the_version_of_those_they_repla
 
 
 def renewed(batch: list[list[Any]], step: int) -> int:
-    """Groups of a batch that the weights it was learned with made, and no others."""
+    """Groups of a batch whose tokens are all of the version it was trained from."""
     return sum(all(run.version.number == step for sample in group for run in sample[7]) for group in batch)
 
 
@@ -241,7 +241,7 @@ def test_each_publish_stores_logprobs_of_samples_in_flight(unfinished: str) -> N
             noted += len(expected)
     assert noted > 10
     assert totals(session, "time_publish_logprobs_s") > 0
-    assert (younger > 0) == (unfinished == "continue")  # made between two publishes
+    assert (younger > 0) == (unfinished == "continue")  # tokens generated between two publishes
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_keys_documented_without_effect_have_none(lag: int, idle: dict[str, Any]
 
 
 class Slow:
-    """A scorer that takes an age over some groups: stragglers."""
+    """A scorer that is slow for some groups: stragglers."""
 
     def __init__(self, *, every: int) -> None:
         self.every = every
@@ -343,7 +343,7 @@ def test_redrawing_ends_if_no_group_has_signal() -> None:
 
 
 def test_a_replayed_batch_keeps_its_groups_without_signal() -> None:
-    """Killed when the batch is journalled and before anything else is: what was redrawn enough is not redrawn again."""
+    """Killed right after the batch was journalled: groups redrawn `max_redraws` times are not redrawn again."""
 
     async def dull(prompt: Prompt, trajectory: Trajectory) -> Reward:
         return Reward(value=1.0)
@@ -374,7 +374,7 @@ def test_tokens_generated_during_a_publish_are_counted() -> None:
 
 
 def begun(session: Session, found: dict[int, int]) -> None:
-    """Note under which version each group begins."""
+    """Record the version under which each group starts."""
     opening = session.ledger.open
 
     async def noted(in_flight: Any, groups: Sequence[PlannedGroup], prompts: Any) -> None:
@@ -385,12 +385,12 @@ def begun(session: Session, found: dict[int, int]) -> None:
 
 
 async def improving(prompt: Prompt, trajectory: Trajectory) -> Reward:
-    """From epoch to epoch, which are three steps each."""
+    """Improves from epoch to epoch, of three steps each."""
     await asyncio.sleep(0.01)
     return Reward(value=float(trajectory.sample_id.epoch))
 
 
-@pytest.mark.parametrize("share", [0.65, 0.72])  # of what is written: both in the second half of the run
+@pytest.mark.parametrize("share", [0.65, 0.72])  # fraction of the bytes written: both in the second half of the run
 def test_a_resumed_run_keeps_the_reward_trend_of_adaptive_overcommit(share: float) -> None:
     configured = spec(max_policy_lag=4, overcommit="adaptive")
     configured = configured.model_copy(update={"trainer": configured.trainer.model_copy(update={"steps": 16})})
@@ -408,9 +408,9 @@ def test_a_resumed_run_keeps_the_reward_trend_of_adaptive_overcommit(share: floa
     resumed = run_virtual(live(disk, interrupted))
 
     assert resumed.result is not None
-    assert resumed.result.resumed_from >= 8  # the first 8 steps tell no trend
+    assert resumed.result.resumed_from >= 8  # there is no trend in the first 8 steps
     assert interrupted == alone
-    # Group 3 v is the first of the batch that version v learns from; an eighth of 12 is 1 more a step from step 9 on.
+    # Group 3 v is the first of the batch trained from version v; from step 9 on, 12 // 8 = 1 more per step.
     assert max(position - GROUPS * version for position, version in alone.items()) >= GROUPS + 4
 
 

@@ -1,4 +1,4 @@
-"""Who finishes a batch when little of it is left."""
+"""Which workers finish the tail of a batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def loads(**assigned: int) -> list[Load]:
 
 @pytest.mark.parametrize(
     ("unfinished", "begins"),
-    [(3, False), (2, True), (1, True), (0, False)],  # a fifth of ten is two
+    [(3, False), (2, True), (1, True), (0, False)],  # a fifth of ten
 )
 def test_is_tail(unfinished: int, begins: bool) -> None:
     assert is_tail(unfinished=unfinished, samples=10, fraction=0.2) is begins
@@ -29,11 +29,11 @@ def test_is_tail(unfinished: int, begins: bool) -> None:
 @pytest.mark.parametrize(
     ("assigned", "plateau", "expected"),
     [
-        ({"a": 1, "b": 3, "c": 2}, 8, {"b"}),  # six fit one; b has the most
-        ({"a": 1, "b": 3, "c": 2}, 4, {"b", "c"}),  # four at once pay: two workers for six
-        ({"local": 5, "a": 1, "b": 1}, 8, {"a"}),  # the reserved engine is freed first, whatever it has
-        ({"local": 6, "a": 6}, 8, {"a", "local"}),  # twelve do not fit one
-        ({"a": 6, "b": 1}, 4, {"a", "b"}),  # a has more than pays, and keeps it; the seventh needs another
+        ({"a": 1, "b": 3, "c": 2}, 8, {"b"}),  # six fit on one worker; b has the most
+        ({"a": 1, "b": 3, "c": 2}, 4, {"b", "c"}),  # plateau of four: two workers for six
+        ({"local": 5, "a": 1, "b": 1}, 8, {"a"}),  # the local worker is freed first
+        ({"local": 6, "a": 6}, 8, {"a", "local"}),  # twelve do not fit on one
+        ({"a": 6, "b": 1}, 4, {"a", "b"}),  # a has more than the plateau and keeps them; the seventh needs another
         ({"a": 0, "b": 0}, 8, set()),
     ],
 )
@@ -68,6 +68,6 @@ def test_tail_consolidation_does_not_change_the_result() -> None:
     assert trained(session) == trained(alone)
     left = session.telemetry.named("vacated")
     assert left
-    # at most 3 of 18 samples are the tail, and a worker decodes 3 at once: one keeps what it has and gets the others'
+    # the tail is at most 3 of 18 samples, and a worker decodes 3: one worker finishes them all
     assert all(fields["samples"] <= 2 for fields in left)
     assert any(fields["tokens_kept"] for fields in session.telemetry.named("migration"))

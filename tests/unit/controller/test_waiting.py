@@ -1,4 +1,4 @@
-"""Waits that speak up and end."""
+"""Waits with events and deadlines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_result_in_time_is_returned_after_waiting_events() -> None:
 
     assert run_virtual(wait_for(70.0, telemetry)) == "came"
 
-    # 70 s with a word every 30 s: at 30 and at 60
+    # 70 s with an event every 30 s: at 30 and 60
     assert [fields["waited_s"] for fields in telemetry.named("waiting")] == [30.0, 60.0]
     assert telemetry.named("waiting")[0]["awaited"] == "the tide"
 

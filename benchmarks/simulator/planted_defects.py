@@ -166,7 +166,9 @@ def _nothing(right: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *arguments, **named: None
 
 
-async def _nothing_learned(self: Ledger, in_flight: InFlight, step: int, positions: Any) -> list[Sample]:
+async def _nothing_learned(
+    self: Ledger, in_flight: InFlight, step: int, positions: Any, *, reward_mean: float | None
+) -> list[Sample]:
     """A batch is not journalled."""
     return [sample for position in positions for sample in in_flight.close(position)]
 

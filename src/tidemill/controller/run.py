@@ -309,21 +309,22 @@ class Run:
         return msgspec.structs.replace(metrics, values={**figures, **metrics.values})
 
     async def _finish_in_flight(self, batch: BatchBuilder) -> None:
-        """With `unfinished = "wait"`: wait until every group that the published weights can generate is scored."""
-        while self.spec.schedule.unfinished == "wait" and (position := self._unscored_group(batch)) is not None:
-            while position in self.in_flight.groups and position not in self.assembly.complete:
-                await self._add_sample(await self._collector.next(), batch)
-
-    def _unscored_group(self, batch: BatchBuilder) -> int | None:
-        """A group outside the batch that is not complete, or None.
+        """With `unfinished = "wait"`: wait until every group that the published weights can generate is scored.
 
         Excludes groups of versions that a resumed run has not recomputed yet: they are generated after the publish.
         """
-        newest, done = self.in_flight.newest_version, {*batch.taken, *self.assembly.complete}
-        groups = self.in_flight.groups.items()
-        return next(
-            (position for position, group in groups if position not in done and group.from_version <= newest), None
-        )
+        in_flight, complete = self.in_flight, self.assembly.complete
+        while self.spec.schedule.unfinished == "wait":
+            done = {*batch.taken, *complete}
+            waiting = (
+                position
+                for position, group in in_flight.groups.items()
+                if position not in done and group.from_version <= in_flight.newest_version
+            )
+            if (position := next(waiting, None)) is None:
+                break
+            while position in in_flight.groups and position not in complete:
+                await self._add_sample(await self._collector.next(), batch)
 
     async def _compute_publish_logprobs(self) -> None:
         """Compute and store the new version's logprobs of tokens in flight that older versions generated.

@@ -127,8 +127,8 @@ async def measure(trace: CapacityTrace, duration_s: float, seed: int) -> dict[st
                 async with asyncio.timeout(duration_s):
                     async for _ in samples:
                         pass
-            assert not in_flight.complete, "there was not enough to generate"
-            tally, happened, joins = in_flight.counters, fleet.event_log.happened, len(host.workers)
+            assert not in_flight.all_scored, "there was not enough to generate"
+            tally, happened, joins = in_flight.counters, fleet.event_log.counters, len(host.workers)
     ready = ideal - joins * (SPEED.boot_s + WEIGHTS.pull) * SPEED.peak_tokens_per_s
     made, accepted = sum(worker.engine.generated for worker in host.workers.values()), tally.tokens_accepted
     return {

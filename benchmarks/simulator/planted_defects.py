@@ -141,11 +141,11 @@ def _begin_again_half(right: Callable[..., Any]) -> Callable[..., Any]:
     """A sample that begins again keeps its first tokens."""
 
     def wrong(self: Sample) -> None:
-        kept = bytes(self.token_ids[:4]), bytes(self.logprobs[:4]), self.made_by[:1]
+        kept = bytes(self.token_ids[:4]), bytes(self.logprobs[:4]), self.version_starts[:1]
         right(self)
         self.token_ids += kept[0]
         self.logprobs += kept[1]
-        self.made_by = kept[2]
+        self.version_starts = kept[2]
 
     return wrong
 
@@ -166,7 +166,9 @@ def _nothing(right: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *arguments, **named: None
 
 
-async def _nothing_learned(self: Ledger, in_flight: InFlight, step: int, positions: Any) -> list[Sample]:
+async def _nothing_learned(
+    self: Ledger, in_flight: InFlight, step: int, positions: Any, *, reward_mean: float | None
+) -> list[Sample]:
     """A batch is not journalled."""
     return [sample for position in positions for sample in in_flight.close(position)]
 
@@ -212,14 +214,14 @@ def _as_they_come(right: Callable[..., Any]) -> Callable[..., Any]:
 DEFECTS = {
     "drops a message": Defect(Mailbox, "put_reports", _drop_messages),
     "counts a token twice": Defect(InFlight, "apply", _count_twice),
-    "ignores whose weights made it": Defect(Sample, "judge", _take_for_applied("wrong_version")),
-    "ignores who sent it": Defect(Sample, "judge", _take_for_applied("stale_lease", "stale_attempt")),
-    "ignores which attempt sent it": Defect(Sample, "judge", _take_for_applied("stale_attempt")),
-    "ignores where it begins": Defect(Sample, "judge", _take_for_applied("overlap", "gap")),
-    "takes what is malformed": Defect(Sample, "judge", _take_for_applied("malformed")),
+    "ignores whose weights made it": Defect(Sample, "check", _take_for_applied("wrong_version")),
+    "ignores who sent it": Defect(Sample, "check", _take_for_applied("stale_lease", "stale_attempt")),
+    "ignores which attempt sent it": Defect(Sample, "check", _take_for_applied("stale_attempt")),
+    "ignores where it begins": Defect(Sample, "check", _take_for_applied("overlap", "gap")),
+    "takes what is malformed": Defect(Sample, "check", _take_for_applied("malformed")),
     "skips the journal": Defect(Ledger, "_append", _skip_journal),
     "acts before it is durable": Defect(Ledger, "_append", _journal_later),
-    "does not journal a batch": Defect(Ledger, "note_learned", lambda right: _nothing_learned),
+    "does not journal a batch": Defect(Ledger, "record_batch", lambda right: _nothing_learned),
     "files entries under the next round": Defect(Ledger, "_round", _round_too_late),
     "forgets to revoke": Defect(InFlight, "revoke", _forget_to_revoke),
     "forgets a sample that waits": Defect(InFlight, "take_newly_waiting", _forget_waiting),
@@ -227,12 +229,12 @@ DEFECTS = {
     "begins again by half": Defect(Sample, "restart", _begin_again_half),
     "learns from a group twice": Defect(Run, "_accumulate", _learn_twice),
     "lets groups grow a version older": Defect(run, "latest_step", _one_more),
-    "begins one group too many": Defect(run, "may_begin", _one_more),
-    "gives rewards to others": Defect(Ledger, "reward", _swap_rewards),
+    "begins one group too many": Defect(run, "may_start", _one_more),
+    "gives rewards to others": Defect(Ledger, "record_rewards", _swap_rewards),
     "takes groups as they come": Defect(BatchBuilder, "take", _as_they_come),
     "believes any probe": Defect(publishing, "probe_difference", lambda right: lambda *_: 0.0),
-    "fills queues beyond their end": Defect(Dispatcher, "_hand_out", _overfill),
-    "keeps machines it does not use": Defect(Fleet, "_leave", _nothing),
+    "fills queues beyond their end": Defect(Dispatcher, "_assign_waiting", _overfill),
+    "keeps machines it does not use": Defect(Fleet, "_remove", _nothing),
 }
 
 

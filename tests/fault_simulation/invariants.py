@@ -83,7 +83,7 @@ class Invariants:
             require(sample.finish == kept.finish, f"{sample.ordinal} was resumed as {sample.finish}, not {kept.finish}")
             require(sample.reward == kept.reward, f"{sample.ordinal} was resumed with another reward")
             require(sample.published == kept.published, f"{sample.ordinal} was resumed without its publish logprobs")
-            require(list(sample.made_by) == kept.versions, f"{sample.ordinal} was resumed with other versions")
+            require(list(sample.version_starts) == kept.versions, f"{sample.ordinal} was resumed with other versions")
 
     def look(self) -> None:
         """Check all samples in flight."""
@@ -131,10 +131,10 @@ class Invariants:
             if (before.length, before.attempt, before.state) == (sample.length, sample.attempt, sample.state):
                 return
             require(sample.attempt >= before.attempt, f"sample {sample.ordinal} returned to an earlier attempt")
-            kept = sample.length >= before.length and sample.made_by[: len(before.made_by)] == before.made_by
+            kept = sample.length >= before.length and sample.version_starts[: len(before.made_by)] == before.made_by
             require(kept or self._may_restart, f"tokens of sample {sample.ordinal} were lost")
             begun = before.length if kept else 0
-        self._seen[sample.ordinal] = _Seen(sample, sample.length, sample.attempt, sample.state, sample.made_by)
+        self._seen[sample.ordinal] = _Seen(sample, sample.length, sample.attempt, sample.state, sample.version_starts)
         require(
             len(sample.logprobs) == len(sample.token_ids),
             f"sample {sample.ordinal} has a different number of logprobs than tokens",
@@ -156,7 +156,7 @@ class Invariants:
         return schedule.unfinished == "restart" or schedule.on_lag_limit == "restart"
 
     def _check_versions(self, sample: Sample) -> None:
-        numbers = [version.number for version, _ in sample.made_by]
+        numbers = [version.number for version, _ in sample.version_starts]
         require(numbers == sorted(numbers), f"sample {sample.ordinal} returned to older weights: {numbers}")
         bounds = [sample.from_version, *numbers, self.newest]
         require(bounds == sorted(bounds), f"sample {sample.ordinal} is of versions {numbers}, not of {bounds}")

@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tidemill.controller.journal_entries import (
-    Accepted,
-    AnyEntry,
-    Dropped,
-    Learned,
-    Opened,
-    Published,
-    Restarted,
-    Rewarded,
-)
+from tidemill.controller.ledger import Accepted, AnyEntry, Dropped, Opened, Published, Restarted, Rewarded, Trained
 from tidemill.core.records import Finish, LogprobBuffer, PolicyVersion, Reward
 
 
@@ -68,7 +59,7 @@ class DurableState:
             self.dropped.add(entry.position)
             for ordinal in self._of(entry.position):
                 del self.samples[ordinal]
-        elif isinstance(entry, Learned):
+        elif isinstance(entry, Trained):
             self.learned[entry.step] = entry.positions
 
     def _of(self, position: int) -> range:
@@ -83,13 +74,13 @@ class DurableState:
             sample.reward = reward
 
     def _accept(self, entry: Accepted) -> None:
-        for piece in entry.pieces:
-            sample = self.samples[piece.ordinal]
-            if sample.finish is not None or piece.start * 4 != len(sample.token_ids):
-                raise ValueError(f"sample {piece.ordinal} has misplaced tokens")
-            version = entry.versions[piece.version]
-            if piece.token_ids and (not sample.versions or sample.versions[-1][0] != version):
-                sample.versions.append((version, piece.start))
-            sample.token_ids += piece.token_ids
-            sample.finish = piece.finish
-            self.tokens += len(piece.token_ids) // 4
+        for tokens in entry.samples:
+            sample = self.samples[tokens.ordinal]
+            if sample.finish is not None or tokens.start * 4 != len(sample.token_ids):
+                raise ValueError(f"sample {tokens.ordinal} has misplaced tokens")
+            version = entry.versions[tokens.version]
+            if tokens.token_ids and (not sample.versions or sample.versions[-1][0] != version):
+                sample.versions.append((version, tokens.start))
+            sample.token_ids += tokens.token_ids
+            sample.finish = tokens.finish
+            self.tokens += len(tokens.token_ids) // 4

@@ -12,7 +12,7 @@ class ObservedFleet(Fleet):
     @property
     def unread_ends(self) -> set[str]:
         """Leases whose end has not been read yet."""
-        return {ended.lease_id for ended in self._mailbox.mail.ended} if self._mailbox is not None else set()
+        return {ended.lease_id for ended in self._mailbox.messages.ended} if self._mailbox is not None else set()
 
     def arrives_late(self, reports: Iterable[WorkerReport]) -> None:
         """Deliver reports of workers with ended leases."""

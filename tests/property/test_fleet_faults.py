@@ -1,4 +1,4 @@
-"""Whatever happens to the workers, and to the controller, the trainer learns from the very same tokens."""
+"""Worker and controller faults do not change the tokens that the trainer receives."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SPEC = small_spec(batch={"prompts": 4, "group_size": 3}, trainer={"steps": 3}, e
 
 @st.composite
 def scripts(draw: st.DrawFn) -> list[tuple[float, LeaseEvent]]:
-    """Up to six machines, each with a life of its own: there for ever, taken at once, or warned first."""
+    """Up to six machines: kept, evicted without notice, or evicted with notice."""
     script: list[tuple[float, LeaseEvent]] = []
     for name in range(draw(st.integers(0, 6))):
         start = draw(st.floats(0, 8))

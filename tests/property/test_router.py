@@ -1,4 +1,4 @@
-"""Whatever the fleet: nobody idles while there is work, no sample is given twice, nothing goes in circles."""
+"""For any fleet: no worker idles while samples wait, no sample is assigned twice, no sample moves in circles."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def queues(draw: st.DrawFn, lost: bool = False) -> list[Waiting]:
 
 @st.composite
 def crowds(draw: st.DrawFn) -> tuple[list[Load], dict[str, list[Movable]]]:
-    """A fleet with the samples it has; some of them may not be moved any more, some not at all."""
+    """A fleet with its samples, some of which may not move."""
     loads, ordinal = draw(fleets()), 0
     held: dict[str, list[Movable]] = {}
     for load in loads:
@@ -79,7 +79,7 @@ def after(loads: Sequence[Load], decided: Sequence[tuple[int, str]]) -> list[Loa
 
 
 def evenly(loads: Sequence[Load], samples: int) -> Counter[str]:
-    """How many each worker gets when samples are placed one by one by looking at every worker each time."""
+    """Samples per worker when they are placed one by one on the least loaded worker."""
     assigned = {load.lease_id: load.assigned for load in loads}
 
     def rank(load: Load) -> tuple[float, ...]:
@@ -140,7 +140,7 @@ def test_without_prefixes_the_load_is_spread_as_if_samples_were_placed_one_by_on
 
 @given(fleets(), queues())
 def test_a_prefix_costs_a_worker_at_most_one_sample_more_than_even(loads: list[Load], waiting: list[Waiting]) -> None:
-    small = [msgspec.structs.replace(load, slots=min(load.slots, 15)) for load in loads]  # one in eight of 15 is 1
+    small = [msgspec.structs.replace(load, slots=min(load.slots, 15)) for load in loads]  # 15 // 8 = 1
 
     decided = dispatch(waiting, small, queue_limit=LIMIT)
 
@@ -215,7 +215,7 @@ def test_a_sample_returns_to_the_worker_that_lost_it_only_if_no_other_has_a_free
 def moved(
     loads: Sequence[Load], held: dict[str, list[Movable]], moves: Sequence[Move]
 ) -> tuple[list[Load], dict[str, list[Movable]]]:
-    """The fleet after the moves were made."""
+    """The fleet after the moves."""
     samples = {sample.ordinal: sample for group in held.values() for sample in group}
     change = Counter(move.target for move in moves)
     change.subtract(Counter(move.source for move in moves))
@@ -231,7 +231,7 @@ def moved(
 
 
 def test_a_worker_that_was_just_given_samples_gives_none() -> None:
-    """Found by the property below: one took from a queue, and then an idle one took what that made it execute."""
+    """Found by the property below: a worker took from a queue, and an idle worker took from it in turn."""
     loads = [make_load(0, slots=1, assigned=6), make_load(1, slots=3), make_load(2, slots=5, assigned=1)]
     crowded, idle, busy = (load.lease_id for load in loads)
     held = {crowded: make_held(*((at, 1.0, 0) for at in range(5))), idle: [], busy: make_held((5, 1.0, 0))}
@@ -325,7 +325,7 @@ def test_an_idle_worker_takes_what_the_most_loaded_executes_beyond_its_plateau()
     assert count(5) == {"lease 0": 1}  # max(6 - 5, 0); max(5 - 5, 0)
     assert count(6) == {}
     assert count({"lease 0": 6, "lease 1": 3}) == {"lease 1": 2}  # 5 - 3
-    assert count({"lease 1": 4}) == {"lease 1": 1}  # the other's plateau is not known
+    assert count({"lease 1": 4}) == {"lease 1": 1}  # the other's plateau is unknown
     # Plateau 1: (6, 5, 0) one by one from the most loaded, while the idle one gets less than that had:
     # (5, 5, 1), (4, 5, 2), (4, 4, 3); a fourth would give it as many as it left.
     assert count(1) == {"lease 0": 2, "lease 1": 1}
@@ -334,12 +334,12 @@ def test_an_idle_worker_takes_what_the_most_loaded_executes_beyond_its_plateau()
 
 @dataclass
 class Loop:
-    """A fleet that decodes: one token a round for every executing sample, first come first served."""
+    """A fleet that decodes one token per round and executing sample, in order of assignment."""
 
     source: random.Random
     slots: dict[str, int]
-    left: dict[int, int]  # tokens still to come, by sample
-    at: dict[int, str] = field(default_factory=dict)  # in the order they were given
+    left: dict[int, int]  # remaining tokens, by sample
+    at: dict[int, str] = field(default_factory=dict)  # in order of assignment
     moves: Counter[int] = field(default_factory=Counter)
     trips: dict[int, list[str]] = field(default_factory=dict)
 
@@ -388,7 +388,7 @@ class Loop:
         assert not (0 in busy.values() and any(busy[lease] > slots + LIMIT for lease, slots in self.slots.items()))
 
     def churn(self) -> None:
-        """A worker goes, a worker comes."""
+        """A worker leaves or joins."""
         gone = self.source.choice(sorted(self.slots))
         if len(self.slots) > 1 and self.source.random() < 0.5:
             del self.slots[gone]
@@ -427,7 +427,7 @@ def test_what_moved_stays_where_it_is_until_something_changes() -> None:
     for _ in range(20):
         loop.round()
 
-    # 2 queued samples found free slots and filled them; then 8 execute beside 2, and nobody is idle.
+    # 2 queued samples fill free slots; then 8 and 2 execute, and no worker is idle.
     # The idle worker also took what the other executed beyond its plateau, until (5, 5): 2 + 3 moves.
     assert sum(loop.moves.values()) == 5
     assert Counter(loop.at.values()) == {"lease 0": 5, "lease 1": 5}

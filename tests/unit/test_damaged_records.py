@@ -11,7 +11,7 @@ import pytest
 from tests.fabricated_forecast import make_forecast
 from tests.planted import planted, spec_of
 from tidemill.config.model import ModelConfig
-from tidemill.controller.journal_entries import Rewarded, decoded, encode
+from tidemill.controller.ledger import Rewarded, decode, encode
 from tidemill.core.errors import UserError
 from tidemill.core.records import Reward
 from tidemill.models.folder import DESCRIPTION
@@ -41,7 +41,7 @@ RECORDS: dict[str, tuple[bytes, str, Callable[[Path], object]]] = {
     "ledger": (
         encode(Rewarded(((0, Reward(value=1.0, reason="right")),))),
         "blob",
-        lambda folder: decoded((folder / "blob").read_bytes(), 4),
+        lambda folder: decode((folder / "blob").read_bytes(), 4),
     ),
 }
 

@@ -14,8 +14,8 @@ from typing import Any, Literal, Self, TypeAlias
 
 import msgspec
 
-from tidemill.core.decoding import decode_json
 from tidemill.core.errors import UserError
+from tidemill.core.records import decode_json
 from tidemill.pipeline.stage_plan import Action, FoundStage, Plan, PlannedStage, StageResult
 from tidemill.telemetry.jsonl import disk_error, encode, write_atomically
 from tidemill.telemetry.run_dir import LockedDirectory, RunDirectory, read_json

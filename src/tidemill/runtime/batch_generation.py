@@ -15,15 +15,14 @@ from typing import Self
 import msgspec
 
 from tidemill.controller.collector import RolloutContext, collect_samples
-from tidemill.controller.evaluation import HELD_OUT_NAME, Evaluation, evaluate, judged
+from tidemill.controller.evaluation import HELD_OUT_NAME, Evaluation, eval_result, evaluate
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.in_flight import InFlight, SamplingPlan, plan_groups
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.loop import sampling_params
-from tidemill.core.decoding import decode_json
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import LoopClock
-from tidemill.core.records import Group, PolicyVersion, Prompt, Record, SamplingParams, Trajectory
+from tidemill.core.records import Group, PolicyVersion, Prompt, Record, SamplingParams, Trajectory, decode_json
 from tidemill.envs.text.text_task import Task
 from tidemill.models.loading import weights_digest
 from tidemill.rollout.worker import EngineWorker
@@ -121,7 +120,9 @@ class BatchGenerator:
             answered = self.answers.find(key) or await self._ask_greedily(key, some)
             samples += answered.samples
             duration_s += answered.duration_s
-        return Evaluation(result=judged(HELD_OUT_NAME, 0, self.version, samples, duration_s), samples=tuple(samples))
+        return Evaluation(
+            result=eval_result(HELD_OUT_NAME, 0, self.version, samples, duration_s), samples=tuple(samples)
+        )
 
     async def draw(
         self,

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from tidemill.core.decoding import decode_json
 from tidemill.core.errors import UserError
+from tidemill.core.records import decode_json
 
 BLOCK_BYTES = 1 << 16
 LARGEST = 1e100

@@ -16,9 +16,8 @@ from typing import Any
 import msgspec
 
 import tidemill
-from tidemill.core.decoding import decode_json
 from tidemill.core.formatting import counted, dollars, duration
-from tidemill.core.records import Record
+from tidemill.core.records import Record, decode_json
 from tidemill.telemetry.events import timestamp
 from tidemill.telemetry.jsonl import write_atomically
 

@@ -13,8 +13,8 @@ from typing import Any, Self
 import msgspec
 from filelock import FileLock, Timeout
 
-from tidemill.core.decoding import decode_json
 from tidemill.core.errors import UserError
+from tidemill.core.records import decode_json
 from tidemill.telemetry.events import PastSessions, past_sessions
 from tidemill.telemetry.jsonl import disk_error, drop_torn_line, encode, read_lines, write_atomically
 

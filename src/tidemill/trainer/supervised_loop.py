@@ -335,7 +335,7 @@ class _Fit(Generic[E]):
         improved = False
         if self.held_out and (self.step == self.plan.total or (every and self.step % every == 0)):
             improved = self._evaluate()
-        self.guard.look(self._tell(values, optimizer_steps=taken))
+        self.guard.check(self._tell(values, optimizer_steps=taken))
         often = self.spec.checkpoint.every_steps
         if (often and self.step % often == 0) or (improved and self.settings.patience):
             self._checkpoint()

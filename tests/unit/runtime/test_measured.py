@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from tests.char_codec import make_prompt, make_trajectory
-from tidemill.controller.evaluation import Evaluation, judged
-from tidemill.controller.journal_entries import EvalResult
+from tidemill.controller.evaluation import Evaluation, eval_result
+from tidemill.controller.ledger import EvalResult
 from tidemill.core.records import Group, PolicyVersion, Prompt, Reward, Trajectory
 from tidemill.runtime.model_evaluation import ModelEvaluation, comparison, figures
 from tidemill.telemetry.statistics import wilson_interval
@@ -83,7 +83,7 @@ def graded(values: Sequence[float | None], drawn: Sequence[Sequence[float]] = ()
         msgspec.structs.replace(group, trajectories=tuple(map(with_reward, group.trajectories, rewards)))
         for group, rewards in zip(plain.drawn, drawn, strict=True)
     )
-    result = judged("held_out", 0, plain.greedy.result.version, samples, 1.0)
+    result = eval_result("held_out", 0, plain.greedy.result.version, samples, 1.0)
     return replace(plain, greedy=Evaluation(result=result, samples=samples), drawn=groups)
 
 

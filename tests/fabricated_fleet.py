@@ -146,7 +146,7 @@ class FabricatedFleet(FabricatedRun):
     def _evict(self, machine: Machine, samples: int) -> None:
         at_s, counts = machine.ends_s, self.counts
         if machine.noticed and samples:
-            self._at(at_s - 1.0, "hand_back", **machine.name, samples=samples)
+            self._at(at_s - 1.0, "drain", **machine.name, samples=samples)
             self._went_on(at_s - 0.99, machine, samples)
         left = 0 if machine.noticed else samples
         lost = 3 * left

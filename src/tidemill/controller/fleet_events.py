@@ -16,8 +16,8 @@ from tidemill.core.records import Loaded
 from tidemill.telemetry.events import (
     CRASH,
     DECODE,
+    DRAIN,
     EVICTION,
-    HAND_BACK,
     JOIN_FAILED,
     LEASE,
     LEASE_END,
@@ -26,7 +26,7 @@ from tidemill.telemetry.events import (
     PULL,
     QUARANTINE,
     REBALANCE,
-    VACATED,
+    WORKER_RELEASED,
 )
 
 _ROUND = 6
@@ -88,7 +88,7 @@ class FleetEventLog:
 
     def asked_back(self, member: WorkerState, samples: int) -> None:
         """It is about to go; what of its samples really comes back is told when they go on elsewhere."""
-        self._tell(HAND_BACK, member, samples=samples)
+        self._tell(DRAIN, member, samples=samples)
 
     def migrated(self, source: str, target: WorkerState, samples: Sequence[Sample]) -> None:
         """Samples that the lease `source` had go on at another worker, from the tokens they have."""
@@ -134,7 +134,7 @@ class FleetEventLog:
 
     def vacated(self, member: WorkerState, samples: int) -> None:
         """The last samples of a batch are gathered on others."""
-        self._tell(VACATED, member, samples=samples)
+        self._tell(WORKER_RELEASED, member, samples=samples)
 
     def ended(self, ended: LeaseOutcome, samples: Sequence[Sample]) -> None:
         """A worker that served is gone: evicted, or it crashed. One that was given back is only told of as such."""

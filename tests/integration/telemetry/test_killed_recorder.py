@@ -19,8 +19,8 @@ from tests.fabricated_run import FabricatedRun
 from tidemill.telemetry.events import read_events
 from tidemill.telemetry.metrics import read_metrics
 from tidemill.telemetry.report import write_report
+from tidemill.telemetry.run_data import RunData
 from tidemill.telemetry.run_dir import RunDirectory
-from tidemill.telemetry.summary import build_summary
 
 ROOT = Path(__file__).resolve().parents[3]
 DEADLINE_S = 60.0
@@ -91,7 +91,7 @@ def test_a_kill_at_any_moment_leaves_whole_lines(tmp_path: Path) -> None:
                     msgspec.json.decode(line)
         steps = [line.step for line in read_metrics(run.metrics)]
         assert steps == list(range(1, len(steps) + 1)) and len(run.metrics.read_bytes().splitlines()) == len(steps)
-    summary = build_summary(run, outcome="running", total_steps=10)
+    summary = RunData.load(run).summarize(outcome="running", total_steps=10)
     assert summary["steps"] == len(steps) > 0 and summary["sessions"] == 4
     assert write_report(tmp_path).stat().st_size > 50_000
     resumed = [event["step"] for event in read_events(run.events) if event["event"] == "resume"]

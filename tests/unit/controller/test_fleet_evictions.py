@@ -104,7 +104,7 @@ def test_what_the_steps_say_of_the_fleet_adds_up_to_what_the_summary_says() -> N
     figures = fleet_figures(events, [], wall_s=1.0, tokens_trained=1.0, reserved_usd_per_hour=0.0)
     for key in ("migrations", "evictions", "tokens_lost"):
         assert sum(step.values[key] for step in told.steps) == figures[key] > 0
-    asked = sum(fields["samples"] for fields in (*told.named("hand_back"), *told.named("rebalance")))
+    asked = sum(fields["samples"] for fields in (*told.named("drain"), *told.named("rebalance")))
     assert figures["samples_kept"] <= figures["migrations"] <= asked + sum(f["samples"] for f in told.named("eviction"))
 
 

@@ -278,7 +278,7 @@ def test_a_trainer_that_does_not_answer_keeps_nobody_from_stopping(hanging: str)
     assert stopped.result is not None
     assert stopped.result.interrupted
     assert ended_s < 20.0 + 2 * stopped.timeouts.stop_s
-    (told,) = stopped.telemetry.named("given_up")
+    (told,) = stopped.telemetry.named("wait_abandoned")
     assert told["waited_s"] == stopped.timeouts.stop_s
     assert "there is no checkpoint after step" in told["lost"]
     resumed = run_virtual(stop_at(Session(disk=disk), 10**6))

@@ -64,7 +64,7 @@ def test_a_batch_is_finished_on_one_worker_and_learned_from_as_ever() -> None:
     run_virtual(alone.run())
 
     assert trained(session) == trained(alone)
-    left = session.telemetry.named("vacated")
+    left = session.telemetry.named("worker_released")
     assert left
     # at most 3 of 18 samples are the tail, and a worker decodes 3 at once: one keeps what it has and gets the others'
     assert all(fields["samples"] <= 2 for fields in left)

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from tidemill.telemetry.metrics import MetricLine
+from tidemill.telemetry.run_data import Evaluation, comparable, evaluations
 from tidemill.telemetry.statistics import wilson_interval
-from tidemill.telemetry.summary import Evaluation, comparable, evaluations
 
 
 def evaluated(step: int, reward: float, accuracy: float | None = None) -> dict[str, object]:

@@ -48,7 +48,7 @@ EVENTS = [
     line("join", 1, 12.0, lease="b", error="WorkerLost", duration_s=2.0),
     decode(1, 20.0, "local", "reserved", 300, 20.0),
     line("notice", 1, 38.0, lease="a", grace_s=2.0),
-    line("hand_back", 1, 39.0, lease="a", samples=4),  # one of them it finished itself
+    line("drain", 1, 39.0, lease="a", samples=4),  # one of them it finished itself
     line("migration", 1, 39.1, lease="a", to_worker="spot-b", samples=3, tokens_kept=20),
     decode(1, 40.0, "a", "preemptible", 500, 30.0),
     line("eviction", 1, 40.0, lease="a", noticed=True, samples=1, tokens_kept=20, tokens_lost=0),
@@ -170,7 +170,5 @@ def test_a_run_on_the_reserved_side_alone_costs_its_wall_time() -> None:
 
 
 def test_the_sentence_at_the_end() -> None:
-    assert evictions_sentence(figures()) == (
-        "2 evictions (1 with notice): 6 samples went on elsewhere, 42 tokens kept, 11 lost"
-    )
+    assert evictions_sentence(figures()) == ("2 evictions (1 with notice): 6 samples migrated, 42 tokens kept, 11 lost")
     assert evictions_sentence(figures([])) == ""

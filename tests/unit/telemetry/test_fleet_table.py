@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from tidemill.core.records import FleetRow
-from tidemill.telemetry.fleet_view import fleet_table
+from tidemill.telemetry.progress_views import fleet_table
 
 
 def row(name: str, **fields: Any) -> FleetRow:

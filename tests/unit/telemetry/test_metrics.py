@@ -29,7 +29,7 @@ def test_steps_are_sorted_and_the_later_line_of_a_step_counts(tmp_path: Path) ->
     assert [(line.step, line.values) for line in read_metrics(path)] == [(1, {"x": 5.0}), (2, {"x": 3.0})]
 
 
-@pytest.mark.parametrize("value", ["[1]", '"x"', "null", "1e308", "1" + "0" * 400])
+@pytest.mark.parametrize("value", ["[1]", '"x"', "null", "true"])
 def test_what_cannot_have_been_measured_is_absent(tmp_path: Path, value: str) -> None:
     path = tmp_path / "metrics.jsonl"
     names = ("policy_version", "optimizer_steps", "session", "elapsed_s", "loss")

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from tidemill.telemetry.metrics import MetricLine
 from tidemill.telemetry.progress_views import Progress
-from tidemill.telemetry.summary import Evaluation
+from tidemill.telemetry.run_data import Evaluation
 
 
 def test_time_left_is_the_median_of_recent_steps() -> None:

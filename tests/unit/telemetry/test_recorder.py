@@ -205,7 +205,7 @@ def test_a_sink_that_fails_is_told_once_and_the_run_goes_on(tmp_path: Path, monk
     assert [(event["sink"], event["error"]) for event in failures] == [("wandb", "OSError: gone")]
     assert len(read_metrics(recorder.run.metrics)) == 2
     assert isinstance(recorder._view, PlainView) and isinstance(recorder._view._stream, io.StringIO)
-    assert recorder._view._stream.getvalue().count("wandb failed") == 1
+    assert recorder._view._stream.getvalue().count("sink wandb failed") == 1
 
 
 def test_a_full_disk_ends_the_run_clearly_and_still_closes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,10 +278,11 @@ def test_the_fleets_events_are_told_and_counted_at_the_end(tmp_path: Path) -> No
     assert (summary["evictions"], summary["evictions_noticed"], summary["migrations"]) == (12, 4, 58)
     assert isinstance(recorder._view, PlainView) and isinstance(recorder._view._stream, io.StringIO)
     shown = recorder._view._stream.getvalue().splitlines()
-    assert shown[:8] == ["evicted spot-3 without notice: 5 samples go on elsewhere with 1,210 tokens kept, 37 lost"] * 8
+    moved = "5 samples move to other workers, 1,210 tokens kept, 37 lost"
+    assert shown[:8] == [f"evicted spot-3 without notice: {moved}"] * 8
     assert shown[8:] == [
-        "also 4 evictions: 20 samples go on elsewhere with 4,840 tokens kept, 148 lost",
-        "12 evictions (4 with notice): 58 samples went on elsewhere, 14,000 tokens kept, 444 lost",
+        "also 4 evictions: 20 samples move to other workers, 4,840 tokens kept, 148 lost",
+        "12 evictions (4 with notice): 58 samples migrated, 14,000 tokens kept, 444 lost",
     ]
 
 

@@ -8,7 +8,7 @@ from tests.fabricated_forecast import make_forecast
 from tidemill.telemetry.manifest import write_forecast
 from tidemill.telemetry.metrics import METRICS
 from tidemill.telemetry.report.charts import chart_data
-from tidemill.telemetry.report.run_data import read_run
+from tidemill.telemetry.run_data import RunData
 from tidemill.telemetry.run_dir import RunDirectory
 
 
@@ -16,7 +16,7 @@ def charts_of(tmp_path: Path, metrics: str, events: str = "") -> dict[str, Any]:
     run = RunDirectory(tmp_path)
     run.metrics.write_text(metrics)
     run.events.write_text(events)
-    return chart_data(read_run(run))
+    return chart_data(RunData.load(run))
 
 
 def test_only_what_was_measured_is_drawn(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_shares_are_drawn_in_per_cent_and_with_few_figures(tmp_path: Path) -> No
 def test_several_rewards_share_a_chart_and_unknown_metrics_get_their_own(tmp_path: Path) -> None:
     data = charts_of(tmp_path, '{"step":1,"reward/exact":1,"reward/length":0.5,"my_metric":3}\n')
     titles = {chart["title"]: [one["label"] for one in chart["series"]] for chart in data["charts"]}
-    assert titles == {"Rewards apart": ["exact", "length"], "my_metric": ["my_metric"]}
+    assert titles == {"Single rewards": ["exact", "length"], "my_metric": ["my_metric"]}
 
 
 def test_no_figure_of_a_run_of_ours_is_drawn_under_its_raw_name(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_what_is_held_out_stands_beside_the_same_of_training(tmp_path: Path) -> 
     (chart,) = charts_of(tmp_path, '{"step":1,"score_margin":2,"eval/score_margin":1.5,"eval/score_mean":-1}\n')[
         "charts"
     ]
-    assert chart["title"] == "Scores"
+    assert chart["title"] == "Reward model scores"
     assert [(one["label"], one["values"]) for one in chart["series"]] == [
         ("margin", [2]),
         ("margin, held-out", [1.5]),
@@ -104,13 +104,13 @@ def test_a_correction_that_changes_nothing_is_not_drawn(tmp_path: Path) -> None:
     nothing = '{"step":1,"correction_masked":0.0,"correction_truncated":0.0}\n'
     assert charts_of(tmp_path, nothing)["charts"] == []
     (chart,) = charts_of(tmp_path, '{"step":1,"correction_masked":0.25,"correction_truncated":0.0}\n')["charts"]
-    assert chart["series"][0] == {"label": "left out", "values": [25.0]}
+    assert chart["series"][0] == {"label": "masked", "values": [25.0]}
 
 
 def test_the_forecast_stands_beside_the_step_times(tmp_path: Path) -> None:
     write_forecast(tmp_path, make_forecast(3.0))
     data = charts_of(tmp_path, '{"step":0}\n{"step":1,"time_step_s":3.5}\n{"step":2,"time_step_s":1.5}\n')
-    (chart,) = [chart for chart in data["charts"] if chart["title"] == "Step time against the forecast"]
+    (chart,) = [chart for chart in data["charts"] if chart["title"] == "Step time and forecast"]
     assert chart["series"] == [
         {"label": "forecast", "values": [None, 3.0, 2.0]},
         {"label": "actual", "values": [None, 3.5, 1.5]},

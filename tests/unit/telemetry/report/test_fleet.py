@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from tests.fabricated_fleet import FabricatedFleet
-from tidemill.telemetry.report.run_data import cost_bars, fleet_section, mean_serving, read_run
-from tidemill.telemetry.report.timeline import Timeline, timeline
+from tidemill.telemetry.report.timeline import Timeline, cost_bars, fleet_section, mean_serving, timeline
+from tidemill.telemetry.run_data import RunData
 
 
 def costs(reserved: float, preemptible: float, alone: float | None) -> dict[str, Any]:
@@ -46,16 +46,16 @@ def test_the_mean_is_over_time() -> None:
 
 def test_the_fabricated_fleet_in_figures(tmp_path: Path) -> None:
     fleet = FabricatedFleet(tmp_path)
-    story = read_run(fleet.make())
-    workers = timeline(story.events, story.metrics)
+    data = RunData.load(fleet.make())
+    workers = timeline(data.events, data.metrics)
     assert workers is not None
-    section = fleet_section(story, workers)
+    section = fleet_section(data, workers)
     figures = {label: (figure, remark) for label, figure, remark in section["tiles"]}
     counts = fleet.counts
     assert figures["Evictions"] == (str(counts.evictions), f"{counts.noticed} with notice")
-    assert figures["Samples moved"][0] == str(counts.moved) and figures["Samples moved"][1].endswith(
+    assert figures["Samples migrated"][0] == str(counts.moved) and figures["Samples migrated"][1].endswith(
         f"{counts.lost} lost"
     )
     assert section["sentence"].startswith(f"{counts.evictions} evictions ({counts.noticed} with notice): ")
-    assert figures["Workers"][1] == "on average, most 4"
+    assert figures["Workers"][1] == "mean, at most 4"
     assert len(section["costs"]) == 2 and "Quarantined" not in figures

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from tidemill.telemetry.report.run_data import SampleWindow
-from tidemill.telemetry.report.showcase import BINS, histograms, make_bins
+from tidemill.telemetry.report.charts import BINS, histograms, make_bins
+from tidemill.telemetry.report.sample_cards import SampleWindow
 from tidemill.telemetry.sample_files import Sample
 
 

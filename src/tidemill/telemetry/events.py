@@ -10,44 +10,110 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from tidemill.core.formatting import counted, decimal, duration
 from tidemill.core.protocols import Clock, Telemetry
 from tidemill.core.records import Record
 from tidemill.telemetry.jsonl import finite_number, read_lines
 
-SESSION_START = "session_start"
-SESSION_END = "session_end"
-RESUME = "resume"
-ROLLOUT = "rollout"
-TRAINING = "training"
-EVALUATION = "evaluation"
-CHECKPOINT = "checkpoint"
-SINK_FAILED = "sink_failed"
-REPLAY = "replay"
-ALREADY_FINISHED = "already_finished"
-WAITING = "waiting"
-WAIT_ABANDONED = "wait_abandoned"
-LEASE = "lease"
-JOIN = "join"
-PULL = "pull"
-DECODE = "decode"
-NOTICE = "notice"
-DRAIN = "drain"
-MIGRATION = "migration"
-EVICTION = "eviction"
-CRASH = "crash"
-LEASE_END = "lease_end"
-REBALANCE = "rebalance"
-WORKER_RELEASED = "worker_released"
-QUARANTINE = "quarantine"
-JOIN_FAILED = "join_failed"
-READER_RESTART = "reader_restart"
-PUBLISH = "publish"
-REWARD_FAILED = "reward_failed"
-PLAN = "plan"
-MACHINE = "machine"
+EVENTS: dict[str, str] = {}
+"""Meaning of each event. Spans also have `duration_s`, and `error` if an exception ended them."""
+
+
+def _define(name: str, meaning: str) -> str:
+    EVENTS[name] = meaning
+    return name
+
+
+SESSION_START: Final = _define(
+    "session_start", "a process opened the run; `resumed`, `earlier_wall_s` (of all earlier sessions), `pid`, `host`"
+)
+RESUME: Final = _define(
+    "resume", "training resumes after `step`; later metrics and samples were deleted and will be written again"
+)
+REPLAY: Final = _define(
+    "replay", "steps `first_step` to `last_step` are trained again from samples in the ledger, without generating"
+)
+ALREADY_FINISHED: Final = _define("already_finished", "all steps were already done; nothing was trained")
+PLAN: Final = _define("plan", "the number of optimizer steps, where it follows from the data: `steps`")
+MACHINE: Final = _define("machine", "the devices the run computes on: `device`, `threads` and more")
+WAITING: Final = _define("waiting", "a long wait is still in progress: `awaited`, `waited_s`, `deadline_s`")
+WAIT_ABANDONED: Final = _define(
+    "wait_abandoned", "the run is stopping and stopped waiting for `awaited` after `waited_s`; `lost`: the consequence"
+)
+ROLLOUT: Final = _define("rollout", "span: the samples of `step` were generated")
+TRAINING: Final = _define("training", "span: gradients and optimizer steps of `step`")
+EVALUATION: Final = _define(
+    "evaluation", "span: held-out prompts after `step`; `reward_mean`, `reward_stderr`, `greedy_accuracy`, `n`"
+)
+REWARD_FAILED: Final = _define(
+    "reward_failed",
+    "the first failure of its kind in a reward function, on a sample of `step`: `reason`, `prompt`, `response` "
+    "(both shortened)",
+)
+CHECKPOINT: Final = _define("checkpoint", "span: the trainer's state after `step` became durable")
+PUBLISH: Final = _define(
+    "publish",
+    "span: a version became available to workers; `version`, and where files were written `nbytes` and `delta_nbytes`",
+)
+LEASE: Final = _define(
+    "lease", "a machine was granted; `lease`, `worker`, `kind` (reserved or preemptible), `price_usd_per_hour`"
+)
+JOIN: Final = _define(
+    "join",
+    "span: a worker started on its machine, pulled weights and passed the probe; `lease`, `worker`; `error` if "
+    "it failed",
+)
+PULL: Final = _define(
+    "pull",
+    "span: a worker fetched a version and swapped to it; `lease`, `worker`, `version`, `nbytes`, `full` (a whole "
+    "snapshot, not a delta), `swap_s` (generation paused), `retries` (damaged transfers)",
+)
+DECODE: Final = _define(
+    "decode",
+    "span: a worker generated samples of a batch; `lease`, `worker`, `kind`, `step`, `purpose`, `tokens`, "
+    "`samples`, and `work`, the engine's work grouped by concurrent samples in powers of two (`passes`; `rows`: "
+    "samples extended by one token, with their `context_tokens`; `drawn` and `prefilled` tokens) with its time "
+    "(`busy_s`, CPU time `cpu_s`)",
+)
+NOTICE: Final = _define("notice", "a machine will be taken in `grace_s`; `lease`, `worker`, `cause`")
+DRAIN: Final = _define(
+    "drain",
+    "a worker under notice is asked to return the `samples` it is generating (it may still finish some); "
+    "`lease`, `worker`",
+)
+EVICTION: Final = _define(
+    "eviction",
+    "a machine was taken; `lease`, `worker`, `cause`, `noticed`, the `samples` it was generating, their "
+    "`tokens_kept`, and `tokens_lost`, estimated from its speed and the time since its last report",
+)
+CRASH: Final = _define("crash", "a serving worker raised an error and its lease ended; fields as for an eviction")
+MIGRATION: Final = _define(
+    "migration",
+    "`samples` of `worker` (under `lease`, which may have ended) continue on `to_worker` after their `tokens_kept`",
+)
+LEASE_END: Final = _define(
+    "lease_end", "a machine was released; `lease`, `worker`, `kind`, `cause`, `evicted`, `held_s`, `cost_usd`, `tokens`"
+)
+REBALANCE: Final = _define(
+    "rebalance", "`from_worker` is asked to return `samples` for `to_worker`, to balance the load"
+)
+WORKER_RELEASED: Final = _define(
+    "worker_released",
+    "the last `samples` of a batch were moved to a few workers and this one was released; `lease`, `worker`",
+)
+QUARANTINE: Final = _define(
+    "quarantine",
+    "a worker's logprobs differ from the trainer's by `difference`, above `limit`; the worker is released; "
+    "`lease`, `worker`",
+)
+JOIN_FAILED: Final = _define("join_failed", "a worker failed to start on its machine; `lease`, `worker`, `cause`")
+READER_RESTART: Final = _define(
+    "reader_restart", "the process of a reward model or of the reference was lost and is restarted; `who`, `cause`"
+)
+SINK_FAILED: Final = _define("sink_failed", "an optional sink raised and was dropped; `sink`, `error`")
+SESSION_END: Final = _define("session_end", "the process closed the run; `outcome` is finished, interrupted or failed")
 
 NOT_PART_OF_A_STEP = (EVALUATION, CHECKPOINT)
 """Spans that are excluded from a step's wall time."""
@@ -56,53 +122,16 @@ FLEET_EVENTS = frozenset({
     QUARANTINE, JOIN_FAILED,
 })  # fmt: skip
 """Events of single workers, which may be many."""
-
-EVENTS: dict[str, str] = {
-    SESSION_START: "a process opened the run; `resumed`, `earlier_wall_s` (of all earlier sessions), `pid`, `host`",
-    RESUME: "training resumes after `step`; later metrics and samples were deleted and will be written again",
-    REPLAY: "steps `first_step` to `last_step` are trained again from samples in the ledger, without generating",
-    ALREADY_FINISHED: "all steps were already done; nothing was trained",
-    PLAN: "the number of optimizer steps, where it follows from the data: `steps`",
-    MACHINE: "the devices the run computes on: `device`, `threads` and more",
-    WAITING: "a long wait is still in progress: `awaited`, `waited_s`, `deadline_s`",
-    WAIT_ABANDONED: "the run is stopping and stopped waiting for `awaited` after `waited_s`; `lost`: the consequence",
-    ROLLOUT: "span: the samples of `step` were generated",
-    TRAINING: "span: gradients and optimizer steps of `step`",
-    EVALUATION: "span: held-out prompts after `step`; `reward_mean`, `reward_stderr`, `greedy_accuracy`, `n`",
-    REWARD_FAILED: "the first failure of its kind in a reward function, on a sample of `step`: `reason`, `prompt`, "
-    "`response` (both shortened)",
-    CHECKPOINT: "span: the trainer's state after `step` became durable",
-    PUBLISH: "span: a version became available to workers; `version`, and where files were written `nbytes` and "
-    "`delta_nbytes`",
-    LEASE: "a machine was granted; `lease`, `worker`, `kind` (reserved or preemptible), `price_usd_per_hour`",
-    JOIN: "span: a worker started on its machine, pulled weights and passed the probe; `lease`, `worker`; `error` if "
-    "it failed",
-    PULL: "span: a worker fetched a version and swapped to it; `lease`, `worker`, `version`, `nbytes`, `full` (a whole "
-    "snapshot, not a delta), `swap_s` (generation paused), `retries` (damaged transfers)",
-    DECODE: "span: a worker generated samples of a batch; `lease`, `worker`, `kind`, `step`, `purpose`, `tokens`, "
-    "`samples`, and `work`, the engine's work grouped by concurrent samples in powers of two (`passes`; `rows`: "
-    "samples extended by one token, with their `context_tokens`; `drawn` and `prefilled` tokens) with its time "
-    "(`busy_s`, CPU time `cpu_s`)",
-    NOTICE: "a machine will be taken in `grace_s`; `lease`, `worker`, `cause`",
-    DRAIN: "a worker under notice is asked to return the `samples` it is generating (it may still finish some); "
-    "`lease`, `worker`",
-    EVICTION: "a machine was taken; `lease`, `worker`, `cause`, `noticed`, the `samples` it was generating, their "
-    "`tokens_kept`, and `tokens_lost`, estimated from its speed and the time since its last report",
-    CRASH: "a serving worker raised an error and its lease ended; fields as for an eviction",
-    MIGRATION: "`samples` of `worker` (under `lease`, which may have ended) continue on `to_worker` after their "
-    "`tokens_kept`",
-    LEASE_END: "a machine was released; `lease`, `worker`, `kind`, `cause`, `evicted`, `held_s`, `cost_usd`, `tokens`",
-    REBALANCE: "`from_worker` is asked to return `samples` for `to_worker`, to balance the load",
-    WORKER_RELEASED: "the last `samples` of a batch were moved to a few workers and this one was released; `lease`, "
-    "`worker`",
-    QUARANTINE: "a worker's logprobs differ from the trainer's by `difference`, above `limit`; the worker is released; "
-    "`lease`, `worker`",
-    JOIN_FAILED: "a worker failed to start on its machine; `lease`, `worker`, `cause`",
-    READER_RESTART: "the process of a reward model or of the reference was lost and is restarted; `who`, `cause`",
-    SINK_FAILED: "an optional sink raised and was dropped; `sink`, `error`",
-    SESSION_END: "the process closed the run; `outcome` is finished, interrupted or failed",
-}
-"""Meaning of each event. Spans also have `duration_s`, and `error` if an exception ended them."""
+NOUNS = {
+    JOIN: "join", NOTICE: "notice", DRAIN: "drain", EVICTION: "eviction", CRASH: "crash", PULL: "damaged pull",
+    JOIN_FAILED: "failed join",
+}  # fmt: skip
+"""What the terminal counts when it summarises many fleet events."""
+LISTED_EVENTS = frozenset({
+    SESSION_START, SESSION_END, RESUME, REPLAY, EVALUATION, CHECKPOINT, SINK_FAILED, WAITING, WAIT_ABANDONED, EVICTION,
+    CRASH, JOIN_FAILED, QUARANTINE,
+})  # fmt: skip
+"""Events in the table of the report."""
 
 HEADER = ("time", "session", "elapsed_s", "event")
 INTERRUPTIONS = ("CancelledError", "KeyboardInterrupt")

@@ -22,48 +22,9 @@ from rich.text import Text
 from tidemill.core.formatting import compact, counted, decimal, duration, natural, percent
 from tidemill.core.protocols import Clock
 from tidemill.core.records import FleetRow
-from tidemill.telemetry.events import (
-    CRASH,
-    DRAIN,
-    EVALUATION,
-    EVICTION,
-    JOIN,
-    JOIN_FAILED,
-    LEASE,
-    NOTICE,
-    PULL,
-    QUARANTINE,
-    event_text,
-    moved_text,
-)
-from tidemill.telemetry.metrics import (
-    APPROX_KL,
-    CLIP_FRACTION,
-    ENTROPY,
-    EXAMPLES,
-    GRAD_NORM,
-    GREEDY_ACCURACY,
-    HELD_OUT,
-    HELD_OUT_LOSS,
-    HELD_OUT_REWARD,
-    KL_REF,
-    LEARNING_RATE,
-    LENGTH_MAX,
-    LENGTH_MEAN,
-    LOSS,
-    METRICS,
-    NO_SIGNAL,
-    PAIRWISE_ACCURACY,
-    REWARD_MEAN,
-    REWARD_STD,
-    SAMPLES_INVALID,
-    STEP_TIME,
-    TOKEN_ACCURACY,
-    TOKENS_PER_S,
-    TRUNCATED,
-    UPDATES_SKIPPED,
-    MetricLine,
-)
+from tidemill.telemetry import metrics
+from tidemill.telemetry.events import CRASH, EVALUATION, EVICTION, LEASE, NOUNS, QUARANTINE, event_text, moved_text
+from tidemill.telemetry.metrics import HELD_OUT, METRICS, MetricLine
 from tidemill.telemetry.run_data import Evaluation, read_evaluation
 
 HISTORY = 400
@@ -92,7 +53,9 @@ class Progress:
     def add_step(self, step: int, values: dict[str, float], elapsed_s: float) -> None:
         if step > 0:
             # Wall time from step to step, so that evaluations and checkpoints count towards the time left.
-            self.step_times.append(elapsed_s - self.elapsed_s if self.step_times else values.get(STEP_TIME, 0.0))
+            self.step_times.append(
+                elapsed_s - self.elapsed_s if self.step_times else values.get(metrics.STEP_TIME, 0.0)
+            )
         self.elapsed_s, self.phases = elapsed_s, {}
         self._add_values(step, values)
 
@@ -130,18 +93,18 @@ class Progress:
     @property
     def kl(self) -> str:
         """The KL metric of the run: to the reference if it has one, else of the update."""
-        return KL_REF if KL_REF in self.values else APPROX_KL
+        return metrics.KL_REF if metrics.KL_REF in self.values else metrics.APPROX_KL
 
     def figure(self, name: str) -> str:
         """A metric of the newest step, some with a second number: `0.391 ±0.488`, `4.09 max 14 (6.2 % cut)`."""
         values = self.values
         text = METRICS[name if name in METRICS else name.removeprefix(HELD_OUT)].text(values.get(name))
-        if name == REWARD_MEAN and REWARD_STD in values:
-            return f"{text} ±{decimal(values[REWARD_STD])}"
-        if name == LENGTH_MEAN:
-            cut = f" ({percent(values[TRUNCATED])} cut)" if values.get(TRUNCATED) else ""
-            return f"{compact(values.get(name, 0))} max {compact(values.get(LENGTH_MAX, 0))}{cut}"
-        if name == NO_SIGNAL:
+        if name == metrics.REWARD_MEAN and metrics.REWARD_STD in values:
+            return f"{text} ±{decimal(values[metrics.REWARD_STD])}"
+        if name == metrics.LENGTH_MEAN:
+            cut = f" ({percent(values[metrics.TRUNCATED])} cut)" if values.get(metrics.TRUNCATED) else ""
+            return f"{compact(values.get(name, 0))} max {compact(values.get(metrics.LENGTH_MAX, 0))}{cut}"
+        if name == metrics.NO_SIGNAL:
             return f"{compact(values.get(name, 0))}/{self.groups}" if self.groups else compact(values.get(name, 0))
         return text
 
@@ -160,7 +123,17 @@ class View(Protocol):
     def close(self) -> None: ...
 
 
-ONLY_IF_ANY = (SAMPLES_INVALID, UPDATES_SKIPPED)
+STEP_COLUMNS = (
+    metrics.REWARD_MEAN, metrics.HELD_OUT_REWARD, metrics.GREEDY_ACCURACY, metrics.ENTROPY, metrics.KL_REF,
+    metrics.CLIP_FRACTION, metrics.LENGTH_MEAN, metrics.NO_SIGNAL, metrics.SAMPLES_INVALID, metrics.UPDATES_SKIPPED,
+    metrics.TOKENS_PER_S,
+)  # fmt: skip
+SUPERVISED_COLUMNS = tuple(
+    prefix + name
+    for prefix in ("", HELD_OUT)
+    for name in (metrics.LOSS, metrics.TOKEN_ACCURACY, metrics.PAIRWISE_ACCURACY)
+)
+ONLY_IF_ANY = (metrics.SAMPLES_INVALID, metrics.UPDATES_SKIPPED)
 
 
 def label_of(name: str) -> str:
@@ -171,14 +144,10 @@ def label_of(name: str) -> str:
 def step_text(progress: Progress) -> str:
     """One line for the newest step; metrics that were not measured are omitted."""
     values = progress.values
-    supervised = (
-        LOSS, TOKEN_ACCURACY, PAIRWISE_ACCURACY, HELD_OUT_LOSS, HELD_OUT + TOKEN_ACCURACY, HELD_OUT + PAIRWISE_ACCURACY,
-    )  # fmt: skip
-    names = (
-        *(() if REWARD_MEAN in values else supervised),
-        *(REWARD_MEAN, HELD_OUT_REWARD, GREEDY_ACCURACY, ENTROPY, progress.kl, CLIP_FRACTION, LENGTH_MEAN, NO_SIGNAL),
-        *(SAMPLES_INVALID, UPDATES_SKIPPED, TOKENS_PER_S),
-    )
+    names = [
+        *(() if metrics.REWARD_MEAN in values else SUPERVISED_COLUMNS),
+        *(progress.kl if name == metrics.KL_REF else name for name in STEP_COLUMNS),
+    ]
     left = progress.left_s()
     parts = [
         f"step {progress.step:>{len(str(progress.total_steps))}}/{progress.total_steps}",
@@ -329,20 +298,21 @@ class LiveView:
             label = "held-out" if name.startswith(HELD_OUT) else METRICS[name].label
             return label, progress.figure(name) + more, sparkline(progress.history.get(name, ()), spark), style
 
-        if EXAMPLES in values or HELD_OUT_LOSS in values:
-            accuracy = TOKEN_ACCURACY if TOKEN_ACCURACY in values else PAIRWISE_ACCURACY
-            rows = [row(LOSS, GOOD), row(HELD_OUT_LOSS, GOOD), row(accuracy, ACCENT), row(HELD_OUT + accuracy, ACCENT)]
-            return [*rows, row(GRAD_NORM, ACCENT), row(LEARNING_RATE, ACCENT)]
-        invalid = values.get(SAMPLES_INVALID, 0)
+        if metrics.EXAMPLES in values or metrics.HELD_OUT_LOSS in values:
+            accuracy = metrics.TOKEN_ACCURACY if metrics.TOKEN_ACCURACY in values else metrics.PAIRWISE_ACCURACY
+            names = (metrics.LOSS, metrics.HELD_OUT_LOSS, accuracy, HELD_OUT + accuracy)
+            rows = [row(name, GOOD if name.endswith(metrics.LOSS) else ACCENT) for name in names]
+            return [*rows, row(metrics.GRAD_NORM, ACCENT), row(metrics.LEARNING_RATE, ACCENT)]
+        invalid = values.get(metrics.SAMPLES_INVALID, 0)
         return [
-            row(REWARD_MEAN, GOOD),
+            row(metrics.REWARD_MEAN, GOOD),
             self._held_out(spark),
-            row(ENTROPY, ACCENT),
-            row(LENGTH_MEAN, ACCENT),
+            row(metrics.ENTROPY, ACCENT),
+            row(metrics.LENGTH_MEAN, ACCENT),
             row(progress.kl, ACCENT),
-            row(CLIP_FRACTION, ACCENT),
-            row(NO_SIGNAL, WARN, more=" groups" + (f" · {compact(invalid)} invalid" if invalid else "")),
-            row(TOKENS_PER_S, ACCENT),
+            row(metrics.CLIP_FRACTION, ACCENT),
+            row(metrics.NO_SIGNAL, WARN, more=" groups" + (f" · {compact(invalid)} invalid" if invalid else "")),
+            row(metrics.TOKENS_PER_S, ACCENT),
         ]
 
     def _held_out(self, spark: int) -> Row:
@@ -427,15 +397,6 @@ def fleet_table(rows: Sequence[FleetRow], width: int) -> RenderableType:
 
 
 LINES, WINDOW_S = 8, 10.0
-NOUNS = {
-    JOIN: "join",
-    NOTICE: "notice",
-    DRAIN: "drain",
-    EVICTION: "eviction",
-    CRASH: "crash",
-    PULL: "damaged pull",
-    JOIN_FAILED: "failed join",
-}
 
 
 class FleetLines:

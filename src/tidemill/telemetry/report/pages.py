@@ -14,35 +14,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 import tidemill
 from tidemill.core.formatting import between, compact, counted, decimal, duration, gigabytes, percent
-from tidemill.telemetry.events import (
-    CHECKPOINT,
-    CRASH,
-    EVALUATION,
-    EVICTION,
-    FLEET_EVENTS,
-    HEADER,
-    JOIN_FAILED,
-    QUARANTINE,
-    REPLAY,
-    RESUME,
-    REWARD_FAILED,
-    SESSION_END,
-    SESSION_START,
-    SINK_FAILED,
-    WAIT_ABANDONED,
-    WAITING,
-)
-from tidemill.telemetry.metrics import (
-    ENTROPY,
-    HELD_OUT_LOSS,
-    LOSS,
-    MISMATCH_KL,
-    NO_SIGNAL,
-    REWARD_MEAN,
-    SAMPLES_INVALID,
-    STEP_TIME,
-    TRUNCATED,
-)
+from tidemill.telemetry import metrics
+from tidemill.telemetry.events import FLEET_EVENTS, HEADER, LISTED_EVENTS, REWARD_FAILED
 from tidemill.telemetry.report.charts import HEIGHT, MARGIN, WIDTH, chart_data, histograms
 from tidemill.telemetry.report.sample_cards import (
     LEGEND,
@@ -161,9 +134,9 @@ def headline(data: RunData) -> str:
             return f"Held-out {first.name} went {change} in {over}, which is within sampling error."
         verb = "rose" if last.value > first.value else "fell"
         return f"Held-out {first.name} {verb} {change} in {over}."
-    if rewards := data.values(REWARD_MEAN):
+    if rewards := data.values(metrics.REWARD_MEAN):
         return f"Mean reward went from {decimal(rewards[0])} to {decimal(rewards[-1])} in {over}."
-    for name, title in ((HELD_OUT_LOSS, "Held-out loss"), (LOSS, "Loss")):
+    for name, title in ((metrics.HELD_OUT_LOSS, "Held-out loss"), (metrics.LOSS, "Loss")):
         losses = data.values(name)
         if len(losses) > 1:
             return f"{title} went from {decimal(losses[0])} to {decimal(losses[-1])} in {over}."
@@ -174,7 +147,7 @@ def headline(data: RunData) -> str:
     if data.model_evaluation is not None:
         return "No held-out completion has a valid reward."
     if steps:
-        without = ", none with a valid reward" if SAMPLES_INVALID in data.metrics[-1].values else ""
+        without = ", none with a valid reward" if metrics.SAMPLES_INVALID in data.metrics[-1].values else ""
         return f"{over} {'have' if steps > 1 else 'has'} been completed{without}."
     return "No step has been completed yet."
 
@@ -195,7 +168,7 @@ def findings(data: RunData) -> list[Finding]:
     found: list[Finding] = []
     if data.damage:
         found.append(Finding("The logs are damaged", f"Unreadable lines were skipped: {', '.join(data.damage)}."))
-    if invalid := sum(data.values(SAMPLES_INVALID)):
+    if invalid := sum(data.values(metrics.SAMPLES_INVALID)):
         failures = data.events_named(REWARD_FAILED)
         example = f" For example: {failures[-1].get('reason')}" if failures else ""
         title = f"{compact(invalid)} samples without a valid reward"
@@ -222,17 +195,17 @@ def _training_findings(data: RunData) -> Iterator[Finding]:
         return fmean(values) if values else 0.0
 
     groups = data.setting("batch", "prompts")
-    if groups and (share := recent(NO_SIGNAL) / groups) > NO_SIGNAL_HIGH:
+    if groups and (share := recent(metrics.NO_SIGNAL) / groups) > NO_SIGNAL_HIGH:
         text = "All samples of these groups got the same reward: the prompts are now too easy or too hard."
         yield Finding(f"{percent(share)} of recent groups had no signal", text)
-    if (share := recent(TRUNCATED)) > TRUNCATED_HIGH:
+    if (share := recent(metrics.TRUNCATED)) > TRUNCATED_HIGH:
         title = f"{percent(share)} of recent completions were truncated"
         yield Finding(title, "Consider a larger sampling.max_new_tokens.")
-    entropy = data.values(ENTROPY)
-    if len(entropy) > RECENT and entropy[0] > 0 and recent(ENTROPY) <= ENTROPY_LEFT * entropy[0]:
+    entropy = data.values(metrics.ENTROPY)
+    if len(entropy) > RECENT and entropy[0] > 0 and recent(metrics.ENTROPY) <= ENTROPY_LEFT * entropy[0]:
         title = f"Entropy collapsed: {decimal(entropy[0])} → {decimal(entropy[-1])} nats"
         yield Finding(title, "The samples of a group hardly differ any more.")
-    if (mismatch := recent(MISMATCH_KL)) > MISMATCH_HIGH:
+    if (mismatch := recent(metrics.MISMATCH_KL)) > MISMATCH_HIGH:
         text = f"KL {decimal(mismatch)} nats per token on the same tokens; this biases the gradients."
         yield Finding("Engine and trainer logprobs differ", text)
     _, after = first_and_last(data)
@@ -320,8 +293,8 @@ def forecast_error(data: RunData) -> str:
     if data.outcome == "finished" and data.summary["sessions"] == 1:
         actual, expected, scope = data.summary["wall_s"], forecast.total_s.mean, "in total"
     else:
-        lines = [line for line in data.metrics if line.step > 0 and STEP_TIME in line.values]
-        actual = sum(line.values[STEP_TIME] for line in lines)
+        lines = [line for line in data.metrics if line.step > 0 and metrics.STEP_TIME in line.values]
+        actual = sum(line.values[metrics.STEP_TIME] for line in lines)
         expected, scope = sum(forecast.of_step(line.step).mean for line in lines), "so far, steps only"
     if not expected or not actual:
         return f"from {forecast.profile}"
@@ -351,10 +324,6 @@ def facts(data: RunData) -> list[tuple[str, str]]:
     return [(label, text) for label, text in rows if text]
 
 
-LISTED_EVENTS = (
-    SESSION_START, SESSION_END, RESUME, REPLAY, EVALUATION, CHECKPOINT, SINK_FAILED, WAITING, WAIT_ABANDONED, EVICTION,
-    CRASH, JOIN_FAILED, QUARANTINE,
-)  # fmt: skip
 EVENTS_SHOWN = 500
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import msgspec
+
 from tidemill.core.records import Prompt, Record, Trajectory, unpack_logprobs, unpack_tokens
-from tidemill.telemetry.jsonl import encode, finite_number, read_lines, write_atomically
+from tidemill.telemetry.jsonl import encode, read_lines, write_atomically
 
 Decode: TypeAlias = Callable[[Sequence[int]], str]
 UNDECODABLE = "\ufffd"
@@ -111,9 +114,9 @@ def write_samples(path: Path, lines: Sequence[dict[str, Any]]) -> None:
 
 
 class Sample(Record):
-    """One line of a samples file; missing or invalid fields have their defaults."""
+    """One line of a samples file; missing fields have their defaults."""
 
-    step: int
+    step: int = 0
     prompt: str = ""
     completion: str = ""
     answer: str = ""
@@ -134,25 +137,9 @@ class Sample(Record):
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """Every complete line of a samples file."""
-    return [_sample(line) for _, line in read_lines(path)]
-
-
-def _sample(line: dict[str, Any]) -> Sample:
-    def items(key: str) -> list[Any]:
-        value = line.get(key)
-        return value if isinstance(value, list) else []
-
-    names = ("prompt", "completion", "answer", "prompt_id", "reason", "finish")
-    components = line.get("components")
-    components = components if isinstance(components, dict) else {}
-    return Sample(
-        **{name: line[name] for name in names if isinstance(line.get(name), str)},
-        step=int(finite_number(line.get("step")) or 0),
-        tokens=tuple(str(item) for item in items("tokens")),
-        logprobs=tuple(map(finite_number, items("logprobs"))),
-        token_ids=tuple(item for item in items("token_ids") if isinstance(item, int)),
-        reward=finite_number(line.get("reward")),
-        components={name: number for name, value in components.items() if (number := finite_number(value)) is not None},
-        valid=line.get("valid") is True,
-    )
+    """Every complete line of a samples file that is a sample; damaged lines are skipped."""
+    found = []
+    for _, line in read_lines(path):
+        with suppress(msgspec.ValidationError):
+            found.append(msgspec.convert(line, Sample))
+    return found

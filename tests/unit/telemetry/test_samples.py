@@ -105,9 +105,9 @@ def test_a_limit_takes_samples_evenly(count: int, limit: int, expected: list[int
     assert chosen(count, limit) == expected
 
 
-def test_a_broken_samples_line_reads_as_defaults(tmp_path: Path) -> None:
+def test_damaged_lines_are_skipped_and_missing_fields_have_defaults(tmp_path: Path) -> None:
     path = tmp_path / "step_000001.jsonl"
-    path.write_text('{"step":1,"prompt":3,"tokens":"x","logprobs":[null,"y",-1],"reward":"?","components":[1]}\n{"ste')
+    path.write_text('{"step":1,"prompt":3}\n{"step":2,"logprobs":[null,-1]}\n{"reward":"?"}\n{"ste')
     (sample,) = read_samples(path)
-    assert (sample.prompt, sample.tokens, sample.logprobs, sample.reward) == ("", (), (None, None, -1.0), None)
-    assert sample.components == {} and not sample.valid
+    assert (sample.step, sample.prompt, sample.tokens, sample.logprobs) == (2, "", (), (None, -1.0))
+    assert (sample.reward, sample.components, sample.valid) == (None, {}, False)

@@ -66,7 +66,7 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}", "TERM": "xterm-256color"}
 
 
-def test_a_kill_at_any_moment_leaves_whole_lines(tmp_path: Path) -> None:
+def test_a_kill_at_any_moment_leaves_complete_lines(tmp_path: Path) -> None:
     chance = random.Random(0)
     for round_number in range(1, 5):
         process = subprocess.Popen(
@@ -99,7 +99,7 @@ def test_a_kill_at_any_moment_leaves_whole_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["cleanly", "abruptly"])
-def test_ctrl_c_gives_the_terminal_back(tmp_path: Path, way: str) -> None:
+def test_ctrl_c_restores_the_terminal(tmp_path: Path, way: str) -> None:
     primary, secondary = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-c", LIVE, str(tmp_path), way],
@@ -127,7 +127,7 @@ def test_ctrl_c_gives_the_terminal_back(tmp_path: Path, way: str) -> None:
     assert "reward" in shown.decode() and b"\x1b[?1049h" not in shown, "what was shown stays on the screen"
 
 
-def test_two_processes_cannot_have_one_run(tmp_path: Path) -> None:
+def test_a_second_process_is_refused(tmp_path: Path) -> None:
     recorder = FabricatedRun(tmp_path).session()
     done = subprocess.run(
         [sys.executable, "-c", RECORD, str(tmp_path)],

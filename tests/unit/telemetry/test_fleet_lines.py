@@ -43,15 +43,15 @@ EVICTED = {"lease": "l3", "worker": "spot-3", "noticed": False, "samples": 5, "t
         ("decode", {"tokens": 5}, ""),
     ],
 )
-def test_words(name: str, fields: dict[str, Any], text: str) -> None:
+def test_event_text_of_fleet_events(name: str, fields: dict[str, Any], text: str) -> None:
     assert event_text(name, {"worker": "spot-3"} | fields) == text
 
 
-def test_they_are_events_with_a_meaning() -> None:
+def test_fleet_events_are_registered() -> None:
     assert set(EVENTS) >= FLEET_EVENTS
 
 
-def test_hundreds_of_evictions_do_not_drown_the_steps() -> None:
+def test_many_evictions_are_summarised_in_one_line() -> None:
     clock = FakeClock()
     lines = FleetLines(clock)
     shown = [text for _ in range(LINES + 37) for text in lines.event("eviction", EVICTED)]
@@ -66,7 +66,7 @@ def test_hundreds_of_evictions_do_not_drown_the_steps() -> None:
     assert lines.due(closing=True) == []
 
 
-def test_what_is_held_back_at_the_end_is_told() -> None:
+def test_suppressed_events_are_summarised_at_the_end() -> None:
     lines = FleetLines(FakeClock())
     for _ in range(LINES + 2):
         lines.event("notice", {"worker": "spot-1", "grace_s": 5.0})
@@ -74,7 +74,7 @@ def test_what_is_held_back_at_the_end_is_told() -> None:
     assert lines.due(closing=True) == ["also 2 notices"]
 
 
-def test_the_reserved_side_is_not_news() -> None:
+def test_events_of_the_reserved_side_are_not_shown() -> None:
     lines = FleetLines(FakeClock())
     lines.event("lease", {"lease": "local", "worker": "local", "kind": "reserved"})
     assert lines.event("join", {"lease": "local", "worker": "local", "duration_s": 1.0}) == []

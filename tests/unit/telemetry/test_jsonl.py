@@ -26,7 +26,7 @@ def test_a_line_has_no_line_break_and_no_nan() -> None:
     )
 
 
-def test_foreign_values_are_written_as_their_item_or_as_text() -> None:
+def test_foreign_values_are_encoded_as_scalars_or_text() -> None:
     class Scalar:
         def item(self) -> float:
             return 0.5
@@ -43,7 +43,7 @@ def test_written_lines_are_read_back_with_their_offsets(tmp_path: Path) -> None:
     assert list(read_lines(tmp_path / "log.jsonl")) == [(0, {"n": 1}), (8, {"n": 22})]
 
 
-def test_a_reader_passes_over_torn_and_broken_lines(tmp_path: Path) -> None:
+def test_incomplete_and_broken_lines_are_skipped(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     path.write_bytes(b'{"n":1}\nnot json\n[1]\n\xff\xfe\n' + b'\n{"n":2}\n{"n":3')
     assert [line["n"] for _, line in read_lines(path)] == [1, 2]
@@ -58,14 +58,14 @@ def test_a_missing_file_has_no_lines(tmp_path: Path) -> None:
     ("before", "after"),
     [(b"", b""), (b"ab\n", b"ab\n"), (b"ab\ncd", b"ab\n"), (b"abcd", b""), (b"ab\n" + b"x" * 200_000, b"ab\n")],
 )
-def test_what_follows_the_last_line_break_is_cut(tmp_path: Path, before: bytes, after: bytes) -> None:
+def test_an_incomplete_last_line_is_removed(tmp_path: Path, before: bytes, after: bytes) -> None:
     path = tmp_path / "log.jsonl"
     path.write_bytes(before)
     assert drop_torn_line(path) == len(before) - len(after)
     assert path.read_bytes() == after
 
 
-def test_a_writer_goes_on_after_a_torn_line(tmp_path: Path) -> None:
+def test_a_writer_replaces_an_incomplete_last_line(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     path.write_bytes(b'{"n":1}\n{"n":')
     writer = JsonlWriter(path)
@@ -90,7 +90,7 @@ def disk_that_fills_after(free_bytes: int) -> Callable[[int, bytes], int]:
 
 
 @pytest.mark.parametrize("free_bytes", [0, 3])
-def test_a_full_disk_is_said_and_leaves_whole_lines(
+def test_a_full_disk_is_reported_and_leaves_complete_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_bytes: int
 ) -> None:
     path = tmp_path / "log.jsonl"
@@ -124,7 +124,7 @@ def test_a_failed_replacement_leaves_the_old_file(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("code", "what"), [(errno.EDQUOT, "the disk is full"), (errno.EROFS, "not writable"), (errno.EIO, "Input/output")]
 )
-def test_disk_errors_in_words(code: int, what: str) -> None:
+def test_disk_errors_are_translated(code: int, what: str) -> None:
     assert what in str(disk_error(OSError(code, os.strerror(code)), Path("x")))
 
 
@@ -135,5 +135,5 @@ def test_disk_errors_in_words(code: int, what: str) -> None:
         *((float("nan"), None), (float("inf"), None)),
     ],
 )
-def test_what_may_have_been_measured(value: object, number: float | None) -> None:
+def test_only_finite_numbers_are_accepted(value: object, number: float | None) -> None:
     assert finite_number(value) == number

@@ -33,7 +33,7 @@ def start(pid: int = 0, host: str = "") -> dict[str, Any]:
         ([{"event": "session_end", "outcome": "finished"}, start(pid=GONE)], "killed"),
     ],
 )
-def test_how_a_run_ended(events: list[dict[str, Any]], outcome: str) -> None:
+def test_the_outcome_is_read_from_the_events(events: list[dict[str, Any]], outcome: str) -> None:
     assert outcome_of(events) == outcome
 
 

@@ -24,7 +24,7 @@ def test_a_run_killed_and_resumed_counts_each_step_once(tmp_path: Path) -> None:
 def test_wall_time_is_over_all_sessions_without_the_hours_between(tmp_path: Path) -> None:
     fabricated = FabricatedRun(tmp_path)
     run = fabricated.make()
-    # Everything the fake clock did, except the 3600 s during which no process ran.
+    # The whole fake time without the 3600 s in which no process ran.
     assert abs(run.read_summary()["wall_s"] - (fabricated.clock.now_s - 3600.0)) < 0.01
 
 
@@ -78,7 +78,7 @@ def test_an_evaluation_before_the_first_step_is_not_one_after(tmp_path: Path) ->
     assert found["n"] == 8 and len(read_metrics(run.metrics)) == 1
 
 
-def test_how_long_the_trainer_had_nothing_to_learn_from(tmp_path: Path) -> None:
+def test_the_share_of_time_the_trainer_was_idle(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     lines = [(1, 4.0, 3.0), (2, 2.0, 0.5), (3, 2.0, 0.0)]
     run.metrics.write_text(
@@ -86,5 +86,5 @@ def test_how_long_the_trainer_had_nothing_to_learn_from(tmp_path: Path) -> None:
     )
     # 3.5 of 8 s
     assert RunData.load(run).summarize(outcome="finished", total_steps=3)["trainer_idle_share"] == 0.4375
-    run.metrics.write_text('{"step":1,"time_step_s":4.0}\n')  # examples need nobody to generate
+    run.metrics.write_text('{"step":1,"time_step_s":4.0}\n')  # a supervised run
     assert RunData.load(run).summarize(outcome="finished", total_steps=1)["trainer_idle_share"] is None

@@ -38,20 +38,20 @@ ONE_STEP = lines("entropy", [1.0])
     ("before", "after", "n", "clear"),
     [(0.28, 0.83, 64, True), (0.83, 0.28, 64, True), (0.50, 0.55, 64, False), (0.50, 0.55, 5000, True)],
 )
-def test_chance_is_told_from_change(before: float, after: float, n: int, clear: bool) -> None:
+def test_shares_differ_significantly_or_not(before: float, after: float, n: int, clear: bool) -> None:
     first, last = comparable([Evaluation(0, before, None, before, n), Evaluation(5, after, None, after, n)])
     assert clearly_differs(first, last) is clear
 
 
 @pytest.mark.parametrize(("stderr", "clear"), [(0.03, True), (0.04, False), (None, True)])
-def test_means_differ_by_more_than_their_standard_errors_allow(stderr: float | None, clear: bool) -> None:
+def test_means_differ_significantly_or_not(stderr: float | None, clear: bool) -> None:
     # 95 % of the difference of 0.1: 1.96 · sqrt(2) · 0.03 = 0.083, with 0.04 it is 0.111
     first, last = comparable([Evaluation(0, 1.5, stderr, None, 64), Evaluation(5, 1.6, stderr, None, 64)])
     assert clearly_differs(first, last) is clear
 
 
 @pytest.mark.parametrize(
-    ("metrics", "events", "said"),
+    ("metrics", "events", "sentence"),
     [
         ("", "", "No step has been completed yet."),
         (lines("samples_invalid", [8.0, 8.0]), "", "2 steps have been completed, none with a valid reward."),
@@ -74,8 +74,8 @@ def test_means_differ_by_more_than_their_standard_errors_allow(stderr: float | N
         ),
     ],
 )  # fmt: skip
-def test_headlines(tmp_path: Path, metrics: str, events: str, said: str) -> None:
-    assert headline(data_of(tmp_path, metrics, events)) == said
+def test_headlines(tmp_path: Path, metrics: str, events: str, sentence: str) -> None:
+    assert headline(data_of(tmp_path, metrics, events)) == sentence
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_headlines(tmp_path: Path, metrics: str, events: str, said: str) -> None
         ("", '{"event":"session_start","session":3,"elapsed_s":0}\n', "", "Resumed 2 times"),
     ],
 )
-def test_what_deserves_a_look(tmp_path: Path, metrics: str, events: str, config: str, title: str) -> None:
+def test_each_finding_is_reported(tmp_path: Path, metrics: str, events: str, config: str, title: str) -> None:
     assert [finding.title for finding in findings(data_of(tmp_path, metrics, events, config))] == [title]
 
 
@@ -109,11 +109,11 @@ def test_what_deserves_a_look(tmp_path: Path, metrics: str, events: str, config:
         (lines("mismatch_kl", [1e-6]), ""),
     ],
 )
-def test_what_is_as_it_should_be_is_not_mentioned(tmp_path: Path, metrics: str, config: str) -> None:
+def test_a_healthy_run_has_no_findings(tmp_path: Path, metrics: str, config: str) -> None:
     assert findings(data_of(tmp_path, metrics, "", config)) == []
 
 
-def test_a_worker_that_fails_to_start_is_no_error_of_the_run(tmp_path: Path) -> None:
+def test_a_worker_that_fails_to_start_is_not_a_finding(tmp_path: Path) -> None:
     assert findings(data_of(tmp_path, "", '{"event":"join","session":1,"error":"WorkerLost"}\n')) == []
 
 

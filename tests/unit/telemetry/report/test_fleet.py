@@ -18,24 +18,24 @@ def costs(reserved: float, preemptible: float, alone: float | None) -> dict[str,
     }
 
 
-def test_costs_are_drawn_beside_what_reserved_machines_would_have_cost() -> None:
+def test_costs_are_compared_with_reserved_machines_only() -> None:
     this, alone = cost_bars(costs(1.0, 0.5, 2.0))
     assert (this.reserved, this.preemptible, this.figure) == (50.0, 25.0, "$1.50")
     assert (alone.reserved, alone.preemptible, alone.figure) == (100.0, 0.0, "$2.00")
 
 
-def test_a_run_that_paid_more_says_so() -> None:
+def test_a_run_that_cost_more_than_reserved_machines() -> None:
     this, alone = cost_bars(costs(1.0, 3.0, 2.0))
     assert (this.reserved, this.preemptible, alone.reserved) == (25.0, 75.0, 50.0)
 
 
-def test_without_prices_nothing_is_compared() -> None:
+def test_without_prices_there_are_no_cost_bars() -> None:
     assert cost_bars(costs(0.0, 0.0, None)) == []
     (this,) = cost_bars(costs(0.0, 1.0, None))
     assert (this.reserved, this.preemptible) == (0.0, 100.0)
 
 
-def test_the_mean_is_over_time() -> None:
+def test_the_mean_number_of_workers_is_over_time() -> None:
     found = Timeline(
         rows=(), named=True, first_preemptible=0, bars=(), marks=(), publishes=(), sessions=(), end_s=10.0,
         serving=((0.0, 0), (2.0, 3), (4.0, 1)),

@@ -42,7 +42,7 @@ def test_a_span_fixes_the_edges() -> None:
     assert bins.first[0] == bins.first[-1] == 0.5 and bins.last[-1] == 1
 
 
-def test_invalid_rewards_and_values_that_are_no_numbers_are_left_out() -> None:
+def test_invalid_rewards_and_nan_are_excluded_from_histograms() -> None:
     assert make_bins([float("nan"), 1.0], []).first == (1.0,)
     samples = (
         Sample(step=1, reward=5.0, valid=False, token_ids=(1, 2, 3), logprobs=(-20.0, None)),

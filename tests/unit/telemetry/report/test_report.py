@@ -24,7 +24,7 @@ ATTACK = "</script><script>alert(1)</script><img src=x onerror=alert(2)>'\"&</pr
 
 
 class Page(HTMLParser):
-    """The elements of a page, as a browser sees them."""
+    """The elements of an HTML page."""
 
     VOID = frozenset({"meta", "link", "rect", "line", "path", "img", "br"})
 
@@ -66,7 +66,7 @@ def finished(tmp_path: Path) -> RunDirectory:
     return FabricatedRun(tmp_path).make()
 
 
-def test_the_page_tells_the_whole_story(finished: RunDirectory) -> None:
+def test_the_page_has_all_sections(finished: RunDirectory) -> None:
     page = page_of(finished)
     assert page.mismatched == [] and page.open == []
     for words in (
@@ -93,7 +93,7 @@ def test_the_page_tells_the_whole_story(finished: RunDirectory) -> None:
     assert len([tag for tag, _ in page.tags if tag == "svg"]) == 4, "three histograms and the mark"
 
 
-def test_workers_that_come_and_go_have_a_section(tmp_path: Path) -> None:
+def test_preemptible_workers_have_a_section(tmp_path: Path) -> None:
     run = FabricatedFleet(tmp_path).make()
     page = page_of(run)
     assert page.mismatched == [] and page.open == []
@@ -105,7 +105,7 @@ def test_workers_that_come_and_go_have_a_section(tmp_path: Path) -> None:
     assert {"Evictions", "Lost and recomputed"} <= {chart["title"] for chart in data["charts"]}
 
 
-def test_without_such_workers_there_is_none(finished: RunDirectory) -> None:
+def test_a_run_without_preemptible_workers_has_no_fleet_section(finished: RunDirectory) -> None:
     text = write_report(finished.path).read_text(encoding="utf-8")
     assert "The fleet" not in text and 'timeline-keys"' not in text
     assert "fleets" not in json.loads(Page(text).scripts["data"])
@@ -167,18 +167,18 @@ def test_nothing_a_model_writes_becomes_markup(tmp_path: Path) -> None:
     scripts = [attributes for tag, attributes in page.tags if tag == "script"]
     assert len(scripts) == 3 and all("nonce" in one or one.get("type") == "application/json" for one in scripts)
     assert not any(name.startswith("on") for _, attributes in page.tags for name in attributes)
-    assert ATTACK in page.words, "it is shown as what it is"
+    assert ATTACK in page.words, "it is shown escaped"
     data = json.loads(page.scripts["data"])
     assert data["charts"][-1]["title"] == ATTACK and data["fleets"][0]["rows"][1] == ATTACK
 
 
-def test_json_cannot_end_its_script() -> None:
+def test_json_cannot_end_its_script_element() -> None:
     text = script_json({"x": "</script>&\u2028<!--"})
     assert "<" not in text and ">" not in text and "&" not in text and "\u2028" not in text
     assert json.loads(text) == {"x": "</script>&\u2028<!--"}
 
 
-def test_a_run_that_has_only_just_begun(tmp_path: Path) -> None:
+def test_the_page_of_a_new_run(tmp_path: Path) -> None:
     recorder = FabricatedRun(tmp_path).session()
     page = page_of(recorder.run)
     assert "No step has been completed yet." in page.words and "The run is in progress." in page.words
@@ -188,7 +188,7 @@ def test_a_run_that_has_only_just_begun(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", ["config.toml", "manifest.json", "events.jsonl", "metrics.jsonl"])
-def test_a_directory_that_has_lost_most_of_its_files(finished: RunDirectory, keep: str) -> None:
+def test_the_page_of_a_directory_with_missing_files(finished: RunDirectory, keep: str) -> None:
     for path in (finished.config, finished.manifest, finished.events, finished.metrics, finished.summary):
         if path.name != keep:
             path.unlink()
@@ -198,7 +198,7 @@ def test_a_directory_that_has_lost_most_of_its_files(finished: RunDirectory, kee
 
 
 @pytest.mark.parametrize("cut", [1, 7, 60, 333])
-def test_a_run_killed_in_the_middle_of_a_write(finished: RunDirectory, cut: int) -> None:
+def test_the_page_of_a_run_killed_during_a_write(finished: RunDirectory, cut: int) -> None:
     for path in (finished.events, finished.metrics, *(path for _, _, path in finished.sample_files())):
         path.write_bytes(path.read_bytes()[:-cut])
     finished.summary.write_bytes(finished.summary.read_bytes()[:cut])
@@ -207,7 +207,7 @@ def test_a_run_killed_in_the_middle_of_a_write(finished: RunDirectory, cut: int)
     assert page.mismatched == [] and "Held-out accuracy rose" in page.words
 
 
-def test_lines_that_cannot_be_read_are_told(finished: RunDirectory) -> None:
+def test_unreadable_lines_are_reported(finished: RunDirectory) -> None:
     assert "cannot be read" not in page_of(finished).words
     with finished.events.open("ab") as log:
         log.write(b"garbage\n\xff\n")
@@ -217,7 +217,7 @@ def test_lines_that_cannot_be_read_are_told(finished: RunDirectory) -> None:
     assert f"1 of {lines} lines of metrics.jsonl cannot be read, 2 of" in page_of(finished).words
 
 
-def test_metrics_of_which_nothing_can_be_read_do_not_replace_a_report(finished: RunDirectory) -> None:
+def test_unreadable_metrics_do_not_replace_an_existing_report(finished: RunDirectory) -> None:
     before = write_report(finished.path).read_bytes()
     finished.metrics.write_bytes(b"garbage\n" * 9)
     with pytest.raises(UserError, match="no line can be read") as caught:
@@ -226,7 +226,7 @@ def test_metrics_of_which_nothing_can_be_read_do_not_replace_a_report(finished: 
     assert finished.report.read_bytes() == before
 
 
-def test_a_place_without_a_run_is_a_clear_error(tmp_path: Path) -> None:
+def test_a_directory_without_a_run_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no run here") as caught:
         write_report(tmp_path / "nowhere")
     assert "--run.dir" in caught.value.hint
@@ -236,13 +236,13 @@ def test_the_uplot_license_comes_with_it(finished: RunDirectory) -> None:
     assert "Leon Sorokin" in page_of(finished).words
 
 
-def test_the_page_says_how_long_the_trainer_was_idle(tmp_path: Path) -> None:
+def test_the_page_shows_the_trainers_idle_share(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.metrics.write_text('{"step":1,"time_step_s":4.0,"time_trainer_idle_s":3.0}\n')
     assert "Trainer idle75 %of training, waiting for samples" in page_of(run).words.replace("\n", "")
 
 
-def test_a_forecast_and_what_came_of_it(finished: RunDirectory) -> None:
+def test_the_page_shows_the_error_of_the_forecast(finished: RunDirectory) -> None:
     lines = [line for line in read_metrics(finished.metrics) if line.step > 0]
     actual = sum(line.values["time_step_s"] for line in lines)
     # Twenty steps of 2 s were expected.

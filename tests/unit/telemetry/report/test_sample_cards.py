@@ -48,7 +48,7 @@ def test_tokens_are_coloured_one_by_one() -> None:
     assert tokens[0].title == "'a'  p 99 %, logprob -0.010"
 
 
-def test_an_end_mark_has_a_sign() -> None:
+def test_an_end_token_is_shown_as_a_sign() -> None:
     tokens = colour(sample("a", tokens=("a", ""), logprobs=(-0.01, -0.5)))
     assert [token.text for token in tokens] == ["a", "∎"]
 
@@ -64,13 +64,13 @@ def test_a_sample_without_logprobs_is_shown_uncoloured() -> None:
     assert sample_card(sample("ab", logprobs=())).logprob == "-"
 
 
-def test_very_long_completions_are_cut_and_say_so() -> None:
+def test_very_long_completions_are_shortened() -> None:
     card = sample_card(sample("x" * 1000))
     assert (len(card.tokens), card.left_out, card.length) == (800, 200, 1000)
     assert shorten("a" * 700 + "?") == "… " + "a" * 599 + "?"
 
 
-def test_the_worst_are_the_confident_mistakes_and_the_invalid() -> None:
+def test_the_worst_are_invalid_samples_and_confident_mistakes() -> None:
     unsure = sample(reward=0.0, prompt="unsure", logprob=-3.0)
     sure = sample(reward=0.0, prompt="sure", logprob=-0.1)
     right = sample(reward=1.0, prompt="right")
@@ -90,7 +90,7 @@ def window(*samples: Sample) -> SampleWindow:
     return SampleWindow(samples=samples)
 
 
-def test_held_out_prompts_side_by_side_changed_ones_first() -> None:
+def test_held_out_prompts_with_changed_rewards_come_first() -> None:
     first = (sample("a", 1.0, "shots\n1 + 1"), sample("b", 0.0, "shots\n2 + 2"), sample("c", 1.0, "shots\n3 + 3"))
     last = (sample("d", 1.0, "shots\n1 + 1"), sample("e", 1.0, "shots\n2 + 2"), sample("f", 0.0, "shots\n3 + 3"))
     found, text = before_and_after(window(*first), window(*last, sample("g", 1.0, "shots\nnew")))

@@ -73,12 +73,12 @@ STORY = (
 )  # fmt: skip
 
 
-def test_a_run_that_held_no_preemptible_machine_has_no_timeline(tmp_path: Path) -> None:
+def test_a_run_without_preemptible_machines_has_no_timeline(tmp_path: Path) -> None:
     assert timeline_of(tmp_path, START, lease(0, "local", kind="reserved")) is None
     assert of_run(FabricatedRun(tmp_path / "run", steps=2).make()) is None
 
 
-def test_reserved_machines_alone_are_drawn_where_that_is_wanted() -> None:
+def test_reserved_machines_alone_are_drawn_on_request() -> None:
     decoded = at(9.0, "decode", lease="local", worker="local", kind="reserved", purpose="train", duration_s=4.0)
     found = timeline([START, decoded], [], reserved_only=True)
     assert found is not None
@@ -88,7 +88,7 @@ def test_reserved_machines_alone_are_drawn_where_that_is_wanted() -> None:
     ]
 
 
-def test_bars_say_who_did_what_for_how_long(tmp_path: Path) -> None:
+def test_bars_have_worker_activity_and_duration(tmp_path: Path) -> None:
     found = timeline_of(tmp_path, *STORY)
     assert found is not None
     assert found.rows == ("trainer", "local", "spot-2", "spot-10") and found.first_preemptible == 2
@@ -131,12 +131,12 @@ def test_leases_share_a_lane_unless_they_overlap() -> None:
     assert [[one.worker for one in lane] for lane in lanes(leases)] == [["a", "c"], ["b", "d"]]
 
 
-def test_a_worker_of_two_leases_at_once_has_two_rows(tmp_path: Path) -> None:
+def test_a_worker_with_two_concurrent_leases_has_two_rows(tmp_path: Path) -> None:
     found = timeline_of(tmp_path, START, lease(1, "a", worker="w"), lease(2, "b", worker="w"), at(5, "x"))
     assert found is not None and found.rows == ("trainer", "w", "w")
 
 
-def test_very_many_names_share_rows(tmp_path: Path) -> None:
+def test_many_workers_share_rows(tmp_path: Path) -> None:
     events = []
     for number in range(NAMED_ROWS + 10):
         name = f"s{number}"
@@ -148,7 +148,7 @@ def test_very_many_names_share_rows(tmp_path: Path) -> None:
     assert len(found.bars) == NAMED_ROWS + 10
 
 
-def test_too_many_bars_become_fewer() -> None:
+def test_close_bars_are_merged() -> None:
     def bar(start_s: float, end_s: float, kind: Any = "decode", row: int = 1) -> Bar:
         return Bar(row=row, kind=kind, start_s=start_s, end_s=end_s, text="w")
 
@@ -163,19 +163,19 @@ def test_too_many_bars_become_fewer() -> None:
     ]
 
 
-def test_a_hand_back_is_marked_by_what_went_on_elsewhere(tmp_path: Path) -> None:
+def test_a_drain_is_marked_with_the_migrated_samples(tmp_path: Path) -> None:
     moved: dict[str, Any] = {"lease": "a", "worker": "spot-2", "to_worker": "local"}
     found = timeline_of(
         tmp_path,
         START,
         lease(0, "a", worker="spot-2"),
-        at(5, "migration", **moved, samples=9, tokens_kept=9),  # to even out the load: nobody had warned it
+        at(5, "migration", **moved, samples=9, tokens_kept=9),  # rebalanced, without a notice
         at(11, "notice", lease="a", worker="spot-2", grace_s=2.0),
         at(12, "drain", lease="a", worker="spot-2", samples=5),
         at(12.1, "migration", **moved, samples=1, tokens_kept=20),
         at(12.2, "migration", **moved, samples=2, tokens_kept=22),
         at(13, "eviction", lease="a", worker="spot-2", noticed=True, samples=1, tokens_kept=4, tokens_lost=0),
-        at(13.1, "migration", **moved, samples=1, tokens_kept=4),  # the eviction's own mark says that
+        at(13.1, "migration", **moved, samples=1, tokens_kept=4),  # shown by the mark of the eviction
     )
     assert found is not None
     handed = [(mark.row, mark.at_s, mark.text) for mark in found.marks if mark.kind == "drained"]
@@ -190,7 +190,7 @@ def test_workers_over_time() -> None:
 
 
 @pytest.mark.parametrize("places", [3, 60])
-def test_the_fabricated_fleet_is_drawn_whole(tmp_path: Path, places: int) -> None:
+def test_the_whole_fabricated_fleet_is_drawn(tmp_path: Path, places: int) -> None:
     run = FabricatedFleet(tmp_path, places=places).make()
     found = of_run(run)
     assert found is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from itertools import pairwise
 from typing import Any
@@ -110,7 +111,7 @@ def _scaled(value: float | None, scale: float) -> float | None:
 BINS = 24
 CATEGORIES = 12
 LOGPROB_FLOOR = -8.0
-WIDTH, HEIGHT, MARGIN = 360.0, 132.0, 20.0
+TICKS = 8
 
 
 class Bins(Record):
@@ -122,26 +123,17 @@ class Bins(Record):
     values: tuple[float, ...] = ()  # the value of each bin, if each value has its own
 
 
-class Bar(Record):
-    x: float
-    width: float
-    first_y: float
-    first_height: float
-    last_y: float
-    last_height: float
+class HistogramBar(Record):
     title: str
-
-
-class Tick(Record):
-    x: float
-    label: str
+    first: float  # height relative to the tallest bar
+    last: float
 
 
 class Histogram(Record):
     title: str
     note: str
-    bars: tuple[Bar, ...]
-    ticks: tuple[Tick, ...]
+    bars: tuple[HistogramBar, ...]
+    ticks: tuple[tuple[float, str], ...]  # (position, counted in bars; label)
 
 
 def histograms(first: SampleWindow, last: SampleWindow) -> list[Histogram]:
@@ -155,12 +147,12 @@ def histograms(first: SampleWindow, last: SampleWindow) -> list[Histogram]:
     ]
     found = []
     if any(windows):
-        found.append(_layout("Completion length", "tokens", make_bins(lengths[0], lengths[1])))
+        found.append(_histogram("Completion length", "tokens", make_bins(lengths[0], lengths[1])))
     if any(rewards):
-        found.append(_layout("Reward", "valid samples", make_bins(rewards[0], rewards[1])))
+        found.append(_histogram("Reward", "valid samples", make_bins(rewards[0], rewards[1])))
     if any(logprobs):
         note = f"nats, {LOGPROB_FLOOR:g} and below together"
-        found.append(_layout("Token logprob", note, make_bins(logprobs[0], logprobs[1], span=(LOGPROB_FLOOR, 0.0))))
+        found.append(_histogram("Token logprob", note, make_bins(logprobs[0], logprobs[1], span=(LOGPROB_FLOOR, 0.0))))
     return found
 
 
@@ -192,47 +184,23 @@ def _shares(values: Sequence[float], edges: Sequence[float]) -> tuple[float, ...
     counts = [0] * (len(edges) - 1)
     finite = [value for value in values if math.isfinite(value)]
     for value in finite:
-        position = next((index for index in range(1, len(edges)) if value < edges[index]), len(counts))
-        counts[position - 1] += 1
+        counts[max(1, min(bisect_right(edges, value), len(counts))) - 1] += 1
     return tuple(count / len(finite) if finite else 0.0 for count in counts)
 
 
-def _layout(title: str, note: str, bins: Bins) -> Histogram:
-    count = len(bins.first)
-    slot = WIDTH / count
-    floor = HEIGHT - MARGIN
+def _histogram(title: str, note: str, bins: Bins) -> Histogram:
     top = max((*bins.first, *bins.last), default=0.0) or 1.0
-
-    def height(share: float) -> float:
-        return round(share / top * (floor - 4), 2)
-
-    bars = []
-    for index, (one, other) in enumerate(zip(bins.first, bins.last, strict=True)):
-        label = _bin_label(bins, index)
-        bars.append(
-            Bar(
-                x=round(index * slot, 2),
-                width=round(slot, 2),
-                first_y=round(floor - height(one), 2),
-                first_height=height(one),
-                last_y=round(floor - height(other), 2),
-                last_height=height(other),
-                title=f"{label}: first {100 * one:.1f} %, last {100 * other:.1f} %",
-            )
-        )
-    return Histogram(title=title, note=note, bars=tuple(bars), ticks=tuple(_ticks(bins, slot)))
-
-
-def _bin_label(bins: Bins, index: int) -> str:
-    low, high = bins.edges[index], bins.edges[index + 1]
-    return compact(bins.values[index]) if bins.values else f"{compact(low)} to {compact(high)}"
-
-
-def _ticks(bins: Bins, slot: float) -> list[Tick]:
-    count = len(bins.first)
-    every = max(1, math.ceil(count / 8))
+    every = max(1, math.ceil(len(bins.first) / TICKS))
     if bins.values:
-        return [
-            Tick(x=round((index + 0.5) * slot, 2), label=_bin_label(bins, index)) for index in range(0, count, every)
-        ]
-    return [Tick(x=round(index * slot, 2), label=compact(bins.edges[index])) for index in range(0, count + 1, every)]
+        labels = [compact(value) for value in bins.values]
+        ticks = [(index + 0.5, label) for index, label in enumerate(labels)]
+    else:
+        labels = [f"{compact(low)} to {compact(high)}" for low, high in pairwise(bins.edges)]
+        ticks = [(float(index), compact(edge)) for index, edge in enumerate(bins.edges)]
+    bars = (
+        HistogramBar(
+            title=f"{label}: first {100 * one:.1f} %, last {100 * other:.1f} %", first=one / top, last=other / top
+        )
+        for label, one, other in zip(labels, bins.first, bins.last, strict=True)
+    )
+    return Histogram(title=title, note=note, bars=tuple(bars), ticks=tuple(ticks[::every]))

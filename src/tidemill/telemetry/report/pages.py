@@ -16,7 +16,7 @@ import tidemill
 from tidemill.core.formatting import between, compact, counted, decimal, duration, gigabytes, percent
 from tidemill.telemetry import metrics
 from tidemill.telemetry.events import FLEET_EVENTS, HEADER, LISTED_EVENTS, REWARD_FAILED
-from tidemill.telemetry.report.charts import HEIGHT, MARGIN, WIDTH, chart_data, histograms
+from tidemill.telemetry.report.charts import chart_data, histograms
 from tidemill.telemetry.report.sample_cards import (
     LEGEND,
     MEAN_REWARD,
@@ -84,7 +84,6 @@ def report_page(data: RunData) -> str:
         fleet=fleet_section(data, workers) if workers else None,
         chart_data=chart_data(data) | ({"fleets": [timeline_json(workers)]} if workers else {}),
         histograms=histograms(samples.first, samples.last),
-        svg={"width": WIDTH, "height": HEIGHT, "floor": HEIGHT - MARGIN},
         pairs=pairs,
         pairs_text=pairs_text,
         galleries=galleries,

@@ -50,7 +50,7 @@ def test_invalid_rewards_and_nan_are_excluded_from_histograms() -> None:
     )
     found = histograms(SampleWindow(steps=(1,), samples=samples), SampleWindow())
     assert [one.title for one in found] == ["Completion length", "Token logprob"]
-    assert found[1].bars[0].first_height > 0, "what lies below the floor is counted in the lowest bin"
+    assert found[1].bars[0].first > 0, "values below the floor are counted in the lowest bin"
 
 
 def test_no_samples_make_no_histograms() -> None:

@@ -105,7 +105,7 @@ def stretch(event: dict[str, Any], sessions: dict[int, Session]) -> tuple[float,
 def held_leases(events: Iterable[dict[str, Any]], sessions: dict[int, Session]) -> dict[LeaseKey, HeldLease]:
     """Leases by session and id, in order of their start. A lease without an end is charged until its session's end.
 
-    The reserved side is held from the start of a session, even if no `lease` line says so.
+    The reserved side is held from the start of a session, even without a `lease` line.
     """
     granted, ended = dict[LeaseKey, dict[str, Any]](), dict[LeaseKey, dict[str, Any]]()
     for event in events:

@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO, TypeAlias
 
 from rich.box import ROUNDED
 from rich.console import Console, Group, RenderableType
@@ -107,20 +107,6 @@ class Progress:
         if name == metrics.NO_SIGNAL:
             return f"{compact(values.get(name, 0))}/{self.groups}" if self.groups else compact(values.get(name, 0))
         return text
-
-
-class View(Protocol):
-    """Shows a Progress. Never raises if the terminal is gone."""
-
-    def step(self) -> None: ...
-
-    def event(self, name: str, fields: dict[str, Any]) -> None: ...
-
-    def phase(self) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-    def close(self) -> None: ...
 
 
 STEP_COLUMNS = (
@@ -356,6 +342,8 @@ def _cell(label: str, figures: str, bars: str, style: str) -> Text:
         no_wrap=True,
     )
 
+
+View: TypeAlias = PlainView | LiveView
 
 FLEET_ROWS = 12
 STATE_STYLES = {"starting": QUIET, "loading": "cyan", "serving": "green", "leaving": "yellow"}

@@ -137,7 +137,7 @@ class RunData:
         """
         run = RunDirectory(path)
         if not any(file.exists() for file in (run.config, run.manifest, run.events, run.metrics)):
-            raise UserError("no run here (no config.toml, no events)", where=where or str(path), hint=NO_RUN)
+            raise UserError("no run there", where=where or str(path), hint=NO_RUN)
         run.refuse_other_format()
         damaged_logs(run)
         return cls.load(run)
@@ -165,7 +165,7 @@ class RunData:
         """
         text = self.run.read_config()
         if text is None:
-            raise UserError("no run here (no config.toml)", where=str(self.run.path), hint=NO_RUN)
+            raise UserError("no run there (no config.toml)", where=str(self.run.path), hint=NO_RUN)
         return from_toml(text, source=str(self.run.config))
 
     @cached_property

@@ -71,13 +71,13 @@ def chart_data(data: RunData) -> dict[str, Any]:
 
 
 def _with_held_out(chart: Chart, held_out: Collection[str]) -> Chart:
-    """Adds the held-out variants of the chart's metrics that have no chart of their own."""
+    """Adds the held-out variants of the chart's metrics that are in no other chart."""
     more = ((f"{HELD_OUT}{name}", f"{label}, held-out") for name, label in chart.series)
     return replace(chart, series=(*chart.series, *(one for one in more if one[0] in held_out)))
 
 
 def _plot(chart: Chart, rows: list[dict[str, float]]) -> dict[str, Any] | None:
-    """The chart's values; None if it is to be omitted."""
+    """The values of the chart; None if it is omitted."""
     series = [
         {"label": label, "values": [_scaled(row.get(name), chart.scale) for row in rows]}
         for name, label in chart.series

@@ -146,9 +146,9 @@ const drawTimeline = (fleet, home, keys) => {
     drawBars();
     drawMarks();
     const [most, y] = elastic ? drawCurve() : [];
-    for (const [time, words] of fleet.sessions) {
+    for (const [time, text] of fleet.sessions) {
       upright(time, css("--ink"), 0, height - FOOT);
-      label(words, x(time) + 5, 6, "--ink", "left");
+      label(text, x(time) + 5, 6, "--ink", "left");
     }
     context.restore();
     if (tall >= 11) fleet.rows.forEach((name, row) => name && label(name.length > 10 ? name.slice(0, 9) + "…" : name, LEFT - 8, HEAD + (row + 0.5) * tall, "--ink", "right"));
@@ -183,10 +183,10 @@ const drawTimeline = (fleet, home, keys) => {
     const from = dragged === null ? left : Math.min(dragged, left);
     ruler.hidden = left < LEFT || left > width - RIGHT;
     ruler.style.cssText = `left:${inside(from)}px;width:${dragged === null ? 1 : Math.abs(inside(left) - dragged)}px;height:${height - FOOT}px`;
-    const words = dragged === null ? found(left, top) : undefined;
-    tip.hidden = !words;
-    if (!words) return;
-    tip.textContent = `${words}\nat ${clock(timeAt(left), true)}`;
+    const text = dragged === null ? found(left, top) : undefined;
+    tip.hidden = !text;
+    if (!text) return;
+    tip.textContent = `${text}\nat ${clock(timeAt(left), true)}`;
     tip.style.left = `${Math.min(left + 14, width - tip.offsetWidth - 4)}px`;
     tip.style.top = `${top + 18}px`;
   });
@@ -201,10 +201,10 @@ const drawTimeline = (fleet, home, keys) => {
   });
   canvas.addEventListener("dblclick", () => { view = [0, Math.max(fleet.end, 1e-3)]; draw(); });
 
-  const key = (words, hue, alpha, shape) => {
+  const key = (text, hue, alpha, shape) => {
     const one = document.createElement("span"), swatch = document.createElement("i");
     swatch.className = shape || "";
-    one.append(swatch, words);
+    one.append(swatch, text);
     keys.append(one);
     return () => { swatch.style.setProperty("--hue", faded(hue, alpha)); };
   };

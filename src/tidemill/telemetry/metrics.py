@@ -6,16 +6,14 @@ Charts, terminal views, findings and the tables of docs/metrics.md are derived f
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, NamedTuple
 
 from tidemill.core.formatting import compact, decimal, percent
 from tidemill.core.records import Record, StepMetrics
 from tidemill.telemetry.events import EVENTS, timestamp
 from tidemill.telemetry.jsonl import finite_number, read_lines
-
-Form: TypeAlias = Literal["decimal", "percent", "compact"]
-FORMATS = {"decimal": decimal, "percent": percent, "compact": compact}
 
 
 class Metric(NamedTuple):
@@ -24,10 +22,7 @@ class Metric(NamedTuple):
     unit: str
     meaning: str
     label: str  # in the terminal; empty: not shown there
-    form: Form  # how the terminal writes it
-
-    def text(self, value: float | None) -> str:
-        return "-" if value is None else FORMATS[self.form](value)
+    write: Callable[[float], str]  # how the terminal writes it
 
 
 METRICS: dict[str, Metric] = {}
@@ -37,8 +32,8 @@ Other names are stored and reported, too, with a chart each.
 """
 
 
-def _define(name: str, unit: str, meaning: str, *, label: str = "", form: Form = "decimal") -> str:
-    METRICS[name] = Metric(unit, meaning, label, form)
+def _define(name: str, unit: str, meaning: str, *, label: str = "", write: Callable[[float], str] = decimal) -> str:
+    METRICS[name] = Metric(unit, meaning, label, write)
     return name
 
 
@@ -72,23 +67,23 @@ APPROX_KL: Final = _define(
     "approx_kl", "nats/token", "k3 estimate of KL between the policy before and after the update", label="KL"
 )
 CLIP_FRACTION: Final = _define(
-    "clip_fraction", "", "share of trained tokens whose importance ratio was clipped", label="clipped", form="percent"
+    "clip_fraction", "", "share of trained tokens whose importance ratio was clipped", label="clipped", write=percent
 )
 LENGTH_MEAN: Final = _define(
-    "completion_tokens_mean", "tokens", "mean completion length", label="length", form="compact"
+    "completion_tokens_mean", "tokens", "mean completion length", label="length", write=compact
 )
-LENGTH_MAX: Final = _define("completion_tokens_max", "tokens", "longest completion", form="compact")
-TRUNCATED: Final = _define("truncated_fraction", "", "share of completions truncated at max_new_tokens", form="percent")
+LENGTH_MAX: Final = _define("completion_tokens_max", "tokens", "longest completion", write=compact)
+TRUNCATED: Final = _define("truncated_fraction", "", "share of completions truncated at max_new_tokens", write=percent)
 NO_SIGNAL: Final = _define(
     "groups_without_signal", "groups", "groups skipped because all their rewards are equal",
-    label="no signal", form="compact",
+    label="no signal", write=compact,
 )  # fmt: skip
 GROUPS_INVALID: Final = _define(
     "groups_skipped_invalid", "groups", "groups skipped because fewer than two of their samples were valid"
 )
 SAMPLES_INVALID: Final = _define(
     "samples_invalid", "samples", "samples excluded because their reward raised, timed out or was not a number",
-    label="invalid", form="compact",
+    label="invalid", write=compact,
 )  # fmt: skip
 SAMPLES: Final = _define("samples", "samples", "completions of the batch")
 SAMPLES_LEFT_OUT: Final = _define(
@@ -112,7 +107,7 @@ PAIRS_PACKED: Final = _define(
 TOKENS_UNPACKED: Final = _define("tokens_unpacked", "tokens", "tokens of those passes without shared prefixes")
 UPDATES_SKIPPED: Final = _define(
     "optimizer_steps_skipped", "steps", "optimizer steps skipped because the gradient was not finite",
-    label="updates skipped", form="compact",
+    label="updates skipped", write=compact,
 )  # fmt: skip
 MINIBATCHES_DROPPED: Final = _define(
     "minibatches_dropped", "minibatches", "not trained on because the policy had moved past algorithm.kl_stop"
@@ -199,7 +194,7 @@ HELD_OUT_LOSS: Final = _define(
 EVAL_TIME: Final = _define("time_eval_s", "s", "evaluating after this step")
 STEP_TIME: Final = _define("time_step_s", "s", "wall time of the step without evaluation and checkpoints")
 TOKENS_PER_S: Final = _define(
-    "tokens_per_s", "tokens/s", "completion tokens generated per second of rollout", label="tok/s", form="compact"
+    "tokens_per_s", "tokens/s", "completion tokens generated per second of rollout", label="tok/s", write=compact
 )
 EVICTIONS: Final = _define("evictions", "machines", "preemptible machines evicted since the previous step")
 CRASHES: Final = _define("crashes", "workers", "preemptible workers that raised an error since the previous step")

@@ -98,7 +98,8 @@ class Progress:
     def figure(self, name: str) -> str:
         """A metric of the newest step, some with a second number: `0.391 ±0.488`, `4.09 max 14 (6.2 % cut)`."""
         values = self.values
-        text = METRICS[name if name in METRICS else name.removeprefix(HELD_OUT)].text(values.get(name))
+        metric = METRICS[name if name in METRICS else name.removeprefix(HELD_OUT)]
+        text = metric.write(values[name]) if name in values else "-"
         if name == metrics.REWARD_MEAN and metrics.REWARD_STD in values:
             return f"{text} ±{decimal(values[metrics.REWARD_STD])}"
         if name == metrics.LENGTH_MEAN:

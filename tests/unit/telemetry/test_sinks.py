@@ -66,7 +66,7 @@ def test_only_finite_values_are_sent(monkeypatch: pytest.MonkeyPatch, context: S
 
 def test_a_missing_package_is_refused_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match="wandb is not installed") as caught:
+    with pytest.raises(UserError, match="wandb") as caught:
         check_sinks(["wandb"])
     assert caught.value.hint == "install it with: pip install 'tidemill[wandb]'"
     check_sinks([])

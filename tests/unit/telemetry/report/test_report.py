@@ -220,7 +220,7 @@ def test_unreadable_lines_are_reported(finished: RunDirectory) -> None:
 def test_unreadable_metrics_do_not_replace_an_existing_report(finished: RunDirectory) -> None:
     before = write_report(finished.path).read_bytes()
     finished.metrics.write_bytes(b"garbage\n" * 9)
-    with pytest.raises(UserError, match="no line can be read") as caught:
+    with pytest.raises(UserError) as caught:
         write_report(finished.path)
     assert caught.value.where.endswith("metrics.jsonl")
     assert finished.report.read_bytes() == before

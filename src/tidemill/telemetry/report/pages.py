@@ -23,7 +23,6 @@ from tidemill.telemetry.report.sample_cards import (
     answer_pairs,
     before_and_after,
     best_and_worst,
-    comparison_rows,
     evaluation_rows,
     headline_figures,
     report_samples,
@@ -37,8 +36,11 @@ HERE = Path(__file__).parent
 def render_page(template: Path, **values: Any) -> str:
     """A self-contained HTML page; values are escaped.
 
-    Besides `values`, a template has `version`, the `nonce` of the page's own scripts, `asset(name)`, the text of a file
-    of this package for use with `|safe`, and the filter `script_json`. It may include this package's templates.
+    Besides `values`, a template has:
+    - `version`, of Tidemill, and `nonce`, for the page's own scripts;
+    - `asset(name)`, the text of a file below this package's report folder, for use with `|safe`;
+    - the filters `decimal` and `script_json`, the latter for use with `|safe`.
+    It may include this package's templates.
     """
     environment = Environment(
         loader=FileSystemLoader([template.parent, HERE / "templates"]),
@@ -48,7 +50,7 @@ def render_page(template: Path, **values: Any) -> str:
         lstrip_blocks=True,
     )
     environment.globals["asset"] = lambda name: (HERE / name).read_text(encoding="utf-8")
-    environment.filters["script_json"] = script_json
+    environment.filters |= {"script_json": script_json, "decimal": decimal}
     nonce = secrets.token_urlsafe(12)
     return environment.get_template(template.name).render(version=tidemill.__version__, nonce=nonce, **values)
 
@@ -258,7 +260,7 @@ def evaluation_section(found: dict[str, Any]) -> dict[str, Any]:
     other = found.get("compared_with", {})
     return {
         "figures": evaluation_rows(found),
-        "compared": comparison_rows(found),
+        "compared": other.get("figures", {}),
         "other": " ".join(str(other.get(key, "")) for key in ("model", "weights_digest")),
         "answers": answer_pairs(found),
     }

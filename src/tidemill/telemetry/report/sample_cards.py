@@ -233,20 +233,6 @@ class EvaluationRow(Record):
     interval: str = ""  # 95 %
 
 
-class ComparisonRow(Record):
-    """A row of the table that compares two models on the same prompts."""
-
-    name: str
-    n: int
-    other: str
-    this: str
-    difference: str
-    interval: str
-    higher: int
-    lower: int
-    p_value: str
-
-
 def headline_figures(found: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, float]]]:
     """(figure, which completions, value with its interval): accuracy, else the mean reward; then pass@k by k."""
     for name, key in (("accuracy", "greedy_accuracy"), (MEAN_REWARD, "reward_mean")):
@@ -270,24 +256,6 @@ def evaluation_rows(found: dict[str, Any]) -> list[EvaluationRow]:
             rows.append(_with_interval(_drawn_title(found), MEAN_REWARD, reward))
         rows += _completion_rows(_drawn_title(found), found["drawn"])
     return sorted(rows, key=lambda row: row.of != GREEDY)
-
-
-def comparison_rows(found: dict[str, Any]) -> list[ComparisonRow]:
-    """This model against the other; empty without another model."""
-    return [
-        ComparisonRow(
-            name=name.replace("_", " "),
-            n=pair["n"],
-            other=decimal(pair["other"]),
-            this=decimal(pair["this"]),
-            difference=decimal(pair["difference"]["value"]),
-            interval=between(pair["difference"]["low"], pair["difference"]["high"]),
-            higher=pair["higher"],
-            lower=pair["lower"],
-            p_value=decimal(pair["p_value"]),
-        )
-        for name, pair in found.get("compared_with", {}).get("figures", {}).items()
-    ]
 
 
 def answer_pairs(found: dict[str, Any]) -> list[Pair]:

@@ -19,9 +19,9 @@ from tidemill.core.records import Record
 from tidemill.runtime.train import train
 from tidemill.telemetry.events import read_events
 from tidemill.telemetry.metrics import STEP_TIME, MetricLine, read_metrics
+from tidemill.telemetry.run_data import evaluations
 from tidemill.telemetry.run_dir import RunDirectory
 from tidemill.telemetry.statistics import Interval
-from tidemill.telemetry.summary import evaluations
 
 TARGET = 0.9
 BIN = 10  # steps whose figures are kept as one mean

@@ -42,7 +42,7 @@ from tidemill.core.protocols import LoopClock
 from tidemill.core.records import PolicyVersion, Prompt, SamplingParams, WorkerReport, pack_tokens
 from tidemill.runtime.compute import collected_rarely
 from tidemill.runtime.journal import SqliteJournal
-from tidemill.telemetry.progress_views import NullTelemetry
+from tidemill.telemetry.recorder import NullTelemetry
 
 SLOTS = 64
 GROUP = 16

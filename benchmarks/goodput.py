@@ -50,7 +50,7 @@ from tidemill.sim.simulated_trainer import SimulatedPublisher
 from tidemill.sim.simulated_worker import SimulatedHost
 from tidemill.sim.virtual_time import run_virtual
 from tidemill.sim.workload import BlankCompletions, NoText, SimulatedScorer
-from tidemill.telemetry.progress_views import NullTelemetry
+from tidemill.telemetry.recorder import NullTelemetry
 
 TARGET = 0.95
 # Counts, times to eviction and return, and sizes of bursts of two Bamboo traces (g4dn in us-east-1c and us-east-1d).

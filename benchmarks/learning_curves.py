@@ -11,8 +11,8 @@ from benchmarks.training_run import train
 from tidemill.core.records import Record
 from tidemill.telemetry.events import read_events
 from tidemill.telemetry.metrics import read_metrics
+from tidemill.telemetry.run_data import evaluations
 from tidemill.telemetry.run_dir import RunDirectory
-from tidemill.telemetry.summary import evaluations
 
 RECIPES = {"quiet": "smollm2-addition.toml", "evicted": "spot-trace.toml"}
 

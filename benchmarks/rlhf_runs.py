@@ -22,9 +22,9 @@ from tidemill.models.loading import context_limit
 from tidemill.models.reward_model import load_reward_model
 from tidemill.telemetry.events import read_events
 from tidemill.telemetry.metrics import MetricLine, read_metrics
+from tidemill.telemetry.run_data import evaluations
 from tidemill.telemetry.run_dir import RunDirectory
 from tidemill.telemetry.statistics import LEVEL, RESAMPLES, Interval
-from tidemill.telemetry.summary import evaluations
 from tidemill.trainer.scoring import reward_scores
 
 RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "rlhf.toml"

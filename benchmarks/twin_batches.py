@@ -44,8 +44,7 @@ from tidemill.rollout.sampling import gumbel, stream_key
 from tidemill.runtime.backend import RuntimeBackend, scorers
 from tidemill.runtime.local import InProcessHost, in_process
 from tidemill.runtime.train import train
-from tidemill.telemetry.progress_views import NullTelemetry
-from tidemill.telemetry.recorder import Recorder
+from tidemill.telemetry.recorder import NullTelemetry, Recorder
 from tidemill.telemetry.run_dir import RunDirectory
 
 RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "smollm2-addition.toml"

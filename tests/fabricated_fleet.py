@@ -39,7 +39,7 @@ class Machine:
 
 @dataclass
 class Counts:
-    """What the story holds, counted as it is told."""
+    """Counts of the fabricated events."""
 
     evictions: int = 0
     noticed: int = 0
@@ -66,7 +66,7 @@ class FabricatedFleet(FabricatedRun):
         self.counts = Counts()
         self.machines: list[Machine] = []
         self._agenda: list[tuple[float, int, str, dict[str, Any]]] = []
-        self._sessions = self._granted = self._told = 0
+        self._sessions = self._granted = self._logged = 0
 
     def session(self) -> Recorder:
         """Every place is filled anew; what a killed session held was charged until now."""
@@ -81,11 +81,11 @@ class FabricatedFleet(FabricatedRun):
         return recorder
 
     def _at(self, at_s: float, name: str, **fields: Any) -> None:
-        self._told += 1
-        heapq.heappush(self._agenda, (at_s, self._told, name, fields))
+        self._logged += 1
+        heapq.heappush(self._agenda, (at_s, self._logged, name, fields))
 
     def spend(self, recorder: Recorder, seconds: float) -> None:
-        """Time passes, and what falls into it is told."""
+        """Advance the clock and log the events that are due."""
         end_s = self.clock.now() + seconds
         while self._agenda and self._agenda[0][0] <= end_s:
             at_s, _, name, fields = heapq.heappop(self._agenda)
@@ -146,7 +146,7 @@ class FabricatedFleet(FabricatedRun):
     def _evict(self, machine: Machine, samples: int) -> None:
         at_s, counts = machine.ends_s, self.counts
         if machine.noticed and samples:
-            self._at(at_s - 1.0, "hand_back", **machine.name, samples=samples)
+            self._at(at_s - 1.0, "drain", **machine.name, samples=samples)
             self._went_on(at_s - 0.99, machine, samples)
         left = 0 if machine.noticed else samples
         lost = 3 * left

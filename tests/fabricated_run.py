@@ -1,4 +1,4 @@
-"""A run directory made up from a seed, through the recorder itself: what reports and summaries are tested on."""
+"""A run directory fabricated from a seed through the recorder, for tests of reports and summaries."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HELD_OUT = 64
 
 
 class FakeClock:
-    """Time that passes only when told."""
+    """A clock that advances only on request."""
 
     def __init__(self, now_s: float = 0.0) -> None:
         self.now_s = now_s
@@ -99,7 +99,7 @@ class FabricatedRun:
         )
 
     def session(self) -> Recorder:
-        """Open the run for one more session; what was held before must have been closed."""
+        """Open the run for one more session; the previous one must be closed."""
         run = RunDirectory.open(self.path)
         unix_s = 1_790_000_000 + self.clock.now_s
         if not run.exists:
@@ -121,7 +121,7 @@ class FabricatedRun:
         )
 
     def make(self) -> RunDirectory:
-        """The whole story, from the first session to summary.json."""
+        """The whole run, from the first session to summary.json."""
         first = self.session()
         self.evaluate(first, 0)
         for step in range(1, min(13, self.steps) + 1):
@@ -141,7 +141,7 @@ class FabricatedRun:
         return RunDirectory(self.path)
 
     def leave(self, recorder: Recorder) -> None:
-        """What happens at the end of a session that is not killed."""
+        """Called at the end of a session that is not killed."""
 
     def spend(self, recorder: Recorder, seconds: float) -> None:
         self.clock.pass_s(seconds)

@@ -14,7 +14,7 @@ from tidemill.planner.calibration.profile import FORMAT, QUANTITIES, Machine, Me
 from tidemill.planner.calibration.run_observations import Hardware, Manifest, Observed, Session
 from tidemill.planner.forecast.one_machine import length_of, simulate_recipe, workloads
 from tidemill.telemetry.metrics import CONTROLLER_CPU
-from tidemill.telemetry.run_dir import RunDirectory, samples_name
+from tidemill.telemetry.run_dir import RUN_FORMAT, RunDirectory, samples_name
 from tidemill.telemetry.sample_files import Sample
 
 NUMBERS = {
@@ -115,7 +115,7 @@ def write_run(path: Path, seen: Observed) -> RunDirectory:
     run = RunDirectory(path)
     run.samples.mkdir(parents=True)
     run.write_config(to_toml(seen.spec))
-    run.write_manifest(msgspec.to_builtins(seen.manifest))
+    run.write_manifest(msgspec.to_builtins(seen.manifest) | {"format": RUN_FORMAT})
     run.events.write_bytes(msgspec.json.Encoder().encode_lines(seen.events))
     lines = [{**line.values, "step": line.step, "optimizer_steps": line.optimizer_steps} for line in seen.metrics]
     run.metrics.write_bytes(msgspec.json.Encoder().encode_lines(lines))

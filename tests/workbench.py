@@ -13,7 +13,7 @@ from tests.model_shapes import VOCABULARY, llama
 from tidemill.config.schema import RunSpec
 from tidemill.core.records import Demonstration, PreferencePair, StepMetrics, pack_tokens
 from tidemill.models.attention import use_packed_attention
-from tidemill.telemetry.progress_views import NullTelemetry
+from tidemill.telemetry.recorder import NullTelemetry
 from tidemill.trainer.checkpoint_store import CheckpointStore
 from tidemill.trainer.supervised_loop import FitContext
 

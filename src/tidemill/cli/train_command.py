@@ -83,7 +83,7 @@ def _one_run(spec: RunSpec, *, dry_run: bool) -> Result:
 
 def summary_text(summary: dict[str, Any], directory: Path) -> str:
     """A summary in two or three lines: progress, result, location of the report."""
-    from tidemill.telemetry.summary import held_out_changes
+    from tidemill.telemetry.run_data import held_out_changes
 
     steps, total = summary.get("steps", 0), summary.get("total_steps", summary.get("steps", 0))
     word = "interrupted" if summary.get("interrupted") else "finished"

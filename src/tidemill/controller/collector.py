@@ -33,7 +33,7 @@ from tidemill.controller.waiting import Mailbox, Messages, Timeouts, Wait, log_w
 from tidemill.core.errors import DeadlineError
 from tidemill.core.protocols import Clock, Codec, Scorer, Telemetry
 from tidemill.core.records import Trajectory, WorkerReport, WorkerStatus, view_tokens
-from tidemill.telemetry.events import GIVEN_UP, span
+from tidemill.telemetry.events import WAIT_ABANDONED, span
 
 T = TypeVar("T")
 
@@ -92,7 +92,7 @@ class RolloutContext:
             if not task.done():
                 await asyncio.wait({task}, timeout=self.timeouts.stop_s)
             if not task.done():
-                self.telemetry.event(GIVEN_UP, awaited=awaited, waited_s=self.timeouts.stop_s, lost=lost)
+                self.telemetry.event(WAIT_ABANDONED, awaited=awaited, waited_s=self.timeouts.stop_s, lost=lost)
                 raise StopRequested
             return task.result()
         finally:

@@ -14,7 +14,7 @@ from tidemill.controller.router import GroupKey, Load, Movable, Waiting, is_tail
 from tidemill.controller.samples import Sample, SampleState
 from tidemill.controller.worker_state import WorkerState
 from tidemill.core.errors import TidemillError
-from tidemill.telemetry.events import HAND_BACK, VACATED
+from tidemill.telemetry.events import DRAIN, WORKER_RELEASED
 
 MAX_FAILURES = 3
 """Failed attempts at one sample after which the run fails."""
@@ -99,7 +99,7 @@ class Dispatcher:
         """Abort the samples of workers that are about to leave."""
         for lease_id in lease_ids:
             if lease_id in self._fleet and (samples := self._in_flight.held(lease_id).values()):
-                self._fleet.event_log.log(HAND_BACK, self._fleet[lease_id], samples=len(samples))
+                self._fleet.event_log.log(DRAIN, self._fleet[lease_id], samples=len(samples))
                 self._fleet.abort(lease_id, [sample.sample_id for sample in samples])
 
     def abort_all(self) -> None:
@@ -189,7 +189,7 @@ class Dispatcher:
                 if lease_id == LOCAL:
                     self._local_generates, self.local_idle_since_s = False, fleet.clock.now()
                 if samples := in_flight.held(lease_id).values():
-                    fleet.event_log.log(VACATED, fleet[lease_id], samples=len(samples))
+                    fleet.event_log.log(WORKER_RELEASED, fleet[lease_id], samples=len(samples))
                     fleet.abort(lease_id, [sample.sample_id for sample in samples])
         return [worker for worker in workers if worker.lease.lease_id in self._tail_workers]
 

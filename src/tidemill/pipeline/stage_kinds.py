@@ -25,9 +25,9 @@ from tidemill.telemetry.events import EVALUATION, SESSION_END, SESSION_START, ev
 from tidemill.telemetry.jsonl import JsonlWriter
 from tidemill.telemetry.manifest import build_manifest
 from tidemill.telemetry.report import write_report
+from tidemill.telemetry.run_data import held_out_changes
 from tidemill.telemetry.run_dir import RunDirectory, samples_name
 from tidemill.telemetry.sample_files import write_samples
-from tidemill.telemetry.summary import held_out_changes
 
 DATA = "rows.jsonl"
 ANSWERS = "answers.jsonl"

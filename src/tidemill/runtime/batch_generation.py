@@ -30,7 +30,7 @@ from tidemill.runtime.backend import scorers
 from tidemill.runtime.compute import ComputeThread
 from tidemill.runtime.model_bundle import ModelBundle
 from tidemill.telemetry.jsonl import JsonlWriter
-from tidemill.telemetry.progress_views import NullTelemetry
+from tidemill.telemetry.recorder import NullTelemetry
 
 
 class CachedCompletions(Record):

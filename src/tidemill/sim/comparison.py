@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-import tidemill
 from tidemill.config.pool import RayPool, ScheduleName, StaticPool, TracePool
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
@@ -23,8 +20,8 @@ from tidemill.sim.schedules import SCHEDULES, Schedule, SimulatedCluster, cluste
 from tidemill.sim.simulation import CostModel, check_cost_model, simulate_run
 from tidemill.sim.workload import Workload
 from tidemill.telemetry.fleet_figures import HOUR_S
-from tidemill.telemetry.report.pages import script_json, trusted
-from tidemill.telemetry.report.timeline import Bar, drawn, timeline
+from tidemill.telemetry.report.pages import render_page
+from tidemill.telemetry.report.timeline import Bar, timeline, timeline_json
 
 ENDLESS = 10**6
 """Step limit of a run that is limited by time."""
@@ -328,7 +325,7 @@ def planned_data(scenario: Scenario) -> dict[str, Any]:
     }
 
 
-TEMPLATES = Path(__file__).with_name("templates")
+TEMPLATE = Path(__file__).parent / "templates" / "simulation.html.j2"
 
 
 def render(title: str, words: Sequence[str], compared: Sequence[Compared]) -> str:
@@ -338,14 +335,8 @@ def render(title: str, words: Sequence[str], compared: Sequence[Compared]) -> st
         title: of the page.
         words: description of the simulation, one line each.
     """
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("simulation.html.j2").render(
+    return render_page(
+        TEMPLATE,
         title=title,
         headline=headline(compared),
         headings=HEADINGS,
@@ -353,11 +344,7 @@ def render(title: str, words: Sequence[str], compared: Sequence[Compared]) -> st
         remarks=REMARKS,
         words=words,
         schedules=[_section(one) for one in compared],
-        chart_json=script_json({"fleets": [_drawn(one.run) for one in compared]}),
-        nonce=secrets.token_urlsafe(12),
-        version=tidemill.__version__,
-        style=trusted("templates/report.css"),
-        script=trusted("templates/fleet.js"),
+        chart_data={"fleets": [_drawn(one.run) for one in compared]},
     )
 
 
@@ -382,8 +369,8 @@ def _drawn(run: SimulatedRun) -> dict[str, Any]:
     found = timeline(run.events, run.metrics, reserved_only=True)
     assert found is not None, "reserved_only always gives a timeline"
     learned = tuple(
-        Bar(row=0, kind="learn", start_s=begin_s, end_s=end_s, words=f"training\n{duration(end_s - begin_s)}")
+        Bar(row=0, kind="learn", start_s=begin_s, end_s=end_s, text=f"training\n{duration(end_s - begin_s)}")
         for begin_s, end_s in run.learned
     )
     bars = (*(bar for bar in found.bars if bar.kind != "train"), *learned)
-    return drawn(msgspec.structs.replace(found, bars=bars))
+    return timeline_json(msgspec.structs.replace(found, bars=bars))

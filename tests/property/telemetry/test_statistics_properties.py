@@ -14,7 +14,7 @@ SHARES = st.lists(st.floats(0, 1), min_size=1, max_size=30)
 
 
 @given(n=st.integers(1, 40), data=st.data())
-def test_more_tries_and_more_right_samples_never_hurt(n: int, data: st.DataObject) -> None:
+def test_pass_at_k_rises_with_k_and_correct_samples(n: int, data: st.DataObject) -> None:
     correct, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
     value = pass_at_k(n, correct, k)
     assert 0 <= value <= 1

@@ -103,7 +103,7 @@ def test_fleet_metrics_of_all_steps_add_up_to_the_summary() -> None:
     figures = fleet_figures(events, [], wall_s=1.0, tokens_trained=1.0, reserved_usd_per_hour=0.0)
     for key in ("migrations", "evictions", "tokens_lost"):
         assert sum(step.values[key] for step in told.steps) == figures[key] > 0
-    asked = sum(fields["samples"] for fields in (*told.named("hand_back"), *told.named("rebalance")))
+    asked = sum(fields["samples"] for fields in (*told.named("drain"), *told.named("rebalance")))
     assert figures["samples_kept"] <= figures["migrations"] <= asked + sum(f["samples"] for f in told.named("eviction"))
 
 

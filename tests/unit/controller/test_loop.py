@@ -276,7 +276,7 @@ def test_a_hanging_trainer_does_not_prevent_stopping(hanging: str) -> None:
     assert stopped.result is not None
     assert stopped.result.interrupted
     assert ended_s < 20.0 + 2 * stopped.timeouts.stop_s
-    (event,) = stopped.telemetry.named("given_up")
+    (event,) = stopped.telemetry.named("wait_abandoned")
     assert event["waited_s"] == stopped.timeouts.stop_s
     assert "no checkpoint after step" in event["lost"]
     resumed = run_virtual(stop_at(Session(disk=disk), 10**6))

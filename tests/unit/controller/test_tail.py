@@ -65,7 +65,7 @@ def test_tail_consolidation_does_not_change_the_result() -> None:
     run_virtual(alone.run())
 
     assert trained(session) == trained(alone)
-    left = session.telemetry.named("vacated")
+    left = session.telemetry.named("worker_released")
     assert left
     # the tail is at most 3 of 18 samples, and a worker decodes 3: one worker finishes them all
     assert all(fields["samples"] <= 2 for fields in left)

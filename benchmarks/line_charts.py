@@ -41,7 +41,7 @@ class Line:
         dashed: bool = False,
         band: bool = True,
     ) -> Line:
-        """Of values with their intervals, by their place on the horizontal axis."""
+        """A line of values with intervals by x position."""
         found = points.values() if band else ()
         return cls(
             label=label,
@@ -59,7 +59,7 @@ class Panel:
     title: str
     x_title: str
     lines: Sequence[Line]
-    low: float | None = None  # of the vertical axis; by default what the lines need
+    low: float | None = None  # of the y axis; default: range of the lines
     high: float | None = None
     marks: Sequence[float] = field(default=())  # horizontal lines: a target
     logarithmic: bool = False  # the horizontal axis, which then has its ticks at powers of ten

@@ -1,10 +1,10 @@
-"""Does fault simulation find what it is there for? Defects planted in the controller, one by one.
+"""Whether fault simulation finds defects planted in the controller, one by one.
 
     python -m benchmarks.simulator.planted_defects [--seeds 1000] [NAME ...]
 
-Each defect replaces one function of the real controller by one that is wrong in a way somebody might get it wrong. Then
-seeds are simulated, from 0 on, until something is found; told is how many that took, and as what it showed. Without any
-defect none of these seeds may find anything.
+Each defect replaces one function of the real controller by a plausible wrong one. Seeds are simulated from 0 until a
+violation is found; the number of seeds and the violation are reported. Without a defect none of these seeds may have a
+violation.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from tidemill.controller.waiting import Mailbox
 TARGET = 1000
 
 Wrong = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""What is right, made wrong."""
+"""Returns a wrong variant of a function."""
 
 
 @dataclass(frozen=True)
 class Defect:
     owner: Any  # class or module
-    name: str  # of the function that is replaced
+    name: str  # of the replaced function
     wrong: Wrong
 
 
@@ -56,7 +56,7 @@ def planted(defect: Defect) -> Iterator[None]:
 
 
 def _now_and_then(right: Callable[..., Any], every: int) -> Callable[..., Any]:
-    """Every so many calls do nothing."""
+    """Every `every`-th call does nothing."""
     calls = itertools.count(1)
 
     def wrong(*arguments: Any, **named: Any) -> Any:
@@ -100,7 +100,7 @@ def _skip_journal(right: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _journal_later(right: Callable[..., Any]) -> Callable[..., Any]:
-    """What is appended is written with the next append: it is acted on before it is durable."""
+    """Entries are written with the next append, so they are acted on before they are durable."""
 
     async def wrong(self: Any, blobs: Any) -> None:
         late = getattr(self, "late_blobs", [])
@@ -138,7 +138,7 @@ def _forget_prefix(right: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _begin_again_half(right: Callable[..., Any]) -> Callable[..., Any]:
-    """A sample that begins again keeps its first tokens."""
+    """A restarted sample keeps its first tokens."""
 
     def wrong(self: Sample) -> None:
         kept = bytes(self.token_ids[:4]), bytes(self.logprobs[:4]), self.version_starts[:1]
@@ -174,7 +174,7 @@ async def _nothing_learned(
 
 
 def _forget_waiting(right: Callable[..., Any]) -> Callable[..., Any]:
-    """Samples that come back without a token are not given out again."""
+    """Samples that return without a token are not assigned again."""
 
     def wrong(self: InFlight) -> list[Sample]:
         return [sample for sample in right(self) if sample.length or not sample.attempt]
@@ -183,7 +183,7 @@ def _forget_waiting(right: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _overfill(right: Callable[..., Any]) -> Callable[..., Any]:
-    """The dispatcher forgets that a worker's queue has an end."""
+    """The dispatcher ignores the queue limit of a worker."""
 
     def wrong(self: Dispatcher, members: Any) -> bool:
         config = self._fleet.config
@@ -201,7 +201,7 @@ def _in_any_order(right: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _as_they_come(right: Callable[..., Any]) -> Callable[..., Any]:
-    """Whichever groups are complete make the batch."""
+    """The first complete groups form the batch."""
 
     def wrong(self: BatchBuilder, complete: Any, in_flight: Any) -> list[int]:
         chosen = list(complete)[: self.size - len(self.taken)]
@@ -239,7 +239,7 @@ DEFECTS = {
 
 
 def found(defect: Defect, seeds: int) -> tuple[int, str] | None:
-    """How many seeds it took, and what was seen; None when so many find nothing."""
+    """The number of seeds needed and the violation; None if `seeds` find none."""
     with planted(defect):
         for seed in range(seeds):
             if violation := simulate_faults(seed).violation:

@@ -1,10 +1,10 @@
-"""How long simulating a large fleet takes: 1,000 preemptible workers, 64,000 samples in flight, one hour.
+"""CPU time to simulate a large fleet: 1,000 preemptible workers, 64,000 samples in flight, one hour.
 
     python -m benchmarks.simulator.scale [--workers 1000] [--minutes 60] [--profile]
 
-The real controller (loop, ledger, dispatcher, router, offload, admission, fleet) over simulated factories, on one core:
-workers of 64 slots that come and go, completions of some thousand tokens, one version after another at a lag of 1.
-Told are seconds of CPU time per simulated hour, and what happened in it.
+The real controller (loop, ledger, dispatcher, router, offload, fleet) with simulated components, on one core: workers
+of 64 slots with evictions, completions of some thousand tokens, lag 1. Reports CPU seconds per simulated hour, and the
+events in it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PLANT = CostModel(
 
 
 def market(workers: int) -> Market:
-    """Nine tenths of the machines are there on average, each for two hours."""
+    """On average nine tenths of the machines are present, each for two hours."""
     return Market(
         machines=workers * 10 // 9,
         present=workers,
@@ -53,7 +53,7 @@ def market(workers: int) -> Market:
 def simulate(workers: int, seconds: float) -> dict[str, Any]:
     spec = RunSpec.model_validate(
         {
-            # At a lag of 1 as many samples again are under way.
+            # At a lag of 1 twice as many samples are in flight.
             "batch": {"prompts": workers * SLOTS // GROUP // 2, "group_size": GROUP},
             "sampling": {"max_new_tokens": LONGEST},
             "schedule": {"max_policy_lag": 1, "membership": "first_finished"},

@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measuring import RESULTS, write_result
+from tests.doubles.costs import ConstantEngine
 from tests.doubles.journal import MemoryJournal
 from tidemill.config.pool import FleetConfig
 from tidemill.controller.collector import RolloutContext, collect_samples
@@ -44,7 +45,7 @@ from tidemill.pool.build_provider import trace_timetable
 from tidemill.pool.provider import ScheduledProvider
 from tidemill.pool.synthetic import Market, synthetic_trace
 from tidemill.pool.traces import CapacityTrace, read_trace
-from tidemill.sim.costs import ConstantEngine, ConstantWeights
+from tidemill.sim.costs import WeightCosts
 from tidemill.sim.simulated_trainer import SimulatedPublisher
 from tidemill.sim.simulated_worker import SimulatedHost
 from tidemill.sim.virtual_time import run_virtual
@@ -73,7 +74,7 @@ MARKETS = {
 }
 # An engine like one small GPU with an 8B model; boot and pull as with a warm image and a fast network.
 SPEED = ConstantEngine(slots=64, plateau=64, step_s=0.025, prefill_tokens_per_s=8000.0, boot_s=20.0)
-WEIGHTS = ConstantWeights(pull=5.0)
+WEIGHTS = WeightCosts(pull_s=5.0)
 TICK_S = 1.0
 GROUP = 8
 LONGEST = 8192
@@ -88,7 +89,7 @@ def completion_length(sample_id: SampleId) -> int:
 
 async def measure(trace: CapacityTrace, duration_s: float, seed: int) -> dict[str, Any]:
     clock, telemetry = LoopClock(), NullTelemetry(lambda _: None)
-    timetable = trace_timetable(trace, start_s=0.0, speed=1.0, notice_s=0.0, seed=seed)
+    timetable = trace_timetable(trace, start_s=0.0, notice_s=0.0, seed=seed)
     host = SimulatedHost(SPEED, WEIGHTS, completions=BlankCompletions(completion_length), clock=clock, tick_s=TICK_S)
     fleet = Fleet(
         None,
@@ -128,7 +129,7 @@ async def measure(trace: CapacityTrace, duration_s: float, seed: int) -> dict[st
                         pass
             assert not in_flight.all_scored, "there was not enough to generate"
             tally, happened, joins = in_flight.counters, fleet.event_log.counters, len(host.workers)
-    ready = ideal - joins * (SPEED.boot_s + WEIGHTS.pull) * SPEED.peak_tokens_per_s
+    ready = ideal - joins * (SPEED.boot_s + WEIGHTS.pull_s) * SPEED.peak_tokens_per_s
     made, accepted = sum(worker.engine.generated for worker in host.workers.values()), tally.tokens_accepted
     return {
         "goodput": accepted / ready,
@@ -159,7 +160,7 @@ def cases(arguments: argparse.Namespace) -> list[tuple[str, CapacityTrace, float
         (name, synthetic_trace(market, seed=7, duration_s=longest_s), longest_s) for name, market in MARKETS.items()
     ]
     for path in arguments.trace:
-        trace = read_trace(path, Path.read_bytes)
+        trace = read_trace(path)
         trace = trace.since(next(t for t, n in trace.steps if n))
         found.append((path.stem, trace, min(trace.end_s, longest_s)))
     return found

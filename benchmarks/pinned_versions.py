@@ -22,10 +22,11 @@ import torch
 
 from benchmarks.equivalent_runs import char_spec
 from benchmarks.measuring import write_result
+from tests.doubles.costs import ConstantEngine, ConstantTrainer
 from tidemill.config.schema import RunSpec
 from tidemill.hardware.completion_lengths import LogNormalLengths
 from tidemill.runtime.train import train
-from tidemill.sim.costs import ConstantEngine, ConstantTrainer, ConstantWeights
+from tidemill.sim.costs import WeightCosts
 from tidemill.sim.simulation import CostModel, simulate_run
 from tidemill.sim.workload import Workload
 from tidemill.telemetry.metrics import read_metrics
@@ -43,7 +44,7 @@ def simulated(lag: int, trainer_tokens_per_s: float, unfinished: Unfinished) -> 
     """Seconds per step, and the share without samples for the trainer."""
     cost_model = CostModel(
         trainer=ConstantTrainer(tokens_per_s=trainer_tokens_per_s, commit=1.0),
-        weights=ConstantWeights(nbytes=0),
+        weights=WeightCosts(nbytes=0),
         reserved=ConstantEngine(slots=64, plateau=64, step_s=0.1, prefill_tokens_per_s=1e5),
         reserved_load_s=0.5,
         shares_gpus=False,

@@ -20,7 +20,7 @@ from tidemill.hardware.gpu_catalog import Link, load_catalog
 from tidemill.hardware.model_shape import DTYPE_BYTES, FROZEN_BYTES, TRAINED, shape_of_parameters
 from tidemill.hardware.trainer_profile import TrainerEfficiency, trainer_profile
 from tidemill.sim.baselines import chunked_components, rlboost_fleet
-from tidemill.sim.costs import ConstantWeights, ProfiledEngine, ProfiledTrainer
+from tidemill.sim.costs import ProfiledEngine, ProfiledTrainer, WeightCosts
 from tidemill.sim.simulation import CostModel
 from tidemill.sim.workload import Workload
 
@@ -141,12 +141,12 @@ def cost_model(row: str, fitted: Calibration, setting: Setting = SETTING, *, del
         efficiency=TrainerEfficiency(compute=fitted.compute),
     )
     nbytes = round(shape.parameters * DTYPE_BYTES["bf16"])
-    weights = ConstantWeights(
+    weights = WeightCosts(
         nbytes=nbytes,
         delta_nbytes=round(delta_share * nbytes),
         uplink_bytes_per_s=setting.machines * RESERVED.network_bytes_per_s,
         downlink_bytes_per_s=INSTANCE.network_bytes_per_s,
-        swap=SWAP_S,
+        swap_s=SWAP_S,
     )
     return CostModel(
         trainer=ProfiledTrainer(profile=trainer, passes=PASSES, microbatch_tokens=MICROBATCH_TOKENS),

@@ -18,11 +18,12 @@ import time
 from typing import Any
 
 from benchmarks.measuring import write_result
+from tests.doubles.costs import ConstantEngine, ConstantTrainer
 from tidemill.config.schema import RunSpec
 from tidemill.hardware.completion_lengths import LogNormalLengths
 from tidemill.pool.synthetic import Market, market_timetable
 from tidemill.runtime.compute import collected_rarely
-from tidemill.sim.costs import ConstantEngine, ConstantTrainer, ConstantWeights
+from tidemill.sim.costs import WeightCosts
 from tidemill.sim.simulation import CostModel, simulate_run
 from tidemill.sim.workload import Workload
 
@@ -34,7 +35,7 @@ WORK = Workload(
 )
 PLANT = CostModel(
     trainer=ConstantTrainer(tokens_per_s=4e6, commit=5.0),
-    weights=ConstantWeights(nbytes=16 * 10**9, publish=5.0, pull=10.0, swap=0.5),
+    weights=WeightCosts(nbytes=16 * 10**9, publish_s=5.0, pull_s=10.0, swap_s=0.5),
     worker=ConstantEngine(slots=SLOTS, plateau=SLOTS, step_s=0.025, prefill_tokens_per_s=20_000.0, boot_s=60.0),
 )
 

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import msgspec
 
+from tests.doubles.costs import ConstantEngine
 from tests.fault_simulation.corruptions import CORRUPTIONS, Corruption, corrupted
 from tests.fault_simulation.scenario import BREAKING, MachineFault, MachinePlan
 from tidemill.core.errors import WorkerLost
@@ -26,7 +27,6 @@ from tidemill.core.records import (
     SampleId,
     WorkerReport,
 )
-from tidemill.sim.costs import ConstantEngine
 from tidemill.sim.simulated_engine import EPSILON_S
 from tidemill.sim.simulated_worker import SimulatedWorker
 

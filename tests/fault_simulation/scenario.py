@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from typing import Any, Literal, TypeAlias, get_args
 
+from tests.doubles.costs import ConstantEngine, ConstantTrainer
 from tidemill.config.schema import RunSpec
 from tidemill.core.records import Record
-from tidemill.sim.costs import ConstantEngine, ConstantTrainer
 
 FaultKind: TypeAlias = Literal[
     "taken",  # evicted; the provider reports it late

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Callable
 
+from tests.doubles.costs import ConstantEngine
 from tests.doubles.journal import PowerCut
 from tests.doubles.provider import EventProvider
 from tests.fault_simulation.components import (
@@ -28,7 +29,6 @@ from tidemill.controller.waiting import Timeouts
 from tidemill.core.errors import DeadlineError, TidemillError
 from tidemill.core.protocols import LoopClock, Worker
 from tidemill.core.records import Lease, LeaseEvent, WorkerReport
-from tidemill.sim.costs import ConstantEngine
 from tidemill.sim.simulated_engine import SimulatedEngine
 from tidemill.sim.simulated_trainer import SimulatedCheckpoints, SimulatedDisk
 from tidemill.sim.simulated_worker import SimulatedWorker

@@ -54,9 +54,8 @@ def _workers(pool: StaticPool | TracePool | SyntheticPool | RayPool) -> str:
     if isinstance(pool, StaticPool):
         return f"{counted(pool.workers, 'preemptible worker')}, there from the start"
     if isinstance(pool, TracePool):
-        speed = "" if pool.speed == 1 else f", {pool.speed:g} times as fast"
         begin = f" from second {pool.start_s:g}" if pool.start_s else ""
-        return f"as many preemptible workers as {pool.path} has{begin}{speed}, at most {pool.max_workers}"
+        return f"as many preemptible workers as {pool.path} has{begin}, at most {pool.max_workers}"
     if isinstance(pool, SyntheticPool):
         return (
             f"{counted(pool.workers, 'preemptible worker')}; on average one is evicted after "

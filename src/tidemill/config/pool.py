@@ -24,8 +24,6 @@ class TracePool(Config):
     """A capacity trace: CSV lines `seconds,count`, or JSON `{"metadata": {"gap_seconds": …}, "data": [count, …]}`."""
     start_s: float = Field(0.0, ge=0)
     """Where in the trace the run begins, in seconds of the trace."""
-    speed: float = Field(1.0, gt=0)
-    """Seconds of the trace per second of the run."""
     max_workers: int = Field(8, ge=1)
     """Machines taken at most, whatever the trace offers."""
     notice_s: float = Field(0.0, ge=0)

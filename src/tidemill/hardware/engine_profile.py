@@ -7,7 +7,6 @@ longer of reading its bytes and computing its FLOPs, each at an efficiency. A ca
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import msgspec
 
@@ -109,23 +108,6 @@ class EngineProfile(Record):
             low, high = (low, middle) if self.tokens_per_s(middle, context) >= enough else (middle + 1, high)
         return high
 
-    def put_back(self, contexts: Sequence[int]) -> int:
-        """How many of the newest samples lose their cache if every sample gets one more token.
-
-        They wait and are recomputed once there is room (vLLM's preemption by recomputation, arXiv 2309.06180,
-        section 4.5).
-
-        Args:
-            contexts: tokens of each running sample, oldest first.
-        """
-        held, kept = 0.0, 0
-        for context in contexts:
-            held += context + 1
-            if held > self.cache_tokens:
-                break
-            kept += 1
-        return len(contexts) - kept
-
 
 def _rising(start: float, more: float, first: int, end: int) -> float:
     """Sum of start + i * more for first <= i < end."""
@@ -139,7 +121,6 @@ def engine_profile(
     gpus: int = 1,
     dtype: str = "bf16",
     slots: int = 256,
-    link: Link | None = None,
     efficiency: EngineEfficiency = ASSUMED,
     held_bytes: float = 0.0,
 ) -> EngineProfile:
@@ -147,7 +128,6 @@ def engine_profile(
 
     Args:
         dtype: of weights and arithmetic; keys and values are in bf16.
-        link: between the GPUs, if not their own.
         held_bytes: memory per GPU that a trainer on the same GPUs keeps during generation.
 
     Raises:
@@ -157,7 +137,7 @@ def engine_profile(
     speed = gpus * gpu.peak_flops(dtype) * efficiency.compute
     element = DTYPE_BYTES[dtype]
     kv_bytes = shape.kv_bytes_per_token()
-    reduced, each_reduced = _reduction_s(shape, gpu, gpus, link, efficiency)
+    reduced, each_reduced = _reduction_s(shape, gpu, gpus, efficiency)
     attention = 4 * shape.layers * shape.attention_width / speed
     multiplied = 2 * shape.active_parameters / speed
     return EngineProfile(
@@ -192,17 +172,13 @@ def cache_bytes(
     return room - shape.parameters * DTYPE_BYTES[dtype]
 
 
-def _reduction_s(
-    shape: ModelShape, gpu: Gpu, gpus: int, link: Link | None, efficiency: EngineEfficiency
-) -> tuple[float, float]:
+def _reduction_s(shape: ModelShape, gpu: Gpu, gpus: int, efficiency: EngineEfficiency) -> tuple[float, float]:
     """Time (per step, per token) to reduce hidden states over the GPUs of an engine."""
     if gpus == 1:
         return 0.0, 0.0
-    between = link or Link(bytes_per_s=gpu.link_bytes_per_s, latency_s=0.0)
     count = REDUCTIONS_PER_LAYER * shape.layers
-    real = Link(bytes_per_s=between.bytes_per_s * efficiency.link, latency_s=0.0)
-    least = efficiency.reduction_s + between.latency_s * gpus
-    return count * least, count * all_reduce_s(2 * shape.hidden, members=gpus, link=real)
+    real = Link(bytes_per_s=gpu.link_bytes_per_s * efficiency.link, latency_s=0.0)
+    return count * efficiency.reduction_s, count * all_reduce_s(2 * shape.hidden, members=gpus, link=real)
 
 
 PARTS = 64

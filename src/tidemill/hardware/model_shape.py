@@ -52,11 +52,6 @@ class ModelShape(Record):
     def attention_width(self) -> int:
         return self.heads * self.head_dim
 
-    def flops_per_token(self, context: float) -> float:
-        """FLOPs of a forward pass for one token with `context` others: two per multiplied parameter, plus products with
-        each key and value (Kaplan et al., arXiv 2001.08361, section 2.1)."""
-        return 2 * self.active_parameters + 4 * self.layers * self.attention_width * context
-
     def kv_bytes_per_token(self, element_bytes: float = 2) -> float:
         """Bytes of keys and values per cached token."""
         per_layer = self.kv_values_per_layer or 2 * self.kv_heads * self.head_dim

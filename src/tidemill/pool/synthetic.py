@@ -1,4 +1,4 @@
-"""Synthetic spot markets: random arrivals and evictions, from a few numbers or fitted to a real trace."""
+"""Synthetic spot markets: random arrivals and evictions."""
 
 from __future__ import annotations
 
@@ -7,16 +7,11 @@ import random
 from bisect import insort
 from collections import deque
 from collections.abc import Sequence
-from itertools import pairwise
-from statistics import fmean
-
-import msgspec
 
 from tidemill.config.pool import SyntheticPool
-from tidemill.core.errors import UserError
 from tidemill.core.records import Record
 from tidemill.pool.provider import Change, Timetable, capacity_of
-from tidemill.pool.traces import CapacityTrace, statistics
+from tidemill.pool.traces import CapacityTrace
 
 
 class Market(Record):
@@ -50,42 +45,6 @@ def market_of_pool(pool: SyntheticPool) -> Market:
         notice_s=pool.notice_s,
         noticed=pool.noticed,
     )
-
-
-def market_of_trace(trace: CapacityTrace) -> Market:
-    """Fit a market to a trace: machines, times to eviction and return, burst sizes, irregular waits.
-
-    The time before the first machine is ignored.
-
-    Raises:
-        UserError: the trace never has a machine.
-    """
-    first_s = next((time_s for time_s, count in trace.steps if count), None)
-    if first_s is None:
-        raise UserError("the capacity trace never has a machine", hint="use another trace")
-    seen = trace.since(first_s)
-    found = statistics(seen)
-    market = Market(
-        machines=found.peak,
-        present=seen.steps[0][1],
-        mean_time_to_eviction_s=found.mean_time_to_eviction_s,
-        mean_time_to_return_s=found.mean_time_to_return_s,
-        bursts=_shares_above(found.bursts),
-        arrivals=_shares_above(found.arrivals),
-    )
-    return msgspec.structs.replace(market, waits=_waits(seen, market))
-
-
-def like(trace: CapacityTrace, *, seed: int, duration_s: float | None = None) -> CapacityTrace:
-    """Draw another trace of the same market, by default as long as `trace` after its first machine.
-
-    Raises:
-        UserError: the trace never has a machine.
-    """
-    market = market_of_trace(trace)
-    if duration_s is None:
-        duration_s = trace.end_s - next(time_s for time_s, count in trace.steps if count)
-    return synthetic_trace(market, seed=seed, duration_s=duration_s)
 
 
 def synthetic_trace(market: Market, *, seed: int, duration_s: float) -> CapacityTrace:
@@ -131,15 +90,6 @@ def _wait(rng: random.Random, market: Market) -> float:
     return rng.choice(market.waits) if market.waits else rng.expovariate(1.0)
 
 
-def _waits(trace: CapacityTrace, market: Market) -> tuple[float, ...]:
-    """Times between the changes of a trace, relative to what `market` expects at that count; mean 1."""
-    waits = [
-        (end_s - start_s) * sum(_rates(market, count, market.machines - count))
-        for (start_s, count), (end_s, _) in pairwise(trace.steps)
-    ]
-    return tuple(sorted(wait / fmean(waits) for wait in waits))
-
-
 def _rates(market: Market, present: int, away: int) -> tuple[float, float]:
     """Eviction and return events per second; a burst is one event."""
     return (
@@ -161,8 +111,3 @@ def _draw(rng: random.Random, places: list[int], shares: Sequence[float]) -> lis
     for place in drawn:
         places.remove(place)
     return drawn
-
-
-def _shares_above(sizes: Sequence[int]) -> tuple[float, ...]:
-    """Share of `sizes` above 0, 1, 2, ..."""
-    return tuple(sum(size > above for size in sizes) / len(sizes) for above in range(max(sizes))) if sizes else (1.0,)

@@ -6,7 +6,7 @@ import json
 import math
 import random
 from bisect import bisect_right, insort
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -107,11 +107,9 @@ class Statistics(Record):
     arrivals: tuple[int, ...]  # machines per arrival event, in order of time
     mean_time_to_eviction_s: float  # machine-seconds per eviction; inf without any
     mean_time_to_return_s: float  # empty place-seconds below the peak, per arrival; inf without any
-    times_to_eviction_s: tuple[float, ...]  # sorted, of one drawn history (`stays`); without machines that stay
 
 
-def statistics(trace: CapacityTrace, *, seed: int = 0) -> Statistics:
-    """Statistics of `trace`; `seed` draws the history behind `times_to_eviction_s`."""
+def statistics(trace: CapacityTrace) -> Statistics:
     differences = [difference for _, difference in trace.changes()]
     bursts = tuple(-difference for difference in differences if difference < 0)
     arrivals = tuple(difference for difference in differences if difference > 0)
@@ -127,9 +125,6 @@ def statistics(trace: CapacityTrace, *, seed: int = 0) -> Statistics:
         arrivals=arrivals,
         mean_time_to_eviction_s=present_s / sum(bursts) if bursts else math.inf,
         mean_time_to_return_s=away_s / sum(arrivals) if arrivals else math.inf,
-        times_to_eviction_s=tuple(
-            sorted(stay.end_s - stay.start_s for stay in stays(trace, seed=seed) if stay.end_s < math.inf)
-        ),
     )
 
 
@@ -138,14 +133,14 @@ CSV_SHAPE = "lines look like `1800,12`: seconds, machines from then on"
 JSON_SHAPE = 'the file looks like {"metadata": {"gap_seconds": 300}, "data": [12, 12, 7]}'
 
 
-def read_trace(path: Path, read: Callable[[Path], bytes]) -> CapacityTrace:
-    """Read a trace file, CSV or JSON; `read` returns the file's bytes.
+def read_trace(path: Path) -> CapacityTrace:
+    """Read a trace file, CSV or JSON.
 
     Raises:
         UserError: the file cannot be read or is not a trace; names file and line.
     """
     try:
-        text = read(path).decode("utf-8-sig")
+        text = path.read_bytes().decode("utf-8-sig")
     except OSError as error:
         what = f"cannot read the capacity trace: {error.strerror or error}"
         raise UserError(what, where=str(path), hint="check pool.path") from error

@@ -45,8 +45,8 @@ class Scenario(Record):
     remarks: tuple[str, ...]  # notes about the pool
 
 
-def plan_scenario(spec: RunSpec, *, read: Callable[[Path], bytes] = Path.read_bytes) -> Scenario:
-    """Resolve all schedules before anything runs; `read` returns the bytes of a trace file.
+def plan_scenario(spec: RunSpec) -> Scenario:
+    """Resolve all schedules before anything runs.
 
     Raises:
         UserError: unknown model or machine, a model that does not fit, no engine, or an invalid trace.
@@ -60,7 +60,7 @@ def plan_scenario(spec: RunSpec, *, read: Callable[[Path], bytes] = Path.read_by
         cluster=cluster,
         workload=workload,
         planned=tuple(_planned(cluster, workload, name) for name in spec.simulation.schedules),
-        remarks=tuple(remarks(spec.pool, read)),
+        remarks=tuple(remarks(spec.pool)),
     )
 
 
@@ -97,13 +97,11 @@ def simulate_planned(
     planned: Planned,
     workload: Workload,
     *,
-    read: Callable[[Path], bytes] = Path.read_bytes,
     tell: Callable[[int, float], None] = lambda step, now_s: None,
 ) -> SimulatedRun:
     """Simulate one schedule.
 
     Args:
-        read: returns the bytes of a trace file.
         tell: called at the end of each step with its number and the virtual time in seconds.
 
     Raises:
@@ -116,7 +114,7 @@ def simulate_planned(
         spec,
         planned.cost_model,
         workload,
-        timetable_of(pool, read) if planned.cost_model.worker else None,
+        timetable_of(pool) if planned.cost_model.worker else None,
         seconds=spec.simulation.hours * HOUR_S or math.inf,
         most_workers=pool.max_workers if isinstance(pool, TracePool) else pool.workers,
         factories=planned.schedule.factories,

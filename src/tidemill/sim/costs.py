@@ -1,4 +1,4 @@
-"""Cost models in seconds: protocols, constants, and costs from hardware profiles."""
+"""Cost models in seconds: protocols, and costs from hardware profiles."""
 
 from __future__ import annotations
 
@@ -52,97 +52,16 @@ class TrainerCosts(Protocol):
         """Time to write or read the trainer's state."""
 
 
-class WeightCosts(Protocol):
-    """Transfer of a version from the trainer to a worker."""
+class WeightCosts(Record):
+    """Transfer of a version from the trainer to a worker; by default instantaneous."""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of a snapshot."""
-
-    @property
-    def delta_nbytes(self) -> int:
-        """Bytes of a delta to the previous version; 0: workers pull snapshots."""
-
-    @property
-    def uplink_bytes_per_s(self) -> float:
-        """Rate of the trainer, shared by concurrent pulls."""
-
-    @property
-    def downlink_bytes_per_s(self) -> float:
-        """Rate of one worker."""
-
-    def publish_s(self) -> float:
-        """Time until the version can be pulled."""
-
-    def pull_s(self) -> float:
-        """Time of a pull besides the transfer; the engine keeps decoding."""
-
-    def swap_s(self) -> float:
-        """Time in which the engine is paused."""
-
-
-class ConstantEngine(Record):
-    """A decode step takes constant time up to `plateau` samples and grows linearly beyond; contexts are free."""
-
-    slots: int
-    plateau: int  # samples decoded in the time of one
-    step_s: float  # for up to `plateau` samples
-    prefill_tokens_per_s: float
-    boot_s: float = 0.0
-    cache_tokens: float = math.inf
-
-    @property
-    def longest_sample(self) -> float:
-        return self.cache_tokens
-
-    def decode_s(self, running: int, context_tokens: int, steps: int) -> float:
-        return steps * self.step_s * max(1.0, running / self.plateau)
-
-    def prefill_s(self, tokens: int, samples: int = 1) -> float:
-        return tokens / self.prefill_tokens_per_s
-
-    @property
-    def peak_tokens_per_s(self) -> float:
-        """The peak decoding rate."""
-        return self.slots / self.decode_s(self.slots, 0, 1)
-
-
-class ConstantTrainer(Record):
-    """Training time is proportional to completion tokens."""
-
-    tokens_per_s: float
-    commit: float = 0.0  # seconds
-    checkpoint: float = 0.0  # seconds
-
-    def accumulate_s(self, group: Group) -> float:
-        return sum(trajectory.completion_length for trajectory in group.trajectories) / self.tokens_per_s
-
-    def commit_s(self) -> float:
-        return self.commit
-
-    def checkpoint_s(self) -> float:
-        return self.checkpoint
-
-
-class ConstantWeights(Record):
-    """Constant times; by default infinite link rates."""
-
-    nbytes: int = 0
-    delta_nbytes: int = 0
-    uplink_bytes_per_s: float = math.inf
-    downlink_bytes_per_s: float = math.inf
-    publish: float = 0.0  # seconds
-    pull: float = 0.0  # seconds
-    swap: float = 0.0  # seconds
-
-    def publish_s(self) -> float:
-        return self.publish
-
-    def pull_s(self) -> float:
-        return self.pull
-
-    def swap_s(self) -> float:
-        return self.swap
+    nbytes: int = 0  # of a snapshot
+    delta_nbytes: int = 0  # of a delta to the previous version; 0: workers pull snapshots
+    uplink_bytes_per_s: float = math.inf  # of the trainer, shared by concurrent pulls
+    downlink_bytes_per_s: float = math.inf  # of one worker
+    publish_s: float = 0.0  # until the version can be pulled
+    pull_s: float = 0.0  # of a pull besides the transfer; the engine keeps decoding
+    swap_s: float = 0.0  # in which the engine is paused
 
 
 class ProfiledEngine(Record):

@@ -33,7 +33,7 @@ from tidemill.hardware.model_config import read_shape
 from tidemill.hardware.model_shape import DTYPE_BYTES, TRAINED, ModelShape, adapter_parameters, shape_of_parameters
 from tidemill.hardware.trainer_profile import learning_passes, trainer_profile
 from tidemill.sim.baselines import chunked_components, rlboost_components, rlboost_fleet
-from tidemill.sim.costs import ConstantWeights, ProfiledEngine, ProfiledTrainer
+from tidemill.sim.costs import ProfiledEngine, ProfiledTrainer, WeightCosts
 from tidemill.sim.simulation import ComponentFactories, CostModel
 from tidemill.sim.workload import Workload
 
@@ -273,20 +273,20 @@ class SimulatedCluster(Record):
         """Bytes of a published version."""
         return self.trained_parameters * DTYPE_BYTES["bf16"]
 
-    def weights(self, *, deltas: bool) -> ConstantWeights:
+    def weights(self, *, deltas: bool) -> WeightCosts:
         """Costs of publishing and pulling; deltas only if encoding, sending and applying one beats a snapshot."""
         downlink = self.worker_machine.network_bytes_per_s
         delta = self.trained_parameters * self.spec.simulation.changed_weights * DELTA_ELEMENT_BYTES
         coding_s = self.trained_parameters / (CODED_PER_CORE_S * CODING_CORES)
         deltas = deltas and 2 * coding_s + delta / downlink < self.nbytes / downlink
-        return ConstantWeights(
+        return WeightCosts(
             nbytes=round(self.nbytes),
             delta_nbytes=round(delta) if deltas else 0,
             uplink_bytes_per_s=self.spec.simulation.machines * self.machine.network_bytes_per_s,
             downlink_bytes_per_s=downlink,
-            publish=coding_s if deltas else 0.0,
-            pull=coding_s if deltas else 0.0,
-            swap=2 * self.nbytes / self.engine_gpus / self.worker_gpu.bandwidth_bytes_per_s,
+            publish_s=coding_s if deltas else 0.0,
+            pull_s=coding_s if deltas else 0.0,
+            swap_s=2 * self.nbytes / self.engine_gpus / self.worker_gpu.bandwidth_bytes_per_s,
         )
 
     def workload(self) -> Workload:

@@ -221,7 +221,7 @@ class SimulatedPublisher:
         self._costs = costs
 
     async def publish(self, version: PolicyVersion) -> WeightManifest:
-        await asyncio.sleep(self._costs.publish_s())
+        await asyncio.sleep(self._costs.publish_s)
         return _manifest(version, self._costs)
 
     async def close(self) -> None:
@@ -244,7 +244,7 @@ class CountedWeights:
         full = not costs.delta_nbytes or self._number != version.number - 1
         nbytes = costs.nbytes if full else costs.delta_nbytes
         await self._uplink.carry(nbytes)
-        await asyncio.sleep(costs.pull_s())
+        await asyncio.sleep(costs.pull_s)
         return Pulled(
             manifest=_manifest(version, costs),
             nbytes=nbytes,

@@ -231,7 +231,7 @@ class SimulatedHost:
             worker_id=lease.worker_id,
             lease_id=lease.lease_id,
             source=CountedWeights(self._weights, self._clock, self._uplink),
-            swap_s=self._weights.swap_s(),
+            swap_s=self._weights.swap_s,
             tick_s=self._tick_s,
             heartbeat_s=self._heartbeat_s,
         )

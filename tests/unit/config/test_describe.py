@@ -199,10 +199,9 @@ def test_workers_that_come_and_go() -> None:
 
 
 def test_workers_of_a_trace() -> None:
-    said = generation("--pool.kind=trace", "--pool.path=/t.csv", "--pool.speed=60", "--pool.start_s=90")
+    said = generation("--pool.kind=trace", "--pool.path=/t.csv", "--pool.start_s=90")
     assert said["workers"] == (
-        "as many preemptible workers as /t.csv has from second 90, 60 times as fast, at most 8; "
-        "simulated in this process"
+        "as many preemptible workers as /t.csv has from second 90, at most 8; simulated in this process"
     )
     assert said["notice"].startswith("none; samples of a worker that was taken go on elsewhere")
     announced = generation("--pool.kind=trace", "--pool.path=/t.csv", "--pool.notice_s=0.5")

@@ -112,15 +112,6 @@ def test_the_plateau_reaches_nine_tenths_of_the_best_rate() -> None:
     assert next(at for at, rate in enumerate(rates, 1) if rate >= 0.9 * rates[-1]) == 90
 
 
-def test_a_full_cache_puts_the_newest_samples_back() -> None:
-    # 499 + 500 tokens and one more each: 1001 are too many for 1000
-    assert PLAIN.put_back([499, 500]) == 1
-    assert PLAIN.put_back([499, 499]) == 0
-    assert PLAIN.put_back([300, 300, 300, 300, 300]) == 2  # 3 * 301 = 903
-    assert PLAIN.put_back([2000, 1]) == 2
-    assert PLAIN.put_back([]) == 0
-
-
 def test_a_model_that_does_not_fit_has_no_cache() -> None:
     large = ModelShape(
         parameters=10e9, layers=10, hidden=100, heads=4, kv_heads=2, head_dim=50, intermediate=300, vocab=1000

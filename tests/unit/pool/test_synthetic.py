@@ -8,17 +8,14 @@ import pytest
 
 from tests.lease_story import whole_story
 from tidemill.config.pool import SyntheticPool
-from tidemill.core.errors import UserError
 from tidemill.pool.provider import Change
 from tidemill.pool.synthetic import (
     Market,
-    like,
     market_of_pool,
-    market_of_trace,
     market_timetable,
     synthetic_trace,
 )
-from tidemill.pool.traces import CapacityTrace, statistics
+from tidemill.pool.traces import statistics
 
 STEADY = Market(
     machines=8,
@@ -158,40 +155,3 @@ def test_a_wait_is_rescaled_when_the_rate_changes() -> None:
         (15.0, "noticed"),
         (23.0, "down"),
     ]
-
-
-def test_market_of_trace_by_hand() -> None:
-    # Nothing for 100 s; then 4 for 10 s, 1 for 20 s, 3 for 10 s, 2 for 10 s: 110 of 200 machine-seconds.
-    trace = CapacityTrace.of([(0.0, 0), (100.0, 4), (110.0, 1), (130.0, 3), (140.0, 2), (150.0, 2)])
-    market = market_of_trace(trace)
-    assert (market.machines, market.present) == (4, 4)
-    assert market.mean_time_to_eviction_s == 110 / 4
-    assert market.mean_time_to_return_s == 90 / 2
-    assert market.bursts == (1.0, 0.5, 0.5)  # of 3 and of 1: on average 2 where 3 or 4 are there, 1 where one is
-    assert market.arrivals == (1.0, 1.0)  # of 2
-    # Events expected: in 10 s with 4 machines there, in 20 s with 1 there and 3 away, in 10 s with 3 there and 1 away.
-    waits = [10 * 4 / 55, 20 * (1 / 27.5 + 3 / 90), 10 * (3 / 55 + 1 / 45)]
-    assert market.waits == pytest.approx(sorted(wait / fmean(waits) for wait in waits))
-
-
-def test_like_preserves_the_statistics() -> None:
-    original = synthetic_trace(STEADY, seed=11, duration_s=20_000.0)
-    wanted = statistics(original)
-    found = [statistics(like(original, seed=seed)) for seed in range(8)]
-    assert like(original, seed=3) == like(original, seed=3) != like(original, seed=4)
-    assert {each.duration_s for each in found} == {wanted.duration_s}
-    assert fmean(each.mean for each in found) == pytest.approx(wanted.mean, rel=0.03)
-    assert fmean(each.evictions for each in found) == pytest.approx(wanted.evictions, rel=0.05)
-    assert fmean(fmean(each.bursts) for each in found) == pytest.approx(fmean(wanted.bursts), rel=0.1)
-    assert fmean(each.mean_time_to_eviction_s for each in found) == pytest.approx(
-        wanted.mean_time_to_eviction_s, rel=0.05
-    )
-
-
-def test_like_with_a_longer_duration() -> None:
-    assert like(synthetic_trace(STEADY, seed=1, duration_s=500.0), seed=0, duration_s=9000.0).end_s == 9000.0
-
-
-def test_like_refuses_a_trace_without_machines() -> None:
-    with pytest.raises(UserError, match="never has a machine"):
-        like(CapacityTrace.of([(0.0, 0), (100.0, 0)]), seed=0)

@@ -31,8 +31,8 @@ def test_json() -> None:
 def test_files_with_and_without_a_byte_order_mark(tmp_path: Path) -> None:
     (tmp_path / "a").write_text(CSV)
     (tmp_path / "b").write_bytes(b"\xef\xbb\xbf" + JSON.encode())
-    assert read_trace(tmp_path / "a", Path.read_bytes) == parse_trace(CSV, source="")
-    assert read_trace(tmp_path / "b", Path.read_bytes) == parse_trace(JSON, source="")
+    assert read_trace(tmp_path / "a") == parse_trace(CSV, source="")
+    assert read_trace(tmp_path / "b") == parse_trace(JSON, source="")
 
 
 @pytest.mark.parametrize(
@@ -83,8 +83,8 @@ def test_an_error_names_file_and_line_and_has_a_hint(text: str, where: str, what
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     for path in (tmp_path / "none.csv", tmp_path):
         with pytest.raises(UserError, match="cannot read the capacity trace") as caught:
-            read_trace(path, Path.read_bytes)
+            read_trace(path)
         assert (caught.value.where, caught.value.exit_code) == (str(path), 2)
     (tmp_path / "latin").write_bytes(b"0,\xe9")
     with pytest.raises(UserError, match="not UTF-8"):
-        read_trace(tmp_path / "latin", Path.read_bytes)
+        read_trace(tmp_path / "latin")

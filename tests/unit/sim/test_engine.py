@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.doubles.costs import ConstantEngine
 from tests.doubles.samples import make_id
 from tidemill.core.records import (
     GenerateRequest,
@@ -19,7 +20,6 @@ from tidemill.core.records import (
     count,
     pack_tokens,
 )
-from tidemill.sim.costs import ConstantEngine
 from tidemill.sim.simulated_engine import SimulatedEngine
 from tidemill.sim.workload import BlankCompletions, EncodedCompletions
 

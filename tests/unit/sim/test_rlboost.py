@@ -7,11 +7,11 @@ from typing import Any, get_args
 
 import pytest
 
+from tests.doubles.costs import ConstantEngine
 from tests.doubles.samples import make_id
 from tidemill.controller.router import Load, Movable, Move, Waiting
 from tidemill.core.records import GenerateRequest, PolicyVersion, SamplingParams, count, pack_tokens
 from tidemill.sim.baselines import GroupEngine, GroupRouter, Moved, UnknownLengths, rlboost_components
-from tidemill.sim.costs import ConstantEngine
 from tidemill.sim.workload import BlankCompletions
 
 V0 = PolicyVersion(number=0, digest="a")

@@ -12,13 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.doubles.costs import ConstantEngine, ConstantTrainer
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.hardware.completion_lengths import FixedLengths, LogNormalLengths
 from tidemill.pool.build_provider import static_timetable
 from tidemill.pool.provider import Change
 from tidemill.pool.synthetic import Market, market_timetable
-from tidemill.sim.costs import ConstantEngine, ConstantTrainer, ConstantWeights
+from tidemill.sim.costs import WeightCosts
 from tidemill.sim.outcome import SimulatedRun
 from tidemill.sim.simulation import ComponentFactories, CostModel, simulate_run
 from tidemill.sim.workload import Workload
@@ -27,7 +28,7 @@ from tidemill.telemetry.events import DECODE
 ENGINE = ConstantEngine(slots=8, plateau=8, step_s=0.1, prefill_tokens_per_s=1e9)
 PLANT = CostModel(
     trainer=ConstantTrainer(tokens_per_s=80.0, commit=1.0),
-    weights=ConstantWeights(nbytes=100, uplink_bytes_per_s=100.0, downlink_bytes_per_s=50.0, swap=0.5),
+    weights=WeightCosts(nbytes=100, uplink_bytes_per_s=100.0, downlink_bytes_per_s=50.0, swap_s=0.5),
     reserved=ENGINE,
     reserved_load_s=0.5,
     worker=msgspec.structs.replace(ENGINE, boot_s=3.0),

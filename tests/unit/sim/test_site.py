@@ -23,13 +23,13 @@ def test_deltas_are_used_where_they_are_faster() -> None:
     # applied in 14e9 / (1.1e9 * 16) = 0.795 s each.
     slow = cluster().weights(deltas=True)
     assert (slow.nbytes, slow.delta_nbytes) == (28e9, 0.84e9)
-    assert slow.publish == slow.pull == pytest.approx(0.795, abs=1e-3)
+    assert slow.publish_s == slow.pull_s == pytest.approx(0.795, abs=1e-3)
     assert (slow.uplink_bytes_per_s, slow.downlink_bytes_per_s) == (25e9, 6.25e9)
     # Each of an engine's two GPUs reads and writes 14 GB at 3.35 TB/s.
-    assert slow.swap == pytest.approx(2 * 14e9 / 3.35e12)
+    assert slow.swap_s == pytest.approx(2 * 14e9 / 3.35e12)
     # 3,200 Gbit/s carry the whole in 0.07 s.
     fast = cluster(worker_machine="aws-p5.48xlarge").weights(deltas=True)
-    assert (fast.delta_nbytes, fast.publish, fast.pull) == (0, 0.0, 0.0)
+    assert (fast.delta_nbytes, fast.publish_s, fast.pull_s) == (0, 0.0, 0.0)
     assert cluster().weights(deltas=False).delta_nbytes == 0
 
 

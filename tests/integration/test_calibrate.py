@@ -22,7 +22,7 @@ RECIPE = (
 
 
 @pytest.mark.slow
-def test_a_run_says_what_the_next_will_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_calibrates_the_forecast_of_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIDEMILL_CACHE", str(tmp_path / "cache"))
     first, second = tmp_path / "first", tmp_path / "second"
     assert run_here("train", *RECIPE, "--run.dir", str(first)).code == 0

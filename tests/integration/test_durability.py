@@ -64,7 +64,7 @@ def has_told(run: RunningProcess, step: int) -> bool:
 
 
 @pytest.mark.timeout(200)
-def test_interrupted_cleanly_then_resumed_then_told_that_it_has_finished(recipe: Path, tmp_path: Path) -> None:
+def test_a_run_is_interrupted_resumed_and_then_already_finished(recipe: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     first = RunningProcess(recipe, run)
     first.wait_until(lambda: last_step(run) >= 2, "step 2")

@@ -25,7 +25,7 @@ class Likes:
         raise AssertionError("whoever made it closes it")
 
 
-def test_any_scorer_may_judge_too(session_cache: object) -> None:
+def test_another_scorer_can_score_the_answers(session_cache: object) -> None:
     spec = load_spec(
         ["--model.source=char", "--task.shots=0", "--sampling.max_new_tokens=3", "--eval.prompts=8",
          "--trainer.threads=1"], purpose="eval"
@@ -48,7 +48,7 @@ def evaluated(reward: str, *more: str) -> tuple[dict[str, Any], str]:
 
 
 @pytest.mark.parametrize("grade", [0.9, 1.5])
-def test_a_graded_judge_has_a_mean_reward_and_no_accuracy(session_cache: object, tmp_path: Path, grade: float) -> None:
+def test_a_graded_reward_has_a_mean_and_no_accuracy(session_cache: object, tmp_path: Path, grade: float) -> None:
     judge = tmp_path / "judge.py"
     judge.write_text(f"def score(prompt, completion, answer, metadata):\n    return {grade}\n", encoding="utf-8")
     found, text = evaluated(f'{{kind = "python", function = "{judge}:score"}}')
@@ -61,7 +61,7 @@ def test_a_graded_judge_has_a_mean_reward_and_no_accuracy(session_cache: object,
     assert "accuracy" not in text
 
 
-def test_right_and_wrong_answers_have_both(session_cache: object) -> None:
+def test_a_binary_reward_has_a_mean_and_an_accuracy(session_cache: object) -> None:
     found, text = evaluated('{kind = "exact"}')
     right = sum(sample["correct"] for sample in found["samples"])
     assert found["reward_mean"] == found["greedy_accuracy"] == right / 8
@@ -72,7 +72,7 @@ def test_right_and_wrong_answers_have_both(session_cache: object) -> None:
     assert "greedy_accuracy " in text and "reward_mean " in text
 
 
-def test_what_was_answered_before_a_stop_is_not_asked_again(
+def test_answers_from_before_a_stop_are_reused(
     session_cache: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = load_spec(

@@ -60,7 +60,7 @@ def test_demonstrations_to_evaluate_on(tmp_path: Path, codec: TextCodec) -> None
     assert (len(made.train), len(made.held_out)) == (80, 20)
 
 
-def test_pairs_are_the_same_again(tmp_path: Path, codec: TextCodec) -> None:
+def test_pairs_are_reproducible(tmp_path: Path, codec: TextCodec) -> None:
     paths = [tmp_path / name for name in ("one.jsonl", "other.jsonl")]
     for path in paths:
         asked = ("--samples", "6", "--prompts", "40", "--pairs-per-prompt", "2")
@@ -85,7 +85,7 @@ def test_pairs_are_the_same_again(tmp_path: Path, codec: TextCodec) -> None:
     assert len(asked_of) <= 40 - said["prompts_never_right"] - said["prompts_always_right"]
 
 
-def test_pairs_go_on_from_the_prompts_that_were_answered(
+def test_pairs_resume_after_the_answered_prompts(
     tmp_path: Path, session_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec, kept = load_spec(JUDGED, purpose="generate"), tmp_path / "answers.jsonl"
@@ -119,7 +119,7 @@ def test_pairs_go_on_from_the_prompts_that_were_answered(
     assert asked[3:] == asked[1:3]
 
 
-def test_a_file_that_is_there_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_existing_file_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mine.jsonl"
     path.write_text("precious")
     assert main(["demonstrations", "--out", str(path), RECIPE]) == 2
@@ -127,7 +127,7 @@ def test_a_file_that_is_there_is_left_alone(tmp_path: Path, capsys: pytest.Captu
     assert path.read_text() == "precious"
 
 
-def test_without_a_pair_nothing_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_file_is_written_without_a_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "pairs.jsonl"
     assert main(["pairs", "--out", str(path), "--samples", "1", "--prompts", "8", *JUDGED]) == 2
     said = capsys.readouterr().err
@@ -136,7 +136,7 @@ def test_without_a_pair_nothing_is_written(tmp_path: Path, capsys: pytest.Captur
     assert list(tmp_path.iterdir()) == []
 
 
-def test_pairs_need_a_reward_that_is_right_or_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pairs_need_a_binary_reward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "judge.py").write_text("def score(prompt, completion, answer, metadata):\n    return 0.9\n")
     graded = f"--scoring.rewards=[{{kind='python', function='{tmp_path}/judge.py:score'}}]"
     out = tmp_path / "pairs.jsonl"
@@ -145,6 +145,6 @@ def test_pairs_need_a_reward_that_is_right_or_wrong(tmp_path: Path, capsys: pyte
     assert not out.exists()
 
 
-def test_a_misspelt_key_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_misspelt_key_gets_a_suggestion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["pairs", "--out", str(tmp_path / "x"), RECIPE, "--task.digts=2"]) == 2
     assert "did you mean task.digits?" in capsys.readouterr().err

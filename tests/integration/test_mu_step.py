@@ -167,7 +167,7 @@ def logprobs_by(model: PreTrainedModel, sample: Trajectory) -> list[float]:
     return logprobs.tolist()  # type: ignore[no-any-return]
 
 
-def test_every_publish_says_what_its_checkpoint_says(finished: Finished) -> None:
+def test_published_weights_equal_the_checkpoint(finished: Finished) -> None:
     checkpoints = finished.directory / "checkpoints"
     models = {
         number: AutoModelForCausalLM.from_pretrained(checkpoints / f"step_{number}") for number in range(1, STEPS)
@@ -191,7 +191,7 @@ def test_every_publish_says_what_its_checkpoint_says(finished: Finished) -> None
     assert late < compared / 4  # made before a publish, and not yet reported when the trainer was asked
 
 
-def test_the_weights_are_not_those_of_tis(finished: Finished) -> None:
+def test_the_weights_differ_from_tis(finished: Finished) -> None:
     seen = finished.seen
     weights, rollout, proximal = (torch.cat(parts) for parts in (seen.weights, seen.rollout, seen.proximal))
     whole = (proximal - rollout).exp()
@@ -206,7 +206,7 @@ def digests(directory: Path) -> dict[int, str]:
     return {line["step"]: line["weights_digest"] for line in lines}
 
 
-def test_a_run_that_died_learns_again_to_the_bit_what_it_had_learned(tmp_path: Path, session_cache: Path) -> None:
+def test_a_killed_run_repeats_its_steps_bit_for_bit(tmp_path: Path, session_cache: Path) -> None:
     died = live(tmp_path / "run", checkpoint_every=0, dies_at=DIES_AT)
     before = digests(tmp_path / "run")
     assert len(set(before.values())) == len(before) == DIES_AT  # it learned something in every step

@@ -173,7 +173,7 @@ def in_stage(name: str, steps: int) -> Callable[[], bool]:
     return lambda: any(lines(each) > steps for each in Path("D").glob(f"stages/{name}-*/metrics.jsonl"))
 
 
-def test_every_stage_leaves_what_is_promised() -> None:
+def test_every_stage_leaves_its_documented_files() -> None:
     ran = train()
     assert ran.code == 0, ran.err
     summary: dict[str, Any] = ran.data
@@ -208,7 +208,9 @@ def test_every_stage_leaves_what_is_promised() -> None:
 
 
 @pytest.mark.parametrize(("name", "steps"), [("sft", 1), ("sft", 6), ("rl", 0), ("rl", 3), ("rl", 9)], ids=str)
-def test_killed_in_a_stage_it_ends_with_the_same_model(quiet_result: tuple[str, str], name: str, steps: int) -> None:
+def test_a_pipeline_killed_in_a_stage_gives_the_same_model(
+    quiet_result: tuple[str, str], name: str, steps: int
+) -> None:
     assert run_until(in_stage(name, steps), signal.SIGKILL) == -signal.SIGKILL
     planned = {row["stage"]: row["action"] for row in train("--dry-run").data["plan"]}
     assert planned[name] == "resume"
@@ -219,7 +221,7 @@ def test_killed_in_a_stage_it_ends_with_the_same_model(quiet_result: tuple[str, 
     assert first["ran"] is (name == "sft")
 
 
-def test_ctrl_c_ends_a_stage_with_a_checkpoint(quiet_result: tuple[str, str]) -> None:
+def test_ctrl_c_stops_a_stage_with_a_checkpoint(quiet_result: tuple[str, str]) -> None:
     assert run_until(in_stage("rl", 2), signal.SIGINT) == 130
     told = json.loads(Path("D/pipeline.json").read_text(encoding="utf-8"))
     assert [stage["state"] for stage in told["stages"]] == ["done", "interrupted", "due", "due"]
@@ -228,7 +230,7 @@ def test_ctrl_c_ends_a_stage_with_a_checkpoint(quiet_result: tuple[str, str]) ->
     assert made() == quiet_result
 
 
-def test_a_changed_stage_is_made_anew_and_the_former_result_kept() -> None:
+def test_a_changed_stage_is_rerun_and_the_former_result_kept() -> None:
     assert train().code == 0
     before = made()
     ran = train("--stage.rl.trainer.steps=8", "--telemetry.samples_per_step=3")
@@ -242,7 +244,7 @@ def test_a_changed_stage_is_made_anew_and_the_former_result_kept() -> None:
     assert made() != before
 
 
-def test_changed_demonstrations_are_learned_from(folder: Path) -> None:
+def test_changed_demonstrations_rerun_the_stage(folder: Path) -> None:
     assert train("--only=sft").code == 0
     with (folder / "demonstrations.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"prompt": "1+1=", "completion": "3\\n"}\n')
@@ -250,7 +252,7 @@ def test_changed_demonstrations_are_learned_from(folder: Path) -> None:
     assert (planned["action"], planned["changed"]) == ("run", ["data.path.content"])
 
 
-def test_a_damaged_result_is_not_built_on_and_is_made_again_once_it_is_deleted(quiet_result: tuple[str, str]) -> None:
+def test_a_damaged_result_is_refused_and_rebuilt_once_deleted(quiet_result: tuple[str, str]) -> None:
     assert train("--only=sft").code == 0
     newest = max(stage_folder("sft").glob("checkpoints/step_*"), key=lambda each: int(each.name.removeprefix("step_")))
     damage(newest)
@@ -263,7 +265,7 @@ def test_a_damaged_result_is_not_built_on_and_is_made_again_once_it_is_deleted(q
     assert made() == quiet_result
 
 
-def test_what_is_wrong_is_told_before_anything_is_made(folder: Path) -> None:
+def test_pipeline_errors_are_reported_before_any_stage_runs(folder: Path) -> None:
     for argv, says in (
         (["--stage.rl.model.source=stage:out"], "the stages rl → out → rl wait for one another"),
         (["--stage.sft.model.source=stage:rl"], "the stages sft → rl → sft wait for one another"),
@@ -278,7 +280,7 @@ def test_what_is_wrong_is_told_before_anything_is_made(folder: Path) -> None:
         assert not (folder / "D").exists()
 
 
-def test_an_export_does_not_overwrite_what_it_did_not_write(folder: Path) -> None:
+def test_an_export_does_not_overwrite_foreign_files(folder: Path) -> None:
     (folder / "mine").mkdir()
     (folder / "mine" / "notes.txt").write_text("precious", encoding="utf-8")
     ran = train("--stage.out.export.path=mine")
@@ -291,7 +293,7 @@ def test_an_export_does_not_overwrite_what_it_did_not_write(folder: Path) -> Non
     assert ran.code == 0, ran.err
 
 
-def test_the_recipe_of_rlhf_from_written_answers_to_the_truth(folder: Path) -> None:
+def test_the_rlhf_recipe_improves_the_true_reward(folder: Path) -> None:
     (folder / "char.toml").write_text(CHAR, encoding="utf-8")
     ran = run_here(
         "train",
@@ -330,7 +332,7 @@ def test_the_recipe_of_rlhf_from_written_answers_to_the_truth(folder: Path) -> N
     assert [row["action"] for row in planned][-2:] == ["wait", "wait"]
 
 
-def test_a_stage_that_trains_an_adapter_gives_the_merged_model(folder: Path) -> None:
+def test_an_adapter_stage_returns_the_merged_model(folder: Path) -> None:
     """Later stages and other programs need know nothing of adapters."""
     pytest.importorskip("peft")
     ran = train("--stage.sft.model.lora.rank=4", "--stage.rl.trainer.steps=1")
@@ -345,7 +347,7 @@ def test_a_stage_that_trains_an_adapter_gives_the_merged_model(folder: Path) -> 
 
 
 @pytest.mark.parametrize(("name", "next_one"), [("sft", "rl"), ("rl", "out")])
-def test_a_damaged_merged_model_is_not_built_on(name: str, next_one: str) -> None:
+def test_a_damaged_merged_model_is_refused(name: str, next_one: str) -> None:
     pytest.importorskip("peft")
     argv = [f"--stage.{name}.model.lora.rank=4", "--stage.rl.trainer.steps=1"]
     assert train(*argv).code == 0

@@ -39,7 +39,7 @@ def run_dir(tmp_path: Path, session_cache: Path) -> Iterator[Path]:
     assert CheckpointStore(root, keep_last=1).latest().checkpoint is not None
 
 
-def test_eval_and_generate_beside_retention(run_dir: Path) -> None:
+def test_eval_and_generate_while_checkpoints_are_deleted(run_dir: Path) -> None:
     newest = set[int]()
     for _ in range(4):
         generated = run_here("generate", "1+1=", "--checkpoint", str(run_dir), *SMALL, "--json")

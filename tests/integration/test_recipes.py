@@ -120,7 +120,7 @@ def test_there_is_a_recipe_for_every_kind_of_task() -> None:
     assert {path.stem for path in RECIPES} >= {"char-addition", "jsonl", "reasoning-gym", "smollm2-addition"}
 
 
-def test_the_character_recipe_learns_the_same_twice_and_leaves_what_is_promised(tmp_path: Path) -> None:
+def test_the_character_recipe_is_reproducible_and_leaves_its_documented_files(tmp_path: Path) -> None:
     run, again = tmp_path / "run", tmp_path / "again"
     summary = check_summary(run_process("train", *LEARNING, f"--run.dir={run}", "--json", cwd=tmp_path), run)
     assert summary["steps"] == summary["optimizer_steps"] == 16
@@ -138,19 +138,19 @@ def test_the_character_recipe_learns_the_same_twice_and_leaves_what_is_promised(
     assert figures(again, "weights_digest") == figures(run, "weights_digest")
 
 
-def test_the_seed_decides_what_is_learned(short: Train) -> None:
+def test_the_seed_determines_the_weights(short: Train) -> None:
     assert short()["weights_digest"] == short("--run.name=again")["weights_digest"]
     assert short()["weights_digest"] != short("--run.seed=1")["weights_digest"]
 
 
-def test_order_of_arrival_learns_from_the_same_samples(short: Train) -> None:
+def test_arrival_order_trains_on_the_same_samples(short: Train) -> None:
     canonical, arrival = short()["metrics"], short("--batch.order=arrival")["metrics"]
     for name in ("samples", "tokens_generated", "tokens_trained", "reward_mean", "groups_without_signal"):
         assert arrival[0][name] == canonical[0][name]  # before the first update nothing depends on the order
     assert arrival[0]["grad_norm"] == pytest.approx(canonical[0]["grad_norm"], rel=1e-4)
 
 
-def test_minibatches_and_epochs_are_so_many_optimizer_steps(short: Train) -> None:
+def test_minibatches_and_epochs_determine_the_number_of_optimizer_steps(short: Train) -> None:
     summary = short("--batch.minibatches=2", "--batch.epochs=2")
     # 2 minibatches x 2 epochs x 2 steps, and the later ones are off the policy that sampled.
     assert summary["optimizer_steps"] == 8
@@ -177,14 +177,14 @@ def test_every_algorithm_trains(short: Train, name: str) -> None:
         assert ("explained_variance" in line) == (name == "ppo")
 
 
-def test_a_critic_on_the_policys_trunk(short: Train) -> None:
+def test_a_critic_that_shares_the_policys_trunk(short: Train) -> None:
     own, shared = (short("--algorithm.name=ppo", f"--critic.kind={kind}") for kind in ("own", "shared"))
     # A head that says 0 of everything brings the trunk no gradient yet: the first step is the same.
     assert shared["metrics"][0]["grad_norm"] == pytest.approx(own["metrics"][0]["grad_norm"], rel=1e-4)
     assert shared["metrics"][1]["grad_norm"] != own["metrics"][1]["grad_norm"]
 
 
-def test_bf16_learns_from_nearly_the_same(short: Train) -> None:
+def test_bf16_trains_on_nearly_the_same_samples(short: Train) -> None:
     plain, half = short()["metrics"], short("--trainer.precision=bf16")["metrics"]
     assert half[0]["entropy"] == pytest.approx(plain[0]["entropy"], rel=0.05)
     assert 0 < half[0]["mismatch_kl"] < 1e-2
@@ -197,7 +197,7 @@ def test_recomputing_activations_changes_nothing(short: Train) -> None:
         assert after["grad_norm"] == pytest.approx(before["grad_norm"], rel=1e-4)
 
 
-def test_what_is_cut_by_length_may_be_left_out(short: Train) -> None:
+def test_truncated_completions_can_be_excluded(short: Train) -> None:
     large = "--batch.group_size=64"  # an untrained model rarely stops by itself: enough must be left to learn from
     kept = short(large)["metrics"][0]
     masked = short(large, "--scoring.truncated=masked")["metrics"][0]
@@ -209,7 +209,7 @@ def test_what_is_cut_by_length_may_be_left_out(short: Train) -> None:
 
 
 @pytest.mark.xdist_group("ray")
-def test_the_recipe_on_ray_learns_while_its_workers_are_killed(tmp_path: Path) -> None:
+def test_the_ray_recipe_trains_while_its_workers_are_killed(tmp_path: Path) -> None:
     recipe, run = f"@{REPOSITORY / 'recipes' / 'ray-local.toml'}", tmp_path / "run"
     # A quarter of the recipe's steps, three times as fast; a worker takes some seconds to come up.
     shortened = ("--trainer.steps=25", "--optimizer.learning_rate=1e-3", "--eval.every_steps=0")

@@ -61,7 +61,7 @@ def test_training_with_a_reward_model(reward_folder: Path, tmp_path: Path) -> No
     assert all(sample["reward"] == sample["components"]["exact"] for sample in judged)  # the truth alone counts
 
 
-def test_an_evaluation_tells_the_models_score_beside_the_truth(reward_folder: Path, tmp_path: Path) -> None:
+def test_an_evaluation_reports_model_score_and_true_reward(reward_folder: Path, tmp_path: Path) -> None:
     found = evaluate(rl_spec(tmp_path / "run", {"kind": "model", "model": str(reward_folder)}))
     score = found["scores"]["model"]
     assert (score["invalid"], found["n"]) == (0, 4)
@@ -69,7 +69,7 @@ def test_an_evaluation_tells_the_models_score_beside_the_truth(reward_folder: Pa
     assert found["greedy_accuracy"] in (0.0, 0.25, 0.5, 0.75, 1.0)  # of exact answers
 
 
-def test_a_plain_model_is_refused_before_anything_is_generated(tmp_path: Path, reward_folder: Path) -> None:
+def test_a_model_without_a_head_is_refused_as_reward_model(tmp_path: Path, reward_folder: Path) -> None:
     plain = tmp_path / "plain"
     plain.mkdir()
     for path in reward_folder.iterdir():
@@ -80,7 +80,7 @@ def test_a_plain_model_is_refused_before_anything_is_generated(tmp_path: Path, r
     assert not (tmp_path / "run" / "ledger.sqlite").exists()
 
 
-def test_another_tokenizer_is_refused_with_what_to_do(tmp_path: Path, reward_folder: Path) -> None:
+def test_a_reward_model_with_another_tokenizer_is_refused_with_a_hint(tmp_path: Path, reward_folder: Path) -> None:
     other = rl_spec(
         tmp_path / "run", {"kind": "model", "model": str(reward_folder)}, char=CHAR | {"alphabet": "+=0123456789\n"}
     )
@@ -124,7 +124,7 @@ def told(spec: RunSpec) -> list[tuple[str, dict[str, float]]]:
     ]
 
 
-def test_reading_ahead_changes_nothing_but_when(reward_folder: Path, tmp_path: Path) -> None:
+def test_reading_ahead_changes_only_timing(reward_folder: Path, tmp_path: Path) -> None:
     late = told(four_models(tmp_path / "late", reward_folder, cache_tokens=0))
     ahead = told(four_models(tmp_path / "ahead", reward_folder, own_thread=True))
     assert ahead == late

@@ -25,7 +25,7 @@ PROCESS = "tests.integration.supervised_process:main"
 CPU = torch.device("cpu")
 
 
-def test_sft_tells_its_story_and_gives_a_model(tmp_path: Path) -> None:
+def test_sft_logs_its_progress_and_returns_a_model(tmp_path: Path) -> None:
     run = tmp_path / "run"
     summary = session(run, write_data(tmp_path / "data.jsonl"), "sft")
     assert {path.name for path in run.iterdir()} >= {
@@ -48,7 +48,7 @@ def test_sft_tells_its_story_and_gives_a_model(tmp_path: Path) -> None:
     assert again["already_finished"]
 
 
-def test_a_reward_model_tells_right_from_wrong_and_scores_text(tmp_path: Path) -> None:
+def test_a_reward_model_ranks_answers_and_scores_text(tmp_path: Path) -> None:
     longer = {"trainer": {"steps": 120}, "supervised": {"evaluate_every_steps": 20, "minibatch_tokens": 200}}
     summary = session(tmp_path / "run", write_data(tmp_path / "data.jsonl"), "reward_model", **longer)
     folder = Path(summary["model"])
@@ -63,9 +63,7 @@ def test_a_reward_model_tells_right_from_wrong_and_scores_text(tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sft", "reward_model", "dpo"])
-def test_a_stage_killed_at_random_moments_ends_with_the_bits_of_an_uninterrupted_one(
-    kind: SupervisedKind, tmp_path: Path
-) -> None:
+def test_a_stage_killed_at_random_times_gives_the_same_weights(kind: SupervisedKind, tmp_path: Path) -> None:
     with Forked("killed", str(tmp_path), kind, target=PROCESS) as lives:
         out, err = lives.communicate(timeout=118)
     assert lives.returncode == 0, out + err
@@ -77,7 +75,7 @@ def test_a_stage_killed_at_random_moments_ends_with_the_bits_of_an_uninterrupted
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_a_stage_with_a_checkpoint_and_130(number: signal.Signals, tmp_path: Path) -> None:
+def test_a_signal_stops_a_stage_with_a_checkpoint_and_exit_code_130(number: signal.Signals, tmp_path: Path) -> None:
     with Forked("run", str(tmp_path), "sft", target=PROCESS) as stage:
         deadline = time.monotonic() + 60
         while newest(tmp_path / "run") < 4 and time.monotonic() < deadline and stage.poll() is None:
@@ -109,7 +107,7 @@ def test_a_missing_file_is_one_clear_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sft", "reward_model", "dpo"])
-def test_a_stage_with_an_adapter_gives_a_plain_model(kind: SupervisedKind, tmp_path: Path) -> None:
+def test_an_adapter_stage_exports_a_plain_model(kind: SupervisedKind, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     data = write_data(tmp_path / "data.jsonl")
     lora: dict[str, dict[str, Any]] = {"model": {"lora": {"rank": 4}}, "trainer": {"steps": 4}}

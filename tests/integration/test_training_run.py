@@ -20,7 +20,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 STEP_S = 100.0  # at most until the run has made one
 
 
-def test_who_interrupts_a_benchmark_ends_its_run_with_a_checkpoint_to_go_on_from(tmp_path: Path) -> None:
+def test_an_interrupted_benchmark_leaves_a_resumable_checkpoint(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
 
     def interrupt() -> None:
@@ -43,6 +43,6 @@ def test_who_interrupts_a_benchmark_ends_its_run_with_a_checkpoint_to_go_on_from
     assert (summary["outcome"], summary["steps"], summary["sessions"]) == ("finished", made + 1, 2)
 
 
-def test_a_run_that_fails_is_told_in_its_own_words(tmp_path: Path) -> None:
+def test_a_failed_run_is_reported_with_its_error(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"ended with 2: (.|\n)*trainer\.stepps"):
         train(RECIPE, tmp_path / "run", "--trainer.stepps", "1", environment=ONE_THREAD, progress=False)

@@ -52,7 +52,7 @@ def keys(section: Config, prefix: str = "") -> Iterator[tuple[tuple[type[Config]
         ("export", "", {"export.dtype", "model.source"}),
     ],
 )
-def test_what_a_stage_reads_decides_its_address(
+def test_a_stage_digest_depends_only_on_the_keys_it_reads(
     tmp_path: Path,
     session_cache: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -42,7 +42,7 @@ def every_sample_alone(directory: Path, steps: int, *, checkpoint_every: int = 0
     return spec.model_copy(update={"batch": batch, "checkpoint": checkpoint})
 
 
-def test_a_critic_of_its_own_process_teaches_the_same_and_its_death_costs_nothing(tmp_path: Path) -> None:
+def test_a_critic_in_another_process_gives_the_same_weights_and_survives_a_kill(tmp_path: Path) -> None:
     """Begun in one process, gone on with on Ray until the critic is killed, ended in one process: one run."""
     directory, recipe = tmp_path / "parts", tmp_path / "recipe.toml"
     run(every_sample_alone(directory, 2))
@@ -76,7 +76,7 @@ def reward_folder(folder: Path, model: dict[str, Any]) -> Path:
     return folder
 
 
-def test_a_head_on_the_trunk_and_a_reward_model_do_on_ray_what_they_do_in_one_process(tmp_path: Path) -> None:
+def test_a_shared_critic_and_a_reward_model_give_the_same_weights_on_ray(tmp_path: Path) -> None:
     """The reward model is in the controller's process, the critic's head in the trainer's."""
     small = ppo(tmp_path, critic={"kind": "shared"})
     reward = reward_folder(tmp_path / "reward", small.model.char.model_dump())

@@ -24,9 +24,7 @@ def _folders(names: dict[int, str]) -> set[Path]:
 
 
 @pytest.mark.parametrize("started", ["cluster.keeper", "gcs_server", "raylet"])
-def test_a_run_that_is_told_to_end_while_ray_starts_leaves_no_process(
-    recipe: Path, tmp_path: Path, started: str
-) -> None:
+def test_a_run_stopped_while_ray_starts_leaves_no_process(recipe: Path, tmp_path: Path, started: str) -> None:
     process = start(recipe, tmp_path / "run")
     until, names = time.monotonic() + 60.0, dict[int, str]()
     while not any(started in name for name in names.values()):
@@ -49,7 +47,7 @@ def test_a_run_that_is_told_to_end_while_ray_starts_leaves_no_process(
         ("runtime.cluster.keeper", 40.0, "the trainer died"),
     ],
 )
-def test_a_run_that_loses_its_cluster_says_so_and_leaves_no_folder(
+def test_a_lost_cluster_is_reported_and_leaves_no_folder(
     recipe: Path, tmp_path: Path, part: str, within_s: float, said: str
 ) -> None:
     run = tmp_path / "run"

@@ -51,7 +51,7 @@ def learned(lines: list[MetricLine]) -> list[tuple[Any, ...]]:
     return [(line.step, line.weights_digest, *(line.values[name] for name in names)) for line in lines if line.step]
 
 
-def test_readers_on_actors_say_the_same_and_are_started_again_when_they_die(tmp_path: Path) -> None:
+def test_readers_on_actors_give_the_same_values_and_are_restarted(tmp_path: Path) -> None:
     reward = reward_folder(tmp_path / "reward", CHAR)
     recipe, directory = tmp_path / "recipe.toml", tmp_path / "ray"
     recipe.write_text(to_toml(spec_of(directory, reward)))

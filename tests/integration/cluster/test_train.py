@@ -78,7 +78,7 @@ def _checkpoints(run: Path, session: int) -> list[int]:
     return [int(str(line["step"])) for line in lines]
 
 
-def test_a_run_whose_driver_is_killed_leaves_no_process_and_finishes_when_resumed(recipe: Path, tmp_path: Path) -> None:
+def test_a_run_with_a_killed_driver_leaves_no_process_and_can_be_resumed(recipe: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     first = start(recipe, run)
     wait_for(first, run, "checkpoint", session=1)
@@ -100,7 +100,7 @@ def test_a_run_whose_driver_is_killed_leaves_no_process_and_finishes_when_resume
     assert _checkpoints(run, session=2) == [steps + 20]
 
 
-def test_workers_pull_the_base_once_and_adapters_from_then_on(recipe: Path, tmp_path: Path) -> None:
+def test_workers_pull_the_base_once_and_then_only_adapters(recipe: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     rewards = '[{ kind = "length", target_tokens = 3 }]'  # there is something to learn in every batch
     ran = start(recipe, run, "--model.lora.rank=4", "--scoring.rewards", rewards, "--optimizer.learning_rate=1e-3")

@@ -264,7 +264,7 @@ def _stat(pid: int) -> tuple[str, int]:
     return state, int(parent)
 
 
-def test_only_this_machine_reaches_the_cluster_and_only_with_its_token(cluster: KeptCluster) -> None:
+def test_the_cluster_listens_on_loopback_and_needs_a_token(cluster: KeptCluster) -> None:
     below = [cluster.process.pid, *processes_below(cluster.process.pid)]
     addresses = listening(below)
     assert len(addresses) >= 5  # the head's server, and two of each node's
@@ -283,7 +283,7 @@ def test_only_this_machine_reaches_the_cluster_and_only_with_its_token(cluster: 
     assert "AuthenticationError" in said.stderr
 
 
-def test_only_this_user_reaches_the_clusters_files(cluster: KeptCluster) -> None:
+def test_the_clusters_files_are_private_to_the_user(cluster: KeptCluster) -> None:
     folder = Path(cluster.folder)
     assert (stat.S_IMODE(folder.stat().st_mode), folder.stat().st_uid) == (0o700, os.getuid())
     below = command_lines([cluster.process.pid, *processes_below(cluster.process.pid)])
@@ -292,7 +292,7 @@ def test_only_this_user_reaches_the_clusters_files(cluster: KeptCluster) -> None
     assert all(path.startswith(f"{folder}/ray") for path in paths)
 
 
-async def test_a_worker_generates_is_warned_goes_on_and_is_killed(workplace: Workplace) -> None:
+async def test_a_worker_generates_after_its_notice_until_it_is_killed(workplace: Workplace) -> None:
     trainer = workplace.trainer
     before = _pids()
     worker = await workplace.host().start(workplace.lease())
@@ -324,7 +324,7 @@ async def test_a_worker_generates_is_warned_goes_on_and_is_killed(workplace: Wor
         await worker.submit(requests)
 
 
-async def test_a_stopped_worker_is_silent_and_its_process_ends_with_its_lease(workplace: Workplace) -> None:
+async def test_a_stopped_worker_times_out_and_its_process_ends_with_the_lease(workplace: Workplace) -> None:
     worker, pid = await workplace.worker()
     await worker.submit([_request(0, workplace.trainer.version)])
     await _first_tokens(worker)
@@ -340,7 +340,7 @@ async def test_a_stopped_worker_is_silent_and_its_process_ends_with_its_lease(wo
     await _until(lambda: not _alive(pid), timeout_s=15)
 
 
-async def test_an_idle_worker_speaks_in_time_where_silence_is_judged_soon(workplace: Workplace) -> None:
+async def test_an_idle_worker_sends_heartbeats_before_a_short_timeout(workplace: Workplace) -> None:
     worker, _ = await workplace.worker(host=workplace.host(heartbeat_timeout_s=1.0))
     while await worker.next_report(0.0) is not None:
         pass  # said before
@@ -350,27 +350,27 @@ async def test_an_idle_worker_speaks_in_time_where_silence_is_judged_soon(workpl
     assert 1.5 < time.monotonic() - began < 4
 
 
-async def test_a_worker_that_nobody_asks_ends_itself(workplace: Workplace) -> None:
+async def test_a_worker_without_calls_exits(workplace: Workplace) -> None:
     _, pid = await workplace.worker(host=workplace.host(orphan_s=1.0))
     assert _alive(pid)
     await _until(lambda: not _alive(pid), timeout_s=10)
 
 
-async def test_a_worker_that_no_node_takes(workplace: Workplace) -> None:
+async def test_a_worker_that_no_node_can_place(workplace: Workplace) -> None:
     with pytest.raises(WorkerLost) as caught:
         await workplace.host(start_s=1.0, selector={"disk": "huge"}).start(workplace.lease())
     assert caught.value.cause == "no node with label disk=huge has 1 free CPU"
     assert "ray start --labels" in caught.value.hint
 
 
-async def test_a_worker_that_cannot_start_leaves_no_process(workplace: Workplace) -> None:
+async def test_a_worker_that_fails_to_start_leaves_no_process(workplace: Workplace) -> None:
     before = _pids()
     with pytest.raises(WorkerLost, match=r"it does not start: ValidationError: .*"):
         await workplace.host(broken=True).start(workplace.lease())
     await _until(lambda: _pids() == before, timeout_s=10)
 
 
-async def test_a_start_that_is_given_up_leaves_no_process(workplace: Workplace) -> None:
+async def test_an_abandoned_start_leaves_no_process(workplace: Workplace) -> None:
     before = _pids()
     starting = asyncio.create_task(workplace.host().start(workplace.lease()))
     await _until(lambda: _pids() != before, timeout_s=20)
@@ -380,9 +380,7 @@ async def test_a_start_that_is_given_up_leaves_no_process(workplace: Workplace) 
     await _until(lambda: _pids() == before, timeout_s=10)
 
 
-async def test_a_trainer_tells_the_users_faults_and_its_end_with_what_to_do(
-    cluster: KeptCluster, tmp_path: Path
-) -> None:
+async def test_trainer_errors_reach_the_user_with_a_hint(cluster: KeptCluster, tmp_path: Path) -> None:
     handle, remote = _trainer_process()
     missing = SPEC.model_copy(update={"model": ModelConfig(source=str(tmp_path / "nothing"))})
     with pytest.raises(UserError) as fault:
@@ -408,7 +406,7 @@ async def test_a_trainer_tells_the_users_faults_and_its_end_with_what_to_do(
     assert "run the same command again" in str(lost.value)
 
 
-async def test_the_leases_of_a_node_that_drains_and_dies(cluster: KeptCluster, workplace: Workplace) -> None:
+async def test_leases_end_when_their_node_drains_and_dies(cluster: KeptCluster, workplace: Workplace) -> None:
     pool = RayPool(kind="ray", max_workers=5, selector=SPOT)
     provider = RayProvider(pool, CONFIG, workplace.nodes, clock=LoopClock(), session=1, price_usd_per_hour=0.5)
     leases = [await provider.next_event(5.0) for _ in range(5)]  # three nodes of two CPUs would hold six

@@ -60,7 +60,7 @@ def ignore(_: str) -> None:
     pass
 
 
-def test_two_processes_at_once_build_once(tmp_path: Path) -> None:
+def test_two_concurrent_processes_build_once(tmp_path: Path) -> None:
     processes = [start(tmp_path), start(tmp_path)]
     wait_for(tmp_path / "half-way")
     assert not (tmp_path / "entry").exists()  # never visible half-made
@@ -76,7 +76,7 @@ def test_two_processes_at_once_build_once(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "entry").glob("[fs]*")) == ["first", "second"]
 
 
-def test_killed_half_way_and_built_by_the_next(tmp_path: Path) -> None:
+def test_a_killed_build_is_completed_by_the_next_process(tmp_path: Path) -> None:
     victim = start(tmp_path)
     wait_for(tmp_path / "half-way")
     os.kill(victim.pid, signal.SIGKILL)
@@ -100,7 +100,7 @@ def test_killed_half_way_and_built_by_the_next(tmp_path: Path) -> None:
     build_once(tmp_path / "entry", forbidden, progress=ignore)
 
 
-def test_one_that_waits_takes_over_from_one_that_is_killed(tmp_path: Path) -> None:
+def test_a_waiting_process_takes_over_from_a_killed_one(tmp_path: Path) -> None:
     victim = start(tmp_path)
     wait_for(tmp_path / "half-way")
     heir = start(tmp_path)

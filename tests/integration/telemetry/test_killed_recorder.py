@@ -66,7 +66,7 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}", "TERM": "xterm-256color"}
 
 
-def test_a_kill_at_any_moment_leaves_complete_lines(tmp_path: Path) -> None:
+def test_a_kill_leaves_only_complete_lines(tmp_path: Path) -> None:
     chance = random.Random(0)
     for round_number in range(1, 5):
         process = subprocess.Popen(

@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).parents[3]
 KILLS = 12
 
 
-def test_a_killed_writer_leaves_only_whole_checkpoints(tmp_path: Path) -> None:
+def test_a_killed_writer_leaves_only_complete_checkpoints(tmp_path: Path) -> None:
     moments = random.Random(0)
     torn = acknowledged = 0
     for _ in range(KILLS):
@@ -50,7 +50,7 @@ def test_a_killed_writer_leaves_only_whole_checkpoints(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(240)
-def test_training_killed_at_random_moments_ends_with_the_weights_of_an_uninterrupted_run(tmp_path: Path) -> None:
+def test_training_killed_at_random_times_gives_the_same_weights(tmp_path: Path) -> None:
     with Forked(str(tmp_path), target="tests.integration.trainer.killed_training:main") as lives:
         out, err = lives.communicate(timeout=220)
     assert lives.returncode == 0, out + err

@@ -99,7 +99,7 @@ class FabricatedRun:
         )
 
     def session(self) -> Recorder:
-        """Open the run for one more session; the previous one must be closed."""
+        """Open the run for another session; the previous one must be closed."""
         run = RunDirectory.open(self.path)
         unix_s = 1_790_000_000 + self.clock.now_s
         if not run.exists:
@@ -126,7 +126,7 @@ class FabricatedRun:
         self.evaluate(first, 0)
         for step in range(1, min(13, self.steps) + 1):
             self.learn(first, step)
-        # A kill: nothing is closed properly, no session_end is written.
+        # A kill: nothing is closed and no session_end is written.
         first._events.close()
         first._metrics.close()
         first.run.close()
@@ -150,7 +150,7 @@ class FabricatedRun:
         return 0.28 + 0.58 / (1 + math.exp(-(step - 7) / 2.2))
 
     def learn(self, recorder: Recorder, step: int) -> None:
-        """One step of training, with evaluation every fifth and a checkpoint every tenth."""
+        """One training step, with an evaluation every fifth and a checkpoint every tenth."""
         recorder.progress("rollout", 0, self.groups * self.group_size)
         pairs = [self._sample(step, group, index) for group in range(self.groups) for index in range(self.group_size)]
         trajectories = [trajectory for trajectory, _ in pairs]
@@ -172,7 +172,7 @@ class FabricatedRun:
                 self.spend(recorder, 1.4)
 
     def work(self, recorder: Recorder, step: int) -> tuple[float, float]:
-        """Generate and train; returns how long either took."""
+        """Generate and train; returns both times."""
         rollout_s, train_s = self.random.uniform(0.8, 1.1), self.random.uniform(2.6, 3.1)
         with span(recorder, self.clock, "rollout", step=step):
             self.spend(recorder, rollout_s)
@@ -181,7 +181,7 @@ class FabricatedRun:
         return rollout_s, train_s
 
     def evaluate(self, recorder: Recorder, step: int) -> dict[str, float]:
-        """Held-out prompts: samples and an event. Returns what goes into the step's metrics."""
+        """Log the samples and the event of an evaluation; returns its step metrics."""
         pairs = [self._sample(step, index, 0, purpose="eval:held_out") for index in range(HELD_OUT)]
         accuracy = sum((t.reward.value if t.reward else 0.0) for t, _ in pairs) / HELD_OUT
         with span(recorder, self.clock, "evaluation", step=step) as fields:

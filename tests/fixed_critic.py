@@ -1,4 +1,4 @@
-"""A critic that learns nothing: its values are a formula of the state's last token and position."""
+"""A critic that is not trained: its values are a function of a state's last token and position."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ T = TypeVar("T")
 
 
 def fixed_value(token_id: int, position: int) -> float:
-    """V of the state whose last token stands at `position`."""
+    """V of the state whose last token is at `position`."""
     return math.sin(0.7 * token_id) + 0.1 * position
 
 
 class FixedCritic:
-    """Implements `Critic`, and remembers what it was to learn: (return, value, weight) of every token.
+    """Implements `Critic` and records its training targets: (return, value, weight) of every token.
 
     Args:
-        elsewhere: it says so, and notes in `story` what it was asked for and when the answer was waited for.
+        elsewhere: pretends to run in another process, and logs requests and waits in `story`.
     """
 
     def __init__(self, *, elsewhere: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Small frozen models that read in chunks, and samples for them."""
+"""Small frozen models that compute in chunks, and samples for them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def whole(reader: ChunkedReader, name: SampleId, ids: bytes, prompt_tokens: int)
 
 
 def growing(reader: ChunkedReader, name: SampleId, ids: bytes, prompt_tokens: int) -> Iterator[bool]:
-    """Tell it of every token, one at a time; says after each whether anything was computed."""
+    """Pass the tokens one at a time; yields after each whether anything was computed."""
     for known in range(prompt_tokens, len(ids) // 4 + 1):
         computed = 0
         while reader.read_ahead(name, ids[: known * 4], prompt_tokens):

@@ -1,6 +1,6 @@
-"""The policy update written out: one sample after another, one token after another, nothing shared and nothing packed.
+"""The policy update written out per sample and token, without packing.
 
-Formulas are written here a second time, from the papers' side: no function of `algos` is called.
+Formulas are implemented a second time, from the papers: no function of `algos` is called.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tidemill.core.records import Group, Trajectory, unpack_logprobs, unpack_tok
 
 @dataclass(kw_only=True)
 class PlainSample:
-    """A sample on its own; lists and tensors run over its completion's tokens."""
+    """A single sample; lists and tensors run over its completion's tokens."""
 
     trajectory: Trajectory
     group: int

@@ -1,6 +1,6 @@
-"""Stages that take no time: each tells in a file what exactly it was made from, after a few steps that can be cut.
+"""Stages that take no time: each writes its inputs to a file, after a few steps that can be interrupted.
 
-What a stage of these gives is its own configuration and what it read, so that a stale input shows in the result itself.
+The result of a stage is its configuration and its inputs, so that a stale input shows in the result.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ STEPS = 3
 
 
 class PowerCut(BaseException):
-    """The process is gone. Not an Exception: nothing catches it on its way."""
+    """Ends the process. Not an Exception, so that no handler catches it."""
 
 
 class Quiet:
-    """Implements pipeline.run.Teller, and remembers."""
+    """Implements pipeline.run.Teller and records the calls."""
 
     def __init__(self) -> None:
         self.plans: list[Plan] = []
@@ -45,15 +45,15 @@ class Quiet:
 
 
 class Stages:
-    """Runners for every kind, and what they were asked to do.
+    """Runners for every kind of stage, with a record of their jobs.
 
     Args:
-        power: called before every step; whatever it raises ends the process there.
+        power: called before every step; if it raises, the process ends there.
     """
 
     def __init__(self, power: Callable[[], None] = lambda: None) -> None:
         self.power = power
-        self.worked: list[tuple[str, int]] = []  # (folder, step) in the order they were done
+        self.worked: list[tuple[str, int]] = []  # (folder, step) in order
         self.interrupt_at: int | None = None
 
     @property
@@ -61,7 +61,7 @@ class Stages:
         return dict.fromkeys(KINDS, self.run)
 
     def run(self, job: Job) -> Outcome:
-        """Some steps, each remembered in the stage's folder as a checkpoint would be; then the product."""
+        """Run some steps, each recorded in the stage's folder like a checkpoint; then write the result."""
         done = job.directory / "steps"
         for step in range(int(done.read_text()) if done.exists() else 0, STEPS):
             if self.interrupt_at is not None and len(self.worked) >= self.interrupt_at:
@@ -82,7 +82,7 @@ class Stages:
 
 
 def read(source: Path) -> Any:
-    """What a stage finds where its model should be: another stage's product, a file's text, or a name."""
+    """The model input of a stage: another stage's result, a file's text, or a name."""
     if (source / "made.json").exists():
         return json.loads((source / "made.json").read_text())
     weights = source / "weights"
@@ -90,7 +90,7 @@ def read(source: Path) -> Any:
 
 
 def pipeline(folder: Path, text: str, *overrides: str) -> PipelineSpec:
-    """The pipeline that a recipe's text describes, to be run below `folder`."""
+    """The pipeline of a recipe's text, to be run below `folder`."""
     recipe = folder / "r.toml"
     recipe.write_text(text, encoding="utf-8")
     found = load_recipe([f"@{recipe}", f"--run.dir={folder / 'D'}", *overrides])

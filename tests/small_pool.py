@@ -1,4 +1,4 @@
-"""A small run whose samples come from a pool of workers, and what the same run learns without one."""
+"""A small run whose samples come from a pool of workers, and the results of the same run without a pool."""
 
 from __future__ import annotations
 

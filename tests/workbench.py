@@ -1,4 +1,4 @@
-"""Supervised training without a run directory: examples made by hand, and telemetry that remembers."""
+"""Supervised training without a run directory: handwritten examples, and telemetry that records."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tidemill.trainer.supervised_loop import FitContext
 
 
 class RememberedSteps(NullTelemetry):
-    """Keeps what it is told."""
+    """Records its metrics."""
 
     def __init__(self) -> None:
         super().__init__(lambda _: None)
@@ -49,7 +49,7 @@ def supervised_spec(**sections: dict[str, Any]) -> RunSpec:
 def bench(
     folder: Path, *, model: PreTrainedModel | None = None, source: Path | None = None, **options: Any
 ) -> FitContext:
-    """A workbench over `folder`; its model is the small Llama unless one is given."""
+    """A context over `folder`; the default model is the small Llama."""
     model = model if model is not None else llama()
     use_packed_attention(model)
     (folder / "source").mkdir(parents=True, exist_ok=True)
@@ -64,7 +64,7 @@ def bench(
 
 
 def stop_after(calls: int) -> Callable[[], bool]:
-    """Answers False so many times, then True."""
+    """Returns False `calls` times, then True."""
     left = iter([False] * calls)
     return lambda: next(left, True)
 

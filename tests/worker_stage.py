@@ -1,4 +1,4 @@
-"""A worker around a fake engine, in virtual time, with requests for it and a slow source of weights."""
+"""A worker with a fake engine in virtual time, requests for it, and a slow weight source."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Stage:
         self.worker = self.make_worker()
 
     def make_worker(self, heartbeat_s: float = 1e6, source: WeightSource | None = None) -> EngineWorker:
-        """Its heartbeat is out of the way unless asked for."""
+        """Without `heartbeat_s`, no heartbeat is sent during the test."""
         return EngineWorker(
             self.engine,
             self.compute,
@@ -51,7 +51,7 @@ class Stage:
             raise ValueError("engine on fire")
 
     async def deltas(self) -> list[TokenDelta]:
-        """Everything until the worker falls silent."""
+        """All deltas until the worker sends no more."""
         found: list[TokenDelta] = []
         while report := await self.worker.next_report(5.0):
             assert report.lease_id == "lease"
@@ -63,7 +63,7 @@ PROBE = pack_tokens([3, 1, 4, 1, 5])
 
 
 class SlowSource:
-    """A pull takes `seconds`; notes what the engine did when it swapped."""
+    """A pull takes `seconds`; records the engine's state at each swap."""
 
     def __init__(self, engine: FakeEngine, seconds: float = 1.0) -> None:
         self.engine, self.seconds = engine, seconds

@@ -35,7 +35,7 @@ def world(seed: int, put: Callable[[World], None], **changes: Any) -> World:
 
 
 def lived(seed: int, put: Callable[[World], None], **changes: Any) -> World:
-    """The world of a seed after its run, which learned what a quiet one learns and left nobody behind."""
+    """Run the world of a seed; its results equal those of an undisturbed run and no lease is left."""
 
     async def live() -> World:
         made = world(seed, put, **changes)
@@ -49,9 +49,9 @@ def lived(seed: int, put: Callable[[World], None], **changes: Any) -> World:
 
 
 def everybody_left(done: World) -> None:
-    """Every lease that began has ended, every worker was told so, and what its provider did not take it got back."""
+    """Every lease ended, its worker was informed, and leases not taken by the provider were released."""
     told = done.telemetry.named
-    assert told("quarantine") == []  # nobody computes with wrong bytes
+    assert told("quarantine") == []  # no worker computes with wrong bytes
     assert [f["lease"] for f in told("lease")] == [*dict.fromkeys(f["lease"] for f in told("lease"))]
     ends = {f["lease"]: f for f in told("lease_end")}
     assert len(ends) == len(told("lease_end"))
@@ -73,7 +73,7 @@ def test_a_fault_by_itself(name: str, chaos_rounds: int) -> None:
 
 
 def some(rng: random.Random) -> Sequence[str]:
-    """A few faults; no more than two of those that an attempt at a sample fails by: three are the run's end."""
+    """A few faults, at most two of those that fail an attempt at a sample: three end the run."""
     names = rng.sample(sorted(FAULTS), rng.randint(3, 7))
     failing = [name for name in names if name.startswith(("crashes", "corrupts")) or name.endswith("reordered")]
     return [name for name in names if name not in failing[2:]]
@@ -105,7 +105,7 @@ def test_faults_together_and_a_controller_that_is_killed(seed: int, chaos_rounds
 
 
 def outlived(rng: random.Random, disk: Disk, **changes: Any) -> World:
-    """One life among faults, to its end or the power's."""
+    """One process among faults, until it ends or is cut off."""
     put = setting(rng.getrandbits(32), some(rng), helpers=rng.randint(0, 2))
 
     async def live() -> World:
@@ -122,7 +122,7 @@ def outlived(rng: random.Random, disk: Disk, **changes: Any) -> World:
 
 
 class FullDisk(MemoryJournal):
-    """Has room for so many bytes, and then for none."""
+    """A journal that raises once a number of bytes is written."""
 
     room = 0
 

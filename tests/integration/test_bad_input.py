@@ -1,4 +1,4 @@
-"""What a user gets wrong ends with exit code 2 and a line or two naming what, where and the hint; nothing is lost."""
+"""A user's mistake ends with exit code 2 and one or two lines with what, where and a hint; nothing is lost."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ KEPT = ("steps", "weights_digest", "tokens_generated", "tokens_trained", "optimi
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # where tracebacks of bugs would go
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # where tracebacks of bugs are written
     (tmp_path / "char.toml").write_text(CHAR, encoding="utf-8")
     (tmp_path / "rewards.py").write_text(REWARDS, encoding="utf-8")
     return tmp_path
@@ -106,7 +106,7 @@ def train(*argv: str) -> Ran:
 
 
 def assert_refused(ran: Ran, *says: str) -> None:
-    """Exit code 2; at the end at most two lines that hold every one of `says`; the same as JSON for programs."""
+    """Exit code 2; the last one or two lines contain all of `says`; the same as JSON for programs."""
     assert ran.code == 2, ran.err
     _, told, error = ran.err.rpartition("error: ")
     assert told
@@ -160,7 +160,7 @@ def test_a_wrong_type_in_a_recipe_names_file_and_line(folder: Path) -> None:
 )
 def test_a_corrected_path_can_use_the_same_run_directory(argv: list[str], says: list[str]) -> None:
     assert_refused(train(*argv), *says)
-    ran = train("--trainer.steps=1")  # another configuration: nothing had begun, so nothing stands in its way
+    ran = train("--trainer.steps=1")  # another configuration: nothing was started, so it is accepted
     assert ran.code == 0, ran.err
     assert ran.data["steps"] == 1
 
@@ -241,7 +241,7 @@ def test_an_unwritable_cache_is_reported(folder: Path, monkeypatch: pytest.Monke
 )
 def test_a_failing_reward_invalidates_its_samples_and_is_reported(function: str, reason: str) -> None:
     rewards = f'--scoring.rewards=[{{kind="python",function="rewards.py:{function}"}}]'
-    # In a process of its own: it must end although threads hang in the reward.
+    # In a new process: it must end although threads hang in the reward.
     shape = ("--trainer.steps=1", "--batch.prompts=4", "--batch.group_size=8", "--scoring.timeout_s=0.2")
     argv = ("train", "@char.toml", "--run.dir=D", rewards, *shape, "--scoring.concurrency=32", "--json")
     ran = run_fork(*argv, cwd=Path.cwd())
@@ -264,7 +264,7 @@ def test_a_failing_reward_invalidates_its_samples_and_is_reported(function: str,
 def test_a_reward_that_always_fails_stops_the_run_with_its_first_exception(steps: int) -> None:
     rewards = '--scoring.rewards=[{kind="python",function="rewards.py:always"}]'
     argv = (rewards, f"--trainer.steps={steps}", "--batch.prompts=4", "--batch.group_size=4")
-    for session in range(2):  # the second finds a run that has done its steps
+    for session in range(2):  # the second session finds a run with all steps done
         ran = train(*argv)
         assert ran.code == 3, ran.err
         assert "no sample of this run got a valid reward" in ran.err.rpartition("error: ")[2] or session == 0
@@ -327,7 +327,7 @@ def test_a_disk_that_fills_during_a_checkpoint(folder: Path, monkeypatch: pytest
 
 @pytest.fixture
 def small_disk(folder: Path) -> Iterator[Path]:
-    """A file system of 48 MB: little more than is asked for before a checkpoint is written."""
+    """A file system of 48 MB: little more than a checkpoint's free-space check asks for."""
     place = folder / "disk"
     place.mkdir()
     mounted = subprocess.run(
@@ -341,7 +341,7 @@ def small_disk(folder: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("free_bytes", [200_000, 60_000, 4096, 0])
 def test_a_full_disk(small_disk: Path, free_bytes: int) -> None:
-    """Wherever it happens: in a checkpoint, a samples file, the ledger or the very first file."""
+    """In a checkpoint, a samples file, the ledger or the first file of the run."""
     expected = uninterrupted()
     run = small_disk / "run"
     begun = train(f"--run.dir={run}", "--trainer.steps=1", "--eval.every_steps=0")

@@ -1,4 +1,4 @@
-"""PPO with both kinds of critic as whole runs, and what can be wrong with a critic."""
+"""PPO with both kinds of critic as whole runs, and invalid critics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluation by more than one judge."""
+"""Evaluation with several kinds of scorer."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tidemill.runtime.model_evaluation import evaluate
 
 
 class Likes:
-    """Implements core.protocols.Scorer: one point a token."""
+    """Implements core.protocols.Scorer: the score is the number of tokens."""
 
     async def score(self, prompt: Prompt, trajectory: Trajectory) -> Reward:
         return Reward(value=float(trajectory.completion_length))
 
     async def close(self) -> None:
-        raise AssertionError("whoever made it closes it")
+        raise AssertionError("the owner closes it")
 
 
 def test_another_scorer_can_score_the_answers(session_cache: object) -> None:
@@ -38,7 +38,7 @@ def test_another_scorer_can_score_the_answers(session_cache: object) -> None:
 
 
 def evaluated(reward: str, *more: str) -> tuple[dict[str, Any], str]:
-    """What `tidemill eval` finds under a reward, as data and as text."""
+    """Results of `tidemill eval` with a reward function, as data and as text."""
     spec = load_spec(
         ["--model.source=char", "--task.shots=0", "--sampling.max_new_tokens=3", "--eval.prompts=8",
          "--eval.samples_per_prompt=2", "--trainer.threads=1", f"--scoring.rewards=[{reward}]", *more], purpose="eval"

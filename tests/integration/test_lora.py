@@ -1,4 +1,4 @@
-"""A LoRA run from the command line: trained, looked at, merged, and refused where it does not fit."""
+"""A LoRA run from the command line: trained, evaluated, merged, and refused where it does not fit."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_an_adapter_version_of_smollm2_is_under_two_percent_of_the_model(shared_
 
 @pytest.mark.parametrize("kind", ["sft", "reward_model", "dpo"])
 def test_a_supervised_stage_trains_an_adapter(kind: SupervisedKind, tmp_path: Path) -> None:
-    """Stopped half-way and resumed it ends with the same bits; what came of it is a model like any other."""
+    """Stopped half-way and resumed it gives the same weights; its result is a plain model."""
     data = write_data(tmp_path / "data.jsonl")
     char = {"hidden_size": 32, "layers": 2, "heads": 2, "context": 32}
     same: dict[str, dict[str, Any]] = {

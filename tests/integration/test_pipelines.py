@@ -1,4 +1,4 @@
-"""Pipelines through the real command line: killed in any stage they end with the very model of a quiet one."""
+"""Pipelines through the real command line: killed in any stage they give the same model."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ dtype = "bf16"
 """
 )
 RLHF = REPOSITORY / "recipes" / "rlhf.toml"
-# The recipe's own stages with a model that is trained from nothing in seconds.
+# The recipe's own stages with a model that is trained from scratch in seconds.
 CHAR = (
     char_task()
     + """\
@@ -117,7 +117,7 @@ def write_inputs(folder: Path) -> None:
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # where tracebacks of bugs would go
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # where tracebacks of bugs are written
     write_inputs(tmp_path)
     return tmp_path
 
@@ -132,7 +132,7 @@ def stage_folder(name: str, run_dir: Path = Path("D")) -> Path:
 
 
 def made(run_dir: Path = Path("D")) -> tuple[str, str]:
-    """What came out: the digest of the exported weights, and of those that were measured."""
+    """Digests of the exported and of the evaluated weights."""
     exported = json.loads((stage_folder("out", run_dir) / "model" / "tidemill.json").read_text(encoding="utf-8"))
     measured = json.loads((stage_folder("measure", run_dir) / "summary.json").read_text(encoding="utf-8"))
     return exported["weights_digest"], measured["weights_digest"]
@@ -140,7 +140,7 @@ def made(run_dir: Path = Path("D")) -> tuple[str, str]:
 
 @pytest.fixture(scope="module")
 def quiet_result(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """Of a pipeline that nothing happens to."""
+    """Results of an undisturbed pipeline."""
     place = tmp_path_factory.mktemp("quiet")
     write_inputs(place)
     ran = run_fork("train", "@r.toml", "--run.dir=D", cwd=place)
@@ -153,11 +153,11 @@ def lines(path: Path) -> int:
 
 
 def run_until(reached: Callable[[], bool], number: signal.Signals) -> int:
-    """The pipeline in a process of its own, sent a signal as soon as something is reached; its exit code."""
+    """Run the pipeline in a process and send a signal once a condition holds; returns its exit code."""
     deadline = time.monotonic() + DEADLINE_S
     with Forked("train", "@r.toml", "--run.dir=D") as process:
         while process.poll() is None and not reached():
-            assert time.monotonic() < deadline, "it did not get that far"
+            assert time.monotonic() < deadline, "the pipeline did not get that far"
             time.sleep(0.005)
         process.send_signal(number)
         return process.wait(DEADLINE_S)
@@ -188,7 +188,7 @@ def test_every_stage_leaves_its_documented_files() -> None:
     by_name = {stage["name"]: stage for stage in summary["stages"]}
     assert by_name["measure"]["figures"]["greedy_accuracy"] == by_name["rl"]["figures"]["greedy_accuracy"]
     assert "learned" not in page
-    # The exported folder is a plain one, of the right weights and dtype.
+    # The exported folder is a plain model with the right weights and dtype.
     exported = stage_folder("out") / "model"
     checkpoint = stage_folder("rl") / "checkpoints" / "step_12"
     with quiet():
@@ -289,7 +289,7 @@ def test_an_export_does_not_overwrite_foreign_files(folder: Path) -> None:
     assert (folder / "mine" / "notes.txt").read_text(encoding="utf-8") == "precious"
     assert train("--stage.out.export.path=theirs").code == 0
     assert (folder / "theirs" / "model.safetensors").is_file()
-    ran = train("--stage.out.export.path=theirs", "--stage.out.export.dtype=fp32")  # its own it does replace
+    ran = train("--stage.out.export.path=theirs", "--stage.out.export.dtype=fp32")  # it replaces its own export
     assert ran.code == 0, ran.err
 
 
@@ -327,13 +327,13 @@ def test_the_rlhf_recipe_improves_the_true_reward(folder: Path) -> None:
     compared = measured["compared_with"]
     assert compared["figures"]["greedy_accuracy"]["other"] == trained["eval"]["before"]["greedy_accuracy"]
     assert compared["figures"]["greedy_accuracy"]["this"] == measured["greedy_accuracy"]
-    # Another number of steps concerns PPO and its measurement, and nothing before them.
+    # Another number of steps affects PPO and its evaluation, and no earlier stage.
     planned = run_here("train", f"@{RLHF}", "@char.toml", "--run.dir=D", "--dry-run", "--json").data["plan"]
     assert [row["action"] for row in planned][-2:] == ["wait", "wait"]
 
 
 def test_an_adapter_stage_returns_the_merged_model(folder: Path) -> None:
-    """Later stages and other programs need know nothing of adapters."""
+    """Later stages and other programs load it without an adapter library."""
     pytest.importorskip("peft")
     ran = train("--stage.sft.model.lora.rank=4", "--stage.rl.trainer.steps=1")
     assert ran.code == 0, ran.err

@@ -54,7 +54,7 @@ def test_a_reward_model_ranks_answers_and_scores_text(tmp_path: Path) -> None:
     folder = Path(summary["model"])
     reward, codec = load_reward_model(folder, device=CPU), load_codec(folder)
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    assert lines[-1].values["pairwise_accuracy"] > 0.9  # of what it was trained on
+    assert lines[-1].values["pairwise_accuracy"] > 0.9  # of the training pairs
     sides = [np.array(codec.encode(text), np.int32) for text in ("2+3=5\n", "2+3=6\n")]
     stop = np.array(codec.stop_token_ids[:1], np.int32)
     right, wrong = sequence_scores(reward.model, reward.head, [np.concatenate([side, stop]) for side in sides])[0]
@@ -69,7 +69,7 @@ def test_a_stage_killed_at_random_times_gives_the_same_weights(kind: SupervisedK
     assert lives.returncode == 0, out + err
     uninterrupted, resumed, kills = out.split()[-3:]
     assert resumed == uninterrupted
-    assert int(kills) >= 3  # a life adds at most 7 of 24 steps
+    assert int(kills) >= 3  # at most 7 of 24 steps between kills
     calm, wild = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("calm", "wild"))
     assert [(line.step, line.weights_digest) for line in wild] == [(line.step, line.weights_digest) for line in calm]
 
@@ -85,7 +85,7 @@ def test_a_signal_stops_a_stage_with_a_checkpoint_and_exit_code_130(number: sign
     assert stage.returncode == 130, out + err
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["outcome"] == "interrupted"
-    assert summary["steps"] == newest(tmp_path / "run")  # the very last step is checkpointed
+    assert summary["steps"] == newest(tmp_path / "run")  # the last step is checkpointed
     assert "the same command resumes it" in (tmp_path / "view.txt").read_text()
 
 
@@ -116,6 +116,6 @@ def test_an_adapter_stage_exports_a_plain_model(kind: SupervisedKind, tmp_path: 
     assert not any("lora" in name for name, _ in model.named_parameters())
     if kind == "reward_model":
         reward = load_reward_model(Path(summary["model"]), device=CPU)
-        assert reward.head.bias.abs().item() > 0  # the one that was trained, not a new one
+        assert reward.head.bias.abs().item() > 0  # the trained head, not a new one
     again = session(tmp_path / "run", data, kind, **lora)
     assert (again["already_finished"], again["model"]) == (True, summary["model"])

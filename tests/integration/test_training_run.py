@@ -1,4 +1,4 @@
-"""A run started by a benchmark is stopped with it, gently, and a failed one is told in its own words."""
+"""A run started by a benchmark is interrupted with it, and a failed one is reported with its error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tidemill.telemetry.run_dir import RunDirectory
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "char-addition.toml"
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-STEP_S = 100.0  # at most until the run has made one
+STEP_S = 100.0  # limit for the first step
 
 
 def test_an_interrupted_benchmark_leaves_a_resumable_checkpoint(tmp_path: Path) -> None:
@@ -30,7 +30,7 @@ def test_an_interrupted_benchmark_leaves_a_resumable_checkpoint(tmp_path: Path) 
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=interrupt, daemon=True).start()
-    settings = ["--checkpoint.every_steps", "0"]  # a killed one leaves none
+    settings = ["--checkpoint.every_steps", "0"]  # a killed run leaves none
     with pytest.raises(KeyboardInterrupt):
         train(RECIPE, run.path, "--trainer.steps", "100000", *settings, environment=ONE_THREAD, progress=False)
 

@@ -1,4 +1,4 @@
-"""Every verb on a real, small run: what one says, another confirms."""
+"""Every command on a real, small run; their results agree."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.commands import DEADLINE_S, Ran, run_here, run_process
 from tests.conftest import REPOSITORY
 
 RECIPE = f"@{REPOSITORY / 'recipes' / 'char-addition.toml'}"
-# Held-out problems are learned only by chance; the small reward for a number is learned soon, so accuracy is not all 0.
+# Held-out problems are rarely solved; the small reward for a number is learned soon, so accuracy is not all 0.
 SHAPE = ("--trainer.steps=12", "--optimizer.learning_rate=3e-3", "--trainer.threads=1", "--eval.every_steps=6",
          "--checkpoint.every_steps=6", "--batch.prompts=8", "--task.held_out_fraction=0.9")  # fmt: skip
 
@@ -79,14 +79,14 @@ def test_eval_draws_samples_for_pass_at_k_and_compares(trained: Trained) -> None
     assert 0 < drawn["distinct_1"] <= 1
     low, high = found["greedy_accuracy_interval"]
     assert low <= found["greedy_accuracy"] <= high
-    # The other model is the one this run began with; McNemar's counts are of the two lists of completions.
+    # The other model is the run's initial one; McNemar's counts are of the two lists of completions.
     assert other["weights_digest"] != found["weights_digest"]
     right = [(that["correct"], this["correct"]) for that, this in zip(other["samples"], found["samples"], strict=True)]
     figure = other["figures"]["greedy_accuracy"]
     assert (figure["higher"], figure["lower"]) == (right.count((False, True)), right.count((True, False)))
     assert figure["this"] == found["greedy_accuracy"]
     assert other["figures"]["drawn_accuracy"]["this"] == pytest.approx(drawn["pass_at"]["1"]["value"])
-    # The same again is the same again, sample by sample.
+    # A second call gives the same samples.
     again = run_here("eval", "--checkpoint", str(trained.run), *asked, "--json").data
     assert again["drawn"] == drawn
 
@@ -119,7 +119,7 @@ def test_generate_is_reproducible_by_seed(trained: Trained) -> None:
 
 
 def test_generate_reads_standard_input(trained: Trained) -> None:
-    """What a person sees: progress on one stream, the text on the other."""
+    """Progress goes to one stream, the text to the other."""
     ran = run_process(
         "generate", "-", "--checkpoint", "a", "--sampling.temperature=0", cwd=trained.run.parent, stdin="1+2="
     )
@@ -154,7 +154,7 @@ def test_a_report_can_be_written_again_after_the_run(trained: Trained) -> None:
     assert run_here("report", str(trained.run)).out == f"{page}\n"
     again = page.read_text(encoding="utf-8")
     assert "char-addition" in again
-    assert abs(len(again) - len(before)) < 200  # the same story; only times of day may differ
+    assert abs(len(again) - len(before)) < 200  # the same page; only times of day may differ
 
 
 def test_the_stored_configuration_reproduces_the_run(trained: Trained) -> None:

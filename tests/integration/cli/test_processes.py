@@ -1,4 +1,4 @@
-"""The installed command as a process: what it imports, what it writes where, and how it ends."""
+"""The installed command as a process: imports, output streams and exit codes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_cli_help_imports_few_modules(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, timeout=DEADLINE_S, check=False
     )
-    assert done.returncode == 0  # not even the configuration's library
+    assert done.returncode == 0  # not even pydantic
 
 
 @pytest.mark.parametrize(("argv", "code"), [(["--help"], 0), (["train", "--run.sede=3"], 2), (["trian"], 2)])
@@ -127,7 +127,7 @@ def test_train_then_eval_generate_and_report(
     assert summary == {**summary, "steps": 1, "policy_version": 1}
     assert json.loads((tmp_path / "D/summary.json").read_text(encoding="utf-8"))["steps"] == 1
     assert (tmp_path / "D/report.html").is_file()
-    # The rest in this process: importing torch is most of what a command on a small model costs.
+    # The rest runs in this process: importing torch takes most of the time of a command on a small model.
     monkeypatch.chdir(tmp_path)
     assert main(["eval", "--checkpoint", "D", "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["n"] == summary["eval"]["n"]

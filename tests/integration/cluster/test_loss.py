@@ -1,4 +1,4 @@
-"""A run on Ray loses the cluster under it: it ends soon, says why, and leaves nothing behind."""
+"""A run on Ray that loses its cluster ends soon, reports why, and leaves no process or folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.xdist_group("ray")
 
 
 def _folders(names: dict[int, str]) -> set[Path]:
-    """Of clusters, by what their processes were started with."""
+    """Session folders of clusters, from the command lines of their processes."""
     return {Path(found) for name in names.values() for found in re.findall(r"=(/[^ ]*tidemill-ray-\w+)", name)}
 
 
@@ -41,8 +41,8 @@ def test_a_run_stopped_while_ray_starts_leaves_no_process(recipe: Path, tmp_path
 @pytest.mark.parametrize(
     ("part", "within_s", "said"),
     [
-        # The last look that succeeded was up to 12 s before (one a second, on a busy machine), then 20 s without one
-        # and 5 s each for three farewells. Ray itself would end the process without a word after 60 s.
+        # The last successful check was up to 12 s before (one per second, on a busy machine), then 20 s without success
+        # and 5 s each for three shutdown calls. Ray itself would exit the process silently after 60 s.
         ("gcs_server", 50.0, "the Ray cluster has not answered for"),
         ("runtime.cluster.keeper", 40.0, "the trainer died"),
     ],

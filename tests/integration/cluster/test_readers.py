@@ -1,4 +1,4 @@
-"""Reward model and reference on actors of their own: the same run as in one process, also when both are killed."""
+"""Reward model and reference on Ray actors: the same run as in one process, also when both are killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers as actors on a Ray cluster of several nodes, here; they are killed, stopped, warned and forgotten."""
+"""Workers as actors on a local Ray cluster of several nodes: killed, stopped, drained and abandoned."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Trainer:
 
 @pytest.fixture(scope="module")
 def trainer(cluster: KeptCluster, tmp_path_factory: pytest.TempPathFactory) -> Trainer:
-    """Its weights are published as version 0."""
+    """A trainer whose weights are published as version 0."""
     handle, remote = _trainer_process()
     plan = _trainer_plan(tmp_path_factory.mktemp("checkpoints"))
 
@@ -117,7 +117,7 @@ def trainer(cluster: KeptCluster, tmp_path_factory: pytest.TempPathFactory) -> T
 
 @dataclass
 class Workplace:
-    """What a test starts workers with; everything it started ends with the test."""
+    """Starts workers for a test; everything it started ends with the test."""
 
     trainer: Trainer
     nodes: NodeWatch
@@ -157,7 +157,7 @@ class Workplace:
         return host
 
     async def worker(self, node: str = "", *, host: RayHost | None = None) -> tuple[RayWorker, int]:
-        """A worker with the weights of version 0, and its process."""
+        """A worker with the weights of version 0, and its process id."""
         before = _pids()
         worker = await (host or self.host()).start(self.lease(node))
         assert isinstance(worker, RayWorker)
@@ -189,7 +189,7 @@ async def workplace(trainer: Trainer) -> AsyncIterator[Workplace]:
 
 
 def _pids() -> set[int]:
-    """Processes of all live actors."""
+    """Process ids of all live actors."""
     return {actor["Pid"] for actor in ray_state.actors().values() if actor["State"] == "ALIVE"}
 
 
@@ -205,7 +205,7 @@ def _request(index: int, version: PolicyVersion, tokens: int = 100) -> GenerateR
 
 
 async def _finished(worker: RayWorker, samples: int) -> dict[SampleId, bytes]:
-    """Completions by sample, once all have ended."""
+    """Completions by sample, once all have finished."""
     tokens: dict[SampleId, bytes] = {}
     ended = 0
     async with asyncio.timeout(30):
@@ -235,14 +235,14 @@ async def _notice_s(worker: RayWorker) -> float:
 
 
 async def _lost(worker: RayWorker, timeout_s: float = 20.0) -> tuple[WorkerLost, float]:
-    """How its end is told, and after how many seconds."""
+    """The loss reported for a worker, and the seconds it took."""
     began = time.monotonic()
     while time.monotonic() - began < timeout_s:
         try:
             await worker.next_report(1.0)
         except WorkerLost as error:
             return error, time.monotonic() - began
-    raise AssertionError("the worker's end was not noticed")
+    raise AssertionError("the loss of the worker was not reported")
 
 
 async def _until(condition: Callable[[], bool], timeout_s: float) -> None:
@@ -267,7 +267,7 @@ def _stat(pid: int) -> tuple[str, int]:
 def test_the_cluster_listens_on_loopback_and_needs_a_token(cluster: KeptCluster) -> None:
     below = [cluster.process.pid, *processes_below(cluster.process.pid)]
     addresses = listening(below)
-    assert len(addresses) >= 5  # the head's server, and two of each node's
+    assert len(addresses) >= 5  # the head's server, and two per node
     assert {address.partition(":")[0] for address in addresses} == {"127.0.0.1"}
     stranger = f"from ray._raylet import GcsClient; GcsClient(address={cluster.address!r})"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
@@ -299,7 +299,7 @@ async def test_a_worker_generates_after_its_notice_until_it_is_killed(workplace:
     assert isinstance(worker, RayWorker)
     (pid,) = _pids() - before
     loaded = await worker.load(trainer.version)
-    manifest = await RayPublisher(trainer.remote).publish(trainer.version)  # again: the one there is
+    manifest = await RayPublisher(trainer.remote).publish(trainer.version)  # again: the same version
     assert (loaded.version, loaded.full) == (trainer.version, True)
     assert loaded.nbytes >= manifest.nbytes
     assert loaded.probe_logprobs == manifest.probe_logprobs
@@ -330,7 +330,7 @@ async def test_a_stopped_worker_times_out_and_its_process_ends_with_the_lease(wo
     await _first_tokens(worker)
     os.kill(pid, signal.SIGSTOP)
     began = time.monotonic()
-    while await worker.next_report(0.3) is not None:  # what it had said before
+    while await worker.next_report(0.3) is not None:  # reports sent before
         assert time.monotonic() - began < 5
     assert await worker.next_report(0.5) is None
     worker.kill()
@@ -345,7 +345,7 @@ async def test_an_idle_worker_sends_heartbeats_before_a_short_timeout(workplace:
     while await worker.next_report(0.0) is not None:
         pass  # said before
     began = time.monotonic()
-    for _ in range(8):  # four words a second
+    for _ in range(8):  # four heartbeats per second
         assert await worker.next_report(1.0) is not None
     assert 1.5 < time.monotonic() - began < 4
 
@@ -409,7 +409,7 @@ async def test_trainer_errors_reach_the_user_with_a_hint(cluster: KeptCluster, t
 async def test_leases_end_when_their_node_drains_and_dies(cluster: KeptCluster, workplace: Workplace) -> None:
     pool = RayPool(kind="ray", max_workers=5, selector=SPOT)
     provider = RayProvider(pool, CONFIG, workplace.nodes, clock=LoopClock(), session=1, price_usd_per_hour=0.5)
-    leases = [await provider.next_event(5.0) for _ in range(5)]  # three nodes of two CPUs would hold six
+    leases = [await provider.next_event(5.0) for _ in range(5)]  # three nodes of two CPUs have room for six
     granted = [event.lease for event in leases if isinstance(event, LeaseGranted)]
     assert len({lease.lease_id for lease in granted}) == 5
     assert await provider.next_event(0.1) is None
@@ -435,7 +435,7 @@ async def test_leases_end_when_their_node_drains_and_dies(cluster: KeptCluster, 
     error, after_s = await _lost(worker)
     assert "its node spot-2" in error.cause
     assert after_s < 5
-    await _until(lambda: not _alive(pid), timeout_s=2)  # it dies with its node
+    await _until(lambda: not _alive(pid), timeout_s=2)  # it ends with its node
     ended = [await provider.next_event(10.0) for _ in on_victim]
     assert {event.lease_id for event in ended if isinstance(event, LeaseEnded)} == on_victim
     await provider.close()

@@ -1,4 +1,4 @@
-"""The packaged pretrained model: found without running its code, verified, converted, and able to speak."""
+"""The packaged pretrained model: found without running its code, verified, converted, and able to generate."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def codec(folder: Path) -> TextCodec:
 
 def test_weights_equal_the_converted_ones(folder: Path) -> None:
     model = load_model(folder, device=torch.device("cpu"))
-    # The digest of what transformers' own GGUF loading gives, tensor for tensor.
+    # The digest of transformers' own GGUF loading, tensor by tensor.
     assert weights_digest(model) == "df82bc815f4a15754c30bf6bfcbd135b"
     assert sum(parameter.numel() for parameter in model.parameters()) == catalog.SMOLLM2_PARAMETERS
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
@@ -61,7 +61,7 @@ def test_transformers_loads_the_folder(folder: Path, codec: TextCodec) -> None:
 
 def test_digits_are_single_tokens_without_added_tokens(codec: TextCodec) -> None:
     assert [codec.decode([token]) for token in codec.encode("12+345=")] == ["1", "2", "+", "3", "4", "5", "="]
-    # Blanks before a digit are a word of their own; without the digit rule they would be two tokens.
+    # Blanks before a digit are a separate piece; without the digit rule they would be two tokens.
     assert len(codec.encode("  7")) == 2
     assert codec.decode(codec.encode("héllo — 3×4\n\n\tend ")) == "héllo — 3×4\n\n\tend "
     assert codec.stop_token_ids == (0, 2)
@@ -82,7 +82,7 @@ def test_a_completion_ends_as_in_the_template(folder: Path, codec: TextCodec) ->
     asked = codec.encode_chat([Message(role="user", content="2+2?")])[1]
     written = [*codec.encode_completion("It is 4."), codec.end_token_id(chat=True)]
     assert whole[: len(asked) + len(written)] == asked + written
-    assert codec.decode(whole[len(asked) + len(written) :]) == "\n"  # what the template puts between turns
+    assert codec.decode(whole[len(asked) + len(written) :]) == "\n"  # the separator of the template
 
 
 def test_a_missing_wheel_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

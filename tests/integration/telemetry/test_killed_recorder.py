@@ -1,4 +1,4 @@
-"""A process that records as fast as it can is killed at random moments; what it left must be whole."""
+"""A process that records continuously is killed at random times; its files must be complete."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_ctrl_c_restores_the_terminal(tmp_path: Path, way: str) -> None:
         if select.select([primary], [], [], 0.2)[0]:
             try:
                 shown += os.read(primary, 65536)
-            except OSError:  # the other side is closed
+            except OSError:  # the other end is closed
                 break
         if b"step 3/20" in shown and not signalled:
             process.send_signal(signal.SIGINT)
@@ -124,7 +124,7 @@ def test_ctrl_c_restores_the_terminal(tmp_path: Path, way: str) -> None:
     os.close(primary)
     assert process.wait(timeout=DEADLINE_S) == 0, shown[-4000:].decode()
     assert shown.rindex(b"\x1b[?25h") > shown.rindex(b"\x1b[?25l"), "the cursor is shown again"
-    assert "reward" in shown.decode() and b"\x1b[?1049h" not in shown, "what was shown stays on the screen"
+    assert "reward" in shown.decode() and b"\x1b[?1049h" not in shown, "printed lines stay on the screen"
 
 
 def test_a_second_process_is_refused(tmp_path: Path) -> None:

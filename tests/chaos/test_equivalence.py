@@ -13,7 +13,7 @@ STEPS = 5
 
 
 @pytest.mark.timeout(240)
-def test_a_run_whose_workers_vanish_learns_the_very_same(tmp_path: Path) -> None:
+def test_evictions_do_not_change_the_weights(tmp_path: Path) -> None:
     quiet, disturbed = tmp_path / "quiet", tmp_path / "disturbed"
     expected, found = quiet_run(quiet, steps=STEPS), disturbed_run(disturbed, steps=STEPS)
     summary = found.summary
@@ -51,7 +51,7 @@ def test_a_run_whose_workers_vanish_learns_the_very_same(tmp_path: Path) -> None
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("lag", [2, 3])
-def test_ahead_of_training_it_learns_the_very_same_when_publishes_wait(tmp_path: Path, lag: int) -> None:
+def test_evictions_do_not_change_the_weights_with_a_policy_lag(tmp_path: Path, lag: int) -> None:
     quiet, disturbed = tmp_path / "quiet", tmp_path / "disturbed"
     expected = quiet_run(quiet, steps=STEPS, lag=lag)
     found = disturbed_run(disturbed, steps=STEPS, lag=lag)

@@ -66,7 +66,7 @@ def everybody_left(done: World) -> None:
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_by_itself(name: str, chaos_rounds: int) -> None:
+def test_a_single_fault(name: str, chaos_rounds: int) -> None:
     worlds = [lived(seed, setting(seed, [name], helpers=seed % 2)) for seed in range(chaos_rounds)]
 
     assert any(not machine.spared for world in worlds for machine in world.machines.values())
@@ -80,7 +80,7 @@ def some(rng: random.Random) -> Sequence[str]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_faults_together(seed: int, chaos_rounds: int) -> None:
+def test_combined_faults(seed: int, chaos_rounds: int) -> None:
     migrations = 0
     for each in range(5 * chaos_rounds):
         rng = random.Random(f"together {seed} {each}")
@@ -91,7 +91,7 @@ def test_faults_together(seed: int, chaos_rounds: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_faults_together_and_a_controller_that_is_killed(seed: int, chaos_rounds: int) -> None:
+def test_combined_faults_and_a_killed_controller(seed: int, chaos_rounds: int) -> None:
     kills = 0
     for each in range(2 * chaos_rounds):
         rng, disk = random.Random(f"killed {seed} {each}"), Disk()
@@ -133,7 +133,7 @@ class FullDisk(MemoryJournal):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_faults_together_and_a_disk_that_is_full_until_room_is_made(seed: int, chaos_rounds: int) -> None:
+def test_combined_faults_and_a_temporarily_full_disk(seed: int, chaos_rounds: int) -> None:
     for each in range(chaos_rounds):
         rng, disk = random.Random(f"full {seed} {each}"), Disk()
         put = setting(rng.getrandbits(32), some(rng), helpers=1)
@@ -151,7 +151,7 @@ def test_faults_together_and_a_disk_that_is_full_until_room_is_made(seed: int, c
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_provider_that_raises_ends_the_run_with_its_error_and_a_resumed_one_learns_the_same(seed: int) -> None:
+def test_a_provider_error_ends_the_run_and_a_resumed_one_gives_the_same_weights(seed: int) -> None:
     rng, disk = random.Random(seed), Disk()
 
     async def live() -> None:
@@ -166,7 +166,7 @@ def test_a_provider_that_raises_ends_the_run_with_its_error_and_a_resumed_one_le
     assert trained(outlived(rng, disk)) == quiet()
 
 
-def test_two_hundred_workers_that_come_together_and_die_within_seconds(chaos_rounds: int) -> None:
+def test_two_hundred_workers_join_and_die_within_seconds(chaos_rounds: int) -> None:
     for seed in range(chaos_rounds):
         done = lived(seed, lambda world, seed=seed: herd(world, random.Random(seed), "h", size=200))  # type: ignore[misc]
         assert len(done.telemetry.named("lease")) == 200

@@ -61,7 +61,7 @@ DEATHS = (killed, interrupted, killed, out_of_room)
 
 
 @pytest.mark.timeout(1500)
-def test_a_run_that_dies_again_and_again_learns_what_a_quiet_one_does(tmp_path: Path, chaos_rounds: int) -> None:
+def test_a_run_killed_repeatedly_gives_the_same_weights(tmp_path: Path, chaos_rounds: int) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(RECIPE)
     quiet_run(recipe, tmp_path / "quiet", *SETTINGS)

@@ -55,7 +55,7 @@ QUIET = quiet()
 
 @settings(max_examples=60)
 @given(script=scripts(), config=configs)
-def test_evictions_joins_and_notices_change_nothing(
+def test_evictions_joins_and_notices_do_not_change_the_result(
     script: list[tuple[float, LeaseEvent]], config: FleetConfig
 ) -> None:
     session = PoolSession(spec=SPEC, script=script, config=config)
@@ -69,7 +69,9 @@ def test_evictions_joins_and_notices_change_nothing(
 
 @settings(max_examples=30)
 @given(script=scripts(), cuts=st.lists(st.integers(0, 6000), min_size=1, max_size=3))
-def test_nor_does_a_controller_that_dies_at_any_byte(script: list[tuple[float, LeaseEvent]], cuts: list[int]) -> None:
+def test_a_controller_killed_at_any_byte_does_not_change_the_result(
+    script: list[tuple[float, LeaseEvent]], cuts: list[int]
+) -> None:
     disk = Disk()
     for cut in [*cuts, None]:
         changes: dict[str, Any] = {"spec": SPEC, "script": script, "disk": disk, "power_cut_after": cut}

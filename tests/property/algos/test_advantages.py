@@ -41,7 +41,7 @@ def test_permutation(values: list[float], random: object) -> None:
 
 @COMMON
 @given(rewards)
-def test_sum_is_zero_order_is_kept_and_signal_means_difference(values: list[float]) -> None:
+def test_the_sum_is_zero_the_order_is_kept_and_signal_means_difference(values: list[float]) -> None:
     result = advantages(values)
     assert abs(result.double().sum().item()) < 1e-4
     ranked = torch.tensor(values).argsort(stable=True)
@@ -51,7 +51,7 @@ def test_sum_is_zero_order_is_kept_and_signal_means_difference(values: list[floa
 
 @COMMON
 @given(rewards, st.data())
-def test_invalid_samples_might_as_well_not_be_there(values: list[float], data: st.DataObject) -> None:
+def test_invalid_samples_have_no_effect(values: list[float], data: st.DataObject) -> None:
     valid = data.draw(st.lists(st.booleans(), min_size=len(values), max_size=len(values)))
     mask = torch.tensor(valid)
     result = advantages(values, valid)
@@ -62,7 +62,9 @@ def test_invalid_samples_might_as_well_not_be_there(values: list[float], data: s
 
 @COMMON
 @given(rewards, st.integers(-64, 64), st.integers(1, 16))
-def test_the_undivided_ones_shift_away_and_scale_along(values: list[float], shift: int, scale: int) -> None:
+def test_undivided_advantages_are_shift_invariant_and_scale_with_rewards(
+    values: list[float], shift: int, scale: int
+) -> None:
     everyone = torch.ones(len(values), dtype=torch.bool)
     for function in (dr_grpo, rloo):
         plain = function(torch.tensor(values), everyone)

@@ -60,7 +60,7 @@ RUNS = st.fixed_dictionaries(
 
 
 @given(RUNS)
-def test_written_and_read_back(values: dict[str, Any]) -> None:
+def test_records_round_trip(values: dict[str, Any]) -> None:
     spec = RunSpec.model_validate(values)
     again = from_toml(to_toml(spec))
     assert again == spec

@@ -42,7 +42,7 @@ ACTS = st.lists(
 
 
 @given(TRACES, SEEDS)
-def test_single_machines_make_the_trace_again(trace: CapacityTrace, seed: int) -> None:
+def test_single_machines_sum_to_the_trace(trace: CapacityTrace, seed: int) -> None:
     found = stays(trace, seed=seed)
     for time_s, count in trace.steps:
         assert sum(stay.start_s <= time_s < stay.end_s for stay in found) == count
@@ -53,7 +53,7 @@ def test_single_machines_make_the_trace_again(trace: CapacityTrace, seed: int) -
 
 
 @given(TRACES)
-def test_a_trace_gains_and_loses_what_its_counts_say(trace: CapacityTrace) -> None:
+def test_joins_and_evictions_equal_the_changes_of_the_count(trace: CapacityTrace) -> None:
     found = statistics(trace)
     assert trace.steps[0][1] + found.joins - found.evictions == trace.steps[-1][1]
     assert 0 <= found.mean <= found.peak

@@ -34,7 +34,7 @@ def alone(shape: str, one: GenerateRequest) -> tuple[list[int], list[float]]:
 @pytest.mark.parametrize("shape", MODELS)
 @settings(max_examples=15)
 @given(order=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2)), min_size=1, max_size=8, unique=True))
-def test_whatever_the_batch_mix(shape: str, order: list[tuple[int, int]]) -> None:
+def test_logprobs_do_not_depend_on_the_batch(shape: str, order: list[tuple[int, int]]) -> None:
     requests = [sample(text, index) for text, index in order]
     made = finish_all(engine(MODELS[shape], **SETTINGS), requests)
     for one in requests:
@@ -44,7 +44,7 @@ def test_whatever_the_batch_mix(shape: str, order: list[tuple[int, int]]) -> Non
 @pytest.mark.parametrize("shape", MODELS)
 @settings(max_examples=8)  # six samples each, each of them cut several times
 @given(seed=st.integers(0, 10**6))
-def test_whatever_the_cut_point_and_engine(shape: str, seed: int) -> None:
+def test_logprobs_do_not_depend_on_the_migration_point(shape: str, seed: int) -> None:
     """Samples are cut at random points and continued on a new engine among other neighbours, several times over."""
     rng = random.Random(seed)
     chosen = rng.sample([(text, index) for text in range(6) for index in range(3)], 6)

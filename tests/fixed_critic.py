@@ -24,11 +24,11 @@ class FixedCritic:
     """Implements `Critic`, and records the (return, value, weight) of every token it was to learn.
 
     Args:
-        elsewhere: reported to the trainer; `calls` then also records requests, and waits for their results with "!".
+        remote: reported to the trainer; `calls` then also records requests, and waits for their results with "!".
     """
 
-    def __init__(self, *, elsewhere: bool = False) -> None:
-        self.elsewhere = elsewhere
+    def __init__(self, *, remote: bool = False) -> None:
+        self.remote = remote
         self.calls: list[str] = []
         self.learned: list[tuple[float, float, float]] = []
         self.denominators: list[float] = []
@@ -51,7 +51,7 @@ class FixedCritic:
         return self._answer("step", {"value_loss": float(len(self.denominators))})
 
     def _answer(self, call: str, result: T) -> Deferred[T]:
-        if not self.elsewhere:
+        if not self.remote:
             return resolved(result)
         self.calls.append(call)
 

@@ -91,7 +91,7 @@ class Critic(Protocol):
     """
 
     @property
-    def elsewhere(self) -> bool:
+    def remote(self) -> bool:
         """Whether the critic runs in another process; values are then requested as soon as a group is complete."""
 
     def values(self, microbatch: Microbatch) -> Deferred[Tensor]:
@@ -169,7 +169,7 @@ class _HeadCritic:
         autocast: dtype of the forward and backward passes; None for the dtype of the weights.
     """
 
-    elsewhere = False
+    remote = False
     owns_model: ClassVar[bool]
 
     def __init__(

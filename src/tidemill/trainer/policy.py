@@ -108,7 +108,7 @@ class PolicyTrainer:
                 hint='pass a critic, or use an advantage without one: "grpo", "rloo", "reinforce_pp", ...',
             )
         self._critic = critic if spec.algorithm.needs_critic else None
-        self._remote_critic = self._critic is not None and self._critic.elsewhere
+        self._remote_critic = self._critic is not None and self._critic.remote
         self._advantages = AdvantageEstimator(
             spec,
             self._device,
@@ -146,7 +146,6 @@ class PolicyTrainer:
         started = _clocks()
         index = min(self._groups * self.spec.batch.minibatches // self.spec.batch.prompts, len(self._minibatches) - 1)
         self._groups += 1
-        self._minibatches[index].groups += 1
         valid = [t.weight > 0 and t.reward is not None and t.reward.valid for t in group.trajectories]
         requested = self._advantages.request_values(group, valid)
         values = None if requested is None else partial(self._wait_for_critic, requested)

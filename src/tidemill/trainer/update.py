@@ -174,7 +174,6 @@ def _corrected(algorithm: AlgorithmConfig, microbatch: Microbatch, proximal_T: T
 class Minibatch:
     """The groups of one optimizer step. `pending` collects samples until the token budget of a microbatch is full."""
 
-    groups: int = 0
     denominator: int = 0  # of the summed gradients
     pending: list[WeightedSample] = field(default_factory=list)
     pending_tokens: int = 0

@@ -192,7 +192,7 @@ def test_an_update_stopped_by_kl_stop_still_trains_the_critic() -> None:
 
 
 def test_a_remote_critic_is_called_early_and_waited_for_late() -> None:
-    critic = FixedCritic(elsewhere=True)
+    critic = FixedCritic(remote=True)
     subject = trainer(spec(PPO, minibatches=2), critic)
     for number, one in enumerate(batch(), start=1):
         subject.add_group(one)
@@ -208,7 +208,7 @@ def test_a_remote_critic_is_called_early_and_waited_for_late() -> None:
 
 
 def test_a_group_is_trained_on_while_a_remote_critic_computes_values_of_the_next() -> None:
-    critic = FixedCritic(elsewhere=True)
+    critic = FixedCritic(remote=True)
     subject = trainer(spec({**PPO, "whiten": False}, microbatch_tokens=5), critic)
     first, second = batch()
     subject.add_group(first)
@@ -223,7 +223,7 @@ def test_a_truncated_sample_uses_the_value_of_its_final_state_with_a_remote_crit
     samples = [trajectory(PROMPT, [9, 10], 1.0, index=index, logprobs=[-5.0] * 2) for index in range(2)]
     truncated = [group(0, [msgspec.structs.replace(sample, finish="length") for sample in samples])]
     settings = spec({**PPO, "bootstrap_truncated": True}, prompts=1)
-    both = [FixedCritic(), FixedCritic(elsewhere=True)]
+    both = [FixedCritic(), FixedCritic(remote=True)]
     for critic in both:
         train_batch(trainer(settings, critic), truncated)
     assert both[0].learned == both[1].learned

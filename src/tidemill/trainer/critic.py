@@ -61,10 +61,6 @@ class ReturnScale:
         names = ("mean", "std", "first", "second", "weight")
         return {name: getattr(self, name) for name in names}
 
-    def restore(self, state: dict[str, float]) -> None:
-        for name, value in state.items():
-            setattr(self, name, value)
-
 
 T = TypeVar("T")
 
@@ -237,7 +233,7 @@ class _HeadCritic:
         stored, _ = load_head(directory, "value_model", device=self.head.weight.device)
         self.head.load_state_dict(stored.state_dict())
         self.optimizer_steps = int(counters["optimizer_steps"])
-        self._scale.restore(counters["scale"])
+        self._scale = ReturnScale(**counters["scale"])
 
 
 class ModelCritic(_HeadCritic):

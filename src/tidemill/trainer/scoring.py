@@ -33,9 +33,7 @@ class Predictions(Protocol):
     @property
     def head_nodes(self) -> Tensor: ...  # int64 [H], distinct, ascending
     @property
-    def head_rows(
-        self,
-    ) -> Tensor: ...  # int64 [T], index into `head_nodes` of the node that predicts the token, ascending
+    def head_rows(self) -> Tensor: ...  # int64 [T], indices into `head_nodes`, ascending
     @property
     def targets(self) -> Tensor: ...  # int64 [T]
 

@@ -220,8 +220,8 @@ def test_interpolated_proximal_logprobs_of_the_second_minibatch(monkeypatch: pyt
                 proximal = rollout + lag / (lag + 1) * (now - rollout)
                 ratio, weight = (sample.logprobs - proximal).exp(), (proximal - rollout).exp().clamp(max=1.1)
                 advantage = torch.tensor(sample.advantages)
-                held = ratio.clamp(0.8, 1.2) * advantage
-                loss = loss - (weight * torch.minimum(ratio * advantage, held)).mean() / len(samples)
+                clipped = ratio.clamp(0.8, 1.2) * advantage
+                loss = loss - (weight * torch.minimum(ratio * advantage, clipped)).mean() / len(samples)
         loss.backward()
         assert_equal_gradients(ours, plain)
 

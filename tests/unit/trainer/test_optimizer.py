@@ -80,8 +80,8 @@ def test_weight_decay_is_on_matrices_only_and_frozen_parameters_are_left_out() -
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
     assert {p.ndim for p in decayed["params"]} == {2}
     assert {p.ndim for p in plain["params"]} == {1}
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    assert held == {id(p) for p in model.parameters()} - {id(frozen)}
+    optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert optimized == {id(p) for p in model.parameters()} - {id(frozen)}
     assert all(group["betas"] == (0.8, 0.9) and group["eps"] == 1e-6 for group in optimizer.param_groups)
     assert decayed["fused"] is True
 

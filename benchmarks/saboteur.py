@@ -216,7 +216,7 @@ class Victim:
     def idle(self) -> bool:
         """Whether nothing is left to generate or report."""
         status = self.engine.status()
-        return not (self.worker._inside or status.running or status.queued) and self.engine.made == self.received
+        return not (self.worker._in_call or status.running or status.queued) and self.engine.made == self.received
 
     async def submit(self, requests: Sequence[GenerateRequest]) -> None:
         for request in requests:

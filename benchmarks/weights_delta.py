@@ -105,16 +105,16 @@ class Watcher:
 def publishes_of_a_run(model: Path, *, learning_rate: float, steps: int, more: Sequence[str] = ()) -> list[Publish]:
     """Train the demo's recipe at another learning rate with additional arguments; one row per step."""
     watcher = Watcher()
-    learn = PolicyTrainer.learn
+    finish_batch = PolicyTrainer.finish_batch
 
     def watched(self: PolicyTrainer, step: int) -> StepMetrics:  # on the compute thread, where no loop runs
         if step == 1:
             asyncio.run(watcher.step(self.model, 0))
-        metrics = learn(self, step)
+        metrics = finish_batch(self, step)
         asyncio.run(watcher.step(self.model, step))
         return metrics
 
-    PolicyTrainer.learn = watched  # type: ignore[method-assign]
+    PolicyTrainer.finish_batch = watched  # type: ignore[method-assign]
     try:
         with tempfile.TemporaryDirectory(prefix="tidemill-weights-") as folder:
             given = ["--run.dir", f"{folder}/run", "--model.source", str(model), "--trainer.steps", str(steps)]
@@ -123,5 +123,5 @@ def publishes_of_a_run(model: Path, *, learning_rate: float, steps: int, more: S
             given += ["--checkpoint.every_steps", "0", "--telemetry.live", "false", *more]
             train(load_spec([f"@{RECIPE}", *given]))
     finally:
-        PolicyTrainer.learn = learn  # type: ignore[method-assign]
+        PolicyTrainer.finish_batch = finish_batch  # type: ignore[method-assign]
     return watcher.publishes

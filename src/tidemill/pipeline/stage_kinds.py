@@ -121,9 +121,9 @@ def run_rl(job: Job) -> Outcome:
 
 def run_supervised(job: Job) -> Outcome:
     """Learning from demonstrations or preference pairs; gives the best checkpoint where that is kept, else the last."""
-    from tidemill.runtime.train_supervised import TRAINERS, train_supervised
+    from tidemill.runtime.train_supervised import OBJECTIVES, train_supervised
 
-    summary = train_supervised(job.spec, next(kind for kind in TRAINERS if kind == job.kind))
+    summary = train_supervised(job.spec, next(kind for kind in OBJECTIVES if kind == job.kind))
     if summary["interrupted"]:
         return Outcome(interrupted=True)
     held_out = summary["held_out"]

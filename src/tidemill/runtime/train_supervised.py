@@ -27,8 +27,8 @@ from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.report import report_at_the_end
 from tidemill.telemetry.run_dir import RunDirectory
 from tidemill.trainer.checkpoint_store import CheckpointStore
-from tidemill.trainer.objectives import train_dpo, train_reward_model, train_sft
-from tidemill.trainer.supervised_loop import FitContext, FitResult
+from tidemill.trainer.objectives import PreferenceObjective, RewardObjective, SupervisedObjective
+from tidemill.trainer.supervised_loop import FitContext, FitResult, Objective, fit
 
 SupervisedKind: TypeAlias = Literal["sft", "reward_model", "dpo"]
 
@@ -39,10 +39,10 @@ LOADERS: dict[SupervisedKind, Callable[..., Examples[Any]]] = {
     "reward_model": load_pairs,
     "dpo": load_pairs,
 }
-TRAINERS: dict[SupervisedKind, Callable[..., FitResult]] = {
-    "sft": train_sft,
-    "reward_model": train_reward_model,
-    "dpo": train_dpo,
+OBJECTIVES: dict[SupervisedKind, Callable[[RunSpec, FitContext], Objective[Any]]] = {
+    "sft": SupervisedObjective,
+    "reward_model": RewardObjective,
+    "dpo": PreferenceObjective,
 }
 
 
@@ -97,7 +97,7 @@ def _train(
     _check_same_beginning(run, bundle, examples)
     recorder.event("machine", device=str(bundle.device), threads=bundle.threads, autocast=str(bundle.autocast))
     recorder.note(f"{len(examples.train)} examples to learn from, {len(examples.held_out)} held out")
-    bench = FitContext(
+    context = FitContext(
         model=bundle.model,
         source=bundle.folder,
         directory=run.path,
@@ -110,7 +110,7 @@ def _train(
         expect=recorder.expect,
         warn=recorder.note,
     )
-    return TRAINERS[kind](spec, train=examples.train, held_out=examples.held_out, bench=bench)
+    return fit(spec, OBJECTIVES[kind](spec, context), train=examples.train, held_out=examples.held_out, context=context)
 
 
 def _plain(checkpoint: Path, run: RunDirectory, progress: Callable[[str], None]) -> Path:

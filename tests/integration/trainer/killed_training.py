@@ -36,7 +36,7 @@ def run(root: Path, source: Path) -> None:
         step = restore_state(latest.path, model=model, optimizer=optimizer)["step"]
     while step < STEPS:
         step += 1
-        ids = torch.randint(2, VOCABULARY, (2, 9))  # from the random state, which is saved too
+        ids = torch.randint(2, VOCABULARY, (2, 9))  # from the random state, which is saved as well
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         clip_and_step(optimizer, scale=1.0, max_grad_norm=1.0)
         counters = {"step": step, "digest": weights_digest(model)}
@@ -61,23 +61,23 @@ def newest(root: Path) -> int:
 def main() -> int:
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
-    source, calm, wild = folder / "source", folder / "calm", folder / "wild"
+    source, uninterrupted, killed = folder / "source", folder / "uninterrupted", folder / "killed"
     source.mkdir()
     started = time.monotonic()
-    run(calm, source)
+    run(uninterrupted, source)
     per_step_s = (time.monotonic() - started) / STEPS
     torn = 0
 
     def count_torn() -> None:
         nonlocal torn
-        torn += any(path.name.startswith(".writing") for path in wild.iterdir()) if wild.exists() else 0
+        torn += any(path.name.startswith(".writing") for path in killed.iterdir()) if killed.exists() else 0
 
     kills = killed_until_done(
-        lambda: run(wild, source),
-        newest=lambda: newest(wild),
+        lambda: run(killed, source),
+        newest=lambda: newest(killed),
         pause_s=per_step_s,
         until_s=started + DEADLINE_S,
         after_kill=count_torn,
     )
-    sys.stdout.write(f"{final_digest(calm)} {final_digest(wild)} {kills} {torn}\n")
+    sys.stdout.write(f"{final_digest(uninterrupted)} {final_digest(killed)} {kills} {torn}\n")
     return 0

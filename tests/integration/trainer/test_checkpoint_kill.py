@@ -25,7 +25,7 @@ def test_a_killed_writer_leaves_only_complete_checkpoints(tmp_path: Path) -> Non
         command = [sys.executable, "-m", "tests.integration.trainer.endless_writer", str(tmp_path)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) as writer:
             assert writer.stdout is not None
-            lines = [writer.stdout.readline() for _ in range(2)]  # one replaced and one new: from here on, any time
+            lines = [writer.stdout.readline() for _ in range(2)]  # one replaced and one new checkpoint
             time.sleep(moments.uniform(0, 0.1))
             writer.kill()
             lines += writer.stdout.readlines()
@@ -45,8 +45,8 @@ def test_a_killed_writer_leaves_only_complete_checkpoints(tmp_path: Path) -> Non
         if acknowledged >= 2:
             assert best.score == 0.8  # step 2, 7, 12 ... (14 % 5 = 4): the first of them is kept
             assert best.step == 2
-    assert acknowledged >= KILLS  # it made progress between the kills
-    assert torn > 0  # some kills were inside a write
+    assert acknowledged >= KILLS  # progress between the kills
+    assert torn > 0  # some kills fell inside a write
 
 
 @pytest.mark.timeout(240)
@@ -56,4 +56,4 @@ def test_training_killed_at_random_times_gives_the_same_weights(tmp_path: Path) 
     assert lives.returncode == 0, out + err
     uninterrupted, resumed, kills, _torn = out.split()[-4:]
     assert resumed == uninterrupted
-    assert int(kills) >= 3  # at most 7 of 24 checkpoints between kills
+    assert int(kills) >= 3  # a process writes at most 7 of 24 checkpoints

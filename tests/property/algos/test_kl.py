@@ -18,7 +18,7 @@ def columns(rows: list[tuple[float, float]]) -> tuple[torch.Tensor, torch.Tensor
 
 @COMMON
 @given(logprobs, st.floats(-3, 3))
-def test_k3_is_nonnegative_and_zero_only_for_equal_logprobs(rows: list[tuple[float, float]], shift: float) -> None:
+def test_k3_is_never_negative_and_shift_invariant(rows: list[tuple[float, float]], shift: float) -> None:
     trainer, ref = columns(rows)
     penalty = k3(trainer, ref)
     assert bool((penalty >= 0).all())
@@ -49,7 +49,7 @@ def test_mismatch_sums_do_not_depend_on_splits_and_order(
 
 @COMMON
 @given(logprobs)
-def test_mismatch_agrees_with_direct_formulas_and_its_bounds(rows: list[tuple[float, float]]) -> None:
+def test_mismatch_agrees_with_plain_formulas(rows: list[tuple[float, float]]) -> None:
     rollout, trainer = columns(rows)
     stats = mismatch(rollout, trainer).reduce()
     ratio = (trainer - rollout).exp()
@@ -63,7 +63,7 @@ def test_mismatch_agrees_with_direct_formulas_and_its_bounds(rows: list[tuple[fl
 
 @COMMON
 @given(logprobs, st.floats(-3, 3))
-def test_the_kl_reward_is_antisymmetric_and_shift_invariant(rows: list[tuple[float, float]], shift: float) -> None:
+def test_kl_reward_is_antisymmetric_and_shift_invariant(rows: list[tuple[float, float]], shift: float) -> None:
     rollout, ref = columns(rows)
     penalty = kl_reward(rollout, ref)
     torch.testing.assert_close(kl_reward(ref, rollout), -penalty)
@@ -73,11 +73,11 @@ def test_the_kl_reward_is_antisymmetric_and_shift_invariant(rows: list[tuple[flo
 
 @COMMON
 @given(st.lists(st.tuples(st.floats(-4, 4), st.floats(-4, 4)), min_size=2, max_size=12))
-def test_the_mean_of_kl_reward_under_the_policy_is_the_divergence(rows: list[tuple[float, float]]) -> None:
+def test_the_mean_of_kl_reward_under_the_policy_is_the_kl_divergence(rows: list[tuple[float, float]]) -> None:
     policy, ref = (logits.log_softmax(0) for logits in columns(rows))
     mean = (policy.exp() * kl_reward(policy, ref)).sum()
     torch.testing.assert_close(mean, torch.nn.functional.kl_div(ref, policy, log_target=True, reduction="sum"))
-    torch.testing.assert_close(mean, (policy.exp() * k3(policy, ref)).sum())  # the other estimate of the same
+    torch.testing.assert_close(mean, (policy.exp() * k3(policy, ref)).sum())  # the other unbiased estimate
 
 
 coefficients = st.floats(1e-3, 1.0)
@@ -85,7 +85,7 @@ coefficients = st.floats(1e-3, 1.0)
 
 @COMMON
 @given(coefficients, st.floats(0, 5), coefficients, st.floats(0.1, 10), st.floats(0, 1))
-def test_adaptive_beta_moves_towards_its_target_by_at_most_two_percent(
+def test_adapted_beta_changes_by_at_most_two_percent(
     beta: float, kl: float, target: float, scale: float, more: float
 ) -> None:
     now = adapted_beta(beta, kl, target)

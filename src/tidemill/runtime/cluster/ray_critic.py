@@ -40,7 +40,7 @@ class SentTokens(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceivedTokens:
-    """Implements `trainer.critic.Weighed`."""
+    """Implements `trainer.critic.WeightedPredictions`."""
 
     tree: TokenTree  # without paths: no sample is looked for
     head_nodes: Tensor
@@ -103,7 +103,7 @@ class RayCritic:
     What it learns is waited for only with the metrics of a step: policy and critic learn at the same time.
     """
 
-    elsewhere = True
+    remote = True
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle

@@ -15,14 +15,16 @@ from tidemill.models.reward_model import reward_head
 from tidemill.runtime.cluster.ray_critic import ReceivedTokens, SentTokens, floats, received, sent, to_bytes
 from tidemill.runtime.cluster.wire import decode, encode
 from tidemill.trainer.critic import ModelCritic
-from tidemill.trainer.packing import Microbatch, Weighted, pack
+from tidemill.trainer.packing import Microbatch, WeightedSample, pack
 
 CPU = torch.device("cpu")
 
 
 def _microbatch() -> Microbatch:
     samples = [trajectory([5, 6, 7, 8], [9, 10, 11], 1.0), trajectory([5, 6, 7, 8], [9, 12], 0.0, index=1)]
-    return pack([Weighted(trajectory=t, advantage=0.5, token_weight=1 / t.completion_length) for t in samples], CPU)
+    return pack(
+        [WeightedSample(trajectory=t, advantage=0.5, token_weight=1 / t.completion_length) for t in samples], CPU
+    )
 
 
 def _learned(microbatch: Microbatch | ReceivedTokens, returns: Tensor) -> list[Tensor]:

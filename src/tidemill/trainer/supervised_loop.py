@@ -288,7 +288,7 @@ class _FitLoop(Generic[E]):
         evaluate_every, checkpoint_every = self.config.evaluate_every_steps, self.spec.checkpoint.every_steps
         evaluation_due = self.step == self.minibatches.total or (evaluate_every and self.step % evaluate_every == 0)
         improved = self._evaluate() if evaluation_due else False
-        self.guard.look(self._log_step(values, optimizer_steps=optimizer_steps))
+        self.guard.check(self._log_step(values, optimizer_steps=optimizer_steps))
         if (checkpoint_every and self.step % checkpoint_every == 0) or (improved and self.config.patience):
             self._checkpoint()
 

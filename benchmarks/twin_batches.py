@@ -38,8 +38,7 @@ from tidemill.core.records import (
     unpack_logprobs,
     unpack_tokens,
 )
-from tidemill.models.attention import TreePlan, hidden_states, vocabulary_logits
-from tidemill.models.token_tree import build_tree
+from tidemill.models.attention import TreePlan, build_tree, hidden_states, vocabulary_logits
 from tidemill.rollout.sampling import gumbel, stream_key
 from tidemill.runtime.backend import RuntimeBackend, scorers
 from tidemill.runtime.local import InProcessHost, in_process

@@ -14,7 +14,7 @@ from tidemill.config.load import load_spec
 from tidemill.config.supervised import DataConfig
 from tidemill.core.records import unpack_tokens
 from tidemill.envs.text import build_task
-from tidemill.envs.text.data import load_demonstrations, load_pairs
+from tidemill.envs.text.examples import load_demonstrations, load_pairs
 from tidemill.models.catalog import resolve
 from tidemill.models.codec import TextCodec, load_codec
 from tidemill.runtime.batch_generation import BatchGenerator, CachedCompletions

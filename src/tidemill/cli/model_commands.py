@@ -72,7 +72,7 @@ def merge(
         assert folder is not None
         from tidemill.models.saving import export_merged
 
-        export_merged(folder, directory, progress=note)
+        export_merged(folder, directory, resolve_base=lambda model: resolve(model, progress=note))
     return Result(data={"checkpoint": str(folder), "path": str(directory)}, text=str(directory))
 
 

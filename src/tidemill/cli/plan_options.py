@@ -22,7 +22,8 @@ from tidemill.hardware.completion_lengths import Lengths, lengths_of_run, log_no
 from tidemill.hardware.model_config import read_shape
 from tidemill.hardware.model_shape import ModelShape, shape_of_parameters
 from tidemill.models import catalog
-from tidemill.models.catalog import is_local, listing
+from tidemill.models.catalog import listing
+from tidemill.models.folder import is_local
 from tidemill.planner.figures import Figure
 from tidemill.planner.forecast.forecast import Models
 

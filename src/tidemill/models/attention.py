@@ -1,10 +1,7 @@
-"""One attention for training and generation over packed tokens [1, N]; a plan says which token sees which keys.
+"""Packs sequences into token trees and runs a model over the packed tokens [1, N].
 
-Any `transformers` causal language model that takes its attention from the library's attention interface works
-unchanged; everything else of the model (projections, norms, rotary embeddings) is the library's.
-
-What a piece gives depends on the tokens up to its end and on where the sequence is cut, on nothing else: the shapes of
-all its operations follow from its place. So it is the same to the last bit whenever it is computed.
+Tidemill replaces only the attention of a `transformers` causal language model; projections, norms and rotary embeddings
+are the library's. An `AttentionPlan` defines which keys each token attends to.
 """
 
 from __future__ import annotations
@@ -13,32 +10,106 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from tidemill.core.errors import UserError
-from tidemill.models.token_tree import Tokens, TokenTree
 
-MaskFunction = Callable[[int, int, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(batch, head, query positions, key positions) -> bool, broadcast: the form in which transformers defines a mask."""
+IntArray = npt.NDArray[np.int64]
+Tokens = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenTree:
+    """A prefix tree of S sequences; each of its N nodes is one distinct prefix and is computed once.
+
+    A node's hidden state depends only on its ancestors, so one forward pass over the nodes equals one pass over all
+    sequences, and the gradient of a shared node is the sum over its sequences. Nodes are in depth-first order, so that
+    "j is an ancestor of i" is the interval test `j <= i < ends[j]`.
+    """
+
+    token_ids: IntArray  # [N]
+    depths: IntArray  # [N] position of the node's token in its sequences
+    ends: IntArray  # [N] one past the last node of the subtree
+    paths: tuple[IntArray, ...]  # per sequence, in input order: the nodes of its tokens
+
+    @property
+    def size(self) -> int:
+        return len(self.token_ids)
+
+    def ancestor_mask(self, device: torch.device, *, window: int | None = None) -> Tensor:
+        """bool [N, N]: whether node i (row) attends to node j (column), optionally in a sliding window of positions."""
+        ends = torch.from_numpy(self.ends).to(device)
+        nodes = torch.arange(self.size, device=device)
+        mask = (nodes[None, :] <= nodes[:, None]) & (nodes[:, None] < ends[None, :])
+        if window is not None:
+            depths = torch.from_numpy(self.depths).to(device)
+            mask &= depths[:, None] - depths[None, :] < window
+        return mask
+
+
+def common_prefix(a: Tokens, b: Tokens) -> int:
+    """Length of the longest common prefix of two token arrays."""
+    shorter = min(len(a), len(b))
+    differing = np.flatnonzero(a[:shorter] != b[:shorter])
+    return int(differing[0]) if len(differing) else shorter
+
+
+def build_tree(sequences: Sequence[Tokens]) -> TokenTree:
+    """Pack sequences (int32 [T_s] each) into a tree, in lexicographic order."""
+    order = sorted(range(len(sequences)), key=lambda index: sequences[index].tolist())
+    paths: list[IntArray] = [np.empty(0, np.int64)] * len(sequences)
+    tokens: list[Tokens] = []
+    depths: list[IntArray] = []
+    size, previous, path = 0, np.empty(0, np.int32), np.empty(0, np.int64)
+    for index in order:
+        sequence = sequences[index]
+        shared = common_prefix(previous, sequence)
+        added = len(sequence) - shared
+        path = np.concatenate([path[:shared], np.arange(size, size + added)])
+        tokens.append(sequence[shared:])
+        depths.append(np.arange(shared, len(sequence)))
+        paths[index], previous = path, sequence
+        size += added
+    ends = np.empty(size, np.int64)
+    reached = 0
+    for index in order:
+        reached = max(reached, int(paths[index][-1]) + 1) if len(paths[index]) else reached
+        ends[paths[index]] = reached
+    return TokenTree(
+        token_ids=np.concatenate(tokens).astype(np.int64) if tokens else np.empty(0, np.int64),
+        depths=np.concatenate(depths).astype(np.int64) if depths else np.empty(0, np.int64),
+        ends=ends,
+        paths=tuple(paths),
+    )
+
+
+MaskFunction = Callable[[int, int, Tensor, Tensor], Tensor]
+"""(batch, head, query positions, key positions) -> bool, broadcast: how transformers defines a mask."""
 
 
 class LibraryMask(NamedTuple):
-    """A mask that is defined but not computed; Tidemill's attention gets it in place of a tensor."""
+    """The definition of a mask, passed to Tidemill's attention instead of a computed mask tensor."""
 
     function: MaskFunction
     size: int | None  # of the window or chunk
     device: torch.device
 
     def window(self) -> int | None:
-        """How many positions a token attends to, its own included; None for every position up to its own.
+        """Size of the sliding window, including the token itself; None for full causal attention.
 
         Raises:
-            ValueError: the mask is of another kind (attention to later tokens, or in chunks).
+            ValueError: the mask is neither causal nor a sliding window.
         """
-        queries, keys = self._positions()
+        # The kinds of mask differ near multiples of the size: compare all pairs of positions there.
+        size = self.size or 8
+        near = {edge + shift for edge in (0, size, 2 * size, 3 * size) for shift in range(-2, 3)} | {size // 2}
+        positions = torch.tensor(sorted(p for p in near if p >= 0), device=self.device)
+        queries, keys = torch.cartesian_prod(positions, positions).unbind(1)
         allowed = self.function(0, 0, queries, keys).expand(queries.shape)
         for window in {None, self.size}:
             causal = keys <= queries
@@ -48,37 +119,24 @@ class LibraryMask(NamedTuple):
             raise ValueError("attends to later tokens")
         raise ValueError("has an attention mask that is neither causal nor a sliding window")
 
-    def _positions(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Pairs of positions near multiples of the size, where the kinds of mask differ."""
-        size = self.size or 8
-        near = {edge + shift for edge in (0, size, 2 * size, 3 * size) for shift in range(-2, 3)} | {size // 2}
-        positions = torch.tensor(sorted(p for p in near if p >= 0), device=self.device)
-        pairs = torch.cartesian_prod(positions, positions)
-        return pairs[:, 0], pairs[:, 1]
-
 
 IMPLEMENTATION = "tidemill"
 _WINDOW = "_tidemill_window"  # attribute of an attention module
 
 
 class AttentionPlan(Protocol):
-    """Attends for every token of a packed call, layer by layer."""
+    """Attends for every token of a packed call, one layer at a time.
+
+    query is [1, heads, N, head_dim], key [1, kv_heads, N, head_dim], value [1, kv_heads, N, value_dim]; the result is
+    [1, heads, N, value_dim].
+    """
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,  # [1, heads, N, head_dim]
-        key: torch.Tensor,  # [1, kv_heads, N, head_dim]
-        value: torch.Tensor,  # [1, kv_heads, N, value_dim]
-        scaling: float,
-        window: int | None,
-    ) -> torch.Tensor:  # [1, heads, N, value_dim]
-        ...
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+    ) -> Tensor: ...
 
 
-def masked_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float
-) -> torch.Tensor:
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float) -> Tensor:
     """[B, heads, N, D] queries against [B, kv_heads, M, D] keys and values, bool mask broadcast to [B, 1, N, M]."""
     repeats = query.shape[1] // key.shape[1]
     if repeats > 1:
@@ -87,22 +145,16 @@ def masked_attention(
 
 
 class TreePlan:
-    """Each token attends to its ancestors in a tree and to itself: the plan of training."""
+    """Each token attends to itself and its ancestors in a tree, as in training."""
 
     def __init__(self, tree: TokenTree, device: torch.device) -> None:
         self._tree = tree
         self._device = device
-        self._masks: dict[int | None, torch.Tensor] = {}
+        self._masks: dict[int | None, Tensor] = {}
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float,
-        window: int | None,
-    ) -> torch.Tensor:
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
         if window not in self._masks:
             self._masks[window] = self._tree.ancestor_mask(self._device, window=window)[None, None]
         return masked_attention(query, key, value, self._masks[window], scaling)
@@ -110,28 +162,28 @@ class TreePlan:
 
 def _attention(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: LibraryMask | torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: LibraryMask | Tensor | None,
     *,
     scaling: float,
     plan: AttentionPlan | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     if plan is None:
-        raise unsupported(module, "does not pass the arguments of a call on to its attention")
+        raise unsupported(module, "does not forward keyword arguments to its attention")
     if softcap is not None or s_aux is not None:
         raise unsupported(module, "uses attention soft-capping or sinks, which Tidemill does not compute")
     out = plan.attend(int(module.layer_idx), query, key, value, scaling, _window(module, attention_mask))  # type: ignore[arg-type]
     return out.transpose(1, 2).contiguous(), None  # some models take a view of it
 
 
-def _window(module: torch.nn.Module, mask: LibraryMask | torch.Tensor | None) -> int | None:
-    """Determined from the mask of the layer's first call, and kept with the layer."""
+def _window(module: torch.nn.Module, mask: LibraryMask | Tensor | None) -> int | None:
+    """The layer's window, computed from the mask of its first call and stored on the module."""
     if not hasattr(module, _WINDOW):
         if not isinstance(mask, LibraryMask):
             raise unsupported(module, "builds its attention mask without transformers' mask interface")
@@ -146,14 +198,13 @@ def _window(module: torch.nn.Module, mask: LibraryMask | torch.Tensor | None) ->
 def _library_mask(
     *_: Any, mask_function: MaskFunction, device: torch.device, local_size: int | None = None, **__: Any
 ) -> LibraryMask:
-    """The plan masks every call; transformers need only say which kind of mask a layer has."""
     return LibraryMask(mask_function, local_size, device)
 
 
-def unsupported(module: torch.nn.Module, why: str) -> UserError:
-    """The error for an architecture that the packed forward does not compute."""
+def unsupported(module: torch.nn.Module, reason: str) -> UserError:
+    """The error for an architecture that the packed forward pass does not compute."""
     return UserError(
-        f"{type(module).__name__} {why}",
+        f"{type(module).__name__} {reason}",
         where="model.source",
         hint="choose a model of a supported family (docs/models.md lists them)",
     )
@@ -164,45 +215,43 @@ AttentionMaskInterface.register(IMPLEMENTATION, _library_mask)
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:
-    """Make `model` attend through the plan of each call.
+    """Make `model` attend through the `plan` argument of each call.
 
     Raises:
-        UserError: when the model's attention cannot be replaced.
+        UserError: the model's attention cannot be replaced.
     """
     if not model._supports_attention_backend:
-        raise unsupported(model, "does not take its attention from transformers' attention interface")
+        raise unsupported(model, "does not use transformers' attention interface")
     model.set_attn_implementation(IMPLEMENTATION)
 
 
 def use_own_attention(model: PreTrainedModel) -> None:
-    """Make `model` attend as transformers does without Tidemill: the reference that its forward is compared with."""
+    """Make `model` use transformers' eager attention, the reference for the packed forward pass."""
     model.set_attn_implementation("eager")
 
 
-def hidden_states(
-    model: PreTrainedModel, token_ids: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan
-) -> torch.Tensor:
+def hidden_states(model: PreTrainedModel, token_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
     """Last hidden states [N, hidden] of packed tokens [N] at `positions` [N]."""
-    # Without a mask the library would look for the starts of packed sequences in the positions.
+    # Without a mask the library would derive the starts of packed sequences from the positions.
     mask = torch.ones((1, len(token_ids)), dtype=torch.bool, device=token_ids.device)
     output = model.base_model(
         input_ids=token_ids[None], attention_mask=mask, position_ids=positions[None], use_cache=False, plan=plan
     )
-    hidden: torch.Tensor = output.last_hidden_state[0]
+    hidden: Tensor = output.last_hidden_state[0]
     return hidden
 
 
-def vocabulary_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
+def vocabulary_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     """Logits float32 [N, vocabulary] of hidden states [N, hidden], as the model's own head computes them.
 
     Raises:
-        UserError: for a model whose head scales logits in a way not known here.
+        UserError: the model's head scales logits in an unsupported way.
     """
-    logits: torch.Tensor = model.get_output_embeddings()(hidden)
+    logits: Tensor = model.get_output_embeddings()(hidden)
     config = model.config
-    for unknown in ("logit_scale", "logits_scaling", "lm_head_multiplier"):
-        if getattr(config, unknown, None) not in (None, 1, 1.0):
-            raise unsupported(model, f"scales its logits by {unknown}, which Tidemill does not compute")
+    for field in ("logit_scale", "logits_scaling", "lm_head_multiplier"):
+        if getattr(config, field, None) not in (None, 1, 1.0):
+            raise unsupported(model, f"scales its logits by {field}, which Tidemill does not compute")
     softcap = getattr(config, "final_logit_softcapping", None)
     logits = logits.float()
     return torch.tanh(logits / softcap) * softcap if softcap else logits
@@ -210,20 +259,20 @@ def vocabulary_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Ten
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVChunk:
-    """What later pieces need of `tokens` consecutive tokens."""
+    """Keys and values of `tokens` consecutive tokens, which later chunks attend to."""
 
     tokens: int
     keys: tuple[Tensor, ...]  # by layer, [kv_heads, tokens, head_dim]
     values: tuple[Tensor, ...]  # [kv_heads, tokens, value_dim]
-    last: Tensor  # [1, hidden], of its last token
+    last: Tensor  # [1, hidden], of the last token
 
 
 class ChunkPlan:
-    """Implements `models.attention.AttentionPlan`: every token sees the pieces before its own, and its own up to it."""
+    """Each token of a chunk attends causally to the chunk and to all tokens of earlier chunks."""
 
     def __init__(self, past: Sequence[KVChunk], tokens: int, device: torch.device) -> None:
         self._past, self._tokens, self._device = past, tokens, device
-        self._before = sum(piece.tokens for piece in past)
+        self._before = sum(chunk.tokens for chunk in past)
         self._masks: dict[int | None, Tensor] = {}
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
@@ -234,12 +283,12 @@ class ChunkPlan:
         assert layer == len(self.keys), "layers attend in order"
         self.keys.append(key[0])
         self.values.append(value[0])
-        keys = torch.cat([*(piece.keys[layer] for piece in self._past), key[0]], 1)
-        values = torch.cat([*(piece.values[layer] for piece in self._past), value[0]], 1)
+        keys = torch.cat([*(chunk.keys[layer] for chunk in self._past), key[0]], 1)
+        values = torch.cat([*(chunk.values[layer] for chunk in self._past), value[0]], 1)
         return masked_attention(query, keys[None], values[None], self._mask(window), scaling)
 
     def _mask(self, window: int | None) -> Tensor:
-        """bool [tokens, tokens before and here]."""
+        """bool [1, 1, tokens, earlier tokens + tokens]."""
         if window not in self._masks:
             here = torch.arange(self._before, self._before + self._tokens, device=self._device)[:, None]
             there = torch.arange(self._before + self._tokens, device=self._device)[None]
@@ -252,12 +301,14 @@ class ChunkPlan:
 
 @torch.inference_mode()
 def prefill_chunk(model: PreTrainedModel, past: Sequence[KVChunk], token_ids: Tokens) -> tuple[KVChunk, Tensor]:
-    """The piece of `token_ids` (int32 [N], N >= 1) after those of `past`, and its hidden states [N, hidden]."""
+    """Compute `token_ids` (int32 [N], N >= 1) after the chunks of `past`; also returns its hidden states [N, hidden].
+
+    The result is bit-exact for given tokens and chunk boundaries, because these determine all tensor shapes.
+    """
     device = next(model.parameters()).device
     plan = ChunkPlan(past, len(token_ids), device)
-    before = sum(piece.tokens for piece in past)
+    before = sum(chunk.tokens for chunk in past)
     tokens = torch.from_numpy(token_ids.astype("int64")).to(device)
     states = hidden_states(model, tokens, torch.arange(before, before + len(token_ids), device=device), plan)
-    # A copy: a view of one row would keep all of them.
-    last = states[-1:].clone()
+    last = states[-1:].clone()  # a view of one row would keep all rows in memory
     return KVChunk(tokens=len(token_ids), keys=tuple(plan.keys), values=tuple(plan.values), last=last), states

@@ -1,7 +1,7 @@
-"""Reads configurations, tokenizers and models with the Auto classes of transformers, from local folders only.
+"""Loads configurations, tokenizers and models with the Auto classes of transformers, from local folders only.
 
-No other module calls those classes. Nothing is downloaded, no code of a folder is executed, nothing is asked on
-standard input: a `model_type` that transformers implements is loaded with the library's class, any other is refused.
+No other module calls these classes. Nothing is downloaded and no code of a folder is executed: a `model_type` that
+transformers does not implement is refused.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from transformers.utils import logging
 
 from tidemill.core.errors import UserError
 from tidemill.hardware.model_config import CONFIG
-from tidemill.models.folder import check_config
+from tidemill.models.folder import check_config, damaged
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence transformers inside the block, and put its settings back after."""
+    """Silence transformers inside the block."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(CRITICAL)
     logging.disable_progress_bar()
@@ -42,7 +42,7 @@ def quiet() -> Iterator[None]:
 
 
 _LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-_ATTENTION = "eager"  # config.json could name one that is downloaded
+_ATTENTION = "eager"  # config.json could name a kernel to download
 
 
 def load_config(folder: Path) -> Any:
@@ -54,9 +54,9 @@ def load_config(folder: Path) -> Any:
     stored = check_config(folder)
     name = stored["model_type"]
     if name not in CONFIG_MAPPING:
-        own = "; code in the folder is never executed" if "auto_map" in stored else ""
+        note = "; code in the folder is never executed" if "auto_map" in stored else ""
         raise UserError(
-            f"transformers {transformers.__version__} does not implement model_type {name!r:.60}{own}",
+            f"transformers {transformers.__version__} does not implement model_type {name!r:.60}{note}",
             where=str(folder / CONFIG),
             hint="choose a model of a supported family (docs/models.md lists them)",
         )
@@ -64,18 +64,14 @@ def load_config(folder: Path) -> Any:
         with quiet():
             return AutoConfig.from_pretrained(folder, **_LOCAL)
     except Exception as error:  # each model validates its own fields in its own way
-        raise UserError(
-            f"the model configuration is refused by transformers: {first_line(error)}",
-            where=str(folder / CONFIG),
-            hint="copy or download the file again",
-        ) from error
+        raise damaged(f"transformers refuses the model configuration: {first_line(error)}", folder / CONFIG) from error
 
 
 def load_pretrained(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The causal language model of a folder, and the library's report of missing and mismatched tensors.
+    """The causal language model of a folder, and transformers' report of missing and mismatched tensors.
 
     Raises:
-        UserError: as `load_config`, or no causal language model can be made of it.
+        UserError: as `load_config`, or the model cannot be loaded.
     """
     config = load_config(folder)
     try:
@@ -89,14 +85,14 @@ def load_pretrained(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, 
                 output_loading_info=True,
                 **_LOCAL,
             )
-    except Exception as error:  # as above
-        raise _no_model(error, folder) from error
+    except Exception as error:  # see load_config
+        raise _load_error(error, folder) from error
     model, report = loaded
     return model, report
 
 
 def build_unloaded(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """The causal language model of a folder's configuration; its weights are whatever the memory holds.
+    """The causal language model of a folder's configuration, with uninitialized weights.
 
     Raises:
         UserError: as `load_pretrained`.
@@ -107,8 +103,8 @@ def build_unloaded(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=_ATTENTION, trust_remote_code=False
             )
-    except Exception as error:  # as above
-        raise _no_model(error, folder) from error
+    except Exception as error:  # see load_config
+        raise _load_error(error, folder) from error
     return model
 
 
@@ -116,29 +112,27 @@ def load_tokenizer(folder: Path, **options: Any) -> PreTrainedTokenizerBase:
     """The fast tokenizer of a folder.
 
     Raises:
-        UserError: it is missing or damaged, has no fast version, or needs code of the folder.
+        UserError: it is missing or damaged, has no fast version, or needs code from the folder.
     """
     try:
         with quiet():
             tokenizer = AutoTokenizer.from_pretrained(folder, use_fast=True, **options, **_LOCAL)
     except Exception as error:  # a damaged tokenizer.json raises a bare Exception
-        raise UserError(
-            f"the tokenizer cannot be loaded: {first_line(error)}",
-            where=str(folder),
-            hint="copy or download the model's tokenizer files again",
-        ) from error
+        raise damaged(f"the tokenizer cannot be loaded: {first_line(error)}", folder) from error
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(
-            "the tokenizer has no tokenizer.json", where=str(folder), hint="save it once with a version that writes one"
+            "the tokenizer has no tokenizer.json",
+            where=str(folder),
+            hint="save it with a version of transformers that writes one",
         )
     return tokenizer
 
 
 def configured_context(config: Any) -> int:
-    """The longest sequence, in tokens, that a model of this configuration was made for.
+    """The context length of a model configuration, in tokens.
 
     Raises:
-        UserError: the configuration does not say.
+        UserError: the configuration does not have one.
     """
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     if limit is None:
@@ -151,11 +145,11 @@ def configured_context(config: Any) -> int:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an exception's text, or its type where it has none."""
+    """The first line of an exception's message, or its type if the message is empty."""
     return (str(error).strip() or type(error).__name__).split("\n", 1)[0][:300]
 
 
-def _no_model(error: Exception, folder: Path) -> UserError:
+def _load_error(error: Exception, folder: Path) -> UserError:
     return UserError(
         f"the model cannot be loaded: {first_line(error)}",
         where=str(folder),

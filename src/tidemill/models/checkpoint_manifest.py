@@ -1,7 +1,6 @@
-"""The manifest of a whole checkpoint, and the lock with which a reader keeps it from deletion.
+"""The manifest of a complete checkpoint, and the lock by which a reader protects it from deletion.
 
-The operating system releases the lock when the reader ends, however it ends. On a file system without locks nothing is
-pinned.
+The operating system releases the lock when the reader's process ends. On a file system without locks nothing is pinned.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import fcntl
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,48 +24,48 @@ _CHUNK_BYTES = 4 << 20
 
 
 class FileRecord(Record):
-    """One file, as it was when it was written."""
+    """Size and checksum of a file when it was written."""
 
     bytes: int
     xxh3_128: str
 
 
 class Manifest(Record):
-    """The files of one checkpoint and how good it is."""
+    """The files of one checkpoint and its score."""
 
     step: int
-    score: float | None  # higher is better; None when not measured at this step
+    score: float | None  # higher is better; None if not measured at this step
     files: dict[str, FileRecord]  # by path relative to the checkpoint
     format: int = FORMAT
-    xxh3_128: str = ""  # of this record without it; version 0.1 wrote none
+    xxh3_128: str = ""  # of this record without it
 
     @property
     def bytes(self) -> int:
-        """Size of all files."""
+        """Total size of the files."""
         return sum(file.bytes for file in self.files.values())
 
     @property
     def checksum(self) -> str:
-        """What `xxh3_128` should be."""
+        """The expected value of `xxh3_128`."""
         return xxhash.xxh3_128_hexdigest(msgspec.json.encode(msgspec.structs.replace(self, xxh3_128="")))
 
 
 def seal(folder: Path, *, step: int, score: float | None) -> Manifest:
-    """Flush every file under `folder` to the disk and write the manifest that names them all.
+    """Flush every file under `folder` to the disk, then write the manifest.
 
     Raises:
         OSError: the disk is full, or a file cannot be read back.
     """
     target = folder / MANIFEST
-    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != target)
-    files = {path.relative_to(folder).as_posix(): record_file(path) for path in paths}
+    files = record_files(folder)
+    files.pop(MANIFEST, None)
     if score is not None and not math.isfinite(score):
         score = None
     manifest = Manifest(step=step, score=score, files=files)
     manifest = msgspec.structs.replace(manifest, xxh3_128=manifest.checksum)
     target.write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
-    record_file(target)
-    for directory in sorted({path.parent for path in (*paths, target)}, reverse=True):
+    make_durable(target)
+    for directory in sorted({(folder / name).parent for name in (*files, MANIFEST)}, reverse=True):
         make_durable(directory)
     return manifest
 
@@ -79,16 +78,16 @@ def read_manifest(folder: Path) -> Manifest:
         msgspec.DecodeError: damaged, or not a manifest.
     """
     manifest = decode_json((folder / MANIFEST).read_bytes(), Manifest)
-    if manifest.format == FORMAT and manifest.xxh3_128 not in ("", manifest.checksum):
+    if manifest.format == FORMAT and manifest.xxh3_128 != manifest.checksum:
         raise msgspec.DecodeError("it does not match its checksum")
     return manifest
 
 
 def damage(folder: Path, *, model_only: bool = False) -> str:
-    """Why the checkpoint cannot be used; empty when every file is as it was written. Reads every byte.
+    """Why the checkpoint cannot be used; empty if every file matches the manifest. Reads every byte.
 
     Args:
-        model_only: of what a model is loaded from; what a trainer goes on from lies in folders below.
+        model_only: check the model's files only, not the trainer's state, which is in subfolders.
     """
     try:
         manifest = read_manifest(folder)
@@ -98,38 +97,47 @@ def damage(folder: Path, *, model_only: bool = False) -> str:
         return f"{MANIFEST} is damaged: {error}"
     if manifest.format != FORMAT:
         return f"format {manifest.format} is not known to this version, which writes {FORMAT}"
-    for name, expected in manifest.files.items():
-        if model_only and "/" in name:
-            continue
+    files = {name: file for name, file in manifest.files.items() if not (model_only and "/" in name)}
+    return first_difference(folder, files)
+
+
+def refuse_damaged(folder: Path) -> None:
+    """Check the model files of a checkpoint before loading; a folder without a manifest passes.
+
+    Raises:
+        UserError: a file of the checkpoint differs from its manifest.
+    """
+    if (folder / MANIFEST).is_file() and (reason := damage(folder, model_only=True)):
+        raise UserError(
+            f"the checkpoint is damaged: {reason}",
+            where=str(folder),
+            hint="choose another checkpoint or restore this one; a pipeline repeats a stage whose result is deleted",
+        )
+
+
+def record_files(folder: Path) -> dict[str, FileRecord]:
+    """Size and checksum of every file under `folder`, by relative path; each file is flushed to the disk."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): _record_file(path, sync=True) for path in paths}
+
+
+def first_difference(folder: Path, files: Mapping[str, FileRecord]) -> str:
+    """Names the first file that is missing or differs from its record; empty if there is none. Reads every byte."""
+    for name, expected in files.items():
         path = folder / name
         try:
             size = path.stat().st_size
             if size != expected.bytes:
                 return f"{name} has {size:,} bytes instead of {expected.bytes:,}"
-            if record_file(path, sync=False) != expected:
+            if _record_file(path, sync=False) != expected:
                 return f"{name} does not match its checksum"
         except OSError as error:
             return f"{name}: {error.strerror}"
     return ""
 
 
-def refuse_damaged(folder: Path) -> None:
-    """For whatever loads a model: of a folder that is no checkpoint nothing is known.
-
-    Raises:
-        UserError: the files of a checkpoint are not as they were written.
-    """
-    if (folder / MANIFEST).is_file() and (reason := damage(folder, model_only=True)):
-        raise UserError(
-            f"the checkpoint is damaged: {reason}",
-            where=str(folder),
-            hint="choose another checkpoint, or bring this one back; a pipeline makes the result of a stage again "
-            f"once this folder is deleted; without {MANIFEST} it is taken as it is",
-        )
-
-
 def make_durable(path: Path) -> None:
-    """A file, or the entries of a directory."""
+    """Flush a file, or the entries of a directory, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -137,8 +145,7 @@ def make_durable(path: Path) -> None:
         os.close(handle)
 
 
-def record_file(path: Path, *, sync: bool = True) -> FileRecord:
-    """Size and checksum of a file, made durable on the way."""
+def _record_file(path: Path, *, sync: bool) -> FileRecord:
     digest = xxhash.xxh3_128()
     buffer = memoryview(bytearray(_CHUNK_BYTES))
     size = 0
@@ -153,8 +160,10 @@ def record_file(path: Path, *, sync: bool = True) -> FileRecord:
 
 @contextmanager
 def pinned(folder: Path) -> Iterator[bool]:
-    """Keep a checkpoint until the block ends; False if it is gone. A folder without a manifest is not deleted by
-    retention, and needs no pin."""
+    """Protect a checkpoint from deletion until the block ends; False if it is gone.
+
+    Retention deletes only folders with a manifest; others need no pin.
+    """
     manifest = folder / MANIFEST
     try:
         file = manifest.open("rb")
@@ -162,14 +171,19 @@ def pinned(folder: Path) -> Iterator[bool]:
         yield folder.is_dir()
         return
     with file:
-        yield _lock(file.fileno(), fcntl.LOCK_SH) and _is_at(manifest, file.fileno())
+        locked = _lock(file.fileno(), fcntl.LOCK_SH)
+        try:  # the checkpoint may have been replaced between opening and locking
+            same = os.path.samestat(manifest.stat(), os.fstat(file.fileno()))
+        except FileNotFoundError:
+            same = False
+        yield locked and same
 
 
 @contextmanager
 def unpinned(folder: Path) -> Iterator[bool]:
-    """Whether nobody has pinned a checkpoint; nobody can until the block ends."""
+    """Whether no reader has pinned a checkpoint; none can until the block ends."""
     try:
-        file = (folder / MANIFEST).open("r+b")  # network file systems lock for one alone only what may be written
+        file = (folder / MANIFEST).open("r+b")  # on network file systems an exclusive lock needs a writable file
     except OSError:
         yield True
         return
@@ -177,16 +191,8 @@ def unpinned(folder: Path) -> Iterator[bool]:
         yield _lock(file.fileno(), fcntl.LOCK_EX)
 
 
-def _is_at(path: Path, file: int) -> bool:
-    """Whether the path still leads to the open file."""
-    try:
-        return os.path.samestat(path.stat(), os.fstat(file))
-    except FileNotFoundError:
-        return False
-
-
 def _lock(file: int, kind: int) -> bool:
-    """False if another process holds a lock that excludes this one."""
+    """False if another process holds a conflicting lock."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:

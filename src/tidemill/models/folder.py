@@ -1,46 +1,44 @@
-"""A local Hugging Face folder: what must be in it, and where each tensor is in its safetensors files.
-
-Format: 8 bytes little-endian header length, a JSON header of names, dtypes, shapes and offsets, the tensors' bytes.
-"""
+"""Checks a local Hugging Face folder and lists the tensors of its safetensors files. Loads no tensor library."""
 
 from __future__ import annotations
 
 import json
-import math
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from tidemill.core.errors import UserError
 from tidemill.hardware.model_config import CONFIG, read_config
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_LONGEST_HEADER_BYTES = 100_000_000  # the limit of the format's reference implementation
-_BITS = {
-    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16,
-    "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64,
-}  # fmt: skip
-_CURE = "copy or download the file again"
+ADAPTER_CONFIG = "adapter_config.json"
+DESCRIPTION = "tidemill.json"  # describes the head of a reward or value model; see models.reward_model
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+def damaged(what: str, path: Path | str) -> UserError:
+    """The error for a file that must be replaced."""
+    return UserError(what, where=str(path), hint="copy or download it again")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """One tensor on the disk."""
+    """One tensor on disk."""
 
     file: Path
-    offset: int  # of its first byte, from the start of the file
-    nbytes: int
-    dtype: str  # as the format spells it: F32, BF16, ...
+    dtype: str  # as in safetensors: F32, BF16, ...
     shape: tuple[int, ...]
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder: one, or the shards its index names (some may be missing). Empty: none at all.
+    """The safetensors files of a folder: one file, the shards of its index (which may be missing), or none.
 
     Raises:
-        UserError: the index cannot be read.
+        UserError: the index is damaged.
     """
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
@@ -51,17 +49,17 @@ def weight_files(folder: Path) -> list[Path]:
         shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         files = [folder / shard for shard in shards]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError("the list of weight files is not readable", where=str(index), hint=_CURE) from error
+        raise damaged("the index of the weight files is not readable", index) from error
     if outside := [file for file in files if file.parent != folder]:
-        raise UserError(f"it names a file outside its folder: {outside[0]}", where=str(index), hint=_CURE)
+        raise damaged(f"the index names a file outside its folder: {outside[0]}", index)
     return files
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of the folder's weights by name, without reading any weight.
+    """Every tensor of the folder's weights by name; reads the headers only.
 
     Raises:
-        UserError: a file is missing, cut short, or not in the format.
+        UserError: a file is missing or damaged.
     """
     tensors: dict[str, StoredTensor] = {}
     for file in weight_files(folder):
@@ -70,65 +68,47 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """Every tensor of one file by name, without reading any weight.
+    """Every tensor of one safetensors file by name; reads the header only.
 
     Raises:
-        UserError: the file is missing, cut short, or not in the format.
+        UserError: the file is missing or damaged.
     """
     try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            prefix = stream.read(8)
-            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-            if not 2 <= length <= min(_LONGEST_HEADER_BYTES, size - 8):
-                raise UserError("not a safetensors file, or cut short", where=str(file), hint=_CURE)
-            header = json.loads(stream.read(length))
-        tensors = {name: _entry(file, 8 + length, entry) for name, entry in header.items() if name != "__metadata__"}
+        with safe_open(file, "np") as stored:
+            tensors = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118 - not a mapping
+            return {
+                name: StoredTensor(file=file, dtype=tensor.get_dtype(), shape=tuple(tensor.get_shape()))
+                for name, tensor in tensors.items()
+            }
     except FileNotFoundError as error:
-        raise UserError("the weight file is missing", where=str(file), hint=_CURE) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError("the header of the weight file is corrupt", where=str(file), hint=_CURE) from error
+        raise damaged("the weight file is missing", file) from error
+    except SafetensorError as error:
+        raise damaged(f"the weight file is damaged ({error})", file) from error
     except OSError as error:
-        raise UserError(f"the weight file cannot be read ({error.strerror})", where=str(file)) from error
-    expected = max((tensor.offset + tensor.nbytes for tensor in tensors.values()), default=8 + length)
-    if size != expected:
-        raise UserError(
-            f"the weight file has {size:,} bytes where its header promises {expected:,}", where=str(file), hint=_CURE
-        )
-    return tensors
+        raise UserError(f"the weight file cannot be read ({error})", where=str(file)) from error
 
 
-def _entry(file: Path, data_start: int, entry: dict[str, Any]) -> StoredTensor:
-    start, end = entry["data_offsets"]
-    shape = tuple(int(size) for size in entry["shape"])
-    bits = _BITS.get(entry["dtype"])
-    if start < 0 or end < start or (bits is not None and (end - start) * 8 != math.prod(shape) * bits):
-        raise ValueError("offsets do not fit the shape")
-    return StoredTensor(file=file, offset=data_start + start, nbytes=end - start, dtype=entry["dtype"], shape=shape)
-
-
-ADAPTER_CONFIG = "adapter_config.json"
-DESCRIPTION = "tidemill.json"  # of a folder with a head; see models.heads
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+def is_local(source: str) -> bool:
+    """Whether a model source is a path: by its spelling, or because it exists."""
+    return source.startswith(("/", "./", "../", "~")) or source.count("/") > 1 or Path(source).exists()
 
 
 def holds_adapter(folder: Path) -> bool:
-    """Whether it is an adapter's folder, as peft writes them, rather than a model's."""
+    """Whether the folder holds a peft adapter."""
     return (folder / ADAPTER_CONFIG).is_file()
 
 
 def holds_reward_model(folder: Path) -> bool:
-    """Whether it says so, as what trains reward models writes them; such a folder also loads as a language model."""
+    """Whether the folder describes itself as a reward model. (Such a folder also loads as a language model.)"""
     try:
-        described = json.loads((folder / DESCRIPTION).read_bytes())
+        description = json.loads((folder / DESCRIPTION).read_bytes())
     except (OSError, ValueError):
         return False
-    return isinstance(described, dict) and described.get("kind") == "reward_model"
+    return isinstance(description, dict) and description.get("kind") == "reward_model"
 
 
 def refuse_reward_model(source: str | Path) -> None:
-    """For whatever is to write.
+    """Check a model that is to generate.
 
     Raises:
         UserError: the folder holds a reward model.
@@ -136,9 +116,9 @@ def refuse_reward_model(source: str | Path) -> None:
     folder = Path(source).expanduser()
     if holds_reward_model(folder):
         raise UserError(
-            "the folder holds a reward model, whose weights were trained to judge and not to write",
+            "the folder holds a reward model, whose weights were trained to score and not to generate",
             where=str(folder),
-            hint='give the model that it was made from; a reward model goes into scoring.rewards (kind = "model") or '
+            hint='give the model it was trained from; a reward model belongs in scoring.rewards (kind = "model") or '
             "critic.source",
         )
 
@@ -147,7 +127,7 @@ def check_folder(folder: Path) -> Path:
     """Return `folder` if it holds a configuration, complete safetensors weights and a tokenizer.
 
     Raises:
-        UserError: naming the file at fault.
+        UserError: names the missing or damaged file.
     """
     if not folder.is_dir():
         what = "is a file, not a model folder" if folder.exists() else "there is no such folder"
@@ -155,8 +135,8 @@ def check_folder(folder: Path) -> Path:
         raise UserError(what, where=str(folder), hint=hint)
     check_config(folder)
     if not stored_tensors(folder):
-        raise _no_weights(folder)
-    if holds_adapter(folder):  # transformers would put it into the model
+        raise _missing_weights(folder)
+    if holds_adapter(folder):  # transformers would load it into the model
         raise UserError(
             f"the folder holds a model and an adapter ({ADAPTER_CONFIG})",
             where=str(folder),
@@ -166,7 +146,7 @@ def check_folder(folder: Path) -> Path:
         raise UserError(
             "the folder has no tokenizer",
             where=str(folder),
-            hint="copy the model's tokenizer files (tokenizer.json) there",
+            hint="copy the model's tokenizer files (tokenizer.json) into it",
         )
     return folder
 
@@ -175,28 +155,28 @@ def check_config(folder: Path) -> dict[str, Any]:
     """The content of a folder's config.json.
 
     Raises:
-        UserError: it is missing or no model configuration; naming the field.
+        UserError: it is missing, quantized or not a model configuration; names the field.
     """
     path = folder / CONFIG
     if not path.is_file():
         if holds_adapter(folder):
-            raise _unmerged(folder)
+            raise _adapter_without_base(folder)
         raise UserError("the folder has no config.json", where=str(folder), hint="give a Hugging Face model folder")
     config = read_config(path)
     if config.get("quantization_config") is not None:
         raise UserError(
-            "the weights are quantized (quantization_config), and only unquantized weights are trained",
+            "the weights are quantized (quantization_config); only unquantized weights can be trained",
             where=str(path),
             hint="give the model in float32, bfloat16 or float16",
         )
     if not isinstance(config.get("model_type"), str):
         raise UserError(
-            "the model configuration names no model_type", where=str(path), hint="give a Hugging Face model folder"
+            "the model configuration has no model_type", where=str(path), hint="give a Hugging Face model folder"
         )
     return config
 
 
-def _unmerged(folder: Path) -> UserError:
+def _adapter_without_base(folder: Path) -> UserError:
     return UserError(
         "the folder holds an adapter without its base model",
         where=str(folder),
@@ -204,9 +184,9 @@ def _unmerged(folder: Path) -> UserError:
     )
 
 
-def _no_weights(folder: Path) -> UserError:
+def _missing_weights(folder: Path) -> UserError:
     if holds_adapter(folder):
-        return _unmerged(folder)
+        return _adapter_without_base(folder)
     pickles = [path.name for pattern in _PICKLES for path in sorted(folder.glob(pattern))]
     if pickles:
         return UserError(
@@ -220,6 +200,4 @@ def _no_weights(folder: Path) -> UserError:
             where=str(folder),
             hint="use the safetensors version of the model",
         )
-    return UserError(
-        "the folder has no model.safetensors", where=str(folder), hint="copy or download the weights again"
-    )
+    return damaged("the folder has no model.safetensors", folder)

@@ -1,10 +1,11 @@
-"""Models from the Hugging Face hub, kept in the hub's own cache so that other tools share the download."""
+"""Downloads models from the Hugging Face hub into the hub's own cache, which other tools share."""
 
 from __future__ import annotations
 
-import threading
+import io
 import time
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import constants, scan_cache_dir, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import (
@@ -15,66 +16,47 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+from huggingface_hub.utils import tqdm
 
 from tidemill.core.errors import UserError
 from tidemill.models.cache import Progress
 
-# Never pickles: they can run code when opened.
-WEIGHTS = "*.safetensors"
+WEIGHTS = "*.safetensors"  # never pickles: they can run code when opened
 WANTED = ("*.json", WEIGHTS, "*.jinja", "*.txt", "tokenizer.model")
-STALL_DEADLINE_S = 300.0
 OFFLINE_MODEL = "smollm2-135m"
 _REPORT_EVERY_S = 10.0
 
 
-def fetch(
-    hub_id: str,
-    revision: str | None,
-    *,
-    progress: Progress,
-    weights: bool = True,
-    stall_deadline_s: float = STALL_DEADLINE_S,
-) -> Path:
-    """The snapshot folder of a hub model, downloaded if it is not in the hub's cache.
+def fetch(hub_id: str, revision: str | None, *, progress: Progress, weights: bool = True) -> Path:
+    """The snapshot folder of a hub model; downloads files that are not in the hub's cache.
+
+    The library's deadlines apply: HF_HUB_ETAG_TIMEOUT and HF_HUB_DOWNLOAD_TIMEOUT.
 
     Args:
-        weights: without them, configuration and tokenizer alone.
-        stall_deadline_s: the longest time in which not one byte may arrive.
+        weights: False fetches configuration and tokenizer only.
 
     Raises:
-        UserError: unknown, not accessible, not reachable and not in the cache, or stalled.
+        UserError: the model is unknown or not accessible, or the download failed.
     """
-    outcome: dict[str, str | BaseException] = {}
     wanted = [pattern for pattern in WANTED if weights or pattern != WEIGHTS]
-    download = threading.Thread(
-        target=_download, args=(hub_id, revision, wanted, outcome), daemon=True, name="hub-download"
-    )
-    bars_were_on = not are_progress_bars_disabled()
-    disable_progress_bars()
+    bar = _progress_lines(hub_id, progress)
     try:
-        download.start()
-        _await(download, hub_id, progress, stall_deadline_s)
-    finally:
-        if bars_were_on:
-            enable_progress_bars()
-    error = outcome.get("error")
-    if isinstance(error, BaseException):
-        raise _explained(hub_id, revision, error) from error
-    return Path(str(outcome["folder"]))
+        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=wanted, tqdm_class=bar))
+    except Exception as error:  # the library raises errors of its own, of the HTTP client and of the disk
+        raise _as_user_error(hub_id, revision, error) from error
 
 
 def cached(hub_id: str, revision: str | None) -> Path | None:
-    """The snapshot folder in the hub's cache that has the model's tokenizer; None without one. Asks nobody."""
+    """The snapshot folder in the hub's cache that has the model's tokenizer; None without one. Uses no network."""
     try:
         found = try_to_load_from_cache(hub_id, "tokenizer.json", revision=revision)
-    except HFValidationError:  # no such name can be in it
+    except HFValidationError:  # the cache cannot have a model of such a name
         return None
     return Path(found).parent if isinstance(found, str) else None
 
 
 def cached_models() -> list[tuple[str, Path, int]]:
-    """(hub id, newest snapshot folder, bytes on the disk) of every model in the hub's cache, by name."""
+    """(hub id, newest snapshot folder, bytes on disk) of every model in the hub's cache, by name."""
     try:
         repositories = scan_cache_dir().repos
     except (CacheNotFound, OSError):
@@ -87,56 +69,36 @@ def cached_models() -> list[tuple[str, Path, int]]:
     return sorted(found)
 
 
-def _download(hub_id: str, revision: str | None, wanted: list[str], outcome: dict[str, str | BaseException]) -> None:
-    try:
-        outcome["folder"] = snapshot_download(hub_id, revision=revision, allow_patterns=wanted)
-    except BaseException as error:  # noqa: BLE001 - handed to the waiting thread, whatever it is
-        outcome["error"] = error
+def _progress_lines(hub_id: str, progress: Progress) -> type[tqdm]:
+    """A progress bar that reports the downloaded bytes as a line from time to time."""
+    started = reported = time.monotonic()
+
+    class ProgressLines(tqdm):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, "file": io.StringIO(), "disable": False})
+
+        def display(self, *_: Any, **__: Any) -> None:
+            nonlocal reported
+            now = time.monotonic()
+            if self.unit == "B" and self.n and now - reported > _REPORT_EVERY_S:
+                reported = now
+                progress(f"{hub_id}: {self.n / 1e6:,.0f} MB downloaded after {now - started:.0f} s")
+
+    return ProgressLines
 
 
-def _await(download: threading.Thread, hub_id: str, progress: Progress, stall_deadline_s: float) -> None:
-    started = moved = reported = time.monotonic()
-    before = received = _bytes_on_disk(hub_id)
-    while download.is_alive():
-        download.join(min(1.0, stall_deadline_s))
-        now = time.monotonic()
-        size = _bytes_on_disk(hub_id)
-        if size != received:
-            received, moved = size, now
-        elif now - moved > stall_deadline_s and download.is_alive():
-            raise UserError(
-                f"no byte of {hub_id} arrived for {now - moved:.0f} s",
-                where=constants.ENDPOINT,
-                hint="check the network and run the command again: what has arrived is kept",
-            )
-        if now - reported > _REPORT_EVERY_S:
-            reported = now
-            progress(f"{hub_id}: {(received - before) / 1e6:,.0f} MB downloaded after {now - started:.0f} s")
-
-
-def _bytes_on_disk(hub_id: str) -> int:
-    blobs = Path(constants.HF_HUB_CACHE) / f"models--{hub_id.replace('/', '--')}" / "blobs"
-    total = 0
-    for path in blobs.glob("*"):
-        try:
-            total += path.stat().st_size
-        except OSError:  # renamed meanwhile
-            continue
-    return total
-
-
-def _explained(hub_id: str, revision: str | None, error: BaseException) -> UserError:
+def _as_user_error(hub_id: str, revision: str | None, error: Exception) -> UserError:
     if isinstance(error, GatedRepoError):
-        what, hint = "asks for its terms to be accepted", "accept them on the model's page and log in to the hub"
+        what, hint = "is gated", "accept its terms on the model's page and log in to the hub"
     elif isinstance(error, RevisionNotFoundError):
         return UserError(f"{hub_id} has no revision {revision}", where="model.revision", hint="leave it out")
     elif isinstance(error, RepositoryNotFoundError | HFValidationError):
-        what, hint = "is not a model of the hub, or a private one", "check the spelling"
+        what, hint = "is not a model of the hub, or is private", "check the spelling"
     elif isinstance(error, LocalEntryNotFoundError):
         state = "the hub is switched off (HF_HUB_OFFLINE)" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
         what = f"is neither a local folder nor in the cache {constants.HF_HUB_CACHE}, and {state}"
         hint = f"give a local folder, or {OFFLINE_MODEL}, which needs no network"
     else:
         what = f"could not be downloaded: {next(iter(str(error).strip().splitlines()), repr(error))[:300]}"
-        hint = "run the command again: what has arrived is kept"
+        hint = "run the command again; it continues the download"
     return UserError(f"{hub_id} {what}", where="model.source", hint=hint)

@@ -1,7 +1,7 @@
-"""Low-rank adapters, made and computed by peft inside the `transformers` model itself.
+"""Low-rank adapters, attached and computed by peft inside the `transformers` model.
 
-Such a model learns in its adapter alone: that is what is optimised, published, stored and named by its digest. The base
-under it never changes, so that whoever computes with another version of the adapter, or with none, may share it.
+Only the adapter is trained, published, saved and named by the digest. The base never changes, so models with other
+versions of the adapter, or without one, can share it.
 """
 
 from __future__ import annotations
@@ -18,29 +18,37 @@ from tidemill.config.model import ModelConfig
 from tidemill.core.errors import UserError
 
 _ATTRIBUTE = "tidemill_adapter"
-_LEARNED = (".lora_A.", ".lora_B.")  # peft's names
-_WRAPPED = ".base_layer."  # and what it puts into the names of the layers it wraps
+_LEARNED = (".lora_A.", ".lora_B.")  # parts of peft's parameter names
+_WRAPPED = ".base_layer."  # inserted by peft into the names of wrapped layers
 
 
 @dataclass(slots=True)
 class Adapter:
-    """What a model with an adapter knows of how it came to be."""
+    """The origin of a model's adapter."""
 
     made_from: ModelConfig
-    base_digest: str = ""  # of the frozen weights; filled in when it is first asked for
+    base_digest: str = ""  # of the frozen weights; computed on first use
 
 
 def attach_adapter(model: PreTrainedModel, config: ModelConfig) -> None:
-    """Put an adapter as `config.lora` says into `model`, in place, and freeze everything else.
+    """Add an adapter with the settings of `config.lora` to `model`, in place, and freeze all other parameters.
 
-    It adds nothing until it has learned (its second matrices are zeros); its numbers depend on the seed alone.
+    Its second matrices are zeros, so it does not change the model before training. Its weights depend on the seed only.
 
     Raises:
-        UserError: peft is not installed, or a target is no linear layer of the model.
+        UserError: peft is not installed, or a target is not a linear layer of the model.
     """
     peft, lora = require_peft(), config.lora
+    known = linear_layers(model)
+    if unknown := [name for name in lora.targets if name not in known]:
+        raise UserError(
+            f"{type(model).__name__} has no linear layer {unknown[0]!r}",
+            where="model.lora.targets",
+            hint=f"name some of {', '.join(known)}, or none for all of them",
+        )
+    targets = list(lora.targets) or known
     settings = peft.LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, target_modules=_targets(model, lora.targets), lora_dropout=0.0, bias="none"
+        r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, lora_dropout=0.0, bias="none"
     )
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -50,7 +58,7 @@ def attach_adapter(model: PreTrainedModel, config: ModelConfig) -> None:
 
 
 def merge_adapter(model: PreTrainedModel) -> None:
-    """Add the adapter of `model` to the base's weights, in place; what remains is the plain model."""
+    """Add the adapter of `model` to the base's weights and remove it, in place."""
     require_peft()
     from peft.tuners.lora import LoraLayer
 
@@ -64,10 +72,10 @@ def merge_adapter(model: PreTrainedModel) -> None:
 
 
 def require_peft() -> Any:
-    """The package, which is an extra.
+    """Import peft, an optional dependency.
 
     Raises:
-        UserError: with the command that installs it.
+        UserError: it is not installed.
     """
     try:
         import peft
@@ -79,26 +87,26 @@ def require_peft() -> Any:
 
 
 def adapter_of(model: nn.Module) -> Adapter | None:
-    """None for a model that learns as a whole."""
+    """The origin of the model's adapter; None without an adapter."""
     found: Adapter | None = getattr(model, _ATTRIBUTE, None)
     return found
 
 
 def learned_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """What training changes, by name: the adapter's parameters, or all where there is no adapter. Tied ones once."""
+    """The trained parameters by name: the adapter's, or all without an adapter. Tied parameters once."""
     named = model.named_parameters()
     return dict(named) if adapter_of(model) is None else {name: p for name, p in named if _is_learned(name)}
 
 
 def frozen_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The base under an adapter, by the names it has without one; empty where there is no adapter."""
+    """The parameters of the base under an adapter, by their names without one; empty without an adapter."""
     if adapter_of(model) is None:
         return {}
     return {name.replace(_WRAPPED, "."): p for name, p in model.named_parameters() if not _is_learned(name)}
 
 
 def linear_layers(model: PreTrainedModel) -> list[str]:
-    """The last part of the name of every linear layer but the output head, sorted."""
+    """The distinct last parts of the names of all linear layers except the output head, sorted."""
     head = model.get_output_embeddings()
     layers = (name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head)
     return sorted({name.rpartition(".")[2] for name in layers})
@@ -106,14 +114,3 @@ def linear_layers(model: PreTrainedModel) -> list[str]:
 
 def _is_learned(name: str) -> bool:
     return any(part in name for part in _LEARNED)
-
-
-def _targets(model: PreTrainedModel, wanted: tuple[str, ...]) -> list[str]:
-    known = linear_layers(model)
-    if unknown := [name for name in wanted if name not in known]:
-        raise UserError(
-            f"{type(model).__name__} has no linear layer {unknown[0]!r} that could take an adapter",
-            where="model.lora.targets",
-            hint=f"name some of {', '.join(known)}, or none of them for all",
-        )
-    return list(wanted) or known

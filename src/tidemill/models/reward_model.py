@@ -1,8 +1,8 @@
-"""A scalar head over a model's hidden states: reward models and critics on disk.
+"""Reward models and critics: a scalar head over a model's hidden states, and its files.
 
-config.json, model.safetensors, tokenizer files   the language model, which loads without its head as ever
+config.json, model.safetensors, tokenizer files   the language model; it loads without the head
 head.safetensors                                  the head
-tidemill.json                                     what the folder is, and which vocabulary it was trained with
+tidemill.json                                     the kind of head and the vocabulary it was trained with
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from typing import Literal, TypeAlias
 import msgspec
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record, decode_json
-from tidemill.models.attention import TreePlan, hidden_states
-from tidemill.models.catalog import whole_model
+from tidemill.models.attention import Tokens, TreePlan, build_tree, hidden_states
+from tidemill.models.auto import first_line
+from tidemill.models.catalog import merged_folder
 from tidemill.models.codec import TextCodec, load_codec
-from tidemill.models.folder import DESCRIPTION, read_header
+from tidemill.models.folder import DESCRIPTION, damaged
 from tidemill.models.loading import load_model
-from tidemill.models.token_tree import Tokens, build_tree
 
 HEAD = "head.safetensors"
 FORMAT = 1
@@ -38,23 +39,23 @@ Pooling: TypeAlias = Literal["last_token", "every_token"]
 
 
 class HeadDescription(Record):
-    """What tidemill.json says."""
+    """The content of tidemill.json."""
 
     kind: HeadKind
-    pooling: Pooling  # which hidden states the head was trained on
+    pooling: Pooling  # the hidden states the head was trained on
     hidden_size: int
-    vocabulary_digest: str  # `TextCodec.vocabulary_digest` of the tokenizer whose ids it was trained on
+    vocabulary_digest: str  # `TextCodec.vocabulary_digest` of the tokenizer it was trained with
     format: int = FORMAT
 
 
 class ScalarHead(nn.Module):
-    """One number per hidden state: weight · hidden + bias, in float32 whatever the model computes in.
+    """One number per hidden state: weight · hidden + bias, in float32 also under autocast.
 
     Args:
         hidden_size: of the model.
-        std: deviation of the initial weights. 0 makes every number 0, as a value head should begin: what it is
-            subtracted from is then the return itself.
-        seed: of those weights; equal seeds, equal bytes on every processor.
+        std: standard deviation of the initial weights. 0 gives an initial value of 0 for every state, as usual for a
+            value head: the first advantages are then the returns.
+        seed: of the weights; equal seeds give equal bytes on every processor.
     """
 
     def __init__(self, hidden_size: int, *, std: float = 0.0, seed: int = 0) -> None:
@@ -81,7 +82,7 @@ def reward_head(hidden_size: int, *, seed: int = 0) -> ScalarHead:
 
 
 def save_head(folder: Path, head: ScalarHead, *, kind: HeadKind, pooling: Pooling, vocabulary_digest: str) -> None:
-    """Write the head and the description into a folder that has, or will have, its model.
+    """Write the head and its description into a model's folder.
 
     Raises:
         OSError: the disk is full or the folder is not writable.
@@ -94,40 +95,32 @@ def save_head(folder: Path, head: ScalarHead, *, kind: HeadKind, pooling: Poolin
 
 
 def copy_head(source: Path, target: Path) -> None:
-    """Bring a head into another folder with the same model; nothing happens where there is none."""
+    """Copy a head and its description, if `source` has them, to another folder with the same model."""
     for name in (HEAD, DESCRIPTION):
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
 
 
 def read_description(folder: Path, kind: HeadKind) -> HeadDescription:
-    """What the folder says it is.
+    """Read the description of a head of `kind`.
 
     Raises:
-        UserError: it is something else than a `kind`, or its description cannot be read.
+        UserError: the folder holds no head or another kind, or the description is damaged.
     """
-    words, path = kind.replace("_", " "), folder / DESCRIPTION
+    name, path = kind.replace("_", " "), folder / DESCRIPTION
+    hint = f"give the output of a stage that trains a {name}"
     try:
         description = decode_json(path.read_bytes(), HeadDescription)
     except FileNotFoundError as error:
-        raise UserError(
-            f"the folder is no {words}: it has no {DESCRIPTION}",
-            where=str(folder),
-            hint=f"give the output of a stage that trains a {words}",
-        ) from error
+        raise UserError(f"not a {name}: the folder has no {DESCRIPTION}", where=str(folder), hint=hint) from error
     except (OSError, msgspec.DecodeError) as error:
-        raise UserError(
-            f"the description of the {words} cannot be read: {error}", where=str(path), hint="copy the folder again"
-        ) from error
+        raise damaged(f"the description of the {name} cannot be read: {error}", path) from error
     if description.kind != kind:
-        raise UserError(
-            f"the folder holds a {description.kind.replace('_', ' ')}, and a {words} is needed",
-            where=str(folder),
-            hint=f"give the output of a stage that trains a {words}",
-        )
+        found = description.kind.replace("_", " ")
+        raise UserError(f"the folder holds a {found}, expected a {name}", where=str(folder), hint=hint)
     if description.format != FORMAT:
         raise UserError(
-            f"format {description.format} of the head is not known to this version, which reads {FORMAT}",
+            f"the head has format {description.format}; this version reads format {FORMAT}",
             where=str(path),
             hint="use the version of Tidemill that wrote it",
         )
@@ -138,26 +131,25 @@ def load_head(folder: Path, kind: HeadKind, *, device: torch.device) -> tuple[Sc
     """The head of a folder.
 
     Raises:
-        UserError: the folder is no `kind`, or a file is missing, torn or of another model.
+        UserError: the folder has no head of `kind`, or a file is missing, damaged or of another size.
     """
     description, path = read_description(folder, kind), folder / HEAD
-    shapes = {name: tensor.shape for name, tensor in read_header(path).items()}
     head = ScalarHead(description.hidden_size)
-    expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
-    if shapes != expected:
-        raise UserError(
-            f"the head has {shapes} where its description promises {expected}",
-            where=str(path),
-            hint="copy the folder again",
-        )
-    head.load_state_dict(load_file(path))
+    try:
+        head.load_state_dict(load_file(path))
+    except FileNotFoundError as error:
+        raise damaged("the weight file of the head is missing", path) from error
+    except (OSError, SafetensorError) as error:
+        raise damaged(f"the weight file of the head is damaged ({first_line(error)})", path) from error
+    except RuntimeError as error:
+        raise damaged("the weights of the head do not fit its description", path) from error
     head.to(device)
     return head, description
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardModel:
-    """The score of a sequence is the head's number at its last token."""
+    """A model and its head; the score of a sequence is the head's output at the last token."""
 
     model: PreTrainedModel
     head: ScalarHead
@@ -165,13 +157,13 @@ class RewardModel:
 
 
 def load_reward_model(folder: Path, *, device: torch.device, dtype: torch.dtype = torch.float32) -> RewardModel:
-    """A reward model, frozen, in eval mode.
+    """A frozen reward model in eval mode.
 
     Raises:
-        UserError: the folder is no reward model, or a file of it is missing, damaged or of another model.
+        UserError: the folder holds no reward model, or a file is missing, damaged or of another model.
     """
     head, description = load_head(folder, "reward_model", device=device)
-    model = load_model(whole_model(folder, progress=lambda _: None), device=device, dtype=dtype)
+    model = load_model(merged_folder(folder, progress=lambda _: None), device=device, dtype=dtype)
     check_head_fits(model, head, folder)
     model.requires_grad_(False)
     head.requires_grad_(False)
@@ -179,36 +171,32 @@ def load_reward_model(folder: Path, *, device: torch.device, dtype: torch.dtype 
 
 
 def check_head_fits(model: PreTrainedModel, head: ScalarHead, folder: Path) -> None:
-    """Raises UserError: the head was made for another model."""
+    """Raises UserError: the head has another hidden size than the model."""
     width = hidden_size(model)
     if head.hidden_size != width:
         raise UserError(
-            f"the head reads hidden states of {head.hidden_size} numbers, and the model's have {width}",
+            f"the head has hidden size {head.hidden_size}, and the model {width}",
             where=str(folder / HEAD),
-            hint="the head and the weights must come from the same folder; copy both again",
+            hint="head and weights must come from the same folder; copy both again",
         )
 
 
 def check_same_vocabulary(description: HeadDescription, folder: Path, policy: TextCodec, *, where: str) -> None:
-    """Token ids go to the reward model as the policy made them: both must mean the same by them.
+    """Check that the reward model, which reads the policy's token ids, has the policy's vocabulary.
 
     Raises:
-        UserError: they do not, or the folder's tokenizer is no longer the one its head was trained with.
+        UserError: it has another one, or the folder's tokenizer is not the one its head was trained with.
     """
     if load_codec(folder).vocabulary_digest != description.vocabulary_digest:
-        raise UserError(
-            "the reward model's tokenizer is not the one its head was trained with",
-            where=str(folder),
-            hint="copy the whole folder again",
-        )
+        raise damaged("the reward model's tokenizer is not the one its head was trained with", folder)
     if policy.vocabulary_digest != description.vocabulary_digest:
         raise other_tokenizer(where)
 
 
 def other_tokenizer(where: str) -> UserError:
-    """The fault of a reward model that was not made from the policy's model."""
+    """The error for a reward model with another tokenizer than the policy's."""
     return UserError(
-        "the reward model has another tokenizer than the policy: it would read other words than were written",
+        "the reward model has another tokenizer than the policy and would read other text",
         where=where,
         hint="train the reward model from the policy's own model (a reward_model stage), or serve it behind "
         'HTTP with kind = "http", which exchanges text',
@@ -216,13 +204,14 @@ def other_tokenizer(where: str) -> UserError:
 
 
 def hidden_size(model: PreTrainedModel) -> int:
-    """Numbers per hidden state."""
     return int(model.config.get_text_config().hidden_size)
 
 
 def sequence_scores(model: PreTrainedModel, head: nn.Module, sequences: Sequence[Tokens]) -> tuple[Tensor, int]:
-    """Scores float32 [S] of token sequences (int32 [T_s], T_s >= 1), with gradient where enabled; every shared prefix
-    is computed once. Also returned: the tokens that were computed."""
+    """Scores float32 [S] of token sequences (int32 [T_s], T_s >= 1), with gradient if enabled.
+
+    Also returns the number of tokens computed: a shared prefix is computed once.
+    """
     device = next(model.parameters()).device
     tree = build_tree(sequences)
     tokens, positions = (torch.from_numpy(array).to(device) for array in (tree.token_ids, tree.depths))

@@ -1,7 +1,7 @@
-"""Between a model and one buffer with all its tensors; models that are built without weights.
+"""Copies a model's parameters to and from one flat buffer, and builds models whose weights arrive later.
 
-A tied parameter is one tensor. Persistent buffers are not weights and are not in it (no supported model has any). Of a
-model with an adapter a snapshot is the adapter alone; `part="base"` is the frozen rest, which no version changes.
+A tied parameter is one tensor. Persistent buffers are not included (no supported model has any). For a model with an
+adapter a snapshot holds the adapter only; `part="base"` selects the frozen base, which no version changes.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from tidemill.models.lora import attach_adapter, frozen_parameters, learned_para
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_ALIGNMENT = 64  # of each tensor, in bytes, as torch aligns its own memory: kernels then take the same path
+_ALIGNMENT = 64  # bytes, as torch aligns its own memory: kernels then take the same code path
 
 Bytes = npt.NDArray[np.uint8]
 Part: TypeAlias = Literal["learned", "base"]
 
 
 def snapshot_layout(model: PreTrainedModel, dtype: torch.dtype, *, part: Part = "learned") -> tuple[TensorEntry, ...]:
-    """Where every parameter would lie in a snapshot of `dtype`; checksums are 0 until there is something to sum."""
+    """The place of every parameter in a snapshot of `dtype`; checksums are 0."""
     entries: list[TensorEntry] = []
     offset = 0
     for name, parameter in _parameters(model, part).items():
@@ -47,7 +47,7 @@ def snapshot_layout(model: PreTrainedModel, dtype: torch.dtype, *, part: Part = 
 
 
 def snapshot_bytes(tensors: Sequence[TensorEntry]) -> int:
-    """Length of the buffer that holds them."""
+    """Length of the buffer that holds `tensors`."""
     return max((entry.offset + entry.nbytes for entry in tensors), default=0)
 
 
@@ -55,7 +55,7 @@ def snapshot_bytes(tensors: Sequence[TensorEntry]) -> int:
 def write_snapshot(
     model: PreTrainedModel, tensors: Sequence[TensorEntry], buffer: Bytes, *, part: Part = "learned"
 ) -> None:
-    """Copy every parameter to its place, rounded to the entry's dtype; one pass, from whatever device."""
+    """Copy every parameter into the buffer, rounded to the entry's dtype."""
     for entry, parameter in _matched(model, tensors, part):
         _view(entry, buffer).copy_(parameter)
 
@@ -66,8 +66,8 @@ def bind_snapshot(
 ) -> None:
     """Make `model` compute with a snapshot.
 
-    On the CPU its parameters become views of `buffer`: nothing is copied, and nobody may write to either. On a GPU they
-    are copied into memory allocated once.
+    On the CPU its parameters become views of `buffer`, and neither may be written to any more. On a GPU they are copied
+    into memory that is allocated once.
 
     Raises:
         WeightsError: the snapshot is of another model; nothing was changed.
@@ -83,7 +83,7 @@ def bind_snapshot(
 
 
 def release_snapshot(model: PreTrainedModel, *, part: Part = "learned") -> None:
-    """Leave a model without what was bound, as `empty_twin` made it. (A base may be shared with others.)"""
+    """Undo `bind_snapshot`: the parameters are empty again."""
     for parameter in _parameters(model, part).values():
         parameter.data = parameter.new_empty(0)
 
@@ -91,25 +91,23 @@ def release_snapshot(model: PreTrainedModel, *, part: Part = "learned") -> None:
 def empty_copy(
     model: PreTrainedModel, dtype: torch.dtype, *, shared: Iterable[torch.nn.Parameter] = ()
 ) -> PreTrainedModel:
-    """A second module tree of the same class, in eval mode; its parameters have no elements until a snapshot is bound.
-
-    Buffers (rotary frequencies and the like) are copies.
+    """A copy of the module tree in eval mode, with empty parameters until a snapshot is bound. Buffers are copied.
 
     Args:
-        shared: parameters of `model` that are the twin's as well: the very same, not copied.
+        shared: parameters of `model` that the copy uses too.
     """
-    hollow: dict[int, Any] = {
+    replacements: dict[int, Any] = {
         id(parameter): torch.nn.Parameter(torch.empty(0, dtype=dtype, device=parameter.device), requires_grad=False)
         for parameter in model.parameters()
     }
-    hollow |= {id(parameter): parameter for parameter in shared}
-    twin: PreTrainedModel = copy.deepcopy(model, hollow)
+    replacements |= {id(parameter): parameter for parameter in shared}
+    twin: PreTrainedModel = copy.deepcopy(model, replacements)
     twin.eval()
     return twin
 
 
 def copy_on_base(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """An empty twin that waits for what training changes alone: a base under an adapter is shared."""
+    """An empty copy that shares the frozen base under an adapter."""
     return empty_copy(model, dtype, shared=frozen_parameters(model).values())
 
 
@@ -123,49 +121,47 @@ def _matched(
     parameters = _parameters(model, part)
     names = [entry.name for entry in tensors]
     if names != list(parameters):
-        odd = next(iter(set(names) ^ set(parameters)), "the order of its tensors")
-        raise WeightsError(f"the snapshot is not of this model ({type(model).__name__}): {odd}")
+        difference = next(iter(set(names) ^ set(parameters)), "the order of its tensors")
+        raise WeightsError(f"the snapshot is not of this model ({type(model).__name__}): {difference}")
     return [(entry, parameters[entry.name]) for entry in tensors]
 
 
 def _view(entry: TensorEntry, buffer: Bytes) -> torch.Tensor:
-    flat = torch.from_numpy(_writable(buffer[entry.offset : entry.offset + entry.nbytes]))
-    return flat.view(DTYPES[entry.dtype]).view(entry.shape)
+    array = buffer[entry.offset : entry.offset + entry.nbytes]
+    if not array.flags.writeable:
+        array = np.asarray(_WritableMemory(array))
+    return torch.from_numpy(array).view(DTYPES[entry.dtype]).view(entry.shape)
 
 
-class _Memory:
-    """Lends an array's memory under a writable flag, which torch insists on; keeps the array alive."""
+class _WritableMemory:
+    """Exposes a read-only array as writable, which torch requires; keeps the array alive."""
 
     def __init__(self, array: Bytes) -> None:
         self._array = array
         self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
 
 
-def _writable(array: Bytes) -> Bytes:
-    return array if array.flags.writeable else np.asarray(_Memory(array))
-
-
 WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 LARGEST_FILE = 64 << 20
-"""Configuration and tokenizer of a model; anything larger is not needed to generate."""
+"""Configuration and tokenizer files are smaller; larger files are not needed to generate."""
 
 
-def shell_files(folder: Path) -> dict[str, bytes]:
-    """What of a model folder a worker needs besides its weights, by file name."""
+def files_without_weights(folder: Path) -> dict[str, bytes]:
+    """The contents of a model folder's configuration and tokenizer files, by file name."""
     files = [path for path in sorted(folder.iterdir()) if path.is_file() and path.suffix not in WEIGHTS]
     return {path.name: path.read_bytes() for path in files if path.stat().st_size <= LARGEST_FILE}
 
 
 def stored_context_limit(folder: Path) -> int:
-    """`loading.context_limit` of the model in a folder, which is not loaded."""
+    """`loading.context_limit` of the model in a folder, without loading it."""
     return configured_context(load_config(folder))
 
 
 def check_adapter(folder: Path, config: ModelConfig) -> None:
-    """The adapter of `config` can be put into a folder's model. Takes no memory for it.
+    """Check that the adapter of `config` can be attached to a folder's model; allocates no memory for it.
 
     Raises:
-        UserError: as `hollow_model`.
+        UserError: as `uninitialized_model`.
     """
     with torch.device("meta"):
         attach_adapter(build_unloaded(folder, torch.float32), config)
@@ -174,17 +170,16 @@ def check_adapter(folder: Path, config: ModelConfig) -> None:
 def uninitialized_model(
     folder: Path, config: ModelConfig, *, device: torch.device, dtype: torch.dtype
 ) -> PreTrainedModel:
-    """The model of a folder's configuration: eval mode, Tidemill's attention, parameters of no elements until a
-    snapshot is bound (see `snapshots`).
+    """The model of a folder's configuration in eval mode with packed attention; empty until a snapshot is bound.
 
     Args:
-        config: whether it has an adapter, and which.
+        config: its `lora` section defines the adapter.
 
     Raises:
-        UserError: the configuration is of no causal language model, or the adapter cannot be had.
+        UserError: the configuration is not of a causal language model, or the adapter cannot be attached.
     """
     model = build_unloaded(folder, dtype)
-    model.tie_weights()  # skipped with the initial values
+    model.tie_weights()  # skipped together with the initial values
     use_packed_attention(model)
     if config.lora.enabled:
         attach_adapter(model, config)

@@ -167,6 +167,7 @@ def run_export(job: Job) -> Outcome:
 def _plain(checkpoint: Path, job: Job) -> Path:
     """What later stages take: the checkpoint itself, or, of one that holds an adapter, the adapter merged into its
     base."""
+    from tidemill.models.catalog import resolve
     from tidemill.models.checkpoint_manifest import read_manifest, seal
     from tidemill.models.folder import holds_adapter
     from tidemill.models.saving import export_merged
@@ -175,7 +176,7 @@ def _plain(checkpoint: Path, job: Job) -> Path:
         return checkpoint
     merged = job.directory / "model"
     shutil.rmtree(merged, ignore_errors=True)  # of a session that was killed before it could say that it had finished
-    export_merged(checkpoint, merged, progress=job.say)
+    export_merged(checkpoint, merged, resolve_base=lambda model: resolve(model, progress=job.say))
     seal(merged, step=read_manifest(checkpoint).step, score=None)
     return merged
 

@@ -19,7 +19,7 @@ from tidemill.config.pipeline import KINDS, NEUTRAL, StageSpec, asked_for, did_y
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
 from tidemill.envs.text.rewards import source_file
-from tidemill.models.catalog import is_local
+from tidemill.models.folder import is_local
 
 FORMAT = 2
 """Raised when stages of equal configuration begin to give something else."""

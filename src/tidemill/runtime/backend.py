@@ -23,8 +23,8 @@ from tidemill.core.protocols import (
     WorkerHost,
 )
 from tidemill.core.records import ITEM_BYTES, LogprobBuffer, PolicyVersion, TokenBuffer, WeightManifest, count
+from tidemill.envs.text.prompts import Task
 from tidemill.envs.text.scorer import MOST_HANGING, RewardScorer, build_scorer, evaluation_scoring
-from tidemill.envs.text.text_task import Task
 from tidemill.envs.text.user_calls import UserCalls
 from tidemill.models.codec import TextCodec
 from tidemill.models.loading import probe_logprobs

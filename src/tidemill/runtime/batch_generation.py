@@ -23,7 +23,7 @@ from tidemill.controller.loop import sampling_params
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import LoopClock
 from tidemill.core.records import Group, PolicyVersion, Prompt, Record, SamplingParams, Trajectory, decode_json
-from tidemill.envs.text.text_task import Task
+from tidemill.envs.text.prompts import Task
 from tidemill.models.loading import weights_digest
 from tidemill.rollout.worker import EngineWorker
 from tidemill.runtime.backend import scorers

@@ -14,8 +14,8 @@ from tidemill.controller.evaluation import correct, right_or_wrong
 from tidemill.core.errors import UserError
 from tidemill.core.records import Group, Prompt, Trajectory, unpack_tokens
 from tidemill.envs.text.build_task import build_task
-from tidemill.envs.text.data.generated_rows import Judged, demonstration_row, pair_rows
-from tidemill.envs.text.text_task import Task
+from tidemill.envs.text.prompts import Task
+from tidemill.envs.text.rows import ScoredCompletion, demonstration_row, pair_rows
 from tidemill.models.catalog import resolve
 from tidemill.models.codec import TextCodec, load_codec
 from tidemill.runtime.batch_generation import batch_generator
@@ -149,10 +149,10 @@ def provenance_path(path: Path) -> Path:
     return path.with_suffix(".provenance.json")
 
 
-def _judged(sample: Trajectory, codec: TextCodec) -> Judged:
+def _judged(sample: Trajectory, codec: TextCodec) -> ScoredCompletion:
     # With the end token written out, for some samples end with it and others with a stop string.
     text = codec.decode_whole(unpack_tokens(sample.completion_ids))
-    return Judged(text, correct(sample), not sample.truncated)
+    return ScoredCompletion(text, correct(sample), not sample.truncated)
 
 
 def _for_drawing(spec: RunSpec) -> RunSpec:

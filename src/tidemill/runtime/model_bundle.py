@@ -14,7 +14,7 @@ from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.records import PolicyVersion
 from tidemill.envs.text.build_task import build_task
-from tidemill.envs.text.text_task import Task, check_fits
+from tidemill.envs.text.prompts import Task, check_fits
 from tidemill.models.catalog import asked_for_by, resolve, resolve_shell
 from tidemill.models.codec import TextCodec, load_codec
 from tidemill.models.folder import holds_adapter, holds_reward_model, refuse_reward_model

@@ -30,7 +30,7 @@ from tidemill.core.records import (
     unpack_logprobs,
 )
 from tidemill.envs.text.batch_rewards import Batches, Sample
-from tidemill.envs.text.rewards import Scores
+from tidemill.envs.text.rewards import QueuedReward
 from tidemill.models.catalog import resolve
 from tidemill.models.codec import load_codec
 from tidemill.models.reward_model import RewardModel, check_same_vocabulary, load_reward_model, read_description
@@ -305,7 +305,7 @@ def check_reward_models(spec: RunSpec, *, progress: Callable[[str], None], polic
         check_same_vocabulary(description, folder, policy, where=where)
 
 
-def model_rewards(spec: RunSpec, compute: Compute | None, readers: Readers) -> Callable[[RewardConfig], Scores]:
+def model_rewards(spec: RunSpec, compute: Compute | None, readers: Readers) -> Callable[[RewardConfig], QueuedReward]:
     """What makes the function of a reward of kind "model"; a model named twice is loaded once.
 
     Args:
@@ -314,7 +314,7 @@ def model_rewards(spec: RunSpec, compute: Compute | None, readers: Readers) -> C
     """
     loaded: dict[Path, RewardModel] = {}
 
-    def scores(config: RewardConfig) -> Scores:
+    def scores(config: RewardConfig) -> QueuedReward:
         folder, device = _folder(config, "scoring.rewards"), choose_device(spec.trainer)
         if folder in readers.rewards:
             return ReaderScores(readers.rewards[folder])

@@ -14,7 +14,8 @@ from typing import Any, Literal, TextIO, TypeAlias
 from tidemill.config.schema import RunSpec
 from tidemill.config.toml import to_toml
 from tidemill.core.errors import UserError
-from tidemill.envs.text.data import Examples, load_demonstrations, load_pairs
+from tidemill.envs.text.examples import Examples, load_demonstrations, load_pairs
+from tidemill.models.catalog import resolve
 from tidemill.models.checkpoint_manifest import read_manifest, seal
 from tidemill.models.folder import holds_adapter
 from tidemill.models.loading import context_limit, weights_digest
@@ -120,7 +121,7 @@ def _plain(checkpoint: Path, run: RunDirectory, progress: Callable[[str], None])
     target, partial = run.path / MERGED, run.path / f".{MERGED}.partial"
     for leftover in (target, partial):
         shutil.rmtree(leftover, ignore_errors=True)
-    export_merged(checkpoint, partial, progress=progress)
+    export_merged(checkpoint, partial, resolve_base=lambda model: resolve(model, progress=progress))
     copy_head(checkpoint, partial)
     seal(partial, step=read_manifest(checkpoint).step, score=None)
     return partial.rename(target)

@@ -25,7 +25,7 @@ from tidemill.core.errors import UserError
 from tidemill.models.auto import load_pretrained
 from tidemill.models.folder import holds_adapter, weight_files
 from tidemill.models.lora import adapter_of, learned_parameters
-from tidemill.models.saving import disk_faults, load_adapter, save_model, share_files, tokenizer_files
+from tidemill.models.saving import disk_errors, load_adapter, save_model, share_files, tokenizer_files
 
 STATE_FOLDER = "trainer_state"
 FORMAT = 1
@@ -76,7 +76,7 @@ def save_state(
     """
     if model is not None:
         save_model(model, directory, source=source)
-    with disk_faults(directory):
+    with disk_errors(directory):
         folder = directory / STATE_FOLDER
         folder.mkdir()
         shards = []

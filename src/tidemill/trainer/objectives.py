@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from tidemill.algos.preference import PREFERENCE_LOSSES, bradley_terry, cross_entropy
 from tidemill.config.schema import RunSpec
 from tidemill.core.records import Demonstration, PreferencePair, count
+from tidemill.models.attention import Tokens
 from tidemill.models.codec import load_codec
 from tidemill.models.loading import weights_digest
 from tidemill.models.reward_model import hidden_size, load_head, reward_head, save_head, sequence_scores
-from tidemill.models.token_tree import Tokens
 from tidemill.telemetry.jsonl import write_atomically
 from tidemill.trainer.packing import PackedCompletions, pack_completions, split_by_tokens, tokens_of
 from tidemill.trainer.scoring import hits, token_logprobs

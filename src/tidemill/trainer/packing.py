@@ -16,7 +16,7 @@ from torch import Tensor
 from tidemill.algos.losses import Samples
 from tidemill.core.errors import TidemillError
 from tidemill.core.records import TokenBuffer, Trajectory
-from tidemill.models.token_tree import Tokens, TokenTree, build_tree, common_prefix
+from tidemill.models.attention import Tokens, TokenTree, build_tree, common_prefix
 
 FloatArray: TypeAlias = npt.NDArray[np.float32]
 ItemT = TypeVar("ItemT")

@@ -17,9 +17,16 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from tidemill.core.records import ITEM_BYTES, Completion, LogprobBuffer, Read, SampleId, TokenBuffer, count
-from tidemill.models.attention import KVChunk, TreePlan, hidden_states, prefill_chunk, vocabulary_logits
+from tidemill.models.attention import (
+    KVChunk,
+    Tokens,
+    TokenTree,
+    TreePlan,
+    hidden_states,
+    prefill_chunk,
+    vocabulary_logits,
+)
 from tidemill.models.reward_model import RewardModel, sequence_scores
-from tidemill.models.token_tree import Tokens, TokenTree
 from tidemill.trainer.packing import pack_completions, split_by_sample, split_by_tokens, tokens_of
 
 FLOAT_BYTES = 4

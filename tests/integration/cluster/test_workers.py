@@ -42,7 +42,7 @@ from tidemill.core.records import (
     unpack_logprobs,
 )
 from tidemill.models.catalog import resolve
-from tidemill.models.snapshots import shell_files
+from tidemill.models.snapshots import files_without_weights
 from tidemill.runtime.cluster.connection import KeptCluster, connect, start_keeper
 from tidemill.runtime.cluster.keeper import Keep, LocalNode
 from tidemill.runtime.cluster.nodes import NodeWatch, RayProvider
@@ -146,7 +146,7 @@ class Workplace:
             plan,
             CONFIG,
             self.nodes,
-            files=shell_files(resolve(SPEC.model, progress=lambda _: None)),
+            files=files_without_weights(resolve(SPEC.model, progress=lambda _: None)),
             publisher=self.trainer.handle,
             preemptible=selector,
             reserved=RESERVED,

@@ -10,9 +10,9 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.envs.text.data.examples import read_split
-from tidemill.envs.text.data.schemas import read_demonstrations
+from tidemill.envs.text.examples import read_split
 from tidemill.envs.text.prompts import EpochOrder
+from tidemill.envs.text.rows import read_demonstrations
 
 TEXTS = st.text(st.characters(codec="utf-8"), min_size=1, max_size=6).filter(str.strip)
 ROWS = st.lists(st.tuples(TEXTS, TEXTS), min_size=2, max_size=24, unique_by=lambda row: " ".join(row[0].split()))

@@ -16,7 +16,7 @@ from tests.model_shapes import MODEL_SHAPES, llama
 from tidemill.config.model import ModelConfig
 from tidemill.core.errors import UserError
 from tidemill.models.auto import quiet
-from tidemill.models.catalog import resolve, whole_model
+from tidemill.models.catalog import merged_folder, resolve
 from tidemill.models.checkpoint_manifest import seal
 from tidemill.models.folder import holds_adapter
 from tidemill.models.loading import load_model, weights_digest
@@ -29,6 +29,10 @@ TOKENS = torch.arange(2, 40)[None]
 
 def config(base: Path, **lora: object) -> ModelConfig:
     return ModelConfig.model_validate({"source": str(base), "lora": {"rank": 4, "alpha": 8, **lora}})
+
+
+def resolved(model: ModelConfig) -> Path:
+    return resolve(model, progress=lambda _: None)
 
 
 def loaded(base: Path, **lora: object) -> PreTrainedModel:
@@ -113,7 +117,7 @@ def test_a_merged_model_is_a_plain_one_that_says_the_same(shape: str, tmp_path: 
     stored, merged = tmp_path / "stored", tmp_path / "deep" / "merged"
     stored.mkdir()
     save_model(model, stored, source=base)
-    export_merged(stored, merged, progress=lambda _: None)
+    export_merged(stored, merged, resolve_base=resolved)
     with quiet():
         plain = AutoModelForCausalLM.from_pretrained(merged)
         AutoTokenizer.from_pretrained(merged)
@@ -129,18 +133,18 @@ def test_merging_reads_neither_the_configuration_of_peft_nor_a_pickle(
     model: PreTrainedModel, stored: Path, tmp_path: Path
 ) -> None:
     (stored / "adapter_config.json").write_text(json.dumps({"peft_type": "of another library"}))
-    export_merged(stored, tmp_path / "merged", progress=lambda _: None)
+    export_merged(stored, tmp_path / "merged", resolve_base=resolved)
     torch.testing.assert_close(logits(load_model(tmp_path / "merged", device=CPU)), logits(model), rtol=1e-5, atol=1e-5)
     torch.save({"a": Path}, stored / "adapter_model.bin")
     (stored / WEIGHTS).unlink()
     with pytest.raises(UserError, match="weights cannot be read") as caught:
-        export_merged(stored, tmp_path / "x", progress=lambda _: None)
+        export_merged(stored, tmp_path / "x", resolve_base=resolved)
     assert caught.value.where == str(stored / WEIGHTS)
     origin = json.loads((stored / ORIGIN).read_text())
     del origin["model"]["lora"]
     (stored / ORIGIN).write_text(json.dumps(origin))
     with pytest.raises(UserError, match="holds an adapter"):
-        export_merged(stored, tmp_path / "x", progress=lambda _: None)
+        export_merged(stored, tmp_path / "x", resolve_base=resolved)
 
 
 def test_as_a_source_it_is_merged_once(model: PreTrainedModel, base: Path, stored: Path) -> None:
@@ -148,22 +152,22 @@ def test_as_a_source_it_is_merged_once(model: PreTrainedModel, base: Path, store
     merged = resolve(ModelConfig(source=str(stored)), progress=told.append)
     assert told == [f"merging the adapter of {stored} into its base"]
     torch.testing.assert_close(logits(load_model(merged, device=CPU)), logits(model), rtol=1e-5, atol=1e-5)
-    assert whole_model(stored, progress=told.append) == merged
+    assert merged_folder(stored, progress=told.append) == merged
     assert len(told) == 1
-    assert whole_model(base, progress=told.append) == base
+    assert merged_folder(base, progress=told.append) == base
     teach(model, seed=1)
     save_model(model, stored, source=base)
-    assert whole_model(stored, progress=told.append) != merged
+    assert merged_folder(stored, progress=told.append) != merged
 
 
 def test_merging_refuses_what_it_cannot_do(stored: Path, base: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no adapter to merge"):
-        export_merged(base, tmp_path / "x", progress=lambda _: None)
+        export_merged(base, tmp_path / "x", resolve_base=resolved)
     with pytest.raises(UserError, match="something is there already"):
-        export_merged(stored, base, progress=lambda _: None)
+        export_merged(stored, base, resolve_base=resolved)
     save_folder(llama(1), base)
     with pytest.raises(UserError, match="a base with other weights"):
-        export_merged(stored, tmp_path / "x", progress=lambda _: None)
+        export_merged(stored, tmp_path / "x", resolve_base=resolved)
     assert not (tmp_path / "x").exists()
 
 
@@ -196,7 +200,7 @@ def test_an_adapter_that_is_not_as_it_was_written_is_neither_loaded_nor_merged(b
     with pytest.raises(UserError, match=r"adapter_model\.safetensors does not match its checksum"):
         load_adapter(stored, loaded(base))
     with pytest.raises(UserError, match=r"adapter_model\.safetensors does not match its checksum"):
-        whole_model(stored, progress=lambda _: None)
+        merged_folder(stored, progress=lambda _: None)
 
 
 def test_a_folder_of_somebody_else_or_a_damaged_one(base: Path, stored: Path) -> None:

@@ -17,7 +17,7 @@ from tidemill.models.lora import attach_adapter
 from tidemill.models.snapshots import (
     Part,
     bind_snapshot,
-    shell_files,
+    files_without_weights,
     snapshot_bytes,
     snapshot_layout,
     stored_context_limit,
@@ -33,7 +33,7 @@ def folder() -> Path:
 
 
 def test_a_shell_is_enough_to_compute_with_pulled_weights(folder: Path, tmp_path: Path) -> None:
-    files = shell_files(folder)
+    files = files_without_weights(folder)
     assert "config.json" in files
     assert "tokenizer.json" in files
     assert not any(name.endswith(".safetensors") for name in files)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tidemill.envs.text.build_task import build_task
+from tidemill.envs.text.prompts import Task, check_fits
 from tidemill.envs.text.scorer import build_scorer, evaluation_scoring
-from tidemill.envs.text.text_task import Task, check_fits
 
 __all__ = ["Task", "build_scorer", "build_task", "check_fits", "evaluation_scoring"]

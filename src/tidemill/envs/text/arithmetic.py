@@ -11,15 +11,17 @@ from tidemill.core.records import Record
 from tidemill.envs.text.prompts import (
     Item,
     ListedSource,
+    Longest,
     Render,
     SampledSource,
+    Task,
     content_digest,
     hash_number,
     hash_share,
     in_content_order,
+    longest_of,
     text_item,
 )
-from tidemill.envs.text.text_task import Longest, Task, longest_of
 
 STOP = "\n"
 OPERATIONS: dict[str, Callable[[int, int], int]] = {

@@ -7,11 +7,10 @@ from functools import partial
 from tidemill.config.task import ArithmeticTask, FileTask, JsonlTask, ReasoningGymTask, TaskConfig
 from tidemill.core.protocols import Codec
 from tidemill.envs.text.arithmetic import build_arithmetic
-from tidemill.envs.text.data.examples import read_split
-from tidemill.envs.text.data.schemas import read_items
-from tidemill.envs.text.prompts import ListedSource, Render, content_digest, renderer
+from tidemill.envs.text.examples import read_split
+from tidemill.envs.text.prompts import ListedSource, Render, Task, content_digest, longest_of, renderer
 from tidemill.envs.text.reasoning_gym import build_reasoning_gym
-from tidemill.envs.text.text_task import Task, longest_of
+from tidemill.envs.text.rows import read_items
 
 
 def build_files(config: FileTask | JsonlTask, *, batch_prompts: int, seed: int, render: Render) -> Task:

@@ -13,18 +13,20 @@ from typing import Any
 from tidemill.config.task import ReasoningGymTask
 from tidemill.core.errors import UserError
 from tidemill.core.records import Message, Prompt
-from tidemill.envs.text.data.rows import import_extra
 from tidemill.envs.text.prompts import (
+    Check,
     Item,
     ListedSource,
     Render,
+    Task,
     content_digest,
     content_id,
     hash_share,
     in_content_order,
+    longest_of,
     question_key,
 )
-from tidemill.envs.text.text_task import Check, Task, longest_of
+from tidemill.envs.text.rows import import_extra
 
 DATA_SEED = 0
 """Seeds the generator, so that every run seed learns from and is evaluated on the same prompts."""

@@ -24,9 +24,8 @@ import regex
 from tidemill.config.task import RewardConfig
 from tidemill.core.errors import UserError, exception_text
 from tidemill.envs.text.batch_rewards import Batches, HttpScorer, Sample
-from tidemill.envs.text.data.rows import import_extra
-from tidemill.envs.text.prompts import hash_number
-from tidemill.envs.text.text_task import Task
+from tidemill.envs.text.prompts import Task, hash_number
+from tidemill.envs.text.rows import import_extra
 from tidemill.envs.text.user_calls import CallTimeout, call_blocking
 
 WHERE_FUNCTION = "scoring.rewards.function"
@@ -127,7 +126,7 @@ RewardFunction: TypeAlias = Callable[[Sample], Any]
 """Returns a number, or an awaitable of one; may raise."""
 
 
-class Scores(Protocol):
+class QueuedReward(Protocol):
     """A reward with a queue of its own: it is asked about every sample at once, beside the others."""
 
     async def __call__(self, sample: Sample) -> float: ...
@@ -143,7 +142,7 @@ class NamedReward:
     weight: float
     function: RewardFunction
     inline: bool
-    scores: Scores | None = None  # the function itself where it has a queue of its own
+    scores: QueuedReward | None = None  # the function itself where it has a queue of its own
     timeout_s: float | None = None  # instead of the scorer's
     right_at_one: bool = False  # 1 is a right answer and anything less is a wrong one
 
@@ -155,7 +154,9 @@ class Context:
     task: Task
     seed: int
     stop_strings: tuple[str, ...]
-    open_model: Callable[[RewardConfig], Scores] | None = None  # what a reward model scores with, where one can be had
+    open_model: Callable[[RewardConfig], QueuedReward] | None = (
+        None  # what a reward model scores with, where one can be had
+    )
 
 
 def until_stop(completion: str, stop_strings: Sequence[str]) -> str:
@@ -302,7 +303,7 @@ def build_rewards(configs: Sequence[RewardConfig], context: Context) -> tuple[Na
         while name in rewards:
             name, number = f"{base}_{number}", number + 1
         function = REWARDS[config.kind](config, context)
-        scores: Scores | None = function if config.kind in QUEUED else None  # type: ignore[assignment]
+        scores: QueuedReward | None = function if config.kind in QUEUED else None  # type: ignore[assignment]
         rewards[name] = NamedReward(
             name=name,
             weight=config.weight,

@@ -12,8 +12,8 @@ from tidemill.config.task import RewardConfig, ScoringConfig
 from tidemill.core.errors import ReaderLost, exception_text
 from tidemill.core.records import RIGHT, Prompt, Reward, SampleId, Trajectory
 from tidemill.envs.text.batch_rewards import Sample
-from tidemill.envs.text.rewards import Context, NamedReward, Scores, build_rewards
-from tidemill.envs.text.text_task import Task
+from tidemill.envs.text.prompts import Task
+from tidemill.envs.text.rewards import Context, NamedReward, QueuedReward, build_rewards
 from tidemill.envs.text.user_calls import CallError, CallTimeout, HangingError, UserCalls
 
 TOO_LARGE = "and no reward may be larger than 1e18"
@@ -123,7 +123,7 @@ def build_scorer(
     task: Task,
     seed: int,
     stop_strings: tuple[str, ...] | None = None,
-    open_model: Callable[[RewardConfig], Scores] | None = None,
+    open_model: Callable[[RewardConfig], QueuedReward] | None = None,
     calls: UserCalls | None = None,
 ) -> RewardScorer:
     """The scorer of a run.

@@ -12,11 +12,11 @@ from typing import Any
 from tidemill.config.pool import RayPool
 from tidemill.config.schema import RunSpec
 from tidemill.core.protocols import Clock, Provider, Reader
-from tidemill.envs.text.text_task import Task
+from tidemill.envs.text.prompts import Task
 from tidemill.models.catalog import resolve
 from tidemill.models.codec import load_codec
-from tidemill.models.folder import refuse_reward_model, stored_tensors
-from tidemill.models.snapshots import shell_files, stored_context_limit
+from tidemill.models.folder import refuse_reward_model, weight_files
+from tidemill.models.snapshots import files_without_weights, stored_context_limit
 from tidemill.runtime.backend import RuntimeBackend, is_elastic, probe_sequence, scheduled_provider
 from tidemill.runtime.cluster.actors import placed
 from tidemill.runtime.cluster.connection import connected, reserved_selector, selector_of
@@ -82,7 +82,7 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
                 plan,
                 spec.ray,
                 nodes,
-                files=shell_files(folder),
+                files=files_without_weights(folder),
                 publisher=handle,
                 preemptible=selector_of(spec.pool),
                 reserved=reserved,
@@ -114,7 +114,7 @@ def _node_provider(spec: RunSpec, pool: RayPool, nodes: NodeWatch, run: RunDirec
 
 
 def _stored_bytes(folder: Path) -> int:
-    return sum(tensor.nbytes for tensor in stored_tensors(folder).values())
+    return sum(file.stat().st_size for file in weight_files(folder))
 
 
 async def _start_trainer(

@@ -13,7 +13,7 @@ from tests.unit.envs.text.data.files import FORMATS
 from tidemill.config.task import FileTask, JsonlTask
 from tidemill.core.errors import UserError
 from tidemill.envs.text import Task, build_task
-from tidemill.envs.text.data.schemas import read_items
+from tidemill.envs.text.rows import read_items
 
 
 def write(path: Path, *rows: object) -> Path:

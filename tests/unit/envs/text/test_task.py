@@ -8,8 +8,7 @@ from tests.char_codec import CharCodec
 from tidemill.config.task import ArithmeticTask
 from tidemill.core.errors import UserError
 from tidemill.envs.text import build_task, check_fits
-from tidemill.envs.text.prompts import renderer, text_item
-from tidemill.envs.text.text_task import longest_of
+from tidemill.envs.text.prompts import longest_of, renderer, text_item
 
 TASK = build_task(ArithmeticTask(shots=0), codec=CharCodec(), batch_prompts=4, seed=0, chat_template=False)
 

@@ -30,8 +30,15 @@ from tidemill.core.records import (
     pack_logprobs,
     pack_tokens,
 )
-from tidemill.models.attention import hidden_states, masked_attention, vocabulary_logits
-from tidemill.models.token_tree import Tokens, TokenTree, build_tree, common_prefix
+from tidemill.models.attention import (
+    Tokens,
+    TokenTree,
+    build_tree,
+    common_prefix,
+    hidden_states,
+    masked_attention,
+    vocabulary_logits,
+)
 
 
 class SlotCache:

@@ -7,9 +7,9 @@ import pytest
 from tests.char_codec import END, END_OF_TURN, CharCodec
 from tidemill.core.errors import UserError
 from tidemill.core.records import Message, pack_tokens, unpack_tokens
-from tidemill.envs.text.data.examples import Encoder
-from tidemill.envs.text.data.schemas import DemonstrationText, PairText
+from tidemill.envs.text.examples import Encoder
 from tidemill.envs.text.prompts import Item, content_id, renderer
+from tidemill.envs.text.rows import DemonstrationText, PairText
 
 USER = (Message(role="user", content="2+2="),)
 

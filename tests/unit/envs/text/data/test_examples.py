@@ -13,7 +13,7 @@ from tests.unit.envs.text.data.files import FORMATS, write
 from tidemill.config.supervised import DataConfig
 from tidemill.core.errors import UserError
 from tidemill.core.records import Demonstration, PreferencePair, unpack_tokens
-from tidemill.envs.text.data import Examples, load_demonstrations, load_pairs
+from tidemill.envs.text.examples import Examples, load_demonstrations, load_pairs
 
 
 def demonstrations(path: Path | None, *, context: int = 64, **settings: Any) -> Examples[Demonstration]:

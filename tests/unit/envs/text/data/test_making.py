@@ -11,10 +11,9 @@ import pytest
 from tests.char_codec import CharCodec, make_prompt
 from tidemill.core.errors import UserError
 from tidemill.core.records import Message
-from tidemill.envs.text.data.examples import Encoder
-from tidemill.envs.text.data.generated_rows import Judged, demonstration_row, pair_rows
-from tidemill.envs.text.data.schemas import read_demonstrations
+from tidemill.envs.text.examples import Encoder
 from tidemill.envs.text.prompts import Item, renderer
+from tidemill.envs.text.rows import ScoredCompletion, demonstration_row, pair_rows, read_demonstrations
 
 PROMPT = make_prompt("1+1=", "2")
 
@@ -36,9 +35,9 @@ def test_a_row_read_back_is_the_same_prompt_to_the_model(tmp_path: Path, chat_te
     assert made.prompt_ids == prompt.token_ids
 
 
-def samples(*texts: str) -> list[Judged]:
+def samples(*texts: str) -> list[ScoredCompletion]:
     """Right where the text begins with 2; cut where it does not end with a line."""
-    return [Judged(text, text.startswith("2"), text.endswith("\n")) for text in texts]
+    return [ScoredCompletion(text, text.startswith("2"), text.endswith("\n")) for text in texts]
 
 
 def test_every_wrong_text_meets_a_right_one_once() -> None:

@@ -10,7 +10,7 @@ from datasets import Dataset, DatasetDict
 
 from tests.unit.envs.text.data.files import FORMATS, write
 from tidemill.core.errors import UserError
-from tidemill.envs.text.data.rows import Row, detected_format, read_rows
+from tidemill.envs.text.rows import Row, detected_format, read_rows
 
 ROWS = [
     {"prompt": "2+2=", "answer": "4", "level": 1},

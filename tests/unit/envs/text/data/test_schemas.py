@@ -12,8 +12,8 @@ import pytest
 from tests.unit.envs.text.data.files import FORMATS, write
 from tidemill.core.errors import UserError
 from tidemill.core.records import Message
-from tidemill.envs.text.data.schemas import read_demonstrations, read_items, read_pairs
 from tidemill.envs.text.prompts import Question, content_id
+from tidemill.envs.text.rows import read_demonstrations, read_items, read_pairs
 
 USER = {"role": "user", "content": "2+2?"}
 ASSISTANT = {"role": "assistant", "content": "4"}

@@ -12,13 +12,6 @@ from tidemill.config.supervised import DataConfig
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import CompletionCodec
 from tidemill.core.records import Demonstration, PreferencePair, TokenBuffer, count, pack_tokens
-from tidemill.envs.text.data.schemas import (
-    DemonstrationText,
-    PairText,
-    identical_replies,
-    read_demonstrations,
-    read_pairs,
-)
 from tidemill.envs.text.prompts import (
     EpochOrder,
     Question,
@@ -33,6 +26,7 @@ from tidemill.envs.text.prompts import (
     question_key,
     split_by_content,
 )
+from tidemill.envs.text.rows import DemonstrationText, PairText, identical_replies, read_demonstrations, read_pairs
 
 
 class Encoder:

@@ -1,0 +1,431 @@
+"""Reads and writes rows of data files: prompts with answers, demonstrations and preference pairs."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from tidemill.config.supervised import DataFormat
+from tidemill.core.errors import UserError
+from tidemill.core.records import Message, Prompt, Record
+from tidemill.envs.text.prompts import Item, Question
+
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+CURE = "one JSON object per line, as UTF-8"
+
+
+def read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    """(where, value) of every line that is not blank, lines counted from 1.
+
+    Raises:
+        UserError: naming file and line of the first that is not JSON text.
+        OSError: the file cannot be read.
+    """
+    with path.open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            text = (line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line).rstrip(b"\r\n")
+            if text.strip():
+                where = f"{path}, line {number}"
+                yield where, _parsed(text, where)
+
+
+def _parsed(line: bytes, where: str) -> Any:
+    try:
+        value = json.loads(line.decode(), parse_constant=_refuse_constant)
+        json.dumps(value, ensure_ascii=False).encode()  # an escaped half of a character pair cannot be encoded
+    except UnicodeError as error:
+        raise UserError("not valid UTF-8 text", where=where, hint="save the file as UTF-8") from error
+    except (ValueError, RecursionError) as error:
+        fault = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+        raise UserError(f"broken JSON: {fault}", where=where, hint=CURE) from error
+    return value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def import_extra(module: str, *, package: str, needed_by: str, extra: str = "tasks") -> Any:
+    """The module of an optional package, untyped.
+
+    Args:
+        extra: the extra of Tidemill that brings it.
+
+    Raises:
+        UserError: with the command that installs it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(
+            f"{needed_by} needs the package {package} ({error})", hint=f'pip install "tidemill[{extra}]"'
+        ) from error
+
+
+BATCH_ROWS = 1024
+"""Rows decoded at once."""
+
+
+def read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
+    """(where, fields) of every row, counted from 0 as tables do.
+
+    Raises:
+        UserError: pyarrow is not installed, or the file is damaged or something else.
+        OSError: the file cannot be read.
+    """
+    arrow = import_extra("pyarrow", package="pyarrow", needed_by="reading Parquet", extra="data")
+    parquet = import_extra("pyarrow.parquet", package="pyarrow", needed_by="reading Parquet", extra="data")
+    number = 0
+    try:
+        with path.open("rb") as stream, parquet.ParquetFile(stream) as file:
+            for batch in file.iter_batches(batch_size=BATCH_ROWS):
+                for row in batch.to_pylist():
+                    yield f"{path}, row {number} (from 0)", row
+                    number += 1
+    except arrow.ArrowException as error:
+        reason = str(error).strip().split("\n", 1)[0][:200]
+        raise UserError(
+            f"not a Parquet file that can be read: {reason}",
+            where=str(path),
+            hint="write it again, or name its format (jsonl, parquet, datasets)",
+        ) from error
+
+
+STATE = "state.json"
+
+
+def read_saved(path: Path) -> Iterator[tuple[str, Any]]:
+    """(where, fields) of every row of a folder written by `save_to_disk`, counted from 0. Nothing is fetched.
+
+    Raises:
+        UserError: `datasets` is not installed, or the folder is none of its own, holds several splits or is damaged.
+    """
+    if not (path / STATE).is_file():
+        raise _no_data_set(path)
+    datasets = import_extra("datasets", package="datasets", needed_by="reading a saved data set", extra="data")
+    try:
+        # As Arrow tables: its own format would decode images and sounds, which nobody asked for.
+        saved = datasets.load_from_disk(str(path)).with_format("arrow")
+    except Exception as error:  # whatever a damaged file makes of it
+        raise UserError(
+            f"the saved data set cannot be loaded: {type(error).__name__}: {error}",
+            where=str(path),
+            hint="save it again with save_to_disk, at least one row of it",
+        ) from error
+    number = 0
+    for table in saved.iter(batch_size=BATCH_ROWS):
+        for row in table.to_pylist():
+            yield f"{path}, row {number} (from 0)", row
+            number += 1
+
+
+def _no_data_set(path: Path) -> UserError:
+    if not path.is_dir():
+        what = "is a file, not a folder that `datasets` saved"
+        return UserError(what, where=str(path), hint="name its format: jsonl or parquet")
+    if splits := sorted(each.name for each in path.iterdir() if (each / STATE).is_file()):
+        named = " or ".join(str(path / split) for split in splits)
+        return UserError(f"holds several splits: {', '.join(splits)}", where=str(path), hint=f"give one: {named}")
+    files = sorted(each.name for each in path.iterdir() if each.suffix in (".parquet", ".jsonl", ".json"))
+    hint = f"give one of its files, {files[0]}" if files else "give a file, or a folder written by save_to_disk"
+    return UserError("is no folder that `datasets` saved (it has no state.json)", where=str(path), hint=hint)
+
+
+class Row(Record):
+    """One row."""
+
+    fields: dict[str, Any]
+    where: str  # "file, line 3"; of a table "file, row 2 (from 0)"
+
+    def get(self, name: str) -> Any:
+        """A field's value; None where it is absent or empty.
+
+        A table has every column in every row: what a row lacks is null there, or NaN where numbers were missing.
+        """
+        value = self.fields.get(name)
+        return None if isinstance(value, float) and math.isnan(value) else value
+
+
+Rows = Callable[[Path], Iterator[tuple[str, Any]]]
+"""(where, JSON value) of every row; raises UserError naming the place that cannot be read."""
+
+READERS: dict[str, Rows] = {"jsonl": read_json_lines, "parquet": read_parquet, "datasets": read_saved}
+
+
+def read_rows(path: Path, data_format: DataFormat, *, section: str, shape: str) -> Iterator[Row]:
+    """The rows of a file or folder, one at a time.
+
+    Args:
+        section: of the configuration that names the file: "task" or "data".
+        shape: what a row looks like, for the hints.
+
+    Raises:
+        UserError: naming file and place, when it cannot be read, has no rows or something else than rows in it.
+    """
+    if not path.exists():
+        keys = f"check {section}.path and {section}.held_out_path"
+        raise UserError("cannot read the data: No such file or folder", where=str(path), hint=keys)
+    read = READERS[detected_format(path) if data_format == "auto" else data_format]
+    empty = True
+    try:
+        for where, value in read(path):
+            if not isinstance(value, dict):
+                raise UserError(f"expected a JSON object, found {type(value).__name__}", where=where, hint=shape)
+            empty = False
+            yield Row(fields=value, where=where)
+    except OSError as error:
+        what = f"cannot read the data: {error.strerror or error}"
+        raise UserError(what, where=str(path), hint=f"check {section}.path, {section}.held_out_path") from error
+    if empty:
+        raise UserError("there are no rows in it", where=str(path), hint=shape)
+
+
+def detected_format(path: Path) -> DataFormat:
+    """By what the path is; the content has the last word when it is read."""
+    if path.is_dir():
+        return "datasets"
+    return "parquet" if path.suffix.lower() == ".parquet" else "jsonl"
+
+
+PROMPT_SHAPE = (
+    'a row looks like {"prompt": "2+2=", "answer": "4"} or {"messages": [{"role": "user", "content": …}], "answer": …}'
+)
+DEMONSTRATION_SHAPE = (
+    'a row looks like {"prompt": "2+2=", "completion": "4"}, or has "messages" (role and content each) instead of '
+    '"prompt"; messages that end with the assistant\'s need no completion'
+)
+PAIR_SHAPE = (
+    'a row looks like {"prompt": "2+2=", "chosen": "4", "rejected": "5"}, or has "messages" (role and content each) '
+    'instead of "prompt"; "margin" may be added'
+)
+ASSISTANT = "assistant"
+CONTENT_FIELDS = frozenset({"prompt", "messages", "answer"})
+
+
+class DemonstrationText(Question, kw_only=True):
+    """A demonstration before any tokenizer has seen it."""
+
+    completion: str
+
+    @property
+    def replies(self) -> tuple[str, ...]:
+        return (self.completion,)
+
+
+class PairText(Question, kw_only=True):
+    """A preference pair before any tokenizer has seen it. Two rows that differ in the margin only are the same pair."""
+
+    chosen: str
+    rejected: str
+    margin: float = 0.0
+
+    @property
+    def replies(self) -> tuple[str, ...]:
+        return (self.chosen, self.rejected)
+
+
+def read_items(path: Path, data_format: DataFormat = "auto") -> Iterator[Item]:
+    """Prompts with their answers; what else a row holds is metadata.
+
+    Raises:
+        UserError: naming file, row and field of the first fault, and what to do.
+    """
+    for row in read_rows(path, data_format, section="task", shape=PROMPT_SHAPE):
+        yield Item(
+            messages=_messages(row, PROMPT_SHAPE),
+            answer=_answer(row),
+            plain=row.get("prompt") is not None,
+            metadata={name: _metadata(row, name) for name in row.fields if name not in CONTENT_FIELDS},
+            where=row.where,
+        )
+
+
+def read_demonstrations(path: Path, data_format: DataFormat = "auto") -> Iterator[DemonstrationText]:
+    """Prompts with the completion to learn.
+
+    Raises:
+        UserError: as `read_items`.
+    """
+    for row in read_rows(path, data_format, section="data", shape=DEMONSTRATION_SHAPE):
+        messages, completion = _messages(row, DEMONSTRATION_SHAPE), row.get("completion")
+        if completion is None and row.get("prompt") is None and messages[-1].role == ASSISTANT:
+            *asked, last = messages
+            if not asked:
+                _fault("`messages` holds nothing but the assistant's turn", row, DEMONSTRATION_SHAPE)
+            messages, completion = tuple(asked), last.content
+        yield DemonstrationText(
+            messages=messages,
+            completion=_reply(completion, "completion", row, DEMONSTRATION_SHAPE),
+            plain=row.get("prompt") is not None,
+            where=row.where,
+        )
+
+
+def read_pairs(path: Path, data_format: DataFormat = "auto") -> Iterator[PairText]:
+    """Prompts with a better and a worse completion.
+
+    Raises:
+        UserError: as `read_items`; also for two sides that are the same text.
+    """
+    for row in read_rows(path, data_format, section="data", shape=PAIR_SHAPE):
+        pair = PairText(
+            messages=_messages(row, PAIR_SHAPE),
+            chosen=_reply(row.get("chosen"), "chosen", row, PAIR_SHAPE),
+            rejected=_reply(row.get("rejected"), "rejected", row, PAIR_SHAPE),
+            margin=_margin(row),
+            plain=row.get("prompt") is not None,
+            where=row.where,
+        )
+        if pair.chosen == pair.rejected:
+            raise identical_replies(pair)
+        yield pair
+
+
+def identical_replies(pair: PairText) -> UserError:
+    """The fault of a pair that prefers nothing."""
+    return UserError(
+        f"`chosen` and `rejected` are the same, {pair.chosen[:40]!r}",
+        where=pair.where,
+        hint="leave the row out: a pair of equal sides says nothing",
+    )
+
+
+def _messages(row: Row, shape: str) -> tuple[Message, ...]:
+    prompt, messages = row.get("prompt"), row.get("messages")
+    if (prompt is None) == (messages is None):
+        there = ", ".join(f"`{name}`" for name in row.fields if row.get(name) is not None) or "nothing"
+        _fault(f"expected either `prompt` or `messages`, found {there}", row, shape)
+    if prompt is not None:
+        if not isinstance(prompt, str) or not prompt.strip():
+            hint = "; a list of messages goes under `messages`" if isinstance(prompt, list) else ""
+            _fault(f"`prompt` must be a text that is not empty{hint}", row, shape)
+        return (Message(role="user", content=prompt),)
+    if not isinstance(messages, list) or not messages:
+        _fault("`messages` must be a list that is not empty", row, shape)
+    return tuple(_message(message, "messages", row, shape) for message in messages)
+
+
+def _message(message: Any, field: str, row: Row, shape: str) -> Message:
+    # A table gives every message every field that any has, empty where there is none.
+    given = {name: value for name, value in message.items() if value is not None} if isinstance(message, dict) else {}
+    if set(given) != {"role", "content"}:
+        _fault(f"each of `{field}` must have `role` and `content` and nothing else", row, shape)
+    if not all(isinstance(value, str) and value for value in given.values()):
+        _fault(f"`role` and `content` of `{field}` must be texts that are not empty", row, shape)
+    return Message(**given)
+
+
+def _answer(row: Row) -> str:
+    answer = row.get("answer")
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+        _fault('`answer` must be there, a text or a number ("" where no reward needs it)', row, PROMPT_SHAPE)
+    return str(answer)
+
+
+def _reply(value: Any, field: str, row: Row, shape: str) -> str:
+    """A completion: its text, or a list with the assistant's message alone."""
+    if isinstance(value, list):
+        messages = [_message(message, field, row, shape) for message in value]
+        if len(messages) != 1 or messages[0].role != ASSISTANT:
+            _fault(f"`{field}` must be a text, or one message of the role {ASSISTANT}", row, shape)
+        value = messages[0].content
+    if value is None:
+        _fault(f"`{field}` must be there", row, shape)
+    if not isinstance(value, str):
+        _fault(f"`{field}` must be a text, found {type(value).__name__}", row, shape)
+    if not value.strip():
+        _fault(f"`{field}` is empty", row, "leave the row out, or write the completion")
+    return value
+
+
+def _margin(row: Row) -> float:
+    margin = row.get("margin")
+    if margin is None:
+        return 0.0
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin) or margin < 0:
+        _fault(f"`margin` must be a number that is not negative, found {margin!r:.40}", row, PAIR_SHAPE)
+    return float(margin)
+
+
+def _metadata(row: Row, name: str) -> Any:
+    value = row.get(name)
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        found = type(value).__name__
+        _fault(f"`{name}` holds a {found} that JSON cannot write", row, "convert that column to text, or leave it out")
+    return value
+
+
+def _fault(what: str, row: Row, hint: str) -> NoReturn:
+    raise UserError(what, where=row.where, hint=hint)
+
+
+RowFields = dict[str, Any]
+
+
+class ScoredCompletion(NamedTuple):
+    """One completion of a prompt; its place among the prompt's samples names it."""
+
+    text: str
+    right: bool
+    ended: bool  # by the model, not by the token limit
+
+
+def demonstration_row(prompt: Prompt, *, ending: str) -> RowFields:
+    """The prompt with its answer as the completion.
+
+    Args:
+        ending: what ends a completion of this task, a stop string or nothing.
+
+    Raises:
+        UserError: the prompt has no answer.
+    """
+    if not prompt.answer.strip():
+        raise UserError(
+            f"the prompt {prompt.text[:40]!r} has no answer to write out", where="task", hint="take a task with answers"
+        )
+    return {**question_row(prompt), "completion": prompt.answer + ending}
+
+
+def pair_rows(prompt: Prompt, samples: Sequence[ScoredCompletion], *, most: int) -> list[RowFields]:
+    """Up to `most` pairs of one prompt: each different wrong completion once, against the different right ones in turn.
+
+    A right one must have been ended by the model; a wrong one may have been cut. Empty completions prefer nothing.
+    """
+    right = list(_different(samples, right=True))
+    wrong = list(_different(samples, right=False))[:most]
+    if not right:
+        return []
+    return [
+        {
+            **question_row(prompt),
+            "chosen": samples[right[at % len(right)]].text,
+            "rejected": samples[index].text,
+            "chosen_sample": right[at % len(right)],
+            "rejected_sample": index,
+            "prompt_id": prompt.prompt_id,
+        }
+        for at, index in enumerate(wrong)
+    ]
+
+
+def question_row(prompt: Prompt) -> RowFields:
+    """The prompt's own fields: as it is read back, the model sees the same tokens."""
+    if prompt.messages:
+        return {"messages": [{"role": message.role, "content": message.content} for message in prompt.messages]}
+    return {"prompt": prompt.text}
+
+
+def _different(samples: Sequence[ScoredCompletion], *, right: bool) -> Iterator[int]:
+    """Places of the first sample of each text."""
+    seen = set[str]()
+    for index, sample in enumerate(samples):
+        usable = sample.right is right and (sample.ended or not right) and sample.text.strip()
+        if usable and sample.text not in seen:
+            seen.add(sample.text)
+            yield index

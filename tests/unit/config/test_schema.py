@@ -141,9 +141,7 @@ def test_run(fields: dict[str, Any], says: str) -> None:
 
 
 def test_a_silence_that_healthy_workers_keep() -> None:
-    assert "heartbeat_timeout_s = 0.9 ends leases of healthy workers" in messages(
-        FleetConfig, heartbeat_timeout_s=0.9
-    )
+    assert "heartbeat_timeout_s = 0.9 ends leases of healthy workers" in messages(FleetConfig, heartbeat_timeout_s=0.9)
     slow = {"engine": EngineConfig(tick_s=0.6), "fleet": FleetConfig(heartbeat_timeout_s=1.0)}
     assert "fleet.heartbeat_timeout_s = 1 is less than two ticks of engine.tick_s = 0.6" in messages(
         RunSpec, runtime="ray", **slow

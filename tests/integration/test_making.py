@@ -17,8 +17,7 @@ from tidemill.envs.text import build_task
 from tidemill.envs.text.data import load_demonstrations, load_pairs
 from tidemill.models.catalog import resolve
 from tidemill.models.codec import TextCodec, load_codec
-from tidemill.runtime.batch_generation import BatchGenerator, CachedCompletions
-from tidemill.runtime.data_generation import make_pairs
+from tidemill.runtime.batch_generation import BatchGenerator, CachedCompletions, make_pairs
 
 RECIPE = f"@{REPOSITORY / 'recipes' / 'char-addition.toml'}"
 # An untrained model is almost never right: here a completion that begins with a digit is.

@@ -43,13 +43,19 @@ from tidemill.core.records import (
 )
 from tidemill.models.catalog import resolve
 from tidemill.models.snapshots import shell_files
-from tidemill.runtime.cluster.connection import KeptCluster, connect, start_keeper
+from tidemill.runtime.cluster.connection import KeptCluster, NodeWatch, connect, start_keeper
 from tidemill.runtime.cluster.keeper import Keep, LocalNode
-from tidemill.runtime.cluster.nodes import NodeWatch, RayProvider
-from tidemill.runtime.cluster.ray_calls import Remote, trainer_lost
-from tidemill.runtime.cluster.ray_trainer import RayCheckpoints, RayPublisher, RayTrainer, TrainerActor
-from tidemill.runtime.cluster.ray_worker import RayHost, RayWorker
-from tidemill.runtime.cluster.wire import Started, TrainerPlan, WorkerPlan, encode
+from tidemill.runtime.cluster.ray_backend import RayProvider
+from tidemill.runtime.cluster.ray_calls import Remote, encode, trainer_lost
+from tidemill.runtime.cluster.ray_trainer import (
+    RayCheckpoints,
+    RayPublisher,
+    RayTrainer,
+    Started,
+    TrainerActor,
+    TrainerPlan,
+)
+from tidemill.runtime.cluster.ray_worker import RayHost, RayWorker, WorkerPlan
 
 pytestmark = pytest.mark.xdist_group("ray")
 
@@ -84,7 +90,7 @@ def cluster() -> Iterator[KeptCluster]:
 
 def _trainer_process() -> tuple[Any, Remote]:
     handle = ray.remote(TrainerActor).options(num_cpus=0.5, label_selector=RESERVED).remote()
-    return handle, Remote(handle, gone=trainer_lost)
+    return handle, Remote(handle, lost=trainer_lost)
 
 
 def _trainer_plan(checkpoints: Path, spec: RunSpec = SPEC) -> bytes:
@@ -151,7 +157,7 @@ class Workplace:
             preemptible=selector,
             reserved=RESERVED,
             start_s=start_s,
-            tells_drains=True,
+            notify_drains=True,
         )
         self.hosts.append(host)
         return host
@@ -388,7 +394,7 @@ async def test_trainer_errors_reach_the_user_with_a_hint(cluster: KeptCluster, t
     assert str(tmp_path / "nothing") in str(fault.value)
 
     started = await remote.call("start", _trainer_plan(tmp_path), kind=Started, timeout_s=60)
-    trainer = RayTrainer(remote, started)
+    trainer = RayTrainer(remote, started.version)
     checkpoints = RayCheckpoints(remote, trainer, warn=pytest.fail)
     assert await checkpoints.restore_latest() == 0
     await checkpoints.save(0, score=None)

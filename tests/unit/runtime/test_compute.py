@@ -144,7 +144,7 @@ async def test_what_is_put_off_waits_until_nothing_else_is_asked_for() -> None:
         go_on.wait(10.0)
         done.append(word)
 
-    calls = [asyncio.create_task(thread.leftover.run(lambda: note("left over")))]
+    calls = [asyncio.create_task(thread.low_priority.run(lambda: note("left over")))]
     calls += [asyncio.create_task(thread.run(partial(note, word))) for word in ("first", "second")]
     await asyncio.sleep(0)  # all three are asked for
     go_on.set()
@@ -155,10 +155,10 @@ async def test_what_is_put_off_waits_until_nothing_else_is_asked_for() -> None:
 
 async def test_what_is_still_put_off_at_the_end_is_cancelled() -> None:
     thread = ComputeThread("ending")
-    put_off = asyncio.create_task(thread.leftover.run(lambda: 1))
+    put_off = asyncio.create_task(thread.low_priority.run(lambda: 1))
     await asyncio.sleep(0)
     await thread.close(5.0)
     with pytest.raises(asyncio.CancelledError):
         await put_off
     with pytest.raises(RuntimeError, match="ending is closed"):
-        await thread.leftover.run(lambda: 2)
+        await thread.low_priority.run(lambda: 2)

@@ -55,7 +55,7 @@ def test_one_that_comes_from_a_reward_model_begins_as_all_of_it(tmp_path: Path) 
     critic = build_critic(made, progress=told.append)
     assert isinstance(critic, ModelCritic)
     assert torch.equal(critic.head.weight, judging.weight)
-    assert f"the whole reward model {tmp_path}" in told[-1]
+    assert f"the reward model {tmp_path}" in told[-1]
     assert {id(p) for p in critic.head.parameters()} < {id(p) for p in critic.optimizer.param_groups[-1]["params"]}
 
     save_head(tmp_path, judging, kind="value_model", pooling="every_token", vocabulary_digest="")

@@ -14,7 +14,7 @@ from tests.fabricated_forecast import make_forecast
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.runtime.backend import RuntimeBackend
-from tidemill.runtime.train import Foretell, train
+from tidemill.runtime.train import ForecastRun, train
 from tidemill.telemetry.manifest import Forecast, read_forecast
 
 
@@ -22,12 +22,12 @@ def nothing_to_run_on(*_: Any) -> AbstractAsyncContextManager[RuntimeBackend]:
     raise UserError("no machine today")
 
 
-def begin(directory: Path, foretell: Foretell) -> str:
+def begin(directory: Path, foretell: ForecastRun) -> str:
     """Begin a run that comes to nothing; what was told."""
     spec = RunSpec.model_validate({"model": {"source": "char"}, "run": {"dir": str(directory)}})
     stream = io.StringIO()
     with pytest.raises(UserError, match="no machine today"):
-        train(spec, telemetry_stream=stream, open_backend=nothing_to_run_on, foretell=foretell)
+        train(spec, telemetry_stream=stream, open_backend=nothing_to_run_on, forecast_run=foretell)
     return stream.getvalue()
 
 

@@ -34,8 +34,8 @@ from tidemill.models.lora import learned_parameters
 from tidemill.rollout.worker import EngineWorker
 from tidemill.runtime.backend import ModelPublisher, probe_sequence
 from tidemill.runtime.compute import ComputeThread
-from tidemill.runtime.local import NOTHING_YET, InProcessHost
-from tidemill.runtime.model_bundle import ModelBundle, load_model_bundle
+from tidemill.runtime.local import InProcessHost
+from tidemill.runtime.model_bundle import NO_VERSION, ModelBundle, load_model_bundle
 from tidemill.weights.snapshot import MemoryTransport
 from tidemill.weights.store import WeightStore
 
@@ -65,7 +65,7 @@ class Stage:
         self.host = InProcessHost(
             parts, store, compute=compute, weights_compute=weights_compute, clock=clock, prompt_tokens=9
         )
-        engine = parts.engine(NOTHING_YET, prompt_tokens=9)
+        engine = parts.engine(NO_VERSION, prompt_tokens=9)
         self.local = EngineWorker(engine, compute, clock=clock, tick_s=0.01)
 
     def learn(self) -> None:

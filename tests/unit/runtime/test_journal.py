@@ -14,7 +14,7 @@ import pytest
 from tests.doubles.journal import MemoryJournal, PowerCut
 from tidemill.core.errors import DeadlineError, UserError
 from tidemill.core.protocols import Journal
-from tidemill.runtime.journal import SqliteJournal
+from tidemill.runtime.journal import FORMAT, SqliteJournal
 
 Reopen: TypeAlias = Callable[[], Awaitable[Journal]]
 
@@ -244,14 +244,22 @@ async def test_the_cure_works(path: Path) -> None:
     await journal.close()
 
 
-async def test_a_journal_of_a_newer_version_is_left_alone(path: Path) -> None:
+@pytest.mark.parametrize("written", [FORMAT - 1, FORMAT + 1])
+async def test_a_journal_of_another_format_is_refused_and_left_alone(path: Path, written: int) -> None:
     await filled(path)
     with sqlite3.connect(path) as connection:
-        connection.execute("PRAGMA user_version = 99")
+        connection.execute(f"PRAGMA user_version = {written}")
     connection.close()
 
-    with pytest.raises(UserError, match="newer version of Tidemill \\(format 99"):
+    with pytest.raises(UserError) as error:
         await SqliteJournal.open(path)
+
+    assert f"format {written}" in error.value.what and f"format {FORMAT}" in error.value.what
+    assert error.value.where == str(path)
+    assert "version that wrote it" in error.value.hint and "new run directory" in error.value.hint
+    with sqlite3.connect(path) as connection:
+        assert connection.execute("PRAGMA user_version").fetchone() == (written,)
+    connection.close()
 
 
 async def test_a_missing_folder_is_named(tmp_path: Path) -> None:

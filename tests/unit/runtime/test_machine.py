@@ -9,11 +9,16 @@ import torch
 
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
-from tidemill.runtime.compute import check_devices, require_reserved_gpus
+from tidemill.runtime.cluster.ray_calls import require_reserved_gpus
+from tidemill.runtime.train import runtime_of
 
 
 def _spec(**sections: Any) -> RunSpec:
     return RunSpec.model_validate({"runtime": "ray", **sections})
+
+
+def check_devices(spec: RunSpec) -> None:
+    runtime_of(spec).check_devices(spec)
 
 
 def _present(monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
@@ -38,7 +43,7 @@ def test_more_gpus_than_the_machine_has_are_refused(
     monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], asked: int, key: str
 ) -> None:
     _present(monkeypatch, asked - 1)
-    with pytest.raises(UserError, match=f"{asked} GPUs? (is|are) reserved, and this machine has {asked - 1}") as caught:
+    with pytest.raises(UserError, match=f"needs {asked} GPUs?, and this machine has {asked - 1}") as caught:
         check_devices(_spec(**sections))
     assert caught.value.where == key
     _present(monkeypatch, asked)
@@ -52,14 +57,14 @@ def test_nothing_is_known_of_the_nodes_of_another_cluster(monkeypatch: pytest.Mo
 
 def test_a_gpu_for_a_run_in_one_process_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     _present(monkeypatch, 0)
-    with pytest.raises(UserError, match="no GPU that torch can use"):
+    with pytest.raises(UserError, match="torch finds no GPU"):
         check_devices(RunSpec.model_validate({"trainer": {"device": "cuda"}}))
 
 
 def test_a_process_with_reserved_gpus_does_not_compute_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     _present(monkeypatch, 0)
     require_reserved_gpus(0.0, "ray.trainer_gpus")
-    with pytest.raises(UserError, match="torch can use no GPU"):
+    with pytest.raises(UserError, match="torch cannot use the GPU"):
         require_reserved_gpus(1.0, "ray.trainer_gpus")
     _present(monkeypatch, 1)
     require_reserved_gpus(1.0, "ray.trainer_gpus")

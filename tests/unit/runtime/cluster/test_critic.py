@@ -13,8 +13,8 @@ from ray.exceptions import ActorDiedError, GetTimeoutError
 
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import TidemillError, TrainerLost, UserError
-from tidemill.runtime.cluster.ray_critic import CriticActor, RayCritic
-from tidemill.runtime.cluster.wire import CriticPlan, encode, read_answer
+from tidemill.runtime.cluster.ray_calls import encode, read_answer
+from tidemill.runtime.cluster.ray_critic import CriticActor, CriticPlan, RayCritic
 
 PPO = {"model": {"source": "char", "char": {"hidden_size": 16, "layers": 1, "heads": 2}}, "algorithm": {"name": "ppo"}}
 
@@ -57,7 +57,7 @@ def test_what_it_wrote_is_read_back_and_leaves_no_trace_of_the_start(critic: Ray
 
 
 def test_a_machine_that_sees_no_run_directory_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
-    plan = CriticPlan(spec="", threads=1, seen=str(tmp_path / "nowhere" / "seen"))
+    plan = CriticPlan(spec="", threads=1, probe_file=str(tmp_path / "nowhere" / "seen"))
     with pytest.raises(UserError, match="does not see the run directory") as caught:
         read_answer(CriticActor().start(encode(plan)), str)
     assert caught.value.where == "placement.critic"
@@ -67,15 +67,15 @@ def test_a_checkpoint_that_was_written_elsewhere_is_not_taken_for_one(
     critic: RayCritic, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     elsewhere: Callable[..., Any] = lambda *_, **__: lambda: ["model.safetensors"]  # noqa: E731
-    monkeypatch.setattr(critic, "_ask", elsewhere)
-    with pytest.raises(TidemillError, match=r"wrote model\.safetensors, and the trainer does not see it"):
+    monkeypatch.setattr(critic, "_call", elsewhere)
+    with pytest.raises(TidemillError, match=r"wrote model\.safetensors, but the trainer does not see it"):
         critic.write_state(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (GetTimeoutError("late"), r"the critic died: it has not answered `step` for 7200 s\n  look at its machine"),
+        (GetTimeoutError("late"), r"the critic died: no answer to `step` within 7200 s\n  check its machine"),
         (ActorDiedError(), r"the critic died: its process was killed"),
     ],
 )

@@ -6,8 +6,7 @@ from typing import Any
 
 from tidemill.config.pool import RayConfig
 from tidemill.config.schema import RunSpec
-from tidemill.runtime.cluster.connection import local_nodes, reserved_selector, selector_of
-from tidemill.runtime.cluster.nodes import NodeView
+from tidemill.runtime.cluster.connection import NodeView, local_nodes, reserved_selector, selector_of
 
 
 def _spec(**sections: Any) -> RunSpec:
@@ -15,7 +14,7 @@ def _spec(**sections: Any) -> RunSpec:
 
 
 def _node(labels: dict[str, str], **free: float) -> NodeView:
-    return NodeView(node_id="n", name="n", labels=labels, total=free, free=free)
+    return NodeView(node_id="n", name="n", labels=labels, free=free)
 
 
 def test_no_workers_need_no_node_of_their_own() -> None:

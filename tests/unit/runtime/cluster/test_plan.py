@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tidemill.config.schema import RunSpec
-from tidemill.runtime.cluster.wire import spec_to_send
+from tidemill.runtime.cluster.ray_calls import spec_to_send
 
 
 def test_folders_are_sent_as_found_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,9 @@ from tidemill.config.pool import RayConfig, RayPool
 from tidemill.core.protocols import LoopClock
 from tidemill.core.records import LeaseEnded, LeaseEvent, LeaseGranted, LeaseNoticed
 from tidemill.pool.provider import BackOff
-from tidemill.runtime.cluster import nodes as module
-from tidemill.runtime.cluster.nodes import NodeView, NodeWatch, RayProvider
+from tidemill.runtime.cluster import ray_backend as module
+from tidemill.runtime.cluster.connection import NodeView, NodeWatch
+from tidemill.runtime.cluster.ray_backend import RayProvider
 
 UNIX_S = 1_000_000.0
 
@@ -30,9 +31,7 @@ class FakeNodes:
     def put(self, name: str, cpus: float, drains_unix_s: float | None = None, **labels: str) -> None:
         free = {"CPU": cpus}
         labels = labels or {"market": "spot"}
-        self.nodes[name] = NodeView(
-            node_id=name, name=name, labels=labels, total=free, free=free, drains_unix_s=drains_unix_s
-        )
+        self.nodes[name] = NodeView(node_id=name, name=name, labels=labels, free=free, drains_unix_s=drains_unix_s)
 
     def fitting(self, selector: Mapping[str, str]) -> list[NodeView]:
         return [node for node in self.nodes.values() if node.fits(selector)]

@@ -16,9 +16,9 @@ from tidemill.core.errors import TidemillError, UserError
 from tidemill.core.records import Growth, Read, count
 from tidemill.models.codec import load_codec
 from tidemill.models.reward_model import load_reward_model, reward_head, save_head
-from tidemill.runtime.cluster.ray_reader import ReaderActor
+from tidemill.runtime.cluster.ray_calls import encode, read_answer
+from tidemill.runtime.cluster.ray_reader import ReaderActor, ReaderPlan
 from tidemill.runtime.cluster.ray_trainer import TrainerActor
-from tidemill.runtime.cluster.wire import ReaderPlan, encode, read_answer
 from tidemill.trainer.scoring import reward_scores
 
 PROMPT, IDS = 5, tokens(21)
@@ -73,5 +73,5 @@ async def test_faults_come_in_words(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no reward model"):
         await started(plan(folder, str(save_folder(llama(), tmp_path / "plain"))))
     for actor in (ReaderActor(), TrainerActor()):
-        with pytest.raises(TidemillError, match="this actor reads nothing"):
+        with pytest.raises(TidemillError, match="this actor has no reader"):
             read_answer(await actor.read(encode(named(0)), IDS, PROMPT), Read)

@@ -18,7 +18,7 @@ from tidemill.runtime.cluster.ray_calls import describe_ray_error
 # As Ray 2.60 words them.
 KILLED = "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: ..."
 NODE = "The actor died because its node has died. Node Id: 12\n\tthe actor's node was terminated unexpectedly: ..."
-UNAVAILABLE = "there is no connection to its process; its node spot-2 may be gone"
+UNAVAILABLE = "its process cannot be reached; its node spot-2 may be gone"
 ENDED = "The actor is dead because it was killed by `ray.kill`."
 
 
@@ -33,8 +33,8 @@ def _died(message: str) -> ActorDiedError:
         (_died(NODE), "its node spot-2 died"),
         (_died(ENDED), "it was ended"),
         (ActorUnavailableError("cut", b"\0" * 16), UNAVAILABLE),
-        (ActorUnschedulableError("no"), "no node has what it asks for"),
-        (OutOfMemoryError("many bytes"), "its node ran out of memory and Ray ended it"),
+        (ActorUnschedulableError("no"), "no node has the resources it requests"),
+        (OutOfMemoryError("many bytes"), "its node ran out of memory and Ray killed it"),
         (GetTimeoutError("late\nvery"), "GetTimeoutError: late"),
     ],
 )  # fmt: skip

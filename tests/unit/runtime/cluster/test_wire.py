@@ -8,7 +8,7 @@ import pytest
 
 from tidemill.core.errors import TidemillError, TrainerLost, UserError, WeightsError, WorkerLost
 from tidemill.core.records import PolicyVersion
-from tidemill.runtime.cluster.wire import RemoteError, answered, answering, read_answer
+from tidemill.runtime.cluster.ray_calls import RemoteError, answering, read_answer
 
 
 async def _through(outcome: object, kind: Any = None) -> Any:
@@ -69,7 +69,7 @@ async def test_a_traceback_survives_a_second_crossing() -> None:
 
 
 def test_a_plain_method_answers_alike() -> None:
-    @answered
+    @answering
     def half(number: int) -> int:
         if number % 2:
             raise UserError("odd", where="number", hint="give an even one")

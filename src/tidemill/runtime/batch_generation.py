@@ -18,14 +18,23 @@ import msgspec
 
 from tidemill.config.schema import RunSpec
 from tidemill.controller.collector import RolloutContext, collect_samples
-from tidemill.controller.evaluation import HELD_OUT_NAME, Evaluation, correct, evaluate, judged, right_or_wrong
+from tidemill.controller.evaluation import HELD_OUT_NAME, Evaluation, correct, eval_result, evaluate, right_or_wrong
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.in_flight import InFlight, SamplingPlan, plan_groups
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.loop import sampling_params
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import LoopClock
-from tidemill.core.records import Group, PolicyVersion, Prompt, Record, SamplingParams, Trajectory, unpack_tokens
+from tidemill.core.records import (
+    Group,
+    PolicyVersion,
+    Prompt,
+    Record,
+    SamplingParams,
+    Trajectory,
+    decode_json,
+    unpack_tokens,
+)
 from tidemill.envs.text.build_task import build_task
 from tidemill.envs.text.data.generated_rows import Judged, demonstration_row, pair_rows
 from tidemill.envs.text.text_task import Task
@@ -38,7 +47,7 @@ from tidemill.runtime.compute import ComputeThread
 from tidemill.runtime.model_bundle import ModelBundle, load_model_bundle
 from tidemill.telemetry.jsonl import JsonlWriter, write_atomically
 from tidemill.telemetry.manifest import versions
-from tidemill.telemetry.progress_views import NullTelemetry
+from tidemill.telemetry.recorder import NullTelemetry
 
 Progress = Callable[[str], None]
 
@@ -140,7 +149,9 @@ class BatchGenerator:
                 self.cache.add(completions)
             samples += completions.samples
             duration_s += completions.duration_s
-        return Evaluation(result=judged(HELD_OUT_NAME, 0, self.version, samples, duration_s), samples=tuple(samples))
+        return Evaluation(
+            result=eval_result(HELD_OUT_NAME, 0, self.version, samples, duration_s), samples=tuple(samples)
+        )
 
     async def draw(
         self,

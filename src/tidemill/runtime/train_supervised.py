@@ -110,7 +110,7 @@ def _train(
         expect=recorder.expect,
         warn=recorder.note,
     )
-    return TRAINERS[kind](spec, train=examples.train, held_out=examples.held_out, bench=context)
+    return fit(spec, OBJECTIVES[kind](spec, context), train=examples.train, held_out=examples.held_out, context=context)
 
 
 def _merged_model(checkpoint: Path, run: RunDirectory, progress: Callable[[str], None]) -> Path:

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mappi
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import msgspec
 import ray
@@ -278,21 +278,24 @@ def resources_text(resources: Mapping[str, float], selector: Mapping[str, str]) 
     return labels, " and ".join(f"{amount:g} free {kind}" for kind, amount in resources.items() if amount)
 
 
+class ActorResources(NamedTuple):
+    cpus: float
+    gpus: float
+    key: str  # `key`_cpus and `key`_gpus are their configuration keys
+
+
 @asynccontextmanager
-async def placed(
-    actor: type, *, cpus: float, gpus: float, selector: Mapping[str, str], role: str, keys: tuple[str, str]
-) -> AsyncIterator[Any]:
+async def placed(actor: type, role: str, resources: ActorResources, selector: Mapping[str, str]) -> AsyncIterator[Any]:
     """Start an actor in a placement group, and yield its handle; both end with the block.
 
     Args:
-        selector: labels of the nodes it may run on.
         role: for messages.
-        keys: the configuration keys of its CPUs and GPUs.
+        selector: labels of the nodes it may run on.
 
     Raises:
         UserError: no node has the free resources.
     """
-    need = {"CPU": cpus, "GPU": gpus}
+    need = {"CPU": resources.cpus, "GPU": resources.gpus}
     bundle = {kind: amount for kind, amount in need.items() if amount} or {"CPU": 0.001}
     group = placement_group([bundle], strategy="PACK", bundle_label_selector=[dict(selector)])
     try:
@@ -301,8 +304,8 @@ async def placed(
             labels, wanted = resources_text(bundle, selector)
             raise UserError(
                 f"no node with label {labels} has {wanted} for the {role}",
-                where=keys[0].partition(".")[0],
-                hint=f"lower {' or '.join(keys)}, change ray.reserved_selector, or add a node",
+                where=resources.key.partition(".")[0],
+                hint=f"lower {resources.key}_cpus or {resources.key}_gpus, change ray.reserved_selector, or add a node",
             )
         options = {"num_cpus": bundle.get("CPU", 0), "num_gpus": bundle.get("GPU", 0), "max_restarts": 0}
         where = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=0)

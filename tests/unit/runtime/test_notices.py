@@ -1,4 +1,4 @@
-"""Notices over real HTTP from a stand-in on loopback, and as a real SIGTERM."""
+"""Termination notices over real HTTP from a fake metadata service on loopback."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def fetching() -> AsyncIterator[HttpFetch]:
 
 
 @pytest.mark.parametrize("name", CLOUDS)
-async def test_a_cloud_is_detected_and_its_notice_heard(name: str) -> None:
+async def test_a_cloud_is_detected_and_its_notice_received(name: str) -> None:
     answer, seconds_left = GOING[name]
     async with serving(MetadataService(answer)) as service, fetching() as fetch:
         cloud = await detect(fetch, dict.fromkeys(CLOUDS, at(service)))
@@ -72,7 +72,7 @@ async def test_a_cloud_is_detected_and_its_notice_heard(name: str) -> None:
     ],
     ids=["garbage", "torn", "not gzip", "too long", "hangs up", "500", "redirect", "portal", "slow"],
 )
-async def test_an_ill_service_is_no_cloud_and_no_notice_and_the_watch_goes_on(ill: MetadataService) -> None:
+async def test_a_faulty_service_gives_no_notice_and_the_watch_continues(ill: MetadataService) -> None:
     async with serving(replace(ill, asked=[])) as service, fetching() as fetch:
         assert await detect(fetch, dict.fromkeys(CLOUDS, at(service)), timeout_s=0.2) is None
         looking = asyncio.create_task(
@@ -86,7 +86,7 @@ async def test_an_ill_service_is_no_cloud_and_no_notice_and_the_watch_goes_on(il
             assert (await looking).seconds_left > 29
 
 
-async def test_nobody_there_is_no_notice() -> None:
+async def test_an_unreachable_service_gives_no_notice() -> None:
     async with serving(MetadataService()) as service, fetching() as fetch:
         pass  # the port is free again
     async with fetching() as fetch:
@@ -95,7 +95,7 @@ async def test_nobody_there_is_no_notice() -> None:
         assert await detect(fetch, dict.fromkeys(CLOUDS, at(service))) is None
 
 
-async def test_a_proxy_of_the_environment_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_proxies_of_the_environment_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(MetadataService(google("FALSE"))) as service, serving(MetadataService()) as proxy:
         for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
             monkeypatch.setenv(name, proxy.base)

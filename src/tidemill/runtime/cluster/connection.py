@@ -187,7 +187,7 @@ class KeptCluster:
                 self.process.stdout.close()
             if self.process.returncode:  # killed before it could clean up
                 with suppress(ProcessLookupError):
-                    os.killpg(self.process.pid, signal.SIGKILL)  # the keeper leads a session of its own
+                    os.killpg(self.process.pid, signal.SIGKILL)  # the keeper leads its own session
                 shutil.rmtree(self.folder, ignore_errors=True)
 
 

@@ -326,8 +326,6 @@ class RayHost:
                         self._workers.pop(worker, None)  # it is gone already
 
 
-MAX_ANSWER_BYTES = 65536
-"""Far more than a metadata service sends."""
 DETECTIONS = 3
 DETECT_AGAIN_S = 20.0
 """The metadata service of a machine that just started may not answer yet."""
@@ -341,19 +339,12 @@ class HttpFetch:
         self._client = httpx2.AsyncClient(trust_env=False, follow_redirects=False, verify=False)
 
     async def __call__(self, method: str, url: str, headers: Mapping[str, str], timeout_s: float) -> tuple[int, bytes]:
-        body = b""
         try:
-            async with (
-                asyncio.timeout(timeout_s),
-                self._client.stream(method, url, headers=dict(headers), timeout=timeout_s) as response,
-            ):
-                async for part in response.aiter_bytes():
-                    body += part
-                    if len(body) > MAX_ANSWER_BYTES:
-                        raise OSError(f"{url}: the answer is longer than {MAX_ANSWER_BYTES} bytes")
+            async with asyncio.timeout(timeout_s):
+                response = await self._client.request(method, url, headers=dict(headers), timeout=timeout_s)
         except httpx2.HTTPError as error:
             raise OSError(f"{url}: {error!r}") from error
-        return response.status_code, body
+        return response.status_code, response.content
 
     async def close(self) -> None:
         await self._client.aclose()

@@ -178,8 +178,8 @@ def trainer_lost(cause: str, hint: str, *, role: str = "trainer") -> TrainerLost
 
 
 def lost_message(role: str, cause: str, hint: str) -> str:
-    advice = f"\n  {hint}" if hint else ""
-    return f"the {role} died: {cause}{advice}\n  {RESUME_HINT}"
+    advice = f"{hint}; then {RESUME_HINT}" if hint else RESUME_HINT
+    return f"the {role} died: {cause}\n  {advice}"
 
 
 class Remote:
@@ -257,7 +257,7 @@ def describe_ray_error(error: RayError, node: str) -> tuple[str, str]:
     if getattr(error, "preempted", False):
         return f"{its_node} was taken away, as announced", ""
     if "node has died" in text or "node was terminated" in text or "node is dead" in text:
-        return f"{its_node} died", "no action is needed if its provider took it; otherwise check that machine"
+        return f"{its_node} died", "check that machine, unless its provider took it away"
     if "killed by `ray.kill`" in text:
         return "it was ended", ""
     if isinstance(error, ActorDiedError) and error.actor_init_failed:

@@ -246,7 +246,7 @@ class RayHost:
 
         deadline_s = asyncio.get_running_loop().time() + self._start_s
         create = partial(self._create_actor, lease, selector)  # blocks if the cluster's head is gone
-        handle = await blocking(create, awaited="a worker's process to be requested", timeout_s=self._start_s)
+        handle = await blocking(create, awaited="Ray to create a worker's process", timeout_s=self._start_s)
         remote = Remote(handle, lost=worker_lost, node_name=node_name)
         worker = RayWorker(remote, owned=True)
         try:

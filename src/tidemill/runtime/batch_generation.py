@@ -7,12 +7,11 @@ import hashlib
 import json
 import math
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from dataclasses import dataclass
 from itertools import count as counting
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
@@ -61,15 +60,19 @@ class CachedCompletions(Record):
 
 
 class CompletionCache:
-    """Completions stored in a file, or nothing without a path. A context manager that closes the file.
+    """Completions stored in a file, or nothing without a path.
 
     Raises:
-        UserError: the file cannot be read or written.
+        UserError: the file cannot be opened.
     """
 
     def __init__(self, path: Path | None) -> None:
         self._writer = JsonlWriter(path) if path else None  # cuts a torn last line
-        self._known = {cached.key: cached for cached in _read_cache(path)} if path else {}
+        self._known: dict[str, CachedCompletions] = {}
+        for line in path.read_bytes().splitlines() if path else ():
+            with suppress(msgspec.DecodeError):  # the prompts of an unreadable line are generated again
+                cached = decode_json(line, CachedCompletions)
+                self._known[cached.key] = cached
 
     def find(self, key: str) -> CachedCompletions | None:
         return self._known.get(key)
@@ -83,27 +86,9 @@ class CompletionCache:
         if self._writer:
             self._writer.write(completions)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         if self._writer:
             self._writer.close()
-
-
-def _read_cache(path: Path) -> Iterable[CachedCompletions]:
-    """Skip unreadable lines: their prompts are generated again."""
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise UserError(f"cannot be read: {error}", where=str(path), hint="delete it") from error
-    for line in lines:
-        try:
-            yield decode_json(line, CachedCompletions)
-        except msgspec.DecodeError:
-            continue
 
 
 def _cache_key(settings: Sequence[object], prompts: Iterable[Prompt]) -> str:
@@ -221,7 +206,7 @@ async def batch_generator(
     spec, clock, telemetry = bundle.spec, LoopClock(), NullTelemetry(progress)
     version = PolicyVersion(number=0, digest=weights_digest(bundle.model))
     async with AsyncExitStack() as stack:
-        cache = stack.enter_context(CompletionCache(cache_file))
+        cache = stack.enter_context(closing(CompletionCache(cache_file)))
         compute = ComputeThread()
         stack.push_async_callback(compute.close)
         engine = bundle.engine(version, prompt_tokens=task.longest_prompt_tokens)

@@ -180,7 +180,7 @@ def _sqlite_errors(path: Path) -> Iterator[None]:
         raise UserError(what, where=str(path), hint=hint) from error
 
 
-_RESUME = "rerun the same command to resume"
+_RESUME = "run the same command again to resume"
 _ERRORS = {
     sqlite3.SQLITE_FULL: ("the disk is full; the ledger cannot be written", f"free some space and {_RESUME}"),
     sqlite3.SQLITE_IOERR: ("the ledger cannot be written (I/O error)", f"check the disk and its quota, then {_RESUME}"),

@@ -1,4 +1,4 @@
-"""What a run asks of the machine it starts on."""
+"""The GPUs that a run needs are checked before it starts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WORKERS = {"pool": {"kind": "static", "workers": 2}}
     ("sections", "asked", "key"),
     [
         ({"ray": {"trainer_gpus": 1}}, 1, "ray.trainer_gpus"),
-        ({"ray": {"trainer_gpus": 0.5}}, 1, "ray.trainer_gpus"),  # a node has whole ones
+        ({"ray": {"trainer_gpus": 0.5}}, 1, "ray.trainer_gpus"),  # Ray takes whole numbers only
         (WORKERS | {"ray": {"worker_gpus": 1}}, 2, "ray.worker_gpus"),
         (WORKERS | {"ray": {"worker_gpus": 1, "trainer_gpus": 2}}, 4, "ray.trainer_gpus, ray.worker_gpus"),
         ({"placement": {"reference": "actor", "actor_gpus": 1}}, 1, "placement.actor_gpus"),
@@ -50,12 +50,12 @@ def test_more_gpus_than_the_machine_has_are_refused(
     check_devices(_spec(**sections))
 
 
-def test_nothing_is_known_of_the_nodes_of_another_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpus_of_an_existing_cluster_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     _present(monkeypatch, 0)
     check_devices(_spec(ray={"trainer_gpus": 8, "address": "10.0.0.1:6379"}))
 
 
-def test_a_gpu_for_a_run_in_one_process_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_in_one_process_is_refused_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     _present(monkeypatch, 0)
     with pytest.raises(UserError, match="torch finds no GPU"):
         check_devices(RunSpec.model_validate({"trainer": {"device": "cuda"}}))

@@ -187,7 +187,7 @@ class KeptCluster:
                 self.process.stdout.close()
             if self.process.returncode:  # killed before it could clean up
                 with suppress(ProcessLookupError):
-                    os.killpg(self.process.pid, signal.SIGKILL)  # the keeper leads a session of its own
+                    os.killpg(self.process.pid, signal.SIGKILL)  # the keeper leads its own session
                 shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -365,8 +365,8 @@ class NodeWatch:
 
 def cluster_lost(silent_s: float) -> ClusterLost:
     return ClusterLost(
-        f"the Ray cluster has not answered for {silent_s:.0f} s\n  its head (the process `gcs_server`) died, or its "
-        f"machine cannot be reached: check that it is up and has free memory\n  {RESUME_HINT}"
+        f"the Ray cluster has not answered for {silent_s:.0f} s: its head (the process `gcs_server`) died or cannot be "
+        f"reached\n  check that its machine is up and has free memory; then {RESUME_HINT}"
     )
 
 

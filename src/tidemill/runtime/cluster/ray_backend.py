@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from ray.autoscaler.sdk import request_resources
@@ -42,7 +41,15 @@ from tidemill.runtime.cluster.connection import (
     reserved_selector,
     selector_of,
 )
-from tidemill.runtime.cluster.ray_calls import Remote, blocking, encode, placed, spec_to_send, trainer_lost
+from tidemill.runtime.cluster.ray_calls import (
+    ActorResources,
+    Remote,
+    blocking,
+    encode,
+    placed,
+    spec_to_send,
+    trainer_lost,
+)
 from tidemill.runtime.cluster.ray_critic import CriticActor
 from tidemill.runtime.cluster.ray_reader import RayReader, ReaderProcess
 from tidemill.runtime.cluster.ray_trainer import (
@@ -84,7 +91,12 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
         nodes = await stack.enter_async_context(connected(spec, model_bytes=model_bytes, log=recorder.note))
         preemptible = selector_of(spec.pool)
         reserved = reserved_selector(spec.ray, preemptible)
-        handle, critic = await stack.enter_async_context(_training_actors(spec, reserved))
+        resources = ActorResources(spec.ray.trainer_cpus, spec.ray.trainer_gpus, "ray.trainer")
+        handle = await stack.enter_async_context(placed(TrainerActor, "trainer", resources, reserved))
+        critic = None
+        if spec.algorithm.needs_critic and spec.placement.critic == "actor":
+            resources = ActorResources(spec.placement.actor_cpus, spec.placement.actor_gpus, "placement.actor")
+            critic = await stack.enter_async_context(placed(CriticActor, "critic", resources, reserved))
         remote = Remote(handle, lost=trainer_lost)
         plan = TrainerPlan(
             spec=spec_to_send(spec, folder),
@@ -172,36 +184,6 @@ def _check(spec: RunSpec) -> None:
 
 
 RAY = Runtime(check=_check, check_devices=_check_devices, open=on_ray)
-
-
-@asynccontextmanager
-async def _training_actors(spec: RunSpec, selector: dict[str, str]) -> AsyncIterator[tuple[Any, Any]]:
-    """Handles of the trainer and of the critic; the latter is None unless it has an actor."""
-    config, placement = spec.ray, spec.placement
-    async with AsyncExitStack() as stack:
-        trainer = await stack.enter_async_context(
-            placed(
-                TrainerActor,
-                cpus=config.trainer_cpus,
-                gpus=config.trainer_gpus,
-                selector=selector,
-                role="trainer",
-                keys=("ray.trainer_cpus", "ray.trainer_gpus"),
-            )
-        )
-        critic = None
-        if spec.algorithm.needs_critic and placement.critic == "actor":
-            critic = await stack.enter_async_context(
-                placed(
-                    CriticActor,
-                    cpus=placement.actor_cpus,
-                    gpus=placement.actor_gpus,
-                    selector=selector,
-                    role="critic",
-                    keys=("placement.actor_cpus", "placement.actor_gpus"),
-                )
-            )
-        yield trainer, critic
 
 
 async def _start_readers(

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mappi
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import msgspec
 import ray
@@ -178,8 +178,8 @@ def trainer_lost(cause: str, hint: str, *, role: str = "trainer") -> TrainerLost
 
 
 def lost_message(role: str, cause: str, hint: str) -> str:
-    advice = f"\n  {hint}" if hint else ""
-    return f"the {role} died: {cause}{advice}\n  {RESUME_HINT}"
+    advice = f"{hint}; then {RESUME_HINT}" if hint else RESUME_HINT
+    return f"the {role} died: {cause}\n  {advice}"
 
 
 class Remote:
@@ -257,7 +257,7 @@ def describe_ray_error(error: RayError, node: str) -> tuple[str, str]:
     if getattr(error, "preempted", False):
         return f"{its_node} was taken away, as announced", ""
     if "node has died" in text or "node was terminated" in text or "node is dead" in text:
-        return f"{its_node} died", "no action is needed if its provider took it; otherwise check that machine"
+        return f"{its_node} died", "check that machine, unless its provider took it away"
     if "killed by `ray.kill`" in text:
         return "it was ended", ""
     if isinstance(error, ActorDiedError) and error.actor_init_failed:
@@ -278,21 +278,24 @@ def resources_text(resources: Mapping[str, float], selector: Mapping[str, str]) 
     return labels, " and ".join(f"{amount:g} free {kind}" for kind, amount in resources.items() if amount)
 
 
+class ActorResources(NamedTuple):
+    cpus: float
+    gpus: float
+    key: str  # `key`_cpus and `key`_gpus are their configuration keys
+
+
 @asynccontextmanager
-async def placed(
-    actor: type, *, cpus: float, gpus: float, selector: Mapping[str, str], role: str, keys: tuple[str, str]
-) -> AsyncIterator[Any]:
+async def placed(actor: type, role: str, resources: ActorResources, selector: Mapping[str, str]) -> AsyncIterator[Any]:
     """Start an actor in a placement group, and yield its handle; both end with the block.
 
     Args:
-        selector: labels of the nodes it may run on.
         role: for messages.
-        keys: the configuration keys of its CPUs and GPUs.
+        selector: labels of the nodes it may run on.
 
     Raises:
         UserError: no node has the free resources.
     """
-    need = {"CPU": cpus, "GPU": gpus}
+    need = {"CPU": resources.cpus, "GPU": resources.gpus}
     bundle = {kind: amount for kind, amount in need.items() if amount} or {"CPU": 0.001}
     group = placement_group([bundle], strategy="PACK", bundle_label_selector=[dict(selector)])
     try:
@@ -301,8 +304,8 @@ async def placed(
             labels, wanted = resources_text(bundle, selector)
             raise UserError(
                 f"no node with label {labels} has {wanted} for the {role}",
-                where=keys[0].partition(".")[0],
-                hint=f"lower {' or '.join(keys)}, change ray.reserved_selector, or add a node",
+                where=resources.key.partition(".")[0],
+                hint=f"lower {resources.key}_cpus or {resources.key}_gpus, change ray.reserved_selector, or add a node",
             )
         options = {"num_cpus": bundle.get("CPU", 0), "num_gpus": bundle.get("GPU", 0), "max_restarts": 0}
         where = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=0)

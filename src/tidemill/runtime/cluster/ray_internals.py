@@ -32,7 +32,7 @@ SYSTEM_CONFIG: dict[str, Any] = {
     "health_check_failure_threshold": 3,
     # A call to an actor whose node died fails without waiting until the node is declared dead.
     "timeout_ms_task_wait_for_death_info": 200,
-    # A stopped (SIGSTOP) process is killed, and its resources freed, this long after it was told to exit.
+    # A stopped (SIGSTOP) process is killed, and its resources freed, this long after its exit was requested.
     "kill_worker_timeout_milliseconds": 1000,
     "enable_worker_prestart": False,
     "prestart_worker_first_driver": False,

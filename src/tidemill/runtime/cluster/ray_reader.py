@@ -18,6 +18,7 @@ from tidemill.core.records import Growth, Read, Record, SampleId, TokenBuffer
 from tidemill.models.catalog import resolve
 from tidemill.models.loading import load_model
 from tidemill.runtime.cluster.ray_calls import (
+    ActorResources,
     AsyncActor,
     Remote,
     decode,
@@ -206,16 +207,8 @@ class ReaderProcess:
         await self._actor.aclose()
 
     async def _start_actor(self) -> Remote:
-        handle = await self._actor.enter_async_context(
-            placed(
-                ReaderActor,
-                cpus=self._placement.actor_cpus,
-                gpus=self._placement.actor_gpus,
-                selector=self._selector,
-                role=self._role,
-                keys=("placement.actor_cpus", "placement.actor_gpus"),
-            )
-        )
+        resources = ActorResources(self._placement.actor_cpus, self._placement.actor_gpus, "placement.actor")
+        handle = await self._actor.enter_async_context(placed(ReaderActor, self._role, resources, self._selector))
         remote = Remote(handle, lost=partial(reader_lost, self._role))
         await remote.call("start_reader", encode(self._plan), kind=type(None), timeout_s=LOAD_S)
         return remote

@@ -246,7 +246,7 @@ class RayHost:
 
         deadline_s = asyncio.get_running_loop().time() + self._start_s
         create = partial(self._create_actor, lease, selector)  # blocks if the cluster's head is gone
-        handle = await blocking(create, awaited="a worker's process to be requested", timeout_s=self._start_s)
+        handle = await blocking(create, awaited="Ray to create a worker's process", timeout_s=self._start_s)
         remote = Remote(handle, lost=worker_lost, node_name=node_name)
         worker = RayWorker(remote, owned=True)
         try:
@@ -326,8 +326,6 @@ class RayHost:
                         self._workers.pop(worker, None)  # it is gone already
 
 
-MAX_ANSWER_BYTES = 65536
-"""Far more than a metadata service sends."""
 DETECTIONS = 3
 DETECT_AGAIN_S = 20.0
 """The metadata service of a machine that just started may not answer yet."""
@@ -341,19 +339,12 @@ class HttpFetch:
         self._client = httpx2.AsyncClient(trust_env=False, follow_redirects=False, verify=False)
 
     async def __call__(self, method: str, url: str, headers: Mapping[str, str], timeout_s: float) -> tuple[int, bytes]:
-        body = b""
         try:
-            async with (
-                asyncio.timeout(timeout_s),
-                self._client.stream(method, url, headers=dict(headers), timeout=timeout_s) as response,
-            ):
-                async for part in response.aiter_bytes():
-                    body += part
-                    if len(body) > MAX_ANSWER_BYTES:
-                        raise OSError(f"{url}: the answer is longer than {MAX_ANSWER_BYTES} bytes")
+            async with asyncio.timeout(timeout_s):
+                response = await self._client.request(method, url, headers=dict(headers), timeout=timeout_s)
         except httpx2.HTTPError as error:
             raise OSError(f"{url}: {error!r}") from error
-        return response.status_code, body
+        return response.status_code, response.content
 
     async def close(self) -> None:
         await self._client.aclose()

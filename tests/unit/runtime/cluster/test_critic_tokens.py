@@ -1,4 +1,4 @@
-"""What a critic in another process receives teaches it the very bits that the microbatch would."""
+"""A critic learns the same bits from a microbatch that was sent to another process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _learned(microbatch: Microbatch | ReceivedTokens, returns: Tensor) -> list[T
     return [values, *(parameter.detach() for parameter in model.parameters()), critic.head.weight.detach()]
 
 
-def test_values_and_what_is_learned_are_the_same_to_the_last_bit() -> None:
+def test_values_and_updates_are_identical() -> None:
     microbatch, returns = _microbatch(), torch.linspace(-1, 2, 5)
     crossed = unpack_microbatch(decode(encode(pack_microbatch(microbatch)), SentTokens), CPU)
     ours, theirs = _learned(microbatch, returns), _learned(crossed, floats(to_bytes(returns), CPU))

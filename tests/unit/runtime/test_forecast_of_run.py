@@ -1,4 +1,4 @@
-"""What is expected of a run is kept before anything is loaded, and never stands in its way."""
+"""The forecast of a run is stored before models are loaded, and its failure never stops the run."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def nothing_to_run_on(*_: Any) -> AbstractAsyncContextManager[RuntimeBackend]:
     raise UserError("no machine today")
 
 
-def begin(directory: Path, foretell: ForecastRun) -> str:
-    """Begin a run that comes to nothing; what was told."""
+def start_run(directory: Path, foretell: ForecastRun) -> str:
+    """Start a run that fails at once; returns its output."""
     spec = RunSpec.model_validate({"model": {"source": "char"}, "run": {"dir": str(directory)}})
     stream = io.StringIO()
     with pytest.raises(UserError, match="no machine today"):
@@ -31,32 +31,32 @@ def begin(directory: Path, foretell: ForecastRun) -> str:
     return stream.getvalue()
 
 
-def test_the_first_forecast_is_kept(tmp_path: Path) -> None:
-    told = begin(tmp_path, lambda _: make_forecast(3.0))
-    assert "forecast: 1:40 (1:30 to 1:50) and $1.50 for 40 steps" in told
-    begin(tmp_path, lambda _: make_forecast(9.0))  # the run is resumed
+def test_the_first_forecast_is_stored(tmp_path: Path) -> None:
+    output = start_run(tmp_path, lambda _: make_forecast(3.0))
+    assert "forecast: 1:40 (1:30 to 1:50) and $1.50 for 40 steps" in output
+    start_run(tmp_path, lambda _: make_forecast(9.0))  # the run is resumed
     assert read_forecast(tmp_path) == make_forecast(3.0)
 
 
-def test_what_to_know_of_it_is_told_in_a_line(tmp_path: Path) -> None:
+def test_the_cautions_of_a_forecast_are_logged_in_one_line(tmp_path: Path) -> None:
     forecast = msgspec.structs.replace(make_forecast(3.0), notes=("the machine was busy", "no checkpoint was written"))
-    said = "the forecast is from a profile of another run; the machine was busy; no checkpoint was written\n"
-    assert said in begin(tmp_path, lambda _: forecast)
-    assert "the forecast is from" not in begin(tmp_path / "other", lambda _: make_forecast(3.0))
+    line = "the forecast is from a profile of another run; the machine was busy; no checkpoint was written\n"
+    assert line in start_run(tmp_path, lambda _: forecast)
+    assert "the forecast is from" not in start_run(tmp_path / "other", lambda _: make_forecast(3.0))
 
 
-def test_a_forecast_that_fails_is_only_told(tmp_path: Path) -> None:
+def test_a_failing_forecast_is_only_logged(tmp_path: Path) -> None:
     def foretell(_: RunSpec) -> Forecast | None:
         raise ZeroDivisionError("no steps")
 
-    assert "no forecast: " in begin(tmp_path, foretell)
+    assert "no forecast: " in start_run(tmp_path, foretell)
     assert read_forecast(tmp_path) is None
-    assert "forecast" not in begin(tmp_path / "other", lambda _: None)
+    assert "forecast" not in start_run(tmp_path / "other", lambda _: None)
 
 
-def test_an_interrupt_meanwhile_ends_the_run(tmp_path: Path) -> None:
+def test_an_interrupt_during_the_forecast_ends_the_run(tmp_path: Path) -> None:
     def foretell(_: RunSpec) -> Forecast | None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        begin(tmp_path, foretell)
+        start_run(tmp_path, foretell)

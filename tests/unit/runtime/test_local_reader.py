@@ -132,7 +132,7 @@ async def test_a_sample_restarted_while_it_is_read_is_read_correctly(
         first, second = await asyncio.gather(reading, local.read(named(0), other, PROMPT))
     await busy
     for read, ids in ((first, IDS), (second, other)):
-        assert read.numbers == whole(reader(model), named(0), ids, PROMPT).numbers
+        assert read.numbers == read_all(reader(model), named(0), ids, PROMPT).numbers
     local.grow([grown(0, 0, PROMPT + CHUNK, other)])  # it is read ahead again
     await until_held(chunked, PROMPT + CHUNK)
     await local.close()

@@ -164,7 +164,7 @@ class WatchedHost:
     async def start(self, lease: Lease) -> Watched:
         worker = await self._host.start(lease)
         assert isinstance(worker, RayWorker)
-        self._decoding.pids[lease.lease_id] = state.actors(worker.actor_id)["Pid"]
+        self._decoding.pids[lease.lease_id] = state.actors(worker._remote.handle._actor_id.hex())["Pid"]
         return Watched(worker, lease, self._decoding)
 
     async def close(self) -> None:

@@ -38,7 +38,7 @@ from tidemill.core.records import Growth, Read, SampleId, TokenBuffer
 from tidemill.models.builtin import build_char_model
 from tidemill.models.codec import load_codec
 from tidemill.models.reward_model import reward_head, save_head
-from tidemill.runtime.backend import OpenMachinery, RuntimeBackend
+from tidemill.runtime.backend import OpenBackend, RuntimeBackend, scorers
 from tidemill.runtime.local import in_process
 from tidemill.runtime.readers import Readers
 from tidemill.runtime.train import train
@@ -125,11 +125,11 @@ class Turns:
         """The reader is closed by its owner."""
 
 
-def taking_turns(place: str, ahead_in: int, found: list[Turns]) -> OpenMachinery:
+def taking_turns(place: str, ahead_in: int, found: list[Turns]) -> OpenBackend:
     if place == "actor":
         from tidemill.runtime.cluster.ray_backend import on_ray
 
-        opening: OpenMachinery = on_ray
+        opening: OpenBackend = on_ray
     else:
         opening = in_process
 
@@ -140,7 +140,11 @@ def taking_turns(place: str, ahead_in: int, found: list[Turns]) -> OpenMachinery
         async with opening(spec, run, recorder, clock) as backend:
             ((folder, reader),) = backend.readers.rewards.items()
             found.append(turns := Turns(reader=reader, ahead_in=ahead_in))
-            yield replace(backend, readers=Readers(rewards={folder: turns}))
+            readers = Readers(rewards={folder: turns})
+            scorer, eval_scorer = scorers(spec, backend.task, readers=readers)
+            yield replace(backend, readers=readers, scorer=scorer, eval_scorer=eval_scorer)
+            await scorer.close()
+            await eval_scorer.close()
 
     return opened
 

@@ -44,7 +44,7 @@ from tidemill.core.records import (
     count,
 )
 from tidemill.rollout.worker import EngineWorker
-from tidemill.runtime.backend import OpenMachinery, RuntimeBackend
+from tidemill.runtime.backend import OpenBackend, RuntimeBackend
 from tidemill.runtime.local import in_process
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory
@@ -375,8 +375,8 @@ class Saboteur:
         await asyncio.gather(*self._ends, return_exceptions=True)
 
 
-def sabotaged(hire: Callable[[WorkerHost, Clock], Saboteur]) -> OpenMachinery:
-    """An in-process runtime with `hire(host, clock)` as pool; `spec.pool` must request workers."""
+def sabotaged(hire: Callable[[WorkerHost, Clock], Saboteur]) -> OpenBackend:
+    """In one process, with `hire(host, clock)` for the pool; `spec.pool` must ask for workers."""
 
     def open_backend(
         spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Clock

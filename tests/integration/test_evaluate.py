@@ -81,10 +81,10 @@ def test_answers_from_before_a_stop_are_reused(
     )  # fmt: skip
     found = evaluate(spec, answers=tmp_path / "answers.jsonl")
 
-    async def asked(*_: object) -> CachedCompletions:
+    async def asked(*_: object, **__: object) -> CachedCompletions:
         raise AssertionError("answered before")
 
-    monkeypatch.setattr(BatchGenerator, "_ask_greedily", asked)
+    monkeypatch.setattr("tidemill.runtime.batch_generation.evaluate", asked)
     monkeypatch.setattr(BatchGenerator, "_draw", asked)
     assert evaluate(spec, answers=tmp_path / "answers.jsonl") == found
     with pytest.raises(AssertionError, match="answered before"):  # another seed draws other samples

@@ -285,7 +285,7 @@ def test_an_export_does_not_overwrite_foreign_files(folder: Path) -> None:
     (folder / "mine" / "notes.txt").write_text("precious", encoding="utf-8")
     ran = train("--stage.out.export.path=mine")
     assert ran.code == 2
-    assert "something is there that no export wrote" in ran.err
+    assert "this folder exists and was not written by an export" in ran.err
     assert (folder / "mine" / "notes.txt").read_text(encoding="utf-8") == "precious"
     assert train("--stage.out.export.path=theirs").code == 0
     assert (folder / "theirs" / "model.safetensors").is_file()

@@ -40,7 +40,7 @@ def test_sft_logs_its_progress_and_returns_a_model(tmp_path: Path) -> None:
     assert json.loads((run / "summary.json").read_text())["model"] == summary["model"]
     page = (run / "report.html").read_text()
     assert "Held-out loss went from" in page
-    assert "Loss on examples" in page
+    assert "Token accuracy" in page
     view = (tmp_path / "view.txt").read_text()
     assert "step 24/24" in view
     assert "held-out loss" in view

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -47,7 +48,7 @@ RECORDS: dict[str, tuple[bytes, str, Callable[[Path], object]]] = {
 
 
 def answer_in(path: Path) -> CachedCompletions | None:
-    with CompletionCache(path) as answers:
+    with closing(CompletionCache(path)) as answers:
         return answers.find("k")
 
 

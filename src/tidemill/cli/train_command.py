@@ -76,7 +76,7 @@ def _one_run(spec: RunSpec, *, dry_run: bool) -> Result:
     from tidemill.planner.forecast.forecast import foretell
     from tidemill.runtime.train import train as run
 
-    summary = run(spec, foretell=foretell)
+    summary = run(spec, forecast_run=foretell)
     exit_code = INTERRUPTED_CODE if summary.get("interrupted") else 0
     return Result(data=summary, text=summary_text(summary, spec.directory), exit_code=exit_code)
 

@@ -31,9 +31,9 @@ from tidemill.models.folder import refuse_reward_model
 from tidemill.models.reward_model import check_same_vocabulary, other_tokenizer, read_description
 from tidemill.models.snapshots import check_adapter, stored_context_limit
 from tidemill.pipeline.stage_plan import fault_of_stage
-from tidemill.runtime.compute import check_devices
 from tidemill.runtime.export import refuse_foreign
 from tidemill.runtime.model_bundle import check_critic_vocabulary, fitting_task, own_source
+from tidemill.runtime.train import runtime_of
 
 
 def check_inputs(due: Sequence[StageSpec], stages: Sequence[StageSpec]) -> None:
@@ -200,7 +200,7 @@ def _look(models: KnownModels, config: ModelConfig, key: str) -> None:
 
 def _computing(spec: RunSpec, policy: KnownModel | None) -> Iterator[Check]:
     asked = (spec.runtime, spec.trainer.device, spec.ray, spec.placement, spec.pool)
-    yield Check(partial(check_devices, spec), ("devices", *asked))
+    yield Check(partial(runtime_of(spec).check_devices, spec), ("devices", *asked))
     if spec.model.lora.enabled and policy is not None:
         yield Check(partial(check_adapter, policy.folder, spec.model), ("adapter", policy, spec.model.lora))
 

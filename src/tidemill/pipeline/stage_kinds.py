@@ -66,20 +66,20 @@ RunStage: TypeAlias = Callable[[Job], Outcome]
 def run_making(job: Job) -> Outcome:
     """Write rows to learn from, or to be measured on, of the task's prompts: its own answers, or a model's right ones
     against wrong ones; gives that file."""
-    from tidemill.runtime.data_generation import make_demonstrations, make_pairs
+    from tidemill.runtime.batch_generation import make_demonstrations, make_pairs
 
     path, data_generation = job.directory / DATA, job.spec.data_generation
     path.unlink(missing_ok=True)  # of a session that was killed before it could say that it had finished
     if job.kind == "demonstrations":
         found = make_demonstrations(
-            job.spec, path, prompts=data_generation.prompts, side=data_generation.split, progress=job.say
+            job.spec, path, prompts=data_generation.prompts, split=data_generation.split, progress=job.say
         )
     else:
         found = make_pairs(
             job.spec,
             path,
             prompts=data_generation.prompts,
-            side=data_generation.split,
+            split=data_generation.split,
             samples_per_prompt=data_generation.samples_per_prompt,
             pairs_per_prompt=data_generation.pairs_per_prompt,
             progress=job.say,

@@ -1,4 +1,4 @@
-"""A run on Ray that loses its cluster ends soon, reports why, and leaves no process or folder."""
+"""A run that loses its Ray cluster ends soon, with the reason, and leaves no process or folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.xdist_group("ray")
 
 
 def _folders(names: dict[int, str]) -> set[Path]:
-    """Session folders of clusters, from the command lines of their processes."""
+    """Folders of local clusters, from the command lines of their processes."""
     return {Path(found) for name in names.values() for found in re.findall(r"=(/[^ ]*tidemill-ray-\w+)", name)}
 
 
@@ -41,13 +41,13 @@ def test_a_run_stopped_while_ray_starts_leaves_no_process(recipe: Path, tmp_path
 @pytest.mark.parametrize(
     ("part", "within_s", "said"),
     [
-        # The last successful check was up to 12 s before (one per second, on a busy machine), then 20 s without success
-        # and 5 s each for three shutdown calls. Ray itself would exit the process silently after 60 s.
+        # The last look that succeeded was up to 12 s before (one a second, on a busy machine), then 20 s without one
+        # and 5 s each for three clean-up calls. Ray would end the process without a message after 60 s.
         ("gcs_server", 50.0, "the Ray cluster has not answered for"),
         ("runtime.cluster.keeper", 40.0, "the trainer died"),
     ],
 )
-def test_a_lost_cluster_is_reported_and_leaves_no_folder(
+def test_a_run_that_loses_its_cluster_reports_it_and_leaves_no_folder(
     recipe: Path, tmp_path: Path, part: str, within_s: float, said: str
 ) -> None:
     run = tmp_path / "run"

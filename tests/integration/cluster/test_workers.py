@@ -1,4 +1,4 @@
-"""Workers as actors on a local Ray cluster of several nodes: killed, stopped, drained and abandoned."""
+"""Workers as actors on a local Ray cluster of several nodes: killed, stopped, drained and orphaned."""
 
 from __future__ import annotations
 
@@ -43,13 +43,19 @@ from tidemill.core.records import (
 )
 from tidemill.models.catalog import resolve
 from tidemill.models.snapshots import files_without_weights
-from tidemill.runtime.cluster.connection import KeptCluster, connect, start_keeper
+from tidemill.runtime.cluster.connection import KeptCluster, NodeWatch, connect, start_keeper
 from tidemill.runtime.cluster.keeper import Keep, LocalNode
-from tidemill.runtime.cluster.nodes import NodeWatch, RayProvider
-from tidemill.runtime.cluster.ray_calls import Remote, trainer_lost
-from tidemill.runtime.cluster.ray_trainer import RayCheckpoints, RayPublisher, RayTrainer, TrainerActor
-from tidemill.runtime.cluster.ray_worker import RayHost, RayWorker
-from tidemill.runtime.cluster.wire import Started, TrainerPlan, WorkerPlan, encode
+from tidemill.runtime.cluster.ray_backend import RayProvider
+from tidemill.runtime.cluster.ray_calls import Remote, encode, trainer_lost
+from tidemill.runtime.cluster.ray_trainer import (
+    RayCheckpoints,
+    RayPublisher,
+    RayTrainer,
+    Started,
+    TrainerActor,
+    TrainerPlan,
+)
+from tidemill.runtime.cluster.ray_worker import RayHost, RayWorker, WorkerPlan
 
 pytestmark = pytest.mark.xdist_group("ray")
 
@@ -84,7 +90,7 @@ def cluster() -> Iterator[KeptCluster]:
 
 def _trainer_process() -> tuple[Any, Remote]:
     handle = ray.remote(TrainerActor).options(num_cpus=0.5, label_selector=RESERVED).remote()
-    return handle, Remote(handle, gone=trainer_lost)
+    return handle, Remote(handle, lost=trainer_lost)
 
 
 def _trainer_plan(checkpoints: Path, spec: RunSpec = SPEC) -> bytes:
@@ -117,7 +123,7 @@ def trainer(cluster: KeptCluster, tmp_path_factory: pytest.TempPathFactory) -> T
 
 @dataclass
 class Workplace:
-    """Starts workers for a test; everything it started ends with the test."""
+    """Starts workers for a test, and ends them with it."""
 
     trainer: Trainer
     nodes: NodeWatch
@@ -151,7 +157,7 @@ class Workplace:
             preemptible=selector,
             reserved=RESERVED,
             start_s=start_s,
-            tells_drains=True,
+            notify_drains=True,
         )
         self.hosts.append(host)
         return host
@@ -235,7 +241,7 @@ async def _notice_s(worker: RayWorker) -> float:
 
 
 async def _lost(worker: RayWorker, timeout_s: float = 20.0) -> tuple[WorkerLost, float]:
-    """The loss reported for a worker, and the seconds it took."""
+    """The error of its loss, and after how many seconds it was raised."""
     began = time.monotonic()
     while time.monotonic() - began < timeout_s:
         try:
@@ -267,7 +273,7 @@ def _stat(pid: int) -> tuple[str, int]:
 def test_the_cluster_listens_on_loopback_and_needs_a_token(cluster: KeptCluster) -> None:
     below = [cluster.process.pid, *processes_below(cluster.process.pid)]
     addresses = listening(below)
-    assert len(addresses) >= 5  # the head's server, and two per node
+    assert len(addresses) >= 5  # one server of the head, and two of each node
     assert {address.partition(":")[0] for address in addresses} == {"127.0.0.1"}
     stranger = f"from ray._raylet import GcsClient; GcsClient(address={cluster.address!r})"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
@@ -292,14 +298,14 @@ def test_the_clusters_files_are_private_to_the_user(cluster: KeptCluster) -> Non
     assert all(path.startswith(f"{folder}/ray") for path in paths)
 
 
-async def test_a_worker_generates_after_its_notice_until_it_is_killed(workplace: Workplace) -> None:
+async def test_a_worker_generates_gets_a_notice_continues_and_is_killed(workplace: Workplace) -> None:
     trainer = workplace.trainer
     before = _pids()
     worker = await workplace.host().start(workplace.lease())
     assert isinstance(worker, RayWorker)
     (pid,) = _pids() - before
     loaded = await worker.load(trainer.version)
-    manifest = await RayPublisher(trainer.remote).publish(trainer.version)  # again: the same version
+    manifest = await RayPublisher(trainer.remote).publish(trainer.version)  # returns the published one
     assert (loaded.version, loaded.full) == (trainer.version, True)
     assert loaded.nbytes >= manifest.nbytes
     assert loaded.probe_logprobs == manifest.probe_logprobs
@@ -330,7 +336,7 @@ async def test_a_stopped_worker_times_out_and_its_process_ends_with_the_lease(wo
     await _first_tokens(worker)
     os.kill(pid, signal.SIGSTOP)
     began = time.monotonic()
-    while await worker.next_report(0.3) is not None:  # reports sent before
+    while await worker.next_report(0.3) is not None:  # earlier reports
         assert time.monotonic() - began < 5
     assert await worker.next_report(0.5) is None
     worker.kill()
@@ -340,23 +346,23 @@ async def test_a_stopped_worker_times_out_and_its_process_ends_with_the_lease(wo
     await _until(lambda: not _alive(pid), timeout_s=15)
 
 
-async def test_an_idle_worker_sends_heartbeats_before_a_short_timeout(workplace: Workplace) -> None:
+async def test_an_idle_worker_reports_within_a_short_heartbeat_timeout(workplace: Workplace) -> None:
     worker, _ = await workplace.worker(host=workplace.host(heartbeat_timeout_s=1.0))
     while await worker.next_report(0.0) is not None:
-        pass  # said before
+        pass  # earlier reports
     began = time.monotonic()
-    for _ in range(8):  # four heartbeats per second
+    for _ in range(8):  # four reports a second
         assert await worker.next_report(1.0) is not None
     assert 1.5 < time.monotonic() - began < 4
 
 
-async def test_a_worker_without_calls_exits(workplace: Workplace) -> None:
+async def test_a_worker_without_calls_ends_itself(workplace: Workplace) -> None:
     _, pid = await workplace.worker(host=workplace.host(orphan_s=1.0))
     assert _alive(pid)
     await _until(lambda: not _alive(pid), timeout_s=10)
 
 
-async def test_a_worker_that_no_node_can_place(workplace: Workplace) -> None:
+async def test_a_worker_without_a_matching_node_is_lost(workplace: Workplace) -> None:
     with pytest.raises(WorkerLost) as caught:
         await workplace.host(start_s=1.0, selector={"disk": "huge"}).start(workplace.lease())
     assert caught.value.cause == "no node with label disk=huge has 1 free CPU"
@@ -370,7 +376,7 @@ async def test_a_worker_that_fails_to_start_leaves_no_process(workplace: Workpla
     await _until(lambda: _pids() == before, timeout_s=10)
 
 
-async def test_an_abandoned_start_leaves_no_process(workplace: Workplace) -> None:
+async def test_a_cancelled_start_leaves_no_process(workplace: Workplace) -> None:
     before = _pids()
     starting = asyncio.create_task(workplace.host().start(workplace.lease()))
     await _until(lambda: _pids() != before, timeout_s=20)
@@ -380,7 +386,9 @@ async def test_an_abandoned_start_leaves_no_process(workplace: Workplace) -> Non
     await _until(lambda: _pids() == before, timeout_s=10)
 
 
-async def test_trainer_errors_reach_the_user_with_a_hint(cluster: KeptCluster, tmp_path: Path) -> None:
+async def test_a_trainer_raises_user_errors_and_reports_its_death_with_a_hint(
+    cluster: KeptCluster, tmp_path: Path
+) -> None:
     handle, remote = _trainer_process()
     missing = SPEC.model_copy(update={"model": ModelConfig(source=str(tmp_path / "nothing"))})
     with pytest.raises(UserError) as fault:
@@ -388,7 +396,7 @@ async def test_trainer_errors_reach_the_user_with_a_hint(cluster: KeptCluster, t
     assert str(tmp_path / "nothing") in str(fault.value)
 
     started = await remote.call("start", _trainer_plan(tmp_path), kind=Started, timeout_s=60)
-    trainer = RayTrainer(remote, started)
+    trainer = RayTrainer(remote, started.version)
     checkpoints = RayCheckpoints(remote, trainer, warn=pytest.fail)
     assert await checkpoints.restore_latest() == 0
     await checkpoints.save(0, score=None)
@@ -406,7 +414,7 @@ async def test_trainer_errors_reach_the_user_with_a_hint(cluster: KeptCluster, t
     assert "run the same command again" in str(lost.value)
 
 
-async def test_leases_end_when_their_node_drains_and_dies(cluster: KeptCluster, workplace: Workplace) -> None:
+async def test_leases_of_a_node_that_drains_and_dies(cluster: KeptCluster, workplace: Workplace) -> None:
     pool = RayPool(kind="ray", max_workers=5, selector=SPOT)
     provider = RayProvider(pool, CONFIG, workplace.nodes, clock=LoopClock(), session=1, price_usd_per_hour=0.5)
     leases = [await provider.next_event(5.0) for _ in range(5)]  # three nodes of two CPUs have room for six

@@ -209,7 +209,7 @@ LATER = [
     ("sft", 'model.source = "smolm"\ndata.path = "rows.jsonl"', "model.source: 'smolm' is not a known model"),
     ("export", 'model.source = "./own"', "own: the folder has no config.json"),
     ("eval", 'eval.compare_with = "nofolder/xx"', "eval.compare_with: nofolder/xx is neither a local folder nor in "),
-    ("rl", 'trainer.device = "cuda"', "trainer.device: no GPU that torch can use"),
+    ("rl", 'trainer.device = "cuda"', "trainer.device: torch finds no GPU"),
     ("rl", 'model.lora = { rank = 2, targets = ["nope"] }', "model.lora.targets: LlamaForCausalLM has no linear layer"),
     ("rl", 'critic.source = "./other"', "critic.source: the critic (other) has another tokenizer than the policy"),
     ("rl", 'critic.source = "nofolder/xx"', "critic.source: nofolder/xx is neither a local folder nor in the cache"),
@@ -221,7 +221,7 @@ LATER = [
     ("rl", f'{REWARD} "http", url = "https://h", auth_env = "NO_SUCH" }}]', "scoring.rewards.auth_env"),
     ("sft", 'data.path = "rows.jsonl"', "data.path: 1 row is longer than 256 tokens with prompt and completion: rows."),
     ("sft", 'data.path = "talk.jsonl"', "talk.jsonl, line 2: the model has no chat template"),
-    ("export", 'export.path = "own"', "something is there that no export wrote"),
+    ("export", 'export.path = "own"', "this folder exists and was not written by an export"),
 ]
 
 

@@ -16,11 +16,11 @@ SOURCE = """
 from dataclasses import dataclass
 
 @dataclass
-class Judged:
+class ScoredCompletion:
     value: float
 
 def score(prompt, completion, answer, metadata):
-    return Judged(1.0).value
+    return ScoredCompletion(1.0).value
 
 def two(prompt, completion):
     return 0.0

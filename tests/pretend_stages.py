@@ -1,6 +1,6 @@
-"""Stages that take no time: each tells in a file what exactly it was made from, after a few steps that can be cut.
+"""Stages that take no time: a few steps that can be cut, and an output that records its inputs.
 
-What a stage of these gives is its own configuration and what it read, so that a stale input shows in the result itself.
+The output contains the stage's seed and the content of its input, so that a stale input is visible in the result.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tidemill.config.pipeline import KINDS, PipelineSpec, StageKind
-from tidemill.config.stages import load_recipe
+from tidemill.config.pipeline import KINDS, PipelineSpec, StageKind, load_recipe
 from tidemill.pipeline.stage_kinds import Job, Outcome, RunStage
 from tidemill.pipeline.stage_plan import Plan, PlannedStage, StageResult
 
@@ -20,40 +19,40 @@ STEPS = 3
 
 
 class PowerCut(BaseException):
-    """The process is gone. Not an Exception: nothing catches it on its way."""
+    """The process was killed. Not an Exception, so that no handler catches it."""
 
 
 class Quiet:
-    """Implements pipeline.run.Teller, and remembers."""
+    """Implements pipeline.execution.PipelineReporter; records the calls."""
 
     def __init__(self) -> None:
         self.plans: list[Plan] = []
-        self.begun: list[str] = []
+        self.started: list[str] = []
         self.said: list[str] = []
 
     def plan(self, plan: Plan) -> None:
         self.plans.append(plan)
 
     def begins(self, planned: PlannedStage, number: int, of: int) -> None:
-        self.begun.append(planned.stage.name)
+        self.started.append(planned.stage.name)
 
-    def achieved(self, planned: PlannedStage, mark: StageResult) -> None:
-        self.said.append(f"{planned.stage.name}: {mark.headline}")
+    def achieved(self, planned: PlannedStage, result: StageResult) -> None:
+        self.said.append(f"{planned.stage.name}: {result.headline}")
 
     def say(self, line: str) -> None:
         self.said.append(line)
 
 
 class Stages:
-    """Runners for every kind, and what they were asked to do.
+    """Runners for every kind, with the steps that they did.
 
     Args:
-        power: called before every step; whatever it raises ends the process there.
+        power: called before every step; an exception that it raises ends the process.
     """
 
     def __init__(self, power: Callable[[], None] = lambda: None) -> None:
         self.power = power
-        self.worked: list[tuple[str, int]] = []  # (folder, step) in the order they were done
+        self.worked: list[tuple[str, int]] = []  # (folder, step), in order
         self.interrupt_at: int | None = None
 
     @property
@@ -61,7 +60,7 @@ class Stages:
         return dict.fromkeys(KINDS, self.run)
 
     def run(self, job: Job) -> Outcome:
-        """Some steps, each remembered in the stage's folder as a checkpoint would be; then the product."""
+        """Some steps, each recorded in the stage's folder as a checkpoint would be; then the output."""
         done = job.directory / "steps"
         for step in range(int(done.read_text()) if done.exists() else 0, STEPS):
             if self.interrupt_at is not None and len(self.worked) >= self.interrupt_at:
@@ -82,7 +81,7 @@ class Stages:
 
 
 def read(source: Path) -> Any:
-    """What a stage finds where its model should be: another stage's product, a file's text, or a name."""
+    """The content of a stage's input: another stage's output, a file's text, or a name."""
     if (source / "made.json").exists():
         return json.loads((source / "made.json").read_text())
     weights = source / "weights"
@@ -90,7 +89,7 @@ def read(source: Path) -> Any:
 
 
 def pipeline(folder: Path, text: str, *overrides: str) -> PipelineSpec:
-    """The pipeline that a recipe's text describes, to be run below `folder`."""
+    """The pipeline of a recipe's text, with its directory below `folder`."""
     recipe = folder / "r.toml"
     recipe.write_text(text, encoding="utf-8")
     found = load_recipe([f"@{recipe}", f"--run.dir={folder / 'D'}", *overrides])

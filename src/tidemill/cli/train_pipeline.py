@@ -22,7 +22,7 @@ from tidemill.pipeline.stage_plan import Choice, Plan, PlannedStage, StageResult
 
 def train_pipeline(pipeline: PipelineSpec, *, choice: Choice, prune_stale: bool) -> Result:
     """Run or go on with a pipeline."""
-    summary = run_pipeline(pipeline, teller=OnStandardError(), choice=choice, prune_stale=prune_stale)
+    summary = run_pipeline(pipeline, reporter=OnStandardError(), choice=choice, prune_stale=prune_stale)
     exit_code = INTERRUPTED_CODE if summary["interrupted"] else 0
     data = summary | {"run_dir": str(pipeline.directory)}
     return Result(data=data, text=pipeline_summary(summary, pipeline), exit_code=exit_code)
@@ -47,7 +47,7 @@ def dry_run_pipeline(pipeline: PipelineSpec, *, choice: Choice) -> Result:
 
 
 class OnStandardError:
-    """Tells whoever watches; implements pipeline.run.Teller."""
+    """Implements pipeline.execution.PipelineReporter on standard error."""
 
     def plan(self, plan: Plan) -> None:
         console = Console(stderr=True)

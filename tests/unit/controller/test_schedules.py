@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.fake_samples import number, said_of
 from tests.fake_session import Disk, Session, small_spec
 from tests.virtual_time import run_virtual
-from tidemill.config.explain import without_effect
+from tidemill.config.issues import without_effect
 from tidemill.controller.in_flight import PlannedGroup
 from tidemill.core.records import Completion, Prompt, Reward, SampleId, Trajectory, pack_tokens
 

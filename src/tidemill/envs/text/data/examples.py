@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from tidemill.config.supervised import DataConfig
+from tidemill.config.task import DataConfig
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import CompletionCodec
 from tidemill.core.records import Demonstration, PreferencePair, TokenBuffer, count, pack_tokens

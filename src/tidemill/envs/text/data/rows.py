@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tidemill.config.supervised import DataFormat
+from tidemill.config.task import DataFormat
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
 

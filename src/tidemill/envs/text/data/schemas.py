@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tidemill.config.supervised import DataFormat
+from tidemill.config.task import DataFormat
 from tidemill.core.errors import UserError
 from tidemill.core.records import Message
 from tidemill.envs.text.data.rows import Row, read_rows

@@ -81,6 +81,17 @@ def dotted(path: Sequence[str | int]) -> str:
     return text
 
 
+def flattened(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of nested tables by dotted key; arrays stay whole."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            flat |= flattened(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
 def without_none(annotation: Any) -> Any:
     """`X | None` as `X`; other annotations, wider unions included, unchanged."""
     if _is_union(annotation):

@@ -24,7 +24,7 @@ from tidemill.config.issues import (
     split_hint,
     value_for_section,
 )
-from tidemill.config.keys import Key, KeyPath, default_kind, find, is_table, suggest, variants
+from tidemill.config.keys import Key, KeyPath, default_kind, find, flattened, is_table, suggest, variants
 from tidemill.config.schema import RunSpec
 from tidemill.config.toml import line_of, parse_toml
 
@@ -436,14 +436,3 @@ def differences(old: RunSpec, new: RunSpec) -> list[tuple[str, Any, Any]]:
     before, after = flattened(old.model_dump(mode="json")), flattened(new.model_dump(mode="json"))
     names = dict.fromkeys([*before, *after])
     return [(name, before.get(name), after.get(name)) for name in names if before.get(name) != after.get(name)]
-
-
-def flattened(tree: Tree, prefix: str = "") -> dict[str, Any]:
-    """Values by dotted key; arrays stay whole."""
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            flat |= flattened(value, f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat

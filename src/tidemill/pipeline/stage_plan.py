@@ -12,8 +12,8 @@ import msgspec
 import xxhash
 
 from tidemill.config.issues import ConfigError, ConfigIssue
-from tidemill.config.keys import did_you_mean, dotted
-from tidemill.config.load import PREFIX, flattened
+from tidemill.config.keys import did_you_mean, dotted, flattened
+from tidemill.config.load import PREFIX
 from tidemill.config.model import BUILT_IN_MODELS
 from tidemill.config.pipeline import KINDS, NEUTRAL, StageSpec
 from tidemill.core.errors import UserError

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.pretend_stages import pipeline
-from tidemill.config.load import flattened
+from tidemill.config.keys import flattened
 from tidemill.config.pipeline import KINDS, NEUTRAL, StageKind, StageSpec
 from tidemill.pipeline.stage_plan import contents_of, file_inputs, folder_name, output_values, stage_digest
 from tidemill.runtime.train import RESUMABLE

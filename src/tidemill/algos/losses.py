@@ -254,7 +254,7 @@ TERMS: dict[str, dict[str, Term]] = {
         "reward_model": Term(
             "-log σ(r_w - r_l - margin) + centring (r_w + r_l)²",
             'Bradley and Terry, 1952; Llama 2, arXiv 2307.09288 (margin); "Helping or herding?", arXiv 2312.09244',
-            ("reward_model.centring", "reward_model.margins"),
+            ("reward_model.centring",),
         ),
     },
 }

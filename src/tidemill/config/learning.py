@@ -140,8 +140,6 @@ class SupervisedConfig(Config):
 class RewardModelConfig(Config):
     centring: float = Field(0.01, ge=0)
     """Weight of (chosen + rejected)² in the loss, which keeps the mean score near 0."""
-    margins: bool = True
-    """Use the margin of each pair, where the data has one."""
 
 
 class PreferenceConfig(Config):

@@ -99,9 +99,6 @@ class FleetConfig(Config):
     """A worker that does not generate this long after its lease started is abandoned, in seconds."""
     drain_margin_s: float = Field(1.0, ge=0)
     """A worker under notice hands its samples back this long before the end of the grace period, in seconds."""
-    probe_tolerance: float = Field(0.1, gt=0)
-    """Maximum mean difference between a worker's and the publisher's logprobs of the probe, in nats; a worker beyond
-    it is quarantined."""
     reserved_usd_per_hour: float = Field(0.0, ge=0)
     """Price of the reserved side, in USD per hour."""
     preemptible_usd_per_hour: float = Field(0.0, ge=0)
@@ -171,30 +168,18 @@ class SimulationConfig(Config):
     """Data type of an engine's weights and arithmetic."""
     boot_s: float = Field(60.0, ge=0)
     """Time from the grant of a machine until its engine can load weights, in seconds."""
-    changed_weights: Probability = 0.03
-    """Fraction of the bf16 weights that change in a step, which sets the size of a delta."""
     prompt_tokens: int = Field(512, ge=1)
     """Length of each prompt, in tokens."""
-    different_prompts: int = Field(100_000, ge=1)
-    """Number of different prompts."""
-    lengths: Literal["log_normal", "fixed", "run"] = "log_normal"
-    """Distribution of completion lengths, up to sampling.max_new_tokens. run: the lengths in lengths_from."""
     completion_tokens: float = Field(2000.0, ge=1)
-    """Mean completion length, in tokens."""
+    """Mean completion length, in tokens; lengths are log-normal, up to sampling.max_new_tokens."""
     completion_sigma: float = Field(0.8, ge=0, le=4)
-    """Standard deviation of the logarithm of a completion's length (log-normal); 0.8 puts the 95th percentile at 3.7
-    times the median."""
+    """Standard deviation of the logarithm of a completion's length; 0.8 puts the 95th percentile at 3.7 times the
+    median, 0 makes all lengths equal."""
     lengths_from: Path | None = None
-    """Run directory whose samples give the completion lengths."""
+    """Run directory whose samples give the completion lengths, instead of completion_tokens and completion_sigma."""
     prompt_correlation: Probability = 0.0
     """Correlation of completion lengths within a prompt: 0 independent, 1 equal."""
     solved: Probability = 0.5
     """Fraction of samples with reward 1; the others have reward 0."""
-    score_s: float = Field(0.0, ge=0)
-    """Time to score a sample, in seconds."""
     hours: float = Field(0.0, ge=0)
     """Simulated time, in hours; 0: until trainer.steps are complete. Unfinished steps do not count."""
-
-    def issues(self) -> Iterator[str]:
-        if (self.lengths == "run") != (self.lengths_from is not None):
-            yield 'lengths = "run" and lengths_from belong together; give both or neither'

@@ -98,7 +98,6 @@ class Fleet:
             publisher,
             self._members,
             needs_logprobs=needs_logprobs,
-            probe_tolerance=self.config.probe_tolerance,
             event_log=self.event_log,
             clock=clock,
             telemetry=telemetry,

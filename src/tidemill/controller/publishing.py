@@ -27,6 +27,10 @@ class LogprobsMissing(UserError):
     """An engine does not return what the algorithm needs of it: a fault of the run, whichever worker it is."""
 
 
+PROBE_TOLERANCE = 0.1
+"""Maximum mean difference between a worker's and the publisher's logprobs of the probe, in nats."""
+
+
 class Publishing:
     """What was published last, and who has it.
 
@@ -34,7 +38,6 @@ class Publishing:
         publisher: gives weights to workers elsewhere; None where there are none.
         members: the workers there are, by lease; read at every publish.
         needs_logprobs: settings that need the logprobs of sampled tokens; an engine that returns none is refused then.
-        probe_tolerance: nats by which a worker's logprobs of the probe may differ from the publisher's.
         news: called when a worker can take samples of a version that it could not before.
     """
 
@@ -44,14 +47,13 @@ class Publishing:
         members: Mapping[str, WorkerState],
         *,
         needs_logprobs: Sequence[str],
-        probe_tolerance: float,
         event_log: FleetEventLog,
         clock: Clock,
         telemetry: Telemetry,
         timeouts: Timeouts,
         news: Callable[[], None],
     ) -> None:
-        self._publisher, self._members, self._probe_limit = publisher, members, probe_tolerance
+        self._publisher, self._members = publisher, members
         self._event_log, self._clock, self._telemetry, self._timeouts = event_log, clock, telemetry, timeouts
         self._news, self._needs_logprobs = news, needs_logprobs
         self._version: PolicyVersion | None = None  # the newest
@@ -107,8 +109,8 @@ class Publishing:
             member.heard_s = self._clock.now()
             self._event_log.pulled(member, loaded, member.heard_s - began_s)
             difference = probe_difference(loaded, manifest)
-            if difference > self._probe_limit:
-                self._event_log.quarantined(member, difference, self._probe_limit)
+            if difference > PROBE_TOLERANCE:
+                self._event_log.quarantined(member, difference, PROBE_TOLERANCE)
                 raise Quarantined(f"its logprobs of the probe are {difference:.3g} nats from the trainer's on average")
             member.version = loaded.version
         self._news()

@@ -31,13 +31,6 @@ class Lengths(Protocol):
         ...
 
 
-class FixedLengths(Record):
-    tokens: int
-
-    def quantile(self, share: float) -> int:
-        return self.tokens
-
-
 class LogNormalLengths(Record):
     """Many short ones and a few long ones, cut at a limit: what reasoning models write looks so, from afar."""
 

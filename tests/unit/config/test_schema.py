@@ -11,7 +11,7 @@ from tests.config_issues import section_issue, section_issues
 from tidemill.config.base import Config
 from tidemill.config.learning import OptimizerConfig, PreferenceConfig, ScheduleConfig, SupervisedConfig
 from tidemill.config.model import CharModelConfig, LoraConfig, ModelConfig, PlacementConfig
-from tidemill.config.pool import FleetConfig, SimulationConfig
+from tidemill.config.pool import FleetConfig
 from tidemill.config.schema import EngineConfig, EvalConfig, RunConfig, RunSpec, SamplingConfig
 from tidemill.config.task import ArithmeticTask, DataConfig, JsonlTask, RewardConfig, ScoringConfig
 
@@ -70,7 +70,6 @@ CASES: list[tuple[type[Config], dict[str, Any], str, str]] = [  # section, value
         'overcommit = "adaptive"',
     ),
     (FleetConfig, {"heartbeat_timeout_s": 0.9}, "heartbeat_timeout_s = 0.9", "1 or more"),
-    (SimulationConfig, {"lengths": "run"}, "lengths_from", "both"),
     (RunSpec, {"batch": {"prompts": 8, "minibatches": 3}}, "batch.minibatches = 3", "multiple of minibatches"),
     (
         RunSpec,

@@ -7,7 +7,7 @@ import pytest
 
 from tests.formulas import check_figures
 from tidemill.core.errors import UserError
-from tidemill.hardware.completion_lengths import FixedLengths, log_normal_of_mean
+from tidemill.hardware.completion_lengths import LogNormalLengths, log_normal_of_mean
 from tidemill.hardware.engine_profile import EngineProfile, rollout_of
 from tidemill.hardware.gpu_catalog import load_catalog
 from tidemill.hardware.model_shape import shape_of_parameters
@@ -57,7 +57,8 @@ EVEN = EngineProfile(
     prefill_token_s=0.0,
 )
 PLAIN = msgspec.structs.replace(
-    QUESTION, rollout=rollout_of(FixedLengths(tokens=10), samples=100, group_size=10, prompt_tokens=0.0)
+    QUESTION,
+    rollout=rollout_of(LogNormalLengths(median=10, sigma=0.0, limit=10), samples=100, group_size=10, prompt_tokens=0.0),
 )
 TRAINING = Training(
     group=Group(members=((RESERVED, 1),)),

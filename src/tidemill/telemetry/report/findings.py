@@ -179,7 +179,7 @@ def _quarantined(story: RunData) -> Finding | None:
     count = story.summary["quarantined"]
     if not count:
         return None
-    text = "Their probe logprobs differed from the trainer's by more than fleet.probe_tolerance; they were released."
+    text = "Their probe logprobs differed from the trainer's too much; they were released."
     return Finding(f"{counted(count, 'worker')} quarantined", text)
 
 

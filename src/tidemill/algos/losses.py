@@ -235,7 +235,7 @@ TERMS: dict[str, dict[str, Term]] = {
         "value_clip": Term(
             "max((V - R)², (V_start + clamp(V - V_start, ±value_clip) - R)²);  value_clip = 0: (V - R)²",
             '"Implementation matters in deep policy gradients", arXiv 2005.12729',
-            ("algorithm.value_clip", "algorithm.value_coefficient"),
+            ("critic.value_clip", "critic.value_coefficient"),
         ),
         "normalize": Term(
             "V and R as (x - mean) / std of the returns so far", "PopArt, arXiv 1602.07714", ("critic.normalize",)

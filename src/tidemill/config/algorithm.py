@@ -164,14 +164,10 @@ class AlgorithmConfig(Config):
     token. none: kl_beta is constant."""
     kl_stop: float | None = Field(None, gt=0)
     """Skip the remaining minibatches and epochs of a batch when the approximate KL exceeds this value."""
-    value_clip: float = Field(0.2, ge=0)
-    """gae: clip range of the value loss; 0: no clipping."""
-    value_coefficient: float = Field(0.5, gt=0)
-    """gae: weight of the value loss with critic.kind = "shared"."""
-    critic_warmup_steps: int = Field(0, ge=0)
-    """gae: number of optimizer steps at the start that train only the critic."""
     dynamic_sampling: bool = False
     """Replace groups whose rewards are all equal (DAPO)."""
+    max_redraws: int = Field(3, ge=0)
+    """dynamic_sampling: maximum number of batches' worth of groups replaced in one step."""
     overlong_buffer_tokens: int = Field(0, ge=0)
     """Overlong penalty (DAPO): over the last this many tokens before sampling.max_new_tokens the reward decreases
     linearly, by 1 at the limit; 0: no penalty."""
@@ -215,11 +211,6 @@ class AlgorithmConfig(Config):
             yield "kl_target adapts kl_beta, and kl_beta is 0; set kl_beta to an initial value, for example 0.01"
         if self.kl_ratio and self.kl_in == "reward":
             yield 'kl_ratio is for kl_in = "loss", and kl_in is "reward"; change one of them'
-        if self.critic_warmup_steps and not self.needs_critic:
-            yield (
-                f'critic_warmup_steps needs a critic, and advantage = "{self.advantage}" has none; set '
-                'advantage = "gae" or leave it out'
-            )
 
     @property
     def needs_critic(self) -> bool:
@@ -264,6 +255,12 @@ class CriticConfig(Config):
     kind = "own", 1e-3 for "shared"."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Maximum global gradient norm of the critic's own parameters."""
+    value_clip: float = Field(0.2, ge=0)
+    """Clip range of the value loss; 0: no clipping."""
+    value_coefficient: float = Field(0.5, gt=0)
+    """kind = "shared": weight of the value loss."""
+    warmup_steps: int = Field(0, ge=0)
+    """Number of optimizer steps at the start that train only the critic."""
     normalize: bool = False
     """Train on returns normalized by their running mean and standard deviation, and scale values back."""
 

@@ -368,7 +368,7 @@ def _run_notes(spec: RunSpec) -> Iterator[str]:
         if batch.order == "arrival":
             yield f'{alone} the order of a batch; set batch.order = "canonical"'
     if not spec.policy_steps:
-        warmup = f"algorithm.critic_warmup_steps = {number(spec.algorithm.critic_warmup_steps)}"
+        warmup = f"critic.warmup_steps = {number(spec.critic.warmup_steps)}"
         yield f"the policy is never trained: {warmup} covers every optimizer step"
     elif optimizer.warmup_steps >= spec.policy_steps:
         yield (

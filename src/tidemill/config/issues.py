@@ -275,7 +275,7 @@ INACTIVE = (
         'only with schedule.max_policy_lag above 0 and membership = "first_finished"',
     ),
     Inactive(
-        "schedule.max_redraws", lambda spec: spec.algorithm.dynamic_sampling, "algorithm.dynamic_sampling is false"
+        "algorithm.max_redraws", lambda spec: spec.algorithm.dynamic_sampling, "algorithm.dynamic_sampling is false"
     ),
     Inactive(
         "fleet.size fleet.seed_window_s fleet.window_gain fleet.queue_limit fleet.max_moves fleet.tail_fraction "
@@ -324,8 +324,8 @@ INACTIVE = (
         "reading.ahead is false, and no model is on an actor",
     ),
     Inactive(
-        "placement.critic critic.kind critic.source critic.learning_rate critic.max_grad_norm critic.normalize "
-        "algorithm.lam algorithm.bootstrap_truncated algorithm.value_clip algorithm.value_coefficient",
+        "placement.critic critic.kind critic.source critic.learning_rate critic.max_grad_norm critic.value_clip "
+        "critic.value_coefficient critic.warmup_steps critic.normalize algorithm.lam algorithm.bootstrap_truncated",
         lambda spec: spec.algorithm.needs_critic,
         'there is no critic: algorithm.advantage is not "gae"',
     ),

@@ -86,8 +86,6 @@ class ScheduleConfig(Config):
     on_lag_limit: Literal["wait", "restart", "drop"] = "wait"
     """What happens to a group that would exceed max_policy_lag. wait: the batch waits for it. restart: it is generated
     again. drop: it is discarded and counted, which biases training towards short completions."""
-    max_redraws: int = Field(3, ge=0)
-    """Maximum number of batches' worth of groups that algorithm.dynamic_sampling replaces in one step."""
 
     def most_left_over(self, batch_groups: int) -> int:
         """Maximum number of groups in flight beyond the next batch, where a batch has `batch_groups` groups."""

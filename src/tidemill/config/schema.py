@@ -156,8 +156,8 @@ class RunSpec(Config):
     @property
     def policy_steps(self) -> int:
         """Optimizer steps of the policy over the run; those that train only the critic do not count."""
-        batch = self.batch
-        return max(0, self.trainer.steps * batch.minibatches * batch.epochs - self.algorithm.critic_warmup_steps)
+        batch, critic_only = self.batch, self.critic.warmup_steps if self.algorithm.needs_critic else 0
+        return max(0, self.trainer.steps * batch.minibatches * batch.epochs - critic_only)
 
     @property
     def corrects_each_publish(self) -> bool:

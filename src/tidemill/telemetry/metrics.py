@@ -89,7 +89,7 @@ METRICS: dict[str, Metric] = {
     ),
     "policy_lag_max": Metric("versions", "the largest such lag"),
     "value_loss": Metric("", "the critic's loss, normalised as the policy's, mean over its optimizer steps"),
-    "value_clip_fraction": Metric("", "share of tokens whose value moved beyond algorithm.value_clip"),
+    "value_clip_fraction": Metric("", "share of tokens whose value moved beyond critic.value_clip"),
     "value_grad_norm": Metric("", "global gradient norm of the critic's own parameters before clipping"),
     "explained_variance": Metric(
         "", "1 - Var(return - value) / Var(return) at the update's start: 1 is a perfect critic"

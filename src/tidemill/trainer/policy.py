@@ -188,7 +188,7 @@ class PolicyTrainer:
     @property
     def _warming_up(self) -> bool:
         """Whether the critic learns alone."""
-        return self._critic is not None and self.critic_steps < self.spec.algorithm.critic_warmup_steps
+        return self._critic is not None and self.critic_steps < self.spec.critic.warmup_steps
 
     def _admit(self, all_but: int = 0) -> None:
         """Take the groups that wait into their minibatches, or leave the newest `all_but` for later."""

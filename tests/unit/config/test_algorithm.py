@@ -124,7 +124,6 @@ CASES: list[tuple[type[Config], dict[str, Any], str, str]] = [  # section, value
     (AlgorithmConfig, {"name": "gspo", "dual_clip": 3.0}, 'dual_clip is only for loss = "ppo_clip"', "leave"),
     (AlgorithmConfig, {"kl_target": 0.1}, "kl_beta is 0", "set kl_beta"),
     (AlgorithmConfig, {"kl_ratio": True, "kl_in": "reward"}, 'kl_in is "reward"', "change one of them"),
-    (AlgorithmConfig, {"critic_warmup_steps": 3}, "critic_warmup_steps", 'advantage = "gae"'),
     (CriticConfig, {"kind": "shared", "source": "char"}, 'kind is "shared"', 'kind = "own"'),
     (RunSpec, {"batch": {"group_size": 1}}, 'algorithm.advantage = "grpo"', "group_size to 2"),
     (

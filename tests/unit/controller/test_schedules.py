@@ -196,8 +196,8 @@ def test_a_publish_that_does_not_wait_lets_the_pace_of_workers_decide_which_vers
 
 @pytest.mark.parametrize("redraws", [1, 3])
 def test_groups_replaced_in_a_publish_that_waits_are_made_by_the_version_of_those_they_replace(redraws: int) -> None:
-    algorithm = {"dynamic_sampling": True}
-    session = run(algorithm, max_policy_lag=2, unfinished="wait", max_redraws=redraws)
+    algorithm = {"dynamic_sampling": True, "max_redraws": redraws}
+    session = run(algorithm, max_policy_lag=2, unfinished="wait")
 
     check(session, 2)
     assert totals(session, "groups_redrawn") > 0
@@ -266,7 +266,6 @@ def test_nobody_asks_what_a_publish_says_where_nothing_depends_on_it(algorithm: 
         (0, {"on_lag_limit": "drop", "membership": "first_finished"}),
         (2, {"on_lag_limit": "drop"}),
         (2, {"on_lag_limit": "restart"}),
-        (2, {"max_redraws": 0}),
     ],
 )
 def test_what_is_said_to_have_no_effect_has_none(lag: int, idle: dict[str, Any]) -> None:
@@ -276,6 +275,13 @@ def test_what_is_said_to_have_no_effect_has_none(lag: int, idle: dict[str, Any])
     )
 
     assert without_effect(spec(max_policy_lag=lag, **idle)) != []
+    assert changed.trainer.state == plain.trainer.state
+
+
+def test_max_redraws_has_no_effect_without_dynamic_sampling() -> None:
+    plain, changed = (run(algorithm, max_policy_lag=2, rewards=Slow(every=4)) for algorithm in ({}, {"max_redraws": 0}))
+
+    assert without_effect(spec({"max_redraws": 0}, max_policy_lag=2)) != []
     assert changed.trainer.state == plain.trainer.state
 
 
@@ -335,7 +341,7 @@ def test_where_nothing_has_signal_redrawing_ends() -> None:
     async def dull(prompt: Prompt, trajectory: Trajectory) -> Reward:
         return Reward(value=1.0)
 
-    session = run({"dynamic_sampling": True}, rewards=dull, max_redraws=2)
+    session = run({"dynamic_sampling": True, "max_redraws": 2}, rewards=dull)
 
     check(session, 0)
     told = [step.values["groups_redrawn"] for step in session.telemetry.steps if step.step]
@@ -348,7 +354,7 @@ def test_a_batch_that_is_repeated_keeps_the_groups_without_signal_it_had() -> No
     async def dull(prompt: Prompt, trajectory: Trajectory) -> Reward:
         return Reward(value=1.0)
 
-    disk, configured = Disk(), spec({"dynamic_sampling": True}, max_redraws=1)
+    disk, configured = Disk(), spec({"dynamic_sampling": True, "max_redraws": 1})
 
     async def life(cut: int | None) -> Session:
         session = Session(spec=configured, slots=4, disk=disk, power_cut_after=cut)

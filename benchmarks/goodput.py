@@ -89,7 +89,7 @@ def completion_length(sample_id: SampleId) -> int:
 
 async def measure(trace: CapacityTrace, duration_s: float, seed: int) -> dict[str, Any]:
     clock, telemetry = LoopClock(), NullTelemetry(lambda _: None)
-    timetable = trace_timetable(trace, start_s=0.0, speed=1.0, notice_s=0.0, seed=seed)
+    timetable = trace_timetable(trace, start_s=0.0, notice_s=0.0, seed=seed)
     host = SimulatedHost(SPEED, WEIGHTS, completions=BlankCompletions(completion_length), clock=clock, tick_s=TICK_S)
     fleet = Fleet(
         None,

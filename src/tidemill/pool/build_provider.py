@@ -30,12 +30,11 @@ def trace_timetable(
     trace: CapacityTrace,
     *,
     start_s: float = 0.0,
-    speed: float = 1.0,
     notice_s: float = 0.0,
     seed: int = 0,
     most: int | None = None,
 ) -> Timetable:
-    """Plays `trace` from `start_s` on, `speed` seconds of it a second.
+    """Plays `trace` from `start_s` on.
 
     Of more machines than `most`, whose player takes no more at once, only so many are told apart that one which goes
     finds another in its place.
@@ -47,7 +46,7 @@ def trace_timetable(
     changes = []
     rest = trace.since(start_s)
     for stay in stays(rest if most is None else rest.at_most(most + SPARE), seed=seed):
-        begin_s, end_s = stay.start_s / speed, stay.end_s / speed
+        begin_s, end_s = stay.start_s, stay.end_s
         changes.append(Change(time_s=begin_s, place=stay.place, to="up"))
         if end_s == math.inf:
             continue
@@ -102,7 +101,6 @@ def timetable_of(pool: ScheduledPool, read: Callable[[Path], bytes]) -> Timetabl
     return trace_timetable(
         _trace_of(pool, read),
         start_s=pool.start_s,
-        speed=pool.speed,
         notice_s=pool.notice_s,
         seed=pool.seed,
         most=pool.max_workers,
@@ -119,8 +117,7 @@ def remarks(pool: PoolConfig, read: Callable[[Path], bytes] = Path.read_bytes) -
         return []
     trace = _trace_of(pool, read).since(pool.start_s)
     counts = statistics(trace)
-    faster = "" if pool.speed == 1 else f", played in {_long(trace.end_s / pool.speed)}"
-    span = f"{pool.path} spans {_long(trace.end_s)} from second {pool.start_s:g} on{faster}"
+    span = f"{pool.path} spans {_long(trace.end_s)} from second {pool.start_s:g} on"
     return [f"{span}: {counts.mean:.3g} machines on average, {counts.peak} at most", *_gap(pool, trace)]
 
 
@@ -137,7 +134,7 @@ def outlived(pool: PoolConfig, run_s: float, read: Callable[[Path], bytes] = Pat
 
 def _end_s(pool: TracePool, read: Callable[[Path], bytes]) -> float:
     """Seconds of the run after which the trace ends."""
-    return (_trace_of(pool, read).end_s - pool.start_s) / pool.speed
+    return _trace_of(pool, read).end_s - pool.start_s
 
 
 def _over(pool: TracePool, read: Callable[[Path], bytes]) -> str:
@@ -151,10 +148,10 @@ def _gap(pool: TracePool, trace: CapacityTrace) -> list[str]:
     first_s = next((at_s for at_s, count in trace.steps if count), None)
     if first_s is None:
         return [f"{pool.path} has no machine from second {pool.start_s:g} on: no preemptible worker will come"]
-    if first_s / pool.speed < LONG_S:
+    if first_s < LONG_S:
         return []
-    wait, begin = f"{_long(first_s)} of the trace ({_long(first_s / pool.speed)} of the run)", pool.start_s + first_s
-    return [f"no machine for the first {wait}; pool.start_s = {begin:.10g} is where the first appears"]
+    begin = pool.start_s + first_s
+    return [f"no machine for the first {_long(first_s)}; pool.start_s = {begin:.10g} is where the first appears"]
 
 
 def _long(seconds: float) -> str:

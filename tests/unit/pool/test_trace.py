@@ -13,10 +13,10 @@ def test_the_counts_are_those_of_the_trace() -> None:
     assert capacity_of(trace_timetable(TRACE, notice_s=30.0), 400.0) == TRACE
 
 
-def test_faster_from_the_middle() -> None:
-    # From second 150, where there are 4, ten times as fast.
-    found = capacity_of(trace_timetable(TRACE, start_s=150.0, speed=10.0), 25.0)
-    assert found == CapacityTrace(steps=((0.0, 4), (5.0, 2), (15.0, 3)), end_s=25.0)
+def test_from_the_middle() -> None:
+    # From second 150, where there are 4.
+    found = capacity_of(trace_timetable(TRACE, start_s=150.0), 250.0)
+    assert found == CapacityTrace(steps=((0.0, 4), (50.0, 2), (150.0, 3)), end_s=250.0)
 
 
 def test_the_victims_are_the_seeds_choice() -> None:
@@ -30,13 +30,13 @@ def test_the_victims_are_the_seeds_choice() -> None:
 
 def test_a_notice_comes_before_the_count_falls() -> None:
     trace = CapacityTrace.of([(0.0, 2), (100.0, 0)])
-    assert list(trace_timetable(trace, speed=2.0, notice_s=30.0)) == [
+    assert list(trace_timetable(trace, notice_s=30.0)) == [
         Change(time_s=0.0, place=0, to="up"),
         Change(time_s=0.0, place=1, to="up"),
-        Change(time_s=20.0, place=0, to="warned", deadline_s=50.0),  # 100 s of the trace are 50 s; 50 - 30
-        Change(time_s=20.0, place=1, to="warned", deadline_s=50.0),
-        Change(time_s=50.0, place=0, to="down"),
-        Change(time_s=50.0, place=1, to="down"),
+        Change(time_s=70.0, place=0, to="warned", deadline_s=100.0),  # 100 - 30
+        Change(time_s=70.0, place=1, to="warned", deadline_s=100.0),
+        Change(time_s=100.0, place=0, to="down"),
+        Change(time_s=100.0, place=1, to="down"),
     ]
 
 

@@ -151,8 +151,8 @@ def test_a_wrong_type_in_a_recipe_names_file_and_line(folder: Path) -> None:
     [
         (["--model.source=./nowhere"], ["nowhere", "no such folder", "config.json"]),
         (["--model.source=smolm2-135m"], ["smolm2-135m", "smollm2-135m"]),
-        (["--task.kind=jsonl", "--task.path=nowhere.jsonl"], ["nowhere.jsonl", "task.path"]),
-        (["--task.kind=jsonl", "--task.path=rewards.py"], ["rewards.py, line 1", "one JSON object per line"]),
+        (["--task.kind=file", "--task.path=nowhere.jsonl"], ["nowhere.jsonl", "task.path"]),
+        (["--task.kind=file", "--task.path=rewards.py"], ["rewards.py, line 1", "one JSON object per line"]),
         (['--scoring.rewards=[{kind="python",function="rewards.py:rises"}]'], ["rewards.py", "rises", "did you mean"]),
         (["--engine.context_tokens=1000"], ["engine.context_tokens", "limit of 256", "lower it to 256"]),
     ],
@@ -168,14 +168,14 @@ def test_a_mistake_in_what_is_named_may_be_corrected_in_the_same_directory(argv:
 def test_a_broken_line_is_named_by_its_number(folder: Path) -> None:
     whole = json.dumps({"prompt": "1+1=", "answer": "2"})
     (folder / "prompts.jsonl").write_text(f'{whole}\n\n{whole}\n{{"prompt": "1+2=", "ans\n', encoding="utf-8")
-    asked = ("--task.kind=jsonl", "--task.path=prompts.jsonl")
+    asked = ("--task.kind=file", "--task.path=prompts.jsonl")
     assert_refused(train(*asked), "prompts.jsonl, line 4", "broken JSON", "one JSON object per line")
 
 
 def test_a_prompt_longer_than_the_context_is_named(folder: Path) -> None:
     lines = [json.dumps({"prompt": f"{number}=", "answer": "1"}) for number in (*range(5), int("7" * 260))]
     (folder / "prompts.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    asked = ("--task.kind=jsonl", "--task.path=prompts.jsonl")
+    asked = ("--task.kind=file", "--task.path=prompts.jsonl")
     assert_refused(
         train(*asked), "prompts.jsonl, line 6", "'7777", "261 tokens", "context of 256", "shorten the prompt"
     )

@@ -10,7 +10,7 @@ from tidemill.config.issues import Purpose, has_readers, preemptible, without_ef
 from tidemill.config.model import BUILT_IN_MODELS
 from tidemill.config.pool import StaticPool, SyntheticPool, TracePool
 from tidemill.config.schema import RunSpec
-from tidemill.config.task import ArithmeticTask, PromptFiles
+from tidemill.config.task import ArithmeticTask, FileTask
 from tidemill.core.formatting import counted, number
 
 Topic = tuple[str, str]
@@ -165,7 +165,7 @@ def _task(spec: RunSpec) -> str:
         digits = "1 digit" if task.digits == 1 else f"1 to {task.digits} digits"
         numbers = f"numbers of {digits}" if task.largest is None else f"numbers up to {task.largest}"
         text = f"arithmetic: {' '.join(task.operators)} on {numbers}, {counted(task.shots, 'worked example')}"
-    elif isinstance(task, PromptFiles):
+    elif isinstance(task, FileTask):
         text = f"{task.kind}: {task.path}"
     else:
         text = f"reasoning-gym {task.name}: {counted(task.train_size, 'training prompt')}"

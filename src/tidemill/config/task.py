@@ -6,14 +6,12 @@ import re
 from collections.abc import Iterator
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field
 
 from tidemill.config.base import Config
-
-DataFormat: TypeAlias = Literal["auto", "jsonl", "parquet", "datasets"]
 
 
 class ArithmeticTask(Config):
@@ -58,35 +56,18 @@ class ReasoningGymTask(Config):
     """Text before every question."""
 
 
-class PromptFiles(Config):
-    kind: str
+class FileTask(Config):
+    kind: Literal["file"]
     path: Path
-    """File with one prompt per row: `prompt` or `messages` (each with role and content), and `answer`. Other fields are
-    metadata."""
+    """Prompts, one per row: JSON Lines, Parquet (*.parquet), or a folder written by save_to_disk of `datasets`. A row
+    has `prompt` or `messages` (each with role and content), and `answer`; other fields are metadata."""
     held_out_path: Path | None = None
     """File with the evaluation prompts; none: a fraction of `path`, selected by content hash."""
     held_out_fraction: float = Field(0.1, gt=0, lt=1)
     """Fraction of the prompts held out for evaluation when held_out_path is not set."""
 
 
-class FileTask(PromptFiles):
-    kind: Literal["file"]
-    format: DataFormat = "auto"
-    """Format of the file. auto: a folder is a data set written by save_to_disk of `datasets`, *.parquet is Parquet, and
-    every other file is JSON Lines."""
-
-
-class JsonlTask(PromptFiles):
-    """`file` for JSON Lines, regardless of the file's extension."""
-
-    kind: Literal["jsonl"]
-
-    @property
-    def format(self) -> DataFormat:
-        return "jsonl"
-
-
-TaskConfig = Annotated[ArithmeticTask | ReasoningGymTask | FileTask | JsonlTask, Field(discriminator="kind")]
+TaskConfig = Annotated[ArithmeticTask | ReasoningGymTask | FileTask, Field(discriminator="kind")]
 
 ENVIRONMENT_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 HEADER_NAME = re.compile(r"[A-Za-z0-9-]+")
@@ -214,10 +195,7 @@ class ScoringConfig(Config):
 class DataConfig(Config):
     path: Path | None = None
     """Demonstrations (`completion`) or preference pairs (`chosen`, `rejected`, optionally `margin`), one per row, each
-    with `prompt` or `messages`. Required by sft, reward_model and dpo stages."""
-    format: DataFormat = "auto"
-    """Format of the file. auto: a folder is a data set written by save_to_disk of `datasets`, *.parquet is Parquet, and
-    every other file is JSON Lines."""
+    with `prompt` or `messages`; formats as for task.path. Required by sft, reward_model and dpo stages."""
     held_out_path: Path | None = None
     """File with the evaluation rows; none: a fraction of `path`, selected by content hash."""
     held_out_fraction: float = Field(0.1, ge=0, lt=1)

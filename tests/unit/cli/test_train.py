@@ -110,7 +110,7 @@ def test_help_lists_the_keys(run: Run) -> None:
     out = run("train", "--help").out
     assert "scoring.rewards[].kind" in out
     assert "Weight of the entropy bonus. (number >= 0, default 0.0)" in out
-    assert 'kind = "jsonl"' in out
+    assert 'kind = "file"' in out
     assert "required" in out
 
 

@@ -84,7 +84,7 @@ def test_prompt_estimates(task: ArithmeticTask, tokens: int) -> None:
 
 
 def test_the_length_of_other_prompts_is_unknown() -> None:
-    assert estimated_prompt_tokens(load_spec(["--task.kind=jsonl", "--task.path=x"])) is None
+    assert estimated_prompt_tokens(load_spec(["--task.kind=file", "--task.path=x"])) is None
 
 
 def texts(*args: str, topic: str) -> list[str]:
@@ -125,7 +125,7 @@ def test_the_default_run() -> None:
 
 
 def test_tasks_and_rewards() -> None:
-    assert text("--task.kind=jsonl", "--task.path=/x.jsonl", topic="task") == "jsonl: /x.jsonl; reward = exact"
+    assert text("--task.kind=file", "--task.path=/x.jsonl", topic="task") == "file: /x.jsonl; reward = exact"
     rewards = '--scoring.rewards=[{kind="exact"}, {kind="length", target_tokens=5, weight=0.5}]'
     assert text("--task.kind=reasoning_gym", "--task.name=sums", rewards, topic="task") == (
         "reasoning-gym sums: 1,000 training prompts; reward = exact + 0.5 × length"
@@ -172,7 +172,7 @@ def test_algorithms() -> None:
 def test_prompts_of_unknown_length() -> None:
     # 64 × 64 tokens in runs of 2048
     assert "at least 2 microbatches, not counting prompts" in text(
-        "--task.kind=jsonl", "--task.path=x", topic="learning"
+        "--task.kind=file", "--task.path=x", topic="learning"
     )
 
 

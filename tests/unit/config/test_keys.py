@@ -78,7 +78,7 @@ def test_every_key_that_may_be_unset_is_unset_by_default() -> None:
 
 def test_sections_and_variants() -> None:
     assert ("model", "char") in sections()
-    assert set(variants()[("task",)]) == {"arithmetic", "reasoning_gym", "file", "jsonl"}
+    assert set(variants()[("task",)]) == {"arithmetic", "reasoning_gym", "file"}
     assert default_kind(("task",)) == "arithmetic"
 
 
@@ -117,7 +117,7 @@ def test_suggestions(written: str, meant: str) -> None:
 
 
 def test_keys_of_other_kinds_are_not_suggested() -> None:
-    assert suggest(("task", "digts"), kind="jsonl") != "task.digits"
+    assert suggest(("task", "digts"), kind="file") != "task.digits"
 
 
 def test_inside_an_array_of_tables() -> None:

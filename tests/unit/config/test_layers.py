@@ -87,9 +87,9 @@ def test_values(path: str, text: str, value: Any) -> None:
 
 
 def test_the_order_of_overrides_does_not_matter() -> None:
-    one = command_line([(("task", "path"), "/x"), (("task", "kind"), "jsonl")])
-    other = command_line([(("task", "kind"), "jsonl"), (("task", "path"), "/x")])
-    assert one.tree == other.tree == {"task": {"kind": "jsonl", "path": "/x"}}
+    one = command_line([(("task", "path"), "/x"), (("task", "kind"), "file")])
+    other = command_line([(("task", "kind"), "file"), (("task", "path"), "/x")])
+    assert one.tree == other.tree == {"task": {"kind": "file", "path": "/x"}}
     assert one.name == COMMAND_LINE
 
 
@@ -131,11 +131,11 @@ def test_tables_merge_and_other_values_are_replaced() -> None:
 @pytest.mark.parametrize(
     ("base", "over", "merged"),
     [
-        ({"kind": "jsonl", "path": "x"}, {"kind": "arithmetic"}, {"kind": "arithmetic"}),
-        ({"kind": "jsonl", "path": "x"}, {"kind": "jsonl"}, {"kind": "jsonl", "path": "x"}),
-        ({"kind": "jsonl", "path": "x"}, {"path": "y"}, {"kind": "jsonl", "path": "y"}),
+        ({"kind": "file", "path": "x"}, {"kind": "arithmetic"}, {"kind": "arithmetic"}),
+        ({"kind": "file", "path": "x"}, {"kind": "file"}, {"kind": "file", "path": "x"}),
+        ({"kind": "file", "path": "x"}, {"path": "y"}, {"kind": "file", "path": "y"}),
         ({"digits": 2}, {"kind": "arithmetic"}, {"digits": 2, "kind": "arithmetic"}),  # the default kind
-        ({"digits": 2}, {"kind": "jsonl"}, {"kind": "jsonl"}),
+        ({"digits": 2}, {"kind": "file"}, {"kind": "file"}),
     ],
 )
 def test_a_changed_kind_drops_the_old_keys(base: dict[str, Any], over: dict[str, Any], merged: dict[str, Any]) -> None:
@@ -150,7 +150,7 @@ def test_a_kind_in_a_free_table_is_an_ordinary_value() -> None:
 def test_input_paths_start_at_the_folder(tmp_path: Path) -> None:
     tree = {
         "run": {"dir": "runs/x"},
-        "task": {"kind": "jsonl", "path": "../data/x.jsonl", "held_out_path": "/abs/y.jsonl"},
+        "task": {"kind": "file", "path": "../data/x.jsonl", "held_out_path": "/abs/y.jsonl"},
         "data": {"path": "pairs", "held_out_path": "../held_out.parquet"},
         "pool": {"kind": "trace", "path": "spot.csv"},
         "model": {"source": "./weights"},

@@ -11,7 +11,7 @@ from tests.config_issues import issues_of
 from tidemill.config.issues import ConfigIssue
 from tidemill.config.load import differences, from_toml, load_spec
 from tidemill.config.schema import RunConfig, RunSpec
-from tidemill.config.task import ArithmeticTask, JsonlTask, ReasoningGymTask
+from tidemill.config.task import ArithmeticTask, FileTask, ReasoningGymTask
 from tidemill.config.toml import to_toml
 
 RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.toml"))
@@ -70,7 +70,7 @@ def test_types_are_strict_but_integers_are_numbers() -> None:
 
 
 def test_a_changed_kind_drops_the_old_keys() -> None:
-    jsonl = recipe("a.toml", '[task]\nkind = "jsonl"\npath = "x.jsonl"\n')
+    jsonl = recipe("a.toml", '[task]\nkind = "file"\npath = "x.jsonl"\n')
     assert load_spec([jsonl, "--task.kind", "arithmetic"]).task == ArithmeticTask()
     spec = load_spec([jsonl, "--task.name", "gym", "--task.kind", "reasoning_gym", "--task.params.depth=2"])
     assert spec.task == ReasoningGymTask(kind="reasoning_gym", name="gym", params={"depth": 2})
@@ -81,12 +81,12 @@ def test_a_table_without_kind_keeps_the_default_kind() -> None:
 
 
 def test_paths_start_at_the_recipe_or_the_working_directory(tmp_path: Path) -> None:
-    jsonl = recipe("sub/a.toml", '[task]\nkind = "jsonl"\npath = "../data/x.jsonl"\n')
+    jsonl = recipe("sub/a.toml", '[task]\nkind = "file"\npath = "../data/x.jsonl"\n')
     task = load_spec([jsonl]).task
-    assert isinstance(task, JsonlTask)
+    assert isinstance(task, FileTask)
     assert task.path == tmp_path / "data/x.jsonl"
     task = load_spec([jsonl, "--task.path", "y.jsonl"]).task
-    assert isinstance(task, JsonlTask)
+    assert isinstance(task, FileTask)
     assert task.path == tmp_path / "y.jsonl"
 
 
@@ -125,8 +125,8 @@ wieght = 1
             'belongs to task.kind = "file", and kind is "arithmetic"',
             "change the kind",
         ),
-        (("--task.kind", "jsonl"), "task.path", "missing", '--task.path VALUE (path), which task.kind = "jsonl" needs'),
-        (("--task.kind", "jsonk"), "task.kind", '"jsonk"', "did you mean jsonl?"),
+        (("--task.kind", "file"), "task.path", "missing", '--task.path VALUE (path), which task.kind = "file" needs'),
+        (("--task.kind", "fiel"), "task.kind", '"fiel"', "did you mean file?"),
         (("--trainer", "5"), "trainer", "needs a table, was given 5", "trainer.steps, trainer.precision, "),
         (("--task", "5"), "task", "needs a table, was given 5", "task.kind, task.operators, task.digits, ..."),
         (("--scoring.rewards", "[{weight=1.0}]"), "scoring.rewards[0].kind", "missing", "add kind to that table (one"),
@@ -270,7 +270,7 @@ def test_other_purposes_allow_what_training_refuses() -> None:
     "args",
     [
         [],
-        ["--task.kind=jsonl", "--task.path=x", "--run.dir=runs/ü", "--algorithm.kl_stop=0.5"],
+        ["--task.kind=file", "--task.path=x", "--run.dir=runs/ü", "--algorithm.kl_stop=0.5"],
         ["--task.kind=reasoning_gym", "--task.name=n", '--task.params={a=1, "b c"=true, d=1.0, e="x"}'],
         ['--scoring.rewards=[{kind="regex", pattern="\\\\d+"}, {kind="length", target_tokens=3, weight=-0.5}]'],
         ["--sampling.top_k=5", "--sampling.temperature=0"],
@@ -282,10 +282,10 @@ def test_a_written_run_parses_back_equal(args: list[str]) -> None:
 
 
 def test_paths_of_a_stored_run_start_at_the_given_folder(tmp_path: Path) -> None:
-    text = '[task]\nkind = "jsonl"\npath = "x.jsonl"\n'
+    text = '[task]\nkind = "file"\npath = "x.jsonl"\n'
     kept, moved = from_toml(text).task, from_toml(text, folder=tmp_path / "f").task
-    assert isinstance(kept, JsonlTask)
-    assert isinstance(moved, JsonlTask)
+    assert isinstance(kept, FileTask)
+    assert isinstance(moved, FileTask)
     assert (kept.path, moved.path) == (Path("x.jsonl"), tmp_path / "f/x.jsonl")
 
 
@@ -296,12 +296,12 @@ def test_issues_of_a_stored_run_name_its_file() -> None:
 
 def test_differences() -> None:
     old = RunSpec(run=RunConfig(seed=1))
-    new = load_spec(["--run.seed=2", "--task.kind=jsonl", "--task.path=/x", "--model.char.layers=2"])
+    new = load_spec(["--run.seed=2", "--task.kind=file", "--task.path=/x", "--model.char.layers=2"])
     assert differences(old, old) == []
     assert differences(old, new) == [
         ("run.seed", 1, 2),
         ("model.char.layers", 4, 2),
-        ("task.kind", "arithmetic", "jsonl"),
+        ("task.kind", "arithmetic", "file"),
         ("task.operators", "+", None),
         ("task.digits", 1, None),
         ("task.shots", 2, None),

@@ -140,8 +140,8 @@ def test_input_paths_start_at_the_recipes_folder_and_references_are_not_paths(
 ) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "r.toml").write_text(
-        '[[stage]]\nname = "a"\nkind = "eval"\ntask = { kind = "jsonl", path = "x.jsonl" }\n'
-        '[[stage]]\nname = "b"\nkind = "eval"\ntask = { kind = "jsonl", path = "stage:a" }\n',
+        '[[stage]]\nname = "a"\nkind = "eval"\ntask = { kind = "file", path = "x.jsonl" }\n'
+        '[[stage]]\nname = "b"\nkind = "eval"\ntask = { kind = "file", path = "stage:a" }\n',
         encoding="utf-8",
     )
     (issue,) = issues_of(lambda: load_recipe(["@sub/r.toml"]))

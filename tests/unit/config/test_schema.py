@@ -13,7 +13,7 @@ from tidemill.config.learning import OptimizerConfig, PreferenceConfig, Schedule
 from tidemill.config.model import CharModelConfig, LoraConfig, ModelConfig, PlacementConfig
 from tidemill.config.pool import FleetConfig
 from tidemill.config.schema import EngineConfig, EvalConfig, RunConfig, RunSpec, SamplingConfig
-from tidemill.config.task import ArithmeticTask, DataConfig, JsonlTask, RewardConfig, ScoringConfig
+from tidemill.config.task import ArithmeticTask, DataConfig, FileTask, RewardConfig, ScoringConfig
 
 
 def test_the_defaults_are_a_valid_run() -> None:
@@ -161,9 +161,9 @@ def test_an_actor_needs_ray(name: str) -> None:
 
 
 def test_a_jsonl_task_has_no_scorer() -> None:
-    task = JsonlTask.model_validate({"kind": "jsonl", "path": "x.jsonl"})
+    task = FileTask.model_validate({"kind": "file", "path": "x.jsonl"})
     issue = section_issue(RunSpec, task=task, scoring={"rewards": [{"kind": "task"}]})
-    assert 'task.kind = "jsonl"' in issue.what
+    assert 'task.kind = "file"' in issue.what
 
 
 def test_the_default_k_of_pass_at_k_are_powers_of_2() -> None:

@@ -39,7 +39,7 @@ def test_the_digest_of_a_folder_depends_on_names_and_bytes_of_visible_files(tmp_
 def test_a_missing_file_is_reported_with_its_stage(tmp_path: Path) -> None:
     text = (
         '[[stage]]\nname = "first"\nkind = "export"\nmodel.source = "char"\n'
-        '[[stage]]\nname = "second"\nkind = "eval"\ntask = { kind = "jsonl", path = "nowhere.jsonl" }\n'
+        '[[stage]]\nname = "second"\nkind = "eval"\ntask = { kind = "file", path = "nowhere.jsonl" }\n'
     )
     stages = pipeline(tmp_path, text).stages
     (issue,) = issues_of(lambda: contents_of(stages))

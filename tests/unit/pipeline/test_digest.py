@@ -161,7 +161,7 @@ def test_the_digest_depends_on_inputs_and_not_on_the_name(tmp_path: Path) -> Non
 def test_the_digest_depends_on_the_content_of_files_and_not_on_their_path(tmp_path: Path) -> None:
     reward = f'{{kind = "python", function = "{tmp_path}/r.py:f"}}'
     text = (
-        f'[task]\nkind = "jsonl"\npath = "x.jsonl"\n[scoring]\nrewards = [{reward}]\n'
+        f'[task]\nkind = "file"\npath = "x.jsonl"\n[scoring]\nrewards = [{reward}]\n'
         '[[stage]]\nname = "a"\nkind = "rl"\nmodel.source = "./folder"\n'
     )
     stage = first(tmp_path, text)

@@ -45,7 +45,7 @@ data.path = "pairs.jsonl"
 name = "rl"
 kind = "rl"
 model.source = "stage:sft"
-task = { kind = "jsonl", path = "prompts.jsonl" }
+task = { kind = "file", path = "prompts.jsonl" }
 scoring.rewards = [{ kind = "model", model = "stage:rm" }]
 """
 
@@ -228,7 +228,7 @@ LATER = [  # kind, settings, key, part of the issue
     ("rl", 'critic.source = "nofolder/xx"', "critic.source", "nofolder/xx"),
     ("eval", 'task = { kind = "reasoning_gym", name = "chain_summ" }', "task.name", "chain_summ"),
     ("eval", 'task.operators = "*"', "task", "'*'"),
-    ("eval", 'task = { kind = "jsonl", path = "asked.jsonl" }', "asked.jsonl, line 2", "vocabulary"),
+    ("eval", 'task = { kind = "file", path = "asked.jsonl" }', "asked.jsonl, line 2", "vocabulary"),
     ("eval", "sampling.max_new_tokens = 250", "task", "prompt"),
     ("rl", f'{REWARD} "python", function = "nomod:score" }}]', "scoring.rewards.function", "nomod"),
     ("rl", f'{REWARD} "http", url = "https://h", auth_env = "NO_SUCH" }}]', "scoring.rewards.auth_env", "NO_SUCH"),

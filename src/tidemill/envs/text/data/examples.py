@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -198,8 +197,7 @@ def load_demonstrations(
         UserError: naming file, row and field of the first fault, and what to do.
     """
     encoder = Encoder(codec, chat_template=chat_template, end_token=config.end_token)
-    read = partial(read_demonstrations, data_format=config.format)
-    return _load(config, read, encoder.demonstration, _demonstration_tokens, context_limit)
+    return _load(config, read_demonstrations, encoder.demonstration, _demonstration_tokens, context_limit)
 
 
 def load_pairs(
@@ -207,7 +205,7 @@ def load_pairs(
 ) -> Examples[PreferencePair]:
     """The preference pairs of the `[data]` section; arguments and errors as `load_demonstrations`."""
     encoder = Encoder(codec, chat_template=chat_template, end_token=config.end_token)
-    return _load(config, partial(read_pairs, data_format=config.format), encoder.pair, _pair_tokens, context_limit)
+    return _load(config, read_pairs, encoder.pair, _pair_tokens, context_limit)
 
 
 def _demonstration_tokens(example: Demonstration) -> int:

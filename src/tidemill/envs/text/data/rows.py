@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tidemill.config.task import DataFormat
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
 
@@ -90,7 +89,7 @@ def read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
         raise UserError(
             f"not a Parquet file that can be read: {reason}",
             where=str(path),
-            hint="write it again, or name its format (jsonl, parquet, datasets)",
+            hint="write it again, or rename a file of JSON lines to .jsonl",
         ) from error
 
 
@@ -123,9 +122,6 @@ def read_saved(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _no_data_set(path: Path) -> UserError:
-    if not path.is_dir():
-        what = "is a file, not a folder that `datasets` saved"
-        return UserError(what, where=str(path), hint="name its format: jsonl or parquet")
     if splits := sorted(each.name for each in path.iterdir() if (each / STATE).is_file()):
         named = " or ".join(str(path / split) for split in splits)
         return UserError(f"holds several splits: {', '.join(splits)}", where=str(path), hint=f"give one: {named}")
@@ -155,7 +151,7 @@ Rows = Callable[[Path], Iterator[tuple[str, Any]]]
 READERS: dict[str, Rows] = {"jsonl": read_json_lines, "parquet": read_parquet, "datasets": read_saved}
 
 
-def read_rows(path: Path, data_format: DataFormat, *, section: str, shape: str) -> Iterator[Row]:
+def read_rows(path: Path, *, section: str, shape: str) -> Iterator[Row]:
     """The rows of a file or folder, one at a time.
 
     Args:
@@ -168,7 +164,7 @@ def read_rows(path: Path, data_format: DataFormat, *, section: str, shape: str) 
     if not path.exists():
         keys = f"check {section}.path and {section}.held_out_path"
         raise UserError("cannot read the data: No such file or folder", where=str(path), hint=keys)
-    read = READERS[detected_format(path) if data_format == "auto" else data_format]
+    read = READERS[detected_format(path)]
     empty = True
     try:
         for where, value in read(path):
@@ -183,7 +179,7 @@ def read_rows(path: Path, data_format: DataFormat, *, section: str, shape: str) 
         raise UserError("there are no rows in it", where=str(path), hint=shape)
 
 
-def detected_format(path: Path) -> DataFormat:
+def detected_format(path: Path) -> str:
     """By what the path is; the content has the last word when it is read."""
     if path.is_dir():
         return "datasets"

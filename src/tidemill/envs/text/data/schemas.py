@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tidemill.config.task import DataFormat
 from tidemill.core.errors import UserError
 from tidemill.core.records import Message
 from tidemill.envs.text.data.rows import Row, read_rows
@@ -51,13 +50,13 @@ class PairText(Question, kw_only=True):
         return (self.chosen, self.rejected)
 
 
-def read_items(path: Path, data_format: DataFormat = "auto") -> Iterator[Item]:
+def read_items(path: Path) -> Iterator[Item]:
     """Prompts with their answers; what else a row holds is metadata.
 
     Raises:
         UserError: naming file, row and field of the first fault, and what to do.
     """
-    for row in read_rows(path, data_format, section="task", shape=PROMPT_SHAPE):
+    for row in read_rows(path, section="task", shape=PROMPT_SHAPE):
         yield Item(
             messages=_messages(row, PROMPT_SHAPE),
             answer=_answer(row),
@@ -67,13 +66,13 @@ def read_items(path: Path, data_format: DataFormat = "auto") -> Iterator[Item]:
         )
 
 
-def read_demonstrations(path: Path, data_format: DataFormat = "auto") -> Iterator[DemonstrationText]:
+def read_demonstrations(path: Path) -> Iterator[DemonstrationText]:
     """Prompts with the completion to learn.
 
     Raises:
         UserError: as `read_items`.
     """
-    for row in read_rows(path, data_format, section="data", shape=DEMONSTRATION_SHAPE):
+    for row in read_rows(path, section="data", shape=DEMONSTRATION_SHAPE):
         messages, completion = _messages(row, DEMONSTRATION_SHAPE), row.get("completion")
         if completion is None and row.get("prompt") is None and messages[-1].role == ASSISTANT:
             *asked, last = messages
@@ -88,13 +87,13 @@ def read_demonstrations(path: Path, data_format: DataFormat = "auto") -> Iterato
         )
 
 
-def read_pairs(path: Path, data_format: DataFormat = "auto") -> Iterator[PairText]:
+def read_pairs(path: Path) -> Iterator[PairText]:
     """Prompts with a better and a worse completion.
 
     Raises:
         UserError: as `read_items`; also for two sides that are the same text.
     """
-    for row in read_rows(path, data_format, section="data", shape=PAIR_SHAPE):
+    for row in read_rows(path, section="data", shape=PAIR_SHAPE):
         pair = PairText(
             messages=_messages(row, PAIR_SHAPE),
             chosen=_reply(row.get("chosen"), "chosen", row, PAIR_SHAPE),

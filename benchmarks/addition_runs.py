@@ -1,4 +1,4 @@
-"""Learning runs from the common start, reduced to what the benchmarks of algorithms and schedules compare."""
+"""Training runs from the common start, reduced to the figures that benchmarks compare."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tidemill.core.records import Record
 from tidemill.runtime.train import train
 from tidemill.telemetry.events import read_events
 from tidemill.telemetry.metrics import STEP_TIME, MetricLine, read_metrics
+from tidemill.telemetry.run_data import evaluations
 from tidemill.telemetry.run_dir import RunDirectory
 from tidemill.telemetry.statistics import Interval
-from tidemill.telemetry.summary import evaluations
 
 TARGET = 0.9
-BIN = 10  # steps whose figures are kept as one mean
-DIGITS = 5  # kept of a figure
-# Two-sided 95 % of Student's t, by degrees of freedom (Student 1908): few seeds need more than 1.96.
+BIN = 10  # steps averaged into one figure
+DIGITS = 5  # digits kept
+# Two-sided 95 % quantiles of Student's t by degrees of freedom (Student 1908).
 T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 
 
@@ -40,10 +40,10 @@ class AdditionRun(Record):
     optimizer_steps: int
     accuracy: dict[int, float]  # greedy, on held-out sums, by step
     n: int  # held-out sums
-    steps_to_target: float | None  # see `reached_at`; None where it never was
-    seconds_to_target: float | None  # wall time of the steps until then, evaluation left out
+    steps_to_target: float | None  # see `reached_at`; None if never
+    seconds_to_target: float | None  # wall time of the steps, without evaluation
     step_s: float  # median wall time of a step
-    cpu_s: float  # of the whole run in this process, evaluations and start included
+    cpu_s: float  # of the whole run in this process, including evaluations and start
     means: dict[str, float]  # of a metric over all steps
     binned: dict[str, list[float]]  # of a metric over every `BIN` steps, in their order
 
@@ -51,20 +51,20 @@ class AdditionRun(Record):
 def addition_run(
     start: Path, case: str, *, seed: int, steps: int, changes: dict[str, Any], metrics: Sequence[str]
 ) -> AdditionRun:
-    """Train in this process, which must not do anything else meanwhile.
+    """Train in this process, which must do nothing else meanwhile.
 
     Args:
         changes: to the common settings (see `benchmarks.sft_start`).
-        metrics: what to keep of each step.
+        metrics: metrics to keep per step.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C or SIGTERM came meanwhile; nothing of the run is kept.
+        KeyboardInterrupt: Ctrl-C or SIGTERM; the run is discarded.
     """
     with tempfile.TemporaryDirectory(prefix="tidemill-addition-") as folder:
         spec = learning_spec(start, Path(folder) / "run", seed=seed, steps=steps, changes=changes)
         began_s = time.process_time()
         if train(spec, telemetry_stream=io.StringIO())["interrupted"]:
-            raise KeyboardInterrupt  # it handled the signal itself; half a run is no measurement
+            raise KeyboardInterrupt  # the run handled the signal; a partial run is not a measurement
         cpu_s = time.process_time() - began_s
         run = RunDirectory(spec.directory)
         lines = read_metrics(run.metrics)
@@ -99,14 +99,14 @@ def measured(
     run: Callable[[Path, str, int], AdditionRun],
     write: Callable[[Sequence[AdditionRun]], None],
 ) -> list[AdditionRun]:
-    """Run what is wanted, as (case, seed), and is not in results/NAME.json under the same settings, or all of it.
+    """Run the wanted (case, seed) pairs that results/NAME.json lacks under the same settings, or all of them.
 
     Args:
-        run: (start, case, seed) to what came of it.
-        write: told everything there is after each run, so that a benchmark may be ended at any time.
+        run: called with (start, case, seed).
+        write: called with all results after each run, so that a benchmark can be stopped at any time.
 
     Returns:
-        Everything there is, what was measured earlier included.
+        All results, including earlier ones.
     """
     known = {(one.case, one.seed): one for one in earlier_runs(name, settings)}
     missing = [one for one in wanted if again or one not in known]
@@ -121,7 +121,7 @@ def measured(
 
 
 def earlier_runs(name: str, settings: object) -> list[AdditionRun]:
-    """What results/NAME.json holds of runs with these very settings; nothing of others."""
+    """Runs in results/NAME.json with exactly these settings."""
     try:
         found = msgspec.json.decode((RESULTS / f"{name}.json").read_bytes())
         if found["settings"] != msgspec.to_builtins(settings):
@@ -137,7 +137,7 @@ def of_case(runs: Iterable[AdditionRun], case: str) -> list[AdditionRun]:
 
 
 def reached_at(accuracy: Mapping[int, float], target: float) -> float | None:
-    """The step at which the accuracy first came to `target`, on a straight line between evaluations; None for never."""
+    """The step at which the accuracy first reached `target`, interpolated linearly; None if never."""
     before: tuple[int, float] | None = None
     for step in sorted(accuracy):
         share = accuracy[step]
@@ -178,25 +178,25 @@ def mean_binned(runs: Sequence[AdditionRun], metric: str) -> dict[float, Interva
 
 
 def spread(values: Iterable[float | None], digits: int) -> str:
-    """Mean and extremes of what is there; a dash for nothing."""
+    """Mean and extremes of the present values; a dash without values."""
     known = [value for value in values if value is not None]
     return f"{fmean(known):.{digits}f} ({min(known):.{digits}f}-{max(known):.{digits}f})" if known else "-"
 
 
 def told_seeds(counts: Iterable[int]) -> str:
-    """How many seeds a picture is of, in words."""
+    """Describe the number of seeds of a figure."""
     fewest, most = min(found := list(counts)), max(found)
     words = f"{most}" if fewest == most else f"{fewest} to {most}"
     return "1 seed" if most == 1 else f"means of {words} seeds, bands 95 %"
 
 
 def _seconds_until(lines: Sequence[MetricLine], step: float) -> float:
-    """Wall time of the steps until a moment that may lie within one."""
+    """Wall time of the steps up to a moment that may lie within a step."""
     return sum(line.values[STEP_TIME] * min(1.0, max(0.0, step - line.step + 1)) for line in lines)
 
 
 def _mean(lines: Sequence[MetricLine], name: str) -> float:
-    """Over the steps that have it; that none has it is a fault of the caller."""
+    """Mean over the steps that have the metric, at least one."""
     values = [line.values[name] for line in lines if name in line.values]
     if not values:
         raise KeyError(name)

@@ -1,4 +1,4 @@
-"""Prompts for both sides: 18 tokens (SmolLM2 has one a character here) that are continued by 3."""
+"""Prompts of 18 tokens (one per character for SmolLM2), to be continued by 3."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def addition_prompts(count: int, *, seed: int = 0) -> list[str]:
 
 
 def unrelated_prompts(count: int, *, seed: int = 0) -> list[str]:
-    """Digits at random, as long as the additions: nothing is shared from one prompt to the next."""
+    """Random digits of the same length: no shared prefix."""
     source = random.Random(seed)
     length = len(addition_prompts(1)[0])
     return ["".join(source.choice("0123456789") for _ in range(length)) for _ in range(count)]

@@ -1,12 +1,12 @@
-"""How soon each published algorithm takes a fine-tuned character model to 0.9 of held-out two-digit sums.
+"""Steps and time of each published algorithm from a fine-tuned character model to 0.9 on held-out two-digit sums.
 
     python -m benchmarks.algorithms [--only grpo,ppo] [--seeds 3] [--again]
 
-Eight presets as they are (see `tidemill algorithms`), from the same start (see `benchmarks.sft_start`), on the same
-prompts. One learning rate for all: those of their papers are all about 1e-6, for models ten thousand times as large,
-and nothing was tuned for one of them. PPO's critic learns ten times as fast as its actor.
+Eight unmodified presets (see `tidemill algorithms`), from the same start (see `benchmarks.sft_start`), on the same
+prompts. One learning rate for all: those of the papers are about 1e-6, for models ten thousand times larger, and none
+was tuned. PPO's critic uses ten times the actor's learning rate.
 
-What results/algorithms.json already holds of these settings is kept and not measured again.
+Results with the same settings in results/algorithms.json are kept.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Steps and seconds to 0.9 held-out accuracy, by algorithm.")
     parser.add_argument("--only", default=",".join(ALGORITHMS), help="algorithms, separated by commas")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--again", action="store_true", help="measure what is already there, too")
+    parser.add_argument("--again", action="store_true", help="measure existing results again")
     options = parser.parse_args()
     quiet()
     torch.set_num_threads(1)
@@ -151,7 +151,7 @@ def _print(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _draw(runs: Sequence[AdditionRun]) -> None:
-    """Accuracy by step, and by seconds of training at each algorithm's own median pace."""
+    """Accuracy by step, and by training time at each algorithm's median pace."""
     by_step, by_time, counts = list[Line](), list[Line](), list[int]()
     for colour, (case, name) in enumerate(ALGORITHMS.items()):
         if here := of_case(runs, case):

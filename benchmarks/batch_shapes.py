@@ -1,12 +1,11 @@
-"""How often a sample's tokens depend on what is computed beside it: the fast mode, and the batch-invariant one.
+"""How often a sample's tokens depend on its neighbours, in fast and in batch-invariant mode.
 
     python -m benchmarks.batch_shapes [--prompts 8] [--new-tokens 48]
 
-SmolLM2 in fp32 generates the same samples twice: once over 64 slots, once over 6 slots in another order, where every
-sample is cut at a random point and continued by a fresh engine. Sampling noise belongs to the sample, so a token
-differs only where rounding tips a choice. Tokens are compared up to a sample's first difference; what follows has
-another prefix. In batch-invariant mode (the same number of slots on both sides, as it asks) nothing may differ, not
-even a logprob's last bit.
+SmolLM2 in fp32 generates the same samples twice: over 64 slots, and over 6 slots in another order, where each sample is
+interrupted at a random point and continued by a new engine. Sampling noise belongs to the sample, so a token differs
+only if rounding changes a choice. Tokens are compared up to the first difference of a sample. In batch-invariant mode
+(with equal slots on both sides, as required) everything must be equal to the last bit.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ Samples = dict[SampleId, tuple[list[int], list[float]]]
 
 
 class Bench:
-    """The model, the samples to make, and engines over it."""
+    """Model, samples and engines."""
 
     def __init__(self, folder: Path, *, prompts: int, new_tokens: int) -> None:
         self.model = load_model(folder, device=torch.device("cpu"))

@@ -1,17 +1,16 @@
-"""How much of a core the controller takes: 1,000 workers with 64 samples each, a report of every worker every second.
+"""The controller's share of a core with 1,000 workers of 64 samples and one report per worker and second.
 
     python -m benchmarks.controller_scale [--workers 1000] [--seconds 20] [--rounds 5]
 
 The process is pinned to one core. Three measurements:
 
-- *The whole controller* in real time: fleet, dispatcher, mailbox, ledger with its SQLite journal, scoring of what
-  finishes and dispatching of what waits. Share of the core = CPU seconds (all threads) per second's worth of deltas,
-  less those spent on making the synthetic workers' messages (`benchmarks/synthetic_fleet.py`); decoding them counts.
-  Take it on a quiet machine: a late controller reads more letters at a time, which is cheaper (`kept_up` must be
-  about 1).
-- *The ledger's path*: decoding, applying and journalling such messages back to back, by number of workers. The cost of
-  a delta must not depend on it.
-- *Memory* of a batch in flight: everything it keeps (tracemalloc), prompts included, per completion token.
+- *The whole controller* in real time: fleet, dispatcher, mailbox, ledger with its SQLite journal, scoring and
+dispatching. Share of the core = CPU seconds (all threads) per second's worth of deltas, without the time to create the
+synthetic messages (`benchmarks/synthetic_fleet.py`); decoding them counts. Measure on a quiet machine: a late
+controller reads more messages at a time, which is cheaper (`kept_up` must be about 1).
+- *The ledger's path*: decoding, applying and journalling such messages in a loop, by number of workers. The cost per
+delta must not depend on it.
+- *Memory* of a batch in flight (tracemalloc), including prompts, per completion token.
 """
 
 from __future__ import annotations
@@ -42,24 +41,24 @@ from tidemill.core.protocols import LoopClock
 from tidemill.core.records import PolicyVersion, Prompt, SamplingParams, WorkerReport, pack_tokens
 from tidemill.runtime.compute import collected_rarely
 from tidemill.runtime.journal import SqliteJournal
-from tidemill.telemetry.progress_views import NullTelemetry
+from tidemill.telemetry.recorder import NullTelemetry
 
 SLOTS = 64
 GROUP = 16
-TOKENS = 32  # of each sample every second
+TOKENS = 32  # per sample and second
 PROMPT_TOKENS = 128
 VERSION = PolicyVersion(number=3, digest="0123456789abcdef0123456789abcdef")
 TARGET_SHARE = 0.5
 TARGET_BYTES = 16.0
-TARGET_GROWTH = 1.5  # cost of a delta at the largest number of workers over that at the smallest
-KEPT_UP = 0.98  # share of the messages that must come in time for the figures to count
+TARGET_GROWTH = 1.5  # limit of the cost per delta with the most workers relative to the fewest
+KEPT_UP = 0.98  # share of messages that must arrive in time
 PATH_TICKS = 8
 ENCODER = msgspec.msgpack.Encoder()
 DECODER = msgspec.msgpack.Decoder(WorkerReport)
 
 
 async def in_flight_of(ledger: Ledger, samples: int) -> InFlight:
-    """So many samples, begun."""
+    """`samples` started samples."""
     prompts = [
         Prompt(prompt_id=f"synthetic/{index:06d}", token_ids=pack_tokens(range(PROMPT_TOKENS)), text="", answer="")
         for index in range(samples // GROUP)
@@ -72,7 +71,7 @@ async def in_flight_of(ledger: Ledger, samples: int) -> InFlight:
 
 
 async def whole_controller(folder: Path, *, workers: int, seconds: float) -> dict[str, float]:
-    """Run it for some seconds, with half as many samples again as slots; about two in a hundred finish every second."""
+    """Run it for some seconds with 1.5 times as many samples as slots; about 2 % finish every second."""
     pool = SyntheticPool(workers=workers, slots=SLOTS, tokens=TOKENS, ticks=(2, 60))
     samples = workers * SLOTS * 3 // 2
     journal = await SqliteJournal.open(folder / "ledger.sqlite")
@@ -90,7 +89,7 @@ async def whole_controller(folder: Path, *, workers: int, seconds: float) -> dic
         )  # fmt: skip
         async with collect_samples(in_flight, rollout) as collection:
             consumer = asyncio.create_task(consume(collection))
-            await asyncio.sleep(3 * TICK_S)  # everything handed out, every worker has reported
+            await asyncio.sleep(3 * TICK_S)  # until all samples are assigned and all workers have reported
             figures = await measured(in_flight, pool, seconds)
             consumer.cancel()
             await asyncio.gather(consumer, return_exceptions=True)
@@ -113,7 +112,7 @@ async def measured(in_flight: InFlight, pool: SyntheticPool, seconds: float) -> 
         late_s.append(time.perf_counter() - due_s)
     wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s - (apart.cpu_s - apart_s)
     deltas = apart.deltas - deltas
-    due = pool.workers * SLOTS / TICK_S  # deltas per second; fewer come when other processes want the core
+    due = pool.workers * SLOTS / TICK_S  # deltas per second; fewer if other processes need the core
     return {
         "share_of_a_core": due * cpu_s / deltas,
         "us_per_delta": 1e6 * cpu_s / deltas,
@@ -139,7 +138,7 @@ async def make_workers(in_flight: InFlight, workers: int) -> list[SyntheticWorke
 
 
 async def tick(ledger: Ledger, in_flight: InFlight, blobs: Sequence[bytes]) -> None:
-    """Take in every worker's message, some at a time, as many as 1,000 workers send in a hundredth of a second."""
+    """Process every worker's message, in chunks of 10 ms worth of messages of 1,000 workers."""
     for at in range(0, len(blobs), 10):
         await ledger.accept(in_flight, [DECODER.decode(blob) for blob in blobs[at : at + 10]])
 
@@ -173,7 +172,7 @@ def ledger_costs(folder: Path, sizes: Sequence[int], rounds: int) -> dict[int, f
 
 
 async def bytes_kept(workers: int, length: int) -> int:
-    """Everything that is kept when each sample has so many tokens. The requests are the workers'."""
+    """Memory of a batch with samples of this length. The requests belong to the workers."""
     gc.collect()
     tracemalloc.start()
     ledger = Ledger(None)
@@ -210,7 +209,7 @@ def main() -> int:
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     sizes = [*(size for size in (10, 100) if size < options.workers), options.workers]
     with tempfile.TemporaryDirectory() as name:
-        # First, while the process is as fresh as a controller's: the heap that the other part leaves behind costs time.
+        # First, in a fresh process: the heap left by the other part costs time.
         with collected_rarely():  # as the driver of a cluster does
             whole = asyncio.run(whole_controller(Path(name), workers=options.workers, seconds=options.seconds))
         costs = ledger_costs(Path(name), sizes, options.rounds)
@@ -218,7 +217,9 @@ def main() -> int:
     growth = costs[sizes[-1]] / costs[sizes[0]]
     print(f"the whole controller, {options.workers} workers: {told(whole)}")
     if whole["kept_up"] < KEPT_UP:
-        print("the core was not there in time: other processes want it; these are not the figures of a quiet machine")
+        print(
+            "the core was not available in time: other processes use it; these are not the figures of a quiet machine"
+        )
     print(f"the ledger's path, microseconds per delta by workers: {told(costs)} (grows {growth:.2f} times)")
     print(f"memory, bytes per token by length of the samples: {told(kept)}")
     reached = {

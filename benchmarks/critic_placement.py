@@ -1,11 +1,11 @@
-"""What a critic's own process saves a PPO step: the same run on Ray with the critic in the trainer's process or beside.
+"""Time of a PPO step on Ray with the critic in the trainer's process and in a separate process.
 
     python -m benchmarks.critic_placement [--rounds N] [--steps N]
 
-Trainer, critic and worker have one thread each; policy and critic are equally large. Runs take turns by placement, in
-another order each round. In the trainer's process values, the critic's gradients and the policy's are computed one
-after another; beside it values are computed while other groups are generated, and both learn at the same time: at best,
-learning takes as long as the slower of the two.
+Trainer, critic and worker have one thread each; policy and critic are equally large. Runs alternate by placement, in
+another order each round. In the trainer's process, values, critic gradients and policy gradients are computed one after
+another; in a separate process values are computed while other groups are generated, and both models train concurrently:
+at best, training takes the time of the slower one.
 """
 
 from __future__ import annotations
@@ -37,18 +37,20 @@ class Placed:
 
     placement: str
     round: int
-    samples: int  # learned from, in all
+    samples: int  # trained, in total
     step_s: float
     train_s: float
-    critic_wait_s: float  # of that, waiting for the critic beside
+    critic_wait_s: float  # waiting for the separate critic
     explained_variance: float  # in the last step
-    load_average: float  # of the machine when it ended, over a minute
+    load_average: float  # of the machine at the end, over a minute
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="PPO on Ray with the critic in the trainer's process and beside it.")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="runs of each placement")
-    parser.add_argument("--steps", type=int, default=COUNTED_STEPS, help="of each run that are counted")
+    parser = argparse.ArgumentParser(
+        description="PPO on Ray with the critic in the trainer's process and in a separate one."
+    )
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="runs per placement")
+    parser.add_argument("--steps", type=int, default=COUNTED_STEPS, help="counted steps per run")
     options = parser.parse_args()
     runs = []
     for number in range(options.rounds):
@@ -57,7 +59,7 @@ def main() -> int:
             words = f"{runs[-1].train_s:.2f} s learning, {runs[-1].step_s:.2f} s a step"
             print(f"  round {number + 1}, {placement}: {words}", file=sys.stderr, flush=True)
     if len({one.samples for one in runs}) > 1:
-        raise RuntimeError(f"the runs learned from different numbers of samples: {runs}")
+        raise RuntimeError(f"the runs trained on different numbers of samples: {runs}")
     _report(runs, quick=options.rounds < ROUNDS or options.steps < COUNTED_STEPS)
     return 0
 
@@ -89,7 +91,7 @@ def placed_of(lines: Sequence[MetricLine], placement: str, number: int) -> Place
 
 def _report(runs: Sequence[Placed], *, quick: bool) -> None:
     here, beside = ([one for one in runs if one.placement == placement] for placement in PLACEMENTS)
-    table = Table(title="PPO on Ray: median (lowest-highest of the runs), seconds a step", box=box.SIMPLE)
+    table = Table(title="PPO on Ray: median (lowest-highest of the runs), seconds per step", box=box.SIMPLE)
     for column in ("critic", "learning", "of that, waiting for the critic", "step"):
         table.add_column(column, justify="left" if column == "critic" else "right")
     for name, ones in (("in the trainer's process", here), ("beside it", beside)):
@@ -98,7 +100,7 @@ def _report(runs: Sequence[Placed], *, quick: bool) -> None:
     Console(width=140).print(table)
     learning, step = (_ratio(here, beside, field) for field in ("train_s", "step_s"))
     print(
-        f"Beside the trainer, learning takes {learning:.2f} times as long, and a step {step:.2f} times (at best 0.5)."
+        f"With a separate critic, training takes {learning:.2f} times as long, a step {step:.2f} times (at best 0.5)."
     )
     figures = {"rounds": len(here), "runs": [vars(one) for one in runs], "train_ratio": learning, "step_ratio": step}
     write_result("critic_placement-partial" if quick else "critic_placement", figures)

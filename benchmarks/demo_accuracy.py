@@ -1,9 +1,8 @@
-"""What the demo reaches: held-out greedy accuracy before and after over seeds, and a control with random rewards.
+"""Held-out greedy accuracy of the demo before and after training over seeds, and a control with random rewards.
 
     python -m benchmarks.demo_accuracy [--seeds 3] [--threads N]
 
-Every run is `tidemill train` in a process of its own, as a user would start it. The control shows what training without
-a reward to learn from does: nothing.
+Each run is `tidemill train` in a separate process. The control must not learn anything.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Whether a run learns the same thing whichever workers vanish.
+"""Whether evictions change what a run learns.
 
     python -m benchmarks.equivalence [--only char,twins,curves] [--seeds 3]
 
-- *char*: whole runs of the character model, batch-invariant, with and without evictions: tokens, logprobs, rewards,
-  weights after every step and the final checkpoint, bit by bit.
-- *twins*: SmolLM2 in the fast mode. Every batch of a run is made twice from the same weights, undisturbed and under
-  evictions; where a sample differs, why.
-- *curves*: the demo and the demo on workers that come and go, over seeds: held-out accuracy side by side.
+- *char*: runs of the character model, batch-invariant, with and without evictions: tokens, logprobs, rewards, weights
+after every step and the final checkpoint, compared bit by bit.
+- *twins*: SmolLM2 in fast mode. Every batch is generated twice from the same weights, undisturbed and with evictions;
+differences are explained.
+- *curves*: held-out accuracy over seeds of the demo with and without evictions.
 
-Evictions of the first two are done on cue (see `benchmarks.saboteur`), those of the third by the recipe's pool. Parts
-that are not run keep their place in results/equivalence.json.
+Evictions of the first two are scripted (see `benchmarks.saboteur`), those of the third come from the recipe's pool.
+Parts that are not run keep their results in results/equivalence.json.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TOTALS = ("evictions", "evictions_noticed", "migrations", "tokens_generated", "t
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("--only", default="char,twins,curves", help="parts, separated by commas")
-    parser.add_argument("--seeds", type=int, default=3, help="of char and curves")
+    parser.add_argument("--seeds", type=int, default=3, help="for char and curves")
     parser.add_argument("--char-steps", type=int, default=20)
     parser.add_argument("--twin-steps", type=int, default=10)
     options = parser.parse_args()
@@ -63,7 +63,7 @@ def main() -> int:
 
 
 def _earlier() -> dict[str, Any]:
-    """What earlier calls measured of the other parts."""
+    """Earlier results of the other parts."""
     try:
         found: dict[str, Any] = json.loads((RESULTS / "equivalence.json").read_text())
     except (OSError, ValueError):
@@ -72,7 +72,7 @@ def _earlier() -> dict[str, Any]:
 
 
 def char_part(folder: Path, *, seeds: int, steps: int) -> dict[str, Any]:
-    """Two runs a seed."""
+    """Two runs per seed."""
     runs: list[dict[str, Any]] = []
     for seed in range(seeds):
         here = [folder / f"{kind}-{seed}" for kind in ("quiet", "disturbed")]
@@ -96,7 +96,7 @@ def char_part(folder: Path, *, seeds: int, steps: int) -> dict[str, Any]:
 
 
 def _by_cue(evictions: Sequence[Eviction]) -> dict[str, Any]:
-    """How many of each kind, and the most tokens that one of them cost; what a whole tick is."""
+    """Evictions of each kind, the most tokens lost by one, and the tokens of a tick."""
     cues = list(dict.fromkeys(one.cue for one in evictions))
     return {
         **{cue: sum(one.cue == cue for one in evictions) for cue in cues},
@@ -109,7 +109,7 @@ def _by_cue(evictions: Sequence[Eviction]) -> dict[str, Any]:
 def twins_part(folder: Path, *, steps: int) -> dict[str, Any]:
     smollm2()
     figures = twin_run(folder / "run", steps=steps)
-    _table("SmolLM2, fast mode: every batch twice from the same weights", figures["by_step"])
+    _table("SmolLM2, fast mode: every batch generated twice from the same weights", figures["by_step"])
     if figures["differences"]:
         _table("where samples part", figures["differences"])
     kept = figures["lost_more_than_a_tick"] == figures["lost_after_notice"] == 0
@@ -129,7 +129,7 @@ def curves_part(folder: Path, *, seeds: int) -> dict[str, Any]:
         "seeds": seeds,
         "points": msgspec.to_builtins(found),
         "runs": {kind: msgspec.to_builtins(of_kind, str_keys=True) for kind, of_kind in curves.items()},
-        # With one seed there is no noise to hold a difference against.
+        # With one seed there is no noise estimate.
         "reached": all(point.noise is None or abs(point.difference) <= point.noise for point in found),
     }
 
@@ -144,7 +144,7 @@ def _row(point: Point) -> dict[str, Any]:
 
 
 def _table(title: str, records: list[dict[str, Any]]) -> None:
-    """A column for each, a line for each of their names."""
+    """One column per record, one row per name."""
     table = Table(title=title, box=box.SIMPLE, show_header=False)
     for name in records[0]:
         cells = (f"{value:.3g}" if isinstance(value := record[name], float) else str(value) for record in records)

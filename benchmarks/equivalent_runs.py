@@ -1,4 +1,4 @@
-"""Two runs of the character model, one quiet and one whose workers vanish: what each learned from, side by side."""
+"""Compares two runs of the character model, one without and one with evictions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "char-addition.tom
 WORKERS = 3
 CHANGES: dict[str, Any] = {
     "model": {"char": {"hidden_size": 64, "layers": 2}},
-    # Long answers are worth something, so that samples keep moving from worker to worker while they are being made.
+    # Long answers have value, so samples keep moving between workers during generation.
     "scoring": {"rewards": [{"kind": "regex", "pattern": r"^\d"}, {"kind": "length", "target_tokens": 32}]},
     # Stop strings of two tokens: a worker may take over between them.
     "sampling": {"max_new_tokens": 32, "stop": ["9+", "\n="]},
@@ -32,32 +32,32 @@ CHANGES: dict[str, Any] = {
     "trainer": {"threads": 1},
     "eval": {"every_steps": 4, "prompts": 8},
     "checkpoint": {"every_steps": 0},
-    # Seconds of the engine that shares the trainer's parameters: it takes part, and leaves most to those that vanish.
+    # Seconds of the reserved engine, which takes part but leaves most work to preemptible workers.
     "fleet": {"seed_window_s": 0.05, "window_gain": 1e6, "drain_margin_s": 0.1},
 }
 
 
 class Disturbed(Record):
-    """What a run went through, and its summary."""
+    """The evictions of a run, and its summary."""
 
     summary: dict[str, Any]
-    evictions: tuple[Eviction, ...]  # as they were done
-    seen: frozenset[str]  # leases whose eviction the fleet noted: of workers that had joined
+    evictions: tuple[Eviction, ...]  # in order
+    seen: frozenset[str]  # leases with an eviction event, of workers that had joined
 
 
 class Comparison(Record):
-    """How two runs differ in what they learned from, and in what they learned."""
+    """Differences between two runs in samples and weights."""
 
     samples: int
     tokens: int
-    differing_tokens: int  # samples whose tokens are not the same
-    differing_samples: int  # samples that differ in anything: a logprob, a version's digest, a reward
-    differing_steps: int  # steps after which the weights are not the same
-    same_files: bool  # the final checkpoint's weights, byte by byte
+    differing_tokens: int  # samples with different tokens
+    differing_samples: int  # samples with any difference: a logprob, a version's digest, a reward
+    differing_steps: int  # steps with different weights
+    same_files: bool  # the final checkpoint's weights, bytewise
 
 
 def char_spec(directory: Path, *, workers: int, steps: int, seed: int = 0, lag: int = 0) -> RunSpec:
-    """The recipe, with completions of up to 32 tokens. `workers` 0 generates everything on the reserved side."""
+    """The recipe with completions of up to 32 tokens. With `workers` 0 the reserved side generates everything."""
     here = {
         "run": {"dir": directory, "seed": seed},
         "trainer": {"steps": steps},
@@ -73,7 +73,7 @@ def quiet_run(directory: Path, *, steps: int, seed: int = 0, lag: int = 0) -> di
 
 
 def disturbed_run(directory: Path, *, steps: int, seed: int = 0, lag: int = 0) -> Disturbed:
-    """The same run with workers that vanish."""
+    """The same run with evictions."""
     hired: list[Saboteur] = []
 
     def hire(host: WorkerHost, clock: Clock) -> Saboteur:
@@ -88,7 +88,7 @@ def disturbed_run(directory: Path, *, steps: int, seed: int = 0, lag: int = 0) -
 
 
 def tokens_by_kind(directory: Path) -> dict[str, int]:
-    """What the fleet received of the workers of each kind."""
+    """Tokens received from workers of each kind."""
     tokens = Counter[str]()
     for _, line in read_lines(directory / "events.jsonl"):
         if line["event"] == LEASE_END:
@@ -97,15 +97,15 @@ def tokens_by_kind(directory: Path) -> dict[str, int]:
 
 
 def digests(directory: Path) -> list[str]:
-    """Of the weights, before the first step and after each."""
+    """Weights digests before the first step and after each."""
     return [line.weights_digest for line in read_metrics(directory / "metrics.jsonl")]
 
 
 def compare(quiet: Path, disturbed: Path) -> Comparison:
-    """Everything that both runs wrote of their samples and weights.
+    """Compare everything that both runs wrote about samples and weights.
 
     Raises:
-        KeyError, ValueError: they did not even have the same samples, or steps.
+        KeyError, ValueError: they have different samples or steps.
     """
     ours, theirs = _samples(quiet), _samples(disturbed)
     pairs = [(ours[key], theirs[key]) for key in sorted(ours.keys() | theirs.keys())]

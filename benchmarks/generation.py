@@ -1,9 +1,9 @@
-"""Generation: the embedded engine against `transformers.generate`, in three shapes.
+"""Generation: the embedded engine and `transformers.generate`, in three shapes.
 
     python -m benchmarks.generation [--model FOLDER] [--quick]
 
-Both sides generate the same number of tokens from the same prompts. Beside the speed, our logprobs are compared with
-the stock model's over the same tokens: they must agree to 1e-4.
+Both sides generate the same number of tokens from the same prompts. In addition, our logprobs are compared with the
+stock model's over the same tokens and must agree to 1e-4.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The other side of the generation benchmark: `transformers.generate` as it comes, one left-padded batch after another.
+"""The other side of the generation benchmark: unmodified `transformers.generate` on left-padded batches.
 
-It is asked for tokens only; the logprobs that training needs would cost it another forward pass.
+It returns tokens only; logprobs would cost another forward pass.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from benchmarks.workload import Workload
 
 
 class GivenLengths(StoppingCriteria):
-    """Each row ends at its own length, as if it had drawn its end token there; the batch goes on to the longest."""
+    """Ends each row at its given length; the batch continues to the longest."""
 
     def __init__(self, prompt_length: int, lengths: torch.Tensor) -> None:
         self._ends = prompt_length + lengths
@@ -51,7 +51,7 @@ def prompt_ids(workload: Workload, tokenizer: Any) -> list[list[int]]:
 
 
 def generate_batch(model: Any, rows: list[list[int]], lengths: list[int]) -> None:
-    """One static batch, sampled at temperature 1 from the whole vocabulary, until its longest completion is done."""
+    """One static batch, sampled at temperature 1 from the whole vocabulary, until its longest completion finishes."""
     width = max(len(row) for row in rows)
     ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])

@@ -1,4 +1,4 @@
-"""Our side of the generation benchmark: the embedded engine, given every sample at once; and its logprobs checked."""
+"""Our side of the generation benchmark: the embedded engine with all samples submitted at once, and a logprob check."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CHECKED_SAMPLES = 32
 
 
 class Completion(Record):
-    """What the logprob check needs of one sample."""
+    """Data of one sample for the logprob check."""
 
     prompt: list[int]
     tokens: list[int]
@@ -42,7 +42,7 @@ class Completion(Record):
 
 
 def tidemill_side(turns: Turns, settings: Mapping[str, Any]) -> None:
-    """Settings: model (folder), workload, completions (the file that the last turn's completions go to)."""
+    """Settings: model (folder), workload, completions (output file of the last turn)."""
     workload: Workload = settings["workload"]
     tokenizer = AutoTokenizer.from_pretrained(settings["model"])
     model = load_model(Path(settings["model"]), device=torch.device("cpu"))
@@ -60,7 +60,7 @@ def tidemill_side(turns: Turns, settings: Mapping[str, Any]) -> None:
     while True:
         seed += 1
         asked = requests(workload, prompts, seed=seed)
-        engine.load(VERSION)  # nothing of the turn before is kept
+        engine.load(VERSION)  # clears the cache of the previous turn
         before = engine.status()
         turns.begin()
         deltas = run(engine, asked)
@@ -73,7 +73,7 @@ def tidemill_side(turns: Turns, settings: Mapping[str, Any]) -> None:
 
 
 def requests(workload: Workload, prompts: Sequence[Sequence[int]], *, seed: int) -> list[GenerateRequest]:
-    """One request a sample, groups one after another."""
+    """One request per sample, group by group."""
     return [
         GenerateRequest(
             sample_id=SampleId(
@@ -93,7 +93,7 @@ def requests(workload: Workload, prompts: Sequence[Sequence[int]], *, seed: int)
 
 
 def run(engine: EmbeddedEngine, asked: Sequence[GenerateRequest]) -> list[TokenDelta]:
-    """Every delta until all samples are finished, flushed as often as in a real run."""
+    """All deltas until every sample is finished, flushed as often as in a real run."""
     engine.submit(asked)
     deltas: list[TokenDelta] = []
     unfinished = {request.sample_id for request in asked}
@@ -126,7 +126,7 @@ def _completions(asked: Sequence[GenerateRequest], deltas: Sequence[TokenDelta])
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """Our rollout logprobs against the stock model fed with the same tokens."""
+    """Our rollout logprobs and those of the stock model on the same tokens."""
 
     samples: int
     tokens: int

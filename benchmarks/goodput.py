@@ -1,13 +1,12 @@
-"""How much of what the workers present could have decoded is accepted, while they come and go.
+"""Accepted tokens as a share of the decoding capacity of preemptible machines.
 
     python -m benchmarks.goodput [--hours 4] [--trace FILE ...]
 
-The real controller (fleet, dispatcher, ledger with its journal) runs in virtual time over simulated engines of fixed
-speed, so that the noise of this machine does not enter. Machines follow synthetic markets with the counts, bursts and
-times to eviction of two Bamboo traces, or the capacity traces given. There is always more to generate than the
-machines can do: what is measured is what evictions, queues, prefills and migration cost, not the end of a batch. The
-ideal is every machine at its peak speed for as long as it is there and up; beside it stands the share of what it would
-be if machines booted and pulled weights in no time.
+The real controller (fleet, dispatcher, ledger with its journal) runs in virtual time with simulated engines of constant
+speed, independent of this machine's noise. Machines follow synthetic markets with the counts, bursts and times to
+eviction of two Bamboo traces, or given capacity traces. There is always more to generate than the machines can do: the
+benchmark measures the cost of evictions, queues, prefills and migration, not of the end of a batch. The ideal is every
+machine at its peak speed while it is leased and ready; a second figure assumes that booting and pulling take no time.
 """
 
 from __future__ import annotations
@@ -26,7 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measuring import RESULTS, write_result
-from tests.memory_journal import MemoryJournal
+from tests.doubles.costs import ConstantEngine
+from tests.doubles.journal import MemoryJournal
 from tidemill.config.pool import FleetConfig
 from tidemill.controller.collector import RolloutContext, collect_samples
 from tidemill.controller.fleet import Fleet
@@ -45,15 +45,15 @@ from tidemill.pool.build_provider import trace_timetable
 from tidemill.pool.provider import ScheduledProvider
 from tidemill.pool.synthetic import Market, synthetic_trace
 from tidemill.pool.traces import CapacityTrace, read_trace
-from tidemill.sim.costs import ConstantEngine, ConstantWeights
+from tidemill.sim.costs import WeightCosts
 from tidemill.sim.simulated_trainer import SimulatedPublisher
 from tidemill.sim.simulated_worker import SimulatedHost
 from tidemill.sim.virtual_time import run_virtual
 from tidemill.sim.workload import BlankCompletions, NoText, SimulatedScorer
-from tidemill.telemetry.progress_views import NullTelemetry
+from tidemill.telemetry.recorder import NullTelemetry
 
 TARGET = 0.95
-# Counts, times to eviction and return, and sizes of bursts of two Bamboo traces (g4dn in us-east-1c and us-east-1d).
+# Counts, times to eviction and return, and burst sizes of two Bamboo traces (g4dn in us-east-1c and us-east-1d).
 MARKETS = {
     "like Bamboo us-east-1c": Market(
         machines=12,
@@ -72,9 +72,9 @@ MARKETS = {
         arrivals=(1.0, 1.0, 0.733, 0.4, 0.267, 0.2, 0.133, 0.067),
     ),
 }
-# An engine as of one small GPU with an 8B model; boot and pull as of a warm image and a fast network.
+# An engine like one small GPU with an 8B model; boot and pull as with a warm image and a fast network.
 SPEED = ConstantEngine(slots=64, plateau=64, step_s=0.025, prefill_tokens_per_s=8000.0, boot_s=20.0)
-WEIGHTS = ConstantWeights(pull=5.0)
+WEIGHTS = WeightCosts(pull_s=5.0)
 TICK_S = 1.0
 GROUP = 8
 LONGEST = 8192
@@ -127,9 +127,9 @@ async def measure(trace: CapacityTrace, duration_s: float, seed: int) -> dict[st
                 async with asyncio.timeout(duration_s):
                     async for _ in samples:
                         pass
-            assert not in_flight.complete, "there was not enough to generate"
-            tally, happened, joins = in_flight.counters, fleet.event_log.happened, len(host.workers)
-    ready = ideal - joins * (SPEED.boot_s + WEIGHTS.pull) * SPEED.peak_tokens_per_s
+            assert not in_flight.all_scored, "there was not enough to generate"
+            tally, happened, joins = in_flight.counters, fleet.event_log.counters, len(host.workers)
+    ready = ideal - joins * (SPEED.boot_s + WEIGHTS.pull_s) * SPEED.peak_tokens_per_s
     made, accepted = sum(worker.engine.generated for worker in host.workers.values()), tally.tokens_accepted
     return {
         "goodput": accepted / ready,
@@ -146,7 +146,7 @@ async def measure(trace: CapacityTrace, duration_s: float, seed: int) -> dict[st
 
 
 def ideal_tokens(trace: CapacityTrace, duration_s: float) -> float:
-    """Every machine at its peak speed for as long as it is leased."""
+    """Every machine at its peak speed while it is leased."""
     machine_s = 0.0
     steps = [(t, n) for t, n in trace.steps if t < duration_s]
     for (start_s, count), (end_s, _) in zip(steps, [*steps[1:], (duration_s, 0)], strict=True):
@@ -160,7 +160,7 @@ def cases(arguments: argparse.Namespace) -> list[tuple[str, CapacityTrace, float
         (name, synthetic_trace(market, seed=7, duration_s=longest_s), longest_s) for name, market in MARKETS.items()
     ]
     for path in arguments.trace:
-        trace = read_trace(path, Path.read_bytes)
+        trace = read_trace(path)
         trace = trace.since(next(t for t, n in trace.steps if n))
         found.append((path.stem, trace, min(trace.end_s, longest_s)))
     return found
@@ -169,7 +169,7 @@ def cases(arguments: argparse.Namespace) -> list[tuple[str, CapacityTrace, float
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hours", type=float, default=4.0, help="of each trace, at most")
-    parser.add_argument("--trace", type=Path, action="append", default=[], help="a capacity trace to run on, too")
+    parser.add_argument("--trace", type=Path, action="append", default=[], help="an additional capacity trace")
     arguments = parser.parse_args()
     table = Table("trace", "hours", "workers", "evictions", "moved", "of the ideal", "boots included", "target")
     results = {}
@@ -195,7 +195,7 @@ def main() -> int:
 
 
 def measured_before() -> dict[str, Any]:
-    """Of traces that are not given this time; nothing of another speed."""
+    """Results of traces not given this time, at the same speed."""
     path = RESULTS / "goodput.json"
     found = json.loads(path.read_text()) if path.exists() else {}
     return found["cases"] if found.get("speed") == repr(SPEED) else {}

@@ -1,9 +1,9 @@
-"""One GRPO optimizer step against TRL's `GRPOTrainer`: 8 prompts x 8 samples x 3 tokens, no KL term, one thread.
+"""One GRPO optimizer step and TRL's `GRPOTrainer`: 8 prompts x 8 samples x 3 tokens, no KL term, one thread.
 
     python -m benchmarks.grpo_step [--only CASE] [--rounds N] [--quick]
 
-A step is everything: generation, rewards (random: every group has signal), advantages, forward, backward, optimizer
-and, on our side, the run directory. SmolLM2 and a character model of 0.8M parameters; fp32, and SmolLM2 in bf16 too.
+A step includes generation, rewards (random: every group has signal), advantages, forward, backward, optimizer and, on
+our side, the run directory. SmolLM2 and a character model of 0.8M parameters; fp32, and SmolLM2 also in bf16.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Our side of the GRPO step: `tidemill train` itself, with ledger, metrics and samples on disk as in any run.
+"""Our side of the GRPO step: `tidemill train` with ledger, metrics and samples on disk.
 
 One turn is one step of the training loop, from opening a batch to the line in metrics.jsonl.
 """
@@ -54,7 +54,7 @@ def _write_prompts(path: Path, prompts: Sequence[str]) -> None:
 
 
 def _hand_over_turns(turns: Turns) -> None:
-    """Make the recorder wait for its turn after every step, and keep samples from ending early (equal work)."""
+    """Make the recorder wait for its turn after every step, and prevent early stops (equal work)."""
     record_step, record_samples = Recorder.step, Recorder.samples
     done: list[Work] = []
 

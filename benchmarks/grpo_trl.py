@@ -1,4 +1,4 @@
-"""TRL's side of the GRPO step: its trainer as it comes, set to be fastest here and to do equal work."""
+"""TRL's side of the GRPO step: its trainer with its fastest settings here, doing equal work."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MANY_STEPS = 10_000  # the turns decide when it ends
 
 
 class CountingTrainer(GRPOTrainer):
-    """Counts what it generates, for the check that both sides do the same work."""
+    """Counts generated tokens, to check that both sides do the same work."""
 
     done = Work(samples=0, prompt_tokens=0, completion_tokens=0)
 
@@ -40,7 +40,7 @@ class CountingTrainer(GRPOTrainer):
 
 
 class TakeTurns(TrainerCallback):
-    """One optimizer step a turn: from before its generation to after its update."""
+    """One optimizer step per turn: from before its generation to after its update."""
 
     def __init__(self, turns: Turns) -> None:
         self._turns = turns

@@ -1,4 +1,4 @@
-"""The demo with workers that come and go against the demo without: held-out accuracy of both at every evaluation."""
+"""Held-out accuracy of the demo with and without preemptible workers at every evaluation."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from benchmarks.training_run import train
 from tidemill.core.records import Record
 from tidemill.telemetry.events import read_events
 from tidemill.telemetry.metrics import read_metrics
+from tidemill.telemetry.run_data import evaluations
 from tidemill.telemetry.run_dir import RunDirectory
-from tidemill.telemetry.summary import evaluations
 
 RECIPES = {"quiet": "smollm2-addition.toml", "evicted": "spot-trace.toml"}
 
 
 class Curve(Record):
-    """One run's held-out greedy accuracy by step, and what happened to its workers."""
+    """One run's held-out greedy accuracy by step, and events of its workers."""
 
     recipe: str
     seed: int
@@ -40,7 +40,7 @@ class Point(Record):
 
 
 def curve(folder: Path, kind: str, seed: int) -> Curve:
-    """Run the demo in a process of its own, as a user would."""
+    """Run the demo in a separate process."""
     recipe = Path(__file__).resolve().parent.parent / "recipes" / RECIPES[kind]
     run_dir = folder / "run"
     shutil.rmtree(run_dir, ignore_errors=True)  # a checkpoint is 1.6 GB

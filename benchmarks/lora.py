@@ -1,15 +1,14 @@
-"""What an adapter saves and what it costs: memory, checkpoints and published bytes of a LoRA run against a full
-fine-tune of SmolLM2; and how soon either learns.
+"""Memory, checkpoint and published bytes of a LoRA run and a full fine-tune of SmolLM2, and how fast each learns.
 
     python -m benchmarks.lora [--steps N] [--only memory,published,learning] [--seeds 3]
 
-Memory: `tidemill train` on the demo's recipe, each run a process of its own, as a user would start it; its peak is the
-largest resident set it ever had. Publishing: both trained at the learning rate they learn at, published in bf16 after
-every step as workers elsewhere would pull them (an adapter's base, which they pull once, is not counted). Learning:
-GRPO on two-digit addition from the start of `benchmarks.sft_start`; the whole model at the learning rate of
-`benchmarks.algorithms`, the adapter at the better one of 1e-3 and 3e-3, tried with one seed.
+Memory: `tidemill train` on the demo's recipe, each run in a separate process; the peak resident set. Publishing: both
+trained at a working learning rate, published in bf16 after every step as remote workers would pull them (without the
+adapter's base, which they pull once). Learning: GRPO on two-digit addition from the start of `benchmarks.sft_start`;
+the full model at the learning rate of `benchmarks.algorithms`, the adapter at the better of 1e-3 and 3e-3, tried with
+one seed.
 
-With `--only`, figures of the other parts stay as results/lora.json has them.
+With `--only`, figures of the other parts stay as in results/lora.json.
 """
 
 from __future__ import annotations
@@ -63,11 +62,11 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """Medians over the steps, in bytes; deltas are against the version before."""
+    """Medians over the steps, in bytes; deltas are to the previous version."""
 
     side: str
     snapshot_nbytes: float
-    pulled_nbytes: float  # delta or snapshot, whichever is less, and manifests
+    pulled_nbytes: float  # the smaller of delta and snapshot, plus manifests
 
 
 def main() -> int:
@@ -182,7 +181,7 @@ def _published(model: Path, side: str, steps: int) -> Published:
 
 
 def _share(figures: Any) -> float:
-    """Of the adapter's figure in the whole model's."""
+    """The adapter's figure relative to the full model's."""
     whole, adapter = figures
     return float(adapter / whole)
 

@@ -1,4 +1,4 @@
-"""Figures out of turns: ratios, tables, result files."""
+"""Turns measured times into ratios, tables and result files."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ BYTES_PER_GB = 1e9
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Ours against theirs, in one case. Speed-ups are theirs / ours in seconds for the same work.
+    """Our side and the other in one case. Speed-ups are theirs / ours in seconds for the same work.
 
-    Both sides are one thread on one core, so CPU time is the time of a quiet machine; it is what a target is held
-    against. Wall time also counts what other processes took meanwhile.
+    Both sides run one thread on one core, so CPU time is the time of a quiet machine; targets refer to it. Wall time
+    includes other processes.
     """
 
     case: str
@@ -76,7 +76,7 @@ def compare(case: str, ours: SideResult, theirs: SideResult, *, target: float | 
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were taken on."""
+    """The machine of the measurement."""
     cpu = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -113,7 +113,7 @@ def report(
 
 
 def write_result(name: str, content: Mapping[str, Any]) -> Path:
-    """Write results/NAME.json with the machine beside the figures."""
+    """Write results/NAME.json with figures and machine."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({"benchmark": name, "machine": machine(), **content}, indent=2) + "\n")

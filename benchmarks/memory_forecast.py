@@ -1,10 +1,10 @@
-"""The memory that `tidemill plan run` forecasts, beside the peak that real runs of the same recipe take.
+"""The memory forecast of `tidemill plan run` and the peak of real runs of the same recipe.
 
     python -m benchmarks.memory_forecast [--steps 3]
 
-SmolLM2 on one thread of a CPU: GRPO of the whole model and of an adapter, each without and with a KL reference, and
-PPO with a value head and with a critic of its own. Each run is a process of its own; its peak is the largest resident
-set it ever had. The profile that the forecasts need (lengths of prompts) is fitted to the first run alone.
+SmolLM2 on one CPU thread: GRPO of the full model and of an adapter, each without and with a KL reference, and PPO with
+a value head and with a separate critic. Each run is a separate process; its peak is its largest resident set. The
+profile for the forecasts (lengths of prompts) is fitted to the first run only.
 """
 
 from __future__ import annotations

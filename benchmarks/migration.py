@@ -1,11 +1,11 @@
-"""From the SIGKILL of a Ray worker's process to its samples being decoded elsewhere.
+"""Time from the SIGKILL of a Ray worker to its samples decoding on another worker.
 
     python -m benchmarks.migration [--kills 20]
 
-A run on a Ray cluster of this machine: three workers, each with slots to spare, and a trainer that hardly learns. Again
-and again the process of a worker that is decoding is killed, at a random moment. What is timed is real: the death is
-noticed by the connection, the lease ends, the samples wait again and are given to the other workers with the tokens
-they have, and the first new token of each comes with a report. A new worker takes the dead one's place meanwhile.
+A run on a Ray cluster of this machine: three workers with spare slots, and a trainer with little work. The process of a
+decoding worker is killed repeatedly at random moments. The measured time is real: the connection notices the death, the
+lease ends, the samples wait and go to other workers with their tokens, and the first new token of each is reported. A
+new worker replaces the dead one meanwhile.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from tidemill.telemetry.run_dir import RunDirectory
 TARGET_S = 1.0  # median over the kills, of the time until the last sample of a dead worker is decoded elsewhere
 WORKERS = 3
 PATIENCE_S = 60.0
-LETTERS = "".join(chr(code) for code in range(0x100, 0x300))  # a large alphabet: an untrained model seldom ends early
+LETTERS = "".join(chr(code) for code in range(0x100, 0x300))  # a large alphabet: an untrained model rarely stops early
 SPEC = {
     "runtime": "ray",
     "run": {"name": "migration"},
@@ -78,7 +78,7 @@ class Replacements:
             self._free.put_nowait(None)
 
     def want(self, workers: int) -> None:
-        """As many as there are, always."""
+        """Ignored: always the same number."""
 
     async def next_event(self, timeout_s: float) -> LeaseEvent | None:
         try:
@@ -106,13 +106,13 @@ class Replacements:
 
 @dataclass
 class Decoding:
-    """Who decodes what, as the driver learns of it."""
+    """Which worker decodes which sample, as the driver learns it."""
 
     clock: Clock
     pids: dict[str, int] = field(default_factory=dict)  # by lease, of workers that decode
-    samples: dict[str, set[SampleId]] = field(default_factory=lambda: defaultdict(set))  # decoded there, not finished
+    samples: dict[str, set[SampleId]] = field(default_factory=lambda: defaultdict(set))  # decoding there
     heard: asyncio.Condition = field(default_factory=asyncio.Condition)
-    seen: dict[SampleId, tuple[str, float]] = field(default_factory=dict)  # the last new token: at which lease, when
+    seen: dict[SampleId, tuple[str, float]] = field(default_factory=dict)  # the last new token: lease, time
 
     async def note(self, lease_id: str, report: WorkerReport) -> None:
         for delta in report.deltas:
@@ -164,11 +164,11 @@ class WatchedHost:
     async def start(self, lease: Lease) -> Watched:
         worker = await self._host.start(lease)
         assert isinstance(worker, RayWorker)
-        self._decoding.pids[lease.lease_id] = state.actors(worker.actor_id)["Pid"]
+        self._decoding.pids[lease.lease_id] = state.actors(worker._remote.handle._actor_id.hex())["Pid"]
         return Watched(worker, lease, self._decoding)
 
     async def close(self) -> None:
-        """The host is another's to close."""
+        """The host is closed by its owner."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,10 +197,10 @@ async def kill_again_and_again(decoding: Decoding, kills: int, results: list[Mig
         try:
             results.append(await _migrated(decoding, victim, samples, killed_s))
         except TimeoutError:
-            print("  a kill at the end of a step: what the worker had was finished, or is for the next one")
+            print(" a kill at the end of a step: the worker's samples were finished, or belong to the next step")
             continue
         print(f"kill {len(results):2}: {results[-1]}", flush=True)
-    os.kill(os.getpid(), signal.SIGINT)  # the run ends as by Ctrl-C
+    os.kill(os.getpid(), signal.SIGINT)  # ends the run like Ctrl-C
 
 
 def _busy(decoding: Decoding) -> list[str]:
@@ -208,7 +208,7 @@ def _busy(decoding: Decoding) -> list[str]:
 
 
 async def _migrated(decoding: Decoding, victim: str, samples: set[SampleId], killed_s: float) -> Migration:
-    """Raises TimeoutError: nothing of the victim's went on elsewhere."""
+    """Raises TimeoutError: no sample of the victim continued elsewhere."""
     first: dict[SampleId, float] = {}
 
     def all_there() -> bool:
@@ -216,7 +216,7 @@ async def _migrated(decoding: Decoding, victim: str, samples: set[SampleId], kil
             lease, at_s = decoding.seen[sample]
             if lease != victim:
                 first[sample] = at_s - killed_s
-        # What the victim had said last may still have arrived, and have finished a sample.
+        # The victim's last report may still have arrived and finished a sample.
         return not (samples & decoding.samples[victim]) - first.keys()
 
     async with decoding.heard, asyncio.timeout(PATIENCE_S):
@@ -229,7 +229,7 @@ async def _migrated(decoding: Decoding, victim: str, samples: set[SampleId], kil
 
 
 def watched(kills: int, results: list[Migration]):  # type: ignore[no-untyped-def]
-    """`on_ray`, with everything watched and workers killed."""
+    """`on_ray` with observed workers that are killed."""
 
     @asynccontextmanager
     async def opened(

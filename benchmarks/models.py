@@ -1,4 +1,4 @@
-"""The models that benchmarks load: SmolLM2 out of the cache, and a character model of 0.8M parameters."""
+"""Models for benchmarks: SmolLM2 from the cache, and a character model of 0.8M parameters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def char_model() -> Path:
 
 
 def quiet() -> None:
-    """Keep progress bars and advice of third-party libraries out of the figures, here and in the sides."""
+    """Silence progress bars and warnings of libraries, here and in both sides."""
     os.environ |= ONE_THREAD | OFFLINE | {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
     os.environ["PYTHONWARNINGS"] = "ignore"  # read by the sides' interpreters
     warnings.simplefilter("ignore")

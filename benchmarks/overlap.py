@@ -1,19 +1,19 @@
-"""What generating ahead saves the trainer on Ray: its idle share by policy lag, synchronous against overlapped.
+"""The trainer's idle share on Ray by policy lag: synchronous and overlapped.
 
     python -m benchmarks.overlap [--rounds N] [--steps N]
 
-One trainer and one worker, each a process with one thread: the trainer's own engine never generates, so that whatever
-overlaps does so between the two. Batches, model and seed are the same; runs take turns by lag, in another order each
-round. Of a run the first steps are not counted, in which the worker comes up and generation gets ahead, nor are the
-last, in which there is nothing left to generate.
+One trainer and one worker, each a process with one thread; the trainer's engine never generates, so only the two
+processes overlap. Batches, model and seed are equal; runs alternate by lag, in another order each round. The first
+steps of a run, in which the worker starts and generation gets ahead, and the last ones, without anything left to
+generate, are not counted.
 
-The published reference: where rollout takes 60 % of a step and training 40 %, the trainer is busy 40 % of the time in
-sequence and 40 / 60 = 66.7 % overlapped. Both are worked out here from the synchronous runs' own times, too: with T for
-learning from a batch and R for generating one, T / (R + T) in sequence and T / max(R, T) overlapped. (Within a
-synchronous step there is some overlap already: gradients begin while the last samples are generated.)
+The published reference: if rollout takes 60 % of a step and training 40 %, the trainer is busy 40 % of the time in
+sequence and 40 / 60 = 66.7 % overlapped. Both are also computed from the synchronous runs' times: with T for training
+on a batch and R for generating one, T / (R + T) in sequence and T / max(R, T) overlapped. (A synchronous step already
+has some overlap: gradients start while the last samples are generated.)
 
-An idle share is of wall time. Where other processes want the same cores, two that compute at once slow each other down:
-the trainer is idle for less of the time all the same, but a step need not get shorter. The load is told beside.
+Idle shares are of wall time. If other processes use the same cores, both processes slow down: the trainer idles less,
+but a step need not get shorter. The load average is reported.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from tidemill.telemetry.metrics import STEP_TIME, TRAINER_IDLE, MetricLine
 
 LAGS = (0, 1, 3)
 ROUNDS, COUNTED_STEPS = 3, 6
-BEGINNING, END = 3, 3  # steps that are not counted
-SLOTS = 16  # so few that generating a batch takes longer than learning from it, about 60 to 40
+BEGINNING, END = 3, 3  # not counted
+SLOTS = 16  # few, so that generation takes longer than training, about 60 to 40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +51,11 @@ class Overlap:
     step_s: float  # mean
     rollout_s: float  # mean; of a synchronous step: generating a batch
     train_s: float  # mean
-    idle_share: float  # the trainer had nothing to learn from
+    idle_share: float  # the trainer had no samples
     busy_share: float  # it computed gradients
     tokens_per_s: float  # trained
-    lag_mean: float  # of the tokens it learned from
-    load_average: float  # of the machine when it ended, over a minute
+    lag_mean: float  # of trained tokens
+    load_average: float  # of the machine at the end, over a minute
 
 
 def main() -> int:
@@ -70,7 +70,7 @@ def main() -> int:
             runs.append(_measured(lag, number, options.steps))
             print(f"  round {number + 1}, lag {lag}: {_words(runs[-1])}", file=sys.stderr, flush=True)
     if len({one.samples for one in runs}) > 1:
-        raise RuntimeError(f"the runs learned from different numbers of samples: {runs}")
+        raise RuntimeError(f"the runs trained on different numbers of samples: {runs}")
     _report(runs, quick=options.rounds < ROUNDS or options.steps < COUNTED_STEPS)
     return 0
 
@@ -101,12 +101,12 @@ def overlap_of(lines: Sequence[MetricLine], lag: int, number: int) -> Overlap:
 
 
 def expected(rollout_s: float, train_s: float) -> tuple[float, float]:
-    """The share of the time for which the trainer is busy: in sequence, and where the shorter of the two is hidden."""
+    """The trainer's busy share: in sequence, and with the shorter part hidden."""
     return train_s / (rollout_s + train_s), train_s / max(rollout_s, train_s)
 
 
 def _words(one: Overlap) -> str:
-    return f"idle {one.idle_share:.1%}, busy {one.busy_share:.1%}, {one.step_s:.2f} s a step"
+    return f"idle {one.idle_share:.1%}, busy {one.busy_share:.1%}, {one.step_s:.2f} s per step"
 
 
 def _report(runs: Sequence[Overlap], *, quick: bool) -> None:
@@ -130,9 +130,7 @@ def _report(runs: Sequence[Overlap], *, quick: bool) -> None:
         )
     load, cores = statistics.median(one.load_average for one in runs), os.cpu_count() or 1
     if load > cores:
-        print(
-            f"The machine was busy (load {load:.0f} on {cores} cores): trainer and worker shared what was left of it."
-        )
+        print(f"The machine was busy (load {load:.0f} on {cores} cores): trainer and worker shared the rest.")
     figures = {
         "rounds": len(by_lag[0]),
         "runs": [vars(one) for one in runs],
@@ -164,7 +162,7 @@ def _print_table(by_lag: dict[int, list[Overlap]]) -> None:
 
 
 def _ratios(synchronous: Sequence[Overlap], ahead: Sequence[Overlap]) -> tuple[float, float]:
-    """Of idle shares and of steps: medians over the rounds, each run against the synchronous one of its round."""
+    """Ratios of idle shares and of step times to the synchronous run: medians over the rounds."""
     pairs = list(zip(synchronous, ahead, strict=True))
     return (
         statistics.median(b.idle_share / a.idle_share for a, b in pairs),

@@ -1,19 +1,18 @@
-"""What it saves that a reward model reads a sample while it is being generated, on Ray and in one process.
+"""Time saved when a reward model reads samples during generation, on Ray and in one process.
 
     python -m benchmarks.overlap_scoring [--steps 6] [--places actor,own_thread,shared_thread]
 
-A small policy writes long completions; the reward model is several times its size, with weights of a seed. There are
-two runs of each place. Steps take turns: in every other step of a run the reader is not told of growth and computes
-everything when a sample is finished, and in the second run it is the other steps. That is all the difference: samples,
-chunks, their shapes and the shared prompt are the same, and so must be the bits of every score and of the weights, step
-by step; so each step is compared with itself.
+A small policy writes long completions; the reward model is several times its size, with random weights. There are two
+runs per place. In every other step of a run the reader gets no growing samples and computes everything when a sample
+finishes; in the second run these are the other steps. Nothing else differs: samples, chunks, shapes and the shared
+prompt are equal, so all scores and weights must be bit-identical, and each step is compared with itself.
 
-- *delay*: from a sample's last token to its score (its turn behind others included), mean over the step's samples.
+- *delay*: from a sample's last token to its score (including its queue), mean over the step's samples.
 - *tail*: from the step's last token to its last score.
-- *step*: its wall time, everything included.
+- *step*: its wall time.
 
-Places: an actor of its own on Ray; a thread of its own in one process; the one thread that also generates, which has
-nothing left over while it does, so that nothing is to be gained there and nothing lost.
+Places: a separate actor on Ray; a separate thread in one process; the single thread that also generates, which is never
+idle meanwhile, so that nothing is gained or lost.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from tidemill.core.records import Growth, Read, SampleId, TokenBuffer
 from tidemill.models.builtin import build_char_model
 from tidemill.models.codec import load_codec
 from tidemill.models.reward_model import reward_head, save_head
-from tidemill.runtime.backend import OpenMachinery, RuntimeBackend
+from tidemill.runtime.backend import OpenBackend, RuntimeBackend, scorers
 from tidemill.runtime.local import in_process
 from tidemill.runtime.readers import Readers
 from tidemill.runtime.train import train
@@ -47,7 +46,7 @@ from tidemill.telemetry.metrics import STEP_TIME, read_metrics
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory
 
-LETTERS = "".join(chr(code) for code in range(0x100, 0x300))  # a large alphabet: an untrained model seldom ends early
+LETTERS = "".join(chr(code) for code in range(0x100, 0x300))  # a large alphabet: an untrained model rarely stops early
 POLICY = {"alphabet": "0123456789+=\n" + LETTERS, "hidden_size": 128, "layers": 4, "heads": 4, "context": 512}
 REWARD = POLICY | {"hidden_size": 384, "layers": 8, "heads": 8}
 PLACES: dict[str, dict[str, Any]] = {
@@ -68,7 +67,7 @@ def spec_of(directory: Path, reward: Path, place: str, steps: int) -> RunSpec:
         "scoring": {"rewards": [{"kind": "model", "model": str(reward)}]},
         "engine": {"slots": 8},
         "batch": {"prompts": 2, "group_size": 4},
-        "optimizer": {"learning_rate": 1e-9},  # steps differ by the samples they draw, and by nothing else
+        "optimizer": {"learning_rate": 1e-9},  # steps differ only in their samples
         "trainer": {"steps": WARM_UP + steps, "threads": 1, "device": "cpu"},
         "eval": {"every_steps": 0, "prompts": 1},
         "checkpoint": {"every_steps": 0},
@@ -90,7 +89,7 @@ def reward_folder(folder: Path) -> Path:
 
 @dataclass(kw_only=True)
 class Turns:
-    """Implements `Reader` around another, which hears of growth in every other step only."""
+    """Implements `Reader` around another, which gets growing samples only in every other step."""
 
     reader: Reader
     ahead_in: int  # even (0) or odd (1) steps
@@ -118,19 +117,19 @@ class Turns:
         self.reader.forget(sample_ids)
 
     def take_counts(self) -> tuple[int, int]:
-        """Asked for once a step, at its end."""
+        """Called once per step, at its end."""
         self.step += 1
         return self.reader.take_counts()
 
     async def close(self) -> None:
-        """The reader is another's to close."""
+        """The reader is closed by its owner."""
 
 
-def taking_turns(place: str, ahead_in: int, found: list[Turns]) -> OpenMachinery:
+def taking_turns(place: str, ahead_in: int, found: list[Turns]) -> OpenBackend:
     if place == "actor":
         from tidemill.runtime.cluster.ray_backend import on_ray
 
-        opening: OpenMachinery = on_ray
+        opening: OpenBackend = on_ray
     else:
         opening = in_process
 
@@ -141,7 +140,11 @@ def taking_turns(place: str, ahead_in: int, found: list[Turns]) -> OpenMachinery
         async with opening(spec, run, recorder, clock) as backend:
             ((folder, reader),) = backend.readers.rewards.items()
             found.append(turns := Turns(reader=reader, ahead_in=ahead_in))
-            yield replace(backend, readers=Readers(rewards={folder: turns}))
+            readers = Readers(rewards={folder: turns})
+            scorer, eval_scorer = scorers(spec, backend.task, readers=readers)
+            yield replace(backend, readers=readers, scorer=scorer, eval_scorer=eval_scorer)
+            await scorer.close()
+            await eval_scorer.close()
 
     return opened
 
@@ -153,7 +156,7 @@ class Step:
     weights: str
     scores: dict[SampleId, bytes]
     tokens: float
-    share_ahead: float  # of what was read
+    share_ahead: float  # of all tokens read
     delay_s: float
     tail_s: float
     step_s: float
@@ -184,8 +187,8 @@ def measured(folder: Path, reward: Path, place: str, steps: int) -> dict[str, An
     runs = [run(folder / f"{place}-{parity}", reward, place, ahead_in=parity, steps=steps) for parity in (0, 1)]
     pairs = [(runs[1 - step % 2][step], runs[step % 2][step]) for step in runs[0]]  # late and ahead
     for late, ahead in pairs:
-        assert late.weights == ahead.weights, "another policy was learned"
-        assert late.scores == ahead.scores, "samples were scored otherwise when they were read ahead"
+        assert late.weights == ahead.weights, "the policies differ"
+        assert late.scores == ahead.scores, "scores differ when samples are read ahead"
         assert late.share_ahead == 0
     figures: dict[str, Any] = {"steps": len(pairs), "samples_of_equal_bits": sum(len(late.scores) for late, _ in pairs)}
     for name in ("delay_s", "tail_s", "step_s"):

@@ -1,11 +1,11 @@
-"""What pinning each sample to one version costs: `schedule.unfinished = "wait"` against "continue", by policy lag.
+"""The cost of one version per sample: `schedule.unfinished = "wait"` and "continue", by policy lag.
 
     python -m benchmarks.pinned_versions [--rounds 4]
 
-Simulated: one engine of 64 slots on machines apart from the trainer's, log-normal completions of up to 512 tokens, 64
-samples a step. The trainer's speed is varied: where it is the bottleneck nothing is lost, where generation is, the
-engine waits for the longest sample of each step. In one process, where engine and trainer take turns on a thread, the
-runs alternate, and seconds per step are compared round by round.
+Simulated: one engine of 64 slots on separate machines, log-normal completions of up to 512 tokens, 64 samples per step.
+The trainer's speed varies: where it is the bottleneck nothing is lost; where generation is, the engine waits for the
+longest sample of each step. In one process, where engine and trainer alternate on a thread, the runs alternate, and
+seconds per step are compared round by round.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ import torch
 
 from benchmarks.equivalent_runs import char_spec
 from benchmarks.measuring import write_result
+from tests.doubles.costs import ConstantEngine, ConstantTrainer
 from tidemill.config.schema import RunSpec
 from tidemill.hardware.completion_lengths import LogNormalLengths
 from tidemill.runtime.train import train
-from tidemill.sim.costs import ConstantEngine, ConstantTrainer, ConstantWeights
+from tidemill.sim.costs import WeightCosts
 from tidemill.sim.simulation import CostModel, simulate_run
 from tidemill.sim.workload import Workload
 from tidemill.telemetry.metrics import read_metrics
@@ -33,17 +34,17 @@ from tidemill.telemetry.metrics import read_metrics
 Unfinished = Literal["continue", "wait"]
 
 LAGS = (1, 2, 3)
-TRAINER_TOKENS_PER_S = (100.0, 200.0, 400.0, 800.0)  # the engine decodes at most 640 a second
+TRAINER_TOKENS_PER_S = (100.0, 200.0, 400.0, 800.0)  # the engine decodes at most 640 per second
 SIMULATED_STEPS, MEASURED_STEPS, MEASURED_LAG = 30, 20, 2
 LONGEST = 512
 WORK = Workload(lengths=LogNormalLengths(median=100, sigma=0.8, limit=LONGEST), prompt_tokens=20)
 
 
 def simulated(lag: int, trainer_tokens_per_s: float, unfinished: Unfinished) -> tuple[float, float]:
-    """Seconds per step, and the share of them in which the trainer has nothing to learn from."""
+    """Seconds per step, and the share without samples for the trainer."""
     cost_model = CostModel(
         trainer=ConstantTrainer(tokens_per_s=trainer_tokens_per_s, commit=1.0),
-        weights=ConstantWeights(nbytes=0),
+        weights=WeightCosts(nbytes=0),
         reserved=ConstantEngine(slots=64, plateau=64, step_s=0.1, prefill_tokens_per_s=1e5),
         reserved_load_s=0.5,
         shares_gpus=False,

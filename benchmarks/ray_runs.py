@@ -1,4 +1,4 @@
-"""Whole runs on Ray as a user would start them, and the figures of their steps."""
+"""Complete runs on Ray, and the figures of their steps."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ PROMPTS, GROUP_SIZE = 8, 8
 
 
 def spec_of(steps: int, *, slots: int, **sections: Mapping[str, Any]) -> RunSpec:
-    """A character model of 2M parameters with one worker, a process of one thread like the trainer; the trainer's own
-    engine never generates. Completions end where the model happens to end them, or after 32 tokens."""
+    """A character model of 2M parameters with one single-threaded worker, like the trainer, whose engine never
+    generates. Completions end at the model's stop token or after 32 tokens."""
     common = {
         "model": {"source": "char", "char": {"hidden_size": 192, "layers": 4, "heads": 4, "context": 64}},
         "task": {"kind": "arithmetic", "shots": 0},
@@ -39,10 +39,10 @@ def spec_of(steps: int, *, slots: int, **sections: Mapping[str, Any]) -> RunSpec
 
 
 def steps_of(spec: RunSpec) -> list[MetricLine]:
-    """Run it in a process of its own, in a folder that is gone afterwards.
+    """Run it in a separate process, in a temporary folder.
 
     Raises:
-        RuntimeError: it did not finish.
+        RuntimeError: it failed.
     """
     with tempfile.TemporaryDirectory(prefix="tidemill-benchmark-") as folder:
         run, recipe = Path(folder) / "run", Path(folder) / "recipe.toml"
@@ -52,5 +52,5 @@ def steps_of(spec: RunSpec) -> list[MetricLine]:
 
 
 def total(lines: Sequence[MetricLine], name: str) -> float:
-    """Of a metric that every step has."""
+    """Sum of a metric that every step has."""
     return sum(line.values[name] for line in lines)

@@ -1,15 +1,13 @@
-"""The RLHF recipe over seeds: how long it takes, what the reward model is worth, what PPO made of it.
+"""The RLHF recipe over seeds: duration, quality of the reward model, effect of PPO.
 
     python -m benchmarks.rlhf [--seeds 3] [--only 0,2] [--again]
 
-recipes/rlhf.toml as a user would run it, one seed after another, with one compute thread. Minutes are of the wall
-clock, beside them those of CPU time, which on one thread are the minutes of a quiet machine. The reward model is
-measured on pairs of held-out questions; the policy before and after PPO on the same questions, by the reward model and
-by the truth: greedy, and as the share of right ones among samples. Intervals and p-values of one seed are over
-questions; those of all together are over seeds.
+recipes/rlhf.toml, one seed after another, with one compute thread. Minutes are wall-clock; CPU minutes on one thread
+equal those of a quiet machine. The reward model is evaluated on pairs of held-out questions; the policy before and
+after PPO on the same questions, by the reward model and by correctness: greedy, and as the share of correct samples.
+Intervals and p-values of one seed are over questions, those of the summary over seeds.
 
-What results/rlhf.json already holds of this recipe is kept and not measured again. A seed that was stopped goes on
-where it was.
+Results of the same recipe in results/rlhf.json are kept. An interrupted seed resumes.
 """
 
 from __future__ import annotations
@@ -43,8 +41,8 @@ LONGEST_MINUTES, LEAST_ACCURACY, SURE = 20.0, 0.8, 0.05
 def main() -> int:
     parser = argparse.ArgumentParser(description="Minutes, reward model, score and truth of the RLHF recipe.")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--only", default="", help="these seeds, separated by commas; others may be run meanwhile")
-    parser.add_argument("--again", action="store_true", help="measure what is already there, too")
+    parser.add_argument("--only", default="", help="these seeds, separated by commas; others may run concurrently")
+    parser.add_argument("--again", action="store_true", help="measure existing results again")
     options = parser.parse_args()
     quiet()
     torch.set_num_threads(1)
@@ -58,17 +56,17 @@ def main() -> int:
 def measured(
     seeds: Sequence[int], *, again: bool, run: Callable[[int], RlhfRun], write: Callable[[Sequence[RlhfRun]], None]
 ) -> list[RlhfRun]:
-    """Run the seeds that results/rlhf.json does not hold of this recipe, or all; returns everything there is."""
+    """Run the seeds that results/rlhf.json lacks for this recipe, or all; return all results."""
     for seed in seeds:
         if again or seed not in {one.seed for one in earlier_runs()}:
-            found = run(seed)  # another call may have added its own meanwhile
+            found = run(seed)  # another call may have added its results meanwhile
             others = [one for one in earlier_runs() if one.seed != seed]
             write(sorted([*others, found], key=lambda one: one.seed))
     return earlier_runs()
 
 
 def earlier_runs() -> list[RlhfRun]:
-    """What results/rlhf.json holds of the recipe as it is now; nothing of others."""
+    """Results in results/rlhf.json of the current recipe."""
     try:
         found = msgspec.json.decode((RESULTS / f"{NAME}.json").read_bytes())
         return msgspec.convert(found["runs"], list[RlhfRun], str_keys=True) if found["recipe"] == _recipe() else []
@@ -88,7 +86,7 @@ def verdict(runs: Sequence[RlhfRun]) -> dict[str, bool]:
 
 
 def beyond_chance(runs: Sequence[RlhfRun]) -> dict[str, int]:
-    """Of each rise, the seeds in which chance alone would make one in fewer than 5 of 100."""
+    """For each increase, the seeds in which it is significant at 5 %."""
     changes = {
         "reward-model score": [run.score for run in runs],
         "true greedy accuracy": [run.accuracy for run in runs],
@@ -102,7 +100,7 @@ def _rises(change: Change) -> bool:
 
 
 def _recipe() -> str:
-    """Names the recipe's text."""
+    """A digest of the recipe."""
     return hashlib.blake2b(RECIPE.read_bytes(), digest_size=8).hexdigest()
 
 
@@ -110,7 +108,7 @@ def _run(seed: int) -> RlhfRun:
     smollm2()
     directory = CACHE / f"{NAME}-{_recipe()}" / f"seed-{seed}"
     found = rlhf_run(directory, seed)
-    shutil.rmtree(directory)  # its checkpoints are gigabytes
+    shutil.rmtree(directory)  # checkpoints take gigabytes
     print(f"seed {seed}: {found.minutes:.1f} minutes", flush=True)
     return found
 
@@ -183,7 +181,7 @@ def _print(runs: Sequence[RlhfRun]) -> None:
     for aim, reached in verdict(runs).items():
         print(f"{'reached' if reached else 'MISSED '}  {aim}")
     for name, seeds in beyond_chance(runs).items():
-        print(f"{name}: up by more than chance would (p < {SURE:g}) in {seeds} of {len(runs)} seeds")
+        print(f"{name}: significant increase (p < {SURE:g}) in {seeds} of {len(runs)} seeds")
 
 
 def _told(change: Change) -> str:
@@ -195,7 +193,7 @@ def _between(found: Interval) -> str:
 
 
 def _draw(runs: Sequence[RlhfRun]) -> None:
-    """What PPO did in each seed, step by step."""
+    """PPO step by step, for each seed."""
     curves = (
         ("Reward-model score of a batch", "reward_mean", None),
         ("KL to the reference, nats per token", "kl_ref_k1", None),

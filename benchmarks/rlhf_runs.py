@@ -1,4 +1,4 @@
-"""One run of the RLHF recipe, as a user would start it, reduced to the figures it is judged by."""
+"""One run of the RLHF recipe, reduced to its figures."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from tidemill.models.loading import context_limit
 from tidemill.models.reward_model import load_reward_model
 from tidemill.telemetry.events import read_events
 from tidemill.telemetry.metrics import MetricLine, read_metrics
+from tidemill.telemetry.run_data import evaluations
 from tidemill.telemetry.run_dir import RunDirectory
 from tidemill.telemetry.statistics import LEVEL, RESAMPLES, Interval
-from tidemill.telemetry.summary import evaluations
 from tidemill.trainer.scoring import reward_scores
 
 RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "rlhf.toml"
 CPU = "cpu_seconds"
 CURVES = ("reward_mean", "kl_ref_k1", "kl_ref", "entropy", "explained_variance", "clip_fraction")
-LAST_STEPS = 5  # whose mean is "in the end"
-DIGITS = 5  # kept of a figure
+LAST_STEPS = 5  # averaged as the final value
+DIGITS = 5  # digits kept
 
 
 class Change(Record):
@@ -46,12 +46,12 @@ class Change(Record):
 
 
 class Pairs(Record):
-    """What the reward model makes of pairs of questions it never saw."""
+    """The reward model on held-out pairs."""
 
     pairs: int
     questions: int
     accuracy: float
-    low: float  # 95 % interval, over questions: pairs of one question are right or wrong together
+    low: float  # 95 % interval over questions, as pairs of one question are correlated
     high: float
 
 
@@ -59,14 +59,14 @@ class RlhfRun(Record):
     """One seed."""
 
     seed: int
-    minutes: float  # of all stages together, over all sessions
-    cpu_minutes: float  # of the process, over all sessions: on one thread, the minutes of a quiet machine
+    minutes: float  # all stages, all sessions
+    cpu_minutes: float  # process time over all sessions
     stage_s: dict[str, float]
     peak_rss_bytes: int
     pairs: Pairs
     score: Change  # of the reward model, greedy completions
     accuracy: Change  # true, greedy completions
-    drawn: Change  # true, samples drawn at the temperature of training: a question's share of right ones
+    drawn: Change  # true, samples at the training temperature: share of correct ones per question
     first: dict[str, float]  # of a metric, in PPO's first step
     last: dict[str, float]  # of a metric, mean over PPO's last steps
     curves: dict[str, dict[int, float]]  # of a metric, by step
@@ -74,11 +74,11 @@ class RlhfRun(Record):
 
 
 def rlhf_run(directory: Path, seed: int) -> RlhfRun:
-    """Run the recipe, or go on with it, in a process of its own with one compute thread.
+    """Run or resume the recipe in a separate process with one compute thread.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C or SIGTERM came; the same call goes on from there.
-        RuntimeError: the command failed; its own words are on standard error.
+        KeyboardInterrupt: Ctrl-C or SIGTERM; the same call resumes.
+        RuntimeError: the command failed; its message is on standard error.
     """
     began_s = _children_cpu_s()
     try:
@@ -90,7 +90,7 @@ def rlhf_run(directory: Path, seed: int) -> RlhfRun:
 
 
 def _cpu_s(directory: Path) -> float:
-    """Seconds of CPU that earlier sessions took."""
+    """CPU seconds of earlier sessions."""
     path = directory / CPU
     return float(path.read_text()) if path.is_file() else 0.0
 
@@ -101,7 +101,7 @@ def _children_cpu_s() -> float:
 
 
 def reduced(directory: Path, summary: Mapping[str, Any], seed: int) -> RlhfRun:
-    """The figures of a finished pipeline, whose folders are still there."""
+    """The figures of a finished pipeline whose folders still exist."""
     stages = {stage["name"]: stage for stage in summary["stages"]}
     folders = {name: RunDirectory(directory / stage["run_dir"]) for name, stage in stages.items()}
     measured = folders["measure"].read_summary()["compared_with"]["figures"]
@@ -127,10 +127,10 @@ def reduced(directory: Path, summary: Mapping[str, Any], seed: int) -> RlhfRun:
 
 
 def over_questions(outcomes: Sequence[tuple[str, bool]], *, seed: int = 0) -> Interval:
-    """Share of right outcomes, and the 2.5 and 97.5 percentiles of it over resamples of whole questions.
+    """Share of correct outcomes with percentiles 2.5 and 97.5 over resampled questions.
 
     Args:
-        outcomes: (question, right) of each pair.
+        outcomes: (question, correct) per pair.
     """
     of_questions: dict[str, list[bool]] = defaultdict(list)
     for question, right in outcomes:
@@ -145,7 +145,7 @@ def over_questions(outcomes: Sequence[tuple[str, bool]], *, seed: int = 0) -> In
 
 
 def _pairs(spec: RunSpec, stage: RunDirectory) -> Pairs:
-    """Score the stage's held-out pairs once more, to know which are right."""
+    """Score the stage's held-out pairs again, to know which are correct."""
     folder = Path(stage.read_summary()["model"])
     model = load_reward_model(folder, device=torch.device("cpu"))
     examples = load_pairs(

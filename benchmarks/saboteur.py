@@ -1,12 +1,12 @@
-"""A pool whose machines vanish on cue, and count what was lost with them.
+"""A pool with scripted evictions that counts lost tokens.
 
 ```
  fleet ◀──grants, notices, ends── Saboteur ──start──▶ the run's own host
    └────calls──▶ Victim ──▶ EngineWorker ──▶ CutEngine ──▶ the engine
                                         └──▶ CutSource ──▶ the puller
 ```
-Cues are things that happen (a report, a step of the engine, a pull), never times: how often each kind of eviction
-occurs does not depend on the machine. A tick is a fixed number of engine steps for the same reason.
+Cues are events (a report, an engine step, a pull), not times, so the frequency of each kind of eviction does not depend
+on the machine. A tick is a fixed number of engine steps for the same reason.
 """
 
 from __future__ import annotations
@@ -44,40 +44,39 @@ from tidemill.core.records import (
     count,
 )
 from tidemill.rollout.worker import EngineWorker
-from tidemill.runtime.backend import OpenMachinery, RuntimeBackend
+from tidemill.runtime.backend import OpenBackend, RuntimeBackend
 from tidemill.runtime.local import in_process
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory
 
 Cue: TypeAlias = Literal["mid_tick", "noticed", "pull", "join"]
-"""In the middle of a tick, without a word; with a notice; while a serving worker pulls; while a new one does."""
+"""Within a tick without notice; with a notice; while a serving worker pulls; while a new worker pulls."""
 
 CUES: tuple[Cue, ...] = ("mid_tick", "noticed", "mid_tick", "pull", "mid_tick", "join", "mid_tick", "noticed")
 PATIENCE_S = 30.0
-"""How long anything here waits for the fleet to act."""
+"""Longest wait for the fleet."""
 NOTICE_TICKS = 25
-"""A notice is as long as so many ticks of the engine, whatever the clock says: then the worker is cut in the middle of
-the next one, unless it has nothing left."""
+"""Length of a notice in engine ticks; then the worker is cut within the next tick, unless it is idle."""
 
 
 class Eviction(Record):
-    """What went with one machine."""
+    """The losses of one eviction."""
 
     lease_id: str
     cue: Cue
-    told_by_provider: bool  # rather than found dead
-    tokens_lost: int  # made by the engine and never received by the fleet
-    tokens_of_cut_tick: int  # of those, made since the last tick that came to its end
-    tick_tokens: int  # of a whole tick with every slot taken
-    ticks_after_notice: int = 0  # begun until nothing was left to generate
+    told_by_provider: bool  # else found dead
+    tokens_lost: int  # generated and never received by the fleet
+    tokens_of_cut_tick: int  # of those, generated since the last complete tick
+    tick_tokens: int  # of a tick with all slots in use
+    ticks_after_notice: int = 0  # started until nothing was left to generate
 
 
 class CutEngine:
-    """Implements `core.protocols.Engine`: ticks of `steps` engine steps, the last of them ended in the middle.
+    """Implements `core.protocols.Engine`: ticks of `steps` engine steps, the last of them cut in the middle.
 
     Args:
-        cut_step: the earliest step of a tick in which it is.
-        cut: called on the engine's thread, inside a poll that has made tokens, when `due()`; returns once the machine
+        cut_step: the earliest step of a tick for the cut.
+        cut: called on the engine's thread in a poll that has generated tokens, when `due()`; returns once the machine
             is gone.
     """
 
@@ -85,7 +84,7 @@ class CutEngine:
         self._engine, self._steps, self._cut_step, self._due, self._cut = engine, steps, cut_step, due, cut
         self.ticks = 0  # begun
         self.made = 0  # tokens
-        self.made_before = 0  # when the current tick began; all of it once that has ended
+        self.made_before = 0  # at the start of the current tick
 
     @property
     def capabilities(self) -> EngineCapabilities:
@@ -124,19 +123,19 @@ class CutEngine:
 
 
 def _joined(earlier: TokenDelta | None, later: TokenDelta) -> TokenDelta:
-    """The news of a sample over several steps as one delta."""
+    """Merge the deltas of a sample over several steps."""
     if earlier is None:
         return later
-    assert earlier.start + count(earlier.token_ids) == later.start, f"{later.sample_id}: a hole in its tokens"
+    assert earlier.start + count(earlier.token_ids) == later.start, f"{later.sample_id}: missing tokens"
     token_ids, logprobs = earlier.token_ids + later.token_ids, earlier.logprobs + later.logprobs
     return msgspec.structs.replace(later, start=earlier.start, token_ids=token_ids, logprobs=logprobs)
 
 
 class CutSource:
-    """Implements `core.protocols.WeightSource`: a pull that `due` names is never finished.
+    """Implements `core.protocols.WeightSource`: a pull selected by `due` never finishes.
 
     Args:
-        due: told how many pulls there were before this one.
+        due: called with the number of earlier pulls.
         cut: returns once the machine is gone.
     """
 
@@ -148,8 +147,8 @@ class CutSource:
         self._pulls += 1
         try:
             if self._due(self._pulls - 1):
-                await asyncio.sleep(0)  # it has asked for bytes
-                assert not pull.done(), "the pull was over before it could be cut"
+                await asyncio.sleep(0)  # it has requested bytes
+                assert not pull.done(), "the pull finished before it could be cut"
                 self._cut()
                 await asyncio.sleep(PATIENCE_S)  # cancelled by the kill
             return await pull
@@ -165,13 +164,13 @@ class CutSource:
 
 @dataclass(eq=False)
 class Victim:
-    """A worker whose end is planned. Implements `core.protocols.Worker` around the host's own."""
+    """A worker with a planned end. Implements `core.protocols.Worker` around the host's worker."""
 
     lease: Lease
     cue: Cue
     after: int  # reports with tokens before its end
     cut_step: int  # the step of a tick in which it ends
-    told: bool  # its end is announced by the provider; else it is found dead
+    told: bool  # the provider announces the end; else it is found dead
     saboteur: Saboteur
     worker: EngineWorker = field(init=False)
     engine: CutEngine = field(init=False)
@@ -182,7 +181,7 @@ class Victim:
     gone: threading.Event = field(default_factory=threading.Event)
 
     def take(self, worker: EngineWorker) -> None:
-        """Put the cuts into a worker that has just been started."""
+        """Install the cuts in a started worker."""
         loop = asyncio.get_running_loop()
 
         def cut_from_thread() -> None:
@@ -206,7 +205,7 @@ class Victim:
         )
 
     def _cut_due(self) -> bool:
-        """Without a word, or long after a notice that was not heeded."""
+        """Without notice, or long after an ignored one."""
         if self.gone.is_set():
             return False
         if self.cue == "mid_tick":
@@ -215,9 +214,9 @@ class Victim:
 
     @property
     def idle(self) -> bool:
-        """Whether it has nothing left, neither to generate nor to tell."""
+        """Whether nothing is left to generate or report."""
         status = self.engine.status()
-        return not (self.worker._inside or status.running or status.queued) and self.engine.made == self.received
+        return not (self.worker._in_call or status.running or status.queued) and self.engine.made == self.received
 
     async def submit(self, requests: Sequence[GenerateRequest]) -> None:
         for request in requests:
@@ -255,8 +254,8 @@ class Saboteur:
     Args:
         host: starts the real workers, which must be `EngineWorker`s.
         steps_per_tick: engine steps between two reports.
-        grace_s: of a notice. After that the machine goes as soon as its engine has nothing left (see `NOTICE_TICKS`).
-        cues: taken in turn.
+        grace_s: of a notice. Then the machine goes once its engine is idle (see `NOTICE_TICKS`).
+        cues: used in turn.
     """
 
     def __init__(
@@ -271,7 +270,7 @@ class Saboteur:
         seed: int = 0,
     ) -> None:
         self.steps_per_tick, self.evictions = steps_per_tick, list[Eviction]()
-        self.attempts: defaultdict[SampleId, list[int]] = defaultdict(list)  # the completion position each began at
+        self.attempts: defaultdict[SampleId, list[int]] = defaultdict(list)  # start position of each attempt
         self._host, self._clock, self._grace_s = host, clock, grace_s
         self._cues, self._rng = cycle(cues), random.Random(seed)
         self._events: asyncio.Queue[LeaseEvent] = asyncio.Queue()
@@ -289,7 +288,7 @@ class Saboteur:
         number = len(self._victims) + 1
         cue = next(self._cues)
         if cue == "pull" and any(one.cue == "pull" and not one.gone.is_set() for one in self._victims.values()):
-            cue = "mid_tick"  # several that wait for the next publish would take the step's work from the others
+            cue = "mid_tick"  # several victims that wait for the next publish would idle
         lease = Lease(
             lease_id=f"lease-{number}",
             worker_id=f"spot-{number}",
@@ -308,7 +307,7 @@ class Saboteur:
         self._events.put_nowait(LeaseGranted(lease=lease))
 
     def notice(self, victim: Victim) -> None:
-        """Its machine will go; once."""
+        """Announce the end of its machine, once."""
         if victim.ticks_at_notice or victim.gone.is_set():
             return
         victim.ticks_at_notice = victim.engine.ticks
@@ -323,7 +322,7 @@ class Saboteur:
         self.evict(victim)
 
     def evict(self, victim: Victim) -> None:
-        """Its machine is gone, now; another one comes."""
+        """Evict its machine now; another one comes."""
         if victim.doomed or victim.gone.is_set():
             return
         victim.doomed = True
@@ -349,7 +348,7 @@ class Saboteur:
     # The provider.
 
     def want(self, workers: int) -> None:
-        """It has what it has."""
+        """Ignored."""
 
     async def next_event(self, timeout_s: float) -> LeaseEvent | None:
         try:
@@ -359,14 +358,14 @@ class Saboteur:
             return None
 
     async def release(self, lease_id: str) -> None:
-        """Nothing to do: a dead machine has been replaced already."""
+        """Nothing to do: the machine was already replaced."""
 
     # The host.
 
     async def start(self, lease: Lease) -> Victim:
         victim = self._victims[lease.lease_id]
         worker = await self._host.start(lease)
-        assert isinstance(worker, EngineWorker), "the saboteur reaches into workers of this process"
+        assert isinstance(worker, EngineWorker), "the saboteur needs workers of this process"
         victim.take(worker)
         return victim
 
@@ -376,7 +375,7 @@ class Saboteur:
         await asyncio.gather(*self._ends, return_exceptions=True)
 
 
-def sabotaged(hire: Callable[[WorkerHost, Clock], Saboteur]) -> OpenMachinery:
+def sabotaged(hire: Callable[[WorkerHost, Clock], Saboteur]) -> OpenBackend:
     """In one process, with `hire(host, clock)` for the pool; `spec.pool` must ask for workers."""
 
     def open_backend(
@@ -392,7 +391,7 @@ async def _sabotaged(
     hire: Callable[[WorkerHost, Clock], Saboteur], opened: AbstractAsyncContextManager[RuntimeBackend], clock: Clock
 ) -> AsyncIterator[RuntimeBackend]:
     async with opened as backend:
-        assert backend.host is not None, "spec.pool asks for no workers"
+        assert backend.host is not None, "spec.pool requests no workers"
         saboteur = hire(backend.host, clock)
         try:
             yield replace(backend, provider=saboteur, host=saboteur)

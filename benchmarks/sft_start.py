@@ -1,8 +1,8 @@
-"""Where runs on two-digit addition begin: a small character model, fine-tuned on the sums of a careless teacher.
+"""The start of runs on two-digit addition: a small character model fine-tuned on a teacher with errors.
 
-The teacher drops every carry in most of its demonstrations. The model has learned both ways to add and takes the wrong
-one more often: it can do held-out sums, mostly does not, and rewards can tell it which way is right. Every algorithm
-and every schedule begins with the same weights.
+The teacher drops every carry in most demonstrations. The model learns both ways to add and uses the wrong one more
+often: it can solve held-out sums but mostly does not, and rewards can teach it which way is right. All algorithms and
+schedules start with the same weights.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ SUPERVISED: dict[str, Any] = {
     "checkpoint": {"every_steps": 0},
 }
 START: dict[str, Any] = {"task": TASK, "copies": COPIES, "careless": CARELESS, "supervised": SUPERVISED}
-"""Everything the start depends on."""
+"""Everything that determines the start."""
 LEARNING: dict[str, Any] = {
     "task": TASK,
     "scoring": {"rewards": [{"kind": "exact"}]},
     "sampling": {"max_new_tokens": 4},  # three digits and the line end
     "engine": {"slots": 256},
-    # Two optimizer steps a batch: with one, no ratio would leave 1 and clipping would have nothing to do.
+    # Two optimizer steps per batch: with one, all ratios are 1 and clipping has no effect.
     "batch": {"prompts": 16, "group_size": 8, "minibatches": 2},
     "trainer": {"threads": 1},
     "eval": {"every_steps": 5, "prompts": 256},
@@ -53,11 +53,11 @@ LEARNING: dict[str, Any] = {
 
 
 def sft_start() -> Path:
-    """The folder of the fine-tuned model; made on first use, which takes two or three minutes of one core.
+    """The folder of the fine-tuned model; created on first use (two to three minutes of one core).
 
     Raises:
-        KeyboardInterrupt: Ctrl-C or SIGTERM came meanwhile.
-        filelock.Timeout: another process has been making it for an hour.
+        KeyboardInterrupt: Ctrl-C or SIGTERM.
+        filelock.Timeout: another process has been creating it for an hour.
     """
     key = hashlib.blake2b(json.dumps(list(START.values())).encode(), digest_size=6).hexdigest()
     folder = CACHE / f"sft-start-{key}"
@@ -65,7 +65,7 @@ def sft_start() -> Path:
         return made
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / ".making", timeout=LONGEST_MAKING_S):
-        # Another benchmark that began at the same moment may have made it while this one waited.
+        # Another benchmark may have created it while this one waited.
         return _finished(folder / "run") or _made(folder)
 
 
@@ -75,12 +75,12 @@ def _made(folder: Path) -> Path:
     here = {"run": {"dir": folder / "run"}, "data": {"path": path}}
     summary = train_supervised(RunSpec.model_validate(merge(SUPERVISED, here)), "sft", telemetry_stream=io.StringIO())
     if summary["interrupted"]:
-        raise KeyboardInterrupt  # it handled the signal itself; the next call goes on from its checkpoint
+        raise KeyboardInterrupt  # the run handled the signal; the next call resumes from its checkpoint
     return Path(summary["model"])
 
 
 def _finished(run: Path) -> Path | None:
-    """What an earlier call left; the run itself stays untouched, so that several benchmarks may begin at once."""
+    """The finished run of an earlier call; it stays unchanged, so several benchmarks may start at once."""
     try:
         summary = json.loads((run / "summary.json").read_text())
     except (OSError, ValueError):
@@ -89,7 +89,7 @@ def _finished(run: Path) -> Path | None:
 
 
 def demonstrations() -> list[dict[str, str]]:
-    """What the teacher wrote of the training problems; the same everywhere."""
+    """The teacher's demonstrations of the training problems; deterministic."""
     task, dice = ArithmeticTask.model_validate(TASK), random.Random(0)
     shots = choose_shots(task)
     train, _ = split_listed(task, shots)
@@ -114,7 +114,7 @@ def carryless(problem: Problem) -> str:
 
 
 def learning_spec(start: Path, directory: Path, *, seed: int, steps: int, changes: dict[str, Any]) -> RunSpec:
-    """A run that goes on from `start` with what `changes` says beyond `LEARNING`."""
+    """A run that continues from `start` with `changes` to `LEARNING`."""
     here = {
         "run": {"dir": directory, "seed": seed},
         "model": {"source": str(start)},

@@ -1,13 +1,13 @@
-"""What learning from old samples costs: policy lag 0 to 10, with the default correction and without any.
+"""The cost of training on old samples: policy lag 0 to 10, with the default correction and without.
 
     python -m benchmarks.staleness [--only 0,3] [--seeds 5] [--again]
 
-GRPO from the start of `benchmarks.sft_start`, 100 steps. With `max_policy_lag` k generation runs k batches ahead, and
-as sums are short, nearly every token is made k versions before it is learned from. Engine and trainer share a thread
-here, so that running ahead saves no time: seconds of CPU per step show what a schedule itself costs (wall time would
-show what else the machine did), and `benchmarks.overlap`, on workers of their own, what it gains.
+GRPO from the start of `benchmarks.sft_start`, 100 steps. With `max_policy_lag` k generation runs k batches ahead; sums
+are short, so nearly every token is k versions old when it is trained on. Engine and trainer share a thread here, so
+running ahead saves no time: CPU seconds per step show the cost of a schedule, and `benchmarks.overlap`, with separate
+workers, its gain.
 
-What results/staleness.json already holds of these settings is kept and not measured again.
+Results with the same settings in results/staleness.json are kept.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Reward, time, ratio variance and ESS by policy lag.")
     parser.add_argument("--only", default=",".join(map(str, LAGS)), help="lags, separated by commas")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--again", action="store_true", help="measure what is already there, too")
+    parser.add_argument("--again", action="store_true", help="measure existing results again")
     options = parser.parse_args()
     quiet()
     torch.set_num_threads(1)
@@ -98,7 +98,7 @@ def _run(start: Path, case: str, seed: int) -> AdditionRun:
 
 
 def summary(runs: Sequence[AdditionRun]) -> list[dict[str, Any]]:
-    """A row for each lag and correction that was measured; every figure with its interval over seeds."""
+    """A row per lag and correction, with intervals over seeds."""
     rows = []
     for correction in CORRECTIONS:
         for lag in LAGS:
@@ -119,9 +119,9 @@ def summary(runs: Sequence[AdditionRun]) -> list[dict[str, Any]]:
 
 
 def steps_ratio(runs: Sequence[AdditionRun], baseline: Sequence[AdditionRun]) -> dict[str, float] | None:
-    """How many times the optimizer steps of `baseline` the others take to the target, seed by seed, with the interval.
+    """Optimizer steps to the target relative to `baseline`, seed by seed, with the interval.
 
-    None where no seed is in both, or one of them never came there.
+    None if no seed is in both, or one of them never reached it.
     """
     others = {run.seed: run for run in baseline}
     pairs = [(run.steps_to_target, others[run.seed].steps_to_target) for run in runs if run.seed in others]
@@ -130,7 +130,7 @@ def steps_ratio(runs: Sequence[AdditionRun], baseline: Sequence[AdditionRun]) ->
 
 
 def verdict(runs: Sequence[AdditionRun]) -> dict[str, Any]:
-    """The aim: with the default correction, the judged lag takes at most so many times the steps of lag 0."""
+    """The aim: with the default correction, the tested lag needs at most ALLOWED_RATIO times the steps of lag 0."""
     baseline = of_case(runs, case_of(0, "default"))
     ratio = steps_ratio(of_case(runs, case_of(JUDGED_LAG, "default")), baseline)
     return {

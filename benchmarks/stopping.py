@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM in benchmarks that keep what they measured: one line, and the exit code of an interrupt."""
+"""Ctrl-C and SIGTERM in benchmarks that keep their results: one line, and the exit code of an interrupt."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ INTERRUPTED_CODE = 130
 
 
 def interruptible(main: Callable[[], int]) -> int:
-    """The exit code of `main`, or of an interrupt, which is told in words instead of a traceback."""
+    """The exit code of `main`, or of an interrupt, which prints a line instead of a traceback."""
     try:
         with sigterm_as_ctrl_c():
             return main()
     except KeyboardInterrupt:
-        print("stopped; what was measured is kept, and the same command goes on from there", file=sys.stderr)
+        print("stopped; results so far are kept, and the same command resumes", file=sys.stderr)
         return INTERRUPTED_CODE
 
 
 @contextmanager
 def sigterm_as_ctrl_c() -> Iterator[None]:
-    """A run in progress has handlers of its own meanwhile: it ends with a checkpoint and says `interrupted`."""
+    """SIGTERM acts like Ctrl-C, except during a run, which handles it by writing a checkpoint."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

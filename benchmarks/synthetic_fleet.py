@@ -1,7 +1,7 @@
-"""Workers that generate nothing but the messages of workers, for loading the controller.
+"""Workers that only send messages, to load the controller.
 
-Each flushes a report per second, msgpack-encoded as it would come over a network; the controller's side decodes it.
-Making the messages is not the controller's work: the time it takes is kept apart.
+Each sends a report per second, msgpack-encoded as over a network; the controller decodes it. The time to create the
+messages is measured separately.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _decoder = msgspec.msgpack.Decoder(WorkerReport)
 
 @dataclass
 class Apart:
-    """Seconds of CPU time, and messages, of whoever is not the controller."""
+    """CPU seconds and messages outside the controller."""
 
     cpu_s: float = 0.0
     deltas: int = 0
@@ -62,18 +62,18 @@ class Apart:
 class Job(msgspec.Struct, gc=False):
     request: GenerateRequest
     at: int  # completion tokens so far
-    end: int  # tokens it will have
+    end: int  # final number of tokens
 
 
 @dataclass
 class SyntheticWorker:
-    """Implements `core.protocols.Worker`: `tokens` more of each of its samples every tick."""
+    """Implements `core.protocols.Worker`: `tokens` more for each of its samples every tick."""
 
     lease: Lease
     apart: Apart
     slots: int
     tokens: int
-    ticks: tuple[int, int]  # a sample is finished after so many, at least and at most
+    ticks: tuple[int, int]  # lifetime of a sample in ticks, minimum and maximum
     source: random.Random
     version: PolicyVersion | None = None
     jobs: dict[SampleId, Job] = field(default_factory=dict)
@@ -151,7 +151,7 @@ class SyntheticWorker:
 
 @dataclass
 class SyntheticPool:
-    """Provider, host and publisher of workers that are there from the start, and stay."""
+    """Provider, host and publisher of workers that are present from the start."""
 
     workers: int
     slots: int
@@ -194,7 +194,7 @@ def make_lease(index: int) -> Lease:
 
 
 class Judge:
-    """Implements `core.protocols.Scorer`: everything is right."""
+    """Implements `core.protocols.Scorer`: every sample is correct."""
 
     async def score(self, prompt: Prompt, trajectory: Trajectory) -> Reward:
         return Reward(value=1.0)

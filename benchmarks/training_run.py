@@ -1,4 +1,4 @@
-"""`tidemill train` in a process of its own, as a user would start it."""
+"""Runs `tidemill train` in a separate process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.stopping import sigterm_as_ctrl_c
 
 DEADLINE_S = 3600.0
 STOPPING_S = 180.0
-SAID = 2000  # characters of what a failed run said last
+SAID = 2000  # characters of a failed run's last output
 
 
 def train(
@@ -25,19 +25,19 @@ def train(
     progress: bool = True,
     deadline_s: float = DEADLINE_S,
 ) -> dict[str, Any]:
-    """A run's summary.
+    """Run it and return the summary.
 
-    Ctrl-C and SIGTERM reach the run once, from here: it ends after the step it is in, with a checkpoint.
+    Ctrl-C and SIGTERM are forwarded once: the run ends after the current step, with a checkpoint.
 
     Args:
-        arguments: more of the command line.
-        environment: in addition to this process's own.
-        progress: whether what the run says on the way is shown; otherwise only how a failed one ended.
+        arguments: additional command-line arguments.
+        environment: in addition to this process's environment.
+        progress: show the run's output; else only the end of a failed run's.
 
     Raises:
-        KeyboardInterrupt: it was interrupted; the same call goes on from there.
+        KeyboardInterrupt: it was interrupted; the same call resumes.
         RuntimeError: it failed.
-        subprocess.TimeoutExpired: it had not ended by the deadline, and was stopped.
+        subprocess.TimeoutExpired: it exceeded the deadline and was stopped.
     """
     command = [sys.executable, "-m", "tidemill", "train", f"@{recipe}", *arguments]
     command += ["--json", "--run.dir", str(run_dir)]
@@ -48,7 +48,7 @@ def train(
             stdout=subprocess.PIPE,
             stderr=None if progress else subprocess.PIPE,
             text=True,
-            start_new_session=True,  # so that a terminal's Ctrl-C does not reach it a second time
+            start_new_session=True,  # so that a terminal's Ctrl-C reaches it only once
             env=os.environ | dict(environment or {}),
         ) as process,
     ):

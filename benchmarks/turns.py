@@ -1,7 +1,7 @@
-"""Two programs taking turns on one core, so that whatever else the machine does meets both alike.
+"""Two programs that alternate on one core, so that other load affects both equally.
 
-Each side is a process of its own, pinned to the same core, with one thread. The parent hands the turn over: while one
-works the other sleeps on its pipe. The order alternates from round to round (A B, B A, ...).
+Each side is a separate process with one thread, pinned to the same core. The parent passes the turn: while one works
+the other sleeps on its pipe. The order alternates from round to round (A B, B A, ...).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARAL
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What one turn did; both sides must report the same."""
+    """The work of one turn; both sides must report the same."""
 
     samples: int
     prompt_tokens: int
@@ -32,7 +32,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """One measured turn. CPU time is the steadier figure when other processes want the core."""
+    """One measured turn. CPU time is steadier if other processes use the core."""
 
     wall_s: float
     cpu_s: float
@@ -47,7 +47,7 @@ class SideResult:
 
 
 class Over(Exception):
-    """No more turns. An exception, so that it also ends the loop of a trainer that calls back."""
+    """No more turns. An exception, so that it also ends a trainer's loop."""
 
 
 class Turns:
@@ -58,7 +58,7 @@ class Turns:
         self._wall = self._cpu = 0.0
 
     def begin(self) -> None:
-        """Wait for the turn. Raises Over when there is none left."""
+        """Wait for the turn. Raises Over if there is none left."""
         self._pipe.send(("ready", None))
         if self._pipe.recv() != "go":
             raise Over
@@ -70,15 +70,15 @@ class Turns:
 
 
 Side = Callable[[Turns, Mapping[str, Any]], None]
-"""Sets itself up, then calls `begin` and `end` for each turn until `begin` raises Over. A top-level function."""
+"""Sets itself up, then calls `begin` and `end` per turn until `begin` raises Over. A top-level function."""
 
 
 def take_turns(
     sides: Mapping[str, tuple[Side, Mapping[str, Any]]], *, rounds: int, deadline_s: float, warm_up: bool = True
 ) -> dict[str, SideResult]:
-    """Run `rounds` measured turns of each side, after an unmeasured one unless the sides warm up by themselves.
+    """Run `rounds` measured turns of each side, after an unmeasured one unless the sides warm up themselves.
 
-    Raises RuntimeError when a side fails, is silent for `deadline_s`, or does other work than the first side.
+    Raises RuntimeError if a side fails, is silent for `deadline_s`, or does different work from the first side.
     """
     core = max(os.sched_getaffinity(0))
     players = {name: _Player(name, side, settings, core, deadline_s) for name, (side, settings) in sides.items()}

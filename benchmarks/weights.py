@@ -1,9 +1,9 @@
-"""Weights by pull: what a publish costs a puller, and how long generation stands still for one.
+"""Weights by pull: bytes per publish for a worker, and the pause of its generation.
 
     python -m benchmarks.weights [--steps N] [--rounds N] [--only deltas|pause]
 
-SmolLM2 in both. Deltas: trained on additions by the demo's recipe at learning rate 1e-6, published in bf16 after every
-step. Pause: 16 samples being decoded while a version is pulled, on two threads of this process.
+SmolLM2 in both. Deltas: trained on additions with the demo's recipe at learning rate 1e-6, published in bf16 after
+every step. Pause: 16 samples being decoded while a version is pulled, on two threads of this process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks.weights_pause import CASES, Pause, pause
 LEARNING_RATE = 1e-6
 STEPS, ROUNDS = 30, 5
 FIRST_STEP = 10
-"""The figure that counts is the median from here on: earlier steps are Adam's warm-up."""
+"""First step of the median: earlier steps are Adam's warm-up."""
 TARGET_RATIO = 20.0
 
 

@@ -1,4 +1,4 @@
-"""What a publish costs a puller: SmolLM2 really trained, its weights published in bf16 after every step."""
+"""Bytes per publish: SmolLM2 is trained, and published in bf16 after every step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "smollm2-addition.
 
 @dataclass(frozen=True, kw_only=True)
 class Publish:
-    """One step's. `encode_s` includes the checksums of the snapshot, `apply_s` those of what was made."""
+    """One step. `encode_s` includes checksums of the snapshot, `apply_s` those of the result."""
 
     step: int
     changed: float  # share of elements
@@ -44,7 +44,7 @@ class Publish:
 
 @dataclass
 class Stopwatch:
-    """Implements `core.protocols.Compute` on the spot, and keeps the time."""
+    """Implements `core.protocols.Compute` inline, and measures the time."""
 
     seconds: float = 0.0
 
@@ -58,7 +58,7 @@ class Stopwatch:
 
 @dataclass
 class Watcher:
-    """Publishes and pulls after every step, and compares what came out with what went in."""
+    """Publishes and pulls after every step, and compares the result with the source."""
 
     publishes: list[Publish] = field(default_factory=list)
 
@@ -73,7 +73,7 @@ class Watcher:
     async def step(self, model: PreTrainedModel, number: int) -> None:
         layout = snapshot_layout(model, torch.bfloat16)
         snapshot = allocate(snapshot_bytes(layout))
-        snapshot[:] = 0  # the gaps between tensors too
+        snapshot[:] = 0  # including the gaps between tensors
         write_snapshot(model, layout, snapshot)
         version = PolicyVersion(number=number, digest=str(number))
         self._publishing.seconds = self._pulling.seconds = 0.0
@@ -103,18 +103,18 @@ class Watcher:
 
 
 def publishes_of_a_run(model: Path, *, learning_rate: float, steps: int, more: Sequence[str] = ()) -> list[Publish]:
-    """Train the demo's recipe at another learning rate, and with more arguments; one row for every step."""
+    """Train the demo's recipe at another learning rate with additional arguments; one row per step."""
     watcher = Watcher()
-    learn = PolicyTrainer.learn
+    finish_batch = PolicyTrainer.finish_batch
 
     def watched(self: PolicyTrainer, step: int) -> StepMetrics:  # on the compute thread, where no loop runs
         if step == 1:
             asyncio.run(watcher.step(self.model, 0))
-        metrics = learn(self, step)
+        metrics = finish_batch(self, step)
         asyncio.run(watcher.step(self.model, step))
         return metrics
 
-    PolicyTrainer.learn = watched  # type: ignore[method-assign]
+    PolicyTrainer.finish_batch = watched  # type: ignore[method-assign]
     try:
         with tempfile.TemporaryDirectory(prefix="tidemill-weights-") as folder:
             given = ["--run.dir", f"{folder}/run", "--model.source", str(model), "--trainer.steps", str(steps)]
@@ -123,5 +123,5 @@ def publishes_of_a_run(model: Path, *, learning_rate: float, steps: int, more: S
             given += ["--checkpoint.every_steps", "0", "--telemetry.live", "false", *more]
             train(load_spec([f"@{RECIPE}", *given]))
     finally:
-        PolicyTrainer.learn = learn  # type: ignore[method-assign]
+        PolicyTrainer.finish_batch = finish_batch  # type: ignore[method-assign]
     return watcher.publishes

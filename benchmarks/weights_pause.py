@@ -1,6 +1,6 @@
-"""What a pull costs a worker that is generating: the longest gap between two decoding steps, with and without one.
+"""The longest gap between two decoding steps of a worker with and without a pull.
 
-Engine and pull run as in any worker: the engine on one thread, fetching, applying and verifying on another.
+As in any worker, the engine runs on one thread and fetching, applying and verifying on another.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LEASE = Lease(lease_id="lease", worker_id="worker", kind="preemptible", price_us
 class Case:
     name: str
     precision: str
-    zero_copy: bool  # or as between machines: what is read is copied, so that deltas pay
+    zero_copy: bool  # else like between machines: reads are copied, so that deltas pay
 
 
 CASES = (
@@ -55,7 +55,7 @@ CASES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Pause:
-    """Of one case; medians over the rounds, seconds. A step decodes one token of each of the samples."""
+    """One case; medians over the rounds, seconds. A step decodes one token of each sample."""
 
     case: str
     rounds: int
@@ -65,13 +65,13 @@ class Pause:
     longest_gap_pulling_s: float  # while a version was fetched and verified
     pull_s: float
     swap_s: float  # the swap and the probe, between two steps
-    longest_gap_swap_s: float  # those, and computing the caches of all running samples anew under the new weights
+    longest_gap_swap_s: float  # those, and recomputing the caches of all running samples under the new weights
     pulled_nbytes: int
     full: bool
 
 
 def pause(case: Case, model: Path, *, rounds: int) -> Pause:
-    """Generate, and go on while a version is pulled and swapped in, `rounds` times."""
+    """Generate while a version is pulled and swapped in, `rounds` times."""
     spec = RunSpec.model_validate(
         {
             "model": {"source": str(model)},
@@ -173,7 +173,7 @@ async def _round(
 
 
 class Steps:
-    """When each decoding step of any engine ended."""
+    """End times of decoding steps of any engine."""
 
     def __init__(self, stack: AsyncExitStack) -> None:
         self.times: list[float] = []
@@ -187,21 +187,21 @@ class Steps:
         stack.callback(setattr, EmbeddedEngine, "_step", step)
 
     async def more(self, count: int) -> None:
-        """Wait for so many of them."""
+        """Wait for `count` more steps."""
         enough = len(self.times) + count
         async with asyncio.timeout(DEADLINE_S):
             while len(self.times) < enough:  # noqa: ASYNC110 - steps are made on another thread
                 await asyncio.sleep(0.05)
 
     def gaps(self, after: float, until: float) -> list[float]:
-        """Of the steps that ended in a span of time."""
+        """Gaps between steps that ended within a time span."""
         times = np.array(self.times)
         gaps: list[float] = np.diff(times)[(times[1:] > after) & (times[1:] <= until)].tolist()
         return gaps
 
 
 def _learn(model: PreTrainedModel) -> None:
-    """About what an early step of Adam does: every weight moves by up to the learning rate."""
+    """Like an early step of Adam: every weight moves by up to the learning rate."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.rand_like(parameter) * 2 - 1, alpha=LEARNING_RATE)

@@ -1,4 +1,4 @@
-"""What the generation benchmark asks of both sides: prompts, samples of each, and every completion's length."""
+"""The workload of the generation benchmark: prompts, samples per prompt, and the length of every completion."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from benchmarks.turns import Work
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Every completion has its length given in advance, so that both sides generate the same number of tokens."""
+    """All lengths are fixed in advance, so that both sides generate the same number of tokens."""
 
     case: str
     target: float | None
-    prompts: tuple[tuple[int, ...], ...]  # token ids, one entry a prompt; empty where `texts` says it
+    prompts: tuple[tuple[int, ...], ...]  # token ids per prompt; empty if `texts` is given
     texts: tuple[str, ...]
     group_size: int
     lengths: tuple[int, ...]  # completion tokens of each sample, groups one after another
@@ -64,7 +64,7 @@ def even_shape(*, prompts: int, group_size: int, target: float | None, vocabular
 
 
 def long_tail(*, samples: int, group_size: int, slots: int, vocabulary: int, rounds: int) -> Workload:
-    """Geometric lengths of mean 48, cut at 256: a batch waits for its longest, free slots do not."""
+    """Geometric lengths of mean 48, cut at 256: a static batch waits for its longest sample."""
     return Workload(
         case=f"prompt 32, geometric lengths (mean 48, at most 256), {samples} samples over {slots} slots",
         target=2.5,
@@ -85,7 +85,7 @@ def geometric_lengths(count: int, *, mean: float, cut: int, seed: int = 0) -> tu
 
 
 def random_prompts(count: int, length: int, vocabulary: int, *, seed: int = 0) -> tuple[tuple[int, ...], ...]:
-    """Token ids with nothing in common from one prompt to the next; low ids (special tokens) are left out."""
+    """Token ids without common prefixes; without low ids (special tokens)."""
     source = random.Random(seed)
     lowest = min(100, vocabulary // 2)
     return tuple(tuple(source.randrange(lowest, vocabulary) for _ in range(length)) for _ in range(count))

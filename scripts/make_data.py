@@ -65,10 +65,10 @@ def make(options: argparse.Namespace, items: Sequence[str]) -> dict[str, Any]:
     spec = spec_for(items, options.checkpoint, purpose="generate")
     side: Literal["train", "held_out"] = "held_out" if options.held_out else "train"
     # Here, so that --help and a misspelt key need not wait for torch.
-    from tidemill.runtime.data_generation import make_demonstrations, make_pairs
+    from tidemill.runtime.batch_generation import make_demonstrations, make_pairs
 
     if options.kind == "demonstrations":
-        return make_demonstrations(spec, options.out, prompts=options.prompts, progress=note, side=side)
+        return make_demonstrations(spec, options.out, prompts=options.prompts, progress=note, split=side)
     with model_folder(options.checkpoint) as folder:
         return make_pairs(
             spec,
@@ -77,7 +77,7 @@ def make(options: argparse.Namespace, items: Sequence[str]) -> dict[str, Any]:
             samples_per_prompt=options.samples,
             pairs_per_prompt=options.pairs_per_prompt,
             progress=note,
-            side=side,
+            split=side,
             model_folder=folder,
         )
 

@@ -1,4 +1,4 @@
-"""Small models with an adapter that has learned something."""
+"""Small models with a trained adapter."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def adapted(shape: str = "llama", *, learned: bool = True, **lora: Any) -> PreTr
 
 
 def teach(model: PreTrainedModel, seed: int = 0) -> None:
-    """Change what training would change, every element, so much that it shows."""
+    """Change every element of the adapter noticeably, as training would."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in learned_parameters(model).values():

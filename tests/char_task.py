@@ -1,10 +1,10 @@
-"""How recipes of tests begin: additions for a character model so small that a step takes milliseconds."""
+"""Recipe prefixes for tests: a character model whose steps take milliseconds."""
 
 from __future__ import annotations
 
 
 def char_task(*, layers: int = 1, hidden_size: int = 32) -> str:
-    """The text of [model] and [task]; more of the task may follow."""
+    """The text of [model] and [task]; more keys of the task can follow."""
     return f"""\
 [model]
 source = "char"

@@ -1,4 +1,4 @@
-"""The command line as a user runs it, in a process of its own; in a fork, or in this one, to spare importing torch."""
+"""Runs the command line in a new process, in a fork, or in this process; the latter two avoid importing torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEADLINE_S = 100.0
 
 
 class Ran(NamedTuple):
-    """How a command ended and what it wrote."""
+    """Exit code and output of a command."""
 
     code: int
     out: str
@@ -27,13 +27,13 @@ class Ran(NamedTuple):
 
     @property
     def data(self) -> Any:
-        """The JSON object on standard output, and nothing else there."""
+        """The JSON object on standard output, which must be the only output."""
         assert self.out.count("\n") == 1, self.out
         return json.loads(self.out)
 
 
 def run_process(*argv: str, cwd: Path, env: Mapping[str, str] | None = None, stdin: str = "") -> Ran:
-    """`python -m tidemill ...` in a process of its own, ended at a deadline."""
+    """`python -m tidemill ...` in a new process with a deadline."""
     done = subprocess.run(
         [sys.executable, "-m", "tidemill", *argv],
         cwd=cwd,
@@ -48,7 +48,7 @@ def run_process(*argv: str, cwd: Path, env: Mapping[str, str] | None = None, std
 
 
 def run_fork(*argv: str, cwd: Path, env: Mapping[str, str] | None = None) -> Ran:
-    """The same command in a process that has imported everything already, ended at a deadline."""
+    """The command in a fork of a process that has imported torch, with a deadline."""
     with Forked(*argv, cwd=cwd, env=env) as process:
         out, err = process.communicate(DEADLINE_S)
     assert process.returncode is not None
@@ -56,7 +56,7 @@ def run_fork(*argv: str, cwd: Path, env: Mapping[str, str] | None = None) -> Ran
 
 
 def run_here(*argv: str) -> Ran:
-    """The same command in this process; relative paths start at the working directory."""
+    """The command in this process; relative paths start at the working directory."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(argv)

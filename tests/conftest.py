@@ -1,4 +1,4 @@
-"""What every test runs under: one thread, no network, its own cache, and no process left behind.
+"""Fixtures and checks for all tests: one thread, no network, a separate cache, no process left alive.
 
 `TIDEMILL_CACHE` points to an empty folder of the test session. A test that needs the converted SmolLM2 (about 17 s to
 make) asks for `shared_cache`, a folder that survives sessions: `.cache/tidemill` in the repository, or
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 
-# Before torch is imported: the machine is shared, and several threads collapse when another process competes.
+# Before torch is imported: with more threads, concurrent processes slow each other down by an order of magnitude.
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "WANDB_MODE": "offline"}
 os.environ |= {"TOKENIZERS_PARALLELISM": "false"}
@@ -27,20 +27,20 @@ from hypothesis import settings
 
 from tests.forked import stop_server
 
-# The same examples every time. `pytest tests/property --hypothesis-profile=explore` looks for new ones.
+# The same examples every time. `pytest tests/property --hypothesis-profile=explore` draws new ones.
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.register_profile("explore", max_examples=1000, deadline=None)
 settings.load_profile("fixed")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-# Every process started by a test inherits this, also one whose parent is gone; pytest's own workers share it.
+# Inherited by every process that a test starts, also by orphans and pytest's workers.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["TIDEMILL_TEST_SESSION"] = uuid.uuid4().hex
 SESSION_MARK = f"TIDEMILL_TEST_SESSION={os.environ['TIDEMILL_TEST_SESSION']}"
 EXIT_GRACE_S = 3.0
 
-# They run none of the controller, and algos and config have their limit (`make test`) without them; tracing would make
-# them a third slower.
+# These tests run no controller code, and algos and config reach their coverage limits without them; tracing them
+# would take a third more time.
 NOT_TRACED = [
     REPOSITORY / "tests" / name for name in ("property/rollout", "unit/models", "unit/rollout", "unit/trainer")
 ]
@@ -49,7 +49,9 @@ _left_behind = pytest.StashKey[list[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--chaos-rounds", type=int, default=1, help="how many times as many faults tests/chaos tries")
+    parser.addoption(
+        "--chaos-rounds", type=int, default=1, help="factor on the number of faults that tests/chaos injects"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -61,13 +63,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def chaos_rounds(request: pytest.FixtureRequest) -> int:
-    """How many times as much a test of tests/chaos does."""
+    """Factor on the amount of work of a test in tests/chaos."""
     return int(request.config.getoption("--chaos-rounds"))
 
 
 @pytest.fixture(scope="session", autouse=True)
 def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """An empty model cache for the session, so that no test depends on what the machine happens to have."""
+    """An empty model cache for the session, so that tests do not depend on the machine's cache."""
     cache = tmp_path_factory.mktemp("tidemill-cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TIDEMILL_CACHE", str(cache))
@@ -85,18 +87,18 @@ def shared_cache(monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(autouse=True)
 def one_torch_thread() -> None:
-    """Undo a test that changed the number of threads; never imports torch."""
+    """Reset the number of threads after a test; never imports torch."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.get_num_threads() != 1:
         torch.set_num_threads(1)
 
 
-@pytest.hookimpl(trylast=True)  # when pytest's own workers are gone
+@pytest.hookimpl(trylast=True)  # after pytest's workers have ended
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail the session when a process started by a test is still alive, and end that process."""
+    """Fail the session if a process started by a test is still alive, and kill that process."""
     stop_server()
     if "PYTEST_XDIST_WORKER" in os.environ:
-        return  # the session that started this worker looks at all of them
+        return  # the main session checks all processes
     deadline = time.monotonic() + EXIT_GRACE_S
     while (alive := _marked_processes()) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -110,11 +112,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     for line in config.stash.get(_left_behind, []):
-        terminalreporter.write_line(f"FAILED: a test left a process alive (ended now): {line}", red=True)
+        terminalreporter.write_line(f"FAILED: a test left a process alive (killed now): {line}", red=True)
 
 
 def _marked_processes() -> dict[int, str]:
-    """Command lines of the live processes that tests started, by process id."""
+    """Command lines of live processes started by tests, by process id."""
     if not Path("/proc/self/environ").exists():
         return {child.pid: child.name for child in multiprocessing.active_children() if child.pid is not None}
     alive: dict[int, str] = {}
@@ -124,9 +126,9 @@ def _marked_processes() -> dict[int, str]:
         try:
             marked = SESSION_MARK.encode() in (folder / "environ").read_bytes().split(b"\0")
             command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-        except OSError:  # gone meanwhile, or another user's
+        except OSError:  # ended, or of another user
             continue
-        # multiprocessing ends its own tracker when the interpreter exits; an empty command line is a zombie.
+        # multiprocessing stops its own tracker when the interpreter exits; an empty command line is a zombie.
         if marked and command and "multiprocessing.resource_tracker" not in command:
             alive[int(folder.name)] = command
     return alive

@@ -1,4 +1,4 @@
-"""Requests to an embedded engine, and running it until nothing is left."""
+"""Requests to an embedded engine, and running it until all samples are finished."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ VERSION = PolicyVersion(number=0, digest="start")
 
 
 def engine(model: PreTrainedModel, **settings: Any) -> EmbeddedEngine:
-    """An engine over `model` with 4 slots of 64 tokens, unless told otherwise."""
+    """An engine with `model`, by default with 4 slots of 64 tokens."""
     use_packed_attention(model)
     merged: dict[str, Any] = {"slots": 4, "context": 64, "version": VERSION, "decode": str, **settings}
     return EmbeddedEngine(model, **merged)
 
 
 def request(prompt: Sequence[int], *, index: int = 0, prefix: Sequence[int] = (), **sampling: Any) -> GenerateRequest:
-    """Sample `index` of a prompt; its random numbers are named by prompt and index."""
+    """A request for sample `index` of a prompt."""
     return GenerateRequest(
         sample_id=SampleId(run_seed=7, purpose="train", prompt_id=str(list(prompt)), epoch=0, index=index),
         lease_id="local",
@@ -44,7 +44,7 @@ def request(prompt: Sequence[int], *, index: int = 0, prefix: Sequence[int] = ()
 
 
 class Collected:
-    """Deltas put together per sample; checks that each starts where the last one ended."""
+    """Joins the deltas of each sample, and checks that they are contiguous."""
 
     def __init__(self) -> None:
         self.tokens: dict[SampleId, list[int]] = {}
@@ -63,7 +63,7 @@ class Collected:
 
 
 def finish_all(engine: EmbeddedEngine, requests: Sequence[GenerateRequest], *, steps: int = 500) -> Collected:
-    """Run until every sample has finished, one step a poll."""
+    """Run until every sample has finished, one step per poll."""
     collected = Collected()
     for one in requests:
         collected.tokens[one.sample_id] = unpack_tokens(one.prefix_ids)

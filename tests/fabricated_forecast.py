@@ -1,4 +1,4 @@
-"""A forecast made up by hand."""
+"""A handwritten forecast."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from tidemill.telemetry.manifest import FORMAT, Forecast, Spread
 
 
 def make_forecast(*step_s: float, total_s: float = 100.0) -> Forecast:
-    """Steps of so many seconds, give or take a tenth; later ones of 2 s."""
+    """Steps with these times, within a tenth; later ones take 2 s."""
     return Forecast(
         format=FORMAT,
         profile="a profile of another run",

@@ -1,4 +1,4 @@
-"""A run directory made up from a seed, through the recorder itself: what reports and summaries are tested on."""
+"""A run directory fabricated from a seed through the recorder, for tests of reports and summaries."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HELD_OUT = 64
 
 
 class FakeClock:
-    """Time that passes only when told."""
+    """A clock that advances only on request."""
 
     def __init__(self, now_s: float = 0.0) -> None:
         self.now_s = now_s
@@ -99,7 +99,7 @@ class FabricatedRun:
         )
 
     def session(self) -> Recorder:
-        """Open the run for one more session; what was held before must have been closed."""
+        """Open the run for another session; the previous one must be closed."""
         run = RunDirectory.open(self.path)
         unix_s = 1_790_000_000 + self.clock.now_s
         if not run.exists:
@@ -121,12 +121,12 @@ class FabricatedRun:
         )
 
     def make(self) -> RunDirectory:
-        """The whole story, from the first session to summary.json."""
+        """The whole run, from the first session to summary.json."""
         first = self.session()
         self.evaluate(first, 0)
         for step in range(1, min(13, self.steps) + 1):
             self.learn(first, step)
-        # A kill: nothing is closed properly, no session_end is written.
+        # A kill: nothing is closed and no session_end is written.
         first._events.close()
         first._metrics.close()
         first.run.close()
@@ -141,7 +141,7 @@ class FabricatedRun:
         return RunDirectory(self.path)
 
     def leave(self, recorder: Recorder) -> None:
-        """What happens at the end of a session that is not killed."""
+        """Called at the end of a session that is not killed."""
 
     def spend(self, recorder: Recorder, seconds: float) -> None:
         self.clock.pass_s(seconds)
@@ -150,7 +150,7 @@ class FabricatedRun:
         return 0.28 + 0.58 / (1 + math.exp(-(step - 7) / 2.2))
 
     def learn(self, recorder: Recorder, step: int) -> None:
-        """One step of training, with evaluation every fifth and a checkpoint every tenth."""
+        """One training step, with an evaluation every fifth and a checkpoint every tenth."""
         recorder.progress("rollout", 0, self.groups * self.group_size)
         pairs = [self._sample(step, group, index) for group in range(self.groups) for index in range(self.group_size)]
         trajectories = [trajectory for trajectory, _ in pairs]
@@ -172,7 +172,7 @@ class FabricatedRun:
                 self.spend(recorder, 1.4)
 
     def work(self, recorder: Recorder, step: int) -> tuple[float, float]:
-        """Generate and train; returns how long either took."""
+        """Generate and train; returns both times."""
         rollout_s, train_s = self.random.uniform(0.8, 1.1), self.random.uniform(2.6, 3.1)
         with span(recorder, self.clock, "rollout", step=step):
             self.spend(recorder, rollout_s)
@@ -181,7 +181,7 @@ class FabricatedRun:
         return rollout_s, train_s
 
     def evaluate(self, recorder: Recorder, step: int) -> dict[str, float]:
-        """Held-out prompts: samples and an event. Returns what goes into the step's metrics."""
+        """Log the samples and the event of an evaluation; returns its step metrics."""
         pairs = [self._sample(step, index, 0, purpose="eval:held_out") for index in range(HELD_OUT)]
         accuracy = sum((t.reward.value if t.reward else 0.0) for t, _ in pairs) / HELD_OUT
         with span(recorder, self.clock, "evaluation", step=step) as fields:

@@ -1,4 +1,4 @@
-"""A critic that learns nothing: its values are a formula of the state's last token and position."""
+"""A critic whose values are a fixed function of the last token of the state and its position."""
 
 from __future__ import annotations
 
@@ -16,50 +16,50 @@ T = TypeVar("T")
 
 
 def fixed_value(token_id: int, position: int) -> float:
-    """V of the state whose last token stands at `position`."""
+    """Value of the state whose last token is at `position`."""
     return math.sin(0.7 * token_id) + 0.1 * position
 
 
 class FixedCritic:
-    """Implements `Critic`, and remembers what it was to learn: (return, value, weight) of every token.
+    """Implements `Critic`, and records the (return, value, weight) of every token it was to learn.
 
     Args:
-        elsewhere: it says so, and notes in `story` what it was asked for and when the answer was waited for.
+        remote: reported to the trainer; `calls` then also records requests, and waits for their results with "!".
     """
 
-    def __init__(self, *, elsewhere: bool = False) -> None:
-        self.elsewhere = elsewhere
-        self.story: list[str] = []
+    def __init__(self, *, remote: bool = False) -> None:
+        self.remote = remote
+        self.calls: list[str] = []
         self.learned: list[tuple[float, float, float]] = []
         self.denominators: list[float] = []
-        self.with_graph: list[bool] = []  # whether the policy's states could carry a gradient
+        self.with_graph: list[bool] = []  # whether the states of the policy had a graph
         self.restored = False
 
     def values(self, microbatch: Microbatch) -> Deferred[Tensor]:
         nodes = microbatch.head_nodes[microbatch.head_rows].numpy()
         ids, depths = microbatch.tree.token_ids[nodes].tolist(), microbatch.tree.depths[nodes].tolist()
-        return self._told("values", torch.tensor([fixed_value(*state) for state in zip(ids, depths, strict=True)]))
+        return self._answer("values", torch.tensor([fixed_value(*state) for state in zip(ids, depths, strict=True)]))
 
     def learn(self, microbatch: Microbatch, returns_T: Tensor, values_T: Tensor) -> None:
         columns = (returns_T.tolist(), values_T.tolist(), microbatch.weights.tolist())
         self.learned += list(zip(*columns, strict=True))
         self.with_graph.append(microbatch.states is not None and microbatch.states.requires_grad)
-        self.story.append("learn")
+        self.calls.append("learn")
 
     def step(self, denominator: float) -> Deferred[dict[str, float]]:
         self.denominators.append(denominator)
-        return self._told("step", {"value_loss": float(len(self.denominators))})
+        return self._answer("step", {"value_loss": float(len(self.denominators))})
 
-    def _told(self, what: str, answer: T) -> Deferred[T]:
-        if not self.elsewhere:
-            return resolved(answer)
-        self.story.append(what)
+    def _answer(self, call: str, result: T) -> Deferred[T]:
+        if not self.remote:
+            return resolved(result)
+        self.calls.append(call)
 
-        def promise() -> T:
-            self.story.append(f"{what}!")
-            return answer
+        def wait() -> T:
+            self.calls.append(f"{call}!")
+            return result
 
-        return promise
+        return wait
 
     def state_bytes(self) -> int:
         return 100

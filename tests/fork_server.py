@@ -1,9 +1,9 @@
-"""Has imported what a run needs, and forks for each one that is asked for; `tests/forked.py` talks to it.
+"""Imports what a run needs and forks for each request; `tests/forked.py` is its client.
 
-    python -m tests.fork_server SOCKET       the number of an inherited Unix socket; ends when its other side is closed
+    python -m tests.fork_server SOCKET       the number of an inherited Unix socket; exits when the other end is closed
 
-Importing costs a process several seconds, forking milliseconds. A fork dies of a signal like any other process. It
-differs from a command that a user types in one thing: all of them have the same seed of hashes.
+Importing takes a process several seconds, forking milliseconds. Signals kill a fork like any other process. Unlike
+processes started by a user, all forks have the same hash seed.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ MAX_REQUEST_BYTES = 1 << 17
 
 
 def serve(control: socket.socket) -> None:
-    """One request after another; each brings three files: where to report to, standard output, standard error."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C at the tests is theirs
+    """Serve one request after another; each brings three files: for the report, standard output and standard error."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test session
     while True:
         text, files, _, _ = socket.recv_fds(control, MAX_REQUEST_BYTES, 3)
         if not text:
@@ -41,12 +41,12 @@ def serve(control: socket.socket) -> None:
             attend(json.loads(text), socket.socket(fileno=files[0]), files[1:])
         for file in files:
             os.close(file)
-        while os.waitpid(-1, os.WNOHANG) != (0, 0):  # attendants that are done
+        while os.waitpid(-1, os.WNOHANG) != (0, 0):  # reap finished attendants
             pass
 
 
 def attend(request: dict[str, Any], report: socket.socket, streams: list[int]) -> None:
-    """In a process between: starts the asked-for one, tells its id, waits for it, and tells how it ended."""
+    """In an intermediate process: start the requested one, report its id, wait for it and report how it ended."""
     pid = os.fork()
     if pid == 0:
         report.close()
@@ -58,8 +58,8 @@ def attend(request: dict[str, Any], report: socket.socket, streams: list[int]) -
 
 
 def become(request: dict[str, Any], streams: list[int]) -> None:
-    """The asked-for process, to its end."""
-    os.setsid()  # so that whatever it starts can be found
+    """Run as the requested process until it ends."""
+    os.setsid()  # so that every process it starts can be found
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with Path(os.devnull).open() as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -77,7 +77,7 @@ def become(request: dict[str, Any], streams: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    # A fork has one thread: a lock that another one held would be held forever.
+    # A fork has one thread: a lock held by another thread would never be released.
     assert threading.active_count() == 1
     assert not Path("/proc/self/task").exists() or len(list(Path("/proc/self/task").iterdir())) == 1
     serve(socket.socket(fileno=int(sys.argv[1])))

@@ -1,4 +1,4 @@
-"""Processes of their own that can be killed, stopped and interrupted, without each of them importing torch again."""
+"""Processes that can be killed, stopped and interrupted, without importing torch in each."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _servers: list[tuple[subprocess.Popen[bytes], socket.socket]] = []
 
 
 class Forked:
-    """A fork of `tests/fork_server.py` that calls `target` with `argv`; has what tests need of `subprocess.Popen`.
+    """A fork of `tests/fork_server.py` that calls `target` with `argv`; a subset of `subprocess.Popen`.
 
-    Its end is an interpreter's, with the exit code that `target` returns. It is the first of a session of its own.
+    It ends like an interpreter, with the exit code that `target` returns, and leads a session.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Forked:
         target: str = COMMAND,
         cwd: Path | None = None,
         env: Mapping[str, str] | None = None,
-        file_bytes: int | None = None,  # no file may grow beyond
+        file_bytes: int | None = None,  # limit on the size of a file
     ) -> None:
         self.returncode: int | None = None
         self._streams = [tempfile.TemporaryFile(), tempfile.TemporaryFile()]  # noqa: SIM115 (closed by `wait`)
@@ -63,14 +63,14 @@ class Forked:
         self.wait(END_DEADLINE_S)
 
     def poll(self) -> int | None:
-        """Its exit code, or minus the signal that ended it; `None` while it runs."""
+        """The exit code, or minus the signal that killed it; `None` while it runs."""
         try:
             return self.wait(0.0)
         except subprocess.TimeoutExpired:
             return None
 
     def wait(self, timeout: float) -> int:
-        """Its exit code.
+        """Wait for the exit code.
 
         Raises:
             subprocess.TimeoutExpired: it has not ended after `timeout` seconds.
@@ -85,7 +85,7 @@ class Forked:
         return self.returncode
 
     def communicate(self, timeout: float) -> tuple[str, str]:
-        """Wait for its end; what it wrote to standard output and standard error."""
+        """Wait until it has ended; returns standard output and standard error."""
         self.wait(timeout)
         return self._written[0], self._written[1]
 
@@ -97,25 +97,25 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
     def session(self) -> dict[int, str]:
-        """Command lines of the processes of its session that are alive: its own, and of what it started."""
+        """Command lines of the live processes of its session: itself and what it started."""
         return command_lines(pid for pid in process_ids() if session_of(pid) == self.pid)
 
     def _next(self, timeout_s: float) -> int:
-        """The next number that the one between reports."""
+        """The next number reported by the intermediate process."""
         self._report.settimeout(timeout_s)
         while b"\n" not in self._said:
             try:
                 said = self._report.recv(64)
             except (TimeoutError, BlockingIOError):
                 raise subprocess.TimeoutExpired("a forked process", timeout_s) from None
-            assert said, "the process that forks has ended"
+            assert said, "the fork server has ended"
             self._said += said
         number, _, self._said = self._said.partition(b"\n")
         return int(number)
 
 
 def stop_server() -> None:
-    """End the process that forks, where there is one; a fork that is still alive stays."""
+    """Stop the fork server, if there is one; live forks stay."""
     while _servers:
         server, control = _servers.pop()
         control.close()
@@ -123,7 +123,7 @@ def stop_server() -> None:
 
 
 def _server() -> socket.socket:
-    """The way to the process that forks, which is started when it is first needed."""
+    """Socket of the fork server, which is started on first use."""
     if not _servers:
         ours, theirs = socket.socketpair()
         with theirs:

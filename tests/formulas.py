@@ -1,4 +1,4 @@
-"""Computes a figure again from nothing but its formula's text and its inputs."""
+"""Recomputes a figure from its formula's text and its inputs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FUNCTIONS = {"ceil": math.ceil, "max": max, "min": min, "__builtins__": {}}
 
 
 def check_figures(figures: Iterable[Figure]) -> int:
-    """Every figure is what its formula says; returns how many there were."""
+    """Check that every figure equals its formula; returns their number."""
     checked = 0
     for figure in figures:
         value = eval(figure.formula, dict(FUNCTIONS), dict(figure.inputs))

@@ -1,4 +1,4 @@
-"""Small frozen models that read in chunks, and samples for them."""
+"""Chunked readers over small frozen models, and samples for them."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ def tokens(length: int, seed: int = 0) -> bytes:
     return np.random.default_rng(seed).integers(2, VOCABULARY, length).astype(np.int32).tobytes()
 
 
-def logprob_gauge(model: PreTrainedModel, *, rows: int = 1000) -> LogprobGauge:
+def logprob_scorer(model: PreTrainedModel, *, rows: int = 1000) -> LogprobGauge:
     return LogprobGauge(model, temperature=0.7, logits_budget_bytes=rows * VOCABULARY * 4)
 
 
-def reader(model: PreTrainedModel, gauge: Gauge | None = None, *, cache: int = 1000) -> ChunkedReader:
-    return ChunkedReader(model, gauge or logprob_gauge(model), chunk_tokens=CHUNK, cache_tokens=cache)
+def reader(model: PreTrainedModel, scorer: Gauge | None = None, *, cache: int = 1000) -> ChunkedReader:
+    return ChunkedReader(model, scorer or logprob_scorer(model), chunk_tokens=CHUNK, cache_tokens=cache)
 
 
-def whole(reader: ChunkedReader, name: SampleId, ids: bytes, prompt_tokens: int) -> Read:
+def read_all(reader: ChunkedReader, name: SampleId, ids: bytes, prompt_tokens: int) -> Read:
     while (read := reader.read_on(name, ids, prompt_tokens)) is None:
         pass
     return read
 
 
 def growing(reader: ChunkedReader, name: SampleId, ids: bytes, prompt_tokens: int) -> Iterator[bool]:
-    """Tell it of every token, one at a time; says after each whether anything was computed."""
+    """Read ahead after each new token; yields whether anything was computed."""
     for known in range(prompt_tokens, len(ids) // 4 + 1):
         computed = 0
         while reader.read_ahead(name, ids[: known * 4], prompt_tokens):

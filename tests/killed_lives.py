@@ -1,6 +1,6 @@
-"""Work that is killed (-9) at random moments and begun again until it is done.
+"""Runs work in forks that are killed (-9) at random times and restarted until it is done.
 
-Its lives are forks of this process, so that the model library is imported once.
+Forking imports the model library only once.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ def killed_until_done(
     until_s: float,
     after_kill: Callable[[], None] = lambda: None,
 ) -> int:
-    """How often it was killed.
+    """Returns the number of kills.
 
     Args:
-        life: goes on from whatever the life before left, to the end.
+        life: continues from the state the previous fork left, to the end.
         newest: the last step that survives a kill.
-        pause_s: a life is killed so long at most after the 1st to 6th further step.
-        until_s: `time.monotonic()` after which no life begins.
+        pause_s: maximum delay of a kill after the 1st to 6th further step.
+        until_s: `time.monotonic()` after which no fork is started.
     """
     moments, kills = random.Random(1), 0
     while time.monotonic() < until_s:

@@ -1,4 +1,4 @@
-"""Listen to a provider in virtual time, and account for every lease."""
+"""Records a provider's events in virtual time and checks every lease."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def scheduled(
 
 @dataclass
 class Story:
-    """What was heard, and when; `held` are the leases there are, with the workers they are for."""
+    """Events with their times; `held` are the current leases with their workers."""
 
     told: list[tuple[float, LeaseEvent]] = field(default_factory=list)
     held: dict[str, str] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Story:
 
 
 async def listen(provider: Provider, story: Story, until_s: float) -> Story:
-    """Everything the provider tells up to the loop's time `until_s`, of that very moment too."""
+    """Record all events of the provider up to and including the loop's time `until_s`."""
     loop = asyncio.get_running_loop()
     while True:
         left_s = until_s - loop.time()
@@ -70,7 +70,7 @@ async def listen(provider: Provider, story: Story, until_s: float) -> Story:
 def whole_story(
     timetable: Timetable, until_s: float, *, session: int = 1, want: int | None = None, most: float = math.inf
 ) -> Story:
-    """From second 0 on, with nothing given back."""
+    """Record from second 0 on, releasing nothing."""
 
     async def run() -> Story:
         provider = scheduled(timetable, session=session, most=most)

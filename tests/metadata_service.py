@@ -1,4 +1,4 @@
-"""A cloud's metadata service on loopback: answers what a test says, as badly as it says."""
+"""A cloud's metadata service on loopback, with valid or broken answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOKEN = "AQAEAL=="
 class MetadataService:
     """`answer` gets method, path with query, and headers (names in lower case); returns status and body.
 
-    `raw` is sent as it stands instead of any answer; `slow_s` passes before one.
+    `raw` is sent unchanged in place of any answer; `slow_s` delays it.
     """
 
     answer: Callable[[str, str, Headers], tuple[int, str]] = lambda method, path, headers: (404, "")
@@ -38,14 +38,14 @@ class MetadataService:
                 status, body = self.answer(method, path, headers)
                 writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(body.encode())}\r\n\r\n{body}".encode())
         except (asyncio.IncompleteReadError, ConnectionError):
-            pass  # the client is gone
+            pass  # the client has disconnected
         finally:
             writer.close()
 
 
 @asynccontextmanager
 async def serving(service: MetadataService) -> AsyncIterator[MetadataService]:
-    """`service.base` is where it is while this lasts."""
+    """Serve at `service.base` inside the context."""
     server = await asyncio.start_server(service.serve, "127.0.0.1", 0)
     service.base = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     try:

@@ -80,7 +80,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "smollm3": {**_WINDOWS, "use_sliding_window": True},
     "starcoder2": _WINDOWS,
 }
-"""By model_type, what differs from a plain decoder."""
+"""Configuration fields by model_type."""
 
 _LAYERS = {"hidden_size": 64, "num_hidden_layers": 4}
 UNSUPPORTED: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -116,11 +116,11 @@ UNSUPPORTED: dict[str, tuple[str, dict[str, Any], str]] = {
         "rope_type 'dynamic'",
     ),
 }
-"""By name: model_type, what differs from a plain decoder, and what the error says."""
+"""By name: model_type, configuration fields, and a part of the error message."""
 
 
 def build_family(model_type: str, fields: dict[str, Any], seed: int = 0) -> PreTrainedModel:
-    """A random model in float32 and eval mode, with transformers' own attention; the random state is left as it was."""
+    """A random model in float32 and eval mode, with transformers' attention; restores the random state."""
     given = {name: value for name, value in {**_DECODER, **fields}.items() if value is not None}
     with torch.random.fork_rng(devices=[]), quiet():
         torch.manual_seed(seed)
@@ -130,7 +130,7 @@ def build_family(model_type: str, fields: dict[str, Any], seed: int = 0) -> PreT
         )
         with torch.no_grad():
             for parameter in model.parameters():
-                if parameter.dim() == 1:  # norms start as the identity, which would hide one that is left out
+                if parameter.dim() == 1:  # norms start as the identity, which would hide a missing one
                     parameter.add_(0.1 * torch.randn_like(parameter))
     model.eval()
     return model

@@ -1,4 +1,4 @@
-"""Complete model folders for tests: the small shapes of `model_shapes` with a tokenizer beside them."""
+"""Complete model folders for tests: the small shapes of `model_shapes` with a tokenizer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tidemill.models.auto import quiet
 
 
 def small_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per ASCII character; <pad> and <eos> take the places of the first two control characters."""
+    """One token per ASCII character; <pad> and <eos> replace the first two control characters."""
     vocabulary = {"<pad>": 0, "<eos>": 1} | {chr(code): code for code in range(2, VOCABULARY)}
     tokenizer = Tokenizer(WordLevel(vocabulary))
     tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), behavior="isolated")

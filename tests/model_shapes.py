@@ -19,7 +19,7 @@ from transformers import (
 VOCABULARY = 128
 HIDDEN = 64
 CONTEXT = 256
-WINDOW = 8  # short enough that a sliding-window mistake shows within a few tokens
+WINDOW = 8  # short enough that a sliding-window error shows within a few tokens
 PAD_ID, EOS_ID = 0, 1
 
 _COMMON: dict[str, Any] = {
@@ -68,14 +68,14 @@ MODEL_SHAPES: dict[str, Callable[..., PreTrainedModel]] = {"llama": llama, "qwen
 
 
 def _built(build: Callable[[], PreTrainedModel], seed: int) -> PreTrainedModel:
-    """The model with weights of `seed`, in fp32 and eval mode; the global random state is left as it was."""
+    """The model with weights of `seed`, in fp32 and eval mode; restores the global random state."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = build()
         model.to(dtype=torch.float32)  # type: ignore[call-arg, arg-type, unused-ignore]
         with torch.no_grad():
             for parameter in model.parameters():
-                if parameter.dim() == 1:  # norms start as the identity, which would hide a forgotten one
+                if parameter.dim() == 1:  # norms start as the identity, which would hide a missing one
                     parameter.add_(0.1 * torch.randn_like(parameter))
     model.eval()
     return model

@@ -1,6 +1,6 @@
-"""The policy update written out: one sample after another, one token after another, nothing shared and nothing packed.
+"""A plain policy update: one sample and one token at a time, without packing or shared prefixes.
 
-Formulas are written here a second time, from the papers' side: no function of `algos` is called.
+The formulas are reimplemented from the papers, without any function of `algos`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tidemill.core.records import Group, Trajectory, unpack_logprobs, unpack_tok
 
 @dataclass(kw_only=True)
 class PlainSample:
-    """A sample on its own; lists and tensors run over its completion's tokens."""
+    """A sample; lists and tensors have one element per completion token."""
 
     trajectory: Trajectory
     group: int
@@ -41,7 +41,7 @@ class PlainSample:
 def plain_policy(
     model: PreTrainedModel, settings: RunSpec, batch: Sequence[Group], reference: PreTrainedModel | None
 ) -> tuple[Tensor, list[PlainSample]]:
-    """The loss of the whole batch at the start of its update, with gradient, and its samples."""
+    """(loss of the whole batch at the start of the update, with gradient, samples)."""
     samples = [
         _sample(model, settings, t, number, reference) for number, one in enumerate(batch) for t in one.trajectories
     ]
@@ -188,8 +188,8 @@ def _loss(settings: RunSpec, sample: PlainSample, proximal: list[float]) -> Tens
     elif algorithm.loss == "cispo":
         loss = -ratio.detach().clamp(max=algorithm.clip_high) * advantages * sample.logprobs
     else:
-        held = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
-        objective = torch.minimum(ratio * advantages, held * advantages)
+        clipped = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
+        objective = torch.minimum(ratio * advantages, clipped * advantages)
         if algorithm.dual_clip is not None:
             floor = torch.maximum(objective, algorithm.dual_clip * advantages)
             objective = torch.where(advantages < 0, floor, objective)

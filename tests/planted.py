@@ -1,4 +1,4 @@
-"""A profile made up by hand, and what the logs of a run on such a machine would say."""
+"""A handwritten profile, and the logs that a run on such a machine would have."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tidemill.planner.calibration.profile import FORMAT, QUANTITIES, Machine, Me
 from tidemill.planner.calibration.run_observations import Hardware, Manifest, Observed, Session
 from tidemill.planner.forecast.one_machine import length_of, simulate_recipe, workloads
 from tidemill.telemetry.metrics import CONTROLLER_CPU
-from tidemill.telemetry.run_dir import RunDirectory, samples_name
+from tidemill.telemetry.run_dir import RUN_FORMAT, RunDirectory, samples_name
 from tidemill.telemetry.sample_files import Sample
 
 NUMBERS = {
@@ -48,7 +48,7 @@ def spec_of(steps: int = 5, **sections: Any) -> RunSpec:
 
 
 def planted(spec: RunSpec, *, cores: int = 2, **numbers: float) -> RunProfile:
-    """Completions of 4 to 40 tokens, of which no two of a group begin alike."""
+    """A profile with completions of 4 to 40 tokens; no two of a group share a prefix."""
     values = dict.fromkeys(QUANTITIES, 0.0) | NUMBERS | numbers
     return RunProfile(
         format=FORMAT,
@@ -80,7 +80,7 @@ def _size(spec: RunSpec) -> int:
 
 
 def _sample(spec: RunSpec, profile: RunProfile, prompt: int, index: int) -> Sample:
-    """As the twin draws it; its first token is its own."""
+    """The sample that the simulator draws; its first token is unique."""
     name = f"p{prompt}"
     sample_id = SampleId(run_seed=spec.run.seed, purpose="train", prompt_id=name, epoch=0, index=index)
     length = min(length_of(*workloads(profile), sample_id), spec.sampling.max_new_tokens)
@@ -89,7 +89,7 @@ def _sample(spec: RunSpec, profile: RunProfile, prompt: int, index: int) -> Samp
 
 
 def observed(spec: RunSpec, profile: RunProfile) -> Observed:
-    """The logs of a run on that machine, and samples of the lengths that it had."""
+    """The logs of a run on that machine, and samples with its lengths."""
     run = simulate_recipe(spec, profile)
     lines = [line for line in run.metrics if line.step > 0]
     for line in lines:
@@ -111,11 +111,11 @@ def observed(spec: RunSpec, profile: RunProfile) -> Observed:
 
 
 def write_run(path: Path, seen: Observed) -> RunDirectory:
-    """A run directory from which the same is observed."""
+    """Write a run directory with the same observations."""
     run = RunDirectory(path)
     run.samples.mkdir(parents=True)
     run.write_config(to_toml(seen.spec))
-    run.write_manifest(msgspec.to_builtins(seen.manifest))
+    run.write_manifest(msgspec.to_builtins(seen.manifest) | {"format": RUN_FORMAT})
     run.events.write_bytes(msgspec.json.Encoder().encode_lines(seen.events))
     lines = [{**line.values, "step": line.step, "optimizer_steps": line.optimizer_steps} for line in seen.metrics]
     run.metrics.write_bytes(msgspec.json.Encoder().encode_lines(lines))

@@ -1,4 +1,4 @@
-"""Processes as the kernel shows them; Linux only."""
+"""Processes from /proc; Linux only."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 LISTEN = "0A"
-GONE = (FileNotFoundError, ProcessLookupError)  # by whether it ended before its file was opened or while it was read
+GONE = (
+    FileNotFoundError,
+    ProcessLookupError,
+)  # depends on whether it ended before its file was opened or while it was read
 
 
 def processes_below(pid: int) -> Iterator[int]:
-    """Every process that descends from one, as far as they are alive while it looks."""
+    """All live descendants of a process."""
     try:
         children = [
             int(child)
@@ -32,7 +35,7 @@ def process_ids() -> list[int]:
 
 
 def session_of(pid: int) -> int | None:
-    """The first process of its session."""
+    """The leader of its session."""
     try:
         return os.getsid(pid)
     except ProcessLookupError:
@@ -40,7 +43,7 @@ def session_of(pid: int) -> int | None:
 
 
 def command_lines(pids: Iterable[int]) -> dict[int, str]:
-    """Of those that are alive; a zombie has none."""
+    """Command lines of the live ones; zombies have none."""
     lines = {}
     for pid in pids:
         try:
@@ -53,7 +56,7 @@ def command_lines(pids: Iterable[int]) -> dict[int, str]:
 
 
 def listening(pids: Iterable[int]) -> list[str]:
-    """Addresses ("127.0.0.1:8265") on which processes wait for TCP connections."""
+    """Addresses ("127.0.0.1:8265") on which processes listen for TCP connections."""
     inodes = {link for pid in pids for link in _open_files(pid)}
     found = []
     for table in ("tcp", "tcp6"):
@@ -74,7 +77,7 @@ def _open_files(pid: int) -> Iterator[str]:
 
 
 def _address(text: str) -> str:
-    """The kernel writes 32-bit words in the machine's order."""
+    """The kernel writes 32-bit words in the machine's byte order."""
     host, port = text.split(":")
     words = bytes.fromhex(host)
     packed = b"".join(words[at : at + 4][::-1] for at in range(0, len(words), 4))

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tests.fake_engine import FakeCompute
+from tests.doubles.engine import FakeCompute
 from tidemill.core.records import PolicyVersion, TensorEntry, WeightManifest, pack_logprobs, pack_tokens
 from tidemill.weights.snapshot import Blob, allocate
 from tidemill.weights.store import WeightStore
@@ -31,7 +31,7 @@ def version(number: int) -> PolicyVersion:
 
 
 def snapshot(number: int, dtype: str = "bfloat16") -> Blob:
-    """Version 0 is noise; each later one differs from the one before in about one element of twenty, by one unit."""
+    """Version 0 is noise; each later one differs from the previous one in about one element of twenty, by one unit."""
     entries = layout(dtype)
     buffer = allocate(entries[-1].offset + entries[-1].nbytes)
     elements: npt.NDArray[Any] = buffer.view(np.uint32 if dtype == "float32" else np.uint16)
@@ -42,7 +42,7 @@ def snapshot(number: int, dtype: str = "bfloat16") -> Blob:
 
 
 def rewritten(buffer: Blob, seed: int) -> Blob:
-    """Three elements of ten are others altogether: a delta of a good third of the bytes."""
+    """Three elements of ten are replaced: the delta has more than a third of the bytes."""
     rng, copy = np.random.default_rng(seed), allocate(len(buffer))
     old, new = buffer.view(np.uint16), copy.view(np.uint16)
     new[:] = np.where(rng.random(len(old)) < 0.3, rng.integers(0, 1 << 16, len(old)), old)
@@ -56,7 +56,7 @@ async def publish(store: WeightStore, number: int) -> WeightManifest:
 
 
 def tensors_of(buffer: Blob) -> list[bytes]:
-    """What of a snapshot counts: the tensors, not what lies between them."""
+    """The tensors of a snapshot, without the padding."""
     return [buffer[entry.offset : entry.offset + entry.nbytes].tobytes() for entry in layout()]
 
 

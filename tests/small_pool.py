@@ -1,11 +1,10 @@
-"""A small run whose samples come from a pool of workers, and what the same run learns without one."""
+"""A small run whose samples come from a pool of workers, and the results of the same run without a pool."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from tests.fake_pool import PoolSession, trained
-from tests.fake_session import Session, small_spec
+from tests.doubles.session import PoolSession, Session, small_spec, trained
 from tests.virtual_time import run_virtual
 from tidemill.config.pool import FleetConfig
 from tidemill.config.schema import RunSpec

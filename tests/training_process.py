@@ -1,4 +1,4 @@
-"""`tidemill train` in a process of its own; what it started is found by its session, whoever its parent is by then."""
+"""`tidemill train` in a separate process; its descendants are found by session."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ prompts = 4
 every_steps = 2
 """
 )
-"""Of a run that is the same to the last bit whenever it is killed and resumed."""
+"""A recipe that is bit-exact under kills and resumes."""
 
 
 @dataclass
 class RunningProcess:
-    """`tidemill train` and whatever it starts."""
+    """`tidemill train` and the processes it starts."""
 
     recipe: Path
     run: Path
     more: tuple[str, ...] = ()
-    file_bytes: int | None = None  # no file may grow beyond
+    file_bytes: int | None = None  # limit on the size of a file
 
     def __post_init__(self) -> None:
         self._told = len(self.events())
@@ -61,13 +61,13 @@ class RunningProcess:
         self.process = Forked(*argv, file_bytes=self.file_bytes)
 
     def events(self) -> list[dict[str, Any]]:
-        """Of every process that ran there."""
+        """Events of all sessions of the run."""
         path = self.run / "events.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
         return [json.loads(line) for line in lines if line.endswith("}")]
 
     def told(self, event: str) -> int:
-        """How often this process told of it."""
+        """How often this process logged an event."""
         return sum(line["event"] == event for line in self.events()[self._told :])
 
     def wait_until(self, due: Callable[[], bool], what: str) -> None:
@@ -81,7 +81,7 @@ class RunningProcess:
         self.wait_until(lambda: self.told(event) >= times, f"{times} times {event}")
 
     def killed_when(self, due: Callable[[], bool], *, after_s: float = 0.0) -> bool:
-        """SIGKILL, so long after it was due; whether it had not ended by itself."""
+        """Send SIGKILL `after_s` after `due`; returns whether the process was still running."""
         until = time.monotonic() + DEADLINE_S
         while self.process.poll() is None and not due():
             assert time.monotonic() < until, "neither due nor ended in time"
@@ -96,7 +96,7 @@ class RunningProcess:
         self.process.send_signal(number)
 
     def ends(self, code: int) -> str:
-        """Wait for its end, and for that of everything it started; returns what it wrote to standard error."""
+        """Wait until it and everything it started has ended; returns standard error."""
         _, err = self.process.communicate(timeout=DEADLINE_S)
         assert self.process.returncode == code, err
         until = time.monotonic() + 10.0
@@ -107,7 +107,7 @@ class RunningProcess:
 
 
 def quiet_run(recipe: Path, run: Path, *more: str) -> None:
-    """One that nothing happens to, in this process: with another seed of hashes than those that are killed."""
+    """An undisturbed run in this process, with another hash seed than the killed ones."""
     ran = run_here("train", f"@{recipe}", "--run.dir", str(run), *more)
     assert ran.code == 0, ran.err
 
@@ -118,7 +118,7 @@ def summary(run: Path) -> dict[str, Any]:
 
 
 def last_step(run: Path) -> int:
-    """The newest in metrics.jsonl; -1 before there is any."""
+    """The newest step in metrics.jsonl; -1 without any."""
     try:
         lines = (run / "metrics.jsonl").read_bytes().splitlines()
         return int(json.loads(lines[-1])["step"])
@@ -127,7 +127,7 @@ def last_step(run: Path) -> int:
 
 
 def learned(run: Path) -> tuple[dict[str, Any], list[tuple[int, str]], dict[str, list[str]]]:
-    """What must not depend on anything that happened: figures, the weights after each step, every sample."""
+    """Results that must not depend on interruptions: figures, the weights after each step, every sample."""
     said = summary(run)
     names = ("steps", "policy_version", "weights_digest", "optimizer_steps", "tokens_trained", "eval")
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""Trajectories and groups made by hand."""
+"""Handwritten trajectories and groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TRL's own loss methods on given numbers, called on stand-ins for its trainers."""
+"""TRL's loss methods on given numbers, called on stand-ins for its trainers."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def trl_policy_loss(
     entropy: Tensor | None = None,
     bonus: float = 0.0,
 ) -> tuple[float, Tensor, dict[str, Any]]:
-    """Loss, gradient by token [T] and metrics of GRPOTrainer; `correction` is a ratio [S, T] or [S, 1], and there is a
-    `bonus` on the entropies [S, T], whose gradients are left in them."""
+    """Loss, gradient by token [T] and metrics of GRPOTrainer; `correction` is a ratio [S, T] or [S, 1]; `bonus` is on
+    the entropies [S, T], whose gradients are left in them."""
     from trl.trainer.grpo_trainer import GRPOTrainer
 
     trainer, proximal, ref, advantages, mask = drawn()

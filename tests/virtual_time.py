@@ -1,4 +1,4 @@
-"""Tests run coroutines in virtual time."""
+"""Runs coroutines of tests in virtual time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Supervised training without a run directory: examples made by hand, and telemetry that remembers."""
+"""Supervised training without a run directory: random examples, and telemetry that records steps."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tests.model_shapes import VOCABULARY, llama
 from tidemill.config.schema import RunSpec
 from tidemill.core.records import Demonstration, PreferencePair, StepMetrics, pack_tokens
 from tidemill.models.attention import use_packed_attention
-from tidemill.telemetry.progress_views import NullTelemetry
+from tidemill.telemetry.recorder import NullTelemetry
 from tidemill.trainer.checkpoint_store import CheckpointStore
 from tidemill.trainer.supervised_loop import FitContext
 
 
-class RememberedSteps(NullTelemetry):
-    """Keeps what it is told."""
+class RecordedSteps(NullTelemetry):
+    """Records steps and events."""
 
     def __init__(self) -> None:
         super().__init__(lambda _: None)
@@ -46,14 +46,14 @@ def supervised_spec(**sections: dict[str, Any]) -> RunSpec:
     return RunSpec.model_validate({name: {**base.get(name, {}), **sections.get(name, {})} for name in names})
 
 
-def bench(
+def fit_context(
     folder: Path, *, model: PreTrainedModel | None = None, source: Path | None = None, **options: Any
 ) -> FitContext:
-    """A workbench over `folder`; its model is the small Llama unless one is given."""
+    """A context in `folder`, by default with the small Llama model."""
     model = model if model is not None else llama()
     use_packed_attention(model)
     (folder / "source").mkdir(parents=True, exist_ok=True)
-    options = {"telemetry": RememberedSteps(), **options}
+    options = {"telemetry": RecordedSteps(), **options}
     return FitContext(
         model=model,
         source=source or folder / "source",
@@ -64,7 +64,7 @@ def bench(
 
 
 def stop_after(calls: int) -> Callable[[], bool]:
-    """Answers False so many times, then True."""
+    """Returns False for the first `calls` calls, then True."""
     left = iter([False] * calls)
     return lambda: next(left, True)
 

@@ -1,11 +1,11 @@
-"""A worker around a fake engine, in virtual time, with requests for it and a slow source of weights."""
+"""A worker with a fake engine in virtual time, requests, and a slow weight source."""
 
 from __future__ import annotations
 
 import asyncio
 
-from tests.fake_engine import FakeCompute, FakeEngine
-from tests.fake_samples import SAMPLING, make_id, make_prompt
+from tests.doubles.engine import FakeCompute, FakeEngine
+from tests.doubles.samples import SAMPLING, make_id, make_prompt
 from tidemill.core.protocols import LoopClock, WeightSource
 from tidemill.core.records import GenerateRequest, PolicyVersion, Pulled, TokenDelta, WeightManifest, pack_tokens
 from tidemill.rollout.worker import EngineWorker
@@ -33,7 +33,7 @@ class Stage:
         self.worker = self.make_worker()
 
     def make_worker(self, heartbeat_s: float = 1e6, source: WeightSource | None = None) -> EngineWorker:
-        """Its heartbeat is out of the way unless asked for."""
+        """Without heartbeats by default."""
         return EngineWorker(
             self.engine,
             self.compute,
@@ -51,7 +51,7 @@ class Stage:
             raise ValueError("engine on fire")
 
     async def deltas(self) -> list[TokenDelta]:
-        """Everything until the worker falls silent."""
+        """All deltas until the worker has no more reports."""
         found: list[TokenDelta] = []
         while report := await self.worker.next_report(5.0):
             assert report.lease_id == "lease"
@@ -63,12 +63,12 @@ PROBE = pack_tokens([3, 1, 4, 1, 5])
 
 
 class SlowSource:
-    """A pull takes `seconds`; notes what the engine did when it swapped."""
+    """A pull takes `seconds`; records the versions of swaps."""
 
     def __init__(self, engine: FakeEngine, seconds: float = 1.0) -> None:
         self.engine, self.seconds = engine, seconds
         self.prepared: list[PolicyVersion] = []
-        self.swapped: list[tuple[PolicyVersion, PolicyVersion]] = []  # from the engine's version, to
+        self.swapped: list[tuple[PolicyVersion, PolicyVersion]] = []  # (version of the engine, new version)
         self.closed = 0
         self.fault: Exception | None = None
 

@@ -1,9 +1,8 @@
-"""All that the simulator is held against, in one table.
+"""All checks of the simulator in one table.
 
     python -m benchmarks.simulator [--kept]
 
-Measures every part anew, one after another, which takes about half an hour. With `--kept` the table is made of the
-result files as they are.
+Measures every part again, one after another, in about half an hour. With `--kept` the table uses existing result files.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from benchmarks.simulator import faults, ours, ourselves, planted_defects, publi
 
 Result = dict[str, Any]
 RUNS = {"inprocess": "character model", "demo": "SmolLM2", "ray": "Ray, with evictions"}
-"""What `ourselves` calls them."""
+"""Names of the cases of `ourselves`."""
 
 
 class Row(NamedTuple):
     figure: str
     asked: str
     found: str
-    reached: bool | None = None  # None where nothing is asked
+    reached: bool | None = None  # None without a target
 
 
 def _published(result: Result) -> Iterator[Row]:
@@ -101,7 +100,7 @@ PARTS = {
 
 
 def show(rows: list[Row]) -> None:
-    table = Table(title="The simulator, and what it is held against", box=box.SIMPLE)
+    table = Table(title="The simulator and its targets", box=box.SIMPLE)
     for column in ("figure", "asked", "found", ""):
         table.add_column(column, justify="left" if column in ("figure", "") else "right")
     for row in rows:
@@ -110,7 +109,7 @@ def show(rows: list[Row]) -> None:
 
 
 def rows_of(name: str, *, kept: bool) -> list[Row]:
-    """What is told of a part; whatever keeps it from being measured or read is a miss, and the others go on."""
+    """The rows of a part; a part that fails is a miss, and the others continue."""
     part = PARTS[name]
     path, began_s = RESULTS / f"{part.result}.json", time.time()
     try:

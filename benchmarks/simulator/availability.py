@@ -1,9 +1,9 @@
-"""When preemptible machines are there: three segments of two hours, fixed before any run was looked at.
+"""Preemptible machines over three segments of two hours, fixed before any run.
 
-The laws are like those of the spot instances that the Bamboo project held (arXiv 2204.12013): 12 at most, which go and
-come in bursts; numbers rounded from its two capacity traces, and a third law of few machines. `SEED` is the first from
-0 with which the three segments together have the mean numbers of instances that RLBoost held (arXiv 2510.19225) where
-at most 4 (8B) and at most 6 (14B) are taken: 3.8 and 5.1, each within `WITHIN`. Nothing else was looked at.
+The markets resemble the spot instances of the Bamboo project (arXiv 2204.12013): at most 12, in bursts; numbers rounded
+from its two capacity traces, and a third market with few machines. `SEED` is the first one from 0 for which the three
+segments together have the mean numbers of instances of RLBoost (arXiv 2510.19225) with at most 4 (8B) and at most 6
+(14B) in use: 3.8 and 5.1, each within `WITHIN`. No other criterion was used.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SEGMENTS = {"A": HIGH, "B": TURBULENT, "C": LOW}
 """High availability, frequent eviction, low availability."""
 
 MOST = {"8B": 4, "14B": 6}
-"""Instances held at most: for so many the published system has a seeding window."""
+"""Most instances in use: the published system has seeding windows up to these numbers."""
 HELD = {"8B": 3.8, "14B": 5.1}
 """On average, published."""
 WITHIN = 0.05
@@ -46,7 +46,7 @@ SEED = 34
 
 
 def timetables(seed: int = SEED) -> dict[str, Timetable]:
-    """The machines that come and go, by the segment's name; each can be played once."""
+    """Timetables by segment; each can be played once."""
     return {name: market_timetable(market, seed=seed) for name, market in SEGMENTS.items()}
 
 
@@ -56,12 +56,12 @@ def segments(seed: int = SEED) -> dict[str, CapacityTrace]:
 
 
 def held(trace: CapacityTrace, most: int) -> float:
-    """Machines on average, of which at most so many are taken."""
+    """Mean number of machines in use, at most `most`."""
     return trace.at_most(most).machine_seconds() / SEGMENT_S
 
 
 def fitting_seeds() -> Iterator[int]:
-    """The rule that chose `SEED`, which is the first of them."""
+    """The rule that selected `SEED`, its first result."""
     return (seed for seed in count() if _as_published(segments(seed)))
 
 

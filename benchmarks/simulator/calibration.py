@@ -1,15 +1,15 @@
-"""What of the profiles is fitted to the published system: two numbers, to 8B's static figures and nothing else.
+"""Fits two numbers of the profiles to the published static figures of 8B.
 
     python -m benchmarks.simulator.calibration
 
-The shares of the peaks that engines and trainer reach are fitted to 8B's tokens per second colocated and what 1 to 4
-instances make of it. How many samples an engine decodes at once follows from its memory and the lengths
+The shares of the peaks that engines and trainer reach are fitted to 8B's tokens per second colocated and with 1 to 4
+instances. The number of samples an engine decodes at once follows from its memory and the lengths
 (`published_system.engines`). 14B, other lengths and other numbers of machines are predictions. Lengths are assumed,
-but for their correlation within a prompt.
+except their correlation within a prompt.
 
-Of the candidates, those around what first trials suggested, the one with the least sum of squared differences of
-logarithms is taken. Each is judged by simulated runs of the published policy with a fixed number of instances, in their
-last steps: the seeding window settles in the first ones.
+The candidate with the least sum of squared differences of logarithms is selected, from a grid around first trials. Each
+is evaluated by simulated runs of the published policy with a fixed number of instances, in their last steps, after the
+seeding window has settled.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tidemill.sim.baselines import rlboost_components
 from tidemill.sim.simulation import simulate_run
 
 STEPS, MEASURED = 20, 14
-"""Steps simulated with instances, and of those the last ones that count."""
+"""Simulated steps with instances, and the number of last steps that count."""
 COLOCATED_STEPS = 10
 ROW = "8B"
 CANDIDATES = list(product((0.45, 0.5, 0.55, 0.6), (0.37, 0.41, 0.45, 0.49, 0.53, 0.57)))
@@ -55,13 +55,14 @@ class Steady(Record):
     window_s: float
     step_s: float
     train_s: float
-    trainer_wait_s: float  # by the offload's rule
+    trainer_wait_s: float  # as the offload policy counts it
 
 
 def steady(row: str, fitted: Calibration, instances: int, *, setting: Setting = SETTING, **fleet: Any) -> Steady:
-    """
+    """Simulate a fixed number of instances.
+
     Args:
-        fleet: keys of [fleet] that are not as published.
+        fleet: [fleet] keys that differ from the published ones.
     """
     steps = STEPS if instances else COLOCATED_STEPS
     run = simulate_run(

@@ -1,8 +1,8 @@
-"""Fault simulation at length: violations, and CPU time per seed.
+"""Fault simulation at scale: violations, and CPU time per seed.
 
     python -m benchmarks.simulator.faults [--seeds 10000]
 
-What `make faults` runs, with every seed timed where it runs.
+Runs what `make faults` runs, and measures the time of every seed.
 """
 
 from __future__ import annotations

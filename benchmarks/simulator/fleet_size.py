@@ -1,10 +1,10 @@
-"""Throughput per dollar by the number of preemptible workers, 1 to 1,000: where another one stops paying, and why.
+"""Throughput per dollar by the number of preemptible workers, 1 to 1,000.
 
     python -m benchmarks.simulator.fleet_size [--workers 1 3 10 30 100 300 1000]
 
-The real controller in virtual time: an 8B model learns on 2 reserved machines of 8 H100, which also generate; each
-worker is a machine of 2 H100 that stays for two hours on average. A batch is 256 prompts x 8 samples of 4,000 tokens on
-average, at a lag of 1. Profiles and prices are the catalogue's, nothing is fitted. Draws `docs/fleet_size.svg`.
+The real controller in virtual time: an 8B model trains on 2 reserved machines of 8 H100, which also generate; each
+worker is a machine of 2 H100 with a mean lifetime of two hours. A batch has 256 prompts x 8 samples of 4,000 tokens on
+average, at a lag of 1. Profiles and prices are the catalogue's; nothing is fitted. Draws `docs/fleet_size.svg`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from tidemill.telemetry.fleet_figures import HOUR_S
 
 SIZES = (1, 2, 4, 7, 10, 15, 22, 40, 100, 300, 1000)
 STEPS, FILLING, EMPTYING = 7, 2, 2
-"""The first ones, in which workers boot and samples under way have not spread over two versions yet, and the last ones,
-in which no further ones are begun, are left out."""
+"""Excluded steps: the first, in which workers boot and samples spread over two versions, and the last, without new
+samples."""
 
 
 def spec_of(workers: int) -> RunSpec:
@@ -39,7 +39,7 @@ def spec_of(workers: int) -> RunSpec:
             "engine": {"slots": 128},
             "schedule": {"max_policy_lag": 1, "membership": "first_finished"},
             "trainer": {"steps": STEPS, "activation_checkpointing": True},
-            "fleet": {"join_timeout_s": 3600.0},  # a thousand machines that pull from one uplink take long
+            "fleet": {"join_timeout_s": 3600.0},  # a thousand machines pull from one uplink
             "pool": {
                 "kind": "synthetic",
                 "workers": workers,
@@ -60,7 +60,7 @@ def spec_of(workers: int) -> RunSpec:
 
 
 def measured(workers: int) -> dict[str, Any]:
-    """Of the steps in the middle."""
+    """Figures of the steps in the middle."""
     scenario = plan_scenario(spec_of(workers))
     (planned,) = scenario.planned
     began_s = time.process_time()
@@ -85,7 +85,7 @@ def measured(workers: int) -> dict[str, Any]:
 
 
 def within(window: tuple[float, float], stretches: Iterable[tuple[float, float]]) -> float:
-    """Seconds of all stretches together that are within the window."""
+    """Seconds of all intervals within the window."""
     return sum(max(0.0, min(end_s, window[1]) - max(begin_s, window[0])) for begin_s, end_s in stretches)
 
 

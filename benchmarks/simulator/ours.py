@@ -1,10 +1,9 @@
-"""Ours against the published policy in the same simulation: 14B, the same machines, trainer, engines and lengths.
+"""Tidemill and the published policy in the same simulation: 14B, equal machines, trainer, engines and lengths.
 
     python -m benchmarks.simulator.ours [--all]
 
-Two columns: strictly on policy as the published one (lag 0), and one version behind (lag 1). What ours does otherwise
-is taken away one by one, at lag 1 only with --all. The bound packs perfectly: no sample is longer than another, nothing
-travels, nobody waits.
+Two columns: strictly on policy like the published one (lag 0), and one version behind (lag 1). Our differences are
+removed one by one, at lag 1 only with --all. The bound assumes perfect packing: equal lengths, no transfers, no waits.
 """
 
 from __future__ import annotations
@@ -46,14 +45,14 @@ from tidemill.sim.simulation import ComponentFactories
 
 ROW, TARGET = "14B", 1.15
 CHANGED = 0.03
-"""Share of the elements that differ from version to version; with its place an element takes as much as in a whole
-version (docs/planner.md)."""
+"""Share of elements that change per version; with its position an element takes as many bytes as in a snapshot
+(docs/planner.md)."""
 TICK_S = 10.0
-"""How often simulated workers report what is under way; real ones do so every 0.1 s."""
+"""Report interval of simulated workers; real ones report every 0.1 s."""
 
 
 class AnyPrompt(LengthEstimator):
-    """Of lengths only the law of all samples is known, nothing of single prompts."""
+    """Estimates lengths from all samples, not per prompt."""
 
     def observe(self, prompt_id: str, length: int) -> None:
         super().observe("", length)
@@ -63,7 +62,7 @@ class AnyPrompt(LengthEstimator):
 
 
 class WithoutAffinity:
-    """Implements `controller.router.Router`: ours, where every sample is a group of its own."""
+    """Implements `controller.router.Router`: ours, with every sample as a separate group."""
 
     rebalance = staticmethod(per_sample.rebalance)
 
@@ -94,7 +93,7 @@ def in_groups(lag: int) -> System:
 
 VARIATIONS: dict[str, Callable[[int], System]] = {
     "without hand-over by balance": lambda lag: ours(lag, hand_over="window"),
-    "without samples that move by themselves": in_groups,
+    "without individual migration of samples": in_groups,
     "without delta weights": lambda lag: ours(lag, delta_share=0.0),
     "without lengths by prompt": lambda lag: ours(
         lag, factories=ComponentFactories(fleet=partial(Fleet, lengths=AnyPrompt()), tick_s=TICK_S)
@@ -105,7 +104,7 @@ VARIATIONS: dict[str, Callable[[int], System]] = {
     "without continuous balance": lambda lag: ours(lag, max_moves=0),
     "with tail consolidation": lambda lag: ours(lag, tail_fraction=0.1),
 }
-PUBLISHED, AS_ITS_CODE = "published policy", "cut to samples that had ended, as its code"
+PUBLISHED, AS_ITS_CODE = "published policy", "truncated to finished samples, as in its code"
 SYSTEMS: dict[str, Callable[[], System]] = {
     PUBLISHED: partial(published_system, ROW),
     AS_ITS_CODE: partial(published_system, ROW, moved="all"),

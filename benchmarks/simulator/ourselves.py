@@ -1,17 +1,17 @@
-"""Forecasts against ourselves: calibrate on one real run, predict another, and run that, too.
+"""Forecast errors: calibrate on one real run, predict another, and run it.
 
     python -m benchmarks.simulator.ourselves [--rounds 3] [--only inprocess demo ray] [--keep FOLDER]
 
-Three pairs of runs, each predicted from the other one's logs and its own recipe alone:
+Three pairs of runs, each predicted from the other's logs and its recipe only:
 
 - *inprocess*: a character model; twice the batch, twice the longest completion.
 - *demo*: SmolLM2 learns additions; other prompts and groups.
-- *ray*: trainer and two workers as processes on this machine, killed again and again; a larger batch, longer
-  completions, another trace with more evictions.
+- *ray*: trainer and two workers as processes on this machine, killed repeatedly; a larger batch, longer completions,
+another trace with more evictions.
 
-In every round each run is made anew. Told are step time (mean, without the first) and total time (from the command to
-the end of the run): the first round's forecast against all actual runs, and how far the other rounds' forecasts are
-off. It aims at 10 %, or twice the standard deviation of the actual runs where that is more. On a quiet machine only.
+Every round repeats each run. Reported are step time (mean, without the first) and total time (from the command to the
+end of the run): the first round's forecast relative to all actual runs, and the errors of the other rounds. The aim is
+10 %, or twice the standard deviation of the actual runs if larger. Use a quiet machine.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ CHAR: Sections = {
     "task": {"kind": "arithmetic", "shots": 0},
     "scoring": {"rewards": [{"kind": "length", "target_tokens": 24}]},
     "engine": {"slots": 32, "tick_s": 0.05},
-    # So slow that lengths stay as they are: a forecast is of time, not of what a model will have learned.
+    # Slow learning, so that lengths stay constant: a forecast predicts time, not learning.
     "optimizer": {"learning_rate": 1e-6},
     "checkpoint": {"every_steps": 0},
     "eval": {"every_steps": 0, "prompts": 16},
@@ -116,7 +116,7 @@ PAIRS: dict[str, tuple[Sections, Sections]] = {
         },
     ),
 }
-"""What is calibrated on, and what is predicted."""
+"""The run to calibrate on, and the run to predict."""
 
 
 @dataclass
@@ -130,7 +130,7 @@ class Case:
     processor_shares: list[float] = field(default_factory=list)
 
     def error(self, measure: str) -> float:
-        """Of the first round's forecast, relative to the mean of the actual runs."""
+        """Error of the first round's forecast relative to the mean of the actual runs."""
         actual = fmean(self.actual[measure])
         return self.forecast[measure][0] / actual - 1
 
@@ -148,10 +148,10 @@ def spec_of(sections: Sections) -> RunSpec:
 
 
 def trained(spec: RunSpec, directory: Path) -> RunDirectory:
-    """A real run in a process of its own.
+    """A real run in a separate process.
 
     Raises:
-        RuntimeError: it did not finish.
+        RuntimeError: it failed.
     """
     recipe = directory.with_suffix(".toml")
     recipe.write_text(to_toml(spec))

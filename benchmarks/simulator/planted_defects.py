@@ -1,10 +1,10 @@
-"""Does fault simulation find what it is there for? Defects planted in the controller, one by one.
+"""Whether fault simulation finds defects planted in the controller, one by one.
 
     python -m benchmarks.simulator.planted_defects [--seeds 1000] [NAME ...]
 
-Each defect replaces one function of the real controller by one that is wrong in a way somebody might get it wrong. Then
-seeds are simulated, from 0 on, until something is found; told is how many that took, and as what it showed. Without any
-defect none of these seeds may find anything.
+Each defect replaces one function of the real controller by a plausible wrong one. Seeds are simulated from 0 until a
+violation is found; the number of seeds and the violation are reported. Without a defect none of these seeds may have a
+violation.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from tidemill.controller.waiting import Mailbox
 TARGET = 1000
 
 Wrong = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""What is right, made wrong."""
+"""Returns a wrong variant of a function."""
 
 
 @dataclass(frozen=True)
 class Defect:
     owner: Any  # class or module
-    name: str  # of the function that is replaced
+    name: str  # of the replaced function
     wrong: Wrong
 
 
@@ -56,7 +56,7 @@ def planted(defect: Defect) -> Iterator[None]:
 
 
 def _now_and_then(right: Callable[..., Any], every: int) -> Callable[..., Any]:
-    """Every so many calls do nothing."""
+    """Every `every`-th call does nothing."""
     calls = itertools.count(1)
 
     def wrong(*arguments: Any, **named: Any) -> Any:
@@ -100,7 +100,7 @@ def _skip_journal(right: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _journal_later(right: Callable[..., Any]) -> Callable[..., Any]:
-    """What is appended is written with the next append: it is acted on before it is durable."""
+    """Entries are written with the next append, so they are acted on before they are durable."""
 
     async def wrong(self: Any, blobs: Any) -> None:
         late = getattr(self, "late_blobs", [])
@@ -138,14 +138,14 @@ def _forget_prefix(right: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _begin_again_half(right: Callable[..., Any]) -> Callable[..., Any]:
-    """A sample that begins again keeps its first tokens."""
+    """A restarted sample keeps its first tokens."""
 
     def wrong(self: Sample) -> None:
-        kept = bytes(self.token_ids[:4]), bytes(self.logprobs[:4]), self.made_by[:1]
+        kept = bytes(self.token_ids[:4]), bytes(self.logprobs[:4]), self.version_starts[:1]
         right(self)
         self.token_ids += kept[0]
         self.logprobs += kept[1]
-        self.made_by = kept[2]
+        self.version_starts = kept[2]
 
     return wrong
 
@@ -166,13 +166,15 @@ def _nothing(right: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *arguments, **named: None
 
 
-async def _nothing_learned(self: Ledger, in_flight: InFlight, step: int, positions: Any) -> list[Sample]:
+async def _nothing_learned(
+    self: Ledger, in_flight: InFlight, step: int, positions: Any, *, reward_mean: float | None
+) -> list[Sample]:
     """A batch is not journalled."""
     return [sample for position in positions for sample in in_flight.close(position)]
 
 
 def _forget_waiting(right: Callable[..., Any]) -> Callable[..., Any]:
-    """Samples that come back without a token are not given out again."""
+    """Samples that return without a token are not assigned again."""
 
     def wrong(self: InFlight) -> list[Sample]:
         return [sample for sample in right(self) if sample.length or not sample.attempt]
@@ -181,7 +183,7 @@ def _forget_waiting(right: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _overfill(right: Callable[..., Any]) -> Callable[..., Any]:
-    """The dispatcher forgets that a worker's queue has an end."""
+    """The dispatcher ignores the queue limit of a worker."""
 
     def wrong(self: Dispatcher, members: Any) -> bool:
         config = self._fleet.config
@@ -199,7 +201,7 @@ def _in_any_order(right: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _as_they_come(right: Callable[..., Any]) -> Callable[..., Any]:
-    """Whichever groups are complete make the batch."""
+    """The first complete groups form the batch."""
 
     def wrong(self: BatchBuilder, complete: Any, in_flight: Any) -> list[int]:
         chosen = list(complete)[: self.size - len(self.taken)]
@@ -212,14 +214,14 @@ def _as_they_come(right: Callable[..., Any]) -> Callable[..., Any]:
 DEFECTS = {
     "drops a message": Defect(Mailbox, "put_reports", _drop_messages),
     "counts a token twice": Defect(InFlight, "apply", _count_twice),
-    "ignores whose weights made it": Defect(Sample, "judge", _take_for_applied("wrong_version")),
-    "ignores who sent it": Defect(Sample, "judge", _take_for_applied("stale_lease", "stale_attempt")),
-    "ignores which attempt sent it": Defect(Sample, "judge", _take_for_applied("stale_attempt")),
-    "ignores where it begins": Defect(Sample, "judge", _take_for_applied("overlap", "gap")),
-    "takes what is malformed": Defect(Sample, "judge", _take_for_applied("malformed")),
+    "ignores whose weights made it": Defect(Sample, "check", _take_for_applied("wrong_version")),
+    "ignores who sent it": Defect(Sample, "check", _take_for_applied("stale_lease", "stale_attempt")),
+    "ignores which attempt sent it": Defect(Sample, "check", _take_for_applied("stale_attempt")),
+    "ignores where it begins": Defect(Sample, "check", _take_for_applied("overlap", "gap")),
+    "takes what is malformed": Defect(Sample, "check", _take_for_applied("malformed")),
     "skips the journal": Defect(Ledger, "_append", _skip_journal),
     "acts before it is durable": Defect(Ledger, "_append", _journal_later),
-    "does not journal a batch": Defect(Ledger, "note_learned", lambda right: _nothing_learned),
+    "does not journal a batch": Defect(Ledger, "record_batch", lambda right: _nothing_learned),
     "files entries under the next round": Defect(Ledger, "_round", _round_too_late),
     "forgets to revoke": Defect(InFlight, "revoke", _forget_to_revoke),
     "forgets a sample that waits": Defect(InFlight, "take_newly_waiting", _forget_waiting),
@@ -227,17 +229,17 @@ DEFECTS = {
     "begins again by half": Defect(Sample, "restart", _begin_again_half),
     "learns from a group twice": Defect(Run, "_accumulate", _learn_twice),
     "lets groups grow a version older": Defect(run, "latest_step", _one_more),
-    "begins one group too many": Defect(run, "may_begin", _one_more),
-    "gives rewards to others": Defect(Ledger, "reward", _swap_rewards),
+    "begins one group too many": Defect(run, "may_start", _one_more),
+    "gives rewards to others": Defect(Ledger, "record_rewards", _swap_rewards),
     "takes groups as they come": Defect(BatchBuilder, "take", _as_they_come),
     "believes any probe": Defect(publishing, "probe_difference", lambda right: lambda *_: 0.0),
-    "fills queues beyond their end": Defect(Dispatcher, "_hand_out", _overfill),
-    "keeps machines it does not use": Defect(Fleet, "_leave", _nothing),
+    "fills queues beyond their end": Defect(Dispatcher, "_assign_waiting", _overfill),
+    "keeps machines it does not use": Defect(Fleet, "_remove", _nothing),
 }
 
 
 def found(defect: Defect, seeds: int) -> tuple[int, str] | None:
-    """How many seeds it took, and what was seen; None when so many find nothing."""
+    """The number of seeds needed and the violation; None if `seeds` find none."""
     with planted(defect):
         for seed in range(seeds):
             if violation := simulate_faults(seed).violation:

@@ -1,10 +1,10 @@
-"""The published system in our simulation: what comes out, beside what is published.
+"""The published system in our simulation, compared with its published figures.
 
     python -m benchmarks.simulator.published
 
-RLBoost's policy (arXiv 2510.19225), run by the real controller, for its 8B and 14B rows, given when machines are there
-(`availability.py`). Two numbers are fitted, to static figures of 8B (`calibration.py`); every row but those marked
-"fitted" is predicted. The range of what is asked: throughput within 10 %, ablations within a factor of 1.5.
+RLBoost's policy (arXiv 2510.19225), run by the real controller, for its 8B and 14B rows, on given availability
+(`availability.py`). Two numbers are fitted to static figures of 8B (`calibration.py`); all rows not marked "fitted" are
+predictions. Targets: throughput within 10 %, ablations within a factor of 1.5.
 """
 
 from __future__ import annotations
@@ -78,11 +78,11 @@ CASES = [
 MIGRATING: Moved = "unfinished"
 ANEW: dict[Moved, tuple[str, bool]] = {
     "requests anew": ("saved by migrating", True),
-    "samples anew": ("same, were ended samples kept", False),
+    "samples anew": ("same, finished samples kept", False),
 }
-"""Without migration; how it is told, and whether it is what is compared with the published figure."""
+"""Variants without migration: their labels, and whether they are compared with the published figure."""
 KILLED_STEP, KILLED_RUNS = 6, 20
-"""In which step instances are killed, and in how many runs, of equal seeds with and without migration."""
+"""The step in which instances are killed, and the number of runs, with equal seeds with and without migration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +93,9 @@ class Line:
     published: float
     simulated: float
     kind: str  # fitted or predicted
-    asked: str = ""  # how near it is to come; empty where nothing is asked
+    asked: str = ""  # required accuracy; empty without a target
     reached: bool | None = None
-    error: float | None = None  # standard error of what is simulated, where it was repeated
+    error: float | None = None  # standard error of the simulated value, if repeated
 
 
 def run_case(row: str, name: str, segment: str | None, *, seed: int = SEED) -> Outcome:
@@ -105,7 +105,7 @@ def run_case(row: str, name: str, segment: str | None, *, seed: int = SEED) -> O
 
 
 def killing(seed: int) -> dict[tuple[int, Moved], float]:
-    """Seconds that killing 3 of 6 instances adds to a 14B step, by when and by what becomes of what they had."""
+    """Seconds that killing 3 of 6 instances adds to a 14B step, by time and by treatment of their samples."""
     step_s, began_s = _last_step(seed)
     ways: tuple[Moved, ...] = (MIGRATING, *ANEW)
     return {
@@ -115,7 +115,7 @@ def killing(seed: int) -> dict[tuple[int, Moved], float]:
 
 
 def _last_step(seed: int, killed_s: float = math.inf, *, moved: Moved = MIGRATING) -> tuple[float, float]:
-    """How long it takes, and when it begins."""
+    """Duration and start of the last step."""
     run = simulate_run(
         published_spec(steps=KILLED_STEP, seed=seed, known_windows=FOUND_WINDOWS_S["14B"]),
         cost_model("14B", FITTED),
@@ -128,7 +128,7 @@ def _last_step(seed: int, killed_s: float = math.inf, *, moved: Moved = MIGRATIN
 
 
 def _six(killed_s: float) -> Iterator[Change]:
-    """Six machines from the beginning, three of which go."""
+    """Six machines from the start, three of which are evicted."""
     yield from (Change(time_s=0.0, place=place, to="up") for place in range(6))
     if killed_s < math.inf:
         yield from (Change(time_s=killed_s, place=place, to="down") for place in range(3))
@@ -143,7 +143,7 @@ def migrating_lines(pool: ProcessPoolExecutor) -> Iterator[Line]:
 
 
 def saved(added: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Of what is added without migrating, the share that migrating saves, by means; and its standard error."""
+    """Share of the added time that migration saves, by means; and its standard error."""
     with_it, without = (fmean(seconds) for seconds in zip(*added, strict=True))
     left = with_it / without
     error = stdev(one - left * other for one, other in added) / without / math.sqrt(len(added))

@@ -1,10 +1,10 @@
-"""How long simulating a large fleet takes: 1,000 preemptible workers, 64,000 samples in flight, one hour.
+"""CPU time to simulate a large fleet: 1,000 preemptible workers, 64,000 samples in flight, one hour.
 
     python -m benchmarks.simulator.scale [--workers 1000] [--minutes 60] [--profile]
 
-The real controller (loop, ledger, dispatcher, router, offload, admission, fleet) over simulated factories, on one core:
-workers of 64 slots that come and go, completions of some thousand tokens, one version after another at a lag of 1.
-Told are seconds of CPU time per simulated hour, and what happened in it.
+The real controller (loop, ledger, dispatcher, router, offload, fleet) with simulated components, on one core: workers
+of 64 slots with evictions, completions of some thousand tokens, lag 1. Reports CPU seconds per simulated hour, and the
+events in it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ import time
 from typing import Any
 
 from benchmarks.measuring import write_result
+from tests.doubles.costs import ConstantEngine, ConstantTrainer
 from tidemill.config.schema import RunSpec
 from tidemill.hardware.completion_lengths import LogNormalLengths
 from tidemill.pool.synthetic import Market, market_timetable
 from tidemill.runtime.compute import collected_rarely
-from tidemill.sim.costs import ConstantEngine, ConstantTrainer, ConstantWeights
+from tidemill.sim.costs import WeightCosts
 from tidemill.sim.simulation import CostModel, simulate_run
 from tidemill.sim.workload import Workload
 
@@ -34,13 +35,13 @@ WORK = Workload(
 )
 PLANT = CostModel(
     trainer=ConstantTrainer(tokens_per_s=4e6, commit=5.0),
-    weights=ConstantWeights(nbytes=16 * 10**9, publish=5.0, pull=10.0, swap=0.5),
+    weights=WeightCosts(nbytes=16 * 10**9, publish_s=5.0, pull_s=10.0, swap_s=0.5),
     worker=ConstantEngine(slots=SLOTS, plateau=SLOTS, step_s=0.025, prefill_tokens_per_s=20_000.0, boot_s=60.0),
 )
 
 
 def market(workers: int) -> Market:
-    """Nine tenths of the machines are there on average, each for two hours."""
+    """On average nine tenths of the machines are present, each for two hours."""
     return Market(
         machines=workers * 10 // 9,
         present=workers,
@@ -53,7 +54,7 @@ def market(workers: int) -> Market:
 def simulate(workers: int, seconds: float) -> dict[str, Any]:
     spec = RunSpec.model_validate(
         {
-            # At a lag of 1 as many samples again are under way.
+            # At a lag of 1 twice as many samples are in flight.
             "batch": {"prompts": workers * SLOTS // GROUP // 2, "group_size": GROUP},
             "sampling": {"max_new_tokens": LONGEST},
             "schedule": {"max_policy_lag": 1, "membership": "first_finished"},

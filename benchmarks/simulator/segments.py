@@ -1,4 +1,4 @@
-"""A system on the three segments of availability, simulated side by side on two cores."""
+"""Runs a system on the three segments of availability, two at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tidemill.sim.baselines import Moved, rlboost_components
 from tidemill.sim.simulation import ComponentFactories, simulate_run
 
 ENDLESS = 10_000
-"""Steps: the segment ends before."""
+"""Step limit beyond the end of a segment."""
 CORES = 2
 
 
@@ -28,22 +28,22 @@ class System(Record):
 
 
 class Outcome(Record):
-    """Of one segment, up to the end of its last step."""
+    """Figures of one segment, up to the end of its last step."""
 
     steps: int
     tokens: int
     seconds: float
     usd: float
     train_s: float
-    trainer_idle: float  # share of the time in which the reserved GPUs neither learned nor generated
-    workers_idle: float  # share of the time of instances
-    workers: float  # held on average
+    trainer_idle: float  # share of time in which the reserved GPUs neither trained nor generated
+    workers_idle: float  # share of the instances' time
+    workers: float  # mean number held
     evictions: int
     recomputed: int
 
 
 def published_system(row: str, *, moved: Moved = "unfinished", seed: int = 0, **fleet: Any) -> System:
-    """The published policy, with windows of earlier runs, as its public code; `fleet` are ablations."""
+    """The published policy with windows of earlier runs, as in its public code; `fleet`: ablations."""
     return System(
         spec=published_spec(steps=ENDLESS, seed=seed, known_windows=FOUND_WINDOWS_S[row], **fleet),
         factories=rlboost_components(GROUP, moved=moved),
@@ -51,10 +51,11 @@ def published_system(row: str, *, moved: Moved = "unfinished", seed: int = 0, **
 
 
 def play(row: str, system: System, segment: str | None, *, seed: int = SEED) -> Outcome:
-    """
+    """Simulate one segment.
+
     Args:
-        segment: by name; None for no instances at all.
-        seed: of the machines that come and go.
+        segment: by name; None: no instances.
+        seed: of the market.
     """
     timetable: Timetable | None = timetables(seed)[segment] if segment else None
     run = simulate_run(
@@ -89,7 +90,7 @@ class Total(Record):
     trainer_idle: float
     workers_idle: float
     evictions: int
-    recomputed_share: float  # of the tokens learned from
+    recomputed_share: float  # of the trained tokens
     by_segment: dict[str, float]  # tokens per second
 
 

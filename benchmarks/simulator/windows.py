@@ -1,10 +1,10 @@
-"""What a right seeding window is worth to the published policy, and what of it depends on which machines were there.
+"""The value of a correct seeding window for the published policy, and its dependence on availability.
 
     python -m benchmarks.simulator.windows [--traces 12]
 
-First, how much longer a 14B step is when the window is wrong by so many seconds, with a fixed number of instances. Then
-what memory brings where their number swings between two values for eight hours. Then what seeding and memory bring on
-the segments of the comparison (`published.py`) and on others that the same rule draws (`availability.py`).
+First, the step time of 14B with a window that is wrong by some seconds, with a fixed number of instances. Then the gain
+of memory when the number of instances alternates between two values for eight hours. Then the gain of seeding and
+memory on the segments of the comparison (`published.py`) and on others drawn by the same rule (`availability.py`).
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ ROW = "14B"
 INSTANCES, OFF_S = (1, 3, 6), (-100.0, -50.0, 0.0, 50.0, 100.0)
 UNMOVED: dict[str, Any] = {"window_gain": 1e9, "window_floor_s": 0.0}
 SWINGS, EVERY_S, SWINGING_S, SEEDS = ((2, 4), (3, 6), (1, 6)), (900.0, 1800.0, 3600.0), 28_800.0, 4
-"""Numbers of instances, how long each lasts, and for how long and with how many seeds of lengths it is run."""
+"""Numbers of instances, duration of each, total duration, and number of seeds."""
 TRACES = 12
 WHOLE, NO_SEEDING, NO_MEMORY = ABLATIONS
 SEEDING_AWAY, MEMORY_ADDS = "seeding left away", "memory added"
-"""As they are published: the one is below nothing where seeding helps, the other above where memory does."""
+"""Signs as published: negative where seeding helps, positive where memory does."""
 
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """On throughput, as a share, in several runs."""
+    """Relative effect on throughput in several runs."""
 
     what: str
     where: str
@@ -59,7 +59,7 @@ class Effect:
 
 
 def unmoved(instances: int, off_s: float) -> Steady:
-    """With a window that stays so many seconds off from the one that is found."""
+    """With a window that stays `off_s` from the one found."""
     window_s = max(FOUND_WINDOWS_S[ROW][instances - 1] + off_s, 0.0)
     return steady(ROW, FITTED, instances, seed_window_s=window_s, **UNMOVED)
 
@@ -72,7 +72,7 @@ def wrong_windows(pool: ProcessPoolExecutor) -> dict[int, dict[float, Steady]]:
 
 
 def swinging(few: int, many: int, every_s: float, name: str, seed: int) -> float:
-    """Tokens per second with many instances and few by turns."""
+    """Tokens per second with alternating numbers of instances."""
     system = published_system(ROW, seed=seed, **ABLATIONS[name])
     run = simulate_run(
         system.spec,
@@ -117,7 +117,7 @@ def on_traces(traces: Sequence[int], pool: ProcessPoolExecutor) -> Iterator[Effe
 
 
 def over(these: Sequence[float], those: Sequence[float]) -> tuple[float, ...]:
-    """What these are more than those, as shares."""
+    """Relative differences."""
     return tuple(this / that - 1 for this, that in zip(these, those, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Whatever happens to workers, weights, pool and disk, in virtual time: the trainer learns from the very same."""
+"""Faults of workers, weights, pool and disk in virtual time do not change what the trainer learns."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.faults import FAULTS, fleet_config, herd, setting
-from tests.chaos.world import World
-from tests.fake_engine import FakeReader
-from tests.fake_pool import trained
-from tests.fake_session import Disk, Session, small_spec
-from tests.memory_journal import MemoryJournal, PowerCut
+from tests.doubles.engine import FakeReader
+from tests.doubles.faults import FAULTS, fleet_config, herd, setting
+from tests.doubles.journal import MemoryJournal, PowerCut
+from tests.doubles.machines import World
+from tests.doubles.session import Disk, Session, small_spec, trained
 from tests.virtual_time import run_virtual
 from tidemill.controller.ledger import Ledger
 from tidemill.core.errors import UserError
@@ -36,7 +35,7 @@ def world(seed: int, put: Callable[[World], None], **changes: Any) -> World:
 
 
 def lived(seed: int, put: Callable[[World], None], **changes: Any) -> World:
-    """The world of a seed after its run, which learned what a quiet one learns and left nobody behind."""
+    """Run the world of a seed; its results equal those of an undisturbed run and no lease is left."""
 
     async def live() -> World:
         made = world(seed, put, **changes)
@@ -50,9 +49,9 @@ def lived(seed: int, put: Callable[[World], None], **changes: Any) -> World:
 
 
 def everybody_left(done: World) -> None:
-    """Every lease that began has ended, every worker was told so, and what its provider did not take it got back."""
+    """Every lease ended, its worker was informed, and leases not taken by the provider were released."""
     told = done.telemetry.named
-    assert told("quarantine") == []  # nobody computes with wrong bytes
+    assert told("quarantine") == []  # no worker computes with wrong bytes
     assert [f["lease"] for f in told("lease")] == [*dict.fromkeys(f["lease"] for f in told("lease"))]
     ends = {f["lease"]: f for f in told("lease_end")}
     assert len(ends) == len(told("lease_end"))
@@ -62,26 +61,26 @@ def everybody_left(done: World) -> None:
     for machine in done.machines.values():
         if machine.lease_id in ends and machine.worker is not None:
             assert machine.worker.killed
-            given_back = ends[machine.lease_id]["cause"] not in ("taken away", "the run ended")
+            given_back = ends[machine.lease_id]["cause"] not in ("evicted", "the run ended")
             assert (machine.lease_id in done.provider.released) == given_back
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_by_itself(name: str, chaos_rounds: int) -> None:
+def test_a_single_fault(name: str, chaos_rounds: int) -> None:
     worlds = [lived(seed, setting(seed, [name], helpers=seed % 2)) for seed in range(chaos_rounds)]
 
     assert any(not machine.spared for world in worlds for machine in world.machines.values())
 
 
 def some(rng: random.Random) -> Sequence[str]:
-    """A few faults; no more than two of those that an attempt at a sample fails by: three are the run's end."""
+    """A few faults, at most two of those that fail an attempt at a sample: three end the run."""
     names = rng.sample(sorted(FAULTS), rng.randint(3, 7))
-    failing = [name for name in names if name.startswith(("crashes", "lies")) or name.endswith("in disorder")]
+    failing = [name for name in names if name.startswith(("crashes", "corrupts")) or name.endswith("reordered")]
     return [name for name in names if name not in failing[2:]]
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_faults_together(seed: int, chaos_rounds: int) -> None:
+def test_combined_faults(seed: int, chaos_rounds: int) -> None:
     migrations = 0
     for each in range(5 * chaos_rounds):
         rng = random.Random(f"together {seed} {each}")
@@ -92,7 +91,7 @@ def test_faults_together(seed: int, chaos_rounds: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_faults_together_and_a_controller_that_is_killed(seed: int, chaos_rounds: int) -> None:
+def test_combined_faults_and_a_killed_controller(seed: int, chaos_rounds: int) -> None:
     kills = 0
     for each in range(2 * chaos_rounds):
         rng, disk = random.Random(f"killed {seed} {each}"), Disk()
@@ -106,7 +105,7 @@ def test_faults_together_and_a_controller_that_is_killed(seed: int, chaos_rounds
 
 
 def outlived(rng: random.Random, disk: Disk, **changes: Any) -> World:
-    """One life among faults, to its end or the power's."""
+    """One process among faults, until it ends or is cut off."""
     put = setting(rng.getrandbits(32), some(rng), helpers=rng.randint(0, 2))
 
     async def live() -> World:
@@ -123,7 +122,7 @@ def outlived(rng: random.Random, disk: Disk, **changes: Any) -> World:
 
 
 class FullDisk(MemoryJournal):
-    """Has room for so many bytes, and then for none."""
+    """A journal that raises once a number of bytes is written."""
 
     room = 0
 
@@ -134,7 +133,7 @@ class FullDisk(MemoryJournal):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_faults_together_and_a_disk_that_is_full_until_room_is_made(seed: int, chaos_rounds: int) -> None:
+def test_combined_faults_and_a_temporarily_full_disk(seed: int, chaos_rounds: int) -> None:
     for each in range(chaos_rounds):
         rng, disk = random.Random(f"full {seed} {each}"), Disk()
         put = setting(rng.getrandbits(32), some(rng), helpers=1)
@@ -152,7 +151,7 @@ def test_faults_together_and_a_disk_that_is_full_until_room_is_made(seed: int, c
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_provider_that_raises_ends_the_run_with_its_error_and_a_resumed_one_learns_the_same(seed: int) -> None:
+def test_a_provider_error_ends_the_run_and_a_resumed_one_gives_the_same_weights(seed: int) -> None:
     rng, disk = random.Random(seed), Disk()
 
     async def live() -> None:
@@ -167,7 +166,7 @@ def test_a_provider_that_raises_ends_the_run_with_its_error_and_a_resumed_one_le
     assert trained(outlived(rng, disk)) == quiet()
 
 
-def test_two_hundred_workers_that_come_together_and_die_within_seconds(chaos_rounds: int) -> None:
+def test_two_hundred_workers_join_and_die_within_seconds(chaos_rounds: int) -> None:
     for seed in range(chaos_rounds):
         done = lived(seed, lambda world, seed=seed: herd(world, random.Random(seed), "h", size=200))  # type: ignore[misc]
         assert len(done.telemetry.named("lease")) == 200

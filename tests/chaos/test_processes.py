@@ -1,4 +1,4 @@
-"""A run on workers that come and go is killed, interrupted and out of room, and ends with the quiet run's weights."""
+"""A run with preemptible workers is killed, interrupted and runs out of disk space, and gives the same weights."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def killed(run: RunningProcess, rng: random.Random) -> None:
 
 def interrupted(run: RunningProcess, rng: random.Random) -> None:
     run.wait_for("eviction", rng.randint(1, 2))
-    run.wait_until(lambda: last_step(run.run) > 0, "a step")  # before it there is nothing to checkpoint
+    run.wait_until(lambda: last_step(run.run) > 0, "a step")  # before the first step there is nothing to checkpoint
     run.signal(signal.SIGINT)
     run.ends(130)
     said = summary(run.run)
@@ -61,12 +61,14 @@ DEATHS = (killed, interrupted, killed, out_of_room)
 
 
 @pytest.mark.timeout(1500)
-def test_a_run_that_dies_again_and_again_learns_what_a_quiet_one_does(tmp_path: Path, chaos_rounds: int) -> None:
+def test_a_run_killed_repeatedly_gives_the_same_weights(tmp_path: Path, chaos_rounds: int) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(RECIPE)
     quiet_run(recipe, tmp_path / "quiet", *SETTINGS)
     expected = learned(tmp_path / "quiet")
-    assert expected[0]["optimizer_steps"] > STEPS / 2  # it learned something, or equal weights would say nothing
+    assert (
+        expected[0]["optimizer_steps"] > STEPS / 2
+    )  # training changed the weights, otherwise equality would show nothing
     recipe.write_text(RECIPE + POOL)
     for each in range(chaos_rounds):
         rng, run = random.Random(each), tmp_path / f"torn-{each}"

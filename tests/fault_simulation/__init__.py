@@ -1,5 +1,5 @@
-"""Fault simulation: the real controller among faults drawn from a seed, every step of it watched.
+"""Fault simulation: runs the real controller with faults drawn from a seed and checks invariants at every event.
 
-As FoundationDB and TigerBeetle test themselves: everything that could differ between two runs (time, chance, the order
-of messages, what a disk keeps) comes out of one seed, so that a failure is repeated exactly by its number.
+As in FoundationDB and TigerBeetle, one seed determines everything that could differ between two runs (time, randomness,
+message order, durable bytes), so a failure is replayed exactly by its seed.
 """

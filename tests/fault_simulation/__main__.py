@@ -1,7 +1,7 @@
 """The command line of fault simulation.
 
-python -m tidemill.sim.faults [--seeds 10000] [--first 0] [--processes 2]
-python -m tidemill.sim.faults --seed 1234 [--log]
+python -m tests.fault_simulation [--seeds 10000] [--first 0] [--processes 2]
+python -m tests.fault_simulation --seed 1234 [--log]
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.fault_simulation.scenario import draw
 from tests.fault_simulation.seed_run import Outcome, Simulation, simulate_faults
 
 CHUNK = 20
-REPLAY = "python -m tidemill.sim.faults --seed {seed} --log"
+REPLAY = "python -m tests.fault_simulation --seed {seed} --log"
 
 
 def outcomes(seeds: range) -> list[Outcome]:
@@ -27,7 +27,7 @@ def outcomes(seeds: range) -> list[Outcome]:
 
 
 def many(seeds: range, processes: int) -> Iterator[Outcome]:
-    """Outcomes as they come, in no particular order."""
+    """Outcomes in order of completion."""
     chunks = [seeds[at : at + CHUNK] for at in range(0, len(seeds), CHUNK)]
     with ProcessPoolExecutor(processes) as pool:
         for done in as_completed([pool.submit(outcomes, chunk) for chunk in chunks]):
@@ -51,7 +51,7 @@ def run_many(seeds: range, processes: int) -> int:
     spent_s = time.monotonic() - began_s
     print(
         f"{len(seeds)} seeds in {spent_s:.0f} s on {processes} processes: {lives} lives of the controller, "
-        f"{virtual_s / 3600:.0f} h of their time, everything in flight checked {looks} times; "
+        f"{virtual_s / 3600:.0f} h of virtual time, samples in flight checked {looks} times; "
         f"{len(failed)} violations"
     )
     return 1 if failed else 0
@@ -65,7 +65,7 @@ def _tell_progress(done: int, seeds: int, failed: int, spent_s: float) -> None:
 
 
 def run_one(seed: int, *, log: bool) -> int:
-    """One seed, with what it asks for and, if wanted, everything that was told in it."""
+    """Run one seed; with `log` also print the scenario and all events."""
     simulation = Simulation(draw(seed))
     outcome = simulation.run()
     if log:

@@ -1,4 +1,4 @@
-"""The simulated twins, each with a witness beside it."""
+"""Simulated components that report to the invariants."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tests.fault_simulation.invariants import Violation, Witness
-from tests.fault_simulation.journal_reading import Durable
-from tests.fault_simulation.training_invariants import Lessons
-from tests.memory_journal import MemoryJournal
+from tests.doubles.journal import MemoryJournal
+from tests.fault_simulation.invariants import Invariants, Violation
+from tests.fault_simulation.journal_reading import DurableState
+from tests.fault_simulation.training_invariants import TrainingInvariants
 from tidemill.controller.in_flight import InFlight
-from tidemill.controller.journal_entries import decode
-from tidemill.controller.ledger import Ledger
+from tidemill.controller.ledger import Ledger, decode
 from tidemill.core.protocols import Clock, Journal
 from tidemill.core.records import FleetRow, Group, Prompt, Reward, StepMetrics, Trajectory
 from tidemill.sim.costs import TrainerCosts
@@ -20,12 +19,12 @@ from tidemill.sim.simulated_trainer import SimulatedTrainer
 
 
 class WatchedJournal(MemoryJournal):
-    """The witness reads what was written; a write takes `seconds`."""
+    """A journal whose writes are checked; a write takes `seconds`."""
 
-    def __init__(self, disk: bytes, witness: Witness, *, power_cut_after: int | None, seconds: float) -> None:
+    def __init__(self, disk: bytes, invariants: Invariants, *, power_cut_after: int | None, seconds: float) -> None:
         super().__init__(disk, power_cut_after=power_cut_after)
         self.accepted = 0  # tokens
-        self._witness, self._seconds = witness, seconds
+        self._invariants, self._seconds = invariants, seconds
         self._turn = asyncio.Lock()
 
     async def append(self, blobs: Sequence[tuple[int, bytes]]) -> None:
@@ -33,10 +32,10 @@ class WatchedJournal(MemoryJournal):
             if self._seconds:
                 await asyncio.sleep(self._seconds)
             await super().append(blobs)
-            before = self._witness.durable.tokens
+            before = self._invariants.durable.tokens
             for _, blob in blobs:
-                self._take(self._witness.durable, blob)
-            self.accepted += self._witness.durable.tokens - before
+                self._take(self._invariants.durable, blob)
+            self.accepted += self._invariants.durable.tokens - before
 
     async def load(self) -> list[tuple[int, bytes]]:
         stored = await super().load()
@@ -49,63 +48,65 @@ class WatchedJournal(MemoryJournal):
             self._read(await super().load())
 
     def _read(self, stored: Sequence[tuple[int, bytes]]) -> None:
-        durable = Durable(self._witness.spec.batch.group_size)
+        durable = DurableState(self._invariants.spec.batch.group_size)
         for _, blob in stored:
             self._take(durable, blob)
-        self._witness.durable = durable
+        self._invariants.durable = durable
 
     @staticmethod
-    def _take(durable: Durable, blob: bytes) -> None:
+    def _take(durable: DurableState, blob: bytes) -> None:
         try:
             durable.take(decode(blob))
         except (LookupError, ValueError) as error:
-            raise Violation(f"the journal makes no sense: {error!r}") from error
+            raise Violation(f"the journal is inconsistent: {error!r}") from error
 
 
 class WatchedLedger(Ledger):
-    """Shows the witness what it made of the journal."""
+    """A ledger whose replay is checked."""
 
-    def __init__(self, journal: Journal, witness: Witness, lessons: Lessons, *, round_size: int) -> None:
+    def __init__(
+        self, journal: Journal, invariants: Invariants, training: TrainingInvariants, *, round_size: int
+    ) -> None:
         super().__init__(journal, round_size=round_size)
-        self._witness, self._lessons = witness, lessons
+        self._invariants, self._training = invariants, training
 
     async def load(
         self, in_flight: InFlight, prompt_of: Callable[[int], tuple[int, Prompt]], *, after_step: int
     ) -> int:
-        self._lessons.restored(after_step)
+        self._training.restored(after_step)
         replayed = await super().load(in_flight, prompt_of, after_step=after_step)
-        self._witness.resumed(in_flight, self._lessons.learned)
+        self._invariants.resumed(in_flight, self._training.learned)
         return replayed
 
     async def drop(self, in_flight: InFlight, position: int) -> None:
         await super().drop(in_flight, position)
-        self._lessons.dropped.add(position)
+        self._training.dropped.add(position)
 
 
 class WatchedTrainer(SimulatedTrainer):
-    def __init__(self, costs: TrainerCosts, lessons: Lessons, *, salt: str) -> None:
+    def __init__(self, costs: TrainerCosts, training: TrainingInvariants, *, salt: str) -> None:
         super().__init__(costs, salt=salt)
-        self._lessons = lessons
+        self._training = training
 
     async def accumulate(self, group: Group) -> None:
-        self._lessons.learns(group, self.version)
+        self._training.learns(group, self.version)
         await super().accumulate(group)
 
     async def commit(self, step: int) -> StepMetrics:
-        self._lessons.committed(step)
+        self._training.committed(step)
         return await super().commit(step)
 
 
 class WatchedScorer:
-    """Judges by `reward`; raises, or never comes back, when it is told to."""
+    """Scores with `reward`; raises or hangs on request."""
 
-    def __init__(self, lessons: Lessons, *, seconds: float, reward: Callable[[Trajectory], Reward]) -> None:
+    def __init__(self, training: TrainingInvariants, *, seconds: float, reward: Callable[[Trajectory], Reward]) -> None:
         self.broken: Exception | None = None
         self.hangs = False
-        self._lessons, self._seconds, self._reward = lessons, seconds, reward
+        self._training, self._seconds, self._reward = training, seconds, reward
 
     async def score(self, prompt: Prompt, trajectory: Trajectory) -> Reward:
-        self._lessons.judged(prompt, trajectory)
+        self._training.judged(prompt, trajectory)
         await asyncio.sleep(self._seconds * (trajectory.completion_length % 4) / 3)
         if self.broken is not None:
             raise self.broken
@@ -118,12 +119,12 @@ class WatchedScorer:
 
 
 class EventLog:
-    """Implements `core.protocols.Telemetry`: keeps every event with its time."""
+    """Implements `core.protocols.Telemetry`: records every event with its time."""
 
-    def __init__(self, clock: Clock, lessons: Lessons) -> None:
+    def __init__(self, clock: Clock, training: TrainingInvariants) -> None:
         self.lines: list[tuple[float, str, dict[str, Any]]] = []
         self.steps: list[StepMetrics] = []
-        self._clock, self._lessons = clock, lessons
+        self._clock, self._training = clock, training
 
     def named(self, name: str) -> list[dict[str, Any]]:
         return [fields for _, found, fields in self.lines if found == name]
@@ -136,11 +137,11 @@ class EventLog:
 
     def step(self, metrics: StepMetrics) -> None:
         self.event("step", step=metrics.step, version=metrics.version.digest, **metrics.values)
-        self._lessons.told(metrics)
+        self._training.told(metrics)
         self.steps.append(metrics)
 
     def samples(self, step: int, trajectories: Sequence[Trajectory], prompts: Sequence[Prompt]) -> None:
-        self._lessons.told_samples(step, trajectories)
+        self._training.told_samples(step, trajectories)
 
     def progress(self, phase: str, done: int, total: int) -> None:
         pass
@@ -150,7 +151,7 @@ class EventLog:
 
 
 def reward_of(trajectory: Trajectory) -> Reward:
-    """A function of the tokens; every ninth is invalid, and there are groups without signal."""
+    """A reward as a function of the tokens; every ninth is invalid, and some groups have no signal."""
     number = sum(trajectory.completion_ids) + trajectory.completion_length
     if number % 9 == 0:
         return Reward(value=0.0, valid=False, reason="unlucky")

@@ -1,6 +1,6 @@
-"""Who watches the controller's samples: what must hold at every moment, whatever befalls it.
+"""Invariants of the controller's samples, checked at every event of a simulated run.
 
-A witness lives through all lives of a run. It knows what every token must be, and reads the journal with its own eyes.
+One object covers all restarts of a run. It knows the expected tokens and reads the journal independently of the ledger.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from tests.fault_simulation.journal_reading import Durable
-from tests.fault_simulation.mailbox import OverheardFleet
+from tests.fault_simulation.journal_reading import DurableState
+from tests.fault_simulation.mailbox import ObservedFleet
 from tidemill.config.schema import RunSpec
 from tidemill.controller.in_flight import InFlight
 from tidemill.controller.samples import Sample, SampleState
@@ -20,11 +20,11 @@ from tidemill.core.records import ITEM_BYTES, Finish, PolicyVersion, SampleId, V
 from tidemill.sim.workload import Completions
 
 SLOW_S = 10.0
-"""By then the end of a lease has been acted on, however slow the journal is."""
+"""Longest time to process the end of a lease."""
 
 
 class Violation(AssertionError):
-    """The controller did what it must never do."""
+    """An invariant does not hold."""
 
 
 def require(holds: bool, what: str) -> None:
@@ -34,7 +34,7 @@ def require(holds: bool, what: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """A sample as it was looked at last."""
+    """The last observed state of a sample."""
 
     sample: Sample
     length: int
@@ -43,35 +43,36 @@ class _Seen:
     made_by: tuple[tuple[PolicyVersion, int], ...]
 
 
-class Witness:
-    """
+class Invariants:
+    """Checks samples in flight.
+
     Args:
-        completions: what every sample must say.
-        most_held: samples that one worker may have at most.
+        completions: the expected tokens.
+        most_held: limit of samples per worker.
     """
 
     def __init__(self, spec: RunSpec, completions: Completions, *, most_held: float = math.inf) -> None:
         self.spec, self.completions = spec, completions
-        self.durable = Durable(spec.batch.group_size)
-        self.newest = 0  # of all versions that were ever published
+        self.durable = DurableState(spec.batch.group_size)
+        self.newest = 0  # of all published versions
         self.looks = 0
         self._most_held = most_held
         self._in_flight: InFlight | None = None
-        self._fleet: OverheardFleet | None = None
+        self._fleet: ObservedFleet | None = None
         self._seen: dict[int, _Seen] = {}
-        self._gone: dict[str, float] = {}  # leases that the fleet has forgotten, and since when
+        self._gone: dict[str, float] = {}  # leases unknown to the fleet, and since when
         self._clock = LoopClock()
 
-    def begin_life(self, fleet: OverheardFleet) -> None:
+    def begin_life(self, fleet: ObservedFleet) -> None:
         self._fleet, self._in_flight = fleet, None
         self._seen.clear()
         self._gone.clear()
 
     def resumed(self, in_flight: InFlight, learned: Collection[int]) -> None:
-        """The ledger was read: nothing that was durable is missing, and nothing else is there.
+        """Check a replay: it contains exactly the durable state.
 
         Args:
-            learned: groups that the restored weights have learned from.
+            learned: groups already in the restored weights.
         """
         self._in_flight = in_flight
         left = self.durable.positions - set(learned)
@@ -81,13 +82,11 @@ class Witness:
             require(bytes(sample.token_ids) == kept.token_ids, f"{sample.ordinal} was resumed with other tokens")
             require(sample.finish == kept.finish, f"{sample.ordinal} was resumed as {sample.finish}, not {kept.finish}")
             require(sample.reward == kept.reward, f"{sample.ordinal} was resumed with another reward")
-            require(
-                sample.published == kept.published, f"{sample.ordinal} was resumed without what publishes said of it"
-            )
-            require(list(sample.made_by) == kept.versions, f"{sample.ordinal} was resumed with other versions")
+            require(sample.published == kept.published, f"{sample.ordinal} was resumed without its publish logprobs")
+            require(list(sample.version_starts) == kept.versions, f"{sample.ordinal} was resumed with other versions")
 
     def look(self) -> None:
-        """Everything in flight, now."""
+        """Check all samples in flight."""
         in_flight = self._in_flight
         if in_flight is None:
             return
@@ -109,7 +108,7 @@ class Witness:
         *,
         start: int = 0,
     ) -> None:
-        """Completion tokens from `start` on are the ones that their versions make."""
+        """Check completion tokens from `start` against their versions."""
         for run in versions:
             begin = max(start, run.start)
             if begin >= run.end:
@@ -120,7 +119,7 @@ class Witness:
             require(logprobs[piece] == right, f"{sample_id} has wrong logprobs in [{begin}, {run.end})")
 
     def check_end(self, sample_id: SampleId, length: int, finish: Finish | None, limit: int) -> None:
-        """A finished sample has all its tokens, and ended as it must."""
+        """Check the length and finish reason of a finished sample."""
         whole = self.completions.length(sample_id)
         require(length == min(whole, limit), f"{sample_id} ended with {length} of {min(whole, limit)} tokens")
         require(finish == ("stop" if whole <= limit else "length"), f"{sample_id} ended as {finish}")
@@ -131,13 +130,14 @@ class Witness:
         if before is not None and before.sample is sample:
             if (before.length, before.attempt, before.state) == (sample.length, sample.attempt, sample.state):
                 return
-            require(sample.attempt >= before.attempt, f"sample {sample.ordinal} went back to an earlier attempt")
-            kept = sample.length >= before.length and sample.made_by[: len(before.made_by)] == before.made_by
+            require(sample.attempt >= before.attempt, f"sample {sample.ordinal} returned to an earlier attempt")
+            kept = sample.length >= before.length and sample.version_starts[: len(before.made_by)] == before.made_by
             require(kept or self._may_restart, f"tokens of sample {sample.ordinal} were lost")
             begun = before.length if kept else 0
-        self._seen[sample.ordinal] = _Seen(sample, sample.length, sample.attempt, sample.state, sample.made_by)
+        self._seen[sample.ordinal] = _Seen(sample, sample.length, sample.attempt, sample.state, sample.version_starts)
         require(
-            len(sample.logprobs) == len(sample.token_ids), f"sample {sample.ordinal} has other logprobs than tokens"
+            len(sample.logprobs) == len(sample.token_ids),
+            f"sample {sample.ordinal} has a different number of logprobs than tokens",
         )
         self.check_tokens(
             sample.sample_id, bytes(sample.token_ids), bytes(sample.logprobs), sample.versions, start=begun
@@ -156,22 +156,23 @@ class Witness:
         return schedule.unfinished == "restart" or schedule.on_lag_limit == "restart"
 
     def _check_versions(self, sample: Sample) -> None:
-        numbers = [version.number for version, _ in sample.made_by]
-        require(numbers == sorted(numbers), f"sample {sample.ordinal} went back to older weights: {numbers}")
+        numbers = [version.number for version, _ in sample.version_starts]
+        require(numbers == sorted(numbers), f"sample {sample.ordinal} returned to older weights: {numbers}")
         bounds = [sample.from_version, *numbers, self.newest]
         require(bounds == sorted(bounds), f"sample {sample.ordinal} is of versions {numbers}, not of {bounds}")
         if self.spec.schedule.one_version:
             require(
-                set(numbers) <= {sample.from_version}, f"sample {sample.ordinal} was made by other versions: {numbers}"
+                set(numbers) <= {sample.from_version},
+                f"sample {sample.ordinal} was generated by other versions: {numbers}",
             )
 
     def _look_at_counts(self, in_flight: InFlight, states: Counter[SampleState]) -> None:
         counted = (in_flight.running, in_flight.unfinished - in_flight.running, in_flight.scored)
         right = (states[SampleState.RUNNING], states[SampleState.WAITING], states[SampleState.SCORED])
-        require(counted == right, f"(running, waiting, scored) are counted as {counted}, and are {right}")
-        require(len(in_flight.waiting) == right[1], f"{len(in_flight.waiting)} samples are to wait, not {right[1]}")
+        require(counted == right, f"(running, waiting, scored) are counted as {counted}, expected {right}")
+        require(len(in_flight.waiting) == right[1], f"{len(in_flight.waiting)} samples wait, expected {right[1]}")
         held = sum(len(in_flight.held(lease_id)) for lease_id in in_flight.leases)
-        require(held == right[0], f"workers are to have {held} samples, not {right[0]}")
+        require(held == right[0], f"workers hold {held} samples, expected {right[0]}")
 
     def _look_at_lease(self, in_flight: InFlight, lease_id: str) -> None:
         fleet, held = self._fleet, in_flight.held(lease_id)
@@ -180,8 +181,8 @@ class Witness:
             self._gone.pop(lease_id, None)
         else:
             gone_s = self._clock.now() - self._gone.setdefault(lease_id, self._clock.now())
-            require(gone_s <= SLOW_S, f"{lease_id} is gone for {gone_s:.1f} s and still has {len(held)} samples")
-        require(len(held) <= self._most_held, f"{lease_id} has {len(held)} samples, and {self._most_held} are the most")
+            require(gone_s <= SLOW_S, f"{lease_id} ended {gone_s:.1f} s ago and still holds {len(held)} samples")
+        require(len(held) <= self._most_held, f"{lease_id} holds {len(held)} samples, limit {self._most_held}")
         for sample in held.values():
             right = sample.state is SampleState.RUNNING and sample.lease_id == lease_id
             require(right, f"{lease_id} has sample {sample.ordinal}, which is {sample.state} at {sample.lease_id}")

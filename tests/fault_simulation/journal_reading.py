@@ -1,25 +1,16 @@
-"""What a journal's entries say of samples, read by other code than the ledger's own."""
+"""Reads the state of samples from journal entries, independently of the ledger."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tidemill.controller.journal_entries import (
-    Accepted,
-    AnyEntry,
-    Dropped,
-    Learned,
-    Opened,
-    Published,
-    Restarted,
-    Rewarded,
-)
+from tidemill.controller.ledger import Accepted, AnyEntry, Dropped, Opened, Published, Restarted, Rewarded, Trained
 from tidemill.core.records import Finish, LogprobBuffer, PolicyVersion, Reward
 
 
 @dataclass(slots=True)
 class DurableSample:
-    """What would be left of a sample if the controller died now."""
+    """The durable state of a sample."""
 
     from_version: int
     token_ids: bytes = b""
@@ -29,11 +20,11 @@ class DurableSample:
     published: dict[int, LogprobBuffer] = field(default_factory=dict)  # by version, of the tokens older ones had made
 
 
-class Durable:
-    """Everything that was written, entry by entry.
+class DurableState:
+    """The durable state after a sequence of entries.
 
     Raises (from `take`):
-        ValueError: an entry does not follow from those before it.
+        ValueError: an entry contradicts earlier ones.
     """
 
     def __init__(self, group_size: int) -> None:
@@ -68,7 +59,7 @@ class Durable:
             self.dropped.add(entry.position)
             for ordinal in self._of(entry.position):
                 del self.samples[ordinal]
-        elif isinstance(entry, Learned):
+        elif isinstance(entry, Trained):
             self.learned[entry.step] = entry.positions
 
     def _of(self, position: int) -> range:
@@ -79,17 +70,17 @@ class Durable:
         for ordinal, reward in entry.rewards:
             sample = self.samples[ordinal]
             if sample.finish is None or sample.reward is not None:
-                raise ValueError(f"sample {ordinal} was rewarded out of turn")
+                raise ValueError(f"sample {ordinal} was rewarded too early")
             sample.reward = reward
 
     def _accept(self, entry: Accepted) -> None:
-        for piece in entry.pieces:
-            sample = self.samples[piece.ordinal]
-            if sample.finish is not None or piece.start * 4 != len(sample.token_ids):
-                raise ValueError(f"sample {piece.ordinal} has a piece out of place")
-            version = entry.versions[piece.version]
-            if piece.token_ids and (not sample.versions or sample.versions[-1][0] != version):
-                sample.versions.append((version, piece.start))
-            sample.token_ids += piece.token_ids
-            sample.finish = piece.finish
-            self.tokens += len(piece.token_ids) // 4
+        for tokens in entry.samples:
+            sample = self.samples[tokens.ordinal]
+            if sample.finish is not None or tokens.start * 4 != len(sample.token_ids):
+                raise ValueError(f"sample {tokens.ordinal} has misplaced tokens")
+            version = entry.versions[tokens.version]
+            if tokens.token_ids and (not sample.versions or sample.versions[-1][0] != version):
+                sample.versions.append((version, tokens.start))
+            sample.token_ids += tokens.token_ids
+            sample.finish = tokens.finish
+            self.tokens += len(tokens.token_ids) // 4

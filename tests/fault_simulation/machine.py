@@ -1,4 +1,4 @@
-"""A machine that things happen to: its lease, the worker on it, and the line between that worker and the controller."""
+"""A simulated machine with faults: its lease, its worker, and the connection to the controller."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Protocol
 
 import msgspec
 
-from tests.fault_simulation.corruptions import LIES, Lie, spoiled
-from tests.fault_simulation.scenario import BREAKING, Fate, MachinePlan
+from tests.doubles.costs import ConstantEngine
+from tests.fault_simulation.corruptions import CORRUPTIONS, Corruption, corrupted
+from tests.fault_simulation.scenario import BREAKING, MachineFault, MachinePlan
 from tidemill.core.errors import WorkerLost
 from tidemill.core.protocols import LoopClock
 from tidemill.core.records import (
@@ -26,33 +27,32 @@ from tidemill.core.records import (
     SampleId,
     WorkerReport,
 )
-from tidemill.sim.costs import ConstantEngine
 from tidemill.sim.simulated_engine import EPSILON_S
 from tidemill.sim.simulated_worker import SimulatedWorker
 
 STILL_S = 0.5
-"""A letter of a worker that is gone arrives so much later, or when the end of its lease has been read."""
+"""Delay of a report from a lost worker, or until the end of its lease has been read."""
 
 
 class Surroundings(Protocol):
-    """What a machine needs of its world."""
+    """The interface between a machine and its world."""
 
     def after(self, seconds: float, happens: Callable[[], object]) -> None: ...
 
     def tell(self, event: LeaseEvent) -> None:
-        """Its provider's words."""
+        """Send an event of the provider."""
 
     def arrives_late(self, report: WorkerReport) -> bool:
-        """A letter of a worker that the fleet has forgotten; False as long as it has not."""
+        """Deliver a report of a worker that the fleet has forgotten; False if it has not yet."""
 
 
 class Machine:
     def __init__(self, plan: MachinePlan, surroundings: Surroundings, rng: random.Random) -> None:
         self.plan, self.rng = plan, rng
         self.lease_id = f"lease-{plan.name}"
-        self.line: Line | None = None
-        self.computes_wrongly = any(fate.kind == "computes wrongly" for fate in plan.fates)
-        self.befallen: list[str] = []
+        self.line: Connection | None = None
+        self.computes_wrongly = any(fault.kind == "computes wrongly" for fault in plan.faults)
+        self.applied: list[str] = []
         self._world, self._broken = surroundings, ""
         self._up = asyncio.Event()
         self._up.set()
@@ -60,7 +60,7 @@ class Machine:
     @property
     def breaking(self) -> bool:
         """Whether attempts at its samples may fail."""
-        return any(fate.kind in BREAKING for fate in self.plan.fates)
+        return any(fault.kind in BREAKING for fault in self.plan.faults)
 
     def offer(self) -> None:
         self._world.after(self.plan.granted_s, self._granted)
@@ -74,95 +74,94 @@ class Machine:
             start_s=LoopClock().now(),
         )
         self._tell(LeaseGranted(lease=lease))
-        for fate in self.plan.fates:
-            self._world.after(fate.at_s, lambda fate=fate: self._befalls(fate))  # type: ignore[misc]
+        for fault in self.plan.faults:
+            self._world.after(fault.at_s, lambda fault=fault: self._apply(fault))  # type: ignore[misc]
 
     def _tell(self, event: LeaseEvent) -> None:
         times = [self.plan.told_late_s] + [self.plan.told_late_s + 0.7] * self.plan.told_twice
         for seconds in times:
             self._world.after(seconds, lambda: self._world.tell(event))
 
-    async def boot(self, engine: ConstantEngine, worker: Callable[[ConstantEngine], SimulatedWorker]) -> Line:
+    async def boot(self, engine: ConstantEngine, worker: Callable[[ConstantEngine], SimulatedWorker]) -> Connection:
         await asyncio.sleep(self.plan.boot_s)
         await self._up.wait()
         if self._broken:
             raise WorkerLost(self._broken)
         slow = msgspec.structs.replace(engine, step_s=engine.step_s * self.plan.slowness)
-        self.line = Line(worker(slow), self, self._up)
+        self.line = Connection(worker(slow), self, self._up)
         return self.line
 
-    def _befalls(self, fate: Fate) -> None:
-        self.befallen.append(fate.kind)
+    def _apply(self, fault: MachineFault) -> None:
+        self.applied.append(fault.kind)
         worker = self.line.inner if self.line is not None else None
-        if fate.kind == "taken":
+        if fault.kind == "taken":
             self._taken()
-        elif fate.kind in ("warned", "told"):
-            self._warned(fate)
-        elif fate.kind == "dies":
+        elif fault.kind in ("noticed", "self_noticed"):
+            self._warned(fault)
+        elif fault.kind == "dies":
             self._broken = "its process was killed"
             if worker is not None:
                 worker.kill()
-        elif fate.kind == "hangs":
+        elif fault.kind == "hangs":
             self._up.clear()
-            self._world.after(fate.lasts_s, self._up.set)
+            self._world.after(fault.lasts_s, self._up.set)
         elif self.line is not None:
-            self.line.befalls(fate)
+            self.line.apply(fault)
 
     def _taken(self) -> None:
-        self._broken = "its machine was taken"
-        self._tell(LeaseEnded(lease_id=self.lease_id, cause="taken away"))
+        self._broken = "its machine was evicted"
+        self._tell(LeaseEnded(lease_id=self.lease_id, cause="evicted"))
 
-    def _warned(self, fate: Fate) -> None:
-        seconds = min(fate.lasts_s, 10.0)
+    def _warned(self, fault: MachineFault) -> None:
+        seconds = min(fault.lasts_s, 10.0)
         deadline_s = LoopClock().now() + seconds
-        if fate.kind == "warned":
+        if fault.kind == "noticed":
             self._tell(LeaseNoticed(lease_id=self.lease_id, deadline_s=deadline_s))
         elif self.line is not None:
             self.line.inner.notice(seconds)
         self._world.after(seconds, self._taken)
 
     def late(self, report: WorkerReport) -> None:
-        """A report whose reader is gone; should anybody still look at it, it is wrong."""
+        """Deliver a corrupted report after the end of the lease; the controller must ignore it."""
 
         def arrives() -> None:
-            if not self._world.arrives_late(spoiled(report)):
+            if not self._world.arrives_late(corrupted(report)):
                 self.late(report)
 
         self._world.after(STILL_S, arrives)
 
 
-class Line:
-    """Implements `core.protocols.Worker`: between the controller and a worker, where messages get late, lost, repeated
-    and out of order."""
+class Connection:
+    """Implements `core.protocols.Worker`: delays, loses, repeats and reorders messages of a worker."""
 
     def __init__(self, inner: SimulatedWorker, machine: Machine, up: asyncio.Event) -> None:
         self.inner = inner
         self.killed = False
         self._machine, self._rng, self._up = machine, machine.rng, up
-        self._arriving: list[tuple[float, int, WorkerReport]] = []  # a heap: when, in which order, what
+        self._arriving: list[tuple[float, int, WorkerReport]] = []  # heap of (time, serial, report)
         self._serial, self._last_s = 0, 0.0
         self._delay_s = self._disorder_s = 0.0
-        self._share: dict[str, float] = {}  # of messages that are hit, by what hits them
-        self._lie: Lie = lambda report: report
+        self._share: dict[str, float] = {}  # share of affected messages by fault
+        self._corruption: Corruption = lambda report: report
         self._crash = False
 
-    def befalls(self, fate: Fate) -> None:
-        if fate.kind == "crashes":
+    def apply(self, fault: MachineFault) -> None:
+        if fault.kind == "crashes":
             self._crash = True
             self.inner.flush()
-        elif fate.kind == "slows":
+        elif fault.kind == "slows":
             engine, now_s = self.inner.engine, LoopClock().now()
             assert isinstance(engine.costs, ConstantEngine), "engines of fault simulation have constant costs"
             engine.advance(now_s)
             engine.costs = msgspec.structs.replace(engine.costs, step_s=10 * engine.costs.step_s)
-        elif fate.kind == "delays":
-            self._delay_s = min(fate.lasts_s, 5.0)
-        elif fate.kind == "reorders":
-            self._disorder_s = min(fate.lasts_s, 5.0)
-        elif fate.kind == "lies":
-            self._lie = [*LIES.values()][fate.lie % len(LIES)]
+        elif fault.kind == "delays":
+            self._delay_s = min(fault.lasts_s, 5.0)
+        elif fault.kind == "reorders":
+            self._disorder_s = min(fault.lasts_s, 5.0)
+        elif fault.kind == "corrupts":
+            self._corruption = [*CORRUPTIONS.values()][fault.corruption % len(CORRUPTIONS)]
         else:
-            self._share[fate.kind] = fate.share
+            self._share[fault.kind] = fault.share
 
     async def submit(self, requests: Sequence[GenerateRequest]) -> None:
         await self._up.wait()
@@ -217,7 +216,7 @@ class Line:
     def _read(self, report: WorkerReport) -> WorkerReport:
         if self._crash:
             raise ValueError("engine on fire")
-        return self._lie(report) if report.deltas else report
+        return self._corruption(report) if report.deltas else report
 
     def _hit(self, what: str) -> bool:
         share = self._share.get(what, 0.0)

@@ -1,4 +1,4 @@
-"""Weights as real bytes, published and pulled by the real code: what a worker says comes out of the bytes it got."""
+"""Real weight bytes, published and pulled by the real code; a worker's tokens depend on the bytes it pulled."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from tests.fault_simulation.training_invariants import Lessons
+from tests.fault_simulation.training_invariants import TrainingInvariants
 from tidemill.core.records import (
     LogprobBuffer,
     PolicyVersion,
@@ -38,7 +38,7 @@ WRONG = "wrong bytes"
 
 
 class PromptCompute:
-    """Implements `core.protocols.Compute`: everything takes no time, and its turn."""
+    """Implements `core.protocols.Compute` without delay."""
 
     async def run(self, function: Callable[[], T]) -> T:
         await asyncio.sleep(0)
@@ -47,7 +47,7 @@ class PromptCompute:
 
 @lru_cache(maxsize=256)
 def weights_of(version: PolicyVersion) -> Blob:
-    """They carry the version's digest; a few bytes of the rest differ from one version to the next."""
+    """Weights that contain the version's digest; few other bytes differ between versions."""
     blob = allocate(LAYOUT[-1].offset + REST_BYTES)
     blob[:] = np.arange(len(blob)) % 251
     blob[:NAME_BYTES] = np.frombuffer(version.digest.encode().ljust(NAME_BYTES)[:NAME_BYTES], np.uint8)
@@ -59,7 +59,7 @@ def weights_of(version: PolicyVersion) -> Blob:
 
 @lru_cache(maxsize=256)
 def probe_logprobs(digest: str) -> LogprobBuffer:
-    """A function of the weights, like what they generate."""
+    """Probe logprobs as a function of the weights."""
     numbers = hashlib.blake2b(digest.encode(), digest_size=8).digest()
     return pack_logprobs(-number / 16 for number in numbers)
 
@@ -67,11 +67,11 @@ def probe_logprobs(digest: str) -> LogprobBuffer:
 class StoredPublisher:
     """Implements `core.protocols.Publisher` over a real store."""
 
-    def __init__(self, store: WeightStore, lessons: Lessons, *, seconds: float) -> None:
-        self.store, self._lessons, self._seconds = store, lessons, seconds
+    def __init__(self, store: WeightStore, training: TrainingInvariants, *, seconds: float) -> None:
+        self.store, self._training, self._seconds = store, training, seconds
 
     async def publish(self, version: PolicyVersion) -> WeightManifest:
-        self._lessons.published(version)
+        self._training.published(version)
         latest = self.store.latest
         if latest is not None and latest.version == version:
             return latest
@@ -105,7 +105,7 @@ class PulledBytes:
         self._puller.close()
 
     def digest(self, version: PolicyVersion) -> str:
-        """Of the bytes there are, `version` being what they are said to be."""
+        """The version encoded in the bytes, given the announced one."""
         assert self.snapshot is not None, "no weights were bound"
         tensors = [slice(entry.offset, entry.offset + entry.nbytes) for entry in LAYOUT]
         right = weights_of(version)
@@ -114,7 +114,7 @@ class PulledBytes:
 
 
 class PullingWorker(SimulatedWorker):
-    """Computes with the bytes it pulled, or with others."""
+    """A worker that generates from the bytes it pulled, or from wrong ones."""
 
     def __init__(self, *args: Any, bytes_: PulledBytes, wrongly: bool, **more: Any) -> None:
         super().__init__(*args, source=bytes_, **more)

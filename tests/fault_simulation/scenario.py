@@ -1,78 +1,78 @@
-"""What a seed asks for: a run, its fleet, and what befalls them in each life of the controller."""
+"""Draws a scenario from a seed: a run, its fleet, and the faults of each life of the controller."""
 
 from __future__ import annotations
 
 import random
 from typing import Any, Literal, TypeAlias, get_args
 
+from tests.doubles.costs import ConstantEngine, ConstantTrainer
 from tidemill.config.schema import RunSpec
 from tidemill.core.records import Record
-from tidemill.sim.costs import ConstantEngine, ConstantTrainer
 
-Befalls: TypeAlias = Literal[
-    "taken",  # its provider says so, sooner or later
-    "warned",  # its provider says so before
-    "told",  # the worker says so before
-    "dies",  # its connection is closed
+FaultKind: TypeAlias = Literal[
+    "taken",  # evicted; the provider reports it late
+    "noticed",  # evicted with a notice from the provider
+    "self_noticed",  # evicted with a notice from the worker
+    "dies",  # the process dies
     "crashes",  # the worker raises
-    "hangs",  # nothing comes of it, and nothing reaches it
+    "hangs",  # no message in either direction
     "slows",
-    "delays",  # its messages come late, in order
+    "delays",  # messages are late, in order
     "reorders",
     "repeats",
-    "loses",  # some of its messages never come
-    "forgets",  # some of the samples it is given
-    "lies",  # it says what does not fit
+    "loses",  # some messages are lost
+    "forgets",  # ignores some requests
+    "corrupts",  # sends corrupted reports
     "computes wrongly",
 ]
 
-BREAKING: frozenset[Befalls] = frozenset({"crashes", "reorders", "loses", "lies"})
-"""By these an attempt at a sample may fail; three failures are the run's end."""
+BREAKING: frozenset[FaultKind] = frozenset({"crashes", "reorders", "loses", "corrupts"})
+"""Faults that may fail an attempt at a sample; three failures end the run."""
 
-Blow: TypeAlias = Literal[
+RunFault: TypeAlias = Literal[
     "power cut", "stop", "scorer raises", "scorer hangs", "provider raises", "reserved engine dies"
 ]
-"""What ends a life of the controller."""
+"""A fault that ends a life of the controller."""
 
 
-class Fate(Record):
-    """Something that befalls a machine."""
+class MachineFault(Record):
+    """A fault of one machine."""
 
-    kind: Befalls
-    at_s: float  # after it was granted
-    lasts_s: float  # of a hang, a delay or a warning
-    share: float  # of messages or samples that are hit
-    lie: int  # which
+    kind: FaultKind
+    at_s: float  # after the grant
+    lasts_s: float  # duration of a hang, delay or notice
+    share: float  # share of affected messages or samples
+    corruption: int  # index of the corruption
 
 
 class MachinePlan(Record):
-    """A machine that is offered, and what becomes of it."""
+    """A machine and its faults."""
 
     name: str
     granted_s: float
-    told_late_s: float  # what its provider says arrives so much later
+    told_late_s: float  # delay of the provider's events
     told_twice: bool
     boot_s: float
     slowness: float
-    fates: tuple[Fate, ...]
+    faults: tuple[MachineFault, ...]
 
 
 class LifePlan(Record):
-    """One life of the controller, from its start to its end."""
+    """One life of the controller, from start to end."""
 
     seed: int
-    blow: Blow | None  # None in the last life: the run must end by itself
-    blow_s: float
-    journal_bytes: int  # that can be written before the power goes
-    journal_s: float  # of every append
-    loses_checkpoint: bool  # the newest one, before this life
-    salt: str  # of the versions made in it
+    fault: RunFault | None  # None in the last life, in which the run must finish
+    fault_s: float
+    journal_bytes: int  # written until the power cut
+    journal_s: float  # per append
+    loses_checkpoint: bool  # loses the newest one before this life
+    salt: str  # of its versions
     spoiled: tuple[tuple[str, bool, int], ...]  # (kind of blob, torn rather than corrupt, reads)
     machines: tuple[MachinePlan, ...]
 
 
 class Scenario(Record):
-    """Everything that a seed decides."""
+    """All choices of a seed."""
 
     seed: int
     sections: dict[str, Any]  # of the `RunSpec`
@@ -95,12 +95,12 @@ class Scenario(Record):
 
 INFINITE_S = float("inf")
 MU_STEP = {"correction": {"kind": "mu_step"}}
-"""Every publish asks for logprobs of what is in flight."""
+"""Every publish needs logprobs of samples in flight."""
 LONG_SILENCE_S = 10.0
 
 
 def draw(seed: int) -> Scenario:
-    """The same scenario for the same seed, on every machine."""
+    """Draw the scenario of a seed; equal on every machine."""
     rng = random.Random(f"faults {seed}")
     sections = _sections(rng)
     elastic = rng.random() < 0.9
@@ -113,7 +113,7 @@ def draw(seed: int) -> Scenario:
         prefill_tokens_per_s=rng.choice([100.0, 10_000.0]),
     )
     longest = rng.choice([3, 12, 40])
-    # A worker that tells of its samples only when they end must not look as if it made nothing.
+    # A worker that reports only finished samples must not look idle.
     rarely = INFINITE_S if engine.decode_s(engine.slots, 0, longest) < LONG_SILENCE_S else 1.0
     return Scenario(
         seed=seed,
@@ -186,11 +186,11 @@ def _life(rng: random.Random, at: int, *, last: bool, elastic: bool) -> LifePlan
     machines = [_machine(rng, f"{at}-{index}", last=last) for index in range(rng.randint(0, 6))] if elastic else []
     if elastic:
         machines.append(_sound(f"{at}-rescue", granted_s=60.0))
-    blows: list[Blow] = [*get_args(Blow)]
+    blows: list[RunFault] = [*get_args(RunFault)]
     return LifePlan(
         seed=rng.getrandbits(32),
-        blow=None if last else rng.choice([*blows, "power cut", "power cut", "power cut"]),
-        blow_s=rng.expovariate(1 / 8),
+        fault=None if last else rng.choice([*blows, "power cut", "power cut", "power cut"]),
+        fault_s=rng.expovariate(1 / 8),
         journal_bytes=int(rng.expovariate(1 / 6000)),
         journal_s=rng.choice([0.0, 0.0, 0.05, 0.5]),
         loses_checkpoint=rng.random() < 0.1,
@@ -203,8 +203,8 @@ def _life(rng: random.Random, at: int, *, last: bool, elastic: bool) -> LifePlan
 
 
 def _machine(rng: random.Random, name: str, *, last: bool) -> MachinePlan:
-    kinds: list[Befalls] = [*get_args(Befalls)]
-    if last:  # three failed attempts are a run's end, and this one is to reach its own
+    kinds: list[FaultKind] = [*get_args(FaultKind)]
+    if last:  # three failed attempts end a run, and this one must finish
         kinds = [kind for kind in kinds if kind not in BREAKING]
     return MachinePlan(
         name=name,
@@ -213,22 +213,22 @@ def _machine(rng: random.Random, name: str, *, last: bool) -> MachinePlan:
         told_twice=rng.random() < 0.2,
         boot_s=rng.choice([0.0, 0.3, rng.uniform(0, 20)]),
         slowness=rng.choice([1.0, 1.0, 3.0, 10.0]),
-        fates=tuple(_fate(rng, rng.choice(kinds)) for _ in range(rng.choice([0, 1, 1, 2, 3]))),
+        faults=tuple(_fate(rng, rng.choice(kinds)) for _ in range(rng.choice([0, 1, 1, 2, 3]))),
     )
 
 
 def _sound(name: str, *, granted_s: float) -> MachinePlan:
-    """A machine that nothing befalls."""
+    """A machine without faults."""
     return MachinePlan(
-        name=name, granted_s=granted_s, told_late_s=0.0, told_twice=False, boot_s=0.1, slowness=1.0, fates=()
+        name=name, granted_s=granted_s, told_late_s=0.0, told_twice=False, boot_s=0.1, slowness=1.0, faults=()
     )
 
 
-def _fate(rng: random.Random, kind: Befalls) -> Fate:
-    return Fate(
+def _fate(rng: random.Random, kind: FaultKind) -> MachineFault:
+    return MachineFault(
         kind=kind,
         at_s=rng.choice([0.0, rng.uniform(0, 1), rng.expovariate(1 / 5)]),
         lasts_s=rng.choice([rng.uniform(0, 2), rng.uniform(0, 8), 1e6]),
         share=rng.choice([0.02, 0.2, 1.0]),
-        lie=rng.randrange(16),
+        corruption=rng.randrange(16),
     )

@@ -1,11 +1,11 @@
-"""Who watches what is scored, learned from, published and told."""
+"""Invariants of scoring, training, publishing and logging."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from tests.fault_simulation.invariants import Violation, Witness, require
+from tests.fault_simulation.invariants import Invariants, Violation, require
 from tests.fault_simulation.journal_reading import DurableSample
 from tidemill.config.schema import RunSpec
 from tidemill.controller.loop import LoopResult
@@ -15,28 +15,28 @@ from tidemill.sim.simulated_trainer import publish_logprobs
 TRAIN = "train"
 
 
-class Lessons:
-    """What the trainer's weights tell of, batch by batch, over all lives of a run.
+class TrainingInvariants:
+    """Checks the batches in the trainer's weights over all lives of a run.
 
     Args:
-        positions: the place of a group among all, by its (epoch, prompt id).
-        reward: what judging a trajectory must give.
+        positions: the position of a group by (epoch, prompt id).
+        reward: the expected reward of a trajectory.
     """
 
     def __init__(
-        self, witness: Witness, positions: Mapping[tuple[int, str], int], reward: Callable[[Trajectory], Reward]
+        self, invariants: Invariants, positions: Mapping[tuple[int, str], int], reward: Callable[[Trajectory], Reward]
     ) -> None:
-        self.history: dict[int, tuple[int, ...]] = {}  # groups learned from, by step
+        self.history: dict[int, tuple[int, ...]] = {}  # trained groups by step
         self.dropped: set[int] = set()
-        self._witness, self._positions, self._reward = witness, positions, reward
-        self._spec: RunSpec = witness.spec
+        self._invariants, self._positions, self._reward = invariants, positions, reward
+        self._spec: RunSpec = invariants.spec
         self._batch: list[int] = []
-        self._lengths: list[int] = []  # of the completions of the batch
-        self._told = 0  # the step of the last line of metrics
+        self._lengths: list[int] = []  # tokens of the batch's completions
+        self._told = 0  # step of the last metrics line
         self._resumed_from = 0
 
     def restored(self, step: int) -> None:
-        """A checkpoint is where the weights are again."""
+        """The weights were restored from a checkpoint."""
         self.history = {done: positions for done, positions in self.history.items() if done <= step}
         self._batch, self._lengths, self._told, self._resumed_from = [], [], step, step
 
@@ -45,19 +45,19 @@ class Lessons:
         return {position for positions in self.history.values() for position in positions}
 
     def judged(self, prompt: Prompt, trajectory: Trajectory) -> None:
-        """A sample goes to the scorer: it is finished, and durably so."""
+        """A sample goes to the scorer: its finish must be durable."""
         require(trajectory.sample_id.prompt_id == prompt.prompt_id, f"{trajectory.sample_id} has another prompt")
         require(trajectory.prompt_ids == prompt.token_ids, f"{trajectory.sample_id} has other prompt tokens")
         if trajectory.sample_id.purpose == TRAIN:
             self._check_durable(trajectory)
 
     def learns(self, group: Group, version: PolicyVersion) -> None:
-        """A group goes to the trainer, whose weights are of `version`."""
+        """A group goes to the trainer at `version`."""
         position = self._position(group.trajectories[0])
         due = version.number + 1
-        name = f"group {position}, learned from in step {due},"
-        require(position not in self.learned and position not in self._batch, f"{name} was learned from before")
-        require(group.position == position, f"{name} is said to be group {group.position}")
+        name = f"group {position}, trained in step {due},"
+        require(position not in self.learned and position not in self._batch, f"{name} was trained before")
+        require(group.position == position, f"{name} has position {group.position}")
         indices = [trajectory.sample_id.index for trajectory in group.trajectories]
         require(indices == list(range(self._spec.batch.group_size)), f"{name} has samples {indices}")
         for trajectory in group.trajectories:
@@ -67,10 +67,10 @@ class Lessons:
         self._lengths += [trajectory.completion_length for trajectory in group.trajectories]
 
     def _check_learned(self, trajectory: Trajectory, version: PolicyVersion, name: str) -> None:
-        witness, sample_id = self._witness, trajectory.sample_id
+        invariants, sample_id = self._invariants, trajectory.sample_id
         require(sample_id.purpose == TRAIN, f"{name} has a sample of {sample_id.purpose}")
-        witness.check_tokens(sample_id, trajectory.completion_ids, trajectory.rollout_logprobs, trajectory.versions)
-        witness.check_end(
+        invariants.check_tokens(sample_id, trajectory.completion_ids, trajectory.rollout_logprobs, trajectory.versions)
+        invariants.check_end(
             sample_id, trajectory.completion_length, trajectory.finish, self._spec.sampling.max_new_tokens
         )
         lags = [version.number - run.version.number for run in trajectory.versions]
@@ -81,67 +81,67 @@ class Lessons:
         require(trajectory.weight == float(reward.valid), f"{name} has weight {trajectory.weight}")
         self._check_durable(trajectory)
         kept = self._durable(trajectory)
-        require(kept.reward == reward, f"{name} was learned from before its reward was durable")
+        require(kept.reward == reward, f"{name} was trained before its reward was durable")
         self._check_published(trajectory, kept, name)
 
     def _check_published(self, trajectory: Trajectory, kept: DurableSample, name: str) -> None:
-        """What each publish said of its tokens so far, and of later ones what was said when they were made."""
+        """Check logprobs at each publish, and at generation for later tokens."""
         ids, rollout = trajectory.completion_ids, trajectory.rollout_logprobs
         for (number, known), said in zip(sorted(kept.published.items()), trajectory.publish_logprobs, strict=True):
             right = publish_logprobs(number, ids[: len(known)])
             require(said == right + rollout[len(known) :], f"{name} has wrong logprobs under version {number}")
 
     def committed(self, step: int) -> None:
-        """The batch became a version."""
+        """A batch was committed."""
         batch, self._batch = tuple(self._batch), []
-        size, recorded = self._spec.batch.prompts, self._witness.durable.learned.get(step)
+        size, recorded = self._spec.batch.prompts, self._invariants.durable.learned.get(step)
         require(step == max(self.history, default=0) + 1, f"step {step} follows {sorted(self.history)}")
         require(len(batch) == size, f"batch {step} has {len(batch)} groups, not {size}")
         if recorded is not None:
-            require(batch == recorded, f"batch {step} was {recorded}, and is {batch} now")
+            require(batch == recorded, f"batch {step} was {recorded}, now {batch}")
         elif self._spec.batch.order == "canonical":
-            require(list(batch) == sorted(batch), f"batch {step} is in disorder: {batch}")
+            require(list(batch) == sorted(batch), f"batch {step} is not ordered: {batch}")
         if self._nothing_is_replaced and self._spec.schedule.membership == "planned":
             planned = set(range((step - 1) * size, step * size))
-            require(set(batch) == planned, f"batch {step} is of {batch}, and {planned} were planned")
+            require(set(batch) == planned, f"batch {step} is {batch}, planned {planned}")
         if recorded is None:
             self._check_renewed(step, batch)
         self.history[step] = batch
-        self._witness.newest = max(self._witness.newest, step)
+        self._invariants.newest = max(self._invariants.newest, step)
 
     @property
     def _nothing_is_replaced(self) -> bool:
         return not self._spec.algorithm.dynamic_sampling and self._spec.schedule.on_lag_limit != "drop"
 
     def _check_renewed(self, step: int, batch: Sequence[int]) -> None:
-        """Enough of its groups were begun under the weights it is learned with."""
+        """Check the share of groups started under the newest weights."""
         wanted = math.ceil(self._spec.schedule.fresh_fraction * self._spec.batch.prompts)
-        fresh = sum(self._witness.durable.group(position)[0].from_version == step - 1 for position in batch)
-        require(fresh >= wanted, f"batch {step} has {fresh} fresh groups, and should have {wanted}")
+        fresh = sum(self._invariants.durable.group(position)[0].from_version == step - 1 for position in batch)
+        require(fresh >= wanted, f"batch {step} has {fresh} fresh groups, expected {wanted}")
 
     def published(self, version: PolicyVersion) -> None:
-        """A version goes out: what it learned from is durable, or it could not be made again."""
+        """A version is published: its batch must be durable."""
         step = version.number
         if step > self._resumed_from:
-            known = self._witness.durable.learned.get(step)
-            require(known == self.history[step], f"version {step} goes out, and its batch is not durable: {known}")
+            known = self._invariants.durable.learned.get(step)
+            require(known == self.history[step], f"version {step} is published before its batch is durable: {known}")
 
     def told(self, metrics: StepMetrics) -> None:
         if metrics.step == 0:
             return
-        require(metrics.step == self._told + 1, f"step {metrics.step} is told after step {self._told}")
+        require(metrics.step == self._told + 1, f"step {metrics.step} is logged after step {self._told}")
         self._told = metrics.step
         lengths, self._lengths = self._lengths, []
         for name, right in (("samples", len(lengths)), ("tokens_generated", sum(lengths))):
             said = metrics.values[name]
-            require(said == right, f"step {metrics.step} has {name} = {said}, and should have {right}")
+            require(said == right, f"step {metrics.step} has {name} = {said}, expected {right}")
 
     def told_samples(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         purpose = trajectories[0].sample_id.purpose
         if purpose == TRAIN:
             groups = [self._position(trajectory) for trajectory in trajectories]
             right = sorted(position for position in self.history[step] for _ in range(self._spec.batch.group_size))
-            require(groups == right, f"samples of groups {groups} are told for step {step}, not of {right}")
+            require(groups == right, f"samples of groups {groups} are logged for step {step}, expected {right}")
             return
         names = {trajectory.sample_id.prompt_id for trajectory in trajectories}
         require(len(names) == len(trajectories) == self._spec.eval.prompts, f"step {step} evaluates {sorted(names)}")
@@ -150,14 +150,14 @@ class Lessons:
             sample_id = trajectory.sample_id
             numbers = {run.version.number for run in trajectory.versions}
             require(numbers == {step}, f"step {step} is evaluated with versions {numbers}")
-            self._witness.check_tokens(
+            self._invariants.check_tokens(
                 sample_id, trajectory.completion_ids, trajectory.rollout_logprobs, trajectory.versions
             )
-            self._witness.check_end(sample_id, trajectory.completion_length, trajectory.finish, limit)
+            self._invariants.check_end(sample_id, trajectory.completion_length, trajectory.finish, limit)
 
     def finished(self, result: LoopResult) -> None:
-        """The run came to its end: nothing that was begun is missing."""
-        steps, durable = self._spec.trainer.steps, self._witness.durable
+        """The run finished: no started group may be missing."""
+        steps, durable = self._spec.trainer.steps, self._invariants.durable
         require(
             result.steps == steps and not result.interrupted, f"the run ended after {result.steps} of {steps} steps"
         )
@@ -171,12 +171,12 @@ class Lessons:
 
     def _durable(self, trajectory: Trajectory) -> DurableSample:
         ordinal = self._position(trajectory) * self._spec.batch.group_size + trajectory.sample_id.index
-        kept = self._witness.durable.samples.get(ordinal)
+        kept = self._invariants.durable.samples.get(ordinal)
         if kept is None:
-            raise Violation(f"{trajectory.sample_id} is acted upon, and the journal does not know it")
+            raise Violation(f"{trajectory.sample_id} is used but not in the journal")
         return kept
 
     def _check_durable(self, trajectory: Trajectory) -> None:
         kept = self._durable(trajectory)
         right = (kept.token_ids, kept.finish) == (trajectory.completion_ids, trajectory.finish)
-        require(right, f"{trajectory.sample_id} is acted upon before it is durable")
+        require(right, f"{trajectory.sample_id} is used before it is durable")

@@ -1,4 +1,4 @@
-"""One life of the controller, among everything that its plan has for it."""
+"""One life of the controller with its simulated components and faults."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import asyncio
 import random
 from collections.abc import Callable
 
+from tests.doubles.costs import ConstantEngine
+from tests.doubles.journal import PowerCut
+from tests.doubles.provider import EventProvider
 from tests.fault_simulation.components import (
     EventLog,
     WatchedJournal,
@@ -14,20 +17,18 @@ from tests.fault_simulation.components import (
     WatchedTrainer,
     reward_of,
 )
-from tests.fault_simulation.invariants import Violation, Witness, require
+from tests.fault_simulation.invariants import Invariants, Violation, require
 from tests.fault_simulation.machine import Machine
-from tests.fault_simulation.mailbox import OverheardFleet
+from tests.fault_simulation.mailbox import ObservedFleet
 from tests.fault_simulation.pulled_weights import PromptCompute, PulledBytes, PullingWorker, StoredPublisher
-from tests.fault_simulation.scenario import Blow, LifePlan, Scenario
-from tests.fault_simulation.training_invariants import Lessons
-from tests.memory_journal import PowerCut
+from tests.fault_simulation.scenario import LifePlan, RunFault, Scenario
+from tests.fault_simulation.training_invariants import TrainingInvariants
 from tidemill.config.schema import RunSpec
 from tidemill.controller.loop import LoopResult, train_loop
 from tidemill.controller.waiting import Timeouts
 from tidemill.core.errors import DeadlineError, TidemillError
 from tidemill.core.protocols import LoopClock, Worker
 from tidemill.core.records import Lease, LeaseEvent, WorkerReport
-from tidemill.sim.costs import ConstantEngine
 from tidemill.sim.simulated_engine import SimulatedEngine
 from tidemill.sim.simulated_trainer import SimulatedCheckpoints, SimulatedDisk
 from tidemill.sim.simulated_worker import SimulatedWorker
@@ -37,7 +38,7 @@ from tidemill.weights.snapshot import MemoryTransport, corrupt, torn
 from tidemill.weights.store import WeightStore
 
 LONG_S = 3600.0
-"""Of the run's time: one that is not over by then never ends."""
+"""Virtual seconds after which a run counts as hung."""
 
 TIMEOUTS = Timeouts(
     notice_s=5.0,
@@ -52,60 +53,30 @@ TIMEOUTS = Timeouts(
 HEARTBEAT_S = 1.0
 
 
-class Blown(Exception):
-    """What a scorer, a provider or an engine raises when its time has come."""
-
-
-class ToldProvider:
-    """Implements `core.protocols.Provider`: says what the machines tell it to."""
-
-    def __init__(self) -> None:
-        self.released: list[str] = []
-        self._events: asyncio.Queue[LeaseEvent | Exception] = asyncio.Queue()
-
-    def tell(self, event: LeaseEvent | Exception) -> None:
-        self._events.put_nowait(event)
-
-    def want(self, workers: int) -> None:
-        pass
-
-    async def next_event(self, timeout_s: float) -> LeaseEvent | None:
-        try:
-            async with asyncio.timeout(timeout_s):
-                event = await self._events.get()
-        except TimeoutError:
-            return None
-        if isinstance(event, Exception):
-            raise event
-        return event
-
-    async def release(self, lease_id: str) -> None:
-        self.released.append(lease_id)
-
-    async def close(self) -> None:
-        pass
+class InjectedError(Exception):
+    """Raised by a scorer, a provider or an engine as a planned fault."""
 
 
 class World:
-    """Everything around the controller in one of its lives; made and lived in a virtual loop."""
+    """All components around the controller in one life; created and run in a virtual loop."""
 
     def __init__(
         self,
         scenario: Scenario,
         life: LifePlan,
         disk: SimulatedDisk,
-        witness: Witness,
-        lessons: Lessons,
+        invariants: Invariants,
+        training: TrainingInvariants,
         completions: Completions,
     ) -> None:
         self._scenario, self._life, self._disk = scenario, life, disk
-        self._witness, self._lessons, self._completions = witness, lessons, completions
-        self._spec: RunSpec = witness.spec
+        self._invariants, self._training, self._completions = invariants, training, completions
+        self._spec: RunSpec = invariants.spec
         self._timers: list[asyncio.TimerHandle] = []
-        self._unseen: list[str] = []  # exceptions that nobody took
+        self._unseen: list[str] = []  # unretrieved exceptions
         self._stop = asyncio.Event()
         clock = LoopClock()
-        self.log = EventLog(clock, lessons)
+        self.log = EventLog(clock, training)
         self._transport = MemoryTransport(zero_copy=False)
         self._transport.delay_s = scenario.fetch_s
         for kind, is_torn, reads in life.spoiled:
@@ -114,15 +85,15 @@ class World:
         self.machines = {
             f"lease-{plan.name}": Machine(plan, self, random.Random(rng.getrandbits(32))) for plan in life.machines
         }
-        self.provider = ToldProvider()
+        self.provider = EventProvider()
         self.journal = WatchedJournal(
             disk.journal,
-            witness,
-            power_cut_after=life.journal_bytes if life.blow == "power cut" else None,
+            invariants,
+            power_cut_after=life.journal_bytes if life.fault == "power cut" else None,
             seconds=life.journal_s,
         )
-        self._scorer = WatchedScorer(lessons, seconds=scenario.score_s, reward=reward_of)
-        self._trainer = WatchedTrainer(scenario.trainer, lessons, salt=life.salt)
+        self._scorer = WatchedScorer(training, seconds=scenario.score_s, reward=reward_of)
+        self._trainer = WatchedTrainer(scenario.trainer, training, salt=life.salt)
         self.reserved = SimulatedWorker(
             SimulatedEngine(scenario.engine, completions, now_s=clock.now()),
             clock=clock,
@@ -132,7 +103,7 @@ class World:
             tick_s=scenario.tick_s,
         )
         elastic = scenario.elastic
-        self.fleet = OverheardFleet(
+        self.fleet = ObservedFleet(
             self.reserved if scenario.reserved else None,
             slots=scenario.engine.slots,
             clock=clock,
@@ -141,23 +112,23 @@ class World:
             timeouts=TIMEOUTS,
             provider=self.provider if elastic else None,
             host=self if elastic else None,
-            publisher=StoredPublisher(WeightStore(self._transport, compute=PromptCompute()), lessons, seconds=0.05)
+            publisher=StoredPublisher(WeightStore(self._transport, compute=PromptCompute()), training, seconds=0.05)
             if elastic
             else None,
             heartbeat_timeout_s=scenario.heartbeat_timeout_s,
         )
 
     async def live(self) -> LoopResult | None:
-        """To the end that the plan allows; None when it was not the run's own.
+        """Run this life; return the result, or None if a planned fault ended it.
 
         Raises:
-            Violation: the controller did what it must never do, or ended as it must not.
+            Violation: an invariant does not hold, or the life ended unexpectedly.
         """
         asyncio.get_running_loop().set_exception_handler(lambda _, context: self._unseen.append(str(context)))
         for machine in self.machines.values():
             machine.offer()
-        if self._life.blow is not None:
-            self.after(self._life.blow_s, lambda: self._strike(self._life.blow))
+        if self._life.fault is not None:
+            self.after(self._life.fault_s, lambda: self._inject(self._life.fault))
         try:
             async with asyncio.timeout(LONG_S):
                 result = await self._run()
@@ -165,16 +136,16 @@ class World:
             raise Violation(f"the run did not end in {LONG_S:g} s") from error
         except PowerCut:
             result = None
-        except (Blown, TidemillError) as error:
+        except (InjectedError, TidemillError) as error:
             require(self._allows(error), f"the run ended with {error!r}")
             result = None
         finally:
-            await self._tidy()
+            await self._clean_up()
         return self._judge(result)
 
     async def _run(self) -> LoopResult:
         spec = self._spec
-        ledger = WatchedLedger(self.journal, self._witness, self._lessons, round_size=spec.batch.prompts)
+        ledger = WatchedLedger(self.journal, self._invariants, self._training, round_size=spec.batch.prompts)
         checkpoints = SimulatedCheckpoints(self._disk, self._trainer, self._scenario.trainer)
         try:
             async with self.fleet:
@@ -198,65 +169,65 @@ class World:
 
     def _judge(self, result: LoopResult | None) -> LoopResult | None:
         self._check_leases(finished=result is not None)
-        if result is None or (result.interrupted and self._life.blow == "stop"):
+        if result is None or (result.interrupted and self._life.fault == "stop"):
             return None
-        self._lessons.finished(result)
+        self._training.finished(result)
         right = self.journal.accepted
         said = result.tokens_generated
-        require(said == right, f"the run says that it generated {said} tokens, and {right} were accepted")
+        require(said == right, f"the run reports {said} generated tokens, accepted were {right}")
         return result
 
     def _allows(self, error: Exception) -> bool:
-        """Whether the plan accounts for this end."""
-        if isinstance(error, Blown):
+        """Whether the plan allows this error."""
+        if isinstance(error, InjectedError):
             return True
         if isinstance(error, DeadlineError):
-            return self._life.blow == "scorer hangs"
+            return self._life.fault == "scorer hangs"
         return "attempts to generate" in str(error) and any(machine.breaking for machine in self.machines.values())
 
-    def _strike(self, blow: Blow | None) -> None:
-        if blow == "stop":
+    def _inject(self, fault: RunFault | None) -> None:
+        if fault == "stop":
             self._stop.set()
-        elif blow == "scorer raises":
-            self._scorer.broken = Blown("the reward model is on fire")
-        elif blow == "scorer hangs":
+        elif fault == "scorer raises":
+            self._scorer.broken = InjectedError("the reward model is on fire")
+        elif fault == "scorer hangs":
             self._scorer.hangs = True
-        elif blow == "provider raises":
-            self.provider.tell(Blown("no credits left"))
-        elif blow == "reserved engine dies":
-            self.reserved.fail(Blown("engine on fire"))
+        elif fault == "provider raises":
+            self.provider.tell(InjectedError("no credits left"))
+        elif fault == "reserved engine dies":
+            self.reserved.fail(InjectedError("engine on fire"))
 
-    async def _tidy(self) -> None:
+    async def _clean_up(self) -> None:
         for timer in self._timers:
             timer.cancel()
         await self.reserved.close()
         for _ in range(5):
             await asyncio.sleep(0)
         left = [task.get_name() for task in asyncio.all_tasks() - {asyncio.current_task()}]
-        require(not left, f"tasks were left behind: {sorted(left)}")
+        require(not left, f"tasks remain: {sorted(left)}")
         require(not self._unseen, f"nobody saw {self._unseen}")
 
     def _check_leases(self, *, finished: bool) -> None:
-        """Every lease that began has ended, once, and whom its provider did not take it got back."""
+        """Check that every lease ended once, and that machines which were not evicted were released."""
         told = self.log.named
         begun = [fields["lease"] for fields in told("lease")]
         require(len(set(begun)) == len(begun), f"leases began twice: {begun}")
         ended = {fields["lease"]: fields for fields in told("lease_end")}
         require(len(ended) == len(told("lease_end")), "leases ended twice")
-        require(set(begun) == ended.keys() - {"local"}, f"of the leases {begun} there ended {sorted(ended)}")
+        require(set(begun) == ended.keys() - {"local"}, f"of leases {begun} ended {sorted(ended)}")
         evicted = [fields["lease"] for fields in told("eviction")]
         right = {lease for lease, end in ended.items() if end["evicted"]}
-        # A controller that dies may have read of an end, and not have told what it came to.
+        # A controller that dies may have read the end of a lease without logging it.
         told_of = set(evicted) == right if finished else set(evicted) <= right
-        require(told_of and len(set(evicted)) == len(evicted), f"evictions of {sorted(evicted)} are told, not {right}")
+        require(told_of and len(set(evicted)) == len(evicted), f"logged evictions {sorted(evicted)}, expected {right}")
         for lease_id, machine in self.machines.items():
             if lease_id in ended and machine.line is not None:
-                require(machine.line.killed, f"nobody told {lease_id} that it is over")
+                require(machine.line.killed, f"worker of {lease_id} was not stopped")
             if lease_id in ended:
-                back = ended[lease_id]["cause"] not in ("taken away", "the run ended")
-                require((lease_id in self.provider.released) == back, f"{lease_id} was not given back as it should be")
+                back = ended[lease_id]["cause"] not in ("evicted", "the run ended")
+                require((lease_id in self.provider.released) == back, f"{lease_id} was not released as expected")
 
-    # What machines need of it, and the fleet: the world is the host of its machines.
+    # The interfaces `Surroundings` and `WorkerHost`.
 
     async def start(self, lease: Lease) -> Worker:
         machine = self.machines[lease.lease_id]

@@ -1,4 +1,4 @@
-"""Writes copies of a model folder as checkpoints, keeping one, until it is killed. Imports no torch."""
+"""Writes copies of a model folder as checkpoints, keeping one, until killed. Imports no torch."""
 
 from __future__ import annotations
 

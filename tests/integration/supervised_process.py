@@ -1,7 +1,7 @@
-"""Supervised stages in processes of their own.
+"""Supervised stages in separate processes.
 
-    main() with run FOLDER KIND      one session; exit code as of `tidemill train`
-    main() with killed FOLDER KIND   a calm run, and one killed (-9) again and again
+    main() with run FOLDER KIND      one session; exit code as of `tidemill train` main() with killed FOLDER KIND   an
+    undisturbed run, and one killed (-9) repeatedly
 
 The second prints the digests of both final weights and the number of kills.
 """
@@ -26,7 +26,7 @@ DEADLINE_S = 100.0
 
 
 def write_data(path: Path) -> Path:
-    """Sums as demonstrations and as pairs; wrong sides are off by one."""
+    """Write sums as demonstrations and as pairs; rejected answers are off by one."""
     rows = [
         {"prompt": f"{a}+{b}=", "completion": f"{a + b}\n", "chosen": f"{a + b}\n", "rejected": f"{a + b + 1}\n"}
         for a in range(8)

@@ -1,4 +1,4 @@
-"""What a user gets wrong ends with exit code 2 and a line or two naming what, where and the hint; nothing is lost."""
+"""A user's mistake ends with exit code 2 and one or two lines with what, where and a hint; nothing is lost."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ KEPT = ("steps", "weights_digest", "tokens_generated", "tokens_trained", "optimi
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # where tracebacks of bugs would go
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # where tracebacks of bugs are written
     (tmp_path / "char.toml").write_text(CHAR, encoding="utf-8")
     (tmp_path / "rewards.py").write_text(REWARDS, encoding="utf-8")
     return tmp_path
@@ -106,7 +106,7 @@ def train(*argv: str) -> Ran:
 
 
 def assert_refused(ran: Ran, *says: str) -> None:
-    """Exit code 2; at the end at most two lines that hold every one of `says`; the same as JSON for programs."""
+    """Exit code 2; the last one or two lines contain all of `says`; the same as JSON for programs."""
     assert ran.code == 2, ran.err
     _, told, error = ran.err.rpartition("error: ")
     assert told
@@ -136,7 +136,7 @@ def assert_refused(ran: Ran, *says: str) -> None:
     ],
     ids=lambda value: value[0] if value[0].startswith(("-", "@")) else "",
 )
-def test_faults_of_the_configuration_are_seen_before_anything_is_made(argv: list[str], says: list[str]) -> None:
+def test_configuration_errors_are_reported_before_any_output(argv: list[str], says: list[str]) -> None:
     assert_refused(train(*argv), *says)
     assert not Path("D").exists()
 
@@ -158,21 +158,21 @@ def test_a_wrong_type_in_a_recipe_names_file_and_line(folder: Path) -> None:
     ],
     ids=["missing model", "unknown model", "missing prompts", "no prompts", "missing reward", "too long a context"],
 )
-def test_a_mistake_in_what_is_named_may_be_corrected_in_the_same_directory(argv: list[str], says: list[str]) -> None:
+def test_a_corrected_path_can_use_the_same_run_directory(argv: list[str], says: list[str]) -> None:
     assert_refused(train(*argv), *says)
-    ran = train("--trainer.steps=1")  # another configuration: nothing had begun, so nothing stands in its way
+    ran = train("--trainer.steps=1")  # another configuration: nothing was started, so it is accepted
     assert ran.code == 0, ran.err
     assert ran.data["steps"] == 1
 
 
-def test_a_broken_line_is_named_by_its_number(folder: Path) -> None:
+def test_a_broken_line_is_reported_with_its_number(folder: Path) -> None:
     whole = json.dumps({"prompt": "1+1=", "answer": "2"})
     (folder / "prompts.jsonl").write_text(f'{whole}\n\n{whole}\n{{"prompt": "1+2=", "ans\n', encoding="utf-8")
     asked = ("--task.kind=file", "--task.path=prompts.jsonl")
     assert_refused(train(*asked), "prompts.jsonl, line 4", "broken JSON", "one JSON object per line")
 
 
-def test_a_prompt_longer_than_the_context_is_named(folder: Path) -> None:
+def test_a_prompt_longer_than_the_context_is_reported(folder: Path) -> None:
     lines = [json.dumps({"prompt": f"{number}=", "answer": "1"}) for number in (*range(5), int("7" * 260))]
     (folder / "prompts.jsonl").write_text("\n".join(lines), encoding="utf-8")
     asked = ("--task.kind=file", "--task.path=prompts.jsonl")
@@ -184,7 +184,7 @@ def test_a_prompt_longer_than_the_context_is_named(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["cut", "overwritten", "missing"])
-def test_a_damaged_model_file_is_named(folder: Path, damage: str) -> None:
+def test_a_damaged_model_file_is_reported(folder: Path, damage: str) -> None:
     model = Path(run_here("model", "get", "char", "--model.char.hidden_size=32", "--json").data["path"])
     copy = folder / "model"
     copy.mkdir()
@@ -200,7 +200,7 @@ def test_a_damaged_model_file_is_named(folder: Path, damage: str) -> None:
     assert_refused(train(f"--model.source={copy}"), "model", "safetensors")
 
 
-def test_a_tokenizer_with_more_ids_than_the_model_has_embeddings(folder: Path) -> None:
+def test_a_tokenizer_with_more_ids_than_embeddings_is_refused(folder: Path) -> None:
     small, large = (
         Path(run_here("model", "get", "char", f"--model.char.alphabet={alphabet}", "--json").data["path"])
         for alphabet in ("0123456789+=", "0123456789+=abcdefgh")
@@ -210,7 +210,7 @@ def test_a_tokenizer_with_more_ids_than_the_model_has_embeddings(folder: Path) -
     assert_refused(train("--model.source=./model"), "model", "the tokenizer has ids up to", "embeddings")
 
 
-def test_a_run_directory_that_cannot_be_written(folder: Path) -> None:
+def test_an_unwritable_run_directory_is_reported(folder: Path) -> None:
     (folder / "file").write_text("mine", encoding="utf-8")
     for place in ("file", "file/below"):
         assert_refused(
@@ -221,7 +221,7 @@ def test_a_run_directory_that_cannot_be_written(folder: Path) -> None:
         assert_refused(train("--run.dir=/proc/run"), "/proc/run")
 
 
-def test_a_cache_that_cannot_be_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_cache_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     places = [folder / "char.toml" / "cache", Path("/proc/cache")] if Path("/proc").is_dir() else [folder / "char.toml"]
     for place in places:
         monkeypatch.setenv("TIDEMILL_CACHE", str(place))
@@ -239,9 +239,9 @@ def test_a_cache_that_cannot_be_written(folder: Path, monkeypatch: pytest.Monkey
         ("slow_number", "no result within 0.2 s"),
     ],
 )
-def test_a_reward_that_fails_costs_its_samples_and_is_told(function: str, reason: str) -> None:
+def test_a_failing_reward_invalidates_its_samples_and_is_reported(function: str, reason: str) -> None:
     rewards = f'--scoring.rewards=[{{kind="python",function="rewards.py:{function}"}}]'
-    # In a process of its own: it must end although threads hang in the reward.
+    # In a new process: it must end although threads hang in the reward.
     shape = ("--trainer.steps=1", "--batch.prompts=4", "--batch.group_size=8", "--scoring.timeout_s=0.2")
     argv = ("train", "@char.toml", "--run.dir=D", rewards, *shape, "--scoring.concurrency=32", "--json")
     ran = run_fork(*argv, cwd=Path.cwd())
@@ -261,10 +261,10 @@ def test_a_reward_that_fails_costs_its_samples_and_is_told(function: str, reason
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-def test_a_reward_that_always_fails_ends_the_run_with_its_first_exception(steps: int) -> None:
+def test_a_reward_that_always_fails_stops_the_run_with_its_first_exception(steps: int) -> None:
     rewards = '--scoring.rewards=[{kind="python",function="rewards.py:always"}]'
     argv = (rewards, f"--trainer.steps={steps}", "--batch.prompts=4", "--batch.group_size=4")
-    for session in range(2):  # the second finds a run that has done its steps
+    for session in range(2):  # the second session finds a run with all steps done
         ran = train(*argv)
         assert ran.code == 3, ran.err
         assert "no sample of this run got a valid reward" in ran.err.rpartition("error: ")[2] or session == 0
@@ -274,14 +274,14 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_first_exception(steps:
     assert failed["prompt"]
 
 
-def test_credentials_in_a_reward_url_reach_no_file(folder: Path) -> None:
+def test_credentials_in_a_reward_url_are_not_written_to_files(folder: Path) -> None:
     ran = train('--scoring.rewards=[{kind="http",url="http://me:hush@localhost/score"}]')
     assert_refused(ran, "scoring.rewards", "credentials", "auth_env")
     assert "hush" not in ran.err + ran.out
     assert not (folder / "D").exists()
 
 
-def test_another_models_weights_are_not_taken_for_the_runs(folder: Path) -> None:
+def test_weights_of_another_model_are_refused_on_resume(folder: Path) -> None:
     first, second = (
         run_here("model", "get", "char", "--model.char.hidden_size=32", f"--model.char.seed={seed}", "--json").data[
             "path"
@@ -304,7 +304,7 @@ def checkpoints(run: Path) -> list[str]:
     return sorted(path.name for path in (run / "checkpoints").iterdir())
 
 
-def test_a_disk_that_fills_while_a_checkpoint_is_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fills_during_a_checkpoint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = uninterrupted()
     write, written = PolicyTrainer.write_state, []
 
@@ -327,7 +327,7 @@ def test_a_disk_that_fills_while_a_checkpoint_is_written(folder: Path, monkeypat
 
 @pytest.fixture
 def small_disk(folder: Path) -> Iterator[Path]:
-    """A file system of 48 MB: little more than is asked for before a checkpoint is written."""
+    """A file system of 48 MB: little more than a checkpoint's free-space check asks for."""
     place = folder / "disk"
     place.mkdir()
     mounted = subprocess.run(
@@ -340,8 +340,8 @@ def small_disk(folder: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("free_bytes", [200_000, 60_000, 4096, 0])
-def test_a_disk_that_is_really_full(small_disk: Path, free_bytes: int) -> None:
-    """Wherever it happens: in a checkpoint, a samples file, the ledger or the very first file."""
+def test_a_full_disk(small_disk: Path, free_bytes: int) -> None:
+    """In a checkpoint, a samples file, the ledger or the first file of the run."""
     expected = uninterrupted()
     run = small_disk / "run"
     begun = train(f"--run.dir={run}", "--trainer.steps=1", "--eval.every_steps=0")

@@ -1,4 +1,4 @@
-"""From a real run to a profile, and from the profile to what the next run is expected to take."""
+"""Fit a profile to a real run, and forecast the next run from it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ RECIPE = (
 
 
 @pytest.mark.slow
-def test_a_run_says_what_the_next_will_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_calibrates_the_forecast_of_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIDEMILL_CACHE", str(tmp_path / "cache"))
     first, second = tmp_path / "first", tmp_path / "second"
     assert run_here("train", *RECIPE, "--run.dir", str(first)).code == 0
-    assert read_forecast(first) is None  # nothing was known of this machine
+    assert read_forecast(first) is None  # there was no profile of this machine
     profile = run_here("calibrate", str(first), "--json").data["profile"]
     numbers = profile["numbers"]
     assert all(numbers[name]["value"] > 0 for name in ("controller_sample_s", "start_s"))

@@ -1,4 +1,4 @@
-"""PPO with both kinds of critic as whole runs, and what can be wrong with a critic."""
+"""PPO with both kinds of critic as whole runs, and invalid critics."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run(spec: RunSpec) -> list[MetricLine]:
 
 
 @pytest.mark.parametrize("critic", [{"kind": "own"}, {"kind": "shared"}, {"kind": "own", "normalize": True}])
-def test_a_critic_learns_beside_the_policy_and_survives_a_restart(critic: dict[str, Any], tmp_path: Path) -> None:
+def test_a_critic_is_trained_with_the_policy_and_resumed(critic: dict[str, Any], tmp_path: Path) -> None:
     whole = run(ppo(tmp_path / "whole", critic=critic))
     assert all({"value_loss", "explained_variance", "returns_mean"} <= line.values.keys() for line in whole)
     assert all(line.optimizer_steps == 2 for line in whole)
@@ -58,7 +58,7 @@ def test_a_critic_learns_beside_the_policy_and_survives_a_restart(critic: dict[s
 
 
 @pytest.mark.parametrize("kind", ["own", "shared"])
-def test_a_critic_warms_up_while_the_policy_stays(kind: str, tmp_path: Path) -> None:
+def test_the_policy_is_unchanged_during_critic_warmup(kind: str, tmp_path: Path) -> None:
     lines = run(ppo(tmp_path, critic={"kind": kind, "warmup_steps": 4}))
     assert [line.optimizer_steps for line in lines] == [0, 0, 2, 2]
     assert lines[0].weights_digest == lines[1].weights_digest != lines[2].weights_digest
@@ -66,7 +66,7 @@ def test_a_critic_warms_up_while_the_policy_stays(kind: str, tmp_path: Path) -> 
     assert lines[1].values["explained_variance"] != pytest.approx(0.0, abs=1e-6)
 
 
-def test_a_critic_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_a_critic_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     build_char_model(CharModelConfig(alphabet="0123456789+=\n", hidden_size=16, layers=1, heads=2), tmp_path / "other")
     spec = ppo(tmp_path / "run", critic={"source": str(tmp_path / "other")})

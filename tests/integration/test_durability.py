@@ -1,4 +1,4 @@
-"""kill -9 at any instant: the resumed run ends with the very weights of an uninterrupted one."""
+"""kill -9 at any time: the resumed run gives the same weights as an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def recipe(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("more", ["", WITH_ADAPTER, AHEAD], ids=["whole", "adapter", "ahead"])
 def test_killed_at_random_moments_and_inside_a_checkpoint(more: str, recipe: Path, tmp_path: Path) -> None:
     text = RECIPE + more
-    if more == AHEAD:  # samples so long that they would span publishes
+    if more == AHEAD:  # samples so long that they span publishes
         text = text.replace("max_new_tokens = 12", "max_new_tokens = 48")
     recipe.write_text(text)
     quiet, torn = tmp_path / "quiet", tmp_path / "torn"
     quiet_run(recipe, quiet)
     expected = learned(quiet)
-    assert expected[0]["optimizer_steps"] > 8  # it learned something, or equal weights would say nothing
+    assert expected[0]["optimizer_steps"] > 8  # training changed the weights, otherwise equality would show nothing
     rng = random.Random(0)
     kills = 0
     for wanted in (0, 1, 3, 6):
@@ -50,7 +50,7 @@ def test_killed_at_random_moments_and_inside_a_checkpoint(more: str, recipe: Pat
         kills += run.killed_when(due, after_s=rng.uniform(0.0, 0.15))
     assert kills >= 3, "the kills came too late to show anything"
     checkpoints = torn / "checkpoints"
-    # A checkpoint of so small a model is written in milliseconds: this may miss it, and then changes nothing.
+    # The checkpoint of a small model takes milliseconds: the kill may miss it and then changes nothing.
     RunningProcess(recipe, torn).killed_when(lambda: any(checkpoints.glob(".writing-*")))
     RunningProcess(recipe, torn).ends(0)
     assert learned(torn) == expected
@@ -59,12 +59,12 @@ def test_killed_at_random_moments_and_inside_a_checkpoint(more: str, recipe: Pat
 
 
 def has_told(run: RunningProcess, step: int) -> bool:
-    """Whether this process is up, and the run has come to a step."""
+    """Whether this process has started and the run has reached a step."""
     return run.told("session_start") > 0 and last_step(run.run) >= step
 
 
 @pytest.mark.timeout(200)
-def test_interrupted_cleanly_then_resumed_then_told_that_it_has_finished(recipe: Path, tmp_path: Path) -> None:
+def test_a_run_is_interrupted_resumed_and_then_already_finished(recipe: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     first = RunningProcess(recipe, run)
     first.wait_until(lambda: last_step(run) >= 2, "step 2")

@@ -1,4 +1,4 @@
-"""Evaluation by more than one judge."""
+"""Evaluation with several kinds of scorer."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from tidemill.runtime.model_evaluation import evaluate
 
 
 class Likes:
-    """Implements core.protocols.Scorer: one point a token."""
+    """Implements core.protocols.Scorer: the score is the number of tokens."""
 
     async def score(self, prompt: Prompt, trajectory: Trajectory) -> Reward:
         return Reward(value=float(trajectory.completion_length))
 
     async def close(self) -> None:
-        raise AssertionError("whoever made it closes it")
+        raise AssertionError("the owner closes it")
 
 
-def test_any_scorer_may_judge_too(session_cache: object) -> None:
+def test_another_scorer_can_score_the_answers(session_cache: object) -> None:
     spec = load_spec(
         ["--model.source=char", "--task.shots=0", "--sampling.max_new_tokens=3", "--eval.prompts=8",
          "--trainer.threads=1"], purpose="eval"
@@ -38,7 +38,7 @@ def test_any_scorer_may_judge_too(session_cache: object) -> None:
 
 
 def evaluated(reward: str, *more: str) -> tuple[dict[str, Any], str]:
-    """What `tidemill eval` finds under a reward, as data and as text."""
+    """Results of `tidemill eval` with a reward function, as data and as text."""
     spec = load_spec(
         ["--model.source=char", "--task.shots=0", "--sampling.max_new_tokens=3", "--eval.prompts=8",
          "--eval.samples_per_prompt=2", "--trainer.threads=1", f"--scoring.rewards=[{reward}]", *more], purpose="eval"
@@ -48,7 +48,7 @@ def evaluated(reward: str, *more: str) -> tuple[dict[str, Any], str]:
 
 
 @pytest.mark.parametrize("grade", [0.9, 1.5])
-def test_a_graded_judge_has_a_mean_reward_and_no_accuracy(session_cache: object, tmp_path: Path, grade: float) -> None:
+def test_a_graded_reward_has_a_mean_and_no_accuracy(session_cache: object, tmp_path: Path, grade: float) -> None:
     judge = tmp_path / "judge.py"
     judge.write_text(f"def score(prompt, completion, answer, metadata):\n    return {grade}\n", encoding="utf-8")
     found, text = evaluated(f'{{kind = "python", function = "{judge}:score"}}')
@@ -61,7 +61,7 @@ def test_a_graded_judge_has_a_mean_reward_and_no_accuracy(session_cache: object,
     assert "accuracy" not in text
 
 
-def test_right_and_wrong_answers_have_both(session_cache: object) -> None:
+def test_a_binary_reward_has_a_mean_and_an_accuracy(session_cache: object) -> None:
     found, text = evaluated('{kind = "exact"}')
     right = sum(sample["correct"] for sample in found["samples"])
     assert found["reward_mean"] == found["greedy_accuracy"] == right / 8
@@ -72,7 +72,7 @@ def test_right_and_wrong_answers_have_both(session_cache: object) -> None:
     assert "greedy_accuracy " in text and "reward_mean " in text
 
 
-def test_what_was_answered_before_a_stop_is_not_asked_again(
+def test_answers_from_before_a_stop_are_reused(
     session_cache: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = load_spec(
@@ -81,10 +81,10 @@ def test_what_was_answered_before_a_stop_is_not_asked_again(
     )  # fmt: skip
     found = evaluate(spec, answers=tmp_path / "answers.jsonl")
 
-    async def asked(*_: object) -> CachedCompletions:
+    async def asked(*_: object, **__: object) -> CachedCompletions:
         raise AssertionError("answered before")
 
-    monkeypatch.setattr(BatchGenerator, "_ask_greedily", asked)
+    monkeypatch.setattr("tidemill.runtime.batch_generation.evaluate", asked)
     monkeypatch.setattr(BatchGenerator, "_draw", asked)
     assert evaluate(spec, answers=tmp_path / "answers.jsonl") == found
     with pytest.raises(AssertionError, match="answered before"):  # another seed draws other samples

@@ -1,4 +1,4 @@
-"""A journal whose process is killed with SIGKILL: what was acknowledged is there, in order, and little else."""
+"""A journal whose process is killed with SIGKILL contains all acknowledged entries, in order, and few others."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ asyncio.run(main())
 @pytest.mark.parametrize("seed", range(3))
 async def test_acknowledged_entries_survive_kill_9(tmp_path: Path, seed: int) -> None:
     path, rng, entries = tmp_path / "ledger.sqlite", random.Random(seed), 0
-    for _ in range(3):  # lives over the same file
+    for _ in range(3):  # several processes, one after another, with the same file
         acknowledged = write_and_kill(path, rng.uniform(0.05, 0.3))
         journal = await SqliteJournal.open(path)
         found = [int.from_bytes(blob[:4], "little") for _, blob in await journal.load()]
@@ -44,13 +44,13 @@ async def test_acknowledged_entries_survive_kill_9(tmp_path: Path, seed: int) ->
 
         assert found == list(range(len(found)))
         assert len(found) > max(acknowledged)
-        assert len(found) <= max(acknowledged) + 1 + 10  # at most what was on its way
+        assert len(found) <= max(acknowledged) + 1 + 10  # at most the entries in flight
         assert len(found) > entries
         entries = len(found)
 
 
 def write_and_kill(path: Path, seconds: float) -> list[int]:
-    """What the writer said was durable before it was killed, `seconds` after its first word."""
+    """Entries acknowledged by a writer that was killed `seconds` after its first acknowledgement."""
     with subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True) as writer:
         assert writer.stdout is not None
         first = writer.stdout.readline()

@@ -1,4 +1,4 @@
-"""The whole loop in virtual time: killed at any instant, it learns exactly what it would have learned."""
+"""The whole loop in virtual time: killed at any instant, a resumed run gives the same weights."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.fake_session import Disk, Session, small_spec
-from tests.memory_journal import HEADER, PowerCut
+from tests.doubles.journal import HEADER, PowerCut
+from tests.doubles.session import Disk, Session, small_spec
 from tests.virtual_time import run_virtual
-from tidemill.controller.journal_entries import Published, decode
+from tidemill.controller.ledger import Published, decode
 from tidemill.core.records import SampleId
 
 SPEC = small_spec()
@@ -20,7 +20,7 @@ ARRIVAL = small_spec(batch={"order": "arrival"})
 
 
 def live(disk: Disk, *, power_cut_after: int | None = None, spec: Any = SPEC) -> Session:
-    """One process's life, to its end or until the power goes."""
+    """Run one process until it ends or the power is cut."""
 
     async def main() -> Session:
         session = Session(disk=disk, spec=spec, power_cut_after=power_cut_after)
@@ -32,7 +32,7 @@ def live(disk: Disk, *, power_cut_after: int | None = None, spec: Any = SPEC) ->
 
 @functools.cache
 def quiet_run() -> tuple[Session, tuple[int, ...]]:
-    """An undisturbed run, and how many bytes were in its journal after each append."""
+    """An undisturbed run, and the size of its journal after each append."""
     ends: list[int] = []
 
     async def main() -> Session:
@@ -64,7 +64,7 @@ def evaluated(session: Session) -> Iterable[tuple[int, Any]]:
     return session.ledger.evaluations.items()
 
 
-def test_the_quiet_run_is_worth_comparing_with() -> None:
+def test_the_uninterrupted_run_exercises_the_journal() -> None:
     reference, ends = quiet_run()
 
     assert len(reference.trainer.state.history) == 4
@@ -75,10 +75,10 @@ def test_the_quiet_run_is_worth_comparing_with() -> None:
     assert_same_history(live(Disk()), "nothing")
 
 
-def test_killed_in_or_after_every_write_of_the_journal_it_learns_the_same() -> None:
+def test_killed_at_every_journal_write_the_weights_are_the_same() -> None:
     _, ends = quiet_run()
     for number, end in enumerate(ends):
-        # Written but never acknowledged; torn, every other time near its start.
+        # Written but not acknowledged; partial, every other time near its start.
         for cut in (end, end - (3, 40)[number % 2]):
             disk = Disk()
             killed = live(disk, power_cut_after=cut)
@@ -103,13 +103,13 @@ def test_no_finished_sample_is_generated_again() -> None:
 
 
 def finished_and_durable(session: Session) -> set[SampleId]:
-    """Samples that were handed to the scorer, which happens only to durable ones."""
+    """Samples that were passed to the scorer, which gets only durable ones."""
     return {sample for sample in session.scorer.scored if sample.purpose == "train"}
 
 
 @pytest.mark.parametrize("cut_every", [2400, 3000, 5000])
-def test_killed_again_and_again_it_gets_there(cut_every: int) -> None:
-    """An evaluation's entry, the largest, has about 2300 bytes: less than that a life would never get past it."""
+def test_a_run_killed_repeatedly_finishes(cut_every: int) -> None:
+    """The largest entry, of an evaluation, has about 2,300 bytes: with smaller limits no process would get past it."""
     disk, lives = Disk(), 1
     while (session := live(disk, power_cut_after=cut_every)).result is None:
         lives += 1
@@ -120,8 +120,8 @@ def test_killed_again_and_again_it_gets_there(cut_every: int) -> None:
 
 
 @pytest.mark.parametrize("write", range(1, 5))
-def test_killed_beside_a_checkpoint_write_it_learns_the_same(write: int) -> None:
-    """Two checkpoints, each with a moment before and one after it is durable."""
+def test_killed_around_a_checkpoint_write_the_weights_are_the_same(write: int) -> None:
+    """Two checkpoints, each cut before and after it is durable."""
     disk = Disk()
     calls = 0
 
@@ -142,7 +142,7 @@ def test_killed_beside_a_checkpoint_write_it_learns_the_same(write: int) -> None
     assert_same_history(live(disk), write)
 
 
-def test_a_resumed_run_tells_one_story() -> None:
+def test_a_resumed_run_has_one_consistent_log() -> None:
     _, ends = quiet_run()
     disk = Disk()
     first = live(disk, power_cut_after=ends[-12])
@@ -161,7 +161,7 @@ def test_a_resumed_run_tells_one_story() -> None:
     assert second.telemetry.steps[0].values["tokens_recovered"] > 0
 
 
-def test_an_evaluation_beyond_the_checkpoint_is_told_again_but_not_made_again() -> None:
+def test_an_evaluation_after_the_checkpoint_is_logged_again_but_not_rerun() -> None:
     spec = small_spec(checkpoint={"every_steps": 0})  # one checkpoint, at the end
     disk = Disk()
 
@@ -187,8 +187,8 @@ def test_an_evaluation_beyond_the_checkpoint_is_told_again_but_not_made_again() 
     assert_same_history(resumed, "no checkpoint")
 
 
-def test_weights_that_were_made_again_a_little_different_are_evaluated_again() -> None:
-    """As on a GPU, or in order of arrival: the digest tells."""
+def test_slightly_different_retrained_weights_are_evaluated_again() -> None:
+    """As on a GPU, or in arrival order: the digest differs."""
     spec = small_spec(checkpoint={"every_steps": 0})
     disk = Disk()
 
@@ -210,12 +210,12 @@ def test_weights_that_were_made_again_a_little_different_are_evaluated_again() -
     assert len(resumed.eval_scorer.scored) == 8  # after steps 2 and 4; the initial weights are the same
     assert resumed.result.evaluations[-1].version == resumed.trainer.version
     foreign = [metrics.values.get("tokens_other_weights", 0.0) for metrics in resumed.telemetry.steps]
-    # the first batch was made by the initial weights, the others by weights that are no more
+    # the first batch was generated by the initial weights, the others by weights that no longer exist
     assert foreign[1] == 0.0
     assert all(count > 0 for count in foreign[2:])
 
 
-def test_in_order_of_arrival_every_sample_is_learned_once() -> None:
+def test_in_arrival_order_every_sample_is_trained_once() -> None:
     disk = Disk()
     while (session := live(disk, power_cut_after=2500, spec=ARRIVAL)).result is None:
         pass
@@ -226,7 +226,7 @@ def test_in_order_of_arrival_every_sample_is_learned_once() -> None:
         assert len(samples) == len(set(samples)) == 6
 
 
-def test_a_finished_run_says_so() -> None:
+def test_a_finished_run_reports_it() -> None:
     disk = Disk()
     live(disk)
     again = live(disk)
@@ -240,7 +240,7 @@ def test_a_finished_run_says_so() -> None:
     assert [known.step for known in again.result.evaluations] == [0, 2, 4]
 
 
-def test_a_finished_run_goes_on_when_it_is_given_more_steps() -> None:
+def test_a_finished_run_continues_with_more_steps() -> None:
     disk = Disk()
     live(disk)
     longer = small_spec(trainer={"steps": 6})
@@ -268,7 +268,7 @@ def ahead(unfinished: str, lag: int = 2) -> Any:
 
 
 def writes_beside_publishes(spec: Any) -> list[int]:
-    """Bytes in the journal where what a publish says is torn at its beginning or after its first round, or is there."""
+    """Journal sizes at which a publish entry is partial at its start, partial after its first round, or complete."""
     cuts: list[int] = []
 
     async def main() -> None:
@@ -294,7 +294,7 @@ def quiet_run_ahead(lag: int, unfinished: str) -> Session:
 
 
 @pytest.mark.parametrize("lag", [1, 2, 3])
-def test_killed_anywhere_ahead_of_training_it_learns_the_same_when_publishes_wait(lag: int) -> None:
+def test_killed_before_training_the_weights_are_the_same_with_delayed_publishing(lag: int) -> None:
     spec, quiet = ahead("wait", lag), quiet_run_ahead(lag, "wait")
     assert max(len(sample[8:]) for group in quiet.trainer.state.history[-1] for sample in group[2]) == lag  # type: ignore[index]
     for cut in range(400, quiet.journal.written, 611):
@@ -305,8 +305,8 @@ def test_killed_anywhere_ahead_of_training_it_learns_the_same_when_publishes_wai
 
 
 @pytest.mark.parametrize("tenths", range(5, 205, 8))
-def test_stopped_while_a_publish_waits_it_learns_the_same(tenths: int) -> None:
-    """The trainer is then a version ahead of what was published: no checkpoint may hold its weights."""
+def test_stopped_during_a_delayed_publish_the_weights_are_the_same(tenths: int) -> None:
+    """The trainer is then one version ahead of the published one: no checkpoint may contain its weights."""
     spec, disk = ahead("wait", 2), Disk()
 
     async def main() -> Session:
@@ -324,10 +324,10 @@ def test_stopped_while_a_publish_waits_it_learns_the_same(tenths: int) -> None:
 
 
 @pytest.mark.parametrize("unfinished", ["continue", "finish", "wait"])
-def test_killed_beside_what_a_publish_says_it_learns_again_what_it_had_learned(unfinished: str) -> None:
-    """Ahead of training a run depends on time; but what it told of it learns again to the bit, publish for publish.
+def test_killed_around_a_publish_entry_the_run_repeats_its_steps(unfinished: str) -> None:
+    """With a policy lag a run depends on timing; but steps logged before the kill are repeated bit for bit.
 
-    Samples that are finished under old weights get tokens of which nothing was said when the new ones were published.
+    Samples that finish under old weights get tokens that the publish entry does not mention.
     """
     spec, replayed = ahead(unfinished), 0
     for cut in writes_beside_publishes(spec):

@@ -1,4 +1,4 @@
-"""A LoRA run from the command line: trained, looked at, merged, and refused where it does not fit."""
+"""A LoRA run from the command line: trained, evaluated, merged, and refused where it does not fit."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_run_publishes_adapters(run: Path) -> None:
     assert not [event for event in events if event["event"] == "quarantine"]
 
 
-def test_eval_and_generate_take_the_checkpoint_as_the_run_left_it(run: Path) -> None:
+def test_eval_and_generate_load_an_adapter_checkpoint(run: Path) -> None:
     found = done(run_here("eval", "--checkpoint", str(run), "--json"))
     assert found["weights_digest"] == summary(run)["weights_digest"]
     assert found["greedy_accuracy"] == summary(run)["eval"]["after"]["greedy_accuracy"]
@@ -66,7 +66,7 @@ def test_eval_and_generate_take_the_checkpoint_as_the_run_left_it(run: Path) -> 
     assert len(drawn["samples"]) == 1
 
 
-def test_a_merged_model_is_a_source_like_any_other(run: Path, tmp_path: Path) -> None:
+def test_a_merged_model_can_be_a_model_source(run: Path, tmp_path: Path) -> None:
     merged = tmp_path / "merged"
     assert done(run_here("model", "merge", str(run), str(merged), "--json"))["path"] == str(merged)
     here = done(run_here("eval", "--checkpoint", str(run), "--json"))
@@ -95,13 +95,13 @@ def test_a_finished_run_is_resumed_with_more_steps(run: Path, tmp_path: Path) ->
         ([LORA, '--model.lora.targets=["q_proj"]'], "model.lora.targets = "),
     ],
 )  # fmt: skip
-def test_a_run_goes_on_with_the_adapter_it_began_with(run: Path, more: list[str], says: str) -> None:
+def test_a_resumed_run_keeps_its_adapter(run: Path, more: list[str], says: str) -> None:
     ran = run_here("train", RECIPE, *SHAPE, *more, "--pool.workers=1", f"--run.dir={run}")
     assert ran.code == 2
     assert says in ran.err
 
 
-def test_faults_before_anything_is_trained(run: Path, tmp_path: Path) -> None:
+def test_adapter_errors_are_reported_before_training(run: Path, tmp_path: Path) -> None:
     def told(*argv: str) -> str:
         ran = run_here("train", RECIPE, *SHAPE, *argv, f"--run.dir={tmp_path / 'x'}")
         assert ran.code == 2
@@ -114,7 +114,7 @@ def test_faults_before_anything_is_trained(run: Path, tmp_path: Path) -> None:
     assert "set dropout = 0" in told(LORA, "--model.lora.dropout=0.1")
 
 
-def test_on_smollm2_a_version_is_under_two_percent_of_the_models_bytes(shared_cache: Path) -> None:
+def test_an_adapter_version_of_smollm2_is_under_two_percent_of_the_model(shared_cache: Path) -> None:
     spec = load_spec(
         [f"@{REPOSITORY / 'recipes' / 'smollm2-lora.toml'}", "--trainer.threads=1", "--trainer.device=cpu"]
     )
@@ -128,8 +128,8 @@ def test_on_smollm2_a_version_is_under_two_percent_of_the_models_bytes(shared_ca
 
 
 @pytest.mark.parametrize("kind", ["sft", "reward_model", "dpo"])
-def test_a_supervised_stage_may_learn_in_an_adapter(kind: SupervisedKind, tmp_path: Path) -> None:
-    """Stopped half-way and resumed it ends with the same bits; what came of it is a model like any other."""
+def test_a_supervised_stage_trains_an_adapter(kind: SupervisedKind, tmp_path: Path) -> None:
+    """Stopped half-way and resumed it gives the same weights; its result is a plain model."""
     data = write_data(tmp_path / "data.jsonl")
     char = {"hidden_size": 32, "layers": 2, "heads": 2, "context": 32}
     same: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""A run three versions ahead of its training, corrected from publish to publish; and one that dies on the way."""
+"""A run with a policy lag of three, corrected publish by publish; and one that dies on the way."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ prompts = 1
 
 
 class Died(RuntimeError):
-    """As if the power had gone."""
+    """Simulates a power cut."""
 
 
 @dataclass
 class Watched:
-    """Implements `core.protocols.Trainer` around the run's own: keeps what it learned from, by step."""
+    """Implements `core.protocols.Trainer` around the run's trainer: records its training groups by step."""
 
     inner: Trainer
     dies_at: int | None
@@ -101,7 +101,7 @@ class Watched:
 
 
 def live(directory: Path, *, checkpoint_every: int, dies_at: int | None = None) -> Watched:
-    """A session of the run in `directory`; what its trainer was given."""
+    """Run one session in `directory`; returns its recording trainer."""
     keep = {"every_steps": checkpoint_every, "keep_last": STEPS}
     spec = RunSpec.model_validate(merge(tomllib.loads(RECIPE), {"run": {"dir": directory}, "checkpoint": keep}))
     watched: list[Watched] = []
@@ -124,14 +124,14 @@ def live(directory: Path, *, checkpoint_every: int, dies_at: int | None = None) 
 
 @dataclass
 class Seen:
-    """Of every token learned from: what it was weighted with, and the logprobs of who made it and of the trainer."""
+    """Weights of all trained tokens, with the logprobs of the generating versions and of the trainer."""
 
     weights: list[Tensor] = field(default_factory=list)
     rollout: list[Tensor] = field(default_factory=list)
     proximal: list[Tensor] = field(default_factory=list)
 
     def outcome(self, algorithm: Any, microbatch: Any, *args: Any, **kwargs: Any) -> PolicyOutcome:
-        """Stands in for `policy_outcome`."""
+        """Replaces `policy_outcome`."""
         found = self._outcome(algorithm, microbatch, *args, **kwargs)
         self.weights.append(found.corrected.weights_T)
         self.rollout.append(microbatch.rollout_logprobs)
@@ -159,7 +159,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, session_cache: Path) -> F
 
 
 def logprobs_by(model: PreTrainedModel, sample: Trajectory) -> list[float]:
-    """Of the completion's tokens, by the library's own forward pass over the sample alone."""
+    """Logprobs of the completion's tokens, by transformers' forward pass over the single sample."""
     ids, prompt = unpack_tokens(sample.token_ids), sample.prompt_length
     with torch.no_grad():
         logits = model(torch.tensor([ids])).logits[0, prompt - 1 : -1]
@@ -167,7 +167,7 @@ def logprobs_by(model: PreTrainedModel, sample: Trajectory) -> list[float]:
     return logprobs.tolist()  # type: ignore[no-any-return]
 
 
-def test_every_publish_says_what_its_checkpoint_says(finished: Finished) -> None:
+def test_published_weights_equal_the_checkpoint(finished: Finished) -> None:
     checkpoints = finished.directory / "checkpoints"
     models = {
         number: AutoModelForCausalLM.from_pretrained(checkpoints / f"step_{number}") for number in range(1, STEPS)
@@ -177,7 +177,7 @@ def test_every_publish_says_what_its_checkpoint_says(finished: Finished) -> None
         for sample in (one for group in groups for one in group.trajectories):
             rollout = unpack_logprobs(sample.rollout_logprobs)
             made_by = [run.version.number for run in sample.versions for _ in range(run.start, run.end)]
-            newest = step - 1  # the trainer's version, and the last that was published
+            newest = step - 1  # the trainer's version, and the last published one
             assert len(sample.publish_logprobs) <= newest - made_by[0]
             first = step - len(sample.publish_logprobs)
             for version, said in enumerate(map(unpack_logprobs, sample.publish_logprobs), start=first):
@@ -188,14 +188,14 @@ def test_every_publish_says_what_its_checkpoint_says(finished: Finished) -> None
                 assert said[known:] == rollout[known:]
                 compared, younger, late = compared + known, younger + len(said) - older, late + older - known
     assert compared > 200 and younger > 20
-    assert late < compared / 4  # made before a publish, and not yet reported when the trainer was asked
+    assert late < compared / 4  # generated before a publish, and reported after the trainer's logprobs were requested
 
 
-def test_the_weights_are_not_those_of_tis(finished: Finished) -> None:
+def test_the_weights_differ_from_tis(finished: Finished) -> None:
     seen = finished.seen
     weights, rollout, proximal = (torch.cat(parts) for parts in (seen.weights, seen.rollout, seen.proximal))
     whole = (proximal - rollout).exp()
-    # a token that HIGH holds back once may go on from there: twice as far, or back to below where it began
+    # a token clipped at HIGH once can continue from there: twice as far, or back below its start
     assert int(((weights - whole.clamp(max=HIGH)).abs() > 1e-3).sum()) > 50
     assert float(weights.max()) > HIGH + 1e-3
     assert float(weights.max()) <= HIGH**4 + 1e-4  # three publishes, and from the last to the trainer
@@ -206,10 +206,10 @@ def digests(directory: Path) -> dict[int, str]:
     return {line["step"]: line["weights_digest"] for line in lines}
 
 
-def test_a_run_that_died_learns_again_to_the_bit_what_it_had_learned(tmp_path: Path, session_cache: Path) -> None:
+def test_a_killed_run_repeats_its_steps_bit_for_bit(tmp_path: Path, session_cache: Path) -> None:
     died = live(tmp_path / "run", checkpoint_every=0, dies_at=DIES_AT)
     before = digests(tmp_path / "run")
-    assert len(set(before.values())) == len(before) == DIES_AT  # it learned something in every step
+    assert len(set(before.values())) == len(before) == DIES_AT  # every step changed the weights
 
     resumed = live(tmp_path / "run", checkpoint_every=0)
 

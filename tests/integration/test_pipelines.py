@@ -1,4 +1,4 @@
-"""Pipelines through the real command line: killed in any stage they end with the very model of a quiet one."""
+"""Pipelines through the real command line: killed in any stage they give the same model."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ dtype = "bf16"
 """
 )
 RLHF = REPOSITORY / "recipes" / "rlhf.toml"
-# The recipe's own stages with a model that is trained from nothing in seconds.
+# The recipe's own stages with a model that is trained from scratch in seconds.
 CHAR = (
     char_task()
     + """\
@@ -117,7 +117,7 @@ def write_inputs(folder: Path) -> None:
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # where tracebacks of bugs would go
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # where tracebacks of bugs are written
     write_inputs(tmp_path)
     return tmp_path
 
@@ -132,7 +132,7 @@ def stage_folder(name: str, run_dir: Path = Path("D")) -> Path:
 
 
 def made(run_dir: Path = Path("D")) -> tuple[str, str]:
-    """What came out: the digest of the exported weights, and of those that were measured."""
+    """Digests of the exported and of the evaluated weights."""
     exported = json.loads((stage_folder("out", run_dir) / "model" / "tidemill.json").read_text(encoding="utf-8"))
     measured = json.loads((stage_folder("measure", run_dir) / "summary.json").read_text(encoding="utf-8"))
     return exported["weights_digest"], measured["weights_digest"]
@@ -140,7 +140,7 @@ def made(run_dir: Path = Path("D")) -> tuple[str, str]:
 
 @pytest.fixture(scope="module")
 def quiet_result(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """Of a pipeline that nothing happens to."""
+    """Results of an undisturbed pipeline."""
     place = tmp_path_factory.mktemp("quiet")
     write_inputs(place)
     ran = run_fork("train", "@r.toml", "--run.dir=D", cwd=place)
@@ -153,11 +153,11 @@ def lines(path: Path) -> int:
 
 
 def run_until(reached: Callable[[], bool], number: signal.Signals) -> int:
-    """The pipeline in a process of its own, sent a signal as soon as something is reached; its exit code."""
+    """Run the pipeline in a process and send a signal once a condition holds; returns its exit code."""
     deadline = time.monotonic() + DEADLINE_S
     with Forked("train", "@r.toml", "--run.dir=D") as process:
         while process.poll() is None and not reached():
-            assert time.monotonic() < deadline, "it did not get that far"
+            assert time.monotonic() < deadline, "the pipeline did not get that far"
             time.sleep(0.005)
         process.send_signal(number)
         return process.wait(DEADLINE_S)
@@ -173,7 +173,7 @@ def in_stage(name: str, steps: int) -> Callable[[], bool]:
     return lambda: any(lines(each) > steps for each in Path("D").glob(f"stages/{name}-*/metrics.jsonl"))
 
 
-def test_every_stage_leaves_what_is_promised() -> None:
+def test_every_stage_leaves_its_documented_files() -> None:
     ran = train()
     assert ran.code == 0, ran.err
     summary: dict[str, Any] = ran.data
@@ -188,7 +188,7 @@ def test_every_stage_leaves_what_is_promised() -> None:
     by_name = {stage["name"]: stage for stage in summary["stages"]}
     assert by_name["measure"]["figures"]["greedy_accuracy"] == by_name["rl"]["figures"]["greedy_accuracy"]
     assert "learned" not in page
-    # The exported folder is a plain one, of the right weights and dtype.
+    # The exported folder is a plain model with the right weights and dtype.
     exported = stage_folder("out") / "model"
     checkpoint = stage_folder("rl") / "checkpoints" / "step_12"
     with quiet():
@@ -208,7 +208,9 @@ def test_every_stage_leaves_what_is_promised() -> None:
 
 
 @pytest.mark.parametrize(("name", "steps"), [("sft", 1), ("sft", 6), ("rl", 0), ("rl", 3), ("rl", 9)], ids=str)
-def test_killed_in_a_stage_it_ends_with_the_same_model(quiet_result: tuple[str, str], name: str, steps: int) -> None:
+def test_a_pipeline_killed_in_a_stage_gives_the_same_model(
+    quiet_result: tuple[str, str], name: str, steps: int
+) -> None:
     assert run_until(in_stage(name, steps), signal.SIGKILL) == -signal.SIGKILL
     planned = {row["stage"]: row["action"] for row in train("--dry-run").data["plan"]}
     assert planned[name] == "resume"
@@ -219,7 +221,7 @@ def test_killed_in_a_stage_it_ends_with_the_same_model(quiet_result: tuple[str, 
     assert first["ran"] is (name == "sft")
 
 
-def test_ctrl_c_ends_a_stage_with_a_checkpoint(quiet_result: tuple[str, str]) -> None:
+def test_ctrl_c_stops_a_stage_with_a_checkpoint(quiet_result: tuple[str, str]) -> None:
     assert run_until(in_stage("rl", 2), signal.SIGINT) == 130
     told = json.loads(Path("D/pipeline.json").read_text(encoding="utf-8"))
     assert [stage["state"] for stage in told["stages"]] == ["done", "interrupted", "due", "due"]
@@ -228,7 +230,7 @@ def test_ctrl_c_ends_a_stage_with_a_checkpoint(quiet_result: tuple[str, str]) ->
     assert made() == quiet_result
 
 
-def test_a_changed_stage_is_made_anew_and_the_former_result_kept() -> None:
+def test_a_changed_stage_is_rerun_and_the_former_result_kept() -> None:
     assert train().code == 0
     before = made()
     ran = train("--stage.rl.trainer.steps=8", "--telemetry.samples_per_step=3")
@@ -242,7 +244,7 @@ def test_a_changed_stage_is_made_anew_and_the_former_result_kept() -> None:
     assert made() != before
 
 
-def test_changed_demonstrations_are_learned_from(folder: Path) -> None:
+def test_changed_demonstrations_rerun_the_stage(folder: Path) -> None:
     assert train("--only=sft").code == 0
     with (folder / "demonstrations.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"prompt": "1+1=", "completion": "3\\n"}\n')
@@ -250,7 +252,7 @@ def test_changed_demonstrations_are_learned_from(folder: Path) -> None:
     assert (planned["action"], planned["changed"]) == ("run", ["data.path.content"])
 
 
-def test_a_damaged_result_is_not_built_on_and_is_made_again_once_it_is_deleted(quiet_result: tuple[str, str]) -> None:
+def test_a_damaged_result_is_refused_and_rebuilt_once_deleted(quiet_result: tuple[str, str]) -> None:
     assert train("--only=sft").code == 0
     newest = max(stage_folder("sft").glob("checkpoints/step_*"), key=lambda each: int(each.name.removeprefix("step_")))
     damage(newest)
@@ -263,7 +265,7 @@ def test_a_damaged_result_is_not_built_on_and_is_made_again_once_it_is_deleted(q
     assert made() == quiet_result
 
 
-def test_what_is_wrong_is_told_before_anything_is_made(folder: Path) -> None:
+def test_pipeline_errors_are_reported_before_any_stage_runs(folder: Path) -> None:
     for argv, says in (
         (["--stage.rl.model.source=stage:out"], "the stages rl → out → rl wait for one another"),
         (["--stage.sft.model.source=stage:rl"], "the stages sft → rl → sft wait for one another"),
@@ -278,20 +280,20 @@ def test_what_is_wrong_is_told_before_anything_is_made(folder: Path) -> None:
         assert not (folder / "D").exists()
 
 
-def test_an_export_does_not_overwrite_what_it_did_not_write(folder: Path) -> None:
+def test_an_export_does_not_overwrite_foreign_files(folder: Path) -> None:
     (folder / "mine").mkdir()
     (folder / "mine" / "notes.txt").write_text("precious", encoding="utf-8")
     ran = train("--stage.out.export.path=mine")
     assert ran.code == 2
-    assert "something is there that no export wrote" in ran.err
+    assert "this folder exists and was not written by an export" in ran.err
     assert (folder / "mine" / "notes.txt").read_text(encoding="utf-8") == "precious"
     assert train("--stage.out.export.path=theirs").code == 0
     assert (folder / "theirs" / "model.safetensors").is_file()
-    ran = train("--stage.out.export.path=theirs", "--stage.out.export.dtype=fp32")  # its own it does replace
+    ran = train("--stage.out.export.path=theirs", "--stage.out.export.dtype=fp32")  # it replaces its own export
     assert ran.code == 0, ran.err
 
 
-def test_the_recipe_of_rlhf_from_written_answers_to_the_truth(folder: Path) -> None:
+def test_the_rlhf_recipe_improves_the_true_reward(folder: Path) -> None:
     (folder / "char.toml").write_text(CHAR, encoding="utf-8")
     ran = run_here(
         "train",
@@ -325,13 +327,13 @@ def test_the_recipe_of_rlhf_from_written_answers_to_the_truth(folder: Path) -> N
     compared = measured["compared_with"]
     assert compared["figures"]["greedy_accuracy"]["other"] == trained["eval"]["before"]["greedy_accuracy"]
     assert compared["figures"]["greedy_accuracy"]["this"] == measured["greedy_accuracy"]
-    # Another number of steps concerns PPO and its measurement, and nothing before them.
+    # Another number of steps affects PPO and its evaluation, and no earlier stage.
     planned = run_here("train", f"@{RLHF}", "@char.toml", "--run.dir=D", "--dry-run", "--json").data["plan"]
     assert [row["action"] for row in planned][-2:] == ["wait", "wait"]
 
 
-def test_a_stage_that_trains_an_adapter_gives_the_merged_model(folder: Path) -> None:
-    """Later stages and other programs need know nothing of adapters."""
+def test_an_adapter_stage_returns_the_merged_model(folder: Path) -> None:
+    """Later stages and other programs load it without an adapter library."""
     pytest.importorskip("peft")
     ran = train("--stage.sft.model.lora.rank=4", "--stage.rl.trainer.steps=1")
     assert ran.code == 0, ran.err
@@ -345,7 +347,7 @@ def test_a_stage_that_trains_an_adapter_gives_the_merged_model(folder: Path) -> 
 
 
 @pytest.mark.parametrize(("name", "next_one"), [("sft", "rl"), ("rl", "out")])
-def test_a_damaged_merged_model_is_not_built_on(name: str, next_one: str) -> None:
+def test_a_damaged_merged_model_is_refused(name: str, next_one: str) -> None:
     pytest.importorskip("peft")
     argv = [f"--stage.{name}.model.lora.rank=4", "--stage.rl.trainer.steps=1"]
     assert train(*argv).code == 0

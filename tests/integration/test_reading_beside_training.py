@@ -1,4 +1,4 @@
-"""`eval` and `generate` on a run directory whose run saves and deletes checkpoints without a pause."""
+"""`eval` and `generate` on a run directory whose run saves and deletes checkpoints continuously."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SMALL = (
 
 @pytest.fixture
 def run_dir(tmp_path: Path, session_cache: Path) -> Iterator[Path]:
-    """A run directory beside whose readers a process writes about as many checkpoints as the disk allows."""
+    """A run directory in which another process writes checkpoints as fast as the disk allows."""
     model = resolve(ModelConfig.model_validate({"source": "char", "char": {"alphabet": ALPHABET}}), progress=print)
     root = tmp_path / "run" / "checkpoints"
     command = [sys.executable, "-m", "tests.integration.endless_retention", str(model), str(root)]
@@ -39,7 +39,7 @@ def run_dir(tmp_path: Path, session_cache: Path) -> Iterator[Path]:
     assert CheckpointStore(root, keep_last=1).latest().checkpoint is not None
 
 
-def test_eval_and_generate_beside_retention(run_dir: Path) -> None:
+def test_eval_and_generate_while_checkpoints_are_deleted(run_dir: Path) -> None:
     newest = set[int]()
     for _ in range(4):
         generated = run_here("generate", "1+1=", "--checkpoint", str(run_dir), *SMALL, "--json")
@@ -48,4 +48,4 @@ def test_eval_and_generate_beside_retention(run_dir: Path) -> None:
         assert compared.code == 0, compared.err
         assert compared.data["compared_with"]["weights_digest"] == compared.data["weights_digest"]
         newest |= {int(path.name.removeprefix("step_")) for path in (run_dir / "checkpoints").glob("step_*")}
-    assert len(newest) > 4, "checkpoints came and went meanwhile"
+    assert len(newest) > 4, "checkpoints were written and deleted meanwhile"

@@ -1,4 +1,4 @@
-"""Every recipe through the real command line, shortened: what it leaves behind is what a user is promised."""
+"""Every recipe through the real command line, shortened; checks the documented results."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from tidemill.runtime.train import train
 RECIPES = sorted((REPOSITORY / "recipes").glob("*.toml"))
 CHAR = f"@{REPOSITORY / 'recipes' / 'char-addition.toml'}"
 ONE_THREAD = "--trainer.threads=1"
-# Sixteen steps of the recipe's sixty, four times as fast: enough to see the reward rise.
+# Sixteen steps of the recipe's sixty, at four times the learning rate: enough to raise the reward.
 LEARNING = (CHAR, ONE_THREAD, "--trainer.steps=16", "--optimizer.learning_rate=1e-3", "--eval.every_steps=0")
-LIKELY = """--scoring.rewards=[{kind = "regex", pattern = '^[0-4]'}]"""  # an untrained model is right now and then
+LIKELY = """--scoring.rewards=[{kind = "regex", pattern = '^[0-4]'}]"""  # an untrained model is sometimes right
 SHORT = (
     CHAR,
     ONE_THREAD,
@@ -47,13 +47,13 @@ Train = Callable[..., dict[str, Any]]
 
 
 def figures(run: Path, name: str) -> list[float]:
-    """One metric of every step that tells it."""
+    """One metric of every step that has it."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return [line[name] for line in lines if name in line]
 
 
 def check_summary(ran: Ran, run: Path) -> dict[str, Any]:
-    """What `--json` prints is what summary.json holds, with everything that is promised of it."""
+    """`--json` prints the contents of summary.json, with all documented fields."""
     assert ran.code == 0, ran.err
     summary: dict[str, Any] = ran.data
     stored = json.loads((run / "summary.json").read_text(encoding="utf-8"))
@@ -68,14 +68,14 @@ def check_summary(ran: Ran, run: Path) -> dict[str, Any]:
 
 
 def check_report(run: Path) -> None:
-    """One page that needs nothing beside it and no network."""
+    """One page that needs no other file and no network."""
     page = (run / "report.html").read_text(encoding="utf-8")
     assert page.lstrip().lower().startswith("<!doctype html>")
     assert not re.search(r"""(?:src|href)=["'](?!data:|#)|@import|url\((?!["']?data:)|\bfetch\(|XMLHttpRequest""", page)
 
 
 def check_checkpoint(run: Path, prompts: tuple[str, ...], *, tokens: int) -> None:
-    """Plain transformers reads the checkpoint, and completes greedily as `tidemill generate` does."""
+    """transformers loads the checkpoint, and completes greedily as `tidemill generate` does."""
     folder = max((run / "checkpoints").iterdir(), key=lambda path: int(path.name.removeprefix("step_")))
     asked = (f"--sampling.max_new_tokens={tokens}", "--sampling.temperature=0", "--sampling.stop=[]", ONE_THREAD)
     ours = run_here("generate", *prompts, "--checkpoint", str(run), *asked, "--json")
@@ -97,7 +97,7 @@ def check_checkpoint(run: Path, prompts: tuple[str, ...], *, tokens: int) -> Non
 
 @pytest.fixture
 def short(tmp_path: Path) -> Train:
-    """Two steps of the character recipe in this process, with overrides."""
+    """Run two steps of the character recipe in this process, with overrides."""
 
     def run(*overrides: str) -> dict[str, Any]:
         folder = tmp_path / ("run" + "".join(overrides).replace("/", ""))
@@ -120,39 +120,39 @@ def test_there_is_a_recipe_for_every_kind_of_task() -> None:
     assert {path.stem for path in RECIPES} >= {"char-addition", "jsonl", "reasoning-gym", "smollm2-addition"}
 
 
-def test_the_character_recipe_learns_the_same_twice_and_leaves_what_is_promised(tmp_path: Path) -> None:
+def test_the_character_recipe_is_reproducible_and_leaves_its_documented_files(tmp_path: Path) -> None:
     run, again = tmp_path / "run", tmp_path / "again"
     summary = check_summary(run_process("train", *LEARNING, f"--run.dir={run}", "--json", cwd=tmp_path), run)
     assert summary["steps"] == summary["optimizer_steps"] == 16
     assert summary["eval"]["n"] == 20
     rewards = figures(run, "reward_mean")
     assert len(rewards) == 16
-    # From 0.06 to 0.3 or so: a number and a line end are soon learned (0.2), and then some answers.
+    # From 0.06 to about 0.3: a number and a line end are learned first (0.2), then some answers.
     assert fmean(rewards[-4:]) > 2 * fmean(rewards[:4])
     check_report(run)
     check_checkpoint(run, PROMPTS, tokens=3)
-    # Another process, and a process in which other things ran before: canonical order makes no difference of it.
+    # Another process, and a process that ran other things before: in canonical order both give the same weights.
     repeated = train(load_spec([*LEARNING, f"--run.dir={again}"], purpose="train"), telemetry_stream=io.StringIO())
     assert repeated["weights_digest"] == summary["weights_digest"]
     assert figures(again, "reward_mean") == rewards
     assert figures(again, "weights_digest") == figures(run, "weights_digest")
 
 
-def test_the_seed_decides_what_is_learned(short: Train) -> None:
+def test_the_seed_determines_the_weights(short: Train) -> None:
     assert short()["weights_digest"] == short("--run.name=again")["weights_digest"]
     assert short()["weights_digest"] != short("--run.seed=1")["weights_digest"]
 
 
-def test_order_of_arrival_learns_from_the_same_samples(short: Train) -> None:
+def test_arrival_order_trains_on_the_same_samples(short: Train) -> None:
     canonical, arrival = short()["metrics"], short("--batch.order=arrival")["metrics"]
     for name in ("samples", "tokens_generated", "tokens_trained", "reward_mean", "groups_without_signal"):
         assert arrival[0][name] == canonical[0][name]  # before the first update nothing depends on the order
     assert arrival[0]["grad_norm"] == pytest.approx(canonical[0]["grad_norm"], rel=1e-4)
 
 
-def test_minibatches_and_epochs_are_so_many_optimizer_steps(short: Train) -> None:
+def test_minibatches_and_epochs_determine_the_number_of_optimizer_steps(short: Train) -> None:
     summary = short("--batch.minibatches=2", "--batch.epochs=2")
-    # 2 minibatches x 2 epochs x 2 steps, and the later ones are off the policy that sampled.
+    # 2 minibatches x 2 epochs x 2 steps, and the later ones are off-policy.
     assert summary["optimizer_steps"] == 8
     assert [line["optimizer_steps"] for line in summary["metrics"]] == [4, 4]
     assert all(line["approx_kl"] > 0 for line in summary["metrics"])
@@ -167,7 +167,7 @@ def test_the_reference_is_the_initial_model(short: Train) -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_algorithm_trains(short: Train, name: str) -> None:
-    """The second batch is learned from by a policy that the first one has moved."""
+    """The second batch trains a policy that the first one has changed."""
     summary = short(f"--algorithm.name={name}", "--batch.epochs=2")
     assert summary["optimizer_steps"] == 4
     for line in summary["metrics"]:
@@ -177,14 +177,14 @@ def test_every_algorithm_trains(short: Train, name: str) -> None:
         assert ("explained_variance" in line) == (name == "ppo")
 
 
-def test_a_critic_on_the_policys_trunk(short: Train) -> None:
+def test_a_critic_that_shares_the_policys_trunk(short: Train) -> None:
     own, shared = (short("--algorithm.name=ppo", f"--critic.kind={kind}") for kind in ("own", "shared"))
-    # A head that says 0 of everything brings the trunk no gradient yet: the first step is the same.
+    # A new head outputs 0 and has no gradient for the trunk yet: the first step is the same.
     assert shared["metrics"][0]["grad_norm"] == pytest.approx(own["metrics"][0]["grad_norm"], rel=1e-4)
     assert shared["metrics"][1]["grad_norm"] != own["metrics"][1]["grad_norm"]
 
 
-def test_bf16_learns_from_nearly_the_same(short: Train) -> None:
+def test_bf16_trains_on_nearly_the_same_samples(short: Train) -> None:
     plain, half = short()["metrics"], short("--trainer.precision=bf16")["metrics"]
     assert half[0]["entropy"] == pytest.approx(plain[0]["entropy"], rel=0.05)
     assert 0 < half[0]["mismatch_kl"] < 1e-2
@@ -197,28 +197,28 @@ def test_recomputing_activations_changes_nothing(short: Train) -> None:
         assert after["grad_norm"] == pytest.approx(before["grad_norm"], rel=1e-4)
 
 
-def test_what_is_cut_by_length_may_be_left_out(short: Train) -> None:
-    large = "--batch.group_size=64"  # an untrained model rarely stops by itself: enough must be left to learn from
+def test_truncated_completions_can_be_excluded(short: Train) -> None:
+    large = "--batch.group_size=64"  # an untrained model rarely stops by itself: enough complete samples must remain
     kept = short(large)["metrics"][0]
     masked = short(large, "--scoring.truncated=masked")["metrics"][0]
     assert kept["truncated_fraction"] == masked["truncated_fraction"] > 0
     assert kept["samples_left_out"] == 0
     assert masked["samples_left_out"] == masked["truncated_fraction"] * masked["samples"]
-    # Every sample left out was cut at max_new_tokens = 3.
+    # Every excluded sample was truncated at max_new_tokens = 3.
     assert masked["tokens_trained"] <= masked["tokens_generated"] - 3 * masked["samples_left_out"]
 
 
 @pytest.mark.xdist_group("ray")
-def test_the_recipe_on_ray_learns_while_its_workers_are_killed(tmp_path: Path) -> None:
+def test_the_ray_recipe_trains_while_its_workers_are_killed(tmp_path: Path) -> None:
     recipe, run = f"@{REPOSITORY / 'recipes' / 'ray-local.toml'}", tmp_path / "run"
-    # A quarter of the recipe's steps, three times as fast; a worker takes some seconds to come up.
+    # A quarter of the recipe's steps, at three times the learning rate; a worker takes some seconds to start.
     shortened = ("--trainer.steps=25", "--optimizer.learning_rate=1e-3", "--eval.every_steps=0")
     ran = run_fork(
         "train", recipe, *shortened, "--pool.mean_time_to_eviction_s=12", f"--run.dir={run}", "--json", cwd=tmp_path
     )
     summary = check_summary(ran, run)
     assert summary["joins"] > 0
-    assert summary["leases"] > 2  # there are two at once: some were taken, and came back
+    assert summary["leases"] > 2  # there are two at a time: some were evicted and replaced
     rewards = figures(run, "reward_mean")
     assert fmean(rewards[-5:]) > fmean(rewards[:5]) + 0.05
     check_report(run)
@@ -226,7 +226,7 @@ def test_the_recipe_on_ray_learns_while_its_workers_are_killed(tmp_path: Path) -
 
 @pytest.fixture
 def emptied(tmp_path: Path) -> Iterator[Path]:
-    """A folder that is removed at once: a checkpoint of SmolLM2 takes 1.6 GB."""
+    """A folder that is removed after the test: a checkpoint of SmolLM2 takes 1.6 GB."""
     yield tmp_path
     shutil.rmtree(tmp_path)
 

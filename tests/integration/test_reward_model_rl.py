@@ -1,4 +1,4 @@
-"""A run rewarded by a model that an earlier stage made, and everything that can be wrong with such a reward."""
+"""A run with a reward model of an earlier stage, and invalid reward models."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_training_with_a_reward_model(reward_folder: Path, tmp_path: Path) -> No
     lines = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if line.step]
     assert len(lines) == 2
     assert all(line.values["samples_invalid"] == 0 for line in lines)
-    assert all(line.values["reward_std"] > 0 for line in lines)  # a model tells samples apart where exact does not
+    assert all(line.values["reward_std"] > 0 for line in lines)  # a model distinguishes samples that `exact` does not
     samples = [json.loads(line) for line in (tmp_path / "run/samples/step_000001.jsonl").read_text().splitlines()]
     assert all(set(sample["components"]) == {"model", "exact"} for sample in samples)
     first = samples[0]
@@ -58,10 +58,10 @@ def test_training_with_a_reward_model(reward_folder: Path, tmp_path: Path) -> No
     held_out = (tmp_path / "run/samples/step_000000.eval-held_out.jsonl").read_text().splitlines()
     judged = [json.loads(line) for line in held_out]
     assert all(set(sample["components"]) == {"model", "exact"} for sample in judged)
-    assert all(sample["reward"] == sample["components"]["exact"] for sample in judged)  # the truth alone counts
+    assert all(sample["reward"] == sample["components"]["exact"] for sample in judged)  # only the exact reward counts
 
 
-def test_an_evaluation_tells_the_models_score_beside_the_truth(reward_folder: Path, tmp_path: Path) -> None:
+def test_an_evaluation_reports_model_score_and_true_reward(reward_folder: Path, tmp_path: Path) -> None:
     found = evaluate(rl_spec(tmp_path / "run", {"kind": "model", "model": str(reward_folder)}))
     score = found["scores"]["model"]
     assert (score["invalid"], found["n"]) == (0, 4)
@@ -69,7 +69,7 @@ def test_an_evaluation_tells_the_models_score_beside_the_truth(reward_folder: Pa
     assert found["greedy_accuracy"] in (0.0, 0.25, 0.5, 0.75, 1.0)  # of exact answers
 
 
-def test_a_plain_model_is_refused_before_anything_is_generated(tmp_path: Path, reward_folder: Path) -> None:
+def test_a_model_without_a_head_is_refused_as_reward_model(tmp_path: Path, reward_folder: Path) -> None:
     plain = tmp_path / "plain"
     plain.mkdir()
     for path in reward_folder.iterdir():
@@ -80,7 +80,7 @@ def test_a_plain_model_is_refused_before_anything_is_generated(tmp_path: Path, r
     assert not (tmp_path / "run" / "ledger.sqlite").exists()
 
 
-def test_another_tokenizer_is_refused_with_what_to_do(tmp_path: Path, reward_folder: Path) -> None:
+def test_a_reward_model_with_another_tokenizer_is_refused_with_a_hint(tmp_path: Path, reward_folder: Path) -> None:
     other = rl_spec(
         tmp_path / "run", {"kind": "model", "model": str(reward_folder)}, char=CHAR | {"alphabet": "+=0123456789\n"}
     )
@@ -114,7 +114,7 @@ def four_models(directory: Path, reward_folder: Path, **reading: Any) -> RunSpec
 
 
 def told(spec: RunSpec) -> list[tuple[str, dict[str, float]]]:
-    """Weights and figures of each step, without those of time."""
+    """Weights and metrics of each step, without times."""
     assert train(spec, telemetry_stream=StringIO())["finished"]
     lines = [line for line in read_metrics(spec.directory / "metrics.jsonl") if line.step]
     skipped = ("time_", "cpu_", "tokens_per_s", "peak_rss", "tokens_read")
@@ -124,17 +124,17 @@ def told(spec: RunSpec) -> list[tuple[str, dict[str, float]]]:
     ]
 
 
-def test_reading_ahead_changes_nothing_but_when(reward_folder: Path, tmp_path: Path) -> None:
+def test_reading_ahead_changes_only_timing(reward_folder: Path, tmp_path: Path) -> None:
     late = told(four_models(tmp_path / "late", reward_folder, cache_tokens=0))
     ahead = told(four_models(tmp_path / "ahead", reward_folder, own_thread=True))
     assert ahead == late
-    assert late[0][1]["kl_ref"] == pytest.approx(0.0, abs=1e-6)  # the policy begins as the reference
+    assert late[0][1]["kl_ref"] == pytest.approx(0.0, abs=1e-6)  # the policy starts as the reference
     assert late[1][1]["kl_ref"] > 1e-6
     read = [line.values for line in read_metrics(tmp_path / "ahead" / "metrics.jsonl") if line.step]
     assert sum(values["tokens_read_ahead"] for values in read) > 0
     first = [line.values for line in read_metrics(tmp_path / "late" / "metrics.jsonl") if line.step]
     assert sum(values["tokens_read_ahead"] for values in first) == 0
-    # Reward model and reference: every sample's prompt and completion, for nothing is kept.
+    # Reward model and reference: prompt and completion of every sample, because nothing is cached.
     generated = [values["tokens_generated"] for values in first]
     assert all(values["tokens_read_late"] > 2 * tokens for values, tokens in zip(first, generated, strict=True))
     plain = told(four_models(tmp_path / "plain", reward_folder, ahead=False))

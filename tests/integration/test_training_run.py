@@ -1,4 +1,4 @@
-"""A run started by a benchmark is stopped with it, gently, and a failed one is told in its own words."""
+"""A run started by a benchmark is interrupted with it, and a failed one is reported with its error."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tidemill.telemetry.run_dir import RunDirectory
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "char-addition.toml"
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-STEP_S = 100.0  # at most until the run has made one
+STEP_S = 100.0  # limit for the first step
 
 
-def test_who_interrupts_a_benchmark_ends_its_run_with_a_checkpoint_to_go_on_from(tmp_path: Path) -> None:
+def test_an_interrupted_benchmark_leaves_a_resumable_checkpoint(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
 
     def interrupt() -> None:
@@ -30,7 +30,7 @@ def test_who_interrupts_a_benchmark_ends_its_run_with_a_checkpoint_to_go_on_from
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=interrupt, daemon=True).start()
-    settings = ["--checkpoint.every_steps", "0"]  # a killed one leaves none
+    settings = ["--checkpoint.every_steps", "0"]  # a killed run leaves none
     with pytest.raises(KeyboardInterrupt):
         train(RECIPE, run.path, "--trainer.steps", "100000", *settings, environment=ONE_THREAD, progress=False)
 
@@ -43,6 +43,6 @@ def test_who_interrupts_a_benchmark_ends_its_run_with_a_checkpoint_to_go_on_from
     assert (summary["outcome"], summary["steps"], summary["sessions"]) == ("finished", made + 1, 2)
 
 
-def test_a_run_that_fails_is_told_in_its_own_words(tmp_path: Path) -> None:
+def test_a_failed_run_is_reported_with_its_error(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"ended with 2: (.|\n)*trainer\.stepps"):
         train(RECIPE, tmp_path / "run", "--trainer.stepps", "1", environment=ONE_THREAD, progress=False)

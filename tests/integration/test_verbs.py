@@ -1,4 +1,4 @@
-"""Every verb on a real, small run: what one says, another confirms."""
+"""Every command on a real, small run; their results agree."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.commands import DEADLINE_S, Ran, run_here, run_process
 from tests.conftest import REPOSITORY
 
 RECIPE = f"@{REPOSITORY / 'recipes' / 'char-addition.toml'}"
-# Held-out problems are learned only by chance; the small reward for a number is learned soon, so accuracy is not all 0.
+# Held-out problems are rarely solved; the small reward for a number is learned soon, so accuracy is not all 0.
 SHAPE = ("--trainer.steps=12", "--optimizer.learning_rate=3e-3", "--trainer.threads=1", "--eval.every_steps=6",
          "--checkpoint.every_steps=6", "--batch.prompts=8", "--task.held_out_fraction=0.9")  # fmt: skip
 
@@ -39,13 +39,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory, session_cache: Path) -> It
         yield Trained(folder / "runs/a", run_here("train", RECIPE, *SHAPE, "--run.dir=runs/a", "--json"))
 
 
-def test_training_says_where_to_look(trained: Trained) -> None:
+def test_training_prints_where_its_results_are(trained: Trained) -> None:
     assert trained.ran.code == 0, trained.ran.err
     assert trained.summary["run_dir"] == "runs/a"
     assert (trained.run / "report.html").is_file()
 
 
-def test_eval_of_a_checkpoint_is_what_the_run_said(trained: Trained) -> None:
+def test_eval_of_a_checkpoint_equals_the_runs_evaluation(trained: Trained) -> None:
     expected = trained.summary["eval"]
     ran = run_here("eval", "--checkpoint", str(trained.run), "--json")
     assert ran.code == 0, ran.err
@@ -60,7 +60,7 @@ def test_eval_of_a_checkpoint_is_what_the_run_said(trained: Trained) -> None:
     assert sum(sample["correct"] for sample in found["samples"]) / found["n"] == found["greedy_accuracy"]
 
 
-def test_eval_without_a_checkpoint_is_of_the_untrained_model(trained: Trained) -> None:
+def test_eval_without_a_checkpoint_uses_the_untrained_model(trained: Trained) -> None:
     ran = run_here("eval", RECIPE, *SHAPE, "--json")
     assert ran.data["greedy_accuracy"] == trained.summary["eval"]["before"]["greedy_accuracy"]
     assert ran.data["weights_digest"] != trained.summary["weights_digest"]
@@ -79,19 +79,19 @@ def test_eval_draws_samples_for_pass_at_k_and_compares(trained: Trained) -> None
     assert 0 < drawn["distinct_1"] <= 1
     low, high = found["greedy_accuracy_interval"]
     assert low <= found["greedy_accuracy"] <= high
-    # The other model is the one this run began with; McNemar's counts are of the two lists of completions.
+    # The other model is the run's initial one; McNemar's counts are of the two lists of completions.
     assert other["weights_digest"] != found["weights_digest"]
     right = [(that["correct"], this["correct"]) for that, this in zip(other["samples"], found["samples"], strict=True)]
     figure = other["figures"]["greedy_accuracy"]
     assert (figure["higher"], figure["lower"]) == (right.count((False, True)), right.count((True, False)))
     assert figure["this"] == found["greedy_accuracy"]
     assert other["figures"]["drawn_accuracy"]["this"] == pytest.approx(drawn["pass_at"]["1"]["value"])
-    # The same again is the same again, sample by sample.
+    # A second call gives the same samples.
     again = run_here("eval", "--checkpoint", str(trained.run), *asked, "--json").data
     assert again["drawn"] == drawn
 
 
-def test_an_earlier_checkpoint_may_be_named(trained: Trained) -> None:
+def test_eval_can_use_an_earlier_checkpoint(trained: Trained) -> None:
     ran = run_here("eval", "--checkpoint", str(trained.run / "checkpoints/step_6"), "--json")
     at_6 = [json.loads(line) for line in (trained.run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()][-7]
     assert at_6["step"] == 6
@@ -99,7 +99,7 @@ def test_an_earlier_checkpoint_may_be_named(trained: Trained) -> None:
     assert ran.data["greedy_accuracy"] == at_6["eval/greedy_accuracy"]
 
 
-def test_generate_draws_the_same_for_a_seed_and_another_for_another(trained: Trained) -> None:
+def test_generate_is_reproducible_by_seed(trained: Trained) -> None:
     def drawn(*argv: str) -> list[dict[str, Any]]:
         ran = run_here("generate", "1+2=", "3+4=", "9+9=", "--checkpoint", str(trained.run), "--json", *argv)
         assert ran.code == 0, ran.err
@@ -118,8 +118,8 @@ def test_generate_draws_the_same_for_a_seed_and_another_for_another(trained: Tra
     assert all(sample["completion"].partition("1")[2] == "" for sample in stopped)
 
 
-def test_generate_from_standard_input_in_a_process_of_its_own(trained: Trained) -> None:
-    """What a person sees: progress on one stream, the text on the other."""
+def test_generate_reads_standard_input(trained: Trained) -> None:
+    """Progress goes to one stream, the text to the other."""
     ran = run_process(
         "generate", "-", "--checkpoint", "a", "--sampling.temperature=0", cwd=trained.run.parent, stdin="1+2="
     )
@@ -128,7 +128,7 @@ def test_generate_from_standard_input_in_a_process_of_its_own(trained: Trained) 
     assert ran.out == f"1+2={here.data['samples'][0]['completion']}\n"
 
 
-def test_a_character_the_model_has_no_token_for_is_refused(trained: Trained) -> None:
+def test_a_character_without_a_token_is_refused(trained: Trained) -> None:
     ran = run_here("generate", "1+é=", "--checkpoint", str(trained.run))
     assert ran.code == 2
     assert "é" in ran.err
@@ -147,17 +147,17 @@ def test_models_are_listed_and_fetched_once(trained: Trained) -> None:
     assert run_here("model", "get", str(checkpoint)).out == f"{checkpoint}\n"
 
 
-def test_a_report_may_be_written_again_and_of_a_run_that_is_over(trained: Trained) -> None:
+def test_a_report_can_be_written_again_after_the_run(trained: Trained) -> None:
     page = trained.run / "report.html"
     before = page.read_text(encoding="utf-8")
     page.unlink()
     assert run_here("report", str(trained.run)).out == f"{page}\n"
     again = page.read_text(encoding="utf-8")
     assert "char-addition" in again
-    assert abs(len(again) - len(before)) < 200  # the same story; only times of day may differ
+    assert abs(len(again) - len(before)) < 200  # the same page; only times of day may differ
 
 
-def test_the_stored_configuration_is_the_recipe_of_the_run(trained: Trained) -> None:
+def test_the_stored_configuration_reproduces_the_run(trained: Trained) -> None:
     said = run_here("train", RECIPE, *SHAPE, "--run.dir=runs/a", "--dry-run", "--json").data
     assert said["config"]["batch"]["prompts"] == 8
     assert "8 prompts × 16 samples = 128 samples" in " ".join(topic["text"] for topic in said["words"])
@@ -168,7 +168,7 @@ def test_the_stored_configuration_is_the_recipe_of_the_run(trained: Trained) -> 
     assert (trained.run / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_dry_run_makes_nothing(tmp_path: Path) -> None:
+def test_a_dry_run_creates_no_files(tmp_path: Path) -> None:
     for verb in ("train", "eval", "generate"):
         ran = run_here(verb, RECIPE, f"--run.dir={tmp_path / 'run'}", "--dry-run")
         assert ran.code == 0, ran.err
@@ -176,7 +176,7 @@ def test_a_dry_run_makes_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_doctor_is_json_for_any_reader(tmp_path: Path) -> None:
+def test_doctor_prints_valid_json(tmp_path: Path) -> None:
     command = f"'{sys.executable}' -m tidemill doctor --json | '{sys.executable}' -m json.tool"
     done = subprocess.run(
         command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S, check=False

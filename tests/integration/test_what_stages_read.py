@@ -1,4 +1,4 @@
-"""No stage reads a key that its address overlooks."""
+"""Stages read no key that is missing from their digest."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tidemill.config.base import Config
 from tidemill.config.pipeline import KINDS, NEUTRAL, StageSpec
 from tidemill.pipeline.stage_kinds import RUNNERS, Job
 
-# An untrained model is hardly ever right: here a completion with one of these digits is.
+# An untrained model is almost never right: here a completion with one of these digits is.
 TOP = """\
 [model]
 source = "char"
@@ -26,11 +26,11 @@ MANNER = {
     *("run.dir", "run.name", "trainer.threads", "engine.tick_s", "scoring.concurrency", "scoring.timeout_s"),
     "trainer.activation_checkpointing",
 }
-"""Where it is put, what it is called, and how it is computed: read, and without a consequence for what comes of it."""
+"""Keys of location, name and resources: read, without effect on the result."""
 
 
 def keys(section: Config, prefix: str = "") -> Iterator[tuple[tuple[type[Config], str], str]]:
-    """(class and field, dotted key) of everything below a section."""
+    """(class and field, dotted key) of all keys below a section."""
     for name in type(section).model_fields:
         value = getattr(section, name)
         if isinstance(value, Config):
@@ -52,7 +52,7 @@ def keys(section: Config, prefix: str = "") -> Iterator[tuple[tuple[type[Config]
         ("export", "", {"export.dtype", "model.source"}),
     ],
 )
-def test_what_a_stage_reads_decides_its_address(
+def test_a_stage_digest_depends_only_on_the_keys_it_reads(
     tmp_path: Path,
     session_cache: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -65,13 +65,13 @@ def test_what_a_stage_reads_decides_its_address(
     text = f'{top}[[stage]]\nname = "a"\nkind = "{kind}"\n{threads}{settings}\n'
     (stage,) = pipeline(tmp_path, text).stages
     seen = _seen(stage, tmp_path / "run", monkeypatch)
-    assert read <= seen, "it is seen what is read"
+    assert read <= seen, "the recorder of reads works"
     overlooked = {key for key in seen if key.startswith((*NEUTRAL, *KINDS[stage.kind].neutral))}
     assert overlooked <= MANNER
 
 
 def _seen(stage: StageSpec, directory: Path, monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The keys that running a stage looks at."""
+    """The keys that running a stage reads."""
     directory.mkdir()
     spec = stage.spec.model_copy(update={"run": stage.spec.run.model_copy(update={"dir": directory})})
     names, seen = dict(keys(spec)), set[str]()

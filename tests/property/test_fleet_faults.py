@@ -1,4 +1,4 @@
-"""Whatever happens to the workers, and to the controller, the trainer learns from the very same tokens."""
+"""Worker and controller faults do not change the tokens that the trainer receives."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.fake_pool import PoolSession, ended, granted, noticed, trained
-from tests.fake_session import Disk, Session, small_spec
+from tests.doubles.session import Disk, PoolSession, Session, ended, granted, noticed, small_spec, trained
 from tests.virtual_time import run_virtual
 from tidemill.config.pool import FleetConfig
 from tidemill.core.records import LeaseEvent
@@ -18,7 +17,7 @@ SPEC = small_spec(batch={"prompts": 4, "group_size": 3}, trainer={"steps": 3}, e
 
 @st.composite
 def scripts(draw: st.DrawFn) -> list[tuple[float, LeaseEvent]]:
-    """Up to six machines, each with a life of its own: there for ever, taken at once, or warned first."""
+    """Up to six machines: kept, evicted without notice, or evicted with notice."""
     script: list[tuple[float, LeaseEvent]] = []
     for name in range(draw(st.integers(0, 6))):
         start = draw(st.floats(0, 8))
@@ -56,7 +55,7 @@ QUIET = quiet()
 
 @settings(max_examples=60)
 @given(script=scripts(), config=configs)
-def test_evictions_joins_and_notices_change_nothing(
+def test_evictions_joins_and_notices_do_not_change_the_result(
     script: list[tuple[float, LeaseEvent]], config: FleetConfig
 ) -> None:
     session = PoolSession(spec=SPEC, script=script, config=config)
@@ -70,7 +69,9 @@ def test_evictions_joins_and_notices_change_nothing(
 
 @settings(max_examples=30)
 @given(script=scripts(), cuts=st.lists(st.integers(0, 6000), min_size=1, max_size=3))
-def test_nor_does_a_controller_that_dies_at_any_byte(script: list[tuple[float, LeaseEvent]], cuts: list[int]) -> None:
+def test_a_controller_killed_at_any_byte_does_not_change_the_result(
+    script: list[tuple[float, LeaseEvent]], cuts: list[int]
+) -> None:
     disk = Disk()
     for cut in [*cuts, None]:
         changes: dict[str, Any] = {"spec": SPEC, "script": script, "disk": disk, "power_cut_after": cut}

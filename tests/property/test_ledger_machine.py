@@ -1,4 +1,4 @@
-"""Whatever workers, messages and the power do: no accepted token is lost or moved, no sample is learned twice."""
+"""Under any faults of workers, messages and power no accepted token is lost and no sample is trained on twice."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tests.fake_samples import GROUPS, V3, completion, logprob, make_plan, make_prompts, make_report, prompt_of
-from tests.memory_journal import MemoryJournal, PowerCut
+from tests.doubles.journal import MemoryJournal, PowerCut
+from tests.doubles.samples import GROUPS, V3, completion, logprob, make_plan, make_prompts, make_report, prompt_of
 from tidemill.controller.batching import GroupAssembly, scored
 from tidemill.controller.in_flight import InFlight
 from tidemill.controller.ledger import Ledger
@@ -31,7 +31,7 @@ LIMIT = 8
 
 
 def now(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine that never has to wait."""
+    """Run a coroutine that never waits."""
     try:
         coroutine.send(None)
     except StopIteration as end:
@@ -40,7 +40,7 @@ def now(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 class Attempt:
-    """What one worker knows of one request; it never hears what became of its messages."""
+    """A worker's view of one request; it gets no acknowledgements."""
 
     def __init__(self, request: GenerateRequest) -> None:
         self.request, self.at, self.over = request, len(request.prefix_ids) // 4, False
@@ -63,7 +63,7 @@ class Attempt:
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    """Messages lie in a bag from which they are delivered in any order, any number of times, or never."""
+    """Messages are delivered in any order, any number of times, or never."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.batch.leases)
     @rule(data=st.data())
     def evict(self, data: st.DataObject) -> None:
-        """A lease ends; its worker goes on talking, and what it says is in the bag."""
+        """A lease ends; its worker still sends messages."""
         lease_id = data.draw(st.sampled_from(self.batch.leases))
         for sample in self.batch.revoke(lease_id):
             assert sample.state is SampleState.WAITING
@@ -140,7 +140,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def reward(self, data: st.DataObject) -> None:
         sample = data.draw(st.sampled_from(self.batch.in_state(SampleState.FINISHED)))
-        now(self.ledger.reward(self.batch, [(sample, Reward(value=1.0))]))
+        now(self.ledger.record_rewards(self.batch, [(sample, Reward(value=1.0))]))
         self.rewarded.add(sample.sample_id)
         self._learn(sample.sample_id)
 
@@ -158,7 +158,7 @@ class LedgerMachine(RuleBasedStateMachine):
             now(self.ledger.accept(self.batch, [make_report(delta) for delta in deltas]))
         except PowerCut:
             self._restart()
-        else:  # nothing applied, or it fitted
+        else:  # nothing was applied, or it fit
             self.accepted = {sample.sample_id: sample.length for sample in self.batch}
             self.journal = self.ledger._journal = MemoryJournal(self.journal.disk)
 
@@ -191,7 +191,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert len(set(self.learned)) == len(self.learned)
         scored_now = {sample.sample_id for sample in self.batch.in_state(SampleState.SCORED)}
         assert set(self.learned) <= scored_now
-        if self.batch.complete:
+        if self.batch.all_scored:
             assert len(self.learned) == len(self.batch.samples)
 
     @invariant()

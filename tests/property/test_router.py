@@ -1,4 +1,4 @@
-"""Whatever the fleet: nobody idles while there is work, no sample is given twice, nothing goes in circles."""
+"""For any fleet: no worker idles while samples wait, no sample is assigned twice, no sample moves in circles."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def queues(draw: st.DrawFn, lost: bool = False) -> list[Waiting]:
 
 @st.composite
 def crowds(draw: st.DrawFn) -> tuple[list[Load], dict[str, list[Movable]]]:
-    """A fleet with the samples it has; some of them may not be moved any more, some not at all."""
+    """A fleet with its samples, some of which may not move."""
     loads, ordinal = draw(fleets()), 0
     held: dict[str, list[Movable]] = {}
     for load in loads:
@@ -79,7 +79,7 @@ def after(loads: Sequence[Load], decided: Sequence[tuple[int, str]]) -> list[Loa
 
 
 def evenly(loads: Sequence[Load], samples: int) -> Counter[str]:
-    """How many each worker gets when samples are placed one by one by looking at every worker each time."""
+    """Samples per worker when they are placed one by one on the least loaded worker."""
     assigned = {load.lease_id: load.assigned for load in loads}
 
     def rank(load: Load) -> tuple[float, ...]:
@@ -94,9 +94,7 @@ def evenly(loads: Sequence[Load], samples: int) -> Counter[str]:
 
 
 @given(fleets(), queues(lost=True))
-def test_samples_are_given_once_while_there_is_room_and_free_slots_come_first(
-    loads: list[Load], waiting: list[Waiting]
-) -> None:
+def test_samples_are_dispatched_once_and_free_slots_come_first(loads: list[Load], waiting: list[Waiting]) -> None:
     decided = dispatch(waiting, loads, queue_limit=LIMIT)
 
     given_away = [ordinal for ordinal, _ in decided]
@@ -111,7 +109,7 @@ def test_samples_are_given_once_while_there_is_room_and_free_slots_come_first(
 
 
 @given(fleets(), queues())
-def test_nobody_idles_for_the_sake_of_a_prefix(loads: list[Load], waiting: list[Waiting]) -> None:
+def test_no_worker_idles_because_of_a_cached_prefix(loads: list[Load], waiting: list[Waiting]) -> None:
     decided = dispatch(waiting, loads, queue_limit=LIMIT)
 
     now = {load.lease_id: load.assigned for load in after(loads, decided)}
@@ -120,7 +118,7 @@ def test_nobody_idles_for_the_sake_of_a_prefix(loads: list[Load], waiting: list[
 
 
 @given(fleets(), queues(lost=True))
-def test_the_longest_go_first_and_siblings_in_order(loads: list[Load], waiting: list[Waiting]) -> None:
+def test_the_longest_are_dispatched_first_and_siblings_in_order(loads: list[Load], waiting: list[Waiting]) -> None:
     decided = dispatch(waiting, loads, queue_limit=LIMIT)
 
     ranked = sorted(waiting, key=lambda sample: (-sample.expected_tokens, sample.ordinal))
@@ -128,9 +126,7 @@ def test_the_longest_go_first_and_siblings_in_order(loads: list[Load], waiting: 
 
 
 @given(fleets(), queues())
-def test_without_prefixes_the_load_is_spread_as_if_samples_were_placed_one_by_one(
-    loads: list[Load], waiting: list[Waiting]
-) -> None:
+def test_without_prefixes_the_load_equals_sequential_placement(loads: list[Load], waiting: list[Waiting]) -> None:
     fresh = [msgspec.structs.replace(load, groups=frozenset()) for load in loads]
 
     decided = dispatch(waiting, fresh, queue_limit=LIMIT)
@@ -140,7 +136,7 @@ def test_without_prefixes_the_load_is_spread_as_if_samples_were_placed_one_by_on
 
 @given(fleets(), queues())
 def test_a_prefix_costs_a_worker_at_most_one_sample_more_than_even(loads: list[Load], waiting: list[Waiting]) -> None:
-    small = [msgspec.structs.replace(load, slots=min(load.slots, 15)) for load in loads]  # one in eight of 15 is 1
+    small = [msgspec.structs.replace(load, slots=min(load.slots, 15)) for load in loads]  # 15 // 8 = 1
 
     decided = dispatch(waiting, small, queue_limit=LIMIT)
 
@@ -169,7 +165,7 @@ def test_a_batch_that_fills_the_fleet_has_every_group_on_one_worker() -> None:
     assert len({(ordinal // 8, lease) for ordinal, lease in decided}) == 4
 
 
-def test_what_is_queued_goes_where_its_siblings_were_put() -> None:
+def test_queued_samples_join_their_siblings() -> None:
     waiting = [make_waiting(ordinal, group=ordinal // 5) for ordinal in range(10)]
 
     decided = dispatch(waiting, [make_load(0), make_load(1)], queue_limit=LIMIT)
@@ -178,7 +174,7 @@ def test_what_is_queued_goes_where_its_siblings_were_put() -> None:
     assert decided[3:] == [(3, "lease 0"), *((ordinal, "lease 1") for ordinal in range(4, 9)), (9, "lease 0")]
 
 
-def test_work_that_does_not_fill_the_fleet_is_spread() -> None:
+def test_a_small_batch_is_spread_over_the_fleet() -> None:
     waiting = [make_waiting(ordinal, group=ordinal // 4) for ordinal in range(8)]
     loads = [make_load(name, slots=64) for name in range(4)]
 
@@ -199,7 +195,7 @@ def test_work_that_does_not_fill_the_fleet_is_spread() -> None:
         ((12, 11), "lease 1"),  # queues: 4, which is the limit, and 3
     ],
 )
-def test_a_prefix_attracts_where_the_load_is_about_even(assigned: tuple[int, int], expected: str) -> None:
+def test_a_cached_prefix_decides_if_loads_are_about_even(assigned: tuple[int, int], expected: str) -> None:
     loads = [make_load(0, 8, assigned[0], groups=[0]), make_load(1, 8, assigned[1])]
 
     assert dispatch([make_waiting(0)], loads, queue_limit=4) == [(0, expected)]
@@ -215,7 +211,7 @@ def test_a_sample_returns_to_the_worker_that_lost_it_only_if_no_other_has_a_free
 def moved(
     loads: Sequence[Load], held: dict[str, list[Movable]], moves: Sequence[Move]
 ) -> tuple[list[Load], dict[str, list[Movable]]]:
-    """The fleet after the moves were made."""
+    """The fleet after the moves."""
     samples = {sample.ordinal: sample for group in held.values() for sample in group}
     change = Counter(move.target for move in moves)
     change.subtract(Counter(move.source for move in moves))
@@ -230,8 +226,8 @@ def moved(
     return [msgspec.structs.replace(load, assigned=load.assigned + change[load.lease_id]) for load in loads], now
 
 
-def test_a_worker_that_was_just_given_samples_gives_none() -> None:
-    """Found by the property below: one took from a queue, and then an idle one took what that made it execute."""
+def test_a_worker_that_just_received_samples_loses_none() -> None:
+    """Found by the property below: a worker took from a queue, and an idle worker took from it in turn."""
     loads = [make_load(0, slots=1, assigned=6), make_load(1, slots=3), make_load(2, slots=5, assigned=1)]
     crowded, idle, busy = (load.lease_id for load in loads)
     held = {crowded: make_held(*((at, 1.0, 0) for at in range(5))), idle: [], busy: make_held((5, 1.0, 0))}
@@ -242,7 +238,7 @@ def test_a_worker_that_was_just_given_samples_gives_none() -> None:
 
 
 @given(crowds(), st.integers(0, 6))
-def test_moves_are_bounded_help_and_leave_nothing_to_do(
+def test_moves_are_bounded_help_and_reach_a_fixed_point(
     crowd: tuple[list[Load], dict[str, list[Movable]]], plateau: int
 ) -> None:
     loads, held = crowd
@@ -265,7 +261,7 @@ def test_moves_are_bounded_help_and_leave_nothing_to_do(
 
 
 @given(crowds())
-def test_no_slot_is_free_while_a_sample_that_may_move_is_queued(
+def test_no_slot_stays_free_while_a_movable_sample_is_queued(
     crowd: tuple[list[Load], dict[str, list[Movable]]],
 ) -> None:
     loads, held = crowd
@@ -302,7 +298,7 @@ def make_held(*samples: tuple[int, float, int], moves: int = 0) -> list[Movable]
     return [make_movable(ordinal, moves=moves, expected=expected, kept=kept) for ordinal, expected, kept in samples]
 
 
-def test_a_free_slot_takes_the_longest_of_what_costs_least_from_the_longest_queue() -> None:
+def test_a_free_slot_takes_the_cheapest_longest_sample_of_the_longest_queue() -> None:
     loads = [make_load(0, 2, 4), make_load(1, 2, 3), make_load(2, 2, 1)]
     held = {"lease 0": make_held((0, 9.0, 5), (1, 3.0, 0), (2, 4.0, 0)), "lease 1": make_held((3, 9.0, 0))}
 
@@ -311,7 +307,7 @@ def test_a_free_slot_takes_the_longest_of_what_costs_least_from_the_longest_queu
     assert moves == [Move(ordinal=2, source="lease 0", target="lease 2")]
 
 
-def test_an_idle_worker_takes_what_the_most_loaded_executes_beyond_its_plateau() -> None:
+def test_an_idle_worker_takes_the_excess_over_the_plateau() -> None:
     loads = [make_load(0, 8, 6), make_load(1, 8, 5), make_load(2, 8, 0)]
     held = {
         "lease 0": make_held(*((ordinal, 1.0, 1) for ordinal in range(6))),
@@ -325,7 +321,7 @@ def test_an_idle_worker_takes_what_the_most_loaded_executes_beyond_its_plateau()
     assert count(5) == {"lease 0": 1}  # max(6 - 5, 0); max(5 - 5, 0)
     assert count(6) == {}
     assert count({"lease 0": 6, "lease 1": 3}) == {"lease 1": 2}  # 5 - 3
-    assert count({"lease 1": 4}) == {"lease 1": 1}  # the other's plateau is not known
+    assert count({"lease 1": 4}) == {"lease 1": 1}  # the other's plateau is unknown
     # Plateau 1: (6, 5, 0) one by one from the most loaded, while the idle one gets less than that had:
     # (5, 5, 1), (4, 5, 2), (4, 4, 3); a fourth would give it as many as it left.
     assert count(1) == {"lease 0": 2, "lease 1": 1}
@@ -334,12 +330,12 @@ def test_an_idle_worker_takes_what_the_most_loaded_executes_beyond_its_plateau()
 
 @dataclass
 class Loop:
-    """A fleet that decodes: one token a round for every executing sample, first come first served."""
+    """A fleet that decodes one token per round and executing sample, in order of assignment."""
 
     source: random.Random
     slots: dict[str, int]
-    left: dict[int, int]  # tokens still to come, by sample
-    at: dict[int, str] = field(default_factory=dict)  # in the order they were given
+    left: dict[int, int]  # remaining tokens, by sample
+    at: dict[int, str] = field(default_factory=dict)  # in order of assignment
     moves: Counter[int] = field(default_factory=Counter)
     trips: dict[int, list[str]] = field(default_factory=dict)
 
@@ -388,7 +384,7 @@ class Loop:
         assert not (0 in busy.values() and any(busy[lease] > slots + LIMIT for lease, slots in self.slots.items()))
 
     def churn(self) -> None:
-        """A worker goes, a worker comes."""
+        """A worker leaves or joins."""
         gone = self.source.choice(sorted(self.slots))
         if len(self.slots) > 1 and self.source.random() < 0.5:
             del self.slots[gone]
@@ -398,7 +394,7 @@ class Loop:
 
 
 @given(st.randoms(use_true_random=False), st.integers(1, 5), st.integers(1, 80), st.integers(0, 12))
-def test_every_sample_finishes_with_few_moves_and_as_soon_as_slots_allow(
+def test_every_sample_finishes_with_few_moves_and_without_idle_slots(
     source: random.Random, workers: int, samples: int, churns: int
 ) -> None:
     slots = {f"lease {name}": source.randint(1, 9) for name in range(workers)}
@@ -419,7 +415,7 @@ def test_every_sample_finishes_with_few_moves_and_as_soon_as_slots_allow(
     assert all(count <= MAX_MOVES for count in loop.moves.values())
 
 
-def test_what_moved_stays_where_it_is_until_something_changes() -> None:
+def test_moved_samples_stay_until_the_load_changes() -> None:
     loop = Loop(random.Random(0), {"lease 0": 8, "lease 1": 8}, dict.fromkeys(range(10), 100))
     for ordinal in range(10):
         loop.give(ordinal, "lease 0")
@@ -427,7 +423,7 @@ def test_what_moved_stays_where_it_is_until_something_changes() -> None:
     for _ in range(20):
         loop.round()
 
-    # 2 queued samples found free slots and filled them; then 8 execute beside 2, and nobody is idle.
+    # 2 queued samples fill free slots; then 8 and 2 execute, and no worker is idle.
     # The idle worker also took what the other executed beyond its plateau, until (5, 5): 2 + 3 moves.
     assert sum(loop.moves.values()) == 5
     assert Counter(loop.at.values()) == {"lease 0": 5, "lease 1": 5}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -11,7 +12,7 @@ import pytest
 from tests.fabricated_forecast import make_forecast
 from tests.planted import planted, spec_of
 from tidemill.config.model import ModelConfig
-from tidemill.controller.journal_entries import Rewarded, decoded, encode
+from tidemill.controller.ledger import Rewarded, decode, encode
 from tidemill.core.errors import UserError
 from tidemill.core.records import Reward
 from tidemill.models.folder import DESCRIPTION
@@ -41,13 +42,13 @@ RECORDS: dict[str, tuple[bytes, str, Callable[[Path], object]]] = {
     "ledger": (
         encode(Rewarded(((0, Reward(value=1.0, reason="right")),))),
         "blob",
-        lambda folder: decoded((folder / "blob").read_bytes(), 4),
+        lambda folder: decode((folder / "blob").read_bytes(), 4),
     ),
 }
 
 
 def answer_in(path: Path) -> CachedCompletions | None:
-    with CompletionCache(path) as answers:
+    with closing(CompletionCache(path)) as answers:
         return answers.find("k")
 
 

@@ -1,4 +1,4 @@
-"""From rewards to advantages: one function for each estimator, and the shaping of rewards before it."""
+"""Advantage estimators and reward shaping."""
 
 from __future__ import annotations
 
@@ -12,24 +12,23 @@ from torch import Tensor
 from tidemill.algos.returns import discounted_returns, gae
 
 Scope: TypeAlias = Literal["sample", "group", "batch"]
-"""What must be complete before the advantage of any sample in it is known."""
+"""The unit that must be complete before the advantages of its samples can be computed."""
 
 STD_FLOOR = 1e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advantage:
-    """A row of the registry.
+    """An entry of `ADVANTAGES`.
 
-    `function` takes, of level "sample", rewards float [G] and valid bool [G] of a group and gives float32 [G], one
-    number for all tokens of a sample; of level "token", the rewards float [..., T] of a sample's tokens (and what else
-    its own signature asks for) and gives float [..., T].
+    At level "sample", `function` maps a group's rewards float [G] and valid bool [G] to advantages float32 [G], one per
+    sample. At level "token" it maps token rewards float [..., T], and its further arguments, to float [..., T].
     """
 
-    scope: Scope  # without whitening, which makes it "batch"
+    scope: Scope  # without whitening; whitening always needs the batch
     level: Literal["sample", "token"]
     function: Callable[..., Tensor]
-    settings: tuple[str, ...] = ()  # keys of [algorithm] that it is given by name
+    settings: tuple[str, ...] = ()  # keys of [algorithm] passed by name
     formula: str
     source: str
 
@@ -38,12 +37,12 @@ def grpo(rewards_G: Tensor, valid_G: Tensor) -> Tensor:
     """Group-relative advantage, A = (R - mean) / (std + 1e-4), std with ddof 1.
 
     Args:
-        rewards_G: float [G], one group's rewards; the values of invalid samples are ignored, even NaN.
-        valid_G: bool [G], False where the reward failed or the sample is left out.
+        rewards_G: float [G], one group's rewards; invalid samples may have any value, including NaN.
+        valid_G: bool [G], False where the reward failed or the sample is excluded.
 
     Returns:
-        float32 [G]. Statistics are over valid samples; invalid ones get 0. All zeros with fewer than two valid
-        samples, and exactly zero when all valid rewards are equal.
+        float32 [G], 0 for invalid samples. Statistics are over valid samples. All zeros with fewer than two valid
+        samples or with equal valid rewards.
 
     Source: DeepSeekMath, arXiv 2402.03300, section 4.1; floor and ddof as in TRL.
     """
@@ -54,18 +53,18 @@ def grpo(rewards_G: Tensor, valid_G: Tensor) -> Tensor:
 
 
 def dr_grpo(rewards_G: Tensor, valid_G: Tensor) -> Tensor:
-    """A = R - mean of the group: no division, which would weigh easy and hard prompts up.
+    """A = R - mean of the group. Dividing by the deviation would give easy and hard prompts more weight.
 
-    Args, returns and special cases as for `grpo`. The length bias is removed by normalize = "constant".
+    Args, returns and special cases as for `grpo`. normalize = "constant" removes the length bias.
 
-    Source: "Understanding R1-Zero-like training" (Dr. GRPO), arXiv 2503.20783. Whitened over the batch it is the
+    Source: "Understanding R1-Zero-like training" (Dr. GRPO), arXiv 2503.20783. Whitened over the batch this is the
     baseline variant of REINFORCE++, arXiv 2501.03262.
     """
     return _centred(rewards_G, valid_G).float()
 
 
 def rloo(rewards_G: Tensor, valid_G: Tensor) -> Tensor:
-    """Each sample against the mean of its siblings: A = R_i - mean of the others = G / (G - 1) (R_i - mean).
+    """Leave-one-out baseline: A = R_i - mean of the other samples = G / (G - 1) (R_i - mean).
 
     Args, returns and special cases as for `grpo`; G counts valid samples.
 
@@ -76,19 +75,19 @@ def rloo(rewards_G: Tensor, valid_G: Tensor) -> Tensor:
 
 
 def has_signal(advantages_G: Tensor) -> bool:
-    """Whether any sample of the group moves the policy: False for a group to be skipped."""
+    """Whether any advantage is non-zero; a group without signal has no policy gradient."""
     return bool((advantages_G != 0).any())
 
 
 def scope_of(name: str, *, whiten: bool) -> Scope:
-    """What must be complete before anything can be learned from a sample."""
+    """The scope of an entry of `ADVANTAGES`; whitening needs the whole batch."""
     return "batch" if whiten else ADVANTAGES[name].scope
 
 
 def _centred(rewards_G: Tensor, valid_G: Tensor) -> Tensor:
-    """float64 [G], R - mean over valid samples; 0 for the others, and exactly 0 where all valid rewards are equal."""
+    """float64 [G], R - mean over valid samples; 0 for invalid samples, exactly 0 if all valid rewards are equal."""
     centred_G = torch.zeros(rewards_G.shape, dtype=torch.float64, device=rewards_G.device)
-    rewards = rewards_G[valid_G].double()  # in double, so that a common offset does not eat the differences
+    rewards = rewards_G[valid_G].double()  # in double: a large common offset would drown differences
     if rewards.numel() > 1 and not bool((rewards == rewards[0]).all()):
         centred_G[valid_G] = rewards - rewards.mean()
     return centred_G
@@ -143,13 +142,12 @@ ADVANTAGES: dict[str, Advantage] = {
 
 
 def overlong_penalty(completion_tokens: int, *, max_new_tokens: int, buffer_tokens: int) -> float:
-    """0 up to `max_new_tokens - buffer_tokens`, then falling linearly to -1 at `max_new_tokens`:
-    min(-(L - (L_max - L_c)) / L_c, 0).
+    """Soft length penalty min(-(L - (L_max - L_c)) / L_c, 0): falls linearly to -1 over the last L_c tokens.
 
     Args:
         completion_tokens: L.
         max_new_tokens: L_max, the limit of a completion.
-        buffer_tokens: L_c, how long before the limit the penalty begins; 0 for none.
+        buffer_tokens: L_c, tokens before the limit at which the penalty starts; 0 disables it.
 
     Source: DAPO, arXiv 2503.14476, section 3.4.
     """

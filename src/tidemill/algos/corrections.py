@@ -1,7 +1,7 @@
-"""Corrections for tokens that another policy generated: an older one, or the same computed by another engine.
+"""Off-policy corrections for tokens that an older policy or a different engine generated.
 
-All weigh a token's loss by a function of r = exp(proximal - rollout), without gradient; clipping then acts on
-ρ = exp(trainer - proximal). That is decoupled PPO: the weight says how likely the token is, the clip how far to move.
+Each multiplies a token's loss by a function of r = exp(proximal - rollout), without gradient; clipping then acts on
+ρ = exp(trainer - proximal). This is decoupled PPO: r corrects the sampling distribution, the clip limits the update.
 Source of the decoupling: "Batch size-invariance for policy optimization", arXiv 2110.00641; AReaL, arXiv 2505.24298.
 """
 
@@ -18,39 +18,39 @@ from tidemill.algos.losses import LOG_RATIO_LIMIT, Samples
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corrected:
-    """What a correction makes of each token; nothing carries a gradient."""
+    """Per-token result of a correction, without gradient."""
 
-    weights_T: Tensor  # float [T], what its loss is multiplied by
-    truncated_T: Tensor  # bool [T], a bound changed the weight
-    masked_T: Tensor  # bool [T], left out
+    weights_T: Tensor  # float [T], factors of the loss
+    truncated_T: Tensor  # bool [T], where a bound changed the weight
+    masked_T: Tensor  # bool [T], where the weight was set to 0
 
 
 def none(log_ratio_T: Tensor, samples: Samples) -> Corrected:
-    """Weight 1: tokens count as if the policy at the update's start had generated them."""
-    nowhere_T = torch.zeros_like(log_ratio_T, dtype=torch.bool)
-    return Corrected(weights_T=torch.ones_like(log_ratio_T), truncated_T=nowhere_T, masked_T=nowhere_T)
+    """Weight 1: treats tokens as if the proximal policy had generated them."""
+    false_T = torch.zeros_like(log_ratio_T, dtype=torch.bool)
+    return Corrected(weights_T=torch.ones_like(log_ratio_T), truncated_T=false_T, masked_T=false_T)
 
 
 def tis(log_ratio_T: Tensor, samples: Samples, *, high: float) -> Corrected:
-    """Truncated importance sampling: min(r, high), each token by itself.
+    """Truncated importance sampling, min(r, high) per token.
 
     Args:
         log_ratio_T: float [T], proximal minus rollout logprobs.
-        samples: which sample each token is of.
+        samples: the sample of each token.
         high: largest weight (C).
 
     Source: "Your efficient RL framework secretly brings you off-policy RL training", F. Yao et al., 2025.
     """
-    return _held(_exp(log_ratio_T), None, high)
+    return _truncate(_exp(log_ratio_T), None, high)
 
 
 def clip_range(log_ratio_T: Tensor, samples: Samples, *, low: float, high: float) -> Corrected:
-    """min(max(r, low), high): as `tis`, and no token loses its weight altogether. Arguments as for `tis`."""
-    return _held(_exp(log_ratio_T), low, high)
+    """min(max(r, low), high): `tis` with a lower bound on the weight. Arguments as for `tis`."""
+    return _truncate(_exp(log_ratio_T), low, high)
 
 
 def icepop(log_ratio_T: Tensor, samples: Samples, *, low: float, high: float) -> Corrected:
-    """r where low ≤ r ≤ high, else 0: a token on which the policies disagree teaches nothing. Arguments as for `tis`.
+    """r where low ≤ r ≤ high, else 0: masks tokens on which the policies disagree. Arguments as for `tis`.
 
     Source: IcePop, "Every step evolves", arXiv 2510.18855.
     """
@@ -64,16 +64,17 @@ def icepop(log_ratio_T: Tensor, samples: Samples, *, low: float, high: float) ->
 def sequence_tis(log_ratio_T: Tensor, samples: Samples, *, high: float) -> Corrected:
     """min(Π_t r_t, high), one weight for all tokens of a sample. Arguments as for `tis`.
 
-    Unbiased but for the bound, and of a variance that grows with length.
+    Unbiased except for the bound; the variance grows with length.
 
     Source: "When speed kills stability", J. Liu et al., 2025.
     """
-    return _held(samples.spread(_exp(samples.sum(log_ratio_T.detach()))), None, high)
+    return _truncate(samples.spread(_exp(samples.sum(log_ratio_T.detach()))), None, high)
 
 
 def geometric(log_ratio_T: Tensor, samples: Samples, *, low: float, high: float) -> Corrected:
-    """1 for samples with low ≤ exp(mean_t log r_t) ≤ high, else 0: rejection by a measure that does not grow with
-    length. Arguments as for `tis`.
+    """1 for samples with low ≤ exp(mean_t log r_t) ≤ high, else 0: length-independent rejection of samples.
+
+    Arguments as for `tis`.
 
     Source: "When speed kills stability", J. Liu et al., 2025.
     """
@@ -87,16 +88,16 @@ def geometric(log_ratio_T: Tensor, samples: Samples, *, low: float, high: float)
 
 
 def mu_step(log_ratios_KT: Tensor, samples: Samples, *, high: float) -> Corrected:
-    """Π_k min(r_k, high) over the published versions between rollout and proximal.
+    """Π_k min(r_k, high) over the versions published between rollout and proximal.
 
     Args:
-        log_ratios_KT: float [K, T], of each version to the one before it: first - rollout, ..., proximal - last.
-            Without bounds the product telescopes to r; with K = 1 it is `tis`.
-        samples: which sample each token is of.
+        log_ratios_KT: float [K, T], differences of consecutive versions: first - rollout, ..., proximal - last.
+            Without truncation the product is r; with K = 1 this is `tis`.
+        samples: the sample of each token.
         high: largest factor.
 
-    Truncating each factor bounds how much any one publish may add, as V-trace (IMPALA, arXiv 1802.01561) does for each
-    step of time.
+    Truncating each factor limits the contribution of one publish, as V-trace (IMPALA, arXiv 1802.01561) limits that of
+    one time step.
     """
     factors_KT = _exp(log_ratios_KT)
     truncated_T = (factors_KT > high).any(0)
@@ -110,8 +111,8 @@ def interpolated_proximal(rollout_logprobs_T: Tensor, trainer_logprobs_T: Tensor
 
     Args:
         rollout_logprobs_T, trainer_logprobs_T: float [T].
-        lags_T: int64 [T], versions from the one that generated the token to the one at the update's start. The policy
-            in the making counts as one more. At lag 0 the rollout logprobs are the proximal ones.
+        lags_T: int64 [T], versions between generation and the start of the update; the update itself counts as one
+            more. At lag 0 the proximal logprobs equal the rollout logprobs.
 
     Returns:
         float [T], without gradient.
@@ -126,7 +127,7 @@ def _exp(log_ratio: Tensor) -> Tensor:
     return torch.exp(log_ratio.detach().clamp(max=LOG_RATIO_LIMIT))
 
 
-def _held(ratio_T: Tensor, low: float | None, high: float) -> Corrected:
+def _truncate(ratio_T: Tensor, low: float | None, high: float) -> Corrected:
     weights_T = ratio_T.clamp(min=low, max=high)
     return Corrected(
         weights_T=weights_T, truncated_T=weights_T != ratio_T, masked_T=torch.zeros_like(ratio_T, dtype=torch.bool)
@@ -135,10 +136,10 @@ def _held(ratio_T: Tensor, low: float | None, high: float) -> Corrected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """A row of the registry."""
+    """An entry of `CORRECTIONS`."""
 
-    function: Callable[..., Corrected]  # of log r [T] (mu_step: [K, T]) and samples, and the limits
-    limits: tuple[str, ...]  # keys of [algorithm.correction] that it is given by name
+    function: Callable[..., Corrected]  # (log r [T] or, for mu_step, [K, T]; samples; limits by name)
+    limits: tuple[str, ...]  # keys of [algorithm.correction] passed by name
     formula: str
     source: str
 

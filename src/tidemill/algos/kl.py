@@ -1,4 +1,4 @@
-"""Estimates of how far apart two policies are, from the log-probabilities of sampled tokens."""
+"""Estimates of the KL divergence and the importance ratios of two policies, from logprobs of sampled tokens."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-ADAPTATION = 0.1  # share of the error that one batch corrects
-ADAPTATION_LIMIT = 0.2  # errors beyond this count as this
+ADAPTATION = 0.1  # fraction of the error corrected per batch
+ADAPTATION_LIMIT = 0.2  # largest error that counts
 
 
 def k3(trainer_logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
     """Per-token estimate of KL(trainer ‖ ref): e^d - d - 1 with d = ref - trainer; never negative.
 
     Args:
-        trainer_logprobs_T: float [T], with gradient when used as a loss term.
-        ref_logprobs_T: float [T], the reference model's; taken as constants.
+        trainer_logprobs_T: float [T], with gradient if used as a loss term.
+        ref_logprobs_T: float [T], of the reference model; detached.
 
     Returns:
         float [T].
 
-    Its *value* is an unbiased estimate where the tokens were sampled from the trainer's policy. As a loss term its
-    *gradient*, (1 - e^d) ∇ log π, is another one: in expectation that of KL(ref ‖ trainer), not of KL(trainer ‖ ref).
-    For tokens sampled from an older policy neither holds unless each is weighted by the importance ratio; with the
-    ratio's own gradient (`k3 * ratio`) the gradient, too, is that of KL(trainer ‖ ref).
+    The *value* is an unbiased estimate for tokens sampled from the trainer's policy. The *gradient* as a loss term,
+    (1 - e^d) ∇ log π, is in expectation that of KL(ref ‖ trainer), not of KL(trainer ‖ ref). For tokens sampled from an
+    older policy both hold only if each token is weighted by the importance ratio; if the ratio has a gradient
+    (`k3 * ratio`), the gradient is that of KL(trainer ‖ ref).
 
     Source: J. Schulman, "Approximating KL divergence", 2020.
     """
@@ -33,38 +33,38 @@ def k3(trainer_logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
 
 
 def approximate_kl(trainer_logprobs_T: Tensor, proximal_logprobs_T: Tensor) -> Tensor:
-    """Per-token estimate of KL(proximal ‖ trainer), ρ - 1 - log ρ: how far this update has moved. No gradient.
+    """Per-token estimate of KL(proximal ‖ trainer), ρ - 1 - log ρ, without gradient.
 
     Args:
-        trainer_logprobs_T: float [T], now.
-        proximal_logprobs_T: float [T], at the start of the update; the tokens count as sampled from it.
+        trainer_logprobs_T: float [T], of the current policy.
+        proximal_logprobs_T: float [T], at the start of the update; assumed to be the sampling distribution.
 
     Returns:
-        float [T], never negative; its mean over tokens is what an early stop compares.
+        float [T], never negative; `kl_stop` is compared with its mean over tokens.
     """
     return k3(proximal_logprobs_T.detach(), trainer_logprobs_T)
 
 
 def kl_reward(rollout_logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
-    """Per-token estimate of KL(rollout ‖ ref), log(rollout / ref), to be taken off each token's reward.
+    """Per-token estimate of KL(rollout ‖ ref), log(rollout / ref), a penalty on each token's reward.
 
     Args:
-        rollout_logprobs_T: float [T], of the policy that generated the tokens: for it the estimate is unbiased.
+        rollout_logprobs_T: float [T], of the policy that generated the tokens, for which the estimate is unbiased.
         ref_logprobs_T: float [T].
 
     Returns:
-        float [T], of either sign, without gradient: the policy gradient of the reward is the divergence's own.
+        float [T], of either sign, without gradient.
     """
     return (rollout_logprobs_T - ref_logprobs_T).detach()
 
 
 def adapted_beta(beta: float, kl: float, target: float) -> float:
-    """The next KL coefficient: β (1 + 0.1 · clip(kl / target - 1, ±0.2)), so that it moves by at most 2 %.
+    """The next KL coefficient, β (1 + 0.1 · clip(kl / target - 1, ±0.2)): changes by at most 2 %.
 
     Args:
-        beta: the present one.
-        kl: measured over the batch just learned from, nats per token.
-        target: what it should be, nats per token.
+        beta: current coefficient.
+        kl: measured over the last batch, nats per token.
+        target: nats per token.
 
     Source: "Fine-tuning language models from human preferences", arXiv 1909.08593, section 2.2.
     """
@@ -73,22 +73,22 @@ def adapted_beta(beta: float, kl: float, target: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MismatchStats:
-    """How the trainer's probabilities differ from those the tokens were sampled with; r = exp(trainer - rollout)."""
+    """Difference of the trainer's and the sampling probabilities; r = exp(trainer - rollout)."""
 
     tokens: int
     ratio_mean: float
     ratio_variance: float
     ratio_max: float
-    effective_sample_size: float  # (Σr)² / (n Σr²), a share: 1 when every token counts alike
+    effective_sample_size: float  # (Σr)² / (n Σr²), 1 for equal ratios
     mismatch_kl: float  # nats per token, KL(rollout ‖ trainer), from r - 1 - log r
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MismatchSums:
-    """Sums that add up over microbatches with `+` and are read once a step with `reduce`."""
+    """Sums over microbatches, combined with `+` and reduced once per step."""
 
     tokens: int
-    excess: Tensor  # float64 [], Σ (r - 1): small differences from 1 survive the sum
+    excess: Tensor  # float64 [], Σ (r - 1), which keeps small differences from 1
     excess_squared: Tensor  # float64 [], Σ (r - 1)²
     kl: Tensor  # float64 [], Σ (r - 1 - log r)
     largest: Tensor  # float64 [], max r
@@ -103,7 +103,7 @@ class MismatchSums:
         )
 
     def reduce(self) -> MismatchStats:
-        """The step's figures; those of identical policies when there are no tokens."""
+        """Statistics of the step; without tokens those of identical policies."""
         if self.tokens == 0:
             return MismatchStats(
                 tokens=0, ratio_mean=1.0, ratio_variance=0.0, ratio_max=1.0, effective_sample_size=1.0, mismatch_kl=0.0
@@ -122,11 +122,11 @@ class MismatchSums:
 
 
 def mismatch(rollout_logprobs_T: Tensor, trainer_logprobs_T: Tensor) -> MismatchSums:
-    """Sums of r = exp(trainer - rollout) over one microbatch's tokens, without gradient or a copy to the host.
+    """Sums of r = exp(trainer - rollout) over a microbatch, without gradient or host synchronisation.
 
     Args:
         rollout_logprobs_T: float [T], recorded when the tokens were sampled.
-        trainer_logprobs_T: float [T], of the same tokens before the update (the proximal ones).
+        trainer_logprobs_T: float [T], of the same tokens at the start of the update (proximal).
     """
     log_ratio_T = (trainer_logprobs_T.detach() - rollout_logprobs_T.detach()).double()
     excess_T = torch.expm1(log_ratio_T)
@@ -141,5 +141,5 @@ def mismatch(rollout_logprobs_T: Tensor, trainer_logprobs_T: Tensor) -> Mismatch
 
 
 def no_mismatch() -> MismatchSums:
-    """The sums of no tokens: where accumulation starts."""
+    """Sums over zero tokens, the start of an accumulation."""
     return mismatch(torch.zeros(0), torch.zeros(0))

@@ -1,4 +1,4 @@
-"""Policy losses on flattened tokens, their normalisation, and the catalogue of the other terms of a loss."""
+"""Policy losses on flattened tokens, loss normalisation, and formulas of the other loss terms."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ class Samples:
     """T tokens of S samples, in any order."""
 
     index_T: Tensor  # int64 [T], the sample of each token
-    count: int  # S; a sample without tokens is one all the same
+    count: int  # S, including samples without tokens
 
     def sum(self, values_T: Tensor) -> Tensor:
-        """float [S], 0 for a sample without tokens. Gradients pass."""
+        """float [S], 0 for a sample without tokens; differentiable."""
         return values_T.new_zeros(self.count).index_add(0, self.index_T, values_T)
 
     def mean(self, values_T: Tensor) -> Tensor:
-        """float [S], 0 for a sample without tokens. Gradients pass."""
+        """float [S], 0 for a sample without tokens; differentiable."""
         return self.sum(values_T) / self.sum(torch.ones_like(values_T)).clamp(min=1.0)
 
     def spread(self, values_S: Tensor) -> Tensor:
-        """[T], each token with its sample's value."""
+        """[T], the value of each token's sample."""
         return values_S[self.index_T]
 
 
 Normalize: TypeAlias = Literal["sample", "token", "constant"]
-"""sample: mean over a sample's tokens, then over samples. token: mean over all tokens of the batch. constant: sum over
-tokens, divided by samples × a constant."""
+"""sample: mean over each sample's tokens, then over samples. token: mean over all tokens of the batch. constant: sum
+over tokens divided by samples × a constant."""
 
-LOG_RATIO_LIMIT = 80.0  # exp stays finite in float32: a clipped token's zero gradient must not become 0 * inf
+LOG_RATIO_LIMIT = 80.0  # keeps exp finite in float32: the zero gradient of a clipped token must not become 0 * inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLoss:
-    """What an objective says of each token; only `loss_T` carries a gradient."""
+    """Per-token result of a policy loss; only `loss_T` has a gradient."""
 
     loss_T: Tensor  # float [T]
-    clipped_T: Tensor  # bool [T], where the clip changed the objective
-    ratio_T: Tensor  # float [T], trainer over proximal probability
+    clipped_T: Tensor  # bool [T], where clipping changed the objective
+    ratio_T: Tensor  # float [T], trainer probability / proximal probability
 
 
 def ppo_clip(
@@ -58,14 +58,14 @@ def ppo_clip(
     """Clipped surrogate: J = min(ρA, clip(ρ, 1 - clip_low, 1 + clip_high) A), loss = -J, ρ = exp(trainer - proximal).
 
     Args:
-        trainer_logprobs_T: float [T], log-probabilities now, with gradient.
-        proximal_logprobs_T: float [T], at the start of the update; taken as constants.
-        advantages_T: float [T], taken as constants.
+        trainer_logprobs_T: float [T], of the current policy, with gradient.
+        proximal_logprobs_T: float [T], at the start of the update; detached.
+        advantages_T: float [T], detached.
         clip_low, clip_high: widths of the clip range below and above 1.
-        dual_clip: c > 1; where A < 0 the objective is held at cA or above. None: no such floor.
+        dual_clip: c > 1; lower bound cA on the objective where A < 0. None: no bound.
 
-    A token counts as clipped only where clipping changed its objective; its gradient is zero there. A ratio outside the
-    range whose advantage already pulls it back is left alone.
+    Only tokens whose objective clipping changed count as clipped; their gradient is zero. A ratio outside the range is
+    not clipped if its advantage already pulls it back.
 
     Source: PPO, arXiv 1707.06347; dual clip, arXiv 1912.09729; separate widths, DAPO, arXiv 2503.14476.
     """
@@ -99,12 +99,12 @@ def gspo(
 
     Args:
         trainer_logprobs_T, proximal_logprobs_T, advantages_T: as for `ppo_clip`.
-        samples: which tokens make a sequence.
-        clip_low, clip_high: widths of the clip range; a mean over tokens moves little, so they are small.
+        samples: the sample of each token.
+        clip_low, clip_high: widths of the clip range; small, because the mean over tokens varies little.
 
-    This is GSPO-token. Where all tokens of a sequence have the same advantage and correction weight, the mean over them
-    (normalize = "sample") has the value and the gradient of GSPO. Where they differ, each token's gradient
-    -s A_t ∇log π_t is weighted separately. s is clipped, on the side that the token's advantage decides.
+    This is GSPO-token. If all tokens of a sequence have the same advantage and correction weight, their mean
+    (normalize = "sample") has the value and gradient of GSPO; otherwise each token's gradient -s A_t ∇log π_t has its
+    own weight. The sign of the token's advantage decides on which side s is clipped.
 
     Source: GSPO, arXiv 2507.18071, section 4.3.
     """
@@ -121,11 +121,11 @@ def gspo(
 def cispo(
     trainer_logprobs_T: Tensor, proximal_logprobs_T: Tensor, advantages_T: Tensor, *, clip_high: float
 ) -> TokenLoss:
-    """loss = -sg(min(ρ, clip_high)) A log π: a large ratio is held, and its token keeps its gradient.
+    """loss = -sg(min(ρ, clip_high)) A log π: truncates large ratios and keeps the gradient of their tokens.
 
     Args:
         trainer_logprobs_T, proximal_logprobs_T, advantages_T: as for `ppo_clip`.
-        clip_high: the largest ratio itself, as in TRL (others write 1 + clip_high); there is no lower bound.
+        clip_high: the largest ratio, as in TRL (elsewhere 1 + clip_high); there is no lower bound.
 
     Source: MiniMax-M1, arXiv 2506.13585.
     """
@@ -136,15 +136,15 @@ def cispo(
 
 
 def token_weights(lengths_S: Sequence[int], normalize: Normalize) -> list[float]:
-    """Weight of every token of each sample, so that Σ weight · loss / `denominator` is the mean.
+    """Token weight of each sample: Σ weight · loss / `denominator` is the mean.
 
     Args:
-        lengths_S: trained tokens of each valid sample; an invalid one is given as 0.
-        normalize: which mean.
+        lengths_S: trained tokens of each sample; 0 for an invalid one.
+        normalize: kind of mean.
 
     Returns:
-        [S], 1 / length for "sample", else 1; 0 for a sample without tokens. Each depends on its own sample only,
-        so that gradients accumulate as sums while the batch is still arriving and are divided once, at its end.
+        [S], 1 / length for "sample", else 1; 0 for a sample without tokens. A weight depends only on its own sample,
+        so gradients can accumulate before the batch is complete.
     """
     if normalize == "sample":
         return [1.0 / length if length else 0.0 for length in lengths_S]
@@ -152,10 +152,9 @@ def token_weights(lengths_S: Sequence[int], normalize: Normalize) -> list[float]
 
 
 def denominator(lengths_S: Sequence[int], normalize: Normalize, *, constant: int = 1) -> int:
-    """What the weighted sum of these samples contributes to the divisor: samples with tokens, or their tokens, or
-    samples × `constant`.
+    """Divisor of the weighted sum: samples with tokens ("sample"), tokens ("token"), samples × `constant` ("constant").
 
-    Contributions add up over microbatches; the total is known when the batch is complete.
+    Additive over microbatches.
     """
     if normalize == "token":
         return sum(lengths_S)
@@ -165,11 +164,11 @@ def denominator(lengths_S: Sequence[int], normalize: Normalize, *, constant: int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLoss:
-    """A row of the registry."""
+    """An entry of `LOSSES`."""
 
-    function: Callable[..., TokenLoss]  # of trainer and proximal logprobs and advantages [T], and the settings
-    settings: tuple[str, ...]  # keys of [algorithm] that it is given by name
-    by_sample: bool = False  # it is given `samples`, too
+    function: Callable[..., TokenLoss]  # (trainer logprobs [T], proximal logprobs [T], advantages [T], settings)
+    settings: tuple[str, ...]  # keys of [algorithm] passed by name
+    by_sample: bool = False  # also takes `samples`
     formula: str
     source: str
 
@@ -198,11 +197,11 @@ LOSSES: dict[str, PolicyLoss] = {
 
 
 class Term(NamedTuple):
-    """A row of the registry."""
+    """An entry of `TERMS`."""
 
     formula: str
     source: str
-    settings: tuple[str, ...] = ()  # keys of the configuration it goes by, `section.key`
+    settings: tuple[str, ...] = ()  # configuration keys, `section.key`
 
 
 TERMS: dict[str, dict[str, Term]] = {
@@ -258,4 +257,4 @@ TERMS: dict[str, dict[str, Term]] = {
         ),
     },
 }
-"""By table of `tidemill algorithms`; what computes them is in the modules beside this one."""
+"""Loss terms by table of `tidemill algorithms`."""

@@ -1,4 +1,4 @@
-"""Losses on demonstrations and on pairs of a chosen and a rejected completion."""
+"""Losses of supervised fine-tuning, reward models and preference optimisation."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def dpo(
     """Direct preference optimisation: -(1 - ε) log σ(βh) - ε log σ(-βh), h = (π_w - ref_w) - (π_l - ref_l).
 
     Args:
-        chosen_P, rejected_P: float [P], summed logprobs of the completions' tokens, with gradient.
-        ref_chosen_P, ref_rejected_P: float [P], the reference model's; taken as constants.
-        beta: how much the margin counts: the strength of the KL term it stands for.
-        label_smoothing: ε, the share of pairs thought to be labelled the wrong way round.
+        chosen_P, rejected_P: float [P], summed logprobs of the completion tokens, with gradient.
+        ref_chosen_P, ref_rejected_P: float [P], of the reference model; detached.
+        beta: strength of the implicit KL penalty.
+        label_smoothing: ε, assumed fraction of pairs with swapped labels.
 
     Returns:
         float [P].
@@ -37,12 +37,12 @@ def dpo(
 
 
 def ipo(chosen_P: Tensor, rejected_P: Tensor, ref_chosen_P: Tensor, ref_rejected_P: Tensor, *, beta: float) -> Tensor:
-    """Identity preference optimisation: (h - 1 / (2β))², a margin to be reached and not passed.
+    """Identity preference optimisation: (h - 1 / (2β))², with a target for the margin.
 
     Args:
         chosen_P, rejected_P: float [P], *mean* logprobs over each completion's tokens, with gradient (as in TRL, agreed
-            with the authors: sums would make the target depend on length).
-        ref_chosen_P, ref_rejected_P: float [P], means likewise; taken as constants.
+            with the authors: with sums the target would depend on length).
+        ref_chosen_P, ref_rejected_P: float [P], means of the reference model; detached.
         beta: τ of the paper.
 
     Returns:
@@ -54,20 +54,19 @@ def ipo(chosen_P: Tensor, rejected_P: Tensor, ref_chosen_P: Tensor, ref_rejected
 
 
 def margin(chosen_P: Tensor, rejected_P: Tensor, ref_chosen_P: Tensor, ref_rejected_P: Tensor) -> Tensor:
-    """h = (π_w - ref_w) - (π_l - ref_l), float [P]: positive where the policy prefers the chosen one more than the
-    reference does. β times it is the margin of the implicit rewards."""
+    """h = (π_w - ref_w) - (π_l - ref_l), float [P]; β h is the margin of the implicit rewards."""
     return (chosen_P - ref_chosen_P.detach()) - (rejected_P - ref_rejected_P.detach())
 
 
 def bradley_terry(
     chosen_P: Tensor, rejected_P: Tensor, *, margins_P: Tensor | None = None, centring: float = 0.0
 ) -> Tensor:
-    """A reward model's loss: -log σ(r_w - r_l - margin) + centring (r_w + r_l)².
+    """Reward model loss: -log σ(r_w - r_l - margin) + centring (r_w + r_l)².
 
     Args:
         chosen_P, rejected_P: float [P], scores, with gradient.
-        margins_P: float [P], by how much the chosen one should win, in units of the score; none for 0.
-        centring: pulls scores to mean 0, which pairs alone leave undetermined; 0.01 is usual.
+        margins_P: float [P], required difference of the scores; None for 0.
+        centring: weight of the penalty on the mean score, which pairs alone do not determine; usually 0.01.
 
     Returns:
         float [P].
@@ -83,11 +82,11 @@ def bradley_terry(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferenceLoss:
-    """A row of the registry."""
+    """An entry of `PREFERENCE_LOSSES`."""
 
-    function: Callable[..., Tensor]  # of chosen, rejected, ref_chosen and ref_rejected [P] and the settings
-    reduce: Literal["sum", "mean"]  # how a completion's token logprobs become one number
-    settings: dict[str, float]  # given by name, with their usual values
+    function: Callable[..., Tensor]  # (chosen, rejected, ref_chosen, ref_rejected [P], settings)
+    reduce: Literal["sum", "mean"]  # of the token logprobs of a completion
+    settings: dict[str, float]  # passed by name, with their usual values
     formula: str
     source: str
 
@@ -111,12 +110,5 @@ PREFERENCE_LOSSES: dict[str, PreferenceLoss] = {
 
 
 def cross_entropy(trainer_logprobs_T: Tensor) -> Tensor:
-    """Loss of each completion token in nats, -log π; its mean by `losses.token_weights` is what is minimised.
-
-    Args:
-        trainer_logprobs_T: float [T], of the demonstrated tokens, with gradient.
-
-    Returns:
-        float [T].
-    """
+    """-log π of each completion token in nats, float [T], with gradient."""
     return -trainer_logprobs_T

@@ -1,4 +1,4 @@
-"""Token rewards, discounted returns, generalised advantages, the clipped value loss. Time is the last axis."""
+"""Discounted returns, generalised advantages, whitening and the clipped value loss. Time is the last axis."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ WHITEN_FLOOR = 1e-8
 
 
 def discounted_returns(rewards_T: Tensor, *, gamma: float) -> Tensor:
-    """R_t = r_t + γ R_{t+1}, nothing after the end.
+    """R_t = r_t + γ R_{t+1}, with R = 0 after the end.
 
     Args:
-        rewards_T: float [..., T]; zeros after a sample's end leave its returns as they are.
+        rewards_T: float [..., T]; zero padding after the end does not change a sample's returns.
         gamma: discount per token.
 
     Returns:
@@ -43,16 +43,16 @@ def gae(
     Args:
         rewards_T: float [..., T].
         values_T: float [..., T], of the state in which each action was chosen.
-        next_values_T: float [..., T], of the state it led to. Where an episode was truncated that is its *final*
-            observation, not the first of whatever follows; where it terminated the value is ignored.
-        terminated_T: bool [..., T], the episode ended by itself here: nothing is to come.
-        truncated_T: bool [..., T], it was cut here: what would have come is estimated by the next value.
+        next_values_T: float [..., T], of the next state; for a truncated episode of its *final* observation, not of the
+            first observation of the next episode. Ignored where the episode terminated.
+        terminated_T: bool [..., T], True at the last step of a finished episode.
+        truncated_T: bool [..., T], True where the episode was cut; the next value stands in for the missing rewards.
         gamma: discount per step.
-        lam: 0 trusts the next value, 1 the whole return.
+        lam: 0 uses the next value only, 1 the whole return.
 
     Returns:
-        float [..., T], without gradient. `advantages + values` are the returns that a critic learns. The last step
-        ends in any case. Steps after an end belong to another episode and do not reach back over it.
+        float [..., T], without gradient; `advantages + values` are the critic's targets. Steps after an end belong to
+        another episode and do not affect earlier ones. The last step is always an end.
 
     Source: "High-dimensional continuous control using generalized advantage estimation", arXiv 1506.02438.
     """
@@ -68,10 +68,10 @@ def gae(
 
 
 def whiten(advantages_T: Tensor) -> Tensor:
-    """Mean 0 and variance 1 over all elements, (A - mean) / sqrt(var + 1e-8), ddof 1; zeros where all are equal.
+    """(A - mean) / sqrt(var + 1e-8) over all trained tokens of the batch, ddof 1; zeros if all are equal.
 
     Args:
-        advantages_T: float [T], of every trained token of the batch.
+        advantages_T: float [T].
 
     Returns:
         float32 [T].
@@ -83,38 +83,26 @@ def whiten(advantages_T: Tensor) -> Tensor:
     return (centred_T * torch.rsqrt(values_T.var(correction=1) + WHITEN_FLOOR)).float()
 
 
-def explained_variance(values_T: Tensor, returns_T: Tensor) -> float:
-    """1 - Var(R - V) / Var(R): 1 for a perfect critic, 0 for one that says the mean, negative for worse.
-
-    Args:
-        values_T, returns_T: float [T]. Of equal returns there is nothing to explain: 0.
-    """
-    variance = float(returns_T.double().var(correction=0)) if returns_T.numel() else 0.0
-    if variance == 0.0:
-        return 0.0
-    return 1.0 - float((returns_T.double() - values_T.double()).var(correction=0)) / variance
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueLoss:
-    """Of each token; only `loss_T` carries a gradient."""
+    """Per-token value loss; only `loss_T` has a gradient."""
 
     loss_T: Tensor  # float [T]
-    clipped_T: Tensor  # bool [T], where the clip changed the loss
+    clipped_T: Tensor  # bool [T], where clipping changed the loss
 
 
 def value_loss(values_T: Tensor, returns_T: Tensor, start_values_T: Tensor, *, clip: float = 0.0) -> ValueLoss:
-    """(V - R)², or with a clip the larger of that and (V_start + clamp(V - V_start, ±clip) - R)².
+    """(V - R)², with a clip max((V - R)², (V_start + clamp(V - V_start, ±clip) - R)²).
 
     Args:
-        values_T: float [T], now, with gradient.
-        returns_T: float [T], taken as constants.
-        start_values_T: float [T], at the start of the update; taken as constants.
-        clip: how far a value may move in one update, in units of the return; 0 for the plain loss.
+        values_T: float [T], current values, with gradient.
+        returns_T: float [T], detached.
+        start_values_T: float [T], at the start of the update; detached.
+        clip: largest change of a value in one update, in units of the return; 0 for the plain loss.
 
-    A clipped token's gradient is zero. The coefficient (0.5 by default) is not in here.
+    The gradient of a clipped token is zero. The coefficient is applied by the caller.
 
-    Source: PPO's public code, as described in "Implementation matters in deep policy gradients", arXiv 2005.12729.
+    Source: PPO's reference code, as described in "Implementation matters in deep policy gradients", arXiv 2005.12729.
     """
     returns_T, start_values_T = returns_T.detach(), start_values_T.detach()
     plain_T = (values_T - returns_T).square()
@@ -124,5 +112,5 @@ def value_loss(values_T: Tensor, returns_T: Tensor, start_values_T: Tensor, *, c
         moved_T = values_T - start_values_T
         held_T = start_values_T + moved_T.clamp(-clip, clip)
         bound_T = (held_T - returns_T).square()
-        clipped_T = (moved_T.abs() > clip) & (bound_T > plain_T)  # in range, held_T differs from V by rounding only
+        clipped_T = (moved_T.abs() > clip) & (bound_T > plain_T)  # inside the range held_T differs from V by rounding
     return ValueLoss(loss_T=torch.where(clipped_T, bound_T, plain_T), clipped_T=clipped_T)

@@ -1,4 +1,4 @@
-"""`tidemill algorithms`: what a recipe's [algorithm] can name, with formulas, sources and defaults."""
+"""`tidemill algorithms`: algorithms, losses and corrections with formulas, sources and defaults."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from tidemill.config.schema import RunSpec
 from tidemill.config.toml import write_value
 
 TITLES = {
-    "presets": "algorithm.name: sets the keys that are not given",
+    "presets": "algorithm.name: sets the defaults of the other keys",
     "advantages": "algorithm.advantage",
     "losses": "algorithm.loss, ρ = exp(trainer - proximal)",
     "corrections": "algorithm.correction.kind, a weight of each token by r = exp(proximal - rollout)",
     "preference": "losses on preference pairs",
-    "normalize": "algorithm.normalize, how tokens' losses become one",
-    "kl": "algorithm.kl_in, and what else goes by an estimate of a KL divergence",
+    "normalize": "algorithm.normalize, the reduction of token losses",
+    "kl": "algorithm.kl_in and other uses of KL estimates",
     "value": 'the value loss of a critic, advantage = "gae"',
-    "shaping": "what else is added to rewards or losses",
+    "shaping": "additional terms of rewards and losses",
     "supervised": "losses of the stages sft and reward_model",
 }
 
 
 def algorithms(*, json: Json = False) -> Result:
-    """The algorithms a recipe can name: presets, advantages, losses, corrections, and what else makes up a loss."""
+    """List presets, advantages, losses, corrections and other loss terms."""
     data = listing()
     return Result(data=data, text=Group(*(table(TITLES[kind], rows) for kind, rows in data.items())))
 
 
 def listing() -> dict[str, list[dict[str, Any]]]:
-    """By kind, a row each with name, formula (a preset has none), source and the defaults of the keys it reads."""
+    """Rows by kind: name, formula (empty for presets), source and defaults of the keys it reads."""
     return {
         "presets": [
             {"name": name, "formula": "", "source": preset.source, "defaults": preset.settings}
@@ -75,19 +75,19 @@ def listing() -> dict[str, list[dict[str, Any]]]:
 
 
 def defaults(key: str, choice: str, names: Sequence[str]) -> dict[str, Any]:
-    """What these keys are where a recipe makes this choice and no other; keys that are not set are left out."""
+    """Defaults of `names` if a recipe sets only `key = choice`; unset keys are omitted."""
     section = AlgorithmConfig.model_validate({key: choice})
     return {name: value for name in names if (value := getattr(section, name)) is not None}
 
 
 def plain_values(keys: Sequence[str]) -> dict[str, Any]:
-    """What `section.key`s are where a recipe says nothing, by key; those that are not set are left out."""
+    """Schema defaults of `section.key` names, by key; unset keys are omitted."""
     spec, pairs = RunSpec(), [key.split(".") for key in keys]
     return {name: value for section, name in pairs if (value := getattr(getattr(spec, section), name)) is not None}
 
 
 def table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
-    """A line a row."""
+    """One table row per row."""
     shown = Table(box=None, pad_edge=False, title=f"\n{title}", title_justify="left", title_style="bold")
     for heading in ("name", "formula", "defaults", "source"):
         if any(row.get(heading) for row in rows):

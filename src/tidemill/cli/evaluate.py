@@ -1,4 +1,4 @@
-"""`tidemill eval`, `generate` and `report`: measure a model, try prompts on it, render a run."""
+"""`tidemill eval`, `generate` and `report`: evaluate a model, generate completions, write a run's report."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Compare = Annotated[
     str | None,
     Parameter(
         name="--compare",
-        help="Ask another model the same and compare: a checkpoint, a run directory or a built-in model.",
+        help="Evaluate another model on the same prompts and compare: a checkpoint, run directory or built-in model.",
     ),
 ]
 
@@ -34,7 +34,7 @@ def evaluate(
     dry_run: DryRun = False,
     json: Json = False,
 ) -> Result:
-    """Measure a model or a checkpoint on the task's held-out prompts: mean reward and accuracy of greedy completions,
+    """Evaluate a model or a checkpoint on the task's held-out prompts: mean reward and accuracy of greedy completions,
     lengths, diversity; with `--eval.samples_per_prompt N` also pass@k."""
     with model_folder(checkpoint) as folder, compared(compare) as other:
         spec = spec_for(items, checkpoint, purpose="eval")
@@ -48,8 +48,10 @@ def evaluate(
 
 @contextmanager
 def compared(name: str | None) -> Iterator[Path | str | None]:
-    """The other model: a built-in one's name, or the folder with its weights. Damage is reported here, because it is
-    loaded only after the first is measured."""
+    """Yield the other model: a built-in name, or the folder with its weights.
+
+    Reports damage at once, because the model is loaded only after the first evaluation.
+    """
     if name is None or (name in BUILT_IN_MODELS and not Path(name).exists()):
         yield name
         return
@@ -60,7 +62,7 @@ def compared(name: str | None) -> Iterator[Path | str | None]:
 
 
 def figures(found: dict[str, Any]) -> str:
-    """One figure a line; completions are left to `--json`."""
+    """One figure per line; completions are only in `--json`."""
     lines = list[tuple[str, str]]()
     for name, value in found.items():
         if name == "drawn":
@@ -89,7 +91,7 @@ def _plain(name: str, value: Any) -> list[tuple[str, str]]:
 def _drawn(drawn: dict[str, Any]) -> list[tuple[str, str]]:
     rest = {name: value for name, value in drawn.items() if name not in ("samples_per_prompt", "pass_at")}
     return [
-        ("drawn", f"{drawn['samples_per_prompt']} samples of each prompt"),
+        ("drawn", f"{drawn['samples_per_prompt']} samples per prompt"),
         *((f"  pass@{k}", _with_interval(figure)) for k, figure in drawn["pass_at"].items()),
         *(line for name, value in rest.items() for line in _plain(f"  {name}", value)),
     ]
@@ -123,7 +125,7 @@ Words = Annotated[
 
 
 def generate(*items: Words, checkpoint: Checkpoint = None, dry_run: DryRun = False, json: Json = False) -> Result:
-    """Try prompts on a model or a checkpoint: `tidemill generate "2+3=" --sampling.temperature 0`."""
+    """Generate completions with a model or a checkpoint: `tidemill generate "2+3=" --sampling.temperature 0`."""
     given = split_arguments(items)
     with model_folder(checkpoint) as folder:
         spec = spec_for(given.items, checkpoint, purpose="generate")
@@ -137,10 +139,10 @@ def generate(*items: Words, checkpoint: Checkpoint = None, dry_run: DryRun = Fal
 
 
 def read_prompts(words: Sequence[str]) -> list[str]:
-    """The prompts themselves; `-` is replaced by standard input, without its last newline.
+    """The prompts; `-` is replaced by standard input without its last newline.
 
     Raises:
-        UserError: there is none.
+        UserError: no prompt given.
     """
     if not words:
         raise UserError("no prompt given", hint='write tidemill generate "your prompt", or - to read standard input')
@@ -148,7 +150,7 @@ def read_prompts(words: Sequence[str]) -> list[str]:
 
 
 def samples_text(samples: Sequence[Mapping[str, Any]]) -> str:
-    """Prompt and completion run together, as the model sees them; a rule between several."""
+    """Prompt and completion concatenated, samples separated by a rule."""
     texts = [f"{sample.get('prompt', '')}{sample.get('completion', '')}" for sample in samples]
     return "\n---\n".join(texts)
 
@@ -164,11 +166,11 @@ def report(run_dir: Annotated[Path, Parameter(name="RUN_DIR")], /, *, json: Json
     from tidemill.pipeline.pipeline_page import write_page
     from tidemill.pipeline.state import PipelineFolder
     from tidemill.telemetry.report import write_report
-    from tidemill.telemetry.report.run_data import left_out
+    from tidemill.telemetry.run_data import damaged_logs
     from tidemill.telemetry.run_dir import RunDirectory
 
     pipeline = PipelineFolder(run_dir)
     path = write_page(pipeline) if pipeline.state.is_file() else write_report(run_dir)
-    notes = left_out(RunDirectory(run_dir))
-    text = "\n".join([str(path), *(f"• {note}, and left out" for note in notes)])
+    notes = damaged_logs(RunDirectory(run_dir))
+    text = "\n".join([str(path), *(f"• {note}; left out" for note in notes)])
     return Result(data={"report": str(path), "notes": notes}, text=text)

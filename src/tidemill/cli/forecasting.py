@@ -1,4 +1,4 @@
-"""`tidemill simulate` and `tidemill calibrate`: forecast a run, and measure what forecasts need."""
+"""`tidemill simulate` and `tidemill calibrate`: simulate schedules; fit a cost profile to a run."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ from tidemill.sim.comparison import (
 from tidemill.telemetry.fleet_figures import HOUR_S
 
 Html = Annotated[Path | None, Parameter(name="--html", help="Write a page with the timelines to this file.")]
-TELL_S = 5.0
-"""Between two words of progress."""
+PROGRESS_S = 5.0
+"""Seconds between two progress lines."""
 
 
 def simulate(*items: Items, html: Html = None, dry_run: DryRun = False, json: Json = False) -> Result:
-    """What a recipe's run would come to: its own controller under a virtual clock, among profiles of engines, trainer
-    and network, under each of `simulation.schedules` on the same samples, machines and seed.
+    """Simulate a recipe: the real controller under a virtual clock, with cost models of engines, trainer and network,
+    for each of `simulation.schedules` on the same samples, machines and seed.
 
-    `[simulation]` says of what model and machines; batch, limits, pool, prices, steps and seed are the run's own.
+    `[simulation]` defines model and machines; batch, limits, pool, prices, steps and seed are the recipe's.
     """
     spec = load_spec(items, purpose="read")
     scenario = plan_scenario(spec)
@@ -56,26 +56,26 @@ def simulate(*items: Items, html: Html = None, dry_run: DryRun = False, json: Js
         words += outlived(spec.pool, spec.simulation.hours * HOUR_S)
         return Result(data=planned_data(scenario), text="\n".join(words))
     if html is not None:
-        _try_to_write(html)
+        _check_writable(html)
     compared, findings = _compare(scenario)
     longest_s = max((one.run.seconds for one in compared if one.planned.cost_model.worker), default=0.0)
     notes = [*outlived(spec.pool, longest_s), *crowded(compared)]
-    said = [*findings.values(), *notes]
+    remarks = [*findings.values(), *notes]
     if html is not None:
         from tidemill.sim.comparison import render
 
-        _write(html, render(spec.run.name, [*words, *said], compared))
+        _write(html, render(spec.run.name, [*words, *remarks], compared))
     schedules: dict[str, Any] = {one.planned.name: figures(one.run) for one in compared}
     schedules |= {name: {"finding": finding} for name, finding in findings.items()}
     data = {"schedules": schedules, "notes": notes, "scenario": planned_data(scenario)}
-    return Result(data=data, text=Group(*comparison_text(words, compared, said, html)))
+    return Result(data=data, text=Group(*comparison_text(words, compared, remarks, html)))
 
 
 def _compare(scenario: Scenario) -> tuple[list[Compared], dict[str, str]]:
-    """Every schedule that comes to an end, and by name what is to be said of the others.
+    """Simulate every schedule; return results and, by name, the errors of the others.
 
     Raises:
-        UserError: none does.
+        UserError: no schedule succeeds.
     """
     compared, findings, errors = list[Compared](), dict[str, str](), list[UserError]()
     for one in scenario.planned:
@@ -91,11 +91,11 @@ def _compare(scenario: Scenario) -> tuple[list[Compared], dict[str, str]]:
     return compared, findings
 
 
-def _try_to_write(html: Path) -> None:
-    """Whoever cannot have the page is told before the work; until it is done, what is there stays."""
-    there = html.exists()
+def _check_writable(html: Path) -> None:
+    """Fail before the simulation if the page cannot be written; keep an existing page."""
+    existed = html.exists()
     _write(html, "", mode="a")
-    if not there:
+    if not existed:
         html.unlink()
 
 
@@ -109,36 +109,36 @@ def _write(html: Path, page: str, *, mode: Literal["a", "w"] = "w") -> None:
 
 
 class Progress:
-    """Tells on standard error, now and then, how far a schedule is."""
+    """Prints the progress of a schedule to standard error every few seconds."""
 
     def __init__(self, planned: Planned) -> None:
-        self._planned, self._told_s = planned, time.monotonic()
+        self._planned, self._printed_s = planned, time.monotonic()
 
     def __call__(self, step: int, now_s: float) -> None:
-        if time.monotonic() - self._told_s >= TELL_S:
-            self._told_s = time.monotonic()
+        if time.monotonic() - self._printed_s >= PROGRESS_S:
+            self._printed_s = time.monotonic()
             note(f"{self._planned.name}: step {step}, {duration(now_s)} simulated")
 
 
 def comparison_text(
-    words: Sequence[str], compared: Sequence[Compared], said: Sequence[str], html: Path | None
+    words: Sequence[str], compared: Sequence[Compared], remarks: Sequence[str], html: Path | None
 ) -> Iterator[RenderableType]:
     yield from plan_options.plain(*words)
     yield ""
-    for columns in (slice(1, TIMES), slice(TIMES, None)):  # narrow enough for any terminal
+    for columns in (slice(1, TIMES), slice(TIMES, None)):  # two tables, for narrow terminals
         yield plan_options.table((HEADINGS[0], *HEADINGS[columns]), [(row[0], *row[columns]) for row in rows(compared)])
         yield ""
-    yield from plan_options.notes([*said, *REMARKS, *([f"timelines: {html}"] if html else [])])
+    yield from plan_options.notes([*remarks, *REMARKS, *([f"timelines: {html}"] if html else [])])
 
 
 Out = Annotated[Path | None, Parameter(name="--out", help="Also write the profile to this file.")]
 
 
 def calibrate(run_dir: Annotated[Path, Parameter(name="RUN_DIR")], /, *, out: Out = None, json: Json = False) -> Result:
-    """Fit a profile to a run's logs: what a forward pass, a token, an optimizer step, a message take on its machine.
+    """Fit a cost profile to the logs of a run: the time of a forward pass, a token, an optimizer step, a message.
 
-    It is kept in the cache, where `tidemill plan run` and `tidemill train` find the newest one for a machine and a kind
-    of run. Ten steps do; on a machine that does nothing else.
+    The profile is stored in the cache; `tidemill plan run` and `tidemill train` use the newest one for the machine and
+    kind of run. Calibrate on at least ten steps on an otherwise idle machine.
 
     Parameters
     ----------
@@ -146,10 +146,10 @@ def calibrate(run_dir: Annotated[Path, Parameter(name="RUN_DIR")], /, *, out: Ou
         The directory given to `tidemill train` as --run.dir.
     """
     if out is not None and out.is_dir():
-        raise UserError("that is a directory", where=f"--out {out}", hint="name a file in it")
+        raise UserError("is a directory", where=f"--out {out}", hint="name a file in it")
     profile = fitted(run_dir)
     kept = kept_path(profile)
-    if out is not None:  # first: where it cannot be written, nothing has changed
+    if out is not None:  # first: a failure changes nothing
         write_profile(profile, out, where=f"--out {out}", hint="choose another file")
     write_profile(profile, kept)
     data = {"profile": msgspec.to_builtins(profile), "files": [str(kept), *([str(out)] if out else ())]}
@@ -157,7 +157,7 @@ def calibrate(run_dir: Annotated[Path, Parameter(name="RUN_DIR")], /, *, out: Ou
 
 
 def profile_text(profile: RunProfile, path: Path) -> Iterator[RenderableType]:
-    """A row a number, then how well they explain the run."""
+    """One row per number, then the unexplained share of time."""
     machine, steps = profile.machine, counted(profile.steps, "step")
     rows = ((QUANTITIES[name], one) for name, one in profile.numbers.items())
     yield table(
@@ -170,14 +170,14 @@ def profile_text(profile: RunProfile, path: Path) -> Iterator[RenderableType]:
     )
     yield ""
     unexplained = ", ".join(f"{percent(share)} of the time of {name}" for name, share in profile.residuals.items())
-    yield from plain(f"left unexplained: {unexplained}")
+    yield from plain(f"unexplained: {unexplained}")
     yield from plain(
         f"a step took {profile.step_s.value:.3g} s of wall time (± {profile.step_s.error:.2g}) and "
-        f"{profile.step_cpu_s.value:.3g} s of CPU time; simulated on a machine that does nothing else it takes "
+        f"{profile.step_cpu_s.value:.3g} s of CPU time; simulated on an idle machine it takes "
         f"{profile.simulated_step_s:.3g} s"
     )
     yield from notes(profile.notes)
-    yield from plain(f"kept in {path}")
+    yield from plain(f"stored in {path}")
 
 
 def value(number: float, unit: str) -> str:

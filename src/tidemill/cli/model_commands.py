@@ -18,12 +18,12 @@ from tidemill.config.load import load_spec
 from tidemill.core.errors import UserError
 from tidemill.models.catalog import listing, resolve
 
-app = App(name="model", help="List the models at hand; fetch one into the cache; merge an adapter.", help_epilogue="")
+app = App(name="model", help="List models; download one into the cache; merge an adapter.", help_epilogue="")
 
 
 @app.command(name="list")
 def list_models(*, json: Json = False) -> Result:
-    """The built-in models, and what the cache holds. A local folder or a hub id may be named as well."""
+    """List built-in and cached models. model.source also accepts a local folder or a hub id."""
     models = [msgspec.to_builtins(entry) for entry in listing()]
     return Result(data={"models": models}, text=model_table(models))
 
@@ -37,7 +37,7 @@ def get(
     ],
     json: Json = False,
 ) -> Result:
-    """Make a model ready to load: build, convert or fetch it into the cache, or check a local folder.
+    """Prepare a model: build, convert or download it into the cache, or check a local folder.
 
     Parameters
     ----------
@@ -45,7 +45,7 @@ def get(
         As model.source: smollm2-135m, char, a folder, or a hub id.
     """
     if name.startswith(("-", "@")):
-        raise UserError("the model's name comes first", where=name, hint="write tidemill model get NAME")
+        raise UserError("expected the model's name first", where=name, hint="write tidemill model get NAME")
     spec = load_spec([*items, f"--model.source={name}"], purpose="read")
     folder = resolve(spec.model, progress=note)
     return Result(data={"name": name, "path": str(folder)}, text=str(folder))
@@ -59,14 +59,14 @@ def merge(
     *,
     json: Json = False,
 ) -> Result:
-    """Write a LoRA run's model as a plain Hugging Face folder: the base with the adapter in its weights.
+    """Write the model of a LoRA run as a plain Hugging Face folder, with the adapter merged into the base.
 
     Parameters
     ----------
     checkpoint
-        One that holds an adapter, or a run directory for its newest one.
+        A checkpoint with an adapter, or a run directory (its newest checkpoint).
     directory
-        Where to; a new or an empty one. It may be a model.source.
+        A new or empty output folder, usable as model.source.
     """
     with model_folder(checkpoint) as folder:
         assert folder is not None
@@ -77,7 +77,7 @@ def merge(
 
 
 def model_table(models: Sequence[dict[str, Any]]) -> Table:
-    """A line a model: name, parameters, size on the disk, origin."""
+    """One row per model: name, parameters, size on disk, origin."""
     shown = Table(box=None, pad_edge=False)
     for heading in ("model", "parameters", "cached", "from"):
         shown.add_column(heading, overflow="fold")

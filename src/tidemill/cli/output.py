@@ -1,4 +1,4 @@
-"""Results and failures of verbs, and how they are written: text, tables, or one JSON object under `--json`."""
+"""Results and failures of verbs, written as text, tables or one JSON object (`--json`)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tidemill.core.errors import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """`text` may be anything rich can draw; plain strings are written as they stand."""
+    """`text` is a rich renderable; strings are written verbatim."""
 
     data: dict[str, Any] = field(default_factory=dict)
     text: RenderableType = ""
@@ -41,34 +41,31 @@ class Result:
 
 Json = Annotated[bool, Parameter(name="--json", negative=(), help="Print one JSON object on standard output.")]
 DryRun = Annotated[
-    bool, Parameter(name="--dry-run", negative=(), help="Show the configuration and what it amounts to; run nothing.")
+    bool, Parameter(name="--dry-run", negative=(), help="Show the configuration and derived numbers; run nothing.")
 ]
 
 
 STDOUT = 1
-NARROWEST = 40
-"""Columns: in fewer, neither help nor tables can be laid out. Some containers say 0."""
 
 
 class ReaderGone(Exception):
-    """Nobody reads standard output any more (`| head`)."""
+    """The reader of standard output has closed it (`| head`)."""
 
 
 def prepare_streams() -> None:
-    """Let standard output and error take whatever is written: closed ones take it nowhere, and what their encoding has
-    no character for becomes a question mark."""
+    """Make writes to standard output and error safe: closed streams discard, unencodable characters become `?`."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
             setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 (as long as the process)
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    if (columns := os.environ.get("COLUMNS", "")).isdigit() and int(columns) < NARROWEST:
-        os.environ["COLUMNS"] = str(NARROWEST)
+    if os.environ.get("COLUMNS") == "0":  # set by some containers
+        del os.environ["COLUMNS"]
 
 
 def close_stdout() -> None:
-    """What could not be written is dropped, lest the interpreter try again at its end."""
+    """Flush, and drop what cannot be written, so that the interpreter does not fail at exit."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -76,7 +73,7 @@ def close_stdout() -> None:
 
 
 def reader_has_gone(error: BaseException) -> bool:
-    """Whether that is all an exception tells; rich ends the process when it finds out."""
+    """Whether an exception only means that; rich raises SystemExit on a broken pipe."""
     return isinstance(error, ReaderGone) or (
         isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError)
     )
@@ -84,9 +81,9 @@ def reader_has_gone(error: BaseException) -> bool:
 
 @contextmanager
 def reserved_stdout(reserved: bool) -> Iterator[TextIO]:
-    """Standard output as a stream. When reserved, what libraries and child processes write there goes to stderr.
+    """Yield standard output. If reserved, writes by libraries and child processes are redirected to stderr.
 
-    The file descriptor itself is moved, since a reward function's child process knows nothing of `sys.stdout`.
+    Redirects the file descriptor, because child processes of reward functions do not use `sys.stdout`.
     """
     if not reserved:
         yield sys.stdout
@@ -108,11 +105,11 @@ def reserved_stdout(reserved: bool) -> Iterator[TextIO]:
 
 
 def write_result(result: Result, stdout: TextIO, *, as_json: bool) -> None:
-    """The verb's result, flushed.
+    """Write and flush a verb's result.
 
     Raises:
-        ReaderGone: nobody reads it.
-        OSError: it cannot be written, the disk being full.
+        ReaderGone: the reader closed the pipe.
+        OSError: the write failed, e.g. on a full disk.
     """
     try:
         if as_json:
@@ -130,13 +127,13 @@ def write_result(result: Result, stdout: TextIO, *, as_json: bool) -> None:
 
 
 def write_json(data: dict[str, Any], stdout: TextIO) -> None:
-    """One line, one object; what JSON has no number for is null."""
+    """Write one JSON object on one line; non-finite numbers become null."""
     stdout.write(json.dumps(_finite(data), default=str, ensure_ascii=False, allow_nan=False) + "\n")
     stdout.flush()
 
 
 def note(line: str) -> None:
-    """One line of progress, on standard error."""
+    """Write one line of progress to standard error."""
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()
 
@@ -161,17 +158,17 @@ def _finite(value: Any) -> Any:
 BUG_CODE = 1
 INTERRUPTED_CODE = 130
 FREE_SPACE = "free some space and run the same command again"
-WRITE_ELSEWHERE = "choose a place you may write to"
-CURES = {
+WRITE_ELSEWHERE = "choose a writable place"
+OS_HINTS = {
     errno.ENOSPC: FREE_SPACE,
     errno.EDQUOT: FREE_SPACE,
     errno.EACCES: WRITE_ELSEWHERE,
     errno.EPERM: WRITE_ELSEWHERE,
     errno.EROFS: WRITE_ELSEWHERE,
-    errno.EISDIR: "a file belongs there: move the directory away, or name another place",
-    errno.ENOTDIR: "a part of that path is a file: name another place",
+    errno.EISDIR: "expected a file: move the directory away, or choose another place",
+    errno.ENOTDIR: "a parent of that path is a file: choose another place",
 }
-"""Of what the system refuses, where it is not a bug."""
+"""Hints for OS errors that are not bugs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,24 +181,24 @@ class Failure:
 
 
 def explain(error: BaseException, *, debug: bool = False) -> Failure:
-    """The failure an exception amounts to; with `debug` the traceback is in its text, else a bug's goes to a file."""
+    """Describe an exception; with `debug` the text includes the traceback, else a bug's traceback goes to a file."""
     error = root_error(error)
-    told = "".join(traceback.format_exception(error)) if debug else ""
+    trace = "".join(traceback.format_exception(error)) if debug else ""
     if isinstance(error, KeyboardInterrupt):
         return Failure(
-            text=told + "interrupted",
+            text=trace + "interrupted",
             data={"kind": "interrupted", "message": "interrupted"},
             exit_code=INTERRUPTED_CODE,
         )
-    if isinstance(error, SystemExit):  # a library's: rich ends the process when the reader of a table has gone
+    if isinstance(error, SystemExit):  # raised by rich on a broken pipe
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        words = error.code if isinstance(error.code, str) else ""
-        return Failure(text=told + words, data={"kind": "exit", "message": words}, exit_code=code)
+        message = error.code if isinstance(error.code, str) else ""
+        return Failure(text=trace + message, data={"kind": "exit", "message": message}, exit_code=code)
     if (known := as_user_error(error)) is not None:
-        return Failure(text=told + user_text(known), data=user_data(known), exit_code=known.exit_code)
+        return Failure(text=trace + user_text(known), data=user_data(known), exit_code=known.exit_code)
     if isinstance(error, GuardStop):
         return Failure(
-            text=f"{told}stopped by a guard: {error}",
+            text=f"{trace}stopped by a guard: {error}",
             data={"kind": "guard", "message": str(error)},
             exit_code=error.exit_code,
         )
@@ -215,19 +212,19 @@ def explain(error: BaseException, *, debug: bool = False) -> Failure:
         text += f"\n  the traceback is in {data['traceback']} (or run again with --debug)"
     if kind == "bug":
         text += "\n  this is a bug in Tidemill: please report it, with the traceback and the command"
-    return Failure(text=told + text, data=data, exit_code=BUG_CODE)
+    return Failure(text=trace + text, data=data, exit_code=BUG_CODE)
 
 
 def as_user_error(error: BaseException) -> UserError | None:
-    """The error as a fault of input or machine that its user can mend; None if it is something else."""
+    """Convert an error that the user can fix (input, permissions, disk, memory); None for others."""
     if isinstance(error, UserError):
         return error
-    if isinstance(error, OSError) and error.errno in CURES:
-        path, hint = str(error.filename or ""), CURES[error.errno]
+    if isinstance(error, OSError) and error.errno in OS_HINTS:
+        path, hint = str(error.filename or ""), OS_HINTS[error.errno]
         if error.errno == errno.EACCES and _unreadable(path):
-            hint = "make it readable for you, or name another place"
+            hint = "make it readable, or choose another place"
         return UserError(str(error.strerror).lower(), where=path, hint=hint)
-    # torch's own class and the words of its CPU allocator, named so that torch need not be imported.
+    # torch's exception class and its CPU allocator's message, matched by name to avoid importing torch.
     allocator = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
     if isinstance(error, MemoryError) or allocator:
         first = str(error).splitlines()[:1]
@@ -240,12 +237,12 @@ def as_user_error(error: BaseException) -> UserError | None:
 
 
 def _unreadable(path: str) -> bool:
-    """Whether a file or the folder it is in is there, and may not be read."""
+    """Whether a file or its folder exists but is not readable."""
     return any(os.path.lexists(each) and not os.access(each, os.R_OK) for each in (Path(path), Path(path).parent))
 
 
 def user_text(error: UserError) -> str:
-    """`error: ` before every fault; the hint below."""
+    """One `error: ` line per issue, with its hint."""
     from tidemill.config.issues import ConfigError
 
     if isinstance(error, ConfigError):
@@ -254,7 +251,7 @@ def user_text(error: UserError) -> str:
 
 
 def user_data(error: UserError) -> dict[str, Any]:
-    """The same for programs."""
+    """The error for `--json`."""
     from tidemill.config.issues import ConfigError
 
     issues = [asdict(issue) for issue in error.issues] if isinstance(error, ConfigError) else []
@@ -268,7 +265,7 @@ def user_data(error: UserError) -> dict[str, Any]:
 
 
 def write_traceback(error: BaseException) -> str:
-    """The path of a file with the traceback, or why there is none."""
+    """Write the traceback to a file; return its path, or why it could not be written."""
     try:
         with tempfile.NamedTemporaryFile(
             "w", prefix="tidemill-error-", suffix=".txt", delete=False, encoding="utf-8"

@@ -1,4 +1,4 @@
-"""`tidemill plan`: the group of verbs, and the short ones: catalog, overlap, staleness, weights."""
+"""`tidemill plan`: the command group, and its short commands catalog, overlap, staleness and weights."""
 
 from __future__ import annotations
 
@@ -21,27 +21,30 @@ from tidemill.planner.staleness import StalenessPlan, measure_runs, plan_stalene
 from tidemill.planner.transfer import GIGABIT, PCIE_5_X16, TransferPlan, TransferQuestion, plan_transfer
 
 PLANS = {
-    "memory": ("tidemill.cli.plan_memory:memory", "Bytes per role and per GPU; how many GPUs, and why not fewer."),
+    "memory": (
+        "tidemill.cli.plan_memory:memory",
+        "Bytes per role and GPU, the fewest GPUs, and why fewer do not suffice.",
+    ),
     "weights": (
         "tidemill.cli.plan_commands:weights",
-        "How long new weights travel, and whether it hides behind a step.",
+        "Transfer time of new weights, and whether a step hides it.",
     ),
-    "overlap": ("tidemill.cli.plan_commands:overlap", "How busy the trainer is: in sequence, overlapped, resized."),
+    "overlap": ("tidemill.cli.plan_commands:overlap", "Trainer utilisation: sequential, overlapped, resized."),
     "placement": (
         "tidemill.cli.plan_placement:placement",
-        "Where to train and to generate, for the least money or time.",
+        "Machines for training and generation at the least cost or time.",
     ),
     "staleness": (
         "tidemill.cli.plan_commands:staleness",
-        "The best lag by progress per wall-clock time, from a table or from runs.",
+        "The policy lag with the most progress per wall-clock time.",
     ),
-    "run": ("tidemill.cli.plan_recipe:run", "How long a recipe takes, what it costs and what memory it needs."),
-    "catalog": ("tidemill.cli.plan_commands:catalog", "The GPUs and machines that can be planned with."),
+    "run": ("tidemill.cli.plan_recipe:run", "Time, cost and memory of a recipe."),
+    "catalog": ("tidemill.cli.plan_commands:catalog", "The catalogue of GPUs and machines."),
 }
 
 app = App(
     name="plan",
-    help="What a run needs and costs, before it is paid for. --explain derives every number.",
+    help="Forecast memory, time and cost of a run. --explain derives every number.",
     help_epilogue="",
 )
 for order, (name, (target, words)) in enumerate(PLANS.items()):
@@ -49,7 +52,7 @@ for order, (name, (target, words)) in enumerate(PLANS.items()):
 
 
 def catalog(*, catalog: CatalogFile = None, json: Json = False) -> Result:
-    """The GPUs and machines that can be planned with, and where their figures are from."""
+    """List the catalogue of GPUs and machines with the sources of its prices."""
     known = load_catalog(catalog)
     data = {
         "gpus": {name: msgspec.to_builtins(gpu) for name, gpu in known.gpus.items()},
@@ -59,7 +62,7 @@ def catalog(*, catalog: CatalogFile = None, json: Json = False) -> Result:
 
 
 def catalog_text(known: Catalog) -> Iterator[RenderableType]:
-    """A line a GPU, a line a machine, and where each price is from."""
+    """Tables of GPUs and machines, and the source of each price."""
     gpus = [
         [
             gpu.name,
@@ -100,14 +103,14 @@ def overlap(
     explain: Explain = False,
     json: Json = False,
 ) -> Result:
-    """How busy the trainer is: in sequence, overlapped, and with the machines divided so that both sides take as long.
+    """Trainer utilisation: sequential, overlapped, and with machines divided so that both sides take equal time.
 
     Parameters
     ----------
     rollout
-        How long generating a batch takes, in any unit: 60 for 60 %.
+        Time to generate a batch, in any unit.
     training
-        How long learning from it takes, in the same unit.
+        Time to train on it, in the same unit.
     gpus
         GPUs to divide.
     """
@@ -125,10 +128,10 @@ def overlap(
 
 
 def overlap_text(plan: OverlapPlan, gpus: int | None) -> Iterator[RenderableType]:
-    """A line a way."""
+    """One line per schedule."""
     typical = f"{TYPICAL[0]:.0%} to {TYPICAL[1]:.0%}".replace("%", " %")
-    yield f"one after the other: the trainer works {percent(plan.in_sequence)} of the time"
-    yield f"overlapped, same machines on each side: {percent(plan.overlapped)}"
+    yield f"sequential: the trainer is busy {percent(plan.in_sequence)} of the time"
+    yield f"overlapped, equal machines on each side: {percent(plan.overlapped)}"
     text = f"resized, {percent(plan.rollout_share)} of the machines generating: {typical} is usual"
     if gpus is not None and plan.rollout_gpus is not None:
         text += (
@@ -142,21 +145,23 @@ Table = Annotated[
     Path | None,
     Parameter(
         help="CSV or JSON rows of lag, reward per step, utilisation (0.35 or 35%) and, if known, the reward's standard "
-        "error; rows of one lag are repeats."
+        "error; rows with equal lag are repeats."
     ),
 ]
 
 
 Runs = Annotated[
     tuple[Path, ...],
-    Parameter(negative=(), help="Run directories at several lags, in place of a table; runs of one lag are repeats."),
+    Parameter(
+        negative=(), help="Run directories at several lags, instead of a table; runs with equal lag are repeats."
+    ),
 ]
 
 
 def staleness(*, table: Table = None, runs: Runs = (), explain: Explain = False, json: Json = False) -> Result:
-    """The best lag by progress per wall-clock time: staleness costs reward per step and buys steps per hour."""
+    """The best lag by progress per wall-clock time: lag lowers reward per step and raises steps per hour."""
     if (table is None) == (not runs):
-        raise UserError("rows are from a table or from runs", hint="give --table FILE, or --runs DIR for each run")
+        raise UserError("give either a table or runs", hint="use --table FILE, or --runs DIR for each run")
     plan = plan_staleness(measure_runs(runs) if table is None else read_table(table))
     return plan_options.result(staleness_data(plan), staleness_text(plan), plan.figures, explain=explain)
 
@@ -171,7 +176,7 @@ def staleness_data(plan: StalenessPlan) -> dict[str, Any]:
 
 
 def staleness_text(plan: StalenessPlan) -> Iterator[RenderableType]:
-    """A line a lag, and the answer."""
+    """One row per lag, and the best one."""
     rows = [
         [
             f"{each.lag:g}",
@@ -213,30 +218,30 @@ def weights(
     explain: Explain = False,
     json: Json = False,
 ) -> Result:
-    """How long a new version of the weights travels by each path, and whether that hides behind a step.
+    """Transfer time of a new version by each path, and whether a step hides it.
 
     Parameters
     ----------
     dtype
-        What is sent.
+        Data type of the sent weights.
     link_gbps
         The trainer's network, in Gbit/s and one direction.
     worker_link_gbps
-        A worker's network, where it is another.
+        A worker's network, if different.
     store_gbps
-        The object store in all; otherwise as fast as is asked of it.
+        Total rate of the object store; unlimited by default.
     file_gbps
-        A shared file system in all.
+        Total rate of a shared file system.
     load_gbps
         Rate at which a worker loads weights from host memory into its engine; the default is PCIe 5.0 x16.
     workers
-        How many pull at once.
+        Concurrent pulls.
     changed
-        Share of the elements a step changes; 0.005 to 0.05 is usual.
+        Share of elements changed per step; usually 0.005 to 0.05.
     cores
         CPU cores that encode and apply a delta.
     step_s
-        A step to hide behind, in seconds.
+        Duration of a step in seconds, to hide the transfer.
     """
     question = TransferQuestion(
         parameters=shape_of(params, model).parameters,
@@ -256,7 +261,7 @@ def weights(
 
 
 def transfer_data(plan: TransferPlan) -> dict[str, Any]:
-    """`seconds`, `slack_s` and `hides` are the broadcast's."""
+    """`seconds`, `slack_s` and `hides` refer to the broadcast."""
     broadcast = next(path for path in plan.paths if path.path == "broadcast")
     return {
         "seconds": plan.seconds,
@@ -273,7 +278,7 @@ def transfer_data(plan: TransferPlan) -> dict[str, Any]:
 
 
 def transfer_text(plan: TransferPlan) -> Iterator[RenderableType]:
-    """A line a path."""
+    """One row per path."""
     rows = [[path.path, size(path.size), f"{path.seconds:.3g} s", _hidden(path.slack_s)] for path in plan.paths]
     yield plan_options.table(("path", "a worker receives", "takes", ""), rows)
     yield ""
@@ -283,4 +288,4 @@ def transfer_text(plan: TransferPlan) -> Iterator[RenderableType]:
 def _hidden(slack_s: float | None) -> str:
     if slack_s is None:
         return ""
-    return f"hides, {slack_s:.3g} s to spare" if slack_s >= 0 else f"{-slack_s:.3g} s longer than the step"
+    return f"hidden, {slack_s:.3g} s to spare" if slack_s >= 0 else f"{-slack_s:.3g} s longer than the step"

@@ -1,4 +1,4 @@
-"""`tidemill plan memory`: bytes per role and per GPU, what fits, the fewest GPUs, and why fewer do not do."""
+"""`tidemill plan memory`: bytes per role and GPU, the fewest GPUs, and why fewer do not suffice."""
 
 from __future__ import annotations
 
@@ -48,28 +48,28 @@ def memory(
     explain: Explain = False,
     json: Json = False,
 ) -> Result:
-    """Bytes per role and per GPU, what fits, the fewest GPUs, and why fewer do not do.
+    """Bytes per role and GPU, the fewest GPUs, and why fewer do not suffice.
 
     Parameters
     ----------
     algorithm
         ppo keeps actor, critic, reference and reward; grpo actor and reference; ...
     gpu
-        From the catalogue: h100-80gb, h200-141gb, b200-180gb, a100-80gb, ...
+        A GPU of the catalogue: h100-80gb, h200-141gb, b200-180gb, a100-80gb, ...
     gpus
-        A number of GPUs to look at beside the others.
+        An additional number of GPUs to check.
     critic_params
-        Where the critic is of another size than the policy.
+        Parameters of the critic, if different from the policy.
     reward_params
-        The same of the reward model; gives one to an algorithm without.
+        Parameters of the reward model; adds one to an algorithm without.
     reference
-        Whether a reference model is kept; otherwise as the algorithm has it.
+        Whether a reference model is kept; default: as the algorithm requires.
     lora_rank
         Train adapters of this rank; 0 trains the whole model.
     optimizer
-        adam keeps its moments in fp32, adam-8bit in 8 bits.
+        adam: moments in fp32; adam-8bit: in 8 bits.
     offload
-        Moments and master weights live in the host's memory.
+        Keep moments and master weights in host memory.
     fsdp
         GPUs over which states are sharded; 0: all.
     tp
@@ -77,21 +77,21 @@ def memory(
     pp
         Pipeline stages.
     ep
-        Expert parallel degree, among the FSDP ones.
+        Expert parallel degree, within FSDP.
     generate
-        here: every GPU also holds an engine's weights and its keys and values; elsewhere: other machines do.
+        here: every GPU also holds engine weights and KV cache; elsewhere: other machines do.
     engine_tp
-        GPUs of one engine; 0: as few as leave half of a GPU free.
+        GPUs per engine; 0: the fewest that leave half of each GPU free.
     context
         Longest sequence, prompt and completion, in tokens.
     microbatch_tokens
-        On one data-parallel rank; 0: one sequence.
+        Per data-parallel rank; 0: one sequence.
     samples_in_flight
-        Samples that keys and values are kept of, over the cluster.
+        Samples in the KV cache, over the cluster.
     recompute
-        full: activations are computed again for the backward pass.
+        full: recompute activations in the backward pass.
     margin
-        Share of a GPU's memory that fragmentation takes.
+        Share of GPU memory lost to fragmentation.
     """
     question = MemoryQuestion(
         algorithm=algorithm,
@@ -121,7 +121,7 @@ def _other(params: str | None, option: str) -> ModelShape | None:
 
 
 def as_data(question: MemoryQuestion, plan: MemoryPlan) -> dict[str, Any]:
-    """Bytes are over the whole cluster but for those of `per_gpu` and `fits`, and `activation_bytes`, one GPU's."""
+    """Bytes are cluster totals, except `per_gpu`, `fits` and `activation_bytes`, which are per GPU."""
     parts = plan.parts
     return {
         "algorithm": question.algorithm,
@@ -169,7 +169,7 @@ def as_data(question: MemoryQuestion, plan: MemoryPlan) -> dict[str, Any]:
 
 
 def per_gpu_shares(question: MemoryQuestion, plan: MemoryPlan) -> dict[str, Any]:
-    """What the number of GPUs divides, at the fewest that hold everything; null where no number does."""
+    """Sharded parts at the fewest GPUs that hold everything; null if no number suffices."""
     gpus, parts = plan.min_gpus_with_activations, plan.parts
     shards = gpus if gpus is None else question.parallel.fsdp * question.parallel.model_gpus or gpus
     return {
@@ -181,37 +181,37 @@ def per_gpu_shares(question: MemoryQuestion, plan: MemoryPlan) -> dict[str, Any]
 
 
 def why_not_data(plan: MemoryPlan) -> dict[str, Any] | None:
-    """Null where the GPUs asked for, or one machine's, are enough."""
+    """Null if the given GPUs, or one machine, suffice."""
     if plan.why_not is None:
         return None
     return {
         "gpus": plan.why_not.gpus,
         "missing_bytes": plan.why_not.missing_bytes,
         "parts": plan.why_not.parts,
-        "hints": [
-            {"option": hint.option, "bytes_per_gpu": hint.bytes_per_gpu, "fits": hint.fits}
-            for hint in plan.why_not.hints
+        "options": [
+            {"option": option.option, "bytes_per_gpu": option.bytes_per_gpu, "fits": option.fits}
+            for option in plan.why_not.hints
         ],
     }
 
 
 def as_text(question: MemoryQuestion, plan: MemoryPlan) -> Iterator[RenderableType]:
-    """Roles, parts of a GPU, numbers of GPUs, notes."""
+    """Tables of roles and GPU counts, parts per GPU, notes."""
     rows = [
         [role.role, size(role.weights), size(role.gradients), size(role.optimizer), size(role.total)]
         for role in plan.states
     ]
-    rows.append(["together", "", "", "", size(plan.total)])
-    yield plan_options.table(("model states", "weights", "gradients", "optimizer", "all"), rows)
+    rows.append(["total", "", "", "", size(plan.total)])
+    yield plan_options.table(("model states", "weights", "gradients", "optimizer", "total"), rows)
     if plan.on_host:
         yield f"of which on the hosts: {size(plan.on_host)}"
     parts = plan.parts
     yield ""
     yield (
-        f"on each GPU beside its share: activations {size(parts.activations)}, logits {size(parts.logits)}, gathered "
+        f"per GPU in addition: activations {size(parts.activations)}, logits {size(parts.logits)}, gathered "
         f"layers {size(parts.gathered)}, engine {size(parts.engine)}, runtime {size(parts.runtime)}"
     )
-    yield f"keys and values of everything in flight: {size(plan.kv)}"
+    yield f"keys and values of all samples in flight: {size(plan.kv)}"
     yield ""
     fits = [
         [f"{fit.gpus}", size(fit.bytes_per_gpu), "fits" if fit.fits else f"{size(fit.missing_bytes)} too much"]
@@ -222,7 +222,7 @@ def as_text(question: MemoryQuestion, plan: MemoryPlan) -> Iterator[RenderableTy
     yield ""
     everything = plan.min_gpus_with_activations
     yield f"states alone: at least {counted(plan.min_gpus, 'GPU')}; everything: " + (
-        "no number of GPUs is enough" if everything is None else f"at least {everything}"
+        "no number of GPUs suffices" if everything is None else f"at least {everything}"
     )
     if plan.why_not:
         yield from plan_options.plain(*why_not_text(plan.why_not))
@@ -230,8 +230,8 @@ def as_text(question: MemoryQuestion, plan: MemoryPlan) -> Iterator[RenderableTy
 
 
 def why_not_text(why: WhyNot) -> Iterator[str]:
-    """What takes the room on too few GPUs, and what each change by itself would come to."""
+    """The largest parts on too few GPUs, and the effect of each option."""
     largest = ", ".join(f"{size(count)} of {name}" for name, count in list(why.parts.items())[:SHOWN_PARTS] if count)
     yield f"{doing(why.gpus, 'GPU', 'lack')} {size(why.missing_bytes)} each: {largest}"
-    for hint in why.hints:
-        yield f"  with {hint.option}: " + ("fits" if hint.fits else f"{size(hint.missing_bytes)} too much")
+    for option in why.hints:
+        yield f"  with {option.option}: " + ("fits" if option.fits else f"{size(option.missing_bytes)} too much")

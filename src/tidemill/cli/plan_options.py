@@ -1,4 +1,4 @@
-"""Options and tables that several verbs of `tidemill plan` share."""
+"""Options, tables and model shapes shared by the commands of `tidemill plan`."""
 
 from __future__ import annotations
 
@@ -28,58 +28,60 @@ from tidemill.planner.forecast.forecast import Models
 
 
 def whole(kind: type, tokens: Sequence[Token]) -> int:
-    """An option's value; by itself the command line would round one.
+    """Convert an option to an integer, without rounding.
 
     Raises:
-        UserError: it is no whole number.
+        UserError: not an integer.
     """
     (token,) = tokens
     try:
         return int(token.value)
     except ValueError:
-        hint = "write it without a point, an exponent or a unit"
-        raise UserError(f"{token.value!r} is no whole number", where=str(token.keyword), hint=hint) from None
+        hint = "write digits only"
+        raise UserError(f"{token.value!r} is not an integer", where=str(token.keyword), hint=hint) from None
 
 
 Whole = Annotated[int, Parameter(converter=whole)]
 Params = Annotated[str | None, Parameter(name="--params", help="Parameters of the model: 70e9 or 70b.")]
 Model = Annotated[
     Path | None,
-    Parameter(name="--model", help="A Hugging Face folder or config.json, in place of --params: nothing is assumed."),
+    Parameter(name="--model", help="A Hugging Face folder or config.json, instead of --params: no assumed shape."),
 ]
-CatalogFile = Annotated[Path | None, Parameter(name="--catalog", help="GPUs and machines of your own, as TOML.")]
-Explain = Annotated[bool, Parameter(name="--explain", negative=(), help="Every number's formula, inputs and source.")]
+CatalogFile = Annotated[Path | None, Parameter(name="--catalog", help="Additional GPUs and machines, as TOML.")]
+Explain = Annotated[
+    bool, Parameter(name="--explain", negative=(), help="Print formula, inputs and source of every number.")
+]
 
 SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
 def shape_of(params: str | None, model: Path | None) -> ModelShape:
-    """The model that was named.
+    """The shape of the named model.
 
     Raises:
-        UserError: neither or both, or not readable.
+        UserError: neither or both options given, or not readable.
     """
     if (params is None) == (model is None):
-        what = "no model given" if params is None else "--params and --model are both given"
+        what = "no model given" if params is None else "both --params and --model are given"
         raise UserError(what, hint="give --params 70e9, or --model FOLDER with a config.json")
     return read_shape(model) if model is not None else shape_of_parameters(count(str(params), "--params"))
 
 
 def counted_from_1(given: Mapping[str, float]) -> None:
-    """Raises UserError: the value of an option is below 1, or not finite."""
+    """Raises UserError: an option is below 1 or not finite."""
     for option, value in given.items():
         if not 1 <= value < math.inf:
-            raise UserError(f"needs 1 or more, was given {value:g}", where=option, hint="correct it")
+            raise UserError(f"must be at least 1, is {value:g}", where=option, hint="give a positive number")
 
 
 def lengths_given(run_dir: Path | None, mean: float | None, default: float, *, sigma: float, limit: int) -> Lengths:
-    """Of completions: a run's, or log-normal with a mean.
+    """Completion lengths: those of a run, or log-normal with a mean.
 
     Args:
-        default: mean, where none was given.
+        default: mean if none was given.
 
     Raises:
-        UserError: the run has none, or mean, sigma and limit do not go together.
+        UserError: the run has no samples, or mean, sigma and limit are inconsistent.
     """
     if run_dir is not None:
         return lengths_of_run(run_dir)
@@ -96,7 +98,7 @@ def count(text: str, option: str) -> float:
     """`70e9`, `70b`, `1.5B`, `70_000_000_000`.
 
     Raises:
-        UserError: it is no number of at least 1.
+        UserError: not a number of at least 1.
     """
     plain = text.strip().lower()
     factor = SUFFIXES.get(plain[-1:], 1.0)
@@ -112,7 +114,7 @@ def count(text: str, option: str) -> float:
 def result(
     data: dict[str, Any], parts: Iterable[RenderableType], figures: Sequence[Figure], *, explain: bool
 ) -> Result:
-    """The plan, with the derivation of its figures where it was asked for."""
+    """The plan, with the derivation of its figures if requested."""
     shown = list(parts)
     if explain:
         data = {**data, "explain": [msgspec.to_builtins(figure) for figure in figures]}
@@ -121,15 +123,14 @@ def result(
 
 
 def derivation(figure: Figure) -> list[str]:
-    """Value, formula, inputs and source, a line each."""
+    """Lines with value, formula, inputs and source."""
     inputs = ", ".join(f"{name} = {value:g}" for name, value in figure.inputs.items())
     lines = [f"{figure.name} = {quantity(figure.value, figure.unit)}", f"  = {figure.formula}"]
     return [*lines, *([f"  with {inputs}"] if inputs else []), f"  {figure.source}"]
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, title: str = "") -> Table:
-    """The first column to the left, the others to the right. Where the terminal is too narrow, cells take more lines:
-    nothing is left out."""
+    """A table with the first column left-aligned; cells wrap in narrow terminals."""
     shown = Table(box=None, pad_edge=False, title=escape(title) or None, title_justify="left", title_style="bold")
     for number, heading in enumerate(headings):
         shown.add_column(heading, justify="right" if number else "left", overflow="fold")
@@ -139,7 +140,7 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, title: str 
 
 
 def plain(*lines: str) -> list[str]:
-    """Text that happens to have brackets in it."""
+    """Escape brackets for rich."""
     return [escape(line) for line in lines]
 
 
@@ -148,9 +149,10 @@ def notes(lines: Iterable[str]) -> list[str]:
 
 
 def shape_of_model(config: ModelConfig) -> ModelShape:
-    """
+    """The shape of `[model]`.
+
     Raises:
-        UserError: it is not on this machine.
+        UserError: the model is not on this machine.
     """
     if config.source == "char":
         return _char(config.char)
@@ -158,16 +160,18 @@ def shape_of_model(config: ModelConfig) -> ModelShape:
         return read_shape(Path(config.source).expanduser())
     entry = next((entry for entry in listing() if entry.name == config.source and entry.cached), None)
     if entry is None:
-        hint = f"fetch it (`tidemill model get {config.source}`), or give --params or --model"
-        raise UserError(f"the shape of {config.source} is not known here", where="model.source", hint=hint)
+        hint = f"download it (`tidemill model get {config.source}`), or give --params or --model"
+        raise UserError(
+            f"the shape of {config.source} is unknown: the model is not in the cache", where="model.source", hint=hint
+        )
     return read_shape(Path(entry.path))
 
 
 def models_of(spec: RunSpec) -> Models:
-    """The policy, and what stands beside it.
+    """Shapes of the policy, critic and reward models.
 
     Raises:
-        UserError: one of them is not on this machine.
+        UserError: a model is not on this machine.
     """
     source = spec.critic.source
     return Models(

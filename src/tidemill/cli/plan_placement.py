@@ -1,4 +1,4 @@
-"""`tidemill plan placement`: on which machines to train and to generate, for the least money or time."""
+"""`tidemill plan placement`: machines for training and generation at the least cost or time."""
 
 from __future__ import annotations
 
@@ -35,17 +35,15 @@ from tidemill.planner.placement.training import Offer, PlacementQuestion
 COMPLETION_TOKENS = 2000.0
 
 Machines = Annotated[
-    tuple[str, ...], Parameter(name="--machines", negative=(), help="Reserved machines, NAME:COUNT; may be repeated.")
+    tuple[str, ...], Parameter(name="--machines", negative=(), help="Reserved machines, NAME:COUNT; repeatable.")
 ]
 Preemptible = Annotated[
     tuple[str, ...],
-    Parameter(name="--preemptible", negative=(), help="Preemptible machines, NAME:COUNT at most; may be repeated."),
+    Parameter(name="--preemptible", negative=(), help="Preemptible machines, NAME:MAXIMUM; repeatable."),
 ]
 Prices = Annotated[
     tuple[str, ...],
-    Parameter(
-        name="--price", negative=(), help="NAME=USD per hour and machine; may be repeated. `preemptible:NAME=USD`."
-    ),
+    Parameter(name="--price", negative=(), help="NAME=USD or preemptible:NAME=USD, per hour and machine; repeatable."),
 ]
 
 
@@ -78,48 +76,48 @@ def placement(
     explain: Explain = False,
     json: Json = False,
 ) -> Result:
-    """On which machines to train and to generate, and over how many GPUs each, for the least money or time.
+    """Find machines for training and generation, and GPUs per engine, at the least cost or time.
 
-    Searches colocated, split and hybrid placements over the machines given, and numbers of preemptible ones.
+    Searches colocated, split and hybrid placements on the given machines, and numbers of preemptible ones.
 
     Parameters
     ----------
     availability
-        Mean share of the preemptible machines that are there.
+        Mean share of preemptible machines that are available.
     algorithm
         As in `tidemill plan memory`.
     prompts
-        Of a batch.
+        Prompts per batch.
     group_size
-        Samples of each prompt.
+        Samples per prompt.
     prompt_tokens
-        Of one prompt.
+        Tokens per prompt.
     completion_tokens
-        Mean of a completion, by default 2000; their lengths are log-normal, cut at the limit.
+        Mean completion length, by default 2000; lengths are log-normal, cut at the limit.
     sigma
-        Of the logarithm of the lengths.
+        Standard deviation of the logarithm of the lengths.
     limit
         Longest completion, in tokens.
     lengths_from
-        A run directory whose samples' lengths are taken instead.
+        A run directory; use the lengths of its samples instead.
     lag
-        0: strictly on policy; 1 or more: the next batch is generated meanwhile.
+        0: strictly on policy; 1 or more: generate the next batch during training.
     objective
-        cost: the least per million trained tokens; time: the shortest within the budget.
+        cost: least cost per million trained tokens; time: shortest within the budget.
     steps
-        Of the run.
+        Steps of the run.
     budget_usd
-        For all steps.
+        Budget for all steps.
     microbatch_tokens
-        On one data-parallel rank.
+        Per data-parallel rank.
     engine_dtype
-        Of an engine's weights and arithmetic; keys and values stay in bf16.
+        Engine weights and arithmetic; keys and values stay in bf16.
     lora_rank
         Train adapters of this rank; 0 trains the whole model.
     optimizer
         As in `tidemill plan memory`.
     offload
-        Moments and master weights live in the host's memory.
+        Keep moments and master weights in host memory.
     """
     counted_from_1(
         {
@@ -155,7 +153,7 @@ def placement(
 def offers_of(
     known: Catalog, machines: Sequence[str], preemptible: Sequence[str], *, availability: float = 1.0
 ) -> tuple[Offer, ...]:
-    """Raises UserError: see `offer_of`."""
+    """Raises UserError: as `offer_of`."""
     return (
         *(offer_of(text, known, "--machines") for text in machines),
         *(offer_of(text, known, "--preemptible", availability=availability) for text in preemptible),
@@ -163,15 +161,15 @@ def offers_of(
 
 
 def offer_of(text: str, catalog: Catalog, option: str, *, availability: float = 1.0) -> Offer:
-    """`rlboost-2xh100:6`; without a number one.
+    """Parse `rlboost-2xh100:6`; the default count is 1.
 
     Raises:
-        UserError: no such machine, or no number.
+        UserError: unknown machine or invalid count.
     """
     name, colon, count = text.partition(":")
     where = f"{option} {text}"
     if colon and not count.isdecimal():
-        raise UserError(f"{count!r} is no number of machines", where=where, hint="write NAME:COUNT")
+        raise UserError(f"{count!r} is not a number of machines", where=where, hint="write NAME:COUNT")
     machine = catalog.machine(name, where=where)
     return Offer(
         machine=machine,
@@ -183,10 +181,10 @@ def offer_of(text: str, catalog: Catalog, option: str, *, availability: float = 
 
 
 def with_prices(catalog: Catalog, prices: Sequence[str]) -> Catalog:
-    """The catalogue with prices of one's own.
+    """The catalogue with the given prices.
 
     Raises:
-        UserError: no such machine, or no price.
+        UserError: unknown machine or invalid price.
     """
     machines = dict(catalog.machines)
     for text in prices:
@@ -197,7 +195,7 @@ def with_prices(catalog: Catalog, prices: Sequence[str]) -> Catalog:
         except ValueError:
             usd = math.nan
         if not 0 < usd < math.inf:
-            raise UserError(f"{amount!r} is no price", where=f"--price {text}", hint="write NAME=USD, per hour")
+            raise UserError(f"{amount!r} is not a price", where=f"--price {text}", hint="write NAME=USD, per hour")
         field = "usd_per_hour" if given == name else "preemptible_usd_per_hour"
         row = catalog.machine(name, where=f"--price {text}")
         changes: dict[str, Any] = {field: usd, "price_source": "given by --price", "priced": "now"}
@@ -216,7 +214,7 @@ def as_data(plan: PlacementPlan) -> dict[str, Any]:
 
 
 def estimate_data(found: Estimate) -> dict[str, Any]:
-    """One placement; seconds are of a step."""
+    """One placement; seconds are per step."""
     placement, training = found.placement, found.placement.training
     return {
         "kind": placement.kind,
@@ -254,7 +252,7 @@ def estimate_data(found: Estimate) -> dict[str, Any]:
 
 
 def as_text(question: PlacementQuestion, plan: PlacementPlan) -> Iterator[RenderableType]:
-    """The best, its runners-up, and what to know."""
+    """The best placement, the runners-up, and warnings."""
     best, training = plan.best, plan.best.placement.training
     degrees = f"fsdp {training.fsdp}, tp {training.tp}, pp {training.pp}"
     yield from plan_options.plain(f"best of {plan.tried} placements: {best.placement.words}")
@@ -276,7 +274,7 @@ def as_text(question: PlacementQuestion, plan: PlacementPlan) -> Iterator[Render
 
 def engine_words(side: Side) -> str:
     return "; ".join(
-        f"{machines:.3g} × {engine.offer.words}: {engine.per_machine} to a machine, each over {engine.gpus} of its GPUs"
+        f"{machines:.3g} × {engine.offer.words}: {engine.per_machine} per machine, {engine.gpus} GPUs each"
         for engine, machines in side.engines
     )
 

@@ -1,4 +1,4 @@
-"""`tidemill plan run @recipe.toml`: how long a real recipe takes, what it costs, and what memory it needs."""
+"""`tidemill plan run @recipe.toml`: forecasts time, cost and memory of a recipe."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ PROMPT_TOKENS = 512
 SIGMA = 0.8
 BOOT_S = 60.0
 ProfileFile = Annotated[
-    Path | None, Parameter(name="--profile", help="Of `tidemill calibrate`; by default the newest that fits.")
+    Path | None, Parameter(name="--profile", help="A profile of `tidemill calibrate`; default: the newest that fits.")
 ]
 Measure = Annotated[
     bool,
-    Parameter(name="--measure", negative=(), help=f"Train {MEASURED_STEPS} steps of it first, and calibrate on them."),
+    Parameter(name="--measure", negative=(), help=f"First train {MEASURED_STEPS} steps and calibrate on them."),
 ]
 
 
@@ -70,31 +70,31 @@ def run(
     explain: Explain = False,
     json: Json = False,
 ) -> Result:
-    """How long a recipe takes, what it costs and what memory it needs: its own controller, in virtual time.
+    """Forecast time, cost and memory of a recipe by running its controller in virtual time.
 
-    On this machine with a calibrated profile, or with --machines on a described cluster.
+    Uses a calibrated profile of this machine or, with --machines, a described cluster.
 
     Parameters
     ----------
     prompt_tokens
-        Of one prompt, on a described cluster; by default 512.
+        Tokens per prompt on a described cluster, by default 512.
     completion_tokens
-        Mean of a completion there, log-normal; by default half of the limit.
+        Mean completion length there (log-normal), by default half of the limit.
     sigma
-        Of the logarithm of their lengths; by default 0.8.
+        Standard deviation of the logarithm of the lengths, by default 0.8.
     lengths_from
-        A run directory whose samples' lengths are taken instead.
+        A run directory; use the lengths of its samples instead.
     boot_s
-        Of a preemptible machine, until its engine is up; by default 60 seconds.
+        Boot time of a preemptible machine in seconds, by default 60.
     seeds
-        Simulations, for the spread.
+        Number of simulations, for the uncertainty.
     """
     spec = load_spec(items)
     if seeds < 1:
-        raise UserError("a forecast is of one simulation at least", where="--seeds", hint="5 give a spread")
+        raise UserError("must be at least 1", where="--seeds", hint="5 give an uncertainty")
     if machines:
         here = {"--profile": profile, "--measure": measure or None}
-        _refuse(here, "is of this machine, and --machines describe others", "leave out one of them")
+        _refuse(here, "applies to this machine, but --machines describes a cluster", "omit one of them")
         prompt_tokens = PROMPT_TOKENS if prompt_tokens is None else prompt_tokens
         boot_s = BOOT_S if boot_s is None else boot_s
         sigma, limit = SIGMA if sigma is None else sigma, spec.sampling.max_new_tokens
@@ -116,15 +116,15 @@ def run(
         "--boot-s": boot_s,
         "--catalog": catalog,
     }
-    _refuse(elsewhere, "is of a described cluster, and none is given", "give --machines, or leave it out")
+    _refuse(elsewhere, "applies to a described cluster, but --machines is missing", "give --machines, or omit it")
     if measure:
-        _refuse({"--profile": profile}, "is one already, and --measure makes another", "leave out one of them")
+        _refuse({"--profile": profile}, "conflicts with --measure, which creates a profile", "omit one of them")
     chosen = _profile(spec, profile, measure=measure)
     return _of_this_machine(spec, chosen, forecast_recipe(spec, chosen, seeds=seeds), explain=explain)
 
 
 def _refuse(options: Mapping[str, object], what: str, hint: str) -> None:
-    """Raises UserError: one of them was given, and would have no effect."""
+    """Raises UserError: an option without effect was given."""
     for option, value in options.items():
         if value is not None:
             raise UserError(what, where=option, hint=hint)
@@ -137,7 +137,7 @@ def _profile(spec: RunSpec, file: Path | None, *, measure: bool) -> RunProfile:
 
 
 def _measured(spec: RunSpec) -> RunProfile:
-    """Train a few steps in a directory that is thrown away."""
+    """Train a few steps in a temporary directory and calibrate."""
     from tidemill.planner.calibration.fit import calibrate
     from tidemill.runtime.train import train
 
@@ -169,7 +169,7 @@ def _of_this_machine(spec: RunSpec, profile: RunProfile, found: Forecast, *, exp
     lines = [
         *as_text(spec, found),
         *plan_options.plain(
-            f"memory: {size(memory)} at most, of models, microbatch, cache and libraries; the measured run took "
+            f"memory: at most {size(memory)} for models, microbatch, cache and libraries; the measured run used "
             f"{size(profile['peak_rss_bytes'])}"
         ),
         *plan_options.notes((*(f"warning: {difference}" for difference in differences), *notes)),
@@ -192,7 +192,7 @@ def _of_cluster(spec: RunSpec, found: ClusterForecast, *, explain: bool) -> Resu
         *as_text(spec, found.forecast),
         *plan_options.plain(f"placement: {found.plan.best.placement.words}"),
         *plan_options.plain(
-            f"memory: {size(found.bytes_per_gpu)} of {size(found.usable_bytes)} on each GPU that trains, engines apart"
+            f"memory: {size(found.bytes_per_gpu)} of {size(found.usable_bytes)} per training GPU, without engines"
         ),
         *plan_options.notes(notes),
     ]
@@ -200,7 +200,7 @@ def _of_cluster(spec: RunSpec, found: ClusterForecast, *, explain: bool) -> Resu
 
 
 def _of_pool(spec: RunSpec, found: Forecast) -> list[str]:
-    """The span and mean of a trace, and a warning where the forecast run outlives it."""
+    """The span and mean of a trace, and a warning if the forecast run outlasts it."""
     return [*remarks(spec.pool), *outlived(spec.pool, found.total_s.mean)]
 
 
@@ -210,7 +210,7 @@ def as_data(found: Forecast) -> dict[str, Any]:
 
 
 def as_text(spec: RunSpec, found: Forecast) -> Iterator[RenderableType]:
-    """Total, step, and what they consist of."""
+    """Total and step time and their parts."""
     cost = f", {dollars(found.cost_usd)}" if found.cost_usd else ""
     yield from plan_options.plain(f"{spec.run.name}: {counted(found.steps, 'step')} in {between(found.total_s)}{cost}")
     first = found.step_s[0].mean
@@ -221,8 +221,8 @@ def as_text(spec: RunSpec, found: Forecast) -> Iterator[RenderableType]:
     rows = [(name, took(seconds), percent(seconds / step_s)) for name, seconds in found.split_s.items()]
     yield plan_options.table(("of a step, the trainer", "", ""), rows)
     yield from plan_options.plain(f"its samples are generated in {took(found.generating_s)}")
-    beside = ", ".join(f"{name} {duration(seconds)}" for name, seconds in found.beside_s.items() if seconds)
-    yield from plan_options.plain(*([f"beside the steps: {beside}"] if beside else []))
+    extra = ", ".join(f"{name} {duration(seconds)}" for name, seconds in found.beside_s.items() if seconds)
+    yield from plan_options.plain(*([f"in addition to the steps: {extra}"] if extra else []))
     yield from plan_options.plain(f"from {found.profile}; {counted(found.seeds, 'simulation')}")
 
 

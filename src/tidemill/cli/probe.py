@@ -1,4 +1,4 @@
-"""What torch says of this machine, as one JSON line. A process of its own: a broken torch must not break `doctor`."""
+"""Prints torch's view of this machine as one JSON line; a separate process, so a broken torch cannot break `doctor`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROWS, WIDTH, HIDDEN = 256, 576, 1536  # a 135M-parameter model's feed-forward la
 
 
 def probe() -> dict[str, Any]:
-    """Version, GPUs, and seconds of one layer's product for one thread, all threads, and bf16."""
+    """Version, GPUs, and the time of one layer's matrix product with one thread, all threads, and bf16."""
     import torch
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -47,16 +47,16 @@ def _gpu(index: int) -> dict[str, Any]:
 
 
 def _seconds(dtype: Any) -> float:
-    """Median of a few rounds: the usual speed, other processes included."""
+    """Median time of a few rounds."""
     import torch
 
     x, weight = torch.ones(ROWS, WIDTH, dtype=dtype), torch.ones(HIDDEN, WIDTH, dtype=dtype)
     torch.nn.functional.linear(x, weight)
     rounds = []
     for _ in range(ROUNDS):
-        began = time.perf_counter()
+        start = time.perf_counter()
         torch.nn.functional.linear(x, weight)
-        rounds.append(time.perf_counter() - began)
+        rounds.append(time.perf_counter() - start)
     return sorted(rounds)[ROUNDS // 2]
 
 

@@ -18,18 +18,18 @@ from tidemill.pool.build_provider import remarks
 
 Only = Annotated[
     str | None,
-    Parameter(name="--only", accepts_keys=False, help="Of a recipe with stages: run this one and no other."),
+    Parameter(name="--only", accepts_keys=False, help="Run only this stage of a recipe."),
 ]
 From = Annotated[
     str | None,
-    Parameter(name="--from", accepts_keys=False, help="Of a recipe with stages: run this one and those after it."),
+    Parameter(name="--from", accepts_keys=False, help="Run this stage of a recipe and later ones."),
 ]
 PruneStale = Annotated[
     bool,
     Parameter(
         name="--prune-stale",
         negative=(),
-        help="Of a recipe with stages: delete results that it asks for no more, before anything is run.",
+        help="Delete results of stages that the recipe no longer uses, before running.",
     ),
 ]
 
@@ -42,7 +42,7 @@ def train(
     dry_run: DryRun = False,
     json: Json = False,
 ) -> Result:
-    """Train a model, or resume a run: an existing run directory goes on where it was.
+    """Train a model, or resume the run in an existing run directory.
 
     A recipe with stages shows its plan first; finished stages whose configuration and inputs are unchanged are not
     repeated. Ctrl-C ends a run after a checkpoint, with exit code 130; the same command resumes it.
@@ -52,7 +52,7 @@ def train(
         return _stages(recipe, only=only, start=start, prune_stale=prune_stale, dry_run=dry_run)
     if only is not None or start is not None or prune_stale:
         where = "--only" if only is not None else "--from" if start is not None else "--prune-stale"
-        raise UserError("this recipe has no stages", where=where, hint="leave it out, or name a recipe with [[stage]]s")
+        raise UserError("this recipe has no stages", where=where, hint="omit it, or use a recipe with [[stage]] tables")
     return _one_run(recipe, dry_run=dry_run)
 
 
@@ -70,19 +70,19 @@ def _one_run(spec: RunSpec, *, dry_run: bool) -> Result:
     if dry_run:
         return show_dry_run(spec, notes=remarks(spec.pool))
     if (spec.directory / "pipeline.json").exists():
-        what = "this directory holds a pipeline, and the recipe has no stages"
+        what = "the directory contains a pipeline, but the recipe has no stages"
         raise UserError(what, where=str(spec.directory), hint="choose another --run.dir")
     from tidemill.planner.forecast.forecast import foretell
     from tidemill.runtime.train import train as run
 
-    summary = run(spec, foretell=foretell)
+    summary = run(spec, forecast_run=foretell)
     exit_code = INTERRUPTED_CODE if summary.get("interrupted") else 0
     return Result(data=summary, text=summary_text(summary, spec.directory), exit_code=exit_code)
 
 
 def summary_text(summary: dict[str, Any], directory: Path) -> str:
-    """Two or three lines: how far, how good, where to look."""
-    from tidemill.telemetry.summary import held_out_changes
+    """A summary in two or three lines: progress, result, location of the report."""
+    from tidemill.telemetry.run_data import held_out_changes
 
     steps, total = summary.get("steps", 0), summary.get("total_steps", summary.get("steps", 0))
     word = "interrupted" if summary.get("interrupted") else "finished"

@@ -1,4 +1,4 @@
-"""`tidemill train` of a recipe with stages: the plan, then one stage after another."""
+"""`tidemill train` for a recipe with stages: prints the plan and runs the stages."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tidemill.pipeline.stage_plan import Choice, Plan, PlannedStage, StageResult
 
 
 def train_pipeline(pipeline: PipelineSpec, *, choice: Choice, prune_stale: bool) -> Result:
-    """Run or go on with a pipeline."""
-    summary = run_pipeline(pipeline, reporter=OnStandardError(), choice=choice, prune_stale=prune_stale)
+    """Run or resume a pipeline."""
+    summary = run_pipeline(pipeline, reporter=ConsoleReporter(), choice=choice, prune_stale=prune_stale)
     exit_code = INTERRUPTED_CODE if summary["interrupted"] else 0
     data = summary | {"run_dir": str(pipeline.directory)}
     return Result(data=data, text=pipeline_summary(summary, pipeline), exit_code=exit_code)
@@ -46,8 +46,8 @@ def dry_run_pipeline(pipeline: PipelineSpec, *, choice: Choice) -> Result:
     return Result(data=data, text=text)
 
 
-class OnStandardError:
-    """Implements pipeline.execution.PipelineReporter on standard error."""
+class ConsoleReporter:
+    """Prints progress to standard error; implements `pipeline.execution.PipelineReporter`."""
 
     def plan(self, plan: Plan) -> None:
         console = Console(stderr=True)
@@ -66,7 +66,7 @@ class OnStandardError:
 
 
 def plan_table(shown: Sequence[Row]) -> Table:
-    """A line a stage."""
+    """One row per stage."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for field in fields(Row):
         table.add_column(field.name, overflow="fold", no_wrap=field.name in ("stage", "kind"))
@@ -77,7 +77,7 @@ def plan_table(shown: Sequence[Row]) -> Table:
 
 
 def pipeline_summary(summary: dict[str, Any], pipeline: PipelineSpec) -> str:
-    """What each stage achieved, and where to look."""
+    """The result of each stage, and the location of the report."""
     stages = summary["stages"]
     done, ran = sum(stage["state"] == "done" for stage in stages), sum(stage["ran"] for stage in stages)
     word = "interrupted" if summary["interrupted"] else "finished" if ran else "nothing to do"

@@ -279,7 +279,7 @@ INACTIVE = (
     ),
     Inactive(
         "fleet.size fleet.seed_window_s fleet.window_gain fleet.queue_limit fleet.max_moves fleet.tail_fraction "
-        "fleet.join_timeout_s fleet.drain_margin_s fleet.hand_over fleet.window_floor_s "
+        "fleet.join_timeout_s fleet.drain_margin_s fleet.probe_tolerance fleet.hand_over fleet.window_floor_s "
         "fleet.remember_windows fleet.known_windows fleet.preemptible_usd_per_hour",
         preemptible,
         "the pool has no preemptible workers",

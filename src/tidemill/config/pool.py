@@ -97,6 +97,9 @@ class FleetConfig(Config):
     """A worker that does not generate this long after its lease started is abandoned, in seconds."""
     drain_margin_s: float = Field(1.0, ge=0)
     """A worker under notice hands its samples back this long before the end of the grace period, in seconds."""
+    probe_tolerance: float = Field(0.1, gt=0)
+    """Maximum mean difference between a worker's and the publisher's logprobs of the probe, in nats; a worker beyond it
+    is quarantined."""
     reserved_usd_per_hour: float = Field(0.0, ge=0)
     """Price of the reserved side, in USD per hour."""
     preemptible_usd_per_hour: float = Field(0.0, ge=0)

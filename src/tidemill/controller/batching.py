@@ -1,8 +1,8 @@
-"""Which groups make a batch, how many may be started, and the controller's metrics of a batch.
+"""Which groups may be started, which make a batch, and the controller's metrics of a batch.
 
-Versions rise by one per batch of B groups. A group is begun under some version and learned from when version V is the
-trainer's; its lag is V minus the oldest version that made one of its tokens. The limit is kept from both ends: what is
-begun (`may_begin`), and by when it must be learned from (`latest_step`).
+Versions rise by one per batch of B groups. The lag of a group is the trainer's version when it is trained on, minus the
+oldest version that generated one of its tokens. Two rules enforce the limit: how many groups may be started
+(`may_start`), and by which step a group must be trained on (`latest_step`).
 """
 
 from __future__ import annotations
@@ -31,23 +31,24 @@ def scored(
     ref_logprobs: LogprobBuffer = b"",
     truncated: Literal["trained", "masked"],
 ) -> Trajectory:
-    """The trajectory with its reward and weight; weight 0 leaves it out of the loss and of its group's statistics.
+    """The trajectory with its reward and weight. Weight 0 excludes it from the loss and its group's statistics.
 
-    That is so for an invalid reward, an empty completion, and one cut by the token limit where those are masked.
+    The weight is 0 for an invalid reward, an empty completion, and, with `truncated="masked"`, a completion cut by the
+    token limit.
     """
-    left_out = not reward.valid or trajectory.completion_length == 0 or (truncated == "masked" and trajectory.truncated)
-    weight = 0.0 if left_out else 1.0
+    excluded = not reward.valid or trajectory.completion_length == 0 or (truncated == "masked" and trajectory.truncated)
+    weight = 0.0 if excluded else 1.0
     return msgspec.structs.replace(trajectory, reward=reward, weight=weight, ref_logprobs=ref_logprobs)
 
 
 def has_signal(trajectories: Iterable[Trajectory]) -> bool:
-    """Whether a group's valid rewards differ at all: DAPO's dynamic sampling replaces groups without (2503.14476)."""
+    """Whether a group's valid rewards differ. DAPO's dynamic sampling replaces other groups (arXiv 2503.14476)."""
     values = {t.reward.value for t in trajectories if t.weight > 0 and t.reward is not None}
     return len(values) > 1
 
 
 class GroupAssembly:
-    """Collects the scored trajectories of whole groups, by position, in the order they were completed."""
+    """Collects scored trajectories into complete groups, by position, in the order of completion."""
 
     def __init__(self, group_size: int) -> None:
         self._group_size = group_size
@@ -55,7 +56,7 @@ class GroupAssembly:
         self.complete: dict[int, list[Trajectory]] = {}
 
     def add(self, position: int, trajectory: Trajectory) -> bool:
-        """Take one trajectory (each exactly once); says whether its group is complete with it."""
+        """Add a trajectory, each exactly once; returns whether its group is complete."""
         members = self._members.setdefault(position, [])
         members.append(trajectory)
         if len(members) < self._group_size:
@@ -64,7 +65,7 @@ class GroupAssembly:
         return True
 
     def forget(self, position: int, sample_ids: Collection[SampleId] | None = None) -> None:
-        """Some of a group's samples begin again, or (by default) the group was given up."""
+        """Remove restarted samples of a group; by default all of a dropped group."""
         members = [*self._members.pop(position, ()), *self.complete.pop(position, ())]
         kept = [] if sample_ids is None else [member for member in members if member.sample_id not in sample_ids]
         if kept:
@@ -72,15 +73,15 @@ class GroupAssembly:
 
 
 class BatchBuilder:
-    """The batch of one step while it is put together: which complete groups it takes, and when.
+    """Selects the groups of one step's batch as they complete.
 
     Args:
-        size: groups it will have, and every later batch too.
-        membership: `planned`: the first `size` of those in flight, by position. `first_finished`: whichever are
-            complete first, as long as every group that is left can still be learned from in time.
-        order: `canonical`: by position, so that the same members always are learned from in the same order. `arrival`:
-            as soon as it is certain that a group is a member.
-        recorded: of a batch learned from before a restart: its positions, in their order.
+        size: groups of this batch and of every later one.
+        membership: `planned`: the first `size` groups in flight, by position. `first_finished`: the first complete
+            groups, as long as every remaining group can still be trained on in time.
+        order: `canonical`: by position, so that equal batches are trained on in equal order. `arrival`: as soon as it
+            is certain that a group is a member.
+        recorded: positions of a batch that was trained on before a resume, in order.
     """
 
     def __init__(
@@ -90,33 +91,32 @@ class BatchBuilder:
         self._membership, self._order = membership, order
         self._recorded = recorded
         self.taken: list[int] = []
-        self.held_up_by: int | None = None  # a group that must be a member and was not complete when last looked for
+        self.blocked_by: int | None = None  # an incomplete group that the batch must take, found by the last `take`
 
     @property
     def full(self) -> bool:
         return len(self.taken) == self.size
 
     def may_take(self, complete: int) -> bool:
-        """Whether anything could be taken of so many complete groups: of those finished first, in canonical order, only
-        all that are missing together."""
+        """Whether `take` could return any of `complete` groups. With `first_finished` in canonical order it returns all
+        remaining groups at once."""
         together = self._recorded is None and self._membership == "first_finished" and self._order == "canonical"
         return complete >= (self.size - len(self.taken) if together else 1)
 
     def take(self, complete: Collection[int], in_flight: Mapping[int, int | None]) -> list[int]:
-        """Positions that go to the trainer now, in order.
+        """Take complete groups; returns their positions in training order.
 
         Args:
-            complete: groups all of whose samples are scored, not yet taken, in the order they were completed.
-            in_flight: groups begun and not yet taken, the complete ones among them, by position; each with the last
-                step that may learn from it, None for any.
+            complete: complete groups that are not taken, in order of completion.
+            in_flight: all groups that are not taken, ascending, with the last step that may train on each (None: any).
         """
         left = self.size - len(self.taken)
         if self._recorded is not None:
-            chosen = self._in_turn(self._recorded[len(self.taken) :], complete)
+            chosen = self._complete_prefix(self._recorded[len(self.taken) :], complete)
         elif self._membership == "planned":
             members = list(islice(in_flight, left))
             if self._order == "canonical":
-                chosen = self._in_turn(members, complete)
+                chosen = self._complete_prefix(members, complete)
             else:
                 chosen = [position for position in complete if position in members]
         else:
@@ -140,17 +140,17 @@ class BatchBuilder:
             return chosen
         if len(chosen) == left:
             return sorted(chosen)
-        under_way = (position for position, latest in in_flight.items() if self.is_last_for(latest))
-        self.held_up_by = next((position for position in under_way if position not in complete), None)
+        required = (position for position, latest in in_flight.items() if self.must_take(latest))
+        self.blocked_by = next((position for position in required if position not in complete), None)
         return []
 
-    def is_last_for(self, latest: int | None) -> bool:
-        """Whether a group with this latest step must be a member."""
+    def must_take(self, latest: int | None) -> bool:
+        """Whether a group with this latest step must be in this batch."""
         return latest is not None and latest <= self.step
 
     def _fits(self, due: Mapping[int | None, int], left: int) -> bool:
-        """Whether groups with these latest steps can all be learned from in time: `left` in this step, and `size` in
-        each later one."""
+        """Whether groups with these latest steps can all be trained on in time, `left` of them in this step and `size`
+        in each later one."""
         waiting = 0
         for latest in sorted(latest for latest in due if latest is not None):
             waiting += due[latest]
@@ -159,8 +159,8 @@ class BatchBuilder:
         return True
 
     @staticmethod
-    def _in_turn(members: Sequence[int], complete: Collection[int]) -> list[int]:
-        """The longest beginning that is complete."""
+    def _complete_prefix(members: Sequence[int], complete: Collection[int]) -> list[int]:
+        """The longest complete prefix."""
         ready = []
         for position in members:
             if position not in complete:
@@ -170,41 +170,41 @@ class BatchBuilder:
 
 
 TREND_STEPS = 4
-"""Batches on either side of the comparison that says whether the reward improves."""
+"""Batches in each of the two windows whose mean rewards are compared."""
 
 
 def may_start(*, version: int, learned: int, in_flight: int, batch_groups: int, overcommit: int) -> int:
-    """Groups that may be begun now.
+    """Number of groups that may be started now.
 
-    With `overcommit` = lag * B this is the rule of AReaL (arXiv 2505.24298), counted in groups:
-    accepted + running < (version + lag + 1) B. Groups that were given up do not count: their places are free again.
+    With `overcommit` = lag * B this is AReaL's rule (arXiv 2505.24298), counted in groups:
+    accepted + running < (version + lag + 1) B. Dropped groups do not count.
 
     Args:
-        version: the newest, which is also the number of batches learned from.
-        learned: groups learned from, or being learned from.
-        in_flight: groups begun and not learned from.
+        version: the newest, which is also the number of batches trained on.
+        learned: groups trained on, including the current batch's.
+        in_flight: groups started and not trained on.
     """
     return max(0, (version + 1) * batch_groups + overcommit - learned - in_flight)
 
 
 def latest_step(oldest_version: int | None, newest_version: int, max_lag: int) -> int:
-    """The last step that may learn from a sample (or a group, by its oldest one).
+    """The last step that may train on a sample or group.
 
-    Step s is learned from version s - 1, which may be `max_lag` beyond the version that made the oldest token. What has
-    no tokens yet is as new as the weights that will make them.
+    Step s trains version s - 1, which may be at most `max_lag` newer than the oldest token's version. Without tokens
+    (`oldest_version` None), the newest version counts.
     """
     return (newest_version if oldest_version is None else oldest_version) + max_lag + 1
 
 
 def overcommitted(schedule: ScheduleConfig, batch_groups: int, rewards: Sequence[float]) -> int:
-    """Groups to have under way beyond the batch that is due.
+    """Number of groups to have in flight beyond the current batch.
 
-    `adaptive` begins at none, and from step to step takes an eighth of the limit more while the mean reward of the last
-    batches is above that of those before, and an eighth less otherwise: carrying work over pays while the policy still
-    moves slowly against what it gains (OPPO, arXiv 2509.25762, adapts its Δ by the reward's trend).
+    `adaptive` starts at 0. Each step it rises by an eighth of the limit if the mean reward of the last `TREND_STEPS`
+    batches is above that of those before, and falls by an eighth otherwise (OPPO, arXiv 2509.25762, adapts its Δ to the
+    reward's trend).
 
     Args:
-        rewards: the mean reward of each batch so far.
+        rewards: mean reward of each batch so far.
     """
     limit = schedule.most_left_over(batch_groups)
     if schedule.overcommit != "adaptive":
@@ -217,7 +217,7 @@ def overcommitted(schedule: ScheduleConfig, batch_groups: int, rewards: Sequence
 
 
 def sample_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Rewards (over valid samples; standard deviation with ddof 0), lengths in tokens, and what was left out."""
+    """Metrics of rewards (over valid samples; standard deviation with ddof 0), lengths in tokens, and weights."""
     rewards = [trajectory.reward for trajectory in trajectories if trajectory.reward and trajectory.reward.valid]
     lengths = [trajectory.completion_length for trajectory in trajectories]
     figures = {
@@ -235,7 +235,7 @@ def sample_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _components(rewards: Sequence[Reward]) -> dict[str, float]:
-    """Mean of each component over the samples that have it; a single one would only repeat the reward."""
+    """Mean of each component over the samples that have it; empty for a single component, which is the reward."""
     names = dict.fromkeys(name for reward in rewards for name in reward.components)
     if len(names) < 2:
         return {}
@@ -246,11 +246,10 @@ def _components(rewards: Sequence[Reward]) -> dict[str, float]:
 
 
 def batch_figures(samples: Sequence[Sample], counters: StepCounters, version: PolicyVersion) -> dict[str, float]:
-    """Token counts; `version` is the one the batch was learned from.
+    """Token and group counts; `version` is the one that the batch was trained from.
 
-    `tokens_generated` counts every completion token of the batch, `tokens_recovered` those of them that came from the
-    journal, `tokens_other_weights` those made by weights that bear the version's number but not its digest: after a
-    restart a version may have been made again, a little different.
+    `tokens_recovered` are those read from the journal. `tokens_other_weights` were generated by weights with the
+    version's number but another digest, which happens when a resumed run recomputes a version inexactly.
     """
     runs = [run for sample in samples for run in sample.versions]
     other = (r.end - r.start for r in runs if r.version.number == version.number and r.version != version)

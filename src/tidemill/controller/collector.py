@@ -1,16 +1,15 @@
-"""From samples in flight to scored samples, one by one as they finish.
+"""Collects scored samples, one by one as they finish.
 
 ```
- in flight ──dispatcher──▶ fleet ──reports, ends of leases──┐
+ in flight ──dispatcher──▶ fleet ──reports, lease outcomes──┐
    ▲                                                        ▼
    │                                                    ( mailbox ) ◀──rewards── scorer ◀──┐
    │                                                        │                              │
-   └────── ledger: apply, journal, take back ◀──────────────┴───▶ finished samples ────────┘
-                                                            └───▶ scored samples ──▶ whoever asks for the next
+   └────── ledger: apply, journal, revoke ◀─────────────────┴───▶ finished samples ────────┘
+                                                            └───▶ scored samples ──▶ consumer
 ```
-One task reads the mailbox and changes samples by what it says; the fleet and the scorers only put letters into it. The
-consumer may take its time (the trainer does): generating, journalling and scoring go on meanwhile. It may also begin,
-restart and give up groups meanwhile.
+One task reads the mailbox and changes samples; the fleet and the scorers only write messages. Generating, journalling
+and scoring continue while the consumer (the trainer) is busy, and the consumer may start, restart and drop groups.
 """
 
 from __future__ import annotations
@@ -30,30 +29,28 @@ from tidemill.controller.ledger import Ledger
 from tidemill.controller.offload import Balance, HandOver
 from tidemill.controller.reading import Reading
 from tidemill.controller.samples import Sample, SampleState
-from tidemill.controller.waiting import (
-    LeaseOutcome,
-    Mailbox,
-    Messages,
-    Timeouts,
-    Wait,
-    still_waiting,
-    wait_with_deadline,
-)
+from tidemill.controller.waiting import Mailbox, Messages, Timeouts, Wait, log_waiting, wait_with_deadline
 from tidemill.core.errors import DeadlineError
 from tidemill.core.protocols import Clock, Codec, Scorer, Telemetry
 from tidemill.core.records import Trajectory, WorkerReport, WorkerStatus, view_tokens
-from tidemill.telemetry.events import GIVEN_UP, span
+from tidemill.telemetry.events import WAIT_ABANDONED, span
 
 T = TypeVar("T")
 
+GATHER_S = 1e-4
+"""Delay per worker before the mailbox is read, so that with many workers several reports are processed together."""
+
+FLEET_VIEW_S = 0.5
+"""Interval of the live view's fleet rows."""
+
 
 class StopRequested(Exception):
-    """The user asked the run to stop; what was collected is journalled."""
+    """The user asked the run to stop; samples received so far are journalled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutContext:
-    """Who generates, who judges, and where it is noted."""
+    """Everything that generating and scoring samples needs."""
 
     fleet: Fleet
     ledger: Ledger
@@ -61,15 +58,15 @@ class RolloutContext:
     codec: Codec
     telemetry: Telemetry
     clock: Clock
-    stop: asyncio.Event  # set by whoever wants the run to end
+    stop: asyncio.Event  # set to end the run
     timeouts: Timeouts = field(default_factory=Timeouts)
-    truncated: Literal["trained", "masked"] = "trained"  # what a completion cut by the token limit counts
+    truncated: Literal["trained", "masked"] = "trained"  # treatment of completions cut by the token limit
     phase: str = "rollout"
-    window_s: float = math.inf  # how long the reserved side generates beside preemptible workers
-    reading: Reading | None = None  # None where no model reads samples one by one
-    newest: dict[str, WorkerStatus] = field(default_factory=dict)  # what each said last, by lease: engines count anew
+    window_s: float = math.inf  # how long the local worker generates while preemptible workers serve
+    reading: Reading | None = None  # None without models that read samples one by one
+    statuses: dict[str, WorkerStatus] = field(default_factory=dict)  # the latest, by lease
 
-    async def patiently(self, call: Coroutine[Any, Any, T], *, awaited: str, look_at: str, deadline_s: float) -> T:
+    async def wait_for(self, call: Coroutine[Any, Any, T], *, awaited: str, look_at: str, deadline_s: float) -> T:
         """Await with "waiting" events and a deadline.
 
         Raises:
@@ -81,13 +78,13 @@ class RolloutContext:
         )
 
     async def unless_stopped(self, call: Coroutine[Any, Any, T], *, awaited: str, lost: str) -> T:
-        """Await; from when the run is to end on, for `timeouts.stop_s` seconds at most.
+        """Await; once the run is to stop, for at most `timeouts.stop_s` more seconds.
 
         Args:
-            lost: what is, when that is over; told with the event.
+            lost: what a timeout costs, for the event.
 
         Raises:
-            StopRequested: it is over, and `call` was cancelled.
+            StopRequested: the time is up, and `call` was cancelled.
         """
         task, stop = asyncio.ensure_future(call), asyncio.create_task(self.stop.wait())
         try:
@@ -95,7 +92,7 @@ class RolloutContext:
             if not task.done():
                 await asyncio.wait({task}, timeout=self.timeouts.stop_s)
             if not task.done():
-                self.telemetry.event(GIVEN_UP, awaited=awaited, waited_s=self.timeouts.stop_s, lost=lost)
+                self.telemetry.event(WAIT_ABANDONED, awaited=awaited, waited_s=self.timeouts.stop_s, lost=lost)
                 raise StopRequested
             return task.result()
         finally:
@@ -105,109 +102,98 @@ class RolloutContext:
 
     @contextmanager
     def span(self, name: str, **fields: Any) -> Iterator[dict[str, Any]]:
-        """An event with a duration; a block left by `StopRequested` is told as interrupted, not as failed."""
+        """An event with a duration; `StopRequested` marks it as interrupted, not as failed."""
         stopped: StopRequested | None = None
-        with span(self.telemetry, self.clock, name, **fields) as told:
+        with span(self.telemetry, self.clock, name, **fields) as all_fields:
             try:
-                yield told
+                yield all_fields
             except StopRequested as request:
-                told["interrupted"], stopped = True, request
+                all_fields["interrupted"], stopped = True, request
         if stopped is not None:
             raise stopped
 
-    def note_status(self, report: WorkerReport, counters: StepCounters) -> None:
-        """Remember what a worker is doing; count the prompt tokens it computed since it last spoke."""
+    def update_status(self, report: WorkerReport, counters: StepCounters) -> None:
+        """Store a worker's status, and count the prompt tokens since its last report."""
         status = report.status
-        before = self.newest.get(report.lease_id)
+        before = self.statuses.get(report.lease_id)
         counters.prompt_tokens_computed += status.prompt_tokens_computed - (
             before.prompt_tokens_computed if before else 0
         )
         counters.prompt_tokens_reused += status.prompt_tokens_reused - (before.prompt_tokens_reused if before else 0)
-        self.newest[report.lease_id] = status
-
-
-GATHER_S = 1e-4
-"""By worker: letters are read several at a time, with 1,000 workers 10 times a second. A look costs time by worker."""
-
-WATCH_S = 0.5
-"""How often the live view hears of the fleet."""
+        self.statuses[report.lease_id] = status
 
 
 @asynccontextmanager
 async def collect_samples(
     in_flight: InFlight, rollout: RolloutContext, *, endless: bool = False
 ) -> AsyncIterator[SampleCollector]:
-    """Generate and score what is in flight: gives out scored samples in the order they come.
+    """Generate and score the samples in flight; the collector returns them in the order they are scored.
 
     Args:
-        endless: groups may be begun at any time; else the collection ends when all that is in flight is scored.
+        endless: groups may be started at any time; otherwise collecting ends when everything in flight is scored.
 
     Asking for the next sample raises:
-        StopRequested: `rollout.stop` was set; the samples in flight were called back and what they had is journalled.
-        DeadlineError: nothing came from the workers or the scorer for too long.
-        TidemillError: the engine failed again and again on one sample.
-        Exception: whatever the reserved worker, the provider of leases, the scorer or the journal raised.
+        StopRequested: `rollout.stop` was set; running samples were aborted and their tokens journalled.
+        DeadlineError: the workers or the scorer made no progress for too long.
+        TidemillError: the engine failed repeatedly on one sample.
+        Exception: any error of the local worker, the provider, the scorer or the journal.
     """
-    collection = SampleCollector(in_flight, rollout, endless=endless)
-    with rollout.fleet.delivering_to(collection.mailbox):
-        tasks = [asyncio.create_task(job) for job in (collection.run(), collection.watch_stop())]
+    collector = SampleCollector(in_flight, rollout, endless=endless)
+    with rollout.fleet.delivering_to(collector.mailbox):
+        tasks = [asyncio.create_task(job) for job in (collector.run(), collector.watch_stop())]
         try:
-            yield collection
+            yield collector
         finally:
-            for task in (*tasks, *collection.scoring):
+            for task in (*tasks, *collector.scoring):
                 task.cancel()
-            await asyncio.gather(*tasks, *collection.scoring, return_exceptions=True)
+            await asyncio.gather(*tasks, *collector.scoring, return_exceptions=True)
             for lease_id in in_flight.leases:
                 rollout.fleet.abort(lease_id, [sample.sample_id for sample in in_flight.held(lease_id).values()])
 
 
 class SampleCollector:
-    """The state of one `collecting`."""
+    """The state of one `collect_samples`."""
 
     def __init__(self, in_flight: InFlight, rollout: RolloutContext, *, endless: bool = False) -> None:
         self._in_flight, self._rollout, self._endless = in_flight, rollout, endless
         self._dispatcher = Dispatcher(in_flight, rollout.fleet, window_s=rollout.window_s)
         self.mailbox = Mailbox()
         self._scored: asyncio.Queue[tuple[Sample, int] | Exception] = asyncio.Queue()
-        self._news_at = self._noticed_at = rollout.clock.now()
-        self._wanted_at: float | None = None  # since when the consumer waits; None while it is busy
-        self._over: Exception | None = None  # why nothing more will come
-        self._paused: asyncio.Event | None = None  # set when nothing is being generated any more
-        self._due = len(in_flight.samples)  # samples of the batch that is due
+        self._progress_at = self._logged_at = rollout.clock.now()
+        self._consumer_waits_since: float | None = None  # None while the consumer is busy
+        self._failure: Exception | None = None  # no more samples will come
+        self._paused: asyncio.Event | None = None  # while pausing; set when nothing is running
+        self._batch_samples = len(in_flight.samples)
         self.scoring: set[asyncio.Task[None]] = set()
         self.waited_s = 0.0  # by the consumer, in this step
-        self.idle_s = 0.0  # of that, while the reserved side was not generating either
-        self._watched_at = -WATCH_S
+        self.idle_s = 0.0  # part of it in which the local worker did not generate
+        self._fleet_shown_at = -FLEET_VIEW_S
 
     @property
     def workers_mean(self) -> float:
-        """Preemptible workers that served in this step, on average."""
+        """Mean number of serving preemptible workers in this step."""
         return self._dispatcher.workers_mean
 
     @property
-    def handed_over(self) -> HandOver | None:
-        """When the reserved side stopped generating, where that was judged by what is left."""
-        return self._dispatcher.handed_over
+    def hand_over(self) -> HandOver | None:
+        """When the local worker stopped generating in this step, if balance decided it."""
+        return self._dispatcher.hand_over
 
     def begin_step(self, *, samples: int, window_s: float, balance: Balance | None = None) -> None:
-        """The next batch is due, of so many samples; the reserved side generates beside the others for a while."""
-        self._due, self.waited_s, self.idle_s = samples, 0.0, 0.0
+        """Start the next batch, of `samples` samples; the local worker generates for `window_s` seconds, too."""
+        self._batch_samples, self.waited_s, self.idle_s = samples, 0.0, 0.0
         self._dispatcher.begin_step(window_s, balance)
-        self.look()
-
-    def look(self) -> None:
-        """Groups were begun, or begin again: there may be something to give out."""
-        self.mailbox.ring()
+        self.mailbox.notify()
 
     async def next(self) -> Trajectory:
-        """The next scored sample, whenever it is there."""
+        """Wait for the next scored sample."""
         while True:
-            self._wanted_at = self._rollout.clock.now()
+            self._consumer_waits_since = self._rollout.clock.now()
             item = await self._scored.get()
-            self._count_wait(self._wanted_at)
-            self._wanted_at = None
-            if isinstance(self._over, StopRequested):
-                raise self._over
+            self._count_wait(self._consumer_waits_since)
+            self._consumer_waits_since = None
+            if isinstance(self._failure, StopRequested):
+                raise self._failure
             if isinstance(item, Exception):
                 raise item
             sample, attempt = item
@@ -220,52 +206,58 @@ class SampleCollector:
                     truncated=self._rollout.truncated,
                 )
 
+    def _count_wait(self, since_s: float) -> None:
+        now_s, idle_since_s = self._rollout.clock.now(), self._dispatcher.local_idle_since_s
+        self.waited_s += now_s - since_s
+        if idle_since_s is not None:
+            self.idle_s += max(0.0, now_s - max(since_s, idle_since_s))
+
     async def __aiter__(self) -> AsyncIterator[Trajectory]:
-        """Every sample that was in flight when the iteration began."""
+        """All samples that were in flight when the iteration began."""
         for _ in range(len(self._in_flight.samples)):
             yield await self.next()
 
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
-        """Nothing is generated for as long as the block lasts: the workers are somebody else's."""
+        """Abort all running samples, and generate nothing while the block runs."""
         self._paused = asyncio.Event()
-        if self._over is None:
-            self._dispatcher.call_back_all()
-            self.look()
-            await self._handed_back(self._paused)
-        if self._over is not None:  # maybe since: then the workers are not free
-            raise self._over
+        if self._failure is None:
+            self._dispatcher.abort_all()
+            self.mailbox.notify()
+            await self._wait_until_paused(self._paused)
+        if self._failure is not None:  # possibly since then: the workers may still be busy
+            raise self._failure
         try:
             yield
         finally:
             self._paused = None
-            self.look()
+            self.mailbox.notify()
 
-    async def _handed_back(self, paused: asyncio.Event) -> None:
-        """Wait for what was called back; a preemptible worker that does not hand it back in time loses its lease.
+    async def _wait_until_paused(self, paused: asyncio.Event) -> None:
+        """Wait until no sample is running; preemptible workers that do not return theirs in time lose their leases.
 
         Raises:
-            DeadlineError: the reserved one does not.
+            DeadlineError: the local worker did not return its samples.
         """
         deadline_s = self._rollout.timeouts.worker_s
         while not paused.is_set():
             try:
-                await self._rollout.patiently(
+                await self._rollout.wait_for(
                     paused.wait(),
                     awaited="samples to be handed back",
                     look_at="the workers and their engines",
                     deadline_s=deadline_s,
                 )
             except DeadlineError:
-                if not self._dismiss_useless(deadline_s):
+                if not self._end_unproductive_leases(deadline_s):
                     raise
 
-    # The tasks that only write letters.
+    # Tasks that write messages.
 
     async def watch_stop(self) -> None:
         await self._rollout.stop.wait()
-        self.mailbox.mail.stop = True
-        self.mailbox.ring()
+        self.mailbox.messages.stop = True
+        self.mailbox.notify()
 
     async def _score(self, sample: Sample) -> None:
         attempt, reading, trajectory = sample.attempt, self._rollout.reading, self._trajectory(sample)
@@ -275,78 +267,174 @@ class SampleCollector:
                 reward, ref_logprobs = await scoring, b""
             else:
                 reward, ref_logprobs = await asyncio.gather(scoring, reading.ref_logprobs(trajectory))
-        except Exception as error:  # noqa: BLE001 - the iteration raises it
+        except Exception as error:  # noqa: BLE001 - `next` raises it
             self.mailbox.put_failure(error)
         else:
-            self.mailbox.mail.rewards.append((sample, attempt, reward, ref_logprobs))
-            self.mailbox.ring()
+            self.mailbox.messages.rewards.append((sample, attempt, reward, ref_logprobs))
+            self.mailbox.notify()
 
-    async def _read_again(self, sample: Sample, reading: Reading) -> None:
+    async def _recompute_ref_logprobs(self, sample: Sample, reading: Reading) -> None:
         attempt = sample.attempt
         try:
             ref_logprobs = await reading.ref_logprobs(self._trajectory(sample))
-        except Exception as error:  # noqa: BLE001 - the iteration raises it
+        except Exception as error:  # noqa: BLE001 - `next` raises it
             self.mailbox.put_failure(error)
         else:
-            self.mailbox.mail.reread.append((sample, attempt, ref_logprobs))
-            self.mailbox.ring()
+            self.mailbox.messages.ref_logprobs.append((sample, attempt, ref_logprobs))
+            self.mailbox.notify()
 
-    # The task that reads the letters.
+    def _start(self, job: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(job)
+        self.scoring.add(task)
+        task.add_done_callback(self.scoring.discard)
+
+    # The task that reads them.
 
     async def run(self) -> None:
         try:
-            self._tell_progress()
-            self._recall(self._in_flight.in_state(SampleState.SCORED))
-            self._start_scoring(self._in_flight.in_state(SampleState.FINISHED))
+            self._show_progress()
+            self._restore_scored(self._in_flight.in_state(SampleState.SCORED))
+            for sample in self._in_flight.in_state(SampleState.FINISHED):
+                self._start(self._score(sample))
             self._dispatch()
-            while self._endless or not self._in_flight.complete:
-                mail = await self._letters()
-                await self._digest(mail)
-                if mail.stop:
-                    await self._call_back()
+            while self._endless or not self._in_flight.all_scored:
+                messages = await self._receive()
+                await self._process(messages)
+                if messages.stop:
+                    await self._abort_running()
                     raise StopRequested
                 self._dispatch()
-        except Exception as error:  # noqa: BLE001 - whoever asks for the next sample gets it
-            self._over = error
+        except Exception as error:  # noqa: BLE001 - `next` raises it
+            self._failure = error
             self._scored.put_nowait(error)
             if self._paused is not None:
                 self._paused.set()
 
-    async def _letters(self) -> Messages:
-        """Everything that has arrived, after waiting a while for something."""
-        if self._rollout.fleet.elastic:
-            await asyncio.sleep(GATHER_S * self._rollout.fleet.preemptible)
-        return await self.mailbox.take(min(self._rollout.timeouts.notice_s, self._dispatcher.window_left_s))
+    def _restore_scored(self, samples: Sequence[Sample]) -> None:
+        """Emit samples whose rewards the journal has; a separate reference recomputes their logprobs first."""
+        reading = self._rollout.reading
+        if reading is None or reading.reference is None:
+            self._emit(samples)
+            return
+        for sample in samples:
+            self._start(self._recompute_ref_logprobs(sample, reading))
 
-    def _judge_silence(self) -> None:
-        """Nothing came that was of use: say so, and give up on those who should have sent it."""
-        if self._wanted_at is None:  # the consumer is busy, maybe on the engine's own thread: silence is no news
+    async def _receive(self) -> Messages:
+        if self._rollout.fleet.elastic:
+            await asyncio.sleep(GATHER_S * self._rollout.fleet.preemptible_count)
+        return await self.mailbox.take(min(self._rollout.timeouts.notice_s, self._dispatcher.next_check_s))
+
+    async def _process(self, messages: Messages) -> None:
+        """Journal the messages, then act on them. Reports that arrived before a lease ended are applied first."""
+        in_flight, rollout = self._in_flight, self._rollout
+        tokens_before = in_flight.counters.tokens_accepted
+        for report in messages.reports:
+            rollout.update_status(report, in_flight.counters)
+        finished = await rollout.ledger.accept(in_flight, messages.reports)
+        if messages.progress or finished or in_flight.counters.tokens_accepted != tokens_before:
+            self._progress_at = self._logged_at = rollout.clock.now()
+        else:
+            self._check_deadline()
+        for lease_id, verdict in in_flight.take_invalid_leases().items():
+            rollout.fleet.end_lease(lease_id, f"it sent an invalid delta ({verdict})")
+        if rollout.reading is not None:
+            rollout.reading.send_growth(in_flight, messages.reports)
+        self._finish(finished)
+        for outcome in messages.ended:
+            samples = in_flight.revoke(outcome.lease_id)
+            rollout.fleet.event_log.ended(outcome, samples)
+            if outcome.crashed:
+                for sample in samples:
+                    sample.failures += 1
+                    sample.last_error = outcome.cause
+        self._dispatcher.drain(messages.draining)
+        self._dispatcher.note_idle(dict.fromkeys(report.lease_id for report in messages.reports))
+        self._emit(await self._store_rewards(messages))
+        self._show_progress()
+        for error in messages.failures:
+            raise error
+
+    def _finish(self, samples: Sequence[Sample]) -> None:
+        for sample in samples:
+            if self._is_current(sample, sample.attempt, SampleState.FINISHED):
+                sample.finished_s = self._rollout.clock.now()
+                self._rollout.fleet.lengths.observe(sample.sample_id.prompt_id, sample.length)
+                if self._rollout.reading is not None:
+                    self._rollout.reading.finished(sample)
+                self._start(self._score(sample))
+
+    async def _store_rewards(self, messages: Messages) -> list[Sample]:
+        """Journal rewards; returns the samples that may be trained on now."""
+        rewards = []
+        for sample, attempt, reward, ref_logprobs in messages.rewards:
+            if self._is_current(sample, attempt, SampleState.FINISHED):
+                sample.ref_logprobs = ref_logprobs
+                rewards.append((sample, reward))
+        await self._rollout.ledger.record_rewards(self._in_flight, rewards)
+        restored = list[Sample]()
+        for sample, attempt, ref_logprobs in messages.ref_logprobs:
+            if self._is_current(sample, attempt, SampleState.SCORED):
+                sample.ref_logprobs = ref_logprobs
+                restored.append(sample)
+        return [*(sample for sample, _ in rewards), *restored]
+
+    def _is_current(self, sample: Sample, attempt: int, state: SampleState) -> bool:
+        """Whether a sample was neither restarted nor dropped meanwhile."""
+        return sample.state is state and sample.attempt == attempt and sample.ordinal in self._in_flight.samples
+
+    def _emit(self, samples: Sequence[Sample]) -> None:
+        for sample in samples:
+            sample.scored_s = self._rollout.clock.now()
+            self._scored.put_nowait((sample, sample.attempt))
+
+    def _dispatch(self) -> None:
+        """Assign waiting samples, unless paused."""
+        if self._paused is not None:
+            if not self._in_flight.running:
+                self._paused.set()
+            return
+        if self._dispatcher.dispatch(trainer_waits=self._consumer_waits_since is not None):
+            self._progress_at = self._logged_at = self._rollout.clock.now()  # the deadline starts at the assignment
+
+    async def _abort_running(self) -> None:
+        """Abort running samples, and journal the tokens that the workers still report."""
+        self._dispatcher.abort_all()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._rollout.timeouts.stop_s):
+                while self._in_flight.running:
+                    await self._process(await self._receive())
+
+    # Deadlines and progress.
+
+    def _check_deadline(self) -> None:
+        """Without progress: log the wait, and at the deadline end leases or fail."""
+        if self._consumer_waits_since is None:  # the consumer may be using the engine's own thread
             return
         now, timeouts = self._rollout.clock.now(), self._rollout.timeouts
-        wait, waited_s = self._wait(), now - max(self._news_at, self._wanted_at)
-        if waited_s >= wait.deadline_s and self._in_flight.running and self._dismiss_useless(waited_s):
-            return  # their samples go on elsewhere
-        if waited_s >= wait.deadline_s or now - max(self._noticed_at, self._wanted_at) >= timeouts.notice_s:
-            self._noticed_at = now
-            still_waiting(wait, waited_s=waited_s, telemetry=self._rollout.telemetry)
+        wait, waited_s = self._current_wait(), now - max(self._progress_at, self._consumer_waits_since)
+        if waited_s >= wait.deadline_s and self._in_flight.running and self._end_unproductive_leases(waited_s):
+            return
+        if waited_s >= wait.deadline_s or now - max(self._logged_at, self._consumer_waits_since) >= timeouts.notice_s:
+            self._logged_at = now
+            log_waiting(wait, waited_s=waited_s, telemetry=self._rollout.telemetry)
 
-    def _dismiss_useless(self, waited_s: float) -> bool:
-        """Workers that say things, but nothing of what they were given, lose their leases; whether there were any."""
-        cause = f"it was heard of, but {waited_s:.0f} s without a token that is of use"
-        dismissed = [self._rollout.fleet.dismiss(lease_id, cause) for lease_id in self._in_flight.leases]
-        return any(dismissed)
+    def _end_unproductive_leases(self, waited_s: float) -> bool:
+        """End the leases of preemptible workers that hold samples; returns whether there were any."""
+        cause = f"it sends reports, but no new tokens for {waited_s:.0f} s"
+        ended = [self._rollout.fleet.end_lease(lease_id, cause) for lease_id in self._in_flight.leases]
+        return any(ended)
 
-    def _wait(self) -> Wait:
+    def _current_wait(self) -> Wait:
         batch, timeouts = self._in_flight, self._rollout.timeouts
         name = f"step {batch.newest_version + self._endless} ({batch.plan.purpose})"
         if batch.unfinished and not batch.running:
             return Wait(
                 awaited=f"a worker to generate {batch.unfinished} samples of {name}",
-                look_at=f"[pool] and the machines it offers ({self._rollout.fleet.preemptible} joining)",
+                look_at=f"[pool] and the machines it offers ({self._rollout.fleet.preemptible_count} joining)",
                 deadline_s=timeouts.pool_s,
             )
         if batch.unfinished:
-            ignored = f" (messages ignored: {dict(batch.counters.ignored)})" if batch.counters.ignored else ""
+            ignored = f" (deltas ignored: {dict(batch.counters.ignored)})" if batch.counters.ignored else ""
             return Wait(
                 awaited=f"tokens of {batch.unfinished} samples of {name}",
                 look_at=f"the worker and its engine{ignored}",
@@ -358,123 +446,14 @@ class SampleCollector:
             deadline_s=timeouts.scorer_s,
         )
 
-    async def _digest(self, mail: Messages) -> None:
-        """Journal what came, then act on it. What a worker said before its lease ended counts."""
-        in_flight, rollout = self._in_flight, self._rollout
-        tokens_before = in_flight.counters.tokens_accepted
-        for report in mail.reports:
-            rollout.note_status(report, in_flight.counters)
-        finished = await rollout.ledger.accept(in_flight, mail.reports)
-        if mail.news or finished or in_flight.counters.tokens_accepted != tokens_before:
-            self._news_at = self._noticed_at = rollout.clock.now()
-        else:
-            self._judge_silence()
-        for lease_id, verdict in in_flight.take_misfits().items():
-            rollout.fleet.dismiss(lease_id, f"it sent what does not fit ({verdict})")
-        if rollout.reading is not None:
-            rollout.reading.grown(in_flight, mail.reports)
-        self._finish(finished)
-        for ended in mail.ended:
-            self._take_back(ended)
-        self._dispatcher.hand_back(mail.hand_back)
-        self._dispatcher.note_idle(dict.fromkeys(report.lease_id for report in mail.reports))
-        self._release(await self._reward(mail))
-        self._tell_progress()
-        for error in mail.failures:
-            raise error
-
-    async def _reward(self, mail: Messages) -> list[Sample]:
-        """Note rewards and what the reference said, durably; returns the samples that may be learned from now."""
-        rewards = []
-        for sample, attempt, reward, ref_logprobs in mail.rewards:
-            if self._is_current(sample, attempt, SampleState.FINISHED):
-                sample.ref_logprobs = ref_logprobs
-                rewards.append((sample, reward))
-        await self._rollout.ledger.reward(self._in_flight, rewards)
-        reread = list[Sample]()
-        for sample, attempt, ref_logprobs in mail.reread:
-            if self._is_current(sample, attempt, SampleState.SCORED):
-                sample.ref_logprobs = ref_logprobs
-                reread.append(sample)
-        return [*(sample for sample, _ in rewards), *reread]
-
-    def _is_current(self, sample: Sample, attempt: int, state: SampleState) -> bool:
-        """Whether a sample still is where it was: its group may have begun again, or been given up."""
-        return sample.state is state and sample.attempt == attempt and sample.ordinal in self._in_flight.samples
-
-    def _finish(self, samples: Sequence[Sample]) -> None:
-        current = [sample for sample in samples if self._is_current(sample, sample.attempt, SampleState.FINISHED)]
-        for sample in current:
-            sample.finished_s = self._rollout.clock.now()
-            self._rollout.fleet.lengths.observe(sample.sample_id.prompt_id, sample.length)
-            if self._rollout.reading is not None:
-                self._rollout.reading.finished(sample)
-        self._start_scoring(current)
-
-    def _take_back(self, ended: LeaseOutcome) -> None:
-        """The samples of a worker that is gone wait for another, each with the tokens it has."""
-        samples = self._in_flight.revoke(ended.lease_id)
-        self._rollout.fleet.event_log.ended(ended, samples)
-        if ended.crashed:
-            for sample in samples:
-                sample.failures += 1
-                sample.last_error = ended.cause
-
-    def _tell_progress(self) -> None:
+    def _show_progress(self) -> None:
         telemetry, fleet, now_s = self._rollout.telemetry, self._rollout.fleet, self._rollout.clock.now()
-        telemetry.progress(self._rollout.phase, min(self._in_flight.scored, self._due), self._due)
-        if fleet.elastic and now_s - self._watched_at >= WATCH_S:
-            self._watched_at = now_s
+        telemetry.progress(self._rollout.phase, min(self._in_flight.scored, self._batch_samples), self._batch_samples)
+        if fleet.elastic and now_s - self._fleet_shown_at >= FLEET_VIEW_S:
+            self._fleet_shown_at = now_s
             telemetry.fleet(fleet.rows())
 
-    def _dispatch(self) -> None:
-        """Give out what waits, called-back and failed samples included: each goes on from the tokens it has."""
-        if self._paused is not None:
-            if not self._in_flight.running:
-                self._paused.set()
-            return
-        if self._dispatcher.dispatch(trainer_waits=self._wanted_at is not None):
-            self._news_at = self._noticed_at = self._rollout.clock.now()  # an answer is awaited from now on
-
-    async def _call_back(self) -> None:
-        """Take samples back from the workers; what they had is in the reports that follow."""
-        self._dispatcher.call_back_all()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._rollout.timeouts.stop_s):
-                while self._in_flight.running:
-                    await self._digest(await self._letters())
-
-    def _count_wait(self, since_s: float) -> None:
-        """The reserved side has nothing to do while the consumer waits and the window is over."""
-        now_s, idle_since_s = self._rollout.clock.now(), self._dispatcher.seeded_until_s
-        self.waited_s += now_s - since_s
-        if idle_since_s is not None:
-            self.idle_s += max(0.0, now_s - max(since_s, idle_since_s))
-
-    def _start_scoring(self, samples: Sequence[Sample]) -> None:
-        for sample in samples:
-            self._start(self._score(sample))
-
-    def _recall(self, samples: Sequence[Sample]) -> None:
-        """Samples whose rewards the journal has may be learned from, once the reference has read them again."""
-        reading = self._rollout.reading
-        if reading is None or reading.reference is None:
-            self._release(samples)
-            return
-        for sample in samples:
-            self._start(self._read_again(sample, reading))
-
-    def _start(self, job: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(job)
-        self.scoring.add(task)
-        task.add_done_callback(self.scoring.discard)
-
-    def _release(self, samples: Sequence[Sample]) -> None:
-        for sample in samples:
-            sample.scored_s = self._rollout.clock.now()
-            self._scored.put_nowait((sample, sample.attempt))
-
     def _trajectory(self, sample: Sample) -> Trajectory:
-        if sample.judged is None:  # it is asked for twice: to be judged, and to be learned from
-            sample.judged = sample.trajectory(self._rollout.codec.decode(view_tokens(sample.token_ids)))
-        return sample.judged
+        if sample.decoded is None:  # cached: needed for scoring and for training
+            sample.decoded = sample.trajectory(self._rollout.codec.decode(view_tokens(sample.token_ids)))
+        return sample.decoded

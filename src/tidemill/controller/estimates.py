@@ -1,4 +1,4 @@
-"""Estimates from what was measured: completion lengths, and the batch size beyond which a worker gets no faster."""
+"""Estimates from measurements: completion lengths, and a worker's throughput by batch size."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from itertools import accumulate
 from tidemill.hardware.engine_profile import FLAT
 
 ENOUGH_LENGTHS = 4
-"""Completions longer than what a sample has already, from which its end is estimated."""
+"""Minimum number of longer completions from which a sample's remaining length is estimated."""
 
 PER_PROMPT = 16
 OVERALL = 1024
 PROMPTS = 8192
-"""What is remembered: the newest lengths of each prompt and of all, and the prompts last seen."""
+"""Number of latest lengths kept per prompt and overall, and of prompts kept."""
 
 
 class LengthEstimator:
-    """Learns from finished samples, of this batch and earlier ones; memory is bounded."""
+    """Estimates completion lengths from finished samples; memory is bounded."""
 
     def __init__(self) -> None:
-        self._prompts: OrderedDict[str, _Lengths] = OrderedDict()  # the last seen prompt last
+        self._prompts: OrderedDict[str, _Lengths] = OrderedDict()  # least recently used first
         self._all = _Lengths(OVERALL)
 
     def observe(self, prompt_id: str, length: int) -> None:
-        """A sample finished with so many tokens."""
+        """Add the length of a finished sample."""
         self._all.add(length)
         lengths = self._prompts.pop(prompt_id, None) or _Lengths(PER_PROMPT)
         lengths.add(length)
@@ -35,39 +35,36 @@ class LengthEstimator:
             self._prompts.popitem(last=False)
 
     def expected(self, prompt_id: str, limit: int) -> float:
-        """Mean length of the prompt's samples; unseen: of all prompts'; nothing seen: half of `limit`."""
+        """Mean length of the prompt's samples, else of all samples, else half of `limit`."""
         for lengths in (self._prompts.get(prompt_id), self._all):
             if lengths and lengths.count:
                 return lengths.mean
         return limit / 2
 
     def expected_remaining(self, prompt_id: str, have: int, limit: int) -> float:
-        """Tokens still to come of a sample that has `have` and did not end there; in [1, limit - have], at least 1.
+        """Expected remaining tokens of a sample that has `have`, in [1, max(1, limit - have)].
 
-        The mean of what completions longer than `have` had beyond it: the prompt's own if `ENOUGH` of them are known,
-        else all prompts'. Too few: what the expected length leaves; and for a sample that is beyond even that, half of
-        what `limit` leaves.
+        The mean excess over `have` of the completions longer than `have`: the prompt's if there are at least
+        `ENOUGH_LENGTHS`, else of all prompts. Without enough of them: the expected length minus `have`, or half of the
+        rest up to `limit` for a sample beyond the expected length.
         """
-        remaining = self._residual(prompt_id, have)
-        if remaining is None:
+        for lengths in (self._prompts.get(prompt_id), self._all):
+            if lengths and lengths.longer_than(have) >= ENOUGH_LENGTHS:
+                remaining = lengths.mean_beyond(have)
+                break
+        else:
             expected = self.expected(prompt_id, limit)
             remaining = expected - have if expected > have else (limit - have) / 2
         return max(min(remaining, float(limit - have)), 1.0)
 
-    def _residual(self, prompt_id: str, have: int) -> float | None:
-        for lengths in (self._prompts.get(prompt_id), self._all):
-            if lengths and lengths.longer_than(have) >= ENOUGH_LENGTHS:
-                return lengths.mean_beyond(have)
-        return None
-
 
 class _Lengths:
-    """The newest so many lengths, sorted; questions cost O(log n) while none is added."""
+    """The latest `keep` lengths, sorted; queries cost O(log n) between additions."""
 
     def __init__(self, keep: int) -> None:
         self._newest: deque[int] = deque(maxlen=keep)
         self._sorted: list[int] = []
-        self._sums: list[int] = []  # _sums[i]: of _sorted[:i]; empty when out of date
+        self._sums: list[int] = []  # _sums[i] = sum(_sorted[:i]); empty when outdated
 
     def add(self, length: int) -> None:
         if len(self._newest) == self._newest.maxlen:
@@ -88,7 +85,7 @@ class _Lengths:
         return self.count - bisect_right(self._sorted, have)
 
     def mean_beyond(self, have: int) -> float:
-        """What the lengths above `have` have beyond it, on average; there must be one."""
+        """Mean excess of the lengths above `have`, of which there must be at least one."""
         first = bisect_right(self._sorted, have)
         return self._sum_from(first) / (self.count - first) - have
 
@@ -99,30 +96,30 @@ class _Lengths:
 
 
 PER_OCTAVE = 4
-"""Batch sizes are told apart up to a factor of 2 ** (1 / PER_OCTAVE)."""
+"""Batch sizes are binned by factors of 2 ** (1 / PER_OCTAVE)."""
 
 KEPT = 32
-"""Observations remembered of each size."""
+"""Observations kept per bin."""
 
 HALF_LIFE = 512
-"""After so many later observations, of whatever size, one counts half."""
+"""Number of later observations after which an observation's weight is halved."""
 
 ENOUGH_WEIGHT = 2.0
-"""Weight of a size's observations (1 each when fresh) below which nothing is concluded from them."""
+"""Minimum total weight of a bin's observations, each having weight 1 when new."""
 
 SPAN = 2.0
-"""Between the smallest and the largest size known there must be this factor before there is a curve."""
+"""Minimum ratio of the largest to the smallest batch size observed, below which no plateau is estimated."""
 
 
 class ThroughputProfile:
-    """Throughput by batch size. A median per size makes it robust to ticks that were cut short or disturbed."""
+    """Throughput by batch size; a median per bin makes it robust to shortened or disturbed report intervals."""
 
     def __init__(self) -> None:
         self._seen = 0
         self._sizes: dict[int, deque[tuple[int, int, float]]] = {}  # (serial number, running, tokens/s)
 
     def observe(self, running: int, tokens_per_s: float) -> None:
-        """One worker's tick: samples it decoded at once, and how fast in all. Idle ticks are ignored."""
+        """Add one report interval of a worker: concurrent samples and total throughput. Idle intervals are ignored."""
         if running <= 0 or not (0 < tokens_per_s < math.inf):
             return
         self._seen += 1
@@ -130,7 +127,7 @@ class ThroughputProfile:
         self._sizes.setdefault(size, deque(maxlen=KEPT)).append((self._seen, running, tokens_per_s))
 
     def plateau(self, default: int) -> int:
-        """The smallest batch size whose throughput is at least `FLAT` of the best; `default` until that is known."""
+        """The smallest batch size with at least `FLAT` times the best throughput; `default` until known."""
         curve = self._curve()
         if not curve or curve[-1][0] < SPAN * curve[0][0]:
             return default
@@ -139,14 +136,14 @@ class ThroughputProfile:
 
     @property
     def best_tokens_per_s(self) -> float:
-        """Of one worker, at whatever batch size; 0 until it is known."""
+        """Best throughput of one worker at any batch size; 0 until known."""
         return max((rate for _, rate in self._curve()), default=0.0)
 
     def _curve(self) -> list[tuple[int, float]]:
         return [point for _, rows in sorted(self._sizes.items()) if (point := self._point(rows))]
 
     def _point(self, rows: deque[tuple[int, int, float]]) -> tuple[int, float] | None:
-        """A size's typical number of samples and throughput."""
+        """Weighted medians of batch size and throughput of a bin, or None with too little weight."""
         weights = [0.5 ** ((self._seen - serial) / HALF_LIFE) for serial, _, _ in rows]
         if sum(weights) < ENOUGH_WEIGHT:
             return None
@@ -155,7 +152,7 @@ class ThroughputProfile:
 
 
 def _median(weighted: list[tuple[float, float]]) -> float:
-    """The value at which half of the weight is reached."""
+    """Weighted median."""
     half, reached = sum(weight for _, weight in weighted) / 2, 0.0
     for value, weight in sorted(weighted):
         reached += weight

@@ -1,4 +1,4 @@
-"""Held-out evaluation during a run: when it is due, how it is generated, and its result."""
+"""Evaluation on held-out prompts: generating and scoring samples, its figures, and its schedule during a run."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import msgspec
 from tidemill.config.schema import RunSpec
 from tidemill.controller.collector import RolloutContext, SampleCollector, collect_samples
 from tidemill.controller.in_flight import InFlight, SamplingPlan, plan_groups
-from tidemill.controller.journal_entries import EvalResult, Evaluated
-from tidemill.controller.ledger import Ledger
+from tidemill.controller.ledger import EvalResult, Evaluated, Ledger
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import PromptSource, Scorer
 from tidemill.core.records import RIGHT, PolicyVersion, Prompt, Record, SamplingParams, Trajectory
@@ -43,24 +42,22 @@ async def evaluate(
     seed: int,
     name: str = HELD_OUT_NAME,
 ) -> Evaluation:
-    """One greedy completion per prompt, judged by `scorer`.
+    """Generate one greedy completion per prompt and score it.
 
-    `scorer` is not the training one: what a run is rewarded for (a length, a random control) need not be what it is
-    measured by. Nothing is journalled; an interrupted evaluation starts anew.
+    Nothing is journalled; an interrupted evaluation is repeated.
 
     Args:
-        step: committed batches behind `version`, which the worker must have loaded.
+        step: batches committed before `version`, which the worker must have loaded.
         rollout: its ledger and scorer are not used.
-        sampling: the temperature is set to 0.
+        scorer: may differ from the training reward.
+        sampling: used with temperature 0.
 
     Raises:
         UserError: there are no prompts.
-        Exception: as `collecting`.
+        Exception: as `collect_samples`.
     """
     if not prompts:
-        raise UserError(
-            "the task has no held-out prompts", where="task", hint="keep some (held_out_fraction, held_out_path)"
-        )
+        raise UserError("the task has no held-out prompts", where="task", hint="set held_out_fraction or held_out_path")
     rollout = replace(
         rollout,
         scorer=scorer,
@@ -75,20 +72,21 @@ async def evaluate(
     in_flight = InFlight(plan, version_number=version.number)
     groups = plan_groups([(0, prompt) for prompt in prompts], first_position=0, from_version=version.number)
     in_flight.open(groups, prompts)
-    began = rollout.clock.now()
+    started_s = rollout.clock.now()
     async with collect_samples(in_flight, rollout) as scored:
         by_prompt = {trajectory.sample_id.prompt_id: trajectory async for trajectory in scored}
     samples = tuple(by_prompt[prompt.prompt_id] for prompt in prompts)
-    return Evaluation(result=judged(name, step, version, samples, rollout.clock.now() - began), samples=samples)
+    result = eval_result(name, step, version, samples, rollout.clock.now() - started_s)
+    return Evaluation(result=result, samples=samples)
 
 
 def rewards_of(samples: Iterable[Trajectory]) -> list[float]:
-    """The valid rewards."""
+    """Values of the valid rewards."""
     return [sample.reward.value for sample in samples if sample.reward is not None and sample.reward.valid]
 
 
 def correct(trajectory: Trajectory) -> bool:
-    """Whether the completion is right by its reward: valid, and 1 or more where the reward does not tell."""
+    """Whether the completion is correct: `Reward.correct`, or a valid reward of 1 or more if that is None."""
     reward = trajectory.reward
     if reward is None or not reward.valid:
         return False
@@ -96,10 +94,9 @@ def correct(trajectory: Trajectory) -> bool:
 
 
 def right_or_wrong(samples: Sequence[Trajectory]) -> list[bool] | None:
-    """Whether each completion is right; None where rewards are graded, or none is valid.
+    """Whether each completion is correct; None if rewards are graded, or none is valid.
 
-    Rewards that do not tell (`Reward.correct`) are right or wrong where all of them are 0 or 1. A sample without a
-    valid reward counts as wrong.
+    Rewards without `Reward.correct` are graded unless they are 0 or 1. A sample without a valid reward is incorrect.
     """
     rewards = [sample.reward for sample in samples if sample.reward is not None and sample.reward.valid]
     if not rewards or any(reward.correct is None and reward.value not in (0.0, 1.0) for reward in rewards):
@@ -107,10 +104,10 @@ def right_or_wrong(samples: Sequence[Trajectory]) -> list[bool] | None:
     return [correct(sample) for sample in samples]
 
 
-def judged(
+def eval_result(
     name: str, step: int, version: PolicyVersion, samples: Sequence[Trajectory], duration_s: float
 ) -> EvalResult:
-    """The figures of greedy samples, of which there must be at least one."""
+    """Figures of at least one greedy sample."""
     rewards, right = rewards_of(samples), right_or_wrong(samples)
     return EvalResult(
         name=name,
@@ -128,10 +125,10 @@ def judged(
 
 
 class EvalSchedule:
-    """Evaluates a run's versions on held-out prompts.
+    """Evaluates a run's versions on held-out prompts when due.
 
     Args:
-        sampling: as in training, but for the temperature and where `[eval]` says otherwise.
+        sampling: of training; `[eval]` may override `max_new_tokens`.
     """
 
     def __init__(
@@ -142,12 +139,13 @@ class EvalSchedule:
         self._sampling = msgspec.structs.replace(sampling, max_new_tokens=limit)
 
     async def if_due(self, step: int, version: PolicyVersion, *, training: SampleCollector | None) -> dict[str, float]:
-        """Figures before the first step, every so many, and after the last; what is known of these very weights is not
-        measured again.
+        """Figures if an evaluation is due (before the first step, every `eval.every_steps`, after the last), else none.
+
+        An evaluation of the same weights in the ledger is not repeated.
 
         Args:
-            step: batches committed; `version` is what they made.
-            training: what is being generated for training, which is paused meanwhile.
+            step: batches committed before `version`.
+            training: the collector of training samples, which is paused meanwhile.
         """
         every = self._spec.eval.every_steps
         if not (step in (0, self._spec.trainer.steps) or (every and step % every == 0)):
@@ -155,7 +153,7 @@ class EvalSchedule:
         prompts = list(self._source.held_out())[: self._spec.eval.prompts]
         known = self._rollout.ledger.evaluations.get(step)
         if known is not None and (known.result.version, known.result.n) == (version, len(prompts)):
-            self._tell_again(step, known, prompts)
+            self._log_again(step, known, prompts)
             return _figures(known.result)
         return _figures(await self._evaluate(step, version, prompts, training)) if prompts else {}
 
@@ -176,11 +174,11 @@ class EvalSchedule:
                 )
             fields |= _fields(evaluation.result)
         rollout.telemetry.samples(step, evaluation.samples, prompts)
-        await rollout.ledger.evaluated(evaluation.result, evaluation.samples)
+        await rollout.ledger.record_evaluation(evaluation.result, evaluation.samples)
         return evaluation.result
 
-    def _tell_again(self, step: int, known: Evaluated, prompts: Sequence[Prompt]) -> None:
-        """Write what the resume dropped of an evaluation beyond the checkpoint."""
+    def _log_again(self, step: int, known: Evaluated, prompts: Sequence[Prompt]) -> None:
+        """Log an evaluation again whose lines were removed by a resume from an earlier checkpoint."""
         by_id = {prompt.prompt_id: prompt for prompt in prompts}
         samples = [sample for sample in known.samples if sample.sample_id.prompt_id in by_id]
         if samples:
@@ -189,7 +187,7 @@ class EvalSchedule:
 
 
 def _measures(result: EvalResult) -> dict[str, float]:
-    """Mean reward and, where answers are right or wrong, accuracy; without what is not known."""
+    """Mean reward, its standard error and accuracy, without those that are None."""
     found = {
         "reward_mean": result.reward_mean,
         "reward_stderr": result.reward_stderr,
@@ -199,7 +197,7 @@ def _measures(result: EvalResult) -> dict[str, float]:
 
 
 def _fields(result: EvalResult) -> dict[str, Any]:
-    """What the event log says of an evaluation."""
+    """Fields of the event."""
     return {
         **_measures(result),
         "n": result.n,
@@ -210,6 +208,6 @@ def _fields(result: EvalResult) -> dict[str, Any]:
 
 
 def _figures(result: EvalResult) -> dict[str, float]:
-    """What a step's metrics say of an evaluation."""
+    """Metrics of the step."""
     found = {f"{HELD_OUT}{name}": value for name, value in _measures(result).items()}
     return found | {"eval/n": float(result.n), "time_eval_s": result.duration_s}

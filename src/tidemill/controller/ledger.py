@@ -1,10 +1,10 @@
-"""The ledger: the truth about samples, journalled message by message, and rebuilt from the journal after a kill.
+"""The ledger: a durable journal of samples and batches, from which a resumed run restores its samples in flight.
 
-Memory is changed first and the journal awaited before anybody acts on the change. That is safe because a journal keeps
-the order of its appends: what a kill loses is always the newest part of the event_log, never a piece out of its middle.
+Memory changes first, and the append is awaited before anything acts on the change. That is safe because a journal keeps
+the order of its appends: a kill loses only its newest entries.
 
-An entry is filed under the *round* of its groups: the step whose planned prompts they are. Groups begin round by round,
-so that what a checkpoint makes superfluous is a number of whole rounds.
+An entry is stored under the *round* of its groups, that is the step for which their prompts are planned. Groups are
+started round by round, so that a checkpoint allows whole rounds to be pruned.
 """
 
 from __future__ import annotations
@@ -12,130 +12,356 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
+from typing import Literal, TypeAlias
 
-from tidemill.controller.in_flight import InFlight, PlannedGroup, plan_groups
-from tidemill.controller.journal_entries import (
-    Achieved,
-    AnyEntry,
-    Covered,
-    Dropped,
-    EvalResult,
-    Evaluated,
-    Learned,
-    Opened,
-    Published,
-    Restarted,
-    Rewarded,
-    accepted,
-    batches_after,
-    decoded,
-    encode,
-    learned_through,
-    replay,
-    tells_of_lost_versions,
-)
-from tidemill.controller.samples import Sample
+import msgspec
+
+from tidemill.controller.in_flight import InFlight, PlannedGroup, SamplingPlan, plan_groups
+from tidemill.controller.samples import IllegalTransition, Sample, SampleState
+from tidemill.core.errors import UserError
 from tidemill.core.protocols import Journal
-from tidemill.core.records import LogprobBuffer, Prompt, Reward, TokenDelta, Trajectory, WorkerReport
+from tidemill.core.records import (
+    LogprobBuffer,
+    PolicyVersion,
+    Prompt,
+    Record,
+    Reward,
+    TokenDelta,
+    Trajectory,
+    WorkerReport,
+)
 
-OUTLIVES_CHECKPOINTS = 2**62
-"""The journal step of entries that no checkpoint makes superfluous."""
+NEVER_PRUNED = 2**62
+"""Journal step of entries that `Ledger.prune` keeps."""
+
+PromptAt: TypeAlias = Callable[[int], tuple[int, Prompt]]
+"""Returns the (epoch, prompt) of a group's position."""
+
+
+class EvalResult(Record):
+    """Figures of one evaluation."""
+
+    name: str
+    step: int  # batches committed before it
+    version: PolicyVersion
+    greedy_accuracy: float | None  # share of correct samples; None for graded rewards
+    n: int
+    invalid: int  # samples whose reward failed; left out of the mean, counted as incorrect
+    truncated_fraction: float
+    completion_tokens_mean: float
+    duration_s: float
+    reward_mean: float | None = None  # over samples with a valid reward; None without any
+    reward_stderr: float | None = None  # of that mean, over prompts
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True):
+    """Base of journal entries; packed as arrays to keep the journal small."""
+
+
+class Opened(Entry, frozen=True, tag="opened"):
+    """Groups were started."""
+
+    plan: SamplingPlan
+    groups: tuple[PlannedGroup, ...]
+
+
+class Trained(Entry, frozen=True, tag="trained"):
+    """The groups of a committed batch, in training order."""
+
+    step: int
+    positions: tuple[int, ...]
+
+
+class BatchReward(Entry, frozen=True, tag="batch_reward"):
+    """Mean reward of a batch. Never pruned: an adaptive overcommit depends on the trend since the start."""
+
+    step: int
+    reward_mean: float | None  # over samples with a valid reward; None without any
+
+
+class Checkpointed(Entry, frozen=True, tag="checkpointed"):
+    """A checkpoint was written and earlier rounds were pruned. Lists what a resume from it must start again when
+    later checkpoints are lost."""
+
+    step: int
+    next_position: int
+    open: tuple[int, ...]  # earlier positions that the checkpoint was not trained on
+
+
+class Dropped(Entry, frozen=True, tag="dropped"):
+    """A group was dropped: no reward signal, or over the lag limit."""
+
+    position: int
+
+
+class Restarted(Entry, frozen=True, tag="restarted"):
+    """The tokens of these samples were discarded."""
+
+    ordinals: tuple[int, ...]
+
+
+class AcceptedTokens(Entry, frozen=True):
+    """New tokens of one sample."""
+
+    ordinal: int  # group position * group size + index
+    attempt: int
+    start: int
+    token_ids: bytes
+    logprobs: bytes
+    version: int  # index into `Accepted.versions`
+    finish: Literal["stop", "length"] | None
+
+
+class Accepted(Entry, frozen=True, tag="tokens"):
+    """The accepted deltas of one report."""
+
+    versions: tuple[PolicyVersion, ...]
+    samples: tuple[AcceptedTokens, ...]
+
+
+class Published(Entry, frozen=True, tag="published"):
+    """Logprobs under a newly published version of tokens that older versions generated."""
+
+    version: int
+    logprobs: tuple[tuple[int, LogprobBuffer], ...]  # by ordinal: float32 [N] of the sample's first tokens
+
+
+class Rewarded(Entry, frozen=True, tag="rewards"):
+    """Rewards by sample ordinal."""
+
+    rewards: tuple[tuple[int, Reward], ...]
+
+
+class Evaluated(Entry, frozen=True, tag="evaluation"):
+    """A finished evaluation; its samples are pruned with the next checkpoint."""
+
+    result: EvalResult
+    samples: tuple[Trajectory, ...] = ()
+
+
+AnyEntry: TypeAlias = (
+    Opened | Accepted | Rewarded | Trained | BatchReward | Checkpointed | Dropped | Restarted | Published | Evaluated
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[AnyEntry] = msgspec.msgpack.Decoder(AnyEntry)
+
+
+def encode(entry: AnyEntry) -> bytes:
+    return _encoder.encode(entry)
+
+
+def decode(blob: bytes, step: int = 0) -> AnyEntry:
+    """Decode an entry stored under `step`.
+
+    Raises:
+        UserError: the blob is not an entry.
+    """
+    try:
+        return _decoder.decode(blob)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _unreadable(step, str(error)) from error
+
+
+def _unreadable(step: int, why: str) -> UserError:
+    return UserError(
+        f"the ledger's entries of step {step} are not readable ({why})",
+        where="ledger.sqlite",
+        hint="delete ledger.sqlite: the run resumes from its last checkpoint and generates later samples again",
+    )
+
+
+def accepted_entry(deltas: Iterable[tuple[int, TokenDelta]]) -> Accepted | None:
+    """The entry for (ordinal, applied delta) pairs; None when no delta has tokens or a finish."""
+    versions: dict[PolicyVersion, int] = {}
+    samples = []
+    for ordinal, delta in deltas:
+        finish = delta.finish if delta.finish in ("stop", "length") else None
+        if delta.token_ids or finish:
+            samples.append(
+                AcceptedTokens(
+                    ordinal,
+                    delta.attempt,
+                    delta.start,
+                    delta.token_ids,
+                    delta.logprobs,
+                    versions.setdefault(delta.version, len(versions)),
+                    finish,
+                )
+            )
+    return Accepted(tuple(versions), tuple(samples)) if samples else None
+
+
+def batches_after(entries: Sequence[tuple[int, AnyEntry]], step: int) -> dict[int, tuple[int, ...]]:
+    """Group positions of the consecutive batches after `step`, by step."""
+    known = {entry.step: entry.positions for _, entry in entries if isinstance(entry, Trained)}
+    following = dict[int, tuple[int, ...]]()
+    while (step := step + 1) in known:
+        following[step] = known[step]
+    return following
+
+
+def has_lost_versions(entries: Sequence[tuple[int, AnyEntry]], checkpoint: int, *, newest: int) -> bool:
+    """Whether entries refer to versions that cannot be recomputed because their checkpoint is lost.
+
+    Args:
+        checkpoint: step of the newest checkpoint.
+        newest: newest version that can be recomputed from it.
+    """
+    checkpointed = [entry.step for _, entry in entries if isinstance(entry, Checkpointed)]
+    return bool(checkpointed and checkpointed[-1] > checkpoint) or any(
+        (isinstance(entry, Trained) and entry.step > newest)
+        or (isinstance(entry, Opened) and any(group.from_version > newest for group in entry.groups))
+        for _, entry in entries
+    )
+
+
+def replay(in_flight: InFlight, entry: AnyEntry, step: int, prompt_at: PromptAt) -> None:
+    """Apply a stored entry.
+
+    Raises:
+        UserError: it contradicts earlier entries, or belongs to other prompts or settings.
+    """
+    try:
+        if isinstance(entry, Opened):
+            _replay_opened(in_flight, entry, step, prompt_at)
+        elif isinstance(entry, Accepted):
+            _replay_accepted(in_flight, entry, step)
+        elif isinstance(entry, Rewarded):
+            for ordinal, reward in entry.rewards:
+                in_flight.samples[ordinal].score(reward)
+        elif isinstance(entry, Published):
+            for ordinal, logprobs in entry.logprobs:
+                in_flight.samples[ordinal].set_published(entry.version, logprobs)
+        elif isinstance(entry, Restarted):
+            for ordinal in entry.ordinals:
+                in_flight.samples[ordinal].restart()
+        elif isinstance(entry, Dropped):
+            in_flight.close(entry.position)
+    except (LookupError, IllegalTransition) as error:
+        raise _unreadable(step, str(error)) from error
+
+
+def _replay_accepted(in_flight: InFlight, entry: Accepted, step: int) -> None:
+    for tokens in entry.samples:
+        sample = in_flight.samples[tokens.ordinal]
+        if sample.state is SampleState.WAITING:
+            sample.move(SampleState.RUNNING)
+        if sample.state is not SampleState.RUNNING or tokens.start != sample.length:
+            raise _unreadable(step, f"sample {tokens.ordinal}: tokens at {tokens.start}, expected {sample.length}")
+        sample.attempt = tokens.attempt
+        sample.extend(tokens.token_ids, tokens.logprobs, entry.versions[tokens.version])
+        if tokens.finish:
+            sample.end_attempt(tokens.finish, "")
+
+
+def _replay_opened(in_flight: InFlight, entry: Opened, step: int, prompt_at: PromptAt) -> None:
+    pairs = [prompt_at(group.position) for group in entry.groups]
+    different = [
+        name for name in SamplingPlan.__struct_fields__ if getattr(entry.plan, name) != getattr(in_flight.plan, name)
+    ]
+    for group, (epoch, prompt) in zip(entry.groups, pairs, strict=True):
+        (planned,) = plan_groups([(epoch, prompt)], first_position=group.position, from_version=group.from_version)
+        different += [name for name in PlannedGroup.__struct_fields__ if getattr(planned, name) != getattr(group, name)]
+    if different:
+        raise UserError(
+            f"step {step} was started with other prompts or settings (different: "
+            f"{', '.join(dict.fromkeys(different))})",
+            where="ledger.sqlite",
+            hint="resume with the task, batch, sampling and seed settings the run was started with; or delete "
+            "ledger.sqlite to generate the samples since the last checkpoint again",
+        )
+    for group in entry.groups:
+        if group.position in in_flight.groups:  # opened a second time after a checkpoint was lost
+            in_flight.close(group.position)
+    in_flight.open(entry.groups, [prompt for _, prompt in pairs])
 
 
 class Ledger:
-    """Samples in flight, what each batch consisted of, and what is known of earlier evaluations.
+    """Journals what happens to samples in flight, batches and evaluations.
 
     Args:
-        journal: None keeps nothing: for evaluations, whose samples are cheaper to make again than to store.
-        round_size: groups of one round: those planned for one step.
+        journal: None stores nothing, as in evaluations, which are repeated instead.
+        round_size: groups per round.
     """
 
     def __init__(self, journal: Journal | None, *, round_size: int = 1) -> None:
         self._journal, self._round_size = journal, round_size
         self.evaluations: dict[int, Evaluated] = {}  # by step, the newest of each
-        self.rewards: dict[
-            int, float | None
-        ] = {}  # by step, the mean of its batch; also of steps that are now repeated
-        self.learned: dict[int, tuple[int, ...]] = {}  # by step beyond the newest checkpoint: positions, in order
-        self.next_position = 0  # of the group that is begun next
-        self._covered = 0  # the step of the newest checkpoint
+        self.rewards: dict[int, float | None] = {}  # mean by step, also of batches that will be replayed
+        self.batches: dict[int, tuple[int, ...]] = {}  # positions by step, after the newest checkpoint
+        self.next_position = 0  # of the next group to start
+        self._checkpoint = 0  # step of the newest checkpoint
 
-    async def load(
-        self, in_flight: InFlight, prompt_of: Callable[[int], tuple[int, Prompt]], *, after_step: int
-    ) -> int:
-        """Fill `in_flight` with what the journal has beyond the newest checkpoint, which is of `after_step`.
+    async def load(self, in_flight: InFlight, prompt_at: PromptAt, *, after_step: int) -> int:
+        """Restore `in_flight` from the entries after the newest checkpoint, which is at `after_step`.
 
-        Finished and scored samples are kept, partial ones wait with their tokens, the others wait empty. A history that
-        did not survive (its checkpoint is gone) is forgotten.
-
-        Args:
-            prompt_of: the (epoch, prompt) at a position.
+        Finished and scored samples are kept; partial samples wait with their tokens. Entries that depend on a lost
+        checkpoint are discarded.
 
         Returns:
-            How many batches beyond the checkpoint were learned from, whole or in part.
+            Number of batches after the checkpoint that the journal has, the last of them possibly in part.
 
         Raises:
-            UserError: the journal cannot be read, holds other prompts, or entries that make no sense.
+            UserError: the journal is not readable, or belongs to other prompts or settings.
         """
         stored = await self._journal.load() if self._journal else []
-        self._covered, self.next_position = after_step, after_step * self._round_size
-        entries = [(filed, decoded(blob, filed)) for filed, blob in stored]
-        for _, entry in sorted(entries, key=lambda filed: filed[0] != OUTLIVES_CHECKPOINTS):  # those with samples last
+        self._checkpoint, self.next_position = after_step, after_step * self._round_size
+        entries = [(step, decode(blob, step)) for step, blob in stored]
+        for _, entry in sorted(entries, key=lambda pair: pair[0] != NEVER_PRUNED):  # those with samples last
             if isinstance(entry, Evaluated):
                 self.evaluations[entry.result.step] = entry
-            elif isinstance(entry, Achieved):
+            elif isinstance(entry, BatchReward):
                 self.rewards[entry.step] = entry.reward_mean
-        self.learned = batches_after(entries, after_step)
-        covered = [entry for _, entry in entries if isinstance(entry, Covered)]
-        if tells_of_lost_versions(entries, after_step, through=max(self.learned, default=after_step)):
-            self.learned = {}
-            await self._begin_again(in_flight, prompt_of, entries)
+        self.batches = batches_after(entries, after_step)
+        checkpointed = [entry.step for _, entry in entries if isinstance(entry, Checkpointed)]
+        if has_lost_versions(entries, after_step, newest=max(self.batches, default=after_step)):
+            self.batches = {}
+            await self._restart_from_checkpoint(in_flight, prompt_at, entries)
             return 0
-        for filed, entry in entries:
-            replay(in_flight, entry, filed, prompt_of)
+        for step, entry in entries:
+            replay(in_flight, entry, step, prompt_at)
             if isinstance(entry, Opened):
                 self.next_position = max(self.next_position, entry.groups[-1].position + 1)
-        in_flight.recovered()
-        for position in learned_through(entries, after_step) & in_flight.groups.keys():
+        in_flight.finish_replay()
+        trained = [entry for _, entry in entries if isinstance(entry, Trained) and entry.step <= after_step]
+        for position in {at for entry in trained for at in entry.positions} & in_flight.groups.keys():
             in_flight.close(position)
-        if after_step > (covered[-1].step if covered else 0):  # killed before it was noted
-            await self._cover(in_flight)
-        beyond = in_flight.groups.keys() - {p for positions in self.learned.values() for p in positions}
-        return len(self.learned) + bool(beyond)
+        if after_step > (checkpointed[-1] if checkpointed else 0):  # killed before the entry was written
+            await self._append_checkpointed(in_flight)
+        unbatched = in_flight.groups.keys() - {at for positions in self.batches.values() for at in positions}
+        return len(self.batches) + bool(unbatched)
 
-    async def _begin_again(
-        self,
-        in_flight: InFlight,
-        prompt_of: Callable[[int], tuple[int, Prompt]],
-        entries: Sequence[tuple[int, AnyEntry]],
+    async def _restart_from_checkpoint(
+        self, in_flight: InFlight, prompt_at: PromptAt, entries: Sequence[tuple[int, AnyEntry]]
     ) -> None:
-        """Forget a history, and begin again with what the weights of the newest checkpoint have not learned from."""
-        step = self._covered
-        known = [entry for _, entry in entries if isinstance(entry, Covered) and entry.step == step]
+        """Discard all rounds, and start the groups that the newest checkpoint was not trained on."""
+        step = self._checkpoint
+        known = [entry for _, entry in entries if isinstance(entry, Checkpointed) and entry.step == step]
         if self._journal is not None:
-            rounds = [filed for filed, _ in entries if filed != OUTLIVES_CHECKPOINTS]
+            rounds = [stored for stored, _ in entries if stored != NEVER_PRUNED]
             await self._journal.prune(max(rounds, default=0))
         if known:
-            pairs = {position: prompt_of(position) for position in known[-1].open}
+            pairs = {position: prompt_at(position) for position in known[-1].open}
             groups = [plan_groups([pair], first_position=at, from_version=step)[0] for at, pair in pairs.items()]
             if groups:
                 await self.open(in_flight, groups, [prompt for _, prompt in pairs.values()])
             self.next_position = known[-1].next_position
-        await self._cover(in_flight)
+        await self._append_checkpointed(in_flight)
 
     async def open(self, in_flight: InFlight, groups: Sequence[PlannedGroup], prompts: Sequence[Prompt]) -> None:
-        """Begin groups, durably.
+        """Start groups.
 
         Raises:
-            UserError: a prompt is in flight already.
+            UserError: a prompt is already in flight.
         """
         in_flight.open(groups, prompts)
         self.next_position = groups[-1].position + 1
         rounds = groupby(groups, key=lambda group: self._round(group.position))
-        await self._append([(filed, encode(Opened(in_flight.plan, tuple(part)))) for filed, part in rounds])
+        await self._append([(step, encode(Opened(in_flight.plan, tuple(part)))) for step, part in rounds])
 
     async def accept(self, in_flight: InFlight, reports: Sequence[WorkerReport]) -> list[Sample]:
-        """Apply every delta that fits and make it durable; returns the samples that finished and may be acted on."""
+        """Apply the deltas that fit; returns the samples that finished."""
         blobs: list[tuple[int, bytes]] = []
         finished: list[Sample] = []
         per_round = self._round_size * in_flight.plan.group_size
@@ -149,91 +375,91 @@ class Ledger:
                         finished.append(sample)
             if self._journal is None:
                 continue
-            for filed, pieces in applied.items():
-                if (entry := accepted(pieces)) is not None:
-                    blobs.append((filed, encode(entry)))
+            for step, deltas in applied.items():
+                if (entry := accepted_entry(deltas)) is not None:
+                    blobs.append((step, encode(entry)))
         await self._append(blobs)
         return finished
 
-    async def reward(self, in_flight: InFlight, rewards: Sequence[tuple[Sample, Reward]]) -> None:
-        """Note rewards and make them durable; only then may their samples be trained on."""
+    async def record_rewards(self, in_flight: InFlight, rewards: Sequence[tuple[Sample, Reward]]) -> None:
+        """Store rewards; when this returns, the samples may be trained on."""
         for sample, reward in rewards:
             in_flight.score(sample, reward)
         size = in_flight.plan.group_size
-        await self._file([(s.ordinal // size, Rewarded(((s.ordinal, reward),))) for s, reward in rewards])
+        await self._append_by_position([(s.ordinal // size, Rewarded(((s.ordinal, reward),))) for s, reward in rewards])
 
-    async def note_learned(
+    async def record_batch(
         self, in_flight: InFlight, step: int, positions: Sequence[int], *, reward_mean: float | None
     ) -> list[Sample]:
-        """A batch was committed: its groups leave; returns their samples."""
-        if step not in self.learned:
-            self.learned[step], self.rewards[step] = tuple(positions), reward_mean
-            achieved, learned = Achieved(step, reward_mean), Learned(step, tuple(positions))
-            # In this order: a batch that is known to be learned is not noted again.
-            filed = self._round(max(positions))
-            await self._append([(OUTLIVES_CHECKPOINTS, encode(achieved)), (filed, encode(learned))])
+        """Store a committed batch and close its groups; returns their samples."""
+        if step not in self.batches:
+            self.batches[step], self.rewards[step] = tuple(positions), reward_mean
+            reward, trained = BatchReward(step, reward_mean), Trained(step, tuple(positions))
+            # The reward first: a replayed batch is not stored again.
+            await self._append(
+                [(NEVER_PRUNED, encode(reward)), (self._round(max(positions)), encode(trained))],
+            )
         return [sample for position in positions for sample in in_flight.close(position)]
 
     def rewards_through(self, step: int) -> list[float | None]:
-        """The mean reward of each batch up to a step; None for one without a valid reward."""
+        """Mean reward of each batch up to `step`; None for one without a valid reward."""
         return [self.rewards[each] for each in sorted(self.rewards) if each <= step]
 
-    def has_learned_from(self, position: int) -> bool:
-        """Whether a batch beyond the newest checkpoint, which is now repeated, had this group."""
-        return any(position in positions for positions in self.learned.values())
+    def in_stored_batch(self, position: int) -> bool:
+        """Whether a group is in a batch after the newest checkpoint, one that is replayed after a resume."""
+        return any(position in positions for positions in self.batches.values())
 
     async def drop(self, in_flight: InFlight, position: int) -> None:
-        """Give a group up."""
+        """Close a group without training on it."""
         in_flight.close(position)
-        await self._file([(position, Dropped(position))])
+        await self._append_by_position([(position, Dropped(position))])
 
     async def restart(self, in_flight: InFlight, samples: Sequence[Sample]) -> None:
-        """Let samples of a group begin again."""
+        """Discard the tokens of samples of one group."""
         in_flight.restart(samples)
         position = samples[0].ordinal // in_flight.plan.group_size
-        await self._file([(position, Restarted(tuple(sample.ordinal for sample in samples)))])
+        await self._append_by_position([(position, Restarted(tuple(sample.ordinal for sample in samples)))])
 
-    async def note_published(
+    async def record_published(
         self, in_flight: InFlight, version: int, logprobs: Sequence[tuple[Sample, LogprobBuffer]]
     ) -> None:
-        """Keep what a published version says of the first tokens of samples."""
+        """Store logprobs under a published version of samples' first tokens."""
         per_round = self._round_size * in_flight.plan.group_size
         by_round: defaultdict[int, list[tuple[int, LogprobBuffer]]] = defaultdict(list)
-        for sample, said in logprobs:
-            sample.note_published(version, said)
-            by_round[sample.ordinal // per_round + 1].append((sample.ordinal, said))
-        await self._append([(filed, encode(Published(version, tuple(part)))) for filed, part in by_round.items()])
+        for sample, buffer in logprobs:
+            sample.set_published(version, buffer)
+            by_round[sample.ordinal // per_round + 1].append((sample.ordinal, buffer))
+        await self._append([(step, encode(Published(version, tuple(part)))) for step, part in by_round.items()])
 
-    async def evaluated(self, result: EvalResult, samples: Sequence[Trajectory]) -> None:
-        """Remember an evaluation: its figures for ever, its samples until a checkpoint covers its step.
+    async def record_evaluation(self, result: EvalResult, samples: Sequence[Trajectory]) -> None:
+        """Store an evaluation: its figures permanently, its samples until the next checkpoint.
 
-        (A run resumed from an earlier step writes its samples files after that step again.)
+        A run resumed from an earlier step writes the samples to its files again.
         """
         self.evaluations[result.step] = Evaluated(result)
-        if result.step > self._covered:
+        if result.step > self._checkpoint:
             await self._append([(result.step, encode(Evaluated(result, tuple(samples))))])
-        await self._append([(OUTLIVES_CHECKPOINTS, encode(Evaluated(result)))])
+        await self._append([(NEVER_PRUNED, encode(Evaluated(result)))])
 
     async def prune(self, in_flight: InFlight, through_step: int) -> None:
-        """Forget the rounds of which a durable checkpoint has learned all."""
-        self._covered = through_step
-        self.learned = {step: positions for step, positions in self.learned.items() if step > through_step}
-        needed = [*in_flight.groups, *(position for positions in self.learned.values() for position in positions)]
-        if self.next_position > through_step * self._round_size:  # it is known from the last group alone
+        """Delete the rounds whose groups are all covered by the checkpoint at `through_step`."""
+        self._checkpoint = through_step
+        self.batches = {step: positions for step, positions in self.batches.items() if step > through_step}
+        needed = [*in_flight.groups, *(position for positions in self.batches.values() for position in positions)]
+        if self.next_position > through_step * self._round_size:  # only the last group's entry records it
             needed.append(self.next_position - 1)
         if self._journal is not None:
-            await self._cover(in_flight)
+            await self._append_checkpointed(in_flight)
             await self._journal.prune(self._round(min(needed)) - 1 if needed else through_step)
 
-    async def _cover(self, in_flight: InFlight) -> None:
-        entry = Covered(self._covered, self.next_position, tuple(in_flight.groups))
-        await self._append([(OUTLIVES_CHECKPOINTS, encode(entry))])
+    async def _append_checkpointed(self, in_flight: InFlight) -> None:
+        entry = Checkpointed(self._checkpoint, self.next_position, tuple(in_flight.groups))
+        await self._append([(NEVER_PRUNED, encode(entry))])
 
     def _round(self, position: int) -> int:
         return position // self._round_size + 1
 
-    async def _file(self, entries: Iterable[tuple[int, AnyEntry]]) -> None:
-        """Append entries about single groups, each given with its position."""
+    async def _append_by_position(self, entries: Iterable[tuple[int, AnyEntry]]) -> None:
         await self._append([(self._round(position), encode(entry)) for position, entry in entries])
 
     async def _append(self, blobs: Sequence[tuple[int, bytes]]) -> None:

@@ -8,8 +8,8 @@
                       └─────────────────────────── the next step ◀────────────────────────────────────────────┘
 ```
 A step consumes one batch of prompts and produces one version. Samples are scored one by one as they finish, and a group
-goes to the trainer as soon as its last sample is scored, while others are still being generated. The optimizer moves
-the weights only when no sample is in flight (lag 0), so an engine may share them with the trainer.
+goes to the trainer as soon as its last sample is scored, while others are still being generated. At lag 0 no sample is
+in flight when the optimizer updates the weights, so that an engine may share them with the trainer.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from tidemill.config.schema import RunSpec
 from tidemill.controller.collector import RolloutContext, StopRequested, collect_samples
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.in_flight import TRAIN, InFlight, SamplingPlan
-from tidemill.controller.journal_entries import EvalResult
-from tidemill.controller.ledger import Ledger
+from tidemill.controller.ledger import EvalResult, Ledger
 from tidemill.controller.reading import Reading
 from tidemill.controller.run import Run
 from tidemill.controller.waiting import Timeouts
@@ -32,16 +31,16 @@ from tidemill.core.records import PolicyVersion, Record, SamplingParams
 
 
 class LoopResult(Record):
-    """How a call of `train_loop` ended."""
+    """Result of `train_loop`."""
 
-    steps: int  # batches committed, over all sessions
+    steps: int  # batches committed, by all sessions
     version: PolicyVersion
-    resumed_from: int  # the checkpoint this session began at; 0 for none
-    replayed: int  # batches this session found in the journal, whole or in part
+    resumed_from: int  # step of the checkpoint that this session resumed; 0 without one
+    replayed: int  # batches that this session found in the journal, whole or in part
     interrupted: bool
-    already_finished: bool  # there was nothing left to do
-    tokens_generated: int  # by this session, evaluation left out
-    evaluations: tuple[EvalResult, ...]  # by step, over all sessions
+    already_finished: bool  # all steps were done before
+    tokens_generated: int  # by this session, without evaluations
+    evaluations: tuple[EvalResult, ...]  # by step, of all sessions
 
 
 async def train_loop(
@@ -62,25 +61,24 @@ async def train_loop(
     reading: Reading | None = None,
     timeouts: Timeouts | None = None,
 ) -> LoopResult:
-    """Train until `spec.trainer.steps` batches are committed, going on from wherever the run stands.
+    """Train until `spec.trainer.steps` batches are committed, resuming from the newest checkpoint and the ledger.
 
     Args:
         source: prompts by step.
-        fleet: generates; it is entered already.
-        scorer: what the run is rewarded for.
-        eval_scorer: what held-out samples are judged by.
-        stop: set it to end the run early: what is in flight is journalled, and a checkpoint of the last committed batch
-            is written unless there is one.
-        stop_strings: the task's own, used when `spec.sampling.stop` is empty.
-        reading: frozen models that read samples one by one, where there are any.
-        timeouts: deadlines of every wait.
+        fleet: the workers; already entered.
+        scorer: scores training samples.
+        eval_scorer: scores held-out samples.
+        stop: set it to end the run early. Samples in flight are journalled, and a checkpoint of the last committed
+            batch is written unless it exists.
+        stop_strings: of the task, used if `spec.sampling.stop` is empty.
+        reading: frozen models that read samples one by one.
+        timeouts: deadlines of all waits.
 
     Raises:
-        UserError: a fault of the user's input, of the run directory or of the disk.
-        DeadlineError: something awaited did not come.
-        GuardStop: no sample gets a valid reward any more, or no gradient is finite; what was committed is in a
-            checkpoint.
-        TidemillError: the engine failed again and again on one sample.
+        UserError: an error in the user's input, the run directory or the disk.
+        DeadlineError: a wait passed its deadline.
+        GuardStop: samples get no valid rewards, or gradients are not finite; the last batch is in a checkpoint.
+        TidemillError: the engine failed repeatedly on one sample.
     """
     rollout = RolloutContext(
         fleet=fleet,
@@ -107,15 +105,15 @@ async def train_loop(
     await run.resume()
     try:
         await run.evaluate_start()
-        async with collect_samples(in_flight, rollout, endless=True) as run.samples:
+        async with collect_samples(in_flight, rollout, endless=True) as run.collector:
             while run.step < spec.trainer.steps:
                 batch = await run.begin_batch()
-                trajectories = await run.learn_from(batch)
+                trajectories = await run.train_on(batch)
                 metrics = await run.publish(batch, trajectories)
-                await run.tell(metrics)
+                await run.log_step(metrics)
                 await run.checkpoint_if_due()
-                scores.look(trajectories, steps_left=spec.trainer.steps - run.step)
-                updates.look(metrics)
+                scores.check(trajectories, steps_left=spec.trainer.steps - run.step)
+                updates.check(metrics)
             scores.finish(ledger.rewards_through(run.step))
     except GuardStop:
         await run.checkpoint_if_newer()
@@ -127,7 +125,7 @@ async def train_loop(
 
 
 def sampling_params(spec: RunSpec, codec: Codec, stop_strings: tuple[str, ...]) -> SamplingParams:
-    """How training samples are drawn; the task's stop strings hold unless the user gave some."""
+    """Sampling of training completions; the task's stop strings apply unless the user gave some."""
     sampling = spec.sampling
     return SamplingParams(
         max_new_tokens=sampling.max_new_tokens,

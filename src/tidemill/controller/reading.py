@@ -1,4 +1,4 @@
-"""What frozen models are told of samples under way, and asked of finished ones."""
+"""Reading ahead: sends tokens of samples in flight to reward models and the reference, which compute in chunks."""
 
 from __future__ import annotations
 
@@ -11,51 +11,65 @@ from tidemill.core.records import ITEM_BYTES, Growth, LogprobBuffer, SampleId, T
 
 
 class Reading:
-    """Between the samples and whoever reads them.
+    """Connects samples in flight with the frozen models that read them.
 
     Args:
-        readers: told which tokens are certain whenever there is another chunk of them; the reference may be one.
-        reference: asked for the logprobs of every finished sample; None where the trainer measures them.
-        chunk_tokens: what readers compute at a time.
-        ahead: they are told at all.
+        readers: receive tokens chunk by chunk; may include the reference.
+        reference: computes the logprobs of finished samples; None if the trainer does.
+        chunk_tokens: chunk size of the readers.
+        ahead: whether readers receive tokens before a sample is finished.
     """
 
     def __init__(
         self, readers: Sequence[Reader], *, reference: Reader | None, chunk_tokens: int, ahead: bool = True
     ) -> None:
         self._readers, self.reference, self._chunk_tokens, self._ahead = readers, reference, chunk_tokens, ahead
-        self._told: dict[SampleId, int] = {}  # tokens of prompt and completion, of samples under way
+        self._sent: dict[SampleId, int] = {}  # tokens of prompt and completion, of unfinished samples
 
-    def grown(self, in_flight: InFlight, reports: Iterable[WorkerReport]) -> None:
-        """Tell of what these reports added, chunk by chunk; of a new sample at once, for its prompt is known."""
+    def send_growth(self, in_flight: InFlight, reports: Iterable[WorkerReport]) -> None:
+        """Send the whole chunks that these reports completed; of a new sample, the prompt at once."""
         if not self._ahead:
             return
-        news = []
+        grown = []
         for report in reports:
             for delta in report.deltas:
                 sample = in_flight.get(delta.sample_id)
                 if sample is not None and sample.finish is None and (growth := self._growth(sample)) is not None:
-                    news.append(growth)
-        if news:
+                    grown.append(growth)
+        if grown:
             for reader in self._readers:
-                reader.grow(news)
+                reader.grow(grown)
+
+    def _growth(self, sample: Sample) -> Growth | None:
+        prompt_tokens = count(sample.prompt.token_ids)
+        complete = prompt_tokens + sample.length // self._chunk_tokens * self._chunk_tokens
+        sent = self._sent.get(sample.sample_id, 0)
+        if complete <= sent:
+            return None
+        self._sent[sample.sample_id] = complete
+        end = (complete - prompt_tokens) * ITEM_BYTES
+        if sent == 0:
+            ids = sample.prompt.token_ids + bytes(sample.token_ids[:end])
+        else:
+            ids = bytes(sample.token_ids[(sent - prompt_tokens) * ITEM_BYTES : end])
+        return Growth(sample_id=sample.sample_id, prompt_tokens=prompt_tokens, start=sent, token_ids=ids)
 
     def forget(self, samples: Iterable[Sample]) -> None:
-        """Samples that begin again, or were given up."""
-        told = [sample.sample_id for sample in samples if self._told.pop(sample.sample_id, None) is not None]
-        if told:
+        """Discard the tokens of restarted and dropped samples."""
+        sent = [sample.sample_id for sample in samples if self._sent.pop(sample.sample_id, None) is not None]
+        if sent:
             for reader in self._readers:
-                reader.forget(told)
+                reader.forget(sent)
 
     def finished(self, sample: Sample) -> None:
-        """It will be read as a whole: there is nothing more to tell."""
-        self._told.pop(sample.sample_id, None)
+        """Send no more chunks; the scorer reads the whole sample."""
+        self._sent.pop(sample.sample_id, None)
 
     async def ref_logprobs(self, trajectory: Trajectory) -> LogprobBuffer:
-        """float32 [T], of the trained tokens; empty where the trainer measures them.
+        """float32 [T], of the trained tokens; empty if the trainer computes them.
 
         Raises:
-            ReaderLost: the reference is gone and does not come back.
+            ReaderLost: the reference is gone and could not be restarted.
         """
         if self.reference is None:
             return b""
@@ -68,23 +82,9 @@ class Reading:
         )
 
     def take_figures(self) -> dict[str, float]:
-        """Of the step; names are those of docs/metrics.md."""
+        """Metrics of the step; the names are those of docs/metrics.md."""
         counts = [reader.take_counts() for reader in self._readers]
         return {
             "tokens_read_ahead": float(sum(ahead for ahead, _ in counts)),
             "tokens_read_late": float(sum(late for _, late in counts)),
         }
-
-    def _growth(self, sample: Sample) -> Growth | None:
-        prompt_tokens = count(sample.prompt.token_ids)
-        certain = prompt_tokens + sample.length // self._chunk_tokens * self._chunk_tokens
-        told = self._told.get(sample.sample_id, 0)
-        if certain <= told:
-            return None
-        self._told[sample.sample_id] = certain
-        end = (certain - prompt_tokens) * ITEM_BYTES
-        if told == 0:
-            ids = sample.prompt.token_ids + bytes(sample.token_ids[:end])
-        else:
-            ids = bytes(sample.token_ids[(told - prompt_tokens) * ITEM_BYTES : end])
-        return Growth(sample_id=sample.sample_id, prompt_tokens=prompt_tokens, start=told, token_ids=ids)

@@ -1,11 +1,11 @@
-"""Which worker generates which sample. Pure: the state of the fleet goes in, a decision comes out.
+"""Assigns samples to workers. Pure functions of the fleet's load.
 
-`dispatch` hands out what waits, `rebalance` evens out what was handed out. Select-instance and the two rules of
-continuous balance are RLBoost's (arXiv 2510.19225); longest expected first and prompt affinity are ours.
+`dispatch` assigns waiting samples, `rebalance` moves assigned ones. Select-instance and the two rules of continuous
+balance are RLBoost's (arXiv 2510.19225); longest-expected-first and prompt affinity are additions.
 
-RLHFuse (arXiv 2409.13221) gathers what is left of a batch when about a fifth of it remains, because a few long samples
-leave every worker nearly empty. What is freed first here is the trainer's own engine: the device then computes scores
-and gradients undisturbed.
+`select_tail_workers` consolidates the tail of a batch on few workers, as RLHFuse (arXiv 2409.13221) does when about a
+fifth of a batch remains. Here the trainer's own engine is freed first, so that its device computes scores and gradients
+alone.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ GroupKey: TypeAlias = tuple[str, str, int]
 """`SampleId.group`."""
 
 Place: TypeAlias = tuple[float, int, str]
-"""Orders the places that samples may take, over all workers; no two are equal."""
+"""Sort key of a slot or queue place, unique over all workers."""
 
 SLACK = 8
-"""A worker that held a group's prefix before may get one sample per so many slots (at least one) more than is even."""
+"""A worker may exceed its fair share by one sample per 8 slots (at least one), to reuse a group's prefix cache."""
 
 
 class Load(Record):
-    """One worker that can take samples now, as the ledger sees it."""
+    """Load of one worker that takes samples."""
 
     lease_id: str
-    slots: int  # samples it decodes at once
-    assigned: int  # samples given to it and not finished; executing = min(assigned, slots), the rest is queued
-    groups: frozenset[GroupKey] = frozenset()  # groups whose prefix it holds
+    slots: int  # samples it decodes concurrently
+    assigned: int  # unfinished samples; min(assigned, slots) are executing, the others queued
+    groups: frozenset[GroupKey] = frozenset()  # groups whose prefix it has cached
 
 
 class Waiting(Record):
-    """A sample that nobody generates."""
+    """A sample that is not assigned."""
 
     ordinal: int  # canonical place in the batch
     group: GroupKey
-    expected_tokens: float  # still to come
-    lost_lease: str = ""  # where its last attempt ended early: another worker is preferred
+    expected_tokens: float  # remaining
+    lost_lease: str = ""  # lease of its last attempt: other workers are preferred
 
 
 class Movable(Record):
@@ -51,13 +51,13 @@ class Movable(Record):
 
     ordinal: int
     group: GroupKey
-    moves: int  # times it was moved to even out the load
-    expected_tokens: float  # still to come
-    kept_tokens: int  # prefix that would be recomputed
+    moves: int  # times it was moved before
+    expected_tokens: float  # remaining
+    kept_tokens: int  # prefix that a move recomputes
 
 
 class Move(Record):
-    """Take a sample from one worker and give it to another."""
+    """Move a sample from one worker to another."""
 
     ordinal: int
     source: str
@@ -65,7 +65,7 @@ class Move(Record):
 
 
 class Router(Protocol):
-    """The two decisions: what a module of policies has, such as this one."""
+    """The interface of a routing policy; this module implements it."""
 
     def dispatch(
         self, waiting: Sequence[Waiting], loads: Sequence[Load], *, queue_limit: int
@@ -84,7 +84,7 @@ class Router(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Worker:
-    """A `Load` whose count changes while a decision is made."""
+    """A `Load` with a running count of assigned samples."""
 
     load: Load
     slots: int
@@ -103,9 +103,9 @@ class _Worker:
         return min(self.assigned, self.slots)
 
     def place(self, credit: int = 0) -> Place:
-        """The place its next sample takes, if it had `credit` fewer.
+        """The place of its next sample, as if it had `credit` fewer.
 
-        Free slots come first and are filled evenly, then the shortest queues; the larger of two equal workers wins.
+        Free slots come first and are filled evenly, then the shortest queues; on a tie, the larger worker.
         """
         assigned, slots = self.assigned - credit, self.slots
         fullness = assigned / slots if assigned < slots else 1.0 + assigned - slots
@@ -113,10 +113,10 @@ class _Worker:
 
 
 def dispatch(waiting: Sequence[Waiting], loads: Sequence[Load], *, queue_limit: int) -> list[tuple[int, str]]:
-    """Who takes which waiting sample: (ordinal, lease) pairs, longest expected first.
+    """Assign waiting samples, longest expected first; returns (ordinal, lease) pairs.
 
-    Free slots are filled before anything is queued, and no worker gets more than `queue_limit` queued. How many each
-    worker gets is even by its share of slots, then by its queue; within that a sample goes where its group's prefix is.
+    Free slots are filled before queues, and no queue exceeds `queue_limit`. Each worker's share is proportional to its
+    slots; within that, a sample goes to a worker that has its group's prefix cached.
 
     Cost: O(workers + samples log samples).
     """
@@ -124,44 +124,49 @@ def dispatch(waiting: Sequence[Waiting], loads: Sequence[Load], *, queue_limit: 
     free = sum(worker.free for worker in workers)
     room = free + sum(max(queue_limit - worker.queued, 0) for worker in workers)
     chosen = heapq.nsmallest(room, waiting, key=lambda sample: (-sample.expected_tokens, sample.ordinal))
-    homes = _homes(chosen, workers)
+    holders = _prefix_holders(chosen, workers)
     decided: list[tuple[int, str]] = []
     for limit, samples in ((0, chosen[:free]), (queue_limit, chosen[free:])):
         if samples:
-            decided += _Tier(workers, homes, queue_limit=limit, samples=len(samples)).fill(samples)
+            decided += _Tier(workers, holders, queue_limit=limit, samples=len(samples)).fill(samples)
     return decided
 
 
-def _homes(samples: Iterable[Waiting], workers: Sequence[_Worker]) -> defaultdict[GroupKey, list[_Worker]]:
-    """For each group that waits, who holds its prefix; the least loaded last."""
+def _prefix_holders(samples: Iterable[Waiting], workers: Sequence[_Worker]) -> defaultdict[GroupKey, list[_Worker]]:
+    """Workers that have a waiting group's prefix cached, by group; the least loaded last."""
     wanted = {sample.group for sample in samples}
-    homes: defaultdict[GroupKey, list[_Worker]] = defaultdict(list)
+    holders: defaultdict[GroupKey, list[_Worker]] = defaultdict(list)
     for worker in workers:
         for group in wanted & worker.load.groups:
-            homes[group].append(worker)
-    for holders in homes.values():
-        holders.sort(key=_Worker.place, reverse=True)
-    return homes
+            holders[group].append(worker)
+    for group_holders in holders.values():
+        group_holders.sort(key=_Worker.place, reverse=True)
+    return holders
 
 
 class _Tier:
-    """Samples that go to free slots (queue limit 0), or those that are queued."""
+    """Assignment to free slots (queue limit 0), or to queues."""
 
     def __init__(
-        self, workers: Sequence[_Worker], homes: defaultdict[GroupKey, list[_Worker]], *, queue_limit: int, samples: int
+        self,
+        workers: Sequence[_Worker],
+        holders: defaultdict[GroupKey, list[_Worker]],
+        *,
+        queue_limit: int,
+        samples: int,
     ) -> None:
-        self._limit, self._homes = queue_limit, homes
-        self._stacks: dict[GroupKey, list[_Worker]] = {}  # homes that still have room, the preferred one last
+        self._limit, self._holders = queue_limit, holders
+        self._candidates: dict[GroupKey, list[_Worker]] = {}  # with the prefix, preferred last
         self._heap = [(worker.place(), worker) for worker in workers if self._has_room(worker)]
         heapq.heapify(self._heap)
         self._idle = sum(not worker.assigned for _, worker in self._heap)
-        self._even = self._last_place(samples)
+        self._fair = self._last_place(samples)
 
     def _has_room(self, worker: _Worker) -> bool:
         return worker.assigned < worker.slots + self._limit
 
     def _last_place(self, samples: int) -> Place:
-        """The last place taken when so many samples are spread by load alone: what is before it is a worker's share."""
+        """The last place filled when the samples are spread by load alone; a worker's fair share ends there."""
         heap = [(place, _Worker(worker.load, worker.slots, worker.assigned)) for place, worker in self._heap]
         last: Place = (-1.0, 0, "")
         for _ in range(samples):
@@ -174,43 +179,43 @@ class _Tier:
         return last
 
     def fill(self, samples: Sequence[Waiting]) -> list[tuple[int, str]]:
-        """Place every sample; there is room for all of them."""
+        """Assign every sample; the workers must have room for all of them."""
         decided = []
         for left, sample in zip(range(len(samples) - 1, -1, -1), samples, strict=True):
-            worker = self._home(sample, left)
+            worker = self._with_prefix(sample, left)
             if worker is None:
-                worker = self._least(sample.lost_lease)
-                self._homes[sample.group].append(worker)
-                self._stack(sample.group).append(worker)
+                worker = self._least_loaded(sample.lost_lease)
+                self._holders[sample.group].append(worker)
+                self._candidates_for(sample.group).append(worker)
             self._idle -= not worker.assigned
             worker.assigned += 1
             decided.append((sample.ordinal, worker.load.lease_id))
         return decided
 
-    def _stack(self, group: GroupKey) -> list[_Worker]:
-        if group not in self._stacks:
-            self._stacks[group] = list(self._homes.get(group, ()))
-        return self._stacks[group]
+    def _candidates_for(self, group: GroupKey) -> list[_Worker]:
+        if group not in self._candidates:
+            self._candidates[group] = list(self._holders.get(group, ()))
+        return self._candidates[group]
 
-    def _home(self, sample: Waiting, left: int) -> _Worker | None:
-        """A worker that holds the group's prefix and has not had its share; one that held it before may get a bit more.
+    def _with_prefix(self, sample: Waiting, left: int) -> _Worker | None:
+        """A worker within its fair share that has the group's prefix; one that had it before may exceed the share.
 
-        None also when another worker would stay idle for it: `left` samples remain after this one.
+        None if another worker would then stay idle, `left` samples remaining after this one.
         """
-        stack = self._stack(sample.group)
-        while stack:
-            worker = stack[-1]
+        candidates = self._candidates_for(sample.group)
+        while candidates:
+            worker = candidates[-1]
             credit = 0
             if sample.group in worker.load.groups:
                 credit = max(1, worker.slots // SLACK) if worker.free else 1
-            if self._has_room(worker) and worker.place(credit) <= self._even:
+            if self._has_room(worker) and worker.place(credit) <= self._fair:
                 leaves_idle = worker.assigned and left < self._idle
                 return None if leaves_idle or worker.load.lease_id == sample.lost_lease else worker
-            stack.pop()
+            candidates.pop()
         return None
 
-    def _least(self, avoided: str) -> _Worker:
-        """The worker with the first place, another than the avoided one if any has room."""
+    def _least_loaded(self, avoided: str) -> _Worker:
+        """The worker with the first place; the avoided one only if no other has room."""
         first = self._first()
         if first.load.lease_id != avoided or len(self._heap) == 1:
             return first
@@ -225,7 +230,7 @@ class _Tier:
         return self._heap[0][1]
 
     def _prune(self) -> bool:
-        """Bring the top of the heap up to date; whether there is one."""
+        """Update the top of the heap; returns False if the heap is empty."""
         while self._heap:
             place, worker = self._heap[0]
             if not self._has_room(worker):
@@ -245,18 +250,18 @@ def rebalance(
     max_moves: int,
     queue_limit: int,
 ) -> list[Move]:
-    """Even out what was handed out; for when nothing waits. A second call after the moves were made asks for none.
+    """Moves that balance the load while no sample is waiting. Once they are made, a second call returns none.
 
-    - A worker with a free slot takes from the longest queue. Whatever is queued beyond `queue_limit` goes to a queue
-      that has room.
-    - A worker that executes nothing takes what the most loaded one executes beyond its plateau batch size (one number,
-      or by lease; a worker without one gives nothing), no further than until both execute the same.
+    - A worker with a free slot takes from the longest queue. Samples queued beyond `queue_limit` move to a queue that
+      has room.
+    - An idle worker takes what the most loaded worker executes beyond its plateau batch size (one number, or by lease;
+      a worker without one gives nothing), until both execute the same.
 
-    Chosen are the samples with the fewest tokens to recompute, of those the longest expected. None is moved more than
-    `max_moves` times, and none to a worker that would then have as much as the one it leaves had.
+    Samples with the fewest tokens to recompute move first, among them the longest expected. None moves more than
+    `max_moves` times, and none to a worker that would then be as loaded as its source was.
 
     Args:
-        held: what a worker has, by its lease; asked only of those that may give something.
+        held: returns a lease's samples; called only for workers that may give some.
     """
     workers = [_Worker(load, load.slots, load.assigned) for load in loads if load.slots > 0]
     idle = [worker for worker in workers if not worker.assigned]
@@ -275,20 +280,22 @@ def rebalance(
 
     moves = _shift(workers, workers, givable, rank=lambda worker: worker.queued, helps=shortens_queue)
     if idle:
-        busy = [worker for worker in workers if 0 < worker.load.assigned >= worker.assigned]  # and was given nothing
+        busy = [
+            worker for worker in workers if 0 < worker.load.assigned >= worker.assigned
+        ]  # not a target of the moves above
         moves += _shift(busy, idle, givable, rank=beyond_plateau, helps=fills_idle)
     return moves
 
 
 class _Givable:
-    """What each worker may give away, sorted when it is first asked for."""
+    """Samples that each worker may give away, sorted on first use."""
 
     def __init__(self, held: Callable[[str], Sequence[Movable]], max_moves: int) -> None:
         self._held, self._max_moves = held, max_moves
         self._sorted: dict[str, list[Movable]] = {}
 
     def of(self, worker: _Worker) -> list[Movable]:
-        """The samples it may give, the one to give first last."""
+        """The worker's samples that may move; the first to move is last."""
         lease_id = worker.load.lease_id
         if lease_id not in self._sorted:
             self._sorted[lease_id] = sorted(
@@ -306,7 +313,7 @@ def _shift(
     rank: Callable[[_Worker], int],
     helps: Callable[[_Worker, _Worker], bool],
 ) -> list[Move]:
-    """One sample at a time from the highest-ranked source to the least loaded target, while that helps."""
+    """Move samples one by one from the highest-ranked source to the least loaded target, while `helps` holds."""
     giving = [(-ranked, worker.load.lease_id, worker) for worker in sources if (ranked := rank(worker)) > 0]
     taking = [(worker.place(), worker) for worker in targets] if giving else []
     heapq.heapify(giving)
@@ -314,7 +321,7 @@ def _shift(
     moves: list[Move] = []
     while giving and taking:
         source, target = giving[0][2], taking[0][1]
-        if not helps(source, target) or not (candidates := givable.of(source)):  # nor later: targets only get fuller
+        if not helps(source, target) or not (candidates := givable.of(source)):  # targets only get fuller
             heapq.heappop(giving)
             continue
         moves.append(Move(ordinal=candidates.pop().ordinal, source=source.load.lease_id, target=target.load.lease_id))
@@ -325,22 +332,22 @@ def _shift(
     return moves
 
 
-def tail_begins(*, unfinished: int, samples: int, fraction: float) -> bool:
-    """Whether no more than this share of the samples in flight is unfinished."""
+def is_tail(*, unfinished: int, samples: int, fraction: float) -> bool:
+    """Whether at most this fraction of the samples in flight is unfinished, and at least one."""
     return 0 < unfinished <= fraction * samples
 
 
 def select_tail_workers(
     loads: Sequence[Load], *, unfinished: int, plateau: int, last: Collection[str]
 ) -> frozenset[str]:
-    """The fewest workers that can decode so many samples at once; all of them when that takes all.
+    """The fewest workers that can decode `unfinished` samples concurrently.
 
-    Those with the most samples, so that the fewest move; each takes as many as it has or as still pay.
+    Workers with the most samples are chosen first, so that the fewest samples move.
 
     Args:
-        loads: workers that take samples now.
-        plateau: the batch size from which a worker gets no faster.
-        last: workers that are taken only if the others do not suffice.
+        loads: workers that take samples.
+        plateau: batch size beyond which a worker's throughput does not grow; a worker takes more only if it has more.
+        last: leases that are chosen only if the others do not suffice.
     """
     chosen: list[str] = []
     for load in sorted(loads, key=lambda load: (load.lease_id in last, -load.assigned, load.lease_id)):

@@ -1,4 +1,4 @@
-"""A run under way: its parts, where it stands, and the verbs of the training loop."""
+"""The steps of the training loop: starting, training on, publishing, logging and checkpointing a batch."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from tidemill.controller.batching import (
 from tidemill.controller.collector import RolloutContext, SampleCollector, StopRequested
 from tidemill.controller.evaluation import EvalSchedule
 from tidemill.controller.in_flight import InFlight, plan_groups
+from tidemill.controller.offload import Seeding
 from tidemill.controller.samples import Sample, SampleState
-from tidemill.controller.seeding import Seeding
 from tidemill.core.errors import TidemillError
 from tidemill.core.protocols import Checkpoints, PromptSource, Scorer, Trainer
 from tidemill.core.records import Group, Prompt, StepMetrics, Trajectory
@@ -45,35 +45,35 @@ class Run:
     checkpoints: Checkpoints
     rollout: RolloutContext
     in_flight: InFlight
-    samples: SampleCollector | None = None  # of what is in flight, while the loop runs
+    collector: SampleCollector | None = None  # set while the loop runs
     step: int = 0  # batches committed
     resumed_from: int = 0
-    checkpointed: int = 0  # the step of the newest checkpoint
+    checkpointed: int = 0  # step of the newest checkpoint
     replayed: int = 0
     already_finished: bool = False
-    tokens_told: int = 0  # in the metrics of this session
-    timings: dict[str, float] = field(default_factory=dict)  # of the batch that is due, in seconds
-    began_s: float = 0.0  # when it fell due
-    trainer_answers: bool = True  # or a run that was to end waited for it in vain
-    planned: tuple[int, Sequence[tuple[int, Prompt]]] = (0, ())  # the step whose prompts were asked for last, and they
+    tokens_logged: int = 0  # in this session's metrics
+    timings: dict[str, float] = field(default_factory=dict)  # of the current step, in seconds
+    step_started_s: float = 0.0
+    trainer_responds: bool = True  # False if it did not when the run was stopped
+    prompts: tuple[int, Sequence[tuple[int, Prompt]]] = (0, ())  # cache: a step and its prompts
     assembly: GroupAssembly = field(init=False)
-    held_out: EvalSchedule = field(init=False)
+    eval_schedule: EvalSchedule = field(init=False)
     seeding: Seeding = field(init=False)
 
     def __post_init__(self) -> None:
         self.assembly = GroupAssembly(self.spec.batch.group_size)
-        self.held_out = EvalSchedule(
+        self.eval_schedule = EvalSchedule(
             self.spec, self.source, self.eval_scorer, self.rollout, sampling=self.in_flight.plan.sampling
         )
         self.seeding = Seeding(self.rollout.fleet, ahead=self.spec.schedule.max_policy_lag > 0)
 
     @property
     def tokens_generated(self) -> int:
-        """By this session, those of samples that no batch has learned from yet among them."""
-        return self.tokens_told + self.in_flight.counters.tokens_accepted
+        """Training tokens of this session, including those of samples in flight."""
+        return self.tokens_logged + self.in_flight.counters.tokens_accepted
 
     async def resume(self) -> None:
-        """Restore the newest checkpoint and find out what the journal has beyond it."""
+        """Restore the newest checkpoint, and the samples that the journal has after it."""
         step = await self._checkpoint_io(self.checkpoints.restore_latest(), "the checkpoint to be read")
         self.step = self.resumed_from = self.checkpointed = step
         ledger, telemetry = self.rollout.ledger, self.rollout.telemetry
@@ -89,34 +89,34 @@ class Run:
         await self.rollout.fleet.publishing.publish(self.trainer.version)
 
     async def evaluate_start(self) -> None:
-        """Where this session begins; before the first step the figures make a metrics line of their own."""
-        figures = await self._held_out()
+        """Evaluate if due; before the first step the figures are logged as step 0."""
+        figures = await self._evaluate_if_due()
         if figures and self.step == 0:
-            self._tell(StepMetrics(step=0, version=self.trainer.version, optimizer_steps=0, values=figures), {})
+            self._log(StepMetrics(step=0, version=self.trainer.version, optimizer_steps=0, values=figures), {})
 
     async def begin_batch(self) -> BatchBuilder:
-        """The next step's batch: what the journal says it was, or what is to be put together now."""
+        """Start the next step: its batch, recorded in the journal or still to be built, and its groups."""
         if self.rollout.stop.is_set():
             raise StopRequested
         batch, schedule = self.spec.batch, self.spec.schedule
-        self.timings, self.began_s = {"time_train_s": 0.0}, self.rollout.clock.now()
-        recorded = self.rollout.ledger.learned.get(self.step + 1)
-        forming = BatchBuilder(
+        self.timings, self.step_started_s = {"time_train_s": 0.0}, self.rollout.clock.now()
+        recorded = self.rollout.ledger.batches.get(self.step + 1)
+        builder = BatchBuilder(
             self.step + 1, batch.prompts, membership=schedule.membership, order=batch.order, recorded=recorded
         )
-        await self._admit(0)
+        await self._start_groups(0)
         window_s = self.seeding.begin_step()
         if window_s is not None:
             self.timings["seed_window_s"] = window_s
-        self._collection.begin_step(
-            samples=forming.size * batch.group_size,
+        self._collector.begin_step(
+            samples=builder.size * batch.group_size,
             window_s=math.inf if window_s is None else window_s,
             balance=self.seeding.balance,
         )
-        return forming
+        return builder
 
-    async def _admit(self, taken: int) -> None:
-        """Begin as many groups as the policy lag allows, `taken` of the due batch's being learned from."""
+    async def _start_groups(self, taken: int) -> None:
+        """Start as many groups as the policy lag allows, `taken` of the current batch being trained on."""
         batch, schedule = self.spec.batch, self.spec.schedule
         open_groups = len(self.in_flight.groups) - taken
         learned = self.step * batch.prompts + taken
@@ -135,68 +135,70 @@ class Run:
             pairs = [self._prompt(position) for position in range(first, first + number)]
             groups = plan_groups(pairs, first_position=first, from_version=self.in_flight.newest_version)
             await self.rollout.ledger.open(self.in_flight, groups, [prompt for _, prompt in pairs])
-            self._collection.look()
+            self._collector.mailbox.notify()
 
     def _prompt(self, position: int) -> tuple[int, Prompt]:
-        """The (epoch, prompt) of a group: the prompts of all steps, one after another."""
-        step, place = position // self.spec.batch.prompts + 1, position % self.spec.batch.prompts
-        if step != self.planned[0]:
-            self.planned = step, self.source.train_batch(step)
-        return self.planned[1][place]
+        """The (epoch, prompt) of a group; positions enumerate the prompts of all steps."""
+        step, index = position // self.spec.batch.prompts + 1, position % self.spec.batch.prompts
+        if step != self.prompts[0]:
+            self.prompts = step, self.source.train_batch(step)
+        return self.prompts[1][index]
 
-    async def learn_from(self, forming: BatchBuilder) -> list[Trajectory]:
-        """Take groups as they complete, until the batch is full; its trajectories, once the trainer has them all.
+    async def train_on(self, batch: BatchBuilder) -> list[Trajectory]:
+        """Pass groups to the trainer as they complete, until the batch is full; returns its trajectories.
 
-        Consumes scored samples, produces gradients; waits for samples, and is unblocked by the last sample of the next
-        group being scored.
+        Consumes scored samples and produces gradients; waits for the last sample of the next group to be scored.
         """
-        rollout, learned, step = self.rollout, list[Trajectory](), self.step + 1
+        rollout, trajectories, step = self.rollout, list[Trajectory](), self.step + 1
         with rollout.span("rollout", step=step) as fields:
-            news = True
-            while not forming.full:
-                if news and not rollout.stop.is_set():  # once stopped, what is in flight is only journalled
-                    learned += await self._learn_what_is_there(forming)
-                if not forming.full:
-                    news = await self._add(await self._collection.next(), forming)
+            completed = True
+            while not batch.full:
+                if completed and not rollout.stop.is_set():  # when stopping, samples are only journalled
+                    trajectories += await self._train_on_complete_groups(batch)
+                if not batch.full:
+                    completed = await self._add_sample(await self._collector.next(), batch)
             if rollout.stop.is_set():
                 raise StopRequested
-            samples = [sample for position in forming.taken for sample in self.in_flight.group(position)]
-            self._keep_time(samples)
+            samples = [sample for position in batch.taken for sample in self.in_flight.group(position)]
+            self._record_times(samples)
             tokens = self.in_flight.counters.tokens_accepted
-            fields |= {"samples": len(learned), "tokens": tokens, "recovered": sum(s.recovered for s in samples)}
-        return learned
+            fields |= {"samples": len(trajectories), "tokens": tokens, "recovered": sum(s.recovered for s in samples)}
+        return trajectories
 
-    async def _learn_what_is_there(self, forming: BatchBuilder) -> list[Trajectory]:
-        """Give the trainer every complete group whose turn it is."""
+    async def _train_on_complete_groups(self, batch: BatchBuilder) -> list[Trajectory]:
+        """Pass to the trainer every complete group that the batch takes."""
         learned = list[Trajectory]()
-        while self._may_take(forming):  # a look at all groups takes time where there are many
-            taken = set(forming.taken)
-            untaken = {position: self._latest(position) for position in self.in_flight.groups if position not in taken}
-            chosen = forming.take(self.assembly.complete.keys(), untaken)
+        while self._may_take(batch):  # checked first: listing all groups is slow if there are many
+            taken = set(batch.taken)
+            untaken = {at: self._latest_step(at) for at in self.in_flight.groups if at not in taken}
+            chosen = batch.take(self.assembly.complete.keys(), untaken)
             if not chosen:
                 break
             for position in chosen:
                 trajectories = self.assembly.complete.pop(position)
                 await self._accumulate(position, trajectories)
                 learned += trajectories
-                if forming.full and position == chosen[-1]:
+                if batch.full and position == chosen[-1]:
                     self.rollout.telemetry.progress("training", len(learned), len(learned))
         return learned
 
-    def _may_take(self, forming: BatchBuilder) -> bool:
-        """Whether a look at all groups could find any to take."""
-        if forming.full or not forming.may_take(len(self.assembly.complete)):
+    def _may_take(self, batch: BatchBuilder) -> bool:
+        """Whether the batch could take any group."""
+        if batch.full or not batch.may_take(len(self.assembly.complete)):
             return False
-        position = forming.held_up_by
+        position = batch.blocked_by
         if position is None or position not in self.in_flight.groups or position in self.assembly.complete:
             return True
-        return not forming.is_last_for(self._latest(position))
+        return not batch.must_take(self._latest_step(position))
 
     async def _accumulate(self, position: int, trajectories: Sequence[Trajectory]) -> None:
         version = self.trainer.version.number
         lag = max((version - t.versions[0].version.number for t in trajectories if t.versions), default=0)
         if lag > self.spec.schedule.max_policy_lag:
-            raise TidemillError(f"group {position} is {lag} versions old: the schedule let it pass its limit")
+            raise TidemillError(
+                f"group {position} has policy lag {lag}, above schedule.max_policy_lag = "
+                f"{self.spec.schedule.max_policy_lag}: this is a bug"
+            )
         group = Group(
             position=position,
             prompt_id=trajectories[0].sample_id.prompt_id,
@@ -205,191 +207,186 @@ class Run:
                 for one in trajectories
             ),
         )
-        await self._train(self.trainer.accumulate(group), f"the trainer to learn from group {position}")
+        await self._call_trainer(self.trainer.accumulate(group), f"the trainer to learn from group {position}")
 
-    async def _add(self, trajectory: Trajectory, forming: BatchBuilder) -> bool:
-        """Take in a scored sample; says whether it completed its group. A group without signal is replaced, where the
-        algorithm wants that."""
+    async def _add_sample(self, trajectory: Trajectory, batch: BatchBuilder) -> bool:
+        """Add a scored sample; returns whether its group is complete.
+
+        With dynamic sampling, a group without reward signal is dropped and another one started.
+        """
         position = self.in_flight[trajectory.sample_id].ordinal // self.spec.batch.group_size
         if not self.assembly.add(position, trajectory):
             return False
-        if not self.spec.algorithm.dynamic_sampling or self.rollout.ledger.has_learned_from(position):
+        if not self.spec.algorithm.dynamic_sampling or self.rollout.ledger.in_stored_batch(position):
             return True
         counters, most = self.in_flight.counters, self.spec.algorithm.max_redraws * self.spec.batch.prompts
         if counters.groups_redrawn < most and not has_signal(self.assembly.complete[position]):
             counters.groups_redrawn += 1
-            await self._give_up(position)
-            await self._admit(len(forming.taken))
+            await self._drop_group(position)
+            await self._start_groups(len(batch.taken))
         return True
 
-    async def _give_up(self, position: int) -> None:
+    async def _drop_group(self, position: int) -> None:
         self.assembly.forget(position)
         samples = self.in_flight.group(position)
-        self._call_back(samples)
-        self._let_readers_forget(samples)
+        self._abort(samples)
         await self.rollout.ledger.drop(self.in_flight, position)
         self.in_flight.counters.tokens_discarded += sum(sample.length for sample in samples)
 
-    def _call_back(self, samples: Sequence[Sample]) -> None:
+    def _abort(self, samples: Sequence[Sample]) -> None:
+        """Abort samples that are dropped or restarted, on their workers and in models that read ahead."""
         for sample in samples:
             if sample.state is SampleState.RUNNING:
                 self.rollout.fleet.abort(sample.lease_id, [sample.sample_id])
-
-    def _let_readers_forget(self, samples: Sequence[Sample]) -> None:
         if self.rollout.reading is not None:
             self.rollout.reading.forget(samples)
 
-    def _latest(self, position: int) -> int | None:
-        """The last step that may learn from a group, where the schedule is to wait for it; None for any."""
+    def _latest_step(self, position: int) -> int | None:
+        """The last step that may train on a group; None if the schedule does not wait for groups at the lag limit."""
         schedule = self.spec.schedule
-        if schedule.on_lag_limit != "wait" or schedule.membership == "planned":  # which is in time by itself
+        if schedule.on_lag_limit != "wait" or schedule.membership == "planned":  # planned groups are always in time
             return None
         return latest_step(
             self.in_flight.oldest_version(position), self.in_flight.newest_version, schedule.max_policy_lag
         )
 
-    def _keep_time(self, samples: Sequence[Sample]) -> None:
-        """How long the step's samples took, from when it fell due; by then those of a run ahead may be done."""
-        collection, began_s = self._collection, self.began_s
-        finished_s = max(began_s, *(sample.finished_s for sample in samples))
+    def _record_times(self, samples: Sequence[Sample]) -> None:
+        """Rollout and scoring time of the batch since the step started; it may have been generated before."""
+        collector, started_s = self._collector, self.step_started_s
+        finished_s = max(started_s, *(sample.finished_s for sample in samples))
         self.timings |= {
-            "time_rollout_s": finished_s - began_s,
+            "time_rollout_s": finished_s - started_s,
             "time_score_s": max(finished_s, *(sample.scored_s for sample in samples)) - finished_s,
-            "time_trainer_idle_s": collection.waited_s,
+            "time_trainer_idle_s": collector.waited_s,
         }
         if self.rollout.fleet.elastic:
-            self.timings |= {"workers_mean": collection.workers_mean, "time_trainer_wait_s": collection.idle_s}
+            self.timings |= {"workers_mean": collector.workers_mean, "time_trainer_wait_s": collector.idle_s}
 
-    async def publish(self, forming: BatchBuilder, trajectories: Sequence[Trajectory]) -> StepMetrics:
-        """Commit the batch and give everybody the new weights; returns what the step was like."""
+    async def publish(self, batch: BatchBuilder, trajectories: Sequence[Trajectory]) -> StepMetrics:
+        """Commit the batch and publish the new weights; returns the step's metrics."""
         rollout, step, version = self.rollout, self.step + 1, self.trainer.version
         with rollout.span("training", step=step):
-            metrics = await self._train(self.trainer.commit(step), f"the trainer to commit step {step}")
-        await self._finish_under_way(forming)
-        if "time_train_s" in metrics.values:  # without its waits for the device
+            metrics = await self._call_trainer(self.trainer.commit(step), f"the trainer to commit step {step}")
+        await self._finish_in_flight(batch)
+        if "time_train_s" in metrics.values:  # excludes its waits for the device
             self.timings["time_train_s"] = metrics.values["time_train_s"]
-        told = sample_figures(trajectories)
-        samples = await rollout.ledger.note_learned(
-            self.in_flight, step, forming.taken, reward_mean=told.get("reward_mean")
+        rewards = sample_figures(trajectories)
+        samples = await rollout.ledger.record_batch(
+            self.in_flight, step, batch.taken, reward_mean=rewards.get("reward_mean")
         )
         self.step = step
-        await self._make_way()
+        await self._drop_or_restart_before_publish()
         self.in_flight.newest_version = step
-        await self._of_trainer(
-            rollout.fleet.publishing.publish(self.trainer.version, finishing=self._finishing),
+        await self._unless_stopped(
+            rollout.fleet.publishing.publish(
+                self.trainer.version,
+                finishing=lambda: self.in_flight.leases if self.spec.schedule.unfinished == "finish" else (),
+            ),
             f"version {step} to be published",
         )
         if self.spec.corrects_each_publish:
-            await self._note_logprobs()
-        self.timings |= self.seeding.learn(
+            await self._compute_publish_logprobs()
+        self.timings |= self.seeding.end_step(
             self.timings,
             tokens=sum(trajectory.completion_length for trajectory in trajectories),
-            hand_over=self._collection.handed_over,
-            finished_s=self.began_s + self.timings["time_rollout_s"],
+            hand_over=self._collector.hand_over,
+            finished_s=self.step_started_s + self.timings["time_rollout_s"],
         )
         samples.sort(key=lambda sample: sample.ordinal)
         by_id = {trajectory.sample_id: trajectory for trajectory in trajectories}
         ordered = [by_id[sample.sample_id] for sample in samples]
         rollout.telemetry.samples(step, ordered, [sample.prompt for sample in samples])
         counters = self.in_flight.take_counters()
-        self.tokens_told += counters.tokens_accepted
-        figures = {**told, **batch_figures(samples, counters, version), **self.timings}
+        self.tokens_logged += counters.tokens_accepted
+        figures = {**rewards, **batch_figures(samples, counters, version), **self.timings}
         if rollout.reading is not None:
             figures |= rollout.reading.take_figures()
-        ahead = self.spec.schedule.max_policy_lag > 0  # then there is no end to generating
-        generating_s = rollout.clock.now() - self.began_s if ahead else self.timings["time_rollout_s"]
+        ahead = self.spec.schedule.max_policy_lag > 0  # then generating never pauses
+        generating_s = rollout.clock.now() - self.step_started_s if ahead else self.timings["time_rollout_s"]
         if generating_s > 0:
             figures["tokens_per_s"] = counters.tokens_accepted / generating_s
-        # Where both know a number, the trainer's counts: it measures on its own thread.
+        # The trainer's own measurements take precedence.
         return msgspec.structs.replace(metrics, values={**figures, **metrics.values})
 
-    async def _finish_under_way(self, forming: BatchBuilder) -> None:
-        """With `unfinished = "wait"`: wait until every group that the published weights can generate is scored."""
-        while self.spec.schedule.unfinished == "wait" and (position := self._under_way(forming)) is not None:
-            while position in self.in_flight.groups and position not in self.assembly.complete:
-                await self._add(await self._collection.next(), forming)
+    async def _finish_in_flight(self, batch: BatchBuilder) -> None:
+        """With `unfinished = "wait"`: wait until every group that the published weights can generate is scored.
 
-    def _under_way(self, forming: BatchBuilder) -> int | None:
-        """A group beside the batch that is not scored yet, or None. After a restart, groups begun under versions that
-        have not been made again do not count: they cannot be generated before the publish."""
-        newest, done = self.in_flight.newest_version, {*forming.taken, *self.assembly.complete}
-        groups = self.in_flight.groups.items()
-        return next(
-            (position for position, group in groups if position not in done and group.from_version <= newest), None
-        )
+        Excludes groups of versions that a resumed run has not recomputed yet: they are generated after the publish.
+        """
+        in_flight, complete = self.in_flight, self.assembly.complete
+        while self.spec.schedule.unfinished == "wait":
+            done = {*batch.taken, *complete}
+            waiting = (
+                position
+                for position, group in in_flight.groups.items()
+                if position not in done and group.from_version <= in_flight.newest_version
+            )
+            if (position := next(waiting, None)) is None:
+                break
+            while position in in_flight.groups and position not in complete:
+                await self._add_sample(await self._collector.next(), batch)
 
-    def _finishing(self) -> Sequence[str]:
-        """Leases whose workers go on under their weights until they have nothing left."""
-        return self.in_flight.leases if self.spec.schedule.unfinished == "finish" else ()
+    async def _compute_publish_logprobs(self) -> None:
+        """Compute and store the new version's logprobs of tokens in flight that older versions generated.
 
-    async def _note_logprobs(self) -> None:
-        """Note what the new weights say of the tokens in flight that older ones made.
-
-        Batches that the journal has are learned again as they were: with what was noted the first time, and no more.
+        Groups of replayed batches keep the logprobs stored the first time.
         """
         self.timings["time_publish_logprobs_s"] = 0.0
         version, ledger = self.trainer.version.number, self.rollout.ledger
         samples = [
             sample
-            for sample in self.in_flight.without_logprobs_of(version)
-            if not ledger.has_learned_from(sample.ordinal // self.spec.batch.group_size)
+            for sample in self.in_flight.missing_logprobs(version)
+            if not ledger.in_stored_batch(sample.ordinal // self.spec.batch.group_size)
         ]
         if samples:
-            completions = [sample.completion(sample.made_before(version)) for sample in samples]
-            logprobs = await self._train(
+            completions = [sample.completion(sample.tokens_before(version)) for sample in samples]
+            logprobs = await self._call_trainer(
                 self.trainer.logprobs(completions),
                 f"logprobs of {len(samples)} samples in flight under version {version}",
-                counted_as="time_publish_logprobs_s",
+                timing="time_publish_logprobs_s",
             )
-            await ledger.note_published(self.in_flight, version, list(zip(samples, logprobs, strict=True)))
+            await ledger.record_published(self.in_flight, version, list(zip(samples, logprobs, strict=True)))
 
-    async def _make_way(self) -> None:
-        """Before a publish: what the new weights would make too old is given up or begins again, and so does what the
-        schedule does not let go on under them."""
+    async def _drop_or_restart_before_publish(self) -> None:
+        """Before publishing, drop or restart samples that would exceed `max_policy_lag`, and restart those that
+        `schedule.unfinished` forbids to continue."""
         schedule, counters, in_flight = self.spec.schedule, self.in_flight.counters, self.in_flight
         for position in list(in_flight.groups):
             samples = in_flight.group(position)
-            if schedule.on_lag_limit == "drop" and any(map(self._too_old, samples)):
+            if schedule.on_lag_limit == "drop" and any(map(self._exceeds_lag, samples)):
                 counters.groups_dropped += 1
-                await self._give_up(position)
+                await self._drop_group(position)
                 continue
-            again = [sample for sample in samples if self._too_old(sample) or self._begins_again(sample)]
-            if again:
-                counters.samples_restarted += sum(sample.length > 0 for sample in again)
-                counters.tokens_discarded += sum(sample.length for sample in again)
-                self.assembly.forget(position, [sample.sample_id for sample in again])
-                self._call_back(again)
-                self._let_readers_forget(again)
-                await self.rollout.ledger.restart(in_flight, again)
+            restarted = [sample for sample in samples if self._exceeds_lag(sample) or self._may_not_continue(sample)]
+            if restarted:
+                counters.samples_restarted += sum(sample.length > 0 for sample in restarted)
+                counters.tokens_discarded += sum(sample.length for sample in restarted)
+                self.assembly.forget(position, [sample.sample_id for sample in restarted])
+                self._abort(restarted)
+                await self.rollout.ledger.restart(in_flight, restarted)
 
-    def _too_old(self, sample: Sample) -> bool:
-        """Whether the next batch may not learn from it; never so where batches wait."""
+    def _exceeds_lag(self, sample: Sample) -> bool:
+        """Whether the next batch may not train on it; always False if batches wait at the lag limit."""
         return latest_step(sample.oldest_version, self.step, self.spec.schedule.max_policy_lag) <= self.step
 
-    def _begins_again(self, sample: Sample) -> bool:
-        begun = sample.length > 0 or sample.state is SampleState.RUNNING
-        return self.spec.schedule.unfinished == "restart" and sample.finish is None and begun
+    def _may_not_continue(self, sample: Sample) -> bool:
+        started = sample.length > 0 or sample.state is SampleState.RUNNING
+        return self.spec.schedule.unfinished == "restart" and sample.finish is None and started
 
-    @property
-    def _collection(self) -> SampleCollector:
-        assert self.samples is not None, "the loop has not begun"
-        return self.samples
-
-    async def _held_out(self) -> dict[str, float]:
-        return await self.held_out.if_due(self.step, self.trainer.version, training=self.samples)
-
-    async def tell(self, metrics: StepMetrics) -> None:
-        """One line of metrics, with an evaluation's figures if one is due; written even if that is cut short."""
+    async def log_step(self, metrics: StepMetrics) -> None:
+        """Log a step's metrics, with an evaluation if one is due; also if the evaluation is interrupted."""
         figures: dict[str, float] = {}
         try:
-            figures = await self._held_out()
+            figures = await self._evaluate_if_due()
         finally:
-            self._tell(metrics, figures)
+            self._log(metrics, figures)
 
-    def _tell(self, metrics: StepMetrics, figures: dict[str, float]) -> None:
-        happened = self.rollout.fleet.event_log.take_figures()
-        values = {**happened, **metrics.values, **figures}
+    def _log(self, metrics: StepMetrics, figures: dict[str, float]) -> None:
+        values = {**self.rollout.fleet.event_log.take_figures(), **metrics.values, **figures}
         self.rollout.telemetry.step(msgspec.structs.replace(metrics, values=values))
+
+    async def _evaluate_if_due(self) -> dict[str, float]:
+        return await self.eval_schedule.if_due(self.step, self.trainer.version, training=self.collector)
 
     async def checkpoint_if_due(self) -> None:
         every = self.spec.checkpoint.every_steps
@@ -397,49 +394,54 @@ class Run:
             await self._checkpoint()
 
     async def checkpoint_if_newer(self) -> None:
-        """Before an early end; without it if the trainer does not answer in time."""
-        committed = self.trainer.version.number == self.step  # or it stopped between a commit and its publish
-        if self.step > self.checkpointed and self.trainer_answers and committed:
+        """Before an early end: write a checkpoint of the last committed batch, unless the trainer does not respond."""
+        committed = self.trainer.version.number == self.step  # False between a commit and its publish
+        if self.step > self.checkpointed and self.trainer_responds and committed:
             with suppress(StopRequested):
                 await self._checkpoint()
 
-    async def _of_trainer(self, call: Coroutine[Any, Any, T], awaited: str) -> T:
-        """Await what only the trainer can do.
-
-        Raises:
-            StopRequested: the run is to end, and the trainer does not answer in time.
-        """
-        lost = f"there is no checkpoint after step {self.checkpointed}; what came later is learned again"
-        try:
-            return await self.rollout.unless_stopped(call, awaited=awaited, lost=lost)
-        except StopRequested:
-            self.trainer_answers = False
-            raise
-
     async def _checkpoint(self) -> None:
-        """Write the trainer's state; what the ledger has up to here is then superfluous."""
+        """Write a checkpoint, and prune the ledger's entries that it covers."""
         rollout, step = self.rollout, self.step
         known = rollout.ledger.evaluations.get(step)
         score = known.result.reward_mean if known and known.result.version == self.trainer.version else None
         rollout.telemetry.progress("checkpoint", 0, 1)
         with rollout.span(CHECKPOINT, step=step):
             saving = self._checkpoint_io(self.checkpoints.save(step, score=score), "the checkpoint to be written")
-            await self._of_trainer(saving, "the checkpoint to be written")
+            await self._unless_stopped(saving, "the checkpoint to be written")
         self.checkpointed = step
         await rollout.ledger.prune(self.in_flight, step)
 
-    async def _train(self, call: Coroutine[Any, Any, T], awaited: str, *, counted_as: str = "time_train_s") -> T:
-        """Await the trainer, and count how long."""
-        rollout, began = self.rollout, self.rollout.clock.now()
-        waiting = rollout.patiently(
+    @property
+    def _collector(self) -> SampleCollector:
+        assert self.collector is not None, "the loop has not started"
+        return self.collector
+
+    async def _unless_stopped(self, call: Coroutine[Any, Any, T], awaited: str) -> T:
+        """Await a call that needs the trainer.
+
+        Raises:
+            StopRequested: the run is to stop, and the trainer does not respond in time.
+        """
+        lost = f"no checkpoint after step {self.checkpointed}; later steps are trained again from the journal"
+        try:
+            return await self.rollout.unless_stopped(call, awaited=awaited, lost=lost)
+        except StopRequested:
+            self.trainer_responds = False
+            raise
+
+    async def _call_trainer(self, call: Coroutine[Any, Any, T], awaited: str, *, timing: str = "time_train_s") -> T:
+        """Await the trainer, and add the time to a timing."""
+        rollout, started_s = self.rollout, self.rollout.clock.now()
+        waiting = rollout.wait_for(
             call, awaited=awaited, look_at="the trainer's device and memory", deadline_s=rollout.timeouts.trainer_s
         )
-        result = await self._of_trainer(waiting, awaited)
-        self.timings[counted_as] += rollout.clock.now() - began
+        result = await self._unless_stopped(waiting, awaited)
+        self.timings[timing] += rollout.clock.now() - started_s
         return result
 
     async def _checkpoint_io(self, call: Coroutine[Any, Any, T], awaited: str) -> T:
-        return await self.rollout.patiently(
+        return await self.rollout.wait_for(
             call,
             awaited=awaited,
             look_at="the disk of the run directory",

@@ -1,4 +1,14 @@
-"""One sample's state, token by token, and the only legal ways it changes."""
+"""State and tokens of one sample.
+
+```
+            assign                     finish "stop" or "length"             score
+ waiting ───────────▶ running ──────────────────────────▶ finished ───────────────▶ scored
+    ▲                    │
+    └────────────────────┘  aborted, engine error, lease ended: tokens are kept
+```
+`Sample.restart` returns a sample from any state to *waiting* without tokens. Every other transition raises
+`IllegalTransition`.
+"""
 
 from __future__ import annotations
 
@@ -34,72 +44,71 @@ Verdict: TypeAlias = Literal[
     "overlap",
     "gap",
 ]
-"""What became of a delta; everything but "applied" is counted and otherwise ignored."""
+"""Result of checking a delta; all but "applied" are counted and the delta is ignored."""
 
 
 class SampleState(enum.StrEnum):
-    """Where a sample stands."""
+    """State of a sample."""
 
-    WAITING = "waiting"  # nobody generates it; it may already hold tokens
+    WAITING = "waiting"  # not assigned; may hold tokens of an earlier attempt
     RUNNING = "running"  # assigned to a lease
-    FINISHED = "finished"  # all its tokens are there
-    SCORED = "scored"  # and its reward
+    FINISHED = "finished"  # all tokens received
+    SCORED = "scored"  # reward received
 
 
 RUNNING = SampleState.RUNNING
-"""For `Sample.judge`, which is called for every delta: before Python 3.12 naming a state takes a sixth of it."""
+"""For `Sample.check`, which runs once per delta: looking up an enum member is slow before Python 3.12."""
 
-LEGAL: dict[SampleState, frozenset[SampleState]] = {
+TRANSITIONS: dict[SampleState, frozenset[SampleState]] = {
     SampleState.WAITING: frozenset({SampleState.RUNNING}),
     SampleState.RUNNING: frozenset({SampleState.WAITING, SampleState.FINISHED}),
     SampleState.FINISHED: frozenset({SampleState.SCORED}),
     SampleState.SCORED: frozenset(),
 }
-"""Besides, any sample may begin again (`Sample.restart`)."""
 
 
 class IllegalTransition(RuntimeError):
-    """The controller tried to move a sample in a way its state does not allow: a bug, never bad input."""
+    """A state change that `TRANSITIONS` does not allow: a bug in the controller, never bad input."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Sample:
-    """The tokens of one sample and who is generating it. Buffers only ever grow."""
+    """Tokens and state of one sample."""
 
     sample_id: SampleId
-    ordinal: int  # canonical place among all: group position * group size + index
+    ordinal: int  # canonical index in the run: group position * group size + index
     prompt: Prompt
-    from_version: int = 0  # no older weights may generate it
+    from_version: int = 0  # older weights may not generate it
     state: SampleState = SampleState.WAITING
     lease_id: str = ""
     attempt: int = 0
-    assigned_version: int = 0  # the newest when it was given to its lease: no older weights go on with it
-    moves: int = 0  # times it was called back to even out the load
+    assigned_version: int = 0  # newest version at the time of assignment
+    moves: int = 0  # times it was aborted to balance the load
     failures: int = 0  # attempts that ended in an engine error
     last_error: str = ""
     token_ids: bytearray = field(default_factory=bytearray)  # int32 [T]
     logprobs: bytearray = field(default_factory=bytearray)  # float32 [T]
-    made_by: tuple[tuple[PolicyVersion, int], ...] = ()  # a version and the first token it made
-    published: dict[int, LogprobBuffer] = field(default_factory=dict)  # by version: of the tokens older ones had made
+    version_starts: tuple[tuple[PolicyVersion, int], ...] = ()  # each version with the first token it generated
+    published: dict[int, LogprobBuffer] = field(default_factory=dict)  # by version: logprobs of tokens of older ones
     finish: Finish | None = None
-    judged: Trajectory | None = None  # the finished sample, once somebody asked for it
+    decoded: Trajectory | None = None  # cached trajectory of the finished sample
     reward: Reward | None = None
-    ref_logprobs: LogprobBuffer = b""  # float32 [T], where a reader of the reference gave them; not journalled
-    recovered: int = 0  # tokens that came from the journal
-    finished_s: float = 0.0  # when its last token was accepted, on the run's clock
+    ref_logprobs: LogprobBuffer = b""  # float32 [T] if a separate reference computed them; not journalled
+    recovered: int = 0  # tokens read from the journal
+    finished_s: float = 0.0  # on the run's clock
     scored_s: float = 0.0
 
     @property
     def oldest_version(self) -> int | None:
-        """Of the weights that made its tokens, or may have made tokens that are not here yet; None for none at all."""
-        if self.made_by:
-            return self.made_by[0][0].number
+        """Version of the first token; while running without tokens, the version at assignment; otherwise None."""
+        if self.version_starts:
+            return self.version_starts[0][0].number
         return self.assigned_version if self.state is SampleState.RUNNING else None
 
     @property
     def min_version(self) -> int:
-        """Only these weights and newer ones may go on with it."""
-        return max(self.from_version, self.made_by[-1][0].number if self.made_by else 0)
+        """Oldest version that may generate the next token."""
+        return max(self.from_version, self.version_starts[-1][0].number if self.version_starts else 0)
 
     @property
     def length(self) -> int:
@@ -108,53 +117,52 @@ class Sample:
 
     @property
     def versions(self) -> list[VersionRun]:
-        """Which version made which tokens, in order and without a hole."""
-        cuts = [*(start for _, start in self.made_by), self.length]
+        """Token ranges by version, contiguous and in order."""
+        cuts = [*(start for _, start in self.version_starts), self.length]
         return [
             VersionRun(version=version, start=start, end=end)
-            for (version, _), (start, end) in zip(self.made_by, pairwise(cuts), strict=True)
+            for (version, _), (start, end) in zip(self.version_starts, pairwise(cuts), strict=True)
         ]
 
     @property
     def publish_logprobs(self) -> tuple[LogprobBuffer, ...]:
-        """float32 [T] each, oldest version first; a token that was not made yet has its rollout logprob there."""
+        """float32 [T] per published version, oldest first; tokens generated later keep their rollout logprob."""
         return tuple(known + self.logprobs[len(known) :] for _, known in sorted(self.published.items()))
 
-    def made_before(self, version: int) -> int:
-        """Tokens that older weights made: the first so many."""
-        return next((start for made_by, start in self.made_by if made_by.number >= version), self.length)
+    def tokens_before(self, version: int) -> int:
+        """Number of leading tokens generated by versions older than `version`."""
+        return next((start for found, start in self.version_starts if found.number >= version), self.length)
 
     def completion(self, tokens: int) -> Completion:
-        """Its prompt and its first so many tokens."""
+        """The prompt and the first `tokens` completion tokens."""
         return Completion(prompt_ids=self.prompt.token_ids, token_ids=bytes(self.token_ids[: tokens * ITEM_BYTES]))
 
     def move(self, state: SampleState) -> None:
         """Change state.
 
         Raises:
-            IllegalTransition: when `LEGAL` does not have it.
+            IllegalTransition: `TRANSITIONS` does not allow it.
         """
-        if state not in LEGAL[self.state]:
+        if state not in TRANSITIONS[self.state]:
             raise IllegalTransition(f"{self.sample_id}: {self.state.value} -> {state.value}")
         self.state = state
 
     def assign(self, lease_id: str, version: int) -> None:
-        """Hand the sample to a lease, whose weights are of this version; whatever an earlier attempt still sends is
-        stale from now on."""
+        """Start an attempt on a lease, with `version` as the newest; deltas of earlier attempts become stale."""
         self.move(SampleState.RUNNING)
         self.lease_id, self.assigned_version = lease_id, version
         self.attempt += 1
 
     def restart(self) -> None:
-        """Forget all its tokens, and its reward."""
+        """Discard all tokens and the reward."""
         self.state = SampleState.WAITING
-        self.token_ids, self.logprobs, self.made_by = bytearray(), bytearray(), ()
+        self.token_ids, self.logprobs, self.version_starts = bytearray(), bytearray(), ()
         self.published = {}
-        self.finish = self.judged = self.reward = None
+        self.finish = self.decoded = self.reward = None
         self.ref_logprobs, self.recovered = b"", 0
 
-    def judge(self, delta: TokenDelta, newest: int) -> Verdict:
-        """What `apply` would make of a delta, `newest` being the last published version; the sample is not changed."""
+    def check(self, delta: TokenDelta, newest: int) -> Verdict:
+        """Whether a delta can be applied, `newest` being the last published version. Does not change the sample."""
         if self.state is not RUNNING:
             return "not_running"
         if delta.lease_id != self.lease_id:
@@ -171,30 +179,30 @@ class Sample:
         return "applied"
 
     def extend(self, token_ids: bytes, logprobs: bytes, version: PolicyVersion) -> None:
-        """Append tokens and note which version made them."""
-        if token_ids and (not self.made_by or self.made_by[-1][0] != version):
-            self.made_by += ((version, self.length),)
+        """Append tokens generated by `version`."""
+        if token_ids and (not self.version_starts or self.version_starts[-1][0] != version):
+            self.version_starts += ((version, self.length),)
         self.token_ids += token_ids
         self.logprobs += logprobs
 
-    def note_published(self, version: int, logprobs: LogprobBuffer) -> None:
-        """Keep what a version says of the first tokens (float32 [N], N <= T).
+    def set_published(self, version: int, logprobs: LogprobBuffer) -> None:
+        """Store the logprobs of the first tokens (float32 [N], N <= T) under a published version.
 
         Raises:
-            IllegalTransition: there are not so many tokens.
+            IllegalTransition: the sample has fewer than N tokens.
         """
         if len(logprobs) > len(self.logprobs) or len(logprobs) % ITEM_BYTES:
             raise IllegalTransition(f"{self.sample_id}: {len(logprobs)} bytes of logprobs for {self.length} tokens")
         self.published[version] = logprobs
 
     def end_attempt(self, finish: Finish, error: str) -> None:
-        """A finished sample is finished; one called back or failed keeps its tokens and waits for its next attempt."""
+        """Finish the sample, or return it to waiting with its tokens if it was aborted or failed."""
         if finish in ("stop", "length"):
             self.move(SampleState.FINISHED)
             self.finish = finish
             return
         self.move(SampleState.WAITING)
-        if finish == "error" or error:  # an engine that refuses a sample aborts it and says why
+        if finish == "error" or error:  # an engine that refuses a sample aborts it with an error
             self.failures += 1
             self.last_error = error
 
@@ -203,7 +211,7 @@ class Sample:
         self.reward = reward
 
     def trajectory(self, text: str) -> Trajectory:
-        """The finished sample as the scorer sees it; its only trained segment is the completion."""
+        """The finished sample with its decoded completion; the completion is the only trained segment."""
         assert self.finish is not None, f"{self.sample_id} has not finished"
         prompt_length = count(self.prompt.token_ids)
         total = prompt_length + self.length

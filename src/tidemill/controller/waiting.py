@@ -1,4 +1,4 @@
-"""Waiting with deadlines and log lines, and the mailbox from many writers to one reader."""
+"""Waits with deadlines and log lines, and the mailbox in which the collector receives messages."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ CLOCK_RESOLUTION_S = 1e-6
 
 
 class Timeouts(Record):
-    """How long the controller waits, in seconds, before it says so and before it gives up."""
+    """Deadlines of the controller's waits, in seconds."""
 
-    notice_s: float = 30.0  # a "waiting" event this often
-    worker_s: float = 600.0  # without any message while samples are in flight
-    pool_s: float = 86400.0  # while there is nobody to generate: machines that went may come back
-    scorer_s: float = 600.0  # without any reward while samples are being scored
+    notice_s: float = 30.0  # interval of "waiting" events
+    worker_s: float = 600.0  # without new tokens while samples are running
+    pool_s: float = 86400.0  # without a worker: evicted machines may come back
+    scorer_s: float = 600.0  # without a reward while samples are being scored
     trainer_s: float = 7200.0  # one accumulate or commit
-    stop_s: float = 30.0  # for the last tokens of samples called back
-    load_s: float = 600.0  # a worker taking new weights, samples or an abort
+    stop_s: float = 30.0  # for the last tokens of aborted samples when the run stops
+    load_s: float = 600.0  # a worker loading weights, accepting samples or aborting them
     checkpoint_s: float = 3600.0  # writing or reading one
 
 
 class Wait(Record):
-    """What is awaited, for how long at most, and where to look if it does not come."""
+    """Description of a wait, for its events and its error."""
 
     awaited: str
     look_at: str
@@ -42,7 +42,7 @@ class Wait(Record):
 async def wait_with_deadline(
     awaitable: Awaitable[T], wait: Wait, *, notice_s: float, telemetry: Telemetry, clock: Clock
 ) -> T:
-    """Await, with a "waiting" event every `notice_s` seconds.
+    """Await, and log a "waiting" event every `notice_s` seconds.
 
     Raises:
         DeadlineError: `wait.deadline_s` seconds passed.
@@ -55,16 +55,16 @@ async def wait_with_deadline(
             done, _ = await asyncio.wait({task}, timeout=max(0.0, min(notice_s, left_s)))
             if done:
                 return task.result()
-            still_waiting(wait, waited_s=clock.now() - since, telemetry=telemetry)
+            log_waiting(wait, waited_s=clock.now() - since, telemetry=telemetry)
     finally:
         task.cancel()
 
 
-def still_waiting(wait: Wait, *, waited_s: float, telemetry: Telemetry) -> None:
-    """Say that the wait goes on, or end it.
+def log_waiting(wait: Wait, *, waited_s: float, telemetry: Telemetry) -> None:
+    """Log a "waiting" event, or fail at the deadline.
 
     Raises:
-        DeadlineError: it has lasted `wait.deadline_s` seconds.
+        DeadlineError: the wait has lasted `wait.deadline_s` seconds.
     """
     if waited_s >= wait.deadline_s - CLOCK_RESOLUTION_S:
         raise DeadlineError(wait.awaited, waited_s=waited_s, look_at=wait.look_at)
@@ -72,60 +72,60 @@ def still_waiting(wait: Wait, *, waited_s: float, telemetry: Telemetry) -> None:
 
 
 class LeaseOutcome(Record):
-    """A lease is over; its samples must go on elsewhere."""
+    """A lease has ended; its samples must continue on other workers."""
 
     lease_id: str
     worker_id: str
     cause: str
     noticed: bool = False
-    evicted: bool = True  # the machine was taken, rather than given back
-    crashed: bool = False  # the worker raised rather than vanished: a sample of its may be the reason
-    tokens_lost: int = 0  # estimated: made since its last report
+    evicted: bool = True  # the machine was lost, not given back
+    crashed: bool = False  # the worker raised an error, possibly because of one of its samples
+    tokens_lost: int = 0  # estimate of the tokens generated after its last report
 
 
 @dataclass(slots=True)
 class Messages:
-    """What the mailbox held, by kind. Reports come before the ends of leases: what was said before counts."""
+    """Content of the mailbox, by kind. Reports are applied before the lease outcomes that arrived with them."""
 
     reports: list[WorkerReport] = field(default_factory=list)
     ended: list[LeaseOutcome] = field(default_factory=list)
-    hand_back: list[str] = field(default_factory=list)  # leases about to end
-    # With the attempt that was judged, and the reference's logprobs where it was asked.
+    draining: list[str] = field(default_factory=list)  # leases about to end
+    # With the attempt that was scored, and its reference logprobs (empty without a separate reference).
     rewards: list[tuple[Sample, int, Reward, LogprobBuffer]] = field(default_factory=list)
-    reread: list[tuple[Sample, int, LogprobBuffer]] = field(default_factory=list)  # of samples rewarded before
+    ref_logprobs: list[tuple[Sample, int, LogprobBuffer]] = field(default_factory=list)  # of samples already rewarded
     failures: list[Exception] = field(default_factory=list)
     stop: bool = False
 
     @property
-    def news(self) -> bool:
-        """Whether anything but reports came: what those are worth is seen when they are applied."""
-        return bool(self.rewards or self.reread or self.failures or self.stop or self.ended or self.hand_back)
+    def progress(self) -> bool:
+        """Whether there is anything but reports, which count as progress only if they have new tokens."""
+        return bool(self.rewards or self.ref_logprobs or self.failures or self.stop or self.ended or self.draining)
 
 
 class Mailbox:
-    """Letters of one collection. `mail` is written to directly; `ring` says so."""
+    """Messages to one collector. Writers that fill `messages` directly call `notify`."""
 
     def __init__(self) -> None:
-        self.mail = Messages()
-        self._rung = asyncio.Event()
+        self.messages = Messages()
+        self._notified = asyncio.Event()
 
-    def ring(self) -> None:
-        """Something was written, or happened, that the reader should look at."""
-        self._rung.set()
+    def notify(self) -> None:
+        """Wake the reader."""
+        self._notified.set()
 
     def put_reports(self, reports: Sequence[WorkerReport]) -> None:
-        self.mail.reports += reports
-        self.ring()
+        self.messages.reports += reports
+        self.notify()
 
     def put_failure(self, error: Exception) -> None:
-        self.mail.failures.append(error)
-        self.ring()
+        self.messages.failures.append(error)
+        self.notify()
 
     async def take(self, timeout_s: float) -> Messages:
-        """Everything that has arrived, after waiting at most so long for something."""
+        """All messages, after waiting at most `timeout_s` seconds for the first."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):  # `wait_for` of Python 3.11 loses a cancellation that meets a ring
-                await self._rung.wait()
-        self._rung.clear()
-        mail, self.mail = self.mail, Messages()
-        return mail
+            async with asyncio.timeout(timeout_s):  # `wait_for` of Python 3.11 can lose a cancellation
+                await self._notified.wait()
+        self._notified.clear()
+        messages, self.messages = self.messages, Messages()
+        return messages

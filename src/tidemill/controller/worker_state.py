@@ -1,18 +1,20 @@
-"""One worker of the fleet from its lease to its end, and the work of its engine."""
+"""State of one worker, and the fleet's events and counters."""
 
 from __future__ import annotations
 
 import asyncio
 import enum
 import math
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import asdict, dataclass, field
 from operator import attrgetter
 from typing import Any
 
 from msgspec.structs import fields
 
-from tidemill.core.protocols import Worker
+from tidemill.controller.samples import Sample
+from tidemill.controller.waiting import LeaseOutcome
+from tidemill.core.protocols import Clock, Telemetry, Worker
 from tidemill.core.records import (
     EngineWork,
     FleetRow,
@@ -23,113 +25,127 @@ from tidemill.core.records import (
     WorkerStatus,
     unpack_logprobs,
 )
+from tidemill.telemetry.events import (
+    CRASH,
+    DECODE,
+    EVICTION,
+    LEASE,
+    LEASE_END,
+    MIGRATION,
+    PULL,
+    QUARANTINE,
+    REBALANCE,
+)
 
-NAMES = tuple(field.name for field in fields(EngineWork))
-_COUNTS: Callable[[EngineWork], tuple[float, ...]] = attrgetter(*NAMES)
-_ROUND = 6
+WORK_FIELDS = tuple(field.name for field in fields(EngineWork))
+_VALUES: Callable[[EngineWork], tuple[float, ...]] = attrgetter(*WORK_FIELDS)
+_DIGITS = 6
 
 
 class WorkBySize:
-    """Sums over a worker's reports: a row for each octave of samples drawn from in a pass, so that what a pass takes
-    can be told from what a sample takes."""
+    """Sums of an engine's work, one row per octave of samples drawn from in a forward pass.
+
+    The rows separate the cost of a forward pass from the cost of a sample in it.
+    """
 
     def __init__(self) -> None:
-        self._seen = EngineWork()  # an engine counts from when it started
+        self._last = EngineWork()  # an engine reports totals since its start
         self._rows: dict[int, tuple[float, ...]] = {}
 
     def observe(self, work: EngineWork) -> None:
-        """The worker's next report."""
-        before, self._seen = self._seen, work
+        """Add the difference from the last report."""
+        before, self._last = self._last, work
         if (passes := work.passes - before.passes) > 0:
             size = math.floor(math.log2(max(1.0, (work.drawn - before.drawn) / passes)))
-            row = self._rows.get(size, (0.0,) * len(NAMES))
+            row = self._rows.get(size, (0.0,) * len(WORK_FIELDS))
             self._rows[size] = tuple(
-                sum_ + now - then for sum_, now, then in zip(row, _COUNTS(work), _COUNTS(before), strict=True)
+                total + now - then for total, now, then in zip(row, _VALUES(work), _VALUES(before), strict=True)
             )
 
     def take(self) -> list[dict[str, float]]:
-        """The rows since the last call, sizes rising; keys as of `EngineWork`."""
+        """Rows since the last call, by ascending size; keys are the fields of `EngineWork`."""
         rows, self._rows = self._rows, {}
         return [
-            {name: round(value, _ROUND) for name, value in zip(NAMES, row, strict=True)}
+            {name: round(value, _DIGITS) for name, value in zip(WORK_FIELDS, row, strict=True)}
             for _, row in sorted(rows.items())
         ]
 
 
 class WorkerPhase(enum.Enum):
-    """Where a worker stands; the names are shown to people."""
+    """Phase of a worker; the values are shown in the live view."""
 
     STARTING = "starting"
     LOADING = "loading"
     SERVING = "serving"
-    LEAVING = "leaving"  # warned: it takes no new samples
-    GONE = "gone"  # the fleet has forgotten it
+    LEAVING = "leaving"  # noticed: takes no new samples
+    GONE = "gone"  # removed from the fleet
 
 
 SERVING = WorkerPhase.SERVING
-"""For whoever looks at all members: before Python 3.12 naming a state costs more than the rest of the look."""
+"""For loops over all workers: looking up an enum member is slow before Python 3.12."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerCommand:
-    """One call to make on a worker, in its turn."""
+    """One call to a worker."""
 
     call: Callable[[Worker], Coroutine[Any, Any, object]]
-    what: str  # "take samples"
+    description: str  # completes "waiting for the worker to ...": "take samples"
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeRate:
-    """How one sample got on in a worker's tick, beside the others it had."""
+    """Decode rate per sample in one report interval."""
 
     tokens_per_s: float
-    tokens: float  # in the whole tick
+    tokens: float  # in the interval
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class WorkerState:
-    """What the controller knows of a worker. Orders are carried out one after another; no worker waits for another."""
+    """State of one worker. Its commands run in order; no worker waits for another."""
 
     lease: Lease
-    slots: int  # samples it decodes at once
-    state: WorkerPhase = WorkerPhase.STARTING
-    worker: Worker | None = None
+    slots: int  # samples it decodes concurrently
+    phase: WorkerPhase = WorkerPhase.STARTING
+    handle: Worker | None = None
     version: PolicyVersion | None = None
     status: WorkerStatus | None = None
-    heard_s: float = 0.0  # when it last said anything
-    heard_tokens: int = 0  # in its last report
+    reported_s: float = 0.0  # time of its last report
+    reported_tokens: int = 0  # in its last report
     noticed: bool = False
-    behind: bool = False  # newer weights are there, for when it has finished what it has
-    tokens: int = 0  # accepted of it
-    busy_since_s: float | None = None  # since when it has samples of the open batch
-    busy_tokens: int = 0  # accepted of it since then
-    busy_samples: int = 0  # given to it since then
+    load_when_idle: bool = False  # newer weights are published; load them when its samples are finished
+    tokens: int = 0  # reported in total
+    busy_since_s: float | None = None  # None while it has no samples
+    busy_tokens: int = 0  # reported since then
+    busy_samples: int = 0  # submitted since then
     busy_step: int = 0
     busy_purpose: str = ""
     work: WorkBySize = field(default_factory=WorkBySize)
     idle_since_s: float = 0.0
-    orders: asyncio.Queue[WorkerCommand] = field(default_factory=asyncio.Queue)
+    commands: asyncio.Queue[WorkerCommand] = field(default_factory=asyncio.Queue)
     task: asyncio.Task[None] | None = None
 
     @property
     def preemptible(self) -> bool:
         return self.lease.kind == "preemptible"
 
-    def tokens_since(self, now_s: float, *, usual: DecodeRate | None) -> int:
-        """About how many tokens it has made since it was last heard: a tick's at most, or it would have said so.
+    @property
+    def joined(self) -> bool:
+        return self.phase in (WorkerPhase.SERVING, WorkerPhase.LEAVING)
+
+    def unreported_tokens(self, now_s: float, *, fleet_rate: DecodeRate | None) -> int:
+        """Estimated tokens generated since the last report, at most those of one report interval.
 
         Args:
-            usual: of the fleet, for a worker that has not told of its first tick; None when nobody has told of any.
+            fleet_rate: latest rate of any worker, used before this worker's first report; None if there is none.
         """
         if self.status is not None and self.status.running:
-            return min(self.heard_tokens, round(self.status.tokens_per_s * max(0.0, now_s - self.heard_s)))
-        if self.busy_since_s is None or usual is None:
+            return min(self.reported_tokens, round(self.status.tokens_per_s * max(0.0, now_s - self.reported_s)))
+        if self.busy_since_s is None or fleet_rate is None:
             return 0
-        each = min(usual.tokens, usual.tokens_per_s * (now_s - self.busy_since_s))
-        return round(each * min(self.busy_samples, self.slots))
-
-    def cost_usd(self, now_s: float) -> float:
-        return self.lease.price_usd_per_hour * (now_s - self.lease.start_s) / 3600
+        per_sample = min(fleet_rate.tokens, fleet_rate.tokens_per_s * (now_s - self.busy_since_s))
+        return round(per_sample * min(self.busy_samples, self.slots))
 
     def row(self, now_s: float) -> FleetRow:
         status = self.status
@@ -137,7 +153,7 @@ class WorkerState:
             lease_id=self.lease.lease_id,
             worker_id=self.lease.worker_id,
             kind=self.lease.kind,
-            state=self.state.value,
+            state=self.phase.value,
             version=self.version.number if self.version else None,
             running=status.running if status else 0,
             queued=status.queued if status else 0,
@@ -150,11 +166,139 @@ class WorkerState:
 def probe_difference(loaded: Loaded, manifest: WeightManifest) -> float:
     """Mean absolute difference between a worker's logprobs of the probe and the publisher's, in nats.
 
-    Infinite when the worker says something else than numbers for every token; 0 when there was nothing to compare.
+    Infinite if the worker's logprobs are not one finite number per token; 0 if the publisher has no probe.
     """
-    expected, said = unpack_logprobs(manifest.probe_logprobs), unpack_logprobs(loaded.probe_logprobs)
+    expected, found = unpack_logprobs(manifest.probe_logprobs), unpack_logprobs(loaded.probe_logprobs)
     if not expected:
         return 0.0
-    if len(said) != len(expected) or not all(map(math.isfinite, said)):
+    if len(found) != len(expected) or not all(map(math.isfinite, found)):
         return math.inf
-    return sum(abs(a - b) for a, b in zip(said, expected, strict=True)) / len(expected)
+    return sum(abs(a - b) for a, b in zip(found, expected, strict=True)) / len(expected)
+
+
+@dataclass(slots=True)
+class FleetCounters:
+    """Counts since the last metrics line; the names are those of docs/metrics.md."""
+
+    evictions: int = 0
+    crashes: int = 0
+    migrations: int = 0  # samples
+    tokens_lost: int = 0  # estimate
+
+
+class FleetEventLog:
+    """Logs the fleet's events, and counts those that are also metrics of a step."""
+
+    def __init__(self, telemetry: Telemetry, clock: Clock) -> None:
+        self._telemetry, self._clock = telemetry, clock
+        self._worker_ids: dict[str, str] = {}  # by lease, including ended leases
+        self.counters = FleetCounters()
+
+    def take_figures(self) -> dict[str, float]:
+        """Counts since the last call."""
+        counters, self.counters = self.counters, FleetCounters()
+        return {name: float(count) for name, count in asdict(counters).items()}
+
+    def has_logged(self, lease_id: str) -> bool:
+        """Whether the lease was granted before, even if it has ended."""
+        return lease_id in self._worker_ids
+
+    def log(self, name: str, worker: WorkerState, **fields: object) -> None:
+        """Log an event with the worker's lease and name."""
+        self._telemetry.event(name, lease=worker.lease.lease_id, worker=worker.lease.worker_id, **fields)
+
+    def granted(self, worker: WorkerState) -> None:
+        lease = worker.lease
+        self._worker_ids[lease.lease_id] = lease.worker_id
+        self.log(LEASE, worker, kind=lease.kind, price_usd_per_hour=lease.price_usd_per_hour)
+
+    def pulled(self, worker: WorkerState, loaded: Loaded, duration_s: float) -> None:
+        self.log(
+            PULL,
+            worker,
+            version=loaded.version.number,
+            nbytes=loaded.nbytes,
+            full=loaded.full,
+            duration_s=round(duration_s, _DIGITS),
+            swap_s=round(loaded.swap_s, _DIGITS),
+            retries=loaded.retries,
+        )
+
+    def quarantined(self, worker: WorkerState, difference: float, limit: float) -> None:
+        # JSON has no infinity.
+        self.log(QUARANTINE, worker, difference=min(difference, 1e9), limit=limit)
+
+    def migrated(self, source: str, target: WorkerState, samples: Sequence[Sample]) -> None:
+        """Samples of the lease `source` continue on another worker."""
+        self.counters.migrations += len(samples)
+        self._telemetry.event(
+            MIGRATION,
+            lease=source,
+            worker=self._worker_ids.get(source, source),
+            to_worker=target.lease.worker_id,
+            samples=len(samples),
+            tokens_kept=sum(sample.length for sample in samples),
+        )
+
+    def busy(self, worker: WorkerState, samples: int, *, step: int, purpose: str) -> None:
+        """The worker was given samples."""
+        if worker.busy_since_s is None:
+            worker.busy_since_s, worker.busy_tokens, worker.busy_samples = self._clock.now(), 0, 0
+            worker.busy_step, worker.busy_purpose = step, purpose
+        worker.busy_samples += samples
+
+    def idle(self, worker: WorkerState) -> None:
+        """The worker has no samples any more."""
+        if worker.busy_since_s is None:
+            return
+        worker.idle_since_s = self._clock.now()
+        self.log(
+            DECODE,
+            worker,
+            kind=worker.lease.kind,
+            step=worker.busy_step,
+            purpose=worker.busy_purpose,
+            tokens=worker.busy_tokens,
+            samples=worker.busy_samples,
+            work=worker.work.take(),
+            duration_s=round(worker.idle_since_s - worker.busy_since_s, _DIGITS),
+        )
+        worker.busy_since_s = None
+
+    def rebalanced(self, source: WorkerState, target: WorkerState, samples: int) -> None:
+        self._telemetry.event(
+            REBALANCE, from_worker=source.lease.worker_id, to_worker=target.lease.worker_id, samples=samples
+        )
+
+    def ended(self, outcome: LeaseOutcome, samples: Sequence[Sample]) -> None:
+        """Log an eviction or a crash of a worker that had joined."""
+        if not (outcome.evicted or outcome.crashed):
+            return
+        lost = outcome.tokens_lost if samples else 0
+        self.counters.evictions += outcome.evicted
+        self.counters.crashes += outcome.crashed
+        self.counters.tokens_lost += lost
+        self._telemetry.event(
+            EVICTION if outcome.evicted else CRASH,
+            lease=outcome.lease_id,
+            worker=outcome.worker_id,
+            cause=outcome.cause,
+            noticed=outcome.noticed,
+            samples=len(samples),
+            tokens_kept=sum(sample.length for sample in samples),
+            tokens_lost=lost,
+        )
+
+    def lease_ended(self, worker: WorkerState, cause: str, *, evicted: bool) -> None:
+        lease = worker.lease
+        held_s = self._clock.now() - lease.start_s
+        self.log(
+            LEASE_END,
+            worker,
+            kind=lease.kind,
+            cause=cause,
+            evicted=evicted,
+            held_s=round(held_s, 3),
+            cost_usd=round(lease.price_usd_per_hour * held_s / 3600, 9),
+            tokens=worker.tokens,
+        )

@@ -1,26 +1,26 @@
-"""The error tree. An error a user can act on says what is wrong, where, and what to do about it."""
+"""Exceptions. An error that a user can act on names the problem, its place and a fix."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 LONGEST_MESSAGE = 300
-"""Characters kept of the text of an exception that is not ours."""
+"""Characters kept of the message of an exception of another library."""
 
 
 class TidemillError(Exception):
-    """Base of every error raised on purpose."""
+    """Base of all errors that Tidemill raises."""
 
     exit_code = 1
 
 
 class UserError(TidemillError):
-    """The user's input is wrong; the command ends with exit code 2 and nothing is lost.
+    """The user's input is wrong; the command exits with code 2.
 
     Args:
-        what: one sentence naming the fault.
-        where: the key, file and line, or flag at fault (empty when `what` names it).
-        hint: what to do about it.
+        what: one sentence that names the error.
+        where: the key, file and line, or flag (empty if `what` names it).
+        hint: how to fix it.
     """
 
     exit_code = 2
@@ -35,13 +35,13 @@ class UserError(TidemillError):
 
 
 class GuardStop(TidemillError):
-    """A guard (not a bug, not the user's input) ended the run; exit code 3."""
+    """A guard ended a run that learns nothing; exit code 3."""
 
     exit_code = 3
 
 
 class WorkerLost(TidemillError):
-    """A worker is gone. For the fleet an event like any other; `cause` and `hint` are for whoever reads the log."""
+    """A worker is gone. The fleet handles it as an event and logs `cause` and `hint`."""
 
     def __init__(self, cause: str, *, hint: str = "") -> None:
         self.cause, self.hint = cause, hint
@@ -49,30 +49,31 @@ class WorkerLost(TidemillError):
 
 
 class TrainerLost(TidemillError):
-    """The trainer's process, or one that computes for it, is gone, and the run with it; nothing finished is lost."""
+    """The trainer's process or its critic's is gone, which ends the run; it can be resumed."""
 
 
 class ReaderLost(TidemillError):
-    """A reward model or the reference, in a process of its own, is gone and could not be had again."""
+    """The process of a reward model or the reference is gone and could not be restarted."""
 
 
 class ClusterLost(TidemillError):
-    """The cluster that everything ran on does not answer any more; nothing finished is lost."""
+    """The Ray cluster does not respond, which ends the run; it can be resumed."""
 
 
 class WeightsError(TidemillError):
-    """A published version could not be had whole. The message names the version and what of it was missing or wrong."""
+    """A published version could not be read. The message names the version and the missing or damaged part."""
 
 
 class DeadlineError(TidemillError):
-    """A wait passed its deadline. The message names what was awaited, for how long, and what to look at."""
+    """A wait passed its deadline. The message names the awaited result, the time waited and where to look."""
 
     def __init__(self, awaited: str, *, waited_s: float, look_at: str) -> None:
+        self.awaited, self.waited_s, self.look_at = awaited, waited_s, look_at
         super().__init__(f"waited {waited_s:.1f} s for {awaited}; look at {look_at}")
 
 
 def root_error(error: BaseException) -> BaseException:
-    """What a group of concurrent failures comes down to: an interrupt, the user's fault, a guard, or the first."""
+    """The exception to report of a group: an interrupt, else a `UserError`, a guard, an `OSError`, or the first."""
     leaves = list(_leaves(error))
     for kind in (KeyboardInterrupt, UserError, GuardStop, OSError):
         for leaf in leaves:
@@ -82,17 +83,17 @@ def root_error(error: BaseException) -> BaseException:
 
 
 def describe_error(error: BaseException) -> str:
-    """What a failure came down to, for whoever reads of it later: an error's own words, a bug's with its kind."""
+    """Message of the root error; for exceptions other than Tidemill's, with the type."""
     root = root_error(error)
     return str(root) if isinstance(root, TidemillError) else exception_text(root)
 
 
 def exception_text(error: BaseException) -> str:
-    """`Type: message` of any exception, on one line that UTF-8 can encode; also where its `__str__` raises."""
+    """`Type: message` of any exception on one line, encodable as UTF-8, even if its `__str__` raises."""
     try:
         message = " ".join(str(error).split())
-    except Exception as fault:  # noqa: BLE001 -- `__str__` of a class that is not ours
-        message = f"its __str__ raised {type(fault).__name__}"
+    except Exception as raised:  # noqa: BLE001 -- `__str__` of another library's class
+        message = f"its __str__ raised {type(raised).__name__}"
     message = message[:LONGEST_MESSAGE].encode("utf-8", "backslashreplace").decode("utf-8")
     return f"{type(error).__name__}: {message}".removesuffix(": ")
 

@@ -1,4 +1,4 @@
-"""How counts, numbers, sizes and durations are written for people."""
+"""Formats counts, numbers, sizes and durations for display."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def duration_in_words(seconds: float) -> str:
 
 
 def compact(value: float) -> str:
-    """Three figures and a suffix: `987`, `1.24k`, `3.1M`, `2.05G`."""
+    """Three significant digits and a suffix: `987`, `1.24k`, `3.1M`, `2.05G`."""
     for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= limit * 0.9995:
             return f"{value / limit:.3g}{suffix}"
@@ -34,7 +34,7 @@ def compact(value: float) -> str:
 
 
 def decimal(value: float | None) -> str:
-    """Three figures whatever the size; `-` for nothing and for what is not a number."""
+    """About three significant digits: `0.123`, `12.3`, `1.2e-4`; `-` for None, NaN and infinity."""
     if value is None or not math.isfinite(value):
         return "-"
     if value != 0 and (abs(value) < 1e-3 or abs(value) >= 1e5):
@@ -44,12 +44,12 @@ def decimal(value: float | None) -> str:
 
 
 def between(low: float | None, high: float | None) -> str:
-    """`0.620 to 0.751`: the ends of an interval."""
+    """`0.620 to 0.751`."""
     return f"{decimal(low)} to {decimal(high)}"
 
 
 def percent(share: float | None) -> str:
-    """A share of one as `0 %`, `0.8 %`, `42 %`."""
+    """A fraction as `0 %`, `0.8 %`, `42 %`."""
     if share is None or not math.isfinite(share):
         return "-"
     value = 100 * share
@@ -66,7 +66,7 @@ def dollars(value: float) -> str:
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """Sorts spot-2 before spot-10."""
+    """Sort key that orders `spot-2` before `spot-10`."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
@@ -82,7 +82,7 @@ def size(count: float) -> str:
 
 
 def quantity(value: float, unit: str) -> str:
-    """A figure's value with its unit."""
+    """A value with its unit; bytes as `size`."""
     if unit == "bytes":
         return size(value)
     return f"{value:,.4g} {unit}" if abs(value) < 1e6 else f"{value:.4g} {unit}"

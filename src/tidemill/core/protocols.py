@@ -1,4 +1,4 @@
-"""The interfaces between layers, and the clock. Implementations live below or above; nobody imports across."""
+"""Interfaces between layers, and the clock. Implementations are in other layers, which do not import each other."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ T = TypeVar("T")
 
 
 class Clock(Protocol):
-    """Seconds since an arbitrary origin, never going back."""
+    """Monotonic seconds since an arbitrary origin."""
 
     def now(self) -> float: ...
 
 
 class LoopClock:
-    """The running event loop's own clock."""
+    """The running event loop's clock."""
 
     def now(self) -> float:
         return asyncio.get_running_loop().time()
 
 
 async def within(awaitable: Awaitable[T], *, timeout_s: float, awaited: str, look_at: str) -> T:
-    """Await with a deadline. (Not by `asyncio.wait_for`: Python 3.11's loses a cancellation that meets the result.)
+    """Await with a deadline. (`asyncio.wait_for` of Python 3.11 can lose a cancellation.)
 
     Raises:
-        DeadlineError: naming `awaited` and `look_at` when `timeout_s` seconds pass first.
+        DeadlineError: `timeout_s` seconds passed; names `awaited` and `look_at`.
     """
     try:
         async with asyncio.timeout(timeout_s):
@@ -64,19 +64,19 @@ async def within(awaitable: Awaitable[T], *, timeout_s: float, awaited: str, loo
 
 
 class Compute(Protocol):
-    """Where blocking numerical work runs, off the controller's loop, one call at a time in the order asked for."""
+    """Runs blocking computations off the event loop, one at a time, in call order."""
 
     async def run(self, function: Callable[[], T]) -> T: ...
 
 
 class EngineCapabilities(Record):
-    """What an engine declares about itself."""
+    """Properties of an engine."""
 
-    batch_invariant: bool  # a sample's tokens do not depend on its neighbours, slot or restarts
-    logprobs: bool  # of sampled tokens; an engine without fills their places with NaN
-    keeps_kv: bool  # the cache survives a weight load
-    lora: bool  # a version may be an adapter alone
-    own_sampler: bool  # True: the engine's own random numbers; False: Tidemill's counter-based sampling
+    batch_invariant: bool  # a sample's tokens do not depend on other samples, its slot or restarts
+    logprobs: bool  # returns logprobs of sampled tokens; otherwise NaN
+    keeps_kv: bool  # keeps its cache when it loads weights
+    lora: bool  # loads adapters without their base
+    own_sampler: bool  # samples with random numbers other than Tidemill's counter-based ones
 
 
 class EngineStatus(Record):
@@ -88,12 +88,12 @@ class EngineStatus(Record):
     free_slots: int
     tokens_generated: int  # since the engine started
     prompt_tokens_computed: int
-    prompt_tokens_reused: int  # served from a shared prefix instead of being computed
+    prompt_tokens_reused: int  # read from a shared prefix cache
     work: EngineWork = EngineWork()
 
 
 class Engine(Protocol):
-    """Generates tokens: ids in, ids out. Every call happens on one thread or one task at a time."""
+    """Generates tokens. Calls are never concurrent."""
 
     @property
     def capabilities(self) -> EngineCapabilities: ...
@@ -102,16 +102,16 @@ class Engine(Protocol):
         """Queue samples in the order given."""
 
     def poll(self, deadline_s: float) -> list[TokenDelta]:
-        """Decode for about `deadline_s` seconds (at least one step); return what was made, at most one delta a sample.
+        """Decode for about `deadline_s` seconds (at least one step); returns at most one delta per sample.
 
-        Returns at once when nothing is queued or running.
+        Returns at once if nothing is queued or running.
         """
 
     def abort(self, sample_ids: Sequence[SampleId]) -> list[TokenDelta]:
-        """Forget samples; returns their last deltas with finish "aborted"."""
+        """Stop generating samples; returns their last deltas, with finish "aborted"."""
 
     def load(self, version: PolicyVersion) -> None:
-        """Swap to the weights of `version` at a token boundary; cached keys and values of older weights are dropped."""
+        """Swap to the weights of `version` at a token boundary, and clear the KV cache."""
 
     def probe(self, token_ids: TokenBuffer) -> LogprobBuffer:
         """Logprobs (float32 [N - 1], temperature 1) of the tokens after the first of a fixed sequence (int32 [N])."""
@@ -120,71 +120,70 @@ class Engine(Protocol):
 
 
 class WeightSource(Protocol):
-    """Where an engine that does not share the trainer's parameters has its weights from: one buffer is in use while
-    another is filled."""
+    """Double-buffered weights of an engine that does not share the trainer's parameters."""
 
     async def prepare(self, version: PolicyVersion) -> Pulled:
-        """Pull a version and verify it, while the engine goes on with the one it has.
+        """Pull and verify a version while the engine continues with its current one.
 
         Raises:
-            WeightsError: it cannot be had whole; the version in use stays in use.
+            WeightsError: it is incomplete or damaged; the current version stays in use.
         """
 
     def swap(self, pulled: Pulled) -> None:
-        """Put what was prepared under the engine's model. On the engine's compute, at a token boundary."""
+        """Use the pulled weights in the engine's model. Called on the engine's `Compute`, at a token boundary."""
 
     def close(self) -> None:
-        """Give up whatever is held, when neither the engine nor this will be called again."""
+        """Release all buffers; neither the engine nor this object is used afterwards."""
 
 
 class Worker(Protocol):
-    """The process (or task) around an engine: takes requests, flushes one report per tick.
+    """The process or task around an engine: accepts requests and sends a report per tick.
 
-    Every call raises `WorkerLost` once the worker is known to be gone.
+    Every call raises `WorkerLost` if the worker is gone.
     """
 
     async def submit(self, requests: Sequence[GenerateRequest]) -> None: ...
 
     async def abort(self, sample_ids: Sequence[SampleId]) -> None:
-        """Stop generating samples; their last tokens and the finish "aborted" come with the next report."""
+        """Stop generating samples; the next report has their last tokens and the finish "aborted"."""
 
     async def load(self, version: PolicyVersion) -> Loaded:
         """Pull a published version, verify it, and swap to it at a token boundary."""
 
     async def next_report(self, timeout_s: float) -> WorkerReport | None:
-        """The next tick's report, or None when `timeout_s` seconds pass without one.
+        """The next report, or None after `timeout_s` seconds.
 
-        A worker with nothing to generate says so now and then: any report is a heartbeat.
+        Idle workers report, too: every report is a heartbeat.
         """
 
     async def close(self) -> None:
-        """End it after the tick that is running."""
+        """Stop after the current tick."""
 
     def kill(self) -> None:
-        """End it now, as an eviction does: nothing that was not reported survives. Harmless when it is already gone."""
+        """Stop immediately, as an eviction does: unreported tokens are lost. Does nothing if it is already gone."""
 
 
 class WorkerHost(Protocol):
     """Starts workers on leased machines."""
 
     async def start(self, lease: Lease) -> Worker:
-        """Raises WorkerLost: the machine went away, or the worker does not come up on it."""
+        """Raises WorkerLost: the machine is gone, or the worker did not start on it."""
 
     async def close(self) -> None:
-        """Stop whatever `start` started and is still there."""
+        """Stop all workers that are still running."""
 
 
 class Provider(Protocol):
-    """Where leases come from."""
+    """Source of leases."""
 
     def want(self, workers: int) -> None:
-        """How many preemptible workers would be of use from now on. Never waits; the provider gives what it can."""
+        """Set the number of preemptible workers wanted. Never waits; the provider grants as many as are available."""
 
     async def next_event(self, timeout_s: float) -> LeaseEvent | None:
-        """The next thing that happened, or None when `timeout_s` seconds pass without one."""
+        """The next event, or None after `timeout_s` seconds."""
 
     async def release(self, lease_id: str) -> None:
-        """The lease is of no more use: its worker was lost, quarantined or is superfluous."""
+        """End a lease that is not used any more."""
 
     async def close(self) -> None: ...
 
@@ -193,50 +192,50 @@ class Publisher(Protocol):
     """Makes the trainer's current weights available to workers."""
 
     async def publish(self, version: PolicyVersion) -> WeightManifest:
-        """Returns when the version can be pulled. Readers of older versions are not disturbed."""
+        """Return when the version can be pulled. Older versions that are being read stay available."""
 
     async def close(self) -> None: ...
 
 
 class Trainer(Protocol):
-    """Turns groups into gradients as they come, and a batch into one new version."""
+    """Accumulates gradients group by group, and updates the weights once per batch."""
 
     @property
     def version(self) -> PolicyVersion: ...
 
     async def accumulate(self, group: Group) -> None:
-        """Take the next group of the open batch; a microbatch runs as soon as its token budget is full."""
+        """Add a group to the current batch; a microbatch runs as soon as its token budget is full."""
 
     async def commit(self, step: int) -> StepMetrics:
-        """Finish the batch: remaining microbatches, optimizer step(s), and the next version, now current."""
+        """Finish the batch: run remaining microbatches and optimizer steps; `version` rises by one."""
 
     async def logprobs(self, completions: Sequence[Completion]) -> Sequence[LogprobBuffer]:
-        """Of each completion's tokens (float32 [N]) under the current version, at their own temperature."""
+        """Logprobs of each completion's tokens (float32 [N]) under the current version, at the sampling temperature."""
 
 
 class Checkpoints(Protocol):
-    """Durable trainer states, by step."""
+    """Trainer states on disk, by step."""
 
     async def save(self, step: int, *, score: float | None) -> None:
-        """Write the trainer's state atomically; `score` (held-out mean reward, if just measured) decides the best."""
+        """Write the trainer's state atomically; `score` (held-out mean reward, if known) ranks checkpoints."""
 
     async def restore_latest(self) -> int:
-        """Restore the newest complete state into the trainer; returns its step, 0 when there is none."""
+        """Restore the newest complete state into the trainer; returns its step, 0 without one."""
 
 
 class PromptSource(Protocol):
-    """The prompts of a run, addressed by position so that nothing about data order needs to be saved but a number."""
+    """The prompts of a run, by step: a checkpoint needs no data state but the step."""
 
     def train_batch(self, step: int) -> Sequence[tuple[int, Prompt]]:
         """The (epoch, prompt) pairs of 1-based `step`, in canonical order: a pure function of the seed and the step."""
 
     def held_out(self) -> Sequence[Prompt]:
-        """Evaluation prompts, disjoint from every training prompt, always the same."""
+        """Evaluation prompts: always the same, and disjoint from the training prompts."""
 
 
 class Scorer(Protocol):
-    """Judges a finished sample; never raises for a fault of the reward function, but returns an invalid reward. Only
-    what no sample can be judged without any more is raised (`ReaderLost`)."""
+    """Scores a finished sample. An error of the reward function gives an invalid reward; only `ReaderLost` is raised,
+    when no sample can be scored any more."""
 
     async def score(self, prompt: Prompt, trajectory: Trajectory) -> Reward: ...
 
@@ -247,26 +246,26 @@ class Reader(Protocol):
     """A frozen model that reads samples: a reward model, or the reference."""
 
     def grow(self, grown: Sequence[Growth]) -> None:
-        """Advice that never waits: these tokens are certain, and may be computed ahead. No result depends on it."""
+        """Receive tokens of unfinished samples, which may be computed ahead. Never waits; no result depends on it."""
 
     async def read(self, sample_id: SampleId, token_ids: TokenBuffer, prompt_tokens: int) -> Read:
-        """What the model makes of a finished sample (int32 [P + T]).
+        """Read a finished sample (int32 [P + T]).
 
         Raises:
-            ReaderLost: the model is gone and does not come back.
+            ReaderLost: the model's process is gone and could not be restarted.
         """
 
     def forget(self, sample_ids: Sequence[SampleId]) -> None:
-        """Samples that will not be read as they were: they begin again, or were given up. Never waits."""
+        """Discard tokens of restarted and dropped samples. Never waits."""
 
     def take_counts(self) -> tuple[int, int]:
-        """Tokens of training samples computed before and after their samples were finished, since the last call."""
+        """Tokens of training samples computed before and after the samples finished, since the last call."""
 
     async def close(self) -> None: ...
 
 
 class Codec(Protocol):
-    """Between text and token ids."""
+    """Converts between text and token ids."""
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -274,42 +273,42 @@ class Codec(Protocol):
         """Apply the model's chat template with the generation prompt; returns the text and its token ids."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of a completion, special tokens left out."""
+        """Text of a completion without special tokens."""
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]: ...
 
 
 class CompletionCodec(Codec, Protocol):
-    """Also encodes completions that come as text: those of data files. (Sampled ones are ids, and stay so.)"""
+    """A codec that also encodes completions of data files. (Sampled completions are kept as token ids.)"""
 
     def encode_completion(self, text: str) -> list[int]:
-        """Token ids of a completion's text alone, whatever prompt it follows."""
+        """Token ids of a completion's text, independent of the prompt."""
 
     def end_token_id(self, *, chat: bool) -> int:
-        """The token that ends the model's turn after a plain prompt, or in its chat template."""
+        """The token that ends a completion of a plain prompt, or a turn of the chat template."""
 
 
 class Journal(Protocol):
-    """Durable, ordered storage for the ledger. An entry is accepted when `append` returns."""
+    """Durable, ordered storage of the ledger. An entry is durable when `append` returns."""
 
     async def append(self, blobs: Sequence[tuple[int, bytes]]) -> None:
-        """Entries, each with the step it is filed under; all of them survive or only the first so many."""
+        """Append (step, blob) pairs. A kill may lose any number of the last ones."""
 
     async def load(self) -> list[tuple[int, bytes]]:
-        """Every surviving (step, blob), in order of appending. A torn last entry is dropped, never returned."""
+        """All durable (step, blob) pairs in append order, without a torn last entry."""
 
     async def prune(self, through_step: int) -> None:
-        """Forget the entries of steps up to and including `through_step`."""
+        """Delete the entries of steps up to and including `through_step`."""
 
     async def close(self) -> None: ...
 
 
 class Telemetry(Protocol):
-    """Where the run's story goes. Never raises for a failing optional sink."""
+    """Receives a run's events, metrics and samples. Never raises for a failing optional sink."""
 
     def resume(self, step: int) -> None:
-        """Training starts, or goes on, after `step`: what an earlier session told of later ones will be told again."""
+        """Training starts or resumes after `step`: lines of later steps are removed and logged again."""
 
     def event(self, name: str, **fields: Any) -> None:
         """One line in events.jsonl."""
@@ -321,7 +320,7 @@ class Telemetry(Protocol):
         """Completed samples, trajectory i answering prompt i."""
 
     def progress(self, phase: str, done: int, total: int) -> None:
-        """How far the current phase ("rollout", "training", "evaluation", "checkpoint") is."""
+        """Progress of the current phase: "rollout", "training", "evaluation" or "checkpoint"."""
 
     def fleet(self, rows: Sequence[FleetRow]) -> None:
-        """The workers there are, for the live view; nothing of it is written."""
+        """The current workers, for the live view; not logged."""

@@ -1,7 +1,7 @@
-"""The frozen records that cross every boundary, and the packed buffers of tokens and logprobs in them.
+"""Frozen records that cross boundaries, packed buffers of tokens and logprobs, and decoding of JSON records.
 
-Both are plain little-endian bytes, so that they serialise without conversion; numpy and torch read them with
-`frombuffer`, this module with the standard library's `array`.
+Buffers are little-endian bytes, which serialise without conversion. numpy and torch read them with `frombuffer`, this
+module with the standard library's `array`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import hashlib
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, TypeAlias, dataclass_transform
+from typing import Any, Literal, TypeAlias, TypeVar, dataclass_transform
 
 import msgspec
 
@@ -33,7 +33,7 @@ def unpack_tokens(buffer: TokenBuffer) -> list[int]:
 
 
 def view_tokens(buffer: TokenBuffer | bytearray) -> Sequence[int]:
-    """As `unpack_tokens`, but nothing is copied; a buffer cannot grow while somebody holds a view of it."""
+    """As `unpack_tokens` without a copy; a bytearray cannot grow while a view of it exists."""
     return memoryview(buffer).cast("i")
 
 
@@ -51,14 +51,14 @@ def count(buffer: bytes) -> int:
 
 
 Finish: TypeAlias = Literal["stop", "length", "aborted", "error"]
-"""Why a sample ended: a stop token or string; the token limit or the context; called back; the engine failed."""
+"""Why a sample ended: a stop token or string; the token limit or context length; aborted; an engine error."""
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(msgspec.field,))
 class Record(msgspec.Struct, frozen=True, kw_only=True):
     """A frozen, slotted, keyword-only record that msgspec can serialise.
 
-    Those of which a batch has tens of thousands say `gc=False`: they hold nothing that could refer back to them.
+    Records that exist by the thousand use `gc=False`; they cannot be part of a reference cycle.
     """
 
 
@@ -70,36 +70,36 @@ class Message(Record):
 
 
 class Prompt(Record):
-    """A model input and what its answer is judged by."""
+    """A model input and the reference for scoring its completions."""
 
-    prompt_id: str  # names the prompt for ever: equal content, equal id
+    prompt_id: str  # a hash of the content
     token_ids: TokenBuffer  # int32 [P]
-    text: str  # as the model sees it, after any chat template
+    text: str  # after any chat template
     answer: str
     metadata: dict[str, Any] = {}
-    messages: tuple[Message, ...] = ()  # what a chat template was given; none where `text` is the prompt itself
+    messages: tuple[Message, ...] = ()  # before the chat template; empty without one
 
 
 class Demonstration(Record, gc=False):
-    """A prompt and the completion that a model should learn to give: what supervised fine-tuning learns from."""
+    """A prompt and its target completion, for supervised fine-tuning."""
 
-    id: str  # names the pair of texts for ever: equal content, equal id
+    id: str  # a hash of the content
     prompt_ids: TokenBuffer  # int32 [P], as `Prompt.token_ids`
-    completion_ids: TokenBuffer  # int32 [C], C >= 1, with the token that ends it
+    completion_ids: TokenBuffer  # int32 [C], C >= 1, including the end token
 
 
 class PreferencePair(Record, gc=False):
-    """Two completions of one prompt, of which `chosen` was found the better."""
+    """Two completions of one prompt, `chosen` being preferred."""
 
-    id: str  # names prompt and both completions for ever: equal content, equal id
+    id: str  # a hash of the content
     prompt_ids: TokenBuffer  # int32 [P], as `Prompt.token_ids`
-    chosen_ids: TokenBuffer  # int32 [C], C >= 1, with the token that ends it
-    rejected_ids: TokenBuffer  # int32 [R], R >= 1, another sequence than `chosen_ids`
-    margin: float = 0.0  # by how much chosen should beat rejected, in units of the reward (Llama 2's m(r))
+    chosen_ids: TokenBuffer  # int32 [C], C >= 1, including the end token
+    rejected_ids: TokenBuffer  # int32 [R], R >= 1, different from `chosen_ids`
+    margin: float = 0.0  # target difference of their rewards (Llama 2's m(r))
 
 
 class SampleId(Record, gc=False):
-    """Names a sample and its random numbers for ever."""
+    """Identifies a sample and its random stream."""
 
     run_seed: int
     purpose: str  # "train", "eval:<name>", a stage's name
@@ -109,32 +109,32 @@ class SampleId(Record, gc=False):
 
     @property
     def key(self) -> int:
-        """A 64-bit number that seeds this sample's random stream: a hash of every field."""
+        """64-bit seed of the sample's random stream: a hash of all fields."""
         fields = (self.run_seed, self.purpose, self.prompt_id, self.epoch, self.index)
         return int.from_bytes(hashlib.blake2b(repr(fields).encode(), digest_size=8).digest(), "little")
 
     @property
     def group(self) -> tuple[str, str, int]:
-        """What the samples of one group share."""
+        """The fields that the samples of a group share."""
         return (self.purpose, self.prompt_id, self.epoch)
 
 
 class PolicyVersion(Record, gc=False):
-    """One published set of weights: `number` rises by one per published batch, `digest` is of the weights' bytes."""
+    """A published set of weights: `number` rises by one per batch, `digest` is a hash of the weights' bytes."""
 
     number: int
     digest: str
 
 
 class Completion(Record, gc=False):
-    """A prompt and tokens that follow it: a whole completion, or as much of one as there is."""
+    """A prompt and a whole or partial completion."""
 
     prompt_ids: TokenBuffer  # int32 [P]
     token_ids: TokenBuffer  # int32 [N], N >= 1
 
 
 class SamplingParams(Record, gc=False):
-    """How the next token is drawn. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 keep the whole vocabulary."""
+    """Sampling settings. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 keep the whole vocabulary."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -145,7 +145,7 @@ class SamplingParams(Record, gc=False):
 
 
 class GenerateRequest(Record, gc=False):
-    """One sample to generate, or to go on generating from `prefix_ids`."""
+    """A request to generate a sample, continuing from `prefix_ids`."""
 
     sample_id: SampleId
     lease_id: str
@@ -153,12 +153,12 @@ class GenerateRequest(Record, gc=False):
     prompt_ids: TokenBuffer  # int32 [P]
     sampling: SamplingParams
     prefix_ids: TokenBuffer = b""  # int32 [start], tokens generated in earlier attempts
-    exact_version: int | None = None  # refuse to run under any other version
+    exact_version: int | None = None  # the only version that may generate it; None: any from `min_version` on
     min_version: int = 0
 
 
 class TokenDelta(Record, gc=False):
-    """New tokens of one sample. Applied only if lease and attempt are current and `start` is the ledger's length."""
+    """New tokens of one sample. Applied only if lease and attempt are current and `start` is the sample's length."""
 
     sample_id: SampleId
     lease_id: str
@@ -172,57 +172,57 @@ class TokenDelta(Record, gc=False):
 
 
 class EngineWork(Record):
-    """What an engine has computed since it started, and how long that took it."""
+    """Totals of an engine's computation since its start."""
 
     passes: int = 0  # forward passes
-    rows: int = 0  # running samples that these took one token further; those being admitted not counted
-    context_tokens: int = 0  # that these samples attended to
-    drawn: int = 0  # tokens
-    prefilled: int = 0  # tokens of samples being admitted
-    busy_s: float = 0.0  # in these passes and in drawing from them
-    cpu_s: float = 0.0  # of that, on a processor
+    rows: int = 0  # tokens decoded for running samples, without prefill
+    context_tokens: int = 0  # attended to by these rows
+    drawn: int = 0  # tokens sampled
+    prefilled: int = 0  # prompt and prefix tokens computed
+    busy_s: float = 0.0  # time in forward passes and sampling
+    cpu_s: float = 0.0  # CPU time in them
 
 
 class WorkerStatus(Record):
-    """What a worker is doing."""
+    """Status of a worker."""
 
     worker_id: str
     version: int
     running: int
     queued: int
     free_slots: int
-    tokens_per_s: float  # over the tick just reported
+    tokens_per_s: float  # in the report interval
     prompt_tokens_computed: int = 0  # since the engine started
-    prompt_tokens_reused: int = 0  # served from a shared prefix instead of being computed
+    prompt_tokens_reused: int = 0  # read from a shared prefix cache
     tokens_generated: int = 0  # since the engine started
     work: EngineWork = EngineWork()
 
 
 class WorkerReport(Record):
-    """One worker's message of one tick: the deltas of all its samples, and its state."""
+    """One worker's report: new tokens of its samples, and its status."""
 
     lease_id: str
     deltas: tuple[TokenDelta, ...]
     status: WorkerStatus
-    notice_s: float | None = None  # the worker was told that its machine goes in so many seconds
+    notice_s: float | None = None  # seconds until the machine goes, if the worker received a notice
 
 
 LeaseKind: TypeAlias = Literal["reserved", "preemptible"]
 
 
 class Lease(Record):
-    """The right to one worker on one machine for a time. A machine that comes back comes with a new lease."""
+    """The right to run one worker on a machine for a time. A machine that comes back has a new lease."""
 
-    lease_id: str  # never used twice in a run
-    worker_id: str  # what people call it: "local", "spot-3"
+    lease_id: str  # unique in a run
+    worker_id: str  # displayed name: "local", "spot-3"
     kind: LeaseKind
     price_usd_per_hour: float
     start_s: float  # on the run's clock
-    node: str = ""  # where the worker must be started; empty for anywhere
+    node: str = ""  # node to start the worker on; empty for any
 
 
 class LeaseGranted(Record):
-    """A machine is there; a worker may be started on it."""
+    """A machine is available; a worker may be started on it."""
 
     lease: Lease
 
@@ -236,20 +236,20 @@ class LeaseNoticed(Record):
 
 
 class LeaseEnded(Record):
-    """The machine is gone, and everything on it."""
+    """The machine is gone."""
 
     lease_id: str
-    cause: str  # in words
+    cause: str
 
 
 class FleetRow(Record):
-    """One worker as people watch it."""
+    """One worker in the live view."""
 
     lease_id: str
     worker_id: str
     kind: LeaseKind
     state: str  # starting, loading, serving or leaving
-    version: int | None  # None until its first weights are there
+    version: int | None  # None before its first weights
     running: int
     queued: int
     tokens_per_s: float
@@ -261,7 +261,7 @@ LeaseEvent: TypeAlias = LeaseGranted | LeaseNoticed | LeaseEnded
 
 
 class TensorEntry(Record):
-    """Where one tensor lies in a snapshot."""
+    """Location of a tensor in a snapshot."""
 
     name: str
     dtype: str  # "float32", "bfloat16", "float16"
@@ -272,7 +272,7 @@ class TensorEntry(Record):
 
 
 class DeltaEntry(Record):
-    """A lossless difference from another version, stored beside the snapshot."""
+    """A lossless difference from another version's snapshot."""
 
     base: PolicyVersion
     base_digest: str  # of the snapshot it applies to
@@ -281,43 +281,43 @@ class DeltaEntry(Record):
 
 
 class WeightManifest(Record):
-    """One published version: what its snapshot holds, and how a puller knows that it got it whole."""
+    """A published version: the contents of its snapshot, with checksums."""
 
     version: PolicyVersion
-    digest: str  # of the snapshot's bytes: in bf16 another one than the version's, which is of the trained weights
+    digest: str  # of the snapshot's bytes; differs from the version's if the snapshot is in bf16
     nbytes: int
     tensors: tuple[TensorEntry, ...]
     delta: DeltaEntry | None = None
-    base_digest: str = ""  # of the snapshot that this one is an adapter of, where that was published, too
-    probe_ids: TokenBuffer = b""  # int32 [N], a fixed sequence
-    probe_logprobs: LogprobBuffer = b""  # float32 [N - 1], of its tokens after the first, by the publisher's own model
+    base_digest: str = ""  # of the base model's snapshot, if this is an adapter and the base was published
+    probe_ids: TokenBuffer = b""  # int32 [N], a fixed sequence that checks a worker's model
+    probe_logprobs: LogprobBuffer = b""  # float32 [N - 1], of its tokens after the first, by the publisher's model
 
 
 class Pulled(Record):
-    """A version fetched and verified, not yet in use."""
+    """A version that was pulled and verified."""
 
     manifest: WeightManifest
     nbytes: int
-    full: bool  # a whole snapshot rather than deltas
+    full: bool  # a snapshot, not deltas
     pull_s: float
     retries: int
 
 
 class Loaded(Record):
-    """What it took a worker to change weights, in seconds, and what it now says of the probe."""
+    """Result of loading a version: times in seconds, and logprobs of the probe."""
 
     version: PolicyVersion
     nbytes: int = 0  # pulled
-    full: bool = True  # a whole snapshot rather than deltas
-    pull_s: float = 0.0  # fetched and verified, while generation went on
-    swap_s: float = 0.0  # generation stood still
-    retries: int = 0  # transfers found torn or corrupt and pulled again
-    probe_logprobs: LogprobBuffer = b""  # float32 [N - 1]; empty where the weights are the trainer's own
-    rollout_logprobs: bool = True  # its engine returns those of the tokens it samples
+    full: bool = True  # a snapshot, not deltas
+    pull_s: float = 0.0  # pulling and verifying, while generation continued
+    swap_s: float = 0.0  # generation was interrupted
+    retries: int = 0  # transfers repeated because they were damaged
+    probe_logprobs: LogprobBuffer = b""  # float32 [N - 1]; empty if the engine uses the trainer's parameters
+    rollout_logprobs: bool = True  # the engine returns logprobs of sampled tokens
 
 
 class VersionRun(Record, gc=False):
-    """Completion tokens [start, end) were made by `version`."""
+    """Completion tokens [start, end) were generated by `version`."""
 
     version: PolicyVersion
     start: int
@@ -325,7 +325,7 @@ class VersionRun(Record, gc=False):
 
 
 class Segment(Record):
-    """Tokens [start, end) of a trajectory's buffer; only `trained` ones carry loss and rollout logprobs."""
+    """Tokens [start, end) of a trajectory; only `trained` segments have a loss and rollout logprobs."""
 
     role: Literal["prompt", "action", "observation"]
     start: int
@@ -334,21 +334,21 @@ class Segment(Record):
 
 
 class Reward(Record, omit_defaults=True):
-    """A sample's score. An invalid one has weight 0 and is left out of its group's statistics; `reason` says why."""
+    """A sample's reward. An invalid one has weight 0 and is excluded from its group's statistics."""
 
     value: float
     components: dict[str, float] = {}
     valid: bool = True
-    reason: str = ""
-    correct: bool | None = None  # whether the answer is right; None where the reward does not compare with an answer
+    reason: str = ""  # why it is invalid
+    correct: bool | None = None  # whether the answer is correct; None if the reward compares with no answer
 
 
 RIGHT = 1.0 - 1e-6
-"""A reward that gives 1 for a right answer is at least this for one, after rounding."""
+"""Threshold for a reward of 1, allowing for rounding."""
 
 
 class Trajectory(Record):
-    """A finished sample: one token buffer, cut into segments."""
+    """A finished sample: one token buffer with segments."""
 
     sample_id: SampleId
     token_ids: TokenBuffer  # int32 [P + T]
@@ -361,10 +361,10 @@ class Trajectory(Record):
     text: str = ""  # the completion, decoded
     reward: Reward | None = None
     weight: float = 1.0
-    # float32 [T] each: of the trained tokens under versions published after they were made, oldest first. A token that
-    # was not made yet has its rollout logprob there.
+    # float32 [T] each, oldest version first: logprobs of the trained tokens under versions published while the sample
+    # was generated. Tokens generated after that publish have their rollout logprob.
     publish_logprobs: tuple[LogprobBuffer, ...] = ()
-    ref_logprobs: LogprobBuffer = b""  # float32 [T], of the trained tokens; empty where the reference has not read it
+    ref_logprobs: LogprobBuffer = b""  # float32 [T], of the trained tokens; empty if the trainer computes them
 
     @property
     def prompt_length(self) -> int:
@@ -384,29 +384,29 @@ class Trajectory(Record):
 
     @property
     def truncated(self) -> bool:
-        """Cut by the token limit rather than ended by the model."""
+        """Whether the token limit ended it."""
         return self.finish == "length"
 
 
 class Growth(Record, gc=False):
-    """Tokens of a sample under way that are certain, for whoever can read them before it is finished."""
+    """New tokens of an unfinished sample, for models that read ahead."""
 
     sample_id: SampleId
     prompt_tokens: int
-    start: int  # position of the first of them in prompt and completion; 0 also where the sample begins again
+    start: int  # position of the first of them in prompt and completion; 0 for a new or restarted sample
     token_ids: TokenBuffer  # int32 [N]
 
 
 class Read(Record, gc=False):
-    """What a frozen model makes of a finished sample, and what it took."""
+    """Output of a frozen model for a finished sample, and its cost."""
 
     numbers: LogprobBuffer  # float32: a reward model's score [1], or the reference's logprobs [T] after the prompt
-    tokens_ahead: int = 0  # computed for it before it was finished
-    tokens_late: int = 0  # computed for it afterwards
+    tokens_ahead: int = 0  # computed before the sample finished
+    tokens_late: int = 0  # computed afterwards
 
 
 class Group(Record):
-    """All samples of one prompt, in index order; `position` is the group's canonical place among all of the run."""
+    """All samples of one prompt, in index order; `position` is the group's canonical index in the run."""
 
     position: int
     prompt_id: str
@@ -414,9 +414,24 @@ class Group(Record):
 
 
 class StepMetrics(Record):
-    """What one published batch taught, reduced once: scalars by name (see docs/metrics.md)."""
+    """Metrics of one step: scalars by name (see docs/metrics.md)."""
 
     step: int
     version: PolicyVersion
-    optimizer_steps: int  # taken by this batch
+    optimizer_steps: int  # of this batch
     values: dict[str, float]
+
+
+T = TypeVar("T")
+
+
+def decode_json(data: bytes, kind: type[T]) -> T:
+    """Decode a JSON document as a `kind`.
+
+    Raises:
+        msgspec.DecodeError: not UTF-8, not JSON, or not a `kind`.
+    """
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except UnicodeDecodeError as error:
+        raise msgspec.DecodeError(str(error)) from error

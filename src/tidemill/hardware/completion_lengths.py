@@ -1,6 +1,6 @@
-"""How long completions are: fixed, log-normal, or as a run's were. A length is a function of a share of one.
+"""Distributions of completion lengths: fixed, log-normal, or empirical, as quantile functions.
 
-Whoever needs a random length draws the share: equal shares, equal lengths, whatever else is random.
+To draw a length, draw a uniform share: equal shares give equal lengths.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from tidemill.telemetry.run_dir import RunDirectory
 from tidemill.telemetry.sample_files import read_samples
 
 GRID = 256
-"""Quantiles that stand for a distribution where a mean over it is wanted."""
+"""Quantiles used to compute means over a distribution."""
 NORMAL = NormalDist()
 MOST_SIGMA = 4.0
-"""One in forty is then 2,500 times the median."""
+"""Largest spread accepted: one length in forty is then 2,500 times the median."""
 
 
 class Lengths(Protocol):
-    """Tokens of a completion, at least 1."""
+    """A distribution of completion lengths in tokens, at least 1."""
 
     def quantile(self, share: float) -> int:
-        """The length that this share of all completions does not exceed; 0 < share < 1."""
+        """The quantile function; 0 < share < 1."""
         ...
 
 
 class LogNormalLengths(Record):
-    """Many short ones and a few long ones, cut at a limit: what reasoning models write looks so, from afar."""
+    """Log-normal lengths cut at a limit, roughly as reasoning models produce."""
 
     median: float
     sigma: float  # of the logarithm; 0.8 makes the 95th percentile 3.7 times the median
@@ -44,16 +44,16 @@ class LogNormalLengths(Record):
 
 
 class EmpiricalLengths(Record):
-    """As often as they were seen."""
+    """The empirical distribution of observed lengths."""
 
-    tokens: tuple[int, ...]  # rising
+    tokens: tuple[int, ...]  # sorted
 
     def quantile(self, share: float) -> int:
         return self.tokens[min(int(share * len(self.tokens)), len(self.tokens) - 1)]
 
 
 def quantiles(lengths: Lengths, count: int = GRID) -> tuple[int, ...]:
-    """The middles of `count` equally likely parts, rising."""
+    """Midpoints of `count` equally likely intervals, ascending."""
     return tuple(lengths.quantile((part + 0.5) / count) for part in range(count))
 
 
@@ -62,18 +62,18 @@ def mean_length(lengths: Lengths) -> float:
 
 
 def log_normal_of_mean(mean: float, *, sigma: float, limit: int) -> LogNormalLengths:
-    """With this mean after the cut.
+    """Log-normal lengths with this mean after the cut.
 
     Raises:
-        UserError: it cannot be, the limit being below it; or the spread cannot.
+        UserError: the mean exceeds the limit, or `sigma` is out of range.
     """
     if not 1 <= mean <= limit:
-        what = f"a mean of {mean:g} tokens does not go with a limit of {limit}"
-        raise UserError(what, hint="the mean is at least 1 and at most the limit")
+        what = f"a mean of {mean:g} tokens is impossible with a limit of {limit}"
+        raise UserError(what, hint="the mean must be between 1 and the limit")
     if not 0 <= sigma <= MOST_SIGMA:
-        what = f"sigma {sigma:g} is no spread of lengths"
-        raise UserError(what, hint=f"0 makes all alike, 0.8 is usual, {MOST_SIGMA:g} is the most")
-    low, high = 0.0, float(limit) * math.exp(4 * sigma)  # at the high end almost everything is cut
+        what = f"sigma {sigma:g} is out of range"
+        raise UserError(what, hint=f"0 means equal lengths, 0.8 is usual, {MOST_SIGMA:g} is the maximum")
+    low, high = 0.0, float(limit) * math.exp(4 * sigma)  # at the upper bound almost every length is cut
     for _ in range(60):
         middle = (low + high) / 2
         found = mean_length(LogNormalLengths(median=middle, sigma=sigma, limit=limit))
@@ -82,23 +82,18 @@ def log_normal_of_mean(mean: float, *, sigma: float, limit: int) -> LogNormalLen
 
 
 def lengths_of(tokens: Sequence[int]) -> EmpiricalLengths:
-    """
-    Args:
-        tokens: at least one.
-    """
+    """The empirical distribution of `tokens`, at least one."""
     return EmpiricalLengths(tokens=tuple(sorted(max(1, each) for each in tokens)))
 
 
 def lengths_of_run(run_dir: Path) -> EmpiricalLengths:
-    """Of all samples a run has written; those cut at its limit are as long as the limit, however long they would be.
+    """The lengths of all samples of a run directory; truncated samples count with the limit.
 
     Raises:
-        UserError: it has none.
+        UserError: the run has no samples.
     """
     files = [path for _, _, path in RunDirectory(run_dir).sample_files()] if run_dir.is_dir() else [run_dir]
     tokens = [sample.length for file in files for sample in read_samples(file) if sample.length]
     if not tokens:
-        raise UserError(
-            "no samples to take lengths from", where=str(run_dir), hint="name a run directory with samples/"
-        )
+        raise UserError("no samples found", where=str(run_dir), hint="name a run directory with samples/")
     return lengths_of(tokens)

@@ -1,13 +1,12 @@
-"""An engine as seconds per piece of work, and how long a batch takes to generate, with its tail.
+"""Engine cost model: seconds per unit of work, and the time to generate a batch including its tail.
 
-`engine_profile` derives the seconds from shape and GPU by the roofline (Williams et al. 2009): a step takes as long as
-the longer of reading its bytes and computing its FLOPs, each at an efficiency. A calibration may state them instead.
+`engine_profile` derives the seconds from model shape and GPU by the roofline (Williams et al. 2009): a step takes the
+longer of reading its bytes and computing its FLOPs, each at an efficiency. A calibration may set them instead.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import msgspec
 
@@ -19,45 +18,45 @@ from tidemill.hardware.model_shape import DTYPE_BYTES, ModelShape
 REDUCTIONS_PER_LAYER = 2
 """After attention and after the MLP (Megatron-LM, arXiv 1909.08053)."""
 WORKSPACE_BYTES = 2e9
-"""Of one GPU: activations of a step, captured graphs, the driver; assumed."""
+"""Per GPU: activations of a step, captured graphs, the driver; assumed."""
 
 FLAT = 0.9
-"""A batch size is on the plateau when it reaches this share of the best throughput."""
+"""The plateau starts at the batch size with this share of the best throughput."""
 
 
 class EngineEfficiency(Record):
-    """How much of a GPU's peaks an engine reaches. All assumed until a run is measured."""
+    """Share of a GPU's peaks that an engine reaches; assumed unless calibrated."""
 
     bandwidth: float = 0.8  # of memory bandwidth, decoding
     compute: float = 0.6  # of dense FLOP/s, prefill and large decoding batches
     link: float = 0.7  # of the link's rate, in reductions of a few megabytes
-    reduction_s: float = 10e-6  # least time of one reduction, however small
-    step_s: float = 2e-3  # of every step beside the model: scheduling, sampling, launches
-    memory: float = 0.9  # of the GPU's memory that an engine and what shares it with the engine take (vLLM's default)
+    reduction_s: float = 10e-6  # minimum time of one reduction
+    step_s: float = 2e-3  # overhead per step: scheduling, sampling, launches
+    memory: float = 0.9  # of GPU memory in use (vLLM's default)
 
 
 ASSUMED = EngineEfficiency()
 
 
 class EngineProfile(Record):
-    """Seconds of one engine, on however many GPUs it runs."""
+    """Costs of one engine on all its GPUs."""
 
-    slots: int  # samples decoded at once at most
-    cache_tokens: float  # that fit the cache
-    step_s: float  # of every decoding step
-    weights_s: float  # to read what every step reads of the weights
+    slots: int  # most samples decoded at once
+    cache_tokens: float  # capacity of the KV cache
+    step_s: float  # overhead of a decoding step
+    weights_s: float  # to read the non-expert weights
     cached_token_s: float  # to read one token's keys and values
-    sample_s: float  # to compute one sample's token, and to reduce it between GPUs
-    attended_token_s: float  # to compute the attention to one cached token
+    sample_s: float  # to compute one sample's token, including reductions
+    attended_token_s: float  # to compute attention to one cached token
     prefill_token_s: float
-    prefill_pair_s: float = 0.0  # per token and token before it
+    prefill_pair_s: float = 0.0  # per pair of a token and an earlier one
     experts_s: float = 0.0  # to read all experts
-    expert_share: float = 0.0  # of the experts that one token uses
+    expert_share: float = 0.0  # share of experts used per token
 
     def decode_step_s(self, running: int, cached: float) -> float:
-        """One token for each of `running` samples, whose contexts are `cached` tokens together.
+        """Time of one token for each of `running` samples with `cached` context tokens in total.
 
-        With b tokens of random routing 1 - (1 - k / E)^b of the experts are read.
+        With random routing, b tokens read 1 - (1 - k / E)^b of the experts.
         """
         experts = self.experts_s * (1 - (1 - self.expert_share) ** running) if self.expert_share else 0.0
         moved = self.weights_s + experts + self.cached_token_s * cached
@@ -65,9 +64,9 @@ class EngineProfile(Record):
         return self.step_s + max(moved, computed)
 
     def decode_s(self, running: float, cached: float, steps: int) -> float:
-        """The sum of `steps` decoding steps, each with one more token of every sample in the cache.
+        """Time of `steps` decoding steps; the context of each sample grows by one token per step.
 
-        What is moved and what is computed both rise steadily, so that one overtakes the other once at most.
+        Memory and compute time both grow linearly, so they cross at most once.
         """
         experts = self.experts_s * (1 - (1 - self.expert_share) ** running) if self.expert_share else 0.0
         moved = self.weights_s + experts + self.cached_token_s * cached
@@ -81,54 +80,37 @@ class EngineProfile(Record):
         return steps * self.step_s + _rising(*before, 0, first) + _rising(*after, first, steps)
 
     def prefill_s(self, tokens: float, before: float = 0.0) -> float:
-        """Of `tokens` that follow `before` others already in the cache; with none of either it takes no time."""
+        """Time to prefill `tokens` after `before` cached ones; 0 without either."""
         return tokens * (self.prefill_token_s + self.prefill_pair_s * (before + tokens / 2))
 
     def tokens_per_s(self, running: int, context: float) -> float:
-        """Of decoding alone, every sample having `context` tokens."""
+        """Decoding rate if every sample has `context` tokens."""
         return running / self.decode_step_s(running, running * context) if running else 0.0
 
     def most_running(self, context: float) -> int:
-        """Samples of this length that slots and cache hold; 0 where not even one fits."""
+        """Samples of this length that fit slots and cache; 0 if none fits."""
         return min(self.slots, int(self.cache_tokens // max(context, 1)))
 
     def with_slots_for(self, context: float) -> EngineProfile:
-        """With as many slots as the cache holds samples of `context` tokens, at least 1 and at most the slots it has.
+        """Copy with as many slots as samples of `context` tokens fit the cache, at least 1, at most the current slots.
 
-        Engines admit by free cache (PagedAttention, arXiv 2309.06180), so that the number of samples decoded at once
-        follows from memory and length.
+        Engines admit by free cache (PagedAttention, arXiv 2309.06180), so memory and length determine the number of
+        samples decoded at once.
         """
         return msgspec.structs.replace(self, slots=max(self.most_running(context), 1))
 
     def plateau(self, context: float) -> int:
-        """The smallest number of samples that is decoded at `FLAT` of the best rate; at least 1."""
+        """The smallest batch that decodes at `FLAT` of the best rate; at least 1."""
         low, high = 1, max(self.most_running(context), 1)
         enough = FLAT * self.tokens_per_s(high, context)
-        while low < high:  # more samples are never decoded more slowly in all
+        while low < high:  # the total rate never falls with more samples
             middle = (low + high) // 2
             low, high = (low, middle) if self.tokens_per_s(middle, context) >= enough else (middle + 1, high)
         return high
 
-    def put_back(self, contexts: Sequence[int]) -> int:
-        """How many of the samples begun last lose their cache when all are to have one more token.
-
-        What is put back waits and is computed again, prompt and tokens alike, once there is room (vLLM's preemption by
-        recomputation, arXiv 2309.06180, section 4.5).
-
-        Args:
-            contexts: tokens of each running sample, in the order in which they began.
-        """
-        held, kept = 0.0, 0
-        for context in contexts:
-            held += context + 1
-            if held > self.cache_tokens:
-                break
-            kept += 1
-        return len(contexts) - kept
-
 
 def _rising(start: float, more: float, first: int, end: int) -> float:
-    """The sum of start + i * more for first <= i < end."""
+    """Sum of start + i * more for first <= i < end."""
     return (end - first) * (start + more * (first + end - 1) / 2)
 
 
@@ -139,25 +121,23 @@ def engine_profile(
     gpus: int = 1,
     dtype: str = "bf16",
     slots: int = 256,
-    link: Link | None = None,
     efficiency: EngineEfficiency = ASSUMED,
     held_bytes: float = 0.0,
 ) -> EngineProfile:
-    """Tensor parallel over `gpus` of one kind.
+    """Derive the profile of an engine that is tensor parallel over `gpus` equal GPUs.
 
     Args:
-        dtype: of weights and of the arithmetic; keys and values are in bf16.
-        link: between the GPUs, if it is not their own.
-        held_bytes: of each GPU's memory, what a trainer on the same GPUs keeps while the engine generates.
+        dtype: of weights and arithmetic; keys and values are in bf16.
+        held_bytes: memory per GPU that a trainer on the same GPUs keeps during generation.
 
     Raises:
-        UserError: the catalogue knows no speed in this dtype.
+        UserError: the catalogue has no FLOP/s for this dtype.
     """
     bandwidth = gpus * gpu.bandwidth_bytes_per_s * efficiency.bandwidth
     speed = gpus * gpu.peak_flops(dtype) * efficiency.compute
     element = DTYPE_BYTES[dtype]
     kv_bytes = shape.kv_bytes_per_token()
-    reduced, each_reduced = _reduction_s(shape, gpu, gpus, link, efficiency)
+    reduced, each_reduced = _reduction_s(shape, gpu, gpus, efficiency)
     attention = 4 * shape.layers * shape.attention_width / speed
     multiplied = 2 * shape.active_parameters / speed
     return EngineProfile(
@@ -187,40 +167,35 @@ def cache_bytes(
     efficiency: EngineEfficiency = ASSUMED,
     held_bytes: float = 0.0,
 ) -> float:
-    """Left for keys and values beside weights, workspace and `held_bytes` on each GPU; negative where bytes are
-    missing."""
+    """Memory for keys and values after weights, workspace and `held_bytes` per GPU; negative if it does not fit."""
     room = gpus * (gpu.memory_bytes * efficiency.memory - WORKSPACE_BYTES - held_bytes)
     return room - shape.parameters * DTYPE_BYTES[dtype]
 
 
-def _reduction_s(
-    shape: ModelShape, gpu: Gpu, gpus: int, link: Link | None, efficiency: EngineEfficiency
-) -> tuple[float, float]:
-    """(of a step, of each token in it): sums of hidden states over the GPUs of an engine."""
+def _reduction_s(shape: ModelShape, gpu: Gpu, gpus: int, efficiency: EngineEfficiency) -> tuple[float, float]:
+    """Time (per step, per token) to reduce hidden states over the GPUs of an engine."""
     if gpus == 1:
         return 0.0, 0.0
-    between = link or Link(bytes_per_s=gpu.link_bytes_per_s, latency_s=0.0)
     count = REDUCTIONS_PER_LAYER * shape.layers
-    real = Link(bytes_per_s=between.bytes_per_s * efficiency.link, latency_s=0.0)
-    least = efficiency.reduction_s + between.latency_s * gpus
-    return count * least, count * all_reduce_s(2 * shape.hidden, members=gpus, link=real)
+    real = Link(bytes_per_s=gpu.link_bytes_per_s * efficiency.link, latency_s=0.0)
+    return count * efficiency.reduction_s, count * all_reduce_s(2 * shape.hidden, members=gpus, link=real)
 
 
 PARTS = 64
-"""Quantiles that stand for the lengths of a batch."""
+"""Quantiles that represent the lengths of a batch."""
 
 
 class Rollout(Record):
-    """What is generated for a batch."""
+    """The generation work of a batch."""
 
     samples: int
     group_size: int  # samples that share a prompt
     prompt_tokens: float
-    lengths: tuple[int, ...]  # of completions, equally likely, rising
+    lengths: tuple[int, ...]  # of completions, equally likely, ascending
 
     @property
     def tokens(self) -> float:
-        """Completion tokens in all."""
+        """Total completion tokens."""
         return self.samples * self.mean
 
     @property
@@ -229,7 +204,7 @@ class Rollout(Record):
 
     @property
     def running_context(self) -> float:
-        """Tokens of a sample met at any moment: long ones are met more often, half-way through on average."""
+        """Mean context of a running sample: long samples are encountered more often, half-way through on average."""
         return self.prompt_tokens + sum(length**2 for length in self.lengths) / (2 * sum(self.lengths))
 
 
@@ -240,9 +215,9 @@ def rollout_of(lengths: Lengths, *, samples: int, group_size: int, prompt_tokens
 
 
 def generation_s(engine: EngineProfile, rollout: Rollout, samples: float) -> float:
-    """Of one engine's `samples`: while others wait, slots stay full; then all that run are drained to the longest.
+    """Time of one engine to generate `samples`: slots stay full while samples wait, then the rest drains.
 
-    Each prompt is computed once for its group, and decoding waits meanwhile; infinite where not even one sample fits.
+    Each prompt is computed once per group and pauses decoding. Infinite if no sample fits.
     """
     if samples <= 0:
         return 0.0
@@ -257,7 +232,7 @@ def generation_s(engine: EngineProfile, rollout: Rollout, samples: float) -> flo
 
 
 def _drain_s(engine: EngineProfile, rollout: Rollout, together: float) -> float:
-    """Of samples begun at once: step by step through the lengths, with fewer and fewer of them."""
+    """Time of samples that start together, with fewer running after each length."""
     seconds, reached = 0.0, 0
     for number, length in enumerate(rollout.lengths):
         alive = max(together * (1 - number / len(rollout.lengths)), 1.0)
@@ -268,10 +243,10 @@ def _drain_s(engine: EngineProfile, rollout: Rollout, together: float) -> float:
 
 
 def steady_tokens_per_s(engine: EngineProfile, rollout: Rollout, samples: float = math.inf) -> float:
-    """Where there is always another sample to begin: no tail; prompts are part of the work.
+    """Rate if samples never run out: no tail, prompts included.
 
     Args:
-        samples: in flight at most.
+        samples: limit of samples in flight.
     """
     running = max(1, min(engine.most_running(rollout.prompt_tokens + rollout.mean), samples))
     if engine.most_running(rollout.prompt_tokens + rollout.lengths[-1]) < 1:
@@ -282,7 +257,7 @@ def steady_tokens_per_s(engine: EngineProfile, rollout: Rollout, samples: float 
 
 
 CODED_PER_CORE_S = 1.1e9
-"""Parameters that one core compares and encodes in a second; applying them is faster. Measured on one machine's CPU
-(benchmarks/results/weights.json: 134.5M in 0.12 s), so another's will differ."""
+"""Parameters per second that one core compares and encodes; applying is faster. Measured on one CPU
+(benchmarks/results/weights.json: 134.5M in 0.12 s)."""
 DELTA_ELEMENT_BYTES = 2.0
-"""Of a changed element with its place; measured 1.0 to 2.0, the more the fewer elements change (the same file)."""
+"""Bytes per changed element including its position; measured 1.0 to 2.0, more if fewer elements change (same file)."""

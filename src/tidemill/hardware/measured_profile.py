@@ -1,4 +1,4 @@
-"""Engine and trainer as seconds per piece of work, for costs that were measured on a run rather than derived."""
+"""Engine and trainer cost models with seconds measured on a run."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from tidemill.core.records import Group, Record
 
 
 class MeasuredEngine(Record):
-    """A forward pass takes a while by itself, and longer by what is in it. Implements `sim.costs.EngineCosts`."""
+    """A forward pass costs a constant plus a linear part. Implements `sim.costs.EngineCosts`."""
 
     slots: int
     pass_s: float
-    row_s: float  # a running sample taken one token further
-    context_token_s: float  # that it attends to
-    drawn_s: float  # drawing a token
+    row_s: float  # per running sample
+    context_token_s: float  # per attended token
+    drawn_s: float  # per sampled token
     prefill_token_s: float
-    new_prompt_share: float = 1.0  # of a prompt, what its group does not have in common with others
+    new_prompt_share: float = 1.0  # of a prompt, the part not shared with other groups
     boot_s: float = 0.0
 
     @property
@@ -30,7 +30,7 @@ class MeasuredEngine(Record):
         return math.inf
 
     def forward_s(self, *, rows: int, context_tokens: int, drawn: int, prefilled: float) -> float:
-        """One pass."""
+        """Time of one pass."""
         return (
             self.pass_s
             + self.row_s * rows
@@ -50,14 +50,14 @@ class MeasuredEngine(Record):
 
 
 class Packing(Record):
-    """How many tokens training computes for a group: what its samples have in common is computed once."""
+    """Tokens that training computes for a group; shared prefixes count once."""
 
-    prompt_tokens: float  # of one group
-    new_by_depth: tuple[float, ...]  # of samples longer than k tokens, the share whose first k no other has; k = 1, ...
-    learned_share: float  # of groups, those that add a gradient
+    prompt_tokens: float  # per group
+    new_by_depth: tuple[float, ...]  # share of samples longer than k whose first k tokens are unique; k = 1, ...
+    learned_share: float  # share of groups that add a gradient
 
     def packed(self, lengths: Sequence[int]) -> float:
-        """Of a group's completions; no more than one group of them differs from the mean."""
+        """Packed tokens of a group with completions of these lengths."""
         new = [0.0, *accumulate(self.new_by_depth)]  # the last token of a completion is predicted, not read
         deepest, beyond = len(new) - 1, self.new_by_depth[-1] if self.new_by_depth else 1.0
         completions = sum(
@@ -67,16 +67,16 @@ class Packing(Record):
 
 
 class MeasuredTrainer:
-    """A batch on its way through microbatches, as the trainer fills them. Implements `sim.costs.TrainerCosts`; of one
-    trainer, because it remembers the open batch.
+    """Costs of a batch as the trainer fills its microbatches. Implements `sim.costs.TrainerCosts`; use one instance per
+    trainer, because it keeps the state of the open batch.
 
     Args:
-        step_s: of an optimizer's step, with what belongs to a new version.
-        token_s: of a packed token, forward and backward.
-        pair_s: of a pair of tokens in one microbatch.
-        first_s: what the first batch takes beyond that.
+        step_s: per optimizer step, including the new version.
+        token_s: per packed token, forward and backward.
+        pair_s: per pair of tokens in a microbatch.
+        first_s: extra time of the first batch.
         batch_groups, microbatch_tokens, minibatches, epochs: as configured.
-        waits: advantages need the whole batch, so that nothing is learned before it is complete.
+        waits: advantages need the whole batch, so training starts when it is complete.
     """
 
     def __init__(
@@ -100,8 +100,8 @@ class MeasuredTrainer:
         self._first_s, self._checkpoint = first_s, checkpoint
         self._groups = 0
         self._open = self._later = self._learned = 0.0  # packed tokens
-        self.packed = 0.0  # of the open batch so far, each time they are learned from
-        self.pairs = 0.0  # of tokens within one microbatch
+        self.packed = 0.0  # trained tokens of the open batch, once per epoch
+        self.pairs = 0.0  # of tokens in a microbatch
 
     def accumulate_s(self, group: Group) -> float:
         tokens = self._packing.packed([trajectory.completion_length for trajectory in group.trajectories])
@@ -132,7 +132,7 @@ class MeasuredTrainer:
         return self._checkpoint
 
     def _learning_s(self, tokens: float) -> float:
-        """Of so many tokens in as few microbatches as they fit."""
+        """Training time of `tokens` in the fewest microbatches."""
         full, rest = divmod(tokens, self._budget)
         pairs = full * self._budget**2 + rest**2
         self.packed += tokens

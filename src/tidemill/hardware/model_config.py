@@ -1,4 +1,4 @@
-"""Reads and validates a model's config.json, and the shape of the model in it. Loads no tensor library."""
+"""Reads and validates a model's config.json and derives the model's shape. Loads no tensor library."""
 
 from __future__ import annotations
 
@@ -18,52 +18,52 @@ SIZES = (
     "vocab_size",
     "max_position_embeddings",
 )
-"""Fields that are positive whole numbers wherever a configuration has them."""
+"""Fields that must be positive integers if present."""
 MOST = 10**12
-"""Of anything that a configuration counts."""
+"""Upper bound of any count in a configuration."""
 _HINT = "give the config.json of a Hugging Face decoder"
 
 
 class ConfigReader:
-    """Whole numbers of a configuration; absent and null are alike.
+    """Reads integers of a configuration; null counts as absent.
 
     Args:
         config: the decoder's part of the configuration.
-        source: named in errors.
+        source: file name for errors.
     """
 
     def __init__(self, config: dict[str, Any], source: str) -> None:
         self.config, self._source = config, source
 
     def whole(self, name: str, default: int | None = None, *, least: int | None = None) -> int:
-        """The number at `name`, or `default`. It is at least `least`: 0, or 1 where there is no default.
+        """Return the integer `name` or `default`, at least `least` (by default 0, or 1 without a default).
 
         Raises:
-            UserError: naming file and field.
+            UserError: names file and field.
         """
         value = self.config.get(name)
         if value is None and default is not None:
             return default
         least = least if least is not None else int(default is None)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST:
-            allowed = f"a whole number from {least} to {MOST:.0e}"
-            what = "is missing" if value is None else f"needs {allowed}, has {value!r:.60}"
+            allowed = f"an integer from {least} to {MOST:.0e}"
+            what = "is missing" if value is None else f"must be {allowed}, is {value!r:.60}"
             raise UserError(what, where=f"{self._source}: {name}", hint=_HINT)
         return value
 
     def up_to(self, most: int, name: str, default: int) -> int:
-        """As `whole`, from 1 to `most`."""
+        """Like `whole`, from 1 to `most`."""
         value = self.whole(name, default, least=1)
         if value > most:
-            raise UserError(f"needs 1 to {most}, has {value}", where=f"{self._source}: {name}", hint=_HINT)
+            raise UserError(f"must be 1 to {most}, is {value}", where=f"{self._source}: {name}", hint=_HINT)
         return value
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The content of a config.json whose sizes are sizes.
+    """Read a config.json and check its sizes.
 
     Raises:
-        UserError: naming the file and the field.
+        UserError: names the file and the field.
     """
     config = _read_json(path)
     if not isinstance(config, dict):
@@ -80,7 +80,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def decoder_part(config: dict[str, Any]) -> dict[str, Any]:
-    """The text decoder of a configuration with several parts; else the configuration itself."""
+    """Return the text decoder of a multimodal configuration, else the configuration itself."""
     text = config.get("text_config")
     return text if isinstance(text, dict) else config
 
@@ -91,32 +91,32 @@ def _read_json(path: Path) -> Any:
         return json.loads(path.read_bytes())
     except OSError as error:
         raise UserError(f"cannot be read: {error.strerror or error}", where=str(path), hint=_HINT) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
         raise UserError("the model configuration is not valid JSON", where=f"{path}{line}", hint=again) from error
 
 
 NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-BIASED = ("qwen2", "qwen2_moe")  # whose queries, keys and values have one without their config saying so
-NORMED = ("qwen3", "qwen3_moe")  # whose queries and keys are normalised
+BIASED = ("qwen2", "qwen2_moe")  # query, key and value biases are implied
+NORMED = ("qwen3", "qwen3_moe")  # queries and keys are normalised
 
 
 def read_shape(path: Path) -> ModelShape:
-    """From a config.json or the folder that holds one.
+    """Read the shape from a config.json or its folder.
 
     Raises:
-        UserError: naming the file and the field.
+        UserError: names the file and the field.
     """
     file = path / CONFIG if path.is_dir() else path
     return shape_of_config(decoder_part(read_config(file)), source=str(file))
 
 
 def shape_of_config(config: dict[str, Any], *, source: str) -> ModelShape:
-    """Counts every matrix of a Llama-like decoder, with experts or latent attention where the configuration has them.
+    """Count every matrix of a Llama-like decoder, including experts and latent attention.
 
     Raises:
-        UserError: naming `source` and the field.
+        UserError: names `source` and the field.
     """
     read = ConfigReader(config, source)
     hidden, layers, heads, vocab = (read.whole(name) for name in NEEDED)
@@ -126,7 +126,7 @@ def shape_of_config(config: dict[str, Any], *, source: str) -> ModelShape:
     dense_layers = read.whole("first_k_dense_replace", 0) if experts else layers
     latent = read.whole("kv_lora_rank", 0)
     head_dim = read.whole("head_dim", hidden // heads)
-    matrices = 2 if str(config.get("hidden_act", "silu")).startswith("gelu") else 3  # gated ones have three
+    matrices = 2 if str(config.get("hidden_act", "silu")).startswith("gelu") else 3  # a gated MLP has three
     per_expert = matrices * hidden * narrow
     shared = read.whole("n_shared_experts", 0) * per_expert + read.whole("shared_expert_intermediate_size", 0) * (
         matrices * hidden

@@ -1,4 +1,4 @@
-"""A decoder-only transformer as numbers: parameters, FLOPs per token, bytes per token and per parameter."""
+"""The shape of a decoder-only transformer: parameters, FLOPs per token, bytes per token and per parameter."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ VOCAB = 128_256
 LAYERS_TO_WIDTH = 102
 MLP_RATIO = 3.5
 LAYER_SQUARES = 12.75
-"""Parameters of a layer in squares of the width: 2.25 of attention, 3 * 3.5 of the MLP."""
+"""Parameters of a layer over width squared: 2.25 for attention, 3 * 3.5 for the MLP."""
 TIED_BELOW = 4e9
 BISECTIONS = 60
 
 
 class ModelShape(Record):
-    """`parameters` is what is stored; where it was given by hand, the rest is assumed and need not multiply to it."""
+    """The shape of a model. If `parameters` was given by hand, the other fields are assumed and need not match it."""
 
     parameters: float
     layers: int
@@ -27,26 +27,24 @@ class ModelShape(Record):
     heads: int
     kv_heads: int
     head_dim: int
-    intermediate: int  # of one expert, where there are experts
+    intermediate: int  # per expert in a mixture of experts
     vocab: int
-    tied: bool = False  # output head and embedding are one matrix
-    experts: int = 0  # per layer; 0 is a dense model
+    tied: bool = False  # output head and embedding share a matrix
+    experts: int = 0  # per layer; 0: dense model
     experts_per_token: int = 0
-    dense_layers: int = 0  # of a model with experts, those without
-    expert_parameters: float = 0.0  # all routed experts together
-    kv_values_per_layer: int = (
-        0  # per token, where they are compressed (MLA); 0 for kv_heads * head_dim keys and values
-    )
-    assumed: bool = False  # made up from a number of parameters
+    dense_layers: int = 0  # layers without experts, in a model with experts
+    expert_parameters: float = 0.0  # of all routed experts
+    kv_values_per_layer: int = 0  # per token if compressed (MLA); 0: kv_heads * head_dim keys and values
+    assumed: bool = False  # derived from a number of parameters
 
     @property
     def embedding_parameters(self) -> float:
-        """Looked up, not multiplied; with tied weights the same matrix is also the output head, and is multiplied."""
+        """Parameters that are only looked up; 0 with tied weights, whose matrix is also the output head."""
         return 0.0 if self.tied else float(self.vocab * self.hidden)
 
     @property
     def active_parameters(self) -> float:
-        """Those one token is multiplied with."""
+        """Parameters multiplied per token."""
         share = self.experts_per_token / self.experts if self.experts else 1.0
         return self.parameters - self.embedding_parameters - self.expert_parameters * (1 - share)
 
@@ -54,29 +52,23 @@ class ModelShape(Record):
     def attention_width(self) -> int:
         return self.heads * self.head_dim
 
-    def flops_per_token(self, context: float) -> float:
-        """Of a forward pass for one token that attends to `context` others: two per multiplied parameter, and for each
-        of them a product with the key and one with the value (Kaplan et al., arXiv 2001.08361, section 2.1)."""
-        return 2 * self.active_parameters + 4 * self.layers * self.attention_width * context
-
     def kv_bytes_per_token(self, element_bytes: float = 2) -> float:
-        """Keys and values that one token leaves in the cache."""
+        """Bytes of keys and values per cached token."""
         per_layer = self.kv_values_per_layer or 2 * self.kv_heads * self.head_dim
         return self.layers * per_layer * element_bytes
 
     @property
     def layer_parameters(self) -> float:
-        """Of one layer with everything in it, as fully sharded training gathers it."""
+        """Parameters of one layer, as fully sharded training gathers it."""
         outside = self.vocab * self.hidden * (1 if self.tied else 2)
         return max(self.parameters - outside, 0.0) / self.layers
 
 
 def shape_of_parameters(parameters: float) -> ModelShape:
-    """A dense model of so many parameters with Llama 3's proportions (arXiv 2407.21783).
+    """A dense model of `parameters` with Llama 3's proportions (arXiv 2407.21783).
 
-    A width of 102 times the number of layers, in steps of the head's 128; eight heads of keys and values; an inner
-    width of 3.5 widths; a vocabulary of 128,256. Small models share embedding and output head, which would dominate
-    them.
+    Width 102 times the number of layers, rounded to heads of 128; eight key-value heads; MLP width 3.5 times the width;
+    vocabulary 128,256. Small models tie embedding and output head, which would dominate them.
     """
     tied = parameters < TIED_BELOW
     embedding = VOCAB * (1 if tied else 2)
@@ -101,20 +93,20 @@ def shape_of_parameters(parameters: float) -> ModelShape:
 
 
 def adapter_parameters(shape: ModelShape, rank: int) -> float:
-    """Of two matrices beside every linear layer but the output head; experts get none."""
+    """LoRA parameters: two matrices per linear layer except the output head and experts."""
     attention, mlp, dense_layers = adapted_widths(shape)
     return rank * (shape.layers * attention + dense_layers * mlp)
 
 
 def adapted_widths(shape: ModelShape) -> tuple[int, int, int]:
-    """(widths in and out of a layer's attention, of its MLP, layers whose MLP is adapted)"""
+    """Return (sum of in and out widths of a layer's attention, of its MLP, layers with an adapted MLP)."""
     keys = shape.kv_heads * shape.head_dim
     attention = 2 * (shape.hidden + shape.attention_width) + 2 * (shape.hidden + keys)
     return attention, 3 * (shape.hidden + shape.intermediate), shape.dense_layers if shape.experts else shape.layers
 
 
 def _root(rising: Callable[[float], float], high: float) -> float:
-    """Between 0 and `high`, by bisection."""
+    """Root of a rising function between 0 and `high`, by bisection."""
     low = 0.0
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
@@ -123,18 +115,18 @@ def _root(rising: Callable[[float], float], high: float) -> float:
 
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1}
-"""Of one parameter as it is stored or sent."""
+"""Bytes of one stored or sent parameter."""
 
 Optimizer: TypeAlias = Literal["adam", "adam-8bit"]
 
 
 class StateBytes(Record):
-    """What training one parameter keeps, in bytes."""
+    """Bytes of training state per parameter."""
 
     weights: float
     gradients: float
     moments: float
-    master: float  # the copy in fp32 that small updates are added to
+    master: float  # fp32 copy that receives the updates
 
     @property
     def optimizer(self) -> float:
@@ -151,4 +143,4 @@ TRAINED: dict[Optimizer, StateBytes] = {
     "adam-8bit": StateBytes(weights=2, gradients=2, moments=1 + 1, master=4),  # arXiv 2110.02861, without block scales
 }
 FROZEN_BYTES = 2
-"""Of a parameter that is only read, in bf16."""
+"""Bytes of a frozen parameter, in bf16."""

@@ -1,4 +1,4 @@
-"""A trainer as seconds per piece of work, and the memory of training beside model states."""
+"""Trainer cost model: seconds per unit of work, and the memory of activations, logits and gathered layers."""
 
 from __future__ import annotations
 
@@ -12,52 +12,50 @@ from tidemill.hardware.model_shape import TRAINED, ModelShape, Optimizer
 BACKWARD = 2
 """A backward pass costs two forward ones: gradients of inputs and of weights (arXiv 2001.08361, section 2.1)."""
 PCIE_BYTES_PER_S = 25e9
-"""Between a GPU and its host, both directions in turn; assumed."""
+"""Between a GPU and its host, per direction; assumed."""
 HOST_BYTES_PER_S = 200e9
-"""Of a host's memory, as the optimizer's step on its cores reads and writes it; assumed."""
+"""Host memory bandwidth of an optimizer step on CPU; assumed."""
 SENT_BYTES = 2
-"""Of a parameter or gradient in bf16."""
+"""Bytes of a communicated parameter or gradient, in bf16."""
 
 
 class TrainerEfficiency(Record):
-    """How much of the peaks training reaches; assumed until a run is measured.
+    """Share of the peaks that training reaches; assumed unless calibrated.
 
-    Llama 3 (arXiv 2407.21783, table 4) reports 38-43 % of peak FLOP/s with everything in it on up to 16,384 GPUs.
-    The two least times are of a host that launches kernels one by one, some twenty a layer at 10 µs: below them a small
-    model is not faster, however large the GPU.
+    Llama 3 (arXiv 2407.21783, table 4) reports 38-43 % of peak FLOP/s overall on up to 16,384 GPUs. The two minimum
+    times model a host that launches about twenty kernels per layer at 10 µs each.
     """
 
-    compute: float = 0.5  # of dense FLOP/s, in the passes themselves
+    compute: float = 0.5  # of dense FLOP/s, in the passes
     link: float = 0.7  # of a link's or network's rate
-    hidden: float = 0.8  # of the computing time that gathering layers can hide behind
+    hidden: float = 0.8  # share of computing time that can hide gathering
     bandwidth: float = 0.7  # of memory bandwidth, in the optimizer's step
-    launch_s: float = 200e-6  # least time of a layer in one forward-sized pass of a microbatch
-    step_s: float = 5e-3  # of every optimizer's step beside what it moves
+    launch_s: float = 200e-6  # minimum time per layer of a forward-sized pass of a microbatch
+    step_s: float = 5e-3  # overhead of an optimizer step
 
 
 ASSUMED = TrainerEfficiency()
 
 
 class TrainerProfile(Record):
-    """Seconds of one trainer on all its GPUs."""
+    """Costs of one trainer on all its GPUs."""
 
     gpus: int
     ranks: int  # data parallel
-    stages: int  # of its pipeline
-    token_s: float  # one forward pass of one token, spread over all GPUs
-    pair_s: float  # the same of the attention to one token before it
-    gather_s: float  # all layers once, for one pass of one microbatch; every rank at the same time
-    exchanged_token_s: float  # tensor parallelism: one pass of one token, spread over all ranks
-    update_s: float  # the optimizer's step
-    hidden: float  # share of computing behind which gathering hides
-    launch_s: float = 0.0  # least time of one pass of one microbatch
+    stages: int  # pipeline parallel
+    token_s: float  # forward pass of one token, over all GPUs
+    pair_s: float  # attention to one earlier token, over all GPUs
+    gather_s: float  # gather all layers once, per pass of a microbatch, all ranks at once
+    exchanged_token_s: float  # tensor parallel reductions per token and pass, over all ranks
+    update_s: float  # optimizer step
+    hidden: float  # share of computing time that can hide gathering
+    launch_s: float = 0.0  # minimum time of one pass of a microbatch
 
     def pass_s(self, tokens: float, context: float, *, passes: float, microbatches: float = 1) -> float:
-        """`passes` forward-sized passes over `tokens` tokens whose sequences are `context` long on average.
+        """Time of `passes` forward-sized passes over `tokens` tokens; sequences have mean length `context`.
 
         Args:
-            microbatches: of each rank, a part of one for a part of its tokens; a pipeline is empty at its ends for
-                (stages - 1) of them.
+            microbatches: per rank, possibly fractional; a pipeline idles for (stages - 1) of them.
         """
         launched = microbatches * passes * self.launch_s
         computed = max(tokens * passes * (self.token_s + self.pair_s * context / 2), launched)
@@ -67,23 +65,25 @@ class TrainerProfile(Record):
         return computed * bubble + exposed + tokens * passes * self.exchanged_token_s
 
     def microbatches(self, tokens: float, microbatch: float) -> int:
-        """Of each rank, of so many tokens each."""
+        """Microbatches per rank."""
         return max(1, math.ceil(tokens / self.ranks / microbatch))
 
     def step_s(self, tokens: float, context: float, *, passes: float, microbatch: float) -> float:
-        """Learning from `tokens` once, and the update.
+        """Time to train once on `tokens`, including the update.
 
         Args:
-            passes: of all models, if they are of one size; `learning_passes` of those that learn, one of the others.
-            microbatch: tokens of one microbatch of one rank.
+            passes: sum over models of one size: `learning_passes` for trained ones, 1 for frozen ones.
+            microbatch: tokens per microbatch and rank.
         """
         count = self.microbatches(tokens, microbatch)
         return self.pass_s(tokens, context, passes=passes, microbatches=count) + self.update_s
 
 
 def learning_passes(*, recompute: bool, adapter: bool = False) -> int:
-    """Forward-sized passes of learning: forward, the same again where activations are not kept, backward; under an
-    adapter the base has no gradients of its own, and a backward pass costs one forward one."""
+    """Forward-sized passes of training: forward, again with recomputation, and backward.
+
+    With an adapter the frozen base has no weight gradients, so backward costs one forward pass.
+    """
     return 1 + (1 if recompute else 0) + (1 if adapter else BACKWARD)
 
 
@@ -100,15 +100,15 @@ def trainer_profile(
     update_s: float | None = None,
     efficiency: TrainerEfficiency = ASSUMED,
 ) -> TrainerProfile:
-    """Fully sharded over what tensor and pipeline parallelism leave.
+    """Derive the profile of fully sharded training with tensor and pipeline parallelism.
 
     Args:
         gpus: a multiple of tp * pp.
-        network: of one machine; needed where the GPUs are on several.
-        update_s: of the optimizer's step; otherwise that of Adam on all parameters.
+        network: of one machine; required for GPUs on several machines.
+        update_s: time of the optimizer step; by default Adam on all parameters.
 
     Raises:
-        UserError: the catalogue knows no speed in this dtype.
+        UserError: the catalogue has no FLOP/s for this dtype.
     """
     machine = gpus_per_machine or gpu.gpus_per_machine
     ranks = gpus // (tp * pp)
@@ -116,7 +116,7 @@ def trainer_profile(
     own = Link(bytes_per_s=gpu.link_bytes_per_s * efficiency.link, latency_s=0.0)
     across = Link(bytes_per_s=network.bytes_per_s * efficiency.link, latency_s=network.latency_s) if network else own
     spread = gpus > machine
-    # Between machines each byte enters a machine once, over all its cards; the GPUs pass it on among themselves.
+    # Each byte enters a machine once, over all its network cards; its GPUs forward it to each other.
     sharded = across if spread else own
     reduced = own if tp <= machine else Link(bytes_per_s=across.bytes_per_s / machine, latency_s=across.latency_s)
     return TrainerProfile(
@@ -147,8 +147,7 @@ def updating_s(
     offload: bool = False,
     efficiency: TrainerEfficiency = ASSUMED,
 ) -> float:
-    """The optimizer reads and writes every state of `parameters` once; where hosts have them, between gradients that
-    come and weights that go back."""
+    """Time of an optimizer step, reading and writing every state; `offload` moves gradients and weights over PCIe."""
     states = TRAINED[optimizer]
     if offload:
         carried = (states.gradients + states.weights) * parameters / (gpus * PCIE_BYTES_PER_S)
@@ -159,18 +158,18 @@ def updating_s(
 
 ELEMENT = 2  # bf16
 LOGITS_BYTES = 8
-"""Of one token and one word: the logit and its gradient in fp32, all at once."""
+"""Per token and vocabulary entry: logit and gradient in fp32."""
 GATHERED_LAYERS = 2
-"""Fully sharded training holds the layer in use and the next one whole."""
+"""Fully sharded training holds the current and the next layer gathered."""
 
 Recompute: TypeAlias = Literal["full", "none"]
 
 
 def layer_activation_bytes(shape: ModelShape) -> float:
-    """What one layer keeps of one token for its backward pass, in bf16, attention being fused.
+    """Bytes that one layer keeps per token for its backward pass, in bf16 with fused attention.
 
-    Residual stream, two norms, inputs of the projections (5 widths), queries and output of attention (2 widths of it),
-    keys and values, and three times the inner width of a gated MLP. With Llama 3's proportions 35.5 bytes per unit of
+    Residual stream, two norms, inputs of the projections (5 widths), queries and output of attention (2 attention
+    widths), keys and values, and three MLP widths. With Llama 3's proportions 35.5 bytes per unit of
     width; Korthikanti et al. (arXiv 2205.05198, eq. 1 without the attention matrix) count 34.
     """
     keys = shape.kv_heads * shape.head_dim
@@ -179,32 +178,32 @@ def layer_activation_bytes(shape: ModelShape) -> float:
 
 
 def kept_layers(shape: ModelShape, recompute: Recompute) -> tuple[float, float]:
-    """(layers of which only the input is kept, layers of which everything is) at the worst moment of a backward pass.
+    """Return (layers with only the input kept, layers with everything kept) at the peak of the backward pass.
 
-    The first stage of a pipeline of p stages (1F1B, arXiv 2104.04473) holds p microbatches for a p-th of the layers:
-    pipelining does not make this less.
+    The first of p pipeline stages (1F1B, arXiv 2104.04473) holds p microbatches for 1/p of the layers, so pipelining
+    does not reduce this.
     """
     return (shape.layers, 1) if recompute == "full" else (0, shape.layers)
 
 
 def activation_bytes(shape: ModelShape, *, tokens: float, recompute: Recompute, tp: int) -> float:
-    """Of a microbatch of `tokens` on one GPU; tensor parallelism with sequence parallelism divides all of it."""
+    """Activations of a microbatch of `tokens` per GPU; tensor with sequence parallelism divides all of them."""
     inputs, whole = kept_layers(shape, recompute)
     return tokens * (inputs * ELEMENT * shape.hidden + whole * layer_activation_bytes(shape)) / tp
 
 
 def logits_bytes(shape: ModelShape, *, tokens: float, tp: int) -> float:
-    """Of a microbatch of `tokens` on one GPU."""
+    """Logits of a microbatch of `tokens` per GPU."""
     return tokens * shape.vocab * LOGITS_BYTES / tp
 
 
 def layer_parts(shape: ModelShape) -> tuple[float, float]:
-    """(parameters of a layer without its routed experts, those of the experts)"""
+    """Return (parameters of a layer without routed experts, of its experts)."""
     experts = shape.expert_parameters / max(shape.layers - shape.dense_layers, 1)
     return max(shape.layer_parameters - experts, 0.0), experts
 
 
 def gathered_bytes(shape: ModelShape, *, tp: int, ep: int) -> float:
-    """Layers held whole on one GPU; expert parallelism leaves it its own experts only."""
+    """Bytes of gathered layers per GPU; expert parallelism divides the experts."""
     dense, experts = layer_parts(shape)
     return GATHERED_LAYERS * ELEMENT * (dense / tp + experts / ep)

@@ -16,9 +16,8 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from tidemill.core.decoding import decode_json
 from tidemill.core.errors import UserError
-from tidemill.core.records import Record
+from tidemill.core.records import Record, decode_json
 
 MANIFEST = "checkpoint.json"
 FORMAT = 1

@@ -21,9 +21,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tidemill.core.decoding import decode_json
 from tidemill.core.errors import UserError
-from tidemill.core.records import Record
+from tidemill.core.records import Record, decode_json
 from tidemill.models.attention import TreePlan, hidden_states
 from tidemill.models.catalog import whole_model
 from tidemill.models.codec import TextCodec, load_codec

@@ -6,17 +6,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-import tidemill
 from tidemill.core.formatting import between, compact, decimal, duration, gigabytes
 from tidemill.pipeline.state import PipelineFolder
 from tidemill.telemetry.jsonl import write_atomically
-from tidemill.telemetry.report.pages import trusted
+from tidemill.telemetry.report.pages import render_page
 from tidemill.telemetry.run_dir import read_json
 from tidemill.telemetry.statistics import wilson_interval
 
-HERE = Path(__file__).parent
+TEMPLATE = Path(__file__).parent / "templates" / "pipeline.html.j2"
 ENDINGS = {
     "finished": "All selected stages are finished.",
     "interrupted": "The pipeline was interrupted; the same command resumes it.",
@@ -43,15 +40,7 @@ def write_page(folder: PipelineFolder) -> Path:
     Raises:
         UserError: it cannot be written.
     """
-    environment = Environment(
-        loader=FileSystemLoader(HERE / "templates"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    text = environment.get_template("pipeline.html.j2").render(context(folder))
-    write_atomically(folder.report, text.encode())
+    write_atomically(folder.report, render_page(TEMPLATE, **context(folder)).encode())
     return folder.report
 
 
@@ -72,8 +61,6 @@ def context(folder: PipelineFolder) -> dict[str, Any]:
         "took": duration(summary.get("wall_s", 0.0)),
         "stale": state.get("stale", []),
         "config_text": folder.config.read_text(encoding="utf-8", errors="replace") if folder.config.is_file() else "",
-        "version": tidemill.__version__,
-        "style": trusted("templates/report.css"),
     }
 
 

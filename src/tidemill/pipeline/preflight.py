@@ -29,9 +29,9 @@ from tidemill.models.folder import refuse_reward_model
 from tidemill.models.reward_model import check_same_vocabulary, other_tokenizer, read_description
 from tidemill.models.snapshots import check_adapter, stored_context_limit
 from tidemill.pipeline.stage_plan import stage_issue
-from tidemill.runtime.compute import check_devices
 from tidemill.runtime.export import refuse_foreign
 from tidemill.runtime.model_bundle import check_critic_vocabulary, fitting_task, own_source
+from tidemill.runtime.train import runtime_of
 
 LOADERS: Mapping[Product, Callable[..., object]] = {
     "demonstrations": load_demonstrations,
@@ -113,7 +113,7 @@ class Preflight:
         policy = models["model.source"]
         if "trainer" in kind.sections:
             devices = (spec.runtime, spec.trainer.device, spec.ray, spec.placement, spec.pool)
-            self._once(stage, ("devices", *devices), lambda: check_devices(spec))
+            self._once(stage, ("devices", *devices), lambda: runtime_of(spec).check_devices(spec))
             if spec.model.lora.enabled and policy is not None:
                 adapter = ("adapter", policy, spec.model.lora)
                 self._once(stage, adapter, lambda: check_adapter(policy.folder, spec.model))

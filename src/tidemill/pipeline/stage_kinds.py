@@ -24,9 +24,9 @@ from tidemill.telemetry.events import EVALUATION, SESSION_END, SESSION_START, ev
 from tidemill.telemetry.jsonl import JsonlWriter
 from tidemill.telemetry.manifest import build_manifest
 from tidemill.telemetry.report import write_report
+from tidemill.telemetry.run_data import held_out_changes
 from tidemill.telemetry.run_dir import RunDirectory, samples_name
 from tidemill.telemetry.sample_files import write_samples
-from tidemill.telemetry.summary import held_out_changes
 
 DATA = "rows.jsonl"
 ANSWERS = "answers.jsonl"
@@ -64,18 +64,18 @@ RunStage: TypeAlias = Callable[[Job], Outcome]
 
 def run_data_generation(job: Job) -> Outcome:
     """Write demonstrations or preference pairs for the task's prompts; outputs the file."""
-    from tidemill.runtime.data_generation import make_demonstrations, make_pairs
+    from tidemill.runtime.batch_generation import make_demonstrations, make_pairs
 
     path, config = job.directory / DATA, job.spec.data_generation
     path.unlink(missing_ok=True)  # of a session that was killed before stage.json was written
     if job.kind == "demonstrations":
-        found = make_demonstrations(job.spec, path, prompts=config.prompts, side=config.split, progress=job.progress)
+        found = make_demonstrations(job.spec, path, prompts=config.prompts, split=config.split, progress=job.progress)
     else:
         found = make_pairs(
             job.spec,
             path,
             prompts=config.prompts,
-            side=config.split,
+            split=config.split,
             samples_per_prompt=config.samples_per_prompt,
             pairs_per_prompt=config.pairs_per_prompt,
             progress=job.progress,
@@ -117,9 +117,9 @@ def run_rl(job: Job) -> Outcome:
 
 def run_supervised(job: Job) -> Outcome:
     """Train on demonstrations or preference pairs; outputs the best checkpoint if it is kept, else the last."""
-    from tidemill.runtime.train_supervised import TRAINERS, train_supervised
+    from tidemill.runtime.train_supervised import OBJECTIVES, train_supervised
 
-    summary = train_supervised(job.spec, next(kind for kind in TRAINERS if kind == job.kind))
+    summary = train_supervised(job.spec, next(kind for kind in OBJECTIVES if kind == job.kind))
     if summary["interrupted"]:
         return Outcome(interrupted=True)
     held_out = summary["held_out"]

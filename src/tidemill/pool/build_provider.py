@@ -1,10 +1,9 @@
-"""The provider that a `[pool]` section asks for."""
+"""Builds the provider for a `[pool]` section, and its warnings about traces."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import TypeAlias
 
 from tidemill.config.pool import PoolConfig, StaticPool, SyntheticPool, TracePool
@@ -16,14 +15,14 @@ from tidemill.pool.traces import CapacityTrace, read_trace, statistics, stays
 
 
 def static_timetable(workers: int) -> Timetable:
-    """`workers` machines, there from the start and for ever."""
+    """`workers` machines that never go down."""
     return (Change(time_s=0.0, place=place, to="up") for place in range(workers))
 
 
 SPARE = 100
-"""Machines told apart beyond those that are taken: those taken are then hit as often as in the trace, or nearly."""
+"""Machines simulated beyond the leased ones, so that leased ones are evicted about as often as in the trace."""
 
-ORDER = {"down": 0, "up": 1, "warned": 2}  # at one time, so that there are never more machines than the trace has
+ORDER = {"down": 0, "up": 1, "noticed": 2}  # of simultaneous changes: never more machines than the trace has
 
 
 def trace_timetable(
@@ -36,33 +35,30 @@ def trace_timetable(
 ) -> Timetable:
     """Plays `trace` from `start_s` on.
 
-    Of more machines than `most`, whose player takes no more at once, only so many are told apart that one which goes
-    finds another in its place.
+    With `most`, at most `most + SPARE` machines are simulated: enough to replace each leased machine that goes down.
 
-    A machine is warned `notice_s` seconds (of the player's time) before the count falls, so that the capacity is the
-    trace's at every moment. One that would have to be warned before it is there is warned as it comes, and so not
-    leased. At the end of the trace its last count stays.
+    A machine gets its notice `notice_s` seconds before the count falls, so the capacity always equals the
+    trace's. A machine whose notice would precede its arrival gets it on arrival and is not leased. After the end of
+    the trace the last count stays.
     """
     changes = []
     rest = trace.since(start_s)
     for stay in stays(rest if most is None else rest.at_most(most + SPARE), seed=seed):
-        begin_s, end_s = stay.start_s, stay.end_s
-        changes.append(Change(time_s=begin_s, place=stay.place, to="up"))
-        if end_s == math.inf:
+        changes.append(Change(time_s=stay.start_s, place=stay.place, to="up"))
+        if stay.end_s == math.inf:
             continue
         if notice_s:
-            changes.append(
-                Change(time_s=max(begin_s, end_s - notice_s), place=stay.place, to="warned", deadline_s=end_s)
-            )
-        changes.append(Change(time_s=end_s, place=stay.place, to="down"))
+            noticed_s = max(stay.start_s, stay.end_s - notice_s)
+            changes.append(Change(time_s=noticed_s, place=stay.place, to="noticed", deadline_s=stay.end_s))
+        changes.append(Change(time_s=stay.end_s, place=stay.place, to="down"))
     return iter(sorted(changes, key=lambda change: (change.time_s, ORDER[change.to], change.place)))
 
 
 LONG_S = 60.0
-"""Of the run, without any machine: worth a word."""
+"""Time without any machine that is worth a warning."""
 
 ScheduledPool: TypeAlias = StaticPool | TracePool | SyntheticPool
-"""The pools that a timetable can play; the others come with their runtime."""
+"""The pools with a timetable; other pools are provided by their runtime."""
 
 
 def build_provider(
@@ -71,35 +67,36 @@ def build_provider(
     price_usd_per_hour: float,
     clock: Clock,
     session: int,
-    read: Callable[[Path], bytes] = Path.read_bytes,
     warn: Callable[[str], None] = lambda text: None,
 ) -> Provider:
-    """Its timetable begins now. `session` tells lives of a run apart; `read` returns the bytes of a trace's file.
+    """A provider whose timetable starts now.
 
-    `warn` is called once when the run outlives the trace.
+    Args:
+        session: number of the process working on the run; part of lease ids.
+        warn: called once when the run outlasts the trace.
 
     Raises:
-        UserError: the trace cannot be read, or is over before the run begins.
+        UserError: the trace cannot be read, or ends before `pool.start_s`.
     """
     return ScheduledProvider(
-        timetable_of(pool, read),
+        timetable_of(pool),
         clock=clock,
         session=session,
         price_usd_per_hour=price_usd_per_hour,
         most=pool.max_workers if isinstance(pool, TracePool) else pool.workers,
-        end_s=_end_s(pool, read) if isinstance(pool, TracePool) else math.inf,
-        at_end=lambda: warn(_over(pool, read)) if isinstance(pool, TracePool) else None,
+        end_s=_end_s(pool) if isinstance(pool, TracePool) else math.inf,
+        at_end=lambda: warn(_trace_ended(pool)) if isinstance(pool, TracePool) else None,
     )
 
 
-def timetable_of(pool: ScheduledPool, read: Callable[[Path], bytes]) -> Timetable:
+def timetable_of(pool: ScheduledPool) -> Timetable:
     """Raises what `build_provider` raises."""
     if isinstance(pool, StaticPool):
         return static_timetable(pool.workers)
     if isinstance(pool, SyntheticPool):
         return market_timetable(market_of_pool(pool), seed=pool.seed)
     return trace_timetable(
-        _trace_of(pool, read),
+        _trace_of(pool),
         start_s=pool.start_s,
         notice_s=pool.notice_s,
         seed=pool.seed,
@@ -107,51 +104,51 @@ def timetable_of(pool: ScheduledPool, read: Callable[[Path], bytes]) -> Timetabl
     )
 
 
-def remarks(pool: PoolConfig, read: Callable[[Path], bytes] = Path.read_bytes) -> list[str]:
-    """The span and mean of a trace, and a time without any machine at its start. Empty for other pools.
+def remarks(pool: PoolConfig) -> list[str]:
+    """The span and mean of a trace, and an initial time without any machine. Empty for other pools.
 
     Raises:
-        UserError: the trace cannot be read, or is over before the run begins.
+        UserError: the trace cannot be read, or ends before `pool.start_s`.
     """
     if not isinstance(pool, TracePool):
         return []
-    trace = _trace_of(pool, read).since(pool.start_s)
+    trace = _trace_of(pool).since(pool.start_s)
     counts = statistics(trace)
-    span = f"{pool.path} spans {_long(trace.end_s)} from second {pool.start_s:g} on"
-    return [f"{span}: {counts.mean:.3g} machines on average, {counts.peak} at most", *_gap(pool, trace)]
+    span = f"{pool.path} spans {_long(trace.end_s)} from second {pool.start_s:g}"
+    return [f"{span}: {counts.mean:.3g} machines on average, {counts.peak} at most", *_initial_gap(pool, trace)]
 
 
-def outlived(pool: PoolConfig, run_s: float, read: Callable[[Path], bytes] = Path.read_bytes) -> list[str]:
-    """A warning if a run of `run_s` seconds outlives its trace; empty otherwise.
+def outlived(pool: PoolConfig, run_s: float) -> list[str]:
+    """A warning if a run of `run_s` seconds outlasts its trace; empty otherwise.
 
     Raises:
         UserError: as `remarks`.
     """
-    if not isinstance(pool, TracePool) or run_s <= _end_s(pool, read):
+    if not isinstance(pool, TracePool) or run_s <= _end_s(pool):
         return []
-    return [f"{_over(pool, read)}; the run takes {_long(run_s)}"]
+    return [f"{_trace_ended(pool)}; the run takes {_long(run_s)}"]
 
 
-def _end_s(pool: TracePool, read: Callable[[Path], bytes]) -> float:
-    """Seconds of the run after which the trace ends."""
-    return _trace_of(pool, read).end_s - pool.start_s
+def _end_s(pool: TracePool) -> float:
+    """Time of the run at which the trace ends, in seconds."""
+    return _trace_of(pool).end_s - pool.start_s
 
 
-def _over(pool: TracePool, read: Callable[[Path], bytes]) -> str:
-    last = _trace_of(pool, read).steps[-1][1]
+def _trace_ended(pool: TracePool) -> str:
+    last = _trace_of(pool).steps[-1][1]
     machines = "1 machine" if last == 1 else f"{last} machines"
-    end = f"{pool.path} ends {_long(_end_s(pool, read))} into the run"
-    return f"warning: {end} and its last count, {machines}, stays; times in a trace are seconds"
+    end = f"{pool.path} ends {_long(_end_s(pool))} into the run"
+    return f"warning: {end} and its last count ({machines}) stays; times in a trace are seconds"
 
 
-def _gap(pool: TracePool, trace: CapacityTrace) -> list[str]:
+def _initial_gap(pool: TracePool, trace: CapacityTrace) -> list[str]:
     first_s = next((at_s for at_s, count in trace.steps if count), None)
     if first_s is None:
-        return [f"{pool.path} has no machine from second {pool.start_s:g} on: no preemptible worker will come"]
+        return [f"{pool.path} has no machine after second {pool.start_s:g}: the run gets no preemptible worker"]
     if first_s < LONG_S:
         return []
-    begin = pool.start_s + first_s
-    return [f"no machine for the first {_long(first_s)}; pool.start_s = {begin:.10g} is where the first appears"]
+    first = f"the first appears at pool.start_s = {pool.start_s + first_s:.10g}"
+    return [f"no machine for the first {_long(first_s)}; {first}"]
 
 
 def _long(seconds: float) -> str:
@@ -162,9 +159,9 @@ def _long(seconds: float) -> str:
     return f"{seconds / unit:.3g} {name}"
 
 
-def _trace_of(pool: TracePool, read: Callable[[Path], bytes]) -> CapacityTrace:
-    trace = read_trace(pool.path, read)
+def _trace_of(pool: TracePool) -> CapacityTrace:
+    trace = read_trace(pool.path)
     if pool.start_s > 0 and pool.start_s >= trace.end_s:
         what = f"{pool.start_s:g} lies beyond the end of {pool.path}, which is {trace.end_s:g} s long"
-        raise UserError(what, where="pool.start_s", hint="begin earlier")
+        raise UserError(what, where="pool.start_s", hint="choose an earlier start")
     return trace

@@ -1,4 +1,4 @@
-"""What a machine's cloud says of its end: the metadata endpoints of AWS, Google and Azure, asked by a worker on it."""
+"""Eviction notices from the metadata endpoints of AWS, Google and Azure, polled by a worker on the machine."""
 
 from __future__ import annotations
 
@@ -13,43 +13,43 @@ from tidemill.core.errors import TidemillError
 from tidemill.core.records import Record
 
 LINK_LOCAL = "http://169.254.169.254"
-"""Where all three answer, and nobody outside the machine can."""
-GOOGLE_GRACE_S = 30.0  # from `preempted` to the end
+"""The metadata address of all three clouds, reachable only from the machine itself."""
+GOOGLE_GRACE_S = 30.0  # from `preempted` to the shutdown
 AZURE_API = "2020-07-01"
 
 
-class MetadataFault(TidemillError):
+class MetadataError(TidemillError):
     """An endpoint did not answer as documented."""
 
 
 class Notice(Record):
     """The machine will be taken."""
 
-    seconds_left: float  # 0 when it is going now, or nobody says when
-    cause: str  # in words
+    seconds_left: float  # 0 if it ends now or the time is unknown
+    cause: str  # for the event log
 
 
 class Fetch(Protocol):
     async def __call__(self, method: str, url: str, headers: Mapping[str, str], timeout_s: float) -> tuple[int, bytes]:
-        """Status and body; follows no redirect, uses no proxy.
+        """Return status and body; follows no redirect, uses no proxy.
 
         Raises:
-            OSError: no answer, TimeoutError included.
+            OSError: no answer, including TimeoutError.
         """
 
 
 class Endpoint(Record):
-    """How a metadata service is asked."""
+    """Address and timing of a metadata service."""
 
     base: str = LINK_LOCAL
-    timeout_s: float = 2.0  # one request
-    interval_s: float = 2.0  # between two looks
+    timeout_s: float = 2.0  # per request
+    interval_s: float = 2.0  # between polls
 
 
 Ask: TypeAlias = Callable[[Fetch, Endpoint, Callable[[], float]], Awaitable[Notice | None]]
-"""One look; the last argument tells the time in Unix seconds. Raises MetadataFault or OSError."""
+"""Poll once; the last argument returns the Unix time in seconds. Raises MetadataError or OSError."""
 Probe: TypeAlias = Callable[[Fetch, Endpoint], Awaitable[object]]
-"""Returns on a machine of this cloud; elsewhere raises MetadataFault or OSError."""
+"""Succeed on a machine of this cloud; elsewhere raise MetadataError or OSError."""
 
 
 class Cloud(Record):
@@ -59,16 +59,16 @@ class Cloud(Record):
 
 
 async def probe_aws(fetch: Fetch, at: Endpoint) -> str:
-    """A session token of the metadata service's version 2 (EC2 user guide, "Use IMDSv2")."""
+    """Return a session token of the metadata service version 2 (EC2 user guide, "Use IMDSv2")."""
     path, headers = "/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
     token = _expect_200(*await _request(fetch, at, "PUT", path, headers), at, path)
     if not token or not token.isascii() or not token.isprintable():
-        raise MetadataFault(f"{at.base}: no session token")
+        raise MetadataError(f"{at.base}: no session token")
     return token
 
 
 async def ask_aws(fetch: Fetch, at: Endpoint, unix_s: Callable[[], float]) -> Notice | None:
-    """`spot/instance-action` (EC2 user guide, "Spot Instance interruption notices"): 404 while nothing is planned."""
+    """`spot/instance-action` (EC2 user guide, "Spot Instance interruption notices"): 404 without a notice."""
     headers = {"X-aws-ec2-metadata-token": await probe_aws(fetch, at)}
     path = "/latest/meta-data/spot/instance-action"
     status, text = await _request(fetch, at, "GET", path, headers)
@@ -77,9 +77,9 @@ async def ask_aws(fetch: Fetch, at: Endpoint, unix_s: Callable[[], float]) -> No
     tree = _json(_expect_200(status, text, at, path), at, path)
     action = tree.get("action")
     if action not in ("stop", "terminate", "hibernate"):
-        raise MetadataFault(f"{at.base}{path}: no action that is known: {text[:100]!r}")
-    cause = f"AWS takes the spot instance back ({action})"
-    # Hibernation begins at once, whatever time is given.
+        raise MetadataError(f"{at.base}{path}: unknown action: {text[:100]!r}")
+    cause = f"AWS reclaims the spot instance ({action})"
+    # Hibernation starts at once, regardless of the time given.
     return Notice(seconds_left=0.0 if action == "hibernate" else _seconds_to(tree.get("time"), unix_s()), cause=cause)
 
 
@@ -87,36 +87,36 @@ async def probe_google(fetch: Fetch, at: Endpoint) -> str:
     """TRUE once the instance is being preempted, else FALSE (Compute Engine, "Create and use preemptible VMs")."""
     text = (await _get(fetch, at, "/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"})).strip()
     if text not in ("TRUE", "FALSE"):
-        raise MetadataFault(f"{at.base}: `preempted` is neither TRUE nor FALSE but {text[:100]!r}")
+        raise MetadataError(f"{at.base}: `preempted` is neither TRUE nor FALSE: {text[:100]!r}")
     return text
 
 
 async def ask_google(fetch: Fetch, at: Endpoint, unix_s: Callable[[], float]) -> Notice | None:
-    """No time is given: half a minute is, less what may have passed since the last look."""
+    """The endpoint gives no time: assume the 30 s grace period minus one poll interval."""
     if await probe_google(fetch, at) == "FALSE":
         return None
     return Notice(seconds_left=max(0.0, GOOGLE_GRACE_S - at.interval_s), cause="Google preempts the spot VM")
 
 
 async def probe_azure(fetch: Fetch, at: Endpoint) -> str:
-    """This machine's name, as scheduled events call it (Azure Instance Metadata Service)."""
+    """Return this machine's name as used in scheduled events (Azure Instance Metadata Service)."""
     path = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
     name = (await _get(fetch, at, path, {"Metadata": "true"})).strip()
     if not name or len(name) > 200 or not name.isprintable() or "<" in name:
-        raise MetadataFault(f"{at.base}: no machine name but {name[:100]!r}")
+        raise MetadataError(f"{at.base}: not a machine name: {name[:100]!r}")
     return name
 
 
 async def ask_azure(fetch: Fetch, at: Endpoint, unix_s: Callable[[], float]) -> Notice | None:
     """Scheduled events of the types Preempt and Terminate (Azure, "Scheduled Events for Linux VMs").
 
-    A scale set's machines all see each other's events. The first request ever may take two minutes; it switches the
-    service on. `NotBefore` is empty once an event has begun.
+    All machines of a scale set see each other's events. The first request enables the service and may take two
+    minutes. `NotBefore` is empty once an event has started.
     """
     path = f"/metadata/scheduledevents?api-version={AZURE_API}"
     events = _json(await _get(fetch, at, path, {"Metadata": "true"}), at, path).get("Events")
     if not isinstance(events, list):
-        raise MetadataFault(f"{at.base}{path}: no list of events")
+        raise MetadataError(f"{at.base}{path}: no list of events")
     ending = [each for each in events if isinstance(each, dict) and each.get("EventType") in ("Preempt", "Terminate")]
     if not ending:
         return None
@@ -137,16 +137,16 @@ CLOUDS = {
 
 
 async def detect(fetch: Fetch, endpoints: Mapping[str, Endpoint], *, timeout_s: float = 1.0) -> Cloud | None:
-    """The cloud this machine is in, or None when no endpoint has answered as one of them after `timeout_s` seconds.
+    """Return this machine's cloud, or None if no endpoint answers as expected within `timeout_s` seconds.
 
-    All are asked at once; `endpoints` are by name of the cloud.
+    Probes all clouds concurrently. `endpoints` maps the cloud's name to its address.
     """
 
     async def answers(name: str) -> bool:
         try:
             async with asyncio.timeout(timeout_s):
                 await CLOUDS[name].probe(fetch, endpoints[name])
-        except (MetadataFault, OSError):
+        except (MetadataError, OSError):
             return False
         return True
 
@@ -157,16 +157,15 @@ async def detect(fetch: Fetch, endpoints: Mapping[str, Endpoint], *, timeout_s: 
 async def watch(
     cloud: Cloud, fetch: Fetch, at: Endpoint, *, unix_s: Callable[[], float], longest_s: float = 10.0
 ) -> Notice:
-    """Look every `interval_s` seconds until there is a notice.
+    """Poll every `interval_s` seconds until a notice appears, and return it.
 
-    No answer, or one that makes no sense, is no notice; then the looks become rarer, down to one in `longest_s`
-    seconds, until an answer comes.
+    After a missing or malformed answer the interval doubles, up to `longest_s` seconds, until the next valid answer.
     """
     wait_s = at.interval_s
     while True:
         try:
             notice = await cloud.ask(fetch, at, unix_s)
-        except (MetadataFault, OSError):
+        except (MetadataError, OSError):
             wait_s = min(2 * wait_s, max(longest_s, at.interval_s))
         else:
             if notice is not None:
@@ -187,22 +186,22 @@ async def _request(fetch: Fetch, at: Endpoint, method: str, path: str, headers: 
 
 def _expect_200(status: int, text: str, at: Endpoint, path: str) -> str:
     if status != 200:
-        raise MetadataFault(f"{at.base}{path}: status {status}")
+        raise MetadataError(f"{at.base}{path}: status {status}")
     return text
 
 
 def _json(text: str, at: Endpoint, path: str) -> dict[str, Any]:
     try:
         tree = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise MetadataFault(f"{at.base}{path}: not JSON: {text[:100]!r}") from error
+    except ValueError as error:
+        raise MetadataError(f"{at.base}{path}: not JSON: {text[:100]!r}") from error
     if not isinstance(tree, dict):
-        raise MetadataFault(f"{at.base}{path}: not a JSON object: {text[:100]!r}")
+        raise MetadataError(f"{at.base}{path}: not a JSON object: {text[:100]!r}")
     return tree
 
 
 def _seconds_to(time: Any, now_unix_s: float) -> float:
-    """From now to `2026-09-18T08:22:00Z` or `Mon, 19 Sep 2026 18:29:47 GMT`; 0 when it is past, or is no time."""
+    """Seconds until `2026-09-18T08:22:00Z` or `Mon, 19 Sep 2026 18:29:47 GMT`; 0 if past or not a time."""
     for parse in (datetime.fromisoformat, parsedate_to_datetime):
         try:
             moment = parse(time)

@@ -1,4 +1,4 @@
-"""Leases from a timetable of machines: the provider of every simulated pool."""
+"""Grants leases from a timetable of machines: the provider of every simulated pool."""
 
 from __future__ import annotations
 
@@ -16,71 +16,69 @@ from tidemill.pool.traces import CapacityTrace
 
 
 class Change(Record):
-    """Something happens to one place of the market: a machine comes, is condemned, or goes."""
+    """One place of the market changes: its machine comes up, gets an eviction notice, or goes down."""
 
-    time_s: float  # since the timetable's beginning
-    place: int  # from 0; a machine that comes back takes a place that was free
-    to: Literal["up", "warned", "down"]
-    deadline_s: float = 0.0  # of a warned one: when it will be down
+    time_s: float  # since the start of the timetable
+    place: int  # from 0; a new machine takes a free place
+    to: Literal["up", "noticed", "down"]
+    deadline_s: float = 0.0  # of a noticed one: when it goes down
 
 
 Timetable: TypeAlias = Iterator[Change]
-"""Changes in the order of time, possibly without end. It never depends on who takes the machines: equal seeds make
-equal markets, whatever is done with them."""
+"""Changes in order of time, possibly infinite, independent of leases: equal seeds give equal markets."""
 
 
 def capacity_of(timetable: Timetable, duration_s: float) -> CapacityTrace:
-    """How many machines there are, in the first `duration_s` seconds of a timetable."""
+    """The number of machines over the first `duration_s` seconds of a timetable."""
     count, points = 0, [(0.0, 0)]
     for change in timetable:
         if change.time_s > duration_s:
             break
-        count += {"up": 1, "warned": 0, "down": -1}[change.to]
+        count += {"up": 1, "noticed": 0, "down": -1}[change.to]
         points.append((change.time_s, count))
     return CapacityTrace.of(points, end_s=duration_s)
 
 
-CLOCK_RESOLUTION_S = 1e-6  # a timer may wake its waiter so much early
+CLOCK_RESOLUTION_S = 1e-6  # a timer may fire this much early
 
 
 class BackOff(Record):
-    """How long a place stays empty after its lease was given back, so that a worker that always fails does not spin."""
+    """Delay before a released place is leased again, so that a worker that always fails does not restart in a loop."""
 
-    first_s: float = 1.0  # doubled each time
+    first_s: float = 1.0  # doubles with each failure
     longest_s: float = 60.0
-    settled_s: float = 60.0  # a lease held so long counts as a success: the next wait is the first again
+    settled_s: float = 60.0  # a lease held this long resets the delay
 
     def after(self, failures: int) -> float:
-        """Seconds to wait after so many leases in a row that did not settle."""
+        """Seconds to wait after `failures` consecutive leases shorter than `settled_s`."""
         return float(min(self.longest_s, self.first_s * 2.0 ** min(failures, 64)))
 
 
 @dataclass(slots=True)
 class _Place:
     up: bool = False
-    warned: bool = False
+    noticed: bool = False
     lease: Lease | None = None
-    retry_s: float = -math.inf  # on the run's clock: not leased again before
+    retry_s: float = -math.inf  # on the run's clock: earliest time of the next lease
     failures: int = 0
 
     @property
     def offered(self) -> bool:
-        return self.up and not self.warned and self.lease is None
+        return self.up and not self.noticed and self.lease is None
 
 
 class ScheduledProvider:
-    """Leases the machines of a timetable to whoever asks for events; the timetable begins when this is made.
+    """Leases the machines of a timetable. The timetable starts when this object is created.
 
-    A lease ends in one of two ways, once: its machine goes (`LeaseEnded`), or `release` gives it back, after which no
-    event names it. Fewer wanted means no new leases; it takes none away. A machine given back may be leased again, as
-    a new lease after a back-off, but not one that is already warned. Events are made when they are asked for: who
-    asks late is not granted what has come and gone meanwhile.
+    A lease ends exactly once: its machine goes down (`LeaseEnded`), or `release` returns it; no later event names it.
+    Wanting fewer workers grants no new leases and ends none. A released machine may be leased again after a back-off,
+    under a new lease id, unless it has a notice. Events are computed when requested, so a machine that came and went
+    between two requests is never granted.
 
     Args:
-        most: leases held at once, whatever is wanted. The market's other machines are there all the same: one of them
-            takes the place of one that goes.
-        session: which life of the run this is; lease ids hold it, so that a resumed run never uses one again.
-        end_s: seconds after which what the timetable is drawn from ends; `at_end` is called once then.
+        most: leases held at once, regardless of `want`. A machine beyond the limit replaces one that goes down.
+        session: number of the process working on the run. It is part of lease ids, so a resumed run reuses none.
+        end_s: length of the timetable's source in seconds; `at_end` is called once after it.
     """
 
     def __init__(
@@ -99,12 +97,12 @@ class ScheduledProvider:
         self._back_off = back_off or BackOff()
         self._start_s = clock.now()
         self._end_s, self._at_end = end_s, at_end
-        self._coming = next(timetable, None)
+        self._next_change = next(timetable, None)
         self._places: dict[int, _Place] = {}
         self._held: dict[str, _Place] = {}
         self._events = deque[LeaseEvent]()
         self._most = most
-        self._wanted = most  # everything, until someone says otherwise
+        self._wanted = most  # everything, until `want` is called
         self._granted = 0
         self._woken = asyncio.Event()
 
@@ -130,7 +128,7 @@ class ScheduledProvider:
         self._events = deque(event for event in self._events if _lease_of(event) != lease_id)
         place = self._held.pop(lease_id, None)
         if place is None or place.lease is None:
-            return  # its machine went meanwhile
+            return  # its machine already went down
         now_s = self._clock.now()
         if now_s - place.lease.start_s >= self._back_off.settled_s:
             place.failures = 0
@@ -140,8 +138,8 @@ class ScheduledProvider:
         self._woken.set()
 
     async def close(self) -> None:
-        """Nothing happens any more."""
-        self._coming = None
+        """End all leases; no further events."""
+        self._next_change = None
         self._places.clear()
         self._held.clear()
         self._events.clear()
@@ -150,9 +148,9 @@ class ScheduledProvider:
         if now_s - self._start_s > self._end_s:
             self._end_s = math.inf
             self._at_end()
-        while self._coming is not None and self._start_s + self._coming.time_s <= now_s + CLOCK_RESOLUTION_S:
-            self._apply(self._coming)
-            self._coming = next(self._timetable, None)
+        while self._next_change is not None and self._start_s + self._next_change.time_s <= now_s + CLOCK_RESOLUTION_S:
+            self._apply(self._next_change)
+            self._next_change = next(self._timetable, None)
         for index in sorted(self._places):
             place = self._places[index]
             if len(self._held) >= self._wanted:
@@ -163,17 +161,17 @@ class ScheduledProvider:
     def _apply(self, change: Change) -> None:
         place = self._places.setdefault(change.place, _Place())
         if change.to == "up":
-            place.up, place.warned, place.retry_s, place.failures = True, False, -math.inf, 0
-        elif change.to == "warned":
-            place.warned = True
+            place.up, place.noticed, place.retry_s, place.failures = True, False, -math.inf, 0
+        elif change.to == "noticed":
+            place.noticed = True
             if place.lease is not None:
                 deadline_s = self._start_s + change.deadline_s
-                cause = "its machine will be taken away"
+                cause = "the provider will take the machine"
                 self._events.append(LeaseNoticed(lease_id=place.lease.lease_id, deadline_s=deadline_s, cause=cause))
         else:
             place.up = False
             if place.lease is not None:
-                cause = f"its machine was taken away{', as announced' if place.warned else ' without notice'}"
+                cause = f"the provider took the machine {'after' if place.noticed else 'without'} notice"
                 self._events.append(LeaseEnded(lease_id=place.lease.lease_id, cause=cause))
                 del self._held[place.lease.lease_id]
                 place.lease = None
@@ -191,8 +189,8 @@ class ScheduledProvider:
         self._events.append(LeaseGranted(lease=place.lease))
 
     def _next_s(self) -> float:
-        """When something will happen of itself."""
-        times = [math.inf if self._coming is None else self._start_s + self._coming.time_s]
+        """Time of the next change or back-off end."""
+        times = [math.inf if self._next_change is None else self._start_s + self._next_change.time_s]
         if len(self._held) < self._wanted:
             times += [place.retry_s for place in self._places.values() if place.offered]
         return min(times)

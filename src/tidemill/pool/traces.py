@@ -1,4 +1,4 @@
-"""Capacity traces: how many machines a market had at each time, in files and in statistics."""
+"""Capacity traces: the number of machines of a market over time; file formats and statistics."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 import random
 from bisect import bisect_right, insort
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,16 @@ from tidemill.core.records import Record
 
 
 class CapacityTrace(Record):
-    """A step function of counts. Made by `of`, which brings what was measured into this form."""
+    """A step function of machine counts. Create it with `of`, which normalises measurements."""
 
-    steps: tuple[tuple[float, int], ...]  # (seconds, machines from then on); times rise, neighbouring counts differ
-    end_s: float  # of what was measured; the last count holds for ever
+    steps: tuple[tuple[float, int], ...]  # (seconds, machines from then on); times rise, successive counts differ
+    end_s: float  # end of the measurement; the last count holds afterwards
 
     @classmethod
     def of(cls, points: Iterable[tuple[float, int]], *, end_s: float | None = None) -> CapacityTrace:
-        """From (seconds, count) pairs, at least one, in the order of time; of several at one time the last holds.
+        """From (seconds, count) pairs in order of time, at least one; the last of simultaneous pairs counts.
 
-        `end_s` is when measuring ended, by default at the last pair.
+        `end_s` is the end of the measurement, by default the time of the last pair.
         """
         steps: list[tuple[float, int]] = []
         last_s = 0.0
@@ -46,7 +46,7 @@ class CapacityTrace(Record):
         return max(count for _, count in self.steps)
 
     def count_at(self, time_s: float) -> int:
-        """Machines at `time_s`; before the first step as at it."""
+        """Machines at `time_s`; before the first step, its count."""
         return self.steps[max(0, bisect_right(self.steps, (time_s, math.inf)) - 1)][1]
 
     def changes(self, after_s: float = -math.inf, through_s: float = math.inf) -> Iterator[tuple[float, int]]:
@@ -56,22 +56,22 @@ class CapacityTrace(Record):
                 yield time_s, count - before
 
     def since(self, time_s: float) -> CapacityTrace:
-        """What follows `time_s`, which becomes second 0."""
+        """The trace after `time_s`, which becomes second 0."""
         later = [(at_s - time_s, count) for at_s, count in self.steps if at_s > time_s]
         return CapacityTrace.of([(0.0, self.count_at(time_s)), *later], end_s=max(0.0, self.end_s - time_s))
 
     def at_most(self, count: int) -> CapacityTrace:
-        """The same with so many machines at most."""
-        return CapacityTrace.of(((at_s, min(there, count)) for at_s, there in self.steps), end_s=self.end_s)
+        """The trace with counts capped at `count`."""
+        return CapacityTrace.of(((at_s, min(machines, count)) for at_s, machines in self.steps), end_s=self.end_s)
 
     def machine_seconds(self) -> float:
-        """The sum of all machines' times from `start_s` to `end_s`."""
+        """Machine-seconds from `start_s` to `end_s`."""
         ends = [time_s for time_s, _ in self.steps[1:]] + [self.end_s]
         return sum(count * (end_s - time_s) for (time_s, count), end_s in zip(self.steps, ends, strict=True))
 
 
 class Stay(Record):
-    """One machine's time in the market: [start_s, end_s), for ever when `end_s` is infinite."""
+    """One machine's time in the market: [start_s, end_s); `end_s` is infinite if it never goes down."""
 
     place: int
     start_s: float
@@ -79,12 +79,12 @@ class Stay(Record):
 
 
 def stays(trace: CapacityTrace, *, seed: int) -> list[Stay]:
-    """One history of single machines that makes `trace`: who goes when the count falls is drawn, each as likely.
+    """A history of single machines consistent with `trace`; evicted machines are drawn uniformly.
 
-    A machine that comes takes the lowest free place. In the order of endings, those that stay last.
+    A new machine takes the lowest free place. Sorted by end; machines that never go down come last.
     """
     rng, found = random.Random(seed), list[Stay]()
-    since_s = dict.fromkeys(range(trace.steps[0][1]), trace.start_s)  # of the places that are taken
+    since_s = dict.fromkeys(range(trace.steps[0][1]), trace.start_s)  # by occupied place
     free: list[int] = []
     for time_s, difference in trace.changes():
         for place in sorted(rng.sample(sorted(since_s), max(0, -difference))):
@@ -96,22 +96,20 @@ def stays(trace: CapacityTrace, *, seed: int) -> list[Stay]:
 
 
 class Statistics(Record):
-    """What a trace says of its market."""
+    """Statistics of a trace."""
 
     duration_s: float
     mean: float  # machines
     peak: int
-    evictions: int  # machines that went
-    joins: int  # machines that came
-    bursts: tuple[int, ...]  # machines that went at one time, in order
-    arrivals: tuple[int, ...]  # machines that came at one time, in order
-    mean_time_to_eviction_s: float  # machine-seconds per eviction, which needs no guess who went; inf without any
-    mean_time_to_return_s: float  # seconds of places below the peak, per machine that came; inf without any
-    times_to_eviction_s: tuple[float, ...]  # sorted, of one drawn history; machines never evicted are not among them
+    evictions: int  # machines that went down
+    joins: int  # machines that came up
+    bursts: tuple[int, ...]  # machines per eviction event, in order of time
+    arrivals: tuple[int, ...]  # machines per arrival event, in order of time
+    mean_time_to_eviction_s: float  # machine-seconds per eviction; inf without any
+    mean_time_to_return_s: float  # empty place-seconds below the peak, per arrival; inf without any
 
 
-def statistics(trace: CapacityTrace, *, seed: int = 0) -> Statistics:
-    """`seed` draws the history (see `stays`) that `times_to_eviction_s` is of."""
+def statistics(trace: CapacityTrace) -> Statistics:
     differences = [difference for _, difference in trace.changes()]
     bursts = tuple(-difference for difference in differences if difference < 0)
     arrivals = tuple(difference for difference in differences if difference > 0)
@@ -127,25 +125,22 @@ def statistics(trace: CapacityTrace, *, seed: int = 0) -> Statistics:
         arrivals=arrivals,
         mean_time_to_eviction_s=present_s / sum(bursts) if bursts else math.inf,
         mean_time_to_return_s=away_s / sum(arrivals) if arrivals else math.inf,
-        times_to_eviction_s=tuple(
-            sorted(stay.end_s - stay.start_s for stay in stays(trace, seed=seed) if stay.end_s < math.inf)
-        ),
     )
 
 
 HEADING = ["seconds", "count"]
-CSV_SHAPE = "a line looks like `1800,12`: seconds and machines from then on; a change may be two lines at one time"
+CSV_SHAPE = "lines look like `1800,12`: seconds, machines from then on"
 JSON_SHAPE = 'the file looks like {"metadata": {"gap_seconds": 300}, "data": [12, 12, 7]}'
 
 
-def read_trace(path: Path, read: Callable[[Path], bytes]) -> CapacityTrace:
-    """The trace in a file, of either format; `read` returns the file's bytes.
+def read_trace(path: Path) -> CapacityTrace:
+    """Read a trace file, CSV or JSON.
 
     Raises:
-        UserError: naming file and line; it cannot be read, or is no trace.
+        UserError: the file cannot be read or is not a trace; names file and line.
     """
     try:
-        text = read(path).decode("utf-8-sig")
+        text = path.read_bytes().decode("utf-8-sig")
     except OSError as error:
         what = f"cannot read the capacity trace: {error.strerror or error}"
         raise UserError(what, where=str(path), hint="check pool.path") from error
@@ -155,10 +150,10 @@ def read_trace(path: Path, read: Callable[[Path], bytes]) -> CapacityTrace:
 
 
 def parse_trace(text: str, *, source: str) -> CapacityTrace:
-    """The trace in a file's text; what begins with a bracket is JSON.
+    """Parse a trace; text that starts with a bracket is JSON.
 
     Raises:
-        UserError: naming `source` and the line.
+        UserError: the text is not a trace; names `source` and the line.
     """
     if not text.strip():
         raise UserError("the file is empty", where=source, hint=CSV_SHAPE + "; " + JSON_SHAPE)
@@ -179,7 +174,7 @@ def _from_csv(text: str, source: str) -> CapacityTrace:
             raise UserError(f"expected two numbers, found {line.strip()!r}", where=where, hint=CSV_SHAPE)
         seconds, count = _seconds(fields[0], where), _count(fields[1], where)
         if points and seconds < points[-1][0]:
-            what = f"time goes back, from {points[-1][0]:g} to {seconds:g}"
+            what = f"time decreases from {points[-1][0]:g} to {seconds:g}"
             raise UserError(what, where=where, hint="sort the lines by time")
         points.append((seconds, count))
     if not points:
@@ -195,7 +190,9 @@ def _seconds(text: str, where: str) -> float:
     if not math.isfinite(seconds):
         raise UserError(f"{text!r} is not a number of seconds", where=where, hint=CSV_SHAPE)
     if seconds < 0:
-        raise UserError(f"{text} is a negative time", where=where, hint="count seconds from the trace's beginning, 0")
+        raise UserError(
+            f"{text} is a negative time", where=where, hint="times are seconds since the start of the trace"
+        )
     return seconds
 
 
@@ -205,7 +202,7 @@ def _count(text: str, where: str) -> int:
     except ValueError:
         raise UserError(f"{text!r} is not a whole number of machines", where=where, hint=CSV_SHAPE) from None
     if count < 0:
-        raise UserError(f"{count} machines cannot be", where=where, hint="a count is 0 or more")
+        raise UserError(f"negative count {count}", where=where, hint="a count is 0 or more")
     return count
 
 
@@ -214,10 +211,8 @@ def _from_json(text: str, source: str) -> CapacityTrace:
         tree = json.loads(text)
     except json.JSONDecodeError as error:
         where = f"{source}:{error.lineno}"
-        raise UserError(f"broken JSON: {error.msg} at column {error.colno}", where=where, hint=JSON_SHAPE) from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"broken JSON: {error}", where=source, hint=JSON_SHAPE) from error
-    gap_s, data = _parts(tree, source)
+        raise UserError(f"invalid JSON: {error.msg} at column {error.colno}", where=where, hint=JSON_SHAPE) from error
+    gap_s, data = _gap_and_counts(tree, source)
     for at, count in enumerate(data):
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
             what = f"{json.dumps(count)} is not a number of machines"
@@ -225,11 +220,11 @@ def _from_json(text: str, source: str) -> CapacityTrace:
     return CapacityTrace.of(((at * gap_s, count) for at, count in enumerate(data)), end_s=len(data) * gap_s)
 
 
-def _parts(tree: Any, source: str) -> tuple[float, list[Any]]:
+def _gap_and_counts(tree: Any, source: str) -> tuple[float, list[Any]]:
     metadata = tree.get("metadata") if isinstance(tree, dict) else None
     gap_s = metadata.get("gap_seconds") if isinstance(metadata, dict) else None
     if isinstance(gap_s, int | float) and gap_s < 0:
-        what = f"{gap_s:g} is a negative time between two rows"
+        what = f"{gap_s:g} is a negative gap"
         raise UserError(what, where=f"{source}: metadata.gap_seconds", hint=JSON_SHAPE)
     if isinstance(gap_s, bool) or not isinstance(gap_s, int | float) or not 0 < gap_s < 1e9:
         raise UserError("no metadata.gap_seconds above 0", where=source, hint=JSON_SHAPE)

@@ -1,8 +1,7 @@
-"""Sampling as a function: token t of sample s is `argmax_k(logit_k / T + Gumbel(hash(sample key, t, k)))`.
+"""Counter-based sampling: token t of sample s is `argmax_k(logit_k / T + Gumbel(hash(sample key, t, k)))`.
 
-The noise depends on the sample's key, the completion position and the token alone, so batch composition, worker,
-restarts and migration do not enter. With independent Gumbel noise the argmax is a draw from the softmax
-(Gumbel 1954; Maddison et al. 2014).
+The noise depends only on sample key, completion position and token, not on batch composition, worker, restarts or
+migration. With independent Gumbel noise the argmax is a draw from the softmax (Gumbel 1954; Maddison et al. 2014).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from tidemill.core.records import SamplingParams
 
 _MASK64 = (1 << 64) - 1
 _GOLDEN64 = 0x9E3779B97F4A7C15
-_ROWS_AT_ONCE = 4  # a block of rows that stays in the cache of one core
+_ROWS_PER_BLOCK = 4  # fits the cache of one core
 
 
 def stream_key(sample_key: int, position: int) -> int:
@@ -39,16 +38,16 @@ class Drawn:
 def draw(logits: torch.Tensor, keys: Sequence[int], params: Sequence[SamplingParams]) -> Drawn:
     """Draw one token per row of `logits` (float32 [R, V]) with 64-bit stream `keys` [R].
 
-    Greedy rows (temperature 0) take the argmax; their logprob is that of the softmax at temperature 1. With top-k or
-    top-p the logprob is renormalised over the kept tokens.
+    Greedy rows (temperature 0) take the argmax, with its logprob at temperature 1. With top-k or top-p, logprobs are
+    normalised over the kept tokens.
     """
     temperatures = torch.tensor([p.temperature or 1.0 for p in params], dtype=torch.float32, device=logits.device)
     scaled = logits / temperatures[:, None] if any(p.temperature not in (0.0, 1.0) for p in params) else logits
     scaled = _keep(scaled, params)
     noisy = [row for row, p in enumerate(params) if p.temperature > 0]
     token_ids = torch.empty(len(params), dtype=torch.int64, device=logits.device)
-    for start in range(0, len(noisy), _ROWS_AT_ONCE):
-        rows = noisy[start : start + _ROWS_AT_ONCE]
+    for start in range(0, len(noisy), _ROWS_PER_BLOCK):
+        rows = noisy[start : start + _ROWS_PER_BLOCK]
         noise = gumbel([keys[row] for row in rows], logits.shape[1], logits.device)
         token_ids[rows] = noise.add_(scaled[rows]).argmax(-1)
     greedy = [row for row, p in enumerate(params) if p.temperature == 0]
@@ -59,10 +58,10 @@ def draw(logits: torch.Tensor, keys: Sequence[int], params: Sequence[SamplingPar
 
 
 def gumbel(keys: Sequence[int], vocabulary: int, device: torch.device) -> torch.Tensor:
-    """Standard Gumbel noise, float32 [len(keys), vocabulary], a pure function of key and column.
+    """Standard Gumbel noise, float32 [len(keys), vocabulary], a function of key and column.
 
-    A 31-bit hash h gives v = (h + 1/2) / 2^31 in (0, 1), E = -log(1 - v) exponential, -log E Gumbel. Small v are exact
-    in float32, so the upper tail, which decides the argmax, is drawn to 2^-32; large ones are kept below 1.
+    A 31-bit hash h gives v = (h + 1/2) / 2^31 in (0, 1); E = -log(1 - v) is exponential, -log E is Gumbel. Small v are
+    exact in float32, so the upper tail, which decides the argmax, has a resolution of 2^-32. Large v are kept below 1.
     """
     low = torch.tensor([_signed(key & 0xFFFFFFFF) for key in keys], dtype=torch.int32, device=device)
     high = torch.tensor([_signed(key >> 32) for key in keys], dtype=torch.int32, device=device)
@@ -75,12 +74,12 @@ def gumbel(keys: Sequence[int], vocabulary: int, device: torch.device) -> torch.
 
 
 def _signed(value: int) -> int:
-    """The int32 with the bits of a uint32."""
+    """Reinterpret a uint32 as int32."""
     return value - (1 << 32) if value >= 1 << 31 else value
 
 
 def _mix(x: torch.Tensor, first: int, second: int) -> None:
-    """Mix the bits of int32 `x` in place: xor-shifts and multiplications modulo 2^32, each a bijection."""
+    """Mix the bits of int32 `x` in place with bijective xor-shifts and multiplications modulo 2^32."""
     for shift, factor in ((16, first), (15, second), (16, None)):
         x ^= (x >> shift) & ((1 << (32 - shift)) - 1)  # a logical shift
         if factor is not None:
@@ -99,6 +98,6 @@ def _keep(scaled: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tenso
         if p.top_k:
             values[p.top_k :] = -math.inf
         probability_before = values.softmax(-1).cumsum(-1).roll(1)
-        probability_before[0] = 0.0  # the most likely token always stays
+        probability_before[0] = 0.0  # always keep the most likely token
         kept[row, order[(probability_before >= p.top_p) | values.isneginf()]] = -math.inf
     return kept

@@ -1,4 +1,4 @@
-"""The worker around an in-process engine: requests in, one report per tick out."""
+"""A worker: runs an engine in ticks, and reports once per tick."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ T = TypeVar("T")
 class EngineWorker:
     """Implements `core.protocols.Worker`.
 
-    A background task polls the engine for `tick_s` seconds at a time while it has samples, one report each, and sleeps
-    while it has none. Every engine call goes through `compute`, so they never overlap. When the engine raises, the
-    reports made before it are delivered, and then every call raises what it raised.
+    A background task polls the engine for `tick_s` seconds per report while it has samples, and sleeps otherwise. All
+    engine calls run on `compute` and do not overlap. If the engine raises, earlier reports are still delivered, and
+    every later call raises the same error.
 
     Args:
-        source: where `load` pulls from; None where the engine reads the trainer's own parameters.
-        heartbeat_s: a worker that has said nothing for so long sends an empty report. It does not while the engine is
-            inside a call: an engine that does not come back is silence.
-        timer: the seconds of a swap; called where engine calls run.
+        source: `load` pulls from it; None if the engine reads the trainer's parameters.
+        heartbeat_s: an idle worker sends an empty report after this time. There is no heartbeat during an engine call,
+            so that the controller notices an engine that hangs.
+        timer: measures the seconds of a swap, on the thread of engine calls.
     """
 
     def __init__(
@@ -57,37 +57,37 @@ class EngineWorker:
         self._engine, self._compute, self._clock, self._source = engine, compute, clock, source
         self._tick_s, self._heartbeat_s, self._close_timeout_s = tick_s, heartbeat_s, close_timeout_s
         self._worker_id, self._lease_id, self._timer = worker_id, lease_id, timer
-        self._status = engine.status()  # after the last call
+        self._status = engine.status()  # after the last engine call
         self._reports: deque[WorkerReport] = deque()
-        self._reported = 0
+        self._reports_made = 0
         self._notice_s: float | None = None
-        self._news = asyncio.Event()  # a report, a failure, or the end
-        self._work = asyncio.Event()  # the engine has samples
+        self._report_ready = asyncio.Event()  # also set by an error or the end
+        self._has_samples = asyncio.Event()
         self._loading = asyncio.Lock()
-        self._entering = threading.Lock()
-        self._inside = self._ended = False  # the engine is in a call; it may not enter another
-        self._failure: Exception | None = None
+        self._call_lock = threading.Lock()  # guards the next two
+        self._in_call = self._ended = False  # an engine call is running; no other may start
+        self._error: Exception | None = None
         self._killed = self._closing = False
         self._serving: asyncio.Task[None] | None = None
-        self._tasks: set[asyncio.Task[Any]] = set()  # what a kill cancels
+        self._tasks: set[asyncio.Task[Any]] = set()  # cancelled by `kill` and `close`
 
     async def submit(self, requests: Sequence[GenerateRequest]) -> None:
         self._start()
         await self._on_engine(lambda: self._engine.submit(requests))
-        self._work.set()
+        self._has_samples.set()
 
     async def abort(self, sample_ids: Sequence[SampleId]) -> None:
-        """Stop generating samples; their last tokens and the finish "aborted" come with the next report."""
-        began = self._clock.now()
+        """Stop generating samples. The next report has their last tokens, with finish "aborted"."""
+        started = self._clock.now()
         deltas = await self._on_engine(lambda: self._engine.abort(sample_ids))
         if deltas:
-            self._report(deltas, self._clock.now() - began)
+            self._report(deltas, self._clock.now() - started)
 
     async def load(self, version: PolicyVersion) -> Loaded:
-        """Pull and verify while generation goes on; then swap, and compute the probe, between two tokens.
+        """Pull and verify weights during generation, then swap them between two tokens and compute the probe.
 
         Raises:
-            WeightsError: the version cannot be had whole; the engine goes on with the one it has.
+            WeightsError: the version cannot be pulled; the engine keeps its current version.
         """
         self._start()
         source = self._source
@@ -98,10 +98,10 @@ class EngineWorker:
             return await self._on_engine(lambda: self._swap(version, pulled))
 
     def _swap(self, version: PolicyVersion, pulled: Pulled | None) -> Loaded:
-        began, told = self._timer(), self._engine.capabilities.logprobs
+        started, logprobs = self._timer(), self._engine.capabilities.logprobs
         if self._source is None or pulled is None:
             self._engine.load(version)
-            return Loaded(version=version, swap_s=self._timer() - began, rollout_logprobs=told)
+            return Loaded(version=version, swap_s=self._timer() - started, rollout_logprobs=logprobs)
         self._source.swap(pulled)
         self._engine.load(version)
         probe_ids = pulled.manifest.probe_ids
@@ -111,19 +111,19 @@ class EngineWorker:
             nbytes=pulled.nbytes,
             full=pulled.full,
             pull_s=pulled.pull_s,
-            swap_s=self._timer() - began,
+            swap_s=self._timer() - started,
             retries=pulled.retries,
             probe_logprobs=probe_logprobs,
-            rollout_logprobs=told,
+            rollout_logprobs=logprobs,
         )
 
     async def next_report(self, timeout_s: float) -> WorkerReport | None:
         if not self._reports:
             self._start()
-            self._news.clear()
+            self._report_ready.clear()
             try:
                 async with asyncio.timeout(timeout_s):  # `wait_for` of Python 3.11 can lose a cancellation
-                    await self._news.wait()
+                    await self._report_ready.wait()
             except TimeoutError:
                 return None
         if self._reports:
@@ -132,68 +132,67 @@ class EngineWorker:
         return None
 
     def notice(self, seconds: float) -> None:
-        """The machine goes in so many seconds: the next report, due at once, says so."""
+        """Report at once that the machine will be evicted in `seconds`."""
         self._notice_s = seconds
-        if self._failure is None and not self._killed and not self._closing:
+        if self._error is None and not self._killed and not self._closing:
             self._report((), 0.0)
 
     async def close(self) -> None:
-        """Stop after the tick that is running.
+        """Stop after the current tick.
 
         Raises:
-            DeadlineError: the engine did not come back from it in time.
+            DeadlineError: the tick did not end in time.
         """
         self._closing = True
-        self._work.set()
-        self._news.set()
+        self._has_samples.set()
+        self._report_ready.set()
         try:
             if self._serving is None:
                 return
             done, _ = await asyncio.wait({self._serving}, timeout=self._close_timeout_s)
             if not done:
-                where = f"the engine of worker {self._worker_id}, which is still in its poll"
+                where = f"the engine of worker {self._worker_id}, which has not returned from poll"
                 raise DeadlineError("the worker to stop", waited_s=self._close_timeout_s, look_at=where)
         finally:
             self._end()
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def kill(self) -> None:
-        """End it now: what was not taken with `next_report` is lost, whoever waits gets WorkerLost.
+        """Stop immediately: discards pending reports; callers that wait get WorkerLost.
 
-        A call that the engine is in runs to its end on its compute; nobody sees its result.
+        A running engine call completes, and its result is discarded.
         """
         self._killed = True
         self._reports.clear()
-        self._news.set()
+        self._report_ready.set()
         self._end()
 
     def _end(self) -> None:
         for task in self._tasks:
             task.cancel()
-        with self._entering:
+        with self._call_lock:
             self._ended = True
-            if not self._inside:
-                self._release()
+            if not self._in_call:  # a running call still needs the weights
+                self._release_weights()
 
-    def _release(self) -> None:
-        """Give the weights back, which a call that the engine is in needs to its end."""
+    def _release_weights(self) -> None:
         source, self._source = self._source, None
         if source is not None:
             source.close()
 
     def _check(self) -> None:
-        if self._killed:  # a new one each time: kept, its traceback would keep the engine and its weights in memory
+        if self._killed:  # a new error each time: the traceback of a stored one would keep the weights in memory
             raise WorkerLost(f"worker {self._worker_id} was killed")
-        if self._failure is not None:
-            raise self._failure
+        if self._error is not None:
+            raise self._error
         if self._closing:
             raise RuntimeError(f"worker {self._worker_id} is closed")
 
     def _start(self) -> None:
         self._check()
         if self._serving is None:
-            self._serving = self._task(self._serve())
-            self._task(self._beat())
+            self._serving = self._task(self._run_ticks())
+            self._task(self._send_heartbeats())
 
     def _task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work, name=f"worker {self._worker_id}")
@@ -214,52 +213,49 @@ class EngineWorker:
 
     async def _on_engine(self, call: Callable[[], T]) -> T:
         def run() -> T:
-            self._enter()
+            with self._call_lock:
+                if self._ended:
+                    raise WorkerLost(f"worker {self._worker_id} is closed")
+                self._in_call = True
             try:
                 result = call()
                 self._status = self._engine.status()
                 return result
             finally:
-                self._leave()
+                self._leave_call()
 
         return await self._until_killed(lambda: self._compute.run(run))
 
-    def _enter(self) -> None:
-        with self._entering:
+    def _leave_call(self) -> None:
+        with self._call_lock:
+            self._in_call = False
             if self._ended:
-                raise WorkerLost(f"worker {self._worker_id} is closed")
-            self._inside = True
+                self._release_weights()
 
-    def _leave(self) -> None:
-        with self._entering:
-            self._inside = False
-            if self._ended:
-                self._release()
-
-    async def _serve(self) -> None:
+    async def _run_ticks(self) -> None:
         try:
             while not self._closing:
-                await self._work.wait()
+                await self._has_samples.wait()
                 if not self._closing:
                     await self._tick()
-        except Exception as error:  # noqa: BLE001 - belongs to whoever waits for a report
-            self._failure = error
-            self._news.set()
+        except Exception as error:  # noqa: BLE001 - raised by the next call
+            self._error = error
+            self._report_ready.set()
 
     async def _tick(self) -> None:
-        began = self._clock.now()
+        started = self._clock.now()
         deltas = await self._on_engine(lambda: self._engine.poll(self._tick_s))
-        if self._status.running + self._status.queued == 0:  # also of samples submitted behind this poll
-            self._work.clear()
-        self._report(deltas, self._clock.now() - began)
-        if not deltas and self._work.is_set():
-            await asyncio.sleep(self._tick_s)  # all that is queued waits for a later version
+        if self._status.running + self._status.queued == 0:  # includes samples submitted after this poll
+            self._has_samples.clear()
+        self._report(deltas, self._clock.now() - started)
+        if not deltas and self._has_samples.is_set():
+            await asyncio.sleep(self._tick_s)  # all queued samples wait for a later version
 
-    async def _beat(self) -> None:
-        while self._failure is None:
-            before = self._reported
+    async def _send_heartbeats(self) -> None:
+        while self._error is None:
+            before = self._reports_made
             await asyncio.sleep(self._heartbeat_s)
-            if self._reported == before and not self._reports and not self._inside:
+            if self._reports_made == before and not self._reports and not self._in_call:
                 self._report((), 0.0)
 
     def _report(self, deltas: Sequence[TokenDelta], elapsed_s: float) -> None:
@@ -284,5 +280,5 @@ class EngineWorker:
             )
         )
         self._notice_s = None
-        self._reported += 1
-        self._news.set()
+        self._reports_made += 1
+        self._report_ready.set()

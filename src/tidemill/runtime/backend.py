@@ -1,4 +1,4 @@
-"""What a runtime provides to a run: trainer, workers, checkpoints, published weights."""
+"""What a runtime provides to a run, and the parts that both runtimes share: scorers, checkpoints, published weights."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from tidemill.core.protocols import (
     PromptSource,
     Provider,
     Publisher,
+    Scorer,
     Trainer,
     Worker,
     WorkerHost,
@@ -42,45 +43,55 @@ from tidemill.weights.store import WeightStore
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeBackend:
-    """The bundle that a training loop drives; its maker stops them."""
+    """The parts that a training loop drives; the runtime that opened them closes them."""
 
     trainer: Trainer
     checkpoints: Checkpoints
     local: Worker  # the trainer's own engine
     task: Task
     codec: TextCodec
+    scorer: Scorer  # rewards of training samples
+    eval_scorer: Scorer  # scores of held-out samples
     threads: int  # inside one operation of the trainer
-    about: dict[str, Any] = field(default_factory=dict)  # what computes, for the event log
+    device_info: dict[str, Any] = field(default_factory=dict)  # for the event log
     provider: Provider | None = None
     host: WorkerHost | None = None
     publisher: Publisher | None = None
-    heartbeat_timeout_s: float | None = None  # instead of the configured one
-    compute: Compute | None = None  # of this process, where what scores may run, too; None without one
+    heartbeat_timeout_s: float | None = None  # replaces the configured one
     readers: Readers = field(default_factory=Readers)
 
 
-OpenMachinery: TypeAlias = Callable[
-    [RunSpec, RunDirectory, Recorder, Clock], AbstractAsyncContextManager[RuntimeBackend]
-]
-"""Starts what a runtime needs, and stops all of it in the end, whatever happens."""
+OpenBackend: TypeAlias = Callable[[RunSpec, RunDirectory, Recorder, Clock], AbstractAsyncContextManager[RuntimeBackend]]
+"""Starts everything a runtime needs, and stops all of it when the block ends."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runtime:
+    """Where a run computes: in this process, or on a Ray cluster."""
+
+    check: Callable[[RunSpec], None]
+    """Refuses, before a run directory exists, missing GPUs and models with another tokenizer than the policy."""
+    check_devices: Callable[[RunSpec], None]
+    """Refuses missing GPUs only."""
+    open: OpenBackend
 
 
 def scorers(
     spec: RunSpec, task: Task, compute: Compute | None = None, readers: Readers | None = None
 ) -> tuple[RewardScorer, RewardScorer]:
-    """What training is rewarded by, and what held-out samples are judged by.
+    """The scorer of training samples and that of held-out samples.
 
     Args:
-        compute: where reward models run; None gives them a thread.
-        readers: of the reward models that read sample by sample.
+        compute: where reward models run; None starts a thread for them.
+        readers: reward models that read sample by sample.
 
     Raises:
-        UserError: a reward cannot work.
+        UserError: a reward cannot be built.
     """
     stops = spec.sampling.stop or task.default_stop_strings
     open_model = model_rewards(spec, compute, readers or Readers())
-
-    calls = UserCalls(most_hanging=max(MOST_HANGING, spec.scoring.concurrency))  # a module's clients belong to one loop
+    # Shared, because the clients inside a user's module belong to one event loop.
+    calls = UserCalls(most_hanging=max(MOST_HANGING, spec.scoring.concurrency))
 
     def build(scoring: ScoringConfig) -> RewardScorer:
         return build_scorer(
@@ -91,16 +102,17 @@ def scorers(
 
 
 def is_elastic(spec: RunSpec) -> bool:
-    """Whether preemptible workers may come at all."""
+    """Whether the run can have preemptible workers."""
     return spec.pool.kind != "static" or spec.pool.workers > 0
 
 
 def scheduled_provider(
-    spec: RunSpec, run: RunDirectory, clock: Clock, *, tell: Callable[[str], None]
+    spec: RunSpec, run: RunDirectory, clock: Clock, *, log: Callable[[str], None]
 ) -> Provider | None:
-    """Where simulated machines come from; None when none will, or when the machines are real ones.
+    """The provider of simulated machines; None without a pool, or when the machines are real.
 
-    `tell` gets the span and mean of a trace, what is odd about it, and a warning when the run outlives it.
+    Args:
+        log: gets the span and mean of a trace, irregularities in it, and a warning when the run outlives it.
 
     Raises:
         UserError: the trace cannot be read.
@@ -108,16 +120,16 @@ def scheduled_provider(
     if spec.pool.kind == "ray" or not is_elastic(spec):
         return None
     for remark in remarks(spec.pool):
-        tell(remark)
+        log(remark)
     price, session = spec.fleet.preemptible_usd_per_hour, run.past.count + 1
-    return build_provider(spec.pool, price_usd_per_hour=price, clock=clock, session=session, warn=tell)
+    return build_provider(spec.pool, price_usd_per_hour=price, clock=clock, session=session, warn=log)
 
 
 class TrainerCheckpoints:
     """Implements `core.protocols.Checkpoints`.
 
     Args:
-        warn: told of a damaged checkpoint that was passed over.
+        warn: gets a message for every damaged checkpoint that was skipped.
     """
 
     def __init__(
@@ -139,7 +151,7 @@ class TrainerCheckpoints:
             self._warn(finding)
         latest = self._store.latest()
         for damaged in latest.passed_over:
-            self._warn(f"checkpoint {damaged.path.name} was passed over: {damaged.reason}")
+            self._warn(f"skipped checkpoint {damaged.path.name}: {damaged.reason}")
         if latest.checkpoint is None:
             return 0
         self._trainer.read_state(latest.checkpoint.path)
@@ -150,16 +162,16 @@ PROBE_TOKENS = 64
 
 
 class ModelPublisher:
-    """Implements `core.protocols.Publisher` over a model in this process.
+    """Implements `core.protocols.Publisher` for a model in this process.
 
-    Of a model with an adapter a version is the adapter alone.
+    For a model with an adapter a version is the adapter alone.
 
     Args:
-        rollout_model: what engines compute with, which has the dtype that workers generate in. The probe is computed
-            with weights rounded to it, as workers will: in bf16 the trainer's own would differ from them by more than
-            any limit that still finds a fault.
-        compute: the trainer's: nothing moves the weights while they are copied.
-        sends_base: publish what lies under the adapter, too, once: for workers that cannot share it.
+        rollout_model: the model that engines use, in the dtype that workers generate in. The probe is computed with
+            weights rounded to that dtype, as workers will do: in bf16 the trainer's own result would differ from
+            theirs by more than any limit that still detects a fault.
+        compute: the trainer's, so that weights do not change while they are copied.
+        sends_base: also publish the base model under the adapter, once, for workers that cannot share it.
     """
 
     def __init__(
@@ -178,7 +190,7 @@ class ModelPublisher:
         self._base_due = sends_base and adapter_of(model) is not None
 
     async def publish(self, version: PolicyVersion) -> WeightManifest:
-        """Only the copy and the probe hold the trainer up; checksums and deltas are the store's own."""
+        """Publish the weights. The trainer waits for the copy and the probe only, not for checksums and deltas."""
         latest = self._store.latest
         if latest is not None and latest.version == version:
             return latest
@@ -207,18 +219,14 @@ class ModelPublisher:
     def _export(self) -> tuple[Blob, LogprobBuffer]:
         snapshot = allocate(snapshot_bytes(self._layout))
         write_snapshot(self._model, self._layout, snapshot)
-        return snapshot, probe_logprobs(self._rounded(snapshot), self._probe_ids)
-
-    def _rounded(self, snapshot: Blob) -> PreTrainedModel:
-        """The model as it was written; on a GPU a copy of what was, until the probe is computed."""
-        if self._model.dtype == self._rollout_model.dtype:
-            return self._model
-        twin = copy_on_base(self._rollout_model, self._rollout_model.dtype)
-        bind_snapshot(twin, self._layout, snapshot)
-        return twin
+        model = self._model
+        if model.dtype != self._rollout_model.dtype:  # on a GPU this needs a second copy until the probe is computed
+            model = copy_on_base(self._rollout_model, self._rollout_model.dtype)
+            bind_snapshot(model, self._layout, snapshot)
+        return snapshot, probe_logprobs(model, self._probe_ids)
 
 
 def probe_sequence(source: PromptSource) -> TokenBuffer:
-    """Something the model knows to speak of: the beginning of the run's first prompt, at least two tokens."""
+    """The tokens that workers verify new weights on: the start of the first prompt, at least two tokens."""
     token_ids = source.train_batch(1)[0][1].token_ids[: PROBE_TOKENS * ITEM_BYTES]
     return token_ids if count(token_ids) > 1 else token_ids * 2

@@ -1,127 +1,142 @@
-"""A model that answers prompts and is scored, outside of any run; finished answers are kept for a resume."""
+"""Generate and score completions of many prompts outside of a run, and write them as data files."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import math
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from dataclasses import dataclass
+from itertools import count as counting
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
+from tidemill.config.schema import RunSpec
 from tidemill.controller.collector import RolloutContext, collect_samples
-from tidemill.controller.evaluation import HELD_OUT_NAME, Evaluation, evaluate, judged
+from tidemill.controller.evaluation import HELD_OUT_NAME, Evaluation, correct, eval_result, evaluate, right_or_wrong
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.in_flight import InFlight, SamplingPlan, plan_groups
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.loop import sampling_params
-from tidemill.core.decoding import decode_json
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import LoopClock
-from tidemill.core.records import Group, PolicyVersion, Prompt, Record, SamplingParams, Trajectory
+from tidemill.core.records import (
+    Group,
+    PolicyVersion,
+    Prompt,
+    Record,
+    SamplingParams,
+    Trajectory,
+    decode_json,
+    unpack_tokens,
+)
+from tidemill.envs.text.build_task import build_task
+from tidemill.envs.text.data.generated_rows import Judged, demonstration_row, pair_rows
 from tidemill.envs.text.text_task import Task
+from tidemill.models.catalog import resolve
+from tidemill.models.codec import load_codec
 from tidemill.models.loading import weights_digest
 from tidemill.rollout.worker import EngineWorker
 from tidemill.runtime.backend import scorers
 from tidemill.runtime.compute import ComputeThread
-from tidemill.runtime.model_bundle import ModelBundle
-from tidemill.telemetry.jsonl import JsonlWriter
-from tidemill.telemetry.progress_views import NullTelemetry
+from tidemill.runtime.model_bundle import ModelBundle, load_model_bundle
+from tidemill.telemetry.jsonl import JsonlWriter, write_atomically
+from tidemill.telemetry.manifest import versions
+from tidemill.telemetry.recorder import NullTelemetry
+
+Progress = Callable[[str], None]
 
 
 class CachedCompletions(Record):
-    """A line of the file: some prompts, whole."""
+    """A line of the cache file: all completions of some prompts."""
 
-    key: str  # what was asked, and of whom
+    key: str  # digest of the prompts, the model and the sampling parameters
     duration_s: float
     samples: tuple[Trajectory, ...]
 
 
 class CompletionCache:
-    """A file of answered prompts; without a path nothing is kept. A context manager that closes.
+    """Completions stored in a file, or nothing without a path.
 
     Raises:
-        UserError: the file cannot be read or written.
+        UserError: the file cannot be opened.
     """
 
     def __init__(self, path: Path | None) -> None:
-        self._writer = JsonlWriter(path) if path else None  # which cuts a torn last line
-        self._known = {one.key: one for one in _lines(path)} if path else {}
+        self._writer = JsonlWriter(path) if path else None  # cuts a torn last line
+        self._known: dict[str, CachedCompletions] = {}
+        for line in path.read_bytes().splitlines() if path else ():
+            with suppress(msgspec.DecodeError):  # the prompts of an unreadable line are generated again
+                cached = decode_json(line, CachedCompletions)
+                self._known[cached.key] = cached
 
     def find(self, key: str) -> CachedCompletions | None:
         return self._known.get(key)
 
-    def add(self, answered: CachedCompletions) -> None:
+    def add(self, completions: CachedCompletions) -> None:
         """
         Raises:
             UserError: the disk is full.
         """
-        self._known[answered.key] = answered
+        self._known[completions.key] = completions
         if self._writer:
-            self._writer.write(answered)
+            self._writer.write(completions)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         if self._writer:
             self._writer.close()
 
 
-def key_of(asked: Sequence[object], prompts: Iterable[Prompt]) -> str:
-    """Names these prompts, in this order, asked in this way.
-
-    Args:
-        asked: everything else that decides the answers: the weights' digest, the seed, how samples are drawn.
-    """
+def _cache_key(settings: Sequence[object], prompts: Iterable[Prompt]) -> str:
+    """Digest of the prompts in order, and of everything else that decides their completions."""
     digest = hashlib.blake2b(digest_size=16)
-    digest.update(msgspec.json.encode([asked, [prompt.prompt_id for prompt in prompts]]))
+    digest.update(msgspec.json.encode([settings, [prompt.prompt_id for prompt in prompts]]))
     return digest.hexdigest()
 
 
-def _lines(path: Path) -> Iterable[CachedCompletions]:
-    """Every line that can be read; one that cannot is answered again."""
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise UserError(f"cannot be read: {error}", where=str(path), hint="delete it") from error
-    for line in lines:
-        try:
-            yield decode_json(line, CachedCompletions)
-        except msgspec.DecodeError:
-            continue
-
-
 SAMPLES_AT_ONCE = 512
-"""Asked together, and kept together: what a stop costs at most."""
+"""Samples generated and cached together; an interruption loses at most this many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchGenerator:
-    """Asks one model. What it answers is a function of its weights, the prompt and the run's seed."""
+    """Generates completions with one model. They depend only on its weights, the prompts and the run's seed."""
 
     version: PolicyVersion
     rollout: RolloutContext  # with the evaluation's scorer
     sampling: SamplingParams
     seed: int
-    answers: CompletionCache
+    cache: CompletionCache
 
     async def greedily(self, prompts: Sequence[Prompt]) -> Evaluation:
-        """One greedy completion of each prompt; errors as `controller.evaluation.evaluate`."""
+        """One greedy completion of each prompt; raises like `controller.evaluation.evaluate`."""
         samples, duration_s = list[Trajectory](), 0.0
-        for some in _chunks(prompts, SAMPLES_AT_ONCE):
-            key = key_of([self.version.digest, self.seed, HELD_OUT_NAME, self.sampling], some)
-            answered = self.answers.find(key) or await self._ask_greedily(key, some)
-            samples += answered.samples
-            duration_s += answered.duration_s
-        return Evaluation(result=judged(HELD_OUT_NAME, 0, self.version, samples, duration_s), samples=tuple(samples))
+        for chunk in _chunks(prompts, SAMPLES_AT_ONCE):
+            key = _cache_key([self.version.digest, self.seed, HELD_OUT_NAME, self.sampling], chunk)
+            completions = self.cache.find(key)
+            if completions is None:
+                evaluation = await evaluate(
+                    step=0,
+                    version=self.version,
+                    prompts=chunk,
+                    rollout=self.rollout,
+                    scorer=self.rollout.scorer,
+                    sampling=self.sampling,
+                    seed=self.seed,
+                )
+                completions = CachedCompletions(
+                    key=key, duration_s=evaluation.result.duration_s, samples=evaluation.samples
+                )
+                self.cache.add(completions)
+            samples += completions.samples
+            duration_s += completions.duration_s
+        return Evaluation(
+            result=eval_result(HELD_OUT_NAME, 0, self.version, samples, duration_s), samples=tuple(samples)
+        )
 
     async def draw(
         self,
@@ -129,20 +144,23 @@ class BatchGenerator:
         *,
         samples_per_prompt: int,
         purpose: str,
-        told: Callable[[int], None] = lambda _: None,
+        on_progress: Callable[[int], None] = lambda _: None,
     ) -> list[Group]:
-        """So many samples of each prompt, in the order of the prompts; errors as `collecting`.
+        """`samples_per_prompt` samples of each prompt, in the order of the prompts; raises like `collect_samples`.
 
         Args:
-            purpose: names the samples and their random numbers.
-            told: how many prompts are answered, from time to time.
+            purpose: part of the sample ids, which seed the random numbers.
+            on_progress: called after each chunk with the number of prompts that are finished.
         """
         samples = list[Trajectory]()
-        for some in _chunks(prompts, max(1, SAMPLES_AT_ONCE // samples_per_prompt)):
-            key = key_of([self.version.digest, self.seed, purpose, samples_per_prompt, self.sampling], some)
-            answered = self.answers.find(key) or await self._draw(key, some, samples_per_prompt, purpose)
-            samples += answered.samples
-            told(len(samples) // samples_per_prompt)
+        for chunk in _chunks(prompts, max(1, SAMPLES_AT_ONCE // samples_per_prompt)):
+            key = _cache_key([self.version.digest, self.seed, purpose, samples_per_prompt, self.sampling], chunk)
+            completions = self.cache.find(key)
+            if completions is None:
+                completions = await self._draw(key, chunk, samples_per_prompt, purpose)
+                self.cache.add(completions)
+            samples += completions.samples
+            on_progress(len(samples) // samples_per_prompt)
         return [
             Group(
                 position=position,
@@ -152,22 +170,10 @@ class BatchGenerator:
             for position, prompt in enumerate(prompts)
         ]
 
-    async def _ask_greedily(self, key: str, prompts: Sequence[Prompt]) -> CachedCompletions:
-        found = await evaluate(
-            step=0,
-            version=self.version,
-            prompts=prompts,
-            rollout=self.rollout,
-            scorer=self.rollout.scorer,
-            sampling=self.sampling,
-            seed=self.seed,
-        )
-        return self._kept(CachedCompletions(key=key, duration_s=found.result.duration_s, samples=found.samples))
-
     async def _draw(
         self, key: str, prompts: Sequence[Prompt], samples_per_prompt: int, purpose: str
     ) -> CachedCompletions:
-        number, began_s = self.version.number, self.rollout.clock.now()
+        number, start_s = self.version.number, self.rollout.clock.now()
         plan = SamplingPlan(purpose=purpose, run_seed=self.seed, group_size=samples_per_prompt, sampling=self.sampling)
         in_flight = InFlight(plan, version_number=number)
         in_flight.open(plan_groups([(0, prompt) for prompt in prompts], first_position=0, from_version=number), prompts)
@@ -175,38 +181,32 @@ class BatchGenerator:
         async with collect_samples(in_flight, self.rollout) as scored:
             async for trajectory in scored:
                 drawn[trajectory.sample_id.prompt_id].append(trajectory)
-        samples = [one for of_prompt in drawn.values() for one in sorted(of_prompt, key=lambda s: s.sample_id.index)]
-        duration_s = self.rollout.clock.now() - began_s
-        return self._kept(CachedCompletions(key=key, duration_s=duration_s, samples=tuple(samples)))
-
-    def _kept(self, answered: CachedCompletions) -> CachedCompletions:
-        self.answers.add(answered)
-        return answered
+        samples = [each for group in drawn.values() for each in sorted(group, key=lambda s: s.sample_id.index)]
+        return CachedCompletions(key=key, duration_s=self.rollout.clock.now() - start_s, samples=tuple(samples))
 
 
 def _chunks(prompts: Sequence[Prompt], size: int) -> Iterator[Sequence[Prompt]]:
-    """Of no prompts, one without any: whoever asks says what is wrong."""
+    """At least one chunk, which is empty without prompts: the callee reports that."""
     for first in range(0, len(prompts) or 1, size):
         yield prompts[first : first + size]
 
 
 @asynccontextmanager
 async def batch_generator(
-    bundle: ModelBundle, task: Task, progress: Callable[[str], None], *, kept_in: Path | None = None
+    bundle: ModelBundle, task: Task, progress: Progress, *, cache_file: Path | None = None
 ) -> AsyncIterator[BatchGenerator]:
-    """Start what answering needs, and stop all of it in the end.
+    """Start an engine and scorers for a model, and stop them when the block ends.
 
     Args:
-        kept_in: a file of what was answered before under the same configuration, which is not asked again; None keeps
-            nothing.
+        cache_file: completions that an interrupted call with the same configuration stored; None stores nothing.
 
     Raises:
-        UserError: a reward that cannot work.
+        UserError: a reward cannot be built.
     """
     spec, clock, telemetry = bundle.spec, LoopClock(), NullTelemetry(progress)
     version = PolicyVersion(number=0, digest=weights_digest(bundle.model))
     async with AsyncExitStack() as stack:
-        answers = stack.enter_context(CompletionCache(kept_in))
+        cache = stack.enter_context(closing(CompletionCache(cache_file)))
         compute = ComputeThread()
         stack.push_async_callback(compute.close)
         engine = bundle.engine(version, prompt_tokens=task.longest_prompt_tokens)
@@ -235,5 +235,177 @@ async def batch_generator(
             rollout=rollout,
             sampling=msgspec.structs.replace(sampling, max_new_tokens=limit),
             seed=spec.run.seed,
-            answers=answers,
+            cache=cache,
         )
+
+
+PAIRS = "pairs"
+"""Purpose of the samples that preference pairs are made of."""
+Split: TypeAlias = Literal["train", "held_out"]
+
+
+def make_demonstrations(
+    spec: RunSpec, path: Path, *, prompts: int, progress: Progress, split: Split = "train"
+) -> dict[str, Any]:
+    """Write the task's prompts with their answers as JSON lines, and a provenance file next to it.
+
+    Args:
+        prompts: maximum number; training prompts are taken in the order of the run's seed.
+        split: "held_out" for the file that `data.held_out_path` names.
+
+    Returns:
+        The provenance, as written to `provenance_path(path)`.
+
+    Raises:
+        UserError: the file exists, or the task cannot be built or has no answers.
+    """
+    _refuse_existing(path)
+    codec = load_codec(resolve(spec.model, progress=progress))
+    task = build_task(
+        spec.task,
+        codec=codec,
+        batch_prompts=spec.batch.prompts,
+        seed=spec.run.seed,
+        chat_template=spec.model.chat_template,
+    )
+    ending = next(iter(spec.sampling.stop or task.default_stop_strings), "")
+    rows = [demonstration_row(prompt, ending=ending) for prompt in prompts_of(task, split, prompts)]
+    return _write_rows(path, rows, {"kind": "demonstrations", "side": split, **_origin(spec, task)})
+
+
+def make_pairs(
+    spec: RunSpec,
+    path: Path,
+    *,
+    prompts: int,
+    samples_per_prompt: int,
+    pairs_per_prompt: int,
+    progress: Progress,
+    split: Split = "train",
+    model_folder: Path | None = None,
+    answers: Path | None = None,
+) -> dict[str, Any]:
+    """Sample completions of the task's prompts and write preference pairs of right and wrong ones as JSON lines.
+
+    The rows depend only on the configuration, its seed and the model's weights. Prompts that are always or never
+    answered correctly give no pair; they are counted.
+
+    Args:
+        prompts, split: as for `make_demonstrations`.
+        model_folder: a model or checkpoint that replaces the configured one.
+        answers: a file that stores finished completions, so that an interrupted call can be resumed.
+
+    Returns:
+        The provenance, as written to `provenance_path(path)`.
+
+    Raises:
+        UserError: the file exists, the task or the model cannot be loaded, the reward is graded, or no prompt gives a
+            pair.
+    """
+    _refuse_existing(path)
+    # The completion limit of training applies, so that samples are as long as in training.
+    drawing = spec.model_copy(update={"eval": spec.eval.model_copy(update={"max_new_tokens": 0})})
+    bundle = load_model_bundle(drawing, progress=progress, folder=model_folder)
+    task = bundle.task()
+    asked = prompts_of(task, split, prompts)
+
+    async def draw() -> tuple[list[Group], str]:
+        async with batch_generator(bundle, task, lambda _: None, cache_file=answers) as generator:
+            groups = await generator.draw(
+                asked,
+                samples_per_prompt=samples_per_prompt,
+                purpose=PAIRS,
+                on_progress=lambda done: progress(f"{done} of {len(asked)} prompts: {samples_per_prompt} samples each"),
+            )
+            return groups, generator.version.digest
+
+    groups, digest = asyncio.run(draw())
+    if right_or_wrong([sample for group in groups for sample in group.trajectories]) is None:
+        raise UserError(
+            "pairs need right and wrong answers, but this reward is graded or gave no valid value",
+            where="scoring.rewards",
+            hint='use a reward that is 1 for a right answer and 0 for a wrong one, such as "numeric"',
+        )
+    # Decoded with the end token, because some samples end with it and others with a stop string.
+    completions = [
+        [
+            Judged(
+                bundle.codec.decode_whole(unpack_tokens(sample.completion_ids)), correct(sample), not sample.truncated
+            )
+            for sample in group.trajectories
+        ]
+        for group in groups
+    ]
+    rows = [
+        row
+        for prompt, samples in zip(asked, completions, strict=True)
+        for row in pair_rows(prompt, samples, most=pairs_per_prompt)
+    ]
+    right = [sum(sample.right for sample in samples) for samples in completions]
+    if not rows:
+        raise UserError(
+            f"none of {len(asked)} prompts has both right and wrong answers in {samples_per_prompt} samples "
+            f"({sum(map(bool, right))} have any right answer)",
+            where="task",
+            hint="draw more samples of each, raise sampling.temperature, or choose an easier or harder task",
+        )
+    return _write_rows(
+        path,
+        rows,
+        {
+            "kind": "pairs",
+            "side": split,
+            **_origin(bundle.spec, task),
+            "weights_digest": digest,
+            "samples_per_prompt": samples_per_prompt,
+            "pairs_per_prompt": pairs_per_prompt,
+            "prompts": len(asked),
+            "prompts_never_right": right.count(0),
+            "prompts_always_right": right.count(samples_per_prompt),
+            "samples_right": sum(right),
+        },
+    )
+
+
+def prompts_of(task: Task, split: Split, limit: int) -> list[Prompt]:
+    """The first distinct prompts of a split of the task; no prompt is in both."""
+    if split == "held_out":
+        return list(task.source.held_out())[:limit]
+    found: dict[str, Prompt] = {}
+    wanted = min(limit, task.train_size)
+    for step in counting(1):
+        for _, prompt in task.source.train_batch(step):
+            found.setdefault(prompt.prompt_id, prompt)
+        if len(found) >= wanted:
+            break
+    return list(found.values())[:wanted]
+
+
+def provenance_path(path: Path) -> Path:
+    """`pairs.jsonl` has `pairs.provenance.json`."""
+    return path.with_suffix(".provenance.json")
+
+
+def _origin(spec: RunSpec, task: Task) -> dict[str, Any]:
+    return {
+        "task": task.description,
+        "task_digest": task.digest,
+        "model": spec.model.source,
+        "seed": spec.run.seed,
+        "config": spec.model_dump(mode="json"),
+        "versions": versions(),
+    }
+
+
+def _refuse_existing(path: Path) -> None:
+    if path.exists():
+        raise UserError("the file already exists", where=str(path), hint="name another, or delete it")
+
+
+def _write_rows(path: Path, rows: Sequence[dict[str, Any]], provenance: dict[str, Any]) -> dict[str, Any]:
+    """Write the provenance first, so that rows never exist without it; each file appears whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    provenance = {"rows": len(rows), **provenance}
+    write_atomically(provenance_path(path), json.dumps(provenance, indent=2, ensure_ascii=False).encode() + b"\n")
+    write_atomically(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+    return provenance

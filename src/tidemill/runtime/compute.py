@@ -1,10 +1,9 @@
-"""Device, precision, threads, and the thread for numerical work."""
+"""Device, precision and threads of numerical work, and the thread it runs on."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import math
 import os
 import queue
 import threading
@@ -18,27 +17,25 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 from tidemill.config.learning import TrainerConfig
-from tidemill.config.schema import RunSpec
 from tidemill.core.errors import DeadlineError, UserError
-from tidemill.core.formatting import counted
 
 T = TypeVar("T")
 Call: TypeAlias = tuple[Future[Any], Callable[[], Any]]
 
-QUIET_S = 0.005
-"""Without a call for so long, what is left over may be used: whoever computes in a loop asks again sooner."""
+IDLE_S = 0.005
+"""A thread without a call for this long counts as idle: a caller that computes in a loop calls again sooner."""
 
 
 class ComputeThread:
-    """Implements `core.protocols.Compute` with one daemon thread: calls run one at a time in the order asked for.
+    """Implements `core.protocols.Compute` with one daemon thread that runs calls in the order they are made.
 
-    A cancelled call that has not started is skipped; one that runs is not interrupted (nothing can stop a matrix
-    product half-way): it goes on to its end, its result is dropped, and the next call waits for it.
+    A cancelled call that has not started is skipped. One that is running cannot be interrupted: it finishes, its result
+    is dropped, and the next call waits for it.
     """
 
     def __init__(self, name: str = "tidemill-compute") -> None:
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
-        self._put_off: deque[Call] = deque()  # until nothing else is to be computed
+        self._low_priority: deque[Call] = deque()
         self._ended: Future[None] = Future()
         self._closed = False
         self._name = name
@@ -46,10 +43,10 @@ class ComputeThread:
         self._thread.start()
 
     async def run(self, function: Callable[[], T]) -> T:
-        """The function's result, or the exception it raised.
+        """Return the function's result, or raise its exception.
 
         Raises:
-            RuntimeError: the thread was closed.
+            RuntimeError: the thread is closed.
         """
         if self._closed:
             raise RuntimeError(f"{self._name} is closed")
@@ -58,24 +55,26 @@ class ComputeThread:
         return await asyncio.wrap_future(future)
 
     @property
-    def leftover(self) -> LowPriorityExecutor:
-        """What is left of this thread when nobody else computes on it."""
+    def low_priority(self) -> LowPriorityExecutor:
+        """Runs calls while this thread is idle."""
         return LowPriorityExecutor(self)
 
-    async def put_off(self, function: Callable[[], T]) -> T:
-        """As `run`, once nothing else was asked for during `QUIET_S` seconds."""
+    async def run_when_idle(self, function: Callable[[], T]) -> T:
+        """Like `run`, once no other call was made for `IDLE_S` seconds."""
         if self._closed:
             raise RuntimeError(f"{self._name} is closed")
         future: Future[T] = Future()
-        self._put_off.append((future, function))
-        self._calls.put(_nothing())  # else the thread would go on waiting for an ordinary call
+        self._low_priority.append((future, function))
+        wake_up: Future[Any] = Future()  # a call that is skipped; without it the thread waits for an ordinary call
+        wake_up.cancel()
+        self._calls.put((wake_up, lambda: None))
         return await asyncio.wrap_future(future)
 
     async def close(self, timeout_s: float = 30.0) -> None:
-        """End the thread after the calls already asked for.
+        """End the thread after the calls already made.
 
         Raises:
-            DeadlineError: they did not end in time; the thread dies with the process.
+            DeadlineError: they did not finish in time; the thread ends with the process.
         """
         if not self._closed:
             self._closed = True
@@ -85,38 +84,31 @@ class ComputeThread:
         except TimeoutError as error:
             where = f"the call running on thread {self._name}"
             raise DeadlineError("computations to end", waited_s=timeout_s, look_at=where) from error
-        self._thread.join(timeout_s)  # it has nothing left to do but return
+        self._thread.join(timeout_s)  # the thread only has to return
 
     def _serve(self) -> None:
         while (call := self._next()) is not None:
             _run(*call)
             del call  # an idle thread must not keep the last call's tensors alive
-        for future, _ in self._put_off:
+        for future, _ in self._low_priority:
             future.cancel()
         self._ended.set_result(None)
 
     def _next(self) -> Call | None:
         try:
-            return self._calls.get(timeout=QUIET_S if self._put_off else None)
+            return self._calls.get(timeout=IDLE_S if self._low_priority else None)
         except queue.Empty:
-            return self._put_off.popleft()
+            return self._low_priority.popleft()
 
 
 class LowPriorityExecutor:
-    """Implements `core.protocols.Compute`: calls wait until a thread has nothing else to do. One that runs is not
-    interrupted, so that what comes meanwhile waits for its end."""
+    """Implements `core.protocols.Compute`: a call waits until the thread is idle. A running call is not interrupted."""
 
     def __init__(self, thread: ComputeThread) -> None:
         self._thread = thread
 
     async def run(self, function: Callable[[], T]) -> T:
-        return await self._thread.put_off(function)
-
-
-def _nothing() -> Call:
-    future: Future[Any] = Future()
-    future.cancel()
-    return future, lambda: None
+        return await self._thread.run_when_idle(function)
 
 
 def _run(future: Future[Any], function: Callable[[], Any]) -> None:
@@ -124,70 +116,27 @@ def _run(future: Future[Any], function: Callable[[], Any]) -> None:
         return
     try:
         result = function()
-    except StopIteration as error:  # asyncio cannot carry it to the awaiting task
+    except StopIteration as error:  # asyncio cannot pass it to the awaiting task
         future.set_exception(RuntimeError(f"the computation raised {error!r}"))
-    except BaseException as error:  # noqa: BLE001 - whatever it is belongs to the caller, and the thread must live on
+    except BaseException as error:  # noqa: BLE001 - raised in the caller; the thread must survive
         future.set_exception(error)
     else:
         future.set_result(result)
 
 
-_PROBE_ROUNDS = 5
-
-
 def choose_device(config: TrainerConfig) -> torch.device:
     """
     Raises:
-        UserError: a GPU was asked for and there is none.
+        UserError: a GPU is configured and torch finds none.
     """
     available = torch.cuda.is_available()
     if config.device == "cuda" and not available:
         raise UserError(
-            "no GPU that torch can use",
+            "torch finds no GPU",
             where="trainer.device",
             hint='set it to "auto" or "cpu", or see `tidemill doctor`',
         )
     return torch.device("cuda" if config.device != "cpu" and available else "cpu")
-
-
-def check_devices(spec: RunSpec) -> None:
-    """A run on this machine finds the GPUs that it asks for; on a cluster that is already there its processes look.
-
-    Raises:
-        UserError: there are fewer.
-    """
-    if spec.runtime == "inprocess":
-        choose_device(spec.trainer)
-    elif not spec.ray.address:
-        from tidemill.runtime.cluster.connection import local_nodes
-
-        asked, present = sum(math.ceil(node.gpus) for node in local_nodes(spec)), torch.cuda.device_count()
-        if asked > present:
-            raise UserError(
-                f"{counted(asked, 'GPU')} {'is' if asked == 1 else 'are'} reserved, and this machine has {present}",
-                where=", ".join(key for key, gpus in _reserved(spec) if gpus),
-                hint="set it to 0 to compute on the CPU, or see `tidemill doctor`",
-            )
-
-
-def require_reserved_gpus(gpus: float, key: str) -> None:
-    """For a process of a cluster.
-
-    Raises:
-        UserError: it has GPUs, and would compute on the CPU.
-    """
-    if gpus and not torch.cuda.is_available():
-        raise UserError(
-            "a GPU is reserved for a process in which torch can use no GPU",
-            where=key,
-            hint="install a CUDA build of torch on that node, or set it to 0 to compute on the CPU",
-        )
-
-
-def _reserved(spec: RunSpec) -> Iterator[tuple[str, float]]:
-    yield "ray.trainer_gpus", spec.ray.trainer_gpus
-    yield "ray.worker_gpus", spec.ray.worker_gpus
-    yield "placement.actor_gpus", spec.placement.actor_gpus
 
 
 def choose_precision(config: TrainerConfig, device: torch.device) -> torch.dtype | None:
@@ -196,11 +145,14 @@ def choose_precision(config: TrainerConfig, device: torch.device) -> torch.dtype
     return torch.bfloat16 if bf16 else None
 
 
-def set_threads(config: TrainerConfig, device: torch.device) -> int:
-    """Choose the threads of one CPU operation, and use them in this process; returns their number.
+_PROBE_ROUNDS = 5
 
-    Two threads nearly double the speed of an idle machine and are many times slower than one where another process
-    competes, so the choice is measured unless it was made.
+
+def set_threads(config: TrainerConfig, device: torch.device) -> int:
+    """Set how many threads one CPU operation uses in this process; returns their number.
+
+    Two threads nearly double the speed of an idle machine, but are many times slower than one where another process
+    competes. Unless the number is configured, it is therefore measured.
     """
     if config.threads:
         threads = config.threads
@@ -208,22 +160,22 @@ def set_threads(config: TrainerConfig, device: torch.device) -> int:
         threads = 1
     else:
         available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        threads = min((1, available), key=_seconds_with) if available > 1 else 1
+        threads = min((1, available), key=_slowest_round_s) if available > 1 else 1
     torch.set_num_threads(threads)
     return threads
 
 
-def _seconds_with(threads: int) -> float:
-    """Slowest of a few rounds of small matrix products, as a model's layers are."""
+def _slowest_round_s(threads: int) -> float:
+    """Slowest of a few rounds of matrix products with the shapes of a small model's layers, in seconds."""
     torch.set_num_threads(threads)
     x, weight = torch.ones(128, 576), torch.ones(1536, 576)
-    return max(_timed(lambda: [torch.nn.functional.linear(x, weight) for _ in range(20)]) for _ in range(_PROBE_ROUNDS))
-
-
-def _timed(function: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    function()
-    return time.perf_counter() - began
+    slowest_s = 0.0
+    for _ in range(_PROBE_ROUNDS):
+        start_s = time.perf_counter()
+        for _ in range(20):
+            torch.nn.functional.linear(x, weight)
+        slowest_s = max(slowest_s, time.perf_counter() - start_s)
+    return slowest_s
 
 
 RARELY = (50_000, 50, 100)
@@ -231,10 +183,11 @@ RARELY = (50_000, 50, 100)
 
 @contextmanager
 def collected_rarely() -> Iterator[None]:
-    """For a process that schedules and computes nothing: it keeps very many samples and makes hardly any cycles, and
-    with Python's own thresholds looking through them all takes a tenth of its time (`benchmarks/controller_scale.py`).
+    """Run Python's garbage collector rarely, in a process that schedules but computes nothing.
 
-    Not for one that holds models: what engines and simulated workers leave behind lies in cycles, and is large.
+    Such a process keeps very many samples and creates hardly any cycles; with the default thresholds scanning them
+    takes a tenth of its time (`benchmarks/controller_scale.py`). Not for a process that holds models: engines and
+    simulated workers leave large objects in cycles.
     """
     before = gc.get_threshold()
     gc.set_threshold(*RARELY)

@@ -1,4 +1,4 @@
-"""A model as a plain Hugging Face folder: weights, tokenizer, and a card that says where it comes from."""
+"""Export a model as a plain Hugging Face folder: weights, tokenizer, model card, provenance."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Exported(Record):
-    """What was written."""
+    """Size of an exported model."""
 
     parameters: int
     bytes: int
@@ -43,12 +43,12 @@ def export_model(
     history: Sequence[str],
     progress: Callable[[str], None] = lambda _: None,
 ) -> Exported:
-    """Write the configured model to a folder that appears whole or not at all.
+    """Write the configured model to a folder, which appears whole or not at all.
 
     Args:
-        to: a new folder, or one that an earlier export wrote, which is replaced.
-        digest: names what was exported; kept in the folder.
-        history: how the model came to be, a line each, for the model card.
+        to: a new folder, or one written by an earlier export, which is replaced.
+        digest: identifies the exported model; stored in the folder.
+        history: how the model was trained, one line per stage, for the model card.
 
     Raises:
         UserError: the model cannot be loaded, or the folder holds something else or cannot be written.
@@ -84,7 +84,7 @@ def export_model(
 
 
 def card(title: str, folder: str, facts: dict[str, Any]) -> str:
-    """The model card: how to load it and how it came to be."""
+    """The model card: training history and how to load the model."""
     history = "\n".join(f"{number}. {line}" for number, line in enumerate(facts["history"], 1))
     commit = facts["git"].get("commit", "")
     made = f"Tidemill {facts['tidemill']}" + (f", commit {commit[:12]}" if commit else "")
@@ -98,9 +98,9 @@ tags: [tidemill]
 Post-trained with {made}: {compact(facts["parameters"])} parameters, weights in {facts["dtype"]}, digest
 `{facts["weights_digest"]}`.
 
-## How it came to be
+## Training history
 
-{history or "Exported as it was."}
+{history or "Exported without training."}
 
 ## Loading it
 
@@ -111,15 +111,15 @@ model = AutoModelForCausalLM.from_pretrained("{folder}")
 tokenizer = AutoTokenizer.from_pretrained("{folder}")
 ```
 
-The licence and the intended use of the model it was made from hold for this one, too.
+The licence and the intended use of its base model apply to this model, too.
 """
 
 
 def refuse_foreign(to: Path) -> None:
-    """Raises UserError: the folder is there, and no export wrote it."""
+    """Raises UserError: the folder exists and was not written by an export."""
     if to.exists() and "export" not in read_json(to / PROVENANCE):
         raise UserError(
-            "something is there that no export wrote",
+            "this folder exists and was not written by an export",
             where=f"export.path = {to}",
-            hint="name a new folder, or move that one away",
+            hint="name a new folder, or move this one away",
         )

@@ -1,4 +1,4 @@
-"""The ledger's journal on disk: SQLite in WAL mode, every commit flushed to the disk before it counts."""
+"""The ledger's journal on disk: SQLite in WAL mode, flushed to disk at every commit."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from tidemill.runtime.compute import ComputeThread
 
 T = TypeVar("T")
 
-FORMAT = 3
+FORMAT = 4
+"""Raised whenever the entries or their names change; stored as SQLite's `user_version`."""
 DEADLINE_S = 120.0
 PAGE_BYTES = 16384
-"""A busy worker's tick fills about one: cut into SQLite's 4 KiB it costs nearly half as much processor time again."""
+"""A tick of a busy worker fills about one page; SQLite's default of 4 KiB costs nearly half as much CPU time again."""
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries (
@@ -29,20 +30,20 @@ CREATE TABLE IF NOT EXISTS entries (
 CREATE INDEX IF NOT EXISTS entries_by_step ON entries (step);
 """
 
-START_AGAIN = "delete it (and the files beside it of the same name): the run goes on from its last checkpoint"
+START_AGAIN = "delete it (and its -wal and -shm files): the run resumes from its last checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
 class _Append:
-    blobs: tuple[tuple[int, bytes], ...]  # each with the step it is filed under
+    blobs: tuple[tuple[int, bytes], ...]  # (step, entry)
     durable: asyncio.Future[None]
 
 
 class SqliteJournal:
-    """Implements `core.protocols.Journal`. Make one with `await SqliteJournal.open(path)`.
+    """Implements `core.protocols.Journal`. Create one with `await SqliteJournal.open(path)`.
 
-    Every call runs on one thread of its own. Appends that arrive while a commit is under way share the next one. Once
-    an append has failed all later ones fail: a journal with a hole in it would be worse than none.
+    All calls run on one thread. Appends that arrive during a commit share the next commit. After a failed append every
+    later one fails too, so that the journal never has a gap.
     """
 
     def __init__(self, path: Path, connection: sqlite3.Connection, thread: ComputeThread, deadline_s: float) -> None:
@@ -56,7 +57,7 @@ class SqliteJournal:
         """Open or create the file.
 
         Raises:
-            UserError: it cannot be opened, is not a journal, or was written by a newer version.
+            UserError: it cannot be opened, is not a journal, or has another format.
         """
         thread = ComputeThread("tidemill-journal")
         try:
@@ -69,7 +70,7 @@ class SqliteJournal:
         return cls(path, connection, thread, deadline_s)
 
     async def append(self, blobs: Sequence[tuple[int, bytes]]) -> None:
-        """Raises UserError: the disk is full or refuses to be written."""
+        """Raises UserError: the disk is full or cannot be written."""
         if self._failure is not None:
             raise self._failure
         if not blobs:
@@ -90,7 +91,7 @@ class SqliteJournal:
         await self._run(lambda: self._prune(through_step), "the ledger to shrink")
 
     async def close(self) -> None:
-        """Wait for commits under way, then close the file.
+        """Wait for pending commits, then close the file.
 
         Raises:
             DeadlineError: the disk did not answer in time.
@@ -110,26 +111,26 @@ class SqliteJournal:
             batch, self._pending = self._pending, []
             try:
                 await self._thread.run(lambda batch=batch: self._write(batch))  # type: ignore[misc]
-            except Exception as error:  # noqa: BLE001 - raised to everyone who waits for these entries
+            except Exception as error:  # noqa: BLE001 - raised in every task that waits for these entries
                 self._failure = error
                 batch, self._pending = batch + self._pending, []
             for entry in batch:
-                if entry.durable.done():  # whoever waited for it has gone
+                if entry.durable.done():  # its waiter was cancelled
                     continue
                 if self._failure is None:
                     entry.durable.set_result(None)
                 else:
                     entry.durable.set_exception(self._failure)
 
-    # What follows runs on the journal's thread.
+    # The methods below run on the journal's thread.
 
     def _write(self, batch: Sequence[_Append]) -> None:
         rows = [(step, zlib.crc32(blob), blob) for entry in batch for step, blob in entry.blobs]
-        with _explained(self._path), self._connection:
+        with _sqlite_errors(self._path), self._connection:
             self._connection.executemany("INSERT INTO entries (step, checksum, blob) VALUES (?, ?, ?)", rows)
 
     def _load(self) -> list[tuple[int, bytes]]:
-        with _explained(self._path):
+        with _sqlite_errors(self._path):
             rows = self._connection.execute("SELECT step, checksum, blob FROM entries ORDER BY id").fetchall()
         for step, checksum, blob in rows:
             if zlib.crc32(blob) != checksum:
@@ -137,7 +138,7 @@ class SqliteJournal:
         return [(step, blob) for step, _, blob in rows]
 
     def _prune(self, through_step: int) -> None:
-        with _explained(self._path):
+        with _sqlite_errors(self._path):
             with self._connection:
                 self._connection.execute("DELETE FROM entries WHERE step <= ?", (through_step,))
             self._connection.executescript("PRAGMA incremental_vacuum;")  # `execute` would free a single page
@@ -145,17 +146,21 @@ class SqliteJournal:
 
 
 def _open(path: Path) -> sqlite3.Connection:
-    with _explained(path):
+    with _sqlite_errors(path):
         connection = sqlite3.connect(path, timeout=10.0)
         try:
-            connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")  # this and the next: heeded while the file is empty
+            # SQLite ignores these two unless the file is empty.
+            connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
             connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = FULL")
-            (written_by,) = connection.execute("PRAGMA user_version").fetchone()
-            if written_by > FORMAT:
-                what = f"it was written by a newer version of Tidemill (format {written_by}, this one knows {FORMAT})"
-                raise UserError(what, where=str(path), hint="resume the run with that version")
+            (written,) = connection.execute("PRAGMA user_version").fetchone()
+            if written not in (0, FORMAT):  # 0: a new file
+                raise UserError(
+                    f"the journal has format {written}, this version of Tidemill reads format {FORMAT}",
+                    where=str(path),
+                    hint="finish the run with the version that wrote it, or start a new run directory",
+                )
             connection.executescript(SCHEMA)
             connection.execute(f"PRAGMA user_version = {FORMAT}")
         except BaseException:
@@ -165,23 +170,23 @@ def _open(path: Path) -> sqlite3.Connection:
 
 
 @contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    """Turn what SQLite raises into an error that says what to do."""
+def _sqlite_errors(path: Path) -> Iterator[None]:
+    """Raise SQLite errors as UserError with a hint."""
     try:
         yield
     except sqlite3.Error as error:
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the low byte is the primary code
-        what, hint = _FAULTS.get(code, (f"the ledger cannot be used ({error})", "check the disk and its permissions"))
+        what, hint = _ERRORS.get(code, (f"the ledger cannot be used ({error})", "check the disk and its permissions"))
         raise UserError(what, where=str(path), hint=hint) from error
 
 
-_RESUME = "run the same command again, it goes on from what is stored"
-_FAULTS = {
+_RESUME = "run the same command again to resume"
+_ERRORS = {
     sqlite3.SQLITE_FULL: ("the disk is full; the ledger cannot be written", f"free some space and {_RESUME}"),
-    sqlite3.SQLITE_IOERR: ("the disk refuses to write the ledger", f"check the disk and its quota, then {_RESUME}"),
+    sqlite3.SQLITE_IOERR: ("the ledger cannot be written (I/O error)", f"check the disk and its quota, then {_RESUME}"),
     sqlite3.SQLITE_READONLY: ("the ledger is read-only", f"make it writable and {_RESUME}"),
     sqlite3.SQLITE_CANTOPEN: ("the ledger cannot be opened", "check that its folder exists and is writable"),
     sqlite3.SQLITE_CORRUPT: ("the ledger is damaged", START_AGAIN),
-    sqlite3.SQLITE_NOTADB: ("this is not a ledger, or a damaged one", START_AGAIN),
-    sqlite3.SQLITE_BUSY: ("another process is using the ledger", f"end it and {_RESUME}"),
+    sqlite3.SQLITE_NOTADB: ("the ledger is damaged, or is not a ledger", START_AGAIN),
+    sqlite3.SQLITE_BUSY: ("another process is using the ledger", f"stop it and {_RESUME}"),
 }

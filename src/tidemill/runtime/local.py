@@ -1,7 +1,7 @@
-"""The runtime of one process: the reserved engine shares the trainer's parameters; workers are simulated.
+"""The in-process runtime: the reserved engine shares the trainer's parameters, preemptible workers are simulated.
 
-Preemptible workers are simulated: each has an engine of its own over a published snapshot, and is forgotten in the
-middle of whatever it does when its machine is taken.
+A simulated worker has an engine over a published snapshot. When its machine is taken the worker is dropped at once, in
+whatever state it is.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ from transformers import PreTrainedModel
 
 from tidemill.config.schema import RunSpec
 from tidemill.core.protocols import Clock, Compute
-from tidemill.core.records import Lease, PolicyVersion
+from tidemill.core.records import Lease
 from tidemill.rollout.pulled import PulledWeights
 from tidemill.rollout.worker import EngineWorker
 from tidemill.runtime.backend import (
     ModelPublisher,
+    Runtime,
     RuntimeBackend,
     TrainerCheckpoints,
     probe_sequence,
     scheduled_provider,
+    scorers,
 )
-from tidemill.runtime.compute import ComputeThread
-from tidemill.runtime.model_bundle import ModelBundle, build_critic, load_model_bundle
-from tidemill.runtime.readers import Readers, reference_reader, reward_reader
+from tidemill.runtime.compute import ComputeThread, choose_device
+from tidemill.runtime.model_bundle import NO_VERSION, ModelBundle, build_critic, check_vocabularies, load_model_bundle
+from tidemill.runtime.readers import Readers, check_reward_models, reference_reader, reward_reader
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory
 from tidemill.trainer.checkpoint_store import CheckpointStore
@@ -37,20 +39,17 @@ from tidemill.weights.puller import Puller
 from tidemill.weights.snapshot import MemoryTransport
 from tidemill.weights.store import WeightStore
 
-NOTHING_YET = PolicyVersion(number=-1, digest="")
-"""What an engine has before its first load: no request asks for it."""
-
 
 class InProcessHost:
     """Implements `core.protocols.WorkerHost`.
 
-    A worker's engine has the settings of the trainer's own. Its model is a twin without weights; a load puts it over a
-    published snapshot, which all workers of that version share.
+    A worker's engine has the settings of the trainer's engine. Its model has no weights; a load binds it to a published
+    snapshot, which all workers of that version share.
 
     Args:
-        compute: the run's one thread for models; every engine takes its turn there.
-        weights_compute: where what was pulled is verified.
-        prompt_tokens: the longest prompt.
+        compute: the run's one thread for models; all engines take turns on it.
+        weights_compute: verifies pulled weights.
+        prompt_tokens: length of the longest prompt.
     """
 
     def __init__(
@@ -65,15 +64,15 @@ class InProcessHost:
     ) -> None:
         self._bundle, self._store, self._clock, self._prompt_tokens = bundle, store, clock, prompt_tokens
         self._compute, self._weights_compute = compute, weights_compute
-        self._workers: weakref.WeakSet[EngineWorker] = weakref.WeakSet()  # one that was killed and dropped frees memory
+        self._workers: weakref.WeakSet[EngineWorker] = weakref.WeakSet()  # weak: a killed worker's memory is freed
         self._frozen = False
 
     async def start(self, lease: Lease) -> EngineWorker:
         bundle = self._bundle
-        model = await self._weights_compute.run(self._empty_twin)
+        model = await self._weights_compute.run(self._empty_model)
         puller = Puller(self._store.transport, self._weights_compute, clock=self._clock, pinned=self._store.pinned)
         worker = EngineWorker(
-            bundle.engine_over(model, NOTHING_YET, prompt_tokens=self._prompt_tokens),
+            bundle.engine_over(model, NO_VERSION, prompt_tokens=self._prompt_tokens),
             self._compute,
             clock=self._clock,
             tick_s=bundle.spec.engine.tick_s,
@@ -85,13 +84,13 @@ class InProcessHost:
         self._workers.add(worker)
         return worker
 
-    def _empty_twin(self) -> PreTrainedModel:
-        # Workers that were killed lie in reference cycles, with their caches and the snapshots they were over. Python
-        # does not know how large these are and would let many of them pile up.
+    def _empty_model(self) -> PreTrainedModel:
+        # Killed workers are in reference cycles together with their caches and snapshots. Python's collector does not
+        # know their size and would let many of them accumulate.
         gc.collect()
         if not self._frozen:
             self._frozen = True
-            gc.freeze()  # what is there before the first worker stays: looking through it takes a fifth of a second
+            gc.freeze()  # scanning what exists before the first worker would take a fifth of a second each time
         return self._bundle.rollout_twin()
 
     async def close(self) -> None:
@@ -105,14 +104,15 @@ class InProcessHost:
 async def in_process(
     spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Clock
 ) -> AsyncIterator[RuntimeBackend]:
-    """Implements `OpenMachinery`.
+    """Implements `OpenBackend`.
 
     Raises:
-        UserError: the model, the device, the task or the pool cannot be had.
+        UserError: the model, the device, the task, a reward or the pool cannot be used.
     """
+    check_reward_models(spec, progress=recorder.note)
     bundle = load_model_bundle(spec, progress=recorder.note)
     task = bundle.task()
-    provider = scheduled_provider(spec, run, clock, tell=recorder.note)
+    provider = scheduled_provider(spec, run, clock, log=recorder.note)
     async with AsyncExitStack() as stack:
         compute = ComputeThread()
         stack.push_async_callback(compute.close)
@@ -129,7 +129,12 @@ async def in_process(
         engine = bundle.engine(trainer.version, prompt_tokens=task.longest_prompt_tokens)
         local = EngineWorker(engine, compute, clock=clock, tick_s=spec.engine.tick_s)
         stack.push_async_callback(local.close)
-        readers = _readers(spec, compute, reference) if spec.reading.ahead else Readers()
+        readers = Readers()
+        if spec.reading.ahead:
+            readers = Readers(
+                rewards={folder: reward_reader(spec, folder, compute) for folder in spec.scoring.model_folders},
+                reference=None if reference is None else reference_reader(spec, reference, compute),
+            )
         for reader in readers.all:
             stack.push_async_callback(reader.close)
         store = CheckpointStore(
@@ -157,26 +162,34 @@ async def in_process(
                 probe_ids=probe_sequence(task.source),
             )
             stack.push_async_callback(publisher.close)
+        scorer, eval_scorer = scorers(spec, task, compute, readers)
+        stack.push_async_callback(scorer.close)
+        stack.push_async_callback(eval_scorer.close)
         yield RuntimeBackend(
             trainer=trainer,
             checkpoints=TrainerCheckpoints(store, trainer, compute, warn=recorder.note),
             local=local,
             task=task,
             codec=bundle.codec,
+            scorer=scorer,
+            eval_scorer=eval_scorer,
             threads=bundle.threads,
-            about={"device": str(bundle.device), "threads": bundle.threads, "autocast": str(bundle.autocast)},
+            device_info=bundle.device_info,
             provider=provider,
             host=host,
             publisher=publisher,
-            # A worker that waits for the thread while the trainer computes is not silent.
-            heartbeat_timeout_s=math.inf,
-            compute=compute,
+            heartbeat_timeout_s=math.inf,  # a worker that waits for the thread while the trainer computes is not lost
             readers=readers,
         )
 
 
-def _readers(spec: RunSpec, compute: ComputeThread, reference: PreTrainedModel | None) -> Readers:
-    return Readers(
-        rewards={folder: reward_reader(spec, folder, compute) for folder in spec.scoring.model_folders},
-        reference=None if reference is None else reference_reader(spec, reference, compute),
-    )
+def _check_devices(spec: RunSpec) -> None:
+    choose_device(spec.trainer)
+
+
+def _check(spec: RunSpec) -> None:
+    _check_devices(spec)
+    check_vocabularies(spec)
+
+
+IN_PROCESS = Runtime(check=_check, check_devices=_check_devices, open=in_process)

@@ -1,10 +1,11 @@
-"""The models of an in-process run, put together from its configuration."""
+"""Load the models of a process as the configuration says: policy, rollout copy, reference and critic."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -28,29 +29,33 @@ from tidemill.runtime.compute import choose_device, choose_precision, set_thread
 from tidemill.runtime.readers import check_reward_models
 from tidemill.trainer.critic import Critic, ModelCritic, TrunkCritic
 
+NO_VERSION = PolicyVersion(number=-1, digest="")
+"""Version of an engine before its first load; no request asks for it."""
+
 
 class FrozenModels:
-    """By folder, on one device. Not for use from two threads at once."""
+    """Frozen models by folder, on one device, each loaded once. Not thread-safe."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._models: dict[Path, PreTrainedModel] = {}
 
     def load(self, folder: Path) -> PreTrainedModel:
-        """The model of a folder; the second to ask gets the same one.
+        """The frozen model of a folder, shared by all callers.
 
         Raises:
             UserError: it cannot be loaded.
         """
-        if folder.resolve() not in self._models:
-            self._models[folder.resolve()] = load_model(folder, device=self._device).requires_grad_(False)
-        return self._models[folder.resolve()]
+        folder = folder.resolve()
+        if folder not in self._models:
+            self._models[folder] = load_model(folder, device=self._device).requires_grad_(False)
+        return self._models[folder]
 
     def with_adapter(self, folder: Path, config: ModelConfig) -> PreTrainedModel:
-        """A model that learns in an adapter of its own: other modules over the very parameters of the frozen one.
+        """A model with a new adapter, whose base shares the parameters of the frozen model.
 
         Raises:
-            UserError: it cannot be loaded, or takes no such adapter.
+            UserError: it cannot be loaded, or the adapter does not fit it.
         """
         base = self.load(folder)
         model = empty_copy(base, base.dtype, shared=base.parameters())
@@ -59,12 +64,13 @@ class FrozenModels:
 
 
 def fitting_task(spec: RunSpec, codec: TextCodec, *, limit: int) -> Task:
-    """
+    """Build the configured task, and check that prompts and completions fit into the context.
+
     Args:
-        limit: the longest sequence the model was made for, in tokens.
+        limit: the model's maximum sequence length, in tokens.
 
     Raises:
-        UserError: the task cannot be had, or its prompts and completions do not fit.
+        UserError: the task cannot be built, or does not fit.
     """
     task = build_task(
         spec.task,
@@ -78,35 +84,35 @@ def fitting_task(spec: RunSpec, codec: TextCodec, *, limit: int) -> Task:
 
 
 def engine_context(spec: RunSpec, *, limit: int, prompt_tokens: int) -> int:
-    """Longest prompt plus completion that an engine makes room for, in tokens."""
+    """Maximum length of prompt plus completion in an engine, in tokens."""
     return spec.engine.context_tokens or min(prompt_tokens + new_tokens(spec), longest_context(spec, limit))
 
 
 def new_tokens(spec: RunSpec) -> int:
-    """The longest completion that training or evaluation may ask for."""
+    """Maximum completion length of training and evaluation, in tokens."""
     return max(spec.sampling.max_new_tokens, spec.eval.max_new_tokens)
 
 
 def longest_context(spec: RunSpec, limit: int) -> int:
-    """Raises UserError: more is configured than the model was made for."""
+    """Raises UserError: the configured context exceeds the model's."""
     wanted = spec.engine.context_tokens
     if wanted > limit:
         raise UserError(
-            f"{wanted} tokens are more than the model's own limit of {limit}",
+            f"{wanted} tokens exceed the model's limit of {limit}",
             where="engine.context_tokens",
-            hint=f"lower it to {limit}, or set it to 0 to take what the task needs",
+            hint=f"lower it to {limit}, or set it to 0 to use what the task needs",
         )
     return wanted or limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelBundle:
-    """A model in memory, how it is computed, and what speaks its tokens."""
+    """A model in memory with its device, precision and tokenizer."""
 
     spec: RunSpec
-    folder: Path  # the Hugging Face folder the model came from
+    folder: Path  # Hugging Face folder of the model
     model: PreTrainedModel
-    rollout_model: PreTrainedModel  # what engines compute with: `model` itself, or a copy
+    rollout_model: PreTrainedModel  # used by engines: `model` itself, or a copy
     frozen: FrozenModels
     codec: TextCodec
     device: torch.device
@@ -118,8 +124,8 @@ class ModelBundle:
         return fitting_task(self.spec, self.codec, limit=context_limit(self.model))
 
     def engine(self, version: PolicyVersion, *, prompt_tokens: int) -> EmbeddedEngine:
-        """An engine over the model itself, or over a copy that follows it at every load."""
-        refresh = None if self.rollout_model is self.model else _follow(self.rollout_model, self.model)
+        """The trainer's engine; if it uses a copy of the model, every load updates the copy."""
+        refresh = None if self.rollout_model is self.model else _copy_weights(self.model, self.rollout_model)
         return self.engine_over(self.rollout_model, version, prompt_tokens=prompt_tokens, refresh=refresh)
 
     def engine_over(
@@ -130,14 +136,13 @@ class ModelBundle:
         prompt_tokens: int,
         refresh: Callable[[], None] | None = None,
     ) -> EmbeddedEngine:
-        """An engine with the configured settings over any weights of this model: equal weights, equal tokens."""
+        """An engine with the configured settings over other weights of this model: equal weights, equal tokens."""
         spec = self.spec
-        context = engine_context(spec, limit=context_limit(self.model), prompt_tokens=prompt_tokens)
         return EmbeddedEngine(
             model,
             decode=self.codec.decode,
             slots=spec.engine.slots,
-            context=context,
+            context=engine_context(spec, limit=context_limit(self.model), prompt_tokens=prompt_tokens),
             version=version,
             prefill_chunk_tokens=spec.engine.prefill_chunk_tokens,
             batch_invariant=spec.engine.batch_invariant,
@@ -145,16 +150,21 @@ class ModelBundle:
         )
 
     @property
+    def device_info(self) -> dict[str, Any]:
+        """For the event log."""
+        return {"device": str(self.device), "threads": self.threads, "autocast": str(self.autocast)}
+
+    @property
     def rollout_dtype(self) -> torch.dtype:
-        """Of the weights that engines compute with."""
+        """Dtype of the weights that engines use."""
         return self.autocast or torch.float32
 
     def rollout_twin(self) -> PreTrainedModel:
-        """A model for one more engine, without what training changes: that comes as a snapshot."""
+        """A model for another engine, without the weights that training changes: those come from a snapshot."""
         return copy_on_base(self.rollout_model, self.rollout_dtype)
 
     def reference(self) -> PreTrainedModel | None:
-        """The initial model, frozen, where the loss needs it and no other process has it."""
+        """The frozen initial model, if the loss needs it and it is placed in this process."""
         needed = self.spec.algorithm.kl_beta > 0 and self.spec.placement.reference == "trainer"
         return self.frozen.load(self.folder) if needed else None
 
@@ -163,32 +173,31 @@ def load_model_bundle(spec: RunSpec, *, progress: Callable[[str], None], folder:
     """Choose device and threads, and load model and tokenizer.
 
     Args:
-        progress: told, in words, what takes long.
-        folder: a model or checkpoint folder instead of the configured source; it stands for itself, with the adapter
-            it holds or with none.
+        progress: gets a line before each slow operation.
+        folder: a model or checkpoint folder that replaces the configured source, including its adapter settings.
 
     Raises:
-        UserError: the model, the device or the tokenizer cannot be had.
+        UserError: the model, the device or the tokenizer cannot be used.
     """
     device = choose_device(spec.trainer)
     threads = set_threads(spec.trainer, device)
     refuse_reward_model(folder or spec.model.source)
     if folder is not None:
-        spec = spec.model_copy(update={"model": _stored_model(folder, spec.model)})
+        spec = spec.model_copy(update={"model": _stored_config(folder, spec.model)})
     if spec.model.lora.enabled:
         require_peft()
     found, autocast = resolve(spec.model, progress=progress), choose_precision(spec.trainer, device)
     frozen = FrozenModels(device)
-    adapts = spec.model.lora.enabled
-    model = frozen.with_adapter(found, spec.model) if adapts else load_model(found, device=device)
+    lora = spec.model.lora.enabled
+    model = frozen.with_adapter(found, spec.model) if lora else load_model(found, device=device)
     if folder is not None and holds_adapter(folder):
         load_adapter(folder, model)
-    # A copy where engines have a dtype of their own, or generate while the optimizer moves the weights.
+    # Engines need a copy if their dtype differs, or if they generate while the optimizer changes the weights.
     separate = autocast is not None or spec.schedule.max_policy_lag > 0
     rollout_model = _copy_of(model, autocast or torch.float32) if separate else model
     if spec.trainer.activation_checkpointing:
         model.gradient_checkpointing_enable()
-        model.train()  # the library recomputes layers in this mode only; dropout is refused below
+        model.train()  # transformers checkpoints activations in this mode only; dropout is refused below
         _refuse_dropout(model)
     return ModelBundle(
         spec=spec,
@@ -203,8 +212,8 @@ def load_model_bundle(spec: RunSpec, *, progress: Callable[[str], None], folder:
     )
 
 
-def _stored_model(folder: Path, config: ModelConfig) -> ModelConfig:
-    """What to load for a folder given instead of the configured model."""
+def _stored_config(folder: Path, config: ModelConfig) -> ModelConfig:
+    """The model configuration for a folder that replaces the configured model."""
     if not holds_adapter(folder):
         return config.model_copy(update={"source": str(folder), "revision": None, "lora": LoraConfig()})
     stored = read_origin(folder).model
@@ -212,7 +221,7 @@ def _stored_model(folder: Path, config: ModelConfig) -> ModelConfig:
 
 
 def _copy_of(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """A second model, equal to the first as far as `dtype` can say; of the same dtype, it shares a base with it."""
+    """A copy of a model, rounded to `dtype`. If that is the model's own dtype, an adapter's base is shared."""
     copy = copy_on_base(model, dtype) if dtype == model.dtype else empty_copy(model, dtype)
     with torch.no_grad():
         for target, source in zip(copy.parameters(), model.parameters(), strict=True):
@@ -221,7 +230,7 @@ def _copy_of(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     return copy
 
 
-def _follow(copy: PreTrainedModel, original: PreTrainedModel) -> Callable[[], None]:
+def _copy_weights(original: PreTrainedModel, copy: PreTrainedModel) -> Callable[[], None]:
     targets, sources = learned_parameters(copy).values(), learned_parameters(original).values()
 
     @torch.no_grad()
@@ -244,16 +253,16 @@ def _refuse_dropout(model: PreTrainedModel) -> None:
 
 
 def build_critic(bundle: ModelBundle, *, progress: Callable[[str], None]) -> Critic | None:
-    """None where the algorithm needs none. A new value head says 0 of everything.
+    """The critic, or None if the algorithm needs none. A new value head is initialised to output 0.
 
     Args:
-        bundle: of the policy; a shared critic reads its hidden states, one of its own begins as the same weights
-            unless `critic.source` says otherwise. Where the policy learns in an adapter, so does the critic, in one of
-            its own, and what lies under both is in memory once.
-        progress: told, in words, what takes long.
+        bundle: the policy's. A shared critic reads its hidden states; a separate one starts from the policy's weights
+            unless `critic.source` is set. If the policy trains an adapter, so does a separate critic, and both share
+            the base in memory.
+        progress: gets a line before each slow operation.
 
     Raises:
-        UserError: the critic's model cannot be had, or has another tokenizer than the policy.
+        UserError: the critic's model cannot be loaded, or its tokenizer differs from the policy's.
     """
     algorithm, config = bundle.spec.algorithm, bundle.spec.critic
     if not algorithm.needs_critic:
@@ -286,22 +295,30 @@ def build_model_critic(
     autocast: torch.dtype | None,
     progress: Callable[[str], None],
 ) -> ModelCritic:
-    """A critic of its own, wherever the policy is.
+    """A critic with a separate model, in the policy's process or another.
 
     Args:
-        policy_folder: the Hugging Face folder that the policy came from.
+        policy_folder: Hugging Face folder of the policy.
 
     Raises:
         UserError: as `build_critic`.
     """
     source = spec.critic.source
-    folder = policy_folder if source is None else _other_folder(spec, source, policy_folder, progress)
-    model = _model(spec, folder, policy_folder, frozen, device)
+    folder = policy_folder
+    if source is not None:
+        with asked_for_by("critic.source"):
+            folder = resolve(ModelConfig(source=source, char=spec.model.char), progress=progress)
+        check_critic_vocabulary(source, load_codec(folder), load_codec(policy_folder))
+    if spec.model.lora.enabled:
+        base = spec.model.source if folder == policy_folder else str(folder)
+        model = frozen.with_adapter(folder, spec.model.model_copy(update={"source": base}))
+    else:
+        model = load_model(folder, device=device)
     head = ScalarHead(hidden_size(model)).to(device)
     if source is not None and holds_reward_model(given := Path(source).expanduser()):
         head, _ = load_head(given, "reward_model", device=device)
         check_head_fits(model, head, given)
-        progress(f"the critic begins as the whole reward model {source}, head included")
+        progress(f"the critic starts from the reward model {source}, including its head")
     if spec.trainer.activation_checkpointing:
         model.gradient_checkpointing_enable()
         model.train()
@@ -316,57 +333,37 @@ def build_model_critic(
 
 
 def own_source(spec: RunSpec) -> str | None:
-    """What a critic of its own begins as, where that is not the policy; None where there is no such critic."""
+    """`critic.source` of a separate critic that starts from another model than the policy; else None."""
     return spec.critic.source if spec.algorithm.needs_critic and spec.critic.kind == "own" else None
 
 
 def check_critic_vocabulary(source: str, critic: TextCodec, policy: TextCodec) -> None:
-    """Raises UserError: the critic would read the policy's token ids as other words."""
+    """Raises UserError: the critic's tokenizer differs from the policy's."""
     if critic.vocabulary_digest != policy.vocabulary_digest:
         raise UserError(
-            f"the critic ({source}) has another tokenizer than the policy: it would read other words than were written",
+            f"the critic ({source}) has another tokenizer than the policy",
             where="critic.source",
-            hint="give a model made from the policy's own, or leave critic.source out",
+            hint="name a model made from the policy's, or leave critic.source out",
         )
 
 
-def _model(
-    spec: RunSpec, folder: Path, policy_folder: Path, frozen: FrozenModels, device: torch.device
-) -> PreTrainedModel:
-    """To be learned as a whole, or in an adapter like the policy's."""
-    if not spec.model.lora.enabled:
-        return load_model(folder, device=device)
-    source = spec.model.source if folder == policy_folder else str(folder)
-    return frozen.with_adapter(folder, spec.model.model_copy(update={"source": source}))
-
-
-def _other_folder(spec: RunSpec, source: str, policy_folder: Path, progress: Callable[[str], None]) -> Path:
-    with asked_for_by("critic.source"):
-        folder = resolve(ModelConfig(source=source, char=spec.model.char), progress=progress)
-    check_critic_vocabulary(source, load_codec(folder), load_codec(policy_folder))
-    return folder
-
-
 def check_vocabularies(spec: RunSpec) -> None:
-    """Reward models and a critic of its own have the policy's tokenizer, as far as that is known before a model is
-    built or merged; a run looks again when they are.
+    """Check that reward models and a separate critic share the policy's tokenizer, without loading or building models.
+
+    A model that must first be built or merged is checked when it is loaded.
 
     Raises:
-        UserError: naming the model at fault.
+        UserError: naming the model whose tokenizer differs.
     """
     critic = own_source(spec)
     if critic is None and not any(reward.kind == "model" for reward in spec.scoring.rewards):
         return
-    policy = resolve_shell(spec.model, progress=_silent)
+    policy = resolve_shell(spec.model, progress=lambda _: None)
     if policy is None:
         return
-    check_reward_models(spec, progress=_silent, policy_folder=policy)
+    check_reward_models(spec, progress=lambda _: None, policy_folder=policy)
     if critic is not None:
         with asked_for_by("critic.source"):
-            folder = resolve_shell(ModelConfig(source=critic, char=spec.model.char), progress=_silent)
+            folder = resolve_shell(ModelConfig(source=critic, char=spec.model.char), progress=lambda _: None)
         if folder is not None:
             check_critic_vocabulary(critic, load_codec(folder), load_codec(policy))
-
-
-def _silent(_: str) -> None:
-    """It takes no time that anybody would ask about."""

@@ -1,4 +1,4 @@
-"""`tidemill eval` and `tidemill generate` in one process."""
+"""Evaluate a model on the task's held-out prompts, compare two models, and generate completions."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ from tidemill.telemetry.statistics import (
 )
 
 NGRAMS = (1, 2)
-"""Diversity is told of single tokens and of pairs."""
+"""Diversity is reported for single tokens and for pairs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelEvaluation:
-    """Everything one model answered, in the order of the prompts."""
+    """The completions of one model, in the order of the prompts."""
 
     model: str
     prompts: tuple[Prompt, ...]
     greedy: Evaluation
-    drawn: tuple[Group, ...] = ()  # none where no samples were asked for
-    scores: Mapping[str, tuple[Reward, ...]]  # of the greedy completions, by the name of an additional scorer
+    drawn: tuple[Group, ...] = ()  # empty if only greedy completions were generated
+    scores: Mapping[str, tuple[Reward, ...]]  # of greedy completions, by name of the additional scorer
 
     @property
     def right(self) -> list[bool] | None:
-        """Whether each greedy completion is; None where rewards are graded."""
+        """Whether each greedy completion is correct; None if rewards are graded."""
         return right_or_wrong(self.greedy.samples)
 
     @property
@@ -67,23 +67,23 @@ class ModelEvaluation:
 
     @property
     def counts_right(self) -> list[tuple[int, int]] | None:
-        """(samples, right ones) of each prompt's drawn ones; None where rewards are graded."""
+        """(samples, correct samples) drawn per prompt; None if rewards are graded."""
         if right_or_wrong(self.drawn_samples) is None:
             return None
         return [(len(group.trajectories), sum(map(correct, group.trajectories))) for group in self.drawn]
 
     @property
     def drawn_rewards(self) -> list[float | None]:
-        """Mean over each prompt's drawn samples with a valid reward; None without any."""
+        """Mean valid reward of each prompt's drawn samples; None if none is valid."""
         rewards = [rewards_of(group.trajectories) for group in self.drawn]
         return [fmean(each) if each else None for each in rewards]
 
 
 def figures(measured: ModelEvaluation, *, ks: Sequence[int]) -> dict[str, Any]:
-    """The figures of one model, its greedy completions among them; intervals are of 95 %.
+    """Metrics and greedy completions of one model as JSON, with 95 % intervals.
 
     Args:
-        ks: of pass@k, where samples were drawn.
+        ks: values of k for pass@k, if samples were drawn.
     """
     result, samples = measured.greedy.result, measured.greedy.samples
     found: dict[str, Any] = {}
@@ -106,37 +106,42 @@ def figures(measured: ModelEvaluation, *, ks: Sequence[int]) -> dict[str, Any]:
         **_distinct(samples),
     }
     if measured.scores:
-        found["scores"] = {name: _sample_score(rewards) for name, rewards in measured.scores.items()}
+        found["scores"] = {}
+        for name, scores in measured.scores.items():
+            valid = [reward.value for reward in scores if reward.valid]
+            found["scores"][name] = {**bootstrap_mean(valid)._asdict(), "invalid": len(scores) - len(valid)}
     if measured.drawn:
         found["drawn"] = _drawn(measured, ks)
     found["samples"] = [
-        {"prompt": prompt.text, "completion": sample.text, "answer": prompt.answer, **judgement}
-        for prompt, sample, judgement in zip(measured.prompts, samples, _judgements(measured), strict=True)
+        {"prompt": prompt.text, "completion": sample.text, "answer": prompt.answer, **scored}
+        for prompt, sample, scored in zip(measured.prompts, samples, _rewards_and_correctness(measured), strict=True)
     ]
     return found
 
 
 def comparison(other: ModelEvaluation, this: ModelEvaluation) -> dict[str, Any]:
-    """`this` against `other` on the same prompts: means, their difference, and what chance would make of it."""
+    """Compare two models on the same prompts: means, paired difference and its p-value."""
     pairs: dict[str, tuple[Sequence[float], Sequence[float]]] = {
-        "reward_mean": _both_known(_rewards(other.greedy.samples), _rewards(this.greedy.samples))
+        "reward_mean": _valid_pairs(_rewards(other.greedy.samples), _rewards(this.greedy.samples))
     }
     if (before := other.right) and (after := this.right):
         pairs["greedy_accuracy"] = (before, after)
     pairs["completion_tokens"] = (_lengths(other), _lengths(this))
     if this.drawn:
-        pairs["drawn_reward_mean"] = _both_known(other.drawn_rewards, this.drawn_rewards)
+        pairs["drawn_reward_mean"] = _valid_pairs(other.drawn_rewards, this.drawn_rewards)
     if (earlier := other.counts_right) and (later := this.counts_right):
         pairs["drawn_accuracy"] = ([c / n for n, c in earlier], [c / n for n, c in later])
     for name, rewards in this.scores.items():
-        pairs[name] = _both_known([_value(each) for each in other.scores[name]], [_value(each) for each in rewards])
+        pairs[name] = _valid_pairs([_value(each) for each in other.scores[name]], [_value(each) for each in rewards])
     return {
         "model": other.model,
         "weights_digest": other.greedy.result.version.digest,
         "figures": {name: _paired(*values) for name, values in pairs.items() if values[0]},
         "samples": [
-            {"prompt": prompt.text, "completion": sample.text, **judgement}
-            for prompt, sample, judgement in zip(other.prompts, other.greedy.samples, _judgements(other), strict=True)
+            {"prompt": prompt.text, "completion": sample.text, **scored}
+            for prompt, sample, scored in zip(
+                other.prompts, other.greedy.samples, _rewards_and_correctness(other), strict=True
+            )
         ],
     }
 
@@ -153,18 +158,13 @@ def _drawn(measured: ModelEvaluation, ks: Sequence[int]) -> dict[str, Any]:
         "truncated_fraction": fmean(sample.truncated for sample in samples),
         "completion_tokens": length_figures([sample.completion_length for sample in samples]),
         **_distinct(samples),
-        **{f"{name}_in_prompt": _mean([each[name] for each in within]) for name in within[0]},
+        **{f"{name}_in_prompt": _mean_of_numbers([each[name] for each in within]) for name in within[0]},
     }
 
 
 def _distinct(samples: Sequence[Trajectory]) -> dict[str, float]:
     completions = [unpack_tokens(sample.completion_ids) for sample in samples]
     return {f"distinct_{n}": distinct_n(completions, n) for n in NGRAMS}
-
-
-def _sample_score(rewards: Sequence[Reward]) -> dict[str, float]:
-    values = [reward.value for reward in rewards if reward.valid]
-    return {**bootstrap_mean(values)._asdict(), "invalid": len(rewards) - len(values)}
 
 
 def _value(reward: Reward | None) -> float | None:
@@ -175,16 +175,16 @@ def _rewards(samples: Sequence[Trajectory]) -> list[float | None]:
     return [_value(sample.reward) for sample in samples]
 
 
-def _judgements(measured: ModelEvaluation) -> list[dict[str, Any]]:
-    """Of each greedy completion; `correct` is None where rewards are graded, `reward` without a valid one."""
+def _rewards_and_correctness(measured: ModelEvaluation) -> list[dict[str, Any]]:
+    """Reward (None if invalid) and correctness (None if rewards are graded) of each greedy completion."""
     rewards = _rewards(measured.greedy.samples)
     right: Sequence[bool | None] = measured.right or [None] * len(rewards)
-    return [{"reward": reward, "correct": correct} for reward, correct in zip(rewards, right, strict=True)]
+    return [{"reward": reward, "correct": each} for reward, each in zip(rewards, right, strict=True)]
 
 
-def _both_known(one: Sequence[float | None], other: Sequence[float | None]) -> tuple[list[float], list[float]]:
-    both = [(a, b) for a, b in zip(one, other, strict=True) if a is not None and b is not None]
-    return [a for a, _ in both], [b for _, b in both]
+def _valid_pairs(one: Sequence[float | None], other: Sequence[float | None]) -> tuple[list[float], list[float]]:
+    pairs = [(a, b) for a, b in zip(one, other, strict=True) if a is not None and b is not None]
+    return [a for a, _ in pairs], [b for _, b in pairs]
 
 
 def _paired(before: Sequence[float], after: Sequence[float]) -> dict[str, Any]:
@@ -204,18 +204,18 @@ def _lengths(measured: ModelEvaluation) -> list[float]:
     return [float(sample.completion_length) for sample in measured.greedy.samples]
 
 
-def _mean(values: Sequence[float]) -> float:
-    """Over what is a number; NaN where nothing is."""
+def _mean_of_numbers(values: Sequence[float]) -> float:
+    """Mean of the values that are not NaN; NaN if all are."""
     numbers = [value for value in values if not math.isnan(value)]
     return fmean(numbers) if numbers else math.nan
 
 
 DRAWN = "eval:held_out:drawn"
-"""Names the random numbers of the samples for pass@k."""
+"""Seeds the random numbers of the samples for pass@k."""
 
 Progress = Callable[[str], None]
 Scorers = Mapping[str, Scorer]
-"""Judges beside the task's own, by the name their score is told under."""
+"""Additional scorers, by the name of their score in the results."""
 
 
 def evaluate(
@@ -227,22 +227,24 @@ def evaluate(
     progress: Progress = lambda _: None,
     answers: Path | None = None,
 ) -> dict[str, Any]:
-    """Mean reward of a model's greedy completions of the task's held-out prompts and, where answers are right or wrong,
-    accuracy and (if samples are asked for) pass@k; lengths, diversity, and every greedy completion.
+    """Evaluate a model on the task's held-out prompts.
+
+    The results hold the mean reward of greedy completions, accuracy and pass@k if answers are right or wrong, lengths,
+    diversity, and every greedy completion.
 
     Args:
-        model_folder: a model or checkpoint instead of the configured one.
-        compare: another model (a folder, or a source as in the configuration) to be asked the same and compared with.
-        scorers: whoever else judges the greedy completions; closed by whoever made them.
-        answers: where answered prompts are kept meanwhile; the same call goes on from there after a stop.
+        model_folder: a model or checkpoint that replaces the configured one.
+        compare: a second model (a folder, or a source as in the configuration) to evaluate and compare with.
+        scorers: additional scorers of the greedy completions; the caller closes them.
+        answers: a file that stores finished completions, so that a stopped evaluation can be resumed.
 
     Raises:
-        UserError: a fault of the input.
+        UserError: the input is invalid.
     """
     this = measure(spec, model=model_folder, scorers=scorers or {}, progress=progress, answers=answers)
     found = figures(this, ks=spec.eval.ks)
     if compare is not None:
-        progress(f"now {compare}, on the same prompts")
+        progress(f"evaluating {compare} on the same prompts")
         with asked_for_by("eval.compare_with"):
             other = measure(spec, model=compare, scorers=scorers or {}, progress=progress, answers=answers)
         found["compared_with"] = comparison(other, this)
@@ -252,7 +254,7 @@ def evaluate(
 def measure(
     spec: RunSpec, *, model: Path | str | None, scorers: Scorers, progress: Progress, answers: Path | None = None
 ) -> ModelEvaluation:
-    """Ask one model everything: the configured one, that of a folder, or another source."""
+    """Generate and score the completions of one model: the configured one, a folder, or another source."""
     if isinstance(model, str):
         spec = spec.model_copy(update={"model": spec.model.model_copy(update={"source": model, "revision": None})})
     folder = model if isinstance(model, Path) else None
@@ -267,19 +269,18 @@ async def _measure(
     spec, task = bundle.spec, bundle.task()
     prompts = list(task.source.held_out())[: spec.eval.prompts]
     drawn = list[Group]()
-    async with batch_generator(bundle, task, progress, kept_in=answers) as model:
+    async with batch_generator(bundle, task, progress, cache_file=answers) as model:
         greedy = await model.greedily(prompts)
         if wanted := spec.eval.samples_per_prompt:
             drawn = await model.draw(prompts, samples_per_prompt=wanted, purpose=DRAWN)
-        scores = {name: await _score(scorer, prompts, greedy.samples) for name, scorer in scorers.items()}
+        scores = dict[str, tuple[Reward, ...]]()
+        for name_of_score, scorer in scorers.items():
+            pairs = zip(prompts, greedy.samples, strict=True)
+            # All at once, so that a scorer that works in batches gets them together.
+            scored = await asyncio.gather(*(scorer.score(prompt, sample) for prompt, sample in pairs))
+            scores[name_of_score] = tuple(scored)
     scores |= model_scores(greedy.samples)
     return ModelEvaluation(model=name, prompts=tuple(prompts), greedy=greedy, drawn=tuple(drawn), scores=scores)
-
-
-async def _score(scorer: Scorer, prompts: list[Prompt], samples: tuple[Trajectory, ...]) -> tuple[Reward, ...]:
-    # All at once: one that computes in batches then sees them together.
-    asked = (scorer.score(prompt, sample) for prompt, sample in zip(prompts, samples, strict=True))
-    return tuple(await asyncio.gather(*asked))
 
 
 POLL_S = 0.2
@@ -290,24 +291,28 @@ def generate(
     *,
     model_folder: Path | None = None,
     prompts: Sequence[str],
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = lambda _: None,
 ) -> list[dict[str, Any]]:
-    """One completion per prompt, drawn as `spec.sampling` says from random numbers named by `spec.run.seed`.
+    """Sample one completion per prompt with `spec.sampling`, seeded by `spec.run.seed`.
 
     Args:
-        model_folder: a model or checkpoint instead of the configured one.
+        model_folder: a model or checkpoint that replaces the configured one.
 
     Raises:
-        UserError: a fault of the input, a prompt longer than the context among them.
+        UserError: the input is invalid, for example a prompt longer than the context.
     """
     bundle = load_model_bundle(spec, progress=progress, folder=model_folder)
-    encoded = [_encode(bundle, prompt) for prompt in prompts]
+    codec = bundle.codec
+    if bundle.spec.model.chat_template:
+        encoded = [codec.encode_chat([Message(role="user", content=prompt)])[1] for prompt in prompts]
+    else:
+        encoded = [codec.encode(prompt) for prompt in prompts]
     sampling = SamplingParams(
         max_new_tokens=spec.sampling.max_new_tokens,
         temperature=spec.sampling.temperature,
         top_k=spec.sampling.top_k,
         top_p=spec.sampling.top_p,
-        stop_token_ids=bundle.codec.stop_token_ids,
+        stop_token_ids=codec.stop_token_ids,
         stop_strings=spec.sampling.stop,
     )
     version = PolicyVersion(number=0, digest=weights_digest(bundle.model))
@@ -326,7 +331,7 @@ def generate(
     tokens: dict[SampleId, list[int]] = {request.sample_id: [] for request in requests}
     logprobs: dict[SampleId, list[float]] = {request.sample_id: [] for request in requests}
     finish: dict[SampleId, str] = {}
-    while len(finish) < len(requests):  # ends: every sample stops at max_new_tokens
+    while len(finish) < len(requests):  # terminates: every sample stops at max_new_tokens
         for delta in engine.poll(POLL_S):
             tokens[delta.sample_id] += unpack_tokens(delta.token_ids)
             logprobs[delta.sample_id] += unpack_logprobs(delta.logprobs)
@@ -336,16 +341,10 @@ def generate(
     return [
         {
             "prompt": text,
-            "completion": bundle.codec.decode(tokens[request.sample_id]),
+            "completion": codec.decode(tokens[request.sample_id]),
             "finish": finish[request.sample_id],
             "tokens": len(tokens[request.sample_id]),
             "logprob": sum(logprobs[request.sample_id]),
         }
         for text, request in zip(prompts, requests, strict=True)
     ]
-
-
-def _encode(bundle: ModelBundle, prompt: str) -> list[int]:
-    if bundle.spec.model.chat_template:
-        return bundle.codec.encode_chat([Message(role="user", content=prompt)])[1]
-    return bundle.codec.encode(prompt)

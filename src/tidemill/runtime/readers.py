@@ -1,4 +1,4 @@
-"""Reward models and the reference in this process, which read samples while they are generated."""
+"""Reward models and the reference in this process: they read samples during generation, or score batches."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ from tidemill.trainer.scoring import ChunkedReader, Gauge, LogprobGauge, ScoreGa
 T = TypeVar("T")
 
 
-class Counted:
-    """How much of what training samples took was done before they were finished, and how much afterwards."""
+class ReadCounter:
+    """Counts tokens of training samples that were processed before and after the samples finished."""
 
     def __init__(self) -> None:
         self._ahead = self._late = 0
 
-    def note(self, sample_id: SampleId, read: Read) -> None:
+    def add(self, sample_id: SampleId, read: Read) -> None:
         if sample_id.purpose == TRAIN:
             self._ahead += read.tokens_ahead
             self._late += read.tokens_late
@@ -57,80 +57,79 @@ class Counted:
 
 
 @dataclass(slots=True)
-class _Growing:
-    """What is known of a sample under way."""
-
+class _PartialSample:
     prompt_tokens: int
     token_ids: bytearray = field(default_factory=bytearray)
 
 
-class LocalReader(Counted):
+class LocalReader(ReadCounter):
     """Implements `core.protocols.Reader`.
 
-    One chunk is one call, so that whoever computes on the same thread has its turn in between. Finished samples are
-    read one after another; chunks ahead by turns, one of each sample.
+    Each chunk is one call on the thread, so other users of the thread get turns in between. Finished samples are read
+    one after another; unfinished ones advance by one chunk each in turn.
 
     Args:
         thread: where the model computes.
-        owned: nobody else does; the thread ends with the reader. Otherwise chunks ahead wait until it is idle.
+        owned: nothing else uses the thread, and it is closed with the reader. Otherwise reading ahead waits until the
+            thread is idle.
     """
 
     def __init__(self, reader: ChunkedReader, thread: ComputeThread, *, owned: bool) -> None:
         super().__init__()
         self._reader, self._thread, self._owned = reader, thread, owned
-        self._leftover: Compute = thread if owned else thread.leftover
-        self._growing: dict[SampleId, _Growing] = {}
-        self._ready: dict[SampleId, None] = {}  # samples that may have a chunk to be computed ahead, in order
+        self._ahead_compute: Compute = thread if owned else thread.low_priority
+        self._partial: dict[SampleId, _PartialSample] = {}
+        self._ready: dict[SampleId, None] = {}  # samples that may have another chunk to read ahead, in order
         self._being_read = Counter[SampleId]()
-        self._forgotten: deque[SampleId] = deque()  # the model's side is told at the next call
-        self._working: asyncio.Task[None] | None = None
+        self._forgotten: deque[SampleId] = deque()  # passed to the model at the next call
+        self._reading_ahead: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
-        self._turn = asyncio.Lock()
+        self._read_lock = asyncio.Lock()
 
     def grow(self, grown: Sequence[Growth]) -> None:
         for growth in grown:
             if growth.sample_id in self._being_read:
-                continue  # what it was before it began again: one chain of chunks under a name is enough
+                continue  # the sample was restarted; its previous attempt is still being read under this id
             if growth.start == 0:
-                self._growing[growth.sample_id] = _Growing(growth.prompt_tokens)
-            growing = self._growing.get(growth.sample_id)
-            if growing is None or len(growing.token_ids) != growth.start * ITEM_BYTES:
-                self.forget([growth.sample_id])  # something in between was lost: it is read at the end
+                self._partial[growth.sample_id] = _PartialSample(growth.prompt_tokens)
+            partial = self._partial.get(growth.sample_id)
+            if partial is None or len(partial.token_ids) != growth.start * ITEM_BYTES:
+                self.forget([growth.sample_id])  # tokens in between were lost: read it when it is finished
                 continue
-            growing.token_ids += growth.token_ids
+            partial.token_ids += growth.token_ids
             self._ready[growth.sample_id] = None
-        if self._ready and self._working is None and self._failure is None:
-            self._working = asyncio.create_task(self._read_ahead(), name="reading ahead")
+        if self._ready and self._reading_ahead is None and self._failure is None:
+            self._reading_ahead = asyncio.create_task(self._read_ahead(), name="reading ahead")
 
     async def read(self, sample_id: SampleId, token_ids: TokenBuffer, prompt_tokens: int) -> Read:
         """
         Raises:
-            Exception: what the model raised, also while it read ahead.
+            Exception: what the model raised, now or while reading ahead.
         """
-        self._leave(sample_id)
+        self._drop(sample_id)
         self._being_read[sample_id] += 1
         try:
-            async with self._turn:
+            async with self._read_lock:
                 read = await self._read(sample_id, token_ids, prompt_tokens)
         finally:
             self._being_read -= Counter([sample_id])
-        self.note(sample_id, read)
+        self.add(sample_id, read)
         return read
 
     def forget(self, sample_ids: Sequence[SampleId]) -> None:
         for sample_id in sample_ids:
-            self._leave(sample_id)
+            self._drop(sample_id)
             self._forgotten.append(sample_id)
 
     async def close(self) -> None:
-        if self._working is not None:
-            self._working.cancel()
-            await asyncio.wait({self._working})
+        if self._reading_ahead is not None:
+            self._reading_ahead.cancel()
+            await asyncio.wait({self._reading_ahead})
         if self._owned:
             await self._thread.close()
 
-    def _leave(self, sample_id: SampleId) -> None:
-        self._growing.pop(sample_id, None)
+    def _drop(self, sample_id: SampleId) -> None:
+        self._partial.pop(sample_id, None)
         self._ready.pop(sample_id, None)
 
     async def _read(self, sample_id: SampleId, token_ids: TokenBuffer, prompt_tokens: int) -> Read:
@@ -150,23 +149,23 @@ class LocalReader(Counted):
             while self._ready:
                 sample_id = next(iter(self._ready))
                 del self._ready[sample_id]
-                if await self._chunk_ahead(sample_id) and sample_id in self._growing:
-                    self._ready[sample_id] = None  # behind the others
-        except Exception as error:  # noqa: BLE001 - whoever reads next gets it
+                if await self._read_chunk_ahead(sample_id) and sample_id in self._partial:
+                    self._ready[sample_id] = None  # to the end of the queue
+        except Exception as error:  # noqa: BLE001 - raised by the next `read`
             self._failure = error
         finally:
-            self._working = None
+            self._reading_ahead = None
 
-    async def _chunk_ahead(self, sample_id: SampleId) -> bool:
-        growing = self._growing[sample_id]
-        known = bytes(growing.token_ids)
+    async def _read_chunk_ahead(self, sample_id: SampleId) -> bool:
+        partial = self._partial[sample_id]
+        known = bytes(partial.token_ids)
 
-        def chunk() -> bool:
-            if sample_id not in self._growing:  # finished or forgotten while this waited for its turn
+        def read_chunk() -> bool:
+            if sample_id not in self._partial:  # finished or forgotten while this call was queued
                 return False
-            return self._reader.read_ahead(sample_id, known, growing.prompt_tokens)
+            return self._reader.read_ahead(sample_id, known, partial.prompt_tokens)
 
-        return await self._call(self._leftover, chunk)
+        return await self._call(self._ahead_compute, read_chunk)
 
     async def _call(self, compute: Compute, function: Callable[[], T]) -> T:
         def call() -> T:
@@ -182,9 +181,9 @@ MEGABYTE = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Readers:
-    """By what they are for; whoever made them closes them."""
+    """The readers of a run. The code that created them closes them."""
 
-    rewards: Mapping[Path, Reader] = field(default_factory=dict)  # by the folder of their model
+    rewards: Mapping[Path, Reader] = field(default_factory=dict)  # by model folder
     reference: Reader | None = None
 
     @property
@@ -196,31 +195,31 @@ def reward_reader(spec: RunSpec, folder: Path, compute: ComputeThread | None = N
     """A reward model that scores samples one by one.
 
     Args:
-        compute: a thread to share; None for one of its own.
+        compute: a thread to share; None starts one for this reader.
 
     Raises:
-        UserError: the model cannot be had.
+        UserError: the model cannot be loaded.
     """
     device = choose_device(spec.trainer)
     reward = load_reward_model(folder, device=device)
-    return _reader(spec, reward.model, ScoreGauge(reward.head), device, compute)
+    return _local_reader(spec, reward.model, ScoreGauge(reward.head), device, compute)
 
 
 def reference_reader(spec: RunSpec, model: PreTrainedModel, compute: ComputeThread | None = None) -> LocalReader:
-    """The reference, which says what it thinks of every token after the prompt.
+    """The reference model: logprobs of completion tokens.
 
     Args:
-        compute: a thread to share; None for one of its own.
+        compute: a thread to share; None starts one for this reader.
     """
     gauge = LogprobGauge(
         model,
         temperature=spec.sampling.temperature,
         logits_budget_bytes=spec.trainer.logits_budget_mb * MEGABYTE,
     )
-    return _reader(spec, model, gauge, next(model.parameters()).device, compute)
+    return _local_reader(spec, model, gauge, next(model.parameters()).device, compute)
 
 
-def _reader(
+def _local_reader(
     spec: RunSpec, model: PreTrainedModel, gauge: Gauge, device: torch.device, compute: ComputeThread | None
 ) -> LocalReader:
     reader = ChunkedReader(
@@ -236,11 +235,11 @@ def _reader(
 
 
 STAGE = "stage:"
-MODEL_COMPONENT = re.compile(r"model(_\d+)?")  # what `build_rewards` calls rewards of kind "model"
+MODEL_COMPONENT = re.compile(r"model(_\d+)?")  # names that `build_rewards` gives to rewards of kind "model"
 
 
 class ReaderScores:
-    """Implements `envs.text.rewards.Scores` with a reader of a reward model, which is somebody else's to close."""
+    """Implements `envs.text.rewards.Scores` with the reader of a reward model, which it does not close."""
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
@@ -248,21 +247,21 @@ class ReaderScores:
     async def __call__(self, sample: Sample) -> float:
         """
         Raises:
-            ReaderLost: the model is gone and does not come back.
+            ReaderLost: the reader's process died and cannot be restarted.
         """
         prompt_tokens = count(sample.prompt.token_ids)
         (score,) = unpack_logprobs((await self._reader.read(sample.sample_id, sample.token_ids, prompt_tokens)).numbers)
         return score
 
     async def close(self) -> None:
-        """The reader goes on."""
+        """Leave the reader open."""
 
 
 class ModelScorer:
-    """Implements `envs.text.batches.Judge` with a reward model.
+    """Implements `envs.text.batch_rewards.BatchScorer` with a reward model.
 
     Args:
-        compute: the thread that computes everything else, too; None starts one for this judge alone.
+        compute: a thread to share; None starts one for this scorer.
         budget: packed tokens of one forward pass.
     """
 
@@ -287,54 +286,55 @@ class ModelScorer:
 
 
 def check_reward_models(spec: RunSpec, *, progress: Callable[[str], None], policy_folder: Path | None = None) -> None:
-    """Every reward model of a run is one, and reads the policy's token ids as the policy means them.
+    """Check that every configured reward model is one and has the policy's tokenizer.
 
     Args:
-        policy_folder: a model or checkpoint instead of the configured one.
+        policy_folder: a model or checkpoint that replaces the configured one.
 
     Raises:
-        UserError: naming the reward at fault.
+        UserError: naming the reward.
     """
-    wanted = [(at, reward) for at, reward in enumerate(spec.scoring.rewards) if reward.kind == "model"]
-    if not wanted:
-        return
-    folders = [(_where(at), _folder(reward, _where(at))) for at, reward in wanted]
-    described = [(where, folder, read_description(folder, "reward_model")) for where, folder in folders]
-    policy = load_codec(policy_folder or resolve(spec.model, progress=progress))
-    for where, folder, description in described:
-        check_same_vocabulary(description, folder, policy, where=where)
+    found = []
+    for position, reward in enumerate(spec.scoring.rewards):
+        if reward.kind == "model":
+            where = f"scoring.rewards[{position}].model"
+            found.append((where, _model_folder(reward, where)))
+    described = [(where, folder, read_description(folder, "reward_model")) for where, folder in found]
+    if described:
+        policy = load_codec(policy_folder or resolve(spec.model, progress=progress))
+        for where, folder, description in described:
+            check_same_vocabulary(description, folder, policy, where=where)
 
 
 def model_rewards(spec: RunSpec, compute: Compute | None, readers: Readers) -> Callable[[RewardConfig], Scores]:
-    """What makes the function of a reward of kind "model"; a model named twice is loaded once.
+    """Factory of the functions behind rewards of kind "model"; a model used by two rewards is loaded once.
 
     Args:
-        compute: where the work runs; None for a thread of its own (the trainer computes in another process).
-        readers: those of models that read sample by sample; the others score together what has finished.
+        compute: where reward models run; None starts a thread (the trainer computes in another process).
+        readers: models that read sample by sample. The others score finished samples in batches.
     """
     loaded: dict[Path, RewardModel] = {}
 
     def scores(config: RewardConfig) -> Scores:
-        folder, device = _folder(config, "scoring.rewards"), choose_device(spec.trainer)
+        folder, device = _model_folder(config, "scoring.rewards"), choose_device(spec.trainer)
         if folder in readers.rewards:
             return ReaderScores(readers.rewards[folder])
         if folder not in loaded:
             loaded[folder] = load_reward_model(folder, device=device)
-        judge = ModelScorer(
+        scorer = ModelScorer(
             loaded[folder],
             compute=compute,
-            # With 1 every sample is scored alone: in a tree, the last bits of a score depend on the other samples.
+            # 1 scores every sample alone: in a packed tree the last bits of a score depend on the other samples.
             budget=1 if spec.engine.batch_invariant else spec.batch.microbatch_tokens,
             autocast=choose_precision(spec.trainer, device),
         )
-        return Batches(judge, most=config.batch)
+        return Batches(scorer, most=config.batch)
 
     return scores
 
 
 def model_scores(samples: Sequence[Trajectory]) -> dict[str, tuple[Reward, ...]]:
-    """What reward models said of samples whose reward counts them with weight 0, as `evaluation_scoring` has it: by
-    the name of their component, one a sample."""
+    """Scores of reward models that `evaluation_scoring` includes with weight 0: one per sample, by component name."""
     rewards = [sample.reward or Reward(value=0.0, valid=False) for sample in samples]
     names = dict.fromkeys(name for reward in rewards for name in reward.components if MODEL_COMPONENT.fullmatch(name))
     return {
@@ -346,14 +346,10 @@ def model_scores(samples: Sequence[Trajectory]) -> dict[str, tuple[Reward, ...]]
     }
 
 
-def _where(position: int) -> str:
-    return f"scoring.rewards[{position}].model"
-
-
-def _folder(config: RewardConfig, where: str) -> Path:
+def _model_folder(config: RewardConfig, where: str) -> Path:
     if config.model.startswith(STAGE):
         raise UserError(
-            f'"{config.model}" names a stage, and this run has none',
+            f'"{config.model}" names a stage, but this run is not part of a pipeline',
             where=where,
             hint="give the folder of a reward model, or run the whole pipeline",
         )

@@ -1,4 +1,4 @@
-"""`tidemill train`: the run directory, the journal, the fleet and the loop, on the chosen runtime."""
+"""RL training on the chosen runtime, and the run directory that it shares with supervised training."""
 
 from __future__ import annotations
 
@@ -20,12 +20,9 @@ from tidemill.controller.loop import LoopResult, train_loop
 from tidemill.controller.reading import Reading
 from tidemill.core.errors import UserError, describe_error
 from tidemill.core.protocols import LoopClock
-from tidemill.runtime.backend import OpenMachinery, RuntimeBackend, scorers
-from tidemill.runtime.compute import check_devices
+from tidemill.runtime.backend import OpenBackend, Runtime
 from tidemill.runtime.journal import SqliteJournal
-from tidemill.runtime.local import in_process
-from tidemill.runtime.model_bundle import check_vocabularies
-from tidemill.runtime.readers import check_reward_models
+from tidemill.runtime.local import IN_PROCESS
 from tidemill.telemetry.manifest import Forecast, build_manifest, write_forecast
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.report import report_at_the_end
@@ -34,15 +31,84 @@ from tidemill.telemetry.run_dir import RunDirectory
 RESUMABLE = ("run.dir", "run.name", "trainer.steps", "trainer.threads", "engine.tick_s", "checkpoint.", "telemetry.",
              "eval.", "runtime", "pool.", "fleet.", "ray.", "placement.", "reading.", "simulation.",
              "scoring.concurrency", "scoring.timeout_s", "supervised.epochs")  # fmt: skip
-"""Keys (or sections) that may differ when a run is resumed: the user's to change. (More steps stretch a falling
-learning-rate schedule; other threads, or chunks of other sizes, may round differently.)"""
+"""Keys and sections that may differ when a run is resumed. (More steps stretch a falling learning-rate schedule; other
+thread counts or chunk sizes may round differently.)"""
 MODEL_DIGEST, TASK_DIGEST, DATA_DIGEST, THREADS = "model_digest", "task_digest", "data_digest", "threads"
-"""In the manifest: the weights, the prompts or examples and the threads the run began with; noted just before its first
-step."""
+"""Keys of the manifest: initial weights, prompts or examples, and threads, stored just before a run's first step."""
+
+ForecastRun: TypeAlias = Callable[[RunSpec], Forecast | None]
+"""Predicts duration and cost of a run; None when no profile fits it."""
 
 
-def check_same_run(run: RunDirectory, spec: RunSpec) -> None:
-    """A run directory belongs to one configuration, once its run has begun: until then a mistake may be corrected.
+def train(
+    spec: RunSpec,
+    *,
+    telemetry_stream: TextIO | None = None,
+    open_backend: OpenBackend | None = None,
+    forecast_run: ForecastRun | None = None,
+) -> dict[str, Any]:
+    """Run or resume RL training until it finishes or is asked to stop (Ctrl-C, SIGTERM).
+
+    Args:
+        open_backend: replaces the backend of `spec.runtime`.
+        forecast_run: called once for a new run; the forecast is stored in the run directory. An error is only logged.
+
+    Returns:
+        The contents of summary.json, plus `run_dir` and `already_finished`.
+
+    Raises:
+        UserError: the input, the run directory or the disk is at fault; no finished work is lost.
+        DeadlineError: a wait timed out.
+    """
+    refuse_untrainable(spec)
+    runtime = runtime_of(spec)
+    runtime.check(spec)
+    with run_session(spec, telemetry_stream) as (resumed, run, recorder):
+        for remark in without_effect(spec):
+            recorder.note(remark)
+        if forecast_run is not None and run.past.count == 0:
+            _write_forecast(spec, run, recorder, forecast_run)
+        result = asyncio.run(_train(resumed, run, recorder, open_backend or runtime.open))
+        if result.already_finished:
+            recorder.note(f"the run has already finished its {result.steps} steps; raise trainer.steps to continue it")
+        summary = recorder.finish("interrupted" if result.interrupted else "finished")
+    return summary | {"run_dir": str(spec.directory), "already_finished": result.already_finished}
+
+
+def runtime_of(spec: RunSpec) -> Runtime:
+    """The runtime that `spec.runtime` names; Ray is imported only for "ray"."""
+    if spec.runtime == "inprocess":
+        return IN_PROCESS
+    from tidemill.runtime.cluster.ray_backend import RAY
+
+    return RAY
+
+
+@contextmanager
+def run_session(spec: RunSpec, stream: TextIO | None) -> Iterator[tuple[RunSpec, RunDirectory, Recorder]]:
+    """Open the run directory and start a session in it; write the report when the block ends, even on an error.
+
+    Yields:
+        The configuration with the thread count of the run's first session, the run directory, the recorder.
+
+    Raises:
+        UserError: the directory holds a run with another configuration, is locked, or cannot be written.
+    """
+    with RunDirectory.open(spec.directory) as run:
+        check_same_config(run, spec)
+        run.write_config(to_toml(spec))
+        manifest = build_manifest(
+            run.read_manifest(), run=spec.run.name, model=spec.model.source, seed=spec.run.seed, unix_s=time.time()
+        )
+        run.write_manifest(manifest)
+        # Another thread count may round sums differently, so a resumed run keeps the one it measured first.
+        trainer = spec.trainer.model_copy(update={"threads": spec.trainer.threads or int(manifest.get(THREADS, 0))})
+        with report_at_the_end(run.path), Recorder(run, spec, stream=stream) as recorder:
+            yield spec.model_copy(update={"trainer": trainer}), run, recorder
+
+
+def check_same_config(run: RunDirectory, spec: RunSpec) -> None:
+    """Refuse to resume with another configuration. Before its first step a run's configuration may be corrected.
 
     Raises:
         UserError: naming every key that differs.
@@ -63,94 +129,90 @@ def check_same_run(run: RunDirectory, spec: RunSpec) -> None:
         )
 
 
-def with_threads(spec: RunSpec, manifest: dict[str, Any]) -> RunSpec:
-    """A resumed run keeps the number of threads it measured at its beginning: another may round sums differently."""
-    threads = spec.trainer.threads or int(manifest.get(THREADS, 0))
-    return spec.model_copy(update={"trainer": spec.trainer.model_copy(update={"threads": threads})})
-
-
-def check_same_model(manifest: dict[str, Any], digest: str) -> None:
-    """Raises UserError: the weights are not those the run began with. Notes them when it begins now."""
-    if manifest.setdefault(MODEL_DIGEST, digest) != digest:
-        raise UserError(
-            "the model has changed since this run began",
-            where="model.source",
-            hint="put the former weights back, or choose another --run.dir",
-        )
-
-
-Foretell: TypeAlias = Callable[[RunSpec], Forecast | None]
-"""None where nothing is known of such a run."""
-
-
-def train(
-    spec: RunSpec,
-    *,
-    telemetry_stream: TextIO | None = None,
-    open_backend: OpenMachinery | None = None,
-    foretell: Foretell | None = None,
-) -> dict[str, Any]:
-    """Run or resume, until done or asked to stop (Ctrl-C, SIGTERM); returns the summary.
+def record_start(
+    run: RunDirectory, *, model_digest: str, data_key: str, data_digest: str, data_changed: UserError, threads: int
+) -> None:
+    """Store what a new run starts from; refuse to resume a run whose initial model or data has changed.
 
     Args:
-        foretell: what a new run is expected to take, kept in its directory; whatever it raises is only told.
-        open_backend: instead of what `spec.runtime` names, for whoever puts something between the bundle.
+        data_key: `TASK_DIGEST` or `DATA_DIGEST`.
+        data_changed: raised when the stored data digest differs.
 
     Raises:
-        UserError: a fault of the input, the run directory or the disk; nothing finished is lost.
-        DeadlineError: something awaited did not come.
+        UserError: the model has changed, or `data_changed`.
     """
-    refuse_untrainable(spec)
-    check_devices(spec)
-    check_vocabularies(spec)
-    with RunDirectory.open(spec.directory) as run:
-        check_same_run(run, spec)
-        run.write_config(to_toml(spec))
-        manifest = build_manifest(
-            run.read_manifest(),
-            run=spec.run.name,
-            model=spec.model.source,
-            seed=spec.run.seed,
-            unix_s=time.time(),
+    manifest = run.read_manifest()
+    if manifest.setdefault(MODEL_DIGEST, model_digest) != model_digest:
+        raise UserError(
+            "the model has changed since this run started",
+            where="model.source",
+            hint="restore the previous weights, or choose another --run.dir",
         )
-        run.write_manifest(manifest)
-        with report_at_the_end(run.path), Recorder(run, spec, stream=telemetry_stream) as recorder:
-            for idle in without_effect(spec):
-                recorder.note(idle)
-            check_reward_models(spec, progress=recorder.note)
-            if foretell is not None and run.past.count == 0:
-                _keep_forecast(spec, run, recorder, foretell)
-            result = asyncio.run(_train(with_threads(spec, manifest), run, recorder, open_backend or _runtime(spec)))
-            if result.already_finished:
-                recorder.note(f"this run had already finished its {result.steps} steps; raise trainer.steps to go on")
-            summary = recorder.finish("interrupted" if result.interrupted else "finished")
-    return summary | {"run_dir": str(spec.directory), "already_finished": result.already_finished}
+    if manifest.setdefault(data_key, data_digest) != data_digest:
+        raise data_changed
+    manifest.setdefault(THREADS, threads)
+    run.write_manifest(manifest)
 
 
-def _keep_forecast(spec: RunSpec, run: RunDirectory, recorder: Recorder, foretell: Foretell) -> None:
+@contextmanager
+def stop_on_signals(stop: Callable[[], object]) -> Iterator[None]:
+    """Call `stop` at the first Ctrl-C or SIGTERM; a second one ends the process.
+
+    Args:
+        stop: runs inside a signal handler, possibly in the middle of a line of output: it may only set a flag.
+    """
+    defaults: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
+        defaults = {}
+    before = {number: signal.getsignal(number) for number in defaults}
+
+    def on_first_signal(number: int, frame: object) -> None:
+        for each, default in defaults.items():
+            signal.signal(each, default)
+        stop()
+
+    for number in defaults:
+        signal.signal(number, on_first_signal)
     try:
-        forecast = foretell(spec)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _write_forecast(spec: RunSpec, run: RunDirectory, recorder: Recorder, forecast_run: ForecastRun) -> None:
+    try:
+        forecast = forecast_run(spec)
         if forecast is not None:
             write_forecast(run.path, forecast)
             for line in filter(None, (forecast.sentence, forecast.caution)):
                 recorder.note(line)
-    except Exception as error:  # noqa: BLE001 - a forecast is only a courtesy
+    except Exception as error:  # noqa: BLE001 - a run does not depend on its forecast
         recorder.note(f"no forecast: {describe_error(error)}")
 
 
-async def _train(spec: RunSpec, run: RunDirectory, recorder: Recorder, open_backend: OpenMachinery) -> LoopResult:
-    """Everything started here is stopped here, in reverse order, whatever happens."""
+async def _train(spec: RunSpec, run: RunDirectory, recorder: Recorder, open_backend: OpenBackend) -> LoopResult:
+    """Everything started here is stopped in reverse order when the loop ends or fails."""
     clock = LoopClock()
     async with AsyncExitStack() as stack:
         backend = await stack.enter_async_context(open_backend(spec, run, recorder, clock))
         recorder.use_decoder(backend.codec.decode)
         journal = await SqliteJournal.open(run.ledger)
         stack.push_async_callback(journal.close)
-        scorer, eval_scorer = scorers(spec, backend.task, backend.compute, backend.readers)
-        stack.push_async_callback(scorer.close)
-        stack.push_async_callback(eval_scorer.close)
-        _check_same_beginning(run, backend)  # now the run has begun
-        recorder.event("machine", **backend.about)
+        record_start(
+            run,
+            model_digest=backend.trainer.version.digest,
+            data_key=TASK_DIGEST,
+            data_digest=backend.task.digest,
+            data_changed=UserError(
+                "the task's prompts have changed since this run started",
+                where="task",
+                hint="restore the previous data (some reasoning-gym generators need a fixed PYTHONHASHSEED), "
+                "or choose another --run.dir",
+            ),
+            threads=backend.threads,
+        )
+        recorder.event("machine", **backend.device_info)
         fleet = Fleet(
             backend.local,
             slots=spec.engine.slots,
@@ -164,14 +226,28 @@ async def _train(spec: RunSpec, run: RunDirectory, recorder: Recorder, open_back
             heartbeat_timeout_s=backend.heartbeat_timeout_s,
         )
         await stack.enter_async_context(fleet)
-        with _stop_on_signals(recorder) as stop:
+        readers, reading = backend.readers, None
+        if readers.all:
+            reading = Reading(
+                readers.all,
+                reference=readers.reference,
+                chunk_tokens=spec.reading.chunk_tokens,
+                ahead=spec.reading.ahead,
+            )
+        stop, loop = asyncio.Event(), asyncio.get_running_loop()
+
+        def request_stop() -> None:
+            recorder.note("stopping: the last finished step is being checkpointed (again to stop at once)")
+            stop.set()
+
+        with stop_on_signals(lambda: loop.call_soon_threadsafe(request_stop)):
             return await train_loop(
                 spec=spec,
                 source=backend.task.source,
                 fleet=fleet,
                 trainer=backend.trainer,
-                scorer=scorer,
-                eval_scorer=eval_scorer,
+                scorer=backend.scorer,
+                eval_scorer=backend.eval_scorer,
                 ledger=Ledger(journal, round_size=spec.batch.prompts),
                 checkpoints=backend.checkpoints,
                 telemetry=recorder,
@@ -179,58 +255,5 @@ async def _train(spec: RunSpec, run: RunDirectory, recorder: Recorder, open_back
                 clock=clock,
                 stop=stop,
                 stop_strings=backend.task.default_stop_strings,
-                reading=_reading(spec, backend),
+                reading=reading,
             )
-
-
-def _reading(spec: RunSpec, backend: RuntimeBackend) -> Reading | None:
-    """None where no model reads sample by sample."""
-    readers, config = backend.readers, spec.reading
-    if not readers.all:
-        return None
-    return Reading(readers.all, reference=readers.reference, chunk_tokens=config.chunk_tokens, ahead=config.ahead)
-
-
-def _runtime(spec: RunSpec) -> OpenMachinery:
-    if spec.runtime == "inprocess":
-        return in_process
-    from tidemill.runtime.cluster.ray_backend import on_ray
-
-    return on_ray
-
-
-def _check_same_beginning(run: RunDirectory, backend: RuntimeBackend) -> None:
-    """A resumed run applies its batches to the weights it began with; its samples answer the prompts it began with."""
-    manifest, model, task = run.read_manifest(), backend.trainer.version.digest, backend.task.digest
-    check_same_model(manifest, model)
-    if manifest.setdefault(TASK_DIGEST, task) != task:
-        raise UserError(
-            "the task's prompts have changed since this run began",
-            where="task",
-            hint="put the former data back (some reasoning-gym generators need a fixed PYTHONHASHSEED), "
-            "or choose another --run.dir",
-        )
-    manifest.setdefault(THREADS, backend.threads)
-    run.write_manifest(manifest)
-
-
-@contextmanager
-def _stop_on_signals(recorder: Recorder) -> Iterator[asyncio.Event]:
-    """The first Ctrl-C or SIGTERM asks the loop to end with a checkpoint; a second one ends the process at once."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    caught = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
-
-    def ask() -> None:
-        recorder.note("stopping: the last finished step is being checkpointed (again to stop at once)")
-        stop.set()
-        for one in caught:
-            loop.remove_signal_handler(one)
-
-    for one in caught:
-        loop.add_signal_handler(one, ask)
-    try:
-        yield stop
-    finally:
-        for one in caught:
-            loop.remove_signal_handler(one)

@@ -1,10 +1,9 @@
-"""Other systems for comparison: engines with fixed parts of a batch (veRL), and RLBoost (arXiv 2510.19225).
+"""Policies of other systems for comparison: RLBoost (arXiv 2510.19225) and veRL's fixed partition of a batch.
 
-The samples of a prompt travel as one request, to whoever has the fewest pending, whatever their lengths and wherever
-their prompt was computed; a request that moves is cut to the shortest of its unfinished samples.
+RLBoost: the samples of a prompt form one request, which goes to the worker with the fewest pending requests, regardless
+of lengths and cached prompts. A request that moves is truncated to the shortest of its unfinished samples.
 
-veRL's generation on the training GPUs, for one, gives every data-parallel rank as many prompts before anything is
-generated. What is drawn then decides who is done first, and nobody helps the others.
+veRL: each data-parallel rank gets an equal number of prompts before generation; ranks that finish early stay idle.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ from tidemill.sim.workload import Completions
 T = TypeVar("T")
 
 MOST_PENDING = 1
-"""Theta: groups queued at a worker at most; the public code gives none to an engine in which something is queued."""
+"""Theta: most groups queued at a worker; the public code assigns none to an engine with a queue."""
 UNLIMITED = 10**6
 
 Moved = Literal["unfinished", "all", "samples anew", "requests anew"]
-"""How a group goes on elsewhere: from the shortest of its unfinished samples; or of all, as the public code has it,
-those that had ended being made again. Or, without migration, what an evicted worker had is made anew: its unfinished
-samples, or, where a request is answered once and as a whole, all samples of its unfinished requests."""
+"""How a group continues elsewhere. "unfinished": from the shortest unfinished sample. "all": from the shortest of all
+samples, regenerating finished ones, as in the public code. Without migration: "samples anew" restarts unfinished
+samples, "requests anew" all samples of unfinished requests."""
 
 
 def rlboost_fleet(group_size: int) -> dict[str, Any]:
-    """Keys of [fleet] as the public code has them."""
+    """[fleet] keys with the constants of the public code."""
     return {
         "size": "adaptive",
         "seed_window_s": 150.0,
@@ -51,7 +50,7 @@ def rlboost_fleet(group_size: int) -> dict[str, Any]:
 
 
 def rlboost_components(group_size: int, *, moved: Moved = "unfinished") -> ComponentFactories:
-    """For one simulation, as engines know of each other."""
+    """Components for one simulation, whose engines share state."""
     router = GroupRouter(group_size=group_size, most_pending=MOST_PENDING)
     return ComponentFactories(
         fleet=partial(Fleet, router=router, lengths=UnknownLengths()),
@@ -61,7 +60,7 @@ def rlboost_components(group_size: int, *, moved: Moved = "unfinished") -> Compo
 
 
 class UnknownLengths(LengthEstimator):
-    """All samples are alike: what waits keeps its order."""
+    """Equal estimates for all samples, so that waiting samples keep their order."""
 
     def expected_remaining(self, prompt_id: str, have: int, limit: int) -> float:
         return 1.0
@@ -69,7 +68,7 @@ class UnknownLengths(LengthEstimator):
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """A `Load` whose count changes while a decision is made; a request is pending when it has no slots yet."""
+    """A mutable copy of a `Load`; a request without slots is pending."""
 
     load: Load
     assigned: int
@@ -89,17 +88,17 @@ class _Place:
 
 
 class GroupRouter:
-    """Implements `controller.router.Router` for whole groups; what their router calls a request is a group here.
+    """Implements `controller.router.Router` for whole groups (RLBoost's requests).
 
     Args:
-        most_pending: a worker with so many requests pending gets no other (theta).
+        most_pending: a worker with this many pending requests gets no other (theta).
     """
 
     def __init__(self, *, group_size: int, most_pending: int) -> None:
         self._group_size, self._most_pending = group_size, most_pending
 
     def dispatch(self, waiting: Sequence[Waiting], loads: Sequence[Load], *, queue_limit: int) -> list[tuple[int, str]]:
-        """Select-instance: one group after another to the worker with the fewest pending, of those the least full."""
+        """Select-instance: assign each group to the worker with the fewest pending, then the lowest load."""
         places = self._places(loads)
         decided: list[tuple[int, str]] = []
         for samples in _groups(waiting, lambda sample: sample.group).values():
@@ -119,10 +118,10 @@ class GroupRouter:
         max_moves: int,
         queue_limit: int,
     ) -> list[Move]:
-        """Continuous balance, one decision at a time: it is asked again soon.
+        """Continuous balance, one decision per call.
 
-        If a worker has nothing pending and others have, one request of the longest queue goes to it. If one executes
-        nothing, it gets what the most loaded one executes beyond its plateau.
+        If a worker has no pending request and others do, it gets one from the longest queue. A worker without samples
+        gets the excess over the plateau of the most loaded one.
         """
         places = self._places(loads)
         if len(places) < 2:
@@ -147,7 +146,7 @@ class GroupRouter:
         samples: int,
         max_moves: int,
     ) -> list[Move]:
-        """Whole groups of about so many samples: those that were given last, which have the least."""
+        """Whole groups with about `samples` samples: the newest, which have the fewest tokens."""
         groups = _groups(held(source.load.lease_id), lambda sample: sample.group).values()
         chosen: list[Movable] = []
         for group in sorted(groups, key=lambda group: (sum(one.kept_tokens for one in group), -group[0].ordinal)):
@@ -159,7 +158,7 @@ class GroupRouter:
 
 
 def _groups(members: Iterable[T], group: Callable[[T], GroupKey]) -> dict[GroupKey, list[T]]:
-    """In the order in which their first members come."""
+    """Group items, ordered by their first member."""
     found: defaultdict[GroupKey, list[T]] = defaultdict(list)
     for member in members:
         found[group(member)].append(member)
@@ -167,15 +166,15 @@ def _groups(members: Iterable[T], group: Callable[[T], GroupKey]) -> dict[GroupK
 
 
 Asked = dict[GroupKey, dict[SampleId, GenerateRequest]]
-"""What engines were last asked for, by group."""
+"""The last requests to engines, by group."""
 
 
 class GroupEngine(SimulatedEngine):
-    """The samples of a prompt are one request, which goes on as `moved` says when it comes again. What samples had
-    beyond that is made again; and those that had ended, and are made again, are told to nobody.
+    """An engine whose requests are whole groups; a moved group continues according to `moved`. Truncated tokens are
+    regenerated; regenerated samples that had already finished are not reported.
 
     Args:
-        asked: known to all engines of a simulation.
+        asked: shared by all engines of a simulation.
     """
 
     def __init__(
@@ -183,8 +182,8 @@ class GroupEngine(SimulatedEngine):
     ) -> None:
         super().__init__(costs, completions, now_s=now_s)
         self._moved, self._asked = moved, asked
-        self._cut: dict[SampleId, int] = {}  # tokens with which a sample that came begins
-        self._again: set[SampleId] = set()  # had ended elsewhere
+        self._cut: dict[SampleId, int] = {}  # kept prefix tokens of a moved sample
+        self._again: set[SampleId] = set()  # finished elsewhere
 
     def submit(self, requests: Iterable[GenerateRequest], now_s: float) -> None:
         together: list[GenerateRequest] = []
@@ -198,19 +197,19 @@ class GroupEngine(SimulatedEngine):
 
     def abort(self, sample_ids: Sequence[SampleId], now_s: float) -> None:
         groups = {sample_id.group for sample_id in sample_ids}
-        if self._moved == "requests anew":  # what is called back tells what it has
+        if self._moved == "requests anew":  # recalled samples report their tokens
             for group in groups:
                 self._asked.pop(group, None)
         super().abort([*sample_ids, *(one for one in self._again if one.group in groups)], now_s)
 
     def flush(self, now_s: float) -> list[TokenDelta]:
-        return self._told(super().flush(now_s))
+        return self._reported(super().flush(now_s))
 
     def take_ended(self) -> list[TokenDelta]:
-        return self._told(super().take_ended())
+        return self._reported(super().take_ended())
 
     def _ended(self, group: GroupKey, members: Iterable[GenerateRequest]) -> list[GenerateRequest]:
-        """Of a group that was asked for before, the samples that are not any more."""
+        """Samples of a known group that are no longer requested."""
         asked = {member.sample_id: member for member in members}
         ended = [request for one, request in self._asked.get(group, {}).items() if one not in asked]
         if self._moved == "all":
@@ -223,7 +222,7 @@ class GroupEngine(SimulatedEngine):
         tokens = min(self._completions.length(request.sample_id), request.sampling.max_new_tokens)
         return msgspec.structs.replace(request, prefix_ids=bytes(tokens * ITEM_BYTES))
 
-    def _told(self, deltas: list[TokenDelta]) -> list[TokenDelta]:
+    def _reported(self, deltas: list[TokenDelta]) -> list[TokenDelta]:
         return [delta for delta in deltas if delta.sample_id not in self._again]
 
     def _kept(self, request: GenerateRequest) -> int:
@@ -231,24 +230,24 @@ class GroupEngine(SimulatedEngine):
 
 
 def chunked_components() -> ComponentFactories:
-    """Of a run whose engines have their parts beforehand, in the prompts' order: nobody asks how long they may be."""
+    """Components of a run with a fixed partition of the batch in prompt order, without length estimates."""
     return ComponentFactories(fleet=partial(Fleet, lengths=UnknownLengths()), engine=ChunkedEngines)
 
 
 class ChunkedEngines(SimulatedEngine):
-    """Several engines as one worker. Whole groups that come together are dealt out in order, as many to each; those
-    that come later, to whoever has the least.
+    """Several engines as one worker. Groups submitted together are partitioned in order; later groups go to the engine
+    with the fewest samples.
 
     Args:
-        costs: of all of them, a `ProfiledEngine`.
+        costs: of all engines, a `ProfiledEngine`.
     """
 
     def __init__(self, costs: EngineCosts, completions: Completions, *, now_s: float) -> None:
         super().__init__(costs, completions, now_s=now_s)
-        assert isinstance(costs, ProfiledEngine), "only engines side by side can be told apart"
+        assert isinstance(costs, ProfiledEngine), "needs the profile of a single engine"
         one = msgspec.structs.replace(costs, engines=1)
         self._engines = [SimulatedEngine(one, completions, now_s=now_s) for _ in range(costs.engines)]
-        self._homes: dict[GroupKey, SimulatedEngine] = {}  # who has a group of the batch
+        self._homes: dict[GroupKey, SimulatedEngine] = {}  # engine by group
 
     @property
     def running(self) -> int:
@@ -308,7 +307,7 @@ class ChunkedEngines(SimulatedEngine):
         return self._homes.get(sample_id.group)
 
     def _gather(self) -> None:
-        """What the engines have to tell, and what they have done so far."""
+        """Collect deltas and counters of all engines."""
         self._deltas += [delta for engine in self._engines for delta in engine.take_ended()]
         self.generated = sum(engine.generated for engine in self._engines)
         self.prefilled = sum(engine.prefilled for engine in self._engines)

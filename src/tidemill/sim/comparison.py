@@ -1,17 +1,14 @@
-"""Simulated schedules side by side: figures, text, and one self-contained page."""
+"""Compares simulated schedules: planning, figures, text and a self-contained page."""
 
 from __future__ import annotations
 
 import math
-import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-import tidemill
 from tidemill.config.pool import RayPool, ScheduleName, StaticPool, TracePool
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
@@ -23,47 +20,47 @@ from tidemill.sim.schedules import SCHEDULES, Schedule, SimulatedCluster, cluste
 from tidemill.sim.simulation import CostModel, check_cost_model, simulate_run
 from tidemill.sim.workload import Workload
 from tidemill.telemetry.fleet_figures import HOUR_S
-from tidemill.telemetry.report.pages import script_json, trusted
-from tidemill.telemetry.report.timeline import Bar, drawn, timeline
+from tidemill.telemetry.report.pages import render_page
+from tidemill.telemetry.report.timeline import Bar, timeline, timeline_json
 
 ENDLESS = 10**6
-"""Steps of a run that ends by the clock."""
+"""Step limit of a run that is limited by time."""
 
 
 class Planned(Record):
-    """One schedule, ready to be run."""
+    """One schedule, ready to run."""
 
     name: ScheduleName
     schedule: Schedule
     spec: RunSpec
     cost_model: CostModel
-    generating: int  # reserved GPUs that generate
-    learning: int  # and learn
+    generating: int  # generating reserved GPUs
+    learning: int  # training reserved GPUs
 
 
 class Scenario(Record):
     cluster: SimulatedCluster
     workload: Workload
     planned: tuple[Planned, ...]
-    remarks: tuple[str, ...]  # what is odd about the machines that will come
+    remarks: tuple[str, ...]  # notes about the pool
 
 
-def plan_scenario(spec: RunSpec, *, read: Callable[[Path], bytes] = Path.read_bytes) -> Scenario:
-    """Everything that can be known before anything is run; `read` returns the bytes of a trace's file.
+def plan_scenario(spec: RunSpec) -> Scenario:
+    """Resolve all schedules before anything runs.
 
     Raises:
-        UserError: what is not known, fits nowhere, or leaves nobody to generate; a trace that is none.
+        UserError: unknown model or machine, a model that does not fit, no engine, or an invalid trace.
     """
     if isinstance(spec.pool, RayPool):
         hint = 'use "static", "trace" or "synthetic"'
-        raise UserError("nobody knows when a cluster's machines will come and go", where="pool.kind", hint=hint)
+        raise UserError("a Ray pool has no timetable to simulate", where="pool.kind", hint=hint)
     cluster = cluster_of(spec)
     workload = cluster.workload()
     return Scenario(
         cluster=cluster,
         workload=workload,
         planned=tuple(_planned(cluster, workload, name) for name in spec.simulation.schedules),
-        remarks=tuple(remarks(spec.pool, read)),
+        remarks=tuple(remarks(spec.pool)),
     )
 
 
@@ -89,7 +86,7 @@ def _planned(cluster: SimulatedCluster, workload: Workload, name: ScheduleName) 
 
 
 def _resolved(spec: RunSpec, schedule: Schedule) -> RunSpec:
-    """The recipe with what the schedule changes."""
+    """The recipe with the changes of the schedule."""
     changes: dict[str, Any] = {"schedule": schedule.schedule, "fleet": spec.fleet.model_copy(update=schedule.fleet)}
     if spec.simulation.hours:
         changes["trainer"] = spec.trainer.model_copy(update={"steps": ENDLESS})
@@ -100,25 +97,24 @@ def simulate_planned(
     planned: Planned,
     workload: Workload,
     *,
-    read: Callable[[Path], bytes] = Path.read_bytes,
     tell: Callable[[int, float], None] = lambda step, now_s: None,
 ) -> SimulatedRun:
-    """
+    """Simulate one schedule.
+
     Args:
-        read: the bytes of a trace's file.
-        tell: called with each step and the virtual seconds at its end.
+        tell: called at the end of each step with its number and the virtual time in seconds.
 
     Raises:
-        UserError: there is nobody to generate.
+        UserError: no engine to generate.
     """
     spec = planned.spec
     pool = spec.pool
-    assert not isinstance(pool, RayPool), "refused when the scenario was planned"
+    assert not isinstance(pool, RayPool), "refused by plan_scenario"
     return simulate_run(
         spec,
         planned.cost_model,
         workload,
-        timetable_of(pool, read) if planned.cost_model.worker else None,
+        timetable_of(pool) if planned.cost_model.worker else None,
         seconds=spec.simulation.hours * HOUR_S or math.inf,
         most_workers=pool.max_workers if isinstance(pool, TracePool) else pool.workers,
         factories=planned.schedule.factories,
@@ -126,17 +122,17 @@ def simulate_planned(
     )
 
 
-HEADINGS = ("", "tokens/s", "", "tokens/$", "", "cost", "step", "learns", "generates", "idle", "workers\nidle",
-            "evicted", "computed\nagain")  # fmt: skip
+HEADINGS = ("", "tokens/s", "", "tokens/$", "", "cost", "step", "trains", "generates", "idle", "workers\nidle",
+            "evicted", "re-\ncomputed")  # fmt: skip
 TIMES = HEADINGS.index("step")
-"""Columns before it are what a schedule achieves and costs."""
+"""Earlier columns are results and costs."""
 REMARKS = (
-    "step: on average; learns, generates, idle: of that, what the GPUs that learn do",
+    "step: mean; trains, generates, idle: parts of it, for the training GPUs",
     "× is relative to the first",
 )
-FREE = "no price known"
+FREE = "no price"
 CROWDED = 0.1
-"""Tokens computed again for want of cache, by tokens generated, from which on it is said."""
+"""Ratio of tokens recomputed after a full cache to generated ones that is reported."""
 
 
 class Compared(Record):
@@ -145,7 +141,7 @@ class Compared(Record):
 
 
 def figures(run: SimulatedRun) -> dict[str, Any]:
-    """What `--json` says of a schedule. Times in seconds, of an average step where they are a step's."""
+    """The figures of a schedule for `--json`. Times in seconds; step times are means."""
     steps, fleet = len(run.metrics), run.fleet_figures()
     return {
         "throughput_tokens_per_s": run.throughput_tokens_per_s,
@@ -175,7 +171,7 @@ def figures(run: SimulatedRun) -> dict[str, Any]:
 
 
 def lag_mean(run: SimulatedRun) -> float:
-    """Versions between a trained token and the trainer, on average over tokens."""
+    """Mean policy lag over trained tokens."""
     weighted = sum(
         int(name.removeprefix("lag/")) * share * line.values["tokens_trained"]
         for line in run.metrics
@@ -186,7 +182,7 @@ def lag_mean(run: SimulatedRun) -> float:
 
 
 def rows(compared: Sequence[Compared]) -> list[list[str]]:
-    """A row of text for each, under `HEADINGS`."""
+    """Table rows under `HEADINGS`."""
     return [_row(one, compared[0].run) for one in compared]
 
 
@@ -212,7 +208,7 @@ def _row(one: Compared, first: SimulatedRun) -> list[str]:
 
 
 def crowded(compared: Sequence[Compared]) -> list[str]:
-    """Schedules whose engines begin more samples than their caches hold to the end."""
+    """Notes on schedules whose caches overflowed."""
     return [words for one in compared if (words := _crowded(one))]
 
 
@@ -225,18 +221,18 @@ def _crowded(one: Compared) -> str:
     longest = max(line.values["completion_tokens_max"] for line in run.metrics)
     mean, most = (cache / (prompt + tokens) for tokens in (run.tokens_trained / samples, longest))
     return (
-        f"{one.planned.name}: full caches had {compact(run.put_back_tokens)} tokens computed again; the smallest holds "
-        f"about {counted(round(mean), 'sample')} of mean length, {most:.0f} of the longest; engine.slots = "
+        f"{one.planned.name}: full caches caused {compact(run.put_back_tokens)} tokens to be recomputed; the smallest "
+        f"holds about {counted(round(mean), 'sample')} of mean length, {most:.0f} of the longest; engine.slots = "
         f"{one.planned.spec.engine.slots}"
     )
 
 
 def headline(compared: Sequence[Compared]) -> str:
-    """The schedule with the most tokens per dollar, or where nothing has a price per second, against the first."""
+    """The best schedule by tokens per dollar (per second without prices), relative to the first."""
     first = compared[0]
     best = max(compared, key=lambda one: (one.run.tokens_per_usd or 0.0, one.run.throughput_tokens_per_s))
     if best is first:
-        return f"{first.planned.name} is ahead" if len(compared) > 1 else first.planned.name
+        return f"{first.planned.name} is best" if len(compared) > 1 else first.planned.name
     faster = best.run.throughput_tokens_per_s / first.run.throughput_tokens_per_s
     text = f"{best.planned.name}: {faster:.2f} times the throughput of {first.planned.name}"
     if best.run.tokens_per_usd and first.run.tokens_per_usd:
@@ -245,16 +241,16 @@ def headline(compared: Sequence[Compared]) -> str:
 
 
 def described(scenario: Scenario) -> list[str]:
-    """What is simulated, in words."""
+    """Describe the simulation, one line each."""
     cluster, spec = scenario.cluster, scenario.cluster.spec
     given, batch = spec.simulation, spec.batch
     model = given.model or f"{cluster.shape.parameters / 1e9:.3g}B parameters"
-    duration_words = f"{given.hours:g} h" if given.hours else counted(spec.trainer.steps, "step")
+    duration_text = f"{given.hours:g} h" if given.hours else counted(spec.trainer.steps, "step")
     reserved, preemptible = _price(spec.fleet.reserved_usd_per_hour), _price(spec.fleet.preemptible_usd_per_hour)
     each = " each" if preemptible != FREE else ""
     machines = f"{given.machines} × {cluster.machine.name} ({reserved})"
     lines = [
-        f"{model}, {duration_words} of {batch.prompts} × {batch.group_size} samples, seed {spec.run.seed}",
+        f"{model}, {duration_text} of {batch.prompts} × {batch.group_size} samples, seed {spec.run.seed}",
         f"{machines}, preemptible {cluster.worker_machine.name} ({preemptible}{each})",
     ]
     who = (f"{one.name}: {_who(one)}" for one in scenario.planned)
@@ -263,12 +259,12 @@ def described(scenario: Scenario) -> list[str]:
 
 
 def _price(usd_per_hour: float) -> str:
-    return f"{dollars(usd_per_hour)} an hour" if usd_per_hour else FREE
+    return f"{dollars(usd_per_hour)} per hour" if usd_per_hour else FREE
 
 
 def _who(one: Planned) -> str:
-    """Who learns, and who generates."""
-    words, verb = [doing(one.learning, "GPU", "learn")], "generates" if one.generating == 1 else "generate"
+    """Which GPUs train and which generate."""
+    words, verb = [doing(one.learning, "GPU", "train")], "generates" if one.generating == 1 else "generate"
     if one.generating:
         words.append(f"{one.generating} {'of them ' if one.schedule.shares_gpus else ''}{verb}")
     if one.schedule.shares_gpus and one.generating == one.learning:
@@ -279,29 +275,29 @@ def _who(one: Planned) -> str:
 
 
 def _free(scenario: Scenario) -> list[str]:
-    """Machines that cost nothing because nobody said what they cost."""
+    """Machines without a price."""
     cluster, fleet = scenario.cluster, scenario.cluster.spec.fleet
     unknown = {"reserved_usd_per_hour": cluster.machine.name} if not fleet.reserved_usd_per_hour else {}
     if any(one.cost_model.worker for one in scenario.planned) and not fleet.preemptible_usd_per_hour:
         unknown["preemptible_usd_per_hour"] = f"preemptible {cluster.worker_machine.name}"
-    return [f"{name} costs nothing here, no price being known; set fleet.{key}" for key, name in unknown.items()]
+    return [f"{name} has no price and counts as free; set fleet.{key}" for key, name in unknown.items()]
 
 
 def _left_over(scenario: Scenario) -> list[str]:
-    """GPUs of a machine that no engine fits on."""
+    """GPUs of a machine that are not used by any engine."""
     cluster, planned = scenario.cluster, scenario.planned
     machines = {cluster.machine.name: cluster.machine} if any(one.generating for one in planned) else {}
     if any(one.cost_model.worker for one in planned):
         machines[cluster.worker_machine.name] = cluster.worker_machine
     return [
-        f"engines of {cluster.engine_gpus} GPUs take {each.gpus - left} of the {each.gpus} of {name}; the rest has none"
+        f"engines of {cluster.engine_gpus} GPUs use {each.gpus - left} of the {each.gpus} GPUs of {name}"
         for name, each in machines.items()
         if (left := each.gpus % cluster.engine_gpus)
     ]
 
 
 def planned_data(scenario: Scenario) -> dict[str, Any]:
-    """What is resolved."""
+    """The resolved settings for `--json`."""
     cluster, spec = scenario.cluster, scenario.cluster.spec
     return {
         "simulation": spec.simulation.model_dump(mode="json"),
@@ -327,23 +323,18 @@ def planned_data(scenario: Scenario) -> dict[str, Any]:
     }
 
 
-TEMPLATES = Path(__file__).with_name("templates")
+TEMPLATE = Path(__file__).parent / "templates" / "simulation.html.j2"
 
 
 def render(title: str, words: Sequence[str], compared: Sequence[Compared]) -> str:
-    """
+    """Render the page.
+
     Args:
         title: of the page.
-        words: what was simulated, a line each.
+        words: description of the simulation, one line each.
     """
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("simulation.html.j2").render(
+    return render_page(
+        TEMPLATE,
         title=title,
         headline=headline(compared),
         headings=HEADINGS,
@@ -351,11 +342,7 @@ def render(title: str, words: Sequence[str], compared: Sequence[Compared]) -> st
         remarks=REMARKS,
         words=words,
         schedules=[_section(one) for one in compared],
-        chart_json=script_json({"fleets": [_drawn(one.run) for one in compared]}),
-        nonce=secrets.token_urlsafe(12),
-        version=tidemill.__version__,
-        style=trusted("templates/report.css"),
-        script=trusted("templates/fleet.js"),
+        chart_data={"fleets": [_drawn(one.run) for one in compared]},
     )
 
 
@@ -363,12 +350,12 @@ def _section(one: Compared) -> dict[str, Any]:
     run, worker_idle = one.run, one.run.worker_idle_share
     tiles = [
         ("Throughput", compact(run.throughput_tokens_per_s), "trained tokens per second"),
-        ("Step", duration(run.seconds / len(run.metrics)), f"on average, of {len(run.metrics)}"),
-        ("Trainer idle", percent(run.trainer_idle_share), f"learning {percent(run.learning_share)} of the time"),
-        ("Computed again", compact(run.tokens_recomputed), "tokens"),
+        ("Step", duration(run.seconds / len(run.metrics)), f"mean of {len(run.metrics)}"),
+        ("Trainer idle", percent(run.trainer_idle_share), f"training {percent(run.learning_share)} of the time"),
+        ("Recomputed", compact(run.tokens_recomputed), "tokens"),
     ]
     if run.tokens_per_usd:
-        tiles.append(("Tokens per dollar", compact(run.tokens_per_usd), f"{dollars(run.cost_usd)} in all"))
+        tiles.append(("Tokens per dollar", compact(run.tokens_per_usd), f"{dollars(run.cost_usd)} in total"))
     if worker_idle is not None:
         tiles.append(("Workers idle", percent(worker_idle), f"{run.workers_mean:.1f} on average"))
         tiles.append(("Evictions", str(run.evictions), f"{compact(run.total('tokens_lost'))} tokens lost"))
@@ -376,12 +363,12 @@ def _section(one: Compared) -> dict[str, Any]:
 
 
 def _drawn(run: SimulatedRun) -> dict[str, Any]:
-    """The timeline of a run's logs, with what the trainer did while its batch came in."""
+    """The timeline of a run, with training intervals."""
     found = timeline(run.events, run.metrics, reserved_only=True)
-    assert found is not None, "a timeline of reserved machines is wanted"
+    assert found is not None, "reserved_only always gives a timeline"
     learned = tuple(
-        Bar(row=0, kind="learn", start_s=begin_s, end_s=end_s, words=f"learning\n{duration(end_s - begin_s)}")
+        Bar(row=0, kind="learn", start_s=begin_s, end_s=end_s, text=f"training\n{duration(end_s - begin_s)}")
         for begin_s, end_s in run.learned
     )
     bars = (*(bar for bar in found.bars if bar.kind != "train"), *learned)
-    return drawn(msgspec.structs.replace(found, bars=bars))
+    return timeline_json(msgspec.structs.replace(found, bars=bars))

@@ -1,4 +1,4 @@
-"""The time that things take, in seconds: protocols, constants, and costs from profiles."""
+"""Cost models in seconds: protocols, and costs from hardware profiles."""
 
 from __future__ import annotations
 
@@ -19,136 +19,55 @@ class EngineCosts(Protocol):
 
     @property
     def boot_s(self) -> float:
-        """From the lease to an engine without weights."""
+        """Time from the lease to an engine without weights."""
 
     @property
     def cache_tokens(self) -> float:
-        """Tokens whose keys and values fit, of all samples together."""
+        """Capacity of the KV cache in tokens, over all samples."""
 
     @property
     def longest_sample(self) -> float:
-        """Tokens of one sample at most, prompt and completion."""
+        """Most tokens of one sample, prompt and completion."""
 
     def decode_s(self, running: int, context_tokens: int, steps: int) -> float:
-        """`steps` tokens of each of `running` samples, which together have `context_tokens` before the first of them.
+        """Time to decode `steps` tokens for each of `running` samples with `context_tokens` in total before.
 
-        Rises with `steps`, and is 0 for none.
+        Increases with `steps`; 0 for 0 steps.
         """
 
     def prefill_s(self, tokens: int, samples: int = 1) -> float:
-        """Keys and values of so many tokens, in `samples` samples of one length."""
+        """Time to prefill `tokens` in `samples` samples of equal length."""
 
 
 class TrainerCosts(Protocol):
     """The trainer on its machines."""
 
     def accumulate_s(self, group: Group) -> float:
-        """Gradients of one group."""
+        """Time for the gradients of one group."""
 
     def commit_s(self) -> float:
-        """The optimizer's part of a batch."""
+        """Time of the optimizer steps of a batch."""
 
     def checkpoint_s(self) -> float:
-        """Writing the trainer's state, or reading it."""
+        """Time to write or read the trainer's state."""
 
 
-class WeightCosts(Protocol):
-    """A version on its way from the trainer to a worker."""
+class WeightCosts(Record):
+    """Transfer of a version from the trainer to a worker; by default instantaneous."""
 
-    @property
-    def nbytes(self) -> int:
-        """Of a whole snapshot."""
-
-    @property
-    def delta_nbytes(self) -> int:
-        """Of the difference from the version before; 0 where whole snapshots are pulled."""
-
-    @property
-    def uplink_bytes_per_s(self) -> float:
-        """Of the trainer, shared by all who pull at once."""
-
-    @property
-    def downlink_bytes_per_s(self) -> float:
-        """Of one worker."""
-
-    def publish_s(self) -> float:
-        """Until it can be pulled."""
-
-    def pull_s(self) -> float:
-        """What a pull takes beside the bytes on their way, while the engine goes on."""
-
-    def swap_s(self) -> float:
-        """The engine stands still."""
-
-
-class ConstantEngine(Record):
-    """A decode step takes as long for `plateau` samples as for one, and longer for more; contexts cost nothing."""
-
-    slots: int
-    plateau: int  # samples that cost no more than one
-    step_s: float  # of up to `plateau` samples
-    prefill_tokens_per_s: float
-    boot_s: float = 0.0
-    cache_tokens: float = math.inf
-
-    @property
-    def longest_sample(self) -> float:
-        return self.cache_tokens
-
-    def decode_s(self, running: int, context_tokens: int, steps: int) -> float:
-        return steps * self.step_s * max(1.0, running / self.plateau)
-
-    def prefill_s(self, tokens: int, samples: int = 1) -> float:
-        return tokens / self.prefill_tokens_per_s
-
-    @property
-    def peak_tokens_per_s(self) -> float:
-        """The most it can decode."""
-        return self.slots / self.decode_s(self.slots, 0, 1)
-
-
-class ConstantTrainer(Record):
-    """A group takes as long as it has completion tokens."""
-
-    tokens_per_s: float
-    commit: float = 0.0  # seconds
-    checkpoint: float = 0.0  # seconds
-
-    def accumulate_s(self, group: Group) -> float:
-        return sum(trajectory.completion_length for trajectory in group.trajectories) / self.tokens_per_s
-
-    def commit_s(self) -> float:
-        return self.commit
-
-    def checkpoint_s(self) -> float:
-        return self.checkpoint
-
-
-class ConstantWeights(Record):
-    """Seconds as given; without links, for whoever pulls and however many do."""
-
-    nbytes: int = 0
-    delta_nbytes: int = 0
-    uplink_bytes_per_s: float = math.inf
-    downlink_bytes_per_s: float = math.inf
-    publish: float = 0.0  # seconds
-    pull: float = 0.0  # seconds
-    swap: float = 0.0  # seconds
-
-    def publish_s(self) -> float:
-        return self.publish
-
-    def pull_s(self) -> float:
-        return self.pull
-
-    def swap_s(self) -> float:
-        return self.swap
+    nbytes: int = 0  # of a snapshot
+    delta_nbytes: int = 0  # of a delta to the previous version; 0: workers pull snapshots
+    uplink_bytes_per_s: float = math.inf  # of the trainer, shared by concurrent pulls
+    downlink_bytes_per_s: float = math.inf  # of one worker
+    publish_s: float = 0.0  # until the version can be pulled
+    pull_s: float = 0.0  # of a pull besides the transfer; the engine keeps decoding
+    swap_s: float = 0.0  # in which the engine is paused
 
 
 class ProfiledEngine(Record):
-    """Several engines side by side as if they were one: each has an equal part of the samples and of their contexts.
+    """Several engines modelled as one: each has an equal share of samples and contexts.
 
-    Their caches count as one, so that what an uneven part would put back is not seen.
+    Their caches are pooled, so preemption caused by uneven shares is not modelled.
     """
 
     profile: EngineProfile
@@ -178,15 +97,15 @@ class ProfiledEngine(Record):
 
 
 class ProfiledTrainer(Record):
-    """Learns from a group as it comes: its share of a microbatch's time.
+    """Trains on each group as it arrives, for its share of a microbatch's time.
 
-    A prompt is computed once for its group. Layers are gathered and launched once a microbatch, of which a group may be
-    a part; a batch's last one is launched whole, however little is in it.
+    A prompt is computed once per group. Layers are gathered and launched once per microbatch, of which a group may be a
+    fraction; the last microbatch of a batch is launched in full.
     """
 
     profile: TrainerProfile
-    passes: float  # forward-sized, of all models together: learning, and one of each frozen model that reads
-    microbatch_tokens: int  # of one rank
+    passes: float  # forward-sized, over all models: training passes plus one per frozen model
+    microbatch_tokens: int  # per rank
     checkpoint: float = 0.0  # seconds
 
     def accumulate_s(self, group: Group) -> float:

@@ -1,6 +1,6 @@
-"""The machines of a recipe's `[simulation]`, and the schedules that are compared on them.
+"""The schedules that `tidemill simulate` compares, and the cluster of a recipe's `[simulation]`.
 
-A new schedule is a function, a row and a name in `config/pool.py`.
+A new schedule is a function, a row in `SCHEDULES` and a name in `config/pool.py`.
 """
 
 from __future__ import annotations
@@ -33,30 +33,28 @@ from tidemill.hardware.model_config import read_shape
 from tidemill.hardware.model_shape import DTYPE_BYTES, TRAINED, ModelShape, adapter_parameters, shape_of_parameters
 from tidemill.hardware.trainer_profile import learning_passes, trainer_profile
 from tidemill.sim.baselines import chunked_components, rlboost_components, rlboost_fleet
-from tidemill.sim.costs import ConstantWeights, ProfiledEngine, ProfiledTrainer
+from tidemill.sim.costs import ProfiledEngine, ProfiledTrainer, WeightCosts
 from tidemill.sim.simulation import ComponentFactories, CostModel
 from tidemill.sim.workload import Workload
 
 
 class Schedule(Record):
-    """What differs."""
+    """The differences of a schedule from the recipe."""
 
     words: str
     schedule: ScheduleConfig
-    shares_gpus: bool  # the same reserved GPUs generate and learn, in turn; else some do this, the others that
-    fleet: dict[str, Any] = {}  # keys of [fleet]
-    elastic: bool = False  # preemptible workers generate, too
-    streams: bool = False  # learning begins with the first group that is complete; else with the whole batch
-    deltas: bool = False  # workers catch up by differences
-    factories: ComponentFactories = (
-        ComponentFactories()
-    )  # other parts of the controller's surroundings, or of the controller
+    shares_gpus: bool  # reserved GPUs alternate between generation and training; else they are split
+    fleet: dict[str, Any] = {}  # [fleet] keys
+    elastic: bool = False  # preemptible workers also generate
+    streams: bool = False  # train on each complete group; else on the whole batch
+    deltas: bool = False  # workers pull deltas
+    factories: ComponentFactories = ComponentFactories()  # replacement components
 
 
 def colocated(spec: RunSpec) -> Schedule:
-    """As veRL does: every engine has its part of the batch from the beginning."""
+    """As in veRL: each engine has a fixed part of the batch."""
     return Schedule(
-        words="all GPUs generate a batch, each engine its part, then all learn from it",
+        words="all GPUs generate a batch, each engine a fixed part, then all train on it",
         schedule=ScheduleConfig(),
         shares_gpus=True,
         factories=chunked_components(),
@@ -65,35 +63,35 @@ def colocated(spec: RunSpec) -> Schedule:
 
 def disaggregated(spec: RunSpec) -> Schedule:
     return Schedule(
-        words="some GPUs generate, the others learn from whole batches, on policy",
+        words="some GPUs generate, the others train on whole batches, on policy",
         schedule=ScheduleConfig(),
         shares_gpus=False,
     )
 
 
 def one_step_off(spec: RunSpec) -> Schedule:
-    """As slime does: the next batch is generated with the weights before, while this one is learned from."""
+    """As in slime: the next batch is generated with the previous weights during training."""
     return Schedule(
-        words="the next batch is generated with the weights before, while others learn from this one",
+        words="some GPUs generate the next batch with the previous weights, while others train on this one",
         schedule=ScheduleConfig(max_policy_lag=1, unfinished="finish"),
         shares_gpus=False,
     )
 
 
 def bounded_staleness(spec: RunSpec) -> Schedule:
-    """AReaL (arXiv 2505.24298): samples under way go on under new weights, and batches are of those finished first."""
+    """AReaL (arXiv 2505.24298): samples continue under new weights; the first finished groups form a batch."""
     lag = spec.simulation.staleness
     return Schedule(
-        words=f"generating runs ahead by up to {counted(lag, 'version')}, and goes on under new weights",
+        words=f"generation runs ahead by up to {counted(lag, 'version')} and continues under new weights",
         schedule=ScheduleConfig(max_policy_lag=lag, membership="first_finished"),
         shares_gpus=False,
     )
 
 
 def streamed(spec: RunSpec) -> Schedule:
-    """StreamRL (arXiv 2504.15930), on policy: samples stream to the trainer, those expected longest begin first."""
+    """StreamRL (arXiv 2504.15930), on policy: samples stream to the trainer, longest expected first."""
     return Schedule(
-        words="some GPUs generate, the others learn from groups as they are complete, on policy",
+        words="some GPUs generate, the others train on each complete group, on policy",
         schedule=ScheduleConfig(),
         shares_gpus=False,
         streams=True,
@@ -103,7 +101,7 @@ def streamed(spec: RunSpec) -> Schedule:
 def rlboost(spec: RunSpec) -> Schedule:
     """RLBoost (arXiv 2510.19225), with the constants of its public code."""
     return Schedule(
-        words="preemptible workers generate beside GPUs that do so at first; the samples of a prompt travel together",
+        words="preemptible workers generate, reserved GPUs only at first; the samples of a prompt move together",
         schedule=ScheduleConfig(),
         fleet=rlboost_fleet(spec.batch.group_size),
         shares_gpus=True,
@@ -114,9 +112,9 @@ def rlboost(spec: RunSpec) -> Schedule:
 
 
 def tidemill(spec: RunSpec) -> Schedule:
-    """The recipe as it is: samples move one by one, workers catch up by differences, the longest begin first."""
+    """The recipe: samples move individually, workers pull deltas, longest expected first."""
     return Schedule(
-        words="the recipe: preemptible workers generate beside GPUs that generate and learn in turn",
+        words="the recipe: preemptible workers generate; reserved GPUs alternate between generation and training",
         schedule=spec.schedule,
         shares_gpus=True,
         elastic=True,
@@ -138,15 +136,15 @@ SCHEDULES: dict[ScheduleName, Callable[[RunSpec], Schedule]] = {
 
 CHANGED_WEIGHTS = 0.03  # fraction of the bf16 weights that change in a step
 CODING_CORES = 16
-"""Of a machine, that code and apply differences; assumed."""
+"""Cores per machine that encode and apply deltas; assumed."""
 HELD = 0.9
-"""Of the training GPUs' memory, what model states may take; the rest is for activations and fragmentation."""
+"""Share of the training GPUs' memory for model states; the rest is for activations and fragmentation."""
 CRITIC = 2.0
-"""A critic of the policy's size learns from the same tokens."""
+"""Training cost factor with a critic of the policy's size."""
 
 
 class SimulatedCluster(Record):
-    """A model, and the machines for it."""
+    """A model and the machines of a simulation."""
 
     spec: RunSpec
     shape: ModelShape
@@ -158,7 +156,7 @@ class SimulatedCluster(Record):
 
     @property
     def gpus(self) -> int:
-        """Reserved ones."""
+        """Reserved GPUs."""
         return self.spec.simulation.machines * self.machine.gpus
 
     @property
@@ -167,24 +165,25 @@ class SimulatedCluster(Record):
 
     @property
     def most_generating(self) -> int:
-        """Reserved GPUs of all engines that fit. Raises UserError: not even one does."""
+        """Reserved GPUs of all engines that fit. Raises UserError: none fits."""
         return self.spec.simulation.machines * self.engines_of(self.machine) * self.engine_gpus
 
     def engines_of(self, machine: Machine) -> int:
-        """How many a machine holds, each of them whole. Raises UserError: none."""
+        """Engines per machine. Raises UserError: none fits."""
         if self.engine_gpus > machine.gpus:
-            what = f"{self.engine_gpus} GPUs of an engine are more than {machine.name} has"
-            raise UserError(what, where="simulation.engine_gpus", hint=f"at most {machine.gpus}")
+            what = f"an engine needs {self.engine_gpus} GPUs, {machine.name} has {machine.gpus}"
+            raise UserError(what, where="simulation.engine_gpus", hint=f"set at most {machine.gpus}")
         return machine.gpus // self.engine_gpus
 
     def cost_model(self, schedule: Schedule, *, generating: int, elastic: bool) -> CostModel:
-        """
+        """The costs of a schedule on this cluster.
+
         Args:
-            generating: reserved GPUs that generate; where they are not shared, the others learn.
-            elastic: preemptible workers may come.
+            generating: reserved GPUs that generate; unless shared, the others train.
+            elastic: with preemptible workers.
 
         Raises:
-            UserError: what cannot be held or is not known.
+            UserError: the model does not fit.
         """
         learning = self.gpus if schedule.shares_gpus else self.gpus - generating
         engines = generating // self.engine_gpus
@@ -203,22 +202,22 @@ class SimulatedCluster(Record):
         return ProfiledEngine(profile=profile, engines=engines, boot_s=self.spec.simulation.boot_s)
 
     def engine(self, gpu: Gpu) -> EngineProfile:
-        """Raises UserError: its GPUs do not hold the weights."""
+        """Raises UserError: the weights do not fit the engine's GPUs."""
         gpus, dtype = self.engine_gpus, self.spec.simulation.engine_dtype
         if (room := cache_bytes(self.shape, gpu, gpus=gpus, dtype=dtype)) <= 0:
             raise UserError(
-                f"{gpus} × {gpu.title} do not hold the weights of an engine: {-room / 1e9:.1f} GB are missing",
+                f"the weights of an engine do not fit {gpus} × {gpu.title}: {-room / 1e9:.1f} GB are missing",
                 where="simulation.engine_gpus",
-                hint="spread an engine over more GPUs, or take larger ones",
+                hint="use more or larger GPUs per engine",
             )
         return engine_profile(self.shape, gpu, gpus=gpus, dtype=dtype, slots=self.spec.engine.slots)
 
     def trainer(self, gpus: int) -> ProfiledTrainer:
-        """Raises UserError: so many GPUs do not hold the model's states."""
+        """Raises UserError: the model states do not fit `gpus` GPUs."""
         states = self.states_bytes
         if (missing := states - HELD * gpus * self.gpu.memory_bytes) > 0:
             raise UserError(
-                f"{gpus} × {self.gpu.title} do not hold what training keeps: {missing / 1e9:.0f} GB of "
+                f"the training states do not fit {gpus} × {self.gpu.title}: {missing / 1e9:.0f} GB of "
                 f"{states / 1e9:.0f} GB are missing",
                 where="simulation.machines",
                 hint="reserve more machines; `tidemill plan memory` counts everything",
@@ -244,20 +243,20 @@ class SimulatedCluster(Record):
 
     @property
     def _learning_together(self) -> int:
-        """GPUs that can learn within one machine: where engines leave a rest on each of several, the rests learn."""
+        """Training GPUs within one machine: with several machines, those that engines leave over on each."""
         if self.spec.simulation.machines == 1:
             return self.machine.gpus
         return self.machine.gpus % self.engine_gpus or self.machine.gpus
 
     @property
     def trained_parameters(self) -> float:
-        """Of the policy: all, or those of its adapter. They are what is published."""
+        """Trained and published parameters of the policy: all, or those of its adapter."""
         rank = self.spec.model.lora.rank
         return adapter_parameters(self.shape, rank) if rank else self.shape.parameters
 
     @property
     def states_bytes(self) -> float:
-        """Weights, gradients and moments of whoever learns; adapters, critic and reference share one frozen base."""
+        """Weights, gradients and moments of trained models; adapters, critic and reference share a frozen base."""
         frozen = DTYPE_BYTES["bf16"] * self.shape.parameters
         learners = 2 if self.spec.algorithm.needs_critic else 1
         base = frozen if self.spec.model.lora.enabled or self.spec.algorithm.kl_beta > 0 else 0.0
@@ -265,30 +264,30 @@ class SimulatedCluster(Record):
 
     @property
     def load_s(self) -> float:
-        """Until the reserved engines have new weights: within a machine over its links, else over the network."""
+        """Time until reserved engines have a new version: over links within a machine, else over the network."""
         if self.spec.simulation.machines > 1:
             return self.nbytes / self.machine.network_bytes_per_s
         return self.nbytes / self.engine_gpus / self.gpu.link_bytes_per_s
 
     @property
     def nbytes(self) -> float:
-        """Of a published version."""
+        """Bytes of a published version."""
         return self.trained_parameters * DTYPE_BYTES["bf16"]
 
-    def weights(self, *, deltas: bool) -> ConstantWeights:
-        """A difference is encoded, sent and applied; the whole is only sent. Swapping reads and writes it once."""
+    def weights(self, *, deltas: bool) -> WeightCosts:
+        """Costs of publishing and pulling; deltas only if encoding, sending and applying one beats a snapshot."""
         downlink = self.worker_machine.network_bytes_per_s
         delta = self.trained_parameters * CHANGED_WEIGHTS * DELTA_ELEMENT_BYTES
         coding_s = self.trained_parameters / (CODED_PER_CORE_S * CODING_CORES)
         deltas = deltas and 2 * coding_s + delta / downlink < self.nbytes / downlink
-        return ConstantWeights(
+        return WeightCosts(
             nbytes=round(self.nbytes),
             delta_nbytes=round(delta) if deltas else 0,
             uplink_bytes_per_s=self.spec.simulation.machines * self.machine.network_bytes_per_s,
             downlink_bytes_per_s=downlink,
-            publish=coding_s if deltas else 0.0,
-            pull=coding_s if deltas else 0.0,
-            swap=2 * self.nbytes / self.engine_gpus / self.worker_gpu.bandwidth_bytes_per_s,
+            publish_s=coding_s if deltas else 0.0,
+            pull_s=coding_s if deltas else 0.0,
+            swap_s=2 * self.nbytes / self.engine_gpus / self.worker_gpu.bandwidth_bytes_per_s,
         )
 
     def workload(self) -> Workload:
@@ -301,14 +300,13 @@ class SimulatedCluster(Record):
         )
 
     def balanced(self, *, overlapping: bool) -> int:
-        """GPUs that generate where others learn: of all splits, the one with the shortest step.
+        """Generating GPUs in the split with the shortest step.
 
         Args:
-            overlapping: a step is as long as the longer of generating and learning, with no tail; else they follow
-                each other.
+            overlapping: the step takes the longer of generation (without tail) and training; else their sum.
 
         Raises:
-            UserError: no split holds both.
+            UserError: no split fits.
         """
         rollout, spec = self._rollout(), self.spec
         profile, samples = self.engine(self.gpu), spec.batch.prompts * spec.batch.group_size
@@ -333,8 +331,8 @@ class SimulatedCluster(Record):
             else:
                 found[engines] = generation_s(profile, rollout, samples / engines) + learning_s
         if not found:
-            what = f"{self.gpus} GPUs cannot be split into some that generate and some that learn"
-            hint = refused.what if refused else "reserve more, or take a schedule that shares them"
+            what = f"{self.gpus} GPUs cannot be split between generation and training"
+            hint = refused.what if refused else "reserve more, or use a schedule that shares them"
             raise UserError(what, where="simulation.schedules", hint=hint)
         return min(found, key=found.__getitem__) * self.engine_gpus
 
@@ -349,13 +347,14 @@ class SimulatedCluster(Record):
 
 
 def cluster_of(spec: RunSpec) -> SimulatedCluster:
-    """
+    """The cluster of `[simulation]`.
+
     Raises:
-        UserError: a model or machine that is not known (the nearest is suggested), or lengths that cannot be.
+        UserError: unknown model or machine (suggests the closest), or impossible lengths.
     """
     given = spec.simulation
     if (given.parameters is None) == (given.model is None):
-        what = "no model given" if given.model is None else "simulation.parameters and simulation.model are both given"
+        what = "no model given" if given.model is None else "both simulation.parameters and simulation.model are given"
         raise UserError(what, where="simulation", hint="set parameters = 14e9, or model to a folder with a config.json")
     shape = read_shape(given.model) if given.model is not None else shape_of_parameters(given.parameters or 0.0)
     catalog = load_catalog(given.catalog)
@@ -383,7 +382,7 @@ def _machine(catalog: Catalog, name: str, where: str) -> Machine:
 
 
 def _priced(cluster: SimulatedCluster) -> RunSpec:
-    """The run with the catalogue's prices where it has none of its own."""
+    """The spec with catalogue prices where it has none."""
     fleet = cluster.spec.fleet
     prices = {
         "reserved_usd_per_hour": fleet.reserved_usd_per_hour
@@ -402,5 +401,5 @@ def _lengths(spec: RunSpec) -> Lengths:
     try:
         return log_normal_of_mean(given.completion_tokens, sigma=given.completion_sigma, limit=limit)
     except UserError as error:
-        hint = "raise sampling.max_new_tokens, which is the limit, or lower the mean"
+        hint = "raise sampling.max_new_tokens (the limit) or lower the mean"
         raise UserError(error.what, where="simulation.completion_tokens", hint=hint) from None

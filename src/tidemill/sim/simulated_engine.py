@@ -1,8 +1,8 @@
-"""An engine that takes the time of a real one and computes nothing.
+"""Simulated engines: they take the time of a real engine and compute nothing.
 
-Nothing happens tick by tick. Between two changes (a sample comes, goes or ends, weights are swapped) all running
-samples advance in step, so that the time of the next end is a formula; the state is brought up to date when somebody
-looks.
+`SimulatedEngine` is event driven: between two changes (a sample arrives, leaves or finishes, weights are swapped) all
+running samples advance in lockstep, so the time of the next change has a closed form; the state is updated on access.
+`SteppedEngine` advances pass by pass, for engines that share a machine with the trainer.
 """
 
 from __future__ import annotations
@@ -33,28 +33,24 @@ from tidemill.sim.costs import EngineCosts
 from tidemill.sim.workload import Completions
 
 EPSILON_S = 1e-6
-"""Times closer than this are the same: a timer may wake its waiter a little early."""
+"""Tolerance of time comparisons: a timer may fire slightly early."""
 
 WATERMARK = 0.01
-"""Of the cache, what is left free when another sample comes in, or it would soon have to go again."""
+"""Share of the cache that stays free when a sample is admitted, so that it is not preempted at once."""
 
 
 @dataclass(slots=True, eq=False)
 class _Running:
     request: GenerateRequest
-    offset: int  # its completion tokens are the engine's steps less this
-    flushed: int  # of its tokens, how many were told
-    end: int  # completion tokens it will have
+    offset: int  # completion tokens = engine steps - offset
+    flushed: int  # reported tokens
+    end: int  # final number of completion tokens
     finish: Finish
     gone: bool = False
 
 
 class SimulatedEngine:
-    """The state of one engine; `now_s` never goes back.
-
-    Args:
-        computes_with: the weights that make its tokens, by the version it was told to load; another one is a fault.
-    """
+    """The state of one engine; `now_s` never decreases."""
 
     def __init__(self, costs: EngineCosts, completions: Completions, *, now_s: float) -> None:
         self.costs, self._cache_tokens = costs, costs.cache_tokens
@@ -62,18 +58,18 @@ class SimulatedEngine:
         self.computes_with = self.version
         self.generated = 0
         self.prefilled = self.reused = 0  # prompt tokens
-        self.put_back = self.recomputed = 0  # samples that lost their cache when it was full, and their tokens
+        self.put_back = self.recomputed = 0  # samples preempted by a full cache, and their tokens
         self._completions = completions
-        self._until_s = now_s  # what was simulated so far
+        self._until_s = now_s  # simulated so far
         self._steps = 0  # decode steps so far
-        self._context = 0  # tokens that all running samples have
+        self._context = 0  # total context of running samples
         self._running: dict[SampleId, _Running] = {}
-        self._ends: list[tuple[int, int, _Running]] = []  # a heap: the step at which each ends; the ended ones too
+        self._ends: list[tuple[int, int, _Running]] = []  # heap by final step; includes samples that left
         self._serial = 0
         self._queue: deque[GenerateRequest] = deque()
-        self._prompts: OrderedDict[str, None] = OrderedDict()  # whose keys and values some slot still has
+        self._prompts: OrderedDict[str, None] = OrderedDict()  # prompts still in the cache
         self._paused = False
-        self._deltas: list[TokenDelta] = []  # of samples that ended or were called back
+        self._deltas: list[TokenDelta] = []  # of finished or recalled samples
 
     @property
     def running(self) -> int:
@@ -85,17 +81,17 @@ class SimulatedEngine:
 
     @property
     def ended(self) -> bool:
-        """Whether there are last deltas of samples to tell."""
+        """Whether final deltas are waiting to be reported."""
         return bool(self._deltas)
 
     @property
     def tokens_per_s(self) -> float:
-        """As it decodes now."""
+        """Current decoding rate."""
         running = len(self._running)
         return running / self.costs.decode_s(running, self._context, 1) if running else 0.0
 
     def next_change_s(self) -> float:
-        """When the next sample ends or the cache is full, if nothing else happens; infinite without any sample."""
+        """Time when the next sample finishes or the cache is full; infinite without samples."""
         steps = self._steps_to_change()
         if steps is None:
             return math.inf
@@ -105,8 +101,8 @@ class SimulatedEngine:
         self.advance(now_s)
         for request in requests:
             if request.exact_version is not None and request.exact_version != self.version.number:
-                error = f"asked for version {request.exact_version}, the engine has {self.version.number}"
-                self._deltas.append(self._last_words(request, error))
+                error = f"request needs version {request.exact_version}, engine has {self.version.number}"
+                self._deltas.append(self._empty_delta(request, error))
             else:
                 self._queue.append(request)
         self._admit()
@@ -116,7 +112,7 @@ class SimulatedEngine:
         gone = set(sample_ids)
         queued = [request for request in self._queue if request.sample_id in gone]
         if queued:
-            self._deltas += [self._last_words(request) for request in queued]
+            self._deltas += [self._empty_delta(request) for request in queued]
             self._queue = deque(request for request in self._queue if request.sample_id not in gone)
         for sample_id in sample_ids:
             if (one := self._running.get(sample_id)) is not None:
@@ -125,7 +121,7 @@ class SimulatedEngine:
         self._admit()
 
     def load(self, version: PolicyVersion, *, computes_with: PolicyVersion, swap_s: float, now_s: float) -> None:
-        """Swap weights between two tokens; cached keys and values of older ones are dropped and computed again."""
+        """Swap weights between two tokens; the KV cache is recomputed."""
         self.advance(now_s)
         self._deltas += self.flush(now_s)
         self.version, self.computes_with = version, computes_with
@@ -134,9 +130,9 @@ class SimulatedEngine:
         self._admit()
 
     def pause(self, now_s: float) -> None:
-        """Its GPUs are taken for something else, nothing running on them: what comes waits."""
+        """Stop an idle engine; new requests wait until `resume`."""
         self.advance(now_s)
-        assert not self._running, "an engine is paused when it has nothing to do"
+        assert not self._running, "only an idle engine can be paused"
         self._paused = True
 
     def resume(self, now_s: float) -> None:
@@ -144,17 +140,17 @@ class SimulatedEngine:
         self._admit()
 
     def flush(self, now_s: float) -> list[TokenDelta]:
-        """What running samples have beyond what was told."""
+        """Unreported tokens of running samples."""
         self.advance(now_s)
         return [self._flush(one, None) for one in self._running.values() if self._steps - one.offset > one.flushed]
 
     def take_ended(self) -> list[TokenDelta]:
-        """The last deltas of samples that ended since the last call."""
+        """Final deltas since the last call."""
         deltas, self._deltas = self._deltas, []
         return deltas
 
     def advance(self, now_s: float) -> None:
-        """Decode up to `now_s`: as many whole steps as fit, the slot of a sample that ends being filled at once."""
+        """Decode up to `now_s` in whole steps; freed slots are refilled at once."""
         while (steps := self._steps_to_change()) is not None:
             if self._until_s + self.costs.decode_s(len(self._running), self._context, steps) > now_s + EPSILON_S:
                 self._decode(self._steps_within(now_s - self._until_s, steps))
@@ -166,20 +162,20 @@ class SimulatedEngine:
         self._until_s = max(self._until_s, now_s)
 
     def _steps_to_change(self) -> int | None:
-        """Until the next sample ends or the cache is full; None when none is running."""
+        """Steps until the next sample finishes or the cache is full; None if idle."""
         steps, running = self._steps_to_end(), len(self._running)
         if steps is None or self._cache_tokens == math.inf or running == 1:
             return steps
         return min(steps, int((self._cache_tokens - self._context) // running))
 
     def _steps_to_end(self) -> int | None:
-        """Until the next sample ends; None when none is running."""
+        """Steps until the next sample finishes; None if idle."""
         while self._ends and self._ends[0][2].gone:
             heapq.heappop(self._ends)
         return max(0, self._ends[0][0] - self._steps) if self._ends else None
 
     def _steps_within(self, seconds: float, most: int) -> int:
-        """Whole steps that fit into so many seconds."""
+        """Whole steps within `seconds`, at most `most`."""
         low, high = 0, most
         while low < high:
             steps = (low + high + 1) // 2
@@ -198,17 +194,17 @@ class SimulatedEngine:
             self.generated += running * steps
 
     def _end(self) -> None:
-        """Samples that have all their tokens leave."""
+        """Remove finished samples."""
         while self._steps_to_end() == 0:
             one = self._ends[0][2]
             self._deltas.append(self._flush(one, one.finish))
             self._leave(one)
 
     def _make_room(self) -> None:
-        """Before a step that the cache has no room for, the samples begun last lose theirs: they are told of, wait
-        before all others, and are computed again (vLLM's preemption by recomputation, arXiv 2309.06180, section 4.5).
+        """Preempt the newest samples before a step that does not fit the cache: report them, queue them first, and
+        recompute them later (vLLM's preemption by recomputation, arXiv 2309.06180, section 4.5).
 
-        One sample alone goes on in any case: whoever asks for one that cannot fit is told so before.
+        A single sample always continues; `check_cost_model` refuses samples that cannot fit.
         """
         while len(self._running) > 1 and self._context + len(self._running) > self._cache_tokens:
             one = next(reversed(self._running.values()))
@@ -222,19 +218,19 @@ class SimulatedEngine:
             self.recomputed += prompt + have
 
     def _fits(self, request: GenerateRequest) -> bool:
-        """Whether the cache has room for a sample that comes in, and for a step then; always where it is alone."""
+        """Whether the cache has room for a new sample and one more step; always true for a single sample."""
         context = self._context + count(request.prompt_ids) + count(request.prefix_ids)
         return not self._running or context + len(self._running) + 1 <= (1 - WATERMARK) * self._cache_tokens
 
     def _admit(self) -> None:
-        """Fill free slots. A prompt and the tokens brought along are computed before decoding goes on."""
+        """Fill free slots; prefill of prompt and prefix delays decoding."""
         while self._queue and len(self._running) < self.costs.slots and not self._paused:
             if self._queue[0].min_version > self.version.number or not self._fits(self._queue[0]):
                 return
-            self._until_s += self.costs.prefill_s(self._begin(self._queue.popleft()))
+            self._until_s += self.costs.prefill_s(self._start(self._queue.popleft()))
 
-    def _begin(self, request: GenerateRequest) -> int:
-        """Give it a slot; returns the tokens to compute before its next one."""
+    def _start(self, request: GenerateRequest) -> int:
+        """Assign a slot; return the tokens to prefill."""
         have, kept = count(request.prefix_ids), self._kept(request)
         limit, length = request.sampling.max_new_tokens, self._completions.length(request.sample_id)
         one = _Running(
@@ -254,8 +250,7 @@ class SimulatedEngine:
         return tokens
 
     def _kept(self, request: GenerateRequest) -> int:
-        """Completion tokens with which a sample begins here, at most those it brings along; the others are made again,
-        and told to nobody."""
+        """Prefix tokens to keep; the others are regenerated and not reported."""
         return count(request.prefix_ids)
 
     def _leave(self, one: _Running) -> None:
@@ -264,7 +259,7 @@ class SimulatedEngine:
         self._context -= count(one.request.prompt_ids) + self._steps - one.offset
 
     def _uncached(self, request: GenerateRequest) -> int:
-        """Prompt tokens to compute: none when a sibling came lately."""
+        """Prompt tokens to prefill: 0 if the prompt is cached."""
         name, tokens = request.sample_id.prompt_id, count(request.prompt_ids)
         known = name in self._prompts
         self._prompts[name] = None
@@ -290,8 +285,8 @@ class SimulatedEngine:
             finish=finish,
         )
 
-    def _last_words(self, request: GenerateRequest, error: str = "") -> TokenDelta:
-        """Of a sample that was never begun."""
+    def _empty_delta(self, request: GenerateRequest, error: str = "") -> TokenDelta:
+        """Delta of a sample that never started."""
         return TokenDelta(
             sample_id=request.sample_id,
             lease_id=request.lease_id,
@@ -306,7 +301,7 @@ class SimulatedEngine:
 
 
 class SteppedState(SimulatedEngine):
-    """Time does not move it: only `step` does."""
+    """State that advances only by `step`."""
 
     def __init__(self, costs: MeasuredEngine, completions: Completions, *, budget_tokens: int) -> None:
         super().__init__(costs, completions, now_s=0.0)
@@ -326,13 +321,13 @@ class SteppedState(SimulatedEngine):
         pass
 
     def step(self) -> float:
-        """One forward pass, new samples in it; its seconds."""
+        """Run one forward pass, including new samples; return its seconds."""
         rows, context, prefilled = len(self._running), self._context, 0.0
         while self._queue and len(self._running) < self.costs.slots and prefilled < self._budget:
             if self._queue[0].min_version > self.version.number:
                 break
             before = len(self._prompts)
-            tokens = self._begin(self._queue.popleft())
+            tokens = self._start(self._queue.popleft())
             prefilled += tokens * (self._measured.new_prompt_share if len(self._prompts) > before else 1.0)
         drawn = len(self._running)
         seconds = self._measured.forward_s(rows=rows, context_tokens=context, drawn=drawn, prefilled=prefilled)
@@ -352,14 +347,14 @@ class SteppedState(SimulatedEngine):
         return seconds
 
     def _admit(self) -> None:
-        """New samples come in with the next pass."""
+        """New samples start with the next pass."""
 
 
 class SteppedEngine:
     """Implements `core.protocols.Engine`.
 
     Args:
-        spend: called, within every call that takes time, with its seconds.
+        spend: called with the seconds of each call that takes time.
     """
 
     def __init__(
@@ -395,10 +390,10 @@ class SteppedEngine:
         return self._state.take_ended()
 
     def load(self, version: PolicyVersion) -> None:
-        """What running samples have in the cache is computed again."""
-        again_s = self._state.cached_tokens * self._costs.prefill_token_s
+        """Load a version; the cache of running samples is recomputed."""
+        recompute_s = self._state.cached_tokens * self._costs.prefill_token_s
         self._state.load(version, computes_with=version, swap_s=0.0, now_s=0.0)
-        self._spend(self._swap_s + again_s)
+        self._spend(self._swap_s + recompute_s)
 
     def probe(self, token_ids: TokenBuffer) -> LogprobBuffer:
         return b""

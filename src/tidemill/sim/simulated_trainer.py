@@ -1,4 +1,4 @@
-"""A trainer that learns nothing, its checkpoints, and weights of which only the size matters."""
+"""A simulated trainer, its checkpoints, and weights as sizes without contents."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ START = PolicyVersion(number=0, digest="start")
 
 
 def publish_logprobs(version: int, token_ids: TokenBuffer) -> LogprobBuffer:
-    """What a version says of tokens (int32 [N]): bytes that tell of both, no numbers that mean anything."""
+    """Logprobs of tokens (int32 [N]) under a version: bytes that encode both, without meaning."""
     return bytes((byte + version) % 256 for byte in token_ids)
 
 
 class SimulatedTrainer:
-    """Implements `core.protocols.Trainer`. A version's digest tells of the one before and of `salt`, no more.
+    """Implements `core.protocols.Trainer`. A version's digest depends on the previous one and on `salt`.
 
     Args:
-        spend: takes the seconds that it computes.
-        salt: as if another machine rounded differently: versions made again after a restart differ.
+        spend: waits for the given seconds.
+        salt: simulates another machine with other rounding: versions recomputed after a restart differ.
     """
 
     def __init__(self, costs: TrainerCosts, *, salt: str = "", spend: Spend = asyncio.sleep) -> None:
@@ -54,7 +54,7 @@ class SimulatedTrainer:
         await self._spend(self._costs.accumulate_s(group))
 
     async def logprobs(self, completions: Sequence[Completion]) -> Sequence[LogprobBuffer]:
-        """In no time."""
+        """Takes no time."""
         return [publish_logprobs(self.version.number, completion.token_ids) for completion in completions]
 
     async def commit(self, step: int) -> StepMetrics:
@@ -66,11 +66,11 @@ class SimulatedTrainer:
 
 
 class LearningTrainer(SimulatedTrainer):
-    """Tells of a batch what a trainer would, and when it was learning.
+    """A trainer that also reports metrics and when it was training.
 
     Args:
-        gpus: entered for as long as it computes; waiting for them is no learning.
-        streams: it learns from groups as they come; else from all of a batch when it commits.
+        gpus: context entered while it computes; waiting for it does not count as training.
+        streams: train on each group as it arrives; else on the whole batch at commit.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class LearningTrainer(SimulatedTrainer):
         spend: Spend = asyncio.sleep,
     ) -> None:
         super().__init__(costs, spend=spend)
-        self.learned: list[tuple[float, float]] = []  # (begin, end) of each stretch, in seconds
+        self.learned: list[tuple[float, float]] = []  # (start, end) of each interval, in seconds
         self._streams, self._groups = streams, list[Group]()
         self._clock, self._gpus = clock, gpus
         self._seconds, self._tokens_by_lag = 0.0, Counter[int]()
@@ -126,7 +126,7 @@ class LearningTrainer(SimulatedTrainer):
 
 @dataclass
 class SimulatedDisk:
-    """What survives the process: the journal's bytes, and the trainer's versions by step."""
+    """Durable state: the journal's bytes and checkpoints by step."""
 
     journal: bytes = b""
     checkpoints: dict[int, PolicyVersion] = field(default_factory=dict)
@@ -150,21 +150,21 @@ class SimulatedCheckpoints:
 
 
 class Uplink:
-    """All transfers go on at one rate: the smaller of the downlink and an equal part of the uplink.
+    """Concurrent transfers at equal rates: the smaller of the downlink and an equal share of the uplink.
 
-    Rates in bytes per second; an infinite one takes no time.
+    Rates in bytes per second; an infinite rate takes no time.
     """
 
     def __init__(self, bytes_per_s: float, downlink_bytes_per_s: float, clock: Clock) -> None:
         self._rate, self._most, self._clock = bytes_per_s, downlink_bytes_per_s, clock
-        self._moved = 0.0  # bytes of a transfer that would have gone on all the while
-        self._at_s = 0.0  # when that was so
-        self._ends: list[tuple[float, int, asyncio.Future[None]]] = []  # a heap: `_moved` at which each is done
+        self._moved = 0.0  # bytes moved by a transfer active since the start
+        self._at_s = 0.0  # time of `_moved`
+        self._ends: list[tuple[float, int, asyncio.Future[None]]] = []  # heap by the `_moved` at which each finishes
         self._serial = 0
         self._timer: asyncio.TimerHandle | None = None
 
     async def carry(self, nbytes: float) -> None:
-        """Returns when so many bytes are there."""
+        """Return when `nbytes` have arrived."""
         if min(self._rate, self._most) == math.inf:
             return
         self._advance()
@@ -175,7 +175,7 @@ class Uplink:
         try:
             await done
         finally:
-            if not done.done() or done.cancelled():  # whoever pulled is gone: the others get its part
+            if not done.done() or done.cancelled():  # cancelled: the others get its share
                 self._advance()
                 self._ends = [entry for entry in self._ends if entry[2] is not done]
                 heapq.heapify(self._ends)
@@ -183,7 +183,7 @@ class Uplink:
 
     @property
     def _each(self) -> float:
-        """Bytes per second of one transfer."""
+        """Rate of one transfer."""
         return min(self._most, self._rate / max(len(self._ends), 1))
 
     def _advance(self) -> None:
@@ -200,7 +200,7 @@ class Uplink:
             self._timer = asyncio.get_running_loop().call_later(seconds, self._finish)
 
     def _finish(self) -> None:
-        """The first is done; time is exact here, so that rounding leaves nothing over."""
+        """Complete the first transfer exactly, without a rounding remainder."""
         self._advance()
         self._moved = max(self._moved, self._ends[0][0])
         while self._ends and self._ends[0][0] <= self._moved:
@@ -221,7 +221,7 @@ class SimulatedPublisher:
         self._costs = costs
 
     async def publish(self, version: PolicyVersion) -> WeightManifest:
-        await asyncio.sleep(self._costs.publish_s())
+        await asyncio.sleep(self._costs.publish_s)
         return _manifest(version, self._costs)
 
     async def close(self) -> None:
@@ -229,23 +229,22 @@ class SimulatedPublisher:
 
 
 class CountedWeights:
-    """Implements `core.protocols.WeightSource`: takes the time, moves nothing. Who has the version before pulls the
-    difference where there is one, all others the whole.
+    """Implements `core.protocols.WeightSource` without data: pulls a delta from the previous version, else a snapshot.
 
     Args:
-        uplink: what the bytes of all workers travel on.
+        uplink: shared by all workers.
     """
 
     def __init__(self, costs: WeightCosts, clock: Clock, uplink: Uplink) -> None:
         self._costs, self._clock, self._uplink = costs, clock, uplink
-        self._number: int | None = None  # of the version that it has
+        self._number: int | None = None  # of the held version
 
     async def prepare(self, version: PolicyVersion) -> Pulled:
         began_s, costs = self._clock.now(), self._costs
         full = not costs.delta_nbytes or self._number != version.number - 1
         nbytes = costs.nbytes if full else costs.delta_nbytes
         await self._uplink.carry(nbytes)
-        await asyncio.sleep(costs.pull_s())
+        await asyncio.sleep(costs.pull_s)
         return Pulled(
             manifest=_manifest(version, costs),
             nbytes=nbytes,

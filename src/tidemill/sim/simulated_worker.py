@@ -1,4 +1,4 @@
-"""A worker around a simulated engine, and the host that starts it."""
+"""A simulated worker, the host that starts it, and reports of evicted workers."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from tidemill.sim.workload import Completions
 class SimulatedWorker:
     """Implements `core.protocols.Worker` on the loop's clock.
 
-    It reports every `tick_s` seconds while anything is running, and whenever samples were asked back or weights
-    changed. With an infinite tick it reports when a sample ends, which makes few messages of much work: a thousand
-    workers can be simulated. What is under way is then told when somebody asks for it (`flush`).
+    It reports every `tick_s` seconds while samples run, and after an abort or a load. With an infinite tick it reports
+    only finished samples, so that a thousand workers can be simulated; `flush` then reports the progress of running
+    ones.
 
     Args:
-        source: where `load` has its weights from; None for the trainer's own engine, which shares them.
-        heartbeat_s: a worker that has said nothing for so long sends an empty report.
+        source: source of weights for `load`; None for the trainer's engine, which shares them.
+        heartbeat_s: longest time between two reports.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class SimulatedWorker:
         self._reported_s = clock.now()
         self._notice_s: float | None = None
         self._flushed: list[TokenDelta] = []
-        self._asked = False  # for a report at once
+        self._report_now = False
         self._reader: asyncio.Future[None] | None = None
         self._dead = False
         self._failure: Exception | None = None
@@ -66,19 +66,19 @@ class SimulatedWorker:
         idle = not self.engine.running
         self.engine.submit(requests, self._clock.now())
         if idle:
-            self._reported_s = self._clock.now()  # a tick begins
+            self._reported_s = self._clock.now()  # a tick starts
         self._wake()
 
     async def abort(self, sample_ids: Sequence[SampleId]) -> None:
         self._check()
         self.engine.abort(sample_ids, self._clock.now())
-        self._speak()
+        self._request_report()
 
     async def load(self, version: PolicyVersion) -> Loaded:
         if self._source is None:
             self._check()
             self.engine.load(version, computes_with=version, swap_s=self._swap_s, now_s=self._clock.now())
-            self._speak()
+            self._request_report()
             return Loaded(version=version, swap_s=self._swap_s)
         pulled = await self._source.prepare(version)
         self._check()
@@ -87,7 +87,7 @@ class SimulatedWorker:
         self.engine.load(
             version, computes_with=self.computes_with(version), swap_s=self._swap_s, now_s=self._clock.now()
         )
-        self._speak()
+        self._request_report()
         return Loaded(
             version=version,
             nbytes=pulled.nbytes,
@@ -99,22 +99,22 @@ class SimulatedWorker:
         )
 
     def computes_with(self, version: PolicyVersion) -> PolicyVersion:
-        """What the engine's weights really are, after those of `version` were bound."""
+        """The weights that really generate after a load of `version`; overridden to inject faults."""
         return version
 
     def probe(self, right: bytes) -> bytes:
-        """What it makes of the probe, the publisher having made `right` of it."""
+        """The worker's probe logprobs, given the publisher's; overridden to inject faults."""
         return right
 
     def notice(self, seconds: float) -> None:
-        """The machine goes in so many seconds; the next report, due at once, says so."""
+        """Announce the eviction in `seconds` with an immediate report."""
         self._notice_s = seconds
-        self._speak()
+        self._request_report()
 
     def flush(self) -> None:
-        """Tell of everything there is, at once."""
+        """Report the progress of all samples now."""
         self._flushed += self.engine.flush(self._clock.now())
-        self._speak()
+        self._request_report()
 
     async def next_report(self, timeout_s: float) -> WorkerReport | None:
         deadline_s = self._clock.now() + timeout_s
@@ -138,17 +138,17 @@ class SimulatedWorker:
             self._source.close()
 
     def fail(self, error: Exception) -> None:
-        """The engine raises; every later call raises the same."""
+        """Make this and every later call raise `error`."""
         self._failure = error
         self._wake()
 
     def _due(self, now_s: float) -> bool:
         ended = self.engine.ended and self._tick_s == math.inf
-        return self._asked or ended or now_s - self._reported_s >= self._pause_s - EPSILON_S
+        return self._report_now or ended or now_s - self._reported_s >= self._pause_s - EPSILON_S
 
     @property
     def _pause_s(self) -> float:
-        """Between two reports, at most."""
+        """Longest time between two reports."""
         busy = self.engine.running or self.engine.ended
         return min(self._tick_s, self._heartbeat_s) if busy else self._heartbeat_s
 
@@ -162,7 +162,7 @@ class SimulatedWorker:
         deltas += engine.take_ended()
         if now_s - self._reported_s >= self._tick_s - EPSILON_S:
             deltas += engine.flush(now_s)
-        self._reported_s, self._asked = now_s, False
+        self._reported_s, self._report_now = now_s, False
         notice_s, self._notice_s = self._notice_s, None
         status = WorkerStatus(
             worker_id=self._worker_id,
@@ -178,7 +178,7 @@ class SimulatedWorker:
         return WorkerReport(lease_id=self._lease_id, deltas=tuple(deltas), status=status, notice_s=notice_s)
 
     async def _sleep(self, until_s: float) -> None:
-        """Until that time, or until something happens to the worker."""
+        """Sleep until `until_s` or the next call to the worker."""
         loop = asyncio.get_running_loop()
         self._reader = reader = loop.create_future()
         timer = loop.call_at(until_s, self._wake) if until_s < math.inf else None
@@ -189,8 +189,8 @@ class SimulatedWorker:
             if timer is not None:
                 timer.cancel()
 
-    def _speak(self) -> None:
-        self._asked = True
+    def _request_report(self) -> None:
+        self._report_now = True
         self._wake()
 
     def _wake(self) -> None:
@@ -201,11 +201,11 @@ class SimulatedWorker:
         if self._failure is not None:
             raise self._failure
         if self._dead:
-            raise WorkerLost(f"worker {self._worker_id} is gone")
+            raise WorkerLost(f"worker {self._worker_id} was lost")
 
 
 class SimulatedHost:
-    """Implements `core.protocols.WorkerHost`: every machine has the same engine."""
+    """Implements `core.protocols.WorkerHost`; all machines have equal engines."""
 
     def __init__(
         self,
@@ -231,7 +231,7 @@ class SimulatedHost:
             worker_id=lease.worker_id,
             lease_id=lease.lease_id,
             source=CountedWeights(self._weights, self._clock, self._uplink),
-            swap_s=self._weights.swap_s(),
+            swap_s=self._weights.swap_s,
             tick_s=self._tick_s,
             heartbeat_s=self._heartbeat_s,
         )
@@ -244,11 +244,10 @@ class SimulatedHost:
 
 
 class LastWords:
-    """Implements `core.protocols.Provider` over another one, for workers that do not report tick by tick: before a
-    lease ends, its worker tells of everything up to its last tick, as a real one would have.
+    """A `Provider` that makes a worker report its tokens before its lease ends, as one with ticks would have.
 
     Args:
-        tick_s: of a real worker; what it has made since its last tick is lost.
+        tick_s: of a real worker; tokens of the last tick are lost.
     """
 
     def __init__(self, inner: Provider, host: SimulatedHost, *, tick_s: float = 0.1) -> None:
@@ -261,7 +260,7 @@ class LastWords:
         event = await self._inner.next_event(timeout_s)
         if isinstance(event, LeaseEnded) and (worker := self._host.workers.get(event.lease_id)) is not None:
             worker.flush()
-            await asyncio.sleep(self._tick_s)  # the report is read; what is made meanwhile is lost
+            await asyncio.sleep(self._tick_s)  # the report is read; tokens made meanwhile are lost
         return event
 
     async def release(self, lease_id: str) -> None:

@@ -1,4 +1,4 @@
-"""A run of the real controller in virtual time, among simulated components.
+"""Runs the real controller in virtual time with simulated components.
 
 ```
  spec, cost_model, lengths, timetable ──▶ simulate_run ──▶ SimulatedRun: logs as a real run writes them, and cost
@@ -49,14 +49,14 @@ from tidemill.telemetry.fleet_figures import HOUR_S
 LONG_S = 1e9
 DAY_S = 86_400.0
 TIMEOUTS = Timeouts(notice_s=3600.0, worker_s=LONG_S, pool_s=DAY_S, scorer_s=LONG_S, trainer_s=LONG_S, load_s=LONG_S)
-"""A simulated engine is never hung: only machines that never come end a wait."""
+"""Simulated engines never hang: only missing machines end a wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedComponents:
-    """What stands around the controller; made within the virtual loop."""
+    """The components around the controller; created within the virtual loop."""
 
-    local: Worker | None  # the trainer's own engine
+    local: Worker | None  # the trainer's engine
     slots: int
     local_slots: int
     trainer: Trainer
@@ -77,12 +77,24 @@ async def drive(
     seconds: float = math.inf,
     make_fleet: Callable[..., Fleet] = Fleet,
 ) -> LoopResult:
-    """The real controller, its fleet and its loop, among simulated components.
+    """Run the real fleet and training loop with simulated components.
 
     Raises:
-        UserError: nobody ever generates, or no step is finished in time.
+        UserError: no engine ever generates, or no step finishes in time.
     """
-    fleet = _fleet(spec, components, recording, clock, make_fleet)
+    fleet = make_fleet(
+        components.local,
+        slots=components.slots,
+        local_slots=components.local_slots,
+        clock=clock,
+        telemetry=recording,
+        config=spec.fleet,
+        timeouts=TIMEOUTS,
+        provider=components.provider,
+        host=components.host,
+        publisher=components.publisher,
+        heartbeat_timeout_s=math.inf,
+    )
     stop = asyncio.Event()
     if seconds < math.inf:
         asyncio.get_running_loop().call_later(seconds, stop.set)
@@ -110,51 +122,33 @@ async def drive(
     return result
 
 
-def _fleet(
-    spec: RunSpec, components: SimulatedComponents, recording: Recording, clock: Clock, make_fleet: Callable[..., Fleet]
-) -> Fleet:
-    return make_fleet(
-        components.local,
-        slots=components.slots,
-        local_slots=components.local_slots,
-        clock=clock,
-        telemetry=recording,
-        config=spec.fleet,
-        timeouts=TIMEOUTS,
-        provider=components.provider,
-        host=components.host,
-        publisher=components.publisher,
-        heartbeat_timeout_s=math.inf,
-    )
-
-
 def _starved(recording: Recording, now_s: float, *, in_time: bool = False) -> UserError:
-    """Why there was nobody to generate, or not for long enough.
+    """Explain why no step finished.
 
     Args:
-        in_time: the run was ended by the time it was given, not by waiting in vain.
+        in_time: the time limit ended the run, not the wait for a machine.
     """
     hours, steps = f"{now_s / HOUR_S:.3g} h", counted(len(recording.metrics), "step")
     machines = sum(event["event"] == LEASE for event in recording.events)
     joined = sum(event["event"] == JOIN and "error" not in event for event in recording.events)
     generated = any(event["event"] == DECODE for event in recording.events)
     if in_time and generated:
-        what, where = f"{hours} are over, and no step is finished", "simulation.hours"
-        return UserError(what, where=where, hint="simulate for longer, or take smaller batches")
+        what, where = f"no step finished within {hours}", "simulation.hours"
+        return UserError(what, where=where, hint="simulate for longer, or use smaller batches")
     if joined or generated:
-        what = f"the run came to a standstill after {steps}: {hours} are over, and there is nobody to generate"
-        hint = "simulate for longer, let the reserved side generate, or take a pool whose machines come back"
+        what = f"the run stalled after {steps}: no engine to generate until the end of {hours}"
+        hint = "simulate for longer, let the reserved side generate, or use a pool whose machines return"
     elif machines:
-        what = f"the run starves: of {counted(machines, 'machine')} that came in {hours} none was up before it went"
+        what = f"no worker ever joined: each of {counted(machines, 'machine')} in {hours} was lost before it was ready"
         hint = "raise fleet.join_timeout_s, make machines boot and pull faster, or let the reserved side generate"
     else:
-        what = f"the run starves: no machine came in {hours}, and the reserved side does not generate"
-        hint = "let the reserved side generate, or take a pool that has machines"
+        what = f"no engine to generate: no machine appeared in {hours}, and the reserved side does not generate"
+        hint = "let the reserved side generate, or use a pool that has machines"
     return UserError(what, where="pool", hint=hint)
 
 
 class SharingWorker(SimulatedWorker):
-    """An engine on the trainer's GPUs. Learning begins when it has nothing to do; what comes meanwhile waits."""
+    """An engine on the trainer's GPUs. Training starts when the engine is idle; requests wait meanwhile."""
 
     def __init__(self, *positional: Any, clock: Clock, **named: Any) -> None:
         super().__init__(*positional, clock=clock, **named)
@@ -162,7 +156,7 @@ class SharingWorker(SimulatedWorker):
 
     @asynccontextmanager
     async def learning(self) -> AsyncIterator[None]:
-        """The GPUs are the trainer's inside the block."""
+        """Reserve the GPUs for the trainer within the block."""
         while True:
             self.engine.advance(self._now())
             if not self.engine.running:
@@ -184,25 +178,25 @@ class SharingWorker(SimulatedWorker):
 
 
 class CostModel(Record):
-    """What everything takes."""
+    """The costs of all components."""
 
     trainer: TrainerCosts
     weights: WeightCosts
-    reserved: EngineCosts | None = None  # all engines beside the trainer, as one
-    reserved_load_s: float = 0.0  # until they have the trainer's new weights
-    shares_gpus: bool = True  # they stand still while the trainer learns, which waits until they have nothing to do
-    streams: bool = True  # learning begins with the first group that is complete; else with the whole batch
-    worker: EngineCosts | None = None  # of each preemptible machine
+    reserved: EngineCosts | None = None  # all reserved engines, as one
+    reserved_load_s: float = 0.0  # time to load a new version
+    shares_gpus: bool = True  # reserved engines and trainer alternate on the same GPUs
+    streams: bool = True  # train on each complete group; else on the whole batch
+    worker: EngineCosts | None = None  # per preemptible machine
 
 
 class ComponentFactories(Record):
-    """Other components than the run's own, for whoever compares it with another system."""
+    """Replacement components, for comparisons with other systems."""
 
     fleet: Callable[..., Fleet] = Fleet
     host: Callable[..., SimulatedHost] = SimulatedHost
     engine: Callable[..., SimulatedEngine] = SimulatedEngine
-    tick_s: float = math.inf  # how often workers report what is under way, besides when samples end
-    last_words: bool = True  # a machine that goes has told what its samples had; else they begin anew elsewhere
+    tick_s: float = math.inf  # interval of progress reports, in addition to reports of finished samples
+    last_words: bool = True  # an evicted worker first reports its tokens; else its samples restart
 
 
 def simulate_run(
@@ -216,18 +210,18 @@ def simulate_run(
     factories: ComponentFactories | None = None,
     tell: Callable[[int, float], None] = lambda step, now_s: None,
 ) -> SimulatedRun:
-    """Run until `spec.trainer.steps` batches are learned from, or for so many virtual seconds.
+    """Simulate `spec.trainer.steps` steps, or `seconds` of virtual time.
 
-    Everything random is seeded by `spec.run.seed` and by the timetable: equal arguments, equal logs.
+    Everything random is seeded by `spec.run.seed` and the timetable: equal arguments give equal logs.
 
     Args:
-        timetable: of the preemptible machines; None for none.
-        most_workers: held at once.
-        factories: other components than the run's own.
-        tell: called with each step and the virtual seconds at its end.
+        timetable: of the preemptible machines; None: no such machines.
+        most_workers: preemptible workers at once.
+        factories: replacement components.
+        tell: called at the end of each step with its number and the virtual time in seconds.
 
     Raises:
-        UserError: nobody ever generates, no step is finished in time, or the longest sample fits no engine's cache.
+        UserError: no engine ever generates, no step finishes in time, or the longest sample fits no engine's cache.
     """
     check_cost_model(spec, cost_model, work, elastic=timetable is not None)
     return run_virtual(
@@ -236,20 +230,20 @@ def simulate_run(
 
 
 def check_cost_model(spec: RunSpec, cost_model: CostModel, work: Workload, *, elastic: bool) -> None:
-    """Raises UserError: there is nobody to generate, or the longest sample does not fit an engine's cache."""
+    """Raises UserError: there is no engine, or the longest sample does not fit an engine's cache."""
     engines = {"reserved engines": cost_model.reserved, "preemptible workers": cost_model.worker if elastic else None}
     if not any(engines.values()):
         hint = "let the reserved side generate, or add preemptible machines"
-        raise UserError("nobody generates: there is no engine, reserved or preemptible", hint=hint)
+        raise UserError("no engine to generate, reserved or preemptible", hint=hint)
     longest = work.prompt_tokens + min(work.longest, spec.sampling.max_new_tokens)
     for name, costs in engines.items():
         cache = costs.longest_sample if costs else math.inf
         if longest > cache:
             missing = math.ceil(longest - cache)
             raise UserError(
-                f"the longest sample, prompt and completion, is {longest:,} tokens, and the cache of one of the {name} "
+                f"the longest sample, prompt and completion, has {longest:,} tokens; the cache of one of the {name} "
                 f"holds {math.floor(max(cache, 0)):,}: {missing:,} are missing",
-                hint="give an engine more GPUs or larger ones, or limit the completions",
+                hint="use more or larger GPUs per engine, or limit the completions",
             )
 
 
@@ -268,39 +262,24 @@ async def _simulate(
     local = _reserved(cost_model, completions, clock, factories)
     gpus = local.learning if isinstance(local, SharingWorker) else nullcontext
     trainer = LearningTrainer(cost_model.trainer, clock=clock, gpus=gpus, streams=cost_model.streams)
-    host = provider = None
+    host: SimulatedHost | None = None
+    provider: Provider | None = None
     if timetable is not None:
-        host = _host(cost_model, completions, clock, factories)
-        provider = _provider(spec, timetable, clock, host, most_workers, last_words=factories.last_words)
-    components = _components(spec, cost_model, work, local=local, trainer=trainer, host=host, provider=provider)
-    result = await drive(spec, components, recording, clock, seconds=seconds, make_fleet=factories.fleet)
-    made = [worker.engine for worker in (*((local,) if local else ()), *(host.workers.values() if host else ()))]
-    return SimulatedRun(
-        result=result,
-        events=tuple(recording.events),
-        metrics=tuple(recording.metrics),
-        digest=recording.digest,
-        learned=tuple(trainer.learned),
-        reserved_usd_per_hour=spec.fleet.reserved_usd_per_hour,
-        shares_gpus=cost_model.shares_gpus and cost_model.reserved is not None,
-        put_back=sum(engine.put_back for engine in made),
-        put_back_tokens=sum(engine.recomputed for engine in made),
-        generated=sum(engine.generated for engine in made),
-    )
-
-
-def _components(
-    spec: RunSpec,
-    cost_model: CostModel,
-    work: Workload,
-    *,
-    local: SimulatedWorker | None,
-    trainer: LearningTrainer,
-    host: SimulatedHost | None,
-    provider: Provider | None,
-) -> SimulatedComponents:
+        assert cost_model.worker is not None, "a timetable needs the costs of a worker"
+        host = factories.host(
+            cost_model.worker,
+            cost_model.weights,
+            completions=completions,
+            clock=clock,
+            tick_s=factories.tick_s,
+            engine_type=factories.engine,
+        )
+        price = spec.fleet.preemptible_usd_per_hour
+        provider = ScheduledProvider(timetable, clock=clock, session=1, price_usd_per_hour=price, most=most_workers)
+        if factories.last_words:
+            provider = LastWords(provider, host, tick_s=spec.engine.tick_s)
     engines = [costs for costs in (cost_model.worker, cost_model.reserved) if costs is not None]
-    return SimulatedComponents(
+    components = SimulatedComponents(
         local=local,
         slots=engines[0].slots,
         local_slots=engines[-1].slots,
@@ -317,34 +296,26 @@ def _components(
         host=host,
         publisher=SimulatedPublisher(cost_model.weights) if host else None,
     )
-
-
-def _host(
-    cost_model: CostModel, completions: BlankCompletions, clock: Clock, factories: ComponentFactories
-) -> SimulatedHost:
-    assert cost_model.worker is not None, "machines come, and nothing says what they can do"
-    return factories.host(
-        cost_model.worker,
-        cost_model.weights,
-        completions=completions,
-        clock=clock,
-        tick_s=factories.tick_s,
-        engine_type=factories.engine,
+    result = await drive(spec, components, recording, clock, seconds=seconds, make_fleet=factories.fleet)
+    made = [worker.engine for worker in (*((local,) if local else ()), *(host.workers.values() if host else ()))]
+    return SimulatedRun(
+        result=result,
+        events=tuple(recording.events),
+        metrics=tuple(recording.metrics),
+        digest=recording.digest,
+        learned=tuple(trainer.learned),
+        reserved_usd_per_hour=spec.fleet.reserved_usd_per_hour,
+        shares_gpus=cost_model.shares_gpus and cost_model.reserved is not None,
+        put_back=sum(engine.put_back for engine in made),
+        put_back_tokens=sum(engine.recomputed for engine in made),
+        generated=sum(engine.generated for engine in made),
     )
-
-
-def _provider(
-    spec: RunSpec, timetable: Timetable, clock: Clock, host: SimulatedHost, most: float, *, last_words: bool
-) -> Provider:
-    price = spec.fleet.preemptible_usd_per_hour
-    machines = ScheduledProvider(timetable, clock=clock, session=1, price_usd_per_hour=price, most=most)
-    return LastWords(machines, host, tick_s=spec.engine.tick_s) if last_words else machines
 
 
 def _reserved(
     cost_model: CostModel, completions: BlankCompletions, clock: Clock, factories: ComponentFactories
 ) -> SimulatedWorker | None:
-    """All engines beside the trainer, as one."""
+    """All reserved engines, as one worker."""
     if cost_model.reserved is None:
         return None
     make = SharingWorker if cost_model.shares_gpus else SimulatedWorker

@@ -1,4 +1,4 @@
-"""An event loop in virtual time, and the cores and threads of a simulated machine."""
+"""An event loop in virtual time, and simulated cores and threads."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from tidemill.sim.simulated_trainer import Uplink
 T = TypeVar("T")
 
 WATCHED = 16
-"""Rounds of the loop from one call of `watch` to the next."""
+"""Loop iterations between two calls of `watch`."""
 
 
 class Deadlock(AssertionError):
-    """Everything waits and no timer is set: the real program would hang for ever."""
+    """All tasks wait and no timer is set: the real program would hang."""
 
 
 class _Jumping(selectors.DefaultSelector):
-    """Never waits: where the real one would sleep, time jumps. Before it does, `look` is called; `watch` now and then,
-    also where time stands still."""
+    """Never sleeps: time jumps instead. Calls `look` before each jump, and `watch` every `WATCHED` iterations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +49,7 @@ class _Jumping(selectors.DefaultSelector):
             return
         both, (self.look, self.watch) = (self.look, self.watch), (None, None)
         called()
-        self.look, self.watch = both  # after one that raised neither is called again while tasks are cancelled
+        self.look, self.watch = both  # if one raised, neither is called again during cancellation
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -69,41 +68,40 @@ def run_virtual(
     look: Callable[[], None] | None = None,
     watch: Callable[[], None] | None = None,
 ) -> T:
-    """Run to the end in virtual time.
+    """Run a coroutine to completion in virtual time.
 
     Args:
-        look: called whenever all that happens at one moment has happened; what it raises ends the run.
-        watch: called again and again, also while everything happens at one moment; what it raises ends the run.
+        look: called after all events of one moment; an exception ends the run.
+        watch: called repeatedly, also within one moment; an exception ends the run.
 
     Raises:
-        Deadlock: nothing would ever happen again.
+        Deadlock: all tasks wait and no timer is set.
     """
     with asyncio.Runner(loop_factory=lambda: VirtualLoop(look, watch)) as runner:
         return runner.run(coroutine)
 
 
 class Cores:
-    """Whoever computes has a core, or an equal part of all where there are more than cores."""
+    """Cores shared equally by concurrent work, at most one core each."""
 
     def __init__(self, cores: float, clock: Clock) -> None:
         self._sharing = Uplink(cores, 1.0, clock)
 
     async def work(self, seconds: float) -> None:
-        """Returns when so many seconds of one core's time are spent."""
+        """Return after `seconds` of one core's time."""
         if seconds > 0:
             await self._sharing.carry(seconds)
 
 
 class VirtualThread:
-    """Implements `core.protocols.Compute` in virtual time: calls run one at a time, in the order asked for, and take
-    what they say they spend."""
+    """Implements `core.protocols.Compute` in virtual time: calls run in order and take the time that they `spend`."""
 
     def __init__(self, cores: Cores) -> None:
         self._cores, self._turn = cores, asyncio.Lock()
         self.spent_s = 0.0
 
     async def run(self, function: Callable[[], T]) -> T:
-        """What the function does is done when it begins, and known when its time is over."""
+        """Call `function` now; return its result after the time that it spent."""
         async with self._turn:
             before_s = self.spent_s
             result = function()
@@ -111,15 +109,15 @@ class VirtualThread:
             return result
 
     def spend(self, seconds: float) -> None:
-        """Within a call of `run`."""
+        """Add time to the current call of `run`."""
         self.spent_s += seconds
 
     async def work(self, seconds: float) -> None:
-        """A call that does nothing else."""
+        """Spend time without a result."""
         await self.run(lambda: self.spend(seconds))
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """The thread is the block's own; what the block computes there, it asks of the cores itself."""
+        """Reserve the thread for the block, which requests core time itself."""
         async with self._turn:
             yield

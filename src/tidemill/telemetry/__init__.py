@@ -1,1 +1,1 @@
-"""A run's story: events, metrics, samples, the view, optional sinks, the summary and the report. Imports no torch."""
+"""Logs, metrics, samples, views, sinks, summary and report of a run. Imports no torch."""

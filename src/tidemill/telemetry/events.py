@@ -1,6 +1,6 @@
-"""The event log: names and stamps of its lines, and spans with a duration.
+"""The event log: event names, their meaning and one-line text, the lines of events.jsonl, and timed spans.
 
-A *session* is one process working on a run; a run that was resumed has several.
+A *session* is one process that works on a run; each resume starts a new one.
 """
 
 from __future__ import annotations
@@ -10,118 +10,223 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from tidemill.core.formatting import counted, decimal, duration
 from tidemill.core.protocols import Clock, Telemetry
 from tidemill.core.records import Record
 from tidemill.telemetry.jsonl import finite_number, read_lines
 
-SESSION_START = "session_start"
-SESSION_END = "session_end"
-RESUME = "resume"
-EVALUATION = "evaluation"
-CHECKPOINT = "checkpoint"
-SINK_FAILED = "sink_failed"
-REPLAY = "replay"
-ALREADY_FINISHED = "already_finished"
-WAITING = "waiting"
-GIVEN_UP = "given_up"
-LEASE = "lease"
-JOIN = "join"
-PULL = "pull"
-DECODE = "decode"
-NOTICE = "notice"
-HAND_BACK = "hand_back"
-MIGRATION = "migration"
-EVICTION = "eviction"
-CRASH = "crash"
-LEASE_END = "lease_end"
-REBALANCE = "rebalance"
-VACATED = "vacated"
-QUARANTINE = "quarantine"
-JOIN_FAILED = "join_failed"
-READER_RESTART = "reader_restart"
-PUBLISH = "publish"
-REWARD_FAILED = "reward_failed"
-PLAN = "plan"
+EVENTS: dict[str, str] = {}
+"""Meaning of each event. Spans also have `duration_s`, and `error` if an exception ended them."""
+
+
+def _define(name: str, meaning: str) -> str:
+    EVENTS[name] = meaning
+    return name
+
+
+SESSION_START: Final = _define(
+    "session_start", "a process opened the run; `resumed`, `earlier_wall_s` (of all earlier sessions), `pid`, `host`"
+)
+RESUME: Final = _define(
+    "resume", "training resumes after `step`; later metrics and samples were deleted and will be written again"
+)
+REPLAY: Final = _define(
+    "replay", "steps `first_step` to `last_step` are trained again from samples in the ledger, without generating"
+)
+ALREADY_FINISHED: Final = _define("already_finished", "all steps were already done; nothing was trained")
+PLAN: Final = _define("plan", "the number of optimizer steps, where it follows from the data: `steps`")
+MACHINE: Final = _define("machine", "the devices the run computes on: `device`, `threads` and more")
+WAITING: Final = _define("waiting", "a long wait is still in progress: `awaited`, `waited_s`, `deadline_s`")
+WAIT_ABANDONED: Final = _define(
+    "wait_abandoned", "the run is stopping and stopped waiting for `awaited` after `waited_s`; `lost`: the consequence"
+)
+ROLLOUT: Final = _define("rollout", "span: the samples of `step` were generated")
+TRAINING: Final = _define("training", "span: gradients and optimizer steps of `step`")
+EVALUATION: Final = _define(
+    "evaluation", "span: held-out prompts after `step`; `reward_mean`, `reward_stderr`, `greedy_accuracy`, `n`"
+)
+REWARD_FAILED: Final = _define(
+    "reward_failed",
+    "the first failure of its kind in a reward function, on a sample of `step`: `reason`, `prompt`, `response` "
+    "(both shortened)",
+)
+CHECKPOINT: Final = _define("checkpoint", "span: the trainer's state after `step` became durable")
+PUBLISH: Final = _define(
+    "publish",
+    "span: a version became available to workers; `version`, and where files were written `nbytes` and `delta_nbytes`",
+)
+LEASE: Final = _define(
+    "lease", "a machine was granted; `lease`, `worker`, `kind` (reserved or preemptible), `price_usd_per_hour`"
+)
+JOIN: Final = _define(
+    "join",
+    "span: a worker started on its machine, pulled weights and passed the probe; `lease`, `worker`; `error` if "
+    "it failed",
+)
+PULL: Final = _define(
+    "pull",
+    "span: a worker fetched a version and swapped to it; `lease`, `worker`, `version`, `nbytes`, `full` (a whole "
+    "snapshot, not a delta), `swap_s` (generation paused), `retries` (damaged transfers)",
+)
+DECODE: Final = _define(
+    "decode",
+    "span: a worker generated samples of a batch; `lease`, `worker`, `kind`, `step`, `purpose`, `tokens`, "
+    "`samples`, and `work`, the engine's work grouped by concurrent samples in powers of two (`passes`; `rows`: "
+    "samples extended by one token, with their `context_tokens`; `drawn` and `prefilled` tokens) with its time "
+    "(`busy_s`, CPU time `cpu_s`)",
+)
+NOTICE: Final = _define("notice", "a machine will be taken in `grace_s`; `lease`, `worker`, `cause`")
+DRAIN: Final = _define(
+    "drain",
+    "a worker under notice is asked to return the `samples` it is generating (it may still finish some); "
+    "`lease`, `worker`",
+)
+EVICTION: Final = _define(
+    "eviction",
+    "a machine was taken; `lease`, `worker`, `cause`, `noticed`, the `samples` it was generating, their "
+    "`tokens_kept`, and `tokens_lost`, estimated from its speed and the time since its last report",
+)
+CRASH: Final = _define("crash", "a serving worker raised an error and its lease ended; fields as for an eviction")
+MIGRATION: Final = _define(
+    "migration",
+    "`samples` of `worker` (under `lease`, which may have ended) continue on `to_worker` after their `tokens_kept`",
+)
+LEASE_END: Final = _define(
+    "lease_end", "a machine was released; `lease`, `worker`, `kind`, `cause`, `evicted`, `held_s`, `cost_usd`, `tokens`"
+)
+REBALANCE: Final = _define(
+    "rebalance", "`from_worker` is asked to return `samples` for `to_worker`, to balance the load"
+)
+WORKER_RELEASED: Final = _define(
+    "worker_released",
+    "the last `samples` of a batch were moved to a few workers and this one was released; `lease`, `worker`",
+)
+QUARANTINE: Final = _define(
+    "quarantine",
+    "a worker's logprobs differ from the trainer's by `difference`, above `limit`; the worker is released; "
+    "`lease`, `worker`",
+)
+JOIN_FAILED: Final = _define("join_failed", "a worker failed to start on its machine; `lease`, `worker`, `cause`")
+READER_RESTART: Final = _define(
+    "reader_restart", "the process of a reward model or of the reference was lost and is restarted; `who`, `cause`"
+)
+SINK_FAILED: Final = _define("sink_failed", "an optional sink raised and was dropped; `sink`, `error`")
+SESSION_END: Final = _define("session_end", "the process closed the run; `outcome` is finished, interrupted or failed")
 
 NOT_PART_OF_A_STEP = (EVALUATION, CHECKPOINT)
-"""What a step's time leaves out."""
-
-EVENTS: dict[str, str] = {
-    SESSION_START: "a process opened the run; `resumed`, `earlier_wall_s` (of all sessions before), `pid`, `host`",
-    RESUME: "training goes on after `step`; later metrics and samples were dropped and will be written again",
-    REPLAY: "the ledger has the samples of `first_step` to `last_step`; they are learned from again, not generated",
-    ALREADY_FINISHED: "the run had done all its steps; nothing was trained",
-    PLAN: "the data decide how many optimizer steps the run has: `steps`",
-    WAITING: "a wait goes on: `awaited`, `waited_s`, `deadline_s`",
-    GIVEN_UP: "the run is to end, and did not wait longer than `waited_s` for `awaited`; `lost` says what that costs",
-    "rollout": "span: the samples of `step` were generated",
-    "training": "span: gradients and optimizer steps of `step`",
-    EVALUATION: "span: held-out prompts after `step`; `reward_mean`, `reward_stderr`, `greedy_accuracy`, `n`",
-    REWARD_FAILED: "a reward function failed in this way for the first time, at a sample of `step`: `reason`, "
-    "`prompt`, `response` (both shortened)",
-    CHECKPOINT: "span: the trainer's state after `step` became durable",
-    PUBLISH: "span: a version became available to workers; `version`, `nbytes`, `delta_nbytes` where it was written",
-    LEASE: "a machine is there; `lease`, `worker`, `kind` (reserved or preemptible), `price_usd_per_hour`",
-    JOIN: "span: a worker came up on its machine: started, pulled weights and was right about the probe; `lease`, "
-    "`worker`; one with `error` did not",
-    PULL: "span: a worker fetched a version and swapped to it; `lease`, `worker`, `version`, `nbytes`, `full` (a whole "
-    "snapshot rather than a delta), `swap_s` (generation stood still), `retries` (transfers found damaged)",
-    DECODE: "span: a worker had samples of this batch; `lease`, `worker`, `kind`, `step`, `purpose`, `tokens`, "
-    "`samples`, and `work`: by octaves of samples drawn from at once, what its engine computed (`passes`; `rows`, "
-    "samples taken one token further, with their `context_tokens`; `drawn` and `prefilled` tokens) and how long that "
-    "took it (`busy_s`, of which on a processor `cpu_s`)",
-    NOTICE: "a machine will be taken in `grace_s`; `lease`, `worker`, `cause`",
-    HAND_BACK: "a warned worker is asked for the `samples` it is generating (it may finish some instead); `lease`, "
-    "`worker`",
-    EVICTION: "a machine was taken; `lease`, `worker`, `cause`, `noticed`, the `samples` it was generating, their "
-    "`tokens_kept`, and `tokens_lost`, estimated from its speed and how long it had not been heard of",
-    CRASH: "a worker that served raised an error, and its lease ended; fields as of an eviction",
-    MIGRATION: "`samples` that `worker` had (under `lease`, which may be over) go on at `to_worker`, from their "
-    "`tokens_kept`",
-    LEASE_END: "a machine is no longer held; `lease`, `worker`, `kind`, `cause`, `evicted`, `held_s`, `cost_usd`, "
-    "`tokens`",
-    REBALANCE: "`from_worker` is asked for `samples` that `to_worker` may go on with, to even out the load",
-    VACATED: "the last `samples` of a batch are gathered on few workers, and this one is left; `lease`, `worker`",
-    QUARANTINE: "a worker's logprobs differ from the trainer's by `difference`, more than `limit`; it is given back; "
-    "`lease`, `worker`",
-    JOIN_FAILED: "a worker did not come up on its machine; `lease`, `worker`, `cause`",
-    READER_RESTART: "a reward model or the reference lost its process and is started again; `who`, `cause`",
-    SINK_FAILED: "an optional sink raised and was dropped; `sink`, `error`",
-    SESSION_END: "the process closed the run; `outcome` is finished, interrupted or failed",
-}
-"""Event names and what they mean; spans also carry `duration_s` (and `error` when they were left by an exception)."""
+"""Spans that are excluded from a step's wall time."""
+FLEET_EVENTS = frozenset({
+    LEASE, JOIN, PULL, DECODE, NOTICE, DRAIN, EVICTION, CRASH, MIGRATION, LEASE_END, REBALANCE, WORKER_RELEASED,
+    QUARANTINE, JOIN_FAILED,
+})  # fmt: skip
+"""Events of single workers, which may be many."""
+NOUNS = {
+    JOIN: "join", NOTICE: "notice", DRAIN: "drain", EVICTION: "eviction", CRASH: "crash", PULL: "damaged pull",
+    JOIN_FAILED: "failed join",
+}  # fmt: skip
+"""What the terminal counts when it summarises many fleet events."""
+LISTED_EVENTS = frozenset({
+    SESSION_START, SESSION_END, RESUME, REPLAY, EVALUATION, CHECKPOINT, SINK_FAILED, WAITING, WAIT_ABANDONED, EVICTION,
+    CRASH, JOIN_FAILED, QUARANTINE,
+})  # fmt: skip
+"""Events in the table of the report."""
 
 HEADER = ("time", "session", "elapsed_s", "event")
+INTERRUPTIONS = ("CancelledError", "KeyboardInterrupt")
+"""`error` of a span that the user interrupted."""
+
+
+def event_text(name: str, fields: dict[str, Any]) -> str:
+    """One line about an event for the terminal and the report; empty if the event is not worth a line."""
+    if name in FLEET_EVENTS:
+        return _fleet_text(name, fields)
+    step, error = fields.get("step"), fields.get("error")
+    took = f", {duration(fields['duration_s'])}" if "duration_s" in fields else ""
+    if error:
+        ended = "was interrupted" if error in INTERRUPTIONS else f"failed: {error}"
+        return f"{name} of step {step} {ended}" if step is not None else f"{name} {ended}"
+    if name == EVALUATION and "reward_mean" in fields:
+        n = f" (n {fields['n']}{took})" if "n" in fields else ""
+        accuracy = f", accuracy {decimal(fields['greedy_accuracy'])}" if "greedy_accuracy" in fields else ""
+        return f"held-out reward after step {step}: {decimal(fields['reward_mean'])}{accuracy}{n}"
+    if name == CHECKPOINT and not fields.get("interrupted"):
+        return f"checkpoint of step {step} written{took}"
+    if name == WAITING:
+        return f"still waiting for {fields['awaited']} after {duration(fields['waited_s'])}"
+    if name == WAIT_ABANDONED:
+        return f"stopped waiting for {fields['awaited']} after {duration(fields['waited_s'])}: {fields['lost']}"
+    if name == REPLAY:
+        first, last = fields["first_step"], fields["last_step"]
+        return f"replaying {f'step {first}' if first == last else f'steps {first}-{last}'} from the journal"
+    if name == ALREADY_FINISHED:
+        return f"all {fields['steps']} steps are already done"
+    if name == RESUME:
+        return f"resumed after step {step}"
+    return ""
+
+
+def _fleet_text(name: str, fields: dict[str, Any]) -> str:
+    worker, cause = fields.get("worker"), f" ({fields['cause']})" if fields.get("cause") else ""
+    if name == JOIN and "error" not in fields:
+        return f"{worker} joined after {duration(fields.get('duration_s', 0.0))}"
+    if name == NOTICE:
+        return f"{worker} will be evicted in {duration(fields.get('grace_s', 0.0))}{cause}"
+    if name == DRAIN:
+        return f"draining {worker}: {counted(fields.get('samples', 0), 'sample')} in flight"
+    if name == EVICTION:
+        if fields.get("noticed"):  # the notice gave the cause
+            return f"evicted {worker} after notice: {moved_text(fields)}"
+        return f"evicted {worker} without notice: {moved_text(fields)}{cause}"
+    if name == CRASH:
+        return f"{worker} crashed: {moved_text(fields)}{cause}"
+    if name == JOIN_FAILED:
+        return f"{worker} failed to start{cause}"
+    if name == PULL and (retries := fields.get("retries")):
+        return f"{worker} pulled version {fields.get('version')} after {counted(retries, 'damaged transfer')}"
+    if name == QUARANTINE:
+        difference, limit = decimal(fields.get("difference")), decimal(fields.get("limit"))
+        return f"quarantined {worker}: its logprobs differ from the trainer's by {difference} (limit {limit})"
+    return ""
+
+
+def moved_text(fields: dict[str, Any]) -> str:
+    """`4 samples move to other workers, 52 tokens kept, 3 lost`."""
+    samples, kept, lost = (fields.get(key, 0) for key in ("samples", "tokens_kept", "tokens_lost"))
+    if not samples:
+        return "no samples in flight"
+    verb = "moves" if samples == 1 else "move"
+    text = f"{counted(samples, 'sample')} {verb} to other workers, {counted(kept, 'token')} kept"
+    return f"{text}, {lost:,} lost" if lost else text
 
 
 def timestamp(unix_s: float) -> str:
-    """UTC, to the millisecond, as ISO 8601."""
+    """UTC in ISO 8601, to the millisecond."""
     return datetime.fromtimestamp(unix_s, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def event_line(name: str, fields: dict[str, Any], *, unix_s: float, session: int, elapsed_s: float) -> dict[str, Any]:
-    """One line of events.jsonl. A field that is called like a header key gets a trailing underscore."""
+    """One line of events.jsonl. A field with the name of a header key gets a trailing underscore."""
     header = dict(zip(HEADER, (timestamp(unix_s), session, round(elapsed_s, 3), name), strict=True))
     return header | {f"{key}_" if key in header else key: value for key, value in fields.items()}
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Every whole line of events.jsonl that has a name."""
+    """Every complete line of events.jsonl that has an event name."""
     return [line for _, line in read_lines(path) if isinstance(line.get("event"), str)]
 
 
 class PastSessions(Record):
-    """What the logs of a run say about the processes that worked on it before."""
+    """The earlier sessions of a run, from its logs."""
 
     count: int = 0
-    wall_s: float = 0.0  # of all of them together
+    wall_s: float = 0.0  # sum over the sessions
     last: dict[str, Any] = {}  # the newest session_start line
 
 
 def past_sessions(events: Path, metrics: Path) -> PastSessions:
-    """Read both logs, because the last line before a kill may stand in either. Call it before metrics are rewound."""
+    """Read both logs: either may have the last line before a kill. Call it before metrics are rewound."""
     count, earlier_s, elapsed_s, last = 0, 0.0, 0.0, dict[str, Any]()
     for _, line in read_lines(events):
         if line.get("event") == SESSION_START:
@@ -135,7 +240,7 @@ def past_sessions(events: Path, metrics: Path) -> PastSessions:
 
 
 class MonotonicClock:
-    """For code that has no event loop; the same origin as the loop's own clock on Linux."""
+    """Clock for code without an event loop; on Linux it has the same origin as the loop's clock."""
 
     def now(self) -> float:
         return time.monotonic()
@@ -143,13 +248,13 @@ class MonotonicClock:
 
 @contextmanager
 def span(telemetry: Telemetry, clock: Clock, name: str, **fields: Any) -> Iterator[dict[str, Any]]:
-    """Write one event when the block ends, with `duration_s` and whatever the block put into the yielded dict.
+    """Write one event when the block ends, with `duration_s` and the fields the block added to the yielded dict.
 
     Example:
         with span(telemetry, clock, "evaluation", step=5) as fields:
             fields["greedy_accuracy"] = await evaluate()
 
-    A block left by an exception is written too, with the exception's name as `error`; the exception goes on.
+    If the block raises, the event has the exception's class name as `error`, and the exception propagates.
     """
     started = clock.now()
     try:

@@ -1,6 +1,6 @@
-"""What a fleet did and what it cost, from a run's logs. Every session counts: what a resume rewound did happen.
+"""What the fleet did and cost, from a run's logs. All sessions count, including steps that a resume rewound.
 
-Times are on the run's own axis: seconds of work, the time between sessions left out.
+Times are seconds of work since the run started; the time between sessions is excluded.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ from tidemill.telemetry.metrics import TOKENS_RECOMPUTED, MetricLine
 
 HOUR_S = 3600.0
 
-MigrationCause: TypeAlias = Literal["taken", "warned", "other"]
-"""What had come over the machine that a sample left; the last is to even out the load, or a fault of its worker."""
+LeaseKey: TypeAlias = tuple[int, str]
+"""(session, lease)"""
+MigrationCause: TypeAlias = Literal["evicted", "noticed", "other"]
+"""State of the machine a sample left; "other" is rebalancing or a faulty worker."""
 
 
 class Session(Record):
@@ -37,8 +39,8 @@ class Session(Record):
 
     number: int
     start_s: float
-    end_s: float  # its last known moment
-    killed: bool  # it left no word about its end: it was killed, or is still running
+    end_s: float  # of its last log line
+    killed: bool  # no session_end: it was killed or is still running
 
 
 class HeldLease(Record):
@@ -51,18 +53,22 @@ class HeldLease(Record):
     start_s: float
     end_s: float
     cost_usd: float
-    cause: str = ""  # of its end; empty when the session ended first
+    cause: str = ""  # of its end; empty if the session ended first
     evicted: bool = False
-    tokens: int | None = None  # None when the session ended first
+    tokens: int | None = None  # None if the session ended first
 
 
 def amount(event: dict[str, Any], key: str) -> float:
-    """A number of a line; 0 where there is none."""
+    """A number of a line; 0 if it is missing."""
     return finite_number(event.get(key)) or 0.0
 
 
+def lease_key(event: dict[str, Any]) -> LeaseKey:
+    return int(amount(event, "session")), str(event.get("lease", ""))
+
+
 def sessions_of(events: Iterable[dict[str, Any]], metrics: Sequence[MetricLine]) -> dict[int, Session]:
-    """By number, in order."""
+    """Sessions by number, in order."""
     starts, last_s, ended = dict[int, float](), dict[int, float](), set[int]()
     for event in events:
         number = int(amount(event, "session"))
@@ -78,7 +84,7 @@ def sessions_of(events: Iterable[dict[str, Any]], metrics: Sequence[MetricLine])
     numbers, end_s = sorted(last_s), 0.0
     for at, number in enumerate(numbers):
         start_s = starts.get(number, end_s)
-        # The next session knew how long the earlier ones lasted; metrics that told it may have been rewound since.
+        # The next session logged how long the earlier ones lasted; the metrics of their last steps may be rewound.
         known = [starts[one] for one in numbers[at + 1 : at + 2] if one in starts]
         end_s = known[0] if known else start_s + last_s[number]
         found[number] = Session(number=number, start_s=start_s, end_s=end_s, killed=number not in ended)
@@ -86,18 +92,24 @@ def sessions_of(events: Iterable[dict[str, Any]], metrics: Sequence[MetricLine])
 
 
 def moment(event: dict[str, Any], sessions: dict[int, Session]) -> float:
-    """When a line was written, on the run's axis."""
+    """Time of a line, in seconds since the run started."""
     return sessions[int(amount(event, "session"))].start_s + amount(event, "elapsed_s")
 
 
-def held_leases(events: Iterable[dict[str, Any]], sessions: dict[int, Session]) -> dict[tuple[int, str], HeldLease]:
-    """By session and id, in order of their beginning. A lease without an end is charged until its session's.
+def stretch(event: dict[str, Any], sessions: dict[int, Session]) -> tuple[float, float]:
+    """(start, end) of a span."""
+    end_s = moment(event, sessions)
+    return end_s - amount(event, "duration_s"), end_s
 
-    The reserved side is there from the beginning of a session, whether or not a line says so.
+
+def held_leases(events: Iterable[dict[str, Any]], sessions: dict[int, Session]) -> dict[LeaseKey, HeldLease]:
+    """Leases by session and id, in order of their start. A lease without an end is charged until its session's end.
+
+    The reserved side is held from the start of a session, even without a `lease` line.
     """
-    granted, ended = dict[tuple[int, str], dict[str, Any]](), dict[tuple[int, str], dict[str, Any]]()
+    granted, ended = dict[LeaseKey, dict[str, Any]](), dict[LeaseKey, dict[str, Any]]()
     for event in events:
-        key = (int(amount(event, "session")), str(event.get("lease", "")))
+        key = lease_key(event)
         if event["event"] == LEASE_END:
             ended[key] = event
         elif event["event"] == LEASE:
@@ -109,7 +121,7 @@ def held_leases(events: Iterable[dict[str, Any]], sessions: dict[int, Session]) 
 
 
 def _held(
-    key: tuple[int, str], granted: dict[str, Any], ended: dict[str, Any] | None, sessions: dict[int, Session]
+    key: LeaseKey, granted: dict[str, Any], ended: dict[str, Any] | None, sessions: dict[int, Session]
 ) -> HeldLease:
     end = ended or {}
     end_s = moment(end, sessions) if end else sessions[key[0]].end_s
@@ -130,7 +142,7 @@ def _held(
 
 
 def covered_s(stretches: Iterable[tuple[float, float]]) -> float:
-    """Seconds that lie in at least one of the (start, end) stretches."""
+    """Seconds in at least one of the (start, end) stretches."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(stretches):
         total += max(0.0, end - max(start, reached))
@@ -139,28 +151,25 @@ def covered_s(stretches: Iterable[tuple[float, float]]) -> float:
 
 
 def reserved_only_s(events: Iterable[dict[str, Any]], sessions: dict[int, Session], wall_s: float) -> float | None:
-    """How long the run would have taken with the reserved side generating everything, at the rate it showed.
+    """Estimated duration of the run if the reserved side had generated every token at its measured rate.
 
-    The time in which anybody generated is replaced by all tokens at the reserved side's own rate; whatever the trainer
-    did meanwhile is given to the reserved-only run for nothing, so the estimate is rather too low. None when the
-    reserved side generated nothing.
+    Replaces the time in which any worker generated by all tokens at the reserved side's rate. Training that overlapped
+    with generation is not added back, so the estimate is a lower bound. None if the reserved side generated nothing.
     """
-    anybody, reserved = list[tuple[float, float]](), list[tuple[float, float]]()
+    any_worker, reserved = list[tuple[float, float]](), list[tuple[float, float]]()
     tokens, reserved_tokens = 0.0, 0.0
     for event in events:
         if event["event"] != DECODE:
             continue
-        end_s = moment(event, sessions)
-        stretch = (end_s - amount(event, "duration_s"), end_s)
-        anybody.append(stretch)
+        any_worker.append(stretch(event, sessions))
         tokens += amount(event, "tokens")
         if event.get("kind") == "reserved":
-            reserved.append(stretch)
+            reserved.append(any_worker[-1])
             reserved_tokens += amount(event, "tokens")
     reserved_s = covered_s(reserved)
     if not reserved_tokens or not reserved_s:
         return None
-    return wall_s - covered_s(anybody) + tokens * reserved_s / reserved_tokens
+    return wall_s - covered_s(any_worker) + tokens * reserved_s / reserved_tokens
 
 
 def fleet_figures(
@@ -171,14 +180,14 @@ def fleet_figures(
     tokens_trained: float,
     reserved_usd_per_hour: float,
 ) -> dict[str, Any]:
-    """The fleet's part of summary.json; the keys are explained in docs/metrics.md.
+    """The fleet's part of summary.json; docs/metrics.md explains the keys.
 
     Args:
         events: of all sessions.
         metrics: of the surviving history.
         wall_s: of all sessions together.
         tokens_trained: of the surviving history.
-        reserved_usd_per_hour: what the reserved side costs as long as a session runs.
+        reserved_usd_per_hour: price of the reserved side while a session runs.
     """
     sessions = sessions_of(events, metrics)
     leases = [one for one in held_leases(events, sessions).values() if one.kind == "preemptible"]
@@ -186,8 +195,8 @@ def fleet_figures(
     alone_s = reserved_only_s(events, sessions, wall_s)
     reserved_usd, alone_usd = (reserved_usd_per_hour * seconds / HOUR_S for seconds in (wall_s, alone_s or 0.0))
     return {
-        **_happenings(events, leases),
-        # A resume says what of it stood in the lines it dropped.
+        **_counts(events, leases),
+        # A resume logs the recomputed tokens of the metrics it deleted.
         "tokens_recomputed": recomputed(metrics) + int(sum(amount(event, TOKENS_RECOMPUTED) for event in events)),
         "goodput_tokens_per_s": round(tokens_trained / wall_s, 3) if wall_s > 0 else None,
         "cost_usd": round(reserved_usd + preemptible_usd, 6),
@@ -197,21 +206,20 @@ def fleet_figures(
 
 
 def migrations(events: Iterable[dict[str, Any]]) -> Iterable[tuple[dict[str, Any], MigrationCause]]:
-    """Each event of samples that went on elsewhere, and why their worker did not go on with them."""
-    causes: dict[tuple[int, str], MigrationCause] = {}
+    """Each migration event, and what had happened to the machine the samples left."""
+    causes: dict[LeaseKey, MigrationCause] = {}
     for event in events:
-        key = (int(amount(event, "session")), str(event.get("lease", "")))
         if event["event"] == NOTICE:
-            causes[key] = "warned"
+            causes[lease_key(event)] = "noticed"
         elif event["event"] == EVICTION:
-            causes[key] = "taken"
+            causes[lease_key(event)] = "evicted"
         elif event["event"] == MIGRATION:
-            yield event, causes.get(key, "other")
+            yield event, causes.get(lease_key(event), "other")
 
 
-def _happenings(events: Sequence[dict[str, Any]], leases: Sequence[HeldLease]) -> dict[str, int]:
-    """How often what happened to preemptible workers, and what became of their samples."""
-    theirs = {(one.session, one.lease_id) for one in leases}
+def _counts(events: Sequence[dict[str, Any]], leases: Sequence[HeldLease]) -> dict[str, int]:
+    """Counts of what happened to preemptible workers and to their samples."""
+    keys = {(one.session, one.lease_id) for one in leases}
     by_name: dict[str, list[dict[str, Any]]] = {}
     for event in events:
         by_name.setdefault(event["event"], []).append(event)
@@ -224,7 +232,7 @@ def _happenings(events: Sequence[dict[str, Any]], leases: Sequence[HeldLease]) -
     evictions, crashes = by_name.get(EVICTION, []), by_name.get(CRASH, [])
     return {
         "leases": len(leases),
-        "joins": sum((int(amount(event, "session")), event.get("lease")) in theirs for event in joins),
+        "joins": sum(lease_key(event) in keys for event in joins),
         "notices": len(by_name.get(NOTICE, ())),
         "evictions": len(evictions),
         "evictions_noticed": sum(bool(event.get("noticed")) for event in evictions),
@@ -238,16 +246,16 @@ def _happenings(events: Sequence[dict[str, Any]], leases: Sequence[HeldLease]) -
 
 
 def recomputed(metrics: Iterable[MetricLine]) -> int:
-    """Tokens of resubmitted samples that were computed again in these steps."""
+    """Tokens of migrated samples that were computed again in these steps."""
     return int(sum(line.values.get(TOKENS_RECOMPUTED, 0.0) for line in metrics))
 
 
 def evictions_sentence(figures: dict[str, Any]) -> str:
-    """What the evictions cost, of the figures above; empty when there were none."""
+    """`2 evictions (1 with notice): 6 samples migrated, 42 tokens kept, 11 lost`; empty without evictions."""
     if not figures["evictions"]:
         return ""
     return (
         f"{counted(figures['evictions'], 'eviction')} ({figures['evictions_noticed']} with notice): "
-        f"{counted(figures['samples_kept'], 'sample')} went on elsewhere, "
+        f"{counted(figures['samples_kept'], 'sample')} migrated, "
         f"{counted(figures['tokens_kept'], 'token')} kept, {figures['tokens_lost']:,} lost"
     )

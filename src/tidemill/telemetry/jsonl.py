@@ -1,8 +1,9 @@
-"""JSON lines that survive being killed half-way, and small files written all or nothing."""
+"""JSON lines files that survive a kill during a write, and small files that are replaced atomically."""
 
 from __future__ import annotations
 
 import errno
+import math
 import os
 import threading
 from collections.abc import Iterator
@@ -11,47 +12,46 @@ from typing import Any
 
 import msgspec
 
-from tidemill.core.decoding import decode_json
 from tidemill.core.errors import UserError
+from tidemill.core.records import decode_json
 
 BLOCK_BYTES = 1 << 16
-LARGEST = 1e100
-"""Beyond it nothing was measured: squares of such numbers leave the range of floats."""
 
 
 def finite_number(value: Any) -> float | None:
-    """A value of a line as a number; None if it is none, or none that can be computed with."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and abs(value) <= LARGEST else None
+    """A JSON value as a finite float; None for anything else, booleans included."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if math.isfinite(value) else None
 
 
-def _plain(value: Any) -> Any:
-    """What JSON has no word for: numpy and torch scalars by value, anything else as text."""
+def _scalar_or_text(value: Any) -> Any:
     item = getattr(value, "item", None)
     return item() if callable(item) else str(value)
 
 
 def encode(record: Any) -> bytes:
-    """One JSON document without a line break; NaN and infinities become null."""
-    return msgspec.json.encode(record, enc_hook=_plain)
+    """One JSON document without a line break.
+
+    NaN and infinities become null, numpy and torch scalars numbers, other foreign objects text.
+    """
+    return msgspec.json.encode(record, enc_hook=_scalar_or_text)
 
 
 def disk_error(error: OSError, path: Path) -> UserError:
-    """Say an operating-system error on `path` in words a user can act on."""
+    """A UserError for an operating-system error on `path`."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        what, hint = "the disk is full", "free some space and run the same command again; the run resumes where it was"
+        what, hint = "the disk is full", "free some space and run the same command again; the run resumes"
     elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         what, hint = "not writable", "choose another --run.dir or change the permissions of this one"
     else:
-        what, hint = (
-            error.strerror or str(error),
-            "choose another --run.dir, or check the disk and run the same command again",
-        )
+        what = error.strerror or str(error)
+        hint = "choose another --run.dir, or check the disk and run the same command again"
     return UserError(what, where=str(path), hint=hint)
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Replace `path` with `data`; a reader or a kill sees the old file or the new one, never a mixture.
+    """Replace `path` with `data`: readers and kills see the old file or the new one, never a mixture.
 
     Raises:
         UserError: the disk is full or the directory is not writable; the old file is untouched.
@@ -68,8 +68,13 @@ def write_atomically(path: Path, data: bytes) -> None:
         raise disk_error(error, path) from error
 
 
+def write_json(path: Path, value: Any) -> None:
+    """Replace `path` with indented JSON. Raises UserError as `write_atomically`."""
+    write_atomically(path, msgspec.json.format(encode(value)) + b"\n")
+
+
 def drop_torn_line(path: Path) -> int:
-    """Cut what a kill left after the last line break. Returns the bytes cut; a missing file is fine."""
+    """Remove an incomplete last line. Returns the bytes removed; 0 for a missing file."""
     try:
         file = path.open("r+b")
     except FileNotFoundError:
@@ -90,23 +95,17 @@ def drop_torn_line(path: Path) -> int:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(byte offset, object) of every whole line of a file that may still be written to.
+    """(byte offset, object) of every complete line of a file that may still be written to.
 
-    A torn or unreadable line is passed over; a missing file has no lines.
+    Unreadable lines are skipped; a missing file has no lines.
     """
-    for offset, record in _whole_lines(path):
+    for offset, record in complete_lines(path):
         if record is not None:
             yield offset, record
 
 
-def readable_lines(path: Path) -> tuple[int, int]:
-    """(lines that can be read, whole lines)"""
-    found = [record is not None for _, record in _whole_lines(path)]
-    return sum(found), len(found)
-
-
-def _whole_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """None for an unreadable one."""
+def complete_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """As `read_lines`, with None for unreadable lines."""
     try:
         file = path.open("rb")
     except FileNotFoundError:
@@ -123,10 +122,10 @@ def _whole_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
 
 
 class JsonlWriter:
-    """Appends one line per system call, so that neither a kill nor another thread can interleave lines."""
+    """Appends one line per system call: neither a kill nor another thread can interleave lines."""
 
     def __init__(self, path: Path) -> None:
-        """Cut a torn last line and open for appending.
+        """Remove an incomplete last line and open the file for appending.
 
         Raises:
             UserError: the file cannot be opened.
@@ -143,7 +142,7 @@ class JsonlWriter:
         """Append one line.
 
         Raises:
-            UserError: the disk is full; the file is cut back to its last whole line.
+            UserError: the disk is full; the file then ends with its last complete line.
         """
         line = encode(record) + b"\n"
         with self._lock:

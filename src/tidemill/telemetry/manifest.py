@@ -1,4 +1,4 @@
-"""What produced a run: versions, commit, machine, command line, and its forecast."""
+"""The manifest of a run (versions, commit, machine, command line) and its forecast."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from typing import Any
 import msgspec
 
 import tidemill
-from tidemill.core.decoding import decode_json
 from tidemill.core.formatting import counted, dollars, duration
-from tidemill.core.records import Record
+from tidemill.core.records import Record, decode_json
 from tidemill.telemetry.events import timestamp
-from tidemill.telemetry.jsonl import write_atomically
+from tidemill.telemetry.jsonl import write_json
+from tidemill.telemetry.run_dir import RUN_FORMAT
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic", "msgspec", "reasoning-gym")
 GIT_TIMEOUT_S = 5.0
@@ -29,7 +29,7 @@ GIT_TIMEOUT_S = 5.0
 def build_manifest(
     earlier: dict[str, Any], *, run: str, model: str, seed: int, unix_s: float, argv: Sequence[str] | None = None
 ) -> dict[str, Any]:
-    """The manifest of a run with one more session; `earlier` is the stored one, empty for a new run."""
+    """The manifest with this session appended; `earlier` is the stored manifest, empty for a new run."""
     session = {
         "started": timestamp(unix_s),
         "argv": without_absolute_paths(sys.argv if argv is None else argv),
@@ -39,7 +39,8 @@ def build_manifest(
     }
     created = earlier.get("created", session["started"])
     return {
-        **earlier,  # whatever else was noted of this run stays
+        **earlier,  # keeps fields added elsewhere, such as the model's digest
+        "format": RUN_FORMAT,
         "run": run,
         "run_id": earlier.get("run_id", blake2b(f"{run} {created}".encode(), digest_size=6).hexdigest()),
         "model": model,
@@ -50,7 +51,7 @@ def build_manifest(
 
 
 def without_absolute_paths(argv: Sequence[str]) -> list[str]:
-    """The command line with every absolute path shortened to its last part: it should not tell where things lie."""
+    """The command line with every absolute path shortened to its last part, to keep local paths private."""
 
     def shorten(argument: str) -> str:
         head, equals, tail = argument.rpartition("=")
@@ -62,7 +63,7 @@ def without_absolute_paths(argv: Sequence[str]) -> list[str]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python, Tidemill and what its figures depend on, without importing any of it."""
+    """Versions of Python, Tidemill and the packages that affect results, without importing them."""
     found = {"python": platform.python_version(), "tidemill": tidemill.__version__}
     for package in PACKAGES:
         try:
@@ -73,10 +74,10 @@ def versions() -> dict[str, str]:
 
 
 def git_state() -> dict[str, Any]:
-    """Commit of the checkout Tidemill runs from and whether it has changes; empty when installed from a package."""
+    """Commit of Tidemill's checkout and whether it has local changes; empty if installed from a package."""
     folder = Path(tidemill.__file__).parent
     commit = _git(folder, "rev-parse", "HEAD")
-    # An installed package may lie inside somebody else's checkout (a virtual environment in a project).
+    # An installed package may be inside another project's checkout (in its virtual environment).
     if not commit or _git(folder, "ls-files", "--error-unmatch", "__init__.py") is None:
         return {}
     return {"commit": commit, "changed": bool(_git(folder, "status", "--porcelain", "--untracked-files=no"))}
@@ -93,7 +94,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def machine() -> dict[str, Any]:
-    """Operating system, processor, cores this process may use, and memory."""
+    """Operating system, processor, cores available to this process, and memory."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     try:
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -112,12 +113,12 @@ def _processor() -> str:
 
 
 def peak_rss_bytes() -> int:
-    """The largest resident set this process has had, in bytes."""
+    """Peak resident memory of this process in bytes."""
     try:
         status = Path("/proc/self/status").read_text(encoding="utf-8")
     except OSError:
         status = ""
-    # Preferred on Linux: the figure of getrusage starts at the peak of the process that started this one.
+    # Preferred on Linux: getrusage starts at the peak of the parent process.
     for line in status.splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
@@ -130,7 +131,7 @@ FORMAT = 1
 
 
 class Spread(Record):
-    """A number of several simulations: their mean, and two standard deviations around it."""
+    """Mean of several simulations, and the bounds two standard deviations below and above."""
 
     mean: float
     low: float
@@ -138,18 +139,18 @@ class Spread(Record):
 
 
 class Forecast(Record):
-    """Of a whole run. Times in seconds."""
+    """Forecast of a whole run. Times in seconds."""
 
     format: int
-    profile: str  # what it rests on, in words
+    profile: str  # description of the profile it is based on
     seeds: int  # simulations
     steps: int
-    step_s: tuple[Spread, ...]  # of each simulated step, from the first on
-    usual_step_s: Spread  # of the steps but the first, on average; steps that were not simulated are taken to be so
+    step_s: tuple[Spread, ...]  # of each simulated step, from step 1
+    usual_step_s: Spread  # mean over the steps after the first; used for steps that were not simulated
     total_s: Spread  # from the command to the end
-    split_s: dict[str, float]  # of a usual step, what the trainer did, one after another
-    generating_s: float  # of a usual step, until its last sample was there
-    beside_s: dict[str, float]  # of the whole run, what is in no step: start, evaluation, checkpoints
+    split_s: dict[str, float]  # the trainer's phases in a usual step
+    generating_s: float  # of a usual step, until its last sample was finished
+    beside_s: dict[str, float]  # of the whole run, outside steps: start, evaluation, checkpoints
     tokens_per_s: float
     cost_usd: float
     notes: tuple[str, ...] = ()
@@ -162,21 +163,21 @@ class Forecast(Record):
 
     @property
     def caution(self) -> str:
-        """What to know of it, in a line; empty for nothing."""
+        """The profile's caveats in one line; empty if there are none."""
         return f"the forecast is from {self.profile}; {'; '.join(self.notes)}" if self.notes else ""
 
     def of_step(self, step: int) -> Spread:
-        """Of a step, from 1."""
+        """Wall time of a step, counted from 1."""
         return self.step_s[step - 1] if step <= len(self.step_s) else self.usual_step_s
 
 
 def write_forecast(directory: Path, forecast: Forecast) -> None:
-    """Raises UserError: it cannot be written."""
-    write_atomically(directory / FORECAST, msgspec.json.format(msgspec.json.encode(forecast)) + b"\n")
+    """Write RUN/forecast.json. Raises UserError if it cannot be written."""
+    write_json(directory / FORECAST, forecast)
 
 
 def read_forecast(directory: Path) -> Forecast | None:
-    """None where there is none that this version reads: nothing depends on it."""
+    """None if the file is missing, damaged or of another format."""
     try:
         forecast = decode_json((directory / FORECAST).read_bytes(), Forecast)
     except (OSError, msgspec.DecodeError):

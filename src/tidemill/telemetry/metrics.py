@@ -1,160 +1,422 @@
-"""The metrics of a step: their names, units and meanings, and their lines in metrics.jsonl."""
+"""The registry of metrics: name, unit, meaning, terminal label and chart of each; and the lines of metrics.jsonl.
+
+Charts, terminal views, findings and the tables of docs/metrics.md are derived from it.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
-from tidemill.core.records import StepMetrics
+from tidemill.core.formatting import compact, decimal, percent
+from tidemill.core.records import Record, StepMetrics
 from tidemill.telemetry.events import EVENTS, timestamp
 from tidemill.telemetry.jsonl import finite_number, read_lines
 
 
 class Metric(NamedTuple):
-    """What a number means. An empty unit is a plain ratio or score."""
+    """A number of a step. An empty unit is a plain ratio or score."""
 
     unit: str
     meaning: str
+    label: str  # in the terminal; empty: not shown there
+    write: Callable[[float], str]  # how the terminal writes it
 
 
-HELD_OUT: Final = "eval/"
-"""Before a metric's name: of examples that are held out."""
-HELD_OUT_REWARD: Final = "eval/reward_mean"
-HELD_OUT_STDERR: Final = "eval/reward_stderr"
-GREEDY_ACCURACY: Final = "eval/greedy_accuracy"
-HELD_OUT_LOSS: Final = "eval/loss"
-PEAK_RSS: Final = "peak_rss_bytes"
-CONTROLLER_CPU: Final = "cpu_controller_s"
-STEP_TIME: Final = "time_step_s"
-EVICTIONS: Final = "evictions"
-CRASHES: Final = "crashes"
-MIGRATIONS: Final = "migrations"
-TOKENS_LOST: Final = "tokens_lost"
-TOKENS_RECOMPUTED: Final = "tokens_recomputed"
-WORKERS_MEAN: Final = "workers_mean"
-SEED_WINDOW: Final = "seed_window_s"
-TRAINER_IDLE: Final = "time_trainer_idle_s"
-TRAINER_WAIT: Final = "time_trainer_wait_s"
-CRITIC_WAIT: Final = "time_critic_wait_s"
-REMOTE_WAIT: Final = "time_remote_wait_s"
+METRICS: dict[str, Metric] = {}
+"""Every metric this project writes, besides `reward/NAME` for each of several rewards and `lag/N` for each lag.
 
-METRICS: dict[str, Metric] = {
-    "reward_mean": Metric("", "mean reward of the batch's valid samples"),
-    "reward_std": Metric("", "standard deviation of those rewards"),
-    HELD_OUT_REWARD: Metric("", "mean valid reward of greedy completions of held-out prompts, after this step"),
-    HELD_OUT_STDERR: Metric("", "standard error of that mean, over prompts"),
-    GREEDY_ACCURACY: Metric("", "share of those completions that are right; only where answers are right or wrong"),
-    "eval/n": Metric("prompts", "held-out prompts of that evaluation"),
-    "entropy": Metric("nats", "mean entropy of the policy's next-token distribution over trained tokens"),
-    "kl_ref": Metric("nats/token", "k3 estimate of KL(policy ‖ reference); only with algorithm.kl_beta > 0"),
-    "kl_ref_k1": Metric("nats/token", "mean log(policy / reference), the same without k3's leaps at a rare token"),
-    "kl_beta": Metric("", "the KL coefficient the batch was learned with; it moves where there is a kl_target"),
-    "approx_kl": Metric("nats/token", "k3 estimate of how far the update moved the policy from where it began"),
-    "clip_fraction": Metric("", "share of trained tokens whose importance ratio was clipped"),
-    "completion_tokens_mean": Metric("tokens", "mean completion length"),
-    "completion_tokens_max": Metric("tokens", "longest completion"),
-    "truncated_fraction": Metric("", "share of completions cut by max_new_tokens"),
-    "groups_without_signal": Metric("groups", "groups skipped because all their rewards are equal"),
-    "groups_skipped_invalid": Metric("groups", "groups skipped because fewer than two of their samples were valid"),
-    "samples_invalid": Metric("samples", "samples left out because their reward raised, timed out or was not a number"),
-    "samples": Metric("samples", "completions of the batch"),
-    "samples_left_out": Metric("samples", "completions of weight 0: invalid, or cut and masked"),
-    "tokens_generated": Metric("tokens", "completion tokens of this batch"),
-    "tokens_recovered": Metric("tokens", "of these, tokens an earlier session had generated"),
-    "tokens_other_weights": Metric(
-        "tokens", "of these, tokens made by weights of this version's number but not digest"
-    ),
-    "deltas_ignored": Metric("messages", "token deltas refused because their lease, attempt or position was outdated"),
-    "tokens_trained": Metric("tokens", "completion tokens that carried loss, once per epoch"),
-    "tokens_packed": Metric("tokens", "tokens of the forward and backward passes, shared prefixes once"),
-    "pairs_packed": Metric("pairs", "the square of the tokens of each such pass, summed: what attention looks at"),
-    "tokens_unpacked": Metric("tokens", "what these would have been with every sample by itself"),
-    "optimizer_steps_skipped": Metric("steps", "optimizer steps not taken because the gradient was not finite"),
-    "minibatches_dropped": Metric(
-        "minibatches", "not learned from because the policy had moved past algorithm.kl_stop"
-    ),
-    "prompt_tokens_computed": Metric("tokens", "prompt tokens the engine computed for this batch"),
-    "prompt_tokens_reused": Metric("tokens", "prompt tokens served from a shared prefix instead of being computed"),
-    "loss": Metric("", "the objective minimised, mean over the batch's optimizer steps"),
-    "grad_norm": Metric("", "global gradient norm before clipping, mean over optimizer steps"),
-    "learning_rate": Metric("", "learning rate of the last optimizer step"),
-    "mismatch_kl": Metric("nats/token", "k3 estimate between the engine's and the trainer's logprobs of one token"),
-    "ratio_mean": Metric("", "mean importance ratio over trained tokens"),
-    "ratio_var": Metric("", "variance of the importance ratio"),
-    "ratio_max": Metric("", "largest importance ratio"),
-    "correction_truncated": Metric("", "share of trained tokens whose weight algorithm.correction held at a limit"),
-    "correction_masked": Metric("", "share of trained tokens that algorithm.correction left out"),
-    "policy_lag_mean": Metric(
-        "versions", "trainer's version minus the one that made a trained token, mean over tokens"
-    ),
-    "policy_lag_max": Metric("versions", "the largest such lag"),
-    "value_loss": Metric("", "the critic's loss, normalised as the policy's, mean over its optimizer steps"),
-    "value_clip_fraction": Metric("", "share of tokens whose value moved beyond critic.value_clip"),
-    "value_grad_norm": Metric("", "global gradient norm of the critic's own parameters before clipping"),
-    "explained_variance": Metric(
-        "", "1 - Var(return - value) / Var(return) at the update's start: 1 is a perfect critic"
-    ),
-    "returns_mean": Metric("", "mean return that the critic learned"),
-    "effective_sample_size": Metric("", "(Σw)² / (n Σw²) of the importance ratios: 1 is fully on policy"),
-    "time_rollout_s": Metric("s", "generating; may overlap with training and scoring"),
-    "time_train_s": Metric("s", "forward, backward and optimizer"),
-    "cpu_train_s": Metric("s", "of that, the trainer's thread on a processor"),
-    CRITIC_WAIT: Metric("s", "of that, waiting for a critic in a process of its own"),
-    "time_publish_logprobs_s": Metric(
-        "s", "the new version's logprobs of tokens in flight; only with algorithm.correction.kind mu_step"
-    ),
-    "time_score_s": Metric("s", "waiting for rewards that nothing else overlapped"),
-    "tokens_read_ahead": Metric(
-        "tokens", "computed by reward models and the reference while their samples were generated (reading.ahead)"
-    ),
-    "tokens_read_late": Metric("tokens", "computed by them once their samples were finished"),
-    "token_accuracy": Metric("", "sft: share of trained tokens that the model held most probable"),
-    "pairwise_accuracy": Metric("", "share of preference pairs whose chosen side the model puts first"),
-    "score_margin": Metric("", "reward model: mean score of the chosen sides minus that of the rejected ones"),
-    "score_mean": Metric("", "reward model: mean score of both sides"),
-    "reward_margin": Metric("", "dpo: β times how much more than the reference the policy prefers the chosen side"),
-    "reward_chosen": Metric("", "dpo: β times the log-ratio of policy to reference of the chosen side"),
-    "reward_rejected": Metric("", "dpo: the same of the rejected side"),
-    "examples": Metric("examples", "demonstrations or preference pairs of the optimizer step"),
-    "epoch": Metric("", "which pass over the examples the step belongs to, from 1"),
-    HELD_OUT_LOSS: Metric("", "the loss on held-out examples; each figure above has an eval/ one, too"),
-    "time_eval_s": Metric("s", "evaluating after this step"),
-    STEP_TIME: Metric("s", "wall time of the step; evaluation and checkpoints left out"),
-    "tokens_per_s": Metric("tokens/s", "completion tokens generated per second of rollout"),
-    EVICTIONS: Metric("machines", "preemptible machines taken away since the step before, whatever was going on"),
-    CRASHES: Metric("workers", "preemptible workers that raised an error since the step before"),
-    MIGRATIONS: Metric(
-        "samples",
-        "samples a preemptible worker had and another went on with, from the tokens they had, since the step before",
-    ),
-    TOKENS_LOST: Metric(
-        "tokens", "generated by workers taken or crashed since the step before, never received; an estimate"
-    ),
-    TOKENS_RECOMPUTED: Metric("tokens", "tokens of resubmitted samples that their next worker computed again"),
-    WORKERS_MEAN: Metric(
-        "workers", "preemptible workers that served the step or pulled its weights, mean over its rollout"
-    ),
-    SEED_WINDOW: Metric("s", "how long the reserved side was to generate beside preemptible workers in this step"),
-    "tokens_discarded": Metric("tokens", "of samples that began again and groups that were given up or replaced"),
-    "samples_restarted": Metric("samples", "begun again because they were, or would have become, too old"),
-    "groups_dropped": Metric("groups", "given up because they would have become too old"),
-    "groups_redrawn": Metric("groups", "replaced because all their rewards were equal (algorithm.dynamic_sampling)"),
-    TRAINER_IDLE: Metric("s", "the trainer had nothing to learn from, whoever was generating"),
-    TRAINER_WAIT: Metric("s", "of that, while the reserved side was not generating either"),
-    REMOTE_WAIT: Metric("s", "preemptible workers had nothing left to generate, mean over workers"),
-    CONTROLLER_CPU: Metric("s", "the controller's own thread on a processor, since the line before"),
-    PEAK_RSS: Metric("bytes", "largest resident memory of the process so far"),
-}
-"""Names this project writes, besides `reward/NAME` for each of several rewards and `lag/N` for each lag.
-
-Others are stored and reported all the same, under their bare name.
+Other names are stored and reported, too, with a chart each.
 """
+
+
+def _define(name: str, unit: str, meaning: str, *, label: str = "", write: Callable[[float], str] = decimal) -> str:
+    METRICS[name] = Metric(unit, meaning, label, write)
+    return name
+
+
+REWARD_MEAN: Final = _define("reward_mean", "", "mean reward of the batch's valid samples", label="reward")
+REWARD_STD: Final = _define("reward_std", "", "standard deviation of those rewards")
+COMPONENT: Final = "reward/"
+"""Prefix of the mean of each of several rewards."""
+HELD_OUT: Final = "eval/"
+"""Prefix of metrics of held-out prompts or examples."""
+HELD_OUT_REWARD: Final = _define(
+    "eval/reward_mean", "", "mean valid reward of greedy completions of held-out prompts, after this step",
+    label="held-out reward",
+)  # fmt: skip
+HELD_OUT_STDERR: Final = _define("eval/reward_stderr", "", "standard error of that mean, over prompts")
+GREEDY_ACCURACY: Final = _define(
+    "eval/greedy_accuracy", "", "share of those completions that are correct; only for rewards that define correctness",
+    label="held-out accuracy",
+)  # fmt: skip
+HELD_OUT_COUNT: Final = _define("eval/n", "prompts", "held-out prompts of that evaluation")
+ENTROPY: Final = _define(
+    "entropy", "nats", "mean entropy of the policy's next-token distribution over trained tokens", label="entropy"
+)
+KL_REF: Final = _define(
+    "kl_ref", "nats/token", "k3 estimate of KL(policy ‖ reference); only with algorithm.kl_beta > 0", label="KL"
+)
+KL_REF_K1: Final = _define(
+    "kl_ref_k1", "nats/token", "k1 estimate of the same, mean log(policy / reference): not dominated by rare tokens"
+)
+KL_BETA: Final = _define("kl_beta", "", "KL coefficient of the batch; constant without algorithm.kl_target")
+APPROX_KL: Final = _define(
+    "approx_kl", "nats/token", "k3 estimate of KL between the policy before and after the update", label="KL"
+)
+CLIP_FRACTION: Final = _define(
+    "clip_fraction", "", "share of trained tokens whose importance ratio was clipped", label="clipped", write=percent
+)
+LENGTH_MEAN: Final = _define(
+    "completion_tokens_mean", "tokens", "mean completion length", label="length", write=compact
+)
+LENGTH_MAX: Final = _define("completion_tokens_max", "tokens", "longest completion", write=compact)
+TRUNCATED: Final = _define("truncated_fraction", "", "share of completions truncated at max_new_tokens", write=percent)
+NO_SIGNAL: Final = _define(
+    "groups_without_signal", "groups", "groups skipped because all their rewards are equal",
+    label="no signal", write=compact,
+)  # fmt: skip
+GROUPS_INVALID: Final = _define(
+    "groups_skipped_invalid", "groups", "groups skipped because fewer than two of their samples were valid"
+)
+SAMPLES_INVALID: Final = _define(
+    "samples_invalid", "samples", "samples excluded because their reward raised, timed out or was not a number",
+    label="invalid", write=compact,
+)  # fmt: skip
+SAMPLES: Final = _define("samples", "samples", "completions of the batch")
+SAMPLES_LEFT_OUT: Final = _define(
+    "samples_left_out", "samples", "completions of weight 0: invalid, or truncated and masked"
+)
+TOKENS_GENERATED: Final = _define("tokens_generated", "tokens", "completion tokens of this batch")
+TOKENS_RECOVERED: Final = _define("tokens_recovered", "tokens", "of these, tokens generated in an earlier session")
+TOKENS_OTHER_WEIGHTS: Final = _define(
+    "tokens_other_weights", "tokens", "of these, tokens from weights with this version's number but another digest"
+)
+DELTAS_IGNORED: Final = _define(
+    "deltas_ignored", "messages", "token deltas ignored because their lease, attempt or position was outdated"
+)
+TOKENS_TRAINED: Final = _define("tokens_trained", "tokens", "completion tokens that carried loss, once per epoch")
+TOKENS_PACKED: Final = _define(
+    "tokens_packed", "tokens", "tokens of the forward and backward passes, shared prefixes once"
+)
+PAIRS_PACKED: Final = _define(
+    "pairs_packed", "pairs", "sum over passes of the squared number of tokens: the size of the attention"
+)
+TOKENS_UNPACKED: Final = _define("tokens_unpacked", "tokens", "tokens of those passes without shared prefixes")
+UPDATES_SKIPPED: Final = _define(
+    "optimizer_steps_skipped", "steps", "optimizer steps skipped because the gradient was not finite",
+    label="updates skipped", write=compact,
+)  # fmt: skip
+MINIBATCHES_DROPPED: Final = _define(
+    "minibatches_dropped", "minibatches", "not trained on because the policy had moved past algorithm.kl_stop"
+)
+PROMPT_TOKENS_COMPUTED: Final = _define(
+    "prompt_tokens_computed", "tokens", "prompt tokens the engine computed for this batch"
+)
+PROMPT_TOKENS_REUSED: Final = _define(
+    "prompt_tokens_reused", "tokens", "prompt tokens served from a shared prefix instead of being computed"
+)
+LOSS: Final = _define("loss", "", "the objective minimised, mean over the batch's optimizer steps", label="loss")
+GRAD_NORM: Final = _define(
+    "grad_norm", "", "global gradient norm before clipping, mean over optimizer steps", label="gradient"
+)
+LEARNING_RATE: Final = _define("learning_rate", "", "learning rate of the last optimizer step", label="rate")
+MISMATCH_KL: Final = _define(
+    "mismatch_kl", "nats/token", "k3 estimate of KL between the engine's and the trainer's logprobs of the same tokens"
+)
+RATIO_MEAN: Final = _define("ratio_mean", "", "mean importance ratio over trained tokens")
+RATIO_VAR: Final = _define("ratio_var", "", "variance of the importance ratio")
+RATIO_MAX: Final = _define("ratio_max", "", "largest importance ratio")
+CORRECTION_TRUNCATED: Final = _define(
+    "correction_truncated", "", "share of trained tokens whose weight algorithm.correction truncated"
+)
+CORRECTION_MASKED: Final = _define("correction_masked", "", "share of trained tokens that algorithm.correction masked")
+LAG_MEAN: Final = _define(
+    "policy_lag_mean",
+    "versions",
+    "trainer's version minus the version that generated a trained token, mean over tokens",
+)
+LAG_MAX: Final = _define("policy_lag_max", "versions", "the largest such lag")
+LAG: Final = "lag/"
+"""Prefix of the share of trained tokens of each lag."""
+VALUE_LOSS: Final = _define(
+    "value_loss", "", "the critic's loss, normalised as the policy's, mean over its optimizer steps"
+)
+VALUE_CLIP_FRACTION: Final = _define(
+    "value_clip_fraction", "", "share of tokens whose value moved beyond critic.value_clip"
+)
+VALUE_GRAD_NORM: Final = _define(
+    "value_grad_norm", "", "global gradient norm of the critic's parameters before clipping"
+)
+EXPLAINED_VARIANCE: Final = _define(
+    "explained_variance", "", "1 - Var(return - value) / Var(return) before the update: 1 is a perfect critic"
+)
+RETURNS_MEAN: Final = _define("returns_mean", "", "mean return the critic was trained on")
+EFFECTIVE_SAMPLE_SIZE: Final = _define(
+    "effective_sample_size", "", "(Σw)² / (n Σw²) of the importance ratios: 1 is fully on policy"
+)
+ROLLOUT_TIME: Final = _define("time_rollout_s", "s", "generating; may overlap with training and scoring")
+TRAIN_TIME: Final = _define("time_train_s", "s", "forward, backward and optimizer")
+TRAIN_CPU: Final = _define("cpu_train_s", "s", "of that, CPU time of the trainer's thread")
+CRITIC_WAIT: Final = _define("time_critic_wait_s", "s", "waiting for a critic in a separate process")
+PUBLISH_LOGPROBS_TIME: Final = _define(
+    "time_publish_logprobs_s", "s",
+    "the new version's logprobs of tokens in flight; only with algorithm.correction.kind mu_step",
+)  # fmt: skip
+SCORE_TIME: Final = _define("time_score_s", "s", "waiting for rewards while nothing else ran")
+TOKENS_READ_AHEAD: Final = _define(
+    "tokens_read_ahead", "tokens", "read by reward models and the reference during generation (reading.ahead)"
+)
+TOKENS_READ_LATE: Final = _define("tokens_read_late", "tokens", "read by them after their samples were finished")
+TOKEN_ACCURACY: Final = _define(
+    "token_accuracy", "", "sft: share of trained tokens that the model ranks first", label="accuracy"
+)
+PAIRWISE_ACCURACY: Final = _define(
+    "pairwise_accuracy", "", "share of preference pairs whose chosen side the model ranks first", label="accuracy"
+)
+SCORE_MARGIN: Final = _define(
+    "score_margin", "", "reward model: mean score of the chosen sides minus that of the rejected sides"
+)
+SCORE_MEAN: Final = _define("score_mean", "", "reward model: mean score of both sides")
+REWARD_MARGIN: Final = _define("reward_margin", "", "dpo: reward of the chosen side minus reward of the rejected side")
+REWARD_CHOSEN: Final = _define(
+    "reward_chosen", "", "dpo: reward of the chosen side, β times its log-ratio of policy to reference"
+)
+REWARD_REJECTED: Final = _define("reward_rejected", "", "dpo: reward of the rejected side")
+EXAMPLES: Final = _define("examples", "examples", "demonstrations or preference pairs of the optimizer step")
+EPOCH: Final = _define("epoch", "", "pass over the examples, from 1")
+HELD_OUT_LOSS: Final = _define(
+    "eval/loss", "", "loss on held-out examples; the metrics above also have an eval/ variant there",
+    label="held-out loss",
+)  # fmt: skip
+EVAL_TIME: Final = _define("time_eval_s", "s", "evaluating after this step")
+STEP_TIME: Final = _define("time_step_s", "s", "wall time of the step without evaluation and checkpoints")
+TOKENS_PER_S: Final = _define(
+    "tokens_per_s", "tokens/s", "completion tokens generated per second of rollout", label="tok/s", write=compact
+)
+EVICTIONS: Final = _define("evictions", "machines", "preemptible machines evicted since the previous step")
+CRASHES: Final = _define("crashes", "workers", "preemptible workers that raised an error since the previous step")
+MIGRATIONS: Final = _define("migrations", "samples", "samples that continued on another worker since the previous step")
+TOKENS_LOST: Final = _define(
+    "tokens_lost", "tokens",
+    "estimate of tokens generated but never received from evicted or crashed workers, since the previous step",
+)  # fmt: skip
+TOKENS_RECOMPUTED: Final = _define(
+    "tokens_recomputed", "tokens", "tokens of migrated samples that their next worker computed again"
+)
+WORKERS_MEAN: Final = _define(
+    "workers_mean", "workers", "preemptible workers that served the step or pulled its weights, mean over its rollout"
+)
+SEED_WINDOW: Final = _define(
+    "seed_window_s", "s", "planned time for the reserved side to generate alongside preemptible workers in this step"
+)
+TOKENS_DISCARDED: Final = _define(
+    "tokens_discarded", "tokens", "tokens of restarted samples and of dropped or redrawn groups"
+)
+SAMPLES_RESTARTED: Final = _define(
+    "samples_restarted", "samples", "samples restarted because they exceeded max_policy_lag or would have"
+)
+GROUPS_DROPPED: Final = _define(
+    "groups_dropped", "groups", "groups dropped because they would have exceeded max_policy_lag"
+)
+GROUPS_REDRAWN: Final = _define(
+    "groups_redrawn", "groups", "groups replaced because all their rewards were equal (algorithm.dynamic_sampling)"
+)
+TRAINER_IDLE: Final = _define("time_trainer_idle_s", "s", "the trainer had no groups to train on")
+TRAINER_WAIT: Final = _define("time_trainer_wait_s", "s", "of that, while the reserved side was not generating either")
+REMOTE_WAIT: Final = _define("time_remote_wait_s", "s", "idle time of preemptible workers, mean over workers")
+CONTROLLER_CPU: Final = _define("cpu_controller_s", "s", "CPU time of the controller's thread since the previous line")
+PEAK_RSS: Final = _define("peak_rss_bytes", "bytes", "largest resident memory of the process so far")
+
+
+class Chart(Record):
+    """One curve of the report, or several that share an axis. `band` is drawn around the first series."""
+
+    title: str
+    note: str
+    series: tuple[tuple[str, str], ...]  # (metric, label)
+    band: str = ""  # metric: half the band's height
+    kind: Literal["line", "points", "stacked"] = "line"
+    low: float | None = 0
+    high: float | None = None
+    scale: float = 1.0  # plotted value = metric * scale
+    only_if_any: bool = False  # omitted while all values are 0
+    only_with: str = ""  # metric: omitted if it was never measured
+
+
+FORECAST_STEP: Final = "forecast/step_s"
+FORECAST_HALF: Final = "forecast/half_s"
+"""Added by the report to the metrics of steps that were forecast."""
+
+CHARTS: tuple[Chart, ...] = (
+    Chart(
+        title="Held-out accuracy",
+        note="greedy completions",
+        series=((GREEDY_ACCURACY, "accuracy"),),
+        kind="points",
+        high=1,
+    ),
+    Chart(
+        title="Held-out reward",
+        note="mean, greedy completions",
+        series=((HELD_OUT_REWARD, "mean"),),
+        kind="points",
+        low=None,
+    ),
+    Chart(title="Reward", note="mean ± standard deviation", series=((REWARD_MEAN, "mean"),), band=REWARD_STD, low=None),
+    Chart(
+        title="Loss",
+        note="mean",
+        series=((HELD_OUT_LOSS, "held-out"), (LOSS, "training")),
+        only_with=EXAMPLES,
+        low=None,
+    ),
+    Chart(
+        title="Token accuracy",
+        note="share",
+        series=((HELD_OUT + TOKEN_ACCURACY, "held-out"), (TOKEN_ACCURACY, "training")),
+        high=1,
+    ),
+    Chart(
+        title="Pairwise accuracy",
+        note="share",
+        series=((HELD_OUT + PAIRWISE_ACCURACY, "held-out"), (PAIRWISE_ACCURACY, "training")),
+        high=1,
+    ),
+    Chart(title="Entropy", note="nats per token", series=((ENTROPY, "entropy"),)),
+    Chart(
+        title="DPO rewards",
+        note="β times the log-ratio to the reference",
+        series=((REWARD_MARGIN, "margin"), (REWARD_CHOSEN, "chosen"), (REWARD_REJECTED, "rejected")),
+        low=None,
+    ),
+    Chart(title="Reward model scores", note="", series=((SCORE_MARGIN, "margin"), (SCORE_MEAN, "mean")), low=None),
+    Chart(title="KL", note="nats per token", series=((APPROX_KL, "of the update"), (KL_REF, "to reference"))),
+    Chart(title="KL to reference, k1", note="nats per token", series=((KL_REF_K1, "log-ratio"),), low=None),
+    Chart(title="Clip fraction", note="% of tokens", series=((CLIP_FRACTION, "clipped"),), scale=100),
+    Chart(title="Completion length", note="tokens", series=((LENGTH_MEAN, "mean"), (LENGTH_MAX, "longest"))),
+    Chart(title="Truncated", note="% of samples", series=((TRUNCATED, "truncated"),), scale=100),
+    Chart(
+        title="No signal or invalid",
+        note="per step",
+        series=(
+            (NO_SIGNAL, "groups without signal"),
+            (GROUPS_INVALID, "groups invalid"),
+            (SAMPLES_INVALID, "samples invalid"),
+        ),
+    ),
+    Chart(title="Gradient norm", note="before clipping", series=((GRAD_NORM, "norm"),)),
+    Chart(title="Learning rate", note="", series=((LEARNING_RATE, "rate"),)),
+    Chart(
+        title="Time per step",
+        note="seconds",
+        series=(
+            (ROLLOUT_TIME, "rollout"),
+            (TRAIN_TIME, "training"),
+            (SCORE_TIME, "scoring"),
+            (EVAL_TIME, "evaluation"),
+        ),
+        kind="stacked",
+    ),
+    Chart(
+        title="Step time and forecast",
+        note="seconds, ± two standard deviations",
+        series=((FORECAST_STEP, "forecast"), (STEP_TIME, "actual")),
+        band=FORECAST_HALF,
+        only_with=FORECAST_STEP,
+    ),
+    Chart(title="Logprobs at publish", note="seconds", series=((PUBLISH_LOGPROBS_TIME, "samples in flight"),)),
+    Chart(
+        title="Read by reward models and reference",
+        note="tokens",
+        series=((TOKENS_READ_AHEAD, "during generation"), (TOKENS_READ_LATE, "afterwards")),
+        only_if_any=True,
+    ),
+    Chart(title="Generation speed", note="tokens per second", series=((TOKENS_PER_S, "speed"),)),
+    Chart(title="Engine and trainer mismatch", note="KL, nats per token", series=((MISMATCH_KL, "mismatch"),)),
+    Chart(title="Importance ratio", note="", series=((RATIO_MEAN, "mean"), (RATIO_MAX, "largest")), low=None),
+    Chart(title="Variance of the ratio", note="", series=((RATIO_VAR, "variance"),)),
+    Chart(title="Effective sample size", note="share", series=((EFFECTIVE_SAMPLE_SIZE, "share"),), high=1),
+    Chart(
+        title="Importance correction",
+        note="% of tokens",
+        series=((CORRECTION_MASKED, "masked"), (CORRECTION_TRUNCATED, "truncated")),
+        scale=100,
+        only_if_any=True,
+    ),
+    Chart(title="Policy lag", note="versions", series=((LAG_MEAN, "mean"), (LAG_MAX, "largest")), only_if_any=True),
+    Chart(title="Value loss", note="", series=((VALUE_LOSS, "loss"),)),
+    Chart(title="Explained variance", note="share", series=((EXPLAINED_VARIANCE, "share"),), high=1, low=None),
+    Chart(title="KL coefficient", note="", series=((KL_BETA, "beta"),), only_if_any=True),
+    Chart(
+        title="Prompt tokens",
+        note="per step",
+        series=((PROMPT_TOKENS_COMPUTED, "computed"), (PROMPT_TOKENS_REUSED, "reused")),
+    ),
+    Chart(
+        title="Trained tokens",
+        note="per step, prompts included",
+        series=((TOKENS_PACKED, "shared prefixes once"), (TOKENS_UNPACKED, "without sharing")),
+    ),
+    Chart(
+        title="Skipped updates",
+        note="per step",
+        series=((MINIBATCHES_DROPPED, "minibatches, kl_stop"), (UPDATES_SKIPPED, "optimizer steps, not finite")),
+        only_if_any=True,
+    ),
+    Chart(
+        title="Recovered from earlier sessions",
+        note="tokens",
+        series=((TOKENS_RECOVERED, "recovered"), (TOKENS_OTHER_WEIGHTS, "of other weights")),
+        only_if_any=True,
+    ),
+    Chart(title="Outdated messages", note="per step", series=((DELTAS_IGNORED, "ignored"),), only_if_any=True),
+    Chart(
+        title="Evictions",
+        note="per step",
+        series=((EVICTIONS, "machines evicted"), (CRASHES, "workers crashed"), (MIGRATIONS, "samples migrated")),
+        only_if_any=True,
+    ),
+    Chart(
+        title="Lost and recomputed",
+        note="tokens per step",
+        series=((TOKENS_LOST, "lost"), (TOKENS_RECOMPUTED, "recomputed"), (TOKENS_DISCARDED, "discarded")),
+        only_if_any=True,
+    ),
+    Chart(
+        title="Restarted and dropped",
+        note="per step",
+        series=(
+            (SAMPLES_RESTARTED, "samples restarted, too old"),
+            (GROUPS_DROPPED, "groups dropped, too old"),
+            (GROUPS_REDRAWN, "groups redrawn, no signal"),
+        ),
+        only_if_any=True,
+    ),
+    Chart(title="Preemptible workers", note="mean", series=((WORKERS_MEAN, "workers"),), only_if_any=True),
+    Chart(
+        title="Idle side",
+        note="seconds per step",
+        series=((TRAINER_WAIT, "trainer"), (REMOTE_WAIT, "workers"), (SEED_WINDOW, "seeding window")),
+        only_if_any=True,
+    ),
+    Chart(
+        title="Trainer waiting",
+        note="seconds per step",
+        series=((TRAINER_IDLE, "for samples"), (CRITIC_WAIT, "for its critic")),
+        only_if_any=True,
+    ),
+    Chart(title="Peak memory", note="GB", series=((PEAK_RSS, "memory"),), scale=1e-09),
+)
+"""The charts of the report, in page order. A metric in no chart is not drawn."""
 
 HEADER = ("step", "policy_version", "weights_digest", "optimizer_steps", "time", "session", "elapsed_s")
 
 
 class MetricLine(NamedTuple):
-    """One line of metrics.jsonl, read back."""
+    """One line of metrics.jsonl."""
 
     step: int
     policy_version: int
@@ -168,7 +430,7 @@ class MetricLine(NamedTuple):
 def metric_line(
     metrics: StepMetrics, values: dict[str, float], *, unix_s: float, session: int, elapsed_s: float
 ) -> dict[str, Any]:
-    """Flat, so that any table reader takes the file as it is."""
+    """A flat object, so that any table reader can load the file."""
     return {
         "step": metrics.step,
         "policy_version": metrics.version.number,
@@ -182,7 +444,7 @@ def metric_line(
 
 
 def read_metrics(path: Path) -> list[MetricLine]:
-    """Every whole line that has a step, in order of steps; of two lines for one step the later counts."""
+    """Every complete line that has a step, by step; the last line of a step counts."""
     by_step: dict[int, MetricLine] = {}
     for _, line in read_lines(path):
         if not isinstance(line.get("step"), int) or finite_number(line["step"]) is None:
@@ -203,86 +465,18 @@ def read_metrics(path: Path) -> list[MetricLine]:
     return [by_step[step] for step in sorted(by_step)]
 
 
-def describe_metrics() -> str:
-    """The text of docs/metrics.md."""
-    metric_rows = [f"| `{name}` | {metric.unit or '-'} | {metric.meaning} |" for name, metric in METRICS.items()]
-    event_rows = [f"| `{name}` | {meaning} |" for name, meaning in EVENTS.items()]
-    return "\n".join([*METRICS_INTRODUCTION, *metric_rows, *EVENTS_INTRODUCTION, *event_rows, *SAMPLES_TEXT, ""])
-
-
-METRICS_INTRODUCTION = (
-    "# Metrics, events and samples of a run",
-    "",
-    "## `metrics.jsonl`",
-    "",
-    "One line per step: a step learns from one batch and publishes one version. Beside the values below each line has",
-    "`step`, `policy_version`, `weights_digest`, `optimizer_steps` (taken by this step), `time` (UTC), `session` and",
-    "`elapsed_s` (since that session began). A value that is not a finite number is `null`. A resumed run drops the",
-    "lines after the step it resumes from and writes them again, so the file always tells one history.",
-    "",
-    "| name | unit | meaning |",
-    "|---|---|---|",
-)
-EVENTS_INTRODUCTION = (
-    "",
-    "With several rewards, `reward/NAME` is the mean of each. `lag/N` is the share of trained tokens that were made N",
-    "versions before the trainer's.",
-    "",
-    "## `events.jsonl`",
-    "",
-    "Only ever appended to: what happened, in the order it happened, over all sessions. Every line has `time` (UTC),",
-    "`session`, `elapsed_s` and `event`; spans are written when they end and carry `duration_s`.",
-    "",
-    "| event | meaning |",
-    "|---|---|",
-)
-FLEET_KEYS = {
-    "leases": "preemptible machines held, each time it came counted",
-    "joins": "preemptible workers that came up on them, weights and all",
-    "notices": "warnings that a machine would be taken",
-    "evictions": "machines taken from workers that were up; `evictions_noticed` of them after a warning",
-    "crashes": "workers that were up and raised an error; not among the evictions",
-    "quarantined": "workers given back because their logprobs differed from the trainer's",
-    "migrations": "samples that a preemptible worker had and another went on with: `samples_kept` of machines that "
-    "were taken or had been warned, the others to even out the load or because their worker was faulty",
-    "tokens_kept": "tokens that `samples_kept` had and went on from",
-    "tokens_lost": "generated there and never received, an estimate",
-    "tokens_recomputed": "tokens of moved samples that their next worker computed again",
-    "goodput_tokens_per_s": "`tokens_trained` per second of `wall_s`",
-    "cost_usd": "`cost_by_kind_usd` together: `reserved` is `fleet.reserved_usd_per_hour` for as long as sessions ran, "
-    "`preemptible` the price of each machine for as long as it was held (until the last word of a session that was "
-    "killed)",
-    "reserved_only_usd": "what the run would have cost with the reserved side generating every token: the time in "
-    "which anybody generated, replaced by all tokens at the rate of the reserved side's own stretches; `null` when it "
-    "generated nothing or has no price",
-}
-SAMPLES_TEXT = (
-    "",
-    "## `samples/step_000012.jsonl`",
-    "",
-    "One line per sample of the step, written at once; evaluation samples go to `step_000012.eval-NAME.jsonl`.",
-    "`prompt`, `completion`, `answer`; `token_ids`, `tokens` (the completion's text cut at token borders) and",
-    "`logprobs` (natural log, of the distribution sampled from; `null` for tokens the model did not make) run in",
-    "parallel; `reward`, `components`, `valid`, `reason`; `finish`, `weight`, and `versions` as",
-    "`[version, digest, start, end]`.",
-    "",
-    "## `summary.json`",
-    "",
-    "Written when a session ends. `steps`, `tokens_generated`, `tokens_trained`, `optimizer_steps`, `training_s` and",
-    "`time` count each step of the surviving history once; `wall_s` and `sessions` are over everything that ran,",
-    "repeated work included; `peak_rss_bytes` is the largest of all sessions. `eval` has `before` (step 0), `after`",
-    "(the newest evaluation) and `best` (the highest mean reward), each with `reward_mean`, its standard error",
-    "`reward_stderr`, `greedy_accuracy`, `step` and `n`, its number of prompts; the `n` beside them is the newest.",
-    "`trainer_idle_share` is `time_trainer_idle_s` in `time_step_s`, over the steps that count. What was not measured",
-    "is `null`.",
-    "",
-    "`greedy_accuracy` is measured where answers are right or wrong: by the rewards `exact`, `numeric`, `math_verify`,",
-    "`regex` and `task`, of which 1 is right and less is wrong, and by any other reward if it gave only 0 and 1. A",
-    "sample whose reward failed is wrong, and is not in the mean reward.",
-    "",
-    "What the fleet did and cost is over everything that ran, too: an eviction in a step that was rewound happened.",
-    "",
-    "| key | meaning |",
-    "|---|---|",
-    *(f"| `{key}` | {meaning} |" for key, meaning in FLEET_KEYS.items()),
-)
+def update_document(text: str) -> str:
+    """The text of docs/metrics.md with its tables of metrics and events replaced by the current ones."""
+    charts = {name: chart.title for chart in CHARTS for name, _ in chart.series}
+    metrics = [
+        f"| `{name}` | {one.unit or '-'} | {one.meaning} | {charts.get(name, '-')} |" for name, one in METRICS.items()
+    ]
+    events = [f"| `{name}` | {meaning} |" for name, meaning in EVENTS.items()]
+    tables = {
+        "metrics": ["| name | unit | meaning | chart |", "|---|---|---|---|", *metrics],
+        "events": ["| event | meaning |", "|---|---|", *events],
+    }
+    for name, rows in tables.items():
+        begin, end = f"<!-- {name}: generated -->\n", f"\n<!-- end of {name} -->"
+        text = re.sub(f"(?s){begin}.*?{end}", lambda _: begin + "\n".join(rows) + end, text)  # noqa: B023
+    return text

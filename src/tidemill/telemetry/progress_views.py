@@ -1,15 +1,15 @@
-"""Views of a run's progress: a live panel for terminals, plain lines for logs, nothing."""
+"""Views of a run's progress: a live panel for terminals, plain lines for logs."""
 
 from __future__ import annotations
 
 import atexit
 import math
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO, TypeAlias
 
 from rich.box import ROUNDED
 from rich.console import Console, Group, RenderableType
@@ -19,21 +19,22 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from tidemill.core.formatting import compact, decimal, duration, percent
+from tidemill.core.formatting import compact, counted, decimal, duration, natural, percent
 from tidemill.core.protocols import Clock
-from tidemill.core.records import FleetRow, Prompt, StepMetrics, Trajectory
-from tidemill.telemetry.events import ALREADY_FINISHED, CHECKPOINT, EVALUATION, GIVEN_UP, REPLAY, RESUME, WAITING
-from tidemill.telemetry.fleet_view import fleet_table
-from tidemill.telemetry.metrics import GREEDY_ACCURACY, HELD_OUT, HELD_OUT_LOSS, HELD_OUT_REWARD, STEP_TIME, MetricLine
-from tidemill.telemetry.summary import Evaluation, read_evaluation
+from tidemill.core.records import FleetRow
+from tidemill.telemetry import metrics
+from tidemill.telemetry.events import CRASH, EVALUATION, EVICTION, LEASE, NOUNS, QUARANTINE, event_text, moved_text
+from tidemill.telemetry.metrics import HELD_OUT, METRICS, MetricLine
+from tidemill.telemetry.run_data import Evaluation, read_evaluation
 
 HISTORY = 400
 RECENT = 8
+HEARTBEAT_S = 30.0
 
 
 @dataclass
 class Progress:
-    """Kept current by the recorder; the views only read it. Times are seconds since this session began."""
+    """State of the session, updated by the recorder and read by the views. Times are seconds since its start."""
 
     run: str
     total_steps: int
@@ -44,19 +45,21 @@ class Progress:
     history: dict[str, deque[float]] = field(default_factory=dict)
     evaluations: dict[int, Evaluation] = field(default_factory=dict)  # by step
     phases: dict[str, tuple[int, int]] = field(default_factory=dict)  # (done, total) since the newest step, in order
-    fleet: tuple[FleetRow, ...] = ()  # the workers there are, as last told
-    preemptible: bool = False  # whether any worker of this session was
-    elapsed_s: float = 0.0  # when the newest step ended
+    fleet: tuple[FleetRow, ...] = ()  # as last reported
+    preemptible: bool = False  # whether this session has had a preemptible worker
+    elapsed_s: float = 0.0  # at the end of the newest step
     step_times: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     def add_step(self, step: int, values: dict[str, float], elapsed_s: float) -> None:
         if step > 0:
             # Wall time from step to step, so that evaluations and checkpoints count towards the time left.
-            self.step_times.append(elapsed_s - self.elapsed_s if self.step_times else values.get(STEP_TIME, 0.0))
+            self.step_times.append(
+                elapsed_s - self.elapsed_s if self.step_times else values.get(metrics.STEP_TIME, 0.0)
+            )
         self.elapsed_s, self.phases = elapsed_s, {}
-        self._take(step, values)
+        self._add_values(step, values)
 
-    def _take(self, step: int, values: dict[str, float]) -> None:
+    def _add_values(self, step: int, values: dict[str, float]) -> None:
         self.step, self.values = step, values
         for name, value in values.items():
             self.history.setdefault(name, deque(maxlen=HISTORY)).append(value)
@@ -71,14 +74,14 @@ class Progress:
         self.preemptible |= any(row.kind == "preemptible" for row in self.fleet)
 
     def restart(self, lines: Iterable[MetricLine], evaluations: Iterable[Evaluation]) -> None:
-        """Take over the surviving history of earlier sessions."""
+        """Load the surviving history of earlier sessions."""
         self.step, self.values, self.history = 0, {}, {}
         self.evaluations = {one.step: one for one in evaluations}
         for line in lines:
-            self._take(line.step, line.values)
+            self._add_values(line.step, line.values)
 
     def current_phases(self) -> list[tuple[str, int, int]]:
-        """(name, done, total) of what is under way: training may begin before the rollout is done."""
+        """(name, done, total) of unfinished phases: training may start before the rollout ends."""
         return [(name, done, total) for name, (done, total) in self.phases.copy().items() if done < total]
 
     def left_s(self) -> float | None:
@@ -87,120 +90,77 @@ class Progress:
             return None
         return max(0, self.total_steps - self.step) * median(self.step_times)
 
+    @property
+    def kl(self) -> str:
+        """The KL metric of the run: to the reference if it has one, else of the update."""
+        return metrics.KL_REF if metrics.KL_REF in self.values else metrics.APPROX_KL
 
-HEARTBEAT_S = 30.0
-INTERRUPTIONS = ("CancelledError", "KeyboardInterrupt")  # what a span calls a second Ctrl-C
+    def figure(self, name: str) -> str:
+        """A metric of the newest step, some with a second number: `0.391 ±0.488`, `4.09 max 14 (6.2 % cut)`."""
+        values = self.values
+        metric = METRICS[name if name in METRICS else name.removeprefix(HELD_OUT)]
+        text = metric.write(values[name]) if name in values else "-"
+        if name == metrics.REWARD_MEAN and metrics.REWARD_STD in values:
+            return f"{text} ±{decimal(values[metrics.REWARD_STD])}"
+        if name == metrics.LENGTH_MEAN:
+            cut = f" ({percent(values[metrics.TRUNCATED])} cut)" if values.get(metrics.TRUNCATED) else ""
+            return f"{compact(values.get(name, 0))} max {compact(values.get(metrics.LENGTH_MAX, 0))}{cut}"
+        if name == metrics.NO_SIGNAL:
+            return f"{compact(values.get(name, 0))}/{self.groups}" if self.groups else compact(values.get(name, 0))
+        return text
 
 
-class View(Protocol):
-    """Shows a Progress that the recorder keeps. Never raises for a terminal that went away."""
+STEP_COLUMNS = (
+    metrics.REWARD_MEAN, metrics.HELD_OUT_REWARD, metrics.GREEDY_ACCURACY, metrics.ENTROPY, metrics.KL_REF,
+    metrics.CLIP_FRACTION, metrics.LENGTH_MEAN, metrics.NO_SIGNAL, metrics.SAMPLES_INVALID, metrics.UPDATES_SKIPPED,
+    metrics.TOKENS_PER_S,
+)  # fmt: skip
+SUPERVISED_COLUMNS = tuple(
+    prefix + name
+    for prefix in ("", HELD_OUT)
+    for name in (metrics.LOSS, metrics.TOKEN_ACCURACY, metrics.PAIRWISE_ACCURACY)
+)
+ONLY_IF_ANY = (metrics.SAMPLES_INVALID, metrics.UPDATES_SKIPPED)
 
-    def step(self) -> None: ...
 
-    def event(self, name: str, fields: dict[str, Any]) -> None: ...
-
-    def phase(self) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-    def close(self) -> None: ...
+def label_of(name: str) -> str:
+    """A metric's label, `held-out accuracy` for the held-out variant of one."""
+    return METRICS[name].label if name in METRICS else f"held-out {METRICS[name.removeprefix(HELD_OUT)].label}"
 
 
-def step_words(progress: Progress) -> str:
-    """One step in one line; what was not measured is left out."""
+def step_text(progress: Progress) -> str:
+    """One line for the newest step; metrics that were not measured are omitted."""
     values = progress.values
-
-    def part(label: str, name: str, shown: str) -> str:
-        return f"{label} {shown}" if name in values else ""
-
-    learned = () if "reward_mean" in values else _supervised_parts(values)
-    spread = f" ±{decimal(values['reward_std'])}" if "reward_std" in values else ""
-    cut = f" ({percent(values['truncated_fraction'])} cut)" if values.get("truncated_fraction") else ""
-    kl = "kl_ref" if "kl_ref" in values else "approx_kl"
-    left, skipped = progress.left_s(), "optimizer_steps_skipped"
+    names = [
+        *(() if metrics.REWARD_MEAN in values else SUPERVISED_COLUMNS),
+        *(progress.kl if name == metrics.KL_REF else name for name in STEP_COLUMNS),
+    ]
+    left = progress.left_s()
     parts = [
         f"step {progress.step:>{len(str(progress.total_steps))}}/{progress.total_steps}",
-        *learned,
-        part("reward", "reward_mean", decimal(values.get("reward_mean")) + spread),
-        part("held-out reward", HELD_OUT_REWARD, decimal(values.get(HELD_OUT_REWARD))),
-        part("held-out accuracy", GREEDY_ACCURACY, decimal(values.get(GREEDY_ACCURACY))),
-        part("entropy", "entropy", decimal(values.get("entropy"))),
-        part("kl", kl, decimal(values.get(kl))),
-        part("clip", "clip_fraction", percent(values.get("clip_fraction"))),
-        part("length", "completion_tokens_mean", length_words(values) + cut),
-        part("no signal", "groups_without_signal", no_signal(progress)),
-        part("invalid", "samples_invalid", compact(values["samples_invalid"])) if values.get("samples_invalid") else "",
-        part("updates skipped", skipped, compact(values[skipped])) if values.get(skipped) else "",
-        part("tok/s", "tokens_per_s", compact(values.get("tokens_per_s", 0))),
+        *(
+            f"{label_of(name)} {progress.figure(name)}"
+            for name in names
+            if name in values and (values[name] or name not in ONLY_IF_ANY)
+        ),
         f"left {duration(left)}" if left else "",
     ]
     return "  ".join(filter(None, parts))
 
 
-def _supervised_parts(values: dict[str, float]) -> list[str]:
-    """Loss and accuracy of a step that learned from examples, and what was measured of the held-out ones."""
-    labels = (
-        ("loss", "loss"),
-        ("accuracy", "token_accuracy"),
-        ("pairs right", "pairwise_accuracy"),
-        ("held-out loss", "eval/loss"),
-        ("held-out accuracy", "eval/token_accuracy"),
-        ("held-out pairs right", "eval/pairwise_accuracy"),
-    )
-    return [f"{label} {decimal(values[name])}" for label, name in labels if name in values]
-
-
-def length_words(values: dict[str, float]) -> str:
-    return f"{compact(values.get('completion_tokens_mean', 0))} max {compact(values.get('completion_tokens_max', 0))}"
-
-
-def no_signal(progress: Progress) -> str:
-    """Groups without signal, of how many."""
-    groups = compact(progress.values.get("groups_without_signal", 0))
-    return f"{groups}/{progress.groups}" if progress.groups else groups
-
-
-def event_words(name: str, fields: dict[str, Any]) -> str:
-    """The events worth a line of their own; empty for the others."""
-    step, error = fields.get("step"), fields.get("error")
-    took = f", {duration(fields['duration_s'])}" if "duration_s" in fields else ""
-    if error:
-        ended = "was interrupted" if error in INTERRUPTIONS else f"failed: {error}"
-        return f"{name} of step {step} {ended}" if step is not None else f"{name} {ended}"
-    if name == EVALUATION and "reward_mean" in fields:
-        n = f" (n {fields['n']}{took})" if "n" in fields else ""
-        accuracy = f", accuracy {decimal(fields['greedy_accuracy'])}" if "greedy_accuracy" in fields else ""
-        return f"held-out reward after step {step}: {decimal(fields['reward_mean'])}{accuracy}{n}"
-    if name == CHECKPOINT and not fields.get("interrupted"):
-        return f"checkpoint of step {step} written{took}"
-    if name == WAITING:
-        return f"still waiting for {fields['awaited']} after {duration(fields['waited_s'])}"
-    if name == GIVEN_UP:
-        return f"no longer waiting for {fields['awaited']} after {duration(fields['waited_s'])}: {fields['lost']}"
-    if name == REPLAY:
-        first, last = fields["first_step"], fields["last_step"]
-        steps = f"step {first} is" if first == last else f"steps {first} to {last} are"
-        return f"{steps} learned from again, without generating"
-    if name == ALREADY_FINISHED:
-        return f"this run has done all its {fields['steps']} steps"
-    if name == RESUME:
-        return f"resumed after step {step}"
-    return ""
-
-
 class PlainView:
-    """Whole lines on a stream."""
+    """Complete lines on a stream."""
 
     def __init__(self, progress: Progress, stream: TextIO, clock: Clock) -> None:
         self._progress, self._stream, self._clock = progress, stream, clock
         self._last_line_s = clock.now()
 
     def step(self) -> None:
-        self.note(step_words(self._progress))
+        self.note(step_text(self._progress))
 
     def event(self, name: str, fields: dict[str, Any]) -> None:
-        if words := event_words(name, fields):
-            self.note(words)
+        if text := event_text(name, fields):
+            self.note(text)
 
     def phase(self) -> None:
         if self._clock.now() - self._last_line_s >= HEARTBEAT_S:
@@ -214,7 +174,7 @@ class PlainView:
             self._stream.write(text + "\n")
             self._stream.flush()
         except (OSError, ValueError):
-            pass  # nobody reads any more; the logs have it all
+            pass  # the reader is gone; the logs are complete
 
     def close(self) -> None:
         pass
@@ -226,10 +186,12 @@ TWO_COLUMNS_WIDTH = 84
 LABEL_WIDTH, FIGURES_WIDTH = 10, 24
 REFRESH_PER_S = 4
 ACCENT, QUIET, GOOD, WARN = "cyan", "bright_black", "green", "yellow"
+Row = tuple[str, str, str, str]
+"""(label, figures, sparkline, style of the sparkline)"""
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The newest `width` values as bars between their own extremes; a flat line stays low."""
+    """The newest `width` values as bars between their minimum and maximum."""
     shown = [value for value in tuple(values) if math.isfinite(value)][-width:]
     if not shown or width <= 0:
         return ""
@@ -239,23 +201,23 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 class LiveView:
-    """Redraws itself a few times a second from a Progress; `close` always gives the terminal back."""
+    """A panel that redraws itself a few times a second. `close` restores the terminal."""
 
     def __init__(self, progress: Progress, stream: TextIO, clock: Clock) -> None:
         self._progress, self._clock = progress, clock
-        self._began_s = clock.now()
+        self._started_s = clock.now()
         self._console = Console(file=stream)
         self._closed = False
         self._live = Live(
             get_renderable=self.render,
             console=self._console,
             refresh_per_second=REFRESH_PER_S,
-            # What others print goes above the panel, but what they write into a pipe or file stays there.
+            # Prints go above the panel, unless they are redirected to a pipe or file.
             redirect_stdout=sys.stdout.isatty(),
             redirect_stderr=sys.stderr.isatty(),
         )
         self._live.start()
-        # Even where nobody catches the exception that ends the process.
+        # For processes ended by an uncaught exception.
         atexit.register(self.close)
 
     def step(self) -> None:
@@ -263,8 +225,8 @@ class LiveView:
 
     def event(self, name: str, fields: dict[str, Any]) -> None:
         # The panel shows evaluations itself.
-        if (name != EVALUATION or "error" in fields) and (words := event_words(name, fields)):
-            self.note(words)
+        if (name != EVALUATION or "error" in fields) and (text := event_text(name, fields)):
+            self.note(text)
 
     def phase(self) -> None:
         pass
@@ -278,7 +240,7 @@ class LiveView:
         atexit.unregister(self.close)
 
     def render(self) -> RenderableType:
-        """The panel, as wide as the terminal up to a width that still reads well."""
+        """The panel, as wide as the terminal up to PANEL_WIDTH."""
         progress = self._progress
         width = min(self._console.width, PANEL_WIDTH)
         wide = width >= TWO_COLUMNS_WIDTH
@@ -309,50 +271,46 @@ class LiveView:
 
     def _clocks(self) -> Text:
         progress = self._progress
-        running_s = self._clock.now() - self._began_s
-        words = [f"step {progress.step}/{progress.total_steps}", duration(progress.earlier_wall_s + running_s)]
+        running_s = self._clock.now() - self._started_s
+        parts = [f"step {progress.step}/{progress.total_steps}", duration(progress.earlier_wall_s + running_s)]
         if left := progress.left_s():
-            words.append(f"{duration(max(0.0, left - (running_s - progress.elapsed_s)))} left")
-        return Text(" · ".join(words), style=ACCENT)
+            parts.append(f"{duration(max(0.0, left - (running_s - progress.elapsed_s)))} left")
+        return Text(" · ".join(parts), style=ACCENT)
 
-    def _rows(self, spark: int) -> list[tuple[str, str, str, str]]:
-        """(label, figures, sparkline, style of the sparkline), left and right alternating."""
-        progress = self._progress
-        values = progress.values
+    def _rows(self, spark: int) -> list[Row]:
+        """Rows, left and right column alternating."""
+        progress, values = self._progress, self._progress.values
 
-        def bars(name: str) -> str:
-            return sparkline(progress.history.get(name, ()), spark)
+        def row(name: str, style: str, *, more: str = "") -> Row:
+            label = "held-out" if name.startswith(HELD_OUT) else METRICS[name].label
+            return label, progress.figure(name) + more, sparkline(progress.history.get(name, ()), spark), style
 
-        if "examples" in values or HELD_OUT_LOSS in values:
-            return _supervised_rows(values, bars)
-        kl = "kl_ref" if "kl_ref" in values else "approx_kl"
-        spread = f" ±{decimal(values['reward_std'])}" if "reward_std" in values else ""
-        length = length_words(values)
-        cut = f" · {percent(values['truncated_fraction'])} cut" if values.get("truncated_fraction") else ""
-        invalid = values.get("samples_invalid", 0)
-        lost = f" · {compact(invalid)} invalid" if invalid else ""
-        speed = f"{compact(values.get('tokens_per_s', 0))} tok/s" if "tokens_per_s" in values else "-"
+        if metrics.EXAMPLES in values or metrics.HELD_OUT_LOSS in values:
+            accuracy = metrics.TOKEN_ACCURACY if metrics.TOKEN_ACCURACY in values else metrics.PAIRWISE_ACCURACY
+            names = (metrics.LOSS, metrics.HELD_OUT_LOSS, accuracy, HELD_OUT + accuracy)
+            rows = [row(name, GOOD if name.endswith(metrics.LOSS) else ACCENT) for name in names]
+            return [*rows, row(metrics.GRAD_NORM, ACCENT), row(metrics.LEARNING_RATE, ACCENT)]
+        invalid = values.get(metrics.SAMPLES_INVALID, 0)
         return [
-            ("reward", decimal(values.get("reward_mean")) + spread, bars("reward_mean"), GOOD),
-            ("held-out", *self._held_out(spark), GOOD),
-            ("entropy", decimal(values.get("entropy")), bars("entropy"), ACCENT),
-            ("length", length + cut, bars("completion_tokens_mean"), ACCENT),
-            ("KL", decimal(values.get(kl)), bars(kl), ACCENT),
-            ("clipped", percent(values.get("clip_fraction")), bars("clip_fraction"), ACCENT),
-            ("no signal", no_signal(progress) + " groups" + lost, bars("groups_without_signal"), WARN),
-            ("speed", speed, bars("tokens_per_s"), ACCENT),
+            row(metrics.REWARD_MEAN, GOOD),
+            self._held_out(spark),
+            row(metrics.ENTROPY, ACCENT),
+            row(metrics.LENGTH_MEAN, ACCENT),
+            row(progress.kl, ACCENT),
+            row(metrics.CLIP_FRACTION, ACCENT),
+            row(metrics.NO_SIGNAL, WARN, more=" groups" + (f" · {compact(invalid)} invalid" if invalid else "")),
+            row(metrics.TOKENS_PER_S, ACCENT),
         ]
 
-    def _held_out(self, spark: int) -> tuple[str, str]:
-        found = sorted(self._progress.evaluations.copy().values())  # step comes first
+    def _held_out(self, spark: int) -> Row:
+        found = sorted(self._progress.evaluations.copy().values())  # by step, the first field
         if not found:
-            return "-", ""
+            return "held-out", "-", "", GOOD
         last = found[-1]
-        change = decimal(last.reward_mean)
-        if len(found) > 1:
-            change = f"{decimal(found[0].reward_mean)} → {change}"
+        change = f"{decimal(found[0].reward_mean)} → " if len(found) > 1 else ""
         right = "" if last.greedy_accuracy is None else f" · {percent(last.greedy_accuracy)} right"
-        return f"{change}{right}  (n {last.n})", sparkline([one.reward_mean for one in found], spark)
+        figures = f"{change}{decimal(last.reward_mean)}{right}  (n {last.n})"
+        return "held-out", figures, sparkline([one.reward_mean for one in found], spark), GOOD
 
     def _phase(self, width: int) -> RenderableType:
         row = Table.grid(padding=(0, 1))
@@ -376,21 +334,6 @@ class LiveView:
         return row
 
 
-def _supervised_rows(values: dict[str, float], bars: Callable[[str], str]) -> list[tuple[str, str, str, str]]:
-    """Of a run that learns from demonstrations or preference pairs; the loss and what it gets right."""
-    right, label = ("token_accuracy", "tokens") if "token_accuracy" in values else ("pairwise_accuracy", "pairs")
-    held_out = f"eval/{right}" if f"eval/{right}" in values else "eval/pairwise_accuracy"
-    rows = [
-        ("loss", "loss", GOOD),
-        ("held-out", HELD_OUT_LOSS, GOOD),
-        (f"{label} ✓", right, ACCENT),
-        ("held-out ✓", held_out, ACCENT),
-        ("gradient", "grad_norm", ACCENT),
-        ("rate", "learning_rate", ACCENT),
-    ]
-    return [(words, decimal(values.get(name)), bars(name), style) for words, name, style in rows]
-
-
 def _cell(label: str, figures: str, bars: str, style: str) -> Text:
     figures = f"{figures:<{FIGURES_WIDTH - 1}} "
     return Text.assemble(
@@ -401,31 +344,88 @@ def _cell(label: str, figures: str, bars: str, style: str) -> Text:
     )
 
 
-class NullTelemetry:
-    """Implements core.protocols.Telemetry."""
+View: TypeAlias = PlainView | LiveView
 
-    def __init__(self, tell: Callable[[str], None] = lambda _: None) -> None:
-        self._tell = tell
-        self._told = ""
+FLEET_ROWS = 12
+STATE_STYLES = {"starting": QUIET, "loading": "cyan", "serving": "green", "leaving": "yellow"}
+COLUMNS: dict[str, Callable[[FleetRow], str]] = {
+    "worker": lambda row: row.worker_id,
+    "kind": lambda row: row.kind,
+    "state": lambda row: row.state,
+    "version": lambda row: "-" if row.version is None else str(row.version),
+    "running": lambda row: str(row.running),
+    "queued": lambda row: str(row.queued),
+    "tok/s": lambda row: compact(row.tokens_per_s),
+    "$/h": lambda row: f"{row.price_usd_per_hour:.2f}" if row.price_usd_per_hour else "-",
+    "age": lambda row: duration(row.age_s),
+}
+TEXT_COLUMNS = ("worker", "kind", "state")
+NEEDED_WIDTH = {"version": 48, "queued": 48, "kind": 72, "$/h": 72, "age": 72}  # narrower tables omit the column
 
-    def resume(self, step: int) -> None:
-        pass
 
-    def event(self, name: str, **fields: Any) -> None:
-        pass
+def fleet_table(rows: Sequence[FleetRow], width: int) -> RenderableType:
+    """The reserved side and the busiest workers, sorted by name to keep rows in place, and a line for the rest."""
+    columns = [name for name in COLUMNS if width >= NEEDED_WIDTH.get(name, 0)]
+    table = Table(box=None, expand=True, padding=(0, 1, 0, 0), header_style=QUIET)
+    for name in columns:
+        table.add_column(name, justify="left" if name in TEXT_COLUMNS else "right", no_wrap=True, overflow="ellipsis")
 
-    def step(self, metrics: StepMetrics) -> None:
-        pass
+    def load(row: FleetRow) -> tuple[bool, int, float]:
+        return row.kind == "reserved", row.running + row.queued, row.tokens_per_s
 
-    def samples(self, step: int, trajectories: Sequence[Trajectory], prompts: Sequence[Prompt]) -> None:
-        pass
+    shown = sorted(rows, key=load, reverse=True)[:FLEET_ROWS]
+    for row in sorted(shown, key=lambda row: (row.kind != "reserved", natural(row.worker_id))):
+        table.add_row(
+            *(Text(COLUMNS[name](row), style=STATE_STYLES[row.state] if name == "state" else "") for name in columns)
+        )
+    if len(rows) == len(shown):
+        return table
+    others = sum(row.tokens_per_s for row in rows) - sum(row.tokens_per_s for row in shown)
+    more = f"... and {len(rows) - len(shown)} more, {compact(max(0.0, others))} tok/s together"
+    return Group(table, Text(more, style=QUIET))
 
-    def progress(self, phase: str, done: int, total: int) -> None:
-        """Tenths, each told once."""
-        text = f"{phase}: {10 * (10 * done // max(total, 1))} % of {total}"
-        if text != self._told:
-            self._told = text
-            self._tell(text)
 
-    def fleet(self, rows: Sequence[FleetRow]) -> None:
-        pass
+LINES, WINDOW_S = 8, 10.0
+
+
+class FleetLines:
+    """Lines for fleet events, at most `LINES` in `WINDOW_S`; further events are summarised in one line afterwards."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._reserved: set[str] = set()  # leases
+        self._window_start_s = -math.inf
+        self._shown = 0
+        self._suppressed: Counter[str] = Counter()
+        self._suppressed_moves: Counter[str] = Counter()
+
+    def event(self, name: str, fields: dict[str, Any]) -> list[str]:
+        """The lines to show now."""
+        lines = self.due()
+        if name == LEASE and fields.get("kind") == "reserved":
+            self._reserved.add(str(fields.get("lease")))
+        text = "" if str(fields.get("lease")) in self._reserved else event_text(name, fields)
+        if not text:
+            return lines
+        if self._clock.now() - self._window_start_s >= WINDOW_S:
+            self._window_start_s, self._shown = self._clock.now(), 0
+        self._shown += 1
+        if self._shown <= LINES or name == QUARANTINE:
+            return [*lines, text]
+        self._suppressed[name] += 1
+        if name in (EVICTION, CRASH):
+            moves = {key: int(fields.get(key, 0)) for key in ("samples", "tokens_kept", "tokens_lost")}
+            self._suppressed_moves.update(moves)
+        return lines
+
+    def due(self, *, closing: bool = False) -> list[str]:
+        """One line that summarises the suppressed events, once the window is over."""
+        if not self._suppressed or not (closing or self._clock.now() - self._window_start_s >= WINDOW_S):
+            return []
+        counts = ", ".join(
+            counted(self._suppressed[name], noun) for name, noun in NOUNS.items() if self._suppressed[name]
+        )
+        moves = f": {moved_text(self._suppressed_moves)}" if self._suppressed_moves["samples"] else ""
+        self._suppressed.clear()
+        self._suppressed_moves.clear()
+        return [f"also {counts}{moves}"]

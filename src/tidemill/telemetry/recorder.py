@@ -1,4 +1,4 @@
-"""The recorder: every word of a run's story goes through it. The run directory first, then the view and the sinks."""
+"""The recorder writes events, metrics and samples to the run directory, then to the view and the sinks."""
 
 from __future__ import annotations
 
@@ -17,34 +17,37 @@ from tidemill.core.protocols import Clock
 from tidemill.core.records import FleetRow, Prompt, StepMetrics, Trajectory
 from tidemill.telemetry.events import (
     EVALUATION,
+    FLEET_EVENTS,
     NOT_PART_OF_A_STEP,
     PLAN,
     RESUME,
     REWARD_FAILED,
+    ROLLOUT,
     SESSION_END,
     SESSION_START,
     SINK_FAILED,
+    TRAINING,
     MonotonicClock,
     event_line,
     read_events,
 )
 from tidemill.telemetry.fleet_figures import evictions_sentence, recomputed
-from tidemill.telemetry.fleet_view import FLEET_EVENTS, FleetLines
 from tidemill.telemetry.jsonl import JsonlWriter
 from tidemill.telemetry.manifest import peak_rss_bytes
 from tidemill.telemetry.metrics import CONTROLLER_CPU, PEAK_RSS, STEP_TIME, TOKENS_RECOMPUTED, metric_line, read_metrics
-from tidemill.telemetry.progress_views import LiveView, PlainView, Progress, View
+from tidemill.telemetry.progress_views import FleetLines, LiveView, PlainView, Progress, View
+from tidemill.telemetry.run_data import RunData, evaluations, read_evaluation
 from tidemill.telemetry.run_dir import RunDirectory, samples_name
 from tidemill.telemetry.sample_files import Decode, TokenTexts, chosen, sample_line, write_samples
 from tidemill.telemetry.sinks import SinkContext, SinkSet, check_sinks
-from tidemill.telemetry.summary import build_summary, evaluations, read_evaluation
 
 Outcome: TypeAlias = Literal["finished", "interrupted", "failed"]
-FAULT = re.compile(r"(?:reward ([^:]+): |with their )(\w+)")
-"""In the reason of an invalid reward: each reward that failed, and its exception's type or the first word about it."""
+FAILURE = re.compile(r"(?:reward ([^:]+): |with their )(\w+)")
+"""In the reason of an invalid reward: the reward that failed, and its exception's type or first word."""
 SHOWN_TEXT = 120
-"""Characters of a prompt and of a response that the report of a fault shows."""
-BEGINS_A_STEP = ("rollout", "training")
+"""Characters of a prompt and of a response in the report of a failed reward."""
+FIRST_PHASES = (ROLLOUT, TRAINING)
+"""Phases that start a step."""
 
 
 class Recorder:
@@ -65,14 +68,14 @@ class Recorder:
         """Open the logs and the sinks, write `session_start`, and show the view.
 
         Args:
-            run: opened, that is, locked by this process.
+            run: opened, so that this process holds its lock.
             spec: the run's configuration.
-            decode: token ids to text, so that the report can colour single tokens; `use_decoder` sets it later.
-            stream: where the view goes; standard error by default. None of its faults reach the run.
+            decode: token ids to text, for the report's coloured tokens; `use_decoder` sets it later.
+            stream: for the view; standard error by default. Its errors are ignored.
             clock: for durations.
             unix_time: seconds since 1970, for time stamps.
             memory: the process's peak memory in bytes.
-            processor: seconds that the calling thread has spent on a processor.
+            processor: CPU seconds of the calling thread.
 
         Raises:
             UserError: a sink is not installed or cannot be opened, or the logs cannot be written.
@@ -80,13 +83,13 @@ class Recorder:
         self.run, self._spec = run, spec
         self._clock, self._unix_time, self._memory = clock or MonotonicClock(), unix_time, memory
         self._processor, self._processor_s = processor, processor()
-        self._began_s = self._clock.now()
+        self._started_s = self._clock.now()
         self._session = run.past.count + 1
         self._texts = TokenTexts(decode) if decode else None
-        self._step_began_s: float | None = None
+        self._step_started_s: float | None = None
         self._closed = False
         self._fleet_lines = FleetLines(self._clock)
-        self._known_faults: set[tuple[str, str]] = set()
+        self._known_failures: set[tuple[str, str]] = set()
         check_sinks(spec.telemetry.sinks)
         self._sinks = SinkSet(self._sink_failed)
         self._events = JsonlWriter(run.events)
@@ -98,8 +101,17 @@ class Recorder:
             earlier_wall_s=run.past.wall_s,
         )
         self._view: View | None = None
-        self._start_session()
-        self._view = self._make_view(stream or sys.stderr)
+        self.event(
+            SESSION_START,
+            resumed=run.past.count > 0,
+            earlier_wall_s=round(run.past.wall_s, 3),
+            pid=os.getpid(),
+            host=platform.node(),
+        )
+        self._load_history()
+        stream = stream or sys.stderr
+        kind = LiveView if spec.telemetry.live and stream.isatty() else PlainView
+        self._view = kind(self._progress, stream, self._clock)
         try:
             self._sinks.open(spec.telemetry.sinks, self._sink_context())
         except UserError:
@@ -107,11 +119,11 @@ class Recorder:
             raise
 
     def use_decoder(self, decode: Decode) -> None:
-        """Give the recorder what turns token ids into text, once the tokenizer is loaded."""
+        """Set the function from token ids to text, once the tokenizer is loaded."""
         self._texts = TokenTexts(decode)
 
     def expect(self, total_steps: int) -> None:
-        """The run will take so many steps: where not the configuration but its data decide that."""
+        """Set the number of steps, if it follows from the data instead of the configuration."""
         self._progress.total_steps = total_steps
         self.event(PLAN, steps=total_steps)
 
@@ -124,48 +136,28 @@ class Recorder:
             last_step=self._progress.step,
         )
 
-    def _start_session(self) -> None:
-        past = self.run.past
-        self.event(
-            SESSION_START,
-            resumed=past.count > 0,
-            earlier_wall_s=round(past.wall_s, 3),
-            pid=os.getpid(),
-            host=platform.node(),
-        )
-        self._take_history()
-
-    def _take_history(self) -> None:
+    def _load_history(self) -> None:
         lines = read_metrics(self.run.metrics)
-        found = evaluations(read_events(self.run.events), lines)
-        self._progress.restart(lines, found)
-
-    def _make_view(self, stream: TextIO) -> View:
-        if self._spec.telemetry.live and stream.isatty():
-            return LiveView(self._progress, stream, self._clock)
-        return PlainView(self._progress, stream, self._clock)
+        self._progress.restart(lines, evaluations(read_events(self.run.events), lines))
 
     @property
     def elapsed_s(self) -> float:
-        """Since this session began."""
-        return self._clock.now() - self._began_s
+        """Since this session started."""
+        return self._clock.now() - self._started_s
 
     def resume(self, step: int) -> None:
-        """Training goes on after `step`: drop later metrics and samples, and say so in the event log.
-
-        Nothing happens in a run's first session.
-        """
+        """Delete metrics and samples of steps after `step` and log a `resume` event. No effect in a first session."""
         if self.run.past.count == 0:
             return
         dropped = recomputed(line for line in read_metrics(self.run.metrics) if line.step > step)
         self.run.rewind(step)
         self.event(RESUME, step=step, **({TOKENS_RECOMPUTED: dropped} if dropped else {}))
         self._sinks.rewind(step)
-        self._step_began_s = None
-        self._take_history()
+        self._step_started_s = None
+        self._load_history()
 
     def event(self, name: str, **fields: Any) -> None:
-        """One line in events.jsonl.
+        """Write one line to events.jsonl.
 
         Raises:
             UserError: the disk is full.
@@ -173,21 +165,21 @@ class Recorder:
         self._events.write(
             event_line(name, fields, unix_s=self._unix_time(), session=self._session, elapsed_s=self.elapsed_s)
         )
-        if name in NOT_PART_OF_A_STEP and self._step_began_s is not None:
-            self._step_began_s += float(fields.get("duration_s", 0.0))
+        if name in NOT_PART_OF_A_STEP and self._step_started_s is not None:
+            self._step_started_s += float(fields.get("duration_s", 0.0))
         if name == EVALUATION:
             self._progress.add_evaluation(read_evaluation(int(fields.get("step", 0)), fields))
         if name in FLEET_EVENTS:
-            self._tell(self._fleet_lines.event(name, fields))
+            self._note_all(self._fleet_lines.event(name, fields))
         elif self._view:
             self._view.event(name, fields)
 
-    def _tell(self, lines: Sequence[str]) -> None:
+    def _note_all(self, lines: Sequence[str]) -> None:
         for line in lines:
             self.note(line)
 
     def step(self, metrics: StepMetrics) -> None:
-        """One line in metrics.jsonl, with peak memory and the step's wall time added, then the view and the sinks.
+        """Write one line to metrics.jsonl, with peak memory and wall time added, then update the view and the sinks.
 
         Raises:
             UserError: the disk is full.
@@ -197,20 +189,20 @@ class Recorder:
         values.setdefault(PEAK_RSS, float(self._memory()))
         before_s, self._processor_s = self._processor_s, self._processor()
         values.setdefault(CONTROLLER_CPU, round(self._processor_s - before_s, 6))
-        if self._step_began_s is not None and metrics.step > 0:
-            values.setdefault(STEP_TIME, round(now_s - self._step_began_s, 6))
-        self._step_began_s = now_s
+        if self._step_started_s is not None and metrics.step > 0:
+            values.setdefault(STEP_TIME, round(now_s - self._step_started_s, 6))
+        self._step_started_s = now_s
         self._metrics.write(
             metric_line(metrics, values, unix_s=self._unix_time(), session=self._session, elapsed_s=elapsed_s)
         )
         self._progress.add_step(metrics.step, values, elapsed_s)
         if self._view:
             self._view.step()
-        self._tell(self._fleet_lines.due())
+        self._note_all(self._fleet_lines.due())
         self._sinks.step(metrics.step, values)
 
     def samples(self, step: int, trajectories: Sequence[Trajectory], prompts: Sequence[Prompt]) -> None:
-        """One file per step and purpose, whole or absent; a second call for the same ones replaces the first.
+        """Write one file per step and purpose, atomically; a second call for the same step replaces it.
 
         Raises:
             UserError: the disk is full.
@@ -222,10 +214,10 @@ class Recorder:
             kept = [pairs[index] for index in chosen(len(pairs), self._spec.telemetry.samples_per_step)]
             lines = [sample_line(step, trajectory, prompt, self._texts) for trajectory, prompt in kept]
             write_samples(self.run.samples / samples_name(step, purpose), lines)
-        self._note_faults(step, trajectories, prompts)
+        self._note_failures(step, trajectories, prompts)
 
-    def _note_faults(self, step: int, trajectories: Sequence[Trajectory], prompts: Sequence[Prompt]) -> None:
-        """Report each kind of reward fault once, with its first sample, on the terminal and in the event log."""
+    def _note_failures(self, step: int, trajectories: Sequence[Trajectory], prompts: Sequence[Prompt]) -> None:
+        """Report each kind of reward failure once, with its first sample, on the terminal and in the event log."""
         failed = [
             (each, prompt)
             for each, prompt in zip(trajectories, prompts, strict=True)
@@ -234,10 +226,10 @@ class Recorder:
         for trajectory, prompt in failed:
             assert trajectory.reward is not None
             reason = trajectory.reward.reason
-            kinds = set(FAULT.findall(reason)) or {("", reason.partition(" (sample ")[0])}
-            if kinds <= self._known_faults:
+            kinds = set(FAILURE.findall(reason)) or {("", reason.partition(" (sample ")[0])}
+            if kinds <= self._known_failures:
                 continue
-            self._known_faults |= kinds
+            self._known_failures |= kinds
             sample = {"prompt": _shortened(prompt.text), "response": _shortened(trajectory.text)}
             self.event(REWARD_FAILED, step=step, reason=reason, **sample)
             self.note(
@@ -246,20 +238,20 @@ class Recorder:
             )
 
     def progress(self, phase: str, done: int, total: int) -> None:
-        """How far the current phase is; nothing of it is written."""
-        if self._step_began_s is None and phase in BEGINS_A_STEP:
-            self._step_began_s = self._clock.now()
+        """Progress of a phase, for the view only."""
+        if self._step_started_s is None and phase in FIRST_PHASES:
+            self._step_started_s = self._clock.now()
         self._progress.phases[phase] = (done, total)
         if self._view:
             self._view.phase()
-        self._tell(self._fleet_lines.due())
+        self._note_all(self._fleet_lines.due())
 
     def fleet(self, rows: Sequence[FleetRow]) -> None:
-        """The workers there are, for the live view; nothing of it is written."""
+        """The current workers, for the live view only."""
         self._progress.set_fleet(rows)
 
     def note(self, text: str) -> None:
-        """One line for the person watching; nothing of it is written."""
+        """One line for the view only."""
         if self._view:
             self._view.note(text)
 
@@ -267,7 +259,7 @@ class Recorder:
         """End the session and write summary.json.
 
         Args:
-            error: what a failure was, in words.
+            error: text of the error that ended the run.
 
         Returns:
             The summary.
@@ -277,8 +269,7 @@ class Recorder:
         """
         wall_s = self.run.past.wall_s + self.elapsed_s
         self.close(outcome)
-        summary = build_summary(
-            self.run,
+        summary = RunData.load(self.run).summarize(
             outcome=outcome,
             total_steps=self._progress.total_steps,
             wall_s=wall_s,
@@ -292,11 +283,11 @@ class Recorder:
         return summary
 
     def close(self, outcome: Outcome = "interrupted") -> None:
-        """Give the terminal back, close the sinks and the logs. The second call does nothing."""
+        """Restore the terminal, close the sinks and the logs. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
-        self._tell(self._fleet_lines.due(closing=True))
+        self._note_all(self._fleet_lines.due(closing=True))
         try:
             self._sinks.close(failed=outcome == "failed")
             self.event(SESSION_END, outcome=outcome, step=self._progress.step)
@@ -310,7 +301,7 @@ class Recorder:
 
     def _sink_failed(self, sink: str, error: str) -> None:
         self.event(SINK_FAILED, sink=sink, error=error)
-        self.note(f"warning: {sink} failed and gets no more metrics ({error}); the run goes on")
+        self.note(f"warning: sink {sink} failed ({error}); the run continues without it")
 
     def __enter__(self) -> Self:
         return self
@@ -324,9 +315,42 @@ class Recorder:
         try:
             interrupted = isinstance(root_error(error), KeyboardInterrupt)
             self.finish("interrupted" if interrupted else "failed", error="" if interrupted else describe_error(error))
-        except Exception as second:  # noqa: BLE001 - a full disk, most likely; the error that ended the run is shown
+        except Exception as second:  # noqa: BLE001 - a full disk, most likely; the first error is the one to raise
             self.note(f"no summary written: {second}")
             self.close("failed")
+
+
+class NullTelemetry:
+    """Implements core.protocols.Telemetry without writing anything.
+
+    Args:
+        show: called with the progress of a phase, in steps of 10 %.
+    """
+
+    def __init__(self, show: Callable[[str], None] = lambda _: None) -> None:
+        self._show = show
+        self._last = ""
+
+    def resume(self, step: int) -> None:
+        pass
+
+    def event(self, name: str, **fields: Any) -> None:
+        pass
+
+    def step(self, metrics: StepMetrics) -> None:
+        pass
+
+    def samples(self, step: int, trajectories: Sequence[Trajectory], prompts: Sequence[Prompt]) -> None:
+        pass
+
+    def progress(self, phase: str, done: int, total: int) -> None:
+        text = f"{phase}: {10 * (10 * done // max(total, 1))} % of {total}"
+        if text != self._last:
+            self._last = text
+            self._show(text)
+
+    def fleet(self, rows: Sequence[FleetRow]) -> None:
+        pass
 
 
 def _shortened(text: str) -> str:

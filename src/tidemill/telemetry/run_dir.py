@@ -1,4 +1,4 @@
-"""The run directory: where each file is, and the lock that keeps it to one process."""
+"""The run directory: paths, format check, and the lock that allows one process at a time."""
 
 from __future__ import annotations
 
@@ -13,29 +13,31 @@ from typing import Any, Self
 import msgspec
 from filelock import FileLock, Timeout
 
-from tidemill.core.decoding import decode_json
 from tidemill.core.errors import UserError
+from tidemill.core.records import decode_json
 from tidemill.telemetry.events import PastSessions, past_sessions
-from tidemill.telemetry.jsonl import disk_error, drop_torn_line, encode, read_lines, write_atomically
+from tidemill.telemetry.jsonl import disk_error, drop_torn_line, read_lines, write_atomically, write_json
 
 LOCK = ".lock"
+RUN_FORMAT = 2
+"""Format of run directories, in manifest.json. Raised when the files of older runs can no longer be read."""
 
 
 class LockedDirectory:
-    """Holds the lock of `path` from `acquire` to `close`; a context manager that closes."""
+    """A directory that one process locks, from `acquire` to `close`; a context manager that closes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock: FileLock | None = None
 
     def acquire(self, held: Callable[[], str]) -> None:
-        """Take the lock, or refuse at once.
+        """Take the lock without waiting.
 
         Args:
-            held: says what another process is doing here; asked only where one is.
+            held: returns the error's text if another process holds the lock.
 
         Raises:
-            UserError: another process holds it, or it cannot be written.
+            UserError: another process holds the lock, or the lock file cannot be written.
         """
         lock = FileLock(self.path / LOCK, blocking=False, thread_local=False)
         try:
@@ -61,12 +63,13 @@ class LockedDirectory:
         self.close()
 
 
+TRAINING_PURPOSE = "train"
 SAMPLES_NAME = re.compile(r"step_(\d+)(?:\.([\w.-]+))?\.jsonl$")
 
 
-def samples_name(step: int, purpose: str = "train") -> str:
-    """`step_000012.jsonl`; samples of another purpose than training have it in their name."""
-    suffix = "" if purpose == "train" else "." + re.sub(r"[^A-Za-z0-9_-]", "-", purpose)
+def samples_name(step: int, purpose: str = TRAINING_PURPOSE) -> str:
+    """`step_000012.jsonl`, or `step_000012.PURPOSE.jsonl` for purposes other than training."""
+    suffix = "" if purpose == TRAINING_PURPOSE else "." + re.sub(r"[^A-Za-z0-9_-]", "-", purpose)
     return f"step_{step:06d}{suffix}.jsonl"
 
 
@@ -88,14 +91,15 @@ class RunDirectory(LockedDirectory):
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Create the directory if needed, lock it for this process, and mend what a kill left half-written.
+        """Create the directory if needed, lock it, and remove incomplete lines and files left by a kill.
 
         Raises:
-            UserError: it cannot be created or written, or another process holds it.
+            UserError: it cannot be created or written, has another format, or another process holds it.
         """
         run = cls(path)
+        run.refuse_other_format()
         run._create()
-        run.acquire(run._held)
+        run.acquire(run._holder)
         try:
             for log in (run.events, run.metrics):
                 drop_torn_line(log)
@@ -118,37 +122,48 @@ class RunDirectory(LockedDirectory):
                 probe.unlink(missing_ok=True)
         except (FileExistsError, NotADirectoryError) as error:
             hint = "choose another --run.dir or move the file away"
-            raise UserError("a file stands where a directory should be", where=str(self.path), hint=hint) from error
+            raise UserError("a file is in the way of the run directory", where=str(self.path), hint=hint) from error
         except OSError as error:
             raise disk_error(error, self.path) from error
 
-    def _held(self) -> str:
-        """Who works here, as far as the events say."""
+    def _holder(self) -> str:
         holder = past_sessions(self.events, self.metrics).last
         who = f" (process {holder['pid']} on {holder.get('host', '?')})" if "pid" in holder else ""
         return f"another process is working on this run{who}"
 
     @property
     def exists(self) -> bool:
-        """Whether a run was started here: then opening it means resuming it."""
+        """Whether a run was started here; then opening it resumes it."""
         return self.config.is_file()
+
+    def refuse_other_format(self) -> None:
+        """Raise UserError if the manifest has another format. A run killed before it wrote one has the current format.
+
+        Runs of format 1 did not write their format.
+        """
+        manifest = self.read_manifest()
+        if manifest and (found := manifest.get("format", 1)) != RUN_FORMAT:
+            what = f"this run directory has format {found}, and this version reads format {RUN_FORMAT}"
+            hint = "use the version of Tidemill that wrote it, or train again into another --run.dir"
+            raise UserError(what, where=str(self.manifest), hint=hint)
 
     def read_config(self) -> str | None:
         """The stored configuration, or None for a new run.
 
         Raises:
-            UserError: it is no text.
+            UserError: it is not UTF-8 text, or the run directory has another format.
         """
+        self.refuse_other_format()
         try:
             return self.config.read_text(encoding="utf-8") if self.exists else None
         except UnicodeDecodeError as error:
             raise UserError("not UTF-8 text", where=str(self.config), hint="restore the file from a copy") from error
 
     def read_settings(self) -> dict[str, Any]:
-        """The stored configuration's sections; empty when it is missing or not TOML."""
+        """The tables of the stored configuration, not validated; empty if it is missing or not TOML."""
         try:
             return tomllib.loads(self.config.read_text(encoding="utf-8", errors="replace"))
-        except (FileNotFoundError, ValueError, RecursionError):
+        except (FileNotFoundError, ValueError):
             return {}
 
     def write_config(self, text: str) -> None:
@@ -158,27 +173,27 @@ class RunDirectory(LockedDirectory):
         return read_json(self.manifest)
 
     def write_manifest(self, manifest: dict[str, Any]) -> None:
-        write_atomically(self.manifest, msgspec.json.format(encode(manifest)) + b"\n")
+        write_json(self.manifest, manifest)
 
     def read_summary(self) -> dict[str, Any]:
         return read_json(self.summary)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        write_atomically(self.summary, msgspec.json.format(encode(summary)) + b"\n")
+        write_json(self.summary, summary)
 
     def sample_files(self) -> list[tuple[int, str, Path]]:
-        """(step, purpose as in the file's name, path) of every samples file, by step."""
+        """(step, purpose as in the file name, path) of every samples file, by step."""
         if not self.samples.is_dir():
             return []
         named = ((SAMPLES_NAME.match(path.name), path) for path in self.samples.iterdir())
-        return sorted((int(match[1]), match[2] or "train", path) for match, path in named if match)
+        return sorted((int(match[1]), match[2] or TRAINING_PURPOSE, path) for match, path in named if match)
 
     def rewind(self, step: int) -> None:
-        """Forget metrics and samples of steps after `step`: the resumed run writes them again. Events stay.
+        """Delete metrics and samples of steps after `step`, which the resumed run writes again. Events stay.
 
-        A run that starts over from step 0 tells the figures from before the first step again, too.
+        A run restarted from step 0 also writes the line of step 0 again.
 
-        Safe to repeat when killed half-way, and while a writer has metrics.jsonl open for appending.
+        Can be repeated after a kill, and called while a writer has metrics.jsonl open for appending.
 
         Raises:
             UserError: the files cannot be changed.
@@ -197,7 +212,7 @@ class RunDirectory(LockedDirectory):
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty when the file is missing or not one."""
+    """The object in a JSON file; empty if the file is missing or has no object."""
     try:
         return decode_json(path.read_bytes(), dict)
     except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError):

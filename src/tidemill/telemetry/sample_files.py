@@ -1,51 +1,52 @@
-"""Samples as they are written to and read from the run directory."""
+"""Samples files of the run directory: the lines that are written, and reading them back."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import msgspec
+
 from tidemill.core.records import Prompt, Record, Trajectory, unpack_logprobs, unpack_tokens
-from tidemill.telemetry.jsonl import encode, finite_number, read_lines, write_atomically
+from tidemill.telemetry.jsonl import encode, read_lines, write_atomically
 
 Decode: TypeAlias = Callable[[Sequence[int]], str]
 UNDECODABLE = "\ufffd"
 
 
 class TokenTexts:
-    """The text of single tokens, each decoded once in the life of a run."""
+    """The text of single tokens, each decoded once per session."""
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
         self._texts: dict[int, str] = {}
 
     def split(self, token_ids: Sequence[int], text: str) -> list[str]:
-        """Cut `text` at token borders: one piece per token, together exactly `text`.
+        """Cut `text` at token borders: one piece per token, whose concatenation is `text`.
 
-        Tokens that share one character (parts of its bytes) leave it to the first of them; the rest are empty. When
-        `text` is not what the tokens say (a scorer may have trimmed it), the tokens' own texts are returned.
+        If several tokens encode the bytes of one character, the first gets the character and the others are empty. If
+        `text` does not match the tokens (a scorer may have trimmed it), the tokens' decoded texts are returned.
         """
-        own = [self._text(token_id) for token_id in token_ids]
-        return _align(own, text) or own
-
-    def _text(self, token_id: int) -> str:
-        if token_id not in self._texts:
-            self._texts[token_id] = self._decode([token_id])
-        return self._texts[token_id]
+        for token_id in token_ids:
+            if token_id not in self._texts:
+                self._texts[token_id] = self._decode([token_id])
+        decoded = [self._texts[token_id] for token_id in token_ids]
+        return _align(decoded, text) or decoded
 
 
-def _align(own: Sequence[str], text: str) -> list[str] | None:
-    """Lay each token's own text over `text`; None when they do not fit."""
+def _align(decoded: Sequence[str], text: str) -> list[str] | None:
+    """Match each token's decoded text to its place in `text`; None if they do not match."""
     pieces: list[str] = []
     position = 0
-    open_piece: int | None = None  # the first of a run of tokens that made an incomplete character
-    for piece in own:
+    open_piece: int | None = None  # the first token of an incomplete character
+    for piece in decoded:
         if UNDECODABLE in piece:
             open_piece = len(pieces) if open_piece is None else open_piece
             pieces.append("")
             continue
-        # Some tokenizers show a leading space only inside a text.
+        # Some tokenizers decode a leading space only inside a text.
         found = text.find(piece, position) if piece else position
         if found < 0 or (open_piece is None and text[position:found].strip(" ")):
             return None
@@ -61,7 +62,7 @@ def _align(own: Sequence[str], text: str) -> list[str] | None:
 
 
 def sample_line(step: int, trajectory: Trajectory, prompt: Prompt, texts: TokenTexts | None) -> dict[str, Any]:
-    """One line of a samples file; docs/metrics.md says what the keys mean."""
+    """One line of a samples file; docs/metrics.md explains the keys."""
     token_ids = unpack_tokens(trajectory.completion_ids)
     reward = trajectory.reward
     return {
@@ -87,7 +88,7 @@ def sample_line(step: int, trajectory: Trajectory, prompt: Prompt, texts: TokenT
 
 
 def _aligned_logprobs(trajectory: Trajectory, tokens: int) -> list[float | None]:
-    """One entry per completion token, None where the model did not make it. float32 carries seven digits at most."""
+    """One entry per completion token, None for tokens the model did not generate; rounded to float32's precision."""
     logprobs = [round(value, 6) for value in unpack_logprobs(trajectory.rollout_logprobs)]
     aligned: list[float | None] = [None] * tokens
     taken = 0
@@ -101,21 +102,21 @@ def _aligned_logprobs(trajectory: Trajectory, tokens: int) -> list[float | None]
 
 
 def chosen(count: int, limit: int) -> list[int]:
-    """Indices of at most `limit` of `count` samples, spread evenly so that every group has its share; 0 is no limit."""
+    """Indices of at most `limit` of `count` samples, spread evenly over the groups; 0 is no limit."""
     if limit == 0 or limit >= count:
         return list(range(count))
     return [index * count // limit for index in range(limit)]
 
 
 def write_samples(path: Path, lines: Sequence[dict[str, Any]]) -> None:
-    """All lines at once: the file is whole or absent."""
+    """Write all lines atomically."""
     write_atomically(path, b"".join(encode(line) + b"\n" for line in lines))
 
 
 class Sample(Record):
-    """One line of a samples file, read back; whatever is missing or of the wrong kind has its default."""
+    """One line of a samples file; missing fields have their defaults."""
 
-    step: int
+    step: int = 0
     prompt: str = ""
     completion: str = ""
     answer: str = ""
@@ -136,34 +137,9 @@ class Sample(Record):
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """Every whole line of a samples file."""
-    return [_sample(line) for _, line in read_lines(path)]
-
-
-def _sample(line: dict[str, Any]) -> Sample:
-    def text(key: str) -> str:
-        value = line.get(key)
-        return value if isinstance(value, str) else ""
-
-    def items(key: str) -> list[Any]:
-        value = line.get(key)
-        return value if isinstance(value, list) else []
-
-    components = line.get("components")
-    return Sample(
-        step=int(finite_number(line.get("step")) or 0),
-        prompt=text("prompt"),
-        completion=text("completion"),
-        answer=text("answer"),
-        prompt_id=text("prompt_id"),
-        tokens=tuple(str(item) for item in items("tokens")),
-        logprobs=tuple(map(finite_number, items("logprobs"))),
-        token_ids=tuple(item for item in items("token_ids") if isinstance(item, int)),
-        reward=finite_number(line.get("reward")),
-        components={name: value for name, given in components.items() if (value := finite_number(given)) is not None}
-        if isinstance(components, dict)
-        else {},
-        valid=line.get("valid") is True,
-        reason=text("reason"),
-        finish=text("finish"),
-    )
+    """Every complete line of a samples file that is a sample; damaged lines are skipped."""
+    found = []
+    for _, line in read_lines(path):
+        with suppress(msgspec.ValidationError):
+            found.append(msgspec.convert(line, Sample))
+    return found

@@ -1,4 +1,4 @@
-"""Optional places metrics also go. Each is imported only when chosen; none can hurt the run once it has begun."""
+"""Optional sinks for metrics: TensorBoard, Weights & Biases, trackio. A sink that fails is dropped."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tidemill.core.records import Record
 
 
 class SinkContext(Record):
-    """What a sink is told about the run when it opens."""
+    """Facts about the run that a sink gets when it opens."""
 
     run: str
     directory: Path
@@ -27,18 +27,18 @@ class SinkContext(Record):
 
 
 class Sink(Protocol):
-    """Takes the metrics of a step. May raise; the recorder then drops it."""
+    """Receives the metrics of each step. If it raises, the recorder drops it."""
 
     def step(self, step: int, values: dict[str, float]) -> None: ...
 
     def rewind(self, step: int) -> None:
-        """Values after `step` are about to be sent again."""
+        """Prepare for values of steps after `step` to be sent again."""
 
     def close(self, *, failed: bool) -> None: ...
 
 
 class TensorBoardSink:
-    """Event files under RUN/tensorboard, written with TensorBoard's own writer: no torch, no TensorFlow."""
+    """Event files in RUN/tensorboard, written with TensorBoard's event writer; needs neither torch nor TensorFlow."""
 
     def __init__(self, context: SinkContext) -> None:
         writer = importlib.import_module("tensorboard.summary.writer.event_file_writer")
@@ -53,7 +53,7 @@ class TensorBoardSink:
 
     def rewind(self, step: int) -> None:
         log = self._events.SessionLog(status=self._events.SessionLog.START)
-        # TensorBoard hides what earlier files hold from this step on.
+        # Makes TensorBoard hide later steps of earlier files.
         self._writer.add_event(self._events.Event(wall_time=time.time(), step=step + 1, session_log=log))
 
     def close(self, *, failed: bool) -> None:
@@ -61,7 +61,7 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """Weights & Biases. A resumed run goes on under the same id; it takes only rising steps, so none is sent twice."""
+    """Weights & Biases. A resumed run keeps its id; W&B accepts only increasing steps, so none is sent twice."""
 
     def __init__(self, context: SinkContext) -> None:
         self._last_step = context.last_step
@@ -86,12 +86,12 @@ class WandbSink:
 
 
 class TrackioSink:
-    """trackio, a local dashboard. It would keep a repeated step beside the first, so none is sent twice."""
+    """trackio, a local dashboard. It keeps duplicates of a step, so none is sent twice."""
 
     def __init__(self, context: SinkContext) -> None:
         self._last_step = context.last_step
         name = f"{context.run}-{context.run_id}"
-        # It prints; standard output belongs to the command line's JSON.
+        # It prints to standard output, which is reserved for the command's JSON.
         with redirect_stdout(sys.stderr):
             self._trackio = importlib.import_module("trackio")
             self._trackio.init(project="tidemill", name=name, resume="allow", config=context.config)
@@ -116,10 +116,10 @@ SINKS: dict[str, Callable[[SinkContext], Sink]] = {
 
 
 def check_sinks(names: Sequence[str]) -> None:
-    """Refuse sinks that are not installed, before anything is started.
+    """Check that the chosen sinks are installed.
 
     Raises:
-        UserError: naming the command that installs it.
+        UserError: one is not installed; the hint has the command.
     """
     for name in names:
         if importlib.util.find_spec(name) is None:
@@ -128,7 +128,7 @@ def check_sinks(names: Sequence[str]) -> None:
 
 
 class SinkSet:
-    """The chosen sinks, each dropped at its first fault; `warn(sink, error)` is called once for it."""
+    """The chosen sinks. At its first error a sink is dropped and `warn(sink, error)` is called."""
 
     def __init__(self, warn: Callable[[str, str], None]) -> None:
         self._warn = warn
@@ -138,14 +138,14 @@ class SinkSet:
         """Open every sink.
 
         Raises:
-            UserError: one cannot be opened for a new run. (A resumed run goes on without it.)
+            UserError: one cannot be opened for a new run. A resumed run continues without it.
         """
         for name in dict.fromkeys(names):
             try:
                 self._open[name] = SINKS[name](context)
             except Exception as error:
                 if context.last_step == 0:
-                    hint = f"set it up, or leave {name} out of telemetry.sinks"
+                    hint = f"set it up, or remove {name} from telemetry.sinks"
                     what = f"{name} cannot be opened: {_short(error)}"
                     raise UserError(what, where="telemetry.sinks", hint=hint) from error
                 self._warn(name, _short(error))
@@ -165,7 +165,7 @@ class SinkSet:
         for name, sink in list(self._open.items()):
             try:
                 call(sink)
-            except Exception as error:  # noqa: BLE001 - whatever a foreign library raises must not end the run
+            except Exception as error:  # noqa: BLE001 - no error of a sink may end the run
                 del self._open[name]
                 self._warn(name, _short(error))
 

@@ -1,4 +1,4 @@
-"""Statistics of an evaluation: pure functions of what was counted, each with the source of its formula."""
+"""Statistics of evaluations: intervals, pass@k, paired tests, diversity; each with the source of its formula."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLOCK_ITEMS = 1_000_000
 
 
 class Interval(NamedTuple):
-    """A figure and the 95 % interval around it."""
+    """A figure and its 95 % interval."""
 
     value: float
     low: float
@@ -33,11 +33,11 @@ class Paired(NamedTuple):
     difference: Interval  # of the means, after minus before
     better: int  # items whose second value is higher
     worse: int
-    p_value: float  # of the sign test: how often chance alone makes better and worse so unequal
+    p_value: float  # of the two-sided sign test
 
 
 def wilson_interval(share: float, n: int) -> tuple[float, float]:
-    """95 % interval of a share measured on `n` items (Wilson 1927); for scores between 0 and 1 it is a safe one."""
+    """95 % interval of a share measured on `n` items (Wilson 1927); conservative for scores between 0 and 1."""
     if n == 0:
         return 0.0, 1.0
     square = Z_95**2 / n
@@ -52,10 +52,11 @@ def normal_interval(mean: float, stderr: float) -> tuple[float, float]:
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """1 - C(n - c, k) / C(n, k): the chance that k of n samples, drawn without replacement, hold a correct one.
+    """1 - C(n - c, k) / C(n, k): the probability that k of the n samples, drawn without replacement, include a
+    correct one.
 
-    Over the draws of the n samples its mean is exactly the chance that k samples hold a correct one (Chen et al. 2021,
-    "Evaluating Large Language Models Trained on Code", eq. 1).
+    An unbiased estimate of the probability that k new samples include a correct one (Chen et al. 2021, "Evaluating
+    Large Language Models Trained on Code", eq. 1).
 
     Raises:
         ValueError: not 0 <= correct <= n, or not 1 <= k <= n.
@@ -75,10 +76,10 @@ def mean_pass_at_k(counts: Sequence[tuple[int, int]], k: int) -> Interval:
 
 
 def share_interval(shares: Sequence[float]) -> Interval:
-    """Mean of values in [0, 1], with its 95 % interval over items.
+    """Mean of values in [0, 1] with its 95 % interval over items.
 
-    Where every value is 0 or 1 it is Wilson's. Else it is bootstrapped, but for values that are all alike: no resample
-    of those differs, and Wilson's, which is a safe one, is taken instead.
+    Wilson's interval if every value is 0 or 1, or if all values are equal, which makes every resample the same;
+    otherwise a bootstrap.
     """
     if not shares:
         return Interval(math.nan, 0.0, 1.0)
@@ -89,12 +90,12 @@ def share_interval(shares: Sequence[float]) -> Interval:
 
 
 def reward_interval(rewards: Sequence[float]) -> Interval:
-    """Mean of rewards with its 95 % interval over items: Wilson's where every value is 0 or 1, else bootstrapped."""
+    """Mean of rewards with its 95 % interval over items: Wilson's if every value is 0 or 1, otherwise a bootstrap."""
     return share_interval(rewards) if set(rewards) <= {0.0, 1.0} else bootstrap_mean(rewards)
 
 
 def bootstrap_mean(values: Sequence[float], *, resamples: int = RESAMPLES, seed: int = RESAMPLE_SEED) -> Interval:
-    """Mean and the 2.5 and 97.5 percentiles of the means of resamples (Efron 1979), the same for the same values."""
+    """Mean with the 2.5th and 97.5th percentiles of the means of resamples (Efron 1979); deterministic."""
     if not values:
         return Interval(math.nan, math.nan, math.nan)
     items_N = np.asarray(values, dtype=np.float64)
@@ -109,10 +110,10 @@ def bootstrap_mean(values: Sequence[float], *, resamples: int = RESAMPLES, seed:
 
 
 def sign_test(better: int, worse: int) -> float:
-    """Two-sided exact p-value of `better` against `worse` changes when either is equally likely; ties do not count.
+    """Two-sided exact p-value of `better` against `worse` changes; ties do not count.
 
-    min(1, 2 · P(X <= min)), X binomial with n = better + worse and 1/2. Of right and wrong answers to the same prompts
-    this is McNemar's exact test (McNemar 1947; Conover, Practical Nonparametric Statistics, 3.4-3.5).
+    min(1, 2 · P(X <= min)), X binomial with n = better + worse and p = 1/2. For correct and wrong answers to the same
+    prompts this is McNemar's exact test (McNemar 1947; Conover, Practical Nonparametric Statistics, 3.4-3.5).
     """
     n = better + worse
     tail = sum(math.comb(n, at) for at in range(min(better, worse) + 1))
@@ -120,10 +121,10 @@ def sign_test(better: int, worse: int) -> float:
 
 
 def paired(before: Sequence[float], after: Sequence[float]) -> Paired:
-    """Compare two measurements of the same items, in the same order; there must be at least one.
+    """Compare two measurements of the same items, in the same order; at least one item.
 
-    The interval of the difference is bootstrapped over items; where all items changed alike it has no width and says
-    nothing.
+    The interval of the difference is a bootstrap over items. It has no width, and no meaning, if all items changed by
+    the same amount.
     """
     changes = [now - then for then, now in zip(before, after, strict=True)]
     better, worse = sum(change > 0 for change in changes), sum(change < 0 for change in changes)
@@ -139,15 +140,17 @@ def paired(before: Sequence[float], after: Sequence[float]) -> Paired:
 
 
 def distinct_n(completions: Sequence[Sequence[Hashable]], n: int) -> float:
-    """Different n-grams as a share of all n-grams in the completions together (Li et al. 2016, "A Diversity-Promoting
-    Objective Function"); NaN where no completion has n tokens. It falls with the number of completions: compare only
-    what has as many."""
+    """Distinct n-grams as a share of all n-grams of the completions (Li et al. 2016, "A Diversity-Promoting Objective
+    Function"); NaN if no completion has n tokens.
+
+    It falls with the number of completions, so only equal numbers are comparable.
+    """
     grams = [tuple(each[at : at + n]) for each in completions for at in range(len(each) - n + 1)]
     return len(set(grams)) / len(grams) if grams else math.nan
 
 
 def length_figures(lengths: Sequence[int]) -> dict[str, float]:
-    """Mean, median, 95th percentile (linear between neighbours), smallest and largest; empty for no lengths."""
+    """Mean, median, 95th percentile (linear interpolation), minimum and maximum; empty for no lengths."""
     if not lengths:
         return {}
     median, p95 = np.quantile(lengths, [0.5, 0.95])

@@ -1,4 +1,4 @@
-"""From groups to weighted samples: what shapes their rewards, their advantages, and what a critic is to learn."""
+"""Compute advantages, returns and reference logprobs of complete groups."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ from tidemill.trainer.critic import Deferred, resolved
 from tidemill.trainer.packing import (
     FloatArray,
     Microbatch,
-    Weighted,
-    by_sample,
+    WeightedSample,
+    missing_reference,
     pack,
     ref_logprobs,
     rollout_logprobs,
-    split_by_budget,
+    split_by_sample,
+    split_by_tokens,
     trained_tokens,
-    without_reference,
 )
 
-Measure = Callable[[Microbatch], Deferred[torch.Tensor]]
-"""Something float32 [T] of every token of a microbatch, without gradient."""
+TokenFunction = Callable[[Microbatch], Deferred[torch.Tensor]]
+"""Computes float32 [T] for the tokens of a microbatch, without gradient."""
 DoubleArray = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
-    """A group's valid samples. Where they stand in the mean is not known yet: all weights are 1."""
+class GroupAdvantages:
+    """The valid samples of a group with their advantages. All token weights are 1."""
 
-    samples: list[Weighted]
-    signal: bool  # whether any of them moves the policy, before whitening
+    samples: list[WeightedSample]
+    signal: bool  # whether any advantage was non-zero before whitening
 
 
 class AdvantageEstimator:
-    """What `spec.algorithm` makes of rewards.
+    """Turns rewards into advantages as configured in `spec.algorithm`.
 
     Args:
-        device: where microbatches are measured.
-        reference: logprobs of the reference model, for samples that come without; None where it is in another process.
-        values: what the critic says, where there is one.
-        ahead: the critic computes elsewhere: it is asked for each group by itself, as soon as that is complete.
+        device: of the microbatches.
+        reference: computes logprobs of the reference model for samples that have none; None if there is no model.
+        values: computes values of the critic, if there is one.
+        request_early: request values as soon as a group is complete, because the critic runs in another process.
     """
 
     def __init__(
@@ -59,117 +59,115 @@ class AdvantageEstimator:
         device: torch.device,
         *,
         reference: Callable[[Microbatch], torch.Tensor] | None = None,
-        values: Measure | None = None,
-        ahead: bool = False,
+        values: TokenFunction | None = None,
+        request_early: bool = False,
     ) -> None:
         self._spec, self._device = spec, device
-        self._row = ADVANTAGES[spec.algorithm.advantage]
-        self._reference, self._values, self._ahead = reference, values, ahead
-        self._penalised = spec.algorithm.kl_beta > 0 and spec.algorithm.kl_in == "reward"
+        self._estimator = ADVANTAGES[spec.algorithm.advantage]
+        self._reference, self._values, self._request_early = reference, values, request_early
+        self._kl_in_reward = spec.algorithm.kl_beta > 0 and spec.algorithm.kl_in == "reward"
         self.scope = scope_of(spec.algorithm.advantage, whiten=spec.algorithm.whiten)
 
-    def begin(self, group: Group, valid: Sequence[bool]) -> Deferred[list[FloatArray]] | None:
-        """Ask for the values of a complete group's samples that count, [T_s] each; None where all are measured later,
-        together, so that what groups have in common is computed once."""
-        if self._values is None or not self._ahead:
+    def request_values(self, group: Group, valid: Sequence[bool]) -> Deferred[list[FloatArray]] | None:
+        """Request the values [T_s] of a group's valid samples; None if `estimate` is to compute them for all groups
+        together, which shares prefixes between groups."""
+        if self._values is None or not self._request_early:
             return None
-        return self._asked(self._values, [self._up_to_the_end(group.trajectories[at]) for at in _kept(group, valid)])
+        trajectories = [self._with_final_state(group.trajectories[index]) for index in _trainable(group, valid)]
+        return self._compute(self._values, trajectories)
 
-    def of_groups(
+    def estimate(
         self,
         groups: Sequence[Group],
         valid: Sequence[Sequence[bool]],
         *,
         kl_beta: float,
         values: Sequence[Deferred[list[FloatArray]] | None] = (),
-    ) -> list[Estimate]:
-        """Advantages of complete groups: of one at a time, or of the whole batch where the scope is the batch.
-
-        What must be measured is measured of all of them together, so that prefixes are computed once.
+    ) -> list[GroupAdvantages]:
+        """Advantages of complete groups; if the scope is the batch, `groups` must be the whole batch.
 
         Args:
             valid: which samples of each group count.
-            kl_beta: the present coefficient, where the penalty is part of the reward.
-            values: what `begin` returned of each group, where it was called.
+            kl_beta: current coefficient of the KL penalty in the reward.
+            values: results of `request_values` for the groups.
 
         Raises:
-            UserError: rollout logprobs are needed and the engine gave none, or those it gave are not finite.
+            UserError: the algorithm needs rollout logprobs and the engine returned none, or they are not finite.
         """
-        kept = [_kept(group, ok) for group, ok in zip(groups, valid, strict=True)]
-        trajectories = [g.trajectories[at] for g, of_group in zip(groups, kept, strict=True) for at in of_group]
+        kept = [_trainable(group, ok) for group, ok in zip(groups, valid, strict=True)]
+        trajectories = [g.trajectories[index] for g, indices in zip(groups, kept, strict=True) for index in indices]
         if not trajectories:  # every completion is empty
-            return [Estimate(samples=[], signal=False) for _ in groups]
-        self._require_logprobs(trajectories)
-        references = self._references(trajectories)
+            return [GroupAdvantages(samples=[], signal=False) for _ in groups]
+        self._check_logprobs(trajectories)
+        references = self._ref_logprobs(trajectories)
         penalties = [
-            _penalty(t, ref if self._penalised else None, kl_beta)
+            _kl_penalty(t, ref if self._kl_in_reward else None, kl_beta)
             for t, ref in zip(trajectories, references, strict=True)
         ]
-        if self._row.level == "token":
-            rewards = [_with_final(-p, self._shaped(t)) for t, p in zip(trajectories, penalties, strict=True)]
-            samples = self._over_time(trajectories, rewards, [asked for asked in values if asked is not None])
+        if self._estimator.level == "token":
+            token_rewards = []
+            for trajectory, penalty in zip(trajectories, penalties, strict=True):
+                token_rewards.append(-penalty)
+                token_rewards[-1][-1] += self._shaped_reward(trajectory)
+            samples = self._token_level(trajectories, token_rewards, [each for each in values if each is not None])
         else:
             samples = []
             rest = iter(penalties)
-            for group, ok, of_group in zip(groups, valid, kept, strict=True):
-                samples += self._among_siblings(group, ok, of_group, [next(rest) for _ in of_group])
+            for group, ok, indices in zip(groups, valid, kept, strict=True):
+                samples += self._sample_level(group, ok, indices, [next(rest) for _ in indices])
         samples = [replace(sample, ref_logprobs=ref) for sample, ref in zip(samples, references, strict=True)]
-        moves = [_moves(sample) for sample in samples]
-        samples = self._whitened(samples)
+        signals = [has_signal(torch.as_tensor(sample.advantage)) for sample in samples]
+        if self._spec.algorithm.whiten:
+            samples = _whitened(samples)
         ends = np.cumsum([0, *map(len, kept)]).tolist()
-        return [Estimate(samples=samples[start:end], signal=any(moves[start:end])) for start, end in pairwise(ends)]
+        return [
+            GroupAdvantages(samples=samples[start:end], signal=any(signals[start:end])) for start, end in pairwise(ends)
+        ]
 
-    def _among_siblings(
+    def _sample_level(
         self, group: Group, valid: Sequence[bool], kept: Sequence[int], penalties: Sequence[DoubleArray]
-    ) -> list[Weighted]:
-        """One advantage a sample, from what its group was rewarded with."""
-        rewards = [self._shaped(t) if ok else 0.0 for t, ok in zip(group.trajectories, valid, strict=True)]
-        for at, penalty in zip(kept, penalties, strict=True):
-            rewards[at] -= float(penalty.sum())
-        advantages = self._row.function(torch.tensor(rewards), torch.tensor(valid)).tolist()
-        return [Weighted(trajectory=group.trajectories[at], advantage=advantages[at], token_weight=1.0) for at in kept]
+    ) -> list[WeightedSample]:
+        """One advantage per sample, from the rewards of its group."""
+        rewards = [self._shaped_reward(t) if ok else 0.0 for t, ok in zip(group.trajectories, valid, strict=True)]
+        for index, penalty in zip(kept, penalties, strict=True):
+            rewards[index] -= float(penalty.sum())
+        advantages = self._estimator.function(torch.tensor(rewards), torch.tensor(valid)).tolist()
+        return [
+            WeightedSample(trajectory=group.trajectories[index], advantage=advantages[index], token_weight=1.0)
+            for index in kept
+        ]
 
-    def _whitened(self, samples: list[Weighted]) -> list[Weighted]:
-        """Over all trained tokens of the batch, if that is asked for."""
-        if not self._spec.algorithm.whiten:
-            return samples
-        lengths = [trained_tokens(sample.trajectory) for sample in samples]
-        flat = np.concatenate([np.full(n, s.advantage, np.float64) for s, n in zip(samples, lengths, strict=True)])
-        parts = np.split(whiten(torch.from_numpy(flat)).numpy(), np.cumsum(lengths)[:-1])
-        return [replace(sample, advantage=part) for sample, part in zip(samples, parts, strict=True)]
-
-    def _over_time(
+    def _token_level(
         self,
         trajectories: Sequence[Trajectory],
         rewards: Sequence[DoubleArray],
-        asked: Sequence[Deferred[list[FloatArray]]],
-    ) -> list[Weighted]:
-        """Token-level advantages; with a critic also the returns it is to learn and the values it began with, which
-        may have been asked for already."""
-        settings = {name: getattr(self._spec.algorithm, name) for name in self._row.settings}
+        requested: Sequence[Deferred[list[FloatArray]]],
+    ) -> list[WeightedSample]:
+        """One advantage per token; with a critic also its targets and its values, which may be `requested` already."""
+        settings = {name: getattr(self._spec.algorithm, name) for name in self._estimator.settings}
         lengths = [len(each) for each in rewards]
         rewards_ST = _padded(rewards)
         if self._values is None:
-            advantages_ST = self._row.function(rewards_ST, **settings).numpy()
+            advantages_ST = self._estimator.function(rewards_ST, **settings).numpy()
             rows = zip(trajectories, advantages_ST.astype(np.float32), lengths, strict=True)
-            return [Weighted(trajectory=t, advantage=row[:n], token_weight=1.0) for t, row, n in rows]
-        asked = asked or [self._asked(self._values, [self._up_to_the_end(t) for t in trajectories])]
-        measured = [each for promise in asked for each in promise()]
-        cut = [self._goes_on(t) for t in trajectories]
+            return [WeightedSample(trajectory=t, advantage=row[:n], token_weight=1.0) for t, row, n in rows]
+        if not requested:
+            requested = [self._compute(self._values, [self._with_final_state(t) for t in trajectories])]
+        measured = [each for deferred in requested for each in deferred()]
         values = [each[:n] for each, n in zip(measured, lengths, strict=True)]
-        ahead = [np.append(each, 0.0)[1 : n + 1] for each, n in zip(measured, lengths, strict=True)]
+        next_values = [np.append(each, 0.0)[1 : n + 1] for each, n in zip(measured, lengths, strict=True)]
         last_ST = torch.arange(rewards_ST.shape[1]) == torch.tensor(lengths)[:, None] - 1
-        cut_S = torch.tensor(cut)[:, None]
-        advantages_ST = self._row.function(
+        truncated_S = torch.tensor([self._bootstraps(t) for t in trajectories])[:, None]
+        advantages_ST = self._estimator.function(
             rewards_ST,
             _padded(values),
-            _padded(ahead),
-            terminated_T=last_ST & ~cut_S,
-            truncated_T=last_ST & cut_S,
+            _padded(next_values),
+            terminated_T=last_ST & ~truncated_S,
+            truncated_T=last_ST & truncated_S,
             **settings,
         ).numpy()
         return [
-            Weighted(
+            WeightedSample(
                 trajectory=trajectory,
                 advantage=row[: len(value)].astype(np.float32),
                 token_weight=1.0,
@@ -179,34 +177,47 @@ class AdvantageEstimator:
             for trajectory, row, value in zip(trajectories, advantages_ST, values, strict=True)
         ]
 
-    def _references(self, trajectories: Sequence[Trajectory]) -> list[FloatArray | None]:
-        """Reference logprobs [T] of each sample: those it came with, or measured if the reward depends on them."""
-        reference, told = self._reference, [ref_logprobs(trajectory) for trajectory in trajectories]
-        missing = [trajectory for trajectory, each in zip(trajectories, told, strict=True) if each is None]
-        if not self._penalised or not missing:
-            return told
+    def _ref_logprobs(self, trajectories: Sequence[Trajectory]) -> list[FloatArray | None]:
+        """Reference logprobs [T] of each sample; missing ones are computed only if the reward needs them."""
+        reference, known = self._reference, [ref_logprobs(trajectory) for trajectory in trajectories]
+        missing = [trajectory for trajectory, each in zip(trajectories, known, strict=True) if each is None]
+        if not self._kl_in_reward or not missing:
+            return known
         if reference is None:
-            raise without_reference(missing[0])
-        measured = iter(self._asked(lambda microbatch: resolved(reference(microbatch)), missing)())
-        return [next(measured) if each is None else each for each in told]
+            raise missing_reference(missing[0])
+        computed = iter(self._compute(lambda microbatch: resolved(reference(microbatch)), missing)())
+        return [next(computed) if each is None else each for each in known]
 
-    def _asked(self, measure: Measure, trajectories: Sequence[Trajectory]) -> Deferred[list[FloatArray]]:
-        """[T] of each sample, in its tokens' order."""
-        bare = [Weighted(trajectory=trajectory, advantage=0.0, token_weight=0.0) for trajectory in trajectories]
-        runs = split_by_budget(bare, self._spec.batch.microbatch_tokens)
-        asked = [(microbatch, measure(microbatch)) for microbatch in (pack(run, self._device) for run in runs)]
-        return lambda: [each for microbatch, promise in asked for each in by_sample(promise(), microbatch.samples)]
+    def _compute(self, function: TokenFunction, trajectories: Sequence[Trajectory]) -> Deferred[list[FloatArray]]:
+        """[T] of each sample, in token order."""
+        samples = [WeightedSample(trajectory=each, advantage=0.0, token_weight=0.0) for each in trajectories]
+        runs = split_by_tokens(samples, lambda sample: (sample.input_ids,), self._spec.batch.microbatch_tokens)
+        started = [(microbatch, function(microbatch)) for microbatch in (pack(run, self._device) for run in runs)]
+        return lambda: [
+            each for microbatch, result in started for each in split_by_sample(result(), microbatch.samples)
+        ]
 
-    def _goes_on(self, trajectory: Trajectory) -> bool:
-        """Whether the value of where a sample was cut stands for what would have followed."""
+    def _bootstraps(self, trajectory: Trajectory) -> bool:
+        """Whether the value of the final state stands in for the missing rest of a truncated sample."""
         return self._spec.algorithm.bootstrap_truncated and trajectory.truncated
 
-    def _up_to_the_end(self, trajectory: Trajectory) -> Trajectory:
-        """With the state that a value is needed of besides those of its tokens."""
-        return _with_final_observation(trajectory) if self._goes_on(trajectory) else trajectory
+    def _with_final_state(self, trajectory: Trajectory) -> Trajectory:
+        """If the sample is bootstrapped, append a token (any) that the final state predicts."""
+        if not self._bootstraps(trajectory):
+            return trajectory
+        ids = np.append(np.frombuffer(trajectory.token_ids, np.int32), 0)
+        final = Segment(role="observation", start=len(ids) - 1, end=len(ids), trained=True)
+        return Trajectory(
+            sample_id=trajectory.sample_id,
+            token_ids=pack_tokens(ids.tolist()),
+            segments=(*trajectory.segments, final),
+            rollout_logprobs=pack_logprobs([0.0] * (trained_tokens(trajectory) + 1)),
+            versions=(),
+            finish=trajectory.finish,
+        )
 
-    def _shaped(self, trajectory: Trajectory) -> float:
-        """The reward, with what is added for its length."""
+    def _shaped_reward(self, trajectory: Trajectory) -> float:
+        """The reward plus the length penalty."""
         value = trajectory.reward.value if trajectory.reward else 0.0
         return value + overlong_penalty(
             trajectory.completion_length,
@@ -214,70 +225,54 @@ class AdvantageEstimator:
             buffer_tokens=self._spec.algorithm.overlong_buffer_tokens,
         )
 
-    def _require_logprobs(self, trajectories: Sequence[Trajectory]) -> None:
+    def _check_logprobs(self, trajectories: Sequence[Trajectory]) -> None:
         needs = self._spec.algorithm.needs_rollout_logprobs
         missing = [t for t in trajectories if not t.rollout_logprobs]
         if needs and missing:
             raise UserError(
-                f"the engine returned no logprobs of the tokens it generated ({len(missing)} of {len(trajectories)} "
-                f"samples of prompt {missing[0].sample_id.prompt_id}), and {needs[0]} needs them",
+                f"the engine returned no rollout logprobs for {len(missing)} of {len(trajectories)} samples of prompt "
+                f"{missing[0].sample_id.prompt_id}, and {needs[0]} needs them",
                 where="algorithm",
-                hint="have the engine return logprobs of sampled tokens, or set algorithm.correction.kind = "
+                hint="use an engine that returns logprobs of sampled tokens, or set algorithm.correction.kind = "
                 '"none", algorithm.proximal = "recomputed" and algorithm.kl_in = "loss"',
             )
         broken = [t for t in trajectories if not np.isfinite(np.frombuffer(t.rollout_logprobs, np.float32)).all()]
         if broken:
             raise UserError(
-                f"the logprobs of the tokens that the model generated are not finite ({len(broken)} of "
-                f"{len(trajectories)} samples of prompt {broken[0].sample_id.prompt_id})",
+                f"rollout logprobs are not finite ({len(broken)} of {len(trajectories)} samples of prompt "
+                f"{broken[0].sample_id.prompt_id})",
                 where=self._spec.model.source,
-                hint="its weights hold NaN or infinity, or are so large that computing with them overflows: give "
-                "another model or an earlier checkpoint, and lower optimizer.learning_rate if training made them so",
+                hint="the weights contain NaN or infinity, or the forward pass overflows: use another model or an "
+                "earlier checkpoint, and lower optimizer.learning_rate if training caused it",
             )
 
 
-def _kept(group: Group, valid: Sequence[bool]) -> list[int]:
-    """Indices of the samples that count and have something to learn."""
-    return [at for at, t in enumerate(group.trajectories) if valid[at] and trained_tokens(t)]
+def _trainable(group: Group, valid: Sequence[bool]) -> list[int]:
+    """Indices of the valid samples that have trained tokens."""
+    return [index for index, t in enumerate(group.trajectories) if valid[index] and trained_tokens(t)]
 
 
-def _penalty(trajectory: Trajectory, ref_logprobs: FloatArray | None, kl_beta: float) -> DoubleArray:
-    """[T], what each token's reward loses to the KL divergence."""
+def _kl_penalty(trajectory: Trajectory, ref: FloatArray | None, kl_beta: float) -> DoubleArray:
+    """[T], the KL penalty of each token; zeros without `ref`."""
     tokens = trained_tokens(trajectory)
-    if ref_logprobs is None:
+    if ref is None:
         return np.zeros(tokens)
-    made = torch.from_numpy(rollout_logprobs(trajectory, tokens).astype(np.float64))
-    penalty: DoubleArray = kl_beta * kl_reward(made, torch.from_numpy(ref_logprobs.astype(np.float64))).numpy()
+    rollout = torch.from_numpy(rollout_logprobs(trajectory, tokens).astype(np.float64))
+    penalty: DoubleArray = kl_beta * kl_reward(rollout, torch.from_numpy(ref.astype(np.float64))).numpy()
     return penalty
 
 
-def _with_final(token_rewards: DoubleArray, reward: float) -> DoubleArray:
-    token_rewards[-1] += reward
-    return token_rewards
-
-
-def _with_final_observation(trajectory: Trajectory) -> Trajectory:
-    """The sample with one more token to be predicted, whichever: the state it is predicted from is the last one."""
-    ids = np.append(np.frombuffer(trajectory.token_ids, np.int32), 0)
-    final = Segment(role="observation", start=len(ids) - 1, end=len(ids), trained=True)
-    tokens = trained_tokens(trajectory)
-    return Trajectory(
-        sample_id=trajectory.sample_id,
-        token_ids=pack_tokens(ids.tolist()),
-        segments=(*trajectory.segments, final),
-        rollout_logprobs=pack_logprobs([0.0] * (tokens + 1)),
-        versions=(),
-        finish=trajectory.finish,
-    )
+def _whitened(samples: list[WeightedSample]) -> list[WeightedSample]:
+    """Whiten the advantages over all trained tokens."""
+    lengths = [trained_tokens(sample.trajectory) for sample in samples]
+    flat = np.concatenate([np.full(n, s.advantage, np.float64) for s, n in zip(samples, lengths, strict=True)])
+    parts = np.split(whiten(torch.from_numpy(flat)).numpy(), np.cumsum(lengths)[:-1])
+    return [replace(sample, advantage=part) for sample, part in zip(samples, parts, strict=True)]
 
 
 def _padded(rows: Sequence[npt.NDArray[np.floating]]) -> torch.Tensor:
-    """float64 [S, T], zeros after each row's end."""
+    """float64 [S, T], padded with zeros."""
     padded = np.zeros((len(rows), max(map(len, rows), default=0)))
     for row, values in zip(padded, rows, strict=True):
         row[: len(values)] = values
     return torch.from_numpy(padded)
-
-
-def _moves(sample: Weighted) -> bool:
-    return has_signal(torch.as_tensor(sample.advantage))

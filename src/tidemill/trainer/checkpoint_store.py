@@ -1,7 +1,7 @@
-"""A folder of checkpoints of which every visible one is whole, whatever killed the process that wrote it.
+"""A folder of checkpoints that are written atomically.
 
-A checkpoint is written in a hidden folder, flushed to the disk, given a manifest of its files and renamed to `step_N`
-in one go. Older ones are deleted only after that. What a killed process leaves is hidden and cleaned by `recover`.
+A checkpoint is written into a hidden folder, flushed to disk, sealed with a manifest of its files and renamed to
+`step_N`; older checkpoints are deleted afterwards. A killed process leaves hidden folders, which `recover` removes.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ class StoredCheckpoint(Record):
     bytes: int
 
 
-class Damaged(Record):
-    """A visible checkpoint that cannot be used, and why."""
+class DamagedCheckpoint(Record):
+    """A visible checkpoint that cannot be used."""
 
     path: Path
     reason: str
 
 
-class Latest(Record):
-    """The newest whole checkpoint, if any, and the newer ones passed over: each deserves a warning."""
+class LatestCheckpoint(Record):
+    """The newest intact checkpoint."""
 
     checkpoint: StoredCheckpoint | None
-    passed_over: tuple[Damaged, ...]
+    passed_over: tuple[DamagedCheckpoint, ...]  # newer than `checkpoint`
 
 
 class CheckpointStore:
-    """Checkpoints under `root`, at most one writer at a time; which is best is read from their own manifests.
+    """Checkpoints under `root`, with at most one writer at a time.
 
     Args:
-        root: made when the first checkpoint is written.
-        keep_last: how many of the newest stay, at least 1.
-        keep_best: also keep the one with the highest score; of equal ones the earliest.
+        root: created with the first checkpoint.
+        keep_last: number of newest checkpoints to keep, at least 1.
+        keep_best: also keep the checkpoint with the highest score, the earliest of equal ones.
     """
 
     def __init__(self, root: Path, *, keep_last: int, keep_best: bool = True) -> None:
@@ -62,35 +62,35 @@ class CheckpointStore:
         self._keep_best = keep_best
 
     def recover(self) -> list[str]:
-        """Clean up what a killed writer left; call once before reading or writing. Returns a line per finding.
+        """Remove what a killed writer left, and return one line per finding.
 
-        Not for readers beside a live writer: it would remove what is being written.
+        Call it before reading or writing, but never while another process writes.
         """
         findings = []
         for path, match in sorted(self._matching(_HIDDEN)):
             state, name = match.groups()
             if state == "replaced" and not (self._root / name).exists():
-                path.rename(self._root / name)  # killed between the two renames of a replacement
-                findings.append(f"{name}: put back after an interrupted replacement")
+                path.rename(self._root / name)  # killed between the two renames of `_publish`
+                findings.append(f"{name}: restored after an interrupted replacement")
                 continue
             shutil.rmtree(path, ignore_errors=True)
             if state == "writing":
-                findings.append(f"{name}: an unfinished checkpoint was removed")
+                findings.append(f"{name}: removed an unfinished checkpoint")
         return findings
 
     def write(
         self, step: int, writer: Callable[[Path], None], *, score: float | None = None, expected_bytes: int = 0
     ) -> StoredCheckpoint:
-        """Write one checkpoint durably, then delete those no longer to be kept.
+        """Write one checkpoint durably, then delete checkpoints that need not be kept.
 
         Args:
-            step: names it; an existing one of the same step is replaced.
-            writer: fills the empty folder it is given.
-            score: higher is better; None or NaN when not measured.
-            expected_bytes: what the writer will need; 0 takes the size of the newest checkpoint.
+            step: replaces an existing checkpoint of this step.
+            writer: writes the files into an empty folder.
+            score: higher is better; None or NaN if not measured.
+            expected_bytes: required free space; 0 for the size of the newest checkpoint.
 
         Raises:
-            UserError: the disk is full or the folder cannot be written. Earlier checkpoints are as they were.
+            UserError: the disk is full or the folder cannot be written; earlier checkpoints are unchanged.
         """
         writing = self._hidden("writing", step)
         needed = expected_bytes or max((c.bytes for c in self.checkpoints()[-1:]), default=0)
@@ -104,17 +104,17 @@ class CheckpointStore:
             manifest = seal(writing, step=step, score=score)
             self._publish(step, writing)
         except OSError as error:
-            self._give_up(writing)
-            raise self._unwritable(step, needed, error) from error
+            self._discard(writing)
+            raise self._write_error(step, needed, error) from error
         except BaseException:
-            self._give_up(writing)
+            self._discard(writing)
             raise
-        self._retire(step)
+        self._delete_old(step)
         path = self._root / f"step_{step}"
         return StoredCheckpoint(step=step, path=path, score=manifest.score, bytes=manifest.bytes)
 
     def checkpoints(self) -> list[StoredCheckpoint]:
-        """Visible checkpoints with a readable manifest, oldest first; their files are not checked."""
+        """Visible checkpoints with a readable manifest, oldest first. Does not check their files."""
         found = []
         for step, path in self._visible():
             try:
@@ -124,34 +124,34 @@ class CheckpointStore:
             found.append(StoredCheckpoint(step=step, path=path, score=manifest.score, bytes=manifest.bytes))
         return found
 
-    def latest(self) -> Latest:
-        """The newest checkpoint all of whose files have the size and checksum they were written with.
+    def latest(self) -> LatestCheckpoint:
+        """The newest checkpoint whose files all match the sizes and checksums of its manifest.
 
         Raises:
-            UserError: there are checkpoints, but none of them is whole: starting over silently would be worse.
+            UserError: all checkpoints are damaged.
         """
-        passed_over: list[Damaged] = []
+        passed_over: list[DamagedCheckpoint] = []
         for step, path in reversed(self._visible()):
             if reason := damage(path):
-                passed_over.append(Damaged(path=path, reason=reason))
+                passed_over.append(DamagedCheckpoint(path=path, reason=reason))
                 continue
-            whole = next(c for c in self.checkpoints() if c.step == step)
-            return Latest(checkpoint=whole, passed_over=tuple(passed_over))
+            intact = next(c for c in self.checkpoints() if c.step == step)
+            return LatestCheckpoint(checkpoint=intact, passed_over=tuple(passed_over))
         if passed_over:
             reasons = "; ".join(f"{damaged.path.name}: {damaged.reason}" for damaged in passed_over)
             raise UserError(
-                f"no checkpoint is whole ({reasons})",
+                f"every checkpoint is damaged ({reasons})",
                 where=str(self._root),
-                hint="put back a copy, or delete this folder to start the run from its beginning",
+                hint="restore a copy, or delete this folder to restart the run",
             )
-        return Latest(checkpoint=None, passed_over=())
+        return LatestCheckpoint(checkpoint=None, passed_over=())
 
     def best(self) -> StoredCheckpoint | None:
-        """The one with the highest score, the earliest of equals; None when none has a score."""
+        """The checkpoint with the highest score, the earliest of equal ones; None if none has a score."""
         return _best(self.checkpoints())
 
     def _publish(self, step: int, writing: Path) -> None:
-        """Make a sealed folder visible in one go, in place of an older one of the same step."""
+        """Rename a sealed folder to `step_N`, replacing an older one."""
         final, replaced = self._root / f"step_{step}", self._hidden("replaced", step)
         if final.exists():
             final.rename(replaced)
@@ -159,10 +159,10 @@ class CheckpointStore:
         make_durable(self._root)
         shutil.rmtree(replaced, ignore_errors=True)
 
-    def _retire(self, newest: int) -> None:
-        """Delete what is not to be kept. Steps beyond `newest` belong to a history that was given up.
+    def _delete_old(self, newest: int) -> None:
+        """Delete checkpoints that need not be kept, including steps after `newest`, which the run has discarded.
 
-        One that is being read stays until the next checkpoint is written, unless its history was given up.
+        A checkpoint that is being read is deleted after a later write, unless the run has discarded it.
         """
         past = [c for c in self.checkpoints() if c.step <= newest]
         kept = {c.step for c in past[-self._keep_last :]}
@@ -173,29 +173,29 @@ class CheckpointStore:
                 continue
             with unpinned(path) as free:
                 if free or step > newest:
-                    doomed = self._hidden("deleting", step)
-                    path.rename(doomed)  # out of sight first: a half-deleted checkpoint must not be visible
-                    shutil.rmtree(doomed, ignore_errors=True)
+                    hidden = self._hidden("deleting", step)
+                    path.rename(hidden)  # a half-deleted checkpoint must not be visible
+                    shutil.rmtree(hidden, ignore_errors=True)
 
-    def _give_up(self, writing: Path) -> None:
+    def _discard(self, writing: Path) -> None:
         shutil.rmtree(writing, ignore_errors=True)
-        with contextlib.suppress(OSError):  # the error being reported matters more
+        with contextlib.suppress(OSError):  # the original error is more important
             self.recover()
 
-    def _unwritable(self, step: int, needed: int, error: OSError) -> UserError:
-        survivors = self.checkpoints()
-        survivor = f"{survivors[-1].path.name} is unharmed" if survivors else "there is no earlier checkpoint"
+    def _write_error(self, step: int, needed: int, error: OSError) -> UserError:
+        earlier = self.checkpoints()
+        resume = f"{earlier[-1].path.name} is intact" if earlier else "there is no earlier checkpoint"
         if error.errno not in _DISK_FULL:
             return UserError(
                 f"cannot write checkpoint step_{step}: {error}",
                 where=str(self._root),
-                hint=f"{survivor}; make the folder writable and run the same command again",
+                hint=f"{resume}; make the folder writable and run the same command again",
             )
-        need = f"about {needed:,} bytes are needed, " if needed else ""
+        need = f"about {needed:,} bytes needed, " if needed else ""
         return UserError(
-            f"the disk is full: checkpoint step_{step} was not written ({need}{_free_bytes(self._root):,} are free)",
+            f"the disk is full: cannot write checkpoint step_{step} ({need}{_free_bytes(self._root):,} free)",
             where=str(self._root),
-            hint=f"{survivor}; free some space and run the same command again",
+            hint=f"{resume}; free some space and run the same command again",
         )
 
     def _hidden(self, state: str, step: int) -> Path:
@@ -211,7 +211,7 @@ class CheckpointStore:
 
 
 def _free_bytes(folder: Path) -> int:
-    """Free space where the folder is, or will be."""
+    """Free space on the disk of the folder, which need not exist."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return shutil.disk_usage(folder).free

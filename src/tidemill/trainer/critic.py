@@ -1,7 +1,7 @@
-"""Critics: state values learned from returns, and the running scale of returns.
+"""Critics: value heads trained on returns, and the running scale of the returns.
 
-V of a token is the head's number at the node that predicts it: the state in which the token was chosen. Gradients
-accumulate as sums with the microbatch's own token weights, so that one denominator normalises policy and critic alike.
+The value of a token is the head's output at the node that predicts it, i.e. of the state in which the token was chosen.
+Gradients accumulate as sums with the token weights of the microbatch, so policy and critic have the same denominator.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import ClassVar, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,120 +20,109 @@ from tidemill.algos.returns import value_loss
 from tidemill.config.algorithm import CriticConfig
 from tidemill.config.learning import OptimizerConfig
 from tidemill.models.reward_model import ScalarHead, load_head, save_head
-from tidemill.trainer.checkpoint import (
-    head_state_bytes,
-    restore_head_state,
-    restore_state,
-    save_head_state,
-    save_state,
-    state_bytes,
-)
+from tidemill.trainer.checkpoint import restore_state, save_state, state_bytes
 from tidemill.trainer.packing import Microbatch
 from tidemill.trainer.scoring import Predictions, predicting_states
 from tidemill.trainer.update import build_optimizer, clip_and_step
 
-LEAST_STD = 1e-2
-DECAY = 0.99  # what one optimizer step keeps of the running figures
+STD_FLOOR = 1e-2
+DECAY = 0.99  # of the running moments, per optimizer step
 
 
 @dataclass(slots=True, kw_only=True)
 class ReturnScale:
-    """A head's number x stands for the value `mean + std · x`. It starts as the number itself.
+    """Running mean and deviation of returns: a head output x means the value `mean + std · x`.
 
-    Moving the scale rescales the head so that every value stays what it was (PopArt, arXiv 1602.07714).
+    Updating the scale rescales the head so that its values do not change (PopArt, arXiv 1602.07714).
     """
 
     decay: float = DECAY
     mean: float = 0.0
     std: float = 1.0
-    first: float = 0.0  # decayed sums: of returns, of their squares, and of the weights of both
+    first: float = 0.0  # decayed sums of returns, of squared returns, and of their weights
     second: float = 0.0
     weight: float = 0.0
 
     @torch.no_grad()
-    def move(self, head: ScalarHead, *, mean: float, mean_square: float) -> None:
-        """Take in one step's returns (their mean and mean square), and keep the head's values."""
+    def update(self, head: ScalarHead, *, mean: float, mean_square: float) -> None:
+        """Add the mean and mean square of one step's returns, and rescale the head."""
         keep = self.decay
         self.first = keep * self.first + (1 - keep) * mean
         self.second = keep * self.second + (1 - keep) * mean_square
         self.weight = keep * self.weight + (1 - keep)
         old_mean, old_std = self.mean, self.std
         self.mean = self.first / self.weight
-        self.std = max(math.sqrt(max(self.second / self.weight - self.mean**2, 0.0)), LEAST_STD)
+        self.std = max(math.sqrt(max(self.second / self.weight - self.mean**2, 0.0)), STD_FLOOR)
         head.weight.mul_(old_std / self.std)
         head.bias.mul_(old_std / self.std).add_((old_mean - self.mean) / self.std)
 
     def state(self) -> dict[str, float]:
-        """For a checkpoint."""
+        """The fields stored in a checkpoint."""
         names = ("mean", "std", "first", "second", "weight")
         return {name: getattr(self, name) for name in names}
-
-    def restore(self, state: dict[str, float]) -> None:
-        for name, value in state.items():
-            setattr(self, name, value)
 
 
 T = TypeVar("T")
 
 Deferred: TypeAlias = Callable[[], T]
-"""Waits for a result that was asked for, and returns it; raises what went wrong on the way."""
+"""Waits for the result of a started computation and returns it, or raises its error."""
 
 
 def resolved(value: T) -> Deferred[T]:
-    """A result that is there already."""
+    """A deferred result that is already available."""
     return lambda: value
 
 
-class Weighed(Predictions, Protocol):
-    """T trained tokens, as far as a critic with a model of its own must know them."""
+class WeightedPredictions(Predictions, Protocol):
+    """The fields of a microbatch that a critic with a separate model needs."""
 
     @property
     def weights(self) -> Tensor: ...  # float32 [T]
 
 
 class Critic(Protocol):
-    """What a policy trainer asks of a critic. All tensors are float32 [T], in the microbatch's own order.
+    """A critic of the policy trainer. All tensors are float32 [T], in the order of the microbatch.
 
-    What it was asked for it does in that order; where it does so in another process, the trainer goes on meanwhile.
+    Calls are executed in order; a critic in another process executes them while the trainer continues.
     """
 
     @property
-    def elsewhere(self) -> bool:
-        """Whether it computes in another process: values are then best asked for as soon as a group is complete."""
+    def remote(self) -> bool:
+        """Whether the critic runs in another process; values are then requested as soon as a group is complete."""
 
     def values(self, microbatch: Microbatch) -> Deferred[Tensor]:
-        """V of the state in which each token was chosen; no gradient."""
+        """Value of the state in which each token was chosen, without gradient."""
 
     def learn(self, microbatch: Microbatch, returns_T: Tensor, values_T: Tensor) -> None:
-        """Add the summed gradient of the value loss; `values_T` are those of the start of the update.
+        """Add the summed gradient of the value loss; `values_T` are from the start of the update.
 
-        To be called between the policy's forward and backward pass, with the hidden states of the former in
-        `microbatch.states`: a critic that shares them adds its gradient to theirs.
+        Called between the forward and backward pass of the policy, whose hidden states are in `microbatch.states`; a
+        critic with a shared trunk adds its gradient to theirs.
         """
 
     def step(self, denominator: float) -> Deferred[dict[str, float]]:
-        """One optimizer step; promises its metrics, once everything that it learned from has been learned."""
+        """Take one optimizer step and return its metrics."""
 
     def state_bytes(self) -> int:
-        """About what `write_state` will write."""
+        """Upper bound of the bytes that `write_state` writes."""
 
     def write_state(self, directory: Path) -> None:
-        """Everything it goes on from, into an empty directory."""
+        """Write everything needed to resume into an empty directory."""
 
     def read_state(self, directory: Path) -> None:
-        """Go on from what `write_state` wrote."""
+        """Restore what `write_state` wrote."""
 
 
 @dataclass(slots=True)
 class ValueSums:
-    """Figures between two optimizer steps."""
+    """Sums over the tokens of one optimizer step."""
 
     tokens: int = 0
-    loss: float = 0.0  # weighted as its gradient
+    loss: float = 0.0  # with the token weights of the gradient
     clipped: float = 0.0
     returns: float = 0.0
     squares: float = 0.0
-    errors: float = 0.0  # of the return minus the value at the start of the update
+    errors: float = 0.0  # return minus value at the start of the update
     error_squares: float = 0.0
 
     def add(self, returns_T: Tensor, values_T: Tensor, loss: Tensor, clipped_T: Tensor) -> None:
@@ -149,7 +138,8 @@ class ValueSums:
         self.loss += figures[5]
 
     def metrics(self, denominator: float) -> dict[str, float]:
-        """Of no tokens there are none. The explained variance is 1 - Var(R - V) / Var(R); none of constant returns."""
+        """Means over tokens; empty without tokens. The explained variance 1 - Var(R - V) / Var(R) is omitted if Var(R)
+        is 0."""
         if not self.tokens:
             return {}
         n = self.tokens
@@ -164,27 +154,54 @@ class ValueSums:
 
 
 class _HeadCritic:
-    """What both kinds share: a head, its optimizer and the scale of its numbers."""
+    """A value head on a model, with its optimizer, return scale and state.
 
-    elsewhere = False
+    Args:
+        model: with packed attention.
+        source: the folder of the model, if it belongs to the critic; its tokenizer is copied into checkpoints.
+        value_coefficient: factor of the value loss in the gradient of a shared trunk, not of the head.
+        value_clip: largest change of a value in one update, in units of the return (of its deviation if returns are
+            normalised); 0 for no limit.
+        autocast: dtype of the forward and backward passes; None for the dtype of the weights.
+    """
 
-    def __init__(self, head: ScalarHead, trained: nn.Module, config: CriticConfig, *, value_clip: float) -> None:
-        self.head, self.config = head, config
+    remote = False
+    owns_model: ClassVar[bool]
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        head: ScalarHead,
+        config: CriticConfig,
+        *,
+        source: Path = Path(),
+        value_coefficient: float = 1.0,
+        value_clip: float = 0.0,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        self.model, self.head, self.config = model, head, config
+        trained = nn.ModuleList([model, head]) if self.owns_model else head
         self.optimizer = build_optimizer(trained, OptimizerConfig(learning_rate=config.learning_rate))
         self.optimizer_steps = 0
-        self._value_clip = value_clip
+        self._stored_model, self._source = model if self.owns_model else None, source
+        self._value_coefficient, self._value_clip, self._autocast = value_coefficient, value_clip, autocast
         self._scale = ReturnScale()
         self._sums = ValueSums()
+
+    def _forward(self, microbatch: Predictions) -> Tensor:
+        """Hidden states [H, hidden] of the trunk."""
+        with torch.autocast(microbatch.targets.device.type, self._autocast, enabled=self._autocast is not None):
+            return predicting_states(self.model, microbatch)
 
     def _values(self, states: Tensor, microbatch: Predictions) -> Tensor:
         values_H: Tensor = self._scale.mean + self._scale.std * self.head(states)
         return values_H[microbatch.head_rows]
 
-    def _loss(self, states: Tensor, microbatch: Weighed, returns_T: Tensor, values_T: Tensor) -> Tensor:
-        """The weighted sum, on the scale of the head's numbers."""
+    def _loss(self, states: Tensor, microbatch: WeightedPredictions, returns_T: Tensor, values_T: Tensor) -> Tensor:
+        """Weighted sum of the value losses of normalised values and returns."""
         mean, std = self._scale.mean, self._scale.std
-        now_T = self.head(states)[microbatch.head_rows]
-        parts = value_loss(now_T, (returns_T - mean) / std, (values_T - mean) / std, clip=self._value_clip)
+        outputs_T = self.head(states)[microbatch.head_rows]
+        parts = value_loss(outputs_T, (returns_T - mean) / std, (values_T - mean) / std, clip=self._value_clip)
         loss = (microbatch.weights * parts.loss_T).sum()
         self._sums.add(returns_T, values_T, loss, parts.clipped_T)
         return loss
@@ -194,105 +211,53 @@ class _HeadCritic:
         norm = clip_and_step(self.optimizer, scale=1.0 / denominator, max_grad_norm=self.config.max_grad_norm)
         self.optimizer_steps += 1
         if self.config.normalize and sums.tokens:
-            self._scale.move(self.head, mean=sums.returns / sums.tokens, mean_square=sums.squares / sums.tokens)
+            self._scale.update(self.head, mean=sums.returns / sums.tokens, mean_square=sums.squares / sums.tokens)
         return resolved(sums.metrics(denominator) | {"value_grad_norm": norm})
 
-    def _counters(self) -> dict[str, Any]:
-        return {"optimizer_steps": self.optimizer_steps, "scale": self._scale.state()}
-
-    def _restore_counters(self, counters: dict[str, Any]) -> None:
-        self.optimizer_steps = int(counters["optimizer_steps"])
-        self._scale.restore(counters["scale"])
-
-    def _save_head(self, directory: Path) -> None:
-        save_head(directory, self.head, kind="value_model", pooling="every_token", vocabulary_digest="")
-
-    def _load_head(self, directory: Path) -> None:
-        stored, _ = load_head(directory, "value_model", device=self.head.weight.device)
-        self.head.load_state_dict(stored.state_dict())
-
-
-class ModelCritic(_HeadCritic):
-    """A network of its own; implements `Critic`.
-
-    Args:
-        model: trained in place, with packed attention.
-        source: the folder it came from; its tokenizer goes into checkpoints.
-        value_clip: how far a value may move in one update, in units of the return (of its deviation, where returns are
-            normalised); 0 for any distance.
-        autocast: dtype of the forward and backward passes; None computes in the weights' own.
-    """
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        head: ScalarHead,
-        config: CriticConfig,
-        *,
-        source: Path,
-        value_clip: float = 0.0,
-        autocast: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(head, nn.ModuleList([model, head]), config, value_clip=value_clip)
-        self.model = model
-        self._source, self._autocast = source, autocast
-
-    @torch.no_grad()
-    def values(self, microbatch: Predictions) -> Deferred[Tensor]:
-        return resolved(self._values(self._states(microbatch), microbatch))
-
-    def learn(self, microbatch: Weighed, returns_T: Tensor, values_T: Tensor) -> None:
-        self._loss(self._states(microbatch), microbatch, returns_T, values_T).backward()
-
-    def _states(self, microbatch: Predictions) -> Tensor:
-        with torch.autocast(microbatch.targets.device.type, self._autocast, enabled=self._autocast is not None):
-            return predicting_states(self.model, microbatch)
-
     def state_bytes(self) -> int:
-        return state_bytes(self.model, self.optimizer, source=self._source, head=self.head)
+        return state_bytes(self._stored_model, self.optimizer, source=self._source, head=self.head)
 
     def write_state(self, directory: Path) -> None:
         save_state(
             directory,
-            model=self.model,
+            model=self._stored_model,
             optimizer=self.optimizer,
             source=self._source,
-            counters=self._counters(),
+            counters={"optimizer_steps": self.optimizer_steps, "scale": self._scale.state()},
             head=self.head,
         )
-        self._save_head(directory)
+        save_head(directory, self.head, kind="value_model", pooling="every_token", vocabulary_digest="")
 
     def read_state(self, directory: Path) -> None:
-        counters = restore_state(directory, model=self.model, optimizer=self.optimizer, head=self.head)
-        self._load_head(directory)
-        self._restore_counters(counters)
+        counters = restore_state(directory, model=self._stored_model, optimizer=self.optimizer, head=self.head)
+        stored, _ = load_head(directory, "value_model", device=self.head.weight.device)
+        self.head.load_state_dict(stored.state_dict())
+        self.optimizer_steps = int(counters["optimizer_steps"])
+        self._scale = ReturnScale(**counters["scale"])
+
+
+class ModelCritic(_HeadCritic):
+    """A critic with a separate model, which is trained in place; implements `Critic`."""
+
+    owns_model = True
+
+    @torch.no_grad()
+    def values(self, microbatch: Predictions) -> Deferred[Tensor]:
+        return resolved(self._values(self._forward(microbatch), microbatch))
+
+    def learn(self, microbatch: WeightedPredictions, returns_T: Tensor, values_T: Tensor) -> None:
+        self._loss(self._forward(microbatch), microbatch, returns_T, values_T).backward()
 
 
 class TrunkCritic(_HeadCritic):
-    """A value head on the policy's own hidden states; implements `Critic`.
+    """A value head on the hidden states of the policy, which the policy trainer optimizes; implements `Critic`.
 
-    Where `microbatch.states` holds the policy's states with their graph, nothing is computed twice: the value loss is
-    differentiated down to them, and that gradient is added to whatever the policy's own backward pass brings there.
-    States without a graph train the head alone (a critic's warm-up). Without any, the trunk is run for the critic.
-
-    Args:
-        model: the policy's; its optimizer is the policy trainer's and sees this critic's gradient, scaled.
-        value_coefficient: of the value loss in what the trunk learns; the head itself learns at full strength.
+    If `microbatch.states` has a graph, the gradient of the value loss with respect to the states is added to that of
+    the policy, without another forward pass. States without a graph train only the head (critic warm-up). If there are
+    no states, the trunk is run for the critic.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        head: ScalarHead,
-        config: CriticConfig,
-        *,
-        value_coefficient: float,
-        value_clip: float = 0.0,
-        autocast: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(head, head, config, value_clip=value_clip)
-        self.model = model
-        self._coefficient, self._autocast = value_coefficient, autocast
+    owns_model = False
 
     @torch.no_grad()
     def values(self, microbatch: Microbatch) -> Deferred[Tensor]:
@@ -300,30 +265,15 @@ class TrunkCritic(_HeadCritic):
 
     def learn(self, microbatch: Microbatch, returns_T: Tensor, values_T: Tensor) -> None:
         states = self._states(microbatch)
-        cut = states.detach().requires_grad_()
-        self._loss(cut, microbatch, returns_T, values_T).backward()
-        if not states.requires_grad or cut.grad is None:
+        leaf = states.detach().requires_grad_()
+        self._loss(leaf, microbatch, returns_T, values_T).backward()
+        if not states.requires_grad or leaf.grad is None:
             return
-        extra = self._coefficient * cut.grad
+        value_gradient = self._value_coefficient * leaf.grad
         if microbatch.states is None:
-            states.backward(extra)
+            states.backward(value_gradient)
         else:
-            states.register_hook(lambda gradient: gradient + extra)
+            states.register_hook(lambda gradient: gradient + value_gradient)
 
     def _states(self, microbatch: Microbatch) -> Tensor:
-        if microbatch.states is not None:
-            return microbatch.states
-        with torch.autocast(microbatch.targets.device.type, self._autocast, enabled=self._autocast is not None):
-            return predicting_states(self.model, microbatch)
-
-    def state_bytes(self) -> int:
-        return head_state_bytes(self.head, self.optimizer)
-
-    def write_state(self, directory: Path) -> None:
-        save_head_state(directory, head=self.head, optimizer=self.optimizer, counters=self._counters())
-        self._save_head(directory)
-
-    def read_state(self, directory: Path) -> None:
-        counters = restore_head_state(directory, head=self.head, optimizer=self.optimizer)
-        self._load_head(directory)
-        self._restore_counters(counters)
+        return microbatch.states if microbatch.states is not None else self._forward(microbatch)

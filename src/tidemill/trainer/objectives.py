@@ -1,4 +1,4 @@
-"""Objectives of the supervised loop: demonstrations, reward models, and preference optimisation."""
+"""Objectives of supervised training: fine-tuning, reward models and preference optimisation."""
 
 from __future__ import annotations
 
@@ -19,42 +19,35 @@ from tidemill.models.loading import weights_digest
 from tidemill.models.reward_model import hidden_size, load_head, reward_head, save_head, sequence_scores
 from tidemill.models.token_tree import Tokens
 from tidemill.telemetry.jsonl import write_atomically
-from tidemill.trainer.packing import PackedCompletions, pack_completions, tokens_of
+from tidemill.trainer.packing import PackedCompletions, pack_completions, split_by_tokens, tokens_of
 from tidemill.trainer.scoring import hits, token_logprobs
-from tidemill.trainer.supervised_loop import FitContext, FitResult, Objective, Outcome, fit, split_by_tokens
+from tidemill.trainer.supervised_loop import FitContext, LossSums, Objective
 
 MEGABYTE = 1 << 20
-
-
-def train_sft(
-    spec: RunSpec, *, train: Sequence[Demonstration], held_out: Sequence[Demonstration], bench: FitContext
-) -> FitResult:
-    """Fine-tune `bench.model` on demonstrations; the result names the folder of the new model.
-
-    Raises:
-        UserError: there is nothing to learn from, or the disk is full; nothing checkpointed is lost.
-    """
-    return fit(spec, SupervisedObjective(spec, bench), train=train, held_out=held_out, bench=bench)
+CENTRING_PAIRS = 64
+"""Maximum number of pairs used to centre the scores of a new head."""
+REFERENCE = "reference.safetensors"
+"""File in the run directory with the summed reference logprobs of preference pairs."""
 
 
 class SupervisedObjective(Objective[Demonstration]):
     """-log π of every completion token, averaged over the tokens of a minibatch."""
 
-    def __init__(self, spec: RunSpec, bench: FitContext) -> None:
-        self.trained = bench.model
-        self._bench, self._logits_bytes = bench, spec.trainer.logits_budget_mb * MEGABYTE
+    def __init__(self, spec: RunSpec, context: FitContext) -> None:
+        self.trained = context.model
+        self._context, self._logits_bytes = context, spec.trainer.logits_budget_mb * MEGABYTE
 
     def sequences(self, example: Demonstration) -> Sequence[Tokens]:
         return (tokens_of(example.prompt_ids + example.completion_ids)[:-1],)
 
-    def outcome(self, examples: Sequence[Demonstration]) -> Outcome:
-        packed = pack_completions([(each.prompt_ids, each.completion_ids) for each in examples], self._bench.device)
-        with self._bench.autocasting():
+    def losses(self, examples: Sequence[Demonstration]) -> LossSums:
+        packed = pack_completions([(each.prompt_ids, each.completion_ids) for each in examples], self._context.device)
+        with self._context.autocasting():
             logprobs_T, hits_T = token_logprobs(
-                self._bench.model, packed, temperature=1.0, logits_budget_bytes=self._logits_bytes, figure=hits
+                self._context.model, packed, temperature=1.0, logits_budget_bytes=self._logits_bytes, statistic=hits
             )
         tokens = len(packed.targets)
-        return Outcome(
+        return LossSums(
             loss=cross_entropy(logprobs_T).sum(),
             weight=tokens,
             figures={"token_accuracy": hits_T.sum()},
@@ -64,50 +57,36 @@ class SupervisedObjective(Objective[Demonstration]):
         )
 
 
-CENTRED_ON = 64
-"""Pairs, at most, whose mean score a new head takes off."""
-
-
-def train_reward_model(
-    spec: RunSpec, *, train: Sequence[PreferencePair], held_out: Sequence[PreferencePair], bench: FitContext
-) -> FitResult:
-    """Make a reward model of `bench.model` and a new head; the result names its folder.
-
-    Raises:
-        UserError: there is nothing to learn from, or the disk is full; nothing checkpointed is lost.
-    """
-    return fit(spec, RewardObjective(spec, bench), train=train, held_out=held_out, bench=bench)
-
-
 class RewardObjective(Objective[PreferencePair]):
-    """Bradley-Terry on the scores of both sides, averaged over the pairs of a minibatch."""
+    """Bradley-Terry loss on the scores of both completions, averaged over the pairs of a minibatch."""
 
-    def __init__(self, spec: RunSpec, bench: FitContext) -> None:
-        self.head = head = reward_head(hidden_size(bench.model), seed=spec.run.seed).to(bench.device)
-        self.trained = nn.ModuleDict({"model": bench.model, "head": head})
-        self._head, self._bench, self._config = head, bench, spec.reward_model
+    def __init__(self, spec: RunSpec, context: FitContext) -> None:
+        self.head = head = reward_head(hidden_size(context.model), seed=spec.run.seed).to(context.device)
+        self.trained = nn.ModuleDict({"model": context.model, "head": head})
+        self._head, self._context, self._config = head, context, spec.reward_model
         self._microbatch_tokens = spec.supervised.microbatch_tokens
-        self._vocabulary_digest = load_codec(bench.source).vocabulary_digest
+        self._vocabulary_digest = load_codec(context.source).vocabulary_digest
 
     @torch.no_grad()
     def prepare(self, examples: Sequence[PreferencePair]) -> None:
-        """Let scores begin around zero.
+        """Subtract the mean score of the first pairs from the bias of the new head.
 
-        What all hidden states have in common gives a new head's scores an offset, by chance a large one. Pairs do not
-        see it, but centring does, and the first steps would be spent on little else.
+        The common part of all hidden states gives scores a random offset, possibly a large one. Differences of scores
+        do not depend on it, but the centring penalty does, and would dominate the first steps.
         """
-        runs = split_by_tokens(examples[:CENTRED_ON], self.sequences, self._microbatch_tokens)
-        outcomes = [self.outcome(run) for run in runs]
-        total = sum(float(outcome.figures["score_mean"]) for outcome in outcomes)
-        self._head.bias.sub_(total / sum(outcome.weight for outcome in outcomes))
+        runs = split_by_tokens(examples[:CENTRING_PAIRS], self.sequences, self._microbatch_tokens)
+        sums = [self.losses(run) for run in runs]
+        total = sum(float(each.figures["score_mean"]) for each in sums)
+        self._head.bias.sub_(total / sum(each.weight for each in sums))
 
     def sequences(self, example: PreferencePair) -> Sequence[Tokens]:
-        return tuple(tokens_of(example.prompt_ids + side) for side in (example.chosen_ids, example.rejected_ids))
+        completions = (example.chosen_ids, example.rejected_ids)
+        return tuple(tokens_of(example.prompt_ids + completion) for completion in completions)
 
-    def outcome(self, examples: Sequence[PreferencePair]) -> Outcome:
-        sides = [sequence for example in examples for sequence in self.sequences(example)]
-        with self._bench.autocasting():
-            scores, computed = sequence_scores(self._bench.model, self._head, sides)
+    def losses(self, examples: Sequence[PreferencePair]) -> LossSums:
+        sequences = [sequence for example in examples for sequence in self.sequences(example)]
+        with self._context.autocasting():
+            scores, computed = sequence_scores(self._context.model, self._head, sequences)
         chosen_P, rejected_P = scores[0::2], scores[1::2]
         margins_P = torch.tensor([each.margin for each in examples], device=scores.device)
         loss_P = bradley_terry(
@@ -117,7 +96,7 @@ class RewardObjective(Objective[PreferencePair]):
             centring=self._config.centring,
         )
         difference_P = (chosen_P - rejected_P).detach()
-        return Outcome(
+        return LossSums(
             loss=loss_P.sum(),
             weight=len(examples),
             figures={
@@ -127,7 +106,7 @@ class RewardObjective(Objective[PreferencePair]):
             },
             tokens_trained=sum(count(each.chosen_ids) + count(each.rejected_ids) for each in examples),
             tokens_packed=computed,
-            tokens_unpacked=sum(map(len, sides)),
+            tokens_unpacked=sum(map(len, sequences)),
         )
 
     def write(self, directory: Path) -> None:
@@ -140,68 +119,57 @@ class RewardObjective(Objective[PreferencePair]):
         )
 
     def read(self, directory: Path) -> None:
-        stored, _ = load_head(directory, "reward_model", device=self._bench.device)
+        stored, _ = load_head(directory, "reward_model", device=self._context.device)
         self._head.load_state_dict(stored.state_dict())
 
 
-REFERENCE = "reference.safetensors"
-
-
-def train_dpo(
-    spec: RunSpec, *, train: Sequence[PreferencePair], held_out: Sequence[PreferencePair], bench: FitContext
-) -> FitResult:
-    """Fine-tune `bench.model`, which is the reference as it is now, on preference pairs.
-
-    Raises:
-        UserError: there is nothing to learn from, or the disk is full; nothing checkpointed is lost.
-    """
-    return fit(spec, PreferenceObjective(spec, bench), train=train, held_out=held_out, bench=bench)
-
-
 class PreferenceObjective(Objective[PreferencePair]):
-    """The configured loss of `algos.preference`, averaged over the pairs of a minibatch.
+    """A loss of `algos.preference`, averaged over the pairs of a minibatch.
 
-    The reference's logprobs are measured once, with the model as it is before anything is learned or restored, and kept
-    in the run directory: no second copy of the model is ever needed.
+    `context.model` as loaded is the reference. Its logprobs are computed once, before training or restoring, and stored
+    in the run directory, so no second model is needed.
     """
 
-    def __init__(self, spec: RunSpec, bench: FitContext) -> None:
-        self.trained = bench.model
-        self._spec, self._bench = spec, bench
-        self._reference: dict[str, tuple[float, float]] = {}  # summed logprobs of chosen and rejected, by pair
+    def __init__(self, spec: RunSpec, context: FitContext) -> None:
+        self.trained = context.model
+        self._spec, self._context = spec, context
+        self._reference: dict[str, tuple[float, float]] = {}  # summed logprobs of (chosen, rejected) by pair
 
     def sequences(self, example: PreferencePair) -> Sequence[Tokens]:
-        sides = (example.chosen_ids, example.rejected_ids)
-        return tuple(tokens_of(example.prompt_ids + side)[:-1] for side in sides)
+        completions = (example.chosen_ids, example.rejected_ids)
+        return tuple(tokens_of(example.prompt_ids + completion)[:-1] for completion in completions)
 
     def prepare(self, examples: Sequence[PreferencePair]) -> None:
-        path, digest = self._bench.directory / REFERENCE, self._digest(examples)
-        sums = _stored(path, digest)
+        path, digest = self._context.directory / REFERENCE, self._digest(examples)
+        try:
+            sums = load_file(path).get(digest)
+        except (OSError, SafetensorError):
+            sums = None
         if sums is None:
-            sums = self._measure(examples)
+            sums = self._reference_sums(examples)
             write_atomically(path, save({digest: sums}))
         self._reference = {
             example.id: (float(chosen), float(rejected))
             for example, (chosen, rejected) in zip(examples, sums.tolist(), strict=True)
         }
 
-    def outcome(self, examples: Sequence[PreferencePair]) -> Outcome:
+    def losses(self, examples: Sequence[PreferencePair]) -> LossSums:
         packed, logprobs_T = self._logprobs(examples)
         config, samples = self._spec.preference, packed.samples
         sums_S, lengths_S = samples.sum(logprobs_T), samples.sum(torch.ones_like(logprobs_T))
         ref_S = torch.tensor([self._reference[each.id] for each in examples], device=sums_S.device).flatten()
         loss = PREFERENCE_LOSSES[config.loss]
-        policy_S, held_S = (sums_S / lengths_S, ref_S / lengths_S) if loss.reduce == "mean" else (sums_S, ref_S)
+        policy_S, ref_S = (sums_S / lengths_S, ref_S / lengths_S) if loss.reduce == "mean" else (sums_S, ref_S)
         loss_P = loss.function(
             policy_S[0::2],
             policy_S[1::2],
-            held_S[0::2],
-            held_S[1::2],
+            ref_S[0::2],
+            ref_S[1::2],
             **{name: getattr(config, name) for name in loss.settings},
         )
-        rewards_S = config.beta * (policy_S - held_S).detach()
+        rewards_S = config.beta * (policy_S - ref_S).detach()
         margin_P = rewards_S[0::2] - rewards_S[1::2]
-        return Outcome(
+        return LossSums(
             loss=loss_P.sum(),
             weight=len(examples),
             figures={
@@ -216,42 +184,34 @@ class PreferenceObjective(Objective[PreferencePair]):
         )
 
     def _logprobs(self, examples: Sequence[PreferencePair]) -> tuple[PackedCompletions, Tensor]:
-        """[T], of the tokens of 2P completions: chosen and rejected in turns."""
-        sides = [(each.prompt_ids, side) for each in examples for side in (each.chosen_ids, each.rejected_ids)]
-        packed = pack_completions(sides, self._bench.device)
-        with self._bench.autocasting():
+        """Logprobs [T] of 2P completions, chosen and rejected alternating."""
+        pairs = [(each.prompt_ids, ids) for each in examples for ids in (each.chosen_ids, each.rejected_ids)]
+        packed = pack_completions(pairs, self._context.device)
+        with self._context.autocasting():
             logprobs_T, _ = token_logprobs(
-                self._bench.model,
+                self._context.model,
                 packed,
                 temperature=1.0,
                 logits_budget_bytes=self._spec.trainer.logits_budget_mb * MEGABYTE,
-                figure=hits,
+                statistic=hits,
             )
         return packed, logprobs_T
 
     @torch.no_grad()
-    def _measure(self, examples: Sequence[PreferencePair]) -> Tensor:
-        """float32 [N, 2]."""
+    def _reference_sums(self, examples: Sequence[PreferencePair]) -> Tensor:
+        """Summed logprobs of chosen and rejected completions, float32 [N, 2]."""
         runs = split_by_tokens(examples, self.sequences, self._spec.supervised.microbatch_tokens)
         parts = []
         for done, run in enumerate(runs):
             packed, logprobs_T = self._logprobs(run)
             parts.append(packed.samples.sum(logprobs_T).reshape(-1, 2).cpu())
-            self._bench.telemetry.progress("reference", done + 1, len(runs))
+            self._context.telemetry.progress("reference", done + 1, len(runs))
         return torch.cat(parts) if parts else torch.empty(0, 2)
 
     def _digest(self, examples: Sequence[PreferencePair]) -> str:
-        """Names the model, how it is computed, and the pairs in their order."""
+        """Digest of the weights, the precision, and the pairs in order."""
         digest = hashlib.blake2b(digest_size=16)
-        digest.update(f"{weights_digest(self._bench.model)} {self._bench.autocast}".encode())
+        digest.update(f"{weights_digest(self._context.model)} {self._context.autocast}".encode())
         for example in examples:
             digest.update(f"\0{example.id}".encode())
         return digest.hexdigest()
-
-
-def _stored(path: Path, digest: str) -> Tensor | None:
-    """What an earlier session measured; None when it did not, or of something else."""
-    try:
-        return load_file(path).get(digest)
-    except (OSError, SafetensorError):
-        return None

@@ -1,8 +1,8 @@
-"""The policy trainer: groups become gradients as they come, a batch becomes one new version.
+"""The policy trainer: accumulates gradients of groups, and publishes one version per batch.
 
-Within a batch, minibatch 0 is learned from while the rest is still being generated; every later one waits for `commit`,
-because an optimizer step changes the parameters that the engine reads. Where advantages depend on the whole batch,
-all of it waits. Gradients accumulate as sums and are divided once, before clipping.
+Minibatch 0 is trained on while the rest of the batch is still being generated. Later minibatches wait for `commit`,
+because an optimizer step changes the parameters that the engine reads. If advantages depend on the whole batch,
+all minibatches wait. Gradients accumulate as sums and are divided once, before clipping.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from tidemill.core.errors import UserError
 from tidemill.core.protocols import Compute
 from tidemill.core.records import Completion, Group, LogprobBuffer, PolicyVersion, StepMetrics
 from tidemill.models.loading import weights_digest
-from tidemill.trainer.advantage_estimator import AdvantageEstimator, Estimate
+from tidemill.trainer.advantage_estimator import AdvantageEstimator, GroupAdvantages
 from tidemill.trainer.checkpoint import restore_state, save_state, state_bytes
 from tidemill.trainer.critic import Critic, Deferred
 from tidemill.trainer.packing import (
     FloatArray,
     Microbatch,
-    Weighted,
+    WeightedSample,
+    missing_reference,
     pack,
-    split_by_budget,
+    split_by_tokens,
     trained_tokens,
-    without_reference,
 )
 from tidemill.trainer.scoring import completion_logprobs, predicting_states, token_logprobs
 from tidemill.trainer.update import (
@@ -57,13 +57,13 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Waiting:
-    """A complete group that has not been taken into its minibatch yet."""
+class PendingGroup:
+    """A complete group whose advantages are not computed yet."""
 
     minibatch: int
     group: Group
     valid: list[bool]  # which samples count
-    values: Deferred[list[FloatArray]] | None  # asked of a critic elsewhere
+    values: Deferred[list[FloatArray]] | None  # requested from a critic in another process
 
 
 class PolicyTrainer:
@@ -71,11 +71,11 @@ class PolicyTrainer:
 
     Args:
         model: trained in place; the embedded engine reads the same parameters.
-        reference: frozen; needed when `algorithm.kl_beta` is positive, unless every sample comes with its logprobs.
-        critic: needed when `algorithm.advantage` is "gae".
-        source: the folder the model came from; its tokenizer goes into checkpoints.
-        compute: where the work runs; the public coroutines only wait for it.
-        autocast: dtype of the forward and backward passes; None computes in the weights' own.
+        reference: frozen model, needed if `algorithm.kl_beta` is positive and samples have no reference logprobs.
+        critic: needed if `algorithm.advantage` is "gae".
+        source: the folder of the model; its tokenizer is copied into checkpoints.
+        compute: runs the work; the public coroutines wait for it.
+        autocast: dtype of the forward and backward passes; None for the dtype of the weights.
 
     Raises:
         UserError: the algorithm needs a critic and there is none.
@@ -100,26 +100,34 @@ class PolicyTrainer:
         self._compute, self._source = compute, source
         self._reference, self._autocast = reference, autocast
         self._device = next(model.parameters()).device
-        self._critic = _critic_for(spec, critic)
+        self._logits_budget_bytes = spec.trainer.logits_budget_mb * MEGABYTE
+        if spec.algorithm.needs_critic and critic is None:
+            raise UserError(
+                f'algorithm.advantage = "{spec.algorithm.advantage}" needs a critic, and this trainer has none',
+                where="algorithm.advantage",
+                hint='pass a critic, or use an advantage without one: "grpo", "rloo", "reinforce_pp", ...',
+            )
+        self._critic = critic if spec.algorithm.needs_critic else None
+        self._remote_critic = self._critic is not None and self._critic.remote
         self._advantages = AdvantageEstimator(
             spec,
             self._device,
-            reference=self._reference_logprobs if reference is not None else None,
+            reference=self._ref_logprobs if reference is not None else None,
             values=self._critic.values if self._critic else None,
-            ahead=self._critic_elsewhere,
+            request_early=self._remote_critic,
         )
         self._version = PolicyVersion(number=0, digest=weights_digest(model))
-        self._open_batch()
+        self._start_batch()
 
     @property
     def version(self) -> PolicyVersion:
         return self._version
 
     async def accumulate(self, group: Group) -> None:
-        await self._compute.run(lambda: self.take(group))
+        await self._compute.run(lambda: self.add_group(group))
 
     async def commit(self, step: int) -> StepMetrics:
-        return await self._compute.run(lambda: self.learn(step))
+        return await self._compute.run(lambda: self.finish_batch(step))
 
     async def logprobs(self, completions: Sequence[Completion]) -> list[LogprobBuffer]:
         return await self._compute.run(
@@ -128,160 +136,148 @@ class PolicyTrainer:
                 completions,
                 budget=self.spec.batch.microbatch_tokens,
                 temperature=self.spec.sampling.temperature,
-                logits_budget_bytes=self.spec.trainer.logits_budget_mb * MEGABYTE,
+                logits_budget_bytes=self._logits_budget_bytes,
                 autocast=self._autocast,
             )
         )
 
-    def take(self, group: Group) -> None:
-        """A complete group, and as many microbatches as it fills unless its advantages depend on the whole batch."""
-        started = _now()
+    def add_group(self, group: Group) -> None:
+        """Add a complete group, and train on full microbatches unless advantages depend on the whole batch."""
+        started = _clocks()
         index = min(self._groups * self.spec.batch.minibatches // self.spec.batch.prompts, len(self._minibatches) - 1)
         self._groups += 1
-        minibatch = self._minibatches[index]
-        minibatch.groups += 1
-        valid = _valid(group)
-        values = self._advantages.begin(group, valid)
-        asked = None if values is None else partial(self._critics, values)
-        self._waiting.append(Waiting(minibatch=index, group=group, valid=valid, values=asked))
+        valid = [t.weight > 0 and t.reward is not None and t.reward.valid for t in group.trajectories]
+        requested = self._advantages.request_values(group, valid)
+        values = None if requested is None else partial(self._wait_for_critic, requested)
+        self._pending.append(PendingGroup(minibatch=index, group=group, valid=valid, values=values))
         if self._advantages.scope != "batch":
-            self._admit(all_but=int(self._critic_elsewhere))  # values of the newest are on their way
-        self._count(started)
+            # A remote critic computes the values of the newest group while the group before is trained on.
+            self._process_pending(all_but=int(self._remote_critic))
+        self._add_time(started)
 
-    def learn(self, step: int) -> StepMetrics:
-        """The rest of the batch, its optimizer steps, and the next version."""
-        started = _now()
-        self._admit()
+    def finish_batch(self, step: int) -> StepMetrics:
+        """Train on the rest of the batch, take its optimizer steps, and create the next version."""
+        started = _clocks()
+        self._process_pending()
         for index, minibatch in enumerate(self._minibatches):
-            if rest := minibatch.close():
-                self._close(minibatch, rest, backward=index == 0)
+            if rest := minibatch.flush():
+                self._add_microbatch(minibatch, rest, backward=index == 0)
         self._optimize()
         steps_taken = self._sums.optimizer_steps
         digest = weights_digest(self.model) if steps_taken else self._version.digest
         self._version = PolicyVersion(number=step, digest=digest)
-        self._sums.critic = [self._critics(promise) for promise in self._critic_metrics]
-        self._count(started)
+        self._sums.critic = [self._wait_for_critic(metrics) for metrics in self._critic_metrics]
+        self._add_time(started)
         values = self._sums.values()
-        self._adapt(values.get("kl_ref"))
-        self._open_batch()
+        kl_target, kl_ref = self.spec.algorithm.kl_target, values.get("kl_ref")
+        if kl_target is not None and kl_ref is not None:
+            self.kl_beta = adapted_beta(self.kl_beta, kl_ref, kl_target)
+        self._start_batch()
         return StepMetrics(step=step, version=self._version, optimizer_steps=steps_taken, values=values)
 
-    def _count(self, since: tuple[float, float]) -> None:
-        now = _now()
-        self._sums.train_s += now[0] - since[0]
-        self._sums.cpu_s += now[1] - since[1]
+    def _add_time(self, since: tuple[float, float]) -> None:
+        wall_s, cpu_s = _clocks()
+        self._sums.train_s += wall_s - since[0]
+        self._sums.cpu_s += cpu_s - since[1]
 
-    def _open_batch(self) -> None:
+    def _start_batch(self) -> None:
         self._groups = 0
-        self._sums = UpdateSums(kl_beta=self.kl_beta, critic_wait_s=0.0 if self._critic_elsewhere else None)
-        self._loss = 0.0  # summed over the open minibatch
+        self._sums = UpdateSums(kl_beta=self.kl_beta, critic_wait_s=0.0 if self._remote_critic else None)
+        self._loss = 0.0  # sum over the current minibatch
         self._minibatches = [Minibatch() for _ in range(self.spec.batch.minibatches)]
-        self._waiting: list[Waiting] = []
-        self._critic_metrics: list[Deferred[dict[str, float]]] = []  # of its steps
+        self._pending: list[PendingGroup] = []
+        self._critic_metrics: list[Deferred[dict[str, float]]] = []  # of each critic step
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _adapt(self, kl_ref: float | None) -> None:
-        """Move the KL coefficient towards its target."""
-        if self.spec.algorithm.kl_target is not None and kl_ref is not None:
-            self.kl_beta = adapted_beta(self.kl_beta, kl_ref, self.spec.algorithm.kl_target)
-
     @property
-    def _warming_up(self) -> bool:
-        """Whether the critic learns alone."""
+    def _critic_warmup(self) -> bool:
+        """Whether only the critic is trained."""
         return self._critic is not None and self.critic_steps < self.spec.critic.warmup_steps
 
-    def _admit(self, all_but: int = 0) -> None:
-        """Take the groups that wait into their minibatches, or leave the newest `all_but` for later."""
-        ready = len(self._waiting) - all_but
-        waiting, self._waiting = self._waiting[:ready], self._waiting[ready:]
+    def _process_pending(self, all_but: int = 0) -> None:
+        """Compute the advantages of pending groups, except the newest `all_but`, and add them to their minibatches."""
+        ready = len(self._pending) - all_but
+        pending, self._pending = self._pending[:ready], self._pending[ready:]
         siblings = 2 if self.spec.algorithm.compares_siblings else 1
-        enough = [each for each in waiting if sum(each.valid) >= siblings]
-        self._sums.groups_skipped_invalid += len(waiting) - len(enough)
-        estimates = self._advantages.of_groups(
-            [each.group for each in enough],
-            [each.valid for each in enough],
+        usable = [each for each in pending if sum(each.valid) >= siblings]
+        self._sums.groups_skipped_invalid += len(pending) - len(usable)
+        advantages = self._advantages.estimate(
+            [each.group for each in usable],
+            [each.valid for each in usable],
             kl_beta=self.kl_beta,
-            values=[each.values for each in enough],
+            values=[each.values for each in usable],
         )
-        for each, estimate in zip(enough, estimates, strict=True):
-            minibatch = self._minibatches[each.minibatch]
-            self._feed(each.minibatch, self._weighted(each.group, each.valid, estimate, minibatch))
+        for each, group_advantages in zip(usable, advantages, strict=True):
+            self._add_samples(each.minibatch, self._weighted_samples(each, group_advantages))
 
-    @property
-    def _critic_elsewhere(self) -> bool:
-        return self._critic is not None and self._critic.elsewhere
-
-    def _critics(self, promise: Deferred[T]) -> T:
-        """What the critic promised, when it is there."""
+    def _wait_for_critic(self, deferred: Deferred[T]) -> T:
         started = time.perf_counter()
-        result = promise()
+        result = deferred()
         if self._sums.critic_wait_s is not None:
             self._sums.critic_wait_s += time.perf_counter() - started
         return result
 
-    def _weighted(
-        self, group: Group, valid: Sequence[bool], estimate: Estimate, minibatch: Minibatch
-    ) -> list[Weighted]:
-        """The group's valid samples with their token weights; none when they would add no gradient.
+    def _weighted_samples(self, pending: PendingGroup, advantages: GroupAdvantages) -> list[WeightedSample]:
+        """The valid samples of a group with token weights; empty if they have no gradient.
 
-        Skipped samples stay in the denominator: leaving them out of the work must not change the mean.
+        Skipped groups count in the denominator, so that skipping does not change the mean.
         """
         algorithm = self.spec.algorithm
-        lengths = [trained_tokens(t) if ok else 0 for t, ok in zip(group.trajectories, valid, strict=True)]
+        trajectories = zip(pending.group.trajectories, pending.valid, strict=True)
+        lengths = [trained_tokens(trajectory) if valid else 0 for trajectory, valid in trajectories]
         constant = self.spec.sampling.max_new_tokens
-        minibatch.denominator += denominator(lengths, algorithm.normalize, constant=constant)
-        if algorithm.compares_siblings and not estimate.signal:
+        self._minibatches[pending.minibatch].denominator += denominator(lengths, algorithm.normalize, constant=constant)
+        if algorithm.compares_siblings and not advantages.signal:
             self._sums.groups_without_signal += 1
-            if not self._learns_without_signal:
+            kl_in_loss = algorithm.kl_beta > 0 and algorithm.kl_in == "loss"
+            # These have a gradient without advantages; whitening changes advantages of 0.
+            if not (kl_in_loss or algorithm.entropy_bonus > 0 or algorithm.whiten):
                 return []
         weights = [weight for weight in token_weights(lengths, algorithm.normalize) if weight > 0]
         return [
             replace(sample, token_weight=weight * sample.trajectory.weight)
-            for sample, weight in zip(estimate.samples, weights, strict=True)
+            for sample, weight in zip(advantages.samples, weights, strict=True)
         ]
 
-    @property
-    def _learns_without_signal(self) -> bool:
-        """Whether samples of advantage 0 have a gradient all the same, or will have another advantage."""
-        algorithm = self.spec.algorithm
-        return (algorithm.kl_beta > 0 and algorithm.kl_in == "loss") or algorithm.entropy_bonus > 0 or algorithm.whiten
-
-    def _feed(self, index: int, samples: list[Weighted]) -> None:
-        """Add a group's samples to a minibatch, and learn from what microbatches they fill."""
+    def _add_samples(self, index: int, samples: list[WeightedSample]) -> None:
+        """Add the samples of a group to a minibatch, and process its full microbatches."""
         minibatch, budget = self._minibatches[index], self.spec.batch.microbatch_tokens
-        for run in split_by_budget(samples, budget):
+        for run in split_by_tokens(samples, lambda sample: (sample.input_ids,), budget):
             if full := minibatch.add(run, budget):
-                self._close(minibatch, full, backward=index == 0)
+                self._add_microbatch(minibatch, full, backward=index == 0)
 
-    def _close(self, minibatch: Minibatch, samples: list[Weighted], *, backward: bool) -> None:
-        """A microbatch is full: measure what must be known before the first optimizer step, and learn from it if
-        this is the minibatch whose turn it is."""
+    def _add_microbatch(self, minibatch: Minibatch, samples: list[WeightedSample], *, backward: bool) -> None:
+        """Pack samples, compute what is needed from before the first optimizer step, and run the backward pass if
+        `backward`."""
         microbatch = pack(samples, self._device, version=self._version.number)
         minibatch.microbatches.append(microbatch)
         if self.spec.algorithm.kl_beta and microbatch.ref_logprobs is None:
             if self._reference is None:
-                raise without_reference(next(s.trajectory for s in samples if s.ref_logprobs is None))
-            microbatch.ref_logprobs = self._reference_logprobs(microbatch)
+                raise missing_reference(next(s.trajectory for s in samples if s.ref_logprobs is None))
+            microbatch.ref_logprobs = self._ref_logprobs(microbatch)
         if backward:
             self._backward(microbatch)
         elif self.spec.algorithm.proximal == "recomputed":
-            microbatch.proximal_logprobs = self._measure(microbatch)
+            with torch.no_grad():
+                microbatch.proximal_logprobs, _ = self._logprobs(self.model, microbatch)
+            microbatch.states = None
+            self._sums.add_rollout(microbatch, microbatch.proximal_logprobs)
 
     def _optimize(self) -> None:
-        """Minibatch after minibatch, epoch after epoch; gradients of the very first are already there."""
+        """Take the optimizer steps of all minibatches and epochs; the first minibatch already has its gradient."""
+        minibatches = len(self._minibatches)
         for epoch in range(self.spec.batch.epochs):
             for index, minibatch in enumerate(self._minibatches):
                 if not minibatch.microbatches:
                     continue
-                if (epoch, index) != (0, 0) and not self._learn_again(minibatch):
-                    remaining = self.spec.batch.epochs * len(self._minibatches) - epoch * len(self._minibatches) - index
-                    self._sums.minibatches_dropped += remaining
-                    self._drop(minibatch)
+                if (epoch, index) != (0, 0) and not self._recompute_gradient(minibatch):
+                    self._sums.minibatches_dropped += (self.spec.batch.epochs - epoch) * minibatches - index
+                    self._step_critic_only(minibatch)
                     return
                 self._step(minibatch)
 
-    def _learn_again(self, minibatch: Minibatch) -> bool:
-        """Gradients of a minibatch after the first; False when the policy has moved too far to use them."""
+    def _recompute_gradient(self, minibatch: Minibatch) -> bool:
+        """Compute the gradient of a later minibatch; returns False if `kl_stop` is exceeded."""
         before, tokens = self._sums.approx_kl, 0
         for microbatch in minibatch.microbatches:
             self._backward(microbatch)
@@ -289,8 +285,8 @@ class PolicyTrainer:
         limit = self.spec.algorithm.kl_stop
         return limit is None or (self._sums.approx_kl - before) / max(tokens, 1) <= limit
 
-    def _drop(self, minibatch: Minibatch) -> None:
-        """Forget the policy's gradient; returns are as true as before, and the critic learns them."""
+    def _step_critic_only(self, minibatch: Minibatch) -> None:
+        """Discard the policy gradient; the returns are still valid targets of the critic."""
         self._step_critic(minibatch)
         self._loss = 0.0
         self.optimizer.zero_grad(set_to_none=True)
@@ -301,8 +297,8 @@ class PolicyTrainer:
             self.critic_steps += 1
 
     def _step(self, minibatch: Minibatch) -> None:
-        if self._warming_up:
-            self._drop(minibatch)
+        if self._critic_warmup:
+            self._step_critic_only(minibatch)
             return
         self._step_critic(minibatch)
         config = self.spec.optimizer
@@ -320,44 +316,37 @@ class PolicyTrainer:
             self._sums.steps_skipped_nonfinite += 1
 
     def _backward(self, microbatch: Microbatch) -> None:
-        """Add a microbatch's summed gradient and figures; of the critic alone while that warms up."""
-        with torch.set_grad_enabled(not self._warming_up):
+        """Add the gradient and statistics of a microbatch; during critic warm-up the gradient of the critic only."""
+        with torch.set_grad_enabled(not self._critic_warmup):
             logprobs, entropy = self._logprobs(self.model, microbatch)
-        now = logprobs.detach()
+        detached = logprobs.detach()
         if microbatch.proximal_logprobs is None:
-            self._sums.first_sight(microbatch, now)
-            microbatch.proximal_logprobs = self._proximal(microbatch, now)
+            self._sums.add_rollout(microbatch, detached)
+            if self.spec.algorithm.proximal == "rollout":
+                microbatch.proximal_logprobs = microbatch.rollout_logprobs
+            elif self._sums.optimizer_steps == 0:  # the weights are still those of the start of the update
+                microbatch.proximal_logprobs = detached
+            else:
+                microbatch.proximal_logprobs = interpolated_proximal(
+                    microbatch.rollout_logprobs, detached, microbatch.lags
+                )
         if self._critic is not None:
             assert microbatch.returns is not None and microbatch.values is not None
             self._critic.learn(microbatch, microbatch.returns, microbatch.values)
         outcome = policy_outcome(self.spec.algorithm, microbatch, logprobs, entropy, kl_beta=self.kl_beta)
-        if not self._warming_up:
+        if not self._critic_warmup:
             outcome.loss.backward()
             self._loss += float(outcome.loss.detach())
-        microbatch.states = None  # the forward pass they belong to is over
-        self._sums.learned(microbatch, outcome, now, entropy)
-
-    def _proximal(self, microbatch: Microbatch, now: torch.Tensor) -> torch.Tensor:
-        """What clipping is measured from, where it was not measured before the first optimizer step."""
-        if self.spec.algorithm.proximal == "rollout":
-            return microbatch.rollout_logprobs
-        if self._sums.optimizer_steps == 0:  # nothing has changed since the update began
-            return now
-        return interpolated_proximal(microbatch.rollout_logprobs, now, microbatch.lags)
+        microbatch.states = None  # only valid during this pass
+        self._sums.add_backward(microbatch, outcome, detached, entropy)
 
     @torch.no_grad()
-    def _measure(self, microbatch: Microbatch) -> torch.Tensor:
-        logprobs, _ = self._logprobs(self.model, microbatch)
-        microbatch.states = None
-        self._sums.first_sight(microbatch, logprobs)
-        return logprobs
-
-    @torch.no_grad()
-    def _reference_logprobs(self, microbatch: Microbatch) -> torch.Tensor:
+    def _ref_logprobs(self, microbatch: Microbatch) -> torch.Tensor:
         assert self._reference is not None
         return self._logprobs(self._reference, microbatch)[0]
 
     def _logprobs(self, model: PreTrainedModel, microbatch: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logprobs [T], entropy [T]); keeps the hidden states of the policy for a critic."""
         with torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None):
             states = predicting_states(model, microbatch)
             if model is self.model and self._critic is not None:
@@ -366,18 +355,18 @@ class PolicyTrainer:
                 model,
                 microbatch,
                 temperature=self.spec.sampling.temperature,
-                logits_budget_bytes=self.spec.trainer.logits_budget_mb * MEGABYTE,
+                logits_budget_bytes=self._logits_budget_bytes,
                 states=states,
-                learn_figure=self.spec.algorithm.entropy_bonus > 0,
+                statistic_grad=self.spec.algorithm.entropy_bonus > 0,
             )
 
     def state_bytes(self) -> int:
-        """About what `write_state` will write."""
+        """Upper bound of the bytes that `write_state` writes."""
         critic = self._critic.state_bytes() if self._critic else 0
         return state_bytes(self.model, self.optimizer, source=self._source) + critic
 
     def write_state(self, directory: Path) -> None:
-        """Weights as a Hugging Face folder, optimizer, critic, random states and counters, into an empty directory."""
+        """Write weights (a Hugging Face folder), optimizer, critic, random states and counters into an empty folder."""
         counters = {
             "optimizer_steps": self.optimizer_steps,
             "critic_steps": self.critic_steps,
@@ -390,10 +379,10 @@ class PolicyTrainer:
             self._critic.write_state(directory / CRITIC_FOLDER)
 
     def read_state(self, directory: Path) -> None:
-        """Go on from what `write_state` wrote.
+        """Restore what `write_state` wrote.
 
         Raises:
-            UserError: the weights are not those that were written.
+            UserError: the weights do not have the digest of the stored version.
         """
         if self._critic is not None:
             self._critic.read_state(directory / CRITIC_FOLDER)
@@ -404,31 +393,13 @@ class PolicyTrainer:
         self._version = msgspec.convert(counters["version"], PolicyVersion)
         if weights_digest(self.model) != self._version.digest:
             raise UserError(
-                "the weights are not those of the version written beside them",
+                "the weights do not match the trainer state of the checkpoint",
                 where=str(directory),
-                hint="delete this checkpoint; the run goes on from the one before",
+                hint="delete this checkpoint; the run resumes from the previous one",
             )
-        self._open_batch()
+        self._start_batch()
 
 
-def _now() -> tuple[float, float]:
-    """Seconds that have passed, and those of them that this thread spent on a processor."""
+def _clocks() -> tuple[float, float]:
+    """(wall-clock time, CPU time of this thread) in seconds."""
     return time.perf_counter(), time.thread_time()
-
-
-def _valid(group: Group) -> list[bool]:
-    """Which samples count."""
-    return [t.weight > 0 and t.reward is not None and t.reward.valid for t in group.trajectories]
-
-
-def _critic_for(spec: RunSpec, critic: Critic | None) -> Critic | None:
-    """The critic, where the algorithm has a use for one."""
-    if not spec.algorithm.needs_critic:
-        return None
-    if critic is None:
-        raise UserError(
-            f'algorithm.advantage = "{spec.algorithm.advantage}" needs a critic, and this trainer was given none',
-            where="algorithm.advantage",
-            hint='give it one, or choose an advantage without: "grpo", "rloo", "reinforce_pp", ...',
-        )
-    return critic

@@ -1,14 +1,14 @@
-"""The lossless difference between two versions of the same tensors.
+"""Encodes and applies lossless deltas between two versions of the same tensors.
 
-A reinforcement-learning step changes few elements of a bf16 tensor, and those mostly by one unit in the last place. So
-what is written is where (the gap to the changed element before) and by how much: the difference of the bit patterns,
-taken as integers in the order of the numbers they stand for, with its sign folded into the lowest bit. Both are small
-integers; they go out in groups of 7 bits, one byte plane per group, and each plane is entropy-coded by itself. Every
-bit pattern survives, NaN payloads and negative zeros too.
+A reinforcement-learning step changes few elements of a bf16 tensor, most of them by one unit in the last place. A delta
+stores the gap to the previous changed element and the change: the difference of the bit patterns as integers in the
+order of the floats, with the sign folded into the lowest bit. Both are small integers, written in groups of 7 bits, one
+byte plane per group; each plane is entropy-coded separately. Every bit pattern is preserved, including NaN payloads
+and negative zeros.
 
 Layout, little-endian, tensor after tensor, `CHUNK` elements at a time: uint32 number of changed elements; if any, the
 planes of the gaps and those of the differences. A plane is uint32 length and deflated bytes; the high bit of a byte
-says that the number goes on in the next plane.
+marks a number that continues in the next plane.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tidemill.core.records import DeltaEntry, TensorEntry
 from tidemill.weights.snapshot import Blob, Damaged, checksum
 
 CHUNK = 1 << 20
-"""Elements at a time: temporaries stay within some tens of megabytes."""
+"""Elements per chunk: limits temporaries to tens of megabytes."""
 
 Patterns: TypeAlias = npt.NDArray[Any]  # uint16 or uint32, the bit patterns of floats
 Numbers: TypeAlias = npt.NDArray[Any]  # unsigned
@@ -37,19 +37,19 @@ PATTERNS: dict[str, type[np.unsignedinteger[Any]]] = {
 }
 _LENGTH = struct.Struct("<I")
 _STRATEGY = zlib.Z_RLE
-"""Huffman codes and runs: of zlib's strategies the smallest or nearly so in both dtypes, and among the fastest."""
+"""Huffman codes and run lengths: among the smallest and fastest of zlib's strategies for both dtypes."""
 
 
 def encode_delta(tensors: Sequence[TensorEntry], old: Blob, new: Blob) -> Blob:
-    """What turns the bytes of `tensors` in `old` into those in `new`."""
+    """Encode the change of `tensors` from `old` to `new`."""
     return np.frombuffer(b"".join(_encoded(tensors, old, new)), np.uint8)
 
 
 def apply_delta(tensors: Sequence[TensorEntry], delta: Blob, entry: DeltaEntry, old: Blob, out: Blob) -> None:
-    """Write the tensors of `old`, changed by `delta`, into `out`, which may be `old` itself.
+    """Write the tensors of `old` plus `delta` to `out`, which may be `old` itself.
 
     Raises:
-        Damaged: `delta` is not what `entry` describes. `out` is then of no use.
+        Damaged: `delta` does not match `entry`; the contents of `out` are then undefined.
     """
     if len(delta) != entry.nbytes or checksum(delta) != entry.checksum:
         raise Damaged(f"the delta from version {entry.base.number} is torn or corrupt ({len(delta)} bytes)")
@@ -60,7 +60,7 @@ def apply_delta(tensors: Sequence[TensorEntry], delta: Blob, entry: DeltaEntry, 
                 target[:] = source
             _change(target, reader)
     except (zlib.error, struct.error, IndexError, ValueError) as error:
-        raise Damaged(f"the delta from version {entry.base.number} cannot be read: {error}") from error
+        raise Damaged(f"the delta from version {entry.base.number} is not decodable: {error}") from error
 
 
 def _encoded(tensors: Sequence[TensorEntry], old: Blob, new: Blob) -> Iterator[bytes]:
@@ -93,7 +93,7 @@ def _top(patterns: Patterns) -> Any:
 
 
 def _ordered(patterns: Patterns) -> Numbers:
-    """Unsigned integers in the order of the floats: negative ones reversed below, the others above."""
+    """Map bit patterns to unsigned integers in the order of the floats."""
     top = _top(patterns)
     numbers: Numbers = np.where(patterns & top, ~patterns, patterns | top)
     return numbers
@@ -106,7 +106,7 @@ def _unordered(numbers: Numbers) -> Patterns:
 
 
 def _folded(differences: Numbers) -> Numbers:
-    """+1, -1, +2, -2, ... as 1, 0, 3, 2, ...: never zero, so what is left counts from 0."""
+    """Map +1, -1, +2, -2, ... to 1, 0, 3, 2, ...; a difference is never zero."""
     signed = differences.view(f"i{differences.itemsize}")
     folded: Numbers = (signed << 1) ^ (signed >> (8 * signed.itemsize - 1))
     unsigned: Numbers = folded.view(differences.dtype) - differences.dtype.type(1)
@@ -130,7 +130,7 @@ def _planes(numbers: Numbers) -> Iterator[bytes]:
 
 
 class _Reader:
-    """Reads numbers off a delta, front to back."""
+    """Reads numbers sequentially from a delta."""
 
     def __init__(self, delta: Blob) -> None:
         self._delta, self._at = delta.data, 0
@@ -146,7 +146,7 @@ class _Reader:
         packed = self.length()
         plane = np.frombuffer(self._inflate(packed, count), np.uint8)
         if len(plane) != count:
-            raise ValueError(f"{len(plane)} numbers where {count} are due")
+            raise ValueError(f"expected {count} numbers, found {len(plane)}")
         found = (plane & 127).astype(dtype)
         if further := int(np.count_nonzero(more := plane > 127)):
             found[more] |= self.numbers(further, dtype, shift=shift + 7) << dtype(7)

@@ -1,4 +1,4 @@
-"""The reader's side: from the version held to the version wanted, by the fewest bytes, and never by wrong ones."""
+"""Pulls a version by the fewest bytes (deltas or a snapshot) and verifies it."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from tidemill.weights.store import delta_name, manifest_name, snapshot_name, unp
 
 ATTEMPTS = 5
 DELTA_ATTEMPTS = 2
-"""Of the attempts; the others take the full snapshot."""
+"""Attempts that may use deltas; later ones pull the full snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    """What was pulled and is not in use yet."""
+    """A pulled version."""
 
     pulled: Pulled
     snapshot: Snapshot
-    own: bool  # the buffer is this puller's to write to, once it is out of use
+    own: bool  # the puller may overwrite the buffer once it is out of use
 
 
 class Puller:
-    """Holds one version in use and prepares the next in a second buffer. `prepare` one at a time.
+    """Holds the version in use and prepares the next in a second buffer; one `prepare` at a time.
 
-    `swap` may come from another thread than `prepare`: a buffer is written to only after it has gone out of use, and
-    what was prepared but never swapped in is dropped, not used again.
+    `swap` may run on another thread than `prepare`: a buffer is overwritten only when out of use, and a prepared
+    version that was never swapped in is dropped.
 
     Args:
-        compute: where deltas are applied and checksums compared; not the engine's.
-        timeout_s: of one `prepare`.
-        pinned: keeps a version from being deleted while it is pulled, where reader and store are in one process.
+        compute: applies deltas and compares checksums; not the engine's thread.
+        timeout_s: deadline of one `prepare`.
+        pinned: keeps a version from deletion while it is pulled, if reader and store share a process.
     """
 
     def __init__(
@@ -58,13 +58,13 @@ class Puller:
         self._fetched = 0
 
     async def prepare(self, version: PolicyVersion) -> Pulled:
-        """Have a version whole and verified in the second buffer.
+        """Pull and verify a version into the second buffer.
 
         Raises:
-            WeightsError: it cannot be had; what is held stays held.
+            WeightsError: all attempts failed; the version in use is unchanged.
         """
-        began, self._fetched, self._ready = self._clock.now(), 0, None
-        fault: WeightsError | None = None
+        started_s, self._fetched, self._ready = self._clock.now(), 0, None
+        failure: WeightsError | None = None
         try:
             with self._pinned(version):
                 async with asyncio.timeout(self._timeout_s):
@@ -73,43 +73,43 @@ class Puller:
                             snapshot, full, own = await self._attempt(version, by_delta=attempt < DELTA_ATTEMPTS)
                             break
                         except WeightsError as error:
-                            fault = error
+                            failure = error
                             await asyncio.sleep(self._retry_pause_s * 2**attempt)
                     else:
-                        raise WeightsError(f"version {version.number} did not come whole in {ATTEMPTS} pulls: {fault}")
+                        raise WeightsError(f"version {version.number}: {ATTEMPTS} pulls failed: {failure}")
         except TimeoutError:
-            last = f"; the last fault: {fault}" if fault else ""
-            raise WeightsError(f"version {version.number} did not come within {self._timeout_s:g} s{last}") from fault
+            last = f"; last failure: {failure}" if failure else ""
+            raise WeightsError(f"version {version.number}: pull exceeded {self._timeout_s:g} s{last}") from failure
         pulled = Pulled(
             manifest=snapshot.manifest,
             nbytes=self._fetched,
             full=full,
-            pull_s=self._clock.now() - began,
+            pull_s=self._clock.now() - started_s,
             retries=attempt,
         )
         self._ready = _Ready(pulled, snapshot, own)
         return pulled
 
     def swap(self, pulled: Pulled, bind: Callable[[Snapshot], None]) -> None:
-        """Let `bind` take the prepared version into use; the buffer in use before is then free to be written to.
+        """Call `bind` with the prepared version; the buffer of the previous one is then free.
 
         Raises:
-            WeightsError: something else was prepared since.
+            WeightsError: another version was prepared since.
         """
         ready, before = self._ready, self._held
         if ready is None or ready.pulled is not pulled:
-            raise WeightsError(f"version {pulled.manifest.version.number} is not the one that was prepared last")
+            raise WeightsError(f"version {pulled.manifest.version.number} is not the last prepared version")
         bind(ready.snapshot)
         self._held = ready
         if before is not None and before.own and before.snapshot.buffer is not ready.snapshot.buffer:
             self._spare = before.snapshot.buffer
 
     def close(self) -> None:
-        """Let go of every buffer."""
+        """Release every buffer."""
         self._held = self._ready = self._spare = None
 
     async def _attempt(self, version: PolicyVersion, *, by_delta: bool) -> tuple[Snapshot, bool, bool]:
-        """The version, whether it came in full, and whether its buffer is ours."""
+        """Return the version, whether a full snapshot was pulled, and whether this puller owns the buffer."""
         held = self._held
         blob = await self._get(manifest_name(version))
         manifest = unpack_manifest(blob, of=f"version {version.number}")
@@ -126,7 +126,7 @@ class Puller:
         return Snapshot(manifest=manifest, buffer=await self._compute.run(checked)), True, False
 
     async def _chain(self, held: WeightManifest, wanted: WeightManifest) -> list[WeightManifest]:
-        """The versions to go through, `wanted` last; empty where the full snapshot is fewer bytes or the only way."""
+        """Return the manifests from the held version to `wanted`; empty if the full snapshot is smaller or required."""
         chain, nbytes, at = [wanted], 0, wanted
         while True:
             if at.delta is None or (nbytes := nbytes + at.delta.nbytes) >= wanted.nbytes:

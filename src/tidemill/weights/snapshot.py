@@ -1,4 +1,4 @@
-"""A version's bytes with every tensor at its offset, and the interface that moves them."""
+"""Snapshots: the bytes of a version with every tensor at its offset, their checksums, and the transport interface."""
 
 from __future__ import annotations
 
@@ -17,66 +17,66 @@ from tidemill.core.errors import WeightsError
 from tidemill.core.records import TensorEntry, WeightManifest
 
 Blob: TypeAlias = npt.NDArray[np.uint8]
-"""Raw bytes, one-dimensional and contiguous. Whoever gets one never writes to it: others may hold the same memory."""
+"""Raw bytes, one-dimensional and contiguous. Receivers never write to one: the memory may be shared."""
 
 
 class Missing(WeightsError):
-    """There is no blob of that name (any more)."""
+    """No blob has that name, or it was deleted."""
 
 
 class Transport(Protocol):
-    """Immutable buffers by name. Names are unique for ever, and fit a file name.
+    """Immutable buffers by name. Names are never reused and are valid file names.
 
-    A reader keeps what it got: deleting a blob never disturbs who holds it.
+    Deleting a blob does not invalidate buffers that readers already hold.
     """
 
     @property
     def zero_copy(self) -> bool:
-        """`get` costs (nearly) nothing whatever the size, for every reader: there is no use for deltas."""
+        """Whether `get` is free for every reader regardless of size; deltas are then not written."""
 
     async def put(self, name: str, blob: Blob) -> None:
-        """Returns when every reader can get all of it; before, none can get any. The caller never changes `blob`."""
+        """Store a blob atomically for all readers. The caller must not change `blob` afterwards."""
 
     async def get(self, name: str) -> Blob:
-        """May be read-only, and should be aligned to 64 bytes.
+        """Return a blob, possibly read-only, preferably aligned to 64 bytes.
 
         Raises:
-            Missing: there is none of that name.
+            Missing: no blob has that name.
             WeightsError: it cannot be read.
         """
 
     async def delete(self, name: str) -> None:
-        """Harmless when there is none of that name."""
+        """Delete a blob; does nothing if it does not exist."""
 
     async def close(self) -> None:
-        """Of the owner's side: delete everything."""
+        """Delete all blobs; called by the publisher."""
 
 
 ALIGNMENT = 64
-"""Of buffers and of the tensors in them, in bytes: as torch's own memory, so that its kernels take the same path."""
+"""Alignment in bytes of buffers and of the tensors in them: that of torch, so that its kernels take the same path."""
 
 
 class Damaged(WeightsError):
-    """Bytes that are not what was published; they may come whole when pulled again."""
+    """Bytes differ from the published ones; pulling again may succeed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """A verified version. Nobody writes to `buffer` while anyone may read it."""
+    """A verified version. `buffer` is read-only while in use."""
 
     manifest: WeightManifest
     buffer: Blob  # uint8 [manifest.nbytes]
 
 
 def allocate(nbytes: int) -> Blob:
-    """An aligned buffer, contents arbitrary."""
+    """Return an aligned, uninitialised buffer."""
     memory = np.empty(nbytes + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
     return memory[start : start + nbytes]
 
 
 def aligned(buffer: Blob) -> Blob:
-    """The same bytes at an aligned address: `buffer` itself where it is."""
+    """Return `buffer`, copied to an aligned address if necessary."""
     if buffer.ctypes.data % ALIGNMENT == 0:
         return buffer
     copy = allocate(len(buffer))
@@ -90,7 +90,7 @@ def checksum(data: Blob) -> int:
 
 
 def sealed(tensors: Sequence[TensorEntry], buffer: Blob) -> tuple[TensorEntry, ...]:
-    """The same entries with the checksums of what stands in `buffer`."""
+    """Return the entries with checksums of their bytes in `buffer`."""
     return tuple(msgspec.structs.replace(entry, checksum=checksum(_bytes(entry, buffer))) for entry in tensors)
 
 
@@ -101,18 +101,19 @@ def digest_of(tensors: Sequence[TensorEntry]) -> str:
 
 
 def verify(manifest: WeightManifest, buffer: Blob) -> None:
-    """
+    """Check all checksums.
+
     Raises:
-        Damaged: naming the version, and the first tensor that is not what was published.
+        Damaged: a tensor differs from the published one; names version and tensor.
     """
     name = f"version {manifest.version.number}"
     if len(buffer) != manifest.nbytes:
         raise Damaged(f"{name}: the snapshot has {len(buffer)} bytes, not {manifest.nbytes}")
     for entry in manifest.tensors:
         if checksum(_bytes(entry, buffer)) != entry.checksum:
-            raise Damaged(f"{name}: tensor {entry.name} does not have the checksum it was published with")
+            raise Damaged(f"{name}: tensor {entry.name} has a different checksum than published")
     if digest_of(manifest.tensors) != manifest.digest:
-        raise Damaged(f"{name}: the tensors together do not have the digest {manifest.digest}")
+        raise Damaged(f"{name}: the digest is not {manifest.digest}")
 
 
 def _bytes(entry: TensorEntry, buffer: Blob) -> Blob:
@@ -120,21 +121,21 @@ def _bytes(entry: TensorEntry, buffer: Blob) -> Blob:
 
 
 class MemoryTransport:
-    """Implements `weights.transport.Transport`: `get` returns the very memory that was put, marked read-only.
+    """A `Transport` within one process: `get` returns the stored memory itself, marked read-only.
 
     Args:
-        zero_copy: False makes `get` copy, as a transfer between machines would.
+        zero_copy: False makes `get` copy, like a transfer between machines.
     """
 
     def __init__(self, *, zero_copy: bool = True) -> None:
         self.zero_copy = zero_copy
         self.blobs: dict[str, Blob] = {}
         self.reads: list[str] = []
-        self.delay_s = 0.0  # of every read
+        self.delay_s = 0.0  # per read
         self._faults: dict[str, deque[Callable[[Blob], Blob]]] = {}
 
     def spoil(self, kind: str, fault: Callable[[Blob], Blob], *, times: int = 1) -> None:
-        """Let the next reads of names that end in `kind` ("manifest", "snapshot", "delta") return `fault(blob)`."""
+        """Make the next `times` reads of a "manifest", "snapshot" or "delta" return `fault(blob)`."""
         self._faults.setdefault(kind, deque()).extend([fault] * times)
 
     async def put(self, name: str, blob: Blob) -> None:
@@ -146,7 +147,7 @@ class MemoryTransport:
         self.reads.append(name)
         await asyncio.sleep(self.delay_s)
         if name not in self.blobs:
-            raise Missing(f"there is no {name}")
+            raise Missing(f"no blob {name}")
         blob = self.blobs[name]
         if not self.zero_copy:
             blob, source = allocate(len(blob)), blob
@@ -162,12 +163,12 @@ class MemoryTransport:
 
 
 def torn(blob: Blob) -> Blob:
-    """The first half, as when the writer died."""
+    """The first half: a torn write."""
     return blob[: len(blob) // 2]
 
 
 def corrupt(blob: Blob) -> Blob:
-    """One bit is wrong."""
+    """A copy with one flipped bit."""
     wrong = allocate(len(blob))
     wrong[:] = blob
     wrong[len(wrong) // 2] ^= 4

@@ -1,4 +1,4 @@
-"""The publisher's side: immutable versions with manifests, each stored whole or not at all."""
+"""Publishes immutable versions with manifests, atomically."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tidemill.weights.delta import encode_delta
 from tidemill.weights.snapshot import Blob, Damaged, Transport, checksum, digest_of, sealed
 
 BASE = PolicyVersion(number=-1, digest="base")
-"""Under this version lies what all versions have in common, where they are adapters of one base."""
+"""The version number of the base model that all adapter versions share."""
 _CHECKSUM_BYTES = 8
 
 
@@ -30,7 +30,7 @@ def snapshot_name(version: PolicyVersion) -> str:
 
 
 def delta_name(version: PolicyVersion) -> str:
-    """Of the delta that ends at `version`."""
+    """Name of the delta from the previous version to `version`."""
     return f"{version.number}-{version.digest}.delta"
 
 
@@ -41,9 +41,10 @@ def pack_manifest(manifest: WeightManifest) -> Blob:
 
 
 def unpack_manifest(blob: Blob, *, of: str) -> WeightManifest:
-    """
+    """Decode a manifest.
+
     Args:
-        of: what to call it in an error.
+        of: name of the version in errors.
 
     Raises:
         Damaged: torn or corrupt.
@@ -56,24 +57,23 @@ def unpack_manifest(blob: Blob, *, of: str) -> WeightManifest:
 
 SNAPSHOTS_KEPT = 2
 DELTAS_KEPT = 8
-"""Deltas are small: a puller that was away for some versions takes a chain of them."""
+"""A puller that missed some versions applies a chain of deltas."""
 
 
 @dataclass(slots=True)
 class _Published:
     version: PolicyVersion
-    whole: bool = True  # its snapshot is still there
+    whole: bool = True  # its snapshot still exists
 
 
 class WeightStore:
-    """Publishes versions into a transport. A manifest goes out after all it speaks of, so a publish that was cut
-    anywhere is invisible.
+    """Publishes versions to a transport. The manifest is written last, so an interrupted publish is invisible.
 
-    The snapshots of the newest two versions are kept, so that whoever is at one can pull while the next is written, and
-    those that a reader has pinned.
+    Keeps the snapshots of the newest two versions, so that workers can pull one while the next is written, and pinned
+    ones.
 
     Args:
-        compute: where checksums and deltas are computed.
+        compute: computes checksums and deltas.
     """
 
     def __init__(self, transport: Transport, *, compute: Compute) -> None:
@@ -82,12 +82,12 @@ class WeightStore:
         self._compute = compute
         self._published: list[_Published] = []  # oldest first
         self._pins: Counter[PolicyVersion] = Counter()
-        self._unfinished: list[str] = []  # blobs of a publish that has not reached its end
+        self._unfinished: list[str] = []  # blobs of an unfinished publish
         self._base_digest = ""
 
     @contextmanager
     def pinned(self, version: PolicyVersion) -> Iterator[None]:
-        """Keep all of a version for as long as the block lasts."""
+        """Keep a version within the block."""
         self._pins[version] += 1
         try:
             yield
@@ -95,12 +95,12 @@ class WeightStore:
             self._pins -= Counter([version])
 
     async def make_room(self) -> None:
-        """Before a new snapshot is written: delete all but the newest one (and what is pinned)."""
+        """Delete all snapshots but the newest and pinned ones, before a new one is written."""
         await self._delete_unfinished()
         await self._retire(SNAPSHOTS_KEPT - 1)
 
     async def publish_base(self, tensors: Sequence[TensorEntry], snapshot: Blob) -> WeightManifest:
-        """Make what every version lies on available as version `BASE`, before the first of them; it stays for ever."""
+        """Publish the base of all adapter versions as version `BASE`, before the first of them. It is never deleted."""
         await self._delete_unfinished()
         entries = await self._compute.run(lambda: sealed(tensors, snapshot))
         manifest = WeightManifest(version=BASE, digest=digest_of(entries), nbytes=len(snapshot), tensors=entries)
@@ -119,11 +119,11 @@ class WeightStore:
         probe_ids: TokenBuffer = b"",
         probe_logprobs: LogprobBuffer = b"",
     ) -> WeightManifest:
-        """Make a version available; returns when it can be pulled.
+        """Publish a version; return when it can be pulled.
 
         Args:
-            tensors: where each tensor lies in `snapshot`; their checksums are filled in here.
-            snapshot: aligned, and nobody's to change from now on.
+            tensors: the layout of `snapshot`; checksums are added here.
+            snapshot: aligned; must not change afterwards.
         """
         await self._delete_unfinished()
         entries = await self._compute.run(lambda: sealed(tensors, snapshot))
@@ -163,7 +163,7 @@ class WeightStore:
             self._unfinished.pop()
 
     async def _delta(self, entries: Sequence[TensorEntry], snapshot: Blob) -> tuple[DeltaEntry, Blob] | None:
-        """Against the version before; None where there is none of the same layout, or nothing is saved."""
+        """Delta to the previous version; None if its layout differs or the delta is not smaller."""
         base = self.latest
         if base is None or _layout(base.tensors) != _layout(entries):
             return None
@@ -171,7 +171,7 @@ class WeightStore:
             before = await self.transport.get(snapshot_name(base.version))
         except WeightsError:
             return None
-        if len(before) != base.nbytes:  # torn on its way back; a wrong byte would be found by whoever applies the delta
+        if len(before) != base.nbytes:  # torn read; a wrong byte is found when the delta is applied
             return None
         blob = await self._compute.run(lambda: encode_delta(entries, before, snapshot))
         if len(blob) >= len(snapshot):
@@ -180,7 +180,7 @@ class WeightStore:
         return entry, blob
 
     async def _retire(self, snapshots: int) -> None:
-        """Delete the snapshots of all but the newest so many versions, and deltas and manifests older still."""
+        """Delete all but the newest `snapshots` snapshots, and deltas and manifests beyond `DELTAS_KEPT`."""
         for age, entry in enumerate(reversed(self._published)):
             if self._pins[entry.version]:
                 continue

@@ -2,18 +2,28 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tidemill.telemetry.events import EVENTS
+import pytest
+
 from tidemill.telemetry.fleet_figures import fleet_figures
-from tidemill.telemetry.metrics import METRICS, describe_metrics
+from tidemill.telemetry.metrics import CHARTS, METRICS, update_document
 
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
 
 
-def test_the_document_says_what_the_code_does() -> None:
-    assert DOCUMENT.read_text(encoding="utf-8") == describe_metrics()
-    assert all(f"| `{name}` |" in describe_metrics() for name in (*METRICS, *EVENTS))
+def test_the_tables_of_the_document_are_generated_from_the_registry() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    if (current := update_document(text)) != text:
+        DOCUMENT.write_text(current, encoding="utf-8")
+        pytest.fail("the tables of docs/metrics.md were updated; look at them and run again")
+    assert all(text.count(f"<!-- {mark} -->") == 1 for mark in ("metrics: generated", "events: generated"))
 
 
 def test_every_figure_of_the_fleet_is_explained() -> None:
     figures = fleet_figures([], [], wall_s=1.0, tokens_trained=1, reserved_usd_per_hour=0.0)
-    assert all(f"`{key}`" in describe_metrics() for key in figures)
+    assert all(f"`{key}`" in DOCUMENT.read_text(encoding="utf-8") for key in figures)
+
+
+def test_each_chart_has_a_title_of_its_own_and_draws_registered_metrics() -> None:
+    assert len({chart.title for chart in CHARTS}) == len(CHARTS)
+    names = {name for chart in CHARTS for name, _ in chart.series}
+    assert {name.removeprefix("eval/") for name in names - METRICS.keys()} - METRICS.keys() == {"forecast/step_s"}

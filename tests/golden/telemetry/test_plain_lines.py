@@ -73,7 +73,7 @@ def test_the_lines_of_a_run_whose_workers_come_and_go(tmp_path: Path) -> None:
     assert text == golden("fleet_lines.txt", text)
 
 
-def test_a_reader_that_went_away_does_not_end_the_run(tmp_path: Path) -> None:
+def test_a_closed_stream_does_not_end_the_run(tmp_path: Path) -> None:
     fabricated = FabricatedRun(tmp_path, steps=2)
     recorder = fabricated.session()
     recorder._view._stream.close()  # type: ignore[union-attr]

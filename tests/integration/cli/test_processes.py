@@ -1,4 +1,4 @@
-"""The installed command as a process: what it imports, what it writes where, and how it ends."""
+"""The installed command as a process: imports, output streams and exit codes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def shell(command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     "argv",
     [["--help"], ["train", "--help"], ["train", "--dry-run"], ["trian"], ["model", "list"], ["doctor", "--help"]],
 )
-def test_no_tensor_library_is_loaded(tmp_path: Path, argv: list[str]) -> None:
+def test_cli_help_loads_no_tensor_library(tmp_path: Path, argv: list[str]) -> None:
     script = (
         "import sys\nfrom tidemill.cli.app import main\n"
         f"main({argv!r})\n"
@@ -62,12 +62,12 @@ def test_no_tensor_library_is_loaded(tmp_path: Path, argv: list[str]) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_help_is_light(tmp_path: Path) -> None:
+def test_cli_help_imports_few_modules(tmp_path: Path) -> None:
     script = "import sys\nfrom tidemill.cli.app import main\nmain(['--help'])\nsys.exit('pydantic' in sys.modules)\n"
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, timeout=DEADLINE_S, check=False
     )
-    assert done.returncode == 0  # not even the configuration's library
+    assert done.returncode == 0  # not even pydantic
 
 
 @pytest.mark.parametrize(("argv", "code"), [(["--help"], 0), (["train", "--run.sede=3"], 2), (["trian"], 2)])
@@ -76,7 +76,7 @@ def test_exit_codes(tmp_path: Path, argv: list[str], code: int) -> None:
 
 
 @pytest.mark.parametrize("argv", ["train --dry-run", "plan memory --params 7e9", "model list --json", "--help"])
-def test_a_reader_that_goes_away_is_no_error(tmp_path: Path, argv: str) -> None:
+def test_a_closed_pipe_is_no_error(tmp_path: Path, argv: str) -> None:
     done = shell(f"set -o pipefail; {sys.executable} -m tidemill {argv} | true", tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
@@ -90,25 +90,25 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path, argv: str) -> None:
         ("2>&- >/dev/null", 0, ""),
     ],
 )
-def test_standard_output_that_takes_nothing(tmp_path: Path, argv: str, where: str, code: int, says: str) -> None:
+def test_a_full_standard_output_is_reported(tmp_path: Path, argv: str, where: str, code: int, says: str) -> None:
     done = shell(f"{sys.executable} -m tidemill {argv} {where}", tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (code, "", says)
 
 
-def test_characters_that_standard_output_has_not_are_replaced(tmp_path: Path) -> None:
+def test_unencodable_characters_are_replaced(tmp_path: Path) -> None:
     done = shell(f"PYTHONIOENCODING=ascii {sys.executable} -m tidemill plan memory --params 7e9", tmp_path)
     assert done.returncode == 0
     assert "? the model's shape is assumed" in done.stdout
 
 
 @pytest.mark.parametrize("argv", ["train --help", "plan memory --params 7e9"])
-def test_a_terminal_without_columns_gets_all_the_same(tmp_path: Path, argv: str) -> None:
+def test_a_terminal_without_columns_gets_the_full_output(tmp_path: Path, argv: str) -> None:
     done = shell(f"COLUMNS=0 {sys.executable} -m tidemill {argv}", tmp_path)
     assert done.returncode == 0
     assert len(done.stdout.splitlines()) > 20
 
 
-def test_ctrl_c_before_there_is_a_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_during_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     class Interrupted:
         def __getattr__(self, name: str) -> None:
             raise KeyboardInterrupt
@@ -127,7 +127,7 @@ def test_train_then_eval_generate_and_report(
     assert summary == {**summary, "steps": 1, "policy_version": 1}
     assert json.loads((tmp_path / "D/summary.json").read_text(encoding="utf-8"))["steps"] == 1
     assert (tmp_path / "D/report.html").is_file()
-    # The rest in this process: importing torch is most of what a command on a small model costs.
+    # The rest runs in this process: importing torch takes most of the time of a command on a small model.
     monkeypatch.chdir(tmp_path)
     assert main(["eval", "--checkpoint", "D", "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["n"] == summary["eval"]["n"]
@@ -139,7 +139,7 @@ def test_train_then_eval_generate_and_report(
     assert "batch.prompts = 4, the run has 2" in capfd.readouterr().err
 
 
-def test_ctrl_c_ends_a_run_with_a_checkpoint_and_130(tmp_path: Path) -> None:
+def test_ctrl_c_stops_a_run_with_a_checkpoint_and_exit_code_130(tmp_path: Path) -> None:
     (tmp_path / "char.toml").write_text(CHAR, encoding="utf-8")
     with Forked("train", "@char.toml", "--trainer.steps=100000", "--run.dir=D", "--json", cwd=tmp_path) as process:
         deadline = time.monotonic() + DEADLINE_S

@@ -1,4 +1,4 @@
-"""PPO on Ray: a critic in a process of its own, one on the policy's trunk, and a reward model beside the controller."""
+"""PPO on Ray: a critic in an actor, a value head on the policy, and a reward model in the controller's process."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def by_step(lines: list[MetricLine]) -> list[tuple[int, str, float, float]]:
 
 
 def every_sample_alone(directory: Path, steps: int, *, checkpoint_every: int = 0) -> RunSpec:
-    """So few tokens hold one sample only: whoever values it, and with whom, computes it in the same shape."""
+    """A microbatch holds one sample, so that every process computes it in the same shape."""
     spec = ppo(directory, steps=steps, critic={"kind": "own"})
     batch = spec.batch.model_copy(update={"microbatch_tokens": 4, "epochs": 2})
     checkpoint = spec.checkpoint.model_copy(update={"every_steps": checkpoint_every})
     return spec.model_copy(update={"batch": batch, "checkpoint": checkpoint})
 
 
-def test_a_critic_of_its_own_process_teaches_the_same_and_its_death_costs_nothing(tmp_path: Path) -> None:
-    """Begun in one process, gone on with on Ray until the critic is killed, ended in one process: one run."""
+def test_a_critic_in_an_actor_trains_the_same_policy_also_after_it_was_killed(tmp_path: Path) -> None:
+    """The run starts in one process, continues on Ray until the critic is killed, and ends in one process."""
     directory, recipe = tmp_path / "parts", tmp_path / "recipe.toml"
     run(every_sample_alone(directory, 2))
     recipe.write_text(to_toml(every_sample_alone(directory, 2, checkpoint_every=1)))
@@ -76,7 +76,7 @@ def reward_folder(folder: Path, model: dict[str, Any]) -> Path:
     return folder
 
 
-def test_a_head_on_the_trunk_and_a_reward_model_do_on_ray_what_they_do_in_one_process(tmp_path: Path) -> None:
+def test_a_value_head_and_a_reward_model_give_the_same_run_on_ray(tmp_path: Path) -> None:
     """The reward model is in the controller's process, the critic's head in the trainer's."""
     small = ppo(tmp_path, critic={"kind": "shared"})
     reward = reward_folder(tmp_path / "reward", small.model.char.model_dump())
@@ -92,5 +92,5 @@ def test_a_head_on_the_trunk_and_a_reward_model_do_on_ray_what_they_do_in_one_pr
     for here, there in zip(lines["inprocess"], lines["ray"], strict=True):
         assert here.values["reward_std"] > 0
         for name in ("reward_mean", "reward_std", "value_loss", "loss", "grad_norm"):
-            # which samples a reward model scores together is a matter of time, and its rounding with it
+            # timing decides which samples a reward model scores together, and so the rounding
             assert there.values[name] == pytest.approx(here.values[name], rel=1e-3, abs=1e-5)

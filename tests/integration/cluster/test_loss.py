@@ -1,4 +1,4 @@
-"""A run on Ray loses the cluster under it: it ends soon, says why, and leaves nothing behind."""
+"""A run that loses its Ray cluster ends soon, with the reason, and leaves no process or folder."""
 
 from __future__ import annotations
 
@@ -19,14 +19,12 @@ pytestmark = pytest.mark.xdist_group("ray")
 
 
 def _folders(names: dict[int, str]) -> set[Path]:
-    """Of clusters, by what their processes were started with."""
+    """Folders of local clusters, from the command lines of their processes."""
     return {Path(found) for name in names.values() for found in re.findall(r"=(/[^ ]*tidemill-ray-\w+)", name)}
 
 
 @pytest.mark.parametrize("started", ["cluster.keeper", "gcs_server", "raylet"])
-def test_a_run_that_is_told_to_end_while_ray_starts_leaves_no_process(
-    recipe: Path, tmp_path: Path, started: str
-) -> None:
+def test_a_run_stopped_while_ray_starts_leaves_no_process(recipe: Path, tmp_path: Path, started: str) -> None:
     process = start(recipe, tmp_path / "run")
     until, names = time.monotonic() + 60.0, dict[int, str]()
     while not any(started in name for name in names.values()):
@@ -44,12 +42,12 @@ def test_a_run_that_is_told_to_end_while_ray_starts_leaves_no_process(
     ("part", "within_s", "said"),
     [
         # The last look that succeeded was up to 12 s before (one a second, on a busy machine), then 20 s without one
-        # and 5 s each for three farewells. Ray itself would end the process without a word after 60 s.
+        # and 5 s each for three clean-up calls. Ray would end the process without a message after 60 s.
         ("gcs_server", 50.0, "the Ray cluster has not answered for"),
         ("runtime.cluster.keeper", 40.0, "the trainer died"),
     ],
 )
-def test_a_run_that_loses_its_cluster_says_so_and_leaves_no_folder(
+def test_a_run_that_loses_its_cluster_reports_it_and_leaves_no_folder(
     recipe: Path, tmp_path: Path, part: str, within_s: float, said: str
 ) -> None:
     run = tmp_path / "run"

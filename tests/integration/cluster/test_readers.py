@@ -1,4 +1,4 @@
-"""Reward model and reference on actors of their own: the same run as in one process, also when both are killed."""
+"""Reward model and reference in actors give the same run as in one process, also when both are killed."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def learned(lines: list[MetricLine]) -> list[tuple[Any, ...]]:
     return [(line.step, line.weights_digest, *(line.values[name] for name in names)) for line in lines if line.step]
 
 
-def test_readers_on_actors_say_the_same_and_are_started_again_when_they_die(tmp_path: Path) -> None:
+def test_readers_in_actors_give_the_same_run_and_are_restarted_when_they_die(tmp_path: Path) -> None:
     reward = reward_folder(tmp_path / "reward", CHAR)
     recipe, directory = tmp_path / "recipe.toml", tmp_path / "ray"
     recipe.write_text(to_toml(spec_of(directory, reward)))

@@ -1,4 +1,4 @@
-"""`tidemill train` on Ray: its driver is killed, and it finishes all the same."""
+"""`tidemill train` on Ray, with a killed driver and with adapters."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _checkpoints(run: Path, session: int) -> list[int]:
     return [int(str(line["step"])) for line in lines]
 
 
-def test_a_run_whose_driver_is_killed_leaves_no_process_and_finishes_when_resumed(recipe: Path, tmp_path: Path) -> None:
+def test_a_run_with_a_killed_driver_leaves_no_process_and_can_be_resumed(recipe: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     first = start(recipe, run)
     wait_for(first, run, "checkpoint", session=1)
@@ -95,14 +95,14 @@ def test_a_run_whose_driver_is_killed_leaves_no_process_and_finishes_when_resume
     second = start(recipe, run, "--trainer.steps", str(steps + 20))
     out, err = second.communicate(timeout=DEADLINE_S)
     assert second.returncode == 0, err
-    summary = json.loads(out)  # and nothing else is on standard output
+    summary = json.loads(out)  # the only text on standard output
     assert (summary["finished"], summary["steps"], summary["sessions"]) == (True, steps + 20, 2)
     assert _checkpoints(run, session=2) == [steps + 20]
 
 
-def test_workers_pull_the_base_once_and_adapters_from_then_on(recipe: Path, tmp_path: Path) -> None:
+def test_workers_pull_the_base_once_and_then_adapters(recipe: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    rewards = '[{ kind = "length", target_tokens = 3 }]'  # there is something to learn in every batch
+    rewards = '[{ kind = "length", target_tokens = 3 }]'  # every batch has a gradient
     ran = start(recipe, run, "--model.lora.rank=4", "--scoring.rewards", rewards, "--optimizer.learning_rate=1e-3")
     wait_for(ran, run, "checkpoint", session=1)
     wait_for(ran, run, "pull", session=1)
@@ -113,6 +113,6 @@ def test_workers_pull_the_base_once_and_adapters_from_then_on(recipe: Path, tmp_
     pulls = [int(str(line["nbytes"])) for line in _events(run) if line["event"] == "pull"]
     # 2 layers × rank 4 × (q, k, v, o: 4 × (32 + 32), gate, up, down: 3 × (32 + 96)) × 4 bytes
     assert published == {20_480}
-    assert pulls[0] > 20_480 + 2 * (4 * 32 * 32 + 3 * 32 * 96) * 4  # the base, too
-    assert all(nbytes < 20_480 + 20_000 for nbytes in pulls[1:])  # and a manifest
+    assert pulls[0] > 20_480 + 2 * (4 * 32 * 32 + 3 * 32 * 96) * 4  # includes the base
+    assert all(nbytes < 20_480 + 20_000 for nbytes in pulls[1:])  # plus a manifest
     assert not [line for line in _events(run) if "quarantine" in str(line["event"])]

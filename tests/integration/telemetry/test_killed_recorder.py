@@ -1,4 +1,4 @@
-"""A process that records as fast as it can is killed at random moments; what it left must be whole."""
+"""A process that records continuously is killed at random times; its files must be complete."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.fabricated_run import FabricatedRun
 from tidemill.telemetry.events import read_events
 from tidemill.telemetry.metrics import read_metrics
 from tidemill.telemetry.report import write_report
+from tidemill.telemetry.run_data import RunData
 from tidemill.telemetry.run_dir import RunDirectory
-from tidemill.telemetry.summary import build_summary
 
 ROOT = Path(__file__).resolve().parents[3]
 DEADLINE_S = 60.0
@@ -66,7 +66,7 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}", "TERM": "xterm-256color"}
 
 
-def test_a_kill_at_any_moment_leaves_whole_lines(tmp_path: Path) -> None:
+def test_a_kill_leaves_only_complete_lines(tmp_path: Path) -> None:
     chance = random.Random(0)
     for round_number in range(1, 5):
         process = subprocess.Popen(
@@ -91,7 +91,7 @@ def test_a_kill_at_any_moment_leaves_whole_lines(tmp_path: Path) -> None:
                     msgspec.json.decode(line)
         steps = [line.step for line in read_metrics(run.metrics)]
         assert steps == list(range(1, len(steps) + 1)) and len(run.metrics.read_bytes().splitlines()) == len(steps)
-    summary = build_summary(run, outcome="running", total_steps=10)
+    summary = RunData.load(run).summarize(outcome="running", total_steps=10)
     assert summary["steps"] == len(steps) > 0 and summary["sessions"] == 4
     assert write_report(tmp_path).stat().st_size > 50_000
     resumed = [event["step"] for event in read_events(run.events) if event["event"] == "resume"]
@@ -99,7 +99,7 @@ def test_a_kill_at_any_moment_leaves_whole_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["cleanly", "abruptly"])
-def test_ctrl_c_gives_the_terminal_back(tmp_path: Path, way: str) -> None:
+def test_ctrl_c_restores_the_terminal(tmp_path: Path, way: str) -> None:
     primary, secondary = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-c", LIVE, str(tmp_path), way],
@@ -116,7 +116,7 @@ def test_ctrl_c_gives_the_terminal_back(tmp_path: Path, way: str) -> None:
         if select.select([primary], [], [], 0.2)[0]:
             try:
                 shown += os.read(primary, 65536)
-            except OSError:  # the other side is closed
+            except OSError:  # the other end is closed
                 break
         if b"step 3/20" in shown and not signalled:
             process.send_signal(signal.SIGINT)
@@ -124,10 +124,10 @@ def test_ctrl_c_gives_the_terminal_back(tmp_path: Path, way: str) -> None:
     os.close(primary)
     assert process.wait(timeout=DEADLINE_S) == 0, shown[-4000:].decode()
     assert shown.rindex(b"\x1b[?25h") > shown.rindex(b"\x1b[?25l"), "the cursor is shown again"
-    assert "reward" in shown.decode() and b"\x1b[?1049h" not in shown, "what was shown stays on the screen"
+    assert "reward" in shown.decode() and b"\x1b[?1049h" not in shown, "printed lines stay on the screen"
 
 
-def test_two_processes_cannot_have_one_run(tmp_path: Path) -> None:
+def test_a_second_process_is_refused(tmp_path: Path) -> None:
     recorder = FabricatedRun(tmp_path).session()
     done = subprocess.run(
         [sys.executable, "-c", RECORD, str(tmp_path)],

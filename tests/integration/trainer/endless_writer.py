@@ -1,4 +1,4 @@
-"""Writes checkpoint after checkpoint until it is killed; says `step N` once N is durable. Imports no torch."""
+"""Writes checkpoints until it is killed; prints `step N` once N is durable. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def main() -> None:
     store = CheckpointStore(Path(sys.argv[1]), keep_last=1)
     store.recover()
     latest = store.latest().checkpoint
-    first = latest.step if latest else 1  # the same step once more: replacing is interrupted, too
+    first = latest.step if latest else 1  # repeat the last step, so that replacing is also interrupted
     for step in count(first):
         store.write(step, fill, score=(step * 7) % 5 / 5)
         sys.stdout.write(f"step {step}\n")

@@ -1,6 +1,6 @@
-"""Trains a tiny model twice: without interruption, and in processes that are killed (-9) at random moments.
+"""Trains a tiny model twice: without interruption, and in processes killed (-9) at random times.
 
-Prints the digest of both final weights, the number of kills, and how many fell inside a checkpoint write.
+Prints the digest of both final weights, the number of kills, and how many were inside a checkpoint write.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DEADLINE_S = 180.0
 
 
 def run(root: Path, source: Path) -> None:
-    """Train to the end from whatever is in `root`, with a checkpoint after every step."""
+    """Train to the end from the newest checkpoint in `root`, with a checkpoint after every step."""
     model = llama()
     optimizer = build_optimizer(model, OptimizerConfig(learning_rate=1e-2))
     torch.manual_seed(0)
@@ -36,7 +36,7 @@ def run(root: Path, source: Path) -> None:
         step = restore_state(latest.path, model=model, optimizer=optimizer)["step"]
     while step < STEPS:
         step += 1
-        ids = torch.randint(2, VOCABULARY, (2, 9))  # from the random state that is saved, too
+        ids = torch.randint(2, VOCABULARY, (2, 9))  # from the random state, which is saved as well
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         clip_and_step(optimizer, scale=1.0, max_grad_norm=1.0)
         counters = {"step": step, "digest": weights_digest(model)}
@@ -61,23 +61,23 @@ def newest(root: Path) -> int:
 def main() -> int:
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
-    source, calm, wild = folder / "source", folder / "calm", folder / "wild"
+    source, uninterrupted, killed = folder / "source", folder / "uninterrupted", folder / "killed"
     source.mkdir()
     started = time.monotonic()
-    run(calm, source)
+    run(uninterrupted, source)
     per_step_s = (time.monotonic() - started) / STEPS
     torn = 0
 
     def count_torn() -> None:
         nonlocal torn
-        torn += any(path.name.startswith(".writing") for path in wild.iterdir()) if wild.exists() else 0
+        torn += any(path.name.startswith(".writing") for path in killed.iterdir()) if killed.exists() else 0
 
     kills = killed_until_done(
-        lambda: run(wild, source),
-        newest=lambda: newest(wild),
+        lambda: run(killed, source),
+        newest=lambda: newest(killed),
         pause_s=per_step_s,
         until_s=started + DEADLINE_S,
         after_kill=count_torn,
     )
-    sys.stdout.write(f"{final_digest(calm)} {final_digest(wild)} {kills} {torn}\n")
+    sys.stdout.write(f"{final_digest(uninterrupted)} {final_digest(killed)} {kills} {torn}\n")
     return 0

@@ -1,4 +1,4 @@
-"""A checkpoint store whose writer is killed (-9) at random moments, and a training run on top of it."""
+"""A checkpoint store whose writer is killed (-9) at random times, and a training run on top of it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ REPOSITORY = Path(__file__).parents[3]
 KILLS = 12
 
 
-def test_a_killed_writer_leaves_only_whole_checkpoints(tmp_path: Path) -> None:
+def test_a_killed_writer_leaves_only_complete_checkpoints(tmp_path: Path) -> None:
     moments = random.Random(0)
     torn = acknowledged = 0
     for _ in range(KILLS):
         command = [sys.executable, "-m", "tests.integration.trainer.endless_writer", str(tmp_path)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) as writer:
             assert writer.stdout is not None
-            lines = [writer.stdout.readline() for _ in range(2)]  # one replaced and one new: from here on, any moment
+            lines = [writer.stdout.readline() for _ in range(2)]  # one replaced and one new checkpoint
             time.sleep(moments.uniform(0, 0.1))
             writer.kill()
             lines += writer.stdout.readlines()
@@ -43,17 +43,17 @@ def test_a_killed_writer_leaves_only_whole_checkpoints(tmp_path: Path) -> None:
         best = store.best()
         assert best is not None
         if acknowledged >= 2:
-            assert best.score == 0.8  # step 2, 7, 12 ... (14 % 5 = 4): the first of them is kept for good
+            assert best.score == 0.8  # step 2, 7, 12 ... (14 % 5 = 4): the first of them is kept
             assert best.step == 2
-    assert acknowledged >= KILLS  # it did get on between the kills
+    assert acknowledged >= KILLS  # progress between the kills
     assert torn > 0  # some kills fell inside a write
 
 
 @pytest.mark.timeout(240)
-def test_training_killed_at_random_moments_ends_with_the_weights_of_an_uninterrupted_run(tmp_path: Path) -> None:
+def test_training_killed_at_random_times_gives_the_same_weights(tmp_path: Path) -> None:
     with Forked(str(tmp_path), target="tests.integration.trainer.killed_training:main") as lives:
         out, err = lives.communicate(timeout=220)
     assert lives.returncode == 0, out + err
     uninterrupted, resumed, kills, _torn = out.split()[-4:]
     assert resumed == uninterrupted
-    assert int(kills) >= 3  # a life adds at most 7 checkpoints, of 24
+    assert int(kills) >= 3  # a process writes at most 7 of 24 checkpoints

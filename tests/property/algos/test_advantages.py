@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tidemill.algos.advantages import dr_grpo, grpo, has_signal, rloo
 
-# Multiples of 1/64: sums, shifts and halvings of these are exact, so that what is tested is the formula.
+# Multiples of 1/64: sums, shifts and halvings of these are exact, so the tests compare formulas, not rounding.
 rewards = st.lists(st.integers(-256, 256).map(lambda n: n / 64), min_size=2, max_size=16)
 COMMON = settings(max_examples=80)
 
@@ -23,7 +23,7 @@ def test_shift_invariance(values: list[float], shift: int) -> None:
 
 @COMMON
 @given(rewards, st.integers(1, 64))
-def test_scale_changes_only_the_weight_of_the_floor(values: list[float], scale: int) -> None:
+def test_scale_only_changes_the_effect_of_the_floor(values: list[float], scale: int) -> None:
     spread = torch.tensor(values).std().item()
     assume(spread > 0)
     # c(R - mean) / (c std + f) = (R - mean) / (std + f / c)
@@ -41,7 +41,7 @@ def test_permutation(values: list[float], random: object) -> None:
 
 @COMMON
 @given(rewards)
-def test_sum_is_zero_order_is_kept_and_signal_means_difference(values: list[float]) -> None:
+def test_the_sum_is_zero_and_the_order_is_kept(values: list[float]) -> None:
     result = advantages(values)
     assert abs(result.double().sum().item()) < 1e-4
     ranked = torch.tensor(values).argsort(stable=True)
@@ -51,7 +51,7 @@ def test_sum_is_zero_order_is_kept_and_signal_means_difference(values: list[floa
 
 @COMMON
 @given(rewards, st.data())
-def test_invalid_samples_might_as_well_not_be_there(values: list[float], data: st.DataObject) -> None:
+def test_invalid_samples_have_no_effect(values: list[float], data: st.DataObject) -> None:
     valid = data.draw(st.lists(st.booleans(), min_size=len(values), max_size=len(values)))
     mask = torch.tensor(valid)
     result = advantages(values, valid)
@@ -62,7 +62,7 @@ def test_invalid_samples_might_as_well_not_be_there(values: list[float], data: s
 
 @COMMON
 @given(rewards, st.integers(-64, 64), st.integers(1, 16))
-def test_the_undivided_ones_shift_away_and_scale_along(values: list[float], shift: int, scale: int) -> None:
+def test_dr_grpo_and_rloo_are_shift_invariant_and_linear_in_scale(values: list[float], shift: int, scale: int) -> None:
     everyone = torch.ones(len(values), dtype=torch.bool)
     for function in (dr_grpo, rloo):
         plain = function(torch.tensor(values), everyone)

@@ -16,7 +16,7 @@ COMMON = settings(max_examples=40)
 
 
 def corrected(kind: str, rows: list[tuple[float, int]], publishes: int = 3) -> Corrected:
-    """Where each publish has a part in a token's ratio, each has the same."""
+    """For mu_step every publish has the same ratio."""
     log_ratio = torch.tensor([log for log, _ in rows], dtype=torch.float64)
     if kind == "mu_step":
         log_ratio = (log_ratio / publishes).expand(publishes, -1)
@@ -28,7 +28,7 @@ def corrected(kind: str, rows: list[tuple[float, int]], publishes: int = 3) -> C
 @pytest.mark.parametrize("kind", CORRECTIONS)
 @COMMON
 @given(rows=tokens)
-def test_weights_are_bounded_and_flags_say_why(kind: str, rows: list[tuple[float, int]]) -> None:
+def test_weights_are_bounded_and_flags_are_consistent(kind: str, rows: list[tuple[float, int]]) -> None:
     result = corrected(kind, rows)
     high = CORRECTION_LIMITS[kind].high  # type: ignore[index]
     assert bool((result.weights_T >= 0).all())
@@ -42,7 +42,7 @@ def test_weights_are_bounded_and_flags_say_why(kind: str, rows: list[tuple[float
 @pytest.mark.parametrize("kind", CORRECTIONS)
 @COMMON
 @given(samples=st.lists(st.integers(0, 3), min_size=1, max_size=20))
-def test_on_policy_every_token_weighs_one(kind: str, samples: list[int]) -> None:
+def test_on_policy_every_weight_is_one(kind: str, samples: list[int]) -> None:
     result = corrected(kind, [(0.0, sample) for sample in samples])
     assert result.weights_T.tolist() == [1.0] * len(samples)
     assert not bool((result.truncated_T | result.masked_T).any())
@@ -60,9 +60,7 @@ def test_permutation(kind: str, rows: list[tuple[float, int]], random: Any) -> N
 
 @COMMON
 @given(rows=tokens, publishes=st.integers(1, 4))
-def test_mu_step_holds_each_publish_and_never_more_than_the_whole_ratio(
-    rows: list[tuple[float, int]], publishes: int
-) -> None:
+def test_mu_step_truncates_each_publish(rows: list[tuple[float, int]], publishes: int) -> None:
     ratio = torch.tensor([log for log, _ in rows], dtype=torch.float64).exp()
     high = CORRECTION_LIMITS["mu_step"].high
     assert high is not None
@@ -76,7 +74,7 @@ def test_mu_step_holds_each_publish_and_never_more_than_the_whole_ratio(
     rows=st.lists(st.tuples(st.floats(-9, 0), st.floats(-9, 0), st.integers(0, 9)), min_size=1, max_size=20),
     shift=st.floats(-3, 3),
 )
-def test_interpolated_proximal_lies_between_and_nearer_to_now_the_older_a_token_is(
+def test_interpolated_proximal_approaches_the_trainer_with_lag(
     rows: list[tuple[float, float, int]], shift: float
 ) -> None:
     rollout, trainer = torch.tensor([row[:2] for row in rows], dtype=torch.float64).unbind(1)

@@ -18,7 +18,7 @@ def columns(rows: list[tuple[float, float]]) -> tuple[torch.Tensor, torch.Tensor
 
 @COMMON
 @given(logprobs, st.floats(-3, 3))
-def test_k3_is_never_negative_and_zero_only_for_equals(rows: list[tuple[float, float]], shift: float) -> None:
+def test_k3_is_never_negative_and_shift_invariant(rows: list[tuple[float, float]], shift: float) -> None:
     trainer, ref = columns(rows)
     penalty = k3(trainer, ref)
     assert bool((penalty >= 0).all())
@@ -29,7 +29,7 @@ def test_k3_is_never_negative_and_zero_only_for_equals(rows: list[tuple[float, f
 
 @COMMON
 @given(logprobs, st.integers(0, 24), st.randoms(use_true_random=False))
-def test_mismatch_sums_are_the_same_however_cut_and_ordered(
+def test_mismatch_sums_do_not_depend_on_splits_and_order(
     rows: list[tuple[float, float]], cut: int, random: object
 ) -> None:
     rollout, trainer = columns(rows)
@@ -49,7 +49,7 @@ def test_mismatch_sums_are_the_same_however_cut_and_ordered(
 
 @COMMON
 @given(logprobs)
-def test_mismatch_agrees_with_plain_formulas_and_its_bounds(rows: list[tuple[float, float]]) -> None:
+def test_mismatch_agrees_with_plain_formulas(rows: list[tuple[float, float]]) -> None:
     rollout, trainer = columns(rows)
     stats = mismatch(rollout, trainer).reduce()
     ratio = (trainer - rollout).exp()
@@ -63,9 +63,7 @@ def test_mismatch_agrees_with_plain_formulas_and_its_bounds(rows: list[tuple[flo
 
 @COMMON
 @given(logprobs, st.floats(-3, 3))
-def test_kl_reward_turns_its_sign_with_its_sides_and_forgets_a_shift(
-    rows: list[tuple[float, float]], shift: float
-) -> None:
+def test_kl_reward_is_antisymmetric_and_shift_invariant(rows: list[tuple[float, float]], shift: float) -> None:
     rollout, ref = columns(rows)
     penalty = kl_reward(rollout, ref)
     torch.testing.assert_close(kl_reward(ref, rollout), -penalty)
@@ -75,11 +73,11 @@ def test_kl_reward_turns_its_sign_with_its_sides_and_forgets_a_shift(
 
 @COMMON
 @given(st.lists(st.tuples(st.floats(-4, 4), st.floats(-4, 4)), min_size=2, max_size=12))
-def test_the_mean_of_kl_reward_under_the_policy_is_the_divergence(rows: list[tuple[float, float]]) -> None:
+def test_the_mean_of_kl_reward_under_the_policy_is_the_kl_divergence(rows: list[tuple[float, float]]) -> None:
     policy, ref = (logits.log_softmax(0) for logits in columns(rows))
     mean = (policy.exp() * kl_reward(policy, ref)).sum()
     torch.testing.assert_close(mean, torch.nn.functional.kl_div(ref, policy, log_target=True, reduction="sum"))
-    torch.testing.assert_close(mean, (policy.exp() * k3(policy, ref)).sum())  # the other estimate of the same
+    torch.testing.assert_close(mean, (policy.exp() * k3(policy, ref)).sum())  # the other unbiased estimate
 
 
 coefficients = st.floats(1e-3, 1.0)
@@ -87,7 +85,7 @@ coefficients = st.floats(1e-3, 1.0)
 
 @COMMON
 @given(coefficients, st.floats(0, 5), coefficients, st.floats(0.1, 10), st.floats(0, 1))
-def test_adapted_beta_moves_towards_its_target_by_two_percent_at_most(
+def test_adapted_beta_changes_by_at_most_two_percent(
     beta: float, kl: float, target: float, scale: float, more: float
 ) -> None:
     now = adapted_beta(beta, kl, target)

@@ -27,7 +27,7 @@ def gradient(loss_T: Tensor, trainer: Tensor) -> Tensor:
 
 @COMMON
 @given(tokens, dual)
-def test_gradient_is_zero_where_clipped_and_the_plain_one_elsewhere(
+def test_the_gradient_is_zero_for_clipped_tokens_and_plain_for_others(
     rows: list[tuple[float, float, float]], floor: float | None
 ) -> None:
     trainer, proximal, advantages = columns(rows)
@@ -39,7 +39,7 @@ def test_gradient_is_zero_where_clipped_and_the_plain_one_elsewhere(
 
 @COMMON
 @given(tokens)
-def test_clipped_means_that_the_objective_is_below_the_plain_one(rows: list[tuple[float, float, float]]) -> None:
+def test_a_token_is_clipped_if_its_objective_is_below_the_plain_one(rows: list[tuple[float, float, float]]) -> None:
     trainer, proximal, advantages = columns(rows)
     result = ppo_clip(trainer, proximal, advantages, clip_low=0.2, clip_high=0.3)
     plain = result.ratio_T * advantages
@@ -49,7 +49,9 @@ def test_clipped_means_that_the_objective_is_below_the_plain_one(rows: list[tupl
 
 @COMMON
 @given(tokens, st.floats(1.5, 5))
-def test_the_dual_clip_bounds_the_loss_of_bad_tokens(rows: list[tuple[float, float, float]], floor: float) -> None:
+def test_the_dual_clip_bounds_the_loss_of_negative_advantages(
+    rows: list[tuple[float, float, float]], floor: float
+) -> None:
     trainer, proximal, advantages = columns(rows)
     result = ppo_clip(trainer, proximal, advantages, clip_low=0.2, clip_high=0.3, dual_clip=floor)
     bad = advantages < 0
@@ -89,7 +91,7 @@ def test_permutation(rows: list[tuple[float, float, float]], random: object) -> 
 @given(
     st.lists(st.integers(0, 40), min_size=1, max_size=12), st.sampled_from(["sample", "token", "constant"]), st.data()
 )
-def test_weights_make_the_mean_however_the_batch_is_cut(
+def test_token_weights_give_the_mean_for_any_microbatches(
     lengths: list[int], normalize: Normalize, data: st.DataObject
 ) -> None:
     cut = data.draw(st.integers(0, len(lengths)))
@@ -109,7 +111,7 @@ def test_weights_make_the_mean_however_the_batch_is_cut(
 
 @COMMON
 @given(tokens, st.data())
-def test_gspo_of_samples_of_one_token_is_the_plain_clip(
+def test_gspo_of_single_token_samples_is_the_plain_clip(
     rows: list[tuple[float, float, float]], data: st.DataObject
 ) -> None:
     trainer, proximal, advantages = columns(rows)
@@ -122,7 +124,7 @@ def test_gspo_of_samples_of_one_token_is_the_plain_clip(
 
 @COMMON
 @given(tokens, st.floats(-3, 3), st.data())
-def test_shift_changes_the_other_ratios_no_more(
+def test_gspo_and_cispo_depend_only_on_the_ratio(
     rows: list[tuple[float, float, float]], shift: float, data: st.DataObject
 ) -> None:
     trainer, proximal, advantages = columns(rows)
@@ -138,7 +140,7 @@ def test_shift_changes_the_other_ratios_no_more(
 
 @COMMON
 @given(tokens)
-def test_cispo_gradient_is_the_held_ratio_times_the_advantage(rows: list[tuple[float, float, float]]) -> None:
+def test_the_cispo_gradient_is_the_truncated_ratio_times_the_advantage(rows: list[tuple[float, float, float]]) -> None:
     trainer, proximal, advantages = columns(rows)
     result = cispo(trainer, proximal, advantages, clip_high=2.0)
     expected = -(trainer - proximal).exp().clamp(max=2.0) * advantages
@@ -159,7 +161,7 @@ def test_the_clipped_value_loss_is_never_below_the_plain_one(
 
 @COMMON
 @given(st.lists(st.tuples(st.floats(-3, 3), st.integers(0, 3)), max_size=20))
-def test_samples_add_up_what_is_theirs(rows: list[tuple[float, int]]) -> None:
+def test_samples_sum_their_own_tokens(rows: list[tuple[float, int]]) -> None:
     values = torch.tensor([value for value, _ in rows], dtype=torch.float64)
     samples = Samples(torch.tensor([sample for _, sample in rows], dtype=torch.long), 4)
     own = [[value for value, sample in rows if sample == at] for at in range(4)]

@@ -19,7 +19,7 @@ def columns(rows: Rows) -> list[Tensor]:
 
 @COMMON
 @given(pairs, st.floats(-2, 2))
-def test_only_differences_count(rows: Rows, shift: float) -> None:
+def test_losses_depend_only_on_differences(rows: Rows, shift: float) -> None:
     plain, moved = columns(rows), [column + shift for column in columns(rows)]
     torch.testing.assert_close(dpo(*moved, beta=0.1), dpo(*plain, beta=0.1))
     torch.testing.assert_close(ipo(*moved, beta=0.1), ipo(*plain, beta=0.1))
@@ -28,7 +28,7 @@ def test_only_differences_count(rows: Rows, shift: float) -> None:
 
 @COMMON
 @given(pairs, st.floats(0.01, 1), st.floats(0, 0.5))
-def test_swapping_the_pair_and_the_smoothing_is_the_same(rows: Rows, beta: float, smoothing: float) -> None:
+def test_swapping_the_pair_equals_swapping_the_smoothing(rows: Rows, beta: float, smoothing: float) -> None:
     chosen, rejected, ref_chosen, ref_rejected = columns(rows)
     torch.testing.assert_close(
         dpo(chosen, rejected, ref_chosen, ref_rejected, beta=beta, label_smoothing=smoothing),
@@ -38,7 +38,7 @@ def test_swapping_the_pair_and_the_smoothing_is_the_same(rows: Rows, beta: float
 
 @COMMON
 @given(pairs)
-def test_a_policy_like_its_reference_is_undecided(rows: Rows) -> None:
+def test_a_policy_equal_to_its_reference_has_margin_zero(rows: Rows) -> None:
     chosen, rejected, *_ = columns(rows)
     torch.testing.assert_close(dpo(chosen, rejected, chosen, rejected, beta=0.1), torch.full_like(chosen, 2.0).log())
     torch.testing.assert_close(ipo(chosen, rejected, chosen, rejected, beta=0.5), torch.ones_like(chosen))
@@ -46,7 +46,7 @@ def test_a_policy_like_its_reference_is_undecided(rows: Rows) -> None:
 
 @COMMON
 @given(pairs)
-def test_the_margin_changes_its_sign_with_the_sides(rows: Rows) -> None:
+def test_the_margin_is_antisymmetric(rows: Rows) -> None:
     chosen, rejected, ref_chosen, ref_rejected = columns(rows)
     h = margin(chosen, rejected, ref_chosen, ref_rejected)
     torch.testing.assert_close(margin(rejected, chosen, ref_rejected, ref_chosen), -h)
@@ -55,7 +55,7 @@ def test_the_margin_changes_its_sign_with_the_sides(rows: Rows) -> None:
 
 @COMMON
 @given(pairs, st.floats(0.05, 1))
-def test_ipo_is_nothing_at_its_target_and_grows_on_either_side(rows: Rows, beta: float) -> None:
+def test_ipo_is_zero_at_its_target_and_symmetric(rows: Rows, beta: float) -> None:
     chosen, rejected, ref_chosen, ref_rejected = columns(rows)
     away = 1 / (2 * beta) - margin(chosen, rejected, ref_chosen, ref_rejected)
     for step, share in ((away, 0.0), (2 * away, 1.0), (0.5 * away, 0.25)):
@@ -65,11 +65,11 @@ def test_ipo_is_nothing_at_its_target_and_grows_on_either_side(rows: Rows, beta:
 
 @COMMON
 @given(pairs)
-def test_a_swapped_pair_costs_as_much_more_as_its_scores_differ(rows: Rows) -> None:
+def test_swapping_a_pair_changes_the_loss_by_the_score_difference(rows: Rows) -> None:
     chosen, rejected, margins, _ = columns(rows)
     # -log σ(-d) + log σ(d) = d
     torch.testing.assert_close(bradley_terry(rejected, chosen) - bradley_terry(chosen, rejected), chosen - rejected)
-    # a margin is that much less of a difference; centring tells nothing of it and pulls both to 0
+    # a margin reduces the difference; centring does not depend on it and is smallest at a mean of 0
     torch.testing.assert_close(
         bradley_terry(chosen, rejected, margins_P=margins), bradley_terry(chosen - margins, rejected)
     )

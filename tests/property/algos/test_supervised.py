@@ -13,9 +13,7 @@ rows = st.lists(
 
 @settings(max_examples=60)
 @given(rows, st.floats(-3, 3), st.randoms(use_true_random=False))
-def test_cross_entropy_is_torchs_of_the_logits(
-    drawn: list[tuple[list[float], int]], shift: float, random: object
-) -> None:
+def test_cross_entropy_agrees_with_torch(drawn: list[tuple[list[float], int]], shift: float, random: object) -> None:
     logits = torch.tensor([row for row, _ in drawn], dtype=torch.float64, requires_grad=True)
     targets = torch.tensor([target for _, target in drawn])
 

@@ -29,7 +29,7 @@ REWARDS = st.one_of(
 )
 TASKS = st.one_of(
     st.fixed_dictionaries({"kind": st.just("arithmetic"), "operators": st.sampled_from(["+", "-*", "+-*"])}),
-    st.fixed_dictionaries({"kind": st.just("jsonl"), "path": TEXTS.filter(lambda text: "\0" not in text)}),
+    st.fixed_dictionaries({"kind": st.just("file"), "path": TEXTS.filter(lambda text: "\0" not in text)}),
     st.fixed_dictionaries(
         {
             "kind": st.just("reasoning_gym"),
@@ -60,7 +60,7 @@ RUNS = st.fixed_dictionaries(
 
 
 @given(RUNS)
-def test_written_and_read_back(values: dict[str, Any]) -> None:
+def test_records_round_trip(values: dict[str, Any]) -> None:
     spec = RunSpec.model_validate(values)
     again = from_toml(to_toml(spec))
     assert again == spec

@@ -29,7 +29,7 @@ def sides(rows: list[tuple[str, str]], fraction: float) -> tuple[set[str], set[s
 
 @given(rows=ROWS, data=st.data(), fraction=st.floats(0.05, 0.95))
 @settings(max_examples=40)
-def test_moving_and_repeating_rows_moves_none_to_the_other_side(
+def test_reordered_and_repeated_rows_keep_their_split(
     rows: list[tuple[str, str]], data: st.DataObject, fraction: float
 ) -> None:
     moved = data.draw(st.permutations(rows + rows[:3]))
@@ -38,7 +38,7 @@ def test_moving_and_repeating_rows_moves_none_to_the_other_side(
 
 @given(rows=ROWS, kept=st.integers(2, 24), fraction=st.floats(0.05, 0.95))
 @settings(max_examples=40)
-def test_rows_appended_move_at_most_the_one_that_filled_an_empty_side(
+def test_appended_rows_move_at_most_the_row_that_filled_an_empty_split(
     rows: list[tuple[str, str]], kept: int, fraction: float
 ) -> None:
     before, after = sides(rows[:kept], fraction), sides(rows, fraction)
@@ -48,7 +48,7 @@ def test_rows_appended_move_at_most_the_one_that_filled_an_empty_side(
 
 
 @given(size=st.integers(1, 40), batch=st.integers(1, 12), seed=st.integers(0, 9), epochs=st.integers(1, 4))
-def test_every_epoch_takes_every_example_once(size: int, batch: int, seed: int, epochs: int) -> None:
+def test_every_epoch_has_every_example_once(size: int, batch: int, seed: int, epochs: int) -> None:
     order = EpochOrder([f"id {number}" for number in range(size)], batch=batch, seed=seed)
     steps = -(-size * epochs // batch)
     taken = [place for step in range(1, steps + 1) for place in order.batch(step)][: size * epochs]

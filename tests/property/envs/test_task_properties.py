@@ -29,9 +29,7 @@ def ids(batch: list[tuple[int, Prompt]]) -> list[tuple[int, str]]:
 
 
 @given(size=st.integers(1, 40), batch_prompts=st.integers(1, 24), seed=SEEDS, first=st.integers(1, 200))
-def test_a_resumed_run_sees_what_an_uninterrupted_one_sees(
-    size: int, batch_prompts: int, seed: int, first: int
-) -> None:
+def test_a_resumed_run_draws_the_same_prompts(size: int, batch_prompts: int, seed: int, first: int) -> None:
     uninterrupted = listed(size, batch_prompts, seed)
     seen = [ids(uninterrupted.train_batch(step)) for step in range(1, first + 3)]
     resumed = listed(size, batch_prompts, seed)
@@ -39,7 +37,7 @@ def test_a_resumed_run_sees_what_an_uninterrupted_one_sees(
 
 
 @given(size=st.integers(1, 40), batch_prompts=st.integers(1, 24), seed=SEEDS)
-def test_an_epoch_is_every_prompt_once_and_no_sample_name_comes_twice(size: int, batch_prompts: int, seed: int) -> None:
+def test_an_epoch_has_every_prompt_once_with_unique_sample_ids(size: int, batch_prompts: int, seed: int) -> None:
     source = listed(size, batch_prompts, seed)
     steps = -(-3 * size // batch_prompts)
     pairs = [pair for step in range(1, steps + 1) for pair in ids(source.train_batch(step))]
@@ -49,7 +47,7 @@ def test_an_epoch_is_every_prompt_once_and_no_sample_name_comes_twice(size: int,
 
 
 @given(batch_prompts=st.integers(1, 16), extra=st.integers(0, 40), seed=SEEDS)
-def test_no_batch_repeats_a_prompt_in_a_set_of_two_batches_or_more(batch_prompts: int, extra: int, seed: int) -> None:
+def test_no_batch_repeats_a_prompt_if_the_data_has_two_batches(batch_prompts: int, extra: int, seed: int) -> None:
     source = listed(2 * batch_prompts + extra, batch_prompts, seed)
     for step in range(1, 12):
         batch = source.train_batch(step)
@@ -64,7 +62,7 @@ def test_no_batch_repeats_a_prompt_in_a_set_of_two_batches_or_more(batch_prompts
     seed=SEEDS,
 )
 @settings(max_examples=25)
-def test_no_training_problem_or_its_twin_is_held_out(
+def test_no_training_problem_or_its_commuted_form_is_held_out(
     operators: str, digits: int, shots: int, fraction: float, seed: int
 ) -> None:
     task = build_arithmetic(operators, digits, shots, fraction, seed)
@@ -97,7 +95,7 @@ def kind_of(question: str) -> tuple[str, int, int]:
     questions=st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=8), min_size=1, max_size=30),
     fraction=st.floats(0.01, 0.99),
 )
-def test_a_question_is_never_on_both_sides(questions: list[str], fraction: float) -> None:
+def test_a_question_is_never_in_both_splits(questions: list[str], fraction: float) -> None:
     items = [text_item(question, str(number)) for number, question in enumerate(questions)]
     train, held_out = split_by_content(items, fraction)
     sides = [{question_key(item) for item in side} for side in (train, held_out)]
@@ -110,7 +108,7 @@ def test_a_question_is_never_on_both_sides(questions: list[str], fraction: float
 
 @given(numbers=st.lists(st.integers(0, 15), min_size=4, max_size=40), seed=SEEDS)
 @settings(max_examples=30)
-def test_repeated_lines_never_leak_and_the_seed_never_moves_the_held_out(numbers: list[int], seed: int) -> None:
+def test_repeated_lines_never_leak_and_the_seed_keeps_the_split(numbers: list[int], seed: int) -> None:
     numbers = [*numbers, 16, 17]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "f.jsonl"

@@ -47,7 +47,7 @@ def test_more_gpus_never_need_more_memory_on_each(question: MemoryQuestion, unit
 
 @settings(derandomize=True, deadline=None, max_examples=40)
 @given(QUESTIONS)
-def test_the_fewest_fit_and_a_unit_less_does_not(question: MemoryQuestion) -> None:
+def test_the_smallest_plan_fits_and_one_gpu_less_does_not(question: MemoryQuestion) -> None:
     plan = plan_memory(question)
     fewest, step = plan.min_gpus_with_activations, unit(question)
     if fewest is None:
@@ -62,7 +62,7 @@ def test_the_fewest_fit_and_a_unit_less_does_not(question: MemoryQuestion) -> No
 
 @settings(derandomize=True, deadline=None, max_examples=40)
 @given(QUESTIONS)
-def test_states_are_the_sum_of_their_parts_and_every_figure_is_its_formula(question: MemoryQuestion) -> None:
+def test_states_are_the_sum_of_their_parts_and_figures_equal_their_formulas(question: MemoryQuestion) -> None:
     plan = plan_memory(question)
     assert plan.total == sum(role.total for role in plan.states)
     assert 0 <= plan.on_host <= plan.total
@@ -71,7 +71,7 @@ def test_states_are_the_sum_of_their_parts_and_every_figure_is_its_formula(quest
 
 @settings(derandomize=True, deadline=None, max_examples=40)
 @given(QUESTIONS)
-def test_what_saves_memory_saves_memory(question: MemoryQuestion) -> None:
+def test_memory_savers_never_need_more_memory(question: MemoryQuestion) -> None:
     plan = plan_memory(question)
     full = MemoryQuestion(algorithm=question.algorithm, shape=question.shape, gpu=question.gpu)
     assert plan.total <= plan_memory(full).total

@@ -72,7 +72,7 @@ def test_every_estimate_adds_up(question: PlacementQuestion) -> None:
 
 @settings(derandomize=True, deadline=None, max_examples=25)
 @given(questions())
-def test_the_best_is_first_and_its_figures_are_their_formulas(question: PlacementQuestion) -> None:
+def test_the_best_placement_is_first_and_its_figures_equal_their_formulas(question: PlacementQuestion) -> None:
     if plan := planned(question):
         costs = [each.usd_per_million for each in (plan.best, *plan.runners_up)]
         assert costs == sorted(costs)
@@ -81,7 +81,7 @@ def test_the_best_is_first_and_its_figures_are_their_formulas(question: Placemen
 
 @settings(derandomize=True, deadline=None, max_examples=12)
 @given(questions())
-def test_more_to_choose_from_is_never_dearer(question: PlacementQuestion) -> None:
+def test_more_offers_never_increase_the_cost(question: PlacementQuestion) -> None:
     more = msgspec.structs.replace(
         question, offers=tuple(msgspec.structs.replace(each, count=each.count + 1) for each in question.offers)
     )

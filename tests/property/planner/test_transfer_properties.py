@@ -52,7 +52,7 @@ def test_faster_links_are_never_slower_and_more_workers_never_faster(question: T
 
 @SETTINGS
 @given(st.floats(0.01, 1e3), st.floats(0.01, 1e3), st.integers(2, 64))
-def test_overlapping_and_resizing_never_hurt(rollout: float, training: float, gpus: int) -> None:
+def test_overlap_and_resizing_never_increase_the_time(rollout: float, training: float, gpus: int) -> None:
     plan = plan_overlap(rollout, training, gpus=gpus)
     check_figures(plan.figures)
     assert plan.in_sequence < plan.overlapped <= 1
@@ -67,7 +67,7 @@ def test_overlapping_and_resizing_never_hurt(rollout: float, training: float, gp
 
 @SETTINGS
 @given(ROWS, st.floats(0.1, 10))
-def test_the_unit_of_reward_and_the_order_of_rows_do_not_matter(rows: list[Measured], scale: float) -> None:
+def test_staleness_fits_are_invariant_to_reward_unit_and_row_order(rows: list[Measured], scale: float) -> None:
     plan = plan_staleness(rows)
     scaled = [msgspec.structs.replace(row, reward_per_step=row.reward_per_step * scale) for row in reversed(rows)]
     other = plan_staleness(scaled)

@@ -42,7 +42,7 @@ ACTS = st.lists(
 
 
 @given(TRACES, SEEDS)
-def test_single_machines_make_the_trace_again(trace: CapacityTrace, seed: int) -> None:
+def test_single_machines_sum_to_the_trace(trace: CapacityTrace, seed: int) -> None:
     found = stays(trace, seed=seed)
     for time_s, count in trace.steps:
         assert sum(stay.start_s <= time_s < stay.end_s for stay in found) == count
@@ -53,12 +53,10 @@ def test_single_machines_make_the_trace_again(trace: CapacityTrace, seed: int) -
 
 
 @given(TRACES)
-def test_a_trace_gains_and_loses_what_its_counts_say(trace: CapacityTrace) -> None:
+def test_joins_and_evictions_equal_the_changes_of_the_count(trace: CapacityTrace) -> None:
     found = statistics(trace)
     assert trace.steps[0][1] + found.joins - found.evictions == trace.steps[-1][1]
     assert 0 <= found.mean <= found.peak
-    assert len(found.times_to_eviction_s) == found.evictions
-    assert sum(found.times_to_eviction_s) <= trace.machine_seconds() + 1e-6
 
 
 @given(TRACES, SEEDS, st.sampled_from([0.0, 0.5, 7.0]), st.integers(1, 7))
@@ -95,7 +93,7 @@ def test_a_synthetic_market_stays_within_its_machines_and_keeps_its_notices(mark
     story = whole_story(market_timetable(market, seed=seed), until_s=300.0)
     noticed = {event.lease_id: (time_s, event.deadline_s) for time_s, event in story.noticed}
     for time_s, event in story.ended:
-        assert (event.lease_id in noticed) == ("as announced" in event.cause)
+        assert (event.lease_id in noticed) == ("after notice" in event.cause)
         if event.lease_id in noticed:
             told_s, deadline_s = noticed[event.lease_id]
             assert deadline_s - told_s == pytest.approx(market.notice_s, abs=1e-5)

@@ -1,4 +1,4 @@
-"""In batch-invariant mode a sample's tokens and logprobs are the same to the last bit, whatever happens around it."""
+"""In batch-invariant mode tokens and logprobs of a sample are bit-identical in every batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def sample(text: int, index: int, prefix: list[int] | None = None) -> GenerateRe
 
 
 def alone(shape: str, one: GenerateRequest) -> tuple[list[int], list[float]]:
-    """The sample generated with nothing beside it, never stopped."""
+    """The sample generated alone and without interruption."""
     if (shape, one.sample_id) not in _ALONE:
         made = finish_all(engine(MODELS[shape], **SETTINGS), [one])
         _ALONE[shape, one.sample_id] = (made.tokens[one.sample_id], made.logprobs[one.sample_id])
@@ -34,7 +34,7 @@ def alone(shape: str, one: GenerateRequest) -> tuple[list[int], list[float]]:
 @pytest.mark.parametrize("shape", MODELS)
 @settings(max_examples=15)
 @given(order=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2)), min_size=1, max_size=8, unique=True))
-def test_whatever_the_batch_mix(shape: str, order: list[tuple[int, int]]) -> None:
+def test_samples_do_not_depend_on_the_batch(shape: str, order: list[tuple[int, int]]) -> None:
     requests = [sample(text, index) for text, index in order]
     made = finish_all(engine(MODELS[shape], **SETTINGS), requests)
     for one in requests:
@@ -42,10 +42,10 @@ def test_whatever_the_batch_mix(shape: str, order: list[tuple[int, int]]) -> Non
 
 
 @pytest.mark.parametrize("shape", MODELS)
-@settings(max_examples=8)  # six samples each, each of them cut several times
+@settings(max_examples=8)  # six samples, each interrupted several times
 @given(seed=st.integers(0, 10**6))
-def test_whatever_the_cut_point_and_engine(shape: str, seed: int) -> None:
-    """Samples are cut at random points and continued on a new engine among other neighbours, several times over."""
+def test_samples_do_not_depend_on_interruptions_and_engines(shape: str, seed: int) -> None:
+    """Samples are interrupted at random points and continued in a new engine with other samples, several times."""
     rng = random.Random(seed)
     chosen = rng.sample([(text, index) for text in range(6) for index in range(3)], 6)
     tokens: dict[SampleId, list[int]] = {}

@@ -45,14 +45,6 @@ def test_the_plateau_is_reachable_and_no_smaller_batch_is_on_it(engine: EnginePr
 
 
 @SETTINGS
-@given(ENGINES, st.lists(st.integers(0, 50_000), max_size=60))
-def test_what_is_kept_fits_and_one_more_would_not(engine: EngineProfile, contexts: list[int]) -> None:
-    kept = len(contexts) - engine.put_back(contexts)
-    assert sum(contexts[:kept]) + kept <= engine.cache_tokens or kept == 0
-    assert kept == len(contexts) or sum(contexts[: kept + 1]) + kept + 1 > engine.cache_tokens
-
-
-@SETTINGS
 @given(ENGINES, LENGTHS, st.integers(1, 2000), st.floats(1, 2000))
 def test_more_samples_take_longer_and_none_is_faster_than_its_tokens(
     engine: EngineProfile, lengths: LogNormalLengths, samples: int, prompt: float

@@ -18,7 +18,7 @@ RECORDS = st.lists(
 
 
 @given(records=RECORDS, cut=st.integers(0, 400))
-def test_whole_lines_survive_a_cut_anywhere(records: list[dict[str, Any]], cut: int) -> None:
+def test_complete_lines_survive_truncation_anywhere(records: list[dict[str, Any]], cut: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "log.jsonl"
         lines = [encode(record) + b"\n" for record in records]

@@ -14,7 +14,7 @@ SHARES = st.lists(st.floats(0, 1), min_size=1, max_size=30)
 
 
 @given(n=st.integers(1, 40), data=st.data())
-def test_more_tries_and_more_right_samples_never_hurt(n: int, data: st.DataObject) -> None:
+def test_pass_at_k_rises_with_k_and_correct_samples(n: int, data: st.DataObject) -> None:
     correct, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
     value = pass_at_k(n, correct, k)
     assert 0 <= value <= 1
@@ -26,7 +26,7 @@ def test_more_tries_and_more_right_samples_never_hurt(n: int, data: st.DataObjec
 
 
 @given(shares=SHARES)
-def test_the_interval_holds_the_mean_and_stays_in_range(shares: list[float]) -> None:
+def test_the_interval_contains_the_mean_and_stays_in_range(shares: list[float]) -> None:
     found = share_interval(shares)
     assert found.value == pytest.approx(math.fsum(shares) / len(shares))
     assert -1e-12 <= found.low <= found.value + 1e-9
@@ -34,9 +34,7 @@ def test_the_interval_holds_the_mean_and_stays_in_range(shares: list[float]) -> 
 
 
 @given(before=SHARES, data=st.data())
-def test_swapping_before_and_after_swaps_the_counts_and_keeps_the_p_value(
-    before: list[float], data: st.DataObject
-) -> None:
+def test_swapping_the_models_swaps_the_counts_and_keeps_the_p_value(before: list[float], data: st.DataObject) -> None:
     after = data.draw(st.lists(st.floats(0, 1), min_size=len(before), max_size=len(before)))
     one, other = paired(before, after), paired(after, before)
     assert (one.better, one.worse, one.p_value) == (other.worse, other.better, other.p_value)
@@ -45,7 +43,7 @@ def test_swapping_before_and_after_swaps_the_counts_and_keeps_the_p_value(
 
 
 @given(better=st.integers(0, 60), worse=st.integers(0, 60))
-def test_p_values_are_chances_and_fall_as_counts_move_apart(better: int, worse: int) -> None:
+def test_p_values_are_probabilities_and_fall_as_counts_diverge(better: int, worse: int) -> None:
     value = sign_test(better, worse)
     assert 0 < value <= 1
     if better >= worse:
@@ -53,9 +51,7 @@ def test_p_values_are_chances_and_fall_as_counts_move_apart(better: int, worse: 
 
 
 @given(completions=st.lists(st.lists(st.integers(0, 3), max_size=6), max_size=6), n=st.integers(1, 3))
-def test_distinct_n_does_not_see_the_order_of_completions_or_the_names_of_tokens(
-    completions: list[list[int]], n: int
-) -> None:
+def test_distinct_n_is_invariant_to_order_and_token_names(completions: list[list[int]], n: int) -> None:
     value = distinct_n(completions, n)
     renamed = [[f"token {token}" for token in each] for each in completions[::-1]]
     assert math.isnan(value) or 0 < value <= 1

@@ -67,7 +67,7 @@ def changes(draw: st.DrawFn) -> tuple[tuple[TensorEntry, ...], Blob, Blob]:
 
 @settings(max_examples=100)
 @given(change=changes())
-def test_every_bit_pattern_comes_back(change: tuple[tuple[TensorEntry, ...], Blob, Blob]) -> None:
+def test_every_bit_pattern_round_trips(change: tuple[tuple[TensorEntry, ...], Blob, Blob]) -> None:
     entries, old, new = change
     blob = encode_delta(entries, old, new)
     out = np.full_like(old, 0xA5)
@@ -80,7 +80,7 @@ def test_every_bit_pattern_comes_back(change: tuple[tuple[TensorEntry, ...], Blo
 
 @settings(max_examples=100)
 @given(change=changes(), data=st.data())
-def test_every_cut_and_every_wrong_bit_is_found(
+def test_every_truncation_and_flipped_bit_is_detected(
     change: tuple[tuple[TensorEntry, ...], Blob, Blob], data: st.DataObject
 ) -> None:
     entries, old, new = change
@@ -96,7 +96,7 @@ def test_every_cut_and_every_wrong_bit_is_found(
 
 @settings(max_examples=100)
 @given(change=changes(), data=st.data())
-def test_nonsense_under_a_right_checksum_is_refused_or_harmless(
+def test_garbage_with_a_valid_checksum_is_refused_or_harmless(
     change: tuple[tuple[TensorEntry, ...], Blob, Blob], data: st.DataObject
 ) -> None:
     """Whoever writes deltas by another rule gets an error that says so, or a result; nothing else."""
@@ -110,7 +110,7 @@ def test_nonsense_under_a_right_checksum_is_refused_or_harmless(
         apply_delta(entries, wrong, described(wrong), old, np.empty_like(old))
 
 
-def test_a_number_may_not_be_longer_than_its_type() -> None:
+def test_a_varint_longer_than_its_type_is_refused() -> None:
     """Planes that all say "goes on" would otherwise nest without end."""
     entries = tensors("bfloat16", 1, 1)
     endless = np.frombuffer(
@@ -118,5 +118,5 @@ def test_a_number_may_not_be_longer_than_its_type() -> None:
     )
     assert endless[4:].size  # gaps of up to five planes, then more
     old = np.zeros(2, np.uint8)
-    with pytest.raises(Damaged, match="cannot be read"):
+    with pytest.raises(Damaged, match="not decodable"):
         apply_delta(entries, endless, described(endless), old, old.copy())

@@ -30,7 +30,7 @@ def test_grpo_one_of_eight_right() -> None:
     assert advantages([1.0] + [0.0] * 7) == pytest.approx([2.4741739] + [-0.3534534] * 7, abs=1e-6)
 
 
-def test_the_floor_keeps_tiny_differences_small() -> None:
+def test_the_floor_limits_advantages_of_tiny_differences() -> None:
     # mean 0.00005, std sqrt(2 * 0.00005²) = 0.0000707107; 0.00005 / (0.0000707107 + 0.0001) = 0.2928932
     assert advantages([0.0, 0.0001]) == pytest.approx([-0.2928932, 0.2928932], abs=1e-6)
 
@@ -42,33 +42,33 @@ def test_invalid_samples_get_zero_and_do_not_count(invalid: float) -> None:
     assert result == pytest.approx([0.7070068, 0.0, -0.7070068], abs=1e-6)
 
 
-def test_dr_grpo_only_takes_the_mean_off() -> None:
+def test_dr_grpo_subtracts_the_mean() -> None:
     # (1, 2, 6) without the invalid one: mean 3
     rewards, valid = torch.tensor([1.0, NAN, 2.0, 6.0]), torch.tensor([True, False, True, True])
     assert dr_grpo(rewards, valid).tolist() == [-2.0, 0.0, -1.0, 3.0]
 
 
-def test_rloo_is_against_the_mean_of_the_others() -> None:
+def test_rloo_subtracts_the_mean_of_the_others() -> None:
     # 1 - (2 + 6) / 2 = -3; 2 - (1 + 6) / 2 = -1.5; 6 - (1 + 2) / 2 = 4.5
     rewards, valid = torch.tensor([1.0, NAN, 2.0, 6.0]), torch.tensor([True, False, True, True])
     assert rloo(rewards, valid).tolist() == pytest.approx([-3.0, 0.0, -1.5, 4.5])
 
 
 @pytest.mark.parametrize("function", [grpo, dr_grpo, rloo])
-def test_nothing_to_compare_is_exactly_zero(function: Callable[[Tensor, Tensor], Tensor]) -> None:
+def test_equal_or_single_rewards_give_exact_zeros(function: Callable[[Tensor, Tensor], Tensor]) -> None:
     assert function(torch.tensor([0.1, 0.1, 0.1]), torch.ones(3, dtype=torch.bool)).tolist() == [0.0] * 3
     assert function(torch.tensor([0.1, NAN]), torch.tensor([True, False])).tolist() == [0.0] * 2
     assert function(torch.zeros(0), torch.zeros(0, dtype=torch.bool)).shape == (0,)
 
 
-def test_whitening_makes_any_scope_the_batch() -> None:
+def test_whitening_makes_the_scope_the_batch() -> None:
     assert scope_of("grpo", whiten=False) == "group"
     assert scope_of("gae", whiten=False) == "sample"
     assert scope_of("gae", whiten=True) == "batch"
 
 
 @pytest.mark.parametrize("valid", [[False, False, False], [True, False, False]])
-def test_fewer_than_two_valid_say_nothing(valid: list[bool]) -> None:
+def test_fewer_than_two_valid_samples_give_zeros(valid: list[bool]) -> None:
     assert advantages([1.0, 0.0, NAN], valid) == [0.0, 0.0, 0.0]
 
 
@@ -79,8 +79,8 @@ def test_equal_rewards_are_exactly_zero(reward: float, size: int) -> None:
     assert advantages([reward] * size) == [0.0] * size
 
 
-def test_differences_on_a_large_offset_survive() -> None:
-    # 1e6 and 1e6 + 1 are exact in float32; with a float32 mean of squares the difference would drown
+def test_differences_on_a_large_offset_are_kept() -> None:
+    # 1e6 and 1e6 + 1 are exact in float32; with a float32 mean of squares the difference would be lost
     assert advantages([1e6, 1e6 + 1]) == pytest.approx([-0.7070068, 0.7070068], abs=1e-6)
 
 
@@ -95,7 +95,7 @@ def test_has_signal() -> None:
     assert not has_signal(torch.zeros(0))
 
 
-def test_registry_row_names_scope_formula_and_source() -> None:
+def test_registry_entries_have_scope_formula_and_source() -> None:
     row = ADVANTAGES["grpo"]
     assert row.function is grpo
     assert row.scope == "group"

@@ -1,4 +1,4 @@
-"""Agreement with TRL, an independent implementation: its loss method on given numbers, and its trainer's advantages."""
+"""Agreement with TRL: losses on given numbers, and advantages of a trainer step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tidemill.trainer.scoring import entropy
 from tidemill.trainer.update import policy_outcome
 
 pytest.importorskip("trl")
-pytestmark = pytest.mark.filterwarnings("ignore")  # what TRL and its dependencies warn of is not ours to mend
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of TRL and its dependencies
 
 BETA, CLIP_LOW, CLIP_HIGH = 0.04, 0.2, 0.28
 TRL_LOSS_TYPE: dict[Normalize, str] = {"sample": "grpo", "token": "dapo", "constant": "dr_grpo"}
@@ -47,7 +47,7 @@ def our_loss(
     correction: Tensor | None = None,
     **limits: Any,
 ) -> tuple[float, Tensor, Tensor]:
-    """The same from the flattened functions, one sample a microbatch, divided once at the end."""
+    """Loss, gradient and clipped tokens of the flattened functions, with one sample per microbatch."""
     trainer, proximal, ref, advantages, mask = drawn()
     logprobs_T = trainer[mask].requires_grad_()
     row = LOSSES[name]
@@ -72,7 +72,7 @@ def our_loss(
 def assert_agree(ours: tuple[float, Tensor, Tensor], theirs: tuple[float, Tensor, dict[str, Any]]) -> None:
     assert ours[0] == pytest.approx(theirs[0], rel=1e-9)
     torch.testing.assert_close(ours[1], theirs[1], rtol=1e-9, atol=1e-12)
-    assert 0.1 < ours[2].double().mean().item() < 0.9  # the numbers exercise both sides
+    assert 0.1 < ours[2].double().mean().item() < 0.9  # both cases occur
 
 
 @pytest.mark.parametrize("normalize", ["sample", "token", "constant"])
@@ -85,12 +85,12 @@ def test_loss_gradient_and_clip_fraction(normalize: Normalize, beta: float, dual
     )
     ours = our_loss("ppo_clip", normalize, beta=beta, clip_low=CLIP_LOW, clip_high=CLIP_HIGH, dual_clip=dual_clip)
     assert_agree(ours, theirs)
-    if dual_clip is None:  # TRL does not count what delta holds
+    if dual_clip is None:  # TRL does not count tokens limited by delta
         assert ours[2].double().mean().item() == pytest.approx(theirs[2]["clip_ratio/region_mean"][0])
 
 
 def test_gspo() -> None:
-    # wide limits: the drawn ratios are far from 1
+    # wide limits, because the drawn ratios are far from 1
     theirs = trl_policy_loss(loss_type="grpo", level="sequence", clip_low=0.1, clip_high=0.15)
     ours = our_loss("gspo", "sample", clip_low=0.1, clip_high=0.15)
     assert_agree(ours, theirs)
@@ -179,7 +179,7 @@ def test_preference_losses(name: str, trl_name: str) -> None:
     torch.testing.assert_close(given.grad, theirs[1], rtol=1e-9, atol=1e-12)
 
 
-def test_label_smoothing_is_a_mixture_of_both_labellings() -> None:
+def test_label_smoothing_mixes_both_labels() -> None:
     logprobs, ref, mask = pairs()
     swapped = [torch.cat(values.chunk(2)[::-1]) for values in (logprobs, ref, mask)]
     right = trl_preference_loss("sigmoid", 0.1, logprobs, ref, mask)[0]
@@ -208,8 +208,8 @@ REWARDS = [[0.0, 1.0, 0.25, 1.0], [0.1, 0.1, 0.1, 0.1], [2.0, math.nan, -1.0, 0.
 
 
 def trainer_step(folder: Path, algorithm: str, **config: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """One step of TRL's trainer on those rewards: advantages [12], the logprobs [N, 12, T] that it measured (now, and
-    of the reference if there is one, which is not the policy), and their mask [12, T]."""
+    """One step of the TRL trainer on these rewards: advantages [12], logprobs [N, 12, T] (of the policy, and of a
+    different reference if there is one), and their mask [12, T]."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
@@ -277,7 +277,7 @@ def test_advantages_of_a_whole_trainer_step(
 ) -> None:
     theirs, *_ = trainer_step(tmp_path, algorithm, beta=0.0, **config)
     ours = torch.cat([ours_of(torch.tensor(group), ~torch.tensor(group).isnan()) for group in REWARDS])
-    # TRL leaves rounding noise (up to 1e-8 / 1e-4) where all rewards are equal; we return zero.
+    # For equal rewards TRL has rounding errors (up to 1e-8 / 1e-4); here they are exactly 0.
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-3)
     torch.testing.assert_close(ours[:4], theirs[:4], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(ours[8:], theirs[8:], rtol=1e-5, atol=1e-6)
@@ -293,7 +293,7 @@ def test_kl_in_the_reward(tmp_path: Path) -> None:
 
 
 def test_entropy_bonus() -> None:
-    """TRL's is a mean over tokens whatever the loss; ours is normalised like the rest, here by tokens as well."""
+    """TRL always averages the bonus over tokens; ours is normalised like the loss, here also by tokens."""
     trainer, proximal, _, advantages, mask = drawn()
     draw = torch.Generator().manual_seed(11)
     entropy = (3 * torch.rand(mask.shape, generator=draw, dtype=torch.float64)).requires_grad_()

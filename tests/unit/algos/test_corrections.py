@@ -25,7 +25,7 @@ def corrected(kind: str, low: float | None = None, high: float | None = None) ->
         ("tis", None, 3.0, [1, 3, 0.25, 2, 0.9], [1], []),
         ("clip_range", 0.5, 3.0, [1, 3, 0.5, 2, 0.9], [1, 2], []),
         ("icepop", 0.5, 3.0, [1, 0, 0, 2, 0.9], [], [1, 2]),
-        # samples: 1 * 4 * .25 = 1 and 2 * .9 = 1.8, held at 1.5
+        # samples: 1 * 4 * .25 = 1 and 2 * .9 = 1.8, truncated to 1.5
         ("sequence_tis", None, 1.5, [1, 1, 1, 1.5, 1.5], [3, 4], []),
         # geometric means: 1 and sqrt(1.8) = 1.3416
         ("geometric", 0.9, 1.3, [1, 1, 1, 0, 0], [], [3, 4]),
@@ -41,8 +41,8 @@ def test_weights(
     assert torch.nonzero(result.masked_T).flatten().tolist() == masked
 
 
-def test_mu_step_truncates_each_publish_by_itself() -> None:
-    # factors (3, 1/3) and (2, 2): their products 1 and 4; each held at 2: 2 * 1/3 and 2 * 2
+def test_mu_step_truncates_each_publish_separately() -> None:
+    # factors (3, 1/3) and (2, 2): their products 1 and 4; each truncated to 2: 2 * 1/3 and 2 * 2
     logs = torch.tensor([[3.0, 2.0], [1 / 3, 2.0]], dtype=torch.float64).log()
     result = mu_step(logs, Samples(torch.tensor([0, 0]), 1), high=2.0)
     assert result.weights_T.tolist() == pytest.approx([2 / 3, 4.0])
@@ -58,7 +58,7 @@ def test_mu_step_without_bounds_telescopes_and_with_one_step_is_tis() -> None:
 
 
 @pytest.mark.parametrize("kind", CORRECTIONS)
-def test_an_exploded_ratio_stays_finite_and_nothing_has_a_gradient(kind: str) -> None:
+def test_a_huge_ratio_stays_finite_and_has_no_gradient(kind: str) -> None:
     logs: Tensor = torch.tensor([200.0, -200.0], requires_grad=True)
     given = logs[None] if kind == "mu_step" else logs
     limits = {name: value for name, value in CORRECTION_LIMITS[kind]._asdict().items() if value is not None}  # type: ignore[index]
@@ -68,7 +68,7 @@ def test_an_exploded_ratio_stays_finite_and_nothing_has_a_gradient(kind: str) ->
 
 
 def test_interpolated_proximal() -> None:
-    # rollout -2, now -1: lag 0 gives the rollout's, lag 1 half way, lag 3 three quarters
+    # rollout -2, trainer -1: lag 0 gives rollout, lag 1 half way, lag 3 three quarters
     result = interpolated_proximal(torch.full((3,), -2.0), torch.full((3,), -1.0), torch.tensor([0, 1, 3]))
     assert result.tolist() == pytest.approx([-2.0, -1.5, -1.25])
 

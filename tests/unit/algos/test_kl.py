@@ -41,7 +41,7 @@ def test_estimates_are_unbiased_over_a_whole_vocabulary() -> None:
     assert float((p * approximate_kl(q.log(), p.log())).sum()) == pytest.approx(0.2748872, abs=1e-6)
 
 
-def test_the_gradient_of_k3_is_that_of_the_other_direction() -> None:
+def test_the_gradient_of_k3_is_that_of_the_reverse_direction() -> None:
     # Documented caveat: Σ p ∇k3 (p held fixed, as sampling does) equals ∇KL(ref ‖ trainer), not ∇KL(trainer ‖ ref)
     logits = torch.tensor([0.3, -0.2, 0.9], dtype=torch.float64, requires_grad=True)
     ref = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
@@ -76,7 +76,7 @@ def test_kl_reward() -> None:
 
 
 @pytest.mark.parametrize(
-    # error (kl / target - 1) within ±0.2, a tenth of which is corrected
+    # error (kl / target - 1) clipped to ±0.2, a tenth of it is corrected
     ("kl", "beta"),
     [(0.1, 0.5), (0.11, 0.505), (0.09, 0.495), (1.0, 0.51), (0.0, 0.49)],
 )
@@ -98,12 +98,12 @@ def test_mismatch_stats() -> None:
     assert stats.mismatch_kl == pytest.approx(0.1666667)
 
 
-def test_mismatch_of_ratios_below_one_reports_their_own_maximum() -> None:
+def test_the_maximum_of_ratios_below_one() -> None:
     stats = (no_mismatch() + mismatch(torch.tensor([0.0]), torch.tensor([math.log(0.5)]))).reduce()
     assert stats.ratio_max == pytest.approx(0.5)
 
 
-def test_mismatch_of_tiny_differences_is_not_lost_in_rounding() -> None:
+def test_mismatch_of_tiny_differences_is_accurate() -> None:
     # log r = ±1e-6: variance of r 1e-12, KL 5e-13 per token
     trainer = torch.tensor([1e-6, -1e-6] * 500, dtype=torch.float64)
     stats = mismatch(torch.zeros(1000, dtype=torch.float64), trainer).reduce()
@@ -117,7 +117,7 @@ def test_no_tokens_reduce_to_agreement() -> None:
     assert (stats.effective_sample_size, stats.mismatch_kl) == (1.0, 0.0)
 
 
-def test_ratios_that_all_vanish_leave_no_effective_sample() -> None:
+def test_ratios_of_zero_give_effective_sample_size_zero() -> None:
     stats = mismatch(torch.zeros(2), torch.full((2,), -2000.0)).reduce()
     assert stats.effective_sample_size == 0.0
     assert stats.ratio_mean == 0.0

@@ -11,7 +11,7 @@ from tidemill.config.algorithm import AlgorithmConfig
 
 
 def clip(ratios: list[float], advantages: list[float], *, dual_clip: float | None = None) -> tuple[Tensor, TokenLoss]:
-    """Losses of tokens whose trainer logprobs are log(ratio) above proximal ones of -2."""
+    """Losses of tokens with proximal logprob -2 and trainer logprob -2 + log(ratio)."""
     trainer = (torch.tensor(ratios, dtype=torch.float64).log() - 2.0).requires_grad_()
     proximal = torch.full_like(trainer, -2.0).detach()
     loss = ppo_clip(
@@ -34,13 +34,13 @@ def clip(ratios: list[float], advantages: list[float], *, dual_clip: float | Non
         (1.0, 2.0, -2.0, -2.0, False),
         (1.1, 2.0, -2.2, -2.2, False),
         (0.9, -2.0, 1.8, 1.8, False),
-        # pushed further out: held at the bound (1.3 * 2, 0.8 * -2), no gradient
+        # outside, moving away: clipped to the bound (1.3 * 2, 0.8 * -2), no gradient
         (1.5, 2.0, -2.6, 0.0, True),
         (0.5, -2.0, 1.6, 0.0, True),
-        # pulled back in: not clipped, -ρA
+        # outside, moving back: not clipped, -ρA
         (1.5, -2.0, 3.0, 3.0, False),
         (0.5, 2.0, -1.0, -1.0, False),
-        # no advantage: nothing, and nothing clipped
+        # no advantage: no loss, not clipped
         (1.5, 0.0, 0.0, 0.0, False),
     ],
 )
@@ -59,7 +59,7 @@ def test_ppo_clip(ratio: float, advantage: float, loss: float, gradient: float, 
         (5.0, -2.0, 6.0, 0.0, True),
         # below c nothing changes
         (2.0, -2.0, 4.0, 4.0, False),
-        # A > 0 is never held by the floor: upper bound 1.3 as ever, and a small ratio is left alone
+        # the floor does not apply to A > 0: upper bound 1.3, no lower bound
         (5.0, 2.0, -2.6, 0.0, True),
         (0.1, 2.0, -0.2, -0.2, False),
         # the lower bound still clips
@@ -88,7 +88,7 @@ def test_only_the_loss_carries_a_gradient() -> None:
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 @pytest.mark.parametrize("log_ratio", [200.0, -200.0])
-def test_an_exploded_ratio_gives_no_nan(advantage: float, log_ratio: float) -> None:
+def test_a_huge_ratio_gives_no_nan(advantage: float, log_ratio: float) -> None:
     # exp(200) overflows float32; the zero gradient of a clipped token must not become 0 * inf
     trainer = torch.tensor([log_ratio], requires_grad=True)
     result = ppo_clip(trainer, torch.zeros(1), torch.tensor([advantage]), clip_low=0.2, clip_high=0.2)
@@ -104,7 +104,7 @@ def test_no_tokens() -> None:
 
 
 def test_token_weights_by_sample() -> None:
-    # samples of 2 and 4 tokens: 1/2 and 1/4 each; an invalid one (no tokens) weighs nothing and is not counted
+    # samples of 2 and 4 tokens: 1/2 and 1/4 each; an invalid one (no tokens) has weight 0 and is not counted
     assert token_weights([2, 4, 0], "sample") == [0.5, 0.25, 0.0]
     assert denominator([2, 4, 0], "sample") == 2
 
@@ -120,7 +120,7 @@ def test_token_weights_by_a_constant() -> None:
     assert denominator([2, 4, 0], "constant", constant=8) == 16
 
 
-def test_the_weighted_sum_over_the_denominator_is_the_mean_whatever_the_microbatches() -> None:
+def test_weighted_sum_over_denominator_is_the_mean_for_any_microbatches() -> None:
     # losses (1, 3 | 2, 2, 2, 6): means of samples 2 and 3, their mean 2.5; mean of tokens 16 / 6
     losses = [[1.0, 3.0], [2.0, 2.0, 2.0, 6.0]]
     for normalize, expected in (("sample", 2.5), ("token", 16 / 6)):
@@ -143,7 +143,7 @@ def test_every_setting_of_a_loss_is_a_key() -> None:
 
 
 def sequences(ratios: list[list[float]], advantages: list[float]) -> tuple[Tensor, TokenLoss]:
-    """GSPO over samples whose tokens have these ratios, mean over a sample's tokens and summed over samples."""
+    """(gradient, loss) of GSPO for samples with these token ratios: mean over tokens, sum over samples."""
     samples = Samples(torch.tensor([s for s, row in enumerate(ratios) for _ in row]), len(ratios))
     trainer = torch.tensor([r for row in ratios for r in row], dtype=torch.float64).log().requires_grad_()
     given = samples.spread(torch.tensor(advantages, dtype=torch.float64))
@@ -154,7 +154,7 @@ def sequences(ratios: list[list[float]], advantages: list[float]) -> tuple[Tenso
 
 
 def test_gspo_takes_the_geometric_mean_of_a_sequence() -> None:
-    # s = (0.5 * 2 * 1.331)^(1/3) = 1.1, inside [0.8, 1.3]: loss -1.1 * 2; each token's gradient -sA / 3 = -0.7333333
+    # s = (0.5 * 2 * 1.331)^(1/3) = 1.1, inside [0.8, 1.3]: loss -1.1 * 2; token gradient -sA / 3 = -0.7333333
     grad, loss = sequences([[0.5, 2.0, 1.331]], [2.0])
     assert loss.loss_T.tolist() == pytest.approx([-2.2] * 3)
     assert loss.ratio_T.tolist() == pytest.approx([1.1] * 3)
@@ -163,14 +163,14 @@ def test_gspo_takes_the_geometric_mean_of_a_sequence() -> None:
 
 
 def test_gspo_clips_whole_sequences() -> None:
-    # s = 2 with A 1: held at 1.3, no gradient; s = 2 with A -1 pulls back: 2; s = 0.5 with A -1: held at 0.8
+    # s = 2, A = 1: clipped to 1.3, no gradient; s = 2, A = -1: not clipped, 2; s = 0.5, A = -1: clipped to 0.8
     grad, loss = sequences([[4.0, 1.0], [2.0], [0.25, 1.0]], [1.0, -1.0, -1.0])
     assert loss.loss_T.tolist() == pytest.approx([-1.3, -1.3, 2.0, 0.8, 0.8])
     assert loss.clipped_T.tolist() == [True, True, False, True, True]
     assert grad.tolist() == pytest.approx([0.0, 0.0, 2.0, 0.0, 0.0])
 
 
-def test_cispo_holds_the_weight_and_keeps_the_gradient() -> None:
+def test_cispo_truncates_the_ratio_and_keeps_the_gradient() -> None:
     # proximal -2, ratios (2, 10, 0.1), clip 5: weights (2, 5, 0.1); loss -w A log π with log π = log r - 2
     # 2 * 1.5 * 1.3068528 = 3.9205585; -5 * 0.3025851 (log π = 0.3025851); 0.1 * -1 * 4.3025851 = -0.4302585
     trainer = (torch.tensor([2.0, 10.0, 0.1], dtype=torch.float64).log() - 2.0).requires_grad_()

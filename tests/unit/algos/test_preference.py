@@ -22,7 +22,7 @@ def test_dpo() -> None:
     assert (ref_chosen.grad, ref_rejected.grad) == (None, None)
 
 
-def test_label_smoothing_mixes_in_the_swapped_pair() -> None:
+def test_label_smoothing_mixes_with_the_swapped_pair() -> None:
     # 0.9 * 0.5981389 + 0.1 * log(1 + e^0.2) = 0.5383250 + 0.1 * 0.7981389
     assert dpo(*pair((-2.0, -5.0, -3.0, -4.0)), beta=0.1, label_smoothing=0.1).item() == pytest.approx(0.6181389)
 
@@ -52,5 +52,5 @@ def test_cross_entropy() -> None:
 def test_registry() -> None:
     assert {name: row.reduce for name, row in PREFERENCE_LOSSES.items()} == {"dpo": "sum", "ipo": "mean"}
     for row in PREFERENCE_LOSSES.values():
-        # the reference itself: h = 0, so that -log σ(0) = log 2 and (0 - 1 / 0.2)² = 25
+        # policy equal to reference: h = 0, so that -log σ(0) = log 2 and (0 - 1 / 0.2)² = 25
         assert row.function(*pair((-1.0, -2.0, -1.0, -2.0)), **row.settings).item() in (pytest.approx(0.6931472), 25.0)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tidemill.algos.returns import discounted_returns, explained_variance, gae, whiten
+from tidemill.algos.returns import discounted_returns, gae, whiten
 
 
 def one(
@@ -36,14 +36,14 @@ def test_termination_ignores_the_next_value() -> None:
     assert one([0.0, 3.0], [1.0, 2.0], 1e9, end="terminated", gamma=0.9, lam=0.5) == pytest.approx([1.25, 1.0])
 
 
-def test_truncation_goes_on_with_the_value_of_the_final_observation() -> None:
+def test_truncation_uses_the_value_of_the_final_observation() -> None:
     # δ_1 = 3 + .9 * 10 - 2 = 10; A = (.8 + .45 * 10, 10)
     assert one([0.0, 3.0], [1.0, 2.0], 10.0, end="truncated", gamma=0.9, lam=0.5) == pytest.approx([5.3, 10.0])
 
 
-def test_an_end_keeps_what_follows_apart() -> None:
-    # Two episodes of two steps in one row: the first truncated with a final observation worth 10 while the second
-    # begins at a state worth 7. Each alone gives the same.
+def test_an_end_separates_episodes() -> None:
+    # Two episodes of two steps in one row: the first is truncated, its final observation has value 10; the second
+    # starts in a state of value 7. Each alone gives the same.
     rewards, values = [0.0, 3.0, 1.0, 2.0], [1.0, 2.0, 7.0, 4.0]
     together = gae(
         torch.tensor(rewards, dtype=torch.float64),
@@ -96,13 +96,3 @@ def test_whiten() -> None:
     assert whiten(torch.tensor([1.0, 2.0, 3.0])).tolist() == pytest.approx([-1.0, 0.0, 1.0], abs=1e-6)
     assert whiten(torch.tensor([0.1, 0.1, 0.1])).tolist() == [0.0, 0.0, 0.0]
     assert whiten(torch.tensor([5.0])).tolist() == [0.0]
-
-
-def test_explained_variance() -> None:
-    returns = torch.tensor([1.0, 3.0])  # variance 1
-    assert explained_variance(returns, returns) == 1.0
-    assert explained_variance(torch.tensor([2.0, 2.0]), returns) == 0.0
-    # R - V = (1 - 3, 3 - 1) = (-2, 2), variance 4: 1 - 4
-    assert explained_variance(torch.tensor([3.0, 1.0]), returns) == -3.0
-    assert explained_variance(returns, torch.tensor([2.0, 2.0])) == 0.0
-    assert explained_variance(torch.zeros(0), torch.zeros(0)) == 0.0

@@ -11,9 +11,9 @@ from tidemill.algos.returns import value_loss
     [
         # start 1, return 3, clip 0.5: inside the range (1.2 - 3)², gradient 2 (1.2 - 3)
         (1.2, 3.24, -3.6, False),
-        # beyond it in the right direction: held at 1.5, (1.5 - 3)² > (2 - 3)², no gradient
+        # outside, towards the return: clipped to 1.5, (1.5 - 3)² > (2 - 3)², no gradient
         (2.0, 2.25, 0.0, True),
-        # beyond it in the wrong direction: the plain loss is the larger one
+        # outside, away from the return: the plain loss is larger
         (0.0, 9.0, -6.0, False),
     ],
 )
@@ -37,7 +37,7 @@ def test_plain() -> None:
 
 
 def test_float32_values_within_the_range_are_never_clipped() -> None:
-    """V_start + clamp(V - V_start) rounds to another float than V for many of them."""
+    """For many values V_start + clamp(V - V_start) is a different float than V."""
     draw = torch.Generator().manual_seed(4)
     values, start, returns = 0.3 * torch.randn(3, 200_000, generator=draw)
     inside = (values - start).abs() <= 0.2
@@ -54,7 +54,7 @@ def test_float32_values_within_the_range_are_never_clipped() -> None:
 
 
 def test_float32_values_outside_the_range_are_clipped() -> None:
-    # start 3, clip 0.25: 3.5 is held at 3.25, (3.25 - 5)² = 3.0625; 2.5 at 2.75, (2.75 - 1)² = 3.0625
+    # start 3, clip 0.25: 3.5 is clipped to 3.25, (3.25 - 5)² = 3.0625; 2.5 to 2.75, (2.75 - 1)² = 3.0625
     values = torch.tensor([3.5, 2.5], requires_grad=True)
     result = value_loss(values, torch.tensor([5.0, 1.0]), torch.tensor([3.0, 3.0]), clip=0.25)
     result.loss_T.sum().backward()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.saboteur import CutEngine
-from tests.fake_engine import FakeEngine
+from tests.doubles.engine import FakeEngine
 from tidemill.core.records import GenerateRequest, PolicyVersion, SampleId, SamplingParams, count, pack_tokens
 
 VERSION = PolicyVersion(number=0, digest="zero")

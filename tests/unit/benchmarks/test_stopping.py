@@ -22,7 +22,7 @@ def test_a_sigterm_is_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> None
         return 0
 
     assert interruptible(killed) == INTERRUPTED_CODE
-    assert capsys.readouterr().err.startswith("stopped; what was measured is kept")
+    assert capsys.readouterr().err.startswith("stopped; results so far are kept")
     assert interruptible(lambda: 1) == 1
     assert signal.getsignal(signal.SIGTERM) is before
 

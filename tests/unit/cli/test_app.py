@@ -47,10 +47,10 @@ def test_every_verb_has_help(run: Run, verb: str) -> None:
             ("xyzzy",),
             f"error: xyzzy: unknown verb\n  verbs: {', '.join(VERBS)}\n",
         ),
-        (("@a.toml",), "error: @a.toml: a verb comes first\n  write `tidemill train @a.toml`, or another verb\n"),
+        (("@a.toml",), "error: @a.toml: expected a verb first\n  write `tidemill train @a.toml`, or another verb\n"),
         (
             ("--run.seed", "3"),
-            "error: --run.seed: a verb comes first\n  write `tidemill train --run.seed`, or another verb\n",
+            "error: --run.seed: expected a verb first\n  write `tidemill train --run.seed`, or another verb\n",
         ),
     ],
 )

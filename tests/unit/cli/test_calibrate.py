@@ -36,7 +36,7 @@ def test_a_profile_that_cannot_be_written_out_is_not_kept(
     (tmp_path / "file").write_text("", encoding="utf-8")
     profile = planted(spec_of())
     monkeypatch.setattr("tidemill.cli.forecasting.fitted", lambda _: profile)
-    for out, said in {".": "that is a directory", "file/profile.json": "the profile cannot be written: "}.items():
+    for out, said in {".": "is a directory", "file/profile.json": "the profile cannot be written: "}.items():
         ran = run("calibrate", "somewhere", "--out", out)
         assert ran.code == 2
         assert f"error: --out {out}: {said}" in ran.err

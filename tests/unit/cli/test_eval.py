@@ -70,7 +70,10 @@ def test_a_recipe_goes_before_the_checkpoints_own(run: Run, asked: Asked, tmp_pa
 
 @pytest.mark.parametrize(
     ("folder", "says"),
-    [("none", "error: --checkpoint none: no such folder"), ("empty", "error: --checkpoint empty: holds no checkpoint")],
+    [
+        ("none", "error: --checkpoint none: no such folder"),
+        ("empty", "error: --checkpoint empty: contains no checkpoint"),
+    ],
 )
 def test_no_checkpoint_there(run: Run, asked: Asked, tmp_path: Path, folder: str, says: str) -> None:
     (tmp_path / "empty").mkdir()
@@ -119,7 +122,7 @@ def test_every_figure_for_people() -> None:
         "n                  64",
         "completion_tokens  mean 2.5, max 3",
         "score liked        0.5 (95 %: 0.25 to 0.75)",
-        "drawn              8 samples of each prompt",
+        "drawn              8 samples per prompt",
         "  pass@1           0.5 (95 %: 0.25 to 0.75)",
         "  distinct_1       0.125",
         "compared_with      char, weights ab",
@@ -151,6 +154,6 @@ def test_a_checkpoint_without_its_runs_configuration_is_said_to_have_none(
     run: Run, asked: Asked, tmp_path: Path
 ) -> None:
     checkpoint(tmp_path / "D" / "checkpoints" / "step_3")
-    assert "D has no config.toml of a run" in run("eval", "--checkpoint", "D").err
+    assert "D has no config.toml" in run("eval", "--checkpoint", "D").err
     (tmp_path / "mine.toml").write_text("[eval]\nprompts = 3\n", encoding="utf-8")
     assert "config.toml" not in run("eval", "@mine.toml", "--checkpoint", "D").err

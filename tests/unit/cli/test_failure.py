@@ -31,8 +31,8 @@ def test_disk_and_permissions_are_the_users_to_mend(number: int) -> None:
 @pytest.mark.parametrize(
     ("error", "hint"),
     [
-        (IsADirectoryError(errno.EISDIR, "Is a directory", "runs/x"), "a file belongs there"),
-        (NotADirectoryError(errno.ENOTDIR, "Not a directory", "runs/x"), "a part of that path is a file"),
+        (IsADirectoryError(errno.EISDIR, "Is a directory", "runs/x"), "expected a file"),
+        (NotADirectoryError(errno.ENOTDIR, "Not a directory", "runs/x"), "a parent of that path is a file"),
     ],
 )
 def test_a_directory_for_a_file_is_the_users_to_mend(error: OSError, hint: str) -> None:
@@ -43,8 +43,8 @@ def test_a_directory_for_a_file_is_the_users_to_mend(error: OSError, hint: str) 
 
 
 @pytest.mark.parametrize(("there", "readable", "hint"), [
-    (True, False, "make it readable"), (True, True, "choose a place you may write to"),
-    (False, False, "choose a place you may write to"),
+    (True, False, "make it readable"), (True, True, "choose a writable place"),
+    (False, False, "choose a writable place"),
 ])  # fmt: skip
 def test_what_may_not_be_read_is_to_be_made_readable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool, readable: bool, hint: str

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tidemill.cli.doctor import Facts, Finding, judge, size
+from tidemill.cli.doctor import Facts, Finding, check, size
 
 GB = 10**9
 FACTS: Facts = {
@@ -46,11 +46,11 @@ def changed(path: str, value: Any) -> Facts:
 
 
 def found(facts: Facts, topic: str) -> list[Finding]:
-    return [finding for finding in judge(facts) if finding.topic == topic]
+    return [finding for finding in check(facts) if finding.topic == topic]
 
 
 def test_a_healthy_machine_has_nothing_to_mend() -> None:
-    assert {finding.status for finding in judge(FACTS)} == {"ok", "note"}
+    assert {finding.status for finding in check(FACTS)} == {"ok", "note"}
     (run,) = found(FACTS, "would run")
     # 0.004 s in fp32 against 0.001 s in bf16
     assert run.text == "trains on the CPU in fp32; --trainer.precision bf16 multiplies matrices 4.0× as fast here"
@@ -62,18 +62,18 @@ def test_a_healthy_machine_has_nothing_to_mend() -> None:
 @pytest.mark.parametrize(
     ("path", "value", "topic", "status", "says"),
     [
-        ("packages", [], "packages", "warn", "uninstalled"),
-        ("cpu.share", 1.5, "cores", "warn", "the container grants 1.5 cores' time"),
+        ("packages", [], "packages", "warn", "not installed"),
+        ("cpu.share", 1.5, "cores", "warn", "limit is 1.5 cores"),
         ("cpu.load", 4.0, "cores", "warn", "busy"),
         ("memory.available", 2 * GB, "memory", "warn", "2.0 GB available of 16.0 GB; the demo needs 3.5 GB"),
-        ("memory.limit", 13 * GB, "memory", "ok", "(the container's limit is 13.0 GB)"),
+        ("memory.limit", 13 * GB, "memory", "ok", "container limit 13.0 GB"),
         ("disks.runs.free", 3 * GB, "disk", "warn", "runs folder runs: 3.0 GB free"),
-        ("disks.cache.writable", False, "disk", "fail", "cache folder /cache cannot be written"),
+        ("disks.cache.writable", False, "disk", "fail", "/cache is not writable"),
         ("cache.error", "permission denied", "cache", "fail", "/cache cannot be read: permission denied"),
         ("torch", {"error": "ImportError: no torch"}, "torch", "fail", "does not work: ImportError: no torch"),
-        ("nvidia_driver", True, "gpu", "warn", "torch (built for CPUs only) cannot use it"),
+        ("nvidia_driver", True, "gpu", "warn", "torch (built for CPUs only) cannot use the GPU"),
         ("torch.gpus", [GPU], "gpu", "ok", "Card, 70.0 GB free of 80.0 GB"),
-        ("torch.gpus", [GPU | {"bf16": False}], "gpu", "warn", "cannot compute in bf16"),
+        ("torch.gpus", [GPU | {"bf16": False}], "gpu", "warn", "no bf16"),
         ("torch.gpus", [GPU], "would run", "ok", "trains on Card"),
         ("torch.threads", {"1": 0.001, "4": 0.004}, "threads", "warn", "4 threads are 0.25× as fast as one"),
         ("torch.bf16_s", 0.004, "would run", "ok", "trains on the CPU in fp32"),

@@ -46,7 +46,7 @@ def test_get(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_name_comes_first(run: Run) -> None:
     assert run("model", "get", "--model.char.layers", "2").code == 2
-    assert run("model", "get", "@recipe.toml").err.startswith("error: @recipe.toml: the model's name comes first")
+    assert run("model", "get", "@recipe.toml").err.startswith("error: @recipe.toml: expected the model's name first")
 
 
 def test_unknown_models_are_the_users_error(run: Run) -> None:

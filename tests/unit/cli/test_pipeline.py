@@ -159,7 +159,7 @@ def test_a_run_and_a_pipeline_do_not_share_a_directory(run: Run, stages: Stages)
     run("train", "@r.toml", "--run.dir=D")
     ran = run("train", "--run.dir=D")
     assert ran.code == 2
-    assert "D: this directory holds a pipeline, and the recipe has no stages" in ran.err
+    assert "D: the directory contains a pipeline" in ran.err
 
 
 def test_the_report_is_written_again_at_any_time(run: Run, stages: Stages) -> None:

@@ -69,7 +69,7 @@ def test_a_number_of_gpus_of_ones_own(run: Run) -> None:
     assert "24 GPUs lack " in run("plan", "memory", "--params", "70e9", "--gpus", "24").out
     why = run("plan", "memory", "--params", "70e9", "--gpus", "24", "--json").data["why_not"]
     assert why["missing_bytes"] == asked["missing_bytes"]
-    assert {"option", "bytes_per_gpu", "fits"} == why["hints"][0].keys()
+    assert {"option", "bytes_per_gpu", "fits"} == why["options"][0].keys()
     assert run("plan", "memory", "--params", "1b", "--json").data["why_not"] is None
     assert "too much" in run("plan", "memory", "--params", "70e9", "--gpus", "24").out
 
@@ -78,44 +78,56 @@ def test_a_number_of_gpus_of_ones_own(run: Run) -> None:
     ("argv", "says"),
     [
         (("memory",), "no model given"),
-        (("memory", "--params", "70e9", "--model", "."), "--params and --model are both given"),
+        (("memory", "--params", "70e9", "--model", "."), "both --params and --model are given"),
         (("memory", "--params", "many"), "--params: 'many' is not a number of parameters"),
         (("memory", "--params", "0"), "--params: '0' is not a number"),
         (("memory", "--params", "7b", "--gpu", "h10"), "did you mean h100?"),
         (("memory", "--params", "7b", "--algorithm", "grppo"), "did you mean grpo?"),
         (("memory", "--params", "7b", "--catalog", "none.toml"), "cannot read the catalogue"),
         (("memory", "--params", "7b", "--gpu", "h10"), "--gpu: the catalogue has no GPU 'h10'"),
-        (("memory", "--params", "7b", "--gpus", "1.5"), "--gpus: '1.5' is no whole number"),
-        (("memory", "--params", "7b", "--context", "4e3"), "--context: '4e3' is no whole number"),
+        (("memory", "--params", "7b", "--gpus", "1.5"), "--gpus: '1.5' is not an integer"),
+        (("memory", "--params", "7b", "--context", "4e3"), "--context: '4e3' is not an integer"),
         (("memory", "--params", "7b", "--gpus", "1000000000000"), "--gpus: needs 1 to 1,000,000"),
         (("memory", "--params", "7b", "--gpuz", "8"), "see `tidemill plan memory --help`"),
-        (("overlap", "--rollout", "3", "--training", "1", "--gpus", "1.5"), "--gpus: '1.5' is no whole number"),
+        (("overlap", "--rollout", "3", "--training", "1", "--gpus", "1.5"), "--gpus: '1.5' is not an integer"),
         (("weights", "--params", "7b", "--link-gbps", "0"), "--link-gbps: needs a number above 0"),
         (("weights", "--params", "7b", "--link-gbps", "-4"), "--link-gbps: needs a number above 0, was given -4"),
         (("weights", "--params", "7b", "--file-gbps", "inf"), "--file-gbps: needs a number above 0, was given inf"),
-        (("weights", "--params", "7b", "--workers", "2.5"), "--workers: '2.5' is no whole number"),
+        (("weights", "--params", "7b", "--workers", "2.5"), "--workers: '2.5' is not an integer"),
         (("staleness", "--table", "none.csv"), "cannot read the table"),
-        (("staleness",), "rows are from a table or from runs"),
-        (("staleness", "--table", "none.csv", "--runs", "none"), "rows are from a table or from runs"),
+        (("staleness",), "give either a table or runs"),
+        (("staleness", "--table", "none.csv", "--runs", "none"), "give either a table or runs"),
         (("staleness", "--runs", "none"), "--runs none: no run there"),
         (("placement", "--params", "7b"), "no reserved machines"),
         (("placement", "--params", "7b", "--machines", "rlboost-8xh10"), "did you mean rlboost-8xh100?"),
-        (("placement", "--params", "7b", "--machines", "rlboost-8xh100:x"), "'x' is no number of machines"),
-        (("placement", "--params", "7b", "--machines", "rlboost-8xh100", "--price", "rlboost-8xh100=0"), "is no price"),
-        (("placement", "--params", "7b", "--machines", "rlboost-8xh100:"), "'' is no number of machines"),
+        (("placement", "--params", "7b", "--machines", "rlboost-8xh100:x"), "'x' is not a number of machines"),
+        (
+            ("placement", "--params", "7b", "--machines", "rlboost-8xh100", "--price", "rlboost-8xh100=0"),
+            "is not a price",
+        ),
+        (("placement", "--params", "7b", "--machines", "rlboost-8xh100:"), "'' is not a number of machines"),
         (("placement", "--params", "7b", "--machines", "rlboost-8xh100", "--price", "foo=3"), "--price foo=3: the cat"),
-        (("placement", "--params", "7b", "--machines", "rlboost-8xh100", "--prompts", "0"), "--prompts: needs 1"),
-        (("placement", "--params", "7b", "--machines", "rlboost-8xh100", "--limit", "-1"), "--limit: needs 1"),
-        (("placement", "--params", "7b", "--machines", "rlboost-8xh100", "--lag", "0.5"), "--lag: '0.5' is no whole"),
+        (
+            ("placement", "--params", "7b", "--machines", "rlboost-8xh100", "--prompts", "0"),
+            "--prompts: must be at least 1",
+        ),
+        (
+            ("placement", "--params", "7b", "--machines", "rlboost-8xh100", "--limit", "-1"),
+            "--limit: must be at least 1",
+        ),
+        (
+            ("placement", "--params", "7b", "--machines", "rlboost-8xh100", "--lag", "0.5"),
+            "--lag: '0.5' is not an integer",
+        ),
         (
             ("placement", "--params", "7b", "--machines", "rlboost-8xh100", "--limit", "10"),
-            "--completion-tokens: its default: a mean of 2000 tokens does not go with a limit of 10",
+            "--completion-tokens: its default: a mean of 2000 tokens",
         ),
         (
             ("placement", "--params", "7b", "--machines", "rlboost-8xh100", "--completion-tokens", "9000"),
-            "--completion-tokens: a mean of 9000 tokens does not go with a limit of 8192",
+            "--completion-tokens: a mean of 9000 tokens",
         ),
-        (("placement", "--params", "7b", "--machines", "rlboost-8xh100", "--sigma", "9"), "--sigma: sigma 9 is no"),
+        (("placement", "--params", "7b", "--machines", "rlboost-8xh100", "--sigma", "9"), "--sigma: sigma 9"),
         (("placement", "--params", "999b", "--machines", "rlboost-8xh100"), "the model fits no placement"),
         (("mem",), "see `tidemill plan --help`"),
     ],
@@ -194,19 +206,19 @@ def test_a_run_on_this_machine_needs_a_profile(run: Run, tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (("--boot-s", "60"), "--boot-s: is of a described cluster, and none is given"),
-        (("--sigma", "0"), "--sigma: is of a described cluster"),
-        (("--price", "foo=3"), "--price: is of a described cluster"),
-        (("--params", "7b"), "--params: is of a described cluster"),
-        (("--model", "."), "--model: is of a described cluster"),
-        (("--prompt-tokens", "512"), "--prompt-tokens: is of a described cluster"),
-        (("--completion-tokens", "512"), "--completion-tokens: is of a described cluster"),
-        (("--lengths-from", "."), "--lengths-from: is of a described cluster"),
-        (("--catalog", "none.toml"), "--catalog: is of a described cluster"),
-        (("--preemptible", "rlboost-2xh100"), "--preemptible: is of a described cluster"),
-        (("--profile", "none.json", "--measure"), "--profile: is one already"),
-        (("--machines", "rlboost-8xh100", "--profile", "none.json"), "--profile: is of this machine"),
-        (("--machines", "rlboost-8xh100", "--measure"), "--measure: is of this machine"),
+        (("--boot-s", "60"), "--boot-s: applies to a described cluster"),
+        (("--sigma", "0"), "--sigma: applies to a described cluster"),
+        (("--price", "foo=3"), "--price: applies to a described cluster"),
+        (("--params", "7b"), "--params: applies to a described cluster"),
+        (("--model", "."), "--model: applies to a described cluster"),
+        (("--prompt-tokens", "512"), "--prompt-tokens: applies to a described cluster"),
+        (("--completion-tokens", "512"), "--completion-tokens: applies to a described cluster"),
+        (("--lengths-from", "."), "--lengths-from: applies to a described cluster"),
+        (("--catalog", "none.toml"), "--catalog: applies to a described cluster"),
+        (("--preemptible", "rlboost-2xh100"), "--preemptible: applies to a described cluster"),
+        (("--profile", "none.json", "--measure"), "--profile: conflicts with --measure"),
+        (("--machines", "rlboost-8xh100", "--profile", "none.json"), "--profile: applies to this machine"),
+        (("--machines", "rlboost-8xh100", "--measure"), "--measure: applies to this machine"),
     ],
 )
 def test_an_option_that_would_have_no_effect_is_refused(run: Run, argv: tuple[str, ...], says: str) -> None:
@@ -223,7 +235,7 @@ def test_an_option_that_would_have_no_effect_is_refused(run: Run, argv: tuple[st
         (("--boot-s", "inf"), "--boot-s: needs 0 or more seconds, was given inf"),
         (("--prompt-tokens", "-5000"), "--prompt-tokens: needs 1 or more, was given -5000"),
         (("--completion-tokens", "nan"), "--completion-tokens: a mean of nan tokens"),
-        (("--seeds", "1.5"), "--seeds: '1.5' is no whole number"),
+        (("--seeds", "1.5"), "--seeds: '1.5' is not an integer"),
     ],
 )
 def test_a_described_cluster_that_cannot_be(run: Run, argv: tuple[str, ...], says: str) -> None:
@@ -303,5 +315,5 @@ def test_every_simulation_of_a_cluster_plays_the_recipes_trace(
     ran = run("plan", "run", "--params", "8b", *MACHINES, *pool, *batch, *price, "--seeds", "3", "--json")
     assert played == [4, 4, 4]  # two come, one goes, one comes
     notes = " ".join(ran.data["notes"])
-    assert f"{trace} spans 2 s from second 0 on: 1.5 machines on average, 2 at most" in notes
+    assert f"{trace} spans 2 s from second 0: 1.5 machines on average, 2 at most" in notes
     assert "ends 2 s into the run" in notes

@@ -101,7 +101,7 @@ def test_a_dry_run_reads_the_trace(run: Run, tmp_path: Path, text: str | None, s
 def test_a_dry_run_tells_what_is_odd_about_the_trace(run: Run, tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("0,0\n7200,1\n9000,1\n")
     arguments = ("train", "--dry-run", "--pool.kind=trace", f"--pool.path={tmp_path / 't.csv'}")
-    told = "no machine for the first 2 h"
+    told = "no machine for the first 2 h;"
     assert told in run(*arguments).out
     assert told in run(*arguments, "--json").data["words"][-1]["text"]
 

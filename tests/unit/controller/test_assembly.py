@@ -1,4 +1,4 @@
-"""Groups in canonical order, in order of arrival, and what is left out of the loss."""
+"""Batches of groups in canonical order and in order of arrival, and samples with weight 0."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from tests.doubles.samples import make_id, make_prompt
 from tests.fabricated_run import make_trajectory
-from tests.fake_samples import make_id, make_prompt
 from tidemill.controller.batching import BatchBuilder, GroupAssembly, Order, has_signal, scored
 from tidemill.core.records import Reward, Trajectory
 
@@ -60,31 +60,31 @@ def test_a_planned_batch_takes_no_group_of_the_next_one() -> None:
     forming = BatchBuilder(1, 2, membership="planned", order="arrival")
 
     assert forming.take([2, 1], at_any_time(0, 1, 2, 3)) == [1]
-    assert forming.take([2], at_any_time(0, 2, 3)) == []  # one place is left, and it is group 0's
-    assert forming.take([2, 3], at_any_time(2, 3)) == [2]  # group 0 was given up
+    assert forming.take([2], at_any_time(0, 2, 3)) == []  # the last place is reserved for group 0
+    assert forming.take([2, 3], at_any_time(2, 3)) == [2]  # group 0 was dropped
     assert forming.full
 
 
-def test_a_batch_of_whatever_is_finished_first_keeps_places_for_those_that_must_not_wait() -> None:
+def test_first_finished_reserves_places_for_groups_at_the_lag_limit() -> None:
     forming = BatchBuilder(5, 3, membership="first_finished", order="arrival")
 
-    # groups 0 and 5 may be learned from in this step at the latest: a place is kept for group 0
+    # groups 0 and 5 must be trained on in this step: a place is reserved for group 0
     assert forming.take([7, 5, 6], {0: 5, 1: 7, 2: 7, 5: 5, 6: 7, 7: 7}) == [7, 5]
     assert forming.take([6], {0: 5, 1: 7, 2: 7, 6: 7}) == []
     assert forming.take([6, 0], {0: 5, 1: 7, 2: 7, 6: 7}) == [0]
 
 
-def test_places_of_later_batches_are_kept_too() -> None:
+def test_first_finished_reserves_places_in_later_batches() -> None:
     forming = BatchBuilder(1, 2, membership="first_finished", order="arrival")
 
-    # four groups for steps 1 and 2, which have four places: none is left for group 9
+    # four groups must be in steps 1 and 2, which have four places: none remains for group 9
     assert forming.take([9, 2], {0: 2, 1: 2, 2: 2, 3: 2, 9: 4}) == [2]
 
 
 @given(st.lists(st.integers(3, 6), min_size=1, max_size=12), st.randoms(use_true_random=False))
-def test_what_could_be_learned_from_in_time_still_can(latest: list[int], random: Random) -> None:
+def test_every_group_can_be_trained_on_in_time(latest: list[int], random: Random) -> None:
     in_flight: dict[int, int | None] = dict(enumerate(sorted(latest)))
-    feasible = all(at < (last - 2) * 2 for at, last in enumerate(sorted(latest)))  # two places in each step from 3 on
+    feasible = all(at < (last - 2) * 2 for at, last in enumerate(sorted(latest)))  # two places per step, from step 3
     assume(feasible)
     for step in range(3, 7):
         forming = BatchBuilder(step, 2, membership="first_finished", order="arrival")
@@ -99,7 +99,7 @@ def test_what_could_be_learned_from_in_time_still_can(latest: list[int], random:
     assert not in_flight
 
 
-def test_in_canonical_order_such_a_batch_is_sorted_once_it_is_full() -> None:
+def test_first_finished_in_canonical_order_is_sorted_when_full() -> None:
     forming = BatchBuilder(1, 3, membership="first_finished", order="canonical")
 
     assert forming.take([7, 5], at_any_time(*range(8))) == []
@@ -107,31 +107,31 @@ def test_in_canonical_order_such_a_batch_is_sorted_once_it_is_full() -> None:
     assert forming.take([7, 5, 1, 0], at_any_time(*range(8))) == [1, 5, 7]
 
 
-def test_groups_are_looked_for_once_one_is_complete() -> None:
+def test_may_take_depends_on_the_number_of_complete_groups() -> None:
     forming = BatchBuilder(1, 3, membership="first_finished", order="arrival")
     assert [forming.may_take(complete) for complete in (0, 1)] == [False, True]
 
 
-def test_such_a_batch_says_which_group_holds_it_up() -> None:
+def test_blocked_by_names_the_incomplete_group() -> None:
     forming = BatchBuilder(5, 2, membership="first_finished", order="canonical")
 
     assert forming.take([1, 3], {0: 7, 1: 6, 2: 5, 3: 6}) == []
-    assert forming.held_up_by == 2  # the only one that step 6 may not learn from
+    assert forming.blocked_by == 2  # the only group that step 6 must not train on
     assert forming.take([1, 3, 2], {0: 7, 1: 6, 2: 5, 3: 6}) == [1, 2]
 
 
 @given(st.lists(st.integers(3, 5) | st.none(), min_size=3, max_size=8), st.randoms(use_true_random=False))
-def test_nothing_is_taken_while_that_group_is_under_way(latest: list[int | None], random: Random) -> None:
+def test_nothing_is_taken_while_the_blocking_group_is_incomplete(latest: list[int | None], random: Random) -> None:
     in_flight, arrivals = dict(enumerate(latest)), random.sample(range(len(latest)), len(latest))
     forming = BatchBuilder(3, 3, membership="first_finished", order="canonical")
     for at in range(1, len(arrivals) + 1):
-        complete, held_up_by = arrivals[:at], forming.held_up_by
-        waits = held_up_by is not None and held_up_by not in complete
+        complete, blocked_by = arrivals[:at], forming.blocked_by
+        waits = blocked_by is not None and blocked_by not in complete
 
         assert not (forming.take(complete, in_flight) and waits)
 
 
-def test_a_recorded_batch_is_taken_again_in_its_order() -> None:
+def test_a_recorded_batch_is_taken_in_its_order() -> None:
     forming = BatchBuilder(1, 3, membership="planned", order="canonical", recorded=[4, 2])
 
     assert forming.take([2], at_any_time(*range(5))) == []
@@ -139,7 +139,7 @@ def test_a_recorded_batch_is_taken_again_in_its_order() -> None:
     assert forming.full
 
 
-def test_samples_that_begin_again_leave_their_group_incomplete() -> None:
+def test_restarted_samples_make_their_group_incomplete() -> None:
     assembly = GroupAssembly(2)
     assert not assembly.add(0, trajectory(0, 1))
     assert assembly.add(0, trajectory(0, 0))
@@ -171,7 +171,7 @@ def test_a_group_has_signal_when_its_valid_rewards_differ() -> None:
         ("", "stop", True, "trained", 0.0),
     ],
 )
-def test_what_is_left_out(completion: str, finish: str, valid: bool, truncated: Any, weight: float) -> None:
+def test_samples_with_weight_zero(completion: str, finish: str, valid: bool, truncated: Any, weight: float) -> None:
     reward = Reward(value=1.0, valid=valid)
 
     result = scored(make_trajectory(make_prompt("p0"), completion, finish=finish), reward, truncated=truncated)

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from tests.fake_engine import FakeCompute, FakeEngine
-from tests.fake_samples import GROUPS, FakeCodec, make_plan, make_prompts, prompt_of
-from tests.fake_session import FakeScorer, FakeTelemetry
-from tests.memory_journal import MemoryJournal
+from tests.doubles.engine import FakeCompute, FakeEngine
+from tests.doubles.journal import MemoryJournal
+from tests.doubles.samples import GROUPS, FakeCodec, make_plan, make_prompts, prompt_of
+from tests.doubles.session import FakeScorer, FakeTelemetry
 from tests.virtual_time import run_virtual
 from tidemill.controller.collector import RolloutContext, SampleCollector, StopRequested, collect_samples
 from tidemill.controller.fleet import Fleet
@@ -30,7 +30,7 @@ TIMEOUTS = Timeouts(notice_s=10.0, worker_s=60.0, scorer_s=40.0, stop_s=5.0)
 
 @dataclass
 class Stage:
-    """A batch of six samples about to be collected."""
+    """A batch of six samples to collect."""
 
     engine: FakeEngine = field(default_factory=lambda: FakeEngine(PolicyVersion(number=3, digest="a")))
     scorer: Scorer = field(default_factory=FakeScorer)
@@ -70,7 +70,7 @@ class Stage:
 
 
 class SlowScorer(FakeScorer):
-    """Remembers when each sample came."""
+    """Records the arrival time of each sample."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class SlowScorer(FakeScorer):
         return Reward(value=1.0)
 
 
-def test_every_sample_comes_once_scored_and_decoded() -> None:
+def test_every_sample_arrives_once_scored_and_decoded() -> None:
     stage = Stage()
 
     run_virtual(stage.collect())
@@ -110,7 +110,7 @@ def test_a_slow_consumer_stops_neither_generating_nor_scoring() -> None:
     stage = Stage()
 
     async def dawdle(_: SampleCollector) -> None:
-        await asyncio.sleep(1000.0)  # far beyond every deadline
+        await asyncio.sleep(1000.0)  # longer than every deadline
 
     run_virtual(stage.collect(dawdle))
 
@@ -120,7 +120,7 @@ def test_a_slow_consumer_stops_neither_generating_nor_scoring() -> None:
 
 
 class NappingEngine(FakeEngine):
-    """Makes nothing from its third poll until `wake_at`."""
+    """Generates no tokens from its third poll until `wake_at`."""
 
     polls = 0
     wake_at = 500.0
@@ -131,8 +131,8 @@ class NappingEngine(FakeEngine):
         return [] if asleep else super().poll(deadline_s)
 
 
-def test_a_silent_engine_is_no_news_while_the_consumer_is_busy() -> None:
-    """The trainer may be working on the engine's own thread."""
+def test_no_deadline_applies_while_the_consumer_is_busy() -> None:
+    """The trainer may be using the engine's thread."""
     stage = Stage(engine=NappingEngine(PolicyVersion(number=3, digest="a")))
 
     async def train_for_long(_: SampleCollector) -> None:
@@ -141,7 +141,7 @@ def test_a_silent_engine_is_no_news_while_the_consumer_is_busy() -> None:
     run_virtual(stage.collect(train_for_long))
 
     assert len(stage.got) == 6
-    # the consumer waited for the last 20 s only, with a word every 10 s
+    # the consumer waited only for the last 20 s, with an event every 10 s
     assert len(stage.telemetry.named("waiting")) <= 2
 
 
@@ -169,11 +169,11 @@ class StumblingEngine(FakeEngine):
         if self.how == "called back":
             self.jobs.pop(delta.sample_id, None)
             return msgspec.structs.replace(delta, token_ids=b"", logprobs=b"", finish="aborted")
-        return msgspec.structs.replace(delta, start=delta.start + 1)  # a gap, and the engine goes on
+        return msgspec.structs.replace(delta, start=delta.start + 1)  # a gap, after which the engine continues
 
 
 @pytest.mark.parametrize(("how", "failures"), [("error", 2), ("refused", 2), ("gap", 2), ("called back", 0)])
-def test_a_sample_that_fails_goes_on_where_it_was(how: str, failures: int) -> None:
+def test_a_failed_sample_continues_from_its_tokens(how: str, failures: int) -> None:
     stage, quiet = Stage(engine=StumblingEngine(2, how)), Stage()
 
     run_virtual(stage.collect())
@@ -184,14 +184,14 @@ def test_a_sample_that_fails_goes_on_where_it_was(how: str, failures: int) -> No
     assert {(t.sample_id, t.token_ids) for t in stage.got} == {(t.sample_id, t.token_ids) for t in quiet.got}
 
 
-def test_a_sample_that_always_fails_ends_the_run_with_its_error() -> None:
+def test_a_sample_that_always_fails_ends_the_run() -> None:
     stage = Stage(engine=StumblingEngine(10**6, "error"))
 
-    with pytest.raises(TidemillError, match=r"3 attempts to generate .* failed; the last: out of memory"):
+    with pytest.raises(TidemillError, match=r"3 attempts to generate .* failed; last error: out of memory"):
         run_virtual(stage.collect())
 
 
-def test_what_the_engine_raises_is_raised_and_nothing_before_it_is_lost() -> None:
+def test_an_engine_error_is_raised_and_earlier_tokens_are_kept() -> None:
     stage = Stage()
     polls = 0
 
@@ -206,7 +206,7 @@ def test_what_the_engine_raises_is_raised_and_nothing_before_it_is_lost() -> Non
     with pytest.raises(ValueError, match="engine on fire"):
         run_virtual(stage.collect())
 
-    # three polls of three slots, two tokens each, unless a sample ended with one
+    # three polls of three slots with two tokens each, or one if the sample ended
     assert 15 <= stage.batch.counters.tokens_accepted <= 18
     again = Stage(journal=MemoryJournal(stage.journal.disk))
     run_virtual(again.collect())
@@ -218,44 +218,47 @@ class FailingScorer(FakeScorer):
         raise LookupError("a bug in the scorer")
 
 
-def test_what_the_scorer_raises_is_raised() -> None:
+def test_a_scorer_error_is_raised() -> None:
     with pytest.raises(LookupError, match="a bug in the scorer"):
         run_virtual(Stage(scorer=FailingScorer()).collect())
 
 
 class SilentEngine(FakeEngine):
-    """Has work and makes nothing of it; its worker goes on sending heartbeats."""
+    """Generates no tokens; its worker sends heartbeats."""
 
     def poll(self, deadline_s: float) -> list[TokenDelta]:
         return []
 
 
-def test_an_engine_that_makes_nothing_meets_a_deadline_after_words_of_warning() -> None:
+def test_an_engine_without_tokens_meets_a_deadline_after_waiting_events() -> None:
     stage = Stage(engine=SilentEngine(PolicyVersion(number=3, digest="a")))
 
-    with pytest.raises(
-        DeadlineError, match=r"waited 60.* s for tokens of 6 samples of step 3 \(train\); look at the worker"
-    ):
+    with pytest.raises(DeadlineError) as caught:
         run_virtual(stage.collect())
+    assert caught.value.waited_s == pytest.approx(60.0, abs=1.0)
+    assert caught.value.awaited == "tokens of 6 samples of step 3 (train)"
+    assert "the worker" in caught.value.look_at
 
-    # a word every 10 s (heartbeats come every 0.1 s), the sixth is the end
+    # an event every 10 s (heartbeats come every 0.1 s); at 60 s the wait fails
     assert [round(fields["waited_s"] / 10) for fields in stage.telemetry.named("waiting")] == [1, 2, 3, 4, 5]
 
 
 def test_an_engine_that_hangs_in_its_poll_meets_the_same_deadline() -> None:
     stage = Stage()
-    stage.engine.slots = 0  # nothing runs, so no poll says anything
+    stage.engine.slots = 0  # nothing runs, so that no poll returns tokens
 
     with pytest.raises(DeadlineError, match="tokens of 6 samples"):
         run_virtual(stage.collect())
 
 
 def test_a_scorer_that_hangs_meets_its_own_deadline() -> None:
-    with pytest.raises(DeadlineError, match=r"waited 40.* s for rewards of 6 samples of step 3 .*\[scoring\]"):
+    with pytest.raises(DeadlineError, match="rewards of 6 samples of step 3") as caught:
         run_virtual(Stage(scorer=SlowScorer(10**6)).collect())
+    assert caught.value.waited_s == pytest.approx(40.0, abs=1.0)
+    assert "[scoring]" in caught.value.look_at
 
 
-def test_stopping_journals_what_is_in_flight_and_calls_it_back() -> None:
+def test_stopping_aborts_and_journals_samples_in_flight() -> None:
     stage = Stage()
 
     async def stop_soon() -> None:
@@ -275,7 +278,7 @@ def test_stopping_journals_what_is_in_flight_and_calls_it_back() -> None:
 
 
 class DeafEngine(FakeEngine):
-    """Forgets what it is told to abort without a word."""
+    """Drops aborted samples without a last delta."""
 
     def abort(self, sample_ids: object) -> list[TokenDelta]:
         return []
@@ -284,7 +287,7 @@ class DeafEngine(FakeEngine):
         return super().poll(deadline_s) if self.generated < 4 else []
 
 
-def test_stopping_does_not_wait_long_for_an_engine_that_does_not_answer() -> None:
+def test_stopping_waits_a_limited_time_for_the_engine() -> None:
     stage = Stage(engine=DeafEngine(PolicyVersion(number=3, digest="a")))
     ended = 0.0
 
@@ -299,5 +302,5 @@ def test_stopping_does_not_wait_long_for_an_engine_that_does_not_answer() -> Non
     with pytest.raises(StopRequested):
         run_virtual(stop_soon())
 
-    assert 6.0 <= ended < 7.0  # stopped at 1 s, 5 s of patience
+    assert 6.0 <= ended < 7.0  # stopped at 1 s, with stop_s = 5
     assert stage.batch.in_state(SampleState.RUNNING)

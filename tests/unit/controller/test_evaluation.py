@@ -1,4 +1,4 @@
-"""Evaluation: greedy, one sample a prompt, judged by its own scorer."""
+"""Evaluation: one greedy sample per prompt, scored by the evaluation's scorer."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import asyncio
 
 import pytest
 
+from tests.doubles.engine import FakeCompute, FakeEngine
+from tests.doubles.samples import FakeCodec, make_prompt
+from tests.doubles.session import FakeScorer, FakeTelemetry
 from tests.fabricated_run import make_trajectory
-from tests.fake_engine import FakeCompute, FakeEngine
-from tests.fake_samples import FakeCodec, make_prompt
-from tests.fake_session import FakeScorer, FakeTelemetry
 from tests.virtual_time import run_virtual
 from tidemill.controller.collector import RolloutContext
-from tidemill.controller.evaluation import Evaluation, correct, evaluate, judged
+from tidemill.controller.evaluation import Evaluation, correct, eval_result, evaluate
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.ledger import Ledger
 from tidemill.core.errors import UserError
@@ -24,7 +24,7 @@ VERSION = PolicyVersion(number=3, digest="a")
 
 
 class ByName(FakeScorer):
-    """Right, half right, right but invalid, right: by the prompt's number."""
+    """By the prompt's number: correct, half correct, invalid, correct."""
 
     async def score(self, prompt: Prompt, trajectory: Trajectory) -> Reward:
         return {
@@ -68,7 +68,7 @@ def test_accuracy_is_the_share_of_valid_right_answers() -> None:
     evaluation = run_virtual(run(prompts, seen))
 
     result = evaluation.result
-    # h0 and h3 of four are right; h1 only half, h2's reward failed
+    # h0 and h3 of four are correct; h1 only half, h2's reward failed
     assert (result.greedy_accuracy, result.n, result.invalid) == (0.5, 4, 1)
     # mean of 1, 0.5 and 1; their deviation is sqrt(((1/6)² + (1/3)² + (1/6)²) / 2) = 0.288675, over sqrt(3): 1/6
     assert (result.reward_mean, result.reward_stderr) == pytest.approx((2.5 / 3, 1 / 6))
@@ -81,7 +81,7 @@ def test_accuracy_is_the_share_of_valid_right_answers() -> None:
     assert {(r.sample_id.purpose, r.sample_id.run_seed, r.sample_id.index) for r in seen} == {("eval:held_out", 9, 0)}
 
 
-def test_without_prompts_there_is_nothing_to_evaluate() -> None:
+def test_an_evaluation_without_prompts_is_refused() -> None:
     with pytest.raises(UserError, match="no held-out prompts"):
         run_virtual(run([], []))
 
@@ -89,7 +89,7 @@ def test_without_prompts_there_is_nothing_to_evaluate() -> None:
 def judgement(*rewards: Reward | None) -> tuple[float | None, float | None]:
     """Mean reward and accuracy of samples with these rewards."""
     samples = [make_trajectory(make_prompt(f"{at}"), "1", reward=reward) for at, reward in enumerate(rewards)]
-    found = judged("held_out", 0, VERSION, samples, 1.0)
+    found = eval_result("held_out", 0, VERSION, samples, 1.0)
     return found.reward_mean, found.greedy_accuracy
 
 
@@ -100,13 +100,13 @@ def test_graded_rewards_have_a_mean_and_no_accuracy() -> None:
     assert judgement(Reward(value=-3.0), Reward(value=1.0)) == (-1.0, None)
 
 
-def test_rewards_of_0_and_1_are_wrong_and_right() -> None:
+def test_rewards_of_0_and_1_are_incorrect_and_correct() -> None:
     assert judgement(Reward(value=1.0), Reward(value=0.0), Reward(value=0.0), Reward(value=1.0)) == (0.5, 0.5)
-    # one that failed is wrong, and not in the mean
+    # a sample whose reward failed is incorrect, and not in the mean
     assert judgement(Reward(value=1.0), Reward(value=0.0, valid=False)) == (1.0, 0.5)
 
 
-def test_without_a_valid_reward_there_is_no_figure() -> None:
+def test_without_a_valid_reward_there_is_no_accuracy() -> None:
     assert judgement(None, Reward(value=1.0, valid=False)) == (None, None)
 
 

@@ -1,12 +1,12 @@
-"""The controller's figures, on hand-made batches."""
+"""The controller's metrics of a batch, on examples computed by hand."""
 
 from __future__ import annotations
 
 import msgspec
 import pytest
 
+from tests.doubles.samples import V3, V3_AGAIN, make_delta, make_in_flight
 from tests.fabricated_run import make_prompt, make_trajectory
-from tests.fake_samples import V3, V3_AGAIN, make_delta, make_in_flight
 from tidemill.controller.batching import batch_figures, sample_figures
 from tidemill.core.records import Reward, Trajectory
 
@@ -51,11 +51,11 @@ def test_without_a_valid_reward_there_is_no_mean() -> None:
     assert "reward_mean" not in figures
 
 
-def test_a_single_component_only_repeats_the_reward() -> None:
+def test_a_single_component_is_not_reported() -> None:
     assert "reward/exact" not in sample_figures([sample("1", Reward(value=1.0, components={"exact": 1.0}))])
 
 
-def test_batch_figures_count_tokens_of_weights_that_were_made_again() -> None:
+def test_batch_figures_count_tokens_of_recomputed_versions() -> None:
     one = make_in_flight()
     one.assign("lease")
     one.apply(make_delta(version=V3_AGAIN))

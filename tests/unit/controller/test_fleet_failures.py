@@ -1,4 +1,4 @@
-"""Workers that never come up, hang, raise or lie: they lose their lease, or the run ends and says why."""
+"""Workers that do not join, hang, raise or send wrong data: they lose their lease, or the run ends with an error."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tests.fake_engine import FakeEngine
-from tests.fake_pool import BrokenHost, PoolEngine, PoolSession, granted, trained
-from tests.fake_samples import make_id
-from tests.fake_session import Session, small_spec
+from tests.doubles.engine import FakeEngine
+from tests.doubles.samples import make_id
+from tests.doubles.session import BrokenHost, PoolEngine, PoolSession, Session, granted, small_spec, trained
 from tests.small_pool import pool, quiet
 from tests.virtual_time import run_virtual
 from tidemill.controller.waiting import Timeouts
@@ -20,7 +19,7 @@ from tidemill.core.records import Lease, TokenDelta, pack_logprobs
 
 
 @pytest.mark.parametrize("silent", [False, True])
-def test_machines_that_never_come_up_are_given_back(silent: bool) -> None:
+def test_leases_whose_worker_does_not_join_are_released(silent: bool) -> None:
     class Host(BrokenHost):
         pass
 
@@ -42,7 +41,7 @@ def spoil(session: PoolSession, name: str, how: Any) -> None:
     session.host.prepare = prepare
 
 
-def test_a_worker_that_computes_something_else_is_quarantined() -> None:
+def test_a_worker_with_different_probe_logprobs_is_quarantined() -> None:
     session = pool(granted("a"), granted("b"))
 
     def lie(engine: PoolEngine) -> None:
@@ -61,7 +60,7 @@ def test_a_worker_that_computes_something_else_is_quarantined() -> None:
 
 
 @pytest.mark.parametrize("said", [[float("nan"), -1.0], [-0.5]])
-def test_a_worker_that_says_no_numbers_is_quarantined(said: list[float]) -> None:
+def test_a_worker_with_invalid_probe_logprobs_is_quarantined(said: list[float]) -> None:
     session = pool(granted("a"))
     spoil(session, "a", lambda engine: setattr(engine, "probe_logprobs", pack_logprobs(said)))
 
@@ -71,7 +70,7 @@ def test_a_worker_that_says_no_numbers_is_quarantined(said: list[float]) -> None
 
 
 @pytest.mark.parametrize("whose", ["local", "preemptible"])
-def test_an_engine_without_the_logprobs_that_are_needed_ends_the_run_before_it_generates(whose: str) -> None:
+def test_an_engine_without_needed_logprobs_ends_the_run_before_it_generates(whose: str) -> None:
     session = pool(granted("a"), seeding_worker=whose == "local")
 
     def forget(engine: FakeEngine) -> None:
@@ -82,21 +81,20 @@ def test_an_engine_without_the_logprobs_that_are_needed_ends_the_run_before_it_g
     spoil(session, "a", forget)
     with pytest.raises(UserError) as caught:
         run_virtual(session.run())
-    assert caught.value.what == (
-        'the engine returns no logprobs of the tokens it samples, and algorithm.correction.kind = "tis" needs them'
-    )
+    assert caught.value.where == "algorithm"
+    assert 'algorithm.correction.kind = "tis"' in caught.value.what
     assert 'algorithm.correction.kind = "none"' in caught.value.hint
     assert session.engine.submitted == []
     assert all(engine.submitted == [] for engine in session.host.engines.values())
 
 
-def test_an_engine_without_logprobs_will_do_where_nothing_needs_them() -> None:
+def test_an_engine_without_logprobs_is_accepted_if_nothing_needs_them() -> None:
     session = Session(spec=small_spec(algorithm={"correction": {"kind": "none"}}))
     session.engine.logprobs = False
     assert run_virtual(session.run()).steps == 4
 
 
-def test_a_silent_worker_loses_its_lease_and_its_work_moves_on() -> None:
+def test_a_worker_without_heartbeats_loses_its_lease_and_its_samples_move() -> None:
     session = pool(granted("a"), granted("b"), seeding_worker=False)
     polls = 0
 
@@ -118,11 +116,11 @@ def test_a_silent_worker_loses_its_lease_and_its_work_moves_on() -> None:
     assert trained(session) == quiet()
     (eviction,) = session.telemetry.named("eviction")
     assert eviction["worker"] == "spot-a"
-    assert "silent for" in eviction["cause"]
+    assert "no report" in eviction["cause"]
     assert session.provider.released == ["lease-a"]
 
 
-def test_a_worker_whose_engine_raises_is_lost_and_the_run_is_not() -> None:
+def test_a_worker_error_does_not_end_the_run() -> None:
     session = pool(granted("a"), granted("b"))
     polls = 0
 
@@ -142,7 +140,7 @@ def test_a_worker_whose_engine_raises_is_lost_and_the_run_is_not() -> None:
     (crash,) = session.telemetry.named("crash")
     assert "engine on fire" in crash["cause"]
     assert crash["samples"] > 0
-    assert session.telemetry.named("eviction") == []  # the machine was there, and is given back
+    assert session.telemetry.named("eviction") == []  # the machine was not lost: its lease is released
     assert session.provider.released == ["lease-a"]
     (end,) = [fields for fields in session.telemetry.named("lease_end") if fields["lease"] == "lease-a"]
     assert not end["evicted"]
@@ -150,39 +148,40 @@ def test_a_worker_whose_engine_raises_is_lost_and_the_run_is_not() -> None:
         assert sum(step.values[key] for step in session.telemetry.steps) == expected
 
 
-LIES: dict[str, dict[str, Any]] = {
-    "it sent what does not fit (gap)": {"start": 1000},
-    "it sent what does not fit (malformed)": {"logprobs": b""},
-    "it speaks for another lease": {"lease_id": "local"},
-    "it was heard of, but 51 s without a token that is of use": {"sample_id": make_id("nobody's")},
+WRONG_DELTAS: dict[str, dict[str, Any]] = {  # fields changed in every delta, by a part of the eviction's cause
+    "(gap)": {"start": 1000},
+    "(malformed)": {"logprobs": b""},
+    "report carries lease local, expected lease-a": {"lease_id": "local"},
+    "no new tokens for 51 s": {"sample_id": make_id("unknown")},
 }
 
 
-@pytest.mark.parametrize("cause", LIES)
-def test_a_worker_whose_reports_are_of_no_use_loses_its_lease_and_the_run_goes_on(cause: str) -> None:
+@pytest.mark.parametrize("cause", WRONG_DELTAS)
+def test_a_worker_that_sends_wrong_deltas_loses_its_lease_and_the_run_continues(cause: str) -> None:
     session = pool(granted("a"), granted("b"), seeding_worker=False, timeouts=Timeouts(worker_s=50.0))
 
-    def lie(engine: PoolEngine) -> None:
-        truth = engine.delta
-        engine.delta = lambda *of: replace(truth(*of), **LIES[cause])  # type: ignore[method-assign]
+    def corrupt(engine: PoolEngine) -> None:
+        correct = engine.delta
+        engine.delta = lambda *of: replace(correct(*of), **WRONG_DELTAS[cause])  # type: ignore[method-assign]
 
-    spoil(session, "a", lie)
+    spoil(session, "a", corrupt)
     run_virtual(session.run())
 
     assert trained(session) == quiet()
     (eviction,) = session.telemetry.named("eviction")
-    assert (eviction["worker"], eviction["cause"]) == ("spot-a", cause)
+    assert eviction["worker"] == "spot-a"
+    assert cause in eviction["cause"]
     assert session.provider.released == ["lease-a"]
 
 
-def test_a_worker_that_forgot_what_it_had_does_not_hold_up_an_evaluation() -> None:
+def test_a_worker_that_lost_its_samples_does_not_block_an_evaluation() -> None:
     ahead = small_spec(eval={"every_steps": 1}, schedule={"max_policy_lag": 1})
     session = pool(granted("a"), spec=ahead, timeouts=Timeouts(worker_s=50.0))
     second = {prompt.prompt_id for _, prompt in session.source.train_batch(2)}
 
     def forget(engine: PoolEngine) -> None:
         def forgetful(requests: Any) -> None:
-            """What the second batch is for, it has under way when the first is evaluated."""
+            """Ignores samples of the second batch, which are in flight when the first is evaluated."""
             PoolEngine.submit(engine, [one for one in requests if one.sample_id.prompt_id not in second])
 
         engine.submit = forgetful  # type: ignore[method-assign]
@@ -194,13 +193,15 @@ def test_a_worker_that_forgot_what_it_had_does_not_hold_up_an_evaluation() -> No
     assert [fields["worker"] for fields in session.telemetry.named("eviction")] == ["spot-a"]
 
 
-def test_a_reserved_engine_whose_reports_are_of_no_use_ends_the_run() -> None:
+def test_a_local_worker_that_sends_wrong_deltas_ends_the_run() -> None:
     session = pool(timeouts=Timeouts(worker_s=50.0))
     truth = session.engine.delta
     session.engine.delta = lambda *of: replace(truth(*of), start=0)  # type: ignore[method-assign]
 
-    with pytest.raises(DeadlineError, match=r"tokens of .* samples .*messages ignored: .*overlap"):
+    with pytest.raises(DeadlineError) as caught:
         run_virtual(session.run())
+    assert "tokens of" in caught.value.awaited
+    assert "overlap" in caught.value.look_at
 
 
 def test_a_sample_that_breaks_every_worker_ends_the_run() -> None:
@@ -215,12 +216,14 @@ def test_a_sample_that_breaks_every_worker_ends_the_run() -> None:
         engine.poll = poll  # type: ignore[method-assign]
 
     session.host.prepare = fail
-    with pytest.raises(TidemillError, match=r"3 attempts to generate .* failed; the last: .*engine on fire"):
+    with pytest.raises(TidemillError, match=r"3 attempts to generate .* failed; last error: .*engine on fire"):
         run_virtual(session.run())
 
 
-def test_nobody_to_generate_meets_a_deadline_that_names_the_pool() -> None:
+def test_without_workers_the_deadline_names_the_pool() -> None:
     session = pool(seeding_worker=False, timeouts=Timeouts(worker_s=50.0, pool_s=100.0))
 
-    with pytest.raises(DeadlineError, match=r"a worker to generate .* samples of step 0 .*look at \[pool\]"):
+    with pytest.raises(DeadlineError) as caught:
         run_virtual(session.run())
+    assert "a worker to generate" in caught.value.awaited
+    assert "[pool]" in caught.value.look_at

@@ -1,4 +1,4 @@
-"""Workers and the reserved side share the work: who joins, takes new weights, and generates for how long."""
+"""Preemptible workers and the local worker share samples: joining, loading weights, and the seeding window."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from typing import Any
 
 import pytest
 
-from tests.fake_pool import FakeSource, granted, trained
-from tests.fake_session import Session, small_spec
+from tests.doubles.session import FakeWeightSource, Session, granted, small_spec, trained
 from tests.small_pool import FLEET, pool, quiet
 from tests.virtual_time import run_virtual
 from tidemill.controller.in_flight import LOCAL
-from tidemill.controller.offload import OffloadState
+from tidemill.controller.offload import OffloadState, Seeding
 from tidemill.core.errors import WeightsError
 from tidemill.core.records import PolicyVersion, Pulled
 
 
-def test_workers_share_the_work_and_change_nothing() -> None:
+def test_workers_share_the_samples_without_changing_the_result() -> None:
     session = pool(granted("a"), granted("b"))
 
     run_virtual(session.run())
@@ -26,15 +25,15 @@ def test_workers_share_the_work_and_change_nothing() -> None:
     assert all(session.host.engines[f"lease-{name}"].generated > 20 for name in "ab")
     joins = session.telemetry.named("join")
     assert [fields["worker"] for fields in joins] == ["spot-a", "spot-b"]
-    # It boots for 0.2 s and pulls for 0.3 s; the rest is the swap, between two ticks.
+    # It boots for 0.2 s, pulls for 0.3 s, and swaps between two ticks.
     assert all(0.5 <= fields["duration_s"] < 0.8 for fields in joins)
-    # each worker pulled every version but the last, or that too
+    # each worker pulled every version, possibly except the last
     pulls = session.telemetry.named("pull")
     for name in "ab":
         assert {fields["version"] for fields in pulls if fields["worker"] == f"spot-{name}"} >= {0, 1, 2, 3}
 
 
-def test_zero_workers_is_a_normal_state() -> None:
+def test_a_run_works_without_workers() -> None:
     session = pool()
 
     run_virtual(session.run())
@@ -43,7 +42,7 @@ def test_zero_workers_is_a_normal_state() -> None:
     assert session.telemetry.named("waiting") == []
 
 
-def test_remote_workers_alone_are_enough() -> None:
+def test_preemptible_workers_alone_are_enough() -> None:
     session = pool(granted("a"), seeding_worker=False, config=FLEET.model_copy(update={"seeding": False}))
 
     run_virtual(session.run())
@@ -62,15 +61,15 @@ def test_a_worker_that_joins_in_the_middle_of_a_step_serves_that_step() -> None:
     assert any(fields["worker"] == "spot-late" and fields["step"] == 1 for fields in first)
 
 
-def test_a_worker_whose_pull_is_overtaken_by_a_newer_version_pulls_that() -> None:
+def test_a_worker_pulls_a_newer_version_published_meanwhile() -> None:
     session = pool(granted("a"))
     gone: list[int] = []
 
-    class Overtaken(FakeSource):
+    class Overtaken(FakeWeightSource):
         async def prepare(self, version: PolicyVersion) -> Pulled:
-            """So slow that version 1 is not kept any more when it has read half of it."""
+            """So slow that version 1 is deleted before it is read."""
             if version.number == 1:
-                while max(self.publisher.manifests) == 1:  # noqa: ASYNC110 - nobody tells
+                while max(self.publisher.manifests) == 1:  # noqa: ASYNC110 - there is no event
                     await asyncio.sleep(0.1)
                 gone.append(version.number)
                 raise WeightsError("there is no version 1")
@@ -85,7 +84,7 @@ def test_a_worker_whose_pull_is_overtaken_by_a_newer_version_pulls_that() -> Non
 
 
 @pytest.mark.parametrize("windows", [{"seed_window_s": 0.35}, {"seed_window_s": 1e3, "known_windows": (0.35,)}])
-def test_the_reserved_side_stops_generating_when_its_window_is_over(windows: dict[str, Any]) -> None:
+def test_the_local_worker_stops_generating_after_its_window(windows: dict[str, Any]) -> None:
     config = FLEET.model_copy(update={"window_gain": 1e9, **windows})
     session = pool(granted("a"), config=config, spec=small_spec(batch={"prompts": 12, "group_size": 4}))
     alone = Session(spec=session.spec)
@@ -96,11 +95,11 @@ def test_the_reserved_side_stops_generating_when_its_window_is_over(windows: dic
     assert trained(session) == trained(alone)
     local = [f for f in session.telemetry.named("decode") if f["worker"] == "local" and f["purpose"] == "train"]
     assert session.engine.generated < session.host.engines["lease-a"].generated
-    # the window, and the tick that was running; the worker took 8 s and more for its share
+    # the window, and the tick that was running; the worker needed at least 8 s for its share
     assert all(fields["duration_s"] < 1.0 for fields in local if fields["step"] >= 2)
 
 
-def test_what_the_reserved_side_began_it_finishes_under_the_same_weights_where_that_is_asked_for() -> None:
+def test_with_unfinished_finish_the_local_worker_finishes_its_samples_under_the_old_weights() -> None:
     config = FLEET.model_copy(update={"seed_window_s": 0.35, "window_gain": 1e9})
     spec = small_spec(
         batch={"prompts": 6, "group_size": 3},
@@ -127,28 +126,28 @@ def test_a_worker_that_finishes_before_a_publish_reaches_it_takes_the_new_weight
             await fleet.publishing.publish(session.trainer.version)
             newer = PolicyVersion(number=1, digest="1" * 32)
             publishing = asyncio.create_task(fleet.publishing.publish(newer, finishing=lambda: busy))
-            busy.clear()  # its last report is read before the task begins
+            busy.clear()  # its last report is processed before the task starts
             await publishing
             assert fleet[LOCAL].version == newer
 
     run_virtual(publish_while_it_finishes())
 
 
-def test_the_window_adapts_and_the_provider_hears_how_many_are_wanted() -> None:
+def test_the_window_adapts_and_the_provider_gets_the_wanted_number() -> None:
     config = FLEET.model_copy(update={"size": "adaptive"})
     session = pool(granted("a"), config=config, spec=small_spec(trainer={"steps": 6}))
 
     run_virtual(session.run())
 
     steps = [step.values for step in session.telemetry.steps if step.step]
-    assert session.provider.wanted[0] == 1  # as many as there are engines on the reserved side
+    assert session.provider.wanted[0] == 1  # the number of reserved engines
     assert len(session.provider.wanted) == 1 + 6
     assert all(wanted >= 0 for wanted in session.provider.wanted)
     assert len({values["seed_window_s"] for values in steps}) > 1
-    assert steps[-1]["workers_mean"] == 1.0  # also while it takes new weights
+    assert steps[-1]["workers_mean"] == 1.0  # also while it loads new weights
 
 
-def test_the_window_is_that_of_all_who_will_generate_though_they_still_take_the_new_weights(
+def test_the_window_counts_workers_that_are_still_loading_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[int] = []
@@ -157,22 +156,24 @@ def test_the_window_is_that_of_all_who_will_generate_though_they_still_take_the_
         asked.append(workers)
         return 0.2
 
-    monkeypatch.setattr("tidemill.controller.seeding.window", remembered)
+    monkeypatch.setattr("tidemill.controller.offload.window", remembered)
     session = pool(granted("a"), granted("b"))
 
     run_virtual(session.run())
 
-    assert asked[-2:] == [2, 2]
+    assert asked[-4:] == [2, 2, 2, 2]  # before and after each of the last two steps
 
 
-def test_the_metrics_have_the_window_that_was_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_metrics_contain_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[float] = []
+    begin_step = Seeding.begin_step
 
-    def remembered(state: OffloadState, workers: int) -> float:
+    def chosen(seeding: Seeding) -> float:
+        begin_step(seeding)
         used.append(0.2 + 0.01 * len(used))
         return used[-1]
 
-    monkeypatch.setattr("tidemill.controller.seeding.window", remembered)
+    monkeypatch.setattr(Seeding, "begin_step", chosen)
     session = pool(granted("a"))
 
     run_virtual(session.run())
@@ -181,7 +182,7 @@ def test_the_metrics_have_the_window_that_was_used(monkeypatch: pytest.MonkeyPat
     assert len(used) == 4
 
 
-def test_everything_ends_with_the_fleet() -> None:
+def test_leaving_the_fleet_ends_all_tasks_and_leases() -> None:
     session = pool(granted("a"), granted("b"))
 
     async def run() -> int:
@@ -194,7 +195,7 @@ def test_everything_ends_with_the_fleet() -> None:
     assert ends == dict.fromkeys(("local", "lease-a", "lease-b"), "the run ended")
 
 
-def test_the_host_is_asked_for_workers_only_when_leases_come() -> None:
+def test_workers_are_started_only_on_leases() -> None:
     session = pool()
 
     run_virtual(session.run())

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from tests.fake_samples import FIRST, GROUPS, PROMPTS, SAMPLING, make_delta, make_id, make_in_flight, make_prompts
+from tests.doubles.samples import FIRST, GROUPS, PROMPTS, SAMPLING, make_delta, make_id, make_in_flight, make_prompts
 from tidemill.controller.in_flight import plan_groups
 from tidemill.controller.samples import SampleState
 from tidemill.core.errors import UserError
 from tidemill.core.records import PolicyVersion, Prompt, Reward, pack_logprobs, pack_tokens
 
 
-def test_samples_stand_group_by_group_and_the_same_prompt_of_another_epoch_is_another_group() -> None:
+def test_samples_are_ordered_by_group_and_epochs_are_separate_groups() -> None:
     names = [(s.sample_id.prompt_id, s.sample_id.epoch, s.sample_id.index, s.ordinal) for s in make_in_flight()]
 
     assert names == [
@@ -24,13 +24,14 @@ def test_samples_stand_group_by_group_and_the_same_prompt_of_another_epoch_is_an
     ]
 
 
-def test_a_prompt_twice_in_one_epoch_is_the_users_fault() -> None:
+def test_a_prompt_twice_in_one_epoch_is_a_user_error() -> None:
     one = make_in_flight()
-    with pytest.raises(UserError, match=r"prompt p0 occurs twice among those generated at once \(train\)"):
+    with pytest.raises(UserError, match="prompt p0 occurs twice") as caught:
         one.open(plan_groups(PROMPTS[:1], first_position=12, from_version=3), make_prompts()[:1])
+    assert caught.value.where == "task"
 
 
-def test_a_group_knows_its_prompt_by_the_tokens() -> None:
+def test_the_prompt_digest_depends_on_the_tokens() -> None:
     other = Prompt(prompt_id="p0", token_ids=pack_tokens([1]), text="p0", answer="7")
     (planned,) = plan_groups([(0, other)], first_position=9, from_version=3)
 
@@ -38,7 +39,7 @@ def test_a_group_knows_its_prompt_by_the_tokens() -> None:
     assert planned.prompt_digest != GROUPS[0].prompt_digest
 
 
-def test_requests_come_in_group_order_and_go_on_from_the_tokens_there_are() -> None:
+def test_requests_are_in_group_order_and_continue_from_their_tokens() -> None:
     one = make_in_flight()
     first = one.assign("lease")
     assert [request.sample_id for request in first] == [sample.sample_id for sample in one]
@@ -53,8 +54,8 @@ def test_requests_come_in_group_order_and_go_on_from_the_tokens_there_are() -> N
     assert (again.attempt, again.lease_id, again.prefix_ids) == (2, "other", pack_tokens([1, 2, 3]))
 
 
-def test_a_sample_goes_on_when_weights_as_new_as_its_own_are_there() -> None:
-    """After a restart it may have tokens of weights that have not been made again."""
+def test_a_sample_waits_until_its_version_is_recomputed() -> None:
+    """After a resume a sample may have tokens of a version that was not recomputed yet."""
     one = make_in_flight()
     newer = one[make_id("p0", 0)]
     newer.extend(pack_tokens([1]), pack_logprobs([-1.0]), PolicyVersion(number=5, digest="c"))
@@ -67,9 +68,9 @@ def test_a_sample_goes_on_when_weights_as_new_as_its_own_are_there() -> None:
     assert one.take_newly_waiting() == [newer]
 
 
-def test_counts_follow_the_samples() -> None:
+def test_counts_match_the_samples_states() -> None:
     one = make_in_flight()
-    assert (one.running, one.unfinished, one.scored, one.complete) == (0, 6, 0, False)
+    assert (one.running, one.unfinished, one.scored, one.all_scored) == (0, 6, 0, False)
     for request in one.assign("lease"):
         one.apply(make_delta(sample_id=request.sample_id, finish="stop"))
     assert (one.running, one.unfinished, one.counters.tokens_accepted) == (0, 0, 12)  # 6 samples of 2 tokens
@@ -77,27 +78,27 @@ def test_counts_follow_the_samples() -> None:
     for sample in one.in_state(SampleState.FINISHED):
         one.score(sample, Reward(value=1.0))
 
-    assert (one.scored, one.complete) == (6, True)
+    assert (one.scored, one.all_scored) == (6, True)
 
 
-def test_a_group_is_as_old_as_the_weights_that_began_it() -> None:
+def test_oldest_version_of_a_group() -> None:
     one, ages = make_in_flight(), list[int | None]()
     first, second = one.group(9)
 
     def look() -> None:
         ages.append(one.oldest_version(9))
 
-    look()  # nobody has it
+    look()  # not assigned
     one.assign("lease", [first])
     look()
     one.newest_version = 4
     one.assign("other", [second])
     look()
-    one.revoke("lease")  # before a token
+    one.revoke("lease")  # without a token
     look()
     one.newest_version = 5
     one.apply(make_delta(sample_id=second.sample_id, lease_id="other", version=PolicyVersion(number=5, digest="e")))
-    look()  # it was given to its lease at 4, and begun under 5
+    look()  # assigned under version 4, first token by version 5
     one.revoke("other")
     look()  # its tokens are kept
     one.restart([second])
@@ -108,7 +109,7 @@ def test_a_group_is_as_old_as_the_weights_that_began_it() -> None:
         one.oldest_version(9)
 
 
-def test_what_is_ignored_is_counted_and_changes_nothing() -> None:
+def test_an_ignored_delta_is_counted_and_changes_nothing() -> None:
     one = make_in_flight()
     one.assign("lease")
 
@@ -125,11 +126,12 @@ def test_what_is_ignored_is_counted_and_changes_nothing() -> None:
 @pytest.mark.parametrize(
     "broken", [make_delta(start=1), make_delta(logprobs=b""), make_delta(version=PolicyVersion(number=1, digest=""))]
 )
-def test_an_attempt_that_cannot_go_on_waits_for_the_next(broken: object) -> None:
+def test_an_invalid_delta_fails_the_attempt(broken: object) -> None:
     one = make_in_flight()
     one.assign("lease")
 
     one.apply(broken)  # type: ignore[arg-type]
 
     assert (next(iter(one)).state, next(iter(one)).failures, one.running) == (SampleState.WAITING, 1, 5)
-    assert "does not fit" in next(iter(one)).last_error
+    assert "invalid delta" in next(iter(one)).last_error
+    assert list(one.take_invalid_leases()) == ["lease"]

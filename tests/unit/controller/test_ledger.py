@@ -1,4 +1,4 @@
-"""The ledger: what is journalled, and what a restart makes of it."""
+"""The ledger: what is journalled, and what a resume restores from it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.fabricated_run import make_prompt as fabricated_prompt
-from tests.fabricated_run import make_trajectory
-from tests.fake_samples import (
+from tests.doubles.journal import MemoryJournal
+from tests.doubles.samples import (
     FIRST,
     GROUPS,
     V3,
@@ -21,10 +20,10 @@ from tests.fake_samples import (
     make_report,
     prompt_of,
 )
-from tests.memory_journal import MemoryJournal
+from tests.fabricated_run import make_prompt as fabricated_prompt
+from tests.fabricated_run import make_trajectory
 from tidemill.controller.in_flight import InFlight, plan_groups
-from tidemill.controller.journal_entries import EvalResult, Published, encode
-from tidemill.controller.ledger import OUTLIVES_CHECKPOINTS, Ledger
+from tidemill.controller.ledger import NEVER_PRUNED, EvalResult, Ledger, Published, encode
 from tidemill.controller.samples import SampleState
 from tidemill.core.errors import UserError
 from tidemill.core.records import PolicyVersion, Reward, TokenDelta, pack_logprobs, pack_tokens, unpack_tokens
@@ -34,7 +33,7 @@ FOLLOWING = [make_id("p0", 0), make_id("p0", 1), make_id("p1", 0)]
 
 
 async def loaded(journal: MemoryJournal, *, after_step: int = 3, **plan: Any) -> tuple[Ledger, InFlight, int]:
-    """A new process: the ledger, what it found in flight, and how many batches follow the checkpoint."""
+    """A new process: the ledger, the samples in flight, and the number of batches after the checkpoint."""
     ledger, in_flight = Ledger(journal, round_size=3), InFlight(make_plan(**plan), version_number=after_step)
     return ledger, in_flight, await ledger.load(in_flight, prompt_of, after_step=after_step)
 
@@ -69,11 +68,11 @@ async def one_of_each(journal: MemoryJournal) -> InFlight:
         ],
     )
     assert finished == [0, 1]
-    await ledger.reward(batch, [(batch[first], GOOD)])
+    await ledger.record_rewards(batch, [(batch[first], GOOD)])
     return batch
 
 
-async def test_a_restart_finds_every_sample_where_it_was() -> None:
+async def test_a_resume_restores_every_sample() -> None:
     journal = MemoryJournal()
     before = await one_of_each(journal)
 
@@ -93,7 +92,7 @@ async def test_a_restart_finds_every_sample_where_it_was() -> None:
     )
 
 
-async def test_a_partial_sample_goes_on_in_a_new_attempt() -> None:
+async def test_a_partial_sample_continues_in_a_new_attempt() -> None:
     journal = MemoryJournal()
     await one_of_each(journal)
     ledger, batch = await restarted(journal)
@@ -126,18 +125,18 @@ async def test_reports_that_arrive_together_are_all_journalled() -> None:
     assert [sample.state.value for sample in again] == ["finished"] * 3 + ["waiting"] * 3
 
 
-async def test_a_message_without_news_is_not_journalled() -> None:
+async def test_a_report_without_tokens_is_not_journalled() -> None:
     journal = MemoryJournal()
     ledger, batch = await opened(journal)
     appends = journal.appends
 
     await generate(ledger, batch, [make_delta(lease_id="stale"), make_delta(tokens=[])])
-    await ledger.reward(batch, [])
+    await ledger.record_rewards(batch, [])
 
     assert journal.appends == appends
 
 
-async def test_tokens_of_a_sample_called_back_are_journalled() -> None:
+async def test_tokens_of_an_aborted_sample_are_journalled() -> None:
     journal = MemoryJournal()
     ledger, batch = await opened(journal)
     await generate(ledger, batch, [make_delta(finish="aborted")])
@@ -147,10 +146,10 @@ async def test_tokens_of_a_sample_called_back_are_journalled() -> None:
     assert (next(iter(batch)).state, next(iter(batch)).length) == (SampleState.WAITING, 2)
 
 
-async def test_groups_begun_again_start_empty() -> None:
+async def test_reopened_groups_start_empty() -> None:
     journal = MemoryJournal()
     await one_of_each(journal)
-    elsewhere = Ledger(journal, round_size=3)  # does not know of them, as after a hole in the history
+    elsewhere = Ledger(journal, round_size=3)  # does not have them, as after a lost checkpoint
     await elsewhere.open(InFlight(make_plan(), version_number=3), GROUPS, make_prompts())
 
     _, batch = await restarted(journal)
@@ -163,9 +162,10 @@ async def test_another_plan_is_refused(change: dict[str, Any], named: str) -> No
     journal = MemoryJournal()
     await one_of_each(journal)
 
-    with pytest.raises(UserError, match=f"step 4 was begun with another batch \\(different: {named}\\)") as error:
+    with pytest.raises(UserError, match=f"different: {named}\\)") as error:
         await loaded(MemoryJournal(journal.disk), **change)
-    assert "delete ledger.sqlite" in str(error.value)
+    assert error.value.where == "ledger.sqlite"
+    assert "delete ledger.sqlite" in error.value.hint
 
 
 async def test_other_prompts_are_refused() -> None:
@@ -177,7 +177,7 @@ async def test_other_prompts_are_refused() -> None:
         await ledger.load(InFlight(make_plan(), version_number=3), lambda _: (0, make_prompt("p2")), after_step=3)
 
 
-async def test_what_was_published_survives_with_its_round() -> None:
+async def test_published_logprobs_are_restored() -> None:
     journal = MemoryJournal()
     await one_of_each(journal)
     ledger, batch = await restarted(journal)
@@ -188,27 +188,27 @@ async def test_what_was_published_survives_with_its_round() -> None:
     delta = make_delta(sample_id=young.sample_id, lease_id="young", tokens=[1, 2, 3])
     batch.assign("young", [young])
     await ledger.accept(batch, [make_report(delta)])
-    assert [sample.ordinal - FIRST for sample in batch.without_logprobs_of(4)] == [0, 1, 2, 6]
-    assert batch.without_logprobs_of(3) == []  # it made them itself
+    assert [sample.ordinal - FIRST for sample in batch.missing_logprobs(4)] == [0, 1, 2, 6]
+    assert batch.missing_logprobs(3) == []  # version 3 generated them
 
     said = {0: [-1.0], 2: [-2.0, -3.0], 6: [-4.0, -5.0, -6.0]}
     samples = [(batch.samples[FIRST + place], pack_logprobs(values)) for place, values in said.items()]
-    await ledger.note_published(batch, 4, samples)
+    await ledger.record_published(batch, 4, samples)
 
-    assert [sample.ordinal - FIRST for sample in batch.without_logprobs_of(4)] == [1]
+    assert [sample.ordinal - FIRST for sample in batch.missing_logprobs(4)] == [1]
     _, again = await restarted(journal)
     assert {s.ordinal - FIRST: s.published for s in again if s.published} == {
         place: {4: pack_logprobs(values)} for place, values in said.items()
     }
-    assert [filed for filed, _ in await journal.load()][-2:] == [4, 5]  # each with the groups of its round
+    assert [filed for filed, _ in await journal.load()][-2:] == [4, 5]  # one entry per round
 
 
-async def test_a_sample_begun_again_has_nothing_of_what_was_published_before() -> None:
+async def test_a_restarted_sample_has_no_published_logprobs() -> None:
     journal = MemoryJournal()
     await one_of_each(journal)
     ledger, batch = await restarted(journal)
     sample = batch[FOLLOWING[2]]
-    await ledger.note_published(batch, 4, [(sample, pack_logprobs([-2.0, -3.0]))])
+    await ledger.record_published(batch, 4, [(sample, pack_logprobs([-2.0, -3.0]))])
     await ledger.restart(batch, [sample])
 
     _, again = await restarted(ledger._journal)  # type: ignore[arg-type]
@@ -217,7 +217,7 @@ async def test_a_sample_begun_again_has_nothing_of_what_was_published_before() -
 
 
 async def scramble(journal: MemoryJournal, kind: str) -> None:
-    opened_blob, tokens, rewards = [entry for entry in await journal.load() if entry[0] != OUTLIVES_CHECKPOINTS]
+    opened_blob, tokens, rewards = [entry for entry in await journal.load() if entry[0] != NEVER_PRUNED]
     published = (4, encode(Published(4, ((FIRST + 2, pack_logprobs([-1.0] * 3)),))))
     changed = {
         "not ours": [opened_blob, (4, b"\xc1")],
@@ -230,17 +230,18 @@ async def scramble(journal: MemoryJournal, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["not ours", "tokens twice", "reward first", "more published than made"])
-async def test_entries_that_make_no_sense_are_refused(kind: str) -> None:
+async def test_invalid_entries_are_refused(kind: str) -> None:
     journal = MemoryJournal()
     await one_of_each(journal)
     await scramble(journal, kind)
 
-    with pytest.raises(UserError, match="entries of step 4 make no sense"):
+    with pytest.raises(UserError, match="entries of step 4") as caught:
         await restarted(journal)
+    assert caught.value.where == "ledger.sqlite"
 
 
 async def learn(ledger: Ledger, in_flight: InFlight, step: int, positions: Sequence[int]) -> None:
-    """As the loop does: every sample of these groups is finished, scored and learned from."""
+    """Finish, score and record a batch of these groups, as the loop does."""
     for position in positions:
         for sample in in_flight.group(position):
             if sample.finish is None:
@@ -254,11 +255,11 @@ async def learn(ledger: Ledger, in_flight: InFlight, step: int, positions: Seque
                 )
                 await ledger.accept(in_flight, [make_report(delta)])
             if sample.reward is None:
-                await ledger.reward(in_flight, [(sample, GOOD)])
-    await ledger.note_learned(in_flight, step, positions, reward_mean=0.5)
+                await ledger.record_rewards(in_flight, [(sample, GOOD)])
+    await ledger.record_batch(in_flight, step, positions, reward_mean=0.5)
 
 
-async def test_what_was_learned_before_the_checkpoint_does_not_come_back() -> None:
+async def test_groups_trained_on_before_the_checkpoint_are_not_restored() -> None:
     journal = MemoryJournal()
     ledger, batch = await opened(journal)
     await learn(ledger, batch, 4, [9, 10, 11])
@@ -268,7 +269,7 @@ async def test_what_was_learned_before_the_checkpoint_does_not_come_back() -> No
     assert (following, len(again.samples)) == (0, 0)
 
 
-async def test_a_batch_beyond_the_checkpoint_comes_back_in_its_order() -> None:
+async def test_a_batch_after_the_checkpoint_is_restored_in_order() -> None:
     journal = MemoryJournal()
     ledger, batch = await opened(journal)
     await learn(ledger, batch, 4, [10, 9])
@@ -276,18 +277,18 @@ async def test_a_batch_beyond_the_checkpoint_comes_back_in_its_order() -> None:
 
     ledger, again, following = await loaded(MemoryJournal(journal.disk))
 
-    assert ledger.learned == {4: (10, 9)}
-    assert (list(again.groups), following) == ([9, 10, 11], 2)  # of the second there is a group, begun too early
+    assert ledger.batches == {4: (10, 9)}
+    assert (list(again.groups), following) == ([9, 10, 11], 2)  # a group of the second was started ahead
     assert [sample.state.value for sample in again] == ["scored"] * 4 + ["waiting"] * 2
-    assert [s.ordinal for s in await ledger.note_learned(again, 4, [10, 9], reward_mean=0.5)] == [20, 21, 18, 19]
+    assert [s.ordinal for s in await ledger.record_batch(again, 4, [10, 9], reward_mean=0.5)] == [20, 21, 18, 19]
 
 
 async def rounds(journal: MemoryJournal) -> set[int]:
-    """Of which there are entries."""
-    return {filed for filed, _ in await journal.load() if filed != OUTLIVES_CHECKPOINTS}
+    """Rounds that have entries."""
+    return {filed for filed, _ in await journal.load() if filed != NEVER_PRUNED}
 
 
-async def test_a_checkpoint_makes_whole_rounds_superfluous() -> None:
+async def test_a_checkpoint_prunes_whole_rounds() -> None:
     journal = MemoryJournal()
     ledger, batch = await opened(journal)
     following = plan_groups([(2, make_prompt("p0")), (2, make_prompt("p1"))], first_position=12, from_version=3)
@@ -304,7 +305,7 @@ async def test_a_checkpoint_makes_whole_rounds_superfluous() -> None:
     assert list(again.groups) == [13]
 
 
-async def test_the_next_position_survives_groups_that_were_given_up() -> None:
+async def test_the_next_position_is_restored_after_dropped_groups() -> None:
     journal = MemoryJournal()
     ledger, batch = await opened(journal)
     await ledger.drop(batch, 10)
@@ -315,11 +316,11 @@ async def test_the_next_position_survives_groups_that_were_given_up() -> None:
 
     again, in_flight, _ = await loaded(MemoryJournal(journal.disk), after_step=4)
 
-    assert again.next_position == 13  # not 12, which is what four batches of three come to
+    assert again.next_position == 13  # not 12 = four batches of three
     assert not in_flight.groups
 
 
-async def test_a_group_given_up_and_a_sample_begun_again_survive_as_that() -> None:
+async def test_dropped_groups_and_restarted_samples_are_restored() -> None:
     journal = MemoryJournal()
     batch = await one_of_each(journal)
     ledger, batch = await restarted(journal)
@@ -333,16 +334,16 @@ async def test_a_group_given_up_and_a_sample_begun_again_survive_as_that() -> No
     assert {(sample.state, sample.length, sample.reward) for sample in again} == {(SampleState.WAITING, 0, None)}
 
 
-async def test_a_history_whose_checkpoint_is_gone_is_forgotten() -> None:
+async def test_entries_after_a_lost_checkpoint_are_discarded() -> None:
     journal = MemoryJournal()
     await one_of_each(journal)
 
-    _, batch, following = await loaded(journal, after_step=1)  # versions 2 and 3 will not be made again as they were
+    _, batch, following = await loaded(journal, after_step=1)  # versions 2 and 3 cannot be recomputed
 
     assert (following, await rounds(journal), len(batch.samples)) == (0, set(), 0)
 
 
-async def test_so_is_one_whose_checkpoint_is_gone_when_its_versions_would_not_tell() -> None:
+async def test_entries_after_a_lost_checkpoint_are_discarded_whatever_their_versions() -> None:
     """Groups begun far ahead, under the very weights that are now the newest again: of the round before nothing is
     left, because a checkpoint covered it."""
     journal = MemoryJournal()
@@ -359,8 +360,8 @@ async def test_so_is_one_whose_checkpoint_is_gone_when_its_versions_would_not_te
     assert (kept.next_position, list(in_flight.groups)) == (13, [12])
 
 
-async def test_a_lost_checkpoint_costs_no_group_and_none_is_learned_from_twice() -> None:
-    """Step 4 learned from groups 9 and 11; 10 was left, and 12 begun. Then step 5 forgets what it learned from."""
+async def test_after_a_lost_checkpoint_every_group_is_trained_on_once() -> None:
+    """Step 4 trained on groups 9 and 11; 10 remained, 12 was started. Then the checkpoint of step 5 pruned them."""
     journal = MemoryJournal()
     ledger, batch = await opened(journal)
     following = plan_groups([(2, make_prompt("p0"))], first_position=12, from_version=3)
@@ -370,19 +371,19 @@ async def test_a_lost_checkpoint_costs_no_group_and_none_is_learned_from_twice()
     await learn(ledger, batch, 5, [10, 12])
     await ledger.prune(batch, 5)
 
-    for _ in range(2):  # the second time it goes on from what the first began
+    for _ in range(2):  # the second time it resumes what the first started
         again, in_flight, _ = await loaded(journal, after_step=4)
         assert (again.next_position, sorted(in_flight.groups)) == (13, [10, 12])
         assert {sample.state for sample in in_flight} == {SampleState.WAITING}
         assert {sample.from_version for sample in in_flight} == {4}
 
 
-async def test_a_history_that_began_again_is_not_forgotten_for_the_one_before() -> None:
+async def test_entries_after_a_second_start_are_kept() -> None:
     journal = MemoryJournal()
     ledger, batch = await opened(journal)
     await learn(ledger, batch, 4, [9, 10, 11])
     await ledger.prune(batch, 4)
-    ledger, batch, _ = await loaded(journal, after_step=3)  # the checkpoint of step 4 is gone
+    ledger, batch, _ = await loaded(journal, after_step=3)  # the checkpoint of step 4 is lost
     await ledger.open(batch, GROUPS, make_prompts())
 
     _, again, _ = await loaded(MemoryJournal(journal.disk), after_step=3)
@@ -404,13 +405,13 @@ def result(step: int, digest: str = "a") -> EvalResult:
     )
 
 
-async def test_an_evaluation_outlives_checkpoints_and_its_samples_do_not() -> None:
+async def test_evaluation_figures_are_never_pruned_but_their_samples_are() -> None:
     journal = MemoryJournal()
     ledger, batch = await opened(journal)
     samples = [make_trajectory(fabricated_prompt("1"), "2", version=V3.number)]
-    await ledger.evaluated(result(3, "old"), [])
-    await ledger.evaluated(result(3), [])
-    await ledger.evaluated(result(4), samples)
+    await ledger.record_evaluation(result(3, "old"), [])
+    await ledger.record_evaluation(result(3), [])
+    await ledger.record_evaluation(result(4), samples)
 
     again, _ = await restarted(journal)
     assert {step: known.result for step, known in again.evaluations.items()} == {3: result(3), 4: result(4)}
@@ -421,10 +422,10 @@ async def test_an_evaluation_outlives_checkpoints_and_its_samples_do_not() -> No
     pruned, _, _ = await loaded(MemoryJournal(journal.disk), after_step=4)
     assert pruned.evaluations[4].result == result(4)
     assert pruned.evaluations[4].samples == ()
-    assert {step for step, _ in await journal.load()} == {OUTLIVES_CHECKPOINTS}
+    assert {step for step, _ in await journal.load()} == {NEVER_PRUNED}
 
 
-async def test_without_a_journal_nothing_is_kept() -> None:
+async def test_without_a_journal_nothing_is_stored() -> None:
     ledger, batch = Ledger(None), InFlight(make_plan(), version_number=3)
     await ledger.open(batch, GROUPS, make_prompts())
     assert await generate(ledger, batch, [make_delta(finish="stop")]) == [0]

@@ -1,4 +1,4 @@
-"""Expected lengths: the arithmetic stands beside the figures."""
+"""Expected lengths; the comments show the arithmetic."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def make_estimator(**seen: list[int]) -> LengthEstimator:
     return estimator
 
 
-def test_the_expected_length_is_the_prompts_own_mean_then_everybodys_then_half_the_limit() -> None:
+def test_the_expected_length_is_the_prompts_mean_then_the_overall_mean_then_half_the_limit() -> None:
     estimator = make_estimator(a=[10, 20], b=[60])
 
     assert estimator.expected("a", 100) == 15.0
@@ -25,17 +25,17 @@ def test_the_expected_length_is_the_prompts_own_mean_then_everybodys_then_half_t
     assert LengthEstimator().expected("a", 100) == 50.0
 
 
-def test_what_remains_is_what_longer_completions_had_beyond_it() -> None:
+def test_expected_remaining_is_the_mean_excess_of_longer_completions() -> None:
     estimator = make_estimator(a=[5, 10, 20, 30, 40], b=[12, 12, 12, 50])
 
     assert estimator.expected_remaining("a", 0, 100) == 21.0  # (5 + 10 + 20 + 30 + 40) / 5
     assert estimator.expected_remaining("a", 5, 100) == 20.0  # ((10 + 20 + 30 + 40) - 4 * 5) / 4
-    # Only three of a's are longer than 10; of all prompts' seven: 12, 12, 12, 20, 30, 40, 50, 25 1/7 on average.
+    # Only three of a's are longer than 10; of all prompts seven: 12, 12, 12, 20, 30, 40, 50, 25 1/7 on average.
     assert estimator.expected_remaining("a", 10, 100) == 176 / 7 - 10
     assert estimator.expected_remaining("new", 12, 100) == 23.0  # (20 + 30 + 40 + 50) / 4 - 12
 
 
-def test_with_few_longer_ones_the_mean_decides_and_beyond_it_half_of_what_is_allowed() -> None:
+def test_with_few_longer_completions_the_mean_or_half_of_the_rest_is_used() -> None:
     estimator = make_estimator(a=[10, 20])
 
     assert estimator.expected_remaining("a", 5, 100) == 10.0  # 15 - 5
@@ -45,14 +45,14 @@ def test_with_few_longer_ones_the_mean_decides_and_beyond_it_half_of_what_is_all
     assert LengthEstimator().expected_remaining("a", 60, 100) == 20.0  # (100 - 60) / 2
 
 
-def test_no_more_remains_than_the_limit_allows() -> None:
+def test_expected_remaining_is_at_most_the_limit() -> None:
     estimator = make_estimator(a=[50] * 4)
 
     assert estimator.expected_remaining("a", 10, 30) == 20.0  # 50 - 10 would be 40
     assert estimator.expected_remaining("a", 30, 30) == 1.0
 
 
-def test_only_the_newest_lengths_and_prompts_are_remembered() -> None:
+def test_only_the_latest_lengths_and_prompts_are_kept() -> None:
     estimator = make_estimator(a=[1000] * module.PER_PROMPT + [10] * module.PER_PROMPT)
     assert estimator.expected("a", 1) == 10.0
 
@@ -65,7 +65,7 @@ def test_only_the_newest_lengths_and_prompts_are_remembered() -> None:
     for index in range(module.PROMPTS - 1):
         estimator.observe(f"q{index}", 30)
 
-    assert estimator.expected("a", 1) == 30.0  # forgotten: the mean of all, of which the newest are all 30
+    assert estimator.expected("a", 1) == 30.0  # not kept: the mean of all, of which the latest are all 30
 
 
 @given(
@@ -74,7 +74,7 @@ def test_only_the_newest_lengths_and_prompts_are_remembered() -> None:
     st.integers(0, 60),
     st.integers(1, 60),
 )
-def test_what_remains_is_at_least_one_and_at_most_the_rest(
+def test_expected_remaining_is_between_one_and_the_rest(
     seen: list[tuple[str, int]], prompt_id: str, have: int, limit: int
 ) -> None:
     estimator = LengthEstimator()
@@ -91,7 +91,7 @@ def test_the_running_sums_agree_with_counting(lengths: list[int], have: int) -> 
     estimator = LengthEstimator()
     for length in lengths:
         estimator.observe("a", length)
-        estimator.expected_remaining("a", 0, 10**6)  # the sums are made, and must be made again
+        estimator.expected_remaining("a", 0, 10**6)  # the cached sums must be invalidated
 
     newest = [length for length in lengths[-module.PER_PROMPT :] if length > have]
     longer = newest if len(newest) >= module.ENOUGH_LENGTHS else [length for length in lengths if length > have]

@@ -1,4 +1,4 @@
-"""The training loop: what it tells, in which order it learns, how it is stopped. Kills are in tests/integration."""
+"""The training loop: logging, order of training, stopping and errors. Kills are in tests/integration."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.fake_samples import FakeSource
-from tests.fake_session import Disk, Session, small_spec
+from tests.doubles.samples import FakePrompts
+from tests.doubles.session import Disk, Session, small_spec
 from tests.virtual_time import run_virtual
-from tidemill.controller.ledger import OUTLIVES_CHECKPOINTS
+from tidemill.controller.ledger import NEVER_PRUNED
 from tidemill.controller.waiting import Timeouts
 from tidemill.core.errors import DeadlineError, GuardStop, UserError
 from tidemill.core.records import Group, Prompt, Reward, StepMetrics, Trajectory
@@ -43,16 +43,16 @@ def test_a_run_from_the_first_step_to_the_last() -> None:
     assert result.tokens_generated == sum(m.values.get("tokens_generated", 0) for m in session.telemetry.steps)
 
 
-def test_what_a_checkpoint_covers_leaves_the_journal() -> None:
+def test_a_checkpoint_prunes_the_journal() -> None:
     session = run()
 
     async def steps() -> set[int]:
         return {step for step, _ in await session.journal.load()}
 
-    assert run_virtual(steps()) == {OUTLIVES_CHECKPOINTS}  # the figures of evaluations
+    assert run_virtual(steps()) == {NEVER_PRUNED}  # the figures of evaluations
 
 
-def test_a_steps_metrics_are_the_trainers_and_the_controllers() -> None:
+def test_a_steps_metrics_include_the_trainers_and_the_controllers() -> None:
     metrics = run().telemetry.steps[2]
 
     assert metrics.version.number == 2
@@ -60,7 +60,7 @@ def test_a_steps_metrics_are_the_trainers_and_the_controllers() -> None:
     names = {"reward_mean", "reward_std", "completion_tokens_mean", "truncated_fraction", "samples_invalid"}
     times = {"time_rollout_s", "time_train_s", "time_score_s", "time_eval_s", "tokens_per_s", "tokens_generated"}
     assert names | times | {"eval/greedy_accuracy", "eval/n"} <= set(metrics.values)
-    assert metrics.values["time_train_s"] > 0.3  # three groups and a commit, 0.1 s each and a turn's wait
+    assert metrics.values["time_train_s"] > 0.3  # three groups and a commit, 0.1 s each
     assert metrics.values["prompt_tokens_computed"] == 6 * 2
 
 
@@ -76,7 +76,7 @@ def test_samples_are_written_in_canonical_order() -> None:
     assert written == [(prompt, index) for prompt in prompts for index in range(2)]
 
 
-def test_two_runs_are_the_same_and_another_seed_is_not() -> None:
+def test_equal_seeds_give_equal_runs() -> None:
     assert run().trainer.state == run().trainer.state
     assert run().trainer.state != run(small_spec(run={"seed": 1})).trainer.state
 
@@ -85,7 +85,7 @@ MANY = {"batch": {"prompts": 8, "group_size": 2}, "trainer": {"steps": 2}}
 
 
 def test_canonical_order_is_strict_and_arrival_order_is_not() -> None:
-    canonical = run(small_spec(**MANY), slots=16)  # all at once, so that some finish before the first one
+    canonical = run(small_spec(**MANY), slots=16)  # all concurrently, so that some finish before the first
     arrival = run(small_spec(**{**MANY, "batch": {"prompts": 8, "group_size": 2, "order": "arrival"}}), slots=16)
 
     assert canonical.trainer.positions == [list(range(8)), list(range(8, 16))]
@@ -93,7 +93,7 @@ def test_canonical_order_is_strict_and_arrival_order_is_not() -> None:
     assert arrival.trainer.positions != canonical.trainer.positions
 
 
-def test_groups_are_learned_from_while_others_are_generated() -> None:
+def test_groups_are_trained_on_while_others_are_generated() -> None:
     in_flight: list[int] = []
 
     async def main() -> Session:
@@ -110,11 +110,11 @@ def test_groups_are_learned_from_while_others_are_generated() -> None:
 
     run_virtual(main())
 
-    assert in_flight[0] > 0  # and FakeTrainer itself asserts that at a commit nothing is
+    assert in_flight[0] > 0  # FakeTrainer asserts that nothing is in flight at a commit
     assert in_flight[-1] == 0
 
 
-def test_a_run_whose_samples_get_no_reward_any_more_is_stopped_after_a_checkpoint() -> None:
+def test_three_steps_without_a_valid_reward_end_the_run_after_a_checkpoint() -> None:
     disk = Disk()
 
     async def main(*, broken_from: int) -> Session:
@@ -132,20 +132,18 @@ def test_a_run_whose_samples_get_no_reward_any_more_is_stopped_after_a_checkpoin
 
     with pytest.raises(
         GuardStop,
-        match="last 3 steps got a valid reward, so nothing was learned; the first: reward mine: nobody answers",
+        match=r"last 3 steps got a valid reward.*first reason: reward mine: nobody answers",
     ):
         run_virtual(main(broken_from=2))
-    assert max(disk.checkpoints) == 4  # steps 2, 3 and 4 were in vain
-    resumed = run_virtual(main(broken_from=3))  # of which steps 3 and 4 are behind it, and one is no reason to stop
+    assert max(disk.checkpoints) == 4  # steps 2, 3 and 4 had no valid reward
+    resumed = run_virtual(main(broken_from=3))  # steps 3 and 4 are done; a single step does not end the run
     assert resumed.result is not None
     assert resumed.result.steps == 9
 
 
 @pytest.mark.parametrize("stop_after", [None, 1])
 @pytest.mark.parametrize("steps", [1, 2, 4])
-def test_a_run_without_a_single_valid_reward_ends_by_a_guard_however_often_it_is_resumed(
-    steps: int, stop_after: int | None
-) -> None:
+def test_a_run_without_valid_rewards_ends_by_a_guard_after_every_resume(steps: int, stop_after: int | None) -> None:
     disk = Disk()
 
     async def main(*, broken: bool = True, stop_after: int | None = None) -> Session:
@@ -168,7 +166,7 @@ def test_a_run_without_a_single_valid_reward_ends_by_a_guard_however_often_it_is
         run_virtual(main())
     if max(disk.checkpoints) == steps:
         with pytest.raises(GuardStop, match="no sample of this run got a valid reward"):
-            run_virtual(main())  # there is nothing left to train, which is no success either
+            run_virtual(main())  # a finished run without valid rewards fails as well
     else:
         assert run_virtual(main(broken=False)).result is not None
 
@@ -192,7 +190,7 @@ def test_one_valid_reward_is_enough_for_a_run_to_finish() -> None:
 
 
 @pytest.mark.parametrize(("steps", "broken_from", "last"), [(9, 4, 6), (2, 1, 2)])
-def test_a_run_whose_gradients_are_never_finite_ends(steps: int, broken_from: int, last: int) -> None:
+def test_a_run_without_finite_gradients_ends(steps: int, broken_from: int, last: int) -> None:
     disk = Disk()
 
     async def main() -> None:
@@ -208,9 +206,9 @@ def test_a_run_whose_gradients_are_never_finite_ends(steps: int, broken_from: in
         session.trainer.commit = skips  # type: ignore[method-assign]
         await session.run()
 
-    with pytest.raises(GuardStop, match=f"in no step was a gradient finite .{min(3, steps)} in a row."):
+    with pytest.raises(GuardStop, match=f"no gradient was finite in {min(3, steps)} consecutive steps"):
         run_virtual(main())
-    assert max(disk.checkpoints) == last  # a single step, the second, is no reason to stop
+    assert max(disk.checkpoints) == last  # the second step alone does not end the run
 
 
 async def stop_at(session: Session, seconds: float) -> Session:
@@ -220,7 +218,7 @@ async def stop_at(session: Session, seconds: float) -> Session:
 
 
 @pytest.mark.parametrize("tenths", range(0, 110, 3))
-def test_stopped_at_any_time_it_checkpoints_and_a_resumed_run_learns_the_same(tenths: int) -> None:
+def test_a_run_stopped_at_any_time_resumes_to_the_same_weights(tenths: int) -> None:
     disk = Disk()
     stopped = run_virtual(stop_at(Session(disk=disk), tenths / 10))
 
@@ -239,7 +237,7 @@ def test_stopped_at_any_time_it_checkpoints_and_a_resumed_run_learns_the_same(te
     assert [known.step for known in resumed.result.evaluations] == [0, 2, 4]
 
 
-def test_stopping_before_anything_was_learned_writes_no_checkpoint() -> None:
+def test_stopping_before_the_first_batch_writes_no_checkpoint() -> None:
     stopped = run_virtual(stop_at(Session(), 0.0))
 
     assert stopped.result is not None
@@ -248,7 +246,7 @@ def test_stopping_before_anything_was_learned_writes_no_checkpoint() -> None:
 
 
 @pytest.mark.parametrize("hanging", ["accumulate", "commit", "save", "publish"])
-def test_a_trainer_that_does_not_answer_keeps_nobody_from_stopping(hanging: str) -> None:
+def test_a_hanging_trainer_does_not_prevent_stopping(hanging: str) -> None:
     disk = Disk()
 
     async def main() -> tuple[Session, float]:
@@ -261,15 +259,15 @@ def test_a_trainer_that_does_not_answer_keeps_nobody_from_stopping(hanging: str)
             owner = {"save": session.checkpoints, "publish": session.fleet.publishing}.get(hanging, session.trainer)
             setattr(owner, hanging, hang)
 
-        note_learned = session.ledger.note_learned
+        record_batch = session.ledger.record_batch
 
         async def noted(in_flight: Any, step: int, *more: Any, **others: Any) -> Any:
             if step == 3 - (hanging == "accumulate"):
                 asyncio.get_running_loop().call_soon(begin)
                 asyncio.get_running_loop().call_later(20.0, session.stop.set)
-            return await note_learned(in_flight, step, *more, **others)
+            return await record_batch(in_flight, step, *more, **others)
 
-        session.ledger.note_learned = noted  # type: ignore[method-assign]
+        session.ledger.record_batch = noted  # type: ignore[method-assign]
         session.result = await session.run()
         return session, asyncio.get_running_loop().time()
 
@@ -278,9 +276,9 @@ def test_a_trainer_that_does_not_answer_keeps_nobody_from_stopping(hanging: str)
     assert stopped.result is not None
     assert stopped.result.interrupted
     assert ended_s < 20.0 + 2 * stopped.timeouts.stop_s
-    (told,) = stopped.telemetry.named("given_up")
-    assert told["waited_s"] == stopped.timeouts.stop_s
-    assert "there is no checkpoint after step" in told["lost"]
+    (event,) = stopped.telemetry.named("wait_abandoned")
+    assert event["waited_s"] == stopped.timeouts.stop_s
+    assert "no checkpoint after step" in event["lost"]
     resumed = run_virtual(stop_at(Session(disk=disk), 10**6))
     assert resumed.trainer.state == run().trainer.state
     assert [metrics.step for metrics in resumed.telemetry.steps][-1] == 4
@@ -312,7 +310,7 @@ def test_a_worker_that_hangs_meets_a_deadline() -> None:
     run_virtual(main())
 
 
-def test_what_the_trainer_raises_ends_the_run() -> None:
+def test_a_trainer_error_ends_the_run() -> None:
     async def main() -> None:
         session = Session()
 
@@ -352,13 +350,13 @@ def test_a_full_disk_at_a_checkpoint_keeps_the_last_good_one_and_the_run_resumes
     assert resumed.engine.submitted == []
 
 
-def test_other_sampling_settings_cannot_continue_a_batch() -> None:
+def test_a_resume_with_other_sampling_settings_is_refused() -> None:
     disk = Disk()
     stopped = run_virtual(stop_at(Session(disk=disk), 1.8))
     assert stopped.result is not None
     assert stopped.result.steps == 0
 
-    with pytest.raises(UserError, match=r"step 1 was begun with another batch \(different: sampling\)"):
+    with pytest.raises(UserError, match=r"step 1 .*different: sampling\)"):
         run_virtual(stop_at(Session(disk=disk, spec=small_spec(sampling={"max_new_tokens": 5})), 10**6))
 
 
@@ -375,7 +373,7 @@ def test_invalid_and_masked_samples_carry_no_weight() -> None:
 def test_a_task_without_held_out_prompts_is_not_evaluated() -> None:
     async def main() -> Session:
         session = Session()
-        session.source = FakeSource(3, held_out=0)
+        session.source = FakePrompts(3, held_out=0)
         session.result = await session.run()
         return session
 
@@ -385,7 +383,7 @@ def test_a_task_without_held_out_prompts_is_not_evaluated() -> None:
     assert session.checkpoints.saved == [(2, None), (4, None)]
 
 
-def test_the_evaluation_is_judged_by_its_own_scorer() -> None:
+def test_the_evaluation_uses_its_own_scorer() -> None:
     async def main() -> Session:
         session = Session()
 
@@ -422,7 +420,7 @@ def test_graded_rewards_have_a_mean_in_metrics_events_and_checkpoints_and_no_acc
     assert all("eval/greedy_accuracy" not in each for each in values.values())
 
 
-def test_the_prompts_of_a_step_are_asked_for_once() -> None:
+def test_the_prompts_of_a_step_are_requested_once() -> None:
     asked: list[int] = []
 
     async def main() -> None:

@@ -1,16 +1,16 @@
-"""The mailbox of a batch: one reader, who can be ended at any moment."""
+"""The mailbox: one reader, which can be cancelled at any time."""
 
 from __future__ import annotations
 
 import asyncio
 
-from tests.fake_samples import make_report
+from tests.doubles.samples import make_report
 from tests.virtual_time import run_virtual
 from tidemill.controller.waiting import Mailbox
 from tidemill.core.protocols import within
 
 
-def test_letters_are_taken_together_once_somebody_rings() -> None:
+def test_messages_are_taken_together_after_a_notification() -> None:
     async def exchange() -> list[int]:
         mailbox = Mailbox()
         mailbox.put_reports([make_report()])
@@ -20,7 +20,7 @@ def test_letters_are_taken_together_once_somebody_rings() -> None:
     assert run_virtual(exchange()) == [3, 0]
 
 
-def test_a_reader_cancelled_in_the_moment_of_a_ring_ends() -> None:
+def test_a_reader_cancelled_during_a_notification_ends() -> None:
     async def cancelled() -> bool:
         mailbox = Mailbox()
 
@@ -30,8 +30,8 @@ def test_a_reader_cancelled_in_the_moment_of_a_ring_ends() -> None:
 
         reader = asyncio.create_task(read())
         await asyncio.sleep(0.1)
-        mailbox.ring()
-        await asyncio.sleep(0)  # the reader's wait is over, and it has not run yet
+        mailbox.notify()
+        await asyncio.sleep(0)  # the reader was woken and has not run yet
         reader.cancel()
         await asyncio.wait({reader}, timeout=1.0)
         return reader.done()
@@ -39,7 +39,7 @@ def test_a_reader_cancelled_in_the_moment_of_a_ring_ends() -> None:
     assert run_virtual(cancelled())
 
 
-def test_a_wait_with_a_deadline_cancelled_in_the_moment_of_its_result_ends() -> None:
+def test_a_wait_cancelled_while_its_result_arrives_ends() -> None:
     async def cancelled() -> bool:
         result: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 

@@ -1,4 +1,4 @@
-"""Adaptive offload: each expected figure's arithmetic stands beside it, and a small loop shows where it leads."""
+"""Adaptive offload; the comments show the arithmetic, and a small simulation checks convergence."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_first_step_uses_the_window_given_and_wants_as_many_workers_as_reser
     assert window(start(150.0, 4), 3) == 150.0
 
 
-def test_the_first_step_uses_what_earlier_runs_found_with_as_many_workers() -> None:
+def test_the_first_step_uses_the_known_window_for_its_number_of_workers() -> None:
     state = start(150.0, known=(346.0, 212.0))
 
     assert [window(state, workers) for workers in (1, 2, 3)] == [346.0, 212.0, 150.0]
@@ -67,10 +67,10 @@ def test_the_window_has_a_floor() -> None:
         ({"reserved_engines": 4}, 3),  # (40 * 2 + 13 * 4) / 50 = 2.64
         ({"remote_s": 68.5}, 3),  # (68.5 * 2 + 13) / 50 = 3 exactly
         ({"train_s": 1000.0}, 1),  # 93 / 1000
-        ({"trainer_wait_s": 0.0, "remote_wait_s": 60.0, "remote_s": 0.0}, 1),  # 0 / 50; without one, none is ever tried
-        # (0.1 * 3 + 0 * 1) / 0.3, which floating point makes a little more than 1
+        ({"trainer_wait_s": 0.0, "remote_wait_s": 60.0, "remote_s": 0.0}, 1),  # 0 / 50; at least one
+        # (0.1 * 3 + 0 * 1) / 0.3, slightly more than 1 in floating point
         ({"trainer_wait_s": 0.0, "remote_wait_s": 60.0, "remote_s": 0.1, "workers_mean": 3.0, "train_s": 0.3}, 1),
-        ({"train_s": 0.0}, 7),  # unknown: as before
+        ({"train_s": 0.0}, 7),  # unknown: unchanged
     ],
 )
 def test_the_wanted_number_is_the_generating_time_over_the_training_time(changes: dict[str, Any], wanted: int) -> None:
@@ -84,31 +84,31 @@ def test_a_window_is_remembered_for_the_number_of_workers_that_a_step_began_with
     assert first.window_by_count == {2: 13.0}  # 10 + (12 - 3) / 3
 
     joined = after_step(first, make_observation(workers_mean=3.0), gain=3.0)
-    assert (joined.window_s, joined.window_by_count) == (16.0, {2: 13.0})  # one came meanwhile
+    assert (joined.window_s, joined.window_by_count) == (16.0, {2: 13.0})  # one joined meanwhile
     assert window(joined, 3) == 16.0
     assert window(joined, 2) == 13.0
 
     back = after_step(joined, make_observation(), gain=3.0)
-    assert back.window_s == 16.0  # from the remembered 13 that the step had, not from 16
+    assert back.window_s == 16.0  # from the remembered 13 that the step used, not from 16
     assert back.window_by_count == {2: 16.0}
 
 
-def test_while_the_number_of_workers_stays_the_window_goes_on_from_the_last_one() -> None:
+def test_with_a_constant_number_of_workers_the_window_continues_from_the_last_step() -> None:
     state = OffloadState(window_s=19.0, wanted_workers=2, window_by_count={2: 13.0}, workers=2)
-    assert window(state, 2) == 19.0  # not from what an earlier step remembered
+    assert window(state, 2) == 19.0  # not the remembered 13
 
     unsteady = make_observation(workers_mean=1.8)
     assert after_step(state, unsteady, gain=3.0).window_s == 22.0  # 19 + 3
 
 
 @pytest.mark.parametrize(("mean", "remembered"), [(2.05, {2: 16.0}), (1.95, {2: 16.0}), (2.2, {}), (1.8, {})])
-def test_a_number_that_changed_during_the_step_is_not_remembered(mean: float, remembered: dict[int, float]) -> None:
+def test_a_window_is_not_remembered_if_the_number_of_workers_changed(mean: float, remembered: dict[int, float]) -> None:
     state = OffloadState(window_s=13.0, wanted_workers=2, workers=2)
 
     assert after_step(state, make_observation(workers_mean=mean), gain=3.0).window_by_count == remembered
 
 
-def test_without_a_memory_only_the_last_window_counts() -> None:
+def test_without_remember_windows_only_the_last_window_counts() -> None:
     steady = OffloadState(window_s=13.0, wanted_workers=2, workers=2)
 
     state = after_step(steady, make_observation(), gain=3.0, remembers=False)
@@ -117,14 +117,14 @@ def test_without_a_memory_only_the_last_window_counts() -> None:
     assert window(state, 2) == 16.0
 
 
-def test_after_a_step_whose_number_changed_what_is_remembered_counts() -> None:
+def test_after_a_change_of_workers_the_remembered_window_is_used() -> None:
     state = after_step(start(150.0, known=(346.0, 212.0)), make_observation(workers_mean=2.4), gain=3.0)
 
     assert state.window_s == 215.0  # 212 + (12 - 3) / 3
     assert [window(state, workers) for workers in (1, 2, 3)] == [346.0, 212.0, 215.0]
 
 
-def test_a_step_without_workers_teaches_nothing() -> None:
+def test_a_step_without_workers_changes_no_window() -> None:
     state = OffloadState(window_s=13.0, wanted_workers=2, window_by_count={2: 13.0}, workers=2)
     alone = make_observation(workers_mean=0.0, trainer_wait_s=100.0, remote_s=0.0)
 
@@ -143,7 +143,7 @@ def test_a_step_without_workers_teaches_nothing() -> None:
         ({"window_s": 0.0, "elapsed_s": 0.0}, False),
     ],
 )
-def test_seeding_ends_with_its_window_where_others_generate(changes: dict[str, Any], useful: bool) -> None:
+def test_seeding_ends_with_its_window_if_others_generate(changes: dict[str, Any], useful: bool) -> None:
     fields: dict[str, Any] = {"elapsed_s": 9.0, "window_s": 10.0, "preemptible_serving": 2}
 
     assert seeding_useful(**{**fields, **changes}) is useful
@@ -155,15 +155,15 @@ BALANCE = Balance(train_s=40.0, train_s_per_token=0.01, drained_share=0.5)
 @pytest.mark.parametrize(
     ("changes", "can"),
     [
-        ({}, True),  # 4,000 tokens are 40 s of learning, in which 2 workers make 2 * 100 * 0.5 * 40 = 4,000
-        ({"left_tokens": 4000.0, "made_tokens": 0.0}, True),  # just so
-        ({"workers": 1}, True),  # just so: 2,000
+        ({}, True),  # 4,000 tokens take 40 s of training, in which 2 workers generate 2 * 100 * 0.5 * 40 = 4,000
+        ({"left_tokens": 4000.0, "made_tokens": 0.0}, True),  # exactly 4,000
+        ({"workers": 1}, True),  # exactly 2,000
         ({"workers": 1, "left_tokens": 2100.0, "made_tokens": 1900.0}, False),
-        ({"trained_s": 20.0}, True),  # half of the learning is done: 2,000
+        ({"trained_s": 20.0}, True),  # half of the training is done: 2,000
         ({"trained_s": 21.0}, False),  # 1,900
     ],
 )
-def test_the_others_can_finish_if_they_are_through_when_the_trainer_is(changes: dict[str, Any], can: bool) -> None:
+def test_can_finish_compares_generating_with_training_time(changes: dict[str, Any], can: bool) -> None:
     fields: dict[str, Any] = {"made_tokens": 2000.0, "left_tokens": 2000.0, "workers": 2, "best_tokens_per_s": 100.0}
 
     assert can_finish(BALANCE, **{**fields, **changes}) is can
@@ -175,17 +175,17 @@ def learned(before: Balance | None, hand_over: HandOver | None = None) -> Balanc
     )
 
 
-def test_what_a_step_says_of_both_sides() -> None:
+def test_balance_is_updated_from_a_step() -> None:
     first = learned(None)
     assert first == Balance(train_s=60.0, train_s_per_token=0.02, drained_share=0.5)
 
-    # 2 workers could have made 2 * 100 * 50 = 10,000 tokens from second 100 to 150, and 7,000 were left: 0.7.
+    # 2 workers could generate 2 * 100 * 50 = 10,000 tokens from second 100 to 150; 7,000 were left: 0.7.
     second = learned(BALANCE, HandOver(at_s=100.0, left_tokens=7000.0, workers=2))
     assert second is not None and second.train_s == 60.0
     assert (second.train_s_per_token, second.drained_share) == pytest.approx((0.015, 0.6))
 
 
-def test_a_step_that_was_not_learned_from_says_nothing_of_speed() -> None:
+def test_a_step_without_training_leaves_the_balance_unchanged() -> None:
     nothing = balance_after(BALANCE, train_s=0.0, tokens=0, hand_over=None, finished_s=9.0, best_tokens_per_s=100.0)
 
     assert nothing is BALANCE
@@ -197,10 +197,10 @@ WORK = 240.0
 
 
 def play(window_s: float, workers: int) -> StepObservation:
-    """One step: all generate during the window; then the reserved side trains while the workers finish."""
+    """One step: all generate during the window, then the reserved engine trains while the workers finish."""
     seeded = min(window_s * (1 + workers), WORK)
     remote_s = window_s + (WORK - seeded) / workers
-    trained_s = window_s + TRAIN_S  # when the trainer would be through if it never had to wait
+    trained_s = window_s + TRAIN_S  # end of training without waits
     return StepObservation(
         workers_first=workers,
         workers_mean=float(workers),
@@ -218,12 +218,12 @@ def play_steps(state: OffloadState, workers: int, steps: int) -> OffloadState:
 
 
 def balanced(workers: int) -> float:
-    """Where both sides wait equally: WORK - T (1 + n) = TRAIN_S n."""
+    """The window for which both sides wait equally: WORK - T (1 + n) = TRAIN_S n."""
     return (WORK - TRAIN_S * workers) / (1 + workers)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])  # 90 s, 40 s, 15 s
-def test_the_window_converges_to_where_both_sides_wait_about_equally(workers: int) -> None:
+def test_the_window_converges_to_equal_waits(workers: int) -> None:
     state = play_steps(start(10.0), workers, 30)
 
     assert state.window_s == pytest.approx(balanced(workers), abs=0.1)
@@ -231,17 +231,17 @@ def test_the_window_converges_to_where_both_sides_wait_about_equally(workers: in
     assert step.trainer_wait_s == pytest.approx(step.remote_wait_s, abs=0.2)
 
 
-def test_enough_workers_need_no_window_and_the_wanted_number_leads_there() -> None:
+def test_with_the_wanted_number_of_workers_no_window_is_needed() -> None:
     state, workers = start(10.0), 1
     for _ in range(60):
         state = play_steps(state, workers, 1)
         workers = state.wanted_workers
 
-    assert workers == 4  # WORK / TRAIN_S: they generate as fast as the trainer learns
+    assert workers == 4  # WORK / TRAIN_S: they generate as fast as the trainer trains
     assert state.window_s == pytest.approx(0.0, abs=0.1)
 
 
-def test_memory_restores_the_window_when_the_number_of_workers_changes() -> None:
+def test_a_remembered_window_is_restored_with_its_number_of_workers() -> None:
     state = play_steps(start(10.0), 3, 30)
     state = play_steps(state, 1, 30)
     assert state.window_s == pytest.approx(90.0, abs=0.1)

@@ -1,4 +1,4 @@
-"""Where throughput flattens, from noisy ticks."""
+"""The batch size at which throughput flattens, from noisy observations."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ def make_profile(*sizes: int, times: int = 3) -> ThroughputProfile:
     return profile
 
 
-def test_the_plateau_begins_where_nine_tenths_of_the_best_are_reached() -> None:
+def test_the_plateau_is_the_smallest_size_with_nine_tenths_of_the_best() -> None:
     assert make_profile(1, 2, 4, 8, 12, 14, 16, 24, 32).plateau(64) == 16  # 14 samples: 140 of 160 is 0.875
     assert make_profile(1, 2, 4, 8, 12, 15, 24, 32).plateau(64) == 15  # 150 of 160 is 0.94
 
 
-def test_while_throughput_still_rises_the_plateau_is_the_largest_seen() -> None:
+def test_with_rising_throughput_the_plateau_is_the_largest_size() -> None:
     assert make_profile(2, 4, 8).plateau(64) == 8
 
 
 @pytest.mark.parametrize("sizes", [(), (16,), (16, 24)])
-def test_nothing_is_concluded_from_too_short_a_curve(sizes: tuple[int, ...]) -> None:
+def test_a_short_curve_gives_no_plateau(sizes: tuple[int, ...]) -> None:
     assert make_profile(*sizes).plateau(64) == 64
 
 
-def test_nothing_is_concluded_from_single_ticks() -> None:
+def test_single_observations_give_no_plateau() -> None:
     assert make_profile(1, 4, 16, 32, times=1).plateau(64) == 64
-    assert make_profile(1, 4, 16, 32, times=2).plateau(64) == 64  # older than fresh: a weight just below 2
+    assert make_profile(1, 4, 16, 32, times=2).plateau(64) == 64  # with age, a weight just below 2
 
 
-def test_ticks_that_were_cut_short_or_idle_do_not_matter() -> None:
+def test_shortened_and_idle_intervals_do_not_change_the_plateau() -> None:
     profile = make_profile(1, 2, 4, 8, 16, 32)
     for running in (8, 16, 32):
         for rate in (4000.0, 0.3, 5.0, 4000.0):
@@ -57,7 +57,7 @@ def test_ticks_that_were_cut_short_or_idle_do_not_matter() -> None:
     assert profile.plateau(64) == 16
 
 
-def test_noise_of_a_tenth_moves_it_little() -> None:
+def test_ten_percent_noise_changes_the_plateau_little() -> None:
     source, profile = random.Random(0), ThroughputProfile()
     for _ in range(600):
         running = source.randint(1, 64)
@@ -66,7 +66,7 @@ def test_noise_of_a_tenth_moves_it_little() -> None:
     assert 13 <= profile.plateau(64) <= 19
 
 
-def test_what_was_true_long_ago_is_forgotten() -> None:
+def test_old_observations_lose_their_weight() -> None:
     profile = make_profile(1, 2, 4, 8, 16, 32, 64, times=module.KEPT)
     for _ in range(8 * module.HALF_LIFE):  # the old sizes now weigh 32 / 2 ** 8 = 0.125 each
         profile.observe(2, 20.0)

@@ -1,4 +1,4 @@
-"""Readers are told of growth and asked at the end, in virtual time, whatever becomes of the samples meanwhile."""
+"""Reading ahead: readers receive growing samples and read finished ones, in virtual time."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.fake_engine import FakeReader
-from tests.fake_samples import make_delta, make_id, make_in_flight, make_report
-from tests.fake_session import Session, small_spec
+from tests.doubles.engine import FakeReader
+from tests.doubles.samples import make_delta, make_id, make_in_flight, make_report
+from tests.doubles.session import Session, small_spec
 from tests.virtual_time import run_virtual
 from tidemill.controller.reading import Reading
 from tidemill.core.errors import ReaderLost
@@ -25,12 +25,12 @@ def run(spec: Any = None, **settings: Any) -> Session:
 
 
 def learned_from(session: Session) -> list[Any]:
-    """What the trainer saw of each sample: identity and tokens first, the reference's logprobs last."""
+    """Each sample as the trainer received it: identity and tokens first, reference logprobs last."""
     groups: list[Any] = [group for batch in session.trainer.state.history for group in batch]
     return [sample for group in groups for sample in group[2]]
 
 
-def test_growth_is_told_in_whole_chunks_and_the_prompt_at_once() -> None:
+def test_growth_is_sent_in_whole_chunks_and_the_prompt_at_once() -> None:
     in_flight, reader = make_in_flight(), FakeReader()
     reading = Reading([reader], reference=None, chunk_tokens=4)
     in_flight.assign("lease", [in_flight[make_id()]])
@@ -39,7 +39,7 @@ def test_growth_is_told_in_whole_chunks_and_the_prompt_at_once() -> None:
         reader.growths.clear()
         for delta in deltas:
             in_flight.apply(delta)
-        reading.grown(in_flight, [make_report(*deltas)])
+        reading.send_growth(in_flight, [make_report(*deltas)])
         return list(reader.growths)
 
     def growth(start: int, tokens: list[int]) -> Growth:
@@ -50,38 +50,38 @@ def test_growth_is_told_in_whole_chunks_and_the_prompt_at_once() -> None:
     assert tell(make_delta(start=3, tokens=[8, 9]), make_delta(start=5, tokens=[10])) == [growth(2, [5, 6, 7, 8])]
     assert tell(make_delta(start=6, tokens=[11])) == []
     assert tell(make_delta(sample_id=make_id("nobody"))) == []
-    # A chunk at the end is not told of: the sample is read as a whole now.
+    # The last chunk is not sent: the finished sample is read as a whole.
     assert tell(make_delta(start=7, tokens=[12], finish="stop")) == []
 
 
-def test_a_sample_that_begins_again_is_told_of_from_its_beginning() -> None:
+def test_a_restarted_sample_is_sent_from_its_start() -> None:
     in_flight, reader = make_in_flight(), FakeReader()
     reading, sample = Reading([reader], reference=None, chunk_tokens=4), in_flight[make_id()]
     in_flight.assign("lease", [sample])
     in_flight.apply(delta := make_delta(tokens=[1, 2, 3, 4]))
-    reading.grown(in_flight, [make_report(delta)])
+    reading.send_growth(in_flight, [make_report(delta)])
     in_flight.restart([sample])
     reading.forget([sample, in_flight[make_id(index=1)]])
-    assert reader.forgotten == [make_id()]  # of the other one nothing was told
+    assert reader.forgotten == [make_id()]  # nothing was sent of the other one
     in_flight.assign("lease", [sample])
     in_flight.apply(delta := make_delta(attempt=2, tokens=[9, 9, 9, 9]))
-    reading.grown(in_flight, [make_report(delta)])
+    reading.send_growth(in_flight, [make_report(delta)])
     assert [(growth.start, count(growth.token_ids)) for growth in reader.growths] == [(0, 6), (0, 6)]
 
 
-def test_a_sample_that_migrates_is_told_of_without_a_gap() -> None:
+def test_a_migrated_sample_is_sent_without_a_gap() -> None:
     in_flight, reader = make_in_flight(), FakeReader()
     reading, sample = Reading([reader], reference=None, chunk_tokens=4), in_flight[make_id()]
     in_flight.assign("lease", [sample])
     in_flight.apply(delta := make_delta(tokens=[1, 2, 3, 4, 5]))
-    reading.grown(in_flight, [make_report(delta)])
+    reading.send_growth(in_flight, [make_report(delta)])
     in_flight.revoke("lease")
     in_flight.assign("other", [sample])
     stale = make_delta(start=5, tokens=[0, 0, 0])
     delta = make_delta(lease_id="other", attempt=2, start=5, tokens=[6, 7, 8])
     assert in_flight.apply(stale) is None
     in_flight.apply(delta)
-    reading.grown(in_flight, [make_report(stale, delta)])
+    reading.send_growth(in_flight, [make_report(stale, delta)])
     assert [(growth.start, count(growth.token_ids)) for growth in reader.growths] == [(0, 6), (6, 4)]
     assert reader.growths[1].token_ids == pack_tokens([5, 6, 7, 8])
     assert not reader.forgotten
@@ -110,12 +110,12 @@ async def test_only_trained_tokens_have_reference_logprobs() -> None:
     assert await Reading([], reference=None, chunk_tokens=4).ref_logprobs(trajectory) == b""
 
 
-def test_every_sample_is_read_once_and_the_trainer_gets_what_was_said() -> None:
+def test_every_sample_is_read_once_and_the_trainer_gets_the_logprobs() -> None:
     session = run()
     reader = session.reader
     assert reader is not None
     assert len(set(reader.was_read)) == len(reader.was_read) == 4 * 6
-    assert not reader.known  # whatever was told of has been read
+    assert not reader.known  # every sample that was sent has been read
     assert max(growth.start for growth in reader.growths) > 0
     learned = learned_from(session)
     assert len(learned) == 4 * 6
@@ -125,7 +125,7 @@ def test_every_sample_is_read_once_and_the_trainer_gets_what_was_said() -> None:
 
 
 @pytest.mark.parametrize("unfinished", ["continue", "restart", "finish"])
-def test_samples_that_outlive_a_publish_are_told_of_without_a_gap(unfinished: str) -> None:
+def test_samples_in_flight_at_a_publish_are_sent_without_a_gap(unfinished: str) -> None:
     spec = small_spec(schedule={"max_policy_lag": 2, "unfinished": unfinished}, trainer={"steps": 8})
     session = run(spec, slots=2)
     reader = session.reader
@@ -135,7 +135,7 @@ def test_samples_that_outlive_a_publish_are_told_of_without_a_gap(unfinished: st
     assert all(sample[-1] for sample in learned if sample[1])
 
 
-def test_a_run_that_lost_its_memory_learns_what_it_would_have_learned() -> None:
+def test_a_resumed_run_trains_on_the_same_reference_logprobs() -> None:
     whole = run()
 
     async def main(cut: int) -> Session:
@@ -151,10 +151,10 @@ def test_a_run_that_lost_its_memory_learns_what_it_would_have_learned() -> None:
         assert session.trainer.state == whole.trainer.state
         assert session.reader is not None
         again += len(set(session.reader.was_read) - set(session.engine.submitted))
-    assert again > 0  # samples whose tokens and rewards the journal had, and the reference's logprobs not
+    assert again > 0  # samples whose tokens and rewards were restored, but not their reference logprobs
 
 
-def test_a_reference_that_is_gone_ends_the_run_in_words() -> None:
+def test_a_lost_reference_ends_the_run() -> None:
     reader = FakeReader()
     reader.failure = ReaderLost("the reference died three times")
     with pytest.raises(ReaderLost, match="died three times"):

@@ -1,4 +1,4 @@
-"""A sample's states and what becomes of deltas."""
+"""A sample's states, and the checks of deltas."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.fake_samples import V3, V3_AGAIN, make_delta, make_id, make_prompt
-from tidemill.controller.samples import LEGAL, IllegalTransition, Sample, SampleState
+from tests.doubles.samples import V3, V3_AGAIN, make_delta, make_id, make_prompt
+from tidemill.controller.samples import TRANSITIONS, IllegalTransition, Sample, SampleState
 from tidemill.core.records import (
     PolicyVersion,
     Reward,
@@ -36,7 +36,7 @@ def test_only_legal_transitions_happen(before: SampleState, after: SampleState) 
     one = sample()
     one.state = before
 
-    if after in LEGAL[before]:
+    if after in TRANSITIONS[before]:
         one.move(after)
         assert one.state is after
     else:
@@ -55,24 +55,24 @@ def test_only_legal_transitions_happen(before: SampleState, after: SampleState) 
         ({"logprobs": b""}, "malformed"),
         ({"token_ids": b"123", "logprobs": b"123"}, "malformed"),  # not whole tokens
         ({"version": PolicyVersion(number=2, digest="a")}, "wrong_version"),
-        ({"version": V3_AGAIN}, "applied"),  # the same version made again after a restart
+        ({"version": V3_AGAIN}, "applied"),  # the same version, recomputed after a resume
         ({"tokens": [], "version": PolicyVersion(number=2, digest="a"), "finish": "aborted"}, "applied"),
     ],
 )
-def test_a_delta_is_applied_only_if_it_is_current_and_fits(changes: dict[str, Any], verdict: str) -> None:
-    assert running().judge(make_delta(**changes), 3) == verdict
+def test_only_current_deltas_at_the_right_position_are_applied(changes: dict[str, Any], verdict: str) -> None:
+    assert running().check(make_delta(**changes), 3) == verdict
 
 
 def test_a_repeated_delta_overlaps() -> None:
     one = running()
     one.extend(pack_tokens([1, 2]), pack_logprobs([-1.0, -1.0]), V3)
 
-    assert one.judge(make_delta(), 3) == "overlap"
-    assert one.judge(make_delta(start=2), 3) == "applied"
+    assert one.check(make_delta(), 3) == "overlap"
+    assert one.check(make_delta(start=2), 3) == "applied"
 
 
-def test_a_sample_nobody_generates_takes_no_tokens() -> None:
-    assert sample().judge(make_delta(), 3) == "not_running"
+def test_a_waiting_sample_accepts_no_tokens() -> None:
+    assert sample().check(make_delta(), 3) == "not_running"
 
 
 def test_version_runs_follow_the_tokens() -> None:
@@ -80,14 +80,14 @@ def test_version_runs_follow_the_tokens() -> None:
     for tokens, version in (([1, 2], V3), ([3], V3), ([], V3_AGAIN), ([4], V3_AGAIN)):
         one.extend(pack_tokens(tokens), pack_logprobs([-1.0] * len(tokens)), version)
 
-    # two tokens and one of the same version make [0, 3); the empty message makes nothing; the last token is [3, 4)
+    # two tokens and one of the same version give [0, 3); the empty delta adds nothing; the last token is [3, 4)
     assert one.versions == [VersionRun(version=V3, start=0, end=3), VersionRun(version=V3_AGAIN, start=3, end=4)]
 
 
 @pytest.mark.parametrize(
     ("finish", "error", "failures"), [("aborted", "", 0), ("aborted", "wrong", 1), ("error", "", 1)]
 )
-def test_an_attempt_that_was_cut_short_keeps_its_tokens(finish: Any, error: str, failures: int) -> None:
+def test_an_aborted_attempt_keeps_its_tokens(finish: Any, error: str, failures: int) -> None:
     one = running()
     one.extend(pack_tokens([1]), pack_logprobs([-1.0]), V3)
 
@@ -98,11 +98,11 @@ def test_an_attempt_that_was_cut_short_keeps_its_tokens(finish: Any, error: str,
     assert one.attempt == 2
 
 
-def test_a_sample_is_as_old_as_the_weights_it_was_given_to_until_it_has_tokens() -> None:
+def test_without_tokens_the_assigned_version_is_the_oldest() -> None:
     one, ages = sample(), []
-    ages.append(one.oldest_version)  # None: as new as the weights that will begin it
+    ages.append(one.oldest_version)  # None: not assigned
     one.assign("lease", 5)
-    ages.append(one.oldest_version)  # they may have begun it already
+    ages.append(one.oldest_version)  # they may have generated tokens that were not reported
     one.extend(pack_tokens([1]), pack_logprobs([-1.0]), V3)
     ages.append(one.oldest_version)
     one.restart()
@@ -111,7 +111,7 @@ def test_a_sample_is_as_old_as_the_weights_it_was_given_to_until_it_has_tokens()
     assert ages == [None, 5, 3, None]
 
 
-def test_the_trajectory_has_the_prompt_in_front() -> None:
+def test_the_trajectory_starts_with_the_prompt() -> None:
     one = running()  # its prompt "p0" has two tokens: 112 and 48
     one.extend(pack_tokens([5, 6, 0]), pack_logprobs([-0.5, -1.0, -2.0]), V3)
     one.end_attempt("stop", "")
@@ -130,29 +130,29 @@ def test_the_trajectory_has_the_prompt_in_front() -> None:
 V4, V5 = PolicyVersion(number=4, digest="c"), PolicyVersion(number=5, digest="d")
 
 
-def test_what_was_published_is_kept_of_the_tokens_that_were_there() -> None:
+def test_published_logprobs_cover_the_tokens_of_that_time() -> None:
     one = running()
     one.extend(pack_tokens([5, 6]), pack_logprobs([-0.5, -1.0]), V3)
     one.extend(pack_tokens([7]), pack_logprobs([-2.0]), V4)
     one.extend(pack_tokens([8]), pack_logprobs([-4.0]), V5)
-    assert [one.made_before(version) for version in (3, 4, 5, 6)] == [0, 2, 3, 4]
+    assert [one.tokens_before(version) for version in (3, 4, 5, 6)] == [0, 2, 3, 4]
     assert unpack_tokens(one.completion(3).token_ids) == [5, 6, 7]
     assert unpack_tokens(one.completion(3).prompt_ids) == [112, 48]
 
-    one.note_published(5, pack_logprobs([-0.125, -0.25, -0.75]))
-    one.note_published(4, pack_logprobs([-0.25, -0.5]))
+    one.set_published(5, pack_logprobs([-0.125, -0.25, -0.75]))
+    one.set_published(4, pack_logprobs([-0.25, -0.5]))
 
-    # oldest first, whenever they came; tokens that were not made yet as they were sampled
+    # oldest version first; later tokens have their rollout logprob
     assert [unpack_logprobs(said) for said in one.publish_logprobs] == [
         [-0.25, -0.5, -2.0, -4.0],
         [-0.125, -0.25, -0.75, -4.0],
     ]
 
 
-def test_a_sample_that_begins_again_forgets_what_was_published() -> None:
+def test_a_restart_discards_published_logprobs() -> None:
     one = running()
     one.extend(pack_tokens([5]), pack_logprobs([-0.5]), V3)
-    one.note_published(4, pack_logprobs([-1.0]))
+    one.set_published(4, pack_logprobs([-1.0]))
 
     one.restart()
 
@@ -160,11 +160,11 @@ def test_a_sample_that_begins_again_forgets_what_was_published() -> None:
 
 
 @pytest.mark.parametrize("said", [pack_logprobs([-1.0, -1.0]), b"123"])
-def test_nothing_can_be_said_of_tokens_that_are_not_there(said: bytes) -> None:
+def test_logprobs_of_missing_tokens_are_refused(said: bytes) -> None:
     one = running()
     one.extend(pack_tokens([5]), pack_logprobs([-0.5]), V3)
     with pytest.raises(IllegalTransition, match="bytes of logprobs for 1 tokens"):
-        one.note_published(4, said)
+        one.set_published(4, said)
 
 
 def test_scoring_comes_after_finishing() -> None:

@@ -1,4 +1,4 @@
-"""Generation that runs ahead of training: lags, membership, what becomes of samples under way. In virtual time."""
+"""Generation ahead of training: lags, membership, and unfinished samples at a publish. In virtual time."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.fake_samples import number, said_of
-from tests.fake_session import Disk, Session, small_spec
+from tests.doubles.samples import logprobs_of, number
+from tests.doubles.session import Disk, Session, small_spec
 from tests.virtual_time import run_virtual
 from tidemill.config.issues import without_effect
 from tidemill.controller.in_flight import PlannedGroup
@@ -46,7 +46,7 @@ def run(algorithm: dict[str, Any] | None = None, *, rewards: Any = None, **sched
 
 
 def lags(session: Session) -> list[list[int]]:
-    """By batch: how old each sample's oldest token was, in versions."""
+    """By batch: the lag of each sample."""
     return [
         [step - min(run.version.number for run in sample[7]) for group in batch for sample in group if sample[7]]
         for step, batch in enumerate(history(session))
@@ -54,7 +54,7 @@ def lags(session: Session) -> list[list[int]]:
 
 
 def history(session: Session) -> list[list[list[Any]]]:
-    """By batch and group: the samples, as `tests.fake_session.seen` has them."""
+    """By batch and group: the samples, as `tests.doubles.session.seen` has them."""
     batches: Any = session.trainer.state.history
     return [[list(group[2]) for group in batch] for batch in batches]
 
@@ -70,7 +70,7 @@ def learned(session: Session) -> list[SampleId]:
 
 
 def mixed(batch: list[list[Any]]) -> list[Any]:
-    """Samples that more than one version made."""
+    """Samples with tokens of more than one version."""
     return [sample for group in batch for sample in group if len(sample[7]) > 1]
 
 
@@ -79,7 +79,7 @@ def totals(session: Session, name: str) -> float:
 
 
 def check(session: Session, max_lag: int) -> None:
-    """What holds in every schedule."""
+    """Checks that hold in every schedule."""
     assert [len(batch) for batch in history(session)] == [GROUPS] * STEPS
     assert len(set(learned(session))) == STEPS * GROUPS * SIZE
     assert max(lag for batch in lags(session) for lag in batch) <= max_lag
@@ -110,23 +110,23 @@ def test_generation_runs_ahead_as_far_as_the_lag_allows(lag: int) -> None:
     assert totals(ahead, "time_trainer_idle_s") < totals(on_policy, "time_trainer_idle_s")
 
 
-def test_a_step_whose_samples_were_scored_before_it_began_waited_for_no_score() -> None:
-    # Groups are learned from one by one, 0.1 s each; with as many again in flight a step's are long scored by its turn.
+def test_samples_scored_before_a_step_add_no_scoring_time() -> None:
+    # Groups are trained on one by one, 0.1 s each; with two batches in flight a batch is scored before its step.
     waited = [step.values["time_score_s"] for step in run(max_policy_lag=4).telemetry.steps if step.step]
     assert min(waited) == 0.0
 
 
-def test_a_sample_under_way_goes_on_under_new_weights() -> None:
+def test_an_unfinished_sample_continues_under_new_weights() -> None:
     session = run(max_policy_lag=2)
 
     assert any(mixed(batch) for batch in history(session))
 
 
-def test_a_sample_under_way_is_finished_under_the_weights_it_began_with() -> None:
+def test_an_unfinished_sample_finishes_under_its_first_weights() -> None:
     session = run(max_policy_lag=2, unfinished="finish")
 
     check(session, 2)
-    # but for those called back for an evaluation: its workers are not theirs meanwhile
+    # except samples aborted for an evaluation
     after_evaluation = {3, 4, 5}
     for step, batch in enumerate(history(session)):
         if step not in after_evaluation:
@@ -134,7 +134,7 @@ def test_a_sample_under_way_is_finished_under_the_weights_it_began_with() -> Non
     assert max(max(batch) for batch in lags(session)) > 0
 
 
-def test_a_sample_under_way_begins_again() -> None:
+def test_an_unfinished_sample_restarts() -> None:
     session = run(max_policy_lag=2, unfinished="restart")
 
     check(session, 2)
@@ -143,7 +143,7 @@ def test_a_sample_under_way_begins_again() -> None:
     assert not any(mixed(batch) for batch in history(session))
 
 
-PACES = (1, 2, 5)  # tokens of each sample that the engine decodes in a tick
+PACES = (1, 2, 5)  # tokens per sample and tick
 
 
 def at_pace(pace: int, **changes: Any) -> Session:
@@ -157,12 +157,12 @@ def at_pace(pace: int, **changes: Any) -> Session:
 
 
 @pytest.mark.parametrize("lag", [1, 2, 3])
-def test_a_publish_that_waits_makes_the_version_of_every_token_a_function_of_its_position(lag: int) -> None:
+def test_with_unfinished_wait_the_position_determines_the_version_of_each_token(lag: int) -> None:
     sessions = [at_pace(pace, max_policy_lag=lag, unfinished="wait") for pace in PACES]
 
     for session in sessions:
         check(session, lag)
-        # The groups of step s are begun as soon as version s - 1 - lag is published, and finished before the next one.
+        # The groups of step s start when version s - 1 - lag is published, and finish before the next publish.
         for step, batch in enumerate(history(session), 1):
             made_by = {tuple(run.version.number for run in sample[7]) for group in batch for sample in group}
             assert made_by == {(max(0, step - 1 - lag),)}
@@ -172,7 +172,7 @@ def test_a_publish_that_waits_makes_the_version_of_every_token_a_function_of_its
 @pytest.mark.parametrize(
     "schedule", [{"overcommit": 1}, {"overcommit": 4}, {"overcommit": "adaptive"}, {"fresh_fraction": 0.5}]
 )
-def test_with_any_overcommit_a_publish_that_waits_makes_the_pace_of_workers_irrelevant(
+def test_with_unfinished_wait_worker_speed_does_not_change_the_result(
     schedule: dict[str, Any],
 ) -> None:
     sessions = [at_pace(pace, max_policy_lag=2, unfinished="wait", **schedule) for pace in PACES]
@@ -184,7 +184,7 @@ def test_with_any_overcommit_a_publish_that_waits_makes_the_pace_of_workers_irre
 
 
 @pytest.mark.parametrize("unfinished", ["continue", "finish", "restart"])
-def test_a_publish_that_does_not_wait_lets_the_pace_of_workers_decide_which_version_makes_a_token(
+def test_without_unfinished_wait_worker_speed_decides_the_versions(
     unfinished: str,
 ) -> None:
     sessions = [at_pace(pace, max_policy_lag=2, unfinished=unfinished) for pace in PACES]
@@ -195,7 +195,7 @@ def test_a_publish_that_does_not_wait_lets_the_pace_of_workers_decide_which_vers
 
 
 @pytest.mark.parametrize("redraws", [1, 3])
-def test_groups_replaced_in_a_publish_that_waits_are_made_by_the_version_of_those_they_replace(redraws: int) -> None:
+def test_with_unfinished_wait_redrawn_groups_use_the_version_of_those_they_replace(redraws: int) -> None:
     algorithm = {"dynamic_sampling": True, "max_redraws": redraws}
     session = run(algorithm, max_policy_lag=2, unfinished="wait")
 
@@ -205,11 +205,11 @@ def test_groups_replaced_in_a_publish_that_waits_are_made_by_the_version_of_thos
 
 
 def renewed(batch: list[list[Any]], step: int) -> int:
-    """Groups of a batch that the weights it was learned with made, and no others."""
+    """Groups of a batch whose tokens are all of the version it was trained from."""
     return sum(all(run.version.number == step for sample in group for run in sample[7]) for group in batch)
 
 
-def test_half_of_every_batch_is_renewed() -> None:
+def test_fresh_fraction_renews_half_of_each_batch() -> None:
     session = run(max_policy_lag=2, fresh_fraction=0.5)
 
     check(session, 2)
@@ -220,7 +220,7 @@ MU_STEP = {"correction": {"kind": "mu_step"}}
 
 
 @pytest.mark.parametrize("unfinished", ["continue", "restart"])
-def test_what_each_publish_says_of_the_samples_in_flight(unfinished: str) -> None:
+def test_each_publish_stores_logprobs_of_samples_in_flight(unfinished: str) -> None:
     session = run(MU_STEP, max_policy_lag=3, unfinished=unfinished)
 
     check(session, 3)
@@ -234,14 +234,14 @@ def test_what_each_publish_says_of_the_samples_in_flight(unfinished: str) -> Non
             expected = []
             for version in range(versions[0].version.number + 1, trained_by + 1):
                 older = sum(each.end - each.start for each in versions if each.version.number < version)
-                said = said_of(whole, digests[version])
+                said = logprobs_of(whole, digests[version])
                 expected.append(said[: 4 * older] + rollout[4 * older :])
                 younger += 0 < older < len(tokens)
             assert list(sample[8:]) == expected
             noted += len(expected)
     assert noted > 10
     assert totals(session, "time_publish_logprobs_s") > 0
-    assert (younger > 0) == (unfinished == "continue")  # made between two publishes
+    assert (younger > 0) == (unfinished == "continue")  # tokens generated between two publishes
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_what_each_publish_says_of_the_samples_in_flight(unfinished: str) -> Non
     [({"correction": {"kind": "tis"}}, 2), (MU_STEP, 0), (MU_STEP | {"proximal": "rollout"}, 2)],
     ids=["tis", "on policy", "without a correction"],
 )
-def test_nobody_asks_what_a_publish_says_where_nothing_depends_on_it(algorithm: dict[str, Any], lag: int) -> None:
+def test_publish_logprobs_are_computed_only_if_needed(algorithm: dict[str, Any], lag: int) -> None:
     session = run(algorithm, max_policy_lag=lag)
 
     assert {sample[8:] for batch in history(session) for group in batch for sample in group} == {()}
@@ -268,7 +268,7 @@ def test_nobody_asks_what_a_publish_says_where_nothing_depends_on_it(algorithm: 
         (2, {"on_lag_limit": "restart"}),
     ],
 )
-def test_what_is_said_to_have_no_effect_has_none(lag: int, idle: dict[str, Any]) -> None:
+def test_keys_documented_without_effect_have_none(lag: int, idle: dict[str, Any]) -> None:
     plain, changed = (
         run(max_policy_lag=lag, rewards=Slow(every=4)),
         run(max_policy_lag=lag, rewards=Slow(every=4), **idle),
@@ -286,7 +286,7 @@ def test_max_redraws_has_no_effect_without_dynamic_sampling() -> None:
 
 
 class Slow:
-    """A scorer that takes an age over some groups: stragglers."""
+    """A scorer that is slow for some groups: stragglers."""
 
     def __init__(self, *, every: int) -> None:
         self.every = every
@@ -299,7 +299,7 @@ class Slow:
 
 @pytest.mark.parametrize("on_limit", ["wait", "restart", "drop"])
 @pytest.mark.parametrize("order", ["canonical", "arrival"])
-def test_stragglers_go_into_a_later_batch_but_never_beyond_the_limit(on_limit: str, order: str) -> None:
+def test_stragglers_join_a_later_batch_within_the_lag_limit(on_limit: str, order: str) -> None:
     async def main() -> Session:
         configured = spec(max_policy_lag=2, membership="first_finished", on_lag_limit=on_limit)
         configured = configured.model_copy(update={"batch": configured.batch.model_copy(update={"order": order})})
@@ -322,7 +322,7 @@ def test_stragglers_go_into_a_later_batch_but_never_beyond_the_limit(on_limit: s
         assert sorted(chain(*told)) == sorted(chain(*planned()))
 
 
-def test_groups_without_signal_are_replaced_as_often_as_allowed() -> None:
+def test_groups_without_signal_are_redrawn_up_to_max_redraws() -> None:
     async def same(prompt: Prompt, trajectory: Trajectory) -> Reward:
         """Half of the groups have no signal."""
         await asyncio.sleep(0.01)
@@ -337,7 +337,7 @@ def test_groups_without_signal_are_replaced_as_often_as_allowed() -> None:
     assert all(len(values) == 2 for values in rewards)
 
 
-def test_where_nothing_has_signal_redrawing_ends() -> None:
+def test_redrawing_ends_if_no_group_has_signal() -> None:
     async def dull(prompt: Prompt, trajectory: Trajectory) -> Reward:
         return Reward(value=1.0)
 
@@ -348,8 +348,8 @@ def test_where_nothing_has_signal_redrawing_ends() -> None:
     assert told == [2 * GROUPS] * STEPS
 
 
-def test_a_batch_that_is_repeated_keeps_the_groups_without_signal_it_had() -> None:
-    """Killed when the batch is journalled and before anything else is: what was redrawn enough is not redrawn again."""
+def test_a_replayed_batch_keeps_its_groups_without_signal() -> None:
+    """Killed right after the batch was journalled: groups redrawn `max_redraws` times are not redrawn again."""
 
     async def dull(prompt: Prompt, trajectory: Trajectory) -> Reward:
         return Reward(value=1.0)
@@ -371,7 +371,7 @@ def test_a_batch_that_is_repeated_keeps_the_groups_without_signal_it_had() -> No
         disk.journal, disk.checkpoints = b"", {}
 
 
-def test_what_is_generated_during_a_publish_counts() -> None:
+def test_tokens_generated_during_a_publish_are_counted() -> None:
     session = run(max_policy_lag=2)
     assert session.result is not None
 
@@ -380,7 +380,7 @@ def test_what_is_generated_during_a_publish_counts() -> None:
 
 
 def begun(session: Session, found: dict[int, int]) -> None:
-    """Note under which version each group begins."""
+    """Record the version under which each group starts."""
     opening = session.ledger.open
 
     async def noted(in_flight: Any, groups: Sequence[PlannedGroup], prompts: Any) -> None:
@@ -391,13 +391,13 @@ def begun(session: Session, found: dict[int, int]) -> None:
 
 
 async def improving(prompt: Prompt, trajectory: Trajectory) -> Reward:
-    """From epoch to epoch, which are three steps each."""
+    """Improves from epoch to epoch, of three steps each."""
     await asyncio.sleep(0.01)
     return Reward(value=float(trajectory.sample_id.epoch))
 
 
-@pytest.mark.parametrize("share", [0.65, 0.72])  # of what is written: both in the second half of the run
-def test_a_killed_run_remembers_the_trend_its_overcommit_follows(share: float) -> None:
+@pytest.mark.parametrize("share", [0.65, 0.72])  # fraction of the bytes written: both in the second half of the run
+def test_a_resumed_run_keeps_the_reward_trend_of_adaptive_overcommit(share: float) -> None:
     configured = spec(max_policy_lag=4, overcommit="adaptive")
     configured = configured.model_copy(update={"trainer": configured.trainer.model_copy(update={"steps": 16})})
 
@@ -414,9 +414,9 @@ def test_a_killed_run_remembers_the_trend_its_overcommit_follows(share: float) -
     resumed = run_virtual(live(disk, interrupted))
 
     assert resumed.result is not None
-    assert resumed.result.resumed_from >= 8  # the first 8 steps tell no trend
+    assert resumed.result.resumed_from >= 8  # there is no trend in the first 8 steps
     assert interrupted == alone
-    # Group 3 v is the first of the batch that version v learns from; an eighth of 12 is 1 more a step from step 9 on.
+    # Group 3 v is the first of the batch trained from version v; from step 9 on, 12 // 8 = 1 more per step.
     assert max(position - GROUPS * version for position, version in alone.items()) >= GROUPS + 4
 
 
@@ -434,7 +434,7 @@ SCHEDULES = st.fixed_dictionaries(
 
 @settings(max_examples=40)
 @given(SCHEDULES, st.lists(st.integers(50, 3000), max_size=3), st.booleans())
-def test_whatever_the_schedule_a_killed_run_goes_on_and_keeps_the_limit(
+def test_a_killed_run_resumes_within_the_lag_limit_in_every_schedule(
     schedule: dict[str, Any], cuts: list[int], redraw: bool
 ) -> None:
     disk = Disk()

@@ -1,4 +1,4 @@
-"""Waits that speak up and end."""
+"""Waits with events and deadlines."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tests.fake_session import FakeTelemetry
+from tests.doubles.session import FakeTelemetry
 from tests.virtual_time import run_virtual
 from tidemill.controller.waiting import Wait, wait_with_deadline
 from tidemill.core.errors import DeadlineError
@@ -21,17 +21,17 @@ async def wait_for(seconds: float, telemetry: FakeTelemetry) -> str:
     )
 
 
-def test_what_comes_in_time_is_returned_after_a_notice_every_while() -> None:
+def test_a_result_in_time_is_returned_after_waiting_events() -> None:
     telemetry = FakeTelemetry()
 
     assert run_virtual(wait_for(70.0, telemetry)) == "came"
 
-    # 70 s with a word every 30 s: at 30 and at 60
+    # 70 s with an event every 30 s: at 30 and 60
     assert [fields["waited_s"] for fields in telemetry.named("waiting")] == [30.0, 60.0]
     assert telemetry.named("waiting")[0]["awaited"] == "the tide"
 
 
-def test_what_does_not_come_ends_with_a_deadline_that_says_where_to_look() -> None:
+def test_a_deadline_error_names_what_was_awaited_and_where_to_look() -> None:
     telemetry = FakeTelemetry()
 
     with pytest.raises(DeadlineError, match=r"waited 100.0 s for the tide; look at the moon"):
@@ -40,7 +40,7 @@ def test_what_does_not_come_ends_with_a_deadline_that_says_where_to_look() -> No
     assert len(telemetry.named("waiting")) == 3
 
 
-def test_a_failure_goes_through_and_a_cancelled_wait_cancels_what_it_waits_for() -> None:
+def test_errors_propagate_and_cancelling_the_wait_cancels_the_awaited_task() -> None:
     async def fail() -> None:
         raise ValueError("broken")
 

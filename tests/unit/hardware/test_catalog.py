@@ -27,7 +27,7 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
-def test_the_gpus_and_machines_that_are_known() -> None:
+def test_built_in_gpus_and_machines() -> None:
     catalog = load_catalog()
     families = ("h100", "h200", "b200", "a100", "l40s", "mi300x", "tpu-v5p", "tpu-v6e")
     assert all(any(name.startswith(family) for name in catalog.gpus) for family in families)
@@ -44,7 +44,7 @@ def test_the_gpus_and_machines_that_are_known() -> None:
     assert catalog.machine("rlboost-2xh100").network_bytes_per_s == 6.25e9  # 50 Gbit/s
 
 
-def test_every_link_is_slower_than_the_memory_it_serves() -> None:
+def test_links_are_slower_than_memory() -> None:
     for gpu in load_catalog().gpus.values():
         assert gpu.link_bytes_per_s < gpu.bandwidth_bytes_per_s
         assert gpu.flops_per_s.get("fp8", 1e18) > gpu.peak_flops("bf16") > gpu.flops_per_s.get("fp32", 0)
@@ -67,7 +67,7 @@ def test_an_unknown_gpu_suggests_the_nearest(asked: str, meant: str) -> None:
         load_catalog().machine("aws")
 
 
-def test_a_file_of_ones_own_adds_and_replaces(tmp_path: Path) -> None:
+def test_a_user_file_adds_and_replaces_rows(tmp_path: Path) -> None:
     catalog = load_catalog(write(tmp_path, ROW + MACHINE + ROW.replace("gpus.mine", "gpus.h100-80gb")))
     assert catalog.gpu("mine").flops_per_s == {"bf16": 1e14}
     assert catalog.machine("box").gpus == 2
@@ -76,8 +76,8 @@ def test_a_file_of_ones_own_adds_and_replaces(tmp_path: Path) -> None:
     assert load_catalog().gpu("h100").title != "Mine"
 
 
-def test_a_dtype_without_a_speed(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no fp8 speed"):
+def test_a_dtype_without_flops(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no fp8 FLOP/s"):
         load_catalog(write(tmp_path, ROW)).gpu("mine").peak_flops("fp8")
 
 
@@ -99,14 +99,13 @@ def test_a_dtype_without_a_speed(tmp_path: Path) -> None:
         (ROW.replace("1e14", "0"), "own.toml: gpus.mine.flops_per_s", ">= 1000000000"),
         (MACHINE, "own.toml: machines.box.gpu", "no GPU 'mine'"),
         ("[gpu.x]", "own.toml", "unknown table 'gpu'"),
-        ("gpus = 3", "own.toml: gpus", "no table of rows"),
-        ("[gpus]\nx = 3", "own.toml: gpus.x", "no row"),
+        ("gpus = 3", "own.toml: gpus", "not a table"),
+        ("[gpus]\nx = 3", "own.toml: gpus.x", "not a table"),
         ("[gpus\n", "own.toml", "not valid TOML"),
-        ("gpus = " + "[" * 100_000, "own.toml", "not valid TOML"),
         ("gpus = " + "1" * 5000, "own.toml", "not valid TOML"),
     ],
 )
-def test_what_is_wrong_with_a_file_names_row_and_field(tmp_path: Path, text: str, where: str, what: str) -> None:
+def test_a_catalogue_error_names_row_and_field(tmp_path: Path, text: str, where: str, what: str) -> None:
     with pytest.raises(UserError) as caught:
         load_catalog(write(tmp_path, text))
     assert caught.value.where.endswith(where) or where in caught.value.where

@@ -67,7 +67,7 @@ def test_one_gpu() -> None:
     assert profile.cache_tokens == pytest.approx(4e6)
 
 
-def test_two_gpus_halve_the_work_and_talk() -> None:
+def test_two_gpus_halve_the_work_and_reduce() -> None:
     one, two = engine_profile(SHAPE, GPU, efficiency=PERFECT), engine_profile(SHAPE, GPU, gpus=2, efficiency=PERFECT)
     assert two.weights_s == one.weights_s / 2
     # 20 reductions of at least 10 µs a step; each token is 200 bytes, of which a ring of two sends 2 * 1/2: 2 ns
@@ -77,7 +77,7 @@ def test_two_gpus_halve_the_work_and_talk() -> None:
     assert two.cache_tokens == pytest.approx(34e9 / 4000)
 
 
-def test_experts_are_read_as_far_as_tokens_ask_for_them() -> None:
+def test_experts_read_depend_on_the_batch() -> None:
     profile = engine_profile(EXPERTS, GPU, efficiency=PERFECT)
     # 0.4 GB of others and 1.6 GB of experts; one token reads 2 of 8, two 1 - (6/8)² = 7/16
     assert profile.weights_s == pytest.approx(0.4e-3)
@@ -87,18 +87,18 @@ def test_experts_are_read_as_far_as_tokens_ask_for_them() -> None:
     assert profile.sample_s == pytest.approx(8e8 / 1e14)
 
 
-def test_prefill_pays_for_what_is_before_it() -> None:
+def test_prefill_attends_to_cached_tokens() -> None:
     # 100 tokens: 100 * (1e-5 + 1e-9 * 50); after 200 others 100 * (1e-5 + 1e-9 * 250)
     assert PLAIN.prefill_s(100) == pytest.approx(100 * (1e-5 + 5e-8))
     assert PLAIN.prefill_s(100, before=200) == pytest.approx(100 * (1e-5 + 2.5e-7))
     assert PLAIN.prefill_s(0) == 0
 
 
-def test_in_pieces_prefill_costs_as_much_as_at_once() -> None:
+def test_chunked_prefill_costs_the_same() -> None:
     assert PLAIN.prefill_s(60) + PLAIN.prefill_s(40, before=60) == pytest.approx(PLAIN.prefill_s(100))
 
 
-def test_cache_and_slots_limit_what_runs() -> None:
+def test_cache_and_slots_limit_running_samples() -> None:
     assert PLAIN.most_running(5) == 100  # slots
     assert PLAIN.most_running(300) == 3  # cache
     assert PLAIN.most_running(1001) == 0
@@ -112,16 +112,7 @@ def test_the_plateau_reaches_nine_tenths_of_the_best_rate() -> None:
     assert next(at for at, rate in enumerate(rates, 1) if rate >= 0.9 * rates[-1]) == 90
 
 
-def test_when_the_cache_is_full_the_last_begun_wait() -> None:
-    # 499 + 500 tokens and one more each: 1001 are too many for 1000
-    assert PLAIN.put_back([499, 500]) == 1
-    assert PLAIN.put_back([499, 499]) == 0
-    assert PLAIN.put_back([300, 300, 300, 300, 300]) == 2  # 3 * 301 = 903
-    assert PLAIN.put_back([2000, 1]) == 2
-    assert PLAIN.put_back([]) == 0
-
-
-def test_a_model_that_does_not_fit_has_no_cache_and_says_what_is_missing() -> None:
+def test_a_model_that_does_not_fit_has_no_cache() -> None:
     large = ModelShape(
         parameters=10e9, layers=10, hidden=100, heads=4, kv_heads=2, head_dim=50, intermediate=300, vocab=1000
     )
@@ -129,6 +120,6 @@ def test_a_model_that_does_not_fit_has_no_cache_and_says_what_is_missing() -> No
     assert engine_profile(large, GPU, efficiency=PERFECT).most_running(1) == 0
 
 
-def test_a_dtype_the_gpu_does_not_have() -> None:
-    with pytest.raises(UserError, match="no fp8 speed"):
+def test_an_unsupported_dtype() -> None:
+    with pytest.raises(UserError, match="no fp8 FLOP/s"):
         engine_profile(SHAPE, GPU, dtype="fp8")

@@ -12,7 +12,7 @@ ENGINE = MeasuredEngine(
 )
 
 
-def test_an_engines_passes() -> None:
+def test_engine_passes() -> None:
     # 1 + 2 * 0.1 + 30 * 0.01 + 3 * 0.2 + 4 * 0.05
     assert ENGINE.forward_s(rows=2, context_tokens=30, drawn=3, prefilled=4) == pytest.approx(2.3)
     # Three passes of two rows over 30, 32 and 34 tokens: 3 * (1 + 0.2 + 0.4) + 96 * 0.01
@@ -21,7 +21,7 @@ def test_an_engines_passes() -> None:
     assert ENGINE.prefill_s(10) == pytest.approx(10 * 0.5 * 0.05)
 
 
-def test_what_training_computes_of_a_group() -> None:
+def test_packed_tokens_of_a_group() -> None:
     packing = Packing(prompt_tokens=5.0, new_by_depth=(0.5, 0.75), learned_share=1.0)
     # The last token is not read. Of a completion of 2: 0.5; of 3: 0.5 + 0.75; of 5, beyond what was seen: + 2 * 0.75.
     assert packing.packed([2, 3, 5]) == pytest.approx(5 + 0.5 + 1.25 + 2.75)
@@ -39,7 +39,7 @@ def trainer(**changes: object) -> MeasuredTrainer:
     return MeasuredTrainer(**{**settings, "microbatch_tokens": 20, **changes})  # type: ignore[arg-type]
 
 
-def test_a_microbatch_is_learned_from_when_the_next_group_does_not_fit() -> None:
+def test_a_full_microbatch_is_trained() -> None:
     one = trainer(first_s=5.0)
     # Groups of 9 tokens each (the last of 10 is not read): two fit 20, the third makes them full:
     # 18 * 0.1 + 18² * 0.01.
@@ -50,7 +50,7 @@ def test_a_microbatch_is_learned_from_when_the_next_group_does_not_fit() -> None
     assert one.commit_s() == pytest.approx(10.0)
 
 
-def test_later_minibatches_and_epochs_are_learned_at_the_end() -> None:
+def test_later_minibatches_and_epochs_train_at_commit() -> None:
     one = trainer(minibatches=3, epochs=2)
     # Only the first group is of the first minibatch; it waits in the open microbatch.
     assert [one.accumulate_s(group(10)) for _ in range(3)] == [0.0, 0.0, 0.0]
@@ -58,7 +58,7 @@ def test_later_minibatches_and_epochs_are_learned_at_the_end() -> None:
     assert one.commit_s() == pytest.approx(60 + 5.4 + 0.01 * (81 + 324 + 400 + 49))
 
 
-def test_what_needs_the_whole_batch_waits_for_it() -> None:
+def test_whole_batch_advantages_train_at_commit() -> None:
     one = trainer(waits=True)
     assert [one.accumulate_s(group(10)) for _ in range(3)] == [0.0, 0.0, 0.0]
     assert one.commit_s() == pytest.approx(10 + 2.7 + 0.01 * (400 + 49))

@@ -100,16 +100,7 @@ def test_keys_and_values_per_token() -> None:
     assert shape_of_config(LLAMA3_70B, source="test").kv_bytes_per_token(1) == 163_840
 
 
-def test_flops_per_token() -> None:
-    # tied: all 134,515,008 are multiplied, twice; attention to 100 tokens: 4 * 30 layers * 576 * 100
-    shape = shape_of_config(SMOLLM2, source="test")
-    assert shape.flops_per_token(100) == 2 * 134_515_008 + 4 * 30 * 576 * 100
-    # untied: the embedding is only looked up
-    qwen = shape_of_config(QWEN25_7B, source="test")
-    assert qwen.flops_per_token(0) == 2 * (7_615_616_512 - 152_064 * 3584)
-
-
-def test_a_shape_from_parameters_alone_is_like_the_published_ones() -> None:
+def test_an_assumed_shape_is_close_to_published_ones() -> None:
     # Llama 3 8B has 32 layers of width 4096, the 70B 80 of 8192
     small, large = shape_of_parameters(8e9), shape_of_parameters(70e9)
     assert (small.layers, small.hidden, small.kv_heads, small.vocab) == (32, 4096, 8, 128_256)
@@ -119,7 +110,7 @@ def test_a_shape_from_parameters_alone_is_like_the_published_ones() -> None:
     assert not shape_of_config(SMOLLM2, source="test").assumed
 
 
-def test_read_from_a_folder_or_a_file(tmp_path: Path) -> None:
+def test_read_shape_from_a_folder_or_a_file(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"text_config": SMOLLM2}), encoding="utf-8")
     assert read_shape(tmp_path) == read_shape(path) == shape_of_config(SMOLLM2, source="test")
@@ -133,27 +124,26 @@ def test_read_from_a_folder_or_a_file(tmp_path: Path) -> None:
         (json.dumps({"hidden_size": 4}), "config.json: num_hidden_layers: is missing"),
         (
             json.dumps({**SMOLLM2, "hidden_size": "wide"}),
-            "hidden_size: needs a whole number from 1",
+            "hidden_size: must be an integer from 1",
         ),
         (
             json.dumps({**SMOLLM2, "hidden_size": 10**400}),
-            "hidden_size: needs a whole number from 1",
+            "hidden_size: must be an integer from 1",
         ),
         ('{"hidden_size": ' + "1" * 5000 + "}", "not valid JSON"),
-        ("[" * 100_000, "not valid JSON"),
         (json.dumps({**SMOLLM2, "num_key_value_heads": -1}), "num_key_value_heads"),
         (
             json.dumps({**SMOLLM2, "num_key_value_heads": 0}),
-            "num_key_value_heads: needs a whole number from 1",
+            "num_key_value_heads: must be an integer from 1",
         ),
         (
             json.dumps({**SMOLLM2, "num_key_value_heads": 10}),
             "num_key_value_heads: is 10, which does not",
         ),
-        (json.dumps({**MIXTRAL, "num_experts_per_tok": 9}), "num_experts_per_tok: needs 1 to 8, has 9"),
+        (json.dumps({**MIXTRAL, "num_experts_per_tok": 9}), "num_experts_per_tok: must be 1 to 8, is 9"),
     ],
 )
-def test_what_is_wrong_with_a_configuration(tmp_path: Path, text: str, says: str) -> None:
+def test_a_configuration_error_names_the_field(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "config.json"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(UserError) as caught:
@@ -161,6 +151,6 @@ def test_what_is_wrong_with_a_configuration(tmp_path: Path, text: str, says: str
     assert says in str(caught.value)
 
 
-def test_no_configuration(tmp_path: Path) -> None:
+def test_a_missing_configuration(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be read"):
         read_shape(tmp_path)

@@ -12,7 +12,7 @@ from tidemill.hardware.trainer_profile import TrainerEfficiency, learning_passes
 PERFECT = TrainerEfficiency(compute=1, link=1, hidden=1, bandwidth=1, launch_s=0, step_s=0)
 
 
-def test_one_gpu_computes() -> None:
+def test_one_gpu() -> None:
     profile = trainer_profile(SHAPE, GPU, gpus=1, efficiency=PERFECT)
     # 2e9 FLOPs a token and pass at 1e14: 20 µs; 8000 FLOPs a pair; 1000 tokens in sequences of 100:
     # 4 passes with recomputation and 1 of the reference: 5 * (20 ms + 1000 * 50 pairs * 80 ps = 4 µs)
@@ -23,7 +23,7 @@ def test_one_gpu_computes() -> None:
     assert without == pytest.approx(3 * (20e-3 + 4e-6) + 32e-3)
 
 
-def test_a_small_model_is_as_slow_as_its_launches() -> None:
+def test_launches_bound_a_small_model() -> None:
     # 10 layers of 1 ms each: 10 ms a pass of a microbatch, and 0.5 s an update beside the 32 GB it moves in 32 ms.
     slow = msgspec.structs.replace(PERFECT, launch_s=1e-3, step_s=0.5)
     profile = trainer_profile(SHAPE, GPU, gpus=1, efficiency=slow)
@@ -37,7 +37,7 @@ def test_a_small_model_is_as_slow_as_its_launches() -> None:
     assert piped.pass_s(400, 0, passes=1, microbatches=2) == pytest.approx(2 * 5e-3 * 1.5)
 
 
-def test_gathering_hides_behind_computing_as_far_as_it_can() -> None:
+def test_gathering_is_partly_hidden() -> None:
     profile = trainer_profile(SHAPE, GPU, gpus=2, efficiency=PERFECT)
     # each of 2 ranks receives half of 2 GB at 100 GB/s: 10 ms a pass; computing 10,000 tokens takes 100 ms a pass
     assert profile.gather_s == pytest.approx(10e-3)
@@ -48,34 +48,34 @@ def test_gathering_hides_behind_computing_as_far_as_it_can() -> None:
     assert profile.pass_s(100, 0, passes=1, microbatches=10) == pytest.approx(100e-3)
 
 
-def test_between_machines_bytes_cross_the_network() -> None:
+def test_sharding_over_machines_uses_the_network() -> None:
     profile = trainer_profile(SHAPE, GPU, gpus=16, network=Link(bytes_per_s=1e9), efficiency=PERFECT)
     assert profile.gather_s == pytest.approx(2e9 * 15 / 16 / 1e9)
     own = trainer_profile(SHAPE, GPU, gpus=8, network=Link(bytes_per_s=1e9), efficiency=PERFECT)
     assert own.gather_s == pytest.approx(2e9 * 7 / 8 / 1e11)
 
 
-def test_a_pipeline_is_empty_at_its_ends() -> None:
+def test_a_pipeline_has_a_bubble() -> None:
     profile = trainer_profile(SHAPE, GPU, gpus=4, pp=4, efficiency=PERFECT)
     assert profile.ranks == 1
     # 3 of 6 microbatches' time is lost: 1000 tokens over 4 GPUs are 5 ms
     assert profile.pass_s(1000, 0, passes=1, microbatches=6) == pytest.approx(5e-3 * 1.5)
 
 
-def test_tensor_parallelism_sends_every_token() -> None:
+def test_tensor_parallelism_reduces_every_token() -> None:
     profile = trainer_profile(SHAPE, GPU, gpus=4, tp=2, efficiency=PERFECT)
     # 20 reductions of 200 bytes a token over 2 GPUs: 200 bytes at 100 GB/s each, spread over 2 ranks
     assert profile.exchanged_token_s == pytest.approx(20 * 2e-9 / 2)
     assert trainer_profile(SHAPE, GPU, gpus=4, efficiency=PERFECT).exchanged_token_s == 0
 
 
-def test_tensor_parallelism_beyond_a_machine_is_slow() -> None:
+def test_tensor_parallelism_over_machines_is_slow() -> None:
     near = trainer_profile(SHAPE, GPU, gpus=16, tp=8, network=Link(bytes_per_s=1e10), efficiency=PERFECT)
     far = trainer_profile(SHAPE, GPU, gpus=16, tp=16, network=Link(bytes_per_s=1e10), efficiency=PERFECT)
     assert far.exchanged_token_s > 10 * near.exchanged_token_s
 
 
-def test_the_network() -> None:
+def test_network_transfers() -> None:
     link = Link(bytes_per_s=100.0, latency_s=1.0)
     assert link.seconds(200) == 3.0
     assert link.seconds(200, sharers=3) == 7.0
@@ -91,7 +91,7 @@ def test_the_network() -> None:
     assert gather_s(200, members=1, link=link) == 0
 
 
-def test_an_adapter_costs_less_to_learn_and_to_update() -> None:
+def test_an_adapter_trains_and_updates_faster() -> None:
     # forward, the same again, and gradients of inputs only
     assert learning_passes(recompute=True, adapter=True) == 3
     # 1e6 parameters: 32 MB at 1 TB/s
@@ -100,7 +100,7 @@ def test_an_adapter_costs_less_to_learn_and_to_update() -> None:
     assert updating_s(1e6, GPU, gpus=1, optimizer="adam-8bit", efficiency=PERFECT) == pytest.approx(20e-6)
 
 
-def test_an_optimizer_on_the_hosts_waits_for_the_bus_and_their_memory() -> None:
+def test_an_offloaded_optimizer_is_bound_by_pcie_and_host_memory() -> None:
     # 4 bytes of 1e9 parameters over 8 * 25 GB/s, 20 ms; 2 * 12 bytes in 2 * 200 GB/s, 60 ms
     seconds = updating_s(1e9, GPU, gpus=8, machines=2, offload=True, efficiency=PERFECT)
     assert seconds == pytest.approx(0.02 + 0.06)

@@ -111,10 +111,10 @@ def test_the_report_of_an_evaluation_has_no_training_sections(tmp_path: Path, fo
     ):
         assert words in told, words
     for words in (
-        "2 a prompt pass@1 0.375 0.125 to 0.625",
-        "2 a prompt pass@2 0.750 0.300 to 0.950",
+        "2 per prompt pass@1 0.375 0.125 to 0.625",
+        "2 per prompt pass@2 0.750 0.300 to 0.950",
         "greedy score of liked 0.700 0.410 to 0.930",
-        "2 a prompt distinct-1 in prompt 0.834",
+        "2 per prompt distinct-1 in prompt 0.834",
         "greedy accuracy 4 0.250 0.500 0.250 -0.110 to 0.610 2 1 0.875",
         "other/model cd",
     ):

@@ -82,10 +82,3 @@ def test_lines_of_one_step_are_one_step(tmp_path: Path) -> None:
     (run_dir / "metrics.jsonl").write_text('{"step": 1, "reward_mean": 0.5}\n' * 9, encoding="utf-8")
     with pytest.raises(UserError, match="1 step with a reward"):
         measure_run(run_dir)
-
-
-def test_a_number_that_cannot_have_been_measured_is_none(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no times"):
-        measure_run(write_run(tmp_path / "a", 0, [0.1] * 6, train_s=1e308))
-    with pytest.raises(UserError, match="0 steps with a reward"):
-        measure_run(write_run(tmp_path / "b", 0, [1e308] * 6, train_s=1.0))

@@ -46,16 +46,14 @@ def test_a_synthetic_pool() -> None:
     assert story.told == story_of(pool, until_s=500.0).told
 
 
-def test_a_trace_that_is_not_there_is_the_users_fault(tmp_path: Path) -> None:
+def test_a_missing_trace_file(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         story_of(TracePool(kind="trace", path=tmp_path / "none.csv"), until_s=1.0)
     assert caught.value.exit_code == 2
-    assert str(caught.value) == (
-        f"{tmp_path}/none.csv: cannot read the capacity trace: No such file or directory\n  check pool.path"
-    )
+    assert (caught.value.where, caught.value.hint) == (f"{tmp_path}/none.csv", "check pool.path")
 
 
-def test_a_count_that_nobody_can_use_costs_nothing(tmp_path: Path) -> None:
+def test_a_huge_count_is_cheap(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("0,99999999999\n100,1\n200,99999999999\n")
     story = story_of(TracePool(kind="trace", path=tmp_path / "t.csv", max_workers=3), until_s=250.0)
     assert [time_s for time_s, _ in story.granted][:3] == [0.0] * 3
@@ -64,44 +62,46 @@ def test_a_count_that_nobody_can_use_costs_nothing(tmp_path: Path) -> None:
     assert len(story.held) == 3
 
 
-def test_a_long_time_without_a_machine_is_told(tmp_path: Path) -> None:
+def test_an_initial_gap_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text("0,2\n100,0\n21700,1\n30000,1\n")
 
-    def said(**changes: float) -> list[str]:
+    def notes(**changes: float) -> list[str]:
         return remarks(TracePool.model_validate({"kind": "trace", "path": path, **changes}))[1:]
 
-    assert said() == []  # there are two at once
-    begin = "pool.start_s = 21700 is where the first appears"
-    assert said(start_s=100.0) == [f"no machine for the first 6 h; {begin}"]
-    assert said(start_s=21685.0) == []  # 15 s
+    assert notes() == []  # two machines from the start
+    first = "the first appears at pool.start_s = 21700"
+    assert notes(start_s=100.0) == [f"no machine for the first 6 h; {first}"]
+    assert notes(start_s=21685.0) == []  # 15 s
     path.write_text("0,2\n100,0\n200,0\n")
-    assert said(start_s=150.0) == [f"{path} has no machine from second 150 on: no preemptible worker will come"]
+    (note,) = notes(start_s=150.0)
+    assert "no machine after second 150" in note
     assert remarks(StaticPool(workers=2)) == []
 
 
-def test_a_trace_is_described_by_its_span_and_mean(tmp_path: Path) -> None:
+def test_a_trace_is_described_by_span_and_mean(tmp_path: Path) -> None:
     # 2 machines for 100 s and 1 for 300 s: 500 machine-seconds in 400 s.
     path = tmp_path / "t.csv"
     path.write_text("0,2\n100,1\n400,1\n")
     pool = TracePool(kind="trace", path=path)
-    assert remarks(pool) == [f"{path} spans 6.67 min from second 0 on: 1.25 machines on average, 2 at most"]
-    later = remarks(pool.model_copy(update={"start_s": 100.0}))
-    assert later == [f"{path} spans 5 min from second 100 on: 1 machines on average, 1 at most"]
+    assert remarks(pool) == [f"{path} spans 6.67 min from second 0: 1.25 machines on average, 2 at most"]
+    assert remarks(pool.model_copy(update={"start_s": 100.0})) == [
+        f"{path} spans 5 min from second 100: 1 machines on average, 1 at most"
+    ]
 
 
-def test_a_run_that_outlives_its_trace_is_warned_of(tmp_path: Path) -> None:
+def test_a_run_that_outlasts_its_trace_gets_a_warning(tmp_path: Path) -> None:
     path = tmp_path / "hours.csv"
     path.write_text("0,2\n44,5\n89,3\n")  # meant as hours
     pool = TracePool(kind="trace", path=path)
     assert outlived(pool, 89.0) == []
-    warning = f"warning: {path} ends 1.48 min into the run and its last count, 3 machines, stays"
-    assert outlived(pool, 7200.0) == [f"{warning}; times in a trace are seconds; the run takes 2 h"]
+    (warning,) = outlived(pool, 7200.0)
+    assert all(part in warning for part in (str(path), "1.48 min", "3 machines", "the run takes 2 h"))
     assert outlived(StaticPool(workers=2), 7200.0) == []
 
 
-@pytest.mark.parametrize(("until_s", "warned"), [(80.0, 0), (200.0, 1)])
-def test_a_run_under_way_warns_once_when_its_trace_ends(until_s: float, warned: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("until_s", "warnings"), [(80.0, 0), (200.0, 1)])
+def test_the_provider_warns_once_when_its_trace_ends(until_s: float, warnings: int, tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text("0,2\n44,5\n89,3\n")
     said: list[str] = []
@@ -114,10 +114,10 @@ def test_a_run_under_way_warns_once_when_its_trace_ends(until_s: float, warned: 
             await provider.next_event(timeout_s=10.0)
 
     run_virtual(live())
-    assert len(said) == warned
+    assert len(said) == warnings
 
 
-def test_a_trace_that_is_over_before_the_run_begins(tmp_path: Path) -> None:
+def test_a_start_beyond_the_end_of_the_trace(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("0,1\n100,2\n")
     with pytest.raises(UserError, match=r"100 lies beyond the end of .* which is 100 s long"):
         story_of(TracePool(kind="trace", path=tmp_path / "t.csv", start_s=100.0), until_s=1.0)

@@ -19,8 +19,8 @@ def down(time_s: float, place: int = 0) -> Change:
     return Change(time_s=time_s, place=place, to="down")
 
 
-def warned(time_s: float, deadline_s: float, place: int = 0) -> Change:
-    return Change(time_s=time_s, place=place, to="warned", deadline_s=deadline_s)
+def noticed(time_s: float, deadline_s: float, place: int = 0) -> Change:
+    return Change(time_s=time_s, place=place, to="noticed", deadline_s=deadline_s)
 
 
 def lease(lease_id: str, place: int, start_s: float) -> LeaseGranted:
@@ -31,14 +31,14 @@ def lease(lease_id: str, place: int, start_s: float) -> LeaseGranted:
     )
 
 
-def test_the_timetable_is_told_as_leases() -> None:
-    changes = [up(1.0), up(2.0, 1), warned(5.0, 7.0), down(7.0), down(8.0, 1), up(9.0)]
+def test_a_timetable_becomes_leases() -> None:
+    changes = [up(1.0), up(2.0, 1), noticed(5.0, 7.0), down(7.0), down(8.0, 1), up(9.0)]
     assert whole_story(iter(changes), until_s=20.0, session=4).told == [
         (1.0, lease("lease-4-1", 0, 1.0)),
         (2.0, lease("lease-4-2", 1, 2.0)),
-        (5.0, LeaseNoticed(lease_id="lease-4-1", deadline_s=7.0, cause="its machine will be taken away")),
-        (7.0, LeaseEnded(lease_id="lease-4-1", cause="its machine was taken away, as announced")),
-        (8.0, LeaseEnded(lease_id="lease-4-2", cause="its machine was taken away without notice")),
+        (5.0, LeaseNoticed(lease_id="lease-4-1", deadline_s=7.0, cause="the provider will take the machine")),
+        (7.0, LeaseEnded(lease_id="lease-4-1", cause="the provider took the machine after notice")),
+        (8.0, LeaseEnded(lease_id="lease-4-2", cause="the provider took the machine without notice")),
         (9.0, lease("lease-4-3", 0, 9.0)),
     ]
 
@@ -49,17 +49,17 @@ def test_another_session_uses_other_lease_ids() -> None:
     assert list(first.held.values()) == list(second.held.values())
 
 
-def test_the_timetable_begins_when_its_provider_is_made() -> None:
+def test_the_timetable_starts_with_its_provider() -> None:
     async def run() -> Story:
         await asyncio.sleep(100.0)
-        return await listen(scheduled(iter([up(1.0), warned(2.0, 3.0), down(3.0)])), Story(), until_s=200.0)
+        return await listen(scheduled(iter([up(1.0), noticed(2.0, 3.0), down(3.0)])), Story(), until_s=200.0)
 
     story = run_virtual(run())
     assert story.granted == [(101.0, "spot-0")]
     assert [event.deadline_s for _, event in story.noticed] == [103.0]
 
 
-def test_waiting_for_an_event_has_a_deadline() -> None:
+def test_next_event_has_a_deadline() -> None:
     async def run() -> None:
         provider = scheduled(iter([up(5.0)]))
         assert await provider.next_event(2.0) is None
@@ -71,7 +71,7 @@ def test_waiting_for_an_event_has_a_deadline() -> None:
     run_virtual(run())
 
 
-def test_wanting_more_wakes_who_waits() -> None:
+def test_want_wakes_next_event() -> None:
     async def run() -> None:
         provider = scheduled(static_timetable(1))
         provider.want(0)
@@ -83,7 +83,7 @@ def test_wanting_more_wakes_who_waits() -> None:
     run_virtual(run())
 
 
-def test_who_asks_late_is_not_granted_what_has_gone() -> None:
+def test_a_machine_that_came_and_went_is_not_granted() -> None:
     async def run() -> Story:
         provider = scheduled(iter([up(1.0), down(2.0), up(3.0, 1), up(4.0)]))
         await asyncio.sleep(10.0)
@@ -105,24 +105,24 @@ async def give_back_all(story: Story, *, until_s: float, after_s: float, back_of
                 del story.held[lease_id]
 
 
-def test_a_worker_that_always_fails_does_not_spin() -> None:
+def test_back_off_after_failures() -> None:
     story = Story()
     run_virtual(give_back_all(story, until_s=60.0, after_s=0.0, back_off=BackOff(first_s=1.0, longest_s=8.0)))
     # waits of 1, 2, 4, then 8 s for ever
     assert [time_s for time_s, _ in story.granted] == pytest.approx([0, 1, 3, 7, 15, 23, 31, 39, 47, 55])
 
 
-def test_a_lease_that_was_held_long_is_no_failure() -> None:
+def test_a_long_lease_resets_the_back_off() -> None:
     story = Story()
     run_virtual(give_back_all(story, until_s=350.0, after_s=99.0, back_off=BackOff(first_s=1.0, settled_s=60.0)))
     assert [time_s for time_s, _ in story.granted] == pytest.approx([0, 100, 200, 300])
 
 
-def test_the_longest_wait_holds_after_any_number_of_failures() -> None:
+def test_the_back_off_is_bounded() -> None:
     assert BackOff(first_s=1.0, longest_s=60.0).after(10_000) == 60.0
 
 
-def test_another_free_machine_takes_the_place_of_one_given_back() -> None:
+def test_a_free_machine_replaces_a_released_one() -> None:
     async def run() -> None:
         provider, story = scheduled(static_timetable(2)), Story()
         provider.want(1)
@@ -135,12 +135,12 @@ def test_another_free_machine_takes_the_place_of_one_given_back() -> None:
     run_virtual(run())
 
 
-def test_another_free_machine_takes_the_place_of_one_that_went() -> None:
+def test_a_free_machine_replaces_an_evicted_one() -> None:
     story = whole_story(iter([up(0.0), up(0.0, 1), down(5.0), up(6.0), down(8.0, 1)]), until_s=20.0, want=1)
     assert story.granted == [(0.0, "spot-0"), (5.0, "spot-1"), (8.0, "spot-0")]
 
 
-def test_never_more_leases_than_the_most_whatever_is_wanted() -> None:
+def test_leases_never_exceed_the_limit() -> None:
     async def run() -> None:
         provider, story = scheduled(iter([up(0.0), up(0.0, 1), up(0.0, 2), down(5.0, 1)]), most=2), Story()
         await listen(provider, story, until_s=1.0)
@@ -152,9 +152,9 @@ def test_never_more_leases_than_the_most_whatever_is_wanted() -> None:
     run_virtual(run())
 
 
-def test_a_machine_given_back_under_notice_is_not_leased_again() -> None:
+def test_a_released_machine_with_a_notice_is_not_leased_again() -> None:
     async def run() -> None:
-        provider, story = scheduled(iter([up(0.0), warned(5.0, 50.0), down(50.0), up(60.0)])), Story()
+        provider, story = scheduled(iter([up(0.0), noticed(5.0, 50.0), down(50.0), up(60.0)])), Story()
         await listen(provider, story, until_s=6.0)
         await provider.release("lease-1-1")
         story.held.clear()
@@ -165,9 +165,9 @@ def test_a_machine_given_back_under_notice_is_not_leased_again() -> None:
     run_virtual(run())
 
 
-def test_a_machine_under_notice_is_not_offered() -> None:
+def test_a_machine_with_a_notice_is_not_leased() -> None:
     async def run() -> None:
-        provider, story = scheduled(iter([up(0.0), warned(5.0, 50.0), down(50.0)])), Story()
+        provider, story = scheduled(iter([up(0.0), noticed(5.0, 50.0), down(50.0)])), Story()
         provider.want(0)
         await listen(provider, story, until_s=6.0)
         provider.want(1)
@@ -177,7 +177,7 @@ def test_a_machine_under_notice_is_not_offered() -> None:
     run_virtual(run())
 
 
-def test_after_a_lease_was_given_back_no_event_names_it() -> None:
+def test_no_event_names_a_released_lease() -> None:
     async def run() -> None:
         provider, story = scheduled(iter([up(0.0), up(0.0, 1), down(5.0), down(5.0, 1)])), Story()
         await listen(provider, story, until_s=1.0)
@@ -189,7 +189,7 @@ def test_after_a_lease_was_given_back_no_event_names_it() -> None:
     run_virtual(run())
 
 
-def test_giving_back_what_is_not_held_does_nothing() -> None:
+def test_releasing_an_unknown_lease_does_nothing() -> None:
     async def run() -> None:
         provider, story = scheduled(static_timetable(1)), Story()
         await listen(provider, story, until_s=1.0)
@@ -202,7 +202,7 @@ def test_giving_back_what_is_not_held_does_nothing() -> None:
     run_virtual(run())
 
 
-def test_nothing_happens_after_the_close_and_nobody_spins() -> None:
+def test_no_events_after_close() -> None:
     async def run() -> None:
         provider = scheduled(iter([up(0.0), up(0.0, 1), down(5.0), up(6.0)]))
         assert await provider.next_event(1.0) is not None

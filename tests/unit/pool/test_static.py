@@ -5,17 +5,17 @@ from tests.virtual_time import run_virtual
 from tidemill.pool.build_provider import static_timetable
 
 
-def test_all_workers_are_granted_at_once_and_stay() -> None:
+def test_all_workers_are_granted_at_once() -> None:
     story = whole_story(static_timetable(3), until_s=1e6)
     assert story.granted == [(0.0, "spot-0"), (0.0, "spot-1"), (0.0, "spot-2")]
     assert story.ended == []
 
 
-def test_none_are_none() -> None:
+def test_no_workers() -> None:
     assert whole_story(static_timetable(0), until_s=10.0).told == []
 
 
-def test_want_bounds_how_many_and_takes_none_away() -> None:
+def test_want_limits_new_leases_only() -> None:
     async def run() -> None:
         provider, story = scheduled(static_timetable(3)), Story()
         provider.want(1)

@@ -8,17 +8,14 @@ import pytest
 
 from tests.lease_story import whole_story
 from tidemill.config.pool import SyntheticPool
-from tidemill.core.errors import UserError
 from tidemill.pool.provider import Change
 from tidemill.pool.synthetic import (
     Market,
-    like,
     market_of_pool,
-    market_of_trace,
     market_timetable,
     synthetic_trace,
 )
-from tidemill.pool.traces import CapacityTrace, statistics
+from tidemill.pool.traces import statistics
 
 STEADY = Market(
     machines=8,
@@ -60,12 +57,12 @@ def test_a_pool_becomes_a_market() -> None:
     assert market_of_pool(SyntheticPool(kind="synthetic", workers=2, burst=0.0)).bursts == (1.0, 0.0)
 
 
-def test_all_is_decided_by_the_seed() -> None:
+def test_the_seed_determines_the_market() -> None:
     assert first(STEADY, 500, seed=3) == first(STEADY, 500, seed=3)
     assert first(STEADY, 500, seed=3) != first(STEADY, 500, seed=4)
 
 
-def test_times_to_eviction_and_return_are_exponential_with_the_means_asked_for() -> None:
+def test_times_to_eviction_and_return_are_exponential() -> None:
     changes = first(STEADY, 40_000)
     for found, mean_s in ((lives(changes, "up", "down"), 100.0), (lives(changes, "down", "up"), 50.0)):
         assert len(found) > 15_000
@@ -79,7 +76,7 @@ def test_the_mean_number_of_machines() -> None:
     assert trace.peak == 8
 
 
-def test_bursts_have_the_sizes_asked_for() -> None:
+def test_burst_sizes() -> None:
     # Where there are plenty of machines, so that no burst is cut short.
     market = Market(
         machines=100, present=100, mean_time_to_eviction_s=1e4, mean_time_to_return_s=1.0, bursts=(1.0, 0.5, 0.25)
@@ -100,16 +97,16 @@ def test_the_share_of_evictions_with_notice() -> None:
     market = market_of_pool(SyntheticPool(kind="synthetic", workers=6, notice_s=3.0, noticed=0.3, seed=5))
     changes = first(market, 20_000, seed=5)
     ends = sum(change.to == "down" for change in changes)
-    warnings = [change for change in changes if change.to == "warned"]
+    warnings = [change for change in changes if change.to == "noticed"]
     assert len(warnings) / ends == pytest.approx(0.3, abs=0.02)
     assert all(change.deadline_s == change.time_s + 3.0 for change in warnings)
-    assert all(life == pytest.approx(3.0) for life in lives(changes, "warned", "down"))
+    assert all(life == pytest.approx(3.0) for life in lives(changes, "noticed", "down"))
 
 
-def test_no_notice_where_none_is_asked_for() -> None:
+def test_no_notice_by_default() -> None:
     for notice_s, noticed in ((0.0, 1.0), (5.0, 0.0)):
         pool = SyntheticPool(kind="synthetic", notice_s=notice_s, noticed=noticed)
-        assert not any(change.to == "warned" for change in first(market_of_pool(pool), 200))
+        assert not any(change.to == "noticed" for change in first(market_of_pool(pool), 200))
 
 
 def test_notice_before_every_eviction() -> None:
@@ -122,26 +119,26 @@ def test_notice_before_every_eviction() -> None:
     )
 
 
-def test_a_market_in_which_nothing_can_happen_ends() -> None:
+def test_a_market_without_events_ends() -> None:
     market = Market(machines=2, present=2, mean_time_to_eviction_s=math.inf, mean_time_to_return_s=math.inf)
     assert first(market, 10) == [Change(time_s=0.0, place=0, to="up"), Change(time_s=0.0, place=1, to="up")]
 
 
-def test_a_market_that_nobody_returns_to_dies_out() -> None:
+def test_a_market_without_returns_dies_out() -> None:
     market = Market(
         machines=2, present=2, mean_time_to_eviction_s=5.0, mean_time_to_return_s=math.inf, notice_s=1.0, noticed=1.0
     )
     assert [change.to for change in first(market, 10)].count("down") == 2
 
 
-def test_waits_are_in_units_of_what_is_expected() -> None:
+def test_waits_are_relative_to_their_expectation() -> None:
     # One machine: 10 s expected until it goes, 5 s until it is back; the waits are half of that, or one and a half.
     market = Market(machines=1, present=1, mean_time_to_eviction_s=10.0, mean_time_to_return_s=5.0, waits=(0.5, 1.5))
     assert {round(life, 6) for life in lives(first(market, 100), "up", "down")} == {5.0, 15.0}
     assert {round(life, 6) for life in lives(first(market, 100), "down", "up")} == {2.5, 7.5}
 
 
-def test_a_wait_goes_on_at_the_new_rate_when_a_machine_under_notice_goes() -> None:
+def test_a_wait_is_rescaled_when_the_rate_changes() -> None:
     market = Market(
         machines=2,
         present=2,
@@ -153,45 +150,8 @@ def test_a_wait_goes_on_at_the_new_rate_when_a_machine_under_notice_goes() -> No
     )
     # Two machines: one is warned after 10 / 2 s, the other 10 s later; each goes after 8 s.
     assert [(change.time_s, change.to) for change in first(market, 99)[2:]] == [
-        (5.0, "warned"),
+        (5.0, "noticed"),
         (13.0, "down"),
-        (15.0, "warned"),
+        (15.0, "noticed"),
         (23.0, "down"),
     ]
-
-
-def test_the_market_of_a_trace_by_hand() -> None:
-    # Nothing for 100 s; then 4 for 10 s, 1 for 20 s, 3 for 10 s, 2 for 10 s: 110 of 200 machine-seconds.
-    trace = CapacityTrace.of([(0.0, 0), (100.0, 4), (110.0, 1), (130.0, 3), (140.0, 2), (150.0, 2)])
-    market = market_of_trace(trace)
-    assert (market.machines, market.present) == (4, 4)
-    assert market.mean_time_to_eviction_s == 110 / 4
-    assert market.mean_time_to_return_s == 90 / 2
-    assert market.bursts == (1.0, 0.5, 0.5)  # of 3 and of 1: on average 2 where 3 or 4 are there, 1 where one is
-    assert market.arrivals == (1.0, 1.0)  # of 2
-    # Events expected: in 10 s with 4 machines there, in 20 s with 1 there and 3 away, in 10 s with 3 there and 1 away.
-    waits = [10 * 4 / 55, 20 * (1 / 27.5 + 3 / 90), 10 * (3 / 55 + 1 / 45)]
-    assert market.waits == pytest.approx(sorted(wait / fmean(waits) for wait in waits))
-
-
-def test_a_trace_like_another_has_its_statistics() -> None:
-    original = synthetic_trace(STEADY, seed=11, duration_s=20_000.0)
-    wanted = statistics(original)
-    found = [statistics(like(original, seed=seed)) for seed in range(8)]
-    assert like(original, seed=3) == like(original, seed=3) != like(original, seed=4)
-    assert {each.duration_s for each in found} == {wanted.duration_s}
-    assert fmean(each.mean for each in found) == pytest.approx(wanted.mean, rel=0.03)
-    assert fmean(each.evictions for each in found) == pytest.approx(wanted.evictions, rel=0.05)
-    assert fmean(fmean(each.bursts) for each in found) == pytest.approx(fmean(wanted.bursts), rel=0.1)
-    assert fmean(each.mean_time_to_eviction_s for each in found) == pytest.approx(
-        wanted.mean_time_to_eviction_s, rel=0.05
-    )
-
-
-def test_a_trace_like_another_may_be_longer() -> None:
-    assert like(synthetic_trace(STEADY, seed=1, duration_s=500.0), seed=0, duration_s=9000.0).end_s == 9000.0
-
-
-def test_no_market_is_like_a_trace_without_machines() -> None:
-    with pytest.raises(UserError, match="never has a machine"):
-        like(CapacityTrace.of([(0.0, 0), (100.0, 0)]), seed=0)

@@ -8,18 +8,17 @@ from tidemill.pool.traces import CapacityTrace
 TRACE = CapacityTrace.of([(0.0, 1), (100.0, 4), (200.0, 2), (300.0, 3), (400.0, 3)])
 
 
-def test_the_counts_are_those_of_the_trace() -> None:
+def test_counts_equal_the_trace() -> None:
     assert capacity_of(trace_timetable(TRACE), 400.0) == TRACE
     assert capacity_of(trace_timetable(TRACE, notice_s=30.0), 400.0) == TRACE
 
 
-def test_from_the_middle() -> None:
-    # From second 150, where there are 4.
+def test_a_trace_from_the_middle() -> None:
     found = capacity_of(trace_timetable(TRACE, start_s=150.0), 250.0)
     assert found == CapacityTrace(steps=((0.0, 4), (50.0, 2), (150.0, 3)), end_s=250.0)
 
 
-def test_the_victims_are_the_seeds_choice() -> None:
+def test_the_seed_chooses_evicted_machines() -> None:
     def victims(seed: int) -> tuple[int, ...]:
         changes = trace_timetable(TRACE, seed=seed)
         return tuple(change.place for change in changes if change.to == "down")
@@ -33,14 +32,14 @@ def test_a_notice_comes_before_the_count_falls() -> None:
     assert list(trace_timetable(trace, notice_s=30.0)) == [
         Change(time_s=0.0, place=0, to="up"),
         Change(time_s=0.0, place=1, to="up"),
-        Change(time_s=70.0, place=0, to="warned", deadline_s=100.0),  # 100 - 30
-        Change(time_s=70.0, place=1, to="warned", deadline_s=100.0),
+        Change(time_s=70.0, place=0, to="noticed", deadline_s=100.0),
+        Change(time_s=70.0, place=1, to="noticed", deadline_s=100.0),
         Change(time_s=100.0, place=0, to="down"),
         Change(time_s=100.0, place=1, to="down"),
     ]
 
 
-def test_a_machine_that_would_have_to_be_warned_before_it_is_there_is_not_leased() -> None:
+def test_a_machine_shorter_than_its_notice_is_not_leased() -> None:
     trace = CapacityTrace.of([(0.0, 0), (10.0, 1), (15.0, 0), (20.0, 1), (60.0, 0)])
     story = whole_story(trace_timetable(trace, notice_s=30.0), until_s=99.0)
     assert story.granted == [(20.0, "spot-0")]
@@ -54,5 +53,5 @@ def test_after_the_end_the_last_count_stays() -> None:
     assert story.told[-1][0] == 300.0
 
 
-def test_beyond_the_end_the_last_count_is_all_there_is() -> None:
+def test_starting_after_the_end_gives_the_last_count() -> None:
     assert capacity_of(trace_timetable(TRACE, start_s=1e6), 10.0).steps == ((0.0, 3),)

@@ -28,11 +28,11 @@ def test_json() -> None:
     assert trace.end_s == 1500.0  # the last count was measured too
 
 
-def test_both_from_files_with_and_without_a_byte_order_mark(tmp_path: Path) -> None:
+def test_files_with_and_without_a_byte_order_mark(tmp_path: Path) -> None:
     (tmp_path / "a").write_text(CSV)
     (tmp_path / "b").write_bytes(b"\xef\xbb\xbf" + JSON.encode())
-    assert read_trace(tmp_path / "a", Path.read_bytes) == parse_trace(CSV, source="")
-    assert read_trace(tmp_path / "b", Path.read_bytes) == parse_trace(JSON, source="")
+    assert read_trace(tmp_path / "a") == parse_trace(CSV, source="")
+    assert read_trace(tmp_path / "b") == parse_trace(JSON, source="")
 
 
 @pytest.mark.parametrize(
@@ -50,18 +50,17 @@ def test_both_from_files_with_and_without_a_byte_order_mark(tmp_path: Path) -> N
         ("0,0\n5,4.5\n", "t:2", "'4.5' is not a whole number of machines"),
         ("0,0\n5\n", "t:2", "expected two numbers, found '5'"),
         ("0,0,1\n", "t:1", "expected two numbers, found '0,0,1'"),
-        ("0,0\n9,1\n8,2\n", "t:3", "time goes back, from 9 to 8"),
-        ("0,3\n5,-1\n", "t:2", "-1 machines cannot be"),
+        ("0,0\n9,1\n8,2\n", "t:3", "time decreases from 9 to 8"),
+        ("0,3\n5,-1\n", "t:2", "negative count -1"),
         ("nan,3\n", "t:1", "'nan' is not a number of seconds"),
         ("-1,3\n", "t:1", "-1 is a negative time"),
-        ("0,3\n60,2\n30,1\n", "t:3", "time goes back, from 60 to 30"),
+        ("0,3\n60,2\n30,1\n", "t:3", "time decreases from 60 to 30"),
         ("1e999,3\n", "t:1", "'1e999' is not a number of seconds"),
-        ('{"metadata":\n {"gap_seconds": 300},\n "data": [1,}', "t:3", "broken JSON"),
-        ("[" * 100_000, "t", "broken JSON"),
+        ('{"metadata":\n {"gap_seconds": 300},\n "data": [1,}', "t:3", "invalid JSON"),
         ("[1, 2]", "t", "no metadata.gap_seconds above 0"),
         ('{"data": [1]}', "t", "no metadata.gap_seconds above 0"),
         ('{"metadata": {"gap_seconds": 0}, "data": [1]}', "t", "no metadata.gap_seconds above 0"),
-        ('{"metadata": {"gap_seconds": -5}, "data": [1]}', "t: metadata.gap_seconds", "-5 is a negative time"),
+        ('{"metadata": {"gap_seconds": -5}, "data": [1]}', "t: metadata.gap_seconds", "-5 is a negative gap"),
         ('{"metadata": {"gap_seconds": true}, "data": [1]}', "t", "no metadata.gap_seconds above 0"),
         ('{"metadata": {"gap_seconds": NaN}, "data": [1]}', "t", "no metadata.gap_seconds above 0"),
         ('{"metadata": {"gap_seconds": 300}}', "t", "no list `data`"),
@@ -73,7 +72,7 @@ def test_both_from_files_with_and_without_a_byte_order_mark(tmp_path: Path) -> N
         ('{"metadata": {"gap_seconds": 300}, "data": [[1]]}', "t: data[0]", "[1] is not a number of machines"),
     ],
 )
-def test_a_fault_names_file_and_line_and_a_cure(text: str, where: str, what: str) -> None:
+def test_an_error_names_file_and_line_and_has_a_hint(text: str, where: str, what: str) -> None:
     with pytest.raises(UserError) as caught:
         parse_trace(text, source="t")
     assert caught.value.where == where
@@ -84,8 +83,8 @@ def test_a_fault_names_file_and_line_and_a_cure(text: str, where: str, what: str
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     for path in (tmp_path / "none.csv", tmp_path):
         with pytest.raises(UserError, match="cannot read the capacity trace") as caught:
-            read_trace(path, Path.read_bytes)
+            read_trace(path)
         assert (caught.value.where, caught.value.exit_code) == (str(path), 2)
     (tmp_path / "latin").write_bytes(b"0,\xe9")
     with pytest.raises(UserError, match="not UTF-8"):
-        read_trace(tmp_path / "latin", Path.read_bytes)
+        read_trace(tmp_path / "latin")

@@ -19,7 +19,7 @@ def shape(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
-def test_greedy_tokens_are_those_of_transformers_generate(shape: str, batch_invariant: bool) -> None:
+def test_greedy_tokens_equal_transformers_generate(shape: str, batch_invariant: bool) -> None:
     """Seven samples over four slots: refilled slots, a window of 8, prompts of different lengths."""
     texts = [*prompts(3, length=11, shared=5), *prompts(2, length=4), *prompts(2, length=13, shared=5)]
     reference = MODEL_SHAPES[shape]()
@@ -36,7 +36,7 @@ def test_greedy_tokens_are_those_of_transformers_generate(shape: str, batch_inva
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_rollout_logprobs_are_those_of_the_distribution_sampled_from(shape: str, temperature: float) -> None:
+def test_rollout_logprobs_are_those_of_the_sampling_distribution(shape: str, temperature: float) -> None:
     texts = prompts(3, length=10, shared=6)
     requests = [request(text, index=i, temperature=temperature) for text in texts for i in range(3)]
     made = finish_all(engine(MODEL_SHAPES[shape]()), requests)
@@ -51,8 +51,8 @@ def test_rollout_logprobs_are_those_of_the_distribution_sampled_from(shape: str,
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
-def test_an_adapter_is_sampled_from_as_it_is_scored(shape: str, batch_invariant: bool) -> None:
-    """Rollout logprobs against one plain forward of each whole sequence by the very model."""
+def test_rollout_logprobs_of_an_adapter_equal_a_plain_forward_pass(shape: str, batch_invariant: bool) -> None:
+    """Against one forward pass of the same model over each whole sequence."""
     model = adapted(shape)
     texts = prompts(3, length=10, shared=6)
     requests = [request(text, index=i) for text in texts for i in range(3)]
@@ -65,50 +65,50 @@ def test_an_adapter_is_sampled_from_as_it_is_scored(shape: str, batch_invariant:
         )
 
 
-def test_an_adapter_that_adds_nothing_changes_no_token(shape: str) -> None:
+def test_an_adapter_of_zeros_changes_no_token(shape: str) -> None:
     requests = [request(text, index=i) for text in prompts(3, length=10, shared=6) for i in range(2)]
     plain = finish_all(engine(MODEL_SHAPES[shape](), batch_invariant=True), requests)
     made = finish_all(engine(adapted(shape, learned=False), batch_invariant=True), requests)
     assert (made.tokens, made.logprobs) == (plain.tokens, plain.logprobs)
 
 
-def test_a_groups_prompt_and_a_common_header_are_computed_once() -> None:
+def test_prompts_of_a_group_and_common_headers_are_computed_once() -> None:
     texts = prompts(2, length=10, shared=6)
     subject = engine(llama(), slots=8)
     finish_all(subject, [request(text, index=i) for text in texts for i in range(4)])
-    # 6 header tokens + 2 x 4 own ones; the other 8 x 10 - 14 are shared
+    # 6 header tokens + 2 x 4 other prompt tokens; the other 8 x 10 - 14 are shared
     assert (subject.status().prompt_tokens_computed, subject.status().prompt_tokens_reused) == (14, 66)
 
 
-def test_an_engine_tells_what_it_computed() -> None:
+def test_status_reports_the_work() -> None:
     (text,) = prompts(1, length=10)
     subject = engine(llama(), slots=2)
     finish_all(subject, [request(text, index=i, max_new_tokens=3) for i in range(2)])
     work = subject.status().work
-    # The first pass computes the prompt and draws two tokens; the next two take both samples further, over 11 and 12.
+    # The first pass computes the prompt and draws two tokens; the next two decode both samples, with context 11 and 12.
     assert (work.passes, work.rows, work.context_tokens, work.drawn, work.prefilled) == (3, 4, 2 * 11 + 2 * 12, 6, 10)
-    assert 0 < work.cpu_s <= work.busy_s + 0.01  # the two clocks do not tick together
+    assert 0 < work.cpu_s <= work.busy_s + 0.01  # the clocks have different resolutions
 
 
-def test_a_sibling_admitted_later_reuses_what_is_resident() -> None:
+def test_a_sibling_admitted_later_reuses_the_cached_prompt() -> None:
     (text,) = prompts(1, length=10)
     subject = engine(llama(), slots=1)
     finish_all(subject, [request(text, index=i) for i in range(3)])
-    assert subject.status().prompt_tokens_computed == 10 + 1 + 1  # each sibling computes the last token's logits
+    assert subject.status().prompt_tokens_computed == 10 + 1 + 1  # each sibling computes the logits of the last token
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
-def test_a_prompt_longer_than_the_budget_is_computed_in_chunks_with_equal_results(batch_invariant: bool) -> None:
+def test_a_prompt_longer_than_the_budget_is_computed_in_chunks(batch_invariant: bool) -> None:
     texts = prompts(2, length=40, shared=35)
     requests = [request(text, index=i) for text in texts for i in range(3)]
     whole = finish_all(engine(llama(), batch_invariant=batch_invariant), requests)
     chunked = engine(llama(), prefill_chunk_tokens=8, batch_invariant=batch_invariant)
     assert finish_all(chunked, requests).tokens == whole.tokens
-    if not batch_invariant:  # siblings and the header stay shared: 40 + 5 more + at most one token a later sibling
+    if not batch_invariant:  # siblings and the header are still shared: 40 + 5 + at most one token per later sibling
         assert chunked.status().prompt_tokens_computed <= 45 + 5
 
 
-def test_samples_with_long_prompts_keep_decoding_while_another_is_prefilled() -> None:
+def test_samples_are_decoded_while_a_long_prompt_is_prefilled() -> None:
     subject = engine(llama(), prefill_chunk_tokens=4)
     first, second = prompts(1, length=3)[0], prompts(1, length=40, seed=5)[0]
     subject.submit([request(first)])
@@ -120,7 +120,7 @@ def test_samples_with_long_prompts_keep_decoding_while_another_is_prefilled() ->
     assert [len(tokens) for tokens in made.tokens.values()] == [4]
 
 
-def test_noise_belongs_to_the_sample_not_to_its_slot() -> None:
+def test_tokens_do_not_depend_on_slots_and_order() -> None:
     texts = prompts(4, length=8)
     requests = [request(text, index=i) for text in texts for i in range(2)]
     one = finish_all(engine(llama(), slots=8), requests)
@@ -137,7 +137,7 @@ def test_a_sample_continues_from_its_prefix() -> None:
     assert [len(logprobs) for logprobs in continued.logprobs.values()] == [len(tokens) - 5]
 
 
-def test_stop_tokens_and_strings_end_a_sample_and_stay_part_of_it() -> None:
+def test_stop_tokens_and_strings_end_a_sample_and_are_included() -> None:
     (text,) = prompts(1)
     (tokens,) = finish_all(engine(llama()), [request(text)]).tokens.values()
     at = tokens.index(tokens[4])
@@ -154,22 +154,22 @@ def test_the_context_ends_a_sample() -> None:
     made = finish_all(engine(llama(), context=14), [request(text)])
     assert [len(tokens) for tokens in made.tokens.values()] == [5]
     assert list(made.finish.values()) == ["length"]
-    with pytest.raises(UserError, match="leaves no room"):
+    with pytest.raises(UserError, match="9 tokens"):
         engine(llama(), context=9).submit([request(text)])
 
 
-def test_top_k_and_top_p_keep_what_they_say() -> None:
+def test_top_k_of_1_and_a_tiny_top_p_are_greedy() -> None:
     (text,) = prompts(1)
     requests = [request(text, index=i, top_k=1, max_new_tokens=5) for i in range(4)]
     nucleus = [request(text, index=i, top_p=1e-6, max_new_tokens=5) for i in range(4)]
     greedy = finish_all(engine(llama()), [request(text, temperature=0.0, max_new_tokens=5)])
     for made in (finish_all(engine(llama()), requests), finish_all(engine(llama()), nucleus)):
         assert list(made.tokens.values()) == [*greedy.tokens.values()] * 4
-        assert all(logprobs == [0.0] * 5 for logprobs in made.logprobs.values())  # one token kept: probability 1
+        assert all(logprobs == [0.0] * 5 for logprobs in made.logprobs.values())  # one kept token has probability 1
 
 
-def test_new_weights_are_used_from_the_next_token_on() -> None:
-    """Samples running at a load keep their tokens and go on exactly as a fresh engine of the new weights would."""
+def test_new_weights_are_used_from_the_next_token() -> None:
+    """Running samples keep their tokens and continue as in a new engine with the new weights."""
     texts = prompts(2)
     requests = [request(text) for text in texts]
     model, after = llama(0), llama(1)
@@ -191,7 +191,7 @@ def test_new_weights_are_used_from_the_next_token_on() -> None:
     assert made.tokens == continued.tokens
 
 
-def test_abort_returns_what_was_made_and_frees_the_slot() -> None:
+def test_abort_returns_generated_tokens_and_frees_slots() -> None:
     texts = prompts(3)
     requests = [request(text) for text in texts]
     subject = engine(llama(), slots=2)
@@ -207,7 +207,7 @@ def test_abort_returns_what_was_made_and_frees_the_slot() -> None:
     assert made.tokens[requests[1].sample_id] == alone.tokens[requests[1].sample_id]
 
 
-def test_versions_asked_for() -> None:
+def test_required_versions() -> None:
     (text,) = prompts(1)
     subject = engine(llama())
     waits = request(text)
@@ -221,7 +221,7 @@ def test_versions_asked_for() -> None:
     assert "asked for version 0, the engine has 1" in refused.error
 
 
-def test_a_load_ends_samples_that_asked_for_the_version_before() -> None:
+def test_a_load_aborts_samples_that_require_the_previous_version() -> None:
     (text,) = prompts(1)
     subject = engine(llama())
     running = request(text)
@@ -237,20 +237,20 @@ def test_a_load_ends_samples_that_asked_for_the_version_before() -> None:
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
-def test_a_probe_disturbs_nothing_and_follows_the_weights(batch_invariant: bool) -> None:
+def test_a_probe_does_not_affect_samples_and_uses_current_weights(batch_invariant: bool) -> None:
     texts = prompts(3, length=10)
     requests, model, ids = [request(text) for text in texts], llama(), pack_tokens(prompts(1, length=20, seed=3)[0])
     undisturbed = finish_all(engine(llama(), batch_invariant=batch_invariant), requests)
     subject = engine(model, batch_invariant=batch_invariant)
     subject.submit(requests)
     made = Collected()
-    said = set()
+    probes = set()
     while subject.status().running + subject.status().queued:
         made.add(subject.poll(0.0))
-        said.add(subject.probe(ids))
+        probes.add(subject.probe(ids))
     assert made.tokens == undisturbed.tokens
     assert made.logprobs == undisturbed.logprobs
-    assert [count(one) for one in said] == [19]
+    assert [count(one) for one in probes] == [19]
     with torch.no_grad():
         next(model.parameters()).mul_(1.1)
-    assert subject.probe(ids) not in said
+    assert subject.probe(ids) not in probes

@@ -1,4 +1,4 @@
-"""Pulling an adapter: what lies under it comes once, with the first version."""
+"""Pulling an adapter: its base is pulled once, with the first version."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FIRST, SECOND = (PolicyVersion(number=number, digest=f"d{number}") for number in
 
 
 class Copying(MemoryTransport):
-    """As between machines: deltas are worth their while."""
+    """As between machines, where deltas are used."""
 
     zero_copy = False
 
@@ -45,7 +45,7 @@ class Stage:
         self.pulled = PulledWeights(puller, self.hollow, base=base)
 
     async def publish_and_load(self, version: PolicyVersion) -> tuple[WeightManifest, int]:
-        """What was published, and the bytes it took to have it."""
+        """(manifest, bytes pulled)."""
         manifest = await self.publisher.publish(version)
         pulled = await self.pulled.prepare(version)
         self.pulled.swap(pulled)
@@ -65,17 +65,17 @@ def base_bytes(model: PreTrainedModel) -> int:
     return snapshot_bytes(snapshot_layout(model, torch.float32, part="base"))
 
 
-async def test_the_base_comes_once_and_then_adapters_alone(stage: Stage) -> None:
+async def test_the_base_is_pulled_once(stage: Stage) -> None:
     first, nbytes = await stage.publish_and_load(FIRST)
     assert nbytes > first.nbytes + base_bytes(stage.model)
     teach(stage.model, seed=1)
     second, nbytes = await stage.publish_and_load(SECOND)
     assert first.base_digest == second.base_digest != ""
     assert second.nbytes == snapshot_bytes(snapshot_layout(stage.model, torch.float32))
-    assert 0 < nbytes < second.nbytes + 10_000  # and a manifest
+    assert 0 < nbytes < second.nbytes + 10_000  # plus a manifest
 
 
-async def test_the_base_stays_however_many_versions_come(stage: Stage) -> None:
+async def test_the_base_is_kept_in_the_store(stage: Stage) -> None:
     for number in range(1, 13):
         await stage.publisher.publish(PolicyVersion(number=number, digest=f"d{number}"))
         teach(stage.model, seed=number)
@@ -83,7 +83,7 @@ async def test_the_base_stays_however_many_versions_come(stage: Stage) -> None:
     assert sum(name.endswith(".snapshot") for name in stage.transport.blobs) == 3  # two versions and the base
 
 
-async def test_what_was_prepared_and_never_used_is_prepared_again(stage: Stage) -> None:
+async def test_a_version_that_was_prepared_and_not_used_can_be_replaced(stage: Stage) -> None:
     await stage.publisher.publish(FIRST)
     await stage.pulled.prepare(FIRST)
     teach(stage.model, seed=1)
@@ -100,12 +100,12 @@ async def test_an_adapter_of_another_base_is_refused(stage: Stage) -> None:
     snapshot[:4] ^= np.uint8(1)
     await stage.store.publish_base(tensors, snapshot)
     await stage.publisher.publish(SECOND)
-    with pytest.raises(WeightsError, match="version 2 is an adapter of another base than is at hand"):
+    with pytest.raises(WeightsError, match="version 2 is an adapter of base"):
         await stage.pulled.prepare(SECOND)
     assert probe_logprobs(stage.hollow, IDS) == before
 
 
-async def test_a_closed_one_keeps_nothing(stage: Stage) -> None:
+async def test_close_releases_the_snapshots(stage: Stage) -> None:
     await stage.publish_and_load(FIRST)
     stage.pulled.close()
     assert all(parameter.numel() == 0 for parameter in stage.hollow.parameters())

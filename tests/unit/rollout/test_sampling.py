@@ -18,7 +18,7 @@ def params(count: int, **fields: float) -> list[SamplingParams]:
 
 
 def test_stream_keys_are_splitmix64() -> None:
-    # The generator's published first outputs from seed 1234567; position t is output t.
+    # Published first outputs of the generator with seed 1234567; position t is output t.
     expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
     assert [stream_key(1234567, position) for position in range(3)] == expected
 
@@ -31,7 +31,7 @@ def test_noise_is_standard_gumbel() -> None:
     assert noise.var() == pytest.approx(math.pi**2 / 6, rel=0.02)
     # the distribution function exp(-exp(-x)) is uniform: compare ten bins, chi-squared with 9 degrees of freedom
     counts = torch.histc(torch.exp(-torch.exp(-noise)), bins=10, min=0, max=1)
-    assert float(((counts - n / 10) ** 2 / (n / 10)).sum()) < 27.9  # its 0.999 quantile
+    assert float(((counts - n / 10) ** 2 / (n / 10)).sum()) < 27.9  # the 0.999 quantile
 
 
 def test_noise_of_neighbouring_keys_positions_and_tokens_is_uncorrelated() -> None:
@@ -58,14 +58,14 @@ def test_greedy_takes_the_most_likely_and_reports_its_probability() -> None:
     assert drawn.logprobs.tolist() == pytest.approx([math.log(3 / 4)])
 
 
-def test_top_k_and_top_p_renormalise_over_what_they_keep() -> None:
+def test_top_k_and_top_p_normalise_over_kept_tokens() -> None:
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
     n = 400
     keys = [stream_key(5, t) for t in range(n)]
     two = draw(logits.expand(n, 4), keys, params(n, top_k=2))
     assert set(two.token_ids.tolist()) == {0, 1}
     assert two.logprobs[two.token_ids == 0][0].item() == pytest.approx(math.log(0.4 / 0.7), rel=1e-5)
-    # 0.4 + 0.3 < 0.75 <= 0.4 + 0.3 + 0.2: the token that crosses the line stays
+    # 0.4 + 0.3 < 0.75 <= 0.4 + 0.3 + 0.2: the token that crosses the threshold is kept
     three = draw(logits.expand(n, 4), keys, params(n, top_p=0.75))
     assert set(three.token_ids.tolist()) == {0, 1, 2}
     assert three.logprobs[three.token_ids == 2][0].item() == pytest.approx(math.log(0.2 / 0.9), rel=1e-5)

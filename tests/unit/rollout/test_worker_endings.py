@@ -1,4 +1,4 @@
-"""How a worker fails, closes, is killed or falls silent, and what its callers are told."""
+"""Worker errors, close, kill and hangs, and what callers observe."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from contextlib import suppress
 
 import pytest
 
-from tests.fake_engine import FakeEngine
-from tests.fake_samples import make_id
+from tests.doubles.engine import FakeEngine
+from tests.doubles.samples import make_id
 from tests.virtual_time import run_virtual
 from tests.worker_stage import V0, V1, SlowSource, Stage, request
 from tidemill.core.errors import DeadlineError, WorkerLost
@@ -20,7 +20,7 @@ from tidemill.rollout.worker import EngineWorker
 from tidemill.runtime.compute import ComputeThread
 
 
-def test_what_the_engine_raises_comes_after_the_reports_made_before_it() -> None:
+def test_an_engine_error_is_raised_after_earlier_reports() -> None:
     async def main() -> None:
         stage = Stage()
         stage.fail_at = 3
@@ -42,7 +42,7 @@ def test_what_the_engine_raises_comes_after_the_reports_made_before_it() -> None
     run_virtual(main())
 
 
-def test_a_failure_wakes_who_is_waiting() -> None:
+def test_an_engine_error_wakes_a_waiting_caller() -> None:
     async def main() -> None:
         stage = Stage()
         waiting = asyncio.create_task(stage.worker.next_report(1000.0))
@@ -57,11 +57,11 @@ def test_a_failure_wakes_who_is_waiting() -> None:
     run_virtual(main())
 
 
-def test_a_faulty_request_is_refused_at_submit_and_harms_no_other() -> None:
+def test_an_invalid_request_is_refused_without_affecting_others() -> None:
     async def main() -> None:
         stage = Stage()
         await stage.worker.submit([request("p0")])
-        with pytest.raises(AssertionError, match="not loaded"):
+        with pytest.raises(AssertionError, match="other weights"):
             await stage.worker.submit([request("p1", version=7)])
         assert [delta.sample_id for delta in await stage.deltas() if delta.finish] == [make_id("p0")]
         await stage.worker.close()
@@ -69,7 +69,7 @@ def test_a_faulty_request_is_refused_at_submit_and_harms_no_other() -> None:
     run_virtual(main())
 
 
-def test_closing_ends_the_tick_and_then_refuses() -> None:
+def test_a_closed_worker_stops_and_refuses_calls() -> None:
     async def main() -> None:
         stage = Stage()
         await stage.worker.submit([request("p0")])
@@ -84,14 +84,14 @@ def test_closing_ends_the_tick_and_then_refuses() -> None:
     run_virtual(main())
 
 
-def test_a_worker_that_never_worked_closes() -> None:
+def test_an_unused_worker_can_be_closed() -> None:
     async def main() -> None:
         await Stage().worker.close()
 
     run_virtual(main())
 
 
-async def test_closing_has_a_deadline_when_the_engine_hangs() -> None:
+async def test_close_has_a_deadline_if_the_engine_hangs() -> None:
     engine, compute, go_on = FakeEngine(V0), ComputeThread("hanging"), threading.Event()
     wait: Callable[[], None] = lambda: (go_on.wait(10.0), None)[1]  # noqa: E731
     engine.on_poll = wait
@@ -107,8 +107,8 @@ async def test_closing_has_a_deadline_when_the_engine_hangs() -> None:
 
 
 @pytest.mark.parametrize("at_s", [0.0, 0.05, 0.15, 0.5, 1.05])
-def test_nothing_survives_a_kill(at_s: float) -> None:
-    """Cut while idle, in a poll, between polls, in a pull, in a swap."""
+def test_kill_stops_everything(at_s: float) -> None:
+    """Killed while idle, in a poll, between polls, in a pull, in a swap."""
 
     async def main() -> None:
         stage = Stage()
@@ -123,7 +123,7 @@ def test_nothing_survives_a_kill(at_s: float) -> None:
 
         with pytest.raises(WorkerLost, match="w1 was killed"):
             await loading
-        told = len(await waiting)
+        reports = len(await waiting)
         calls: list[Awaitable[object]] = [
             stage.worker.next_report(1.0),
             stage.worker.submit([request("p2")]),
@@ -137,7 +137,7 @@ def test_nothing_survives_a_kill(at_s: float) -> None:
         polls = stage.polls
         await asyncio.sleep(10.0)
         assert (stage.polls, source.swapped, source.closed) == (polls, [], 1)
-        assert told >= int(at_s / 0.1)
+        assert reports >= int(at_s / 0.1)
         stage.worker.kill()
         stage.worker.notice(1.0)
         await stage.worker.close()
@@ -150,11 +150,11 @@ async def _reports_until_lost(worker: EngineWorker) -> list[WorkerReport]:
     with suppress(WorkerLost):
         while report := await worker.next_report(100.0):
             reports.append(report)
-        pytest.fail("it fell silent instead")
+        pytest.fail("no report, but the worker is not lost")
     return reports
 
 
-def test_reports_not_taken_die_with_the_worker() -> None:
+def test_kill_discards_pending_reports() -> None:
     async def main() -> None:
         stage = Stage()
         await stage.worker.submit([request("p0")])
@@ -166,7 +166,7 @@ def test_reports_not_taken_die_with_the_worker() -> None:
     run_virtual(main())
 
 
-def test_a_caller_that_is_cancelled_is_not_told_of_a_kill() -> None:
+def test_a_cancelled_caller_gets_cancelled_error_after_a_kill() -> None:
     async def main() -> None:
         stage = Stage()
         stage.worker = stage.make_worker(source=SlowSource(stage.engine))
@@ -180,7 +180,7 @@ def test_a_caller_that_is_cancelled_is_not_told_of_a_kill() -> None:
     run_virtual(main())
 
 
-async def test_an_engine_that_does_not_come_back_is_silence() -> None:
+async def test_there_is_no_heartbeat_during_an_engine_call() -> None:
     engine, compute, go_on = FakeEngine(V0), ComputeThread("stuck"), threading.Event()
     engine.on_poll = lambda: (go_on.wait(10.0), None)[1]
     worker = EngineWorker(engine, compute, clock=LoopClock(), tick_s=0.01, heartbeat_s=0.01)
@@ -188,7 +188,7 @@ async def test_an_engine_that_does_not_come_back_is_silence() -> None:
     await worker.submit([request("p0")])
     await asyncio.sleep(0.05)
     while await worker.next_report(0.0):
-        pass  # said before the engine was stuck
+        pass  # reported before the engine hung
     assert await worker.next_report(0.2) is None
     worker.kill()
     go_on.set()

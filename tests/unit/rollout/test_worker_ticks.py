@@ -1,4 +1,4 @@
-"""What a worker does and tells tick by tick: reports, idleness, aborts, heartbeats, notices."""
+"""Ticks of a worker: reports, idling, aborts, heartbeats, notices."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TypeVar
 
 import pytest
 
-from tests.fake_engine import FakeCompute, FakeEngine
-from tests.fake_samples import SAMPLING, completion, make_id
+from tests.doubles.engine import FakeCompute, FakeEngine
+from tests.doubles.samples import SAMPLING, completion, make_id
 from tests.virtual_time import run_virtual
 from tests.worker_stage import V0, Stage, request
 from tidemill.core.protocols import LoopClock
@@ -20,14 +20,14 @@ from tidemill.runtime.compute import ComputeThread
 T = TypeVar("T")
 
 
-def test_one_report_a_tick_until_everything_is_generated() -> None:
+def test_one_report_per_tick_until_all_samples_are_finished() -> None:
     async def main() -> None:
         stage = Stage()
         requests = [request("p0"), request("p1"), request("p2"), request("p3")]
         await stage.worker.submit(requests)
         first = await stage.worker.next_report(5.0)
         assert first is not None
-        # three slots, one sample queued, two tokens a tick and slot; 0.1 s a tick
+        # three slots, one queued sample, two tokens per tick and slot, 0.1 s per tick
         assert (first.status.running, first.status.queued, first.status.free_slots) == (3, 1, 0)
         assert first.status.worker_id == "w1"
         assert first.status.prompt_tokens_computed == 8
@@ -60,7 +60,7 @@ def test_an_idle_worker_does_not_poll() -> None:
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6])
-def test_samples_submitted_while_the_last_ones_end_are_not_forgotten(delay: float) -> None:
+def test_samples_submitted_while_the_last_ones_finish_are_generated(delay: float) -> None:
     async def main() -> None:
         stage = Stage()
         await stage.worker.submit([request("p0")])
@@ -73,8 +73,8 @@ def test_samples_submitted_while_the_last_ones_end_are_not_forgotten(delay: floa
     run_virtual(main())
 
 
-class LateNews(FakeCompute):
-    """Tells late what a poll found; what was submitted meanwhile is told earlier."""
+class LateResults(FakeCompute):
+    """Returns results of polls late, after those of later submits."""
 
     async def run(self, function: Callable[[], T]) -> T:
         result = await super().run(function)
@@ -83,14 +83,14 @@ class LateNews(FakeCompute):
         return result
 
 
-def test_samples_submitted_behind_the_last_poll_are_not_taken_for_idleness() -> None:
+def test_a_worker_does_not_idle_after_a_submit_during_the_last_poll() -> None:
     async def main() -> None:
         stage = Stage()
-        stage.compute = LateNews(0.1)
+        stage.compute = LateResults(0.1)
         stage.worker = stage.make_worker()
         stage.engine.per_poll = 100  # one poll finishes a sample
         await stage.worker.submit([request("p0")])
-        await asyncio.sleep(0.15)  # that poll is over, and the worker has not heard of it
+        await asyncio.sleep(0.15)  # that poll is over, but its result is late
         await stage.worker.submit([request("p1")])
         assert {delta.sample_id for delta in await stage.deltas() if delta.finish} == {make_id("p0"), make_id("p1")}
         await stage.worker.close()
@@ -98,7 +98,7 @@ def test_samples_submitted_behind_the_last_poll_are_not_taken_for_idleness() -> 
     run_virtual(main())
 
 
-def test_aborted_samples_are_handed_back_and_their_siblings_go_on() -> None:
+def test_aborted_samples_are_reported_and_siblings_continue() -> None:
     async def main() -> None:
         stage = Stage()
         await stage.worker.submit([request("p0"), request("p1")])
@@ -108,7 +108,7 @@ def test_aborted_samples_are_handed_back_and_their_siblings_go_on() -> None:
         assert finishes[make_id("p0")] == "aborted"
         assert finishes[make_id("p1")] in ("stop", "length")
         await stage.worker.abort([make_id("p0")])
-        assert await stage.worker.next_report(1.0) is None  # nothing to say
+        assert await stage.worker.next_report(1.0) is None  # nothing to report
         await stage.worker.close()
 
     run_virtual(main())
@@ -127,9 +127,9 @@ async def test_with_a_real_thread() -> None:
     await compute.close(5.0)
 
 
-def test_a_queue_that_waits_for_a_later_version_is_looked_at_once_a_tick() -> None:
+def test_a_queue_that_waits_for_a_later_version_is_polled_once_per_tick() -> None:
     class Waiting(FakeEngine):
-        """Has a sample that no loaded version may serve yet."""
+        """Has a queued sample that waits for a later version."""
 
         def poll(self, deadline_s: float) -> list[TokenDelta]:
             self.on_poll()
@@ -148,7 +148,7 @@ def test_a_queue_that_waits_for_a_later_version_is_looked_at_once_a_tick() -> No
     run_virtual(main())
 
 
-def test_an_idle_worker_says_that_it_is_there() -> None:
+def test_an_idle_worker_sends_heartbeats() -> None:
     async def main() -> None:
         stage = Stage()
         stage.worker = stage.make_worker(heartbeat_s=1.0)
@@ -161,7 +161,7 @@ def test_an_idle_worker_says_that_it_is_there() -> None:
         assert sum(bool(report.deltas) for report in made) >= 3
         tokens = sum(count(delta.token_ids) for report in made for delta in report.deltas)
         assert made[-1].status.tokens_generated == tokens > 0
-        await asyncio.sleep(100.25)  # nobody listens: nothing piles up
+        await asyncio.sleep(100.25)  # without a reader, heartbeats do not accumulate
         assert await stage.worker.next_report(0.0) is not None
         assert await stage.worker.next_report(0.0) is None
         await stage.worker.close()
@@ -170,7 +170,7 @@ def test_an_idle_worker_says_that_it_is_there() -> None:
     run_virtual(main())
 
 
-def test_a_notice_is_told_once_and_at_once() -> None:
+def test_a_notice_is_reported_once_and_immediately() -> None:
     async def main() -> None:
         stage = Stage()
         stage.worker.notice(12.5)

@@ -1,4 +1,4 @@
-"""How a worker takes new weights: pulled beside generation, swapped between ticks, or not to be had."""
+"""Loading weights into a worker: pulled during generation, swapped between ticks, or unavailable."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tidemill.core.errors import WeightsError
 from tidemill.core.records import Loaded, count
 
 
-def test_new_weights_are_used_from_the_next_sample_on() -> None:
+def test_new_weights_are_used_from_the_next_sample() -> None:
     async def main() -> None:
         stage = Stage()
         await stage.worker.load(V1)
@@ -23,7 +23,7 @@ def test_new_weights_are_used_from_the_next_sample_on() -> None:
     run_virtual(main())
 
 
-def test_generation_goes_on_while_a_version_is_pulled() -> None:
+def test_generation_continues_while_a_version_is_pulled() -> None:
     async def main() -> None:
         stage = Stage()
         source = SlowSource(stage.engine)
@@ -55,7 +55,7 @@ def test_generation_goes_on_while_a_version_is_pulled() -> None:
     run_virtual(main())
 
 
-def test_without_a_source_the_engine_has_the_weights_already() -> None:
+def test_without_a_source_nothing_is_pulled() -> None:
     async def main() -> None:
         stage = Stage()
         loaded = await stage.worker.load(V1)
@@ -66,7 +66,7 @@ def test_without_a_source_the_engine_has_the_weights_already() -> None:
     run_virtual(main())
 
 
-def test_a_version_that_cannot_be_had_leaves_the_worker_at_work() -> None:
+def test_a_failed_pull_keeps_the_current_version() -> None:
     async def main() -> None:
         stage = Stage()
         source = SlowSource(stage.engine)

@@ -21,7 +21,7 @@ async def compute() -> AsyncIterator[ComputeThread]:
     await thread.close(5.0)
 
 
-async def test_calls_run_one_at_a_time_in_the_order_asked_for_off_the_loop(compute: ComputeThread) -> None:
+async def test_calls_run_one_at_a_time_in_order_off_the_loop(compute: ComputeThread) -> None:
     order: list[int] = []
     threads: set[int] = set()
 
@@ -39,7 +39,7 @@ async def test_calls_run_one_at_a_time_in_the_order_asked_for_off_the_loop(compu
     assert threading.get_ident() not in threads
 
 
-async def test_the_loop_runs_meanwhile(compute: ComputeThread) -> None:
+async def test_the_loop_runs_during_a_call(compute: ComputeThread) -> None:
     ready = threading.Event()
     call = asyncio.create_task(compute.run(lambda: ready.wait(5.0)))
     await asyncio.sleep(0.01)  # would never end if the call ran on the loop
@@ -48,7 +48,7 @@ async def test_the_loop_runs_meanwhile(compute: ComputeThread) -> None:
 
 
 @pytest.mark.parametrize("raised", [ValueError("broken"), SystemExit(3), KeyboardInterrupt()])
-async def test_what_a_call_raises_is_raised_to_its_caller_and_the_thread_lives_on(
+async def test_an_exception_is_raised_in_the_caller_and_the_thread_survives(
     compute: ComputeThread, raised: BaseException
 ) -> None:
     def fail() -> None:
@@ -88,7 +88,7 @@ async def test_a_cancelled_call_that_has_not_started_is_skipped_and_a_running_on
     assert done == ["first", "third"]
 
 
-async def test_after_closing_nothing_runs() -> None:
+async def test_a_closed_thread_refuses_calls() -> None:
     class SlowToEnd(ComputeThread):
         def _serve(self) -> None:
             super()._serve()
@@ -119,7 +119,7 @@ async def test_closing_has_a_deadline() -> None:
     await thread.close(5.0)
 
 
-def test_a_result_that_comes_after_the_loop_was_closed_harms_nobody() -> None:
+def test_a_result_after_the_loop_was_closed_is_ignored() -> None:
     thread, go_on = ComputeThread("late"), threading.Event()
 
     async def leave() -> None:
@@ -137,28 +137,28 @@ def test_a_result_that_comes_after_the_loop_was_closed_harms_nobody() -> None:
     asyncio.run(thread.close(5.0))
 
 
-async def test_what_is_put_off_waits_until_nothing_else_is_asked_for() -> None:
+async def test_low_priority_calls_wait_until_the_thread_is_idle() -> None:
     thread, done, go_on = ComputeThread("busy"), list[str](), threading.Event()
 
     def note(word: str) -> None:
         go_on.wait(10.0)
         done.append(word)
 
-    calls = [asyncio.create_task(thread.leftover.run(lambda: note("left over")))]
+    calls = [asyncio.create_task(thread.low_priority.run(lambda: note("low priority")))]
     calls += [asyncio.create_task(thread.run(partial(note, word))) for word in ("first", "second")]
-    await asyncio.sleep(0)  # all three are asked for
+    await asyncio.sleep(0)  # all three calls are made
     go_on.set()
     await asyncio.gather(*calls)
-    assert done == ["first", "second", "left over"]
+    assert done == ["first", "second", "low priority"]
     await thread.close(5.0)
 
 
-async def test_what_is_still_put_off_at_the_end_is_cancelled() -> None:
+async def test_waiting_low_priority_calls_are_cancelled_at_the_end() -> None:
     thread = ComputeThread("ending")
-    put_off = asyncio.create_task(thread.leftover.run(lambda: 1))
+    waiting = asyncio.create_task(thread.low_priority.run(lambda: 1))
     await asyncio.sleep(0)
     await thread.close(5.0)
     with pytest.raises(asyncio.CancelledError):
-        await put_off
+        await waiting
     with pytest.raises(RuntimeError, match="ending is closed"):
-        await thread.leftover.run(lambda: 2)
+        await thread.low_priority.run(lambda: 2)

@@ -24,18 +24,18 @@ def parts(*args: str) -> ModelBundle:
     return load_model_bundle(load_spec([*SMALL, "--trainer.threads=1", *args]), progress=lambda _: None)
 
 
-def test_no_critic_where_none_is_needed() -> None:
+def test_an_algorithm_without_values_has_no_critic() -> None:
     assert build_critic(parts(), progress=lambda _: None) is None
 
 
-def test_a_shared_one_reads_the_policys_states() -> None:
+def test_a_shared_critic_reads_the_policys_states() -> None:
     made = parts("--algorithm.name=ppo", "--critic.kind=shared")
     critic = build_critic(made, progress=lambda _: None)
     assert isinstance(critic, TrunkCritic)
     assert critic.model is made.model
 
 
-def test_one_of_its_own_begins_as_the_policy_and_says_nothing_yet() -> None:
+def test_a_separate_critic_starts_from_the_policy_with_output_0() -> None:
     made = parts("--algorithm.name=ppo")
     critic = build_critic(made, progress=lambda _: None)
     assert isinstance(critic, ModelCritic)
@@ -45,7 +45,7 @@ def test_one_of_its_own_begins_as_the_policy_and_says_nothing_yet() -> None:
     assert not critic.head.weight.any()
 
 
-def test_one_that_comes_from_a_reward_model_begins_as_all_of_it(tmp_path: Path) -> None:
+def test_a_critic_from_a_reward_model_takes_its_head(tmp_path: Path) -> None:
     char = parts().spec.model.char
     build_char_model(char, tmp_path)
     digest = load_codec(tmp_path).vocabulary_digest
@@ -55,20 +55,20 @@ def test_one_that_comes_from_a_reward_model_begins_as_all_of_it(tmp_path: Path) 
     critic = build_critic(made, progress=told.append)
     assert isinstance(critic, ModelCritic)
     assert torch.equal(critic.head.weight, judging.weight)
-    assert f"the whole reward model {tmp_path}" in told[-1]
+    assert f"the reward model {tmp_path}" in told[-1]
     assert {id(p) for p in critic.head.parameters()} < {id(p) for p in critic.optimizer.param_groups[-1]["params"]}
 
     save_head(tmp_path, judging, kind="value_model", pooling="every_token", vocabulary_digest="")
     critic = build_critic(made, progress=told.append)
     assert isinstance(critic, ModelCritic)
-    assert not critic.head.weight.any()  # what its numbers stood for is not in the folder
+    assert not critic.head.weight.any()  # the folder has no head
 
     save_head(tmp_path, reward_head(8), kind="reward_model", pooling="last_token", vocabulary_digest=digest)
     with pytest.raises(UserError, match="hidden states of 8 numbers, and the model's have 16"):
         build_critic(made, progress=told.append)
 
 
-def test_a_source_that_cannot_be_had_is_told_of_its_own_key() -> None:
+def test_a_missing_source_is_reported_under_its_own_key() -> None:
     made = parts("--algorithm.name=ppo", "--critic.source=nowhere/x")
     with pytest.raises(UserError, match="nowhere/x") as caught:
         build_critic(made, progress=lambda _: None)
@@ -79,7 +79,7 @@ def test_a_source_that_cannot_be_had_is_told_of_its_own_key() -> None:
     assert caught.value.where == "eval.compare_with"
 
 
-def test_under_an_adapter_it_has_one_of_its_own_over_the_same_weights(tmp_path: Path) -> None:
+def test_with_an_adapter_the_critic_has_another_adapter_over_the_same_weights(tmp_path: Path) -> None:
     made = parts("--algorithm.name=ppo", "--model.lora.rank=2", "--algorithm.kl_beta=0.1")
     critic, reference = build_critic(made, progress=lambda _: None), made.reference()
     assert isinstance(critic, ModelCritic)

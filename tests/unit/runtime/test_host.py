@@ -1,4 +1,4 @@
-"""Workers in the trainer's process: their weights are published ones, and their tokens the trainer's own."""
+"""Workers in the trainer's process use published weights and generate the trainer's tokens."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from tidemill.models.lora import learned_parameters
 from tidemill.rollout.worker import EngineWorker
 from tidemill.runtime.backend import ModelPublisher, probe_sequence
 from tidemill.runtime.compute import ComputeThread
-from tidemill.runtime.local import NOTHING_YET, InProcessHost
-from tidemill.runtime.model_bundle import ModelBundle, load_model_bundle
+from tidemill.runtime.local import InProcessHost
+from tidemill.runtime.model_bundle import NO_VERSION, ModelBundle, load_model_bundle
 from tidemill.weights.snapshot import MemoryTransport
 from tidemill.weights.store import WeightStore
 
@@ -49,7 +49,7 @@ def lease(name: str) -> Lease:
 
 
 class Stage:
-    """A trained model, its own engine's worker, its publisher and its host."""
+    """A trained model, the worker of its engine, its publisher and its host."""
 
     def __init__(self, parts: ModelBundle, compute: ComputeThread, weights_compute: ComputeThread) -> None:
         self.parts, self.transport = parts, MemoryTransport()
@@ -65,7 +65,7 @@ class Stage:
         self.host = InProcessHost(
             parts, store, compute=compute, weights_compute=weights_compute, clock=clock, prompt_tokens=9
         )
-        engine = parts.engine(NOTHING_YET, prompt_tokens=9)
+        engine = parts.engine(NO_VERSION, prompt_tokens=9)
         self.local = EngineWorker(engine, compute, clock=clock, tick_s=0.01)
 
     def learn(self) -> None:
@@ -113,7 +113,7 @@ async def generate(worker: Worker) -> dict[SampleId, tuple[list[int], list[float
     return made
 
 
-async def test_a_pulled_version_generates_bit_by_bit_what_the_trainers_own_engine_does(stage: Stage) -> None:
+async def test_a_pulled_version_generates_the_same_bits_as_the_trainers_engine(stage: Stage) -> None:
     worker = await stage.host.start(lease("spot-1"))
     for version in (V1, V2):
         manifest = await stage.publisher.publish(version)
@@ -127,7 +127,7 @@ async def test_a_pulled_version_generates_bit_by_bit_what_the_trainers_own_engin
         stage.learn()
 
 
-async def test_training_does_not_reach_a_worker_before_it_loads(stage: Stage) -> None:
+async def test_training_does_not_change_a_worker_before_it_loads(stage: Stage) -> None:
     await stage.publisher.publish(V1)
     worker = await stage.host.start(lease("spot-1"))
     await worker.load(V1)
@@ -155,8 +155,8 @@ async def test_workers_of_a_version_share_its_memory_and_reports_name_the_lease(
     assert (report.lease_id, report.status.worker_id, report.status.version) == ("lease-spot-2", "spot-2", 1)
 
 
-async def test_an_ended_worker_leaves_the_trainer_its_weights(stage: Stage) -> None:
-    """Under an adapter the two share a base."""
+async def test_an_ended_worker_leaves_the_trainers_weights_intact(stage: Stage) -> None:
+    """With an adapter both share a base."""
     await stage.publisher.publish(V1)
     await stage.local.load(V1)
     before = await generate(stage.local)
@@ -168,7 +168,7 @@ async def test_an_ended_worker_leaves_the_trainer_its_weights(stage: Stage) -> N
     assert await generate(stage.local) == before
 
 
-async def test_publishing_again_what_is_newest_costs_nothing(stage: Stage) -> None:
+async def test_publishing_the_newest_version_again_does_nothing(stage: Stage) -> None:
     first = await stage.publisher.publish(V1)
     stage.learn()
     assert await stage.publisher.publish(V1) is first
@@ -176,7 +176,7 @@ async def test_publishing_again_what_is_newest_costs_nothing(stage: Stage) -> No
     assert not stage.transport.blobs
 
 
-async def test_a_killed_worker_gives_its_weights_back(stage: Stage) -> None:
+async def test_a_killed_worker_frees_its_weights(stage: Stage) -> None:
     await stage.publisher.publish(V1)
     worker = await stage.host.start(lease("spot-1"))
     await worker.load(V1)
@@ -200,16 +200,16 @@ async def test_a_killed_worker_gives_its_weights_back(stage: Stage) -> None:
         gc.enable()
 
 
-async def test_the_garbage_of_dead_workers_is_looked_for_among_what_came_after_the_first(stage: Stage) -> None:
+async def test_garbage_collection_scans_only_objects_created_after_the_first_worker(stage: Stage) -> None:
     frozen = gc.get_freeze_count()
     for name in ("spot-1", "spot-2"):
         await stage.host.start(lease(name))
-        assert len(gc.get_objects()) < gc.get_freeze_count()  # modules, the trainer: not looked at again at every join
+        assert len(gc.get_objects()) < gc.get_freeze_count()  # modules and the trainer are not scanned at every join
     await stage.host.close()
     assert gc.get_freeze_count() <= frozen
 
 
-async def test_closing_ends_what_was_started(stage: Stage) -> None:
+async def test_closing_ends_the_workers(stage: Stage) -> None:
     await stage.publisher.publish(V1)
     worker = await stage.host.start(lease("spot-1"))
     await worker.load(V1)
@@ -219,7 +219,7 @@ async def test_closing_ends_what_was_started(stage: Stage) -> None:
         await worker.next_report(1.0)
 
 
-def test_the_probe_is_the_beginning_of_the_first_prompt() -> None:
+def test_the_probe_is_the_start_of_the_first_prompt() -> None:
     class Source:
         def __init__(self, text: str) -> None:
             self.text = text

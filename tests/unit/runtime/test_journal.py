@@ -1,4 +1,4 @@
-"""One contract for the journal on disk and its twin in memory, and what only the disk can do."""
+"""The journal on disk and the fake in memory satisfy one contract; plus the behaviour of the disk alone."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import TypeAlias
 
 import pytest
 
-from tests.memory_journal import MemoryJournal, PowerCut
+from tests.doubles.journal import MemoryJournal, PowerCut
 from tidemill.core.errors import DeadlineError, UserError
 from tidemill.core.protocols import Journal
-from tidemill.runtime.journal import SqliteJournal
+from tidemill.runtime.journal import FORMAT, SqliteJournal
 
 Reopen: TypeAlias = Callable[[], Awaitable[Journal]]
 
 
 @pytest.fixture(params=["sqlite", "memory"])
 async def reopen(request: pytest.FixtureRequest, tmp_path: Path) -> Reopen:
-    """Opens the journal, closing the one opened before, as the next process would."""
+    """Opens the journal like a new process, after closing the one opened before."""
     last: list[Journal] = []
 
     async def open_again() -> Journal:
@@ -64,7 +64,7 @@ async def test_appends_that_overlap_keep_their_order(reopen: Reopen) -> None:
     await journal.close()
 
 
-async def test_pruning_forgets_steps_up_to_one(reopen: Reopen) -> None:
+async def test_pruning_removes_steps_up_to_the_given_one(reopen: Reopen) -> None:
     journal = await reopen()
     for step in (1, 2, 3, 2, 2**62):
         await journal.append([(step, str(step).encode())])
@@ -79,7 +79,7 @@ async def test_pruning_forgets_steps_up_to_one(reopen: Reopen) -> None:
 
 
 @pytest.mark.parametrize("size", range(64))
-async def test_memory_torn_anywhere_keeps_whole_entries_and_goes_on(size: int) -> None:
+async def test_memory_torn_anywhere_keeps_whole_entries_and_accepts_more(size: int) -> None:
     journal = MemoryJournal(power_cut_after=size)
     acknowledged = []
     for at in range(9):
@@ -116,7 +116,7 @@ async def test_memory_damaged_in_place_ends_there() -> None:
     assert await MemoryJournal(bytes(broken)).load() == [(1, b"aaaa")]
 
 
-# What only the disk can do.
+# The disk alone.
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ async def test_commits_are_flushed_and_shared(path: Path) -> None:
     await journal.close()
 
 
-async def test_a_full_disk_is_the_users_to_mend_and_what_was_accepted_stays(path: Path) -> None:
+async def test_a_full_disk_is_a_user_error_and_keeps_accepted_entries(path: Path) -> None:
     journal = await SqliteJournal.open(path)
     await journal.append([(1, b"accepted")])
     await journal._thread.run(lambda: journal._connection.execute("PRAGMA max_page_count = 8"))
@@ -159,7 +159,7 @@ async def test_a_full_disk_is_the_users_to_mend_and_what_was_accepted_stays(path
     await again.close()
 
 
-async def test_a_failure_reaches_everyone_who_waits(path: Path) -> None:
+async def test_a_failure_is_raised_in_every_waiting_append(path: Path) -> None:
     journal = await SqliteJournal.open(path)
     await journal._thread.run(lambda: journal._connection.execute("PRAGMA max_page_count = 8"))
 
@@ -173,7 +173,7 @@ async def test_a_failure_reaches_everyone_who_waits(path: Path) -> None:
     ("content", "message"),
     [(b"this is not a database at all" * 100, "not a ledger"), (b"SQLite format 3\x00" + b"\x07" * 5000, "ledger")],
 )
-async def test_a_file_that_is_no_journal_is_named(path: Path, content: bytes, message: str) -> None:
+async def test_a_file_that_is_no_journal_is_refused_by_name(path: Path, content: bytes, message: str) -> None:
     overwrite_whole(path, content)
 
     with pytest.raises(UserError, match=message) as error:
@@ -218,7 +218,7 @@ def size(path: Path) -> int:
     return path.stat().st_size
 
 
-async def test_a_damaged_page_is_found(path: Path) -> None:
+async def test_a_damaged_page_is_detected(path: Path) -> None:
     await filled(path)
     overwrite(path, 4096 * 20, b"\x5a" * 4096 * 10)
 
@@ -227,7 +227,7 @@ async def test_a_damaged_page_is_found(path: Path) -> None:
     assert "delete it" in error.value.hint
 
 
-async def test_a_changed_byte_is_found(path: Path) -> None:
+async def test_a_changed_byte_is_detected(path: Path) -> None:
     await filled(path)
     overwrite(path, find(path, b"\x41" * 200) + 100, b"?")
 
@@ -235,7 +235,7 @@ async def test_a_changed_byte_is_found(path: Path) -> None:
         await load_all(path)
 
 
-async def test_the_cure_works(path: Path) -> None:
+async def test_the_hint_works(path: Path) -> None:
     await filled(path)
     remove(path)
 
@@ -244,14 +244,22 @@ async def test_the_cure_works(path: Path) -> None:
     await journal.close()
 
 
-async def test_a_journal_of_a_newer_version_is_left_alone(path: Path) -> None:
+@pytest.mark.parametrize("written", [FORMAT - 1, FORMAT + 1])
+async def test_a_journal_of_another_format_is_refused_and_left_alone(path: Path, written: int) -> None:
     await filled(path)
     with sqlite3.connect(path) as connection:
-        connection.execute("PRAGMA user_version = 99")
+        connection.execute(f"PRAGMA user_version = {written}")
     connection.close()
 
-    with pytest.raises(UserError, match="newer version of Tidemill \\(format 99"):
+    with pytest.raises(UserError) as error:
         await SqliteJournal.open(path)
+
+    assert f"format {written}" in error.value.what and f"format {FORMAT}" in error.value.what
+    assert error.value.where == str(path)
+    assert "version that wrote it" in error.value.hint and "new run directory" in error.value.hint
+    with sqlite3.connect(path) as connection:
+        assert connection.execute("PRAGMA user_version").fetchone() == (written,)
+    connection.close()
 
 
 async def test_a_missing_folder_is_named(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A reader of this process: it computes ahead what it is told of, when its thread has time, and never depends on it."""
+"""A reader in this process reads ahead while its thread is idle; results do not depend on that."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 from transformers import PreTrainedModel
 
-from tests.frozen_readers import CHUNK, frozen, named, reader, tokens, whole
+from tests.frozen_readers import CHUNK, frozen, named, read_all, reader, tokens
 from tidemill.core.records import Growth
 from tidemill.runtime.compute import ComputeThread
 from tidemill.runtime.readers import LocalReader
@@ -45,7 +45,7 @@ async def until_held(chunked: ChunkedReader, tokens_held: int) -> None:
 async def test_a_sample_is_read_while_it_grows(model: PreTrainedModel, owned: bool) -> None:
     chunked, thread = reader(model), ComputeThread("reading")
     local = LocalReader(chunked, thread, owned=owned)
-    expected = whole(reader(model, cache=0), named(0), IDS, PROMPT).numbers
+    expected = read_all(reader(model, cache=0), named(0), IDS, PROMPT).numbers
     local.grow([grown(0, 0, PROMPT)])
     await until_held(chunked, PROMPT)
     local.grow([grown(0, PROMPT, PROMPT + CHUNK + 3)])
@@ -57,7 +57,7 @@ async def test_a_sample_is_read_while_it_grows(model: PreTrainedModel, owned: bo
     assert local.take_counts() == (PROMPT + 3 * CHUNK, 2)
     assert local.take_counts() == (0, 0)
     await local.read(named(0, purpose="eval:held_out"), IDS, PROMPT)
-    assert local.take_counts() == (0, 0)  # of training alone
+    assert local.take_counts() == (0, 0)  # only training samples count
     await local.close()
     if owned:
         with pytest.raises(RuntimeError, match="closed"):
@@ -84,7 +84,7 @@ async def test_samples_ahead_take_turns_and_finished_ones_come_first(
         return sample_id.index  # type: ignore[attr-defined, no-any-return]
 
     plain = reader(model)
-    chunked = Noting(model, plain._gauge, chunk_tokens=CHUNK, cache_tokens=1000)
+    chunked = Noting(model, plain._scorer, chunk_tokens=CHUNK, cache_tokens=1000)
     local = LocalReader(chunked, thread, owned=False)
     busy = asyncio.create_task(thread.run(lambda: go_on.wait(10.0)))
     await asyncio.sleep(0)
@@ -100,9 +100,7 @@ async def test_samples_ahead_take_turns_and_finished_ones_come_first(
     await local.close()
 
 
-async def test_a_sample_that_begins_again_or_is_given_up_leaves_nothing(
-    model: PreTrainedModel, thread: ComputeThread
-) -> None:
+async def test_a_restarted_or_dropped_sample_leaves_nothing(model: PreTrainedModel, thread: ComputeThread) -> None:
     chunked = reader(model, cache=100)
     local = LocalReader(chunked, thread, owned=False)
     local.grow([grown(0, 0, PROMPT + CHUNK), grown(1, 0, PROMPT + CHUNK)])
@@ -111,12 +109,14 @@ async def test_a_sample_that_begins_again_or_is_given_up_leaves_nothing(
     other = IDS[: PROMPT * 4] + tokens(20, seed=9)
     local.grow([grown(0, 0, PROMPT + CHUNK, other)])
     await until_held(chunked, PROMPT + CHUNK)
-    assert (await local.read(named(0), other, PROMPT)).numbers == whole(reader(model), named(0), other, PROMPT).numbers
+    assert (await local.read(named(0), other, PROMPT)).numbers == read_all(
+        reader(model), named(0), other, PROMPT
+    ).numbers
     assert chunked.tokens_held == PROMPT
     await local.close()
 
 
-async def test_a_sample_that_begins_again_while_it_is_read_disturbs_nothing(
+async def test_a_sample_restarted_while_it_is_read_is_read_correctly(
     model: PreTrainedModel, thread: ComputeThread
 ) -> None:
     chunked, go_on = reader(model), threading.Event()
@@ -132,22 +132,22 @@ async def test_a_sample_that_begins_again_while_it_is_read_disturbs_nothing(
         first, second = await asyncio.gather(reading, local.read(named(0), other, PROMPT))
     await busy
     for read, ids in ((first, IDS), (second, other)):
-        assert read.numbers == whole(reader(model), named(0), ids, PROMPT).numbers
-    local.grow([grown(0, 0, PROMPT + CHUNK, other)])  # and from then on it is read ahead again
+        assert read.numbers == read_all(reader(model), named(0), ids, PROMPT).numbers
+    local.grow([grown(0, 0, PROMPT + CHUNK, other)])  # it is read ahead again
     await until_held(chunked, PROMPT + CHUNK)
     await local.close()
 
 
-async def test_a_growth_that_does_not_fit_is_no_harm(model: PreTrainedModel, thread: ComputeThread) -> None:
+async def test_growth_after_lost_tokens_is_ignored(model: PreTrainedModel, thread: ComputeThread) -> None:
     local = LocalReader(reader(model), thread, owned=False)
-    local.grow([grown(0, PROMPT, PROMPT + CHUNK)])  # what came before it was lost
+    local.grow([grown(0, PROMPT, PROMPT + CHUNK)])  # the tokens before were lost
     local.grow([grown(1, 0, PROMPT + 2), grown(1, PROMPT + 5, PROMPT + CHUNK)])
     read = await local.read(named(1), IDS, PROMPT)
-    assert read.numbers == whole(reader(model), named(1), IDS, PROMPT).numbers
+    assert read.numbers == read_all(reader(model), named(1), IDS, PROMPT).numbers
     await local.close()
 
 
-async def test_a_model_that_fails_ahead_fails_whoever_reads(model: PreTrainedModel, thread: ComputeThread) -> None:
+async def test_a_failure_while_reading_ahead_is_raised_by_read(model: PreTrainedModel, thread: ComputeThread) -> None:
     chunked = reader(model)
     local = LocalReader(chunked, thread, owned=False)
     failed = threading.Event()

@@ -1,4 +1,4 @@
-"""What a run asks of the machine it starts on."""
+"""The GPUs that a run needs are checked before it starts."""
 
 from __future__ import annotations
 
@@ -9,11 +9,16 @@ import torch
 
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
-from tidemill.runtime.compute import check_devices, require_reserved_gpus
+from tidemill.runtime.cluster.ray_calls import require_reserved_gpus
+from tidemill.runtime.train import runtime_of
 
 
 def _spec(**sections: Any) -> RunSpec:
     return RunSpec.model_validate({"runtime": "ray", **sections})
+
+
+def check_devices(spec: RunSpec) -> None:
+    runtime_of(spec).check_devices(spec)
 
 
 def _present(monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
@@ -28,7 +33,7 @@ WORKERS = {"pool": {"kind": "static", "workers": 2}}
     ("sections", "asked", "key"),
     [
         ({"ray": {"trainer_gpus": 1}}, 1, "ray.trainer_gpus"),
-        ({"ray": {"trainer_gpus": 0.5}}, 1, "ray.trainer_gpus"),  # a node has whole ones
+        ({"ray": {"trainer_gpus": 0.5}}, 1, "ray.trainer_gpus"),  # Ray takes whole numbers only
         (WORKERS | {"ray": {"worker_gpus": 1}}, 2, "ray.worker_gpus"),
         (WORKERS | {"ray": {"worker_gpus": 1, "trainer_gpus": 2}}, 4, "ray.trainer_gpus, ray.worker_gpus"),
         ({"placement": {"reference": "actor", "actor_gpus": 1}}, 1, "placement.actor_gpus"),
@@ -38,28 +43,28 @@ def test_more_gpus_than_the_machine_has_are_refused(
     monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], asked: int, key: str
 ) -> None:
     _present(monkeypatch, asked - 1)
-    with pytest.raises(UserError, match=f"{asked} GPUs? (is|are) reserved, and this machine has {asked - 1}") as caught:
+    with pytest.raises(UserError, match=f"needs {asked} GPUs?, and this machine has {asked - 1}") as caught:
         check_devices(_spec(**sections))
     assert caught.value.where == key
     _present(monkeypatch, asked)
     check_devices(_spec(**sections))
 
 
-def test_nothing_is_known_of_the_nodes_of_another_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpus_of_an_existing_cluster_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     _present(monkeypatch, 0)
     check_devices(_spec(ray={"trainer_gpus": 8, "address": "10.0.0.1:6379"}))
 
 
-def test_a_gpu_for_a_run_in_one_process_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_in_one_process_is_refused_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     _present(monkeypatch, 0)
-    with pytest.raises(UserError, match="no GPU that torch can use"):
+    with pytest.raises(UserError, match="torch finds no GPU"):
         check_devices(RunSpec.model_validate({"trainer": {"device": "cuda"}}))
 
 
 def test_a_process_with_reserved_gpus_does_not_compute_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     _present(monkeypatch, 0)
     require_reserved_gpus(0.0, "ray.trainer_gpus")
-    with pytest.raises(UserError, match="torch can use no GPU"):
+    with pytest.raises(UserError, match="torch cannot use the GPU"):
         require_reserved_gpus(1.0, "ray.trainer_gpus")
     _present(monkeypatch, 1)
     require_reserved_gpus(1.0, "ray.trainer_gpus")

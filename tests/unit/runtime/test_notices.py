@@ -1,9 +1,8 @@
-"""Notices over real HTTP from a stand-in on loopback, and as a real SIGTERM."""
+"""Termination notices over real HTTP from a fake metadata service on loopback."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -13,7 +12,7 @@ import pytest
 
 from tests.metadata_service import Headers, MetadataService, aws, azure, google, serving
 from tidemill.pool.notices import CLOUDS, Endpoint, Notice, detect, watch
-from tidemill.runtime.cluster.actors import LONGEST_ANSWER, HttpFetch, on_sigterm, tell_notices
+from tidemill.runtime.cluster.ray_worker import HttpFetch, watch_cloud_notices
 
 NOW_UNIX_S = 1_789_722_000.0  # 2026-09-18T09:00:00Z
 AZURE = """{"DocumentIncarnation": 1, "Events": [{"EventId": "1", "EventType": "Preempt", "ResourceType":
@@ -48,7 +47,7 @@ async def fetching() -> AsyncIterator[HttpFetch]:
 
 
 @pytest.mark.parametrize("name", CLOUDS)
-async def test_a_cloud_is_detected_and_its_notice_heard(name: str) -> None:
+async def test_a_cloud_is_detected_and_its_notice_received(name: str) -> None:
     answer, seconds_left = GOING[name]
     async with serving(MetadataService(answer)) as service, fetching() as fetch:
         cloud = await detect(fetch, dict.fromkeys(CLOUDS, at(service)))
@@ -64,16 +63,15 @@ async def test_a_cloud_is_detected_and_its_notice_heard(name: str) -> None:
         MetadataService(raw=b"\x00\xff garbage\r\n\r\n"),
         MetadataService(raw=b"HTTP/1.1 200 OK\r\nContent-Length: 50\r\n\r\ntorn"),
         MetadataService(raw=b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 4\r\n\r\ntorn"),
-        MetadataService(raw=b"HTTP/1.1 200 OK\r\n\r\n" + bytes(LONGEST_ANSWER + 1)),
         MetadataService(raw=b""),
         MetadataService(lambda method, path, headers: (500, "TRUE")),
         MetadataService(lambda method, path, headers: (302, "")),
         MetadataService(lambda method, path, headers: (200, "<html>\nlog in</html>")),
         MetadataService(google("TRUE"), slow_s=5.0),
     ],
-    ids=["garbage", "torn", "not gzip", "too long", "hangs up", "500", "redirect", "portal", "slow"],
+    ids=["garbage", "torn", "not gzip", "hangs up", "500", "redirect", "portal", "slow"],
 )
-async def test_an_ill_service_is_no_cloud_and_no_notice_and_the_watch_goes_on(ill: MetadataService) -> None:
+async def test_a_faulty_service_gives_no_notice_and_the_watch_continues(ill: MetadataService) -> None:
     async with serving(replace(ill, asked=[])) as service, fetching() as fetch:
         assert await detect(fetch, dict.fromkeys(CLOUDS, at(service)), timeout_s=0.2) is None
         looking = asyncio.create_task(
@@ -87,7 +85,7 @@ async def test_an_ill_service_is_no_cloud_and_no_notice_and_the_watch_goes_on(il
             assert (await looking).seconds_left > 29
 
 
-async def test_nobody_there_is_no_notice() -> None:
+async def test_an_unreachable_service_gives_no_notice() -> None:
     async with serving(MetadataService()) as service, fetching() as fetch:
         pass  # the port is free again
     async with fetching() as fetch:
@@ -96,7 +94,7 @@ async def test_nobody_there_is_no_notice() -> None:
         assert await detect(fetch, dict.fromkeys(CLOUDS, at(service))) is None
 
 
-async def test_a_proxy_of_the_environment_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_proxies_of_the_environment_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(MetadataService(google("FALSE"))) as service, serving(MetadataService()) as proxy:
         for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
             monkeypatch.setenv(name, proxy.base)
@@ -108,16 +106,12 @@ async def test_a_proxy_of_the_environment_is_not_asked(monkeypatch: pytest.Monke
 
 
 @asynccontextmanager
-async def telling(
-    notices: list[Notice], answer: Callable[[str, str, Headers], tuple[int, str]], *, sigterm_grace_s: float | None
+async def watching(
+    notices: list[Notice], answer: Callable[[str, str, Headers], tuple[int, str]]
 ) -> AsyncIterator[MetadataService]:
     async with serving(MetadataService(answer)) as service:
         endpoints = dict.fromkeys(CLOUDS, at(service))
-        task = asyncio.create_task(
-            tell_notices(
-                notices.append, sigterm_grace_s=sigterm_grace_s, endpoints=endpoints, unix_s=lambda: NOW_UNIX_S
-            )
-        )
+        task = asyncio.create_task(watch_cloud_notices(notices.append, endpoints=endpoints, unix_s=lambda: NOW_UNIX_S))
         try:
             yield service
         finally:
@@ -126,45 +120,29 @@ async def telling(
                 await task
 
 
-async def test_cloud_and_sigterm_are_told_to_the_same_ear() -> None:
+async def test_the_notice_of_the_cloud_is_passed_on() -> None:
     notices: list[Notice] = []
-    async with telling(notices, aws(None), sigterm_grace_s=30.0) as service:
+    async with watching(notices, aws(None)) as service:
         await until(lambda: "GET /latest/meta-data/spot/instance-action" in service.asked)
         assert notices == []
-        os.kill(os.getpid(), signal.SIGTERM)
-        await until(lambda: len(notices) == 1)
-        assert notices == [Notice(seconds_left=30.0, cause="the process was sent SIGTERM")]
         service.answer = GOING["aws"][0]
-        await until(lambda: len(notices) == 2)
-        assert notices[1].seconds_left == 120.0
-        os.kill(os.getpid(), signal.SIGTERM)
-        await until(lambda: len(notices) == 3)
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        await until(lambda: len(notices) == 1)
+        assert notices[0].seconds_left == 120.0
 
 
-async def test_sigterm_can_be_left_alone() -> None:
+async def test_sigterm_is_not_handled() -> None:
     notices: list[Notice] = []
     before = signal.getsignal(signal.SIGTERM)
-    async with telling(notices, GOING["google"][0], sigterm_grace_s=None):
+    async with watching(notices, GOING["google"][0]):
         await until(lambda: len(notices) == 1)
         assert signal.getsignal(signal.SIGTERM) is before
 
 
 async def test_without_a_cloud_detection_is_tried_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tidemill.runtime.cluster.actors.DETECT_AGAIN_S", 0.01)
+    monkeypatch.setattr("tidemill.runtime.cluster.ray_worker.DETECT_AGAIN_S", 0.01)
     notices: list[Notice] = []
-    async with telling(notices, lambda method, path, headers: (404, ""), sigterm_grace_s=1.0) as service:
+    async with watching(notices, lambda method, path, headers: (404, "")) as service:
         await until(lambda: len(service.asked) >= 3 * len(CLOUDS))
         await asyncio.sleep(0.1)
         assert len(service.asked) == 3 * len(CLOUDS)
-        os.kill(os.getpid(), signal.SIGTERM)  # is still heard
-        await until(lambda: len(notices) == 1)
-
-
-async def test_sigterm_calls_back_until_the_end() -> None:
-    called = asyncio.Event()
-    with on_sigterm(called.set):
-        os.kill(os.getpid(), signal.SIGTERM)
-        async with asyncio.timeout(5.0):
-            await called.wait()
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert notices == []

@@ -1,4 +1,4 @@
-"""A run that ends by an error has a report of what it came to."""
+"""A run that ends with an error still writes its report."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def run_until_the_guard(directory: Path) -> None:
         train(spec, telemetry_stream=io.StringIO(), open_backend=stopped_by_a_guard)
 
 
-def test_a_run_that_a_guard_stops_has_a_report_of_this_session(tmp_path: Path) -> None:
+def test_a_run_stopped_by_a_guard_writes_the_report_of_this_session(tmp_path: Path) -> None:
     (tmp_path / "report.html").write_text("an earlier session's", encoding="utf-8")
     run_until_the_guard(tmp_path)
     assert "The run ended with an error" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
-def test_a_stage_that_a_guard_stops_has_one_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_stopped_by_a_guard_writes_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tidemill.runtime.train_supervised._train", stopped_by_a_guard)
     spec = RunSpec.model_validate({"model": {"source": "char"}, "run": {"dir": str(tmp_path)}})
     with pytest.raises(GuardStop, match="no sample gets a valid reward"):
@@ -41,9 +41,7 @@ def test_a_stage_that_a_guard_stops_has_one_too(tmp_path: Path, monkeypatch: pyt
     assert "The run ended with an error" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
-def test_a_report_that_cannot_be_written_does_not_hide_what_stopped_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_report_does_not_hide_the_error_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_: Path) -> Path:
         raise OSError(errno.ENOSPC, "No space left on device")
 

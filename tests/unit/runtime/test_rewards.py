@@ -1,4 +1,4 @@
-"""Reward models as rewards: loaded once, run on whatever thread there is, checked before anything is generated."""
+"""Reward models as rewards: loaded once, run on the given thread, checked before generation starts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROMPT = make_prompt("5+7=", "12")
 
 
 class CountingCompute:
-    """Runs at once, and counts."""
+    """Runs calls immediately, and counts them."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -64,7 +64,7 @@ def sample(text: str) -> Sample:
     )  # fmt: skip
 
 
-async def test_what_finished_together_is_scored_together_on_the_given_thread(folder: Path) -> None:
+async def test_samples_that_finish_together_are_scored_together_on_the_given_thread(folder: Path) -> None:
     spec, compute = spec_of(folder), CountingCompute()
     scores = model_rewards(spec, compute, Readers())(spec.scoring.rewards[0])
     samples = [sample(text) for text in ("12", "7", "12 or so")]
@@ -72,11 +72,11 @@ async def test_what_finished_together_is_scored_together_on_the_given_thread(fol
     assert compute.calls == 1
     plain = load_reward_model(folder, device=torch.device("cpu"))
     assert found == reward_scores(plain, [each.token_ids for each in samples], budget=2048)
-    await scores.close()  # leaves somebody else's thread alone
+    await scores.close()  # leaves the caller's thread open
     await scores(samples[0])
 
 
-async def test_a_batch_invariant_score_does_not_depend_on_what_finished_together(folder: Path) -> None:
+async def test_a_batch_invariant_score_does_not_depend_on_the_batch(folder: Path) -> None:
     spec = RunSpec.model_validate(spec_of(folder).model_dump() | {"engine": {"batch_invariant": True}})
     samples = [sample(text) for text in ("12", "7", "12 or so", "1", "123456789", "9+8=17")]
     alone = model_rewards(spec, CountingCompute(), Readers())(spec.scoring.rewards[0])
@@ -85,7 +85,7 @@ async def test_a_batch_invariant_score_does_not_depend_on_what_finished_together
     assert await asyncio.gather(*map(together, samples)) == expected  # bit for bit
 
 
-async def test_without_one_a_reward_model_has_a_thread_and_ends_it(folder: Path) -> None:
+async def test_without_a_thread_a_reward_model_starts_one_and_ends_it(folder: Path) -> None:
     spec = spec_of(folder)
     scores = model_rewards(spec, None, Readers())(spec.scoring.rewards[0])
     await scores(sample("12"))
@@ -95,7 +95,7 @@ async def test_without_one_a_reward_model_has_a_thread_and_ends_it(folder: Path)
         await scores(sample("12"))
 
 
-async def test_a_model_that_reads_sample_by_sample_says_the_same(folder: Path) -> None:
+async def test_a_reader_of_single_samples_gives_the_same_scores(folder: Path) -> None:
     spec = spec_of(folder)
     reader = reward_reader(spec, folder)
     scores = model_rewards(spec, CountingCompute(), Readers(rewards={folder: reader}))(spec.scoring.rewards[0])
@@ -105,7 +105,7 @@ async def test_a_model_that_reads_sample_by_sample_says_the_same(folder: Path) -
     assert found == pytest.approx(reward_scores(plain, [each.token_ids for each in samples], budget=2048), abs=1e-5)
     assert reader.take_counts() == (0, len("5+7=") + 2 + 1 + 8)  # the prompt once
     await scores.close()
-    assert await scores(samples[0]) == found[0]  # the reader is not the reward's to close
+    assert await scores(samples[0]) == found[0]  # closing the reward leaves the reader open
     await reader.close()
 
 
@@ -131,12 +131,12 @@ def test_a_run_without_reward_models_resolves_nothing() -> None:
     check_reward_models(RunSpec.model_validate({"model": {"source": "no/such-model"}}), progress=never)
 
 
-def test_a_fitting_reward_model_passes(folder: Path) -> None:
+def test_a_reward_model_with_the_same_tokenizer_passes(folder: Path) -> None:
     check_reward_models(spec_of(folder), progress=lambda _: None)
     check_reward_models(spec_of(folder, Path("no/such-model")), progress=lambda _: None, policy_folder=folder)
 
 
-def test_scores_are_read_off_the_components_of_samples() -> None:
+def test_model_scores_come_from_the_components_of_samples() -> None:
     def judged(reward: Reward | None) -> Trajectory:
         made = make_trajectory(PROMPT, "12")
         return Trajectory(**{name: getattr(made, name) for name in made.__struct_fields__} | {"reward": reward})

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import msgspec
 import pytest
 
-from tests.fake_samples import make_id
+from tests.doubles.samples import make_id
 from tests.unit.hardware.test_engine import PLAIN
 from tests.unit.sim.test_run import PLANT, VARIED, spec_of
 from tidemill.core.records import GenerateRequest, PolicyVersion, SamplingParams, pack_tokens
@@ -54,7 +54,7 @@ def batch() -> list[GenerateRequest]:
     return [request(prompt, index) for prompt in ("p0", "p1", "p2", "p3") for index in (0, 1)]
 
 
-def test_each_engine_has_its_part_and_nobody_helps() -> None:
+def test_each_engine_has_a_fixed_part() -> None:
     parts = [made(SimulatedEngine, ONE) for _ in range(2)]
     parts[0].submit(batch()[:4], 0.0)
     parts[1].submit(batch()[4:], 0.0)
@@ -78,7 +78,7 @@ def made_and_given() -> SimulatedEngine:
     return engine
 
 
-def test_what_is_called_back_or_paused_is_so_on_every_engine() -> None:
+def test_abort_and_pause_reach_every_engine() -> None:
     both = made_and_given()
     both.advance(0.5)
     both.abort([one.sample_id for one in batch()], 0.5)
@@ -95,7 +95,7 @@ def test_what_is_called_back_or_paused_is_so_on_every_engine() -> None:
     assert both.version == V1
 
 
-def test_a_group_that_comes_later_goes_to_whoever_has_the_least() -> None:
+def test_a_later_group_goes_to_the_least_loaded_engine() -> None:
     now_s = ends(made_and_given())["p2"]
     both, alone = made_and_given(), made(SimulatedEngine, ONE)
     for engine in (both, alone):
@@ -107,7 +107,7 @@ def test_a_group_that_comes_later_goes_to_whoever_has_the_least() -> None:
     assert ends(both)["p4"] == pytest.approx(ends(alone)["p4"])
 
 
-def test_every_batch_is_dealt_out_anew() -> None:
+def test_every_batch_is_partitioned_again() -> None:
     both, fresh = made_and_given(), made(ChunkedEngines, TWO)
     now_s = max(ends(both).values())
     again = [request(prompt) for prompt in ("p2", "p3", "p4", "p0")]  # p0 was the first engine's
@@ -118,7 +118,7 @@ def test_every_batch_is_dealt_out_anew() -> None:
     assert ends(both) == pytest.approx(ends(fresh))
 
 
-def test_prompts_that_come_again_are_not_dealt_out_by_how_long_they_were() -> None:
+def test_chunked_engines_ignore_known_lengths() -> None:
     batches: list[list[str]] = []
 
     class Told(ChunkedEngines):
@@ -136,7 +136,7 @@ def test_prompts_that_come_again_are_not_dealt_out_by_how_long_they_were() -> No
     assert all(batch == batches[0] for batch in batches)
 
 
-def test_a_sample_that_comes_again_goes_where_its_group_is() -> None:
+def test_a_resubmitted_sample_joins_its_group() -> None:
     both = made_and_given()
     both.abort([make_id("p3", 1)], 0.0)
     both.take_ended()

@@ -20,7 +20,7 @@ async def ends(*works: tuple[VirtualThread, float]) -> list[float]:
     return list(await asyncio.gather(*(call(*work) for work in works)))
 
 
-def test_a_thread_does_one_thing_after_another() -> None:
+def test_a_thread_runs_calls_in_order() -> None:
     async def run() -> list[float]:
         thread = VirtualThread(Cores(2, LoopClock()))
         return await ends((thread, 1.0), (thread, 2.0))
@@ -28,7 +28,7 @@ def test_a_thread_does_one_thing_after_another() -> None:
     assert run_virtual(run()) == pytest.approx([1.0, 3.0])
 
 
-def test_threads_share_cores_when_they_are_more() -> None:
+def test_more_threads_than_cores_share_them() -> None:
     async def run(cores: float) -> list[float]:
         machine = Cores(cores, LoopClock())
         return await ends(*((VirtualThread(machine), seconds) for seconds in (1.0, 2.0, 2.0)))
@@ -38,7 +38,7 @@ def test_threads_share_cores_when_they_are_more() -> None:
     assert run_virtual(run(2)) == pytest.approx([1.5, 2.5, 2.5])
 
 
-def test_a_call_gives_what_its_function_gave_and_takes_what_it_spent() -> None:
+def test_a_call_returns_its_result_after_the_time_spent() -> None:
     async def run() -> tuple[str, float]:
         thread = VirtualThread(Cores(1, LoopClock()))
 

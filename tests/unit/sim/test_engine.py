@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.fake_samples import make_id
+from tests.doubles.costs import ConstantEngine
+from tests.doubles.samples import make_id
 from tidemill.core.records import (
     GenerateRequest,
     PolicyVersion,
@@ -19,9 +20,8 @@ from tidemill.core.records import (
     count,
     pack_tokens,
 )
-from tidemill.sim.costs import ConstantEngine
 from tidemill.sim.simulated_engine import SimulatedEngine
-from tidemill.sim.workload import BlankCompletions, TellingCompletions
+from tidemill.sim.workload import BlankCompletions, EncodedCompletions
 
 V0, V1 = PolicyVersion(number=0, digest="a"), PolicyVersion(number=1, digest="b")
 COSTS = ConstantEngine(slots=2, plateau=1, step_s=0.1, prefill_tokens_per_s=100.0)
@@ -50,7 +50,7 @@ def told(deltas: list[TokenDelta]) -> list[tuple[int, int, int, str | None]]:
     return [(delta.sample_id.index, delta.start, count(delta.token_ids), delta.finish) for delta in deltas]
 
 
-def test_samples_end_when_their_tokens_have_been_decoded() -> None:
+def test_samples_finish_after_their_tokens() -> None:
     one = engine({0: 3, 1: 5, 2: 2})
     one.submit([request(0), request(1), request(2)], 0.0)
     # Two prompts of 10 tokens take 0.2 s; then 3 steps of 0.2 s (2 samples, plateau 1) end the first.
@@ -66,7 +66,7 @@ def test_samples_end_when_their_tokens_have_been_decoded() -> None:
     assert (one.generated, one.prefilled, one.next_change_s()) == (10, 30, math.inf)
 
 
-def test_what_is_called_back_has_the_whole_steps_that_fit() -> None:
+def test_a_recalled_sample_has_its_whole_steps() -> None:
     one = engine({0: 30})
     one.submit([request(0, prefix=4)], 0.0)  # 14 tokens to compute: 0.14 s
     one.abort([request(0).sample_id], 0.14 + 0.1 * 7.5)
@@ -74,7 +74,7 @@ def test_what_is_called_back_has_the_whole_steps_that_fit() -> None:
     assert one.running == 0
 
 
-def test_a_limit_ends_a_sample_and_siblings_share_their_prompt() -> None:
+def test_max_tokens_truncates_and_siblings_share_their_prompt() -> None:
     one = engine({0: 30, 1: 30})
     sibling = msgspec.structs.replace(request(0, limit=2), sample_id=make_id("p0", 1))
     one.submit([request(0, limit=2), sibling], 0.0)
@@ -83,7 +83,7 @@ def test_a_limit_ends_a_sample_and_siblings_share_their_prompt() -> None:
     assert (one.prefilled, one.reused) == (10, 10)
 
 
-def test_new_weights_are_swapped_in_between_two_tokens() -> None:
+def test_weights_are_swapped_between_two_tokens() -> None:
     one = engine({0: 10})
     one.submit([request(0)], 0.0)
     one.load(V1, computes_with=V1, swap_s=0.5, now_s=0.1 + 0.4)
@@ -94,12 +94,12 @@ def test_new_weights_are_swapped_in_between_two_tokens() -> None:
     assert [(delta.start, count(delta.token_ids), delta.version) for delta in one.take_ended()] == [(4, 6, V1)]
 
 
-def test_other_weights_than_those_asked_for_are_refused_and_later_ones_waited_for() -> None:
+def test_exact_version_mismatch_is_refused_and_min_version_waits() -> None:
     one = engine({0: 2, 1: 2})
     one.submit([request(0, exact_version=7), request(1, min_version=1)], 0.0)
     one.advance(9.0)
     (refused,) = one.take_ended()
-    assert (refused.finish, refused.error) == ("aborted", "asked for version 7, the engine has 0")
+    assert (refused.finish, refused.error) == ("aborted", "request needs version 7, engine has 0")
     assert (one.running, one.queued) == (0, 1)
     one.load(V1, computes_with=V1, swap_s=0.0, now_s=9.0)
     one.advance(10.0)
@@ -117,7 +117,7 @@ def stepwise(lengths: list[int], *, until: int) -> list[int]:
 
 
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6), steps=st.integers(0, 30), looks=st.integers(1, 7))
-def test_it_is_where_an_engine_that_decodes_step_by_step_is(lengths: list[int], steps: int, looks: int) -> None:
+def test_the_event_driven_engine_equals_a_stepwise_one(lengths: list[int], steps: int, looks: int) -> None:
     free = ConstantEngine(slots=2, plateau=8, step_s=0.1, prefill_tokens_per_s=math.inf)
     completions = BlankCompletions(lambda sample_id: lengths[sample_id.index])
     one = SimulatedEngine(free, completions, now_s=0.0)
@@ -133,8 +133,8 @@ def test_it_is_where_an_engine_that_decodes_step_by_step_is(lengths: list[int], 
     assert have == stepwise(lengths, until=steps)
 
 
-def test_tokens_tell_of_their_sample_place_and_version() -> None:
-    says = TellingCompletions(40)
+def test_tokens_encode_sample_position_and_version() -> None:
+    says = EncodedCompletions(40)
     one, other = make_id("p0", 0), make_id("p0", 1)
 
     def tokens(sample_id: SampleId, version: PolicyVersion, start: int, end: int) -> bytes:
@@ -152,7 +152,7 @@ def full_engine(lengths: dict[int, int], *, cache: float) -> SimulatedEngine:
     return made
 
 
-def test_a_full_cache_puts_back_what_was_begun_last() -> None:
+def test_a_full_cache_preempts_the_newest_samples() -> None:
     one = full_engine({0: 10, 1: 10}, cache=30)
     one.submit([request(0), request(1)], 0.0)
     # Two prompts of 10 tokens take 0.2 s. The cache has 10 tokens left: 5 steps of 0.1 s for both, at 0.7 s it is full.
@@ -168,7 +168,7 @@ def test_a_full_cache_puts_back_what_was_begun_last() -> None:
     assert (one.generated, one.prefilled) == (20, 30)
 
 
-def test_nothing_comes_in_before_the_cache_has_room_for_it() -> None:
+def test_admission_waits_for_cache() -> None:
     one = full_engine({0: 4, 1: 4}, cache=20)
     one.submit([request(0), request(1)], 0.0)
     # 10 + 10 tokens would fill it to the last one, and 1 % is to be left.
@@ -178,7 +178,7 @@ def test_nothing_comes_in_before_the_cache_has_room_for_it() -> None:
     assert one.put_back == 0
 
 
-def test_what_was_put_back_can_be_called_back() -> None:
+def test_a_preempted_sample_can_be_recalled() -> None:
     one = full_engine({0: 10, 1: 10}, cache=30)
     one.submit([request(0), request(1)], 0.0)
     one.advance(0.8)
@@ -187,7 +187,7 @@ def test_what_was_put_back_can_be_called_back() -> None:
     assert (one.running, one.queued) == (1, 0)
 
 
-def test_a_paused_engine_begins_nothing() -> None:
+def test_a_paused_engine_starts_no_sample() -> None:
     one = engine({0: 3})
     one.pause(1.0)
     one.submit([request(0)], 2.0)
@@ -201,9 +201,7 @@ def test_a_paused_engine_begins_nothing() -> None:
     cache=st.integers(41, 90),
     looks=st.lists(st.floats(0, 1), max_size=5),
 )
-def test_whatever_the_cache_holds_every_token_is_made_and_told_once(
-    lengths: list[int], cache: int, looks: list[float]
-) -> None:
+def test_every_token_is_reported_once_for_any_cache_size(lengths: list[int], cache: int, looks: list[float]) -> None:
     costs = msgspec.structs.replace(COSTS, slots=4, cache_tokens=float(cache))  # the longest sample is 40 tokens
     one = SimulatedEngine(costs, BlankCompletions(lambda sample_id: lengths[sample_id.index]), now_s=0.0)
     one.load(V0, computes_with=V0, swap_s=0.0, now_s=0.0)

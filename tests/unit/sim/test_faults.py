@@ -32,7 +32,7 @@ since.)"""
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
-def test_nothing_is_violated(chunk: int) -> None:
+def test_no_seed_violates_an_invariant(chunk: int) -> None:
     outcomes = [simulate_faults(seed) for seed in range(chunk * CHUNK, (chunk + 1) * CHUNK)]
 
     assert [(outcome.seed, outcome.violation) for outcome in outcomes if outcome.violation] == []
@@ -41,7 +41,7 @@ def test_nothing_is_violated(chunk: int) -> None:
 
 
 @pytest.mark.parametrize("chunk", range(3))
-def test_when_publishes_wait_one_version_makes_each_sample_whatever_happens(chunk: int) -> None:
+def test_with_unfinished_wait_each_sample_has_one_version(chunk: int) -> None:
     for seed in range(chunk * CHUNK, (chunk + 1) * CHUNK):
         scenario = draw(seed)
         schedule = scenario.sections["schedule"]
@@ -52,7 +52,7 @@ def test_when_publishes_wait_one_version_makes_each_sample_whatever_happens(chun
 
 
 @pytest.mark.parametrize("what", FOUND)
-def test_what_was_found_once_is_mended(what: str) -> None:
+def test_known_defects_stay_fixed(what: str) -> None:
     assert simulate_faults(FOUND[what]).violation == ""
 
 
@@ -72,7 +72,7 @@ def test_a_planted_defect_is_found(name: str) -> None:
     assert result is not None
 
 
-def test_a_violation_is_told_with_the_command_that_replays_it(
+def test_a_violation_prints_the_replay_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     defect = DEFECTS["counts a token twice"]
@@ -81,18 +81,18 @@ def test_a_violation_is_told_with_the_command_that_replays_it(
 
     assert command.run_many(range(2), 1) == 1
     said = capsys.readouterr().out
-    assert "python -m tidemill.sim.faults --seed 0 --log" in said
+    assert "python -m tests.fault_simulation --seed 0 --log" in said
     assert "2 seeds in" in said
 
     assert command.run_one(0, log=True) == 1
-    assert "violation    the run says that it generated" in capsys.readouterr().out
+    assert "violation    the run reports" in capsys.readouterr().out
 
 
-def test_every_scenario_ends_with_a_life_that_nothing_ends() -> None:
+def test_every_scenario_ends_with_an_undisturbed_life() -> None:
     scenarios = [draw(seed) for seed in range(300)]
 
-    assert all(scenario.lives[-1].blow is None for scenario in scenarios)
+    assert all(scenario.lives[-1].fault is None for scenario in scenarios)
     assert len({scenario.sections["schedule"]["membership"] for scenario in scenarios}) == 2
     assert any(scenario.tick_s == math.inf for scenario in scenarios)
-    befalls = {f.kind for s in scenarios for life in s.lives for machine in life.machines for f in machine.fates}
-    assert len(befalls) == 14
+    apply = {f.kind for s in scenarios for life in s.lives for machine in life.machines for f in machine.faults}
+    assert len(apply) == 14

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.fake_samples import make_id
+from tests.doubles.samples import make_id
 from tests.unit.hardware.test_engine import PLAIN
 from tidemill.core.records import Group, Segment, Trajectory, pack_tokens
 from tidemill.hardware.engine_profile import EngineProfile
@@ -28,7 +28,7 @@ TRAINER = TrainerProfile(
     moved_s=st.floats(0, 1e-5),
     expert_share=st.sampled_from([0.0, 0.25]),
 )
-def test_many_steps_are_the_sum_of_each(
+def test_decode_time_is_additive(
     running: int, cached: int, steps: int, sample_s: float, attended_s: float, moved_s: float, expert_share: float
 ) -> None:
     profile = EngineProfile(
@@ -47,7 +47,7 @@ def test_many_steps_are_the_sum_of_each(
     assert profile.decode_s(running, cached, steps) == pytest.approx(one_by_one, abs=1e-12)
 
 
-def test_engines_side_by_side_have_equal_parts() -> None:
+def test_several_engines_share_equally() -> None:
     two = ProfiledEngine(profile=PLAIN, engines=2)
     assert (two.slots, two.cache_tokens, two.longest_sample) == (200, 2000, 1000)
     # 10 samples with 400 tokens are 5 with 200 on each; the same of three tokens.
@@ -76,7 +76,7 @@ def trajectory(prompt: int, completion: int) -> Trajectory:
     )
 
 
-def test_a_group_is_its_part_of_a_microbatch() -> None:
+def test_a_group_costs_its_share_of_a_microbatch() -> None:
     group = Group(position=0, prompt_id="p", trajectories=(trajectory(100, 100), trajectory(100, 300)))
     trainer = ProfiledTrainer(profile=TRAINER, passes=3, microbatch_tokens=250)
     # 500 tokens, the prompt once; sequences of 200 and 400 tokens are 333 long, a token's mean. Computing takes

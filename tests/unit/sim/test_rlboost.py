@@ -7,11 +7,11 @@ from typing import Any, get_args
 
 import pytest
 
-from tests.fake_samples import make_id
+from tests.doubles.costs import ConstantEngine
+from tests.doubles.samples import make_id
 from tidemill.controller.router import Load, Movable, Move, Waiting
 from tidemill.core.records import GenerateRequest, PolicyVersion, SamplingParams, count, pack_tokens
 from tidemill.sim.baselines import GroupEngine, GroupRouter, Moved, UnknownLengths, rlboost_components
-from tidemill.sim.costs import ConstantEngine
 from tidemill.sim.workload import BlankCompletions
 
 V0 = PolicyVersion(number=0, digest="a")
@@ -50,7 +50,7 @@ def moved(loads: Sequence[Load], of: Callable[[str], list[Movable]], plateau: in
     return ROUTER.rebalance(loads, of, plateau=plateau, max_moves=9, queue_limit=0)
 
 
-def test_samples_of_a_prompt_go_together_to_whoever_has_the_fewest_pending() -> None:
+def test_groups_go_to_the_worker_with_the_fewest_pending() -> None:
     # a executes 4 and has one group pending, b executes 2: the first group fills b; then a has 1 pending and b none;
     # then both have 1, and a is the first of equals.
     found = dispatched([0, 1, 2], load("a", 6), load("b", 2))
@@ -58,13 +58,13 @@ def test_samples_of_a_prompt_go_together_to_whoever_has_the_fewest_pending() -> 
     assert [found[ordinal] for ordinal in range(6)] == ["b", "b", "b", "b", "a", "a"]
 
 
-def test_nobody_gets_more_than_may_be_pending() -> None:
+def test_pending_requests_are_limited() -> None:
     # Both may have 2 groups pending beside the 4 samples they execute: one more for a, none for b.
     assert dispatched([0, 1], load("a", 6), load("b", 8)) == {0: "a", 1: "a"}
     assert dispatched([0]) == {}
 
 
-def test_whoever_has_nothing_pending_gets_a_request_of_the_longest_queue() -> None:
+def test_a_worker_without_queue_gets_a_pending_request() -> None:
     loads = [load("a", 8), load("b", 2)]
 
     moves = moved(loads, held(a=[(0, 5), (1, 5), (2, 0), (3, 0)], b=[(4, 5)]))
@@ -73,11 +73,11 @@ def test_whoever_has_nothing_pending_gets_a_request_of_the_longest_queue() -> No
     assert moves == [Move(ordinal=6, source="a", target="b"), Move(ordinal=7, source="a", target="b")]
 
 
-def test_a_single_request_pending_does_not_move_to_where_it_would_be_pending_too() -> None:
+def test_a_single_pending_request_does_not_move_to_a_full_worker() -> None:
     assert moved([load("a", 6), load("b", 4)], held(a=[(0, 5), (1, 5), (2, 0)], b=[(3, 5), (4, 5)])) == []
 
 
-def test_whoever_executes_nothing_gets_what_another_executes_beyond_its_plateau() -> None:
+def test_an_idle_worker_gets_the_excess_over_the_plateau() -> None:
     loads = [load("a", 4), load("b", 0)]
 
     moves = moved(loads, held(a=[(0, 5), (1, 3)], b=[]), plateau=2)
@@ -87,7 +87,7 @@ def test_whoever_executes_nothing_gets_what_another_executes_beyond_its_plateau(
     assert moved(loads, held(a=[(0, 5), (1, 3)], b=[]), plateau=4) == []
 
 
-def test_lengths_are_not_looked_at() -> None:
+def test_rlboost_ignores_lengths() -> None:
     lengths = UnknownLengths()
     lengths.observe("p0", 500)
 
@@ -108,7 +108,7 @@ def request(prompt: int, index: int, prefix: int) -> GenerateRequest:
     )
 
 
-def test_a_group_that_moves_is_cut_to_its_shortest_sample() -> None:
+def test_a_moved_group_is_truncated_to_its_shortest_sample() -> None:
     costs = ConstantEngine(slots=4, plateau=4, step_s=0.1, prefill_tokens_per_s=100.0)
     lengths = {("p0", 0): 6, ("p0", 1): 9, ("p1", 0): 7}
     engine = GroupEngine(costs, BlankCompletions(lambda sample: lengths[sample.prompt_id, sample.index]), **ALONE)
@@ -132,7 +132,7 @@ def test_a_group_that_moves_is_cut_to_its_shortest_sample() -> None:
     assert engine.generated == 4 + 7 + 2
 
 
-def test_a_sample_called_back_before_it_is_where_it_was_has_what_it_came_with() -> None:
+def test_a_sample_recalled_early_keeps_its_prefix() -> None:
     costs = ConstantEngine(slots=4, plateau=4, step_s=0.1, prefill_tokens_per_s=1e9)
     engine = GroupEngine(costs, BlankCompletions(lambda _: 40), **ALONE)
     engine.load(V0, computes_with=V0, swap_s=0.0, now_s=0.0)
@@ -170,9 +170,7 @@ def engines(number: int, moved: Moved) -> list[GroupEngine]:
     ],
 )
 @pytest.mark.parametrize("back", [False, True])
-def test_samples_that_had_ended_when_their_group_moves(
-    moved: Moved, called_back: bool, back: bool, generated: int
-) -> None:
+def test_finished_samples_of_a_moved_group(moved: Moved, called_back: bool, back: bool, generated: int) -> None:
     first, other = engines(2, moved)
     first.submit([request(0, index, 0) for index in range(3)], 0.0)
     first.advance(0.45)
@@ -194,7 +192,7 @@ def test_samples_that_had_ended_when_their_group_moves(
     assert other.generated - before == generated
 
 
-def test_a_request_lost_twice_is_still_made_as_a_whole() -> None:
+def test_a_request_lost_twice_is_regenerated_completely() -> None:
     three = engines(3, "requests anew")
     for engine, indices in zip(three, ((0, 1), (1,), (1,)), strict=True):
         engine.submit([request(0, index, 0) for index in indices], 0.0)
@@ -208,7 +206,7 @@ def test_a_request_lost_twice_is_still_made_as_a_whole() -> None:
     assert [one.sample_id.index for one in last.take_ended()] == [1]
 
 
-def test_what_is_made_again_goes_with_its_group() -> None:
+def test_regenerated_samples_stay_with_their_group() -> None:
     first, other = engines(2, "all")
     first.submit([request(0, index, 0) for index in range(2)], 0.0)
     first.advance(0.45)
@@ -219,7 +217,7 @@ def test_what_is_made_again_goes_with_its_group() -> None:
 
 
 @pytest.mark.parametrize("moved", get_args(Moved))
-def test_parts_of_a_simulation_do_as_they_are_told(moved: Moved) -> None:
+def test_simulated_components_follow_their_settings(moved: Moved) -> None:
     factories = rlboost_components(2, moved=moved)
     costs = ConstantEngine(slots=4, plateau=4, step_s=0.1, prefill_tokens_per_s=1e9)
     first, other = (factories.engine(costs, BlankCompletions(lambda _: 9), now_s=0.0) for _ in range(2))

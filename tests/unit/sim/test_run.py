@@ -12,13 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.doubles.costs import ConstantEngine, ConstantTrainer
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.hardware.completion_lengths import LogNormalLengths
 from tidemill.pool.build_provider import static_timetable
 from tidemill.pool.provider import Change
 from tidemill.pool.synthetic import Market, market_timetable
-from tidemill.sim.costs import ConstantEngine, ConstantTrainer, ConstantWeights
+from tidemill.sim.costs import WeightCosts
 from tidemill.sim.outcome import SimulatedRun
 from tidemill.sim.simulation import ComponentFactories, CostModel, simulate_run
 from tidemill.sim.workload import Workload
@@ -27,7 +28,7 @@ from tidemill.telemetry.events import DECODE
 ENGINE = ConstantEngine(slots=8, plateau=8, step_s=0.1, prefill_tokens_per_s=1e9)
 PLANT = CostModel(
     trainer=ConstantTrainer(tokens_per_s=80.0, commit=1.0),
-    weights=ConstantWeights(nbytes=100, uplink_bytes_per_s=100.0, downlink_bytes_per_s=50.0, swap=0.5),
+    weights=WeightCosts(nbytes=100, uplink_bytes_per_s=100.0, downlink_bytes_per_s=50.0, swap_s=0.5),
     reserved=ENGINE,
     reserved_load_s=0.5,
     worker=msgspec.structs.replace(ENGINE, boot_s=3.0),
@@ -50,7 +51,7 @@ def spec_of(**changes: Any) -> RunSpec:
     return RunSpec.model_validate(sections)
 
 
-def test_gpus_that_generate_and_learn_in_turn() -> None:
+def test_shared_gpus_alternate() -> None:
     run = simulate_run(spec_of(), PLANT, WORK)
     # 20 steps of 0.1 s make all 8 samples; 160 tokens at 80/s are 2 s, and 1 s more commits. The weights that a step
     # begins with have taken 0.5 s to load: 5.5 s a step, 3 of them learning.
@@ -63,7 +64,7 @@ def test_gpus_that_generate_and_learn_in_turn() -> None:
     assert run.cost_usd == pytest.approx(36.0 * run.seconds / 3600)
 
 
-def test_machines_of_their_own_generate_while_others_learn() -> None:
+def test_separate_gpus_generate_while_others_train() -> None:
     apart = msgspec.structs.replace(PLANT, shares_gpus=False)
     ahead = {"max_policy_lag": 1, "membership": "first_finished"}
     run = simulate_run(spec_of(schedule=ahead, trainer={"steps": 21}), apart, WORK)
@@ -72,7 +73,7 @@ def test_machines_of_their_own_generate_while_others_learn() -> None:
     assert max(name for name in run.metrics[-1].values if name.startswith("lag/")) == "lag/1"
 
 
-def test_preemptible_machines_boot_pull_and_are_paid_for() -> None:
+def test_preemptible_machines_boot_pull_and_cost() -> None:
     alone = msgspec.structs.replace(PLANT, reserved=None)
     run = simulate_run(spec_of(trainer={"steps": 1}), alone, WORK, static_timetable(2))
     # 3 s to boot; both pull 100 bytes over an uplink of 100 bytes/s, at 50 each: 2 s, and 0.5 s to swap; then a
@@ -82,32 +83,32 @@ def test_preemptible_machines_boot_pull_and_are_paid_for() -> None:
     assert run.workers_mean == pytest.approx(2, abs=1e-3)
 
 
-def test_equal_seeds_make_equal_logs() -> None:
+def test_equal_seeds_give_equal_logs() -> None:
     def digest(seed: int) -> str:
         return simulate_run(spec_of(run={"seed": seed}), PLANT, VARIED, static_timetable(2)).digest
 
     assert digest(1) == digest(1) != digest(2)
 
 
-def test_nobody_to_generate_is_a_finding() -> None:
+def test_no_engine_is_an_error() -> None:
     alone = msgspec.structs.replace(PLANT, reserved=None)
-    with pytest.raises(UserError, match="the run starves: no machine came in 24 h"):
+    with pytest.raises(UserError, match="no machine appeared in 24 h"):
         simulate_run(spec_of(), alone, WORK, iter(()))
-    with pytest.raises(UserError, match="nobody generates"):
+    with pytest.raises(UserError, match="no engine to generate"):
         simulate_run(spec_of(), alone, WORK)
-    with pytest.raises(UserError, match="none was up before it went"):
+    with pytest.raises(UserError, match="no worker ever joined"):
         simulate_run(spec_of(fleet={"join_timeout_s": 1.0}), alone, WORK, static_timetable(2), seconds=60.0)
-    with pytest.raises(UserError, match="no step is finished"):
+    with pytest.raises(UserError, match="no step finished"):
         simulate_run(spec_of(), PLANT, WORK, seconds=3.0)
 
 
-def test_a_sample_that_fits_no_cache_is_refused_with_what_is_missing() -> None:
+def test_a_sample_that_fits_no_cache_is_refused() -> None:
     small = msgspec.structs.replace(PLANT, reserved=msgspec.structs.replace(ENGINE, cache_tokens=20.0))
-    with pytest.raises(UserError, match=r"is 24 tokens, .* holds 20: 4 are missing"):
+    with pytest.raises(UserError, match=r"24 tokens.* 20: 4 are missing"):
         simulate_run(spec_of(), small, WORK)
 
 
-def test_learning_from_whole_batches_begins_when_they_are_whole() -> None:
+def test_without_streaming_training_starts_with_the_whole_batch() -> None:
     apart = msgspec.structs.replace(PLANT, shares_gpus=False)
     whole = simulate_run(spec_of(trainer={"steps": 1}), msgspec.structs.replace(apart, streams=False), VARIED)
     streamed = simulate_run(spec_of(trainer={"steps": 1}), apart, VARIED)
@@ -125,7 +126,7 @@ def test_learning_from_whole_batches_begins_when_they_are_whole() -> None:
     membership=st.sampled_from(["planned", "first_finished"]),
     shares=st.booleans(),
 )
-def test_running_ahead_is_never_slower_with_samples_of_one_length(
+def test_a_larger_lag_is_never_slower_with_equal_lengths(
     lag: int, tokens_per_s: float, membership: str, shares: bool
 ) -> None:
     """Nobody waits for a straggler, and nothing is thrown away."""
@@ -147,7 +148,7 @@ def test_running_ahead_is_never_slower_with_samples_of_one_length(
     reserved=st.booleans(),
     eviction_s=st.sampled_from([5.0, 30.0, 300.0]),
 )
-def test_tokens_and_dollars_are_conserved(seed: int, lag: int, cache: float, reserved: bool, eviction_s: float) -> None:
+def test_tokens_and_cost_are_conserved(seed: int, lag: int, cache: float, reserved: bool, eviction_s: float) -> None:
     engine = msgspec.structs.replace(ENGINE, cache_tokens=cache)
     cost_model = msgspec.structs.replace(PLANT, reserved=engine if reserved else None, worker=engine)
     market = Market(machines=3, present=2, mean_time_to_eviction_s=eviction_s, mean_time_to_return_s=5.0)
@@ -175,7 +176,7 @@ def seeded(hand_over: str, timetable: Iterator[Change], **fleet: Any) -> Simulat
     return simulate_run(spec, PLANT, VARIED, timetable, factories=ComponentFactories(tick_s=0.1))
 
 
-def test_by_balance_the_reserved_side_goes_on_until_others_can_finish_however_short_its_window() -> None:
+def test_balance_extends_seeding_until_workers_can_finish() -> None:
     fixed = {"seed_window_s": 0.0, "window_gain": 1e9}
     balance, window = (seeded(how, static_timetable(1), **fixed) for how in ("balance", "window"))
 
@@ -185,14 +186,14 @@ def test_by_balance_the_reserved_side_goes_on_until_others_can_finish_however_sh
     assert balance.seconds < 0.97 * window.seconds
 
 
-def test_by_balance_the_reserved_side_does_not_stop_before_its_window_is_over() -> None:
+def test_balance_does_not_end_seeding_before_the_window() -> None:
     long = {"seed_window_s": 60.0, "window_gain": 1e9}  # longer than any step
     balance, window = (seeded(how, static_timetable(2), **long) for how in ("balance", "window"))
 
     assert balance.digest == window.digest
 
 
-def test_by_balance_the_reserved_side_generates_again_when_others_cannot_finish_any_more() -> None:
+def test_balance_resumes_seeding_when_workers_fall_behind() -> None:
     quiet = seeded("balance", static_timetable(3))
     ends = [line.elapsed_s for line in quiet.metrics]
     handed_s = max(event["elapsed_s"] for event in local_decodes(quiet) if event["elapsed_s"] < ends[4])

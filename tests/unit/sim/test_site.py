@@ -18,22 +18,22 @@ def cluster(**simulation: Any) -> SimulatedCluster:
     return cluster_of(RunSpec.model_validate({"simulation": given, "sampling": {"max_new_tokens": 8192}, **sections}))
 
 
-def test_differences_are_taken_where_they_are_faster_than_the_whole() -> None:
+def test_deltas_are_used_where_they_are_faster() -> None:
     # The whole takes 28e9 / 6.25e9 = 4.48 s. A difference of 14e9 * 0.03 * 2 bytes is sent in 0.13 s, encoded and
     # applied in 14e9 / (1.1e9 * 16) = 0.795 s each.
     slow = cluster().weights(deltas=True)
     assert (slow.nbytes, slow.delta_nbytes) == (28e9, 0.84e9)
-    assert slow.publish == slow.pull == pytest.approx(0.795, abs=1e-3)
+    assert slow.publish_s == slow.pull_s == pytest.approx(0.795, abs=1e-3)
     assert (slow.uplink_bytes_per_s, slow.downlink_bytes_per_s) == (25e9, 6.25e9)
     # Each of an engine's two GPUs reads and writes 14 GB at 3.35 TB/s.
-    assert slow.swap == pytest.approx(2 * 14e9 / 3.35e12)
+    assert slow.swap_s == pytest.approx(2 * 14e9 / 3.35e12)
     # 3,200 Gbit/s carry the whole in 0.07 s.
     fast = cluster(worker_machine="aws-p5.48xlarge").weights(deltas=True)
-    assert (fast.delta_nbytes, fast.publish, fast.pull) == (0, 0.0, 0.0)
+    assert (fast.delta_nbytes, fast.publish_s, fast.pull_s) == (0, 0.0, 0.0)
     assert cluster().weights(deltas=False).delta_nbytes == 0
 
 
-def test_an_adapter_is_what_is_kept_and_published() -> None:
+def test_an_adapter_is_trained_and_published() -> None:
     # 14e9 * 16 bytes; a reference is 2 bytes more each, a critic as much again as the policy.
     assert cluster(algorithm={"kl_beta": 0.0}).states_bytes == pytest.approx(224e9)
     assert cluster(algorithm={"kl_beta": 0.01}).states_bytes == pytest.approx(252e9)
@@ -49,7 +49,7 @@ def test_reserved_engines_load_over_links_or_over_the_network() -> None:
     assert cluster(machines=2).load_s == pytest.approx(28e9 / 25e9)
 
 
-def test_gpus_are_split_so_that_neither_side_is_the_slower_by_far() -> None:
+def test_the_split_balances_both_sides() -> None:
     # 224 GB of states need 4 of 8 GPUs with 72 GB each.
     assert cluster().balanced(overlapping=True) == 4
     # Twice the passes for the critic, and activations computed again: more GPUs learn.
@@ -61,7 +61,7 @@ def test_gpus_are_split_so_that_neither_side_is_the_slower_by_far() -> None:
         assert generating[1] < generating[0]
 
 
-def test_an_engine_is_within_a_machine() -> None:
+def test_an_engine_fits_one_machine() -> None:
     # 8 // 5 engines on each of 3 machines; the other 3 GPUs of each learn at best, over the network.
     odd = cluster(machines=3, engine_gpus=5, worker_machine="rlboost-8xh100")
     assert odd.most_generating == 15
@@ -78,7 +78,7 @@ def test_an_engine_is_within_a_machine() -> None:
     assert cluster(machines=2).trainer(6).profile.gather_s == one.gather_s
 
 
-def test_prices_are_the_catalogues_unless_given() -> None:
+def test_catalogue_prices_are_defaults() -> None:
     catalogue, given = cluster(machines=2).spec.fleet, cluster(fleet={"preemptible_usd_per_hour": 1.0}).spec.fleet
     assert (catalogue.reserved_usd_per_hour, catalogue.preemptible_usd_per_hour) == (2 * 83.79, 5.32)
     assert (given.reserved_usd_per_hour, given.preemptible_usd_per_hour) == (83.79, 1.0)

@@ -25,7 +25,7 @@ def engine(lengths: dict[int, int], spent: list[float], *, budget: int = 100) ->
     return made
 
 
-def test_a_poll_goes_on_until_its_time_is_over() -> None:
+def test_a_poll_runs_until_its_deadline() -> None:
     spent: list[float] = []
     one = engine({0: 3, 1: 5, 2: 2}, spent)
     one.submit([request(0), request(1), request(2)])
@@ -41,7 +41,7 @@ def test_a_poll_goes_on_until_its_time_is_over() -> None:
     assert work.busy_s == pytest.approx(sum(spent))
 
 
-def test_prompts_beyond_a_pass_budget_wait_for_the_next() -> None:
+def test_prompts_beyond_the_pass_budget_wait() -> None:
     spent: list[float] = []
     one = engine({0: 1, 1: 1}, spent, budget=10)
     one.submit([request(0), request(1)])
@@ -49,7 +49,7 @@ def test_prompts_beyond_a_pass_budget_wait_for_the_next() -> None:
     assert told(one.poll(0.1)) == [(1, 0, 1, "stop")]
 
 
-def test_what_runs_at_new_weights_is_computed_again() -> None:
+def test_a_load_recomputes_the_cache() -> None:
     spent: list[float] = []
     one = engine({0: 5}, spent)
     one.submit([request(0)])
@@ -59,11 +59,11 @@ def test_what_runs_at_new_weights_is_computed_again() -> None:
     assert spent[-1] == pytest.approx(0.5 + 11 * 0.01)
 
 
-def test_new_weights_end_what_asked_for_the_old_ones_and_take_their_time() -> None:
+def test_a_load_aborts_requests_for_the_old_version() -> None:
     spent: list[float] = []
     one = engine({0: 5}, spent)
     one.load(V1)
     one.submit([request(0, exact_version=0)])
     (delta,) = one.poll(1.0)
-    assert (delta.finish, delta.error) == ("aborted", "asked for version 0, the engine has 1")
+    assert (delta.finish, delta.error) == ("aborted", "request needs version 0, engine has 1")
     assert spent == [0.5, 0.0]

@@ -22,7 +22,7 @@ async def ends(uplink: Uplink, transfers: list[tuple[float, float]]) -> list[flo
     return list(await asyncio.gather(*(carry(*transfer) for transfer in transfers)))
 
 
-def test_who_pulls_at_once_shares_the_uplink_and_nobody_is_faster_than_his_own_link() -> None:
+def test_concurrent_pulls_share_the_uplink() -> None:
     async def run() -> list[float]:
         return await ends(Uplink(100.0, 60.0, LoopClock()), [(0.0, 120.0), (1.0, 100.0), (1.0, 300.0)])
 
@@ -31,7 +31,7 @@ def test_who_pulls_at_once_shares_the_uplink_and_nobody_is_faster_than_his_own_l
     assert run_virtual(run()) == pytest.approx([2.8, 3.6, 3.6 + 200 / 60])
 
 
-def test_who_is_gone_leaves_his_part_to_the_others() -> None:
+def test_a_cancelled_transfer_frees_its_share() -> None:
     async def run() -> float:
         uplink = Uplink(100.0, 100.0, LoopClock())
         other = asyncio.create_task(uplink.carry(1000.0))
@@ -42,7 +42,7 @@ def test_who_is_gone_leaves_his_part_to_the_others() -> None:
     assert run_virtual(run()) == pytest.approx(3.0)  # 2 s at 50, then 1 s at 100
 
 
-def test_endless_links_take_no_time() -> None:
+def test_infinite_links_take_no_time() -> None:
     async def run() -> list[float]:
         return await ends(Uplink(float("inf"), float("inf"), LoopClock()), [(0.0, 1e12), (1.0, 1e12)])
 

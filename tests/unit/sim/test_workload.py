@@ -20,7 +20,7 @@ def sample(prompt: int, index: int, seed: int = 0) -> SampleId:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_the_prompts_part_in_lengths_changes_siblings_and_not_the_distribution(share: float) -> None:
+def test_prompt_correlation_keeps_the_distribution(share: float) -> None:
     law = msgspec.structs.replace(WIDE, prompt_correlation=share)
     pairs = [(law.length(sample(prompt, 0)), law.length(sample(prompt, 1))) for prompt in range(2000)]
     scores = [[NORMAL.inv_cdf(min(max(_below(law, length), 1e-6), 1 - 1e-6)) for length in pair] for pair in pairs]
@@ -35,11 +35,11 @@ def _below(law: Workload, length: int) -> float:
     return NORMAL.cdf(math.log(length / 1000))
 
 
-def test_equal_samples_are_equal_and_seeds_differ() -> None:
+def test_samples_depend_only_on_their_id() -> None:
     assert WIDE.length(sample(1, 2)) == WIDE.length(sample(1, 2)) != WIDE.length(sample(1, 2, seed=1))
 
 
-def test_rewards_are_as_often_right_as_was_said() -> None:
+def test_rewards_have_the_configured_mean() -> None:
     law = msgspec.structs.replace(WIDE, solved=0.2)
     rewards = [law.reward(sample(prompt, index)).value for prompt in range(1000) for index in range(4)]
     assert set(rewards) == {0.0, 1.0}

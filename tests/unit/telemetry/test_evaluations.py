@@ -3,16 +3,16 @@ from __future__ import annotations
 import pytest
 
 from tidemill.telemetry.metrics import MetricLine
+from tidemill.telemetry.run_data import Evaluation, comparable, evaluations
 from tidemill.telemetry.statistics import wilson_interval
-from tidemill.telemetry.summary import Evaluation, comparable, evaluations
 
 
 def evaluated(step: int, reward: float, accuracy: float | None = None) -> dict[str, object]:
-    told = {"event": "evaluation", "step": step, "reward_mean": reward, "reward_stderr": 0.05, "n": 64}
-    return told if accuracy is None else told | {"greedy_accuracy": accuracy}
+    fields = {"event": "evaluation", "step": step, "reward_mean": reward, "reward_stderr": 0.05, "n": 64}
+    return fields if accuracy is None else fields | {"greedy_accuracy": accuracy}
 
 
-def test_both_logs_are_put_together() -> None:
+def test_evaluations_are_read_from_both_logs() -> None:
     values = {"eval/reward_mean": 0.75, "eval/reward_stderr": 0.1, "eval/greedy_accuracy": 0.5, "eval/n": 64.0}
     lines = [MetricLine(5, 5, "", 1, 1, 1.0, values | {"reward_mean": 0.9})]
     assert evaluations([evaluated(0, 0.25)], lines) == [
@@ -21,17 +21,17 @@ def test_both_logs_are_put_together() -> None:
     ]
 
 
-def test_what_a_resume_rewound_is_forgotten() -> None:
+def test_evaluations_rewound_by_a_resume_are_dropped() -> None:
     events = [evaluated(0, 0.2), evaluated(5, 0.5), evaluated(10, 0.9), {"event": "resume", "step": 5}]
     assert [one.step for one in evaluations(events, [])] == [0, 5]
     assert evaluations([*events, evaluated(10, 0.8)], [])[-1] == Evaluation(10, 0.8, 0.05, None, 64)
 
 
-def test_an_evaluation_that_failed_is_none() -> None:
+def test_a_failed_evaluation_is_skipped() -> None:
     assert evaluations([{"event": "evaluation", "step": 5, "error": "OSError"}], []) == []
 
 
-def test_evaluations_are_compared_by_the_figure_that_all_of_them_have() -> None:
+def test_evaluations_are_compared_by_a_figure_all_of_them_have() -> None:
     binary, graded = Evaluation(0, 0.75, 0.1, 0.5, 64), Evaluation(5, 1.5, 0.25, None, 64)
     assert comparable([binary]) == [("accuracy", 0.5, wilson_interval(0.5, 64))]
     first, last = comparable([binary, graded])

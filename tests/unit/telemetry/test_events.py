@@ -9,7 +9,7 @@ def test_time_stamps_are_utc_with_milliseconds() -> None:
     assert timestamp(1_700_000_000.1234) == "2023-11-14T22:13:20.123Z"
 
 
-def test_a_line_starts_with_the_stamp_and_never_loses_a_field() -> None:
+def test_an_event_line_starts_with_its_header_and_keeps_all_fields() -> None:
     line = event_line("publish", {"version": 3, "session": "mine"}, unix_s=0.0, session=2, elapsed_s=1.23456)
     assert line == {
         "time": "1970-01-01T00:00:00.000Z",
@@ -29,7 +29,7 @@ def test_wall_time_adds_up_over_sessions(tmp_path: Path) -> None:
         '{"event":"session_start","session":2,"elapsed_s":0.1,"earlier_wall_s":12.5,"pid":7}\n'
         '{"event":"rollout","session":2,"elapsed_s":3.0}\n'
     )
-    # Session 1 lasted 12.5 s (its last metrics line is gone since); session 2 so far 4.5 s by its metrics: 17.0 s.
+    # Session 1 lasted 12.5 s (its last metrics line was rewound); session 2 so far 4.5 s by its metrics: 17.0 s.
     metrics.write_text('{"step":1,"session":1,"elapsed_s":9.0}\n{"step":2,"session":2,"elapsed_s":4.5}\n')
     past = past_sessions(events, metrics)
     assert (past.count, past.wall_s, past.last["pid"]) == (2, 17.0, 7)
@@ -40,7 +40,7 @@ def test_a_new_run_has_no_past(tmp_path: Path) -> None:
     assert (past.count, past.wall_s, past.last) == (0, 0.0, {})
 
 
-def test_lines_without_a_name_are_not_events(tmp_path: Path) -> None:
+def test_lines_without_an_event_name_are_skipped(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text('{"event":"resume","step":1}\n{"step":2}\n{"event":3}\n')
     assert read_events(path) == [{"event": "resume", "step": 1}]

@@ -1,4 +1,4 @@
-"""A run of two sessions, the first killed after 60 s, and what it amounts to, by hand.
+"""A run of two sessions, the first killed after 60 s, with figures computed by hand.
 
 ```
 s     0        10        20        30        40        50        60 | 0        10        20        30        40
@@ -48,7 +48,7 @@ EVENTS = [
     line("join", 1, 12.0, lease="b", error="WorkerLost", duration_s=2.0),
     decode(1, 20.0, "local", "reserved", 300, 20.0),
     line("notice", 1, 38.0, lease="a", grace_s=2.0),
-    line("hand_back", 1, 39.0, lease="a", samples=4),  # one of them it finished itself
+    line("drain", 1, 39.0, lease="a", samples=4),  # it finished one of them
     line("migration", 1, 39.1, lease="a", to_worker="spot-b", samples=3, tokens_kept=20),
     decode(1, 40.0, "a", "preemptible", 500, 30.0),
     line("eviction", 1, 40.0, lease="a", noticed=True, samples=1, tokens_kept=20, tokens_lost=0),
@@ -88,51 +88,51 @@ def figures(events: list[dict[str, Any]] = EVENTS, price: float = 3.6, wall_s: f
 
 def test_sessions_follow_one_another() -> None:
     found = sessions_of(EVENTS, METRICS)
-    # Session 1's last event is at 55 s; session 2 knows that it lasted until 60 s.
+    # Session 1's last event is at 55 s; session 2 logged that session 1 ended at 60 s.
     assert [(one.start_s, one.end_s, one.killed) for one in found.values()] == [(0, 60, True), (60, 100, False)]
 
 
-def test_the_newest_session_lasts_until_its_last_line_in_either_log() -> None:
+def test_the_newest_session_ends_with_its_last_line_in_either_log() -> None:
     found = sessions_of(EVENTS[:5], [metric(1, 1, 9.0)])
     assert (found[1].end_s, found[1].killed) == (9.0, True)
     assert sessions_of([], []) == {}
 
 
-def test_a_lease_that_was_never_ended_is_charged_until_its_session_died() -> None:
+def test_a_lease_without_an_end_is_charged_until_its_session_ends() -> None:
     held = held_leases(EVENTS, sessions_of(EVENTS, METRICS))
     b, c = held[1, "b"], held[2, "c"]
     # 50 s at 1.8 $/h
     assert (b.start_s, b.end_s, b.tokens) == (10.0, 60.0, None)
     assert b.cost_usd == pytest.approx(0.025)
     assert (c.start_s, c.end_s, c.cost_usd, c.evicted, c.tokens) == (60.0, 90.0, 0.02, True, 0)
-    # In session 2 nothing but its generating says that the reserved side is there.
+    # In session 2 only its decode event shows that the reserved side was held.
     assert list(held) == [(1, "local"), (1, "a"), (1, "b"), (2, "c"), (2, "local")]
     assert (held[2, "local"].start_s, held[2, "local"].end_s, held[2, "local"].kind) == (60.0, 100.0, "reserved")
 
 
-def test_an_end_whose_beginning_was_lost_still_counts() -> None:
+def test_a_lease_end_without_its_grant_counts() -> None:
     (held,) = held_leases(
         [EVENTS[0], next(event for event in EVENTS if event["event"] == "lease_end")], sessions_of(EVENTS, METRICS)
     ).values()
     assert (held.start_s, held.end_s, held.cost_usd, held.worker) == (0.0, 40.0, 0.01, "a")
 
 
-def test_stretches_that_overlap_count_once() -> None:
+def test_overlapping_stretches_count_once() -> None:
     assert covered_s([(5.0, 8.0), (0.0, 4.0), (1.0, 2.0), (3.0, 6.0)]) == 8.0
     assert covered_s([]) == 0.0
 
 
-def test_what_happened() -> None:
+def test_fleet_events_are_counted() -> None:
     found = figures()
     assert {key: found[key] for key in ("leases", "joins", "notices", "evictions", "evictions_noticed")} == {
         "leases": 3,
-        "joins": 2,  # the local engine and the failed one left out
+        "joins": 2,  # without the local engine and the failed join
         "notices": 1,
         "evictions": 2,
         "evictions_noticed": 1,
     }
     assert (found["quarantined"], found["crashes"]) == (1, 1)
-    # what went on elsewhere counts, not what was asked for or might have: a's twice, b's (evened out), c's
+    # migrated samples count, not requested ones: twice of a, of b (rebalanced), of c
     assert found["migrations"] == (3 + 1 + 2) + 2
     assert (found["samples_kept"], found["tokens_kept"], found["tokens_lost"]) == (6, 20 + 7 + 15, 6 + 5)
     assert found["tokens_recomputed"] == 11 + 5 + 70
@@ -146,14 +146,14 @@ def test_costs() -> None:
     assert found["cost_usd"] == 0.155
 
 
-def test_the_reserved_side_alone() -> None:
-    # It made 400 tokens in 40 s of its own: 10 a second. Somebody generated in [0, 40] and [70, 90]: 60 of 100 s.
+def test_the_cost_of_the_reserved_side_alone_is_estimated() -> None:
+    # It generated 400 tokens in 40 s: 10 per second. Some worker generated in [0, 40] and [70, 90]: 60 of 100 s.
     # All 900 tokens would have taken it 90 s: 100 - 60 + 90 = 130 s, at 3.6 $/h 0.13 $.
     assert reserved_only_s(EVENTS, sessions_of(EVENTS, METRICS), 100.0) == pytest.approx(130.0)
     assert figures()["reserved_only_usd"] == pytest.approx(0.13)
 
 
-def test_what_cannot_be_told_is_null() -> None:
+def test_unknown_fleet_figures_are_null() -> None:
     remote_only = [event for event in EVENTS if event.get("kind") != "reserved"]
     assert figures(remote_only)["reserved_only_usd"] is None
     assert figures(price=0.0)["reserved_only_usd"] is None
@@ -169,8 +169,6 @@ def test_a_run_on_the_reserved_side_alone_costs_its_wall_time() -> None:
     assert not any(found[key] for key in ("leases", "joins", "evictions", "migrations", "tokens_lost", "quarantined"))
 
 
-def test_the_sentence_at_the_end() -> None:
-    assert evictions_sentence(figures()) == (
-        "2 evictions (1 with notice): 6 samples went on elsewhere, 42 tokens kept, 11 lost"
-    )
+def test_the_evictions_sentence() -> None:
+    assert evictions_sentence(figures()) == ("2 evictions (1 with notice): 6 samples migrated, 42 tokens kept, 11 lost")
     assert evictions_sentence(figures([])) == ""

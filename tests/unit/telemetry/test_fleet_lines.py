@@ -5,33 +5,33 @@ from typing import Any
 import pytest
 
 from tests.fabricated_run import FakeClock
-from tidemill.telemetry.events import EVENTS
-from tidemill.telemetry.fleet_view import FLEET_EVENTS, LINES, WINDOW_S, FleetLines, fleet_words
+from tidemill.telemetry.events import EVENTS, FLEET_EVENTS, event_text
+from tidemill.telemetry.progress_views import LINES, WINDOW_S, FleetLines
 
 EVICTED = {"lease": "l3", "worker": "spot-3", "noticed": False, "samples": 5, "tokens_kept": 1210, "tokens_lost": 0}
 
 
 @pytest.mark.parametrize(
-    ("name", "fields", "words"),
+    ("name", "fields", "text"),
     [
         ("join", {"duration_s": 4.21}, "spot-3 joined after 4.2 s"),
         ("join", {"duration_s": 4.21, "error": "WorkerLost"}, ""),
-        ("notice", {"grace_s": 30, "cause": "SIGTERM"}, "spot-3 will be taken in 30 s (SIGTERM)"),
-        ("hand_back", {"samples": 1}, "asked spot-3 to hand back 1 sample"),
-        ("eviction", EVICTED, "evicted spot-3 without notice: 5 samples go on elsewhere with 1,210 tokens kept"),
+        ("notice", {"grace_s": 30, "cause": "SIGTERM"}, "spot-3 will be evicted in 30 s (SIGTERM)"),
+        ("drain", {"samples": 1}, "draining spot-3: 1 sample in flight"),
+        ("eviction", EVICTED, "evicted spot-3 without notice: 5 samples move to other workers, 1,210 tokens kept"),
         (
             "eviction",
             EVICTED | {"samples": 1, "tokens_lost": 37, "cause": "silent"},
-            "evicted spot-3 without notice: 1 sample goes on elsewhere with 1,210 tokens kept, 37 lost (silent)",
+            "evicted spot-3 without notice: 1 sample moves to other workers, 1,210 tokens kept, 37 lost (silent)",
         ),
         (
             "eviction",
             EVICTED | {"noticed": True, "cause": "SIGTERM"},
-            "evicted spot-3 after notice: 5 samples go on elsewhere with 1,210 tokens kept",
+            "evicted spot-3 after notice: 5 samples move to other workers, 1,210 tokens kept",
         ),
-        ("eviction", {"samples": 0}, "evicted spot-3 without notice: nothing was running there"),
-        ("join_failed", {"cause": "no answer in 300 s"}, "spot-3 did not come up (no answer in 300 s)"),
-        ("pull", {"version": 4, "retries": 2}, "spot-3 pulled version 4 again: 2 damaged transfers"),
+        ("eviction", {"samples": 0}, "evicted spot-3 without notice: no samples in flight"),
+        ("join_failed", {"cause": "no answer in 300 s"}, "spot-3 failed to start (no answer in 300 s)"),
+        ("pull", {"version": 4, "retries": 2}, "spot-3 pulled version 4 after 2 damaged transfers"),
         ("pull", {"version": 4, "retries": 0}, ""),
         (
             "quarantine",
@@ -43,30 +43,30 @@ EVICTED = {"lease": "l3", "worker": "spot-3", "noticed": False, "samples": 5, "t
         ("decode", {"tokens": 5}, ""),
     ],
 )
-def test_words(name: str, fields: dict[str, Any], words: str) -> None:
-    assert fleet_words(name, {"worker": "spot-3"} | fields) == words
+def test_event_text_of_fleet_events(name: str, fields: dict[str, Any], text: str) -> None:
+    assert event_text(name, {"worker": "spot-3"} | fields) == text
 
 
-def test_they_are_events_with_a_meaning() -> None:
+def test_fleet_events_are_registered() -> None:
     assert set(EVENTS) >= FLEET_EVENTS
 
 
-def test_hundreds_of_evictions_do_not_drown_the_steps() -> None:
+def test_many_evictions_are_summarised_in_one_line() -> None:
     clock = FakeClock()
     lines = FleetLines(clock)
-    shown = [words for _ in range(LINES + 37) for words in lines.event("eviction", EVICTED)]
+    shown = [text for _ in range(LINES + 37) for text in lines.event("eviction", EVICTED)]
     assert len(shown) == LINES and lines.due() == []
     assert lines.event("join", {"worker": "spot-9", "duration_s": 1.0}) == []
     clock.pass_s(WINDOW_S)
     # 37 × 5 samples, 37 × 1210 tokens
     assert lines.event("join", {"worker": "spot-9", "duration_s": 1.0}) == [
-        "also 1 join, 37 evictions: 185 samples go on elsewhere with 44,770 tokens kept",
+        "also 1 join, 37 evictions: 185 samples move to other workers, 44,770 tokens kept",
         "spot-9 joined after 1.0 s",
     ]
     assert lines.due(closing=True) == []
 
 
-def test_what_is_held_back_at_the_end_is_told() -> None:
+def test_suppressed_events_are_summarised_at_the_end() -> None:
     lines = FleetLines(FakeClock())
     for _ in range(LINES + 2):
         lines.event("notice", {"worker": "spot-1", "grace_s": 5.0})
@@ -74,7 +74,7 @@ def test_what_is_held_back_at_the_end_is_told() -> None:
     assert lines.due(closing=True) == ["also 2 notices"]
 
 
-def test_the_reserved_side_is_not_news() -> None:
+def test_events_of_the_reserved_side_are_not_shown() -> None:
     lines = FleetLines(FakeClock())
     lines.event("lease", {"lease": "local", "worker": "local", "kind": "reserved"})
     assert lines.event("join", {"lease": "local", "worker": "local", "duration_s": 1.0}) == []

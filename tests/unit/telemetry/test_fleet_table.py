@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from tidemill.core.records import FleetRow
-from tidemill.telemetry.fleet_view import fleet_table
+from tidemill.telemetry.progress_views import fleet_table
 
 
 def row(name: str, **fields: Any) -> FleetRow:
@@ -24,7 +24,7 @@ def lines(rows: list[FleetRow], width: int = 96) -> list[str]:
     return [text.rstrip() for text in console.export_text().splitlines()]
 
 
-def test_a_row_says_all_there_is() -> None:
+def test_a_fleet_row_has_all_columns() -> None:
     starting = row("spot-1", state="starting", version=None, price_usd_per_hour=0.0, running=0, queued=0)
     header, local, first, tenth = lines([row("spot-10"), starting, row("local", kind="reserved", version=5)])
     assert header.split() == ["worker", "kind", "state", "version", "running", "queued", "tok/s", "$/h", "age"]
@@ -42,7 +42,7 @@ def test_of_many_workers_the_busiest_are_shown() -> None:
 
 
 @pytest.mark.parametrize("width", [36, 70, 96])
-def test_it_fits_any_width(width: int) -> None:
+def test_the_fleet_table_fits_any_width(width: int) -> None:
     found = lines([row("local", kind="reserved"), row("spot-3")], width)
     assert max(map(len, found)) <= width and len(found) == 3
     assert ("$/h" in found[0]) is (width == 96) and "tok/s" in found[0]

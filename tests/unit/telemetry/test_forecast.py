@@ -15,7 +15,7 @@ def test_a_forecast_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert forecast.sentence == "forecast: 1:40 (1:30 to 1:50) and $1.50 for 40 steps"
 
 
-def test_what_is_none_is_none(tmp_path: Path) -> None:
+def test_a_missing_damaged_or_other_forecast_reads_as_none(tmp_path: Path) -> None:
     assert read_forecast(tmp_path) is None
     (tmp_path / FORECAST).write_text('{"format": 1, "seeds"')
     assert read_forecast(tmp_path) is None

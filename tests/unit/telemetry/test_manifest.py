@@ -7,11 +7,11 @@ from tidemill.telemetry import manifest
 from tidemill.telemetry.manifest import build_manifest, git_state, machine, versions, without_absolute_paths
 
 
-def test_a_session_is_added_to_the_earlier_ones() -> None:
+def test_a_session_is_appended_to_the_manifest() -> None:
     first = build_manifest({}, run="demo", model="char", seed=3, unix_s=0.0, argv=["/usr/bin/tidemill", "train"])
     noted = {**first, "model_digest": "0123"}
     second = build_manifest(noted, run="demo", model="char", seed=3, unix_s=86400.5, argv=["tidemill", "train"])
-    assert second["model_digest"] == "0123"  # what others noted stays
+    assert second["model_digest"] == "0123"  # fields added elsewhere stay
     assert second["created"] == first["created"] == "1970-01-01T00:00:00.000Z"
     assert second["run_id"] == first["run_id"]
     assert [session["started"] for session in second["sessions"]] == [
@@ -36,12 +36,12 @@ def test_absolute_paths_are_shortened_to_their_last_part() -> None:
     assert without_absolute_paths([]) == []
 
 
-def test_versions_of_what_figures_depend_on() -> None:
+def test_versions_of_packages_are_recorded() -> None:
     found = versions()
     assert found["tidemill"] == tidemill.__version__ and found["numpy"]
 
 
-def test_no_git_is_no_error(tmp_path: Path) -> None:
+def test_a_missing_git_checkout_is_not_an_error(tmp_path: Path) -> None:
     assert manifest._git(tmp_path, "rev-parse", "HEAD") is None
     state = git_state()
     assert state == {} or len(state["commit"]) >= 40

@@ -8,7 +8,7 @@ import pytest
 from tidemill.telemetry.manifest import peak_rss_bytes
 
 
-def test_the_peak_keeps_what_was_once_held() -> None:
+def test_peak_memory_does_not_fall() -> None:
     before = peak_rss_bytes()
     block = bytearray(before + 64_000_000)
     size = len(block)
@@ -17,7 +17,7 @@ def test_the_peak_keeps_what_was_once_held() -> None:
     assert peak_rss_bytes() >= size
 
 
-def test_without_proc_the_system_call_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peak_memory_without_proc_is_read_from_getrusage(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(self: Path, encoding: str = "") -> str:
         raise FileNotFoundError
 

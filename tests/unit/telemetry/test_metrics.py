@@ -23,17 +23,17 @@ def test_a_line_is_flat_and_reads_back(tmp_path: Path) -> None:
     assert read.values == {"reward_mean": 0.5, "eval/greedy_accuracy": 0.25}, "what was not a number is absent"
 
 
-def test_steps_are_sorted_and_the_later_line_of_a_step_counts(tmp_path: Path) -> None:
+def test_steps_are_sorted_and_the_last_line_of_a_step_counts(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step":2,"x":1}\n{"step":1,"x":5}\n{"step":2,"x":3}\n{"x":9}\n{"step":true}\n{"step":"3"}\n')
     assert [(line.step, line.values) for line in read_metrics(path)] == [(1, {"x": 5.0}), (2, {"x": 3.0})]
 
 
-@pytest.mark.parametrize("value", ["[1]", '"x"', "null", "1e308", "1" + "0" * 400])
-def test_what_cannot_have_been_measured_is_absent(tmp_path: Path, value: str) -> None:
+@pytest.mark.parametrize("value", ["[1]", '"x"', "null", "true"])
+def test_values_that_are_not_numbers_are_dropped(tmp_path: Path, value: str) -> None:
     path = tmp_path / "metrics.jsonl"
     names = ("policy_version", "optimizer_steps", "session", "elapsed_s", "loss")
-    told = "".join(f', "{name}": {value}' for name in names)
-    path.write_text(f'{{"step": 1{told}}}\n{{"step": {value}}}\n')
+    fields = "".join(f', "{name}": {value}' for name in names)
+    path.write_text(f'{{"step": 1{fields}}}\n{{"step": {value}}}\n')
     (line,) = read_metrics(path)
     assert line[1:] == (0, "", 0, 0, 0.0, {})

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from tidemill.telemetry.metrics import MetricLine
 from tidemill.telemetry.progress_views import Progress
-from tidemill.telemetry.summary import Evaluation
+from tidemill.telemetry.run_data import Evaluation
 
 
 def test_time_left_is_the_median_of_recent_steps() -> None:
@@ -10,7 +10,7 @@ def test_time_left_is_the_median_of_recent_steps() -> None:
     assert progress.left_s() is None
     for step, ended_s in ((1, 30.0), (2, 34.0), (3, 40.0)):
         progress.add_step(step, {"time_step_s": 5.0}, ended_s)
-    # Step 1: 5 s by its own measure (what came before it was loading); then 4 s and 6 s. Median 5, 7 steps left.
+    # Step 1: 5 s as measured (the time before it was loading); then 4 s and 6 s. Median 5, 7 steps left.
     assert progress.left_s() == 35.0
 
 
@@ -38,7 +38,7 @@ def test_a_restart_takes_over_history() -> None:
     assert progress.evaluations == {0: earlier[0], 3: earlier[1]}
 
 
-def test_phases_under_way_are_the_unfinished_ones_since_the_last_step() -> None:
+def test_current_phases_are_unfinished_phases_of_the_step() -> None:
     progress = Progress(run="r", total_steps=9)
     progress.phases |= {"rollout": (8, 8), "training": (3, 8), "evaluation": (1, 4)}
     assert progress.current_phases() == [("training", 3, 8), ("evaluation", 1, 4)]

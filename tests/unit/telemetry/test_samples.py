@@ -11,13 +11,13 @@ from tidemill.core.records import Reward, Segment, pack_logprobs, pack_tokens
 from tidemill.telemetry.sample_files import TokenTexts, chosen, read_samples, sample_line, write_samples
 
 
-def test_tokens_are_the_text_cut_at_their_borders() -> None:
+def test_a_text_is_cut_at_token_borders() -> None:
     pieces = {1: "12", 2: " +", 3: "é", 9: ""}
     texts = TokenTexts(lambda ids: pieces[ids[0]])
     assert texts.split([1, 2, 3, 9], "12 +é") == ["12", " +", "é", ""]
 
 
-def test_a_space_that_only_shows_inside_a_text_stays_with_its_token() -> None:
+def test_a_leading_space_decoded_only_inside_a_text_belongs_to_its_token() -> None:
     texts = TokenTexts(lambda ids: {1: "Hello", 2: "world"}[ids[0]])
     assert texts.split([1, 2], "Hello world") == ["Hello", " world"]
 
@@ -27,7 +27,7 @@ def test_a_character_of_several_tokens_belongs_to_the_first() -> None:
     assert texts.split([1, 2, 3, 4, 2, 3], "a🙂b🙂") == ["a", "🙂", "", "b", "🙂", ""]
 
 
-def test_tokens_that_do_not_fit_the_text_speak_for_themselves() -> None:
+def test_tokens_that_do_not_match_the_text_keep_their_own_texts() -> None:
     texts = TokenTexts(lambda ids: {1: "a", 2: "b"}[ids[0]])
     assert texts.split([1, 2], "something else") == ["a", "b"]
     assert texts.split([1, 2], "ab and more") == ["a", "b"]
@@ -46,7 +46,7 @@ def test_each_token_is_decoded_once() -> None:
     assert calls == [1, 2]
 
 
-def test_a_line_tells_everything_about_a_sample(tmp_path: Path) -> None:
+def test_a_samples_line_has_all_fields(tmp_path: Path) -> None:
     prompt = make_prompt("1 + 1 =", "2")
     reward = Reward(value=0.5, components={"exact": 1.0, "length": 0.0})
     trajectory = make_trajectory(prompt, " 2\n", logprobs=[-0.1, -0.25, -3.0], reward=reward, index=3, version=6)
@@ -79,7 +79,7 @@ def test_a_line_tells_everything_about_a_sample(tmp_path: Path) -> None:
     assert (first.reward, first.valid, first.length, first.components) == (0.5, True, 3, {"exact": 1.0, "length": 0.0})
 
 
-def test_tokens_the_model_did_not_make_have_no_logprob() -> None:
+def test_tokens_the_model_did_not_generate_have_no_logprob() -> None:
     prompt = make_prompt("1")
     trajectory = msgspec.structs.replace(
         make_trajectory(prompt, ""),
@@ -105,9 +105,9 @@ def test_a_limit_takes_samples_evenly(count: int, limit: int, expected: list[int
     assert chosen(count, limit) == expected
 
 
-def test_a_broken_samples_line_reads_as_defaults(tmp_path: Path) -> None:
+def test_damaged_lines_are_skipped_and_missing_fields_have_defaults(tmp_path: Path) -> None:
     path = tmp_path / "step_000001.jsonl"
-    path.write_text('{"step":1,"prompt":3,"tokens":"x","logprobs":[null,"y",-1],"reward":"?","components":[1]}\n{"ste')
+    path.write_text('{"step":1,"prompt":3}\n{"step":2,"logprobs":[null,-1]}\n{"reward":"?"}\n{"ste')
     (sample,) = read_samples(path)
-    assert (sample.prompt, sample.tokens, sample.logprobs, sample.reward) == ("", (), (None, None, -1.0), None)
-    assert sample.components == {} and not sample.valid
+    assert (sample.step, sample.prompt, sample.tokens, sample.logprobs) == (2, "", (), (None, -1.0))
+    assert (sample.reward, sample.components, sample.valid) == (None, {}, False)

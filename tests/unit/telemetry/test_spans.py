@@ -36,7 +36,7 @@ def test_a_span_is_one_event_with_its_duration_and_fields() -> None:
     assert heard.events == [("evaluation", {"step": 5, "n": 64, "duration_s": 1.5})]
 
 
-def test_a_span_left_by_an_exception_names_it_and_lets_it_go_on() -> None:
+def test_a_span_records_and_propagates_an_exception() -> None:
     heard, clock = Heard(), FakeClock()
 
     def fail() -> None:

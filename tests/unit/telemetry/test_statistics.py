@@ -59,13 +59,13 @@ def test_pass_at_k_is_unbiased() -> None:
     assert mean == pytest.approx(1 - 0.7**4, abs=1e-12)
 
 
-def test_pass_at_k_of_many_samples_is_not_lost_in_rounding() -> None:
+def test_pass_at_k_of_many_samples_is_exact() -> None:
     # 1 - C(9_999, 100) / C(10_000, 100) = 1 - 9_900 / 10_000
     assert pass_at_k(10_000, 1, 100) == pytest.approx(0.01, rel=1e-12)
 
 
 @pytest.mark.parametrize(("n", "correct", "k"), [(4, 5, 1), (4, -1, 1), (4, 1, 5), (4, 1, 0)])
-def test_pass_at_k_of_nonsense(n: int, correct: int, k: int) -> None:
+def test_pass_at_k_refuses_impossible_counts(n: int, correct: int, k: int) -> None:
     with pytest.raises(ValueError):
         pass_at_k(n, correct, k)
 
@@ -82,7 +82,7 @@ def test_one_sample_a_prompt_has_wilsons_interval() -> None:
     assert found == (0.5, *wilson_interval(0.5, 10))
 
 
-def test_values_all_alike_are_not_certain() -> None:
+def test_equal_values_still_have_an_interval() -> None:
     assert share_interval([0.5] * 10) == (0.5, *wilson_interval(0.5, 10))
     assert share_interval([1.0] * 10)[1:] == wilson_interval(1.0, 10)
     assert share_interval([])[1:] == (0.0, 1.0)
@@ -98,7 +98,7 @@ def test_the_bootstrap_agrees_with_the_normal_interval_of_many() -> None:
     assert found.high == pytest.approx(found.value + half, abs=0.15 * half)
 
 
-def test_the_bootstrap_is_the_same_again_and_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bootstrap_is_deterministic_in_any_block_size(monkeypatch: pytest.MonkeyPatch) -> None:
     values = [number**0.5 for number in range(20)]
     whole = bootstrap_mean(values)
     assert bootstrap_mean(values) == whole
@@ -146,7 +146,7 @@ def test_before_and_after() -> None:
     assert found.p_value == 1.0  # 2 · (C(3, 0) + C(3, 1)) / 8 = 1
 
 
-def test_before_and_after_must_be_of_the_same_items() -> None:
+def test_paired_measurements_need_equal_lengths() -> None:
     with pytest.raises(ValueError):
         paired([1.0], [1.0, 0.0])
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 from tests.fabricated_run import HELD_OUT, FabricatedRun
 from tidemill.telemetry.metrics import read_metrics
+from tidemill.telemetry.run_data import RunData
 from tidemill.telemetry.run_dir import RunDirectory
 from tidemill.telemetry.sample_files import read_samples
-from tidemill.telemetry.summary import build_summary
 
 
 def test_a_run_killed_and_resumed_counts_each_step_once(tmp_path: Path) -> None:
@@ -24,7 +24,7 @@ def test_a_run_killed_and_resumed_counts_each_step_once(tmp_path: Path) -> None:
 def test_wall_time_is_over_all_sessions_without_the_hours_between(tmp_path: Path) -> None:
     fabricated = FabricatedRun(tmp_path)
     run = fabricated.make()
-    # Everything the fake clock did, except the 3600 s during which no process ran.
+    # The whole fake time without the 3600 s in which no process ran.
     assert abs(run.read_summary()["wall_s"] - (fabricated.clock.now_s - 3600.0)) < 0.01
 
 
@@ -50,13 +50,14 @@ def test_accuracy_before_after_and_best(tmp_path: Path) -> None:
 
 
 def test_the_peak_is_the_largest_of_all_sessions(tmp_path: Path) -> None:
-    run = FabricatedRun(tmp_path, steps=2).make()
-    assert build_summary(run, outcome="finished", total_steps=2, peak_rss_bytes=1)["peak_rss_bytes"] == 2_900_000_000
-    assert build_summary(run, outcome="finished", total_steps=2, peak_rss_bytes=10**10)["peak_rss_bytes"] == 10**10
+    data = RunData.load(FabricatedRun(tmp_path, steps=2).make())
+    for own, largest in ((1, 2_900_000_000), (10**10, 10**10)):
+        summary = data.summarize(outcome="finished", total_steps=2, peak_rss_bytes=own)
+        assert summary["peak_rss_bytes"] == largest
 
 
 def test_a_run_without_a_step_has_a_summary_too(tmp_path: Path) -> None:
-    summary = build_summary(RunDirectory(tmp_path / "demo"), outcome="interrupted", total_steps=20)
+    summary = RunData.load(RunDirectory(tmp_path / "demo")).summarize(outcome="interrupted", total_steps=20)
     assert (summary["run"], summary["steps"], summary["interrupted"]) == ("demo", 0, True)
     nothing = dict.fromkeys(("step", "reward_mean", "reward_stderr", "greedy_accuracy", "n"))
     assert summary["eval"] == {
@@ -71,19 +72,19 @@ def test_a_run_without_a_step_has_a_summary_too(tmp_path: Path) -> None:
 def test_an_evaluation_before_the_first_step_is_not_one_after(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.metrics.write_text('{"step":0,"eval/reward_mean":0.25,"eval/n":8}\n')
-    found = build_summary(run, outcome="running", total_steps=20)["eval"]
+    found = RunData.load(run).summarize(outcome="running", total_steps=20)["eval"]
     assert found["before"]["reward_mean"] == 0.25 and found["after"]["reward_mean"] is None
     assert found["before"]["greedy_accuracy"] is None
     assert found["n"] == 8 and len(read_metrics(run.metrics)) == 1
 
 
-def test_how_long_the_trainer_had_nothing_to_learn_from(tmp_path: Path) -> None:
+def test_the_share_of_time_the_trainer_was_idle(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     lines = [(1, 4.0, 3.0), (2, 2.0, 0.5), (3, 2.0, 0.0)]
     run.metrics.write_text(
         "".join(f'{{"step":{step},"time_step_s":{s},"time_trainer_idle_s":{idle}}}\n' for step, s, idle in lines)
     )
     # 3.5 of 8 s
-    assert build_summary(run, outcome="finished", total_steps=3)["trainer_idle_share"] == 0.4375
-    run.metrics.write_text('{"step":1,"time_step_s":4.0}\n')  # examples need nobody to generate
-    assert build_summary(run, outcome="finished", total_steps=1)["trainer_idle_share"] is None
+    assert RunData.load(run).summarize(outcome="finished", total_steps=3)["trainer_idle_share"] == 0.4375
+    run.metrics.write_text('{"step":1,"time_step_s":4.0}\n')  # a supervised run
+    assert RunData.load(run).summarize(outcome="finished", total_steps=1)["trainer_idle_share"] is None

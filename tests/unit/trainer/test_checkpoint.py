@@ -29,7 +29,7 @@ COUNTERS = {"step": 2, "version": {"number": 2, "digest": "ab"}, "rate": 0.1}
 
 
 def train(model: PreTrainedModel, optimizer: torch.optim.Optimizer, steps: int) -> None:
-    """Steps whose data come from torch's global random state, so that it must be restored, too."""
+    """Train on data from the global random state of torch, which must be restored as well."""
     for _ in range(steps):
         ids = torch.randint(2, VOCABULARY, (2, 9))
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
@@ -48,7 +48,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """What stands for the folder a model came from: tokenizer files, and some that must not be copied."""
+    """The folder of a model: tokenizer files, and files that must not be copied."""
     folder = tmp_path / "source"
     folder.mkdir()
     for name in ("tokenizer.json", "vocab.txt", "pytorch_model.bin", "model.safetensors", ".cache", MANIFEST):
@@ -67,7 +67,7 @@ def saved(folder: Path, source: Path, model: PreTrainedModel, optimizer: torch.o
 
 
 @pytest.mark.parametrize("shape", MODEL_SHAPES)
-def test_going_on_after_a_restore_is_bit_identical(tmp_path: Path, source: Path, shape: str) -> None:
+def test_training_after_a_restore_is_bit_identical(tmp_path: Path, source: Path, shape: str) -> None:
     model = MODEL_SHAPES[shape]()
     optimizer = build_optimizer(model, CONFIG)
     torch.manual_seed(1)
@@ -76,7 +76,7 @@ def test_going_on_after_a_restore_is_bit_identical(tmp_path: Path, source: Path,
     train(model, optimizer, 2)
     uninterrupted, random_state = state_of(model, optimizer), torch.get_rng_state()
 
-    resumed = MODEL_SHAPES[shape](seed=9)  # a new process: other weights, no moments, another random state
+    resumed = MODEL_SHAPES[shape](seed=9)  # as in a new process: other weights, no moments, another random state
     resumed_optimizer = build_optimizer(resumed, CONFIG)
     torch.manual_seed(99)
     assert restore_state(tmp_path / "c", model=resumed, optimizer=resumed_optimizer) == COUNTERS
@@ -85,7 +85,7 @@ def test_going_on_after_a_restore_is_bit_identical(tmp_path: Path, source: Path,
     assert torch.equal(torch.get_rng_state(), random_state)
 
 
-def test_restoring_fills_the_tensors_that_are_already_there(tmp_path: Path, source: Path) -> None:
+def test_restoring_copies_into_existing_tensors(tmp_path: Path, source: Path) -> None:
     model = llama()
     optimizer = build_optimizer(model, CONFIG)
     train(model, optimizer, 1)
@@ -98,7 +98,7 @@ def test_restoring_fills_the_tensors_that_are_already_there(tmp_path: Path, sour
     assert same(state_of(model, optimizer), before)
 
 
-def test_a_state_without_moments_takes_them_away(tmp_path: Path, source: Path) -> None:
+def test_a_state_without_moments_removes_them(tmp_path: Path, source: Path) -> None:
     model = llama()
     optimizer = build_optimizer(model, CONFIG)
     saved(tmp_path / "c", source, model, optimizer)
@@ -137,7 +137,7 @@ def test_plain_transformers_loads_the_folder(tmp_path: Path) -> None:
     assert plain(input_ids=train_ids).logits.shape[:2] == (1, 5)
     tokenizer = AutoTokenizer.from_pretrained(written.path, local_files_only=True)
     assert tokenizer.decode(tokenizer("12+34=", add_special_tokens=False)["input_ids"]) == "12+34="
-    assert model.config._attn_implementation == "tidemill"  # saving has not changed the model at hand
+    assert model.config._attn_implementation == "tidemill"  # saving does not change the model
 
 
 def test_a_checkpoint_can_be_the_source_of_another_run(tmp_path: Path, source: Path) -> None:
@@ -172,7 +172,7 @@ def test_only_small_files_are_copied_from_the_source(tmp_path: Path, source: Pat
     assert json.loads((folder / "config.json").read_text())["model_type"] == "llama"
 
 
-def test_files_are_as_readable_as_any_other(tmp_path: Path, source: Path) -> None:
+def test_files_have_default_permissions(tmp_path: Path, source: Path) -> None:
     model = llama()
     folder = saved(tmp_path / "c", source, model, build_optimizer(model, CONFIG))
     (tmp_path / "plain").write_text("")
@@ -180,7 +180,7 @@ def test_files_are_as_readable_as_any_other(tmp_path: Path, source: Path) -> Non
     assert modes == {(tmp_path / "plain").stat().st_mode}
 
 
-def test_moments_are_cut_into_files_of_bounded_size(
+def test_moments_are_split_into_files_of_limited_size(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint, "_SHARD_BYTES", 100_000)
@@ -228,14 +228,14 @@ def test_another_models_state_is_refused(
         restore_state(tmp_path / "c", model=other, optimizer=build_optimizer(other, CONFIG))
 
 
-def test_weights_that_lack_a_tensor_are_refused(tmp_path: Path, source: Path) -> None:
+def test_weights_with_a_missing_tensor_are_refused(tmp_path: Path, source: Path) -> None:
     model = llama()
     optimizer = build_optimizer(model, CONFIG)
     folder = saved(tmp_path / "c", source, model, optimizer)
     weights = load_file(folder / "model.safetensors")
     del weights["model.norm.weight"]
     save_file(weights, folder / "model.safetensors")
-    with pytest.raises(UserError, match=r"it lacks model\.norm\.weight"):
+    with pytest.raises(UserError, match=r"model\.norm\.weight is missing"):
         restore_state(folder, model=model, optimizer=optimizer)
 
 
@@ -245,15 +245,15 @@ def test_moments_of_an_unknown_parameter_are_refused(tmp_path: Path, source: Pat
     train(model, optimizer, 1)
     folder = saved(tmp_path / "c", source, model, optimizer)
     save_file({"exp_avg:somewhere.else": torch.zeros(2)}, folder / "trainer_state" / "moments-00001.safetensors")
-    with pytest.raises(UserError, match=r"its optimizer knows somewhere\.else"):
+    with pytest.raises(UserError, match=r"optimizer state of somewhere\.else"):
         restore_state(folder, model=model, optimizer=optimizer)
 
 
-def test_another_size_is_refused(tmp_path: Path, source: Path) -> None:
+def test_another_dtype_is_refused(tmp_path: Path, source: Path) -> None:
     model = llama()
     folder = saved(tmp_path / "c", source, model, build_optimizer(model, CONFIG))
     half = llama().to(dtype=torch.bfloat16)  # type: ignore[call-arg, arg-type, unused-ignore]
-    with pytest.raises(UserError, match=r"float32 .* there and bfloat16"):
+    with pytest.raises(UserError, match=r"float32 .* in the checkpoint and bfloat16"):
         restore_state(folder, model=half, optimizer=build_optimizer(half, CONFIG))
 
 
@@ -264,7 +264,7 @@ def test_a_folder_without_trainer_state_is_refused(tmp_path: Path, source: Path,
     folder = saved(tmp_path / "c", source, model, optimizer)
     state = folder / "trainer_state" / "state.json"
     state.unlink() if text is None else state.write_text(text)
-    with pytest.raises(UserError, match="no trainer state"):
+    with pytest.raises(UserError, match="cannot read trainer state"):
         restore_state(folder, model=model, optimizer=optimizer)
 
 
@@ -277,9 +277,7 @@ def test_a_state_of_another_format_is_refused(tmp_path: Path, source: Path) -> N
         restore_state(folder, model=model, optimizer=optimizer)
 
 
-def test_a_full_disk_is_an_operating_system_error(
-    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_raises_oserror(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 

@@ -24,7 +24,7 @@ def payload(text: str = "weights") -> Callable[[Path], None]:
 
 
 def names(root: Path) -> set[str]:
-    """Everything in the folder, hidden or not."""
+    """Names in the folder, including hidden ones."""
     return {path.name for path in root.iterdir()} if root.exists() else set()
 
 
@@ -36,7 +36,7 @@ def test_an_empty_store(tmp_path: Path) -> None:
     assert store.checkpoints() == []
 
 
-def test_write_and_find_again(tmp_path: Path) -> None:
+def test_write_and_read_back(tmp_path: Path) -> None:
     written = CheckpointStore(tmp_path / "c", keep_last=1).write(3, payload(), score=0.25)
     assert (written.step, written.score, written.path) == (3, 0.25, tmp_path / "c" / "step_3")
     assert written.bytes == 2 * len("weights")
@@ -46,18 +46,18 @@ def test_write_and_find_again(tmp_path: Path) -> None:
     assert (written.path / "state" / "moments").read_text() == "weights"
 
 
-def test_keeps_the_last_ones_by_number(tmp_path: Path) -> None:
+def test_the_last_checkpoints_are_kept_by_step(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep_last=2)
     for step in (8, 9, 10, 11):
         store.write(step, payload())
     assert names(tmp_path) == {"step_10", "step_11"}
 
 
-def test_keeps_the_best_besides(tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_also_kept(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep_last=1)
     for step, score in ((1, 0.2), (2, 0.9), (3, None), (4, float("nan")), (5, 0.9)):
         store.write(step, payload(), score=score)
-    assert names(tmp_path) == {"step_2", "step_5"}  # of equals the earlier
+    assert names(tmp_path) == {"step_2", "step_5"}  # the earlier of equal scores
     best = CheckpointStore(tmp_path, keep_last=1).best()  # as a new process would read it
     assert best is not None
     assert best.step == 2
@@ -65,14 +65,14 @@ def test_keeps_the_best_besides(tmp_path: Path) -> None:
     assert names(tmp_path) == {"step_6"}
 
 
-def test_without_keep_best_scores_save_nothing(tmp_path: Path) -> None:
+def test_without_keep_best_scores_are_ignored(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep_last=1, keep_best=False)
     store.write(1, payload(), score=0.9)
     store.write(2, payload(), score=0.1)
     assert names(tmp_path) == {"step_2"}
 
 
-def test_older_ones_go_only_after_the_new_one_is_whole(tmp_path: Path) -> None:
+def test_older_checkpoints_are_deleted_after_the_new_one_is_written(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep_last=1)
     store.write(1, payload())
 
@@ -84,7 +84,7 @@ def test_older_ones_go_only_after_the_new_one_is_whole(tmp_path: Path) -> None:
     assert names(tmp_path) == {"step_2"}
 
 
-def test_the_same_step_again_replaces_it(tmp_path: Path) -> None:
+def test_writing_a_step_again_replaces_it(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep_last=1)
     store.write(1, payload("old"))
     store.write(1, payload("new"))
@@ -92,7 +92,7 @@ def test_the_same_step_again_replaces_it(tmp_path: Path) -> None:
     assert (tmp_path / "step_1" / "model").read_text() == "new"
 
 
-def test_steps_of_an_abandoned_history_go(tmp_path: Path) -> None:
+def test_later_steps_of_a_discarded_history_are_deleted(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep_last=2)
     store.write(10, payload())
     store.write(20, payload(), score=1.0)
@@ -104,7 +104,7 @@ def test_steps_of_an_abandoned_history_go(tmp_path: Path) -> None:
     assert names(tmp_path) == {"step_10", "step_15"}
 
 
-def test_other_files_are_left_alone(tmp_path: Path) -> None:
+def test_other_files_are_kept(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "step_x").mkdir()
     (tmp_path / "step_3").write_text("a file")
@@ -115,7 +115,7 @@ def test_other_files_are_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("victim", ["model", "state/moments", "checkpoint.json"])
-def test_a_damaged_newest_is_passed_over_with_a_reason(tmp_path: Path, victim: str) -> None:
+def test_damaged_checkpoints_are_skipped_with_a_reason(tmp_path: Path, victim: str) -> None:
     store = CheckpointStore(tmp_path, keep_last=3)
     for step in (1, 2, 3):
         store.write(step, payload())
@@ -128,16 +128,16 @@ def test_a_damaged_newest_is_passed_over_with_a_reason(tmp_path: Path, victim: s
     assert all(victim in damaged.reason for damaged in latest.passed_over)
 
 
-def test_nothing_whole_is_an_error_and_not_a_fresh_start(tmp_path: Path) -> None:
+def test_only_damaged_checkpoints_are_an_error(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep_last=1)
     store.write(1, payload())
     (tmp_path / "step_1" / "model").unlink()
-    with pytest.raises(UserError, match="no checkpoint is whole") as caught:
+    with pytest.raises(UserError, match="step_1: model") as caught:
         store.latest()
-    assert "step_1: model" in str(caught.value)
+    assert caught.value.where == str(tmp_path)
 
 
-def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_writer_leaves_no_files(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep_last=1)
     store.write(1, payload())
 
@@ -151,36 +151,36 @@ def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:
 
 
 def full_disk(folder: Path) -> None:
-    """A real ENOSPC, after some bytes went through."""
+    """Raises a real ENOSPC after some bytes were written."""
     (folder / "model").write_text("first part")
     with Path("/dev/full").open("w") as file:
         file.write("x" * 100_000)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_a_disk_that_fills_while_writing(tmp_path: Path) -> None:
+def test_a_disk_that_fills_up_during_a_write(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep_last=1)
     store.write(1, payload())
     with pytest.raises(UserError, match="disk is full") as caught:
         store.write(2, full_disk, expected_bytes=12_345)
-    assert "step_1 is unharmed" in str(caught.value)
-    assert "12,345 bytes are needed" in str(caught.value)
+    assert "step_1" in caught.value.hint
+    assert "12,345 bytes needed" in caught.value.what
     assert names(tmp_path) == {"step_1"}
     latest = store.latest()
     assert latest.checkpoint is not None
     assert latest.checkpoint.step == 1
-    store.write(2, payload())  # space again: the same store goes on
+    store.write(2, payload())  # with free space again, the same store works
     assert names(tmp_path) == {"step_2"}
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_a_disk_that_fills_during_the_very_first(tmp_path: Path) -> None:
+def test_a_disk_that_fills_up_during_the_first_write(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no earlier checkpoint"):
         CheckpointStore(tmp_path, keep_last=1).write(1, full_disk)
     assert names(tmp_path) == set()
 
 
-def test_a_disk_that_fills_while_replacing_the_same_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fills_up_while_a_step_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = CheckpointStore(tmp_path, keep_last=1)
     store.write(1, payload("old"))
     rename = Path.rename
@@ -191,53 +191,53 @@ def test_a_disk_that_fills_while_replacing_the_same_step(tmp_path: Path, monkeyp
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", no_room)
-    with pytest.raises(UserError, match="step_1 is unharmed"):
+    with pytest.raises(UserError, match="step_1 is intact"):
         store.write(1, payload("new"))
     assert names(tmp_path) == {"step_1"}
     assert (tmp_path / "step_1" / "model").read_text() == "old"
 
 
-def test_too_little_space_is_seen_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_space_is_detected_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = CheckpointStore(tmp_path, keep_last=1)
-    store.write(1, payload())  # 14 bytes: what the next one is taken to need
+    store.write(1, payload())  # 14 bytes, the expected size of the next one
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=13))
 
     def unreached(folder: Path) -> None:
         raise AssertionError
 
-    with pytest.raises(UserError, match="about 14 bytes are needed, 13 are free"):
+    with pytest.raises(UserError, match="about 14 bytes needed, 13 free"):
         store.write(2, unreached)
     assert names(tmp_path) == {"step_1"}
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=14))
     store.write(2, payload())
 
 
-def test_a_folder_that_cannot_be_made_is_the_users_to_mend(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write checkpoint step_1") as caught:
         CheckpointStore(tmp_path / "file" / "c", keep_last=1).write(1, payload())
-    assert "writable" in str(caught.value)
+    assert "writable" in caught.value.hint
 
 
-def test_recover_removes_what_was_being_written_or_deleted(tmp_path: Path) -> None:
+def test_recover_removes_unfinished_writes_and_deletions(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep_last=2)
     store.write(1, payload())
     for name in (".writing-step_2", ".deleting-step_0", ".replaced-step_1"):
         shutil.copytree(tmp_path / "step_1", tmp_path / name)
-    assert store.recover() == ["step_2: an unfinished checkpoint was removed"]
+    assert store.recover() == ["step_2: removed an unfinished checkpoint"]
     assert names(tmp_path) == {"step_1"}
 
 
-def test_recover_puts_back_what_was_being_replaced(tmp_path: Path) -> None:
+def test_recover_restores_a_checkpoint_that_was_being_replaced(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep_last=1)
     store.write(1, payload("old"))
-    (tmp_path / "step_1").rename(tmp_path / ".replaced-step_1")  # killed before the new one took its place
-    assert store.recover() == ["step_1: put back after an interrupted replacement"]
+    (tmp_path / "step_1").rename(tmp_path / ".replaced-step_1")  # killed before the new one was renamed
+    assert store.recover() == ["step_1: restored after an interrupted replacement"]
     assert (tmp_path / "step_1" / "model").read_text() == "old"
     assert store.latest().checkpoint is not None
 
 
-def test_a_write_cleans_up_even_without_recover(tmp_path: Path) -> None:
+def test_a_write_removes_leftovers_of_an_earlier_one(tmp_path: Path) -> None:
     (tmp_path / ".writing-step_1").mkdir()
     (tmp_path / ".writing-step_1" / "junk").write_text("torn")
     written = CheckpointStore(tmp_path, keep_last=1).write(1, payload())
@@ -267,7 +267,7 @@ def test_files_and_folders_are_flushed_before_the_rename(tmp_path: Path, monkeyp
     assert after == ["c"]
 
 
-def test_any_flipped_bit_of_the_newest_manifest_leaves_a_whole_checkpoint_to_resume_from(tmp_path: Path) -> None:
+def test_any_flipped_bit_in_the_newest_manifest_leaves_an_intact_checkpoint(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep_last=2)
     store.write(1, payload("older"), score=0.25)
     newest = store.write(2, payload(), score=0.5)
@@ -278,7 +278,7 @@ def test_any_flipped_bit_of_the_newest_manifest_leaves_a_whole_checkpoint_to_res
             manifest.write_bytes(whole[:position] + bytes([byte ^ 1 << bit]) + whole[position + 1 :])
             latest = store.latest()
             assert latest.checkpoint is not None
-            if latest.checkpoint != newest:  # else the flip changed nothing that is read
+            if latest.checkpoint != newest:  # otherwise the flipped bit has no effect
                 assert latest.checkpoint.step == 1, (position, bit)
                 assert [(each.path.name, bool(each.reason)) for each in latest.passed_over] == [("step_2", True)]
     manifest.write_bytes(whole.replace(b"model", b"mod\xe5l"))
@@ -287,26 +287,26 @@ def test_any_flipped_bit_of_the_newest_manifest_leaves_a_whole_checkpoint_to_res
     assert [each.step for each in store.checkpoints()] == [1, 3]
 
 
-def test_a_checkpoint_that_is_being_read_is_deleted_with_a_later_one(tmp_path: Path) -> None:
+def test_a_pinned_checkpoint_is_deleted_after_a_later_write(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep_last=1)
     first = store.write(1, payload())
-    with pinned(first.path) as there, pinned(first.path) as there_for_a_second_reader:
-        assert there
-        assert there_for_a_second_reader
+    with pinned(first.path) as exists, pinned(first.path) as exists_for_second_reader:
+        assert exists
+        assert exists_for_second_reader
         store.write(2, payload())
         assert names(tmp_path) == {"step_1", "step_2"}
-    with pinned(first.path) as there:
-        assert there
+    with pinned(first.path) as exists:
+        assert exists
     store.write(3, payload())
     assert names(tmp_path) == {"step_3"}
-    with pinned(first.path) as there:
-        assert not there
+    with pinned(first.path) as exists:
+        assert not exists
 
 
-def test_a_pinned_checkpoint_of_a_history_that_was_given_up_is_deleted(tmp_path: Path) -> None:
+def test_a_pinned_checkpoint_of_a_discarded_history_is_deleted(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep_last=1)
-    with pinned(store.write(5, payload()).path) as there:
-        assert there
+    with pinned(store.write(5, payload()).path) as exists:
+        assert exists
         store.write(4, payload())
     assert names(tmp_path) == {"step_4"}
 
@@ -315,19 +315,19 @@ def test_a_checkpoint_that_is_being_deleted_cannot_be_pinned(tmp_path: Path) -> 
     folder = CheckpointStore(tmp_path, keep_last=1).write(1, payload()).path
     with unpinned(folder) as free:
         assert free
-        with pinned(folder) as there:
-            assert not there
-    with pinned(folder) as there:
-        assert there
+        with pinned(folder) as exists:
+            assert not exists
+    with pinned(folder) as exists:
+        assert exists
 
 
-def test_file_systems_without_locks_pin_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_file_locks_nothing_is_pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unsupported(*_: object) -> None:
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
     store = CheckpointStore(tmp_path, keep_last=1)
-    with pinned(store.write(1, payload()).path) as there:
-        assert there
+    with pinned(store.write(1, payload()).path) as exists:
+        assert exists
         store.write(2, payload())
     assert names(tmp_path) == {"step_2"}

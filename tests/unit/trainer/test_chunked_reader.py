@@ -1,4 +1,4 @@
-"""Frozen models that read in chunks: equal to the last bit whenever a chunk is computed, and equal to token trees."""
+"""Chunked readers: bit-identical results whenever chunks are computed, and agreement with token trees."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from tests.frozen_readers import CHUNK, frozen, growing, logprob_gauge, named, reader, tokens, whole
+from tests.frozen_readers import CHUNK, frozen, growing, logprob_scorer, named, read_all, reader, tokens
 from tests.model_shapes import HIDDEN, MODEL_SHAPES
 from tidemill.core.records import Read
 from tidemill.models.reward_model import HeadDescription, RewardModel, reward_head
@@ -23,10 +23,10 @@ def model() -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("shape", MODEL_SHAPES)
-def test_logprobs_are_those_of_the_token_tree(shape: str) -> None:
+def test_logprobs_equal_those_of_a_token_tree(shape: str) -> None:
     model = frozen(shape)
     prompt, completion = tokens(13), tokens(21, seed=1)
-    read = whole(reader(model, logprob_gauge(model, rows=5)), named(0), prompt + completion, 13)
+    read = read_all(reader(model, logprob_scorer(model, rows=5)), named(0), prompt + completion, 13)
     packed = pack_completions([(prompt, completion)], torch.device("cpu"))
     with torch.no_grad():
         expected, _ = token_logprobs(model, packed, temperature=0.7, logits_budget_bytes=1 << 20)
@@ -34,17 +34,17 @@ def test_logprobs_are_those_of_the_token_tree(shape: str) -> None:
     assert (read.tokens_ahead, read.tokens_late) == (0, 34)
 
 
-def test_scores_are_those_of_the_token_tree(model: PreTrainedModel) -> None:
+def test_scores_equal_those_of_a_token_tree(model: PreTrainedModel) -> None:
     description = HeadDescription(
         kind="reward_model", pooling="last_token", hidden_size=HIDDEN, vocabulary_digest="any"
     )
     reward = RewardModel(model=model, head=reward_head(HIDDEN), description=description)
     samples = [tokens(9) + tokens(length, seed=length) for length in (0, 1, CHUNK, 19)]
     chunked = reader(model, ScoreGauge(reward.head))
-    found = [whole(chunked, named(index), ids, 9) for index, ids in enumerate(samples)]
+    found = [read_all(chunked, named(index), ids, 9) for index, ids in enumerate(samples)]
     scores = [np.frombuffer(read.numbers, np.float32).item() for read in found]
     assert scores == pytest.approx(reward_scores(reward, samples, budget=1000), abs=1e-5)
-    # The prompt's 9 tokens are computed once, for the first of them.
+    # The 9 prompt tokens are computed once, for the first sample.
     assert [read.tokens_late for read in found] == [9, 1, 8, 19]
 
 
@@ -57,7 +57,7 @@ ACTS = st.tuples(st.sampled_from(["ahead", "ahead", "ahead", "forget", "read"]),
     cache=st.sampled_from([0, 12, 40, 1000]),
     acts=st.lists(ACTS, max_size=30),
 )
-def test_whatever_is_computed_when_the_bits_are_the_same(
+def test_results_do_not_depend_on_when_chunks_are_computed(
     model: PreTrainedModel, lengths: tuple[int, ...], cache: int, acts: list[tuple[str, int, int]]
 ) -> None:
     prompts = [tokens(length, seed=seed) for seed, length in enumerate(lengths[:2])]
@@ -66,7 +66,7 @@ def test_whatever_is_computed_when_the_bits_are_the_same(
         for index, (of, length) in enumerate(zip((0, 0, 1, 1, 0), lengths[2:], strict=True))
     ]
     plain = reader(model, cache=0)
-    expected = [whole(plain, *sample).numbers for sample in samples]
+    expected = [read_all(plain, *sample).numbers for sample in samples]
     chunked = reader(model, cache=cache)
     for act, at, more in [*acts, *(("read", at, 0) for at in range(5))]:
         name, ids, prompt_tokens = samples[at]
@@ -75,57 +75,57 @@ def test_whatever_is_computed_when_the_bits_are_the_same(
         elif act == "forget":
             chunked.forget(name)
         else:
-            assert whole(chunked, *samples[at]).numbers == expected[at]
+            assert read_all(chunked, *samples[at]).numbers == expected[at]
         assert chunked.tokens_held <= cache
 
 
-def test_only_the_last_chunk_is_left_for_the_end(model: PreTrainedModel) -> None:
+def test_only_the_last_chunk_is_computed_at_the_end(model: PreTrainedModel) -> None:
     ids, chunked = tokens(40), reader(model)
-    # A prompt of 10 is a chunk of 8 and one of 2, known at once; the completion's end at 18, 26 and 34.
-    told = list(growing(chunked, named(0), ids, 10))
-    assert [10 + at for at, computed in enumerate(told) if computed] == [10, 18, 26, 34]
-    read = whole(chunked, named(0), ids, 10)
+    # The prompt of 10 has chunks of 8 and 2; completion chunks end at 18, 26 and 34.
+    computed_after = list(growing(chunked, named(0), ids, 10))
+    assert [10 + at for at, computed in enumerate(computed_after) if computed] == [10, 18, 26, 34]
+    read = read_all(chunked, named(0), ids, 10)
     assert (read.tokens_ahead, read.tokens_late) == (34, 6)
-    assert chunked.tokens_held == 10  # the prompt, for its other samples
-    assert whole(chunked, named(1), ids[:40] + tokens(3, seed=2), 10).tokens_late == 3
+    assert chunked.tokens_held == 10  # the prompt, for other samples of the group
+    assert read_all(chunked, named(1), ids[:40] + tokens(3, seed=2), 10).tokens_late == 3
 
 
-def test_a_sample_without_room_is_computed_at_its_end(model: PreTrainedModel) -> None:
+def test_a_sample_that_does_not_fit_is_computed_at_its_end(model: PreTrainedModel) -> None:
     ids, chunked = tokens(30), reader(model, cache=20)
     list(growing(chunked, named(0), ids, 4))  # 4 + 8 + 8 of 20
     assert chunked.tokens_held == 20
     other = tokens(4, seed=7) + tokens(20, seed=8)
     assert not any(growing(chunked, named(1, "other"), other, 4))
-    assert whole(chunked, named(1, "other"), other, 4) == Read(
-        numbers=whole(reader(model), named(0), other, 4).numbers, tokens_ahead=0, tokens_late=24
+    assert read_all(chunked, named(1, "other"), other, 4) == Read(
+        numbers=read_all(reader(model), named(0), other, 4).numbers, tokens_ahead=0, tokens_late=24
     )
     assert chunked.tokens_held == 20
-    assert whole(chunked, named(0), ids, 4).tokens_ahead == 20
+    assert read_all(chunked, named(0), ids, 4).tokens_ahead == 20
     assert chunked.tokens_held == 4
 
 
-def test_a_prompt_that_nobody_needs_makes_room(model: PreTrainedModel) -> None:
+def test_unused_prompts_are_evicted(model: PreTrainedModel) -> None:
     chunked = reader(model, cache=20)
-    whole(chunked, named(0, "a"), tokens(8, seed=1), 7)
-    whole(chunked, named(0, "b"), tokens(8, seed=2), 7)
+    read_all(chunked, named(0, "a"), tokens(8, seed=1), 7)
+    read_all(chunked, named(0, "b"), tokens(8, seed=2), 7)
     assert chunked.tokens_held == 14
-    assert list(growing(chunked, named(0, "c"), tokens(7, seed=3), 7)) == [True]  # 7 more, and the oldest 7 go
+    assert list(growing(chunked, named(0, "c"), tokens(7, seed=3), 7)) == [True]  # the oldest 7 are evicted
     assert chunked.tokens_held == 14
-    assert whole(chunked, named(1, "b"), tokens(7, seed=2) + tokens(1), 7).tokens_late == 1
+    assert read_all(chunked, named(1, "b"), tokens(7, seed=2) + tokens(1), 7).tokens_late == 1
 
 
-def test_what_was_told_of_other_tokens_counts_for_nothing(model: PreTrainedModel) -> None:
+def test_a_sample_with_other_tokens_is_computed_again(model: PreTrainedModel) -> None:
     chunked, first, second = reader(model), tokens(30), tokens(12) + tokens(18, seed=5)
     list(growing(chunked, named(0), first, 12))
-    read = whole(chunked, named(0), second, 12)
-    assert read.numbers == whole(reader(model), named(0), second, 12).numbers
-    # The prompt stays; the completion is computed anew.
+    read = read_all(chunked, named(0), second, 12)
+    assert read.numbers == read_all(reader(model), named(0), second, 12).numbers
+    # The prompt is reused, the completion recomputed.
     assert (read.tokens_ahead, read.tokens_late) == (0, 18)
 
 
-def test_as_many_keys_are_in_memory_as_are_told() -> None:
+def test_tokens_held_counts_the_keys_in_memory() -> None:
     chunked = reader(frozen())
     list(growing(chunked, named(0), tokens(26), 10))
     sample = chunked._open[named(0)]
-    held = sum(piece.keys[0].shape[1] for piece in (*sample.prompt.pieces, *sample.pieces))
-    assert held == chunked.tokens_held == 26
+    in_memory = sum(chunk.keys[0].shape[1] for chunk in (*sample.prompt.chunks, *sample.chunks))
+    assert in_memory == chunked.tokens_held == 26

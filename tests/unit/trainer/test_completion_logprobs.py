@@ -1,4 +1,4 @@
-"""Logprobs of completions under way: each as if it were alone, whatever else is asked about."""
+"""Logprobs of completions do not depend on the other completions of the call."""
 
 from __future__ import annotations
 
@@ -39,9 +39,11 @@ def alone(completion: Completion, temperature: float) -> list[float]:
 @pytest.mark.parametrize(
     ("budget", "logits_budget_bytes"),
     [(10_000, ROOMY), (40, ROOMY), (1, ROOMY), (10_000, 3 * 4 * VOCABULARY)],
-    ids=["one tree", "some trees", "a tree each", "three rows of logits at once"],
+    ids=["one tree", "several trees", "one tree per completion", "three rows of logits per chunk"],
 )
-def test_they_are_those_of_each_completion_alone(budget: int, logits_budget_bytes: int, temperature: float) -> None:
+def test_logprobs_equal_those_of_each_completion_alone(
+    budget: int, logits_budget_bytes: int, temperature: float
+) -> None:
     model = llama()
     use_packed_attention(model)
 
@@ -49,8 +51,8 @@ def test_they_are_those_of_each_completion_alone(budget: int, logits_budget_byte
         model, completions(), budget=budget, temperature=temperature, logits_budget_bytes=logits_budget_bytes
     )
 
-    for completion, said in zip(completions(), found, strict=True):
-        assert unpack_logprobs(said) == pytest.approx(alone(completion, temperature), rel=1e-4, abs=1e-5)
+    for completion, logprobs in zip(completions(), found, strict=True):
+        assert unpack_logprobs(logprobs) == pytest.approx(alone(completion, temperature), rel=1e-4, abs=1e-5)
 
 
 def test_shared_prefixes_are_computed_once_within_the_budget() -> None:
@@ -61,8 +63,8 @@ def test_shared_prefixes_are_computed_once_within_the_budget() -> None:
     )
 
     completion_logprobs(model, completions(), budget=10_000, temperature=1.0, logits_budget_bytes=ROOMY)
-    # header 6, prompts 6 + 6, and of completions of 1 to 4 tokens all but the last: 2 × (0 + 1 + 2 + 3)
+    # header 6, prompts 6 + 6, completions of 1 to 4 tokens without their last: 2 × (0 + 1 + 2 + 3)
     assert computed == [6 + 12 + 12]
     computed.clear()
     completion_logprobs(model, completions(), budget=18, temperature=1.0, logits_budget_bytes=ROOMY)
-    assert computed == [18, 18, 12]  # a prompt with its completions each; the one asked about again by itself
+    assert computed == [18, 18, 12]  # one tree per prompt with its completions, one for the repeated completion

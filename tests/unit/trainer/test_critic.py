@@ -1,4 +1,4 @@
-"""Critics against the plain computation: every sample on its own, its values read off one position after another."""
+"""Critics against a plain computation, one sample at a time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tidemill.models.attention import use_packed_attention
 from tidemill.models.loading import weights_digest
 from tidemill.models.reward_model import ScalarHead, reward_head
 from tidemill.trainer.critic import ModelCritic, ReturnScale, TrunkCritic
-from tidemill.trainer.packing import Microbatch, Weighted, pack
+from tidemill.trainer.packing import Microbatch, WeightedSample, pack
 from tidemill.trainer.scoring import predicting_states, token_logprobs
 
 CPU = torch.device("cpu")
@@ -32,8 +32,8 @@ SAMPLES = [
 
 
 def packed(samples: Sequence[Trajectory] = SAMPLES) -> Microbatch:
-    """Token weights of a mean over samples."""
-    weighted = [Weighted(trajectory=t, advantage=0.5, token_weight=1.0 / t.completion_length) for t in samples]
+    """With the token weights of a mean over samples."""
+    weighted = [WeightedSample(trajectory=t, advantage=0.5, token_weight=1.0 / t.completion_length) for t in samples]
     return pack(weighted, CPU)
 
 
@@ -45,7 +45,7 @@ def plain_values(model: PreTrainedModel, head: ScalarHead, sample: Trajectory) -
 
 
 def in_microbatch_order(parts: Sequence[Tensor]) -> Tensor:
-    """Per-sample tokens in the order of the nodes that predict them, which `pack` sorts by."""
+    """Per-sample tokens, sorted by the node that predicts them as in `pack`."""
     microbatch = packed()
     nodes = torch.cat(
         [torch.from_numpy(path)[t.prompt_length - 1 :] for path, t in zip(microbatch.tree.paths, SAMPLES, strict=True)]
@@ -83,7 +83,7 @@ def trunk_critic(model: PreTrainedModel) -> TrunkCritic:
 
 @pytest.mark.parametrize("shape", MODEL_SHAPES)
 @pytest.mark.parametrize("clip", [0.0, 0.5])
-def test_values_and_gradients_of_an_own_model_equal_plain_ones(shape: str, clip: float) -> None:
+def test_values_and_gradients_of_a_separate_model_equal_plain_ones(shape: str, clip: float) -> None:
     model, head = MODEL_SHAPES[shape](), reward_head(HIDDEN)
     plain = [plain_values(model, head, sample) for sample in SAMPLES]
     start = [values.detach() - 0.4 for values in plain]
@@ -110,7 +110,7 @@ def policy_loss(model: PreTrainedModel, microbatch: Microbatch, states: Tensor |
 
 
 def joint_plain_gradients() -> dict[str, Tensor]:
-    """The policy's loss plus the coefficient times the value loss in the trunk; the value loss alone in the head."""
+    """Trunk: gradient of policy loss + coefficient × value loss. Head: gradient of the value loss."""
     model, head = llama(), reward_head(HIDDEN)
     use_packed_attention(model)
     microbatch = packed()
@@ -126,7 +126,7 @@ def joint_plain_gradients() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_the_trunk_learns_from_both_and_is_run_once_where_its_states_are_shared(shared: bool) -> None:
+def test_a_shared_trunk_has_both_gradients_and_one_forward_pass(shared: bool) -> None:
     model = llama()
     use_packed_attention(model)
     runs: list[int] = []
@@ -142,7 +142,7 @@ def test_the_trunk_learns_from_both_and_is_run_once_where_its_states_are_shared(
     assert len(runs) == (1 if shared else 3)
 
 
-def test_states_without_a_graph_train_the_head_alone() -> None:
+def test_states_without_a_graph_train_only_the_head() -> None:
     model = llama()
     use_packed_attention(model)
     critic, microbatch = trunk_critic(model), packed()
@@ -152,7 +152,7 @@ def test_states_without_a_graph_train_the_head_alone() -> None:
     assert set(gradients(critic.head)) == {"0.weight", "0.bias"}
 
 
-def test_a_new_value_head_says_zero() -> None:
+def test_a_new_value_head_outputs_zero() -> None:
     critic = ModelCritic(llama(), ScalarHead(HIDDEN), CriticConfig(), source=Path())
     use_packed_attention(critic.model)
     assert critic.values(packed())().tolist() == [0.0] * 9
@@ -168,10 +168,10 @@ def test_metrics_by_hand() -> None:
     assert metrics["value_loss"] == pytest.approx(14 / 3)
     assert metrics["explained_variance"] == pytest.approx(2 / 3)
     assert (metrics["returns_mean"], metrics["value_clip_fraction"]) == (2.0, 0.0)
-    assert critic.step(1.0)().keys() == {"value_grad_norm"}  # of no tokens
+    assert critic.step(1.0)().keys() == {"value_grad_norm"}  # no tokens, no means
 
 
-def test_learning_brings_values_to_their_returns() -> None:
+def test_values_converge_to_returns() -> None:
     critic, microbatch = model_critic(), packed()
     returns = in_microbatch_order(returns_of(SAMPLES))
     losses = []
@@ -182,20 +182,20 @@ def test_learning_brings_values_to_their_returns() -> None:
     assert losses[-1] < 0.1 * losses[0]
 
 
-def test_moving_the_scale_keeps_every_value() -> None:
+def test_updating_the_scale_keeps_every_value() -> None:
     head, scale = reward_head(HIDDEN), ReturnScale(decay=0.5)
     hidden = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(1))
     before = head(hidden).detach()
-    scale.move(head, mean=100.0, mean_square=100.0**2 + 9.0)  # deviation 3
+    scale.update(head, mean=100.0, mean_square=100.0**2 + 9.0)  # deviation 3
     assert [scale.mean, scale.std] == pytest.approx([100.0, 3.0])
     torch.testing.assert_close(scale.mean + scale.std * head(hidden).detach(), before, rtol=1e-4, atol=1e-4)
-    scale.move(head, mean=104.0, mean_square=104.0**2)
+    scale.update(head, mean=104.0, mean_square=104.0**2)
     # weights 0.25 and 0.5 of 0.75: mean (25 + 52) / 0.75; second moment (0.25 · 10009 + 0.5 · 10816) / 0.75
     assert scale.mean == pytest.approx(77 / 0.75)
     assert scale.std**2 == pytest.approx((0.25 * 10009 + 0.5 * 10816) / 0.75 - (77 / 0.75) ** 2)
 
 
-def test_normalised_returns_of_any_size_are_learned() -> None:
+def test_returns_of_any_scale_are_learned_if_normalised() -> None:
     config = CriticConfig(learning_rate=1e-2, normalize=True)
     model = llama()
     use_packed_attention(model)
@@ -205,13 +205,13 @@ def test_normalised_returns_of_any_size_are_learned() -> None:
     for _ in range(40):
         critic.learn(microbatch, returns, critic.values(microbatch)())
         metrics = critic.step(3.0)()
-    # Two states have two returns each, 1 and 2.5 apart: 2 · (0.5² + 1.25²) / 9 = 0.40 of a variance of 2.32 is noise.
+    # Two states have two returns, 1 and 2.5 apart: 2 · (0.5² + 1.25²) / 9 = 0.40 of the variance 2.32 is noise.
     assert 0.75 < metrics["explained_variance"] < 1 - 0.40 / 2.32
     assert float((critic.values(microbatch)() - returns).abs().mean()) < 60
 
 
 @pytest.mark.parametrize("kind", ["model", "trunk"])
-def test_a_restored_critic_goes_on_with_the_same_bits(kind: str, tmp_path: Path) -> None:
+def test_a_restored_critic_continues_with_the_same_bits(kind: str, tmp_path: Path) -> None:
     source, directory = save_folder(llama(), tmp_path / "source"), tmp_path / "state"
     directory.mkdir()
 
@@ -236,7 +236,7 @@ def test_a_restored_critic_goes_on_with_the_same_bits(kind: str, tmp_path: Path)
     learn(critic)
     restored = made()
     restored.read_state(directory)
-    if kind == "trunk":  # the trunk is the policy trainer's to restore
+    if kind == "trunk":  # the policy trainer restores the trunk
         restored.model.load_state_dict(critic.model.state_dict())
     learn(restored)
     assert restored.optimizer_steps == 3

@@ -1,4 +1,4 @@
-"""Every preset, loss, correction and term: the packed, prefix-sharing, micro-batched gradient against the plain one."""
+"""Packed and micro-batched gradients of every preset, loss, correction and term against plain gradients."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tidemill.trainer.packing import FloatArray
 from tidemill.trainer.policy import PolicyTrainer
 
 MAX_NEW_TOKENS = 12
-# Ratios of the batch below are far from 1: with the presets' own limits nearly everything would be clipped.
+# The ratios of the batch below are far from 1; the limits of the presets would clip nearly all tokens.
 WIDE: dict[str, dict[str, float]] = {"gspo": {"clip_low": 0.03, "clip_high": 0.03}, "cispo": {"clip_high": 1.2}}
 CASES: dict[str, dict[str, Any]] = {
     **{f"{name}, corrected": {"name": name, "correction": {"high": 1.2}} for name in PRESETS},
@@ -70,8 +70,8 @@ def spec(algorithm: dict[str, Any], **batch: Any) -> RunSpec:
 
 @cache
 def groups() -> tuple[Group, ...]:
-    """Completions of 1 to 12 tokens that share beginnings; rollout logprobs a little off the model's; two publishes
-    seen by some; lags 0 to 2; some cut by the limit."""
+    """Completions of 1 to 12 tokens with common prefixes, noisy rollout logprobs, up to two later publishes, lags 0 to
+    2, some truncated."""
     rng = np.random.default_rng(0)
     header, model = rng.integers(2, VOCABULARY, 5).tolist(), llama()
     made = []
@@ -113,7 +113,7 @@ def _as_generated(t: Trajectory, logprobs: FloatArray, rng: np.random.Generator,
 
 
 def nearby() -> PreTrainedModel:
-    """A reference as a policy some steps on has it: close by."""
+    """A reference model close to the policy."""
     model, draw = llama(), torch.Generator().manual_seed(9)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -152,7 +152,7 @@ def assert_equal_gradients(ours: dict[str, torch.Tensor], plain: PreTrainedModel
     expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
     assert ours.keys() == expected.keys()
     largest = max(float(gradient.abs().max()) for gradient in expected.values())
-    assert largest > 1e-4  # something is to be learned
+    assert largest > 1e-4  # the gradient is not trivially zero
     for name, gradient in expected.items():
         torch.testing.assert_close(ours[name], gradient, rtol=0, atol=1e-5 * largest, msg=name)
 
@@ -163,8 +163,8 @@ def test_packed_gradients_equal_plain_ones(case: str, microbatch_tokens: int, mo
     settings, batch = spec(CASES[case], microbatch_tokens=microbatch_tokens), groups()
     subject, critic, captured = trainer(settings, monkeypatch)
     for one in batch:
-        subject.take(one)
-    metrics = subject.learn(4)
+        subject.add_group(one)
+    metrics = subject.finish_batch(4)
     plain = llama()
     loss, samples = plain_policy(plain, settings, batch, nearby() if settings.algorithm.kl_beta else None)
     loss.backward()
@@ -175,7 +175,7 @@ def test_packed_gradients_equal_plain_ones(case: str, microbatch_tokens: int, mo
     assert sorted(each for each, _, _ in critic.learned) == pytest.approx(returns, rel=1e-4, abs=1e-5)
 
 
-def test_the_cases_hold_every_row_of_every_registry() -> None:
+def test_the_cases_cover_every_registry_entry() -> None:
     settings = [spec(case).algorithm for case in CASES.values()]
     assert {each.loss for each in settings} == LOSSES.keys()
     assert {each.advantage for each in settings} == ADVANTAGES.keys()
@@ -184,13 +184,13 @@ def test_the_cases_hold_every_row_of_every_registry() -> None:
 
 
 def test_the_cases_reach_every_branch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both sides of each limit: a case in which nothing is clipped, held or left out would prove little."""
+    """Both sides of each limit occur: some tokens are clipped, truncated or masked, and some are not."""
 
     def figures(case: str) -> dict[str, float]:
         subject, *_ = trainer(spec(CASES[case]), monkeypatch)
         for one in groups():
-            subject.take(one)
-        return subject.learn(4).values
+            subject.add_group(one)
+        return subject.finish_batch(4).values
 
     for case in ("grpo, clipped", "gspo, clipped", "gspo, gae", "cispo, clipped", "dual clip"):
         assert 0.05 < figures(case)["clip_fraction"] < 0.95, case
@@ -201,13 +201,13 @@ def test_the_cases_reach_every_branch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_interpolated_proximal_logprobs_of_the_second_minibatch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first minibatch knows them; in the second they stand lag / (lag + 1) of the way from rollout to now."""
+    """In the second minibatch the proximal logprobs are rollout + lag / (lag + 1) (now - rollout)."""
     settings = spec({"proximal": "interpolated", "correction": {"high": 1.1}}, prompts=2, minibatches=2)
     batch = groups()[:2]
     subject, _, captured = trainer(settings, monkeypatch)
     for one in batch:
-        subject.take(one)
-    subject.learn(4)
+        subject.add_group(one)
+    subject.finish_batch(4)
     for minibatch, ours in zip(batch, captured.steps, strict=True):
         plain = llama()
         first = minibatch is batch[0]
@@ -220,18 +220,18 @@ def test_interpolated_proximal_logprobs_of_the_second_minibatch(monkeypatch: pyt
                 proximal = rollout + lag / (lag + 1) * (now - rollout)
                 ratio, weight = (sample.logprobs - proximal).exp(), (proximal - rollout).exp().clamp(max=1.1)
                 advantage = torch.tensor(sample.advantages)
-                held = ratio.clamp(0.8, 1.2) * advantage
-                loss = loss - (weight * torch.minimum(ratio * advantage, held)).mean() / len(samples)
+                clipped = ratio.clamp(0.8, 1.2) * advantage
+                loss = loss - (weight * torch.minimum(ratio * advantage, clipped)).mean() / len(samples)
         loss.backward()
         assert_equal_gradients(ours, plain)
 
 
-def test_lags_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lags_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = groups()
     subject, *_ = trainer(spec({}), monkeypatch)
     for one in batch:
-        subject.take(one)
-    values = subject.learn(4).values
+        subject.add_group(one)
+    values = subject.finish_batch(4).values
     tokens = [0, 0, 0]
     for one in batch:
         for t in one.trajectories:

@@ -1,4 +1,4 @@
-"""The gradient of GSPO on flattened, mixed-up tokens against each token's term written out, sample by sample."""
+"""The gradient of GSPO on flattened, shuffled tokens against the sum over tokens, sample by sample."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 class Batch:
-    """Samples of a bigram model: the state before each token, the token, logprobs of three policies, advantages."""
+    """Samples of a bigram model: states, tokens, logprobs of three policies, advantages."""
 
     def __init__(self, deviation: float, *, per_token: bool) -> None:
         draw = torch.Generator().manual_seed(5)
@@ -36,15 +36,15 @@ class Batch:
         self.proximal = self.logprobs(self.model) - moved
         self.rollout = self.proximal - stale
         self.sample = torch.repeat_interleave(torch.tensor(LENGTHS))
-        by_sample = torch.tensor([1.3, -0.4, -1.1, 0.6, 0.9, -0.7], dtype=torch.float64)[self.sample]
-        self.advantages = torch.randn(TOKENS, generator=draw, dtype=torch.float64) if per_token else by_sample
+        per_sample = torch.tensor([1.3, -0.4, -1.1, 0.6, 0.9, -0.7], dtype=torch.float64)[self.sample]
+        self.advantages = torch.randn(TOKENS, generator=draw, dtype=torch.float64) if per_token else per_sample
 
     def logprobs(self, model: Tensor) -> Tensor:
         return model[self.states].log_softmax(-1)[torch.arange(TOKENS), self.chosen]
 
 
 def packed_gradient(algorithm: AlgorithmConfig, batch: Batch) -> tuple[Tensor, Any]:
-    """The trainer's loss of all tokens at once, in another order."""
+    """Gradient of the trainer's loss over all tokens, in another order."""
     order = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(6))
     model = batch.model.clone().requires_grad_()
     lengths = torch.tensor(LENGTHS, dtype=torch.float64)
@@ -75,7 +75,7 @@ def plain_weights(algorithm: AlgorithmConfig, log_ratios: list[float]) -> list[f
 
 
 def plain_gradient(algorithm: AlgorithmConfig, batch: Batch) -> tuple[Tensor, list[float]]:
-    """-1/S Σ_i 1/|y_i| Σ_t w_it s_i A_it ∇ log π_it, without the tokens that the clip holds; and each w_it."""
+    """(-1/S Σ_i 1/|y_i| Σ_t w_it s_i A_it ∇ log π_it over unclipped tokens, all w_it)."""
     model, every_weight, start = batch.model.clone().requires_grad_(), [], 0
     for length in LENGTHS:
         tokens = range(start, start + length)
@@ -97,7 +97,7 @@ def plain_gradient(algorithm: AlgorithmConfig, batch: Batch) -> tuple[Tensor, li
 
 @pytest.mark.parametrize("deviation", [0.1, 0.3, 0.6])
 @pytest.mark.parametrize("case", CASES)
-def test_each_token_is_weighted_alone(case: str, deviation: float) -> None:
+def test_each_token_has_its_own_weight(case: str, deviation: float) -> None:
     algorithm = AlgorithmConfig.model_validate({"loss": "gspo", "clip_low": CLIP, "clip_high": CLIP, **CASES[case]})
     batch = Batch(deviation, per_token=algorithm.advantage == "gae")
     (ours, outcome), (expected, weights) = packed_gradient(algorithm, batch), plain_gradient(algorithm, batch)
@@ -109,7 +109,7 @@ def test_each_token_is_weighted_alone(case: str, deviation: float) -> None:
 
 
 def test_a_masked_token_has_no_gradient() -> None:
-    # r = (1, 3, 1): icepop leaves the second token out; s = 1, A = 2: the others have -w s A / 3 = -2/3
+    # r = (1, 3, 1): icepop masks the second token; s = 1, A = 2: the others have -w s A / 3 = -2/3
     algorithm = AlgorithmConfig.model_validate(
         {"loss": "gspo", "correction": {"kind": "icepop", "low": 0.5, "high": 2}}
     )

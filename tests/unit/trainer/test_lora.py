@@ -1,4 +1,4 @@
-"""Training an adapter: its gradients are autograd's own, nothing else moves, and a checkpoint brings all of it back."""
+"""Training an adapter: gradients, frozen base, checkpoints."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def spec(base: Path, *, rank: int = 4, **sections: dict[str, Any]) -> RunSpec:
         "optimizer": {"learning_rate": 1e-2, "max_grad_norm": 1e9},
         "sampling": {"max_new_tokens": 8},
         "trainer": {"threads": 1, "device": "cpu", "precision": "fp32"},
-        "algorithm": {"correction": {"kind": "none"}},  # the rollout logprobs here are made up
+        "algorithm": {"correction": {"kind": "none"}},  # the rollout logprobs here are arbitrary
     }
     return RunSpec.model_validate({name: {**settings.get(name, {}), **sections.get(name, {})}
                                    for name in {*settings, *sections}})  # fmt: skip
@@ -47,7 +47,7 @@ def trainer_of(parts: ModelBundle) -> PolicyTrainer:
 
 
 def trained(settings: RunSpec) -> tuple[ModelBundle, PolicyTrainer]:
-    """An adapter that is not at its beginning, so that both of its matrices have gradients."""
+    """An adapter with trained weights, so that both of its matrices have gradients."""
     parts = load_model_bundle(settings, progress=lambda _: None)
     teach(parts.model)
     return parts, trainer_of(parts)
@@ -70,9 +70,9 @@ def groups(seed: int = 0) -> list[Group]:
 def accumulated(subject: PolicyTrainer) -> dict[str, torch.Tensor]:
     """Normalised gradients just before the optimizer step."""
     for one in groups():
-        subject.take(one)
+        subject.add_group(one)
     (minibatch,) = subject._minibatches
-    subject._close(minibatch, minibatch.close(), backward=True)
+    subject._add_microbatch(minibatch, minibatch.flush(), backward=True)
     named = subject.model.named_parameters()
     return {name: p.grad / minibatch.denominator for name, p in named if p.grad is not None}
 
@@ -85,7 +85,7 @@ def plain_logprobs(model: PreTrainedModel, tokens: list[int], prompt: int) -> to
 
 
 def plain_gradients(model: PreTrainedModel, reference: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """GRPO's first step with a k3 penalty written out, every sample on its own, in peft's own forward pass."""
+    """The first step of GRPO with a k3 penalty, one sample at a time, with the forward pass of peft."""
     losses = []
     for one in groups():
         rewards = torch.tensor([t.reward.value for t in one.trajectories if t.reward])
@@ -103,11 +103,9 @@ def plain_gradients(model: PreTrainedModel, reference: PreTrainedModel) -> dict[
 
 @pytest.mark.parametrize("shape", MODEL_SHAPES)
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_gradients_are_plain_ones_and_the_reference_is_the_base(
-    shape: str, checkpointing: bool, tmp_path: Path
-) -> None:
+def test_gradients_equal_plain_ones_with_the_base_as_reference(shape: str, checkpointing: bool, tmp_path: Path) -> None:
     base = save_folder(MODEL_SHAPES[shape](), tmp_path)
-    algorithm = {"kl_beta": BETA, "correction": {"kind": "none"}}  # the rollout logprobs here are made up
+    algorithm = {"kl_beta": BETA, "correction": {"kind": "none"}}  # the rollout logprobs here are arbitrary
     settings = spec(base, algorithm=algorithm, trainer={"activation_checkpointing": checkpointing})
     parts, subject = trained(settings)
     ours = accumulated(subject)
@@ -121,29 +119,29 @@ def test_gradients_are_plain_ones_and_the_reference_is_the_base(
         torch.testing.assert_close(ours[name], gradient, rtol=0, atol=1e-5 * largest, msg=name)
 
 
-def test_the_reference_costs_no_memory_and_does_not_learn(tmp_path: Path) -> None:
+def test_the_reference_shares_the_base_and_is_not_trained(tmp_path: Path) -> None:
     parts, subject = trained(spec(save_folder(llama(), tmp_path), algorithm={"kl_beta": BETA}))
     reference = parts.reference()
     assert reference is not None
     assert weights_digest(reference) == weights_digest(llama())
     frozen = frozen_parameters(parts.model)
     assert {id(parameter) for parameter in reference.parameters()} == {id(parameter) for parameter in frozen.values()}
-    assert parts.frozen.load(parts.folder) is reference  # and so would another role's be that names this folder
+    assert parts.frozen.load(parts.folder) is reference  # as for any other role with this folder
     for one in groups():
-        subject.take(one)
-    assert subject.learn(1).values["kl_ref"] > 0
+        subject.add_group(one)
+    assert subject.finish_batch(1).values["kl_ref"] > 0
     assert weights_digest(reference) == weights_digest(llama())
 
 
-def test_the_optimizer_knows_the_adapter_alone_and_moves_all_of_it(tmp_path: Path) -> None:
+def test_the_optimizer_trains_all_of_the_adapter_and_nothing_else(tmp_path: Path) -> None:
     parts, subject = trained(spec(save_folder(llama(), tmp_path)))
     learned = learned_parameters(parts.model)
     before = {name: parameter.detach().clone() for name, parameter in learned.items()}
     digest = subject.version.digest
     assert {id(p) for g in subject.optimizer.param_groups for p in g["params"]} == {id(p) for p in learned.values()}
     for one in groups():
-        subject.take(one)
-    version = subject.learn(1).version
+        subject.add_group(one)
+    version = subject.finish_batch(1).version
     assert all(not torch.equal(before[name], parameter) for name, parameter in learned.items())
     assert version.digest == weights_digest(parts.model) != digest
     # fp32 weights and two moments of 4 bytes each
@@ -151,7 +149,7 @@ def test_the_optimizer_knows_the_adapter_alone_and_moves_all_of_it(tmp_path: Pat
     assert 12 * count <= subject.state_bytes() <= 12 * count + (1 << 20)
 
 
-def test_a_checkpoint_brings_it_back_and_training_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+def test_training_resumes_from_a_checkpoint_with_the_same_bits(tmp_path: Path) -> None:
     settings = spec(save_folder(llama(), tmp_path / "base"))
     _, first = trained(settings)
     directory = tmp_path / "checkpoint"
@@ -160,20 +158,20 @@ def test_a_checkpoint_brings_it_back_and_training_goes_on_with_the_same_bits(tmp
         if step == 2:
             first.write_state(directory)
         for one in groups(step):
-            first.take(one)
-        first.learn(step)
-    again = trainer_of(load_model_bundle(settings, progress=lambda _: None))
-    again.read_state(directory)
-    assert again.version.number == 1
+            first.add_group(one)
+        first.finish_batch(step)
+    resumed = trainer_of(load_model_bundle(settings, progress=lambda _: None))
+    resumed.read_state(directory)
+    assert resumed.version.number == 1
     for one in groups(2):
-        again.take(one)
-    assert again.learn(2).version == first.version
-    # 2 layers × 4 × (q, o: 2 × 128, k, v: 2 × 96, MLP: 3 × 160) = 7,424 parameters of 12 bytes, of 69,952 in all
+        resumed.add_group(one)
+    assert resumed.finish_batch(2).version == first.version
+    # 2 layers × 4 × (q, o: 2 × 128, k, v: 2 × 96, MLP: 3 × 160) = 7,424 parameters of 12 bytes; 69,952 in the model
     sizes = [path.stat().st_size for path in directory.rglob("*") if path.is_file()]
     assert 12 * 7424 < sum(sizes) < 2 * 12 * 7424
 
 
-def test_a_checkpoint_of_another_kind(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_kind_is_refused(tmp_path: Path) -> None:
     base = save_folder(llama(), tmp_path / "base")
     for name, rank in (("whole", 0), ("rank 4", 4)):
         (tmp_path / name).mkdir()
@@ -188,7 +186,7 @@ def test_a_checkpoint_of_another_kind(tmp_path: Path) -> None:
         whole.read_state(tmp_path / "rank 4")
 
 
-def test_a_checkpoint_loads_as_parts_whatever_the_recipe_says(tmp_path: Path) -> None:
+def test_a_checkpoint_loads_as_a_bundle_whatever_the_recipe_says(tmp_path: Path) -> None:
     base = save_folder(llama(), tmp_path / "base")
     _, subject = trained(spec(base))
     stored = tmp_path / "stored"
@@ -200,6 +198,6 @@ def test_a_checkpoint_loads_as_parts_whatever_the_recipe_says(tmp_path: Path) ->
         assert parts.spec.model.lora.rank == 4
     parts = load_model_bundle(
         spec(base, rank=8), progress=lambda _: None, folder=base
-    )  # a whole model stands for itself
+    )  # a whole model needs no adapter
     assert weights_digest(parts.model) == weights_digest(load_model(base, device=CPU))
     assert not parts.spec.model.lora.enabled

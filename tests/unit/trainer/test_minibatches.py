@@ -1,4 +1,4 @@
-"""Which examples a step learns from."""
+"""Splitting examples into minibatches by packed tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.models.token_tree import Tokens, build_tree
-from tidemill.trainer.supervised_loop import Minibatches, TreeSize, split_by_tokens
+from tidemill.trainer.packing import TreeSize, split_by_tokens
+from tidemill.trainer.supervised_loop import Minibatches
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 300), min_size=1, max_size=6), min_size=1, max_size=12)
 Example = tuple[int, tuple[Tokens, ...]]
@@ -29,7 +30,7 @@ def parts(example: Example) -> tuple[Tokens, ...]:
 
 @settings(max_examples=80)
 @given(SEQUENCES)
-def test_the_size_of_a_tree_is_known_without_building_it(lists: list[list[int]]) -> None:
+def test_tree_size_equals_the_size_of_the_built_tree(lists: list[list[int]]) -> None:
     size, seen = TreeSize(), list[Tokens]()
     for _, sequences in examples_of(lists):
         expected = build_tree([*seen, *sequences]).size
@@ -41,7 +42,7 @@ def test_the_size_of_a_tree_is_known_without_building_it(lists: list[list[int]])
 
 @settings(max_examples=80)
 @given(SEQUENCES, st.integers(1, 20))
-def test_runs_are_whole_in_order_and_within_the_budget(lists: list[list[int]], budget: int) -> None:
+def test_runs_are_complete_ordered_and_within_the_budget(lists: list[list[int]], budget: int) -> None:
     examples = examples_of(lists)
     runs = split_by_tokens(examples, parts, budget)
     assert [number for run in runs for number, _ in run] == [number for number, _ in examples]
@@ -54,16 +55,15 @@ def test_runs_are_whole_in_order_and_within_the_budget(lists: list[list[int]], b
 
 
 def planned(examples: list[Example], *, seed: int = 0, epochs: int = 2, steps: int = 1) -> Minibatches[Example]:
-    name = str
     return Minibatches(
-        examples, parts, name=lambda example: name(example[0]), seed=seed, budget=10, epochs=epochs, steps=steps
+        examples, parts, name=lambda example: str(example[0]), seed=seed, budget=10, epochs=epochs, steps=steps
     )
 
 
 EXAMPLES = examples_of([[number, number + 1, number + 2, 7] for number in range(10)])
 
 
-def test_every_epoch_takes_each_example_once_in_an_order_of_its_own() -> None:
+def test_every_epoch_has_each_example_once_in_another_order() -> None:
     plan = planned(EXAMPLES, epochs=3)
     taken: dict[int, list[int]] = {}
     for step in range(1, plan.total + 1):
@@ -74,15 +74,15 @@ def test_every_epoch_takes_each_example_once_in_an_order_of_its_own() -> None:
     assert taken[0] != taken[1] != taken[2]
 
 
-def test_a_step_is_the_same_whatever_was_asked_before_and_however_the_file_is_ordered() -> None:
-    straight, jumping = planned(EXAMPLES), planned(EXAMPLES[::-1])
-    last = straight.total
-    expected = {step: straight.at(step) for step in range(1, last + 1)}
-    assert all(jumping.at(step) == expected[step] for step in (last, 1, last - 1, 2))
+def test_a_minibatch_does_not_depend_on_earlier_calls_or_file_order() -> None:
+    in_order, out_of_order = planned(EXAMPLES), planned(EXAMPLES[::-1])
+    last = in_order.total
+    expected = {step: in_order.at(step) for step in range(1, last + 1)}
+    assert all(out_of_order.at(step) == expected[step] for step in (last, 1, last - 1, 2))
     assert planned(EXAMPLES, seed=1).at(1) != expected[1]
 
 
-def test_steps_instead_of_epochs_go_on_as_long_as_needed() -> None:
+def test_steps_instead_of_epochs_repeat_the_examples() -> None:
     plan = planned(EXAMPLES, epochs=0, steps=40)
     assert plan.total == 40
     assert [plan.at(step) for step in range(1, 11)] == [planned(EXAMPLES).at(step) for step in range(1, 11)]

@@ -1,4 +1,4 @@
-"""The three objectives against the plain computation: every sequence alone, through the library's own forward pass."""
+"""The three objectives against a plain computation, one sequence at a time."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from transformers import PreTrainedModel
 
 from tests.model_folders import save_folder
 from tests.model_shapes import HIDDEN, MODEL_SHAPES, VOCABULARY, llama
-from tests.workbench import bench, demonstrations, pairs, supervised_spec
+from tests.workbench import demonstrations, fit_context, pairs, supervised_spec
 from tidemill.algos.preference import PREFERENCE_LOSSES
 from tidemill.core.records import Demonstration, PreferencePair, pack_tokens, unpack_tokens
 from tidemill.models.reward_model import reward_head
 from tidemill.trainer.objectives import PreferenceObjective, RewardObjective, SupervisedObjective
-from tidemill.trainer.supervised_loop import Objective, Totals, split_by_tokens
+from tidemill.trainer.packing import split_by_tokens
+from tidemill.trainer.supervised_loop import Objective, Totals
 
 BETA, CENTRING = 0.2, 0.05
 
@@ -44,9 +45,9 @@ def learned(objective: Objective[Any], examples: Sequence[Any], budget: int) -> 
     """Loss sums and summed gradients over microbatches of `budget` tokens."""
     totals = Totals()
     for run in split_by_tokens(examples, objective.sequences, budget):
-        outcome = objective.outcome(run)
-        outcome.loss.backward()
-        totals.add(outcome)
+        sums = objective.losses(run)
+        sums.loss.backward()
+        totals.add(sums)
     return totals, gradients(objective.trained)
 
 
@@ -63,19 +64,19 @@ def test_sft(shape: str, budget: int, tmp_path: Path) -> None:
     examples, model = demonstrations(6), MODEL_SHAPES[shape]()
     logprobs = [plain_logprobs(model, each.prompt_ids, each.completion_ids) for each in examples]
     (-torch.cat(logprobs).sum()).backward()
-    objective = SupervisedObjective(supervised_spec(), bench(tmp_path, model=MODEL_SHAPES[shape]()))
+    objective = SupervisedObjective(supervised_spec(), fit_context(tmp_path, model=MODEL_SHAPES[shape]()))
     totals, ours = learned(objective, examples, budget)
     assert_equal_gradients(ours, gradients(model))
     means = totals.means()
     assert totals.weight == totals.tokens_trained == sum(map(len, logprobs))
     assert means["loss"] == pytest.approx(-float(torch.cat(logprobs).detach().mean()), rel=1e-5)
-    right = [
+    correct = [
         int(model(torch.tensor([ids[:at]]), use_cache=False).logits[0, -1].argmax()) == ids[at]
         for each in examples
         for ids in [unpack_tokens(each.prompt_ids + each.completion_ids)]
         for at in range(len(unpack_tokens(each.prompt_ids)), len(ids))
     ]
-    assert means["token_accuracy"] == pytest.approx(sum(right) / len(right))
+    assert means["token_accuracy"] == pytest.approx(sum(correct) / len(correct))
 
 
 @pytest.mark.parametrize("shape", MODEL_SHAPES)
@@ -84,31 +85,31 @@ def test_reward_model(shape: str, budget: int, tmp_path: Path) -> None:
     examples = pairs(5, margin=0.1)
     source = save_folder(llama(), tmp_path / "folder")
     model, head = MODEL_SHAPES[shape](), reward_head(HIDDEN, seed=7)
-    losses, right = [], 0
+    losses, correct = [], 0
     for each in examples:
         chosen = plain_score(model, head, each.prompt_ids, each.chosen_ids)
         rejected = plain_score(model, head, each.prompt_ids, each.rejected_ids)
         losses.append(
             -torch.nn.functional.logsigmoid(chosen - rejected - each.margin) + CENTRING * (chosen + rejected) ** 2
         )
-        right += int(chosen > rejected)
+        correct += int(chosen > rejected)
     torch.stack(losses).sum().backward()
     spec = supervised_spec(reward_model={"centring": CENTRING}, run={"seed": 7})
-    objective = RewardObjective(spec, bench(tmp_path, model=MODEL_SHAPES[shape](), source=source))
+    objective = RewardObjective(spec, fit_context(tmp_path, model=MODEL_SHAPES[shape](), source=source))
     totals, ours = learned(objective, examples, budget)
     plain = {f"model.{name}": g for name, g in gradients(model).items()}
     assert_equal_gradients(ours, plain | {f"head.{name}": g for name, g in gradients(head).items()})
     assert totals.means()["loss"] == pytest.approx(float(torch.stack(losses).detach().mean()), rel=1e-5)
-    assert totals.means()["pairwise_accuracy"] == right / 5
+    assert totals.means()["pairwise_accuracy"] == correct / 5
 
 
 @pytest.mark.parametrize("loss", PREFERENCE_LOSSES)
 @pytest.mark.parametrize("budget", [10_000, 1])
 def test_preference_losses(loss: str, budget: int, tmp_path: Path) -> None:
-    """The policy has moved away from its reference, which was measured when it began."""
+    """With weights that differ from those of the reference."""
     examples, initial, moved = pairs(5), llama(0), llama(1)
     spec = supervised_spec(preference={"loss": loss, "beta": BETA})
-    subject = bench(tmp_path, model=llama(0))
+    subject = fit_context(tmp_path, model=llama(0))
     objective = PreferenceObjective(spec, subject)
     objective.prepare(examples)
     subject.model.load_state_dict(moved.state_dict())
@@ -132,27 +133,27 @@ def test_preference_losses(loss: str, budget: int, tmp_path: Path) -> None:
     assert totals.means()["pairwise_accuracy"] == sum(m > 0 for m in margins) / 5
 
 
-def test_the_scores_of_a_new_head_begin_around_zero(tmp_path: Path) -> None:
+def test_scores_of_a_new_head_have_mean_zero(tmp_path: Path) -> None:
     source, model, examples = save_folder(llama(), tmp_path / "folder"), llama(), pairs(6)
-    objective = RewardObjective(supervised_spec(), bench(tmp_path, source=source))
+    objective = RewardObjective(supervised_spec(), fit_context(tmp_path, source=source))
     assert objective.head is not None
     scores = [
         plain_score(model, objective.head, pair.prompt_ids, side).item()
         for pair in examples
         for side in (pair.chosen_ids, pair.rejected_ids)
     ]
-    before = objective.outcome(examples).figures
+    before = objective.losses(examples).figures
     assert abs(sum(scores)) > 1e-2
     objective.prepare(examples)
-    after = objective.outcome(examples).figures
-    # The bias took off what all twelve scores had in mean; what pairs compare is as it was.
+    after = objective.losses(examples).figures
+    # The bias subtracts the mean of all twelve scores; differences within pairs are unchanged.
     assert objective.head.bias.item() == pytest.approx(-sum(scores) / 12, abs=1e-5)
     assert float(after["score_mean"]) == pytest.approx(0.0, abs=1e-4)
     assert float(after["score_margin"]) == pytest.approx(float(before["score_margin"]), abs=1e-4)
 
 
-def test_a_new_policy_has_the_loss_of_no_preference(tmp_path: Path) -> None:
-    objective = PreferenceObjective(supervised_spec(), bench(tmp_path))
+def test_the_initial_policy_has_loss_log_2(tmp_path: Path) -> None:
+    objective = PreferenceObjective(supervised_spec(), fit_context(tmp_path))
     examples = pairs(4)
     objective.prepare(examples)
     means = learned(objective, examples, 10_000)[0].means()
@@ -160,9 +161,9 @@ def test_a_new_policy_has_the_loss_of_no_preference(tmp_path: Path) -> None:
     assert means["reward_margin"] == pytest.approx(0.0, abs=1e-5)
 
 
-def test_the_reference_is_measured_once_and_anew_for_other_data_or_weights(tmp_path: Path) -> None:
+def test_the_reference_is_computed_once_per_data_and_weights(tmp_path: Path) -> None:
     def runs_needed(examples: list[PreferencePair], seed: int = 0) -> int:
-        subject = bench(tmp_path, model=llama(seed))
+        subject = fit_context(tmp_path, model=llama(seed))
         runs: list[int] = []
         subject.model.base_model.register_forward_hook(lambda *_: runs.append(1))
         PreferenceObjective(supervised_spec(), subject).prepare(examples)
@@ -177,7 +178,7 @@ def test_the_reference_is_measured_once_and_anew_for_other_data_or_weights(tmp_p
     assert runs_needed(examples, seed=1) > 0
 
 
-def test_prompts_are_computed_once_for_a_pair_and_headers_for_all(tmp_path: Path) -> None:
+def test_pairs_share_their_prompt_and_all_share_the_header(tmp_path: Path) -> None:
     header, one, other = [60, 61, 62, 63], [5, 6, 7], [8, 9]
     examples = [
         PreferencePair(
@@ -187,26 +188,26 @@ def test_prompts_are_computed_once_for_a_pair_and_headers_for_all(tmp_path: Path
         for prompt in (one, other)
     ]  # fmt: skip
     source = save_folder(llama(), tmp_path / "folder")
-    outcome = RewardObjective(supervised_spec(), bench(tmp_path, source=source)).outcome(examples)
-    # 4 of the header, 3 + 2 of the prompts, and 2 + 3 completion tokens under each; alone 2 · (9 + 10) - 2
-    assert (outcome.tokens_packed, outcome.tokens_unpacked) == (4 + 5 + 2 * 5, 9 + 10 + 8 + 9)
+    sums = RewardObjective(supervised_spec(), fit_context(tmp_path, source=source)).losses(examples)
+    # header 4, prompts 3 + 2, completions 2 + 3 for each prompt; without sharing 9 + 10 + 8 + 9
+    assert (sums.tokens_packed, sums.tokens_unpacked) == (4 + 5 + 2 * 5, 9 + 10 + 8 + 9)
 
 
 def test_a_first_token_without_a_prompt_is_not_trained(tmp_path: Path) -> None:
-    objective = SupervisedObjective(supervised_spec(), bench(tmp_path))
+    objective = SupervisedObjective(supervised_spec(), fit_context(tmp_path))
     example = Demonstration(id="bare", prompt_ids=b"", completion_ids=pack_tokens([5, 6, 7]))
-    outcome = objective.outcome([example])
+    sums = objective.losses([example])
     expected = plain_logprobs(llama(), pack_tokens([5]), pack_tokens([6, 7]))
-    assert outcome.weight == 2
-    assert float(outcome.loss.detach()) == pytest.approx(-float(expected.detach().sum()), rel=1e-5)
+    assert sums.weight == 2
+    assert float(sums.loss.detach()) == pytest.approx(-float(expected.detach().sum()), rel=1e-5)
 
 
 def test_vocabulary_in_chunks_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     examples = demonstrations(4)
-    whole = learned(SupervisedObjective(supervised_spec(), bench(tmp_path)), examples, 10_000)
-    monkeypatch.setattr("tidemill.trainer.objectives.MEGABYTE", 3 * VOCABULARY * 4)  # three rows of logits at once
+    whole = learned(SupervisedObjective(supervised_spec(), fit_context(tmp_path)), examples, 10_000)
+    monkeypatch.setattr("tidemill.trainer.objectives.MEGABYTE", 3 * VOCABULARY * 4)  # three rows of logits per chunk
     spec = supervised_spec(trainer={"logits_budget_mb": 1})
-    chunked = learned(SupervisedObjective(spec, bench(tmp_path)), examples, 10_000)
+    chunked = learned(SupervisedObjective(spec, fit_context(tmp_path)), examples, 10_000)
     assert_equal_gradients(chunked[1], whole[1])
     assert chunked[0].means() == pytest.approx(whole[0].means())
 
@@ -216,6 +217,6 @@ def test_activation_checkpointing_changes_nothing(tmp_path: Path) -> None:
     model.gradient_checkpointing_enable()
     model.train()
     examples, spec = demonstrations(4), supervised_spec()
-    _, plain = learned(SupervisedObjective(spec, bench(tmp_path)), examples, 10_000)
-    _, ours = learned(SupervisedObjective(spec, bench(tmp_path, model=model)), examples, 10_000)
+    _, plain = learned(SupervisedObjective(spec, fit_context(tmp_path)), examples, 10_000)
+    _, ours = learned(SupervisedObjective(spec, fit_context(tmp_path, model=model)), examples, 10_000)
     assert_equal_gradients(ours, plain)

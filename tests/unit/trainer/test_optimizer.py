@@ -80,8 +80,8 @@ def test_weight_decay_is_on_matrices_only_and_frozen_parameters_are_left_out() -
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
     assert {p.ndim for p in decayed["params"]} == {2}
     assert {p.ndim for p in plain["params"]} == {1}
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    assert held == {id(p) for p in model.parameters()} - {id(frozen)}
+    optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert optimized == {id(p) for p in model.parameters()} - {id(frozen)}
     assert all(group["betas"] == (0.8, 0.9) and group["eps"] == 1e-6 for group in optimizer.param_groups)
     assert decayed["fused"] is True
 
@@ -98,12 +98,12 @@ def test_parameters_without_a_fused_kernel_fall_back(monkeypatch: pytest.MonkeyP
     assert build_optimizer(llama(), OptimizerConfig()).param_groups[0]["fused"] is False
 
 
-def test_a_beta_of_one_is_refused_by_the_configuration() -> None:
+def test_the_configuration_refuses_a_beta_of_one() -> None:
     with pytest.raises(ValidationError):
         OptimizerConfig(betas=(0.9, 1.0))
 
 
-def test_gradients_are_scaled_then_measured_then_clipped() -> None:
+def test_gradients_are_scaled_then_clipped_by_global_norm() -> None:
     # sums (6, 0) and (8): scaled by 1/2 to (3, 0), (4): norm 5; clipped to 1: (0.6, 0), (0.8)
     module, optimizer = with_gradients([6.0, 0.0], [8.0])
     used: list[list[float]] = []
@@ -151,20 +151,20 @@ def test_a_gradient_that_is_not_finite_skips_the_step(poison: float) -> None:
     assert all(p.grad is None for p in module)
 
 
-def test_zero_gradients_still_take_a_step() -> None:
+def test_zero_gradients_take_a_step() -> None:
     module, optimizer = with_gradients([0.0])
     assert clip_and_step(optimizer, scale=1.0, max_grad_norm=1.0) == 0.0
     assert optimizer.state[module[0]]["step"].item() == 1
 
 
-def test_no_gradients_at_all_take_none() -> None:
+def test_without_gradients_there_is_no_step() -> None:
     module = parameters([1.0])
     optimizer = build_optimizer(module, OptimizerConfig())
     assert clip_and_step(optimizer, scale=1.0, max_grad_norm=1.0) == 0.0
     assert not optimizer.state
 
 
-def test_scalars_and_empty_tensors_have_norms_too() -> None:
+def test_scalars_and_empty_tensors_have_norms() -> None:
     # sqrt(3² + 4²) = 5
     module = nn.ParameterList(
         [nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.ones(1, 1)), nn.Parameter(torch.ones(0))]
@@ -202,10 +202,10 @@ def test_no_copy_of_the_gradients_is_made() -> None:
     tensor_bytes, count = 16 << 20, 4
     module = nn.ParameterList([nn.Parameter(torch.ones(tensor_bytes // 4096, 1024)) for _ in range(count)])
     optimizer = build_optimizer(module, OptimizerConfig())
-    for _ in range(2):  # the first step makes the moments
+    for _ in range(2):  # the first step allocates the moments
         for parameter in module:
             parameter.grad = torch.ones_like(parameter)
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts at the memory held now
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak to the current memory
         before = status_bytes("VmRSS")
         clip_and_step(optimizer, scale=0.5, max_grad_norm=1.0)
     assert status_bytes("VmHWM") - before < tensor_bytes // 2

@@ -1,4 +1,4 @@
-"""The packed, shared-prefix, micro-batched update against the plain one: every sample on its own, one at a time."""
+"""The packed, micro-batched update against a plain update, one sample at a time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def spec(**sections: dict[str, Any]) -> RunSpec:
         "batch": {"prompts": 3, "group_size": 4, "microbatch_tokens": 4096},
         "optimizer": {"learning_rate": LEARNING_RATE, "max_grad_norm": 1e9},
         "sampling": {"max_new_tokens": 12},
-        "algorithm": {"correction": {"kind": "none"}},  # the rollout logprobs here are made up
+        "algorithm": {"correction": {"kind": "none"}},  # the rollout logprobs here are arbitrary
     }
     return RunSpec.model_validate(
         {name: {**base.get(name, {}), **sections.get(name, {})} for name in {*base, *sections}}
@@ -42,7 +42,7 @@ def trainer(model: PreTrainedModel, settings: RunSpec, reference: PreTrainedMode
 
 
 def groups(seed: int = 0, *, count: int = 3, size: int = 4) -> list[Group]:
-    """Prompts with a common header; completions of 1 to 12 tokens, some of which begin alike."""
+    """Prompts with a common header; completions of 1 to 12 tokens with common prefixes."""
     rng = np.random.default_rng(seed)
     header = rng.integers(2, VOCABULARY, 5).tolist()
     made = []
@@ -74,7 +74,7 @@ def plain_gradients(
     reference: PreTrainedModel | None = None,
     beta: float = 0.0,
 ) -> dict[str, torch.Tensor]:
-    """GRPO's first step written out: the ratio is 1, so the gradient of -ratio * A is -A * grad(logprob)."""
+    """The first step of GRPO: the ratio is 1, so the gradient of -ratio * A is -A * grad(logprob)."""
     losses, lengths = [], []
     for one in batch:
         rewards = torch.tensor([t.reward.value for t in one.trajectories if t.reward])
@@ -101,10 +101,10 @@ def plain_gradients(
 def accumulated(subject: PolicyTrainer, batch: Sequence[Group]) -> dict[str, torch.Tensor]:
     """Normalised gradients just before the optimizer step."""
     for one in batch:
-        subject.take(one)
+        subject.add_group(one)
     (minibatch,) = subject._minibatches
-    if rest := minibatch.close():
-        subject._close(minibatch, rest, backward=True)
+    if rest := minibatch.flush():
+        subject._add_microbatch(minibatch, rest, backward=True)
     scale = 1.0 / minibatch.denominator
     return {name: p.grad * scale for name, p in subject.model.named_parameters() if p.grad is not None}
 
@@ -119,7 +119,7 @@ def assert_equal_gradients(ours: dict[str, torch.Tensor], plain: dict[str, torch
 @pytest.mark.parametrize("shape", MODEL_SHAPES)
 @pytest.mark.parametrize("microbatch_tokens", [4096, 40, 13])
 def test_packed_gradients_equal_plain_ones(shape: str, microbatch_tokens: int) -> None:
-    """One microbatch for everything, one a group, and groups split by samples."""
+    """One microbatch for all groups, one per group, and one per sample."""
     batch = groups()
     plain = plain_gradients(MODEL_SHAPES[shape](), batch)
     subject = trainer(MODEL_SHAPES[shape](), spec(batch={"microbatch_tokens": microbatch_tokens}))
@@ -130,7 +130,7 @@ def test_packed_gradients_equal_plain_ones(shape: str, microbatch_tokens: int) -
 def test_vocabulary_in_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = groups()
     plain = plain_gradients(llama(), batch, temperature=0.7)
-    monkeypatch.setattr("tidemill.trainer.policy.MEGABYTE", 7 * VOCABULARY * 4)  # seven rows of logits at once
+    monkeypatch.setattr("tidemill.trainer.policy.MEGABYTE", 7 * VOCABULARY * 4)  # seven rows of logits per chunk
     settings = spec(sampling={"temperature": 0.7}, trainer={"logits_budget_mb": 1})
     assert_equal_gradients(accumulated(trainer(llama(), settings), batch), plain)
 
@@ -150,19 +150,19 @@ def test_activation_checkpointing_changes_nothing() -> None:
     assert_equal_gradients(accumulated(trainer(model, spec()), batch), plain_gradients(llama(), batch))
 
 
-def test_sharing_is_counted() -> None:
+def test_shared_tokens_are_counted() -> None:
     prompt = [5, 6, 7, 8]
     samples = [trajectory(prompt, [9, 10, 11], 1.0), trajectory(prompt, [9, 12, 13], 0.0, index=1)]
     subject = trainer(llama(), spec(batch={"prompts": 1, "group_size": 2}))
-    subject.take(group(0, samples))
-    metrics = subject.learn(1)
+    subject.add_group(group(0, samples))
+    metrics = subject.finish_batch(1)
     # inputs 5 6 7 8 9 10 and 5 6 7 8 9 12 share five nodes; the last token of each predicts nothing
     assert metrics.values["tokens_packed"] == 7
     assert metrics.values["tokens_unpacked"] == 12
     assert metrics.values["tokens_trained"] == 6
 
 
-def test_a_group_without_signal_is_skipped_but_keeps_its_place_in_the_mean() -> None:
+def test_a_group_without_signal_is_skipped_but_counts_in_the_mean() -> None:
     batch = groups(count=2)
     flat = group(2, [trajectory([3, 4, 5], [6, 7], 1.0, index=i) for i in range(4)])
     plain = plain_gradients(llama(), [*batch, flat])
@@ -172,38 +172,38 @@ def test_a_group_without_signal_is_skipped_but_keeps_its_place_in_the_mean() -> 
     assert subject._sums.tokens_trained == sum(t.completion_length for one in batch for t in one.trajectories)
 
 
-def test_invalid_samples_leave_statistics_loss_and_mean() -> None:
+def test_invalid_samples_do_not_affect_statistics_loss_and_mean() -> None:
     (whole,) = groups(count=1)
     broken = trajectory([3, 4], [5], float("nan"), index=9, valid=False)
     masked = trajectory([3, 4], [5], 100.0, index=10, weight=0.0)
     plain = plain_gradients(llama(), [whole])
     subject = trainer(llama(), spec())
     assert_equal_gradients(accumulated(subject, [group(0, [*whole.trajectories, broken, masked])]), plain)
-    subject.take(group(1, [whole.trajectories[0], broken]))
+    subject.add_group(group(1, [whole.trajectories[0], broken]))
     assert subject._sums.groups_skipped_invalid == 1
 
 
-def test_a_batch_without_any_signal_publishes_the_same_weights() -> None:
+def test_a_batch_without_signal_publishes_the_same_weights() -> None:
     subject = trainer(llama(), spec())
     before = subject.version.digest
-    subject.take(group(0, [trajectory([3, 4], [5], 1.0, index=i) for i in range(4)]))
-    metrics = subject.learn(1)
+    subject.add_group(group(0, [trajectory([3, 4], [5], 1.0, index=i) for i in range(4)]))
+    metrics = subject.finish_batch(1)
     assert (metrics.optimizer_steps, subject.version.number, subject.version.digest) == (0, 1, before)
-    # No mean of no tokens and no steps: a curve has a gap there, not a zero.
+    # Means over zero tokens or steps are omitted, not 0.
     assert not {"entropy", "loss", "grad_norm", "learning_rate", "ratio_mean"} & metrics.values.keys()
     assert metrics.values["groups_without_signal"] == 1
 
 
-def test_minibatches_and_epochs_use_the_ratio_to_the_start_of_the_update() -> None:
-    """Four optimizer steps against the same written out with torch's own AdamW and plain clipping."""
+def test_minibatches_and_epochs_use_ratios_to_the_start_of_the_update() -> None:
+    """Four optimizer steps against AdamW of torch with plain clipping."""
     batch = groups(count=2)
     settings = spec(
         batch={"prompts": 2, "minibatches": 2, "epochs": 2}, optimizer={"learning_rate": 1e-3, "max_grad_norm": 0.5}
     )
     subject = trainer(llama(), settings)
     for one in batch:
-        subject.take(one)
-    metrics = subject.learn(1)
+        subject.add_group(one)
+    metrics = subject.finish_batch(1)
     model = llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
     samples = [[(unpack_tokens(t.token_ids), t) for t in one.trajectories] for one in batch]
@@ -240,18 +240,18 @@ def test_the_update_stops_when_the_policy_moved_too_far() -> None:
     )
     subject = trainer(llama(), settings)
     for one in groups(count=2):
-        subject.take(one)
-    metrics = subject.learn(1)
+        subject.add_group(one)
+    metrics = subject.finish_batch(1)
     assert metrics.optimizer_steps == 1
     assert metrics.values["minibatches_dropped"] == 5
     assert all(p.grad is None for p in subject.model.parameters())
 
 
-def test_same_batch_same_bits() -> None:
+def test_the_same_batch_gives_the_same_bits() -> None:
     digests = []
     for _ in range(2):
         subject = trainer(llama(), spec(batch={"microbatch_tokens": 40}))
         for one in groups():
-            subject.take(one)
-        digests.append(subject.learn(1).version.digest)
+            subject.add_group(one)
+        digests.append(subject.finish_batch(1).version.digest)
     assert digests[0] == digests[1]

@@ -1,4 +1,4 @@
-"""Scores of finished samples: each as if it were alone, whatever queued up beside it."""
+"""Reward scores do not depend on the other samples of the call."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def reward_model() -> RewardModel:
 
 
 def samples() -> list[bytes]:
-    """Two prompts, completions of other lengths, interleaved as they might finish."""
+    """Two prompts, completions of different lengths, interleaved."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(2, VOCABULARY, 12) for _ in range(2)]
     made = [
@@ -33,7 +33,7 @@ def samples() -> list[bytes]:
 
 
 @pytest.mark.parametrize("budget", [10_000, 40, 1])
-def test_scores_are_those_of_each_sample_alone(budget: int) -> None:
+def test_scores_equal_those_of_each_sample_alone(budget: int) -> None:
     reward = reward_model()
     plain = llama()
     expected = []
@@ -44,19 +44,19 @@ def test_scores_are_those_of_each_sample_alone(budget: int) -> None:
     assert reward_scores(reward, samples(), budget=budget) == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
-def test_prompts_are_computed_once_whoever_finished_in_between() -> None:
+def test_prompts_of_interleaved_samples_are_computed_once() -> None:
     reward, computed = reward_model(), []
     reward.model.base_model.register_forward_pre_hook(
         lambda _module, _args, kwargs: computed.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
     reward_scores(reward, samples(), budget=10_000)
-    # two prompts of 12, completions of 1 + 2 + ... + 8, at most a few tokens of them shared; the last one is the first
+    # two prompts of 12, completions of 1 + 2 + ... + 8; a few tokens may be shared; the last sample is the first
     (tokens,) = computed
     assert 24 + 36 - 6 <= tokens <= 24 + 36
     computed.clear()
     reward_scores(reward, samples(), budget=45)
-    assert len(computed) == 2  # a prompt each
+    assert len(computed) == 2  # one tree per prompt
 
 
-def test_nothing_to_score() -> None:
+def test_no_samples_have_no_scores() -> None:
     assert reward_scores(reward_model(), [], budget=10) == []

@@ -1,4 +1,4 @@
-"""Whole losses and gradients of a tiny model against TRL's own trainers, on the batches that they collate."""
+"""Losses and gradients of a tiny model against the trainers of TRL, on batches that TRL collates."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.workbench import bench, supervised_spec
+from tests.workbench import fit_context, supervised_spec
 from tidemill.config.model import CharModelConfig
 from tidemill.core.records import Demonstration, PreferencePair, pack_tokens
 from tidemill.models.builtin import build_char_model
 from tidemill.models.loading import load_model
 from tidemill.trainer.objectives import PreferenceObjective, RewardObjective, SupervisedObjective
-from tidemill.trainer.supervised_loop import Objective, Outcome
+from tidemill.trainer.supervised_loop import LossSums, Objective
 
 pytest.importorskip("trl")
-pytestmark = pytest.mark.filterwarnings("ignore")  # what TRL and its dependencies warn of is not ours to mend
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of TRL and its dependencies
 
 ROWS = [
     {"prompt": "1+1=", "chosen": "2\n", "rejected": "11\n"},
@@ -53,7 +53,7 @@ def arguments(out: Path) -> dict[str, Any]:
 
 
 def theirs(trainer: Any) -> tuple[float, dict[str, Tensor], dict[str, Any]]:
-    """Loss, gradients by name and the batch of a trainer's first step."""
+    """Loss, gradients by name and batch of the first step of a TRL trainer."""
     batch = next(iter(trainer.get_train_dataloader()))
     loss = trainer.compute_loss(trainer.model, dict(batch))
     loss.backward()
@@ -61,10 +61,10 @@ def theirs(trainer: Any) -> tuple[float, dict[str, Tensor], dict[str, Any]]:
     return loss.item(), found, batch
 
 
-def ours(objective: Objective[Any], examples: Sequence[Any]) -> tuple[Outcome, dict[str, Tensor]]:
-    outcome = objective.outcome(examples)
-    (outcome.loss / outcome.weight).backward()
-    return outcome, {name: p.grad for name, p in objective.trained.named_parameters() if p.grad is not None}
+def ours(objective: Objective[Any], examples: Sequence[Any]) -> tuple[LossSums, dict[str, Tensor]]:
+    sums = objective.losses(examples)
+    (sums.loss / sums.weight).backward()
+    return sums, {name: p.grad for name, p in objective.trained.named_parameters() if p.grad is not None}
 
 
 def assert_equal(mine: dict[str, Tensor], plain: dict[str, Tensor]) -> None:
@@ -105,9 +105,9 @@ def test_sft(folder: Path, tmp_path: Path) -> None:
         attended = batch["attention_mask"][number] if "attention_mask" in batch else torch.ones_like(ids)
         prompt, rest = completion(ids, (labels != -100).long(), attended)
         examples.append(Demonstration(id=str(number), prompt_ids=prompt, completion_ids=rest))
-    objective = SupervisedObjective(supervised_spec(), bench(tmp_path, model=load_model(folder, device=CPU)))
-    outcome, mine = ours(objective, examples)
-    assert float(outcome.loss.detach()) / outcome.weight == pytest.approx(loss, rel=1e-5)
+    objective = SupervisedObjective(supervised_spec(), fit_context(tmp_path, model=load_model(folder, device=CPU)))
+    sums, mine = ours(objective, examples)
+    assert float(sums.loss.detach()) / sums.weight == pytest.approx(loss, rel=1e-5)
     assert_equal(mine, gradients)
 
 
@@ -117,7 +117,7 @@ def test_preference_optimisation(ours_named: str, theirs_named: str, folder: Pat
     from trl import DPOConfig, DPOTrainer
 
     model, tokenizer = model_and_tokenizer(folder)
-    with torch.no_grad():  # away from the reference
+    with torch.no_grad():  # different from the reference
         for parameter in model.parameters():
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)))
     reference, _ = model_and_tokenizer(folder)
@@ -141,13 +141,13 @@ def test_preference_optimisation(ours_named: str, theirs_named: str, folder: Pat
         PreferencePair(id=str(number), prompt_ids=chosen[0], chosen_ids=chosen[1], rejected_ids=rejected[1])
         for number, (chosen, rejected) in enumerate(zip(rows[:half], rows[half:], strict=True))
     ]
-    subject = bench(tmp_path, model=load_model(folder, device=CPU))
+    subject = fit_context(tmp_path, model=load_model(folder, device=CPU))
     objective = PreferenceObjective(supervised_spec(preference={"loss": ours_named, "beta": BETA}), subject)
     objective.prepare(examples)
     subject.model.load_state_dict(moved)
-    outcome, mine = ours(objective, examples)
-    assert float(outcome.loss.detach()) / outcome.weight == pytest.approx(loss, rel=1e-5)
-    assert abs(loss - 0.6931) > 1e-3  # it has moved
+    sums, mine = ours(objective, examples)
+    assert float(sums.loss.detach()) / sums.weight == pytest.approx(loss, rel=1e-5)
+    assert abs(loss - 0.6931) > 1e-3  # not the initial loss
     assert_equal(mine, gradients)
 
 
@@ -157,7 +157,7 @@ def test_reward_model(folder: Path, tmp_path: Path) -> None:
     from trl import RewardConfig, RewardTrainer
 
     model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
-    subject = bench(tmp_path, model=load_model(folder, device=CPU), source=folder)
+    subject = fit_context(tmp_path, model=load_model(folder, device=CPU), source=folder)
     objective = RewardObjective(supervised_spec(reward_model={"centring": 0.05}), subject)
     assert objective.head is not None
     with torch.no_grad():
@@ -179,8 +179,8 @@ def test_reward_model(folder: Path, tmp_path: Path) -> None:
                        margin=float(batch["margin"][number]))
         for number, (chosen, rejected) in enumerate(zip(rows[:half], rows[half:], strict=True))
     ]  # fmt: skip
-    outcome, mine = ours(objective, examples)
-    assert float(outcome.loss.detach()) / outcome.weight == pytest.approx(loss, rel=1e-5)
+    sums, mine = ours(objective, examples)
+    assert float(sums.loss.detach()) / sums.weight == pytest.approx(loss, rel=1e-5)
     mine.pop("head.bias")
     mine["score.weight"] = mine.pop("head.weight")
     assert_equal({name.removeprefix("model.model."): each for name, each in mine.items()},

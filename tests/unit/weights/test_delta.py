@@ -13,7 +13,7 @@ def one_tensor(buffer: Blob, dtype: str) -> tuple[TensorEntry, ...]:
     return (TensorEntry(name="w", dtype=dtype, shape=(-1,), offset=0, nbytes=len(buffer), checksum=0),)
 
 
-def test_patterns_are_numbered_in_the_order_of_the_floats() -> None:
+def test_ordered_patterns_follow_the_floats() -> None:
     values = np.array([-np.inf, -2.5, -1e-40, -0.0, 0.0, 1e-40, 2.5, np.inf], np.float32)
     numbers = _ordered(values.view(np.uint32))
     assert (np.diff(numbers.astype(np.int64)) > 0).all()
@@ -25,7 +25,7 @@ def test_small_differences_are_small_numbers() -> None:
     assert _folded(differences).tolist() == [1, 0, 3, 2, 65533, 65534]
 
 
-def test_a_small_update_costs_far_less_than_a_twentieth() -> None:
+def test_a_small_update_is_below_a_twentieth() -> None:
     """4.5 % of a million bf16 elements move by one unit: log2(e/0.045) = 5.9 bits for where, 1 for the sign: 1/51."""
     rng = np.random.default_rng(0)
     old = rng.normal(0, 0.02, 1 << 20).astype(np.float32).view(np.uint32) >> 16
@@ -36,7 +36,7 @@ def test_a_small_update_costs_far_less_than_a_twentieth() -> None:
     assert len(before) / len(delta) > 45
 
 
-def test_equal_versions_cost_four_bytes_a_chunk() -> None:
+def test_equal_versions_take_four_bytes_per_chunk() -> None:
     same = np.arange(5 << 20, dtype=np.uint32).view(np.uint8)
     assert len(encode_delta(one_tensor(same, "float32"), same, same)) == 5 * 4
 

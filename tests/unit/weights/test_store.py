@@ -36,7 +36,7 @@ def kinds(transport: MemoryTransport) -> dict[str, list[int]]:
     return found
 
 
-def test_a_manifest_says_all_there_is_to_know() -> None:
+def test_manifest_contents() -> None:
     async def main() -> None:
         transport = MemoryTransport(zero_copy=False)
         store = WeightStore(transport, compute=compute())
@@ -57,7 +57,7 @@ def test_a_manifest_says_all_there_is_to_know() -> None:
     run_virtual(main())
 
 
-def test_a_last_snapshot_that_comes_back_torn_costs_the_delta_alone() -> None:
+def test_a_torn_base_snapshot_only_skips_the_delta() -> None:
     async def main() -> None:
         transport = MemoryTransport(zero_copy=False)
         store = WeightStore(transport, compute=compute())
@@ -70,14 +70,14 @@ def test_a_last_snapshot_that_comes_back_torn_costs_the_delta_alone() -> None:
     run_virtual(main())
 
 
-def test_what_a_digest_covers() -> None:
+def test_verify_detects_changed_tensors_and_sizes() -> None:
     async def main() -> None:
         store = WeightStore(MemoryTransport(), compute=compute())
         manifest = await publish(store, 1)
         for entry in layout():
             wrong = snapshot(1)
             wrong[entry.offset + entry.nbytes - 1] ^= 1
-            with pytest.raises(Damaged, match=f"version 1: tensor {entry.name} does not have the checksum"):
+            with pytest.raises(Damaged, match=f"version 1: tensor {entry.name} has a different checksum"):
                 verify(manifest, wrong)
         with pytest.raises(Damaged, match="version 1: the snapshot has 100 bytes, not"):
             verify(manifest, snapshot(1)[:100])
@@ -85,7 +85,7 @@ def test_what_a_digest_covers() -> None:
     run_virtual(main())
 
 
-def test_the_newest_two_snapshots_are_kept_and_deltas_a_little_longer() -> None:
+def test_the_newest_two_snapshots_and_eight_deltas_are_kept() -> None:
     async def main() -> None:
         transport = MemoryTransport(zero_copy=False)
         store = WeightStore(transport, compute=compute())
@@ -101,7 +101,7 @@ def test_the_newest_two_snapshots_are_kept_and_deltas_a_little_longer() -> None:
     run_virtual(main())
 
 
-def test_what_is_pinned_stays_until_the_last_reader_is_done() -> None:
+def test_a_pinned_version_stays_until_its_last_reader_is_done() -> None:
     async def main() -> None:
         transport = MemoryTransport()
         store = WeightStore(transport, compute=compute())
@@ -122,7 +122,7 @@ def test_what_is_pinned_stays_until_the_last_reader_is_done() -> None:
 
 @pytest.mark.parametrize("fault", [OSError("no space left"), asyncio.CancelledError()])
 @pytest.mark.parametrize(("zero_copy", "at"), [(True, 0), (True, 1), (False, 0), (False, 1), (False, 2)])
-def test_a_publish_cut_anywhere_is_invisible_and_leaves_nothing(zero_copy: bool, at: int, fault: BaseException) -> None:
+def test_an_interrupted_publish_is_invisible_and_is_cleaned_up(zero_copy: bool, at: int, fault: BaseException) -> None:
     """In the snapshot, in the delta where there is one, in the manifest."""
 
     async def main() -> None:
@@ -145,7 +145,7 @@ def test_a_publish_cut_anywhere_is_invisible_and_leaves_nothing(zero_copy: bool,
     run_virtual(main())
 
 
-def test_no_delta_where_there_is_no_use_for_one() -> None:
+def test_no_delta_when_it_saves_nothing() -> None:
     async def main() -> None:
         store = WeightStore(MemoryTransport(zero_copy=True), compute=compute())
         await publish(store, 1)
@@ -170,14 +170,14 @@ def _refuse(blob: Blob) -> Blob:
     raise WeightsError("the cable is cut")
 
 
-def test_a_snapshot_cannot_be_written_to_once_it_is_out() -> None:
+def test_a_published_snapshot_is_read_only() -> None:
     async def main() -> None:
         transport = MemoryTransport()
         await publish(WeightStore(transport, compute=compute()), 1)
         stored = await transport.get(snapshot_name(version(1)))
         with pytest.raises(ValueError, match="read-only"):
             stored[0] = 1
-        with pytest.raises(WeightsError, match=r"there is no 2-d2\.snapshot"):
+        with pytest.raises(WeightsError, match=r"2-d2\.snapshot"):
             await transport.get(snapshot_name(version(2)))
 
     run_virtual(main())

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tidemill.config.schema import RunSpec
-from tidemill.core.decoding import decode_json
 from tidemill.core.errors import UserError
-from tidemill.core.records import Record
+from tidemill.core.records import Record, decode_json
 from tidemill.models.cache import cache_dir
 from tidemill.telemetry.jsonl import write_atomically
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -25,7 +24,7 @@ from tidemill.planner.placement.estimate import Engine, Placement, Side
 from tidemill.planner.placement.search import PlacementPlan, plan_placement
 from tidemill.planner.placement.training import Offer, PlacementQuestion, learning, memory_question
 from tidemill.pool.build_provider import ScheduledPool, timetable_of
-from tidemill.sim.costs import ConstantWeights, ProfiledEngine, ProfiledTrainer
+from tidemill.sim.costs import ProfiledEngine, ProfiledTrainer, WeightCosts
 from tidemill.sim.simulation import CostModel, simulate_run
 from tidemill.sim.workload import Workload
 from tidemill.telemetry.manifest import Forecast
@@ -94,7 +93,7 @@ def forecast_on_cluster(
             drawn(priced, steps, seed),
             cost_model_of(spec, question, placement, boot_s=boot_s, slowness=slowness),
             work,
-            timetable_of(played, Path.read_bytes) if machines else None,  # each can be played once
+            timetable_of(played) if machines else None,  # each can be played once
             most_workers=max(machines, 1),
         )
         for seed, slowness in enumerate(_evenly_slow(seeds))
@@ -136,7 +135,7 @@ def cost_model_of(
             passes=learning(question).passes,
             microbatch_tokens=spec.batch.microbatch_tokens,
         ),
-        weights=ConstantWeights(
+        weights=WeightCosts(
             nbytes=round(SENT_BYTES * question.shape.parameters),
             uplink_bytes_per_s=training.group.network.bytes_per_s,
             downlink_bytes_per_s=dedicated.offer.machine.network_bytes_per_s if dedicated else 1.0,

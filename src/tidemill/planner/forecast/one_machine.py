@@ -33,7 +33,7 @@ from tidemill.hardware.measured_profile import MeasuredEngine, MeasuredTrainer, 
 from tidemill.planner.calibration.profile import RunProfile
 from tidemill.pool.build_provider import build_provider
 from tidemill.rollout.worker import EngineWorker
-from tidemill.sim.costs import ConstantWeights
+from tidemill.sim.costs import WeightCosts
 from tidemill.sim.outcome import Recording, SimulatedRun
 from tidemill.sim.simulated_engine import SteppedEngine
 from tidemill.sim.simulated_trainer import (
@@ -110,7 +110,7 @@ class OneMachine:
         self._compute = VirtualThread(self._cores)  # of the trainer and its engine
         self._controller = VirtualThread(self._cores)
         self._engine = measured_engine(spec, profile)
-        self.weights = ConstantWeights(publish=profile["publish_s"], pull=profile["pull_s"], swap=profile["swap_s"])
+        self.weights = WeightCosts(publish_s=profile["publish_s"], pull_s=profile["pull_s"], swap_s=profile["swap_s"])
         self._uplink = Uplink(math.inf, math.inf, clock)
         self._call_s = profile["call_s"]
         self._workers: list[EngineWorker] = []
@@ -149,7 +149,7 @@ class OneMachine:
             self._engine,
             self._completions,
             budget_tokens=self._spec.engine.prefill_chunk_tokens,
-            swap_s=0.0 if source is None else self.weights.swap,
+            swap_s=0.0 if source is None else self.weights.swap_s,
             spend=compute.spend,
         )
         worker = EngineWorker(

@@ -1,4 +1,4 @@
-"""The Ray runtime: trainer and workers are actors, on this machine or on many."""
+"""The Ray runtime: trainer and workers are actors, on one machine or many."""
 
 from __future__ import annotations
 

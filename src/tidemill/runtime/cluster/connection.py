@@ -1,4 +1,4 @@
-"""The cluster a run uses: one that is there, or one of its own on this machine."""
+"""Connection to the Ray cluster of a run, an existing one or one started on this machine, and a watch on its nodes."""
 
 from __future__ import annotations
 
@@ -10,33 +10,31 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 
 import msgspec
 import ray
-import ray._private.worker
-from ray._private import ray_constants
-from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 from ray.exceptions import RayError
 
 from tidemill.config.pool import PoolConfig, RayConfig, RayPool, StaticPool, SyntheticPool
 from tidemill.config.schema import RunSpec
-from tidemill.core.errors import DeadlineError, UserError
+from tidemill.core.errors import ClusterLost, DeadlineError, UserError
+from tidemill.core.records import Record
 from tidemill.runtime.cluster import keeper
-from tidemill.runtime.cluster.actors import HOOK
 from tidemill.runtime.cluster.keeper import Keep, Kept, LocalNode
-from tidemill.runtime.cluster.nodes import NodeWatch
-from tidemill.runtime.cluster.ray_calls import blocking, let_go
+from tidemill.runtime.cluster.ray_calls import RESUME_HINT, blocking, clean_up
+from tidemill.runtime.cluster.ray_internals import HOOK, drain_deadlines, free_resources, reset_driver
 
 START_S = 120.0
 CONNECT_S = 60.0
 STOP_S = 30.0
-MOST_NODES = 2
-"""Preemptible nodes of a cluster on one machine: enough that one can die and another stay."""
+MAX_SPOT_NODES = 2
+"""Preemptible nodes of a local cluster: enough that one can die and another stays."""
 
-# Loopback is the machine's address then, and nothing listens elsewhere. Read when Ray is imported; see `connect`.
+# With the first, a local cluster uses only the loopback address. Ray reads both at import; see `connect`.
 _ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 
 
@@ -46,7 +44,7 @@ def selector_of(pool: PoolConfig) -> dict[str, str]:
 
 
 def reserved_selector(config: RayConfig, preemptible: dict[str, str]) -> dict[str, str]:
-    """Labels of the node that trains: as configured, or not those of preemptible nodes."""
+    """Labels of the node for the trainer: `ray.reserved_selector`, or the negation of `preemptible`."""
     if config.reserved_selector:
         return config.reserved_selector
     key, value = next(iter(preemptible.items()), ("", ""))
@@ -54,93 +52,96 @@ def reserved_selector(config: RayConfig, preemptible: dict[str, str]) -> dict[st
 
 
 def local_nodes(spec: RunSpec) -> tuple[LocalNode, ...]:
-    """A reserved node with the trainer and what has an actor beside it, and preemptible ones with room for the pool's
-    workers."""
+    """Nodes of a local cluster: a reserved one for the trainer and the other actors, and preemptible ones with room for
+    the pool's workers."""
     config, selector, placement = spec.ray, selector_of(spec.pool), spec.placement
-    further = len(spec.scoring.model_folders[1:]) if placement.reward_model == "actor" else 0
-    beside = len(placement.on_actors) + further
-    reserved = {key: value for key, value in config.reserved_selector.items() if not value.startswith(("!", "in("))}
+    more_reward_models = len(spec.scoring.model_folders[1:]) if placement.reward_model == "actor" else 0
+    actors = len(placement.on_actors) + more_reward_models
     head = LocalNode(
         name="reserved",
-        cpus=math.ceil(config.trainer_cpus + beside * placement.actor_cpus),  # a node has whole ones
-        gpus=math.ceil(config.trainer_gpus + beside * placement.actor_gpus),
-        labels=reserved,
+        cpus=math.ceil(config.trainer_cpus + actors * placement.actor_cpus),  # Ray takes whole numbers only
+        gpus=math.ceil(config.trainer_gpus + actors * placement.actor_gpus),
+        labels=_equal_labels(config.reserved_selector),
         visible_gpus=None,
     )
-    workers = _most_workers(spec.pool)
+    workers = _max_workers(spec.pool)
     if not workers:
         return (head,)
-    count = min(workers, MOST_NODES)
-    labels = {key: value for key, value in selector.items() if not value.startswith(("!", "in("))}
-    # A killed worker that does not react keeps its place for some seconds: one more, unless the pool counts places.
-    places = math.ceil(workers / count) + (0 if isinstance(spec.pool, RayPool) else 1)
+    count = min(workers, MAX_SPOT_NODES)
+    per_node = math.ceil(workers / count)
+    # One extra place, because a killed worker may keep its CPUs for some seconds. A Ray pool counts places itself.
+    places = per_node + (0 if isinstance(spec.pool, RayPool) else 1)
     spot = [
         LocalNode(
             name=f"spot-node-{index}",
             cpus=math.ceil(places * config.worker_cpus),
-            gpus=math.ceil(math.ceil(workers / count) * config.worker_gpus),
-            labels=labels,
+            gpus=math.ceil(per_node * config.worker_gpus),
+            labels=_equal_labels(selector),
         )
         for index in range(count)
     ]
-    return _with_gpus((head, *spot))
+    # Each Ray node counts GPUs from the first that it sees, so every node gets its own.
+    nodes, first = [], 0
+    for node in (head, *spot):
+        gpus = math.ceil(node.gpus)
+        visible = ",".join(map(str, range(first, first + gpus))) if gpus else None
+        nodes.append(msgspec.structs.replace(node, visible_gpus=visible))
+        first += gpus
+    return tuple(nodes)
 
 
-def _most_workers(pool: PoolConfig) -> int:
+def _equal_labels(selector: Mapping[str, str]) -> dict[str, str]:
+    """The labels that a selector requires to have one certain value."""
+    return {key: value for key, value in selector.items() if not value.startswith(("!", "in("))}
+
+
+def _max_workers(pool: PoolConfig) -> int:
     if isinstance(pool, RayPool):
         return min(pool.max_workers, max(1, (os.cpu_count() or 1) - 1))
     return pool.workers if isinstance(pool, (StaticPool, SyntheticPool)) else pool.max_workers
 
 
-def _with_gpus(nodes: tuple[LocalNode, ...]) -> tuple[LocalNode, ...]:
-    """Every node sees GPUs of its own: each Ray node counts from the first that it sees."""
-    given, first = [], 0
-    for node in nodes:
-        count = math.ceil(node.gpus)
-        visible = ",".join(map(str, range(first, first + count))) if count else None
-        given.append(msgspec.structs.replace(node, visible_gpus=visible))
-        first += count
-    return tuple(given)
-
-
 @asynccontextmanager
-async def connected(spec: RunSpec, *, model_bytes: int, tell: Callable[[str], None]) -> AsyncIterator[NodeWatch]:
-    """Connect this process to the cluster of `spec.ray.address`, or to one made here that ends with the block, or with
-    this process however it ends.
+async def connected(spec: RunSpec, *, model_bytes: int, log: Callable[[str], None]) -> AsyncIterator[NodeWatch]:
+    """Connect this process to the cluster at `spec.ray.address`, or to a local one that ends with the block or the
+    process, whichever is first.
 
     Args:
-        model_bytes: of all weights; object stores of a cluster made here hold a few versions.
-        tell: told, in words, what takes long.
+        model_bytes: size of all weights; the object stores of a local cluster hold a few versions.
+        log: gets a line before each slow operation.
 
     Raises:
-        UserError: there is no cluster at that address, or none can be started here.
+        UserError: there is no cluster at that address, or no local one can be started.
+        ClusterLost: the cluster stopped answering.
     """
-    kept, environment = None, {name: os.environ.get(name) for name in _authentication("")}
+    local, environment = None, {name: os.environ.get(name) for name in _authentication("")}
     if not spec.ray.address:
         nodes = local_nodes(spec)
-        tell(f"starting Ray on this machine: {', '.join(node.name for node in nodes)}")
-        kept = await start_keeper(Keep(nodes=nodes, object_store_bytes=object_store_bytes(model_bytes)))
+        log(f"starting Ray on this machine: {', '.join(node.name for node in nodes)}")
+        local = await start_keeper(Keep(nodes=nodes, object_store_bytes=object_store_bytes(model_bytes)))
     try:
-        if kept is None:
+        if local is None:
             await connect(spec.ray.address)
         else:
-            await connect(kept.address, token=kept.token)
+            await connect(local.address, token=local.token)
         async with _watching() as watch:
             yield watch
     finally:
-        os.environ.update({name: value for name, value in environment.items() if value is not None})
-        for name in (name for name, value in environment.items() if value is None):
-            os.environ.pop(name, None)
-        if kept is not None:
-            await kept.close()
+        for name, value in environment.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        if local is not None:
+            await local.close()
 
 
 @asynccontextmanager
 async def _watching() -> AsyncIterator[NodeWatch]:
-    """Connected until the end of the block, which ends early if the cluster does not answer any more.
+    """Watch the nodes, and cancel the block when the cluster is lost.
 
     Raises:
-        ClusterLost: it does not.
+        ClusterLost: the cluster stopped answering.
     """
     inside = asyncio.current_task()
     assert inside is not None
@@ -149,33 +150,33 @@ async def _watching() -> AsyncIterator[NodeWatch]:
         await watch.start()
         yield watch
     except asyncio.CancelledError:
-        if watch.lost is None or inside.uncancel() > 0:  # somebody else wants the end, too
+        if watch.lost is None or inside.uncancel() > 0:  # cancelled by other code, too
             raise
         raise watch.lost from None
     finally:
         await watch.close()
-        await let_go(ray.shutdown, awaited="Ray to let go")
+        await clean_up(ray.shutdown, awaited="Ray to disconnect")
 
 
 def object_store_bytes(model_bytes: int) -> int:
-    """Room for two snapshots, one being written and the deltas, in float32 at most; Ray wants 80 MB at least."""
+    """Room for two snapshots, one being written and the deltas, in float32; Ray needs at least 80 MB."""
     return max(128 << 20, 4 * model_bytes)
 
 
 class KeptCluster:
-    """A running keeper."""
+    """A local cluster, held by a keeper process."""
 
     def __init__(self, process: subprocess.Popen[bytes], *, token: str) -> None:
         self.process, self.token = process, token
         self.address = self.folder = ""
 
     async def close(self) -> None:
-        """End the cluster; returns when no process of it is left."""
+        """End the cluster; returns when none of its processes is left."""
         if self.process.stdin is not None:
             self.process.stdin.close()
-        await blocking(self._ended, awaited="Ray on this machine to stop", timeout_s=STOP_S + 5)
+        await blocking(self._wait, awaited="Ray on this machine to stop", timeout_s=STOP_S + 5)
 
-    def _ended(self) -> None:
+    def _wait(self) -> None:
         try:
             self.process.wait(STOP_S)
         except subprocess.TimeoutExpired:
@@ -184,18 +185,18 @@ class KeptCluster:
         finally:
             if self.process.stdout is not None:
                 self.process.stdout.close()
-            if self.process.returncode:  # it was killed: what it would have ended and removed is still there
+            if self.process.returncode:  # killed before it could clean up
                 with suppress(ProcessLookupError):
-                    os.killpg(self.process.pid, signal.SIGKILL)  # a session of its own, see `_keeper_process`
+                    os.killpg(self.process.pid, signal.SIGKILL)  # the keeper leads its own session
                 shutil.rmtree(self.folder, ignore_errors=True)
 
 
 async def start_keeper(keep: Keep) -> KeptCluster:
-    """Start a cluster here.
+    """Start a local cluster.
 
     Raises:
-        UserError: Ray said why it does not start.
-        DeadlineError: it neither started nor failed.
+        UserError: Ray reported why it cannot start.
+        DeadlineError: Ray neither started nor failed in time.
     """
     token = secrets.token_hex(32)
     process = _keeper_process(token)
@@ -206,12 +207,12 @@ async def start_keeper(keep: Keep) -> KeptCluster:
         process.stdin.write(msgspec.json.encode(keep) + b"\n")
         process.stdin.flush()
         line = await blocking(process.stdout.readline, awaited="Ray to start on this machine", timeout_s=START_S)
-        kept = msgspec.json.decode(line, type=Kept) if line else Kept(error="it ended without a word")
+        kept = msgspec.json.decode(line, type=Kept) if line else Kept(error="its keeper process ended without an error")
         if kept.error:
             raise UserError(
                 f"Ray does not start on this machine: {kept.error}",
                 where="ray",
-                hint="see that there is memory and room in the temporary folder, or give ray.address",
+                hint="check free memory and the temporary folder, or set ray.address",
             )
     except BaseException:
         await cluster.close()
@@ -227,12 +228,12 @@ def _keeper_process(token: str) -> subprocess.Popen[bytes]:
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         env=os.environ | _ENVIRONMENT | _authentication(token),
-        start_new_session=True,  # Ctrl-C is for the run to heed, not for the cluster under it
+        start_new_session=True,  # Ctrl-C must reach the run only, not its cluster
     )
 
 
 def _authentication(token: str) -> dict[str, str]:
-    """Other users of this machine can reach its loopback too: only who knows the token is let in."""
+    """Environment with a token, because other users of this machine can reach its loopback address too."""
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
 
 
@@ -240,18 +241,16 @@ async def connect(address: str, *, token: str | None = None) -> None:
     """Make this process a driver of a cluster.
 
     Args:
-        token: of a cluster that a keeper holds; for another one Ray finds its own, as its documentation says.
+        token: of a local cluster; for other clusters Ray finds the token as its documentation describes.
 
     Raises:
-        UserError: there is none at that address.
+        UserError: there is no cluster at that address.
     """
 
-    def connect() -> None:
-        ray_constants.ENABLE_RAY_CLUSTER = token is None  # as the environment of a cluster made here says
+    def init() -> None:
         if token is not None:
             os.environ.update(_authentication(token))
-        Config.initialize("")  # both are read once, and there may have been another cluster before
-        AuthenticationTokenLoader.instance().reset_cache()
+        reset_driver(allow_remote_address=token is None)
         ray.init(
             address=address,
             namespace=f"tidemill-{uuid.uuid4().hex}",
@@ -260,13 +259,128 @@ async def connect(address: str, *, token: str | None = None) -> None:
             runtime_env={"worker_process_setup_hook": HOOK},
         )
 
-    # Ray prints what its servers say to standard output, which belongs to the command's own result.
-    ray._private.worker.print_to_stdstream = lambda *_, **__: None
     try:
-        await blocking(connect, awaited=f"the Ray cluster at {address}", timeout_s=CONNECT_S)
+        await blocking(init, awaited=f"the Ray cluster at {address}", timeout_s=CONNECT_S)
     except (ConnectionError, ValueError, RuntimeError, DeadlineError, RayError) as error:
         raise UserError(
             f"there is no Ray cluster at {address!r} that can be joined: {str(error).strip().splitlines()[0]}",
             where="ray.address",
             hint="give the address of a running cluster (`ray status` shows it), or leave it empty to start one here",
         ) from error
+
+
+LOOK_S = 1.0
+LOOK_TIMEOUT_S = 10.0
+LOST_S = 20.0
+"""The cluster is lost after this time without an answer; after 60 s Ray would end this process without a message."""
+
+
+class NodeView(Record):
+    """One live node."""
+
+    node_id: str
+    name: str  # for messages
+    labels: dict[str, str]
+    free: dict[str, float]  # resources
+    drains_unix_s: float | None = None  # when it will be taken away
+
+    def fits(self, selector: Mapping[str, str]) -> bool:
+        """Whether its labels match a selector in Ray's syntax: `a`, `!a`, `in(a, b)`, `!in(a, b)`."""
+        return all(_matches(self.labels.get(key), wanted) for key, wanted in selector.items())
+
+    def places(self, cpus: float, gpus: float) -> int:
+        """Number of workers that fit into the free resources."""
+        counts = [
+            int((self.free.get(resource, 0.0) + 1e-6) / need)
+            for resource, need in (("CPU", cpus), ("GPU", gpus))
+            if need
+        ]
+        return min(counts, default=0)
+
+
+def _matches(label: str | None, wanted: str) -> bool:
+    wanted, negated = wanted.removeprefix("!"), wanted.startswith("!")
+    values = [value.strip() for value in wanted[3:-1].split(",")] if wanted.startswith("in(") else [wanted]
+    return (label in values) != negated
+
+
+class NodeWatch:
+    """Reads the nodes of the cluster every `LOOK_S` seconds, in a thread.
+
+    Args:
+        on_lost: called once, after `LOST_S` seconds without an answer; `lost` is then the error to raise.
+    """
+
+    def __init__(self, on_lost: Callable[[], object] = lambda: None) -> None:
+        self.nodes: dict[str, NodeView] = {}
+        self.lost: ClusterLost | None = None
+        self._on_lost = on_lost
+        self._names: dict[str, str] = {}  # includes dead nodes
+        self._looked = asyncio.Condition()
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self.nodes = await blocking(look, awaited="the nodes of the cluster", timeout_s=LOOK_TIMEOUT_S)
+        self._task = asyncio.create_task(self._watch(), name="nodes of the cluster")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def changed(self, timeout_s: float) -> None:
+        """Wait until the nodes have been read again."""
+        async with self._looked:
+            try:
+                await asyncio.wait_for(self._looked.wait(), timeout_s)
+            except TimeoutError:
+                return
+
+    def fitting(self, selector: Mapping[str, str]) -> list[NodeView]:
+        return [node for node in self.nodes.values() if node.fits(selector)]
+
+    def name(self, node_id: str) -> str:
+        """Name of a live or dead node."""
+        return self._names.get(node_id, node_id[:8])
+
+    async def _watch(self) -> None:
+        seen_s = time.monotonic()
+        while True:
+            self._names |= {node.node_id: node.name for node in self.nodes.values()}
+            await asyncio.sleep(LOOK_S)
+            try:
+                timeout_s = min(LOOK_TIMEOUT_S, seen_s + LOST_S - time.monotonic())
+                self.nodes = await blocking(look, awaited="the nodes of the cluster", timeout_s=max(LOOK_S, timeout_s))
+            except Exception:  # noqa: BLE001 - the cluster is either busy or lost
+                silent_s = time.monotonic() - seen_s
+                if silent_s < LOST_S:
+                    continue
+                self.lost = cluster_lost(silent_s)
+                self._on_lost()
+                return
+            seen_s = time.monotonic()
+            async with self._looked:
+                self._looked.notify_all()
+
+
+def cluster_lost(silent_s: float) -> ClusterLost:
+    return ClusterLost(
+        f"the Ray cluster has not answered for {silent_s:.0f} s: its head (the process `gcs_server`) died or cannot be "
+        f"reached\n  check that its machine is up and has free memory; then {RESUME_HINT}"
+    )
+
+
+def look() -> dict[str, NodeView]:
+    """The live nodes by id. Blocks."""
+    free, drains = free_resources(), drain_deadlines()
+    return {
+        node["NodeID"]: NodeView(
+            node_id=node["NodeID"],
+            name=node["NodeName"] if node["NodeName"] != node["NodeManagerAddress"] else node["NodeManagerHostname"],
+            labels=node["Labels"],
+            free=free.get(node["NodeID"], {}),
+            drains_unix_s=drains.get(node["NodeID"]),
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    }

@@ -1,8 +1,8 @@
-"""A Ray cluster on this machine that ends with the process that started it, however that process ends.
+"""Program that holds a Ray cluster on this machine and ends it with the process that started it, even after kill -9.
 
-Run as a program with one line of JSON (`Keep`) on standard input; it answers with one line (`Kept`) and stays until its
-input closes or its parent is gone. Ray's servers die with whoever started them, but their helpers and busy actors stay
-for a minute or more. This process adopts what is orphaned below it and ends it all within a fraction of a second.
+It reads one line of JSON (`Keep`) from standard input, answers with one line (`Kept`), and runs until its input closes
+or its parent dies. Ray's own servers exit with the process that started them, but their helpers and busy actors remain
+for a minute or more. The keeper is the subreaper of all these processes, and kills them within a fraction of a second.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from ray._private.node import Node
-from ray._private.parameter import RayParams
 
 from tidemill.core.records import Record
+from tidemill.runtime.cluster.ray_internals import start_head, start_node
 
 PR_SET_CHILD_SUBREAPER = 36
-LOOK_S = 1.0
-"""How often the parent is looked for; a closed input is seen at once."""
+PARENT_CHECK_S = 1.0
+"""Interval of the checks for the parent; a closed input is noticed at once."""
 
 
 class LocalNode(Record):
@@ -37,22 +36,22 @@ class LocalNode(Record):
     cpus: float
     gpus: float
     labels: dict[str, str]
-    visible_gpus: str | None = None  # CUDA_VISIBLE_DEVICES of what runs on it
+    visible_gpus: str | None = None  # CUDA_VISIBLE_DEVICES of its processes
 
 
 class Keep(Record):
-    """What to start; the first node is the head."""
+    """The cluster to start; the first node is the head."""
 
     nodes: tuple[LocalNode, ...]
     object_store_bytes: int  # of each node
 
 
 class Kept(Record):
-    """Where it is, or why it is not."""
+    """The started cluster, or the error."""
 
     address: str = ""
     error: str = ""
-    folder: str = ""  # with all its files: for whoever outlives the keeper to remove
+    folder: str = ""  # holds all its files; to be removed if the keeper is killed
 
 
 def main() -> int:
@@ -61,36 +60,36 @@ def main() -> int:
     keep = msgspec.json.decode(sys.stdin.buffer.readline(), type=Keep)
     folder = tempfile.mkdtemp(prefix="tidemill-ray-")
     watching = threading.Thread(target=_end_with, args=(parent, folder), daemon=True)
-    watching.start()  # before anything else: whoever asked may be gone before the cluster is up
+    watching.start()  # first, because the parent may die before the cluster is up
     try:
-        # Ray lets everybody into its own folder and those below it; nobody else comes through this one.
+        # Ray makes its own folder accessible to all users; this one is not.
         kept = start(keep, temp_dir=f"{folder}/ray", folder=folder)
         sys.stdout.buffer.write(msgspec.json.encode(kept) + b"\n")
         sys.stdout.buffer.flush()
         if not kept.error:
             watching.join()
     finally:
-        _end_all()
+        _kill_descendants()
         shutil.rmtree(folder, ignore_errors=True)
     return 0
 
 
 def _end_with(parent: int, folder: str) -> None:
-    """End it all once the input closes or the parent is gone, whatever the main thread is doing."""
+    """End the cluster and this process once the input closes or the parent dies, whatever the main thread does."""
     while os.getppid() == parent:
-        readable, _, _ = select.select([sys.stdin], [], [], LOOK_S)
+        readable, _, _ = select.select([sys.stdin], [], [], PARENT_CHECK_S)
         if readable:
             break
-    _end_all()
+    _kill_descendants()
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 
 
-def _end_all() -> None:
-    """Kill every process below this one. The children of the dead become its own, until there are none."""
+def _kill_descendants() -> None:
+    """Kill the children of this process until none is left; as subreaper it inherits the children of the killed."""
     while children := _children():
         for child in children:
-            with suppress(ProcessLookupError):  # the main thread, in the middle of a start, may have waited for it
+            with suppress(ProcessLookupError):  # the main thread may have waited for it
                 os.kill(child, signal.SIGKILL)
         for child in children:
             with suppress(ChildProcessError):
@@ -100,34 +99,13 @@ def _end_all() -> None:
 def _children() -> list[int]:
     found: list[int] = []
     for task in Path(f"/proc/{os.getpid()}/task").iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that ended; its children are another's now
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread ended; its children moved to another
             found += map(int, (task / "children").read_text().split())
     return found
 
 
-SYSTEM: dict[str, Any] = {
-    # A raylet that is gone refuses the connection and is given up after three tries; one that is slow has its time.
-    "health_check_initial_delay_ms": 1000,
-    "health_check_period_ms": 300,
-    "health_check_timeout_ms": 5000,
-    "health_check_failure_threshold": 3,
-    # A call whose actor vanished with its node fails without waiting for the verdict on the node.
-    "timeout_ms_task_wait_for_death_info": 200,
-    # A stopped process is ended, and its place free, this long after it was told to end.
-    "kill_worker_timeout_milliseconds": 1000,
-    "enable_worker_prestart": False,
-    "prestart_worker_first_driver": False,
-}
-
-
-class _Head(Node):  # type: ignore[misc]
-    def start_api_server(self, *, include_dashboard: bool | None, raise_on_failure: bool) -> None:
-        """No dashboard: nobody looks at it, and it costs a second and 90 MB."""
-        self._webui_url = ""
-
-
 def start(keep: Keep, *, temp_dir: str, folder: str) -> Kept:
-    """Start every node; what runs already when one fails is the caller's to end."""
+    """Start all nodes. If one fails, the caller ends those that already run."""
     common: dict[str, Any] = {
         "node_ip_address": "127.0.0.1",
         "object_store_memory": keep.object_store_bytes,
@@ -136,20 +114,17 @@ def start(keep: Keep, *, temp_dir: str, folder: str) -> Kept:
         "max_worker_port": 0,
         "include_log_monitor": False,
     }
-    head: Node | None = None
+    head = None
     try:
         for node in keep.nodes:
             own = {"num_cpus": node.cpus, "num_gpus": node.gpus, "labels": node.labels, "node_name": node.name}
             if node.visible_gpus is not None:
                 own["env_vars"] = {"CUDA_VISIBLE_DEVICES": node.visible_gpus}
             if head is None:
-                params = RayParams(**own, **common, no_monitor=True, include_dashboard=False, _system_config=SYSTEM)
-                head = _Head(params, head=True, shutdown_at_exit=False, spawn_reaper=True)
+                head = start_head(**own, **common)
             else:
-                joining = {"gcs_address": head.gcs_address, "redis_address": head.redis_address, "node_manager_port": 0}
-                params = RayParams(**own, **common, **joining)
-                Node(params, head=False, shutdown_at_exit=False, spawn_reaper=True)
-    except Exception as error:  # noqa: BLE001 - told to the parent, in words
+                start_node(head, **own, **common)
+    except Exception as error:  # noqa: BLE001 - reported to the parent
         return Kept(error=f"{type(error).__name__}: {error}")
     assert head is not None
     return Kept(address=head.gcs_address, folder=folder)

@@ -1,35 +1,70 @@
-"""A run on Ray: the driver has the controller, the task and the tokenizer; everything that computes is an actor."""
+"""The Ray runtime: the driver runs the controller, actors compute, and workers run on leases of the cluster's nodes."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
+import math
+import time
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from tidemill.config.pool import RayPool
+import torch
+from ray.autoscaler.sdk import request_resources
+
+from tidemill.config.pool import RayConfig, RayPool
 from tidemill.config.schema import RunSpec
+from tidemill.core.errors import UserError
+from tidemill.core.formatting import counted
 from tidemill.core.protocols import Clock, Provider, Reader
-from tidemill.envs.text.text_task import Task
+from tidemill.core.records import Lease, LeaseEnded, LeaseEvent, LeaseGranted, LeaseNoticed
 from tidemill.models.catalog import resolve
 from tidemill.models.codec import load_codec
 from tidemill.models.folder import refuse_reward_model, stored_tensors
 from tidemill.models.snapshots import shell_files, stored_context_limit
-from tidemill.runtime.backend import RuntimeBackend, is_elastic, probe_sequence, scheduled_provider
-from tidemill.runtime.cluster.actors import placed
-from tidemill.runtime.cluster.connection import connected, reserved_selector, selector_of
-from tidemill.runtime.cluster.nodes import NodeWatch, RayProvider
-from tidemill.runtime.cluster.ray_calls import Remote, trainer_lost
+from tidemill.pool.provider import BackOff
+from tidemill.runtime.backend import (
+    Runtime,
+    RuntimeBackend,
+    is_elastic,
+    probe_sequence,
+    scheduled_provider,
+    scorers,
+)
+from tidemill.runtime.cluster.connection import (
+    NodeView,
+    NodeWatch,
+    connected,
+    local_nodes,
+    reserved_selector,
+    selector_of,
+)
+from tidemill.runtime.cluster.ray_calls import (
+    ActorResources,
+    Remote,
+    blocking,
+    encode,
+    placed,
+    spec_to_send,
+    trainer_lost,
+)
 from tidemill.runtime.cluster.ray_critic import CriticActor
 from tidemill.runtime.cluster.ray_reader import RayReader, ReaderProcess
-from tidemill.runtime.cluster.ray_trainer import UNTIL_GIVEN_UP, RayCheckpoints, RayPublisher, RayTrainer, TrainerActor
-from tidemill.runtime.cluster.ray_worker import RayHost, RayWorker
-from tidemill.runtime.cluster.wire import Started, TrainerPlan, WorkerPlan, encode, spec_to_send
+from tidemill.runtime.cluster.ray_trainer import (
+    NO_DEADLINE,
+    RayCheckpoints,
+    RayPublisher,
+    RayTrainer,
+    Started,
+    TrainerActor,
+    TrainerPlan,
+)
+from tidemill.runtime.cluster.ray_worker import RayHost, RayWorker, WorkerPlan
 from tidemill.runtime.compute import collected_rarely
-from tidemill.runtime.model_bundle import fitting_task
-from tidemill.runtime.readers import Readers, reward_reader
+from tidemill.runtime.model_bundle import check_vocabularies, fitting_task
+from tidemill.runtime.readers import Readers, check_reward_models, reward_reader
 from tidemill.telemetry.events import READER_RESTART
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory
@@ -39,94 +74,116 @@ LOAD_S = 900.0
 
 @asynccontextmanager
 async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Clock) -> AsyncIterator[RuntimeBackend]:
-    """Implements `OpenMachinery`.
+    """Implements `OpenBackend`.
 
     Raises:
-        UserError: the model, the task, the pool or the cluster cannot be had.
+        UserError: the model, the task, a reward, the pool or the cluster cannot be used.
     """
+    check_reward_models(spec, progress=recorder.note)
     refuse_reward_model(spec.model.source)
     folder = resolve(spec.model, progress=recorder.note)
     codec, limit = load_codec(folder), stored_context_limit(folder)
     task = fitting_task(spec, codec, limit=limit)
-    provider = scheduled_provider(spec, run, clock, tell=recorder.note)
+    provider: Provider | None = scheduled_provider(spec, run, clock, log=recorder.note)
+    model_bytes = sum(tensor.nbytes for tensor in stored_tensors(folder).values())
     async with AsyncExitStack() as stack:
         stack.enter_context(collected_rarely())
-        nodes = await stack.enter_async_context(connected(spec, model_bytes=_stored_bytes(folder), tell=recorder.note))
-        reserved = reserved_selector(spec.ray, selector_of(spec.pool))
-        handle, critic = await stack.enter_async_context(_reserved_side(spec, reserved))
-        remote = Remote(handle, gone=trainer_lost, where=lambda: "")
+        nodes = await stack.enter_async_context(connected(spec, model_bytes=model_bytes, log=recorder.note))
+        preemptible = selector_of(spec.pool)
+        reserved = reserved_selector(spec.ray, preemptible)
+        resources = ActorResources(spec.ray.trainer_cpus, spec.ray.trainer_gpus, "ray.trainer")
+        handle = await stack.enter_async_context(placed(TrainerActor, "trainer", resources, reserved))
+        critic = None
+        if spec.algorithm.needs_critic and spec.placement.critic == "actor":
+            resources = ActorResources(spec.placement.actor_cpus, spec.placement.actor_gpus, "placement.actor")
+            critic = await stack.enter_async_context(placed(CriticActor, "critic", resources, reserved))
+        remote = Remote(handle, lost=trainer_lost)
+        plan = TrainerPlan(
+            spec=spec_to_send(spec, folder),
+            checkpoints=str(run.checkpoints.resolve()),
+            prompt_tokens=task.longest_prompt_tokens,
+            probe_ids=probe_sequence(task.source) if is_elastic(spec) else b"",
+        )
         started, readers = await asyncio.gather(
-            _start_trainer(remote, spec, run, folder, task, critic),
+            remote.call("start", encode(plan), critic, kind=Started, timeout_s=LOAD_S),
             _start_readers(remote, spec, folder, reserved, recorder, stack),
         )
-        trainer = RayTrainer(remote, started)
-        backend = RuntimeBackend(
+        host = publisher = None
+        if is_elastic(spec):
+            host = RayHost(
+                WorkerPlan(
+                    spec=spec_to_send(spec, folder),
+                    prompt_tokens=task.longest_prompt_tokens,
+                    dtype=started.dtype,
+                    threads=max(1, int(spec.ray.worker_cpus)),
+                    cloud_notices=bool(spec.ray.address),
+                ),
+                spec.ray,
+                nodes,
+                files=shell_files(folder),
+                publisher=handle,
+                preemptible=preemptible,
+                reserved=reserved,
+                start_s=spec.fleet.join_timeout_s,
+                notify_drains=provider is not None,
+            )
+            stack.push_async_callback(host.close)
+            publisher = RayPublisher(remote)
+            if isinstance(spec.pool, RayPool):
+                provider = RayProvider(
+                    spec.pool,
+                    spec.ray,
+                    nodes,
+                    clock=clock,
+                    session=run.past.count + 1,
+                    price_usd_per_hour=spec.fleet.preemptible_usd_per_hour,
+                )
+                stack.push_async_callback(provider.close)
+        scorer, eval_scorer = scorers(spec, task, readers=readers)
+        stack.push_async_callback(scorer.close)
+        stack.push_async_callback(eval_scorer.close)
+        trainer = RayTrainer(remote, started.version)
+        yield RuntimeBackend(
             trainer=trainer,
             checkpoints=RayCheckpoints(remote, trainer, warn=recorder.note),
             local=RayWorker(remote, owned=False),
             task=task,
             codec=codec,
+            scorer=scorer,
+            eval_scorer=eval_scorer,
             threads=started.threads,
-            about=_about(started),
+            device_info=started.device_info,
+            provider=provider,
+            host=host,
+            publisher=publisher,
             readers=readers,
         )
-        if is_elastic(spec):
-            plan = WorkerPlan(
-                spec=spec_to_send(spec, folder),
-                prompt_tokens=task.longest_prompt_tokens,
-                dtype=started.dtype,
-                threads=max(1, int(spec.ray.worker_cpus)),
-                cloud_notices=bool(spec.ray.address),
-            )
-            host = RayHost(
-                plan,
-                spec.ray,
-                nodes,
-                files=shell_files(folder),
-                publisher=handle,
-                preemptible=selector_of(spec.pool),
-                reserved=reserved,
-                start_s=spec.fleet.join_timeout_s,
-                tells_drains=provider is not None,
-            )
-            stack.push_async_callback(host.close)
-            if isinstance(spec.pool, RayPool):
-                provider = _node_provider(spec, spec.pool, nodes, run, clock)
-                stack.push_async_callback(provider.close)
-            backend = _elastic(backend, host, provider, RayPublisher(remote))
-        yield backend
 
 
-def _about(started: Started) -> dict[str, Any]:
-    critic = {"critic_device": started.critic_device} if started.critic_device else {}
-    return {"device": started.device, "threads": started.threads, "autocast": started.autocast} | critic
+def _check_devices(spec: RunSpec) -> None:
+    """Check that this machine has the GPUs of a local cluster; on another cluster the actors check."""
+    if spec.ray.address:
+        return
+    needed, present = sum(math.ceil(node.gpus) for node in local_nodes(spec)), torch.cuda.device_count()
+    if needed > present:
+        gpus = {
+            "ray.trainer_gpus": spec.ray.trainer_gpus,
+            "ray.worker_gpus": spec.ray.worker_gpus,
+            "placement.actor_gpus": spec.placement.actor_gpus,
+        }
+        raise UserError(
+            f"the run needs {counted(needed, 'GPU')}, and this machine has {present}",
+            where=", ".join(key for key, count in gpus.items() if count),
+            hint="set it to 0 to compute on the CPU, or see `tidemill doctor`",
+        )
 
 
-def _elastic(
-    backend: RuntimeBackend, host: RayHost, provider: Provider | None, publisher: RayPublisher
-) -> RuntimeBackend:
-    return replace(backend, host=host, provider=provider, publisher=publisher)
+def _check(spec: RunSpec) -> None:
+    _check_devices(spec)
+    check_vocabularies(spec)
 
 
-def _node_provider(spec: RunSpec, pool: RayPool, nodes: NodeWatch, run: RunDirectory, clock: Clock) -> RayProvider:
-    price, session = spec.fleet.preemptible_usd_per_hour, run.past.count + 1
-    return RayProvider(pool, spec.ray, nodes, clock=clock, session=session, price_usd_per_hour=price)
-
-
-def _stored_bytes(folder: Path) -> int:
-    return sum(tensor.nbytes for tensor in stored_tensors(folder).values())
-
-
-async def _start_trainer(
-    remote: Remote, spec: RunSpec, run: RunDirectory, folder: Path, task: Task, critic: Any
-) -> Started:
-    plan = TrainerPlan(
-        spec=spec_to_send(spec, folder),
-        checkpoints=str(run.checkpoints.resolve()),
-        prompt_tokens=task.longest_prompt_tokens,
-        probe_ids=probe_sequence(task.source) if is_elastic(spec) else b"",
-    )
-    return await remote.call("start", encode(plan), critic, kind=Started, timeout_s=LOAD_S)
+RAY = Runtime(check=_check, check_devices=_check_devices, open=on_ray)
 
 
 async def _start_readers(
@@ -137,58 +194,160 @@ async def _start_readers(
     recorder: Recorder,
     stack: AsyncExitStack,
 ) -> Readers:
-    """The models that read sample by sample, each where `spec.placement` puts it; `stack` ends them."""
+    """Start the models that read sample by sample where `spec.placement` puts them; `stack` ends them."""
 
-    async def started(who: str, reward_model: Path | None) -> RayReader:
+    async def start(role: str, reward_model: Path | None) -> RayReader:
         process = ReaderProcess(
-            spec, who=who, reward_model=reward_model, folder=folder, selector=selector,
-            tell=lambda who, cause: recorder.event(READER_RESTART, who=who, cause=cause),
-        )  # fmt: skip
+            spec,
+            role=role,
+            reward_model=reward_model,
+            folder=folder,
+            selector=selector,
+            on_restart=lambda role, cause: recorder.event(READER_RESTART, who=role, cause=cause),
+        )
         stack.push_async_callback(process.close)
         return await process.start()
 
     placement, folders = spec.placement, spec.scoring.model_folders
     rewards: dict[Path, Reader] = {}
     if placement.reward_model == "actor":
-        found = await asyncio.gather(*(started("reward model", reward_model) for reward_model in folders))
+        found = await asyncio.gather(*(start("reward model", reward_model) for reward_model in folders))
         rewards = dict(zip(folders, found, strict=True))
     elif spec.reading.ahead:
         rewards = {reward_model: reward_reader(spec, reward_model) for reward_model in folders}
     reference: Reader | None = None
     if spec.algorithm.kl_beta and placement.reference == "actor":
-        reference = await started("reference", None)
+        reference = await start("reference", None)
     elif spec.algorithm.kl_beta and spec.reading.ahead:
-        reference = RayReader(trainer, read_s=UNTIL_GIVEN_UP)  # it reads between two batches that it learns from
-    for reader in (*rewards.values(), *([reference] if reference else ())):
+        reference = RayReader(trainer, read_s=NO_DEADLINE)  # the trainer reads between two of its batches
+    readers = Readers(rewards=rewards, reference=reference)
+    for reader in readers.all:
         stack.push_async_callback(reader.close)
-    return Readers(rewards=rewards, reference=reference)
+    return readers
 
 
-@asynccontextmanager
-async def _reserved_side(spec: RunSpec, selector: dict[str, str]) -> AsyncIterator[tuple[Any, Any]]:
-    """The trainer, and the critic where that has a process of its own, else None."""
-    config, placement = spec.ray, spec.placement
-    async with AsyncExitStack() as stack:
-        trainer = await stack.enter_async_context(
-            placed(
-                TrainerActor,
-                cpus=config.trainer_cpus,
-                gpus=config.trainer_gpus,
-                selector=selector,
-                who="trainer",
-                keys=("ray.trainer_cpus", "ray.trainer_gpus"),
+AUTOSCALER_S = 10.0
+
+
+class RayProvider:
+    """Implements `core.protocols.Provider`: one lease for each worker that fits on a matching node, in the order in
+    which nodes appear. Wanting fewer workers ends no lease.
+
+    Args:
+        session: number of the run's session; part of lease ids.
+        unix_s: the wall clock, which the deadlines of draining nodes refer to.
+    """
+
+    def __init__(
+        self,
+        pool: RayPool,
+        config: RayConfig,
+        nodes: NodeWatch,
+        *,
+        clock: Clock,
+        session: int,
+        price_usd_per_hour: float = 0.0,
+        back_off: BackOff | None = None,
+        unix_s: Callable[[], float] = time.time,
+    ) -> None:
+        self._pool, self._config, self._nodes = pool, config, nodes
+        self._clock, self._session, self._price, self._unix_s = clock, session, price_usd_per_hour, unix_s
+        self._back_off = back_off or BackOff()
+        self._wanted = pool.max_workers
+        self._places: dict[str, int] = {}  # workers that fit, by node
+        self._held: dict[str, Lease] = {}
+        self._noticed: set[str] = set()  # nodes
+        self._failures: Counter[str] = Counter()  # consecutive releases, by node
+        self._retry_s: dict[str, float] = {}  # on the run's clock, by node
+        self._events = deque[LeaseEvent]()
+        self._granted = 0
+        self._requesting: asyncio.Task[None] | None = None
+
+    def want(self, workers: int) -> None:
+        wanted = min(workers, self._pool.max_workers)
+        if wanted != self._wanted or self._requesting is None:
+            self._wanted = wanted
+            self._requesting = asyncio.create_task(self._request_nodes(wanted), name="autoscaler")
+
+    async def next_event(self, timeout_s: float) -> LeaseEvent | None:
+        deadline_s = self._clock.now() + timeout_s
+        while True:
+            self._update()
+            if self._events:
+                return self._events.popleft()
+            left_s = deadline_s - self._clock.now()
+            if left_s <= 0:
+                return None
+            await self._nodes.changed(left_s)
+
+    async def release(self, lease_id: str) -> None:
+        lease = self._held.pop(lease_id, None)
+        if lease is None:
+            return  # its node is gone
+        now_s, node = self._clock.now(), lease.node
+        if now_s - lease.start_s >= self._back_off.settled_s:
+            self._failures[node] = 0
+        self._retry_s[node] = now_s + self._back_off.after(self._failures[node])
+        self._failures[node] += 1
+
+    async def close(self) -> None:
+        """Withdraw the request for nodes, unless the cluster is lost."""
+        if self._requesting is not None and self._nodes.lost is None:
+            await asyncio.gather(self._requesting, return_exceptions=True)
+            await self._request_nodes(0)
+
+    def _update(self) -> None:
+        live = {node.node_id: node for node in self._nodes.fitting(self._pool.selector)}
+        for lease in [lease for lease in self._held.values() if lease.node not in live]:
+            cause = f"its node {self._nodes.name(lease.node)} is gone"
+            self._events.append(LeaseEnded(lease_id=lease.lease_id, cause=cause))
+            del self._held[lease.lease_id]
+        for gone in self._places.keys() - live.keys():
+            del self._places[gone]
+        for node in live.values():
+            if node.drains_unix_s is not None:
+                self._notice(node, node.drains_unix_s)
+            else:
+                self._grant_on(node)
+
+    def _notice(self, node: NodeView, drains_unix_s: float) -> None:
+        if node.node_id in self._noticed:
+            return
+        self._noticed.add(node.node_id)
+        deadline_s = self._clock.now() + drains_unix_s - self._unix_s()
+        for lease in self._held_on(node):
+            cause = f"its node {node.name} is being drained"
+            self._events.append(LeaseNoticed(lease_id=lease.lease_id, deadline_s=deadline_s, cause=cause))
+
+    def _grant_on(self, node: NodeView) -> None:
+        held = len(self._held_on(node))
+        if held == 0:  # count only resources that other programs leave free
+            self._places[node.node_id] = node.places(self._config.worker_cpus, self._config.worker_gpus)
+        if self._clock.now() < self._retry_s.get(node.node_id, -math.inf):
+            return
+        for _ in range(self._places[node.node_id] - held):
+            if len(self._held) >= self._wanted:
+                return
+            self._granted += 1
+            lease = Lease(
+                lease_id=f"lease-{self._session}-{self._granted}",
+                worker_id=f"{node.name}-{self._granted}",
+                kind="preemptible",
+                price_usd_per_hour=self._price,
+                start_s=self._clock.now(),
+                node=node.node_id,
             )
-        )
-        critic = None
-        if spec.algorithm.needs_critic and placement.critic == "actor":
-            critic = await stack.enter_async_context(
-                placed(
-                    CriticActor,
-                    cpus=placement.actor_cpus,
-                    gpus=placement.actor_gpus,
-                    selector=selector,
-                    who="critic",
-                    keys=("placement.actor_cpus", "placement.actor_gpus"),
-                )
-            )
-        yield trainer, critic
+            self._held[lease.lease_id] = lease
+            self._events.append(LeaseGranted(lease=lease))
+
+    def _held_on(self, node: NodeView) -> list[Lease]:
+        return [lease for lease in self._held.values() if lease.node == node.node_id]
+
+    async def _request_nodes(self, workers: int) -> None:
+        """Ask the autoscaler for nodes; without an autoscaler the request has no effect."""
+        need = {"CPU": self._config.worker_cpus, "GPU": self._config.worker_gpus}
+        bundles = [{resource: amount for resource, amount in need.items() if amount}] * workers
+        with suppress(Exception):  # the run continues with the nodes it has
+            selectors = [self._pool.selector] * workers
+            request = partial(request_resources, bundles=bundles, bundle_label_selectors=selectors)
+            await blocking(request, awaited="the autoscaler's answer", timeout_s=AUTOSCALER_S)

@@ -1,4 +1,4 @@
-"""The critic in an actor."""
+"""The critic in an actor, so that it trains at the same time as the policy."""
 
 from __future__ import annotations
 
@@ -19,16 +19,31 @@ from tidemill.core.errors import TidemillError, TrainerLost, UserError
 from tidemill.core.records import Record
 from tidemill.models.catalog import resolve
 from tidemill.models.token_tree import TokenTree
-from tidemill.runtime.cluster.ray_calls import describe_ray_error, trainer_lost
-from tidemill.runtime.cluster.wire import CriticPlan, answered, decode, encode, read_answer
-from tidemill.runtime.compute import choose_device, choose_precision, require_reserved_gpus
+from tidemill.runtime.cluster.ray_calls import (
+    answering,
+    decode,
+    describe_ray_error,
+    encode,
+    read_answer,
+    require_reserved_gpus,
+    trainer_lost,
+)
+from tidemill.runtime.compute import choose_device, choose_precision
 from tidemill.runtime.model_bundle import FrozenModels, build_model_critic
 from tidemill.trainer.critic import Deferred, ModelCritic
 from tidemill.trainer.packing import Microbatch
 
 
+class CriticPlan(Record):
+    """Arguments of `CriticActor.start`."""
+
+    spec: str  # a RunSpec as JSON
+    threads: int  # inside one operation
+    probe_file: str  # just created by the trainer in the checkpoint folder
+
+
 class SentTokens(Record):
-    """N nodes, of which H predict the T trained tokens."""
+    """A microbatch: a tree of N nodes, of which H predict the T trained tokens."""
 
     token_ids: bytes  # int64 [N]
     depths: bytes  # int64 [N]
@@ -40,16 +55,16 @@ class SentTokens(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceivedTokens:
-    """Implements `trainer.critic.Weighed`."""
+    """Implements `trainer.critic.Weighed`: a microbatch on the critic's device."""
 
-    tree: TokenTree  # without paths: no sample is looked for
+    tree: TokenTree  # without paths, which values do not need
     head_nodes: Tensor
     head_rows: Tensor
-    targets: Tensor  # not known here, and of no meaning to a value
+    targets: Tensor  # zeros; values do not depend on them
     weights: Tensor
 
 
-def sent(microbatch: Microbatch) -> SentTokens:
+def pack_microbatch(microbatch: Microbatch) -> SentTokens:
     tree = microbatch.tree
     return SentTokens(
         token_ids=tree.token_ids.tobytes(),
@@ -61,8 +76,7 @@ def sent(microbatch: Microbatch) -> SentTokens:
     )
 
 
-def received(tokens: SentTokens, device: torch.device) -> ReceivedTokens:
-    """On the critic's device, bit for bit."""
+def unpack_microbatch(tokens: SentTokens, device: torch.device) -> ReceivedTokens:
     rows = _array(tokens.head_rows, np.int64)
     return ReceivedTokens(
         tree=TokenTree(
@@ -83,34 +97,34 @@ def to_bytes(tensor: Tensor) -> bytes:
 
 
 def floats(blob: bytes, device: torch.device) -> Tensor:
-    """float32, as many as there are."""
+    """A float32 vector."""
     return torch.from_numpy(_array(blob, np.float32)).to(device)
 
 
 def _array(blob: bytes, dtype: type[np.generic]) -> npt.NDArray[Any]:
-    return np.frombuffer(blob, dtype).copy()  # torch wants memory that may be written
+    return np.frombuffer(blob, dtype).copy()  # copied because torch needs writable memory
 
 
 T = TypeVar("T")
 
 ANSWER_S = 7200.0
-"""As long as the controller waits for a step of the trainer."""
+"""The deadline that the controller has for a step of the trainer."""
 
 
 class RayCritic:
-    """Implements `trainer.critic.Critic` over a `CriticActor`, for the thread that the trainer computes on.
+    """Implements `trainer.critic.Critic` with a `CriticActor`; used on the trainer's compute thread.
 
-    What it learns is waited for only with the metrics of a step: policy and critic learn at the same time.
+    Only the metrics of a step wait for the critic's updates, so policy and critic train at the same time.
     """
 
-    elsewhere = True
+    remote = True
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
-        self._learning: list[Deferred[None]] = []  # since the last step
+        self._updates: list[Deferred[None]] = []  # since the last step
 
     def start(self, spec: str, *, threads: int, checkpoints: Path) -> str:
-        """Load its model; returns the device that it is on.
+        """Load the critic's model; returns its device.
 
         Args:
             spec: a RunSpec as JSON.
@@ -118,78 +132,86 @@ class RayCritic:
             checkpoints: a folder that both processes must see.
 
         Raises:
-            UserError: the model cannot be had there, or the folder is not seen.
+            UserError: the model cannot be loaded there, or the actor does not see the folder.
         """
         checkpoints.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=checkpoints, prefix=".seen-") as seen:
-            plan = CriticPlan(spec=spec, threads=threads, seen=seen.name)
-            return self._ask("start", encode(plan), kind=str)()
+        with tempfile.NamedTemporaryFile(dir=checkpoints, prefix=".seen-") as probe:
+            plan = CriticPlan(spec=spec, threads=threads, probe_file=probe.name)
+            return self._call("start", encode(plan), kind=str)()
 
     def values(self, microbatch: Microbatch) -> Deferred[Tensor]:
-        asked, device = self._ask("values", encode(sent(microbatch)), kind=bytes), microbatch.targets.device
-        return lambda: floats(asked(), device)
+        values, device = (
+            self._call("values", encode(pack_microbatch(microbatch)), kind=bytes),
+            microbatch.targets.device,
+        )
+        return lambda: floats(values(), device)
 
     def learn(self, microbatch: Microbatch, returns_T: Tensor, values_T: Tensor) -> None:
-        figures = (to_bytes(returns_T), to_bytes(values_T))
-        self._learning.append(self._ask("learn", encode(sent(microbatch)), *figures, kind=type(None)))
+        targets = (to_bytes(returns_T), to_bytes(values_T))
+        self._updates.append(self._call("learn", encode(pack_microbatch(microbatch)), *targets, kind=type(None)))
 
     def step(self, denominator: float) -> Deferred[dict[str, float]]:
-        learning, self._learning = self._learning, []
-        stepped = self._ask("step", float(denominator), kind=dict[str, float])
+        updates, self._updates = self._updates, []
+        stepped = self._call("step", float(denominator), kind=dict[str, float])
 
         def metrics() -> dict[str, float]:
-            for learned in learning:
-                learned()
+            for update in updates:
+                update()
             return stepped()
 
         return metrics
 
     def state_bytes(self) -> int:
-        return self._ask("state_bytes", kind=int)()
+        return self._call("state_bytes", kind=int)()
 
     def write_state(self, directory: Path) -> None:
-        written = self._ask("write_state", str(directory.resolve()), kind=list[str])()
+        written = self._call("write_state", str(directory.resolve()), kind=list[str])()
         if missing := [name for name in written if not (directory / name).exists()]:
-            raise TidemillError(f"the critic wrote {missing[0]}, and the trainer does not see it in {directory}")
+            raise TidemillError(f"the critic wrote {missing[0]}, but the trainer does not see it in {directory}")
 
     def read_state(self, directory: Path) -> None:
-        self._ask("read_state", str(directory.resolve()), kind=type(None))()
+        self._call("read_state", str(directory.resolve()), kind=type(None))()
 
-    def _ask(self, method: str, *args: object, kind: type[T]) -> Deferred[T]:
-        """Begin a call; the promise raises what it raised, or TrainerLost where its process is gone."""
+    def _call(self, method: str, *args: object, kind: type[T]) -> Deferred[T]:
+        """Start a call. The deferred result raises what the method raised, or TrainerLost if the actor died."""
         reference = getattr(self._handle, method).remote(*args)
 
         def answer() -> T:
             try:
                 return read_answer(ray.get(reference, timeout=ANSWER_S), kind)
             except GetTimeoutError as error:
-                raise _lost(f"it has not answered `{method}` for {ANSWER_S:.0f} s", "look at its machine") from error
+                raise _critic_lost(f"no answer to `{method}` within {ANSWER_S:.0f} s", "check its machine") from error
             except RayError as error:
-                raise _lost(*describe_ray_error(error, "")) from error
+                raise _critic_lost(*describe_ray_error(error, "")) from error
 
         return answer
 
 
-def _lost(cause: str, hint: str) -> TrainerLost:
-    return trainer_lost(cause, hint, who="critic")
+def _critic_lost(cause: str, hint: str) -> TrainerLost:
+    return trainer_lost(cause, hint, role="critic")
 
 
 class CriticActor:
-    """Behind `critic.RayCritic`. Its methods are no coroutines: what the trainer asks for is done in that order."""
+    """Serves a `RayCritic`. Its methods are not coroutines, so that Ray runs them in the order of the calls."""
 
     def __init__(self) -> None:
         self._critic: ModelCritic | None = None
         self._device = torch.device("cpu")
 
-    @answered
+    @answering
     def start(self, plan: bytes) -> str:
-        """Load the model; returns the device that it is on.
+        """Load the model; returns its device.
 
         Raises:
-            UserError: it cannot be had here, or this machine does not see the run directory.
+            UserError: it cannot be loaded, or this machine does not see the run directory.
         """
         planned = decode(plan, CriticPlan)
-        _require_checkpoints(planned)
+        if not Path(planned.probe_file).exists():
+            raise UserError(
+                "the critic's machine does not see the run directory, where checkpoints are written",
+                where="placement.critic",
+                hint='put run.dir on a file system that the machines share, or set placement.critic = "trainer"',
+            )
         spec = RunSpec.model_validate_json(planned.spec)
         torch.set_num_threads(planned.threads)
         require_reserved_gpus(spec.placement.actor_gpus, "placement.actor_gpus")
@@ -204,45 +226,36 @@ class CriticActor:
         )
         return str(self._device)
 
-    @answered
+    @answering
     def values(self, tokens: bytes) -> bytes:
         """float32 [T]"""
-        values_T = self._ready().values(received(decode(tokens, SentTokens), self._device))()
+        values_T = self._started().values(unpack_microbatch(decode(tokens, SentTokens), self._device))()
         return to_bytes(values_T.float())
 
-    @answered
+    @answering
     def learn(self, tokens: bytes, returns: bytes, values: bytes) -> None:
-        microbatch = received(decode(tokens, SentTokens), self._device)
-        self._ready().learn(microbatch, floats(returns, self._device), floats(values, self._device))
+        microbatch = unpack_microbatch(decode(tokens, SentTokens), self._device)
+        self._started().learn(microbatch, floats(returns, self._device), floats(values, self._device))
 
-    @answered
+    @answering
     def step(self, denominator: float) -> dict[str, float]:
-        return self._ready().step(denominator)()
+        return self._started().step(denominator)()
 
-    @answered
+    @answering
     def state_bytes(self) -> int:
-        return self._ready().state_bytes()
+        return self._started().state_bytes()
 
-    @answered
+    @answering
     def write_state(self, directory: str) -> list[str]:
         """The files written, relative to the directory."""
-        self._ready().write_state(Path(directory))
+        self._started().write_state(Path(directory))
         return [str(path.relative_to(directory)) for path in Path(directory).rglob("*") if path.is_file()]
 
-    @answered
+    @answering
     def read_state(self, directory: str) -> None:
-        self._ready().read_state(Path(directory))
+        self._started().read_state(Path(directory))
 
-    def _ready(self) -> ModelCritic:
+    def _started(self) -> ModelCritic:
         if self._critic is None:
             raise TidemillError("this critic has not been started")
         return self._critic
-
-
-def _require_checkpoints(plan: CriticPlan) -> None:
-    if not Path(plan.seen).exists():
-        raise UserError(
-            "the critic's machine does not see the run directory, where checkpoints are written",
-            where="placement.critic",
-            hint='put run.dir on a file system that the machines share, or set placement.critic = "trainer"',
-        )

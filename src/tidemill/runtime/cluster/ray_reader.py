@@ -1,4 +1,4 @@
-"""A reward model or the reference in an actor."""
+"""A reward model or the reference in an actor, which is restarted when it dies."""
 
 from __future__ import annotations
 
@@ -14,99 +14,117 @@ from ray.exceptions import RayError
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import ReaderLost, TidemillError
 from tidemill.core.protocols import Reader
-from tidemill.core.records import Growth, Read, SampleId, TokenBuffer
+from tidemill.core.records import Growth, Read, Record, SampleId, TokenBuffer
 from tidemill.models.catalog import resolve
 from tidemill.models.loading import load_model
-from tidemill.runtime.cluster.actors import Asked, asked, placed
-from tidemill.runtime.cluster.ray_calls import Remote
-from tidemill.runtime.cluster.wire import ReaderPlan, decode, encode, spec_to_send
-from tidemill.runtime.compute import ComputeThread, choose_device, require_reserved_gpus
-from tidemill.runtime.readers import Counted, LocalReader, reference_reader, reward_reader
+from tidemill.runtime.cluster.ray_calls import (
+    ActorResources,
+    AsyncActor,
+    Remote,
+    decode,
+    encode,
+    lost_message,
+    placed,
+    require_reserved_gpus,
+    served,
+    spec_to_send,
+)
+from tidemill.runtime.compute import ComputeThread, choose_device
+from tidemill.runtime.readers import LocalReader, ReadCounter, reference_reader, reward_reader
 
 
-class ReadingActor(Asked):
-    """Base of the actors behind `reader.RayReader`."""
+class ReaderPlan(Record):
+    """Arguments of `ReaderActor.start_reader`."""
+
+    spec: str  # a RunSpec as JSON
+    threads: int  # inside one operation
+    reward_model: str = ""  # its folder; empty for the reference
+
+
+class ReadingActor(AsyncActor):
+    """Base of actors that serve a `RayReader`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.reader: Reader | None = None
 
-    @asked
+    @served
     async def grow(self, grown: bytes) -> None:
-        self._reading().grow(decode(grown, list[Growth]))
+        self._started_reader().grow(decode(grown, list[Growth]))
 
-    @asked
+    @served
     async def read(self, sample_id: bytes, token_ids: bytes, prompt_tokens: int) -> Read:
-        return await self._reading().read(decode(sample_id, SampleId), token_ids, prompt_tokens)
+        return await self._started_reader().read(decode(sample_id, SampleId), token_ids, prompt_tokens)
 
-    @asked
+    @served
     async def forget(self, sample_ids: bytes) -> None:
-        self._reading().forget(decode(sample_ids, list[SampleId]))
+        self._started_reader().forget(decode(sample_ids, list[SampleId]))
 
-    def _reading(self) -> Reader:
+    def _started_reader(self) -> Reader:
         if self.reader is None:
-            raise TidemillError("this actor reads nothing")
+            raise TidemillError("this actor has no reader")
         return self.reader
 
 
 class ReaderActor(ReadingActor):
-    """One model; it is killed, and another one started where it is lost."""
+    """An actor with one reader."""
 
-    @asked
+    @served
     async def start_reader(self, plan: bytes) -> None:
         """Load the model.
 
         Raises:
-            UserError: the model or the device cannot be had here.
+            UserError: the model or the device cannot be used.
         """
         planned = decode(plan, ReaderPlan)
         spec = RunSpec.model_validate_json(planned.spec)
         torch.set_num_threads(planned.threads)
         require_reserved_gpus(spec.placement.actor_gpus, "placement.actor_gpus")
         compute = ComputeThread("tidemill-reader")
-        self.reader = await compute.run(lambda: _reader(spec, planned.reward_model, compute))
 
+        def load() -> LocalReader:
+            if planned.reward_model:
+                return reward_reader(spec, Path(planned.reward_model), compute)
+            folder = resolve(spec.model, progress=lambda _: None)
+            model = load_model(folder, device=choose_device(spec.trainer)).requires_grad_(False)
+            return reference_reader(spec, model, compute)
 
-def _reader(spec: RunSpec, reward_model: str, compute: ComputeThread) -> LocalReader:
-    if reward_model:
-        return reward_reader(spec, Path(reward_model), compute)
-    folder = resolve(spec.model, progress=lambda _: None)
-    model = load_model(folder, device=choose_device(spec.trainer)).requires_grad_(False)
-    return reference_reader(spec, model, compute)
+        self.reader = await compute.run(load)
 
 
 LOAD_S = 900.0
 READ_S = 600.0
-AT_ONCE = 8
-MOST_RESTARTS = 3
-"""Without a single sample read in between."""
+MAX_READS = 8
+"""Samples that an actor reads at the same time."""
+MAX_RESTARTS = 3
+"""Consecutive restarts without a sample being read."""
 
-Again = Callable[[ReaderLost], Awaitable[Remote]]
-"""Start an actor in place of one that is lost. Raises ReaderLost: there is none to be had."""
+Restart = Callable[[ReaderLost], Awaitable[Remote]]
+"""Starts a replacement for a lost actor. Raises ReaderLost: it cannot be started."""
 
 
-class RayReader(Counted):
-    """Implements `core.protocols.Reader` over an actor that is a `ReadingActor`.
+class RayReader(ReadCounter):
+    """Implements `core.protocols.Reader` with a `ReadingActor`.
 
-    A model that is lost has lost nothing but time: what was under way is asked of the next one.
+    A lost actor is replaced; samples that were being read are read again.
 
     Args:
-        again: None where the actor is another's, whose end is the run's.
-        read_s: how long an actor may take for the `AT_ONCE` samples that it is asked for; then it is lost.
+        restart: None if the actor also trains, so that its end is the end of the run.
+        read_s: deadline for reading `MAX_READS` samples; after it the actor counts as lost.
     """
 
-    def __init__(self, remote: Remote, *, again: Again | None = None, read_s: float = READ_S) -> None:
+    def __init__(self, remote: Remote, *, restart: Restart | None = None, read_s: float = READ_S) -> None:
         super().__init__()
-        self._remote, self._again, self._read_s = remote, again, read_s
-        self._room = asyncio.Semaphore(AT_ONCE)
-        self._starting: asyncio.Task[None] | None = None
+        self._remote, self._restart, self._read_s = remote, restart, read_s
+        self._slots = asyncio.Semaphore(MAX_READS)
+        self._restarting: asyncio.Task[None] | None = None
         self._restarts = 0  # since a sample was read
 
     def grow(self, grown: Sequence[Growth]) -> None:
         self._remote.ask("grow", encode(grown))
 
     async def read(self, sample_id: SampleId, token_ids: TokenBuffer, prompt_tokens: int) -> Read:
-        async with self._room:
+        async with self._slots:
             while True:
                 remote = self._remote
                 try:
@@ -114,108 +132,95 @@ class RayReader(Counted):
                         "read", encode(sample_id), token_ids, prompt_tokens, kind=Read, timeout_s=self._read_s
                     )
                     break
-                except ReaderLost as lost:
-                    await self._another(remote, lost)
+                except ReaderLost as error:
+                    await self._replace(remote, error)
         self._restarts = 0
-        self.note(sample_id, read)
+        self.add(sample_id, read)
         return read
 
     def forget(self, sample_ids: Sequence[SampleId]) -> None:
         self._remote.ask("forget", encode(sample_ids))
 
     async def close(self) -> None:
-        """Start no other; the actor is ended by who made it."""
-        if self._starting is not None:
-            self._starting.cancel()
-            await asyncio.gather(self._starting, return_exceptions=True)
+        """Stop a restart; the code that started the actor ends it."""
+        if self._restarting is not None:
+            self._restarting.cancel()
+            await asyncio.gather(self._restarting, return_exceptions=True)
 
-    async def _another(self, remote: Remote, lost: ReaderLost) -> None:
-        """Another actor in place of `remote`; whoever notices first has it started, for all.
+    async def _replace(self, remote: Remote, error: ReaderLost) -> None:
+        """Wait for the replacement of `remote`; the first caller starts it.
 
         Raises:
-            ReaderLost: there is none, or one after the other died.
+            ReaderLost: it cannot be started, or too many died in a row.
         """
-        if self._remote is remote and self._starting is None:
-            if self._again is None or self._restarts == MOST_RESTARTS:
-                raise lost
+        if self._remote is remote and self._restarting is None:
+            if self._restart is None or self._restarts == MAX_RESTARTS:
+                raise error
             self._restarts += 1
-            self._starting = asyncio.create_task(self._start(self._again, lost), name="a reader again")
-        if self._starting is not None:
-            await asyncio.shield(self._starting)
+            self._restarting = asyncio.create_task(self._start(self._restart, error), name="reader restart")
+        if self._restarting is not None:
+            await asyncio.shield(self._restarting)
 
-    async def _start(self, again: Again, lost: ReaderLost) -> None:
-        self._remote = await again(lost)
-        self._starting = None
+    async def _start(self, restart: Restart, error: ReaderLost) -> None:
+        self._remote = await restart(error)
+        self._restarting = None
 
 
 class ReaderProcess:
-    """The actor of one model in a place of its own, and those that follow it.
+    """Starts the actor of one model, and its replacements.
 
     Args:
-        who: its role, in words.
-        reward_model: the folder of its model; None for the reference.
-        selector: labels of the nodes that it may be on.
-        folder: of the policy's model.
-        tell: told of a restart: its role, and the cause.
+        role: for messages.
+        reward_model: folder of the model; None for the reference.
+        selector: labels of the nodes it may run on.
+        folder: folder of the policy's model.
+        on_restart: called with the role and the cause.
     """
 
     def __init__(
         self,
         spec: RunSpec,
         *,
-        who: str,
+        role: str,
         reward_model: Path | None,
         folder: Path,
         selector: dict[str, str],
-        tell: Callable[[str, str], None],
+        on_restart: Callable[[str, str], None],
     ) -> None:
-        self._spec, self._who, self._selector, self._tell = spec, who, selector, tell
+        self._placement, self._role, self._selector, self._on_restart = spec.placement, role, selector, on_restart
         self._plan = ReaderPlan(
             spec=spec_to_send(spec, folder),
             threads=max(1, int(spec.placement.actor_cpus)),
             reward_model="" if reward_model is None else str(reward_model.resolve()),
         )
-        self._place = AsyncExitStack()
+        self._actor = AsyncExitStack()
 
     async def start(self) -> RayReader:
         """
         Raises:
-            UserError: there is no room for it, or its model cannot be had there.
+            UserError: no node has room for it, or its model cannot be loaded.
             ReaderLost: its process died.
         """
-        return RayReader(await self._started(), again=self._follow)
+        return RayReader(await self._start_actor(), restart=self._replace)
 
     async def close(self) -> None:
-        await self._place.aclose()
+        await self._actor.aclose()
 
-    async def _started(self) -> Remote:
-        placement = self._spec.placement
-        handle = await self._place.enter_async_context(
-            placed(
-                ReaderActor,
-                cpus=placement.actor_cpus,
-                gpus=placement.actor_gpus,
-                selector=self._selector,
-                who=self._who,
-                keys=("placement.actor_cpus", "placement.actor_gpus"),
-            )
-        )
-        remote = Remote(handle, gone=partial(reader_lost, self._who))
+    async def _start_actor(self) -> Remote:
+        resources = ActorResources(self._placement.actor_cpus, self._placement.actor_gpus, "placement.actor")
+        handle = await self._actor.enter_async_context(placed(ReaderActor, self._role, resources, self._selector))
+        remote = Remote(handle, lost=partial(reader_lost, self._role))
         await remote.call("start_reader", encode(self._plan), kind=type(None), timeout_s=LOAD_S)
         return remote
 
-    async def _follow(self, lost: ReaderLost) -> Remote:
-        self._tell(self._who, str(lost).splitlines()[0])
-        await self._place.aclose()
+    async def _replace(self, error: ReaderLost) -> Remote:
+        self._on_restart(self._role, str(error).splitlines()[0])
+        await self._actor.aclose()
         try:
-            return await self._started()
-        except (TidemillError, RayError) as error:
-            raise ReaderLost(f"{lost}\n  and it does not start again: {error}") from error
+            return await self._start_actor()
+        except (TidemillError, RayError) as second:
+            raise ReaderLost(f"{error}\n  and it cannot be restarted: {second}") from second
 
 
-def reader_lost(who: str, cause: str, hint: str) -> ReaderLost:
-    advice = f"\n  {hint}" if hint else ""
-    return ReaderLost(
-        f"the {who} died: {cause}{advice}\n  run the same command again: the run goes on from its last checkpoint, "
-        "with the samples it has"
-    )
+def reader_lost(role: str, cause: str, hint: str) -> ReaderLost:
+    return ReaderLost(lost_message(role, cause, hint))

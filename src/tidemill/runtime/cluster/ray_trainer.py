@@ -1,88 +1,115 @@
-"""The trainer in an actor: model, optimizer, checkpoints, published weights, and the reserved engine."""
+"""The trainer in an actor: model, optimizer, checkpoints, the reserved engine, and weights in Ray's object store."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import ray
+from ray.exceptions import RayError
+
 from tidemill.config.schema import RunSpec
-from tidemill.core.errors import TidemillError
+from tidemill.core.errors import TidemillError, WeightsError
 from tidemill.core.protocols import LoopClock
-from tidemill.core.records import Completion, Group, LogprobBuffer, PolicyVersion, StepMetrics, WeightManifest
+from tidemill.core.records import (
+    Completion,
+    Group,
+    LogprobBuffer,
+    PolicyVersion,
+    Record,
+    StepMetrics,
+    TokenBuffer,
+    WeightManifest,
+)
 from tidemill.rollout.worker import EngineWorker
 from tidemill.runtime.backend import ModelPublisher, TrainerCheckpoints
-from tidemill.runtime.cluster.actors import Serving, asked
-from tidemill.runtime.cluster.ray_calls import Remote
+from tidemill.runtime.cluster.ray_calls import EngineActor, Remote, decode, encode, require_reserved_gpus, served
 from tidemill.runtime.cluster.ray_critic import RayCritic
 from tidemill.runtime.cluster.ray_reader import ReadingActor
-from tidemill.runtime.cluster.wire import (
-    Committed,
-    ObjectStoreTransport,
-    Restored,
-    Started,
-    TrainerPlan,
-    decode,
-    encode,
-)
-from tidemill.runtime.compute import ComputeThread, require_reserved_gpus
-from tidemill.runtime.model_bundle import ModelBundle, build_critic, load_model_bundle
+from tidemill.runtime.compute import ComputeThread
+from tidemill.runtime.model_bundle import build_critic, load_model_bundle
 from tidemill.runtime.readers import reference_reader
 from tidemill.trainer.checkpoint_store import CheckpointStore
-from tidemill.trainer.critic import Critic
 from tidemill.trainer.policy import PolicyTrainer
+from tidemill.weights.snapshot import Blob, Missing
 from tidemill.weights.store import WeightStore
 
-UNTIL_GIVEN_UP = math.inf
-"""The loop has deadlines of its own for what the trainer does, and cancels."""
+NO_DEADLINE = math.inf
+"""The training loop has deadlines for all calls to the trainer, and cancels them."""
+
+
+class TrainerPlan(Record):
+    """Arguments of `TrainerActor.start`."""
+
+    spec: str  # a RunSpec as JSON
+    checkpoints: str  # folder
+    prompt_tokens: int  # length of the longest prompt
+    probe_ids: TokenBuffer  # int32 [N], published with every version; empty without workers
+
+
+class Started(Record):
+    """Result of `TrainerActor.start`."""
+
+    version: PolicyVersion
+    device_info: dict[str, Any]  # for the event log
+    threads: int
+    dtype: str  # of published weights
+
+
+class Committed(Record):
+    """Result of `TrainerActor.commit`."""
+
+    metrics: StepMetrics
+    version: PolicyVersion
+
+
+class Restored(Record):
+    """Result of `TrainerActor.restore_latest`."""
+
+    step: int  # of the restored checkpoint; 0 for none
+    version: PolicyVersion
+    warnings: tuple[str, ...]
 
 
 class RayTrainer:
     """Implements `core.protocols.Trainer`."""
 
-    def __init__(self, remote: Remote, started: Started) -> None:
-        self._remote, self._version = remote, started.version
-
-    @property
-    def version(self) -> PolicyVersion:
-        return self._version
+    def __init__(self, remote: Remote, version: PolicyVersion) -> None:
+        self._remote, self.version = remote, version
 
     async def accumulate(self, group: Group) -> None:
-        await self._remote.call("accumulate", encode(group), kind=type(None), timeout_s=UNTIL_GIVEN_UP)
+        await self._remote.call("accumulate", encode(group), kind=type(None), timeout_s=NO_DEADLINE)
 
     async def commit(self, step: int) -> StepMetrics:
-        committed = await self._remote.call("commit", step, kind=Committed, timeout_s=UNTIL_GIVEN_UP)
-        self._version = committed.version
+        committed = await self._remote.call("commit", step, kind=Committed, timeout_s=NO_DEADLINE)
+        self.version = committed.version
         return committed.metrics
 
     async def logprobs(self, completions: Sequence[Completion]) -> list[LogprobBuffer]:
-        return await self._remote.call(
-            "logprobs", encode(completions), kind=list[LogprobBuffer], timeout_s=UNTIL_GIVEN_UP
-        )
-
-    def restored(self, version: PolicyVersion) -> None:
-        self._version = version
+        return await self._remote.call("logprobs", encode(completions), kind=list[LogprobBuffer], timeout_s=NO_DEADLINE)
 
 
 class RayCheckpoints:
-    """Implements `core.protocols.Checkpoints` for the trainer's process; the folder must be one that it sees.
+    """Implements `core.protocols.Checkpoints`. The folder must be visible to the trainer's process.
 
     Args:
-        warn: told of a damaged checkpoint that was passed over.
+        warn: gets a message for every damaged checkpoint that was skipped.
     """
 
     def __init__(self, remote: Remote, trainer: RayTrainer, *, warn: Callable[[str], None]) -> None:
         self._remote, self._trainer, self._warn = remote, trainer, warn
 
     async def save(self, step: int, *, score: float | None) -> None:
-        await self._remote.call("save", step, score, kind=type(None), timeout_s=UNTIL_GIVEN_UP)
+        await self._remote.call("save", step, score, kind=type(None), timeout_s=NO_DEADLINE)
 
     async def restore_latest(self) -> int:
-        restored = await self._remote.call("restore_latest", kind=Restored, timeout_s=UNTIL_GIVEN_UP)
+        restored = await self._remote.call("restore_latest", kind=Restored, timeout_s=NO_DEADLINE)
         for warning in restored.warnings:
             self._warn(warning)
-        self._trainer.restored(restored.version)
+        self._trainer.version = restored.version
         return restored.step
 
 
@@ -93,15 +120,15 @@ class RayPublisher:
         self._remote = remote
 
     async def publish(self, version: PolicyVersion) -> WeightManifest:
-        return await self._remote.call("publish", encode(version), kind=WeightManifest, timeout_s=UNTIL_GIVEN_UP)
+        return await self._remote.call("publish", encode(version), kind=WeightManifest, timeout_s=NO_DEADLINE)
 
     async def close(self) -> None:
-        """The objects end with the trainer's process."""
+        """Nothing to do: the objects end with the trainer's process."""
 
 
-class TrainerActor(Serving, ReadingActor):
-    """Behind `trainer.RayTrainer`, `RayCheckpoints` and `RayPublisher`, a `RayWorker` for its engine, and a `RayReader`
-    of the reference."""
+class TrainerActor(EngineActor, ReadingActor):
+    """Serves `RayTrainer`, `RayCheckpoints` and `RayPublisher`, a `RayWorker` for its engine, and a `RayReader` of the
+    reference."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,15 +138,15 @@ class TrainerActor(Serving, ReadingActor):
         self._transport = ObjectStoreTransport()
         self._warnings: list[str] = []
 
-    @asked
+    @served
     async def start(self, plan: bytes, critic: Any = None) -> Started:
-        """Load the model.
+        """Load the models.
 
         Args:
-            critic: a `CriticActor` that nobody has started; None where the critic, if any, is in this process.
+            critic: handle of a `CriticActor` that has not been started; None for a critic in this process, or none.
 
         Raises:
-            UserError: the model or the device cannot be had here.
+            UserError: a model or the device cannot be used.
         """
         planned = decode(plan, TrainerPlan)
         compute = ComputeThread()
@@ -127,14 +154,22 @@ class TrainerActor(Serving, ReadingActor):
         require_reserved_gpus(spec.ray.trainer_gpus, "ray.trainer_gpus")
         bundle = await compute.run(lambda: load_model_bundle(spec, progress=lambda _: None))
         reference = await compute.run(bundle.reference)
-        learns_values, critic_device = await compute.run(lambda: _critic(bundle, planned, critic))
+        device_info = bundle.device_info
+        if critic is None:
+            trained_critic = await compute.run(lambda: build_critic(bundle, progress=lambda _: None))
+        else:
+            trained_critic = remote_critic = RayCritic(critic)
+            threads, checkpoints = max(1, int(spec.placement.actor_cpus)), Path(planned.checkpoints)
+            device_info["critic_device"] = await compute.run(
+                lambda: remote_critic.start(planned.spec, threads=threads, checkpoints=checkpoints)
+            )
         trainer = PolicyTrainer(
             bundle.model,
             spec,
             compute=compute,
             source=bundle.folder,
             reference=reference,
-            critic=learns_values,
+            critic=trained_critic,
             autocast=bundle.autocast,
         )
         engine = bundle.engine(trainer.version, prompt_tokens=planned.prompt_tokens)
@@ -158,57 +193,116 @@ class TrainerActor(Serving, ReadingActor):
             )
         return Started(
             version=trainer.version,
-            device=str(bundle.device),
+            device_info=device_info,
             threads=bundle.threads,
-            autocast=str(bundle.autocast),
             dtype=str(bundle.rollout_dtype).removeprefix("torch."),
-            critic_device=critic_device,
         )
 
-    @asked
+    @served
     async def accumulate(self, group: bytes) -> None:
-        await self._ready().accumulate(decode(group, Group))
+        await self._started_trainer().accumulate(decode(group, Group))
 
-    @asked
+    @served
     async def commit(self, step: int) -> Committed:
-        trainer = self._ready()
+        trainer = self._started_trainer()
         metrics = await trainer.commit(step)
         return Committed(metrics=metrics, version=trainer.version)
 
-    @asked
+    @served
     async def logprobs(self, completions: bytes) -> list[LogprobBuffer]:
-        return await self._ready().logprobs(decode(completions, list[Completion]))
+        return await self._started_trainer().logprobs(decode(completions, list[Completion]))
 
-    @asked
+    @served
     async def save(self, step: int, score: float | None) -> None:
         assert self._checkpoints is not None, "not started"
         await self._checkpoints.save(step, score=score)
 
-    @asked
+    @served
     async def restore_latest(self) -> Restored:
         assert self._checkpoints is not None, "not started"
         step = await self._checkpoints.restore_latest()
         warnings, self._warnings[:] = tuple(self._warnings), []
-        return Restored(step=step, version=self._ready().version, warnings=warnings)
+        return Restored(step=step, version=self._started_trainer().version, warnings=warnings)
 
-    @asked
+    @served
     async def publish(self, version: bytes) -> WeightManifest:
-        assert self._publisher is not None, "nobody was to pull weights"
+        assert self._publisher is not None, "started without probe_ids"
         return await self._publisher.publish(decode(version, PolicyVersion))
 
     async def blob(self, name: str) -> list[Any]:
         """For `ObjectStoreReader`."""
         return self._transport.refs(name)
 
-    def _ready(self) -> PolicyTrainer:
+    def _started_trainer(self) -> PolicyTrainer:
         if self._trainer is None:
             raise TidemillError("this trainer has not been started")
         return self._trainer
 
 
-def _critic(bundle: ModelBundle, plan: TrainerPlan, handle: Any) -> tuple[Critic | None, str]:
-    """What the algorithm needs, here or behind `handle`; and the device of the latter."""
-    if handle is None:
-        return build_critic(bundle, progress=lambda _: None), ""
-    critic, cpus = RayCritic(handle), bundle.spec.placement.actor_cpus
-    return critic, critic.start(plan.spec, threads=max(1, int(cpus)), checkpoints=Path(plan.checkpoints))
+class ObjectStoreTransport:
+    """Implements `weights.transport.Transport` for the publisher, whose process owns the objects."""
+
+    zero_copy = False
+    """A read copies nothing on the publisher's node, but is a transfer on others."""
+
+    def __init__(self) -> None:
+        self._refs: dict[str, ray.ObjectRef[Blob]] = {}
+
+    async def put(self, name: str, blob: Blob) -> None:
+        try:
+            self._refs[name] = await asyncio.to_thread(ray.put, blob)
+        except RayError as error:
+            raise WeightsError(f"{name} does not fit into the object store: {error}") from error
+
+    async def get(self, name: str) -> Blob:
+        return await _fetch(name, self.refs(name))
+
+    def refs(self, name: str) -> list[ray.ObjectRef[Blob]]:
+        """The reference in a list, because Ray would replace a bare one by its object; empty for an unknown name."""
+        ref = self._refs.get(name)
+        return [] if ref is None else [ref]
+
+    async def delete(self, name: str) -> None:
+        self._refs.pop(name, None)
+
+    async def close(self) -> None:
+        self._refs.clear()
+
+
+class ObjectStoreReader:
+    """Implements `weights.transport.Transport` for processes that only read.
+
+    Args:
+        owner: an actor whose method `blob(name)` returns `ObjectStoreTransport.refs(name)`.
+    """
+
+    zero_copy = False
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+
+    async def get(self, name: str) -> Blob:
+        try:
+            refs = await self._owner.blob.remote(name)
+        except RayError as error:
+            raise WeightsError(f"{name}: the publisher does not answer ({type(error).__name__})") from error
+        return await _fetch(name, refs)
+
+    async def put(self, name: str, blob: Blob) -> None:
+        raise TypeError("a reader cannot publish")
+
+    async def delete(self, name: str) -> None:
+        raise TypeError("a reader cannot delete")
+
+    async def close(self) -> None:
+        """Nothing to do: the publisher owns the objects."""
+
+
+async def _fetch(name: str, refs: list[ray.ObjectRef[Blob]]) -> Blob:
+    if not refs:
+        raise Missing(f"there is no {name}")
+    try:
+        blob: Blob = await refs[0]
+    except RayError as error:
+        raise WeightsError(f"{name} cannot be read from the object store ({type(error).__name__})") from error
+    return blob

@@ -1,4 +1,4 @@
-"""Rollout workers as actors on nodes that may vanish."""
+"""Rollout workers as actors on nodes that may be taken away, and the notices of their cloud."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import os
 import tempfile
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import ray
 import torch
 from ray.exceptions import RayError
@@ -21,48 +22,64 @@ from tidemill.config.pool import RayConfig
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import TidemillError, WorkerLost
 from tidemill.core.protocols import LoopClock, Worker
-from tidemill.core.records import GenerateRequest, Lease, Loaded, PolicyVersion, SampleId, WorkerReport
+from tidemill.core.records import GenerateRequest, Lease, Loaded, PolicyVersion, Record, SampleId, WorkerReport
 from tidemill.models.codec import load_codec
 from tidemill.models.snapshots import DTYPES, uninitialized_model
-from tidemill.pool.notices import Notice
+from tidemill.pool.notices import CLOUDS, Endpoint, Notice, detect, watch
 from tidemill.rollout.pulled import PulledWeights
 from tidemill.rollout.worker import EngineWorker
-from tidemill.runtime.cluster.actors import SIGTERM_GRACE_S, Serving, asked, signals, tell_notices
-from tidemill.runtime.cluster.nodes import NodeWatch
-from tidemill.runtime.cluster.ray_calls import Remote, blocking
-from tidemill.runtime.cluster.wire import ObjectStoreReader, WorkerPlan, decode, encode, read_answer
-from tidemill.runtime.compute import ComputeThread, choose_device, require_reserved_gpus
-from tidemill.runtime.local import NOTHING_YET
-from tidemill.runtime.model_bundle import FrozenModels, ModelBundle
+from tidemill.runtime.cluster.connection import NodeWatch
+from tidemill.runtime.cluster.ray_calls import (
+    EngineActor,
+    Remote,
+    blocking,
+    decode,
+    encode,
+    read_answer,
+    require_reserved_gpus,
+    resources_text,
+    served,
+    worker_lost,
+)
+from tidemill.runtime.cluster.ray_internals import signal_fd
+from tidemill.runtime.cluster.ray_trainer import ObjectStoreReader
+from tidemill.runtime.compute import ComputeThread, choose_device
+from tidemill.runtime.model_bundle import NO_VERSION, FrozenModels, ModelBundle
 from tidemill.weights.puller import Puller
 
 CALL_S = 60.0
 LOAD_S = 600.0
 CLOSE_S = 30.0
 POLL_S = 5.0
-"""How long the actor holds a poll open when it has nothing to say."""
+"""How long the actor waits for a report before it answers a poll."""
+SIGTERM_GRACE_S = 5.0
+"""Time between SIGTERM and Ray's own SIGKILL."""
+
+
+class WorkerPlan(Record):
+    """How a worker generates, on any node."""
+
+    spec: str  # a RunSpec as JSON
+    prompt_tokens: int  # length of the longest prompt
+    dtype: str  # of the published weights
+    threads: int  # inside one operation
+    cloud_notices: bool  # ask the cloud's metadata service for termination notices
+    orphan_s: float = 60.0  # a worker without any call for this long ends itself
 
 
 class RayWorker:
-    """Implements `core.protocols.Worker` over an actor that is a `Serving`.
+    """Implements `core.protocols.Worker` with an `EngineActor`.
 
-    One poll is always under way, whoever waits for it and for how long: nothing that the worker reported is lost when
-    a wait ends early, and a worker that is silent is asked once.
+    At most one poll is in flight. A poll outlives the wait for it, so that no report is lost when a wait ends early.
 
     Args:
-        owned: the actor is this worker's alone and ends with it; otherwise it serves others too and stays.
+        owned: `kill` and `close` end the actor; otherwise it also serves others, and continues.
     """
 
     def __init__(self, remote: Remote, *, owned: bool) -> None:
         self._remote, self._owned = remote, owned
         self._reports: deque[WorkerReport] = deque()
         self._poll: asyncio.Future[bytes] | None = None
-
-    @property
-    def actor_id(self) -> str:
-        """By which Ray knows it."""
-        name: str = self._remote.handle._actor_id.hex()
-        return name
 
     async def submit(self, requests: Sequence[GenerateRequest]) -> None:
         await self._remote.call("submit", encode(requests), kind=type(None), timeout_s=CALL_S)
@@ -74,7 +91,7 @@ class RayWorker:
         return await self._remote.call("load", encode(version), kind=Loaded, timeout_s=LOAD_S)
 
     async def notice(self, seconds: float) -> None:
-        """Its machine goes in so many seconds: its next report says so."""
+        """Make its next report announce that its machine ends in `seconds`."""
         await self._remote.call("notice", seconds, kind=type(None), timeout_s=CALL_S)
 
     async def next_report(self, timeout_s: float) -> WorkerReport | None:
@@ -102,25 +119,29 @@ class RayWorker:
             self._remote.kill()
 
 
-class RolloutActor(Serving):
-    """One process of it is one worker; it is killed, never restarted."""
+class RolloutActor(EngineActor):
+    """One worker process; it is killed, never restarted."""
 
-    @asked
+    def __init__(self) -> None:
+        super().__init__()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @served
     async def place(self) -> str:
-        """The node it was put on: the first thing it says."""
+        """Id of the node it was placed on; the first call to a new actor."""
         node_id: str = ray.get_runtime_context().get_node_id()
         return node_id
 
-    @asked
+    @served
     async def start(self, plan: bytes, files: dict[str, bytes], lease: bytes, publisher: Any) -> None:
-        """Make the engine; its weights come with the first `load`.
+        """Create the engine; its weights come with the first `load`.
 
         Args:
             files: configuration and tokenizer of the model.
-            publisher: an actor whose `blob` knows the published versions.
+            publisher: the actor that owns the published versions.
 
         Raises:
-            UserError: this node cannot do what the configuration asks for.
+            UserError: this node cannot run the configuration.
         """
         planned, leased = decode(plan, WorkerPlan), decode(lease, Lease)
         engine_compute, weights_compute = ComputeThread(), ComputeThread("tidemill-weights")
@@ -128,7 +149,7 @@ class RolloutActor(Serving):
         reader = ObjectStoreReader(publisher)
         puller, base = (Puller(reader, weights_compute, clock=LoopClock()) for _ in range(2))
         self.worker = EngineWorker(
-            bundle.engine_over(bundle.model, NOTHING_YET, prompt_tokens=planned.prompt_tokens),
+            bundle.engine_over(bundle.model, NO_VERSION, prompt_tokens=planned.prompt_tokens),
             engine_compute,
             clock=LoopClock(),
             tick_s=bundle.spec.engine.tick_s,
@@ -137,30 +158,27 @@ class RolloutActor(Serving):
             heartbeat_s=bundle.spec.fleet.heartbeat_s,
             source=PulledWeights(puller, bundle.model, base=base if bundle.spec.model.lora.enabled else None),
         )
-        asyncio.get_running_loop().add_reader(signals(), self._on_signal)
-        self._keep(self._end_when_forgotten(planned.orphan_s))
+        asyncio.get_running_loop().add_reader(signal_fd(), self._on_sigterm)
+        self._start_task(self._exit_when_orphaned(planned.orphan_s))
         if planned.cloud_notices:
-            self._keep(tell_notices(self._on_notice, sigterm_grace_s=None))
+            self._start_task(watch_cloud_notices(lambda notice: self.started_worker().notice(notice.seconds_left)))
 
-    def _keep(self, job: Any) -> None:
-        self.tasks.add(asyncio.create_task(job))
+    def _start_task(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        self._tasks.add(asyncio.create_task(coroutine))
 
-    def _on_signal(self) -> None:
-        os.read(signals(), 64)
-        self.served().notice(SIGTERM_GRACE_S)
+    def _on_sigterm(self) -> None:
+        os.read(signal_fd(), 64)
+        self.started_worker().notice(SIGTERM_GRACE_S)
 
-    def _on_notice(self, notice: Notice) -> None:
-        self.served().notice(notice.seconds_left)
-
-    async def _end_when_forgotten(self, orphan_s: float) -> None:
-        """Without a controller there is nothing to do; a machine that woke from a long sleep has been replaced."""
-        while self.forgotten_s < orphan_s:  # noqa: ASYNC110 - what is waited for is that nothing happens
+    async def _exit_when_orphaned(self, orphan_s: float) -> None:
+        """End the process when its controller is gone, or has replaced this worker while the machine was suspended."""
+        while self.idle_s < orphan_s:  # noqa: ASYNC110 - there is no event for the absence of calls
             await asyncio.sleep(orphan_s / 4)
         os._exit(0)
 
 
 def _bundle(plan: WorkerPlan, files: dict[str, bytes]) -> ModelBundle:
-    """As the trainer's, but for the weights."""
+    """The trainer's bundle without weights."""
     spec = RunSpec.model_validate_json(plan.spec)
     torch.set_num_threads(plan.threads)
     require_reserved_gpus(spec.ray.worker_gpus, "ray.worker_gpus")
@@ -184,7 +202,7 @@ def _bundle(plan: WorkerPlan, files: dict[str, bytes]) -> ModelBundle:
 
 
 PLACE_S = 15.0
-"""A node that could ever take the worker has been found by then, and its process begun."""
+"""Time within which Ray places a worker if a node has room for it."""
 
 
 class RayHost:
@@ -192,11 +210,11 @@ class RayHost:
 
     Args:
         files: configuration and tokenizer of the model.
-        publisher: the actor whose `blob` knows the published versions.
-        preemptible: labels of the nodes that preemptible workers may run on.
-        reserved: labels of the nodes of the others.
-        start_s: longest start of a worker.
-        tells_drains: warn workers whose node is drained (where no provider does).
+        publisher: the actor that owns the published versions.
+        preemptible: labels of the nodes for preemptible workers.
+        reserved: labels of the nodes for other workers.
+        start_s: deadline for starting a worker.
+        notify_drains: send notices to workers on draining nodes (if no provider does).
     """
 
     def __init__(
@@ -210,29 +228,29 @@ class RayHost:
         preemptible: dict[str, str],
         reserved: dict[str, str],
         start_s: float,
-        tells_drains: bool,
+        notify_drains: bool,
     ) -> None:
         self._plan, self._config, self._nodes = encode(plan), config, nodes
         self._files, self._publisher = ray.put(dict(files)), publisher
         self._preemptible, self._reserved, self._start_s = preemptible, reserved, start_s
-        self._workers: dict[RayWorker, str] = {}  # started, with their nodes
-        self._telling = asyncio.create_task(self._tell_drains(), name="drains") if tells_drains else None
+        self._workers: dict[RayWorker, str] = {}  # node ids of started workers
+        self._notifying = asyncio.create_task(self._notify_drains(), name="drains") if notify_drains else None
 
     async def start(self, lease: Lease) -> Worker:
-        """Raises WorkerLost: no node takes it, or it does not come up there."""
+        """Raises WorkerLost: no node has room for it, or it fails to start."""
         selector = self._preemptible if lease.kind == "preemptible" else self._reserved
         node_id = lease.node
 
-        def where() -> str:
+        def node_name() -> str:
             return self._nodes.name(node_id) if node_id else ""
 
         deadline_s = asyncio.get_running_loop().time() + self._start_s
-        making = partial(self._actor, lease, selector)  # asks the cluster's head, which may be gone
-        handle = await blocking(making, awaited="a worker's process to be asked for", timeout_s=self._start_s)
-        remote = Remote(handle, gone=lost, where=where)
+        create = partial(self._create_actor, lease, selector)  # blocks if the cluster's head is gone
+        handle = await blocking(create, awaited="Ray to create a worker's process", timeout_s=self._start_s)
+        remote = Remote(handle, lost=worker_lost, node_name=node_name)
         worker = RayWorker(remote, owned=True)
         try:
-            node_id = await self._placed(remote, selector, deadline_s)
+            node_id = await self._wait_for_place(remote, selector, deadline_s)
             self._workers[worker] = node_id
             left_s = deadline_s - asyncio.get_running_loop().time()
             await remote.call(
@@ -247,14 +265,14 @@ class RayHost:
         return worker
 
     async def close(self) -> None:
-        if self._telling is not None:
-            self._telling.cancel()
-            await asyncio.gather(self._telling, return_exceptions=True)
+        if self._notifying is not None:
+            self._notifying.cancel()
+            await asyncio.gather(self._notifying, return_exceptions=True)
         for worker in self._workers:
             worker.kill()
         self._workers.clear()
 
-    def _actor(self, lease: Lease, selector: dict[str, str]) -> Any:
+    def _create_actor(self, lease: Lease, selector: dict[str, str]) -> Any:
         options: dict[str, Any] = {
             "num_cpus": self._config.worker_cpus,
             "num_gpus": self._config.worker_gpus,
@@ -267,9 +285,12 @@ class RayHost:
             options["label_selector"] = selector
         return ray.remote(RolloutActor).options(**options).remote()
 
-    async def _placed(self, remote: Remote, selector: dict[str, str], deadline_s: float) -> str:
-        """The node it is on, once it is on one. A node may still be on its way, so only a plain impossibility is
-        final before the deadline."""
+    async def _wait_for_place(self, remote: Remote, selector: dict[str, str], deadline_s: float) -> str:
+        """The id of the node that Ray places the worker on.
+
+        Raises:
+            WorkerLost: no live node matches after `PLACE_S`, or none has room by the deadline (one may be joining).
+        """
         calling = asyncio.ensure_future(remote.call("place", kind=str, timeout_s=self._start_s))
         try:
             done, _ = await asyncio.wait({calling}, timeout=min(PLACE_S, self._start_s))
@@ -284,27 +305,72 @@ class RayHost:
             calling.cancel()
 
     def _no_place(self, selector: dict[str, str]) -> WorkerLost:
-        labels = " and ".join(f"{key}={value}" for key, value in selector.items()) or "any label"
-        cpus, gpus = self._config.worker_cpus, self._config.worker_gpus
-        wanted = " and ".join(f"{count:g} free {kind}" for count, kind in ((cpus, "CPU"), (gpus, "GPU")) if count)
+        resources = {"CPU": self._config.worker_cpus, "GPU": self._config.worker_gpus}
+        labels, wanted = resources_text(resources, selector)
         return WorkerLost(
             f"no node with label {labels} has {wanted or 'a place'}",
             hint="start nodes with `ray start --labels`, or change pool.selector or [ray]",
         )
 
-    async def _tell_drains(self) -> None:
-        told: set[RayWorker] = set()
+    async def _notify_drains(self) -> None:
+        notified: set[RayWorker] = set()
         while True:
             await self._nodes.changed(timeout_s=60.0)
             for worker, node_id in list(self._workers.items()):
                 node = self._nodes.nodes.get(node_id)
-                if worker not in told and node is not None and node.drains_unix_s is not None:
-                    told.add(worker)
+                if worker not in notified and node is not None and node.drains_unix_s is not None:
+                    notified.add(worker)
                     try:
                         await worker.notice(max(0.0, node.drains_unix_s - time.time()))
                     except TidemillError:
                         self._workers.pop(worker, None)  # it is gone already
 
 
-def lost(cause: str, hint: str) -> WorkerLost:
-    return WorkerLost(cause, hint=hint)
+DETECTIONS = 3
+DETECT_AGAIN_S = 20.0
+"""The metadata service of a machine that just started may not answer yet."""
+
+
+class HttpFetch:
+    """Plain HTTP requests to a metadata service: no proxy, no redirects, one deadline for the whole answer."""
+
+    def __init__(self) -> None:
+        # Proxies of the environment must not get requests that concern this machine; the service has no TLS.
+        self._client = httpx2.AsyncClient(trust_env=False, follow_redirects=False, verify=False)
+
+    async def __call__(self, method: str, url: str, headers: Mapping[str, str], timeout_s: float) -> tuple[int, bytes]:
+        try:
+            async with asyncio.timeout(timeout_s):
+                response = await self._client.request(method, url, headers=dict(headers), timeout=timeout_s)
+        except httpx2.HTTPError as error:
+            raise OSError(f"{url}: {error!r}") from error
+        return response.status_code, response.content
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+
+async def watch_cloud_notices(
+    on_notice: Callable[[Notice], None],
+    *,
+    endpoints: Mapping[str, Endpoint] | None = None,
+    unix_s: Callable[[], float] = time.time,
+) -> None:
+    """Wait for the termination notice of the first cloud that is detected; return at once if there is none.
+
+    Args:
+        endpoints: by name of the cloud; by default the link-local address for all.
+    """
+    if endpoints is None:
+        endpoints = dict.fromkeys(CLOUDS, Endpoint())
+    fetch = HttpFetch()
+    try:
+        for attempt in range(DETECTIONS):
+            cloud = await detect(fetch, endpoints)
+            if cloud is not None:
+                on_notice(await watch(cloud, fetch, endpoints[cloud.name], unix_s=unix_s))
+                return
+            if attempt < DETECTIONS - 1:
+                await asyncio.sleep(DETECT_AGAIN_S)
+    finally:
+        await fetch.close()

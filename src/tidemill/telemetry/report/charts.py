@@ -1,315 +1,85 @@
-"""Which curves the page draws, and their data."""
+"""The plotted data of the report: curves of metrics over steps, and histograms of samples."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
-from typing import Any, Literal
+from bisect import bisect_right
+from collections.abc import Collection, Sequence
+from itertools import pairwise
+from typing import Any
 
 from msgspec.structs import replace
 
+from tidemill.core.formatting import compact
 from tidemill.core.records import Record
 from tidemill.telemetry.events import RESUME
 from tidemill.telemetry.metrics import (
-    CONTROLLER_CPU,
-    CRASHES,
-    CRITIC_WAIT,
-    EVICTIONS,
+    CHARTS,
+    COMPONENT,
+    FORECAST_HALF,
+    FORECAST_STEP,
     GREEDY_ACCURACY,
     HELD_OUT,
-    HELD_OUT_LOSS,
     HELD_OUT_REWARD,
-    HELD_OUT_STDERR,
+    LAG,
     METRICS,
-    MIGRATIONS,
-    PEAK_RSS,
-    REMOTE_WAIT,
-    SEED_WINDOW,
-    STEP_TIME,
-    TOKENS_LOST,
-    TOKENS_RECOMPUTED,
-    TRAINER_IDLE,
-    TRAINER_WAIT,
-    WORKERS_MEAN,
+    Chart,
 )
-from tidemill.telemetry.report.run_data import RunData
+from tidemill.telemetry.report.sample_cards import SampleWindow
+from tidemill.telemetry.run_data import RunData
 
 OTHER_CHARTS = 12
-FIGURES = 6
+"""Most charts of metrics that are not in the registry."""
+SIGNIFICANT_DIGITS = 6
+AFTER_REWARD = 3
+"""Position of the chart of single rewards."""
 
 
-class Chart(Record):
-    """One curve or several that share an axis. `band` is drawn around the first series."""
-
-    title: str
-    note: str
-    series: tuple[tuple[str, str], ...]  # (metric, label)
-    band: str = ""  # metric: half the band's height
-    kind: Literal["line", "points", "stacked"] = "line"
-    low: float | None = None
-    high: float | None = None
-    scale: float = 1.0  # shown value = metric * scale
-    only_if_any: bool = False  # left out while all values are 0
-    only_with: str = ""  # metric: left out where it was never measured
-
-
-FORECAST_STEP, FORECAST_HALF = "forecast/step_s", "forecast/half_s"
-"""Put beside the metrics of the steps that were forecast."""
-
-CHARTS: tuple[Chart, ...] = (
-    Chart(
-        title="Held-out accuracy",
-        note="greedy completions",
-        series=((GREEDY_ACCURACY, "accuracy"),),
-        kind="points",
-        low=0,
-        high=1,
-    ),
-    Chart(title="Held-out reward", note="mean, greedy completions", series=((HELD_OUT_REWARD, "mean"),), kind="points"),
-    Chart(title="Reward", note="mean ± deviation", series=(("reward_mean", "mean"),), band="reward_std"),
-    Chart(
-        title="Loss on examples",
-        note="mean",
-        series=((HELD_OUT_LOSS, "held-out"), ("loss", "training")),
-        only_with="examples",
-    ),
-    Chart(
-        title="Right tokens",
-        note="share",
-        series=(("eval/token_accuracy", "held-out"), ("token_accuracy", "training")),
-        low=0,
-        high=1,
-    ),
-    Chart(
-        title="Pairs put right",
-        note="share",
-        series=(("eval/pairwise_accuracy", "held-out"), ("pairwise_accuracy", "training")),
-        low=0,
-        high=1,
-    ),
-    Chart(title="Entropy", note="nats per token", series=(("entropy", "entropy"),), low=0),
-    Chart(
-        title="Rewards of DPO",
-        note="β times the log-ratio to the reference",
-        series=(("reward_margin", "margin"), ("reward_chosen", "chosen"), ("reward_rejected", "rejected")),
-    ),
-    Chart(title="Scores", note="of both sides", series=(("score_margin", "margin"), ("score_mean", "mean"))),
-    Chart(
-        title="KL", note="nats per token", series=(("approx_kl", "of the update"), ("kl_ref", "to reference")), low=0
-    ),
-    Chart(title="KL to reference, k1", note="nats per token", series=(("kl_ref_k1", "log-ratio"),)),
-    Chart(title="Clip fraction", note="% of tokens", series=(("clip_fraction", "clipped"),), low=0, scale=100),
-    Chart(
-        title="Completion length",
-        note="tokens",
-        series=(("completion_tokens_mean", "mean"), ("completion_tokens_max", "longest")),
-        low=0,
-    ),
-    Chart(title="Cut by the limit", note="% of samples", series=(("truncated_fraction", "cut"),), low=0, scale=100),
-    Chart(
-        title="Without signal",
-        note="per step",
-        series=(
-            ("groups_without_signal", "groups"),
-            ("groups_skipped_invalid", "groups skipped"),
-            ("samples_invalid", "samples invalid"),
-        ),
-        low=0,
-    ),
-    Chart(title="Gradient norm", note="before clipping", series=(("grad_norm", "norm"),), low=0),
-    Chart(title="Learning rate", note="", series=(("learning_rate", "rate"),), low=0),
-    Chart(
-        title="Time per step",
-        note="seconds",
-        series=(
-            ("time_rollout_s", "rollout"),
-            ("time_train_s", "training"),
-            ("time_score_s", "scoring"),
-            ("time_eval_s", "evaluation"),
-        ),
-        kind="stacked",
-        low=0,
-    ),
-    Chart(
-        title="Step time against the forecast",
-        note="seconds, with two standard deviations",
-        series=((FORECAST_STEP, "forecast"), (STEP_TIME, "actual")),
-        band=FORECAST_HALF,
-        low=0,
-        only_with=FORECAST_STEP,
-    ),
-    Chart(
-        title="Logprobs at a publish",
-        note="seconds",
-        series=(("time_publish_logprobs_s", "of what is under way"),),
-        low=0,
-    ),
-    Chart(
-        title="Read by reward models and reference",
-        note="tokens",
-        series=(("tokens_read_ahead", "while generated"), ("tokens_read_late", "afterwards")),
-        low=0,
-        only_if_any=True,
-    ),
-    Chart(title="Generation speed", note="tokens per second", series=(("tokens_per_s", "speed"),), low=0),
-    Chart(title="Engine against trainer", note="KL, nats per token", series=(("mismatch_kl", "mismatch"),), low=0),
-    Chart(title="Importance ratio", note="", series=(("ratio_mean", "mean"), ("ratio_max", "largest"))),
-    Chart(title="Variance of the ratio", note="", series=(("ratio_var", "variance"),), low=0),
-    Chart(title="Effective sample size", note="share", series=(("effective_sample_size", "share"),), low=0, high=1),
-    Chart(
-        title="Corrected",
-        note="% of tokens",
-        series=(("correction_masked", "left out"), ("correction_truncated", "held at a limit")),
-        low=0,
-        scale=100,
-        only_if_any=True,
-    ),
-    Chart(
-        title="Policy lag",
-        note="versions",
-        series=(("policy_lag_mean", "mean"), ("policy_lag_max", "largest")),
-        low=0,
-        only_if_any=True,
-    ),
-    Chart(title="Value loss", note="", series=(("value_loss", "loss"),), low=0),
-    Chart(title="Explained variance", note="share", series=(("explained_variance", "share"),), high=1),
-    Chart(title="KL coefficient", note="", series=(("kl_beta", "beta"),), low=0, only_if_any=True),
-    Chart(
-        title="Prompt tokens",
-        note="per step",
-        series=(("prompt_tokens_computed", "computed"), ("prompt_tokens_reused", "reused")),
-        low=0,
-    ),
-    Chart(
-        title="Trained tokens",
-        note="per step, with their prompts",
-        series=(("tokens_packed", "shared prefixes once"), ("tokens_unpacked", "each sample by itself")),
-        low=0,
-    ),
-    Chart(
-        title="Updates cut short",
-        note="per step",
-        series=(("minibatches_dropped", "minibatches, by kl_stop"), ("optimizer_steps_skipped", "steps, not finite")),
-        low=0,
-        only_if_any=True,
-    ),
-    Chart(
-        title="Kept from earlier sessions",
-        note="tokens",
-        series=(("tokens_recovered", "recovered"), ("tokens_other_weights", "by other weights")),
-        low=0,
-        only_if_any=True,
-    ),
-    Chart(title="Outdated messages", note="ignored", series=(("deltas_ignored", "ignored"),), low=0, only_if_any=True),
-    Chart(
-        title="Evictions",
-        note="per step",
-        series=((EVICTIONS, "machines taken"), (CRASHES, "workers crashed"), (MIGRATIONS, "samples moved")),
-        low=0,
-        only_if_any=True,
-    ),
-    Chart(
-        title="Lost and computed again",
-        note="tokens per step",
-        series=((TOKENS_LOST, "lost"), (TOKENS_RECOMPUTED, "computed again"), ("tokens_discarded", "discarded")),
-        low=0,
-        only_if_any=True,
-    ),
-    Chart(
-        title="Begun again or given up",
-        note="per step",
-        series=(
-            ("samples_restarted", "samples, too old"),
-            ("groups_dropped", "groups, too old"),
-            ("groups_redrawn", "groups without signal, redrawn"),
-        ),
-        low=0,
-        only_if_any=True,
-    ),
-    Chart(title="Preemptible workers", note="mean", series=((WORKERS_MEAN, "workers"),), low=0, only_if_any=True),
-    Chart(
-        title="Who waited for whom",
-        note="seconds per step",
-        series=((TRAINER_WAIT, "trainer"), (REMOTE_WAIT, "workers"), (SEED_WINDOW, "seeding window")),
-        low=0,
-        only_if_any=True,
-    ),
-    Chart(
-        title="The trainer waited",
-        note="seconds per step",
-        series=((TRAINER_IDLE, "for samples"), (CRITIC_WAIT, "for its critic")),
-        low=0,
-        only_if_any=True,
-    ),
-    Chart(title="Peak memory", note="GB", series=((PEAK_RSS, "memory"),), low=0, scale=1e-9),
-)
-
-COMPONENT = "reward/"
-LAG = "lag/"
-NOT_DRAWN = {"eval/n", HELD_OUT_STDERR, "tokens_generated", "tokens_trained", "samples", "samples_left_out", "loss"}
-NOT_DRAWN |= {FORECAST_HALF, CONTROLLER_CPU, "cpu_train_s", "pairs_packed"}
-NOT_DRAWN |= {"reward_std", STEP_TIME, "value_clip_fraction", "value_grad_norm", "returns_mean", "examples", "epoch"}
-
-
-def chart_data(story: RunData) -> dict[str, Any]:
-    """What the page's script draws: the steps, and every chart that has at least one value."""
-    by_step = {line.step: dict(line.values) for line in story.metrics}
-    for evaluation in story.evaluations:
+def chart_data(data: RunData) -> dict[str, Any]:
+    """JSON for report.js: the steps, and every chart that has at least one value."""
+    by_step = {line.step: dict(line.values) for line in data.metrics}
+    for evaluation in data.evaluations:
         row = by_step.setdefault(evaluation.step, {})
         row[HELD_OUT_REWARD] = evaluation.reward_mean
         if evaluation.greedy_accuracy is not None:
             row[GREEDY_ACCURACY] = evaluation.greedy_accuracy
-    if story.forecast is not None:
+    if data.forecast is not None:
         for step, row in by_step.items():
             if step > 0:
-                expected = story.forecast.of_step(step)
+                expected = data.forecast.of_step(step)
                 row |= {FORECAST_STEP: expected.mean, FORECAST_HALF: (expected.high - expected.low) / 2}
     steps = sorted(by_step)
     rows = [by_step[step] for step in steps]
     charted = {name for chart in CHARTS for name, _ in chart.series}
-    unknown = sorted({name for row in rows for name in row} - charted - NOT_DRAWN)
+    unknown = sorted({name for row in rows for name in row} - METRICS.keys() - charted - {FORECAST_HALF})
     held_out = {name for name in unknown if name.removeprefix(HELD_OUT) in charted}
-    components = tuple((name, name.removeprefix(COMPONENT)) for name in unknown if name.startswith(COMPONENT))
+    rewards = tuple((name, name.removeprefix(COMPONENT)) for name in unknown if name.startswith(COMPONENT))
     lags = sorted((name for name in unknown if name.startswith(LAG)), key=lambda name: (len(name), name))
     others = [name for name in unknown if not name.startswith((COMPONENT, LAG)) and name not in held_out]
-    usual = [_with_held_out(chart, held_out) for chart in CHARTS]
-    charts = [
-        *usual[:3],
-        Chart(title="Rewards apart", note="mean of each", series=components),
-        *usual[3:],
-        *_lag_chart(lags),
-        *(_other(name) for name in others[:OTHER_CHARTS]),
-    ]
-    resumed = sorted({event["step"] for event in story.events if event["event"] == RESUME and _is_step(event)})
-    drawn = [data for chart in charts if (data := _draw(chart, rows))]
-    return {"steps": steps, "resumed": resumed, "charts": drawn}
+    charts = [_with_held_out(chart, held_out) for chart in CHARTS]
+    charts.insert(AFTER_REWARD, Chart(title="Single rewards", note="mean of each", series=rewards, low=None))
+    if lags not in ([], [f"{LAG}0"]):
+        series = tuple((name, name.removeprefix(LAG)) for name in lags)
+        charts.append(Chart(title="Tokens by lag", note="% of tokens", series=series, kind="stacked", scale=100))
+    charts += [Chart(title=name, note="", series=((name, name),), low=None) for name in others[:OTHER_CHARTS]]
+    resumed = {event["step"] for event in data.events_named(RESUME) if isinstance(event.get("step"), int)}
+    return {
+        "steps": steps,
+        "resumed": sorted(resumed),
+        "charts": [plotted for chart in charts if (plotted := _plot(chart, rows))],
+    }
 
 
 def _with_held_out(chart: Chart, held_out: Collection[str]) -> Chart:
-    """With what is held out and has no chart of its own beside the same of the training examples."""
+    """Adds the held-out variants of the chart's metrics that are in no other chart."""
     more = ((f"{HELD_OUT}{name}", f"{label}, held-out") for name, label in chart.series)
     return replace(chart, series=(*chart.series, *(one for one in more if one[0] in held_out)))
 
 
-def _lag_chart(names: list[str]) -> list[Chart]:
-    """Which share of the tokens was how old; nothing where all were made by the trainer's own version."""
-    if names in ([], [f"{LAG}0"]):
-        return []
-    series = tuple((name, name.removeprefix(LAG)) for name in names)
-    return [Chart(title="Tokens by lag", note="% of tokens", series=series, kind="stacked", low=0, scale=100)]
-
-
-def _is_step(event: dict[str, Any]) -> bool:
-    return isinstance(event.get("step"), int)
-
-
-def _other(name: str) -> Chart:
-    return Chart(title=name, note=METRICS[name].unit if name in METRICS else "", series=((name, name),))
-
-
-def _draw(chart: Chart, rows: list[dict[str, float]]) -> dict[str, Any] | None:
+def _plot(chart: Chart, rows: list[dict[str, float]]) -> dict[str, Any] | None:
+    """The values of the chart; None if it is omitted."""
     series = [
-        {"label": label, "values": [_shown(row.get(name), chart.scale) for row in rows]}
+        {"label": label, "values": [_scaled(row.get(name), chart.scale) for row in rows]}
         for name, label in chart.series
         if any(name in row for row in rows)
     ]
@@ -319,7 +89,7 @@ def _draw(chart: Chart, rows: list[dict[str, float]]) -> dict[str, Any] | None:
         return None
     if not series or (chart.only_if_any and not any(value for one in series for value in one["values"])):
         return None
-    band = [_shown(row.get(chart.band), chart.scale) for row in rows] if chart.band else []
+    band = [_scaled(row.get(chart.band), chart.scale) for row in rows] if chart.band else []
     return {
         "title": chart.title,
         "note": chart.note,
@@ -331,8 +101,106 @@ def _draw(chart: Chart, rows: list[dict[str, float]]) -> dict[str, Any] | None:
     }
 
 
-def _shown(value: float | None, scale: float) -> float | None:
-    """Few figures keep the page small; JSON has no NaN."""
+def _scaled(value: float | None, scale: float) -> float | None:
+    """Rounded to keep the page small; None for values JSON cannot represent."""
     if value is None or not math.isfinite(value):
         return None
-    return float(f"{value * scale:.{FIGURES}g}")
+    return float(f"{value * scale:.{SIGNIFICANT_DIGITS}g}")
+
+
+BINS = 24
+CATEGORIES = 12
+LOGPROB_FLOOR = -8.0
+TICKS = 8
+
+
+class Bins(Record):
+    """Share of the values in each bin, of the first and the last steps; the last bin includes its upper edge."""
+
+    edges: tuple[float, ...]
+    first: tuple[float, ...]
+    last: tuple[float, ...]
+    values: tuple[float, ...] = ()  # the value of each bin, if each value has its own
+
+
+class HistogramBar(Record):
+    title: str
+    first: float  # height relative to the tallest bar
+    last: float
+
+
+class Histogram(Record):
+    title: str
+    note: str
+    bars: tuple[HistogramBar, ...]
+    ticks: tuple[tuple[float, str], ...]  # (position, counted in bars; label)
+
+
+def histograms(first: SampleWindow, last: SampleWindow) -> list[Histogram]:
+    """Completion length, reward and logprob; a histogram without values is omitted."""
+    windows = (first.samples, last.samples)
+    lengths = [[float(sample.length) for sample in samples] for samples in windows]
+    rewards = [[one.reward for one in samples if one.valid and one.reward is not None] for samples in windows]
+    logprobs = [
+        [max(LOGPROB_FLOOR, value) for sample in samples for value in sample.logprobs if value is not None]
+        for samples in windows
+    ]
+    found = []
+    if any(windows):
+        found.append(_histogram("Completion length", "tokens", make_bins(lengths[0], lengths[1])))
+    if any(rewards):
+        found.append(_histogram("Reward", "valid samples", make_bins(rewards[0], rewards[1])))
+    if any(logprobs):
+        note = f"nats, {LOGPROB_FLOOR:g} and below together"
+        found.append(_histogram("Token logprob", note, make_bins(logprobs[0], logprobs[1], span=(LOGPROB_FLOOR, 0.0))))
+    return found
+
+
+def make_bins(first: Sequence[float], last: Sequence[float], span: tuple[float, float] | None = None) -> Bins:
+    """Common bins of both windows: one per value if there are few values, otherwise of equal width (over `span`)."""
+    values = [value for value in (*first, *last) if math.isfinite(value)]
+    distinct = sorted(set(values))
+    low, high = (distinct[0], distinct[-1]) if distinct else (0.0, 0.0)
+    whole = all(value == int(value) for value in distinct)
+    discrete = span is None and (high - low < BINS if whole else len(distinct) <= CATEGORIES)
+    low, high, whole = (*span, False) if span else (low, high, whole)
+    if discrete and whole:
+        distinct = [low + index for index in range(int(high - low) + 1)]
+    if discrete:
+        middles = [(one + other) / 2 for one, other in pairwise(distinct)]
+        edges = [low - 0.5, *middles, high + 0.5]
+    else:
+        width = math.ceil((high - low + 1) / BINS) if whole else (high - low) / BINS
+        edges = [low + index * width for index in range(BINS + 1)]
+    return Bins(
+        edges=tuple(edges),
+        first=_shares(first, edges),
+        last=_shares(last, edges),
+        values=tuple(distinct) if discrete else (),
+    )
+
+
+def _shares(values: Sequence[float], edges: Sequence[float]) -> tuple[float, ...]:
+    counts = [0] * (len(edges) - 1)
+    finite = [value for value in values if math.isfinite(value)]
+    for value in finite:
+        counts[max(1, min(bisect_right(edges, value), len(counts))) - 1] += 1
+    return tuple(count / len(finite) if finite else 0.0 for count in counts)
+
+
+def _histogram(title: str, note: str, bins: Bins) -> Histogram:
+    top = max((*bins.first, *bins.last), default=0.0) or 1.0
+    every = max(1, math.ceil(len(bins.first) / TICKS))
+    if bins.values:
+        labels = [compact(value) for value in bins.values]
+        ticks = [(index + 0.5, label) for index, label in enumerate(labels)]
+    else:
+        labels = [f"{compact(low)} to {compact(high)}" for low, high in pairwise(bins.edges)]
+        ticks = [(float(index), compact(edge)) for index, edge in enumerate(bins.edges)]
+    bars = (
+        HistogramBar(
+            title=f"{label}: first {100 * one:.1f} %, last {100 * other:.1f} %", first=one / top, last=other / top
+        )
+        for label, one, other in zip(labels, bins.first, bins.last, strict=True)
+    )
+    return Histogram(title=title, note=note, bars=tuple(bars), ticks=tuple(ticks[::every]))

@@ -1,276 +1,247 @@
-"""The pages of a run and of an evaluation. Every word of a run is escaped by the template."""
+"""The report page of a run or an evaluation, and `render_page`, which builds every page of Tidemill."""
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple
 
 import msgspec
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 import tidemill
-from tidemill.core.formatting import between, compact, decimal, duration, gigabytes, percent
-from tidemill.core.records import Record
-from tidemill.telemetry.events import (
-    CHECKPOINT,
-    CRASH,
-    EVALUATION,
-    EVICTION,
-    GIVEN_UP,
-    JOIN_FAILED,
-    QUARANTINE,
-    REPLAY,
-    RESUME,
-    SESSION_END,
-    SESSION_START,
-    SINK_FAILED,
-    WAITING,
-)
-from tidemill.telemetry.fleet_view import FLEET_EVENTS
-from tidemill.telemetry.metrics import STEP_TIME
-from tidemill.telemetry.report.charts import chart_data
-from tidemill.telemetry.report.findings import ENDINGS, MEASURED, before_and_after, findings, headline
-from tidemill.telemetry.report.run_data import RunData, SampleWindow, fleet_section
-from tidemill.telemetry.report.showcase import (
-    HEIGHT,
+from tidemill.core.formatting import between, compact, counted, decimal, duration, gigabytes, percent
+from tidemill.telemetry import metrics
+from tidemill.telemetry.events import FLEET_EVENTS, HEADER, LISTED_EVENTS, REWARD_FAILED
+from tidemill.telemetry.report.charts import chart_data, histograms
+from tidemill.telemetry.report.sample_cards import (
     LEGEND,
-    MARGIN,
-    PAIRS_SHOWN,
-    WIDTH,
-    Pair,
+    MEAN_REWARD,
+    answer_pairs,
+    before_and_after,
     best_and_worst,
-    common_lines,
-    histograms,
-    pairs,
-    shorten,
+    evaluation_rows,
+    headline_figures,
+    report_samples,
 )
-from tidemill.telemetry.report.timeline import drawn, timeline
-from tidemill.telemetry.summary import comparable
-
-DISTINCT = "distinct_"
-GREEDY = "greedy"
-REWARD = "mean reward"
-
-
-class Figure(Record):
-    """A row of the table of figures."""
-
-    of: str  # which completions
-    name: str
-    value: str
-    interval: str = ""  # of 95 %
-
-
-class Compared(Record):
-    """A row of the table of two models on the same prompts."""
-
-    name: str
-    n: int
-    other: str
-    this: str
-    difference: str
-    interval: str
-    higher: int
-    lower: int
-    p_value: str
-
-
-def headline_figures(found: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, float]]]:
-    """(figure, of which completions, value with its interval): accuracy or, where there is none, the mean reward; then
-    pass@k by k."""
-    for name, key in (("accuracy", "greedy_accuracy"), (REWARD, "reward_mean")):
-        if found.get(key) is not None:
-            yield name, GREEDY, _interval(found, key)
-            break
-    for k, share in found.get("drawn", {}).get("pass_at", {}).items():
-        yield f"pass@{k}", _drawn_words(found), share
-
-
-def figures(found: dict[str, Any]) -> list[Figure]:
-    """Everything measured of the one model."""
-    rows = [_with_interval(of, name, figure) for name, of, figure in headline_figures(found)]
-    if found.get("greedy_accuracy") is not None and found.get("reward_mean") is not None:
-        rows.insert(1, _with_interval(GREEDY, REWARD, _interval(found, "reward_mean")))
-    for name, score in found.get("scores", {}).items():
-        rows.append(_with_interval(GREEDY, f"score of {name}", score))
-    rows += _plain(GREEDY, found)
-    if "drawn" in found:
-        if reward := found["drawn"].get("reward_mean"):
-            rows.append(_with_interval(_drawn_words(found), REWARD, reward))
-        rows += _plain(_drawn_words(found), found["drawn"])
-    return sorted(rows, key=lambda row: row.of != GREEDY)
-
-
-def compared(found: dict[str, Any]) -> list[Compared]:
-    """This model against the other; empty where there is none."""
-    return [
-        Compared(
-            name=name.replace("_", " "),
-            n=pair["n"],
-            other=decimal(pair["other"]),
-            this=decimal(pair["this"]),
-            difference=decimal(pair["difference"]["value"]),
-            interval=between(pair["difference"]["low"], pair["difference"]["high"]),
-            higher=pair["higher"],
-            lower=pair["lower"],
-            p_value=decimal(pair["p_value"]),
-        )
-        for name, pair in found.get("compared_with", {}).get("figures", {}).items()
-    ]
-
-
-def answers(found: dict[str, Any]) -> list[Pair]:
-    """Some prompts with what this model and, where there is one, the other answered: those whose rewards differ first,
-    then low rewards."""
-    samples = found.get("samples", [])
-    others = found.get("compared_with", {}).get("samples") or samples
-    both = sorted(
-        zip(others, samples, strict=True),
-        key=lambda two: (two[0]["reward"] == two[1]["reward"], two[1]["reward"] or 0.0),
-    )
-    lead = common_lines([sample["prompt"] for sample in samples])
-    return [
-        Pair(
-            prompt=shorten(this["prompt"][lead:]),
-            answer=this["answer"],
-            before=other["completion"],
-            before_reward=other["reward"],
-            after=this["completion"],
-            after_reward=this["reward"],
-        )
-        for other, this in both[:PAIRS_SHOWN]
-    ]
-
-
-def _interval(found: dict[str, Any], name: str) -> dict[str, float]:
-    low, high = found[f"{name}_interval"]
-    return {"value": found[name], "low": low, "high": high}
-
-
-def _drawn_words(found: dict[str, Any]) -> str:
-    return f"{found['drawn']['samples_per_prompt']} a prompt"
-
-
-def _with_interval(of: str, name: str, share: dict[str, float]) -> Figure:
-    return Figure(of=of, name=name, value=decimal(share["value"]), interval=between(share["low"], share["high"]))
-
-
-def _plain(of: str, found: dict[str, Any]) -> Iterator[Figure]:
-    """Lengths, cut and invalid completions, and diversity."""
-    lengths = ", ".join(f"{name} {decimal(value)}" for name, value in found["completion_tokens"].items())
-    yield Figure(of=of, name="tokens of a completion", value=lengths)
-    yield Figure(of=of, name="cut by the limit", value=decimal(found["truncated_fraction"]))
-    yield Figure(of=of, name="without a valid reward", value=str(found["invalid"]))
-    for name, value in found.items():
-        if name.startswith(DISTINCT):
-            yield Figure(of=of, name=name.replace("_", "-", 1).replace("_", " "), value=decimal(value))
-
+from tidemill.telemetry.report.timeline import fleet_section, timeline, timeline_json
+from tidemill.telemetry.run_data import Evaluation, Figure, RunData, comparable
 
 HERE = Path(__file__).parent
-TOLD_EVENTS = (
-    SESSION_START, SESSION_END, RESUME, REPLAY, EVALUATION, CHECKPOINT, SINK_FAILED, WAITING, GIVEN_UP, EVICTION,
-    CRASH, JOIN_FAILED, QUARANTINE,
-)  # fmt: skip
-EVENTS_SHOWN = 500
-PLAIN_KEYS = ("time", "session", "elapsed_s", "event")
 
 
-def render(story: RunData) -> str:
-    """The page as text."""
+def render_page(template: Path, **values: Any) -> str:
+    """A self-contained HTML page; values are escaped.
+
+    Besides `values`, a template has:
+    - `version`, of Tidemill, and `nonce`, for the page's own scripts;
+    - `asset(name)`, the text of a file below this package's report folder, for use with `|safe`;
+    - the filters `decimal` and `script_json`, the latter for use with `|safe`.
+    It may include this package's templates.
+    """
     environment = Environment(
-        loader=FileSystemLoader(HERE / "templates"),
+        loader=FileSystemLoader([template.parent, HERE / "templates"]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template("report.html.j2").render(context(story))
-
-
-def context(story: RunData) -> dict[str, Any]:
-    """What the template is given."""
-    found_pairs, pairs_words = pairs(story)
-    workers = timeline(story.events, story.metrics)
-    galleries = [
-        {"steps": steps_words(window), "best": best, "worst": worst}
-        for window in (story.last, story.first)
-        for best, worst in [best_and_worst(window)]
-        if best or worst
-    ]
-    return {
-        "story": story,
-        "headline": headline(story),
-        "ending": MEASURED if story.measured else ENDINGS.get(story.outcome, ENDINGS["unknown"]),
-        "held_out": held_out(story),
-        "measured": measured_section(story.measured) if story.measured else None,
-        "tiles": [] if story.measured else tiles(story),
-        "findings": findings(story),
-        "fleet": fleet_section(story, workers) if workers else None,
-        "chart_json": script_json(chart_data(story) | ({"fleets": [drawn(workers)]} if workers else {})),
-        "histograms": histograms(story.first, story.last),
-        "svg": {"width": WIDTH, "height": HEIGHT, "floor": HEIGHT - MARGIN},
-        "first_steps": steps_words(story.first),
-        "last_steps": steps_words(story.last),
-        "pairs": found_pairs,
-        "pairs_words": pairs_words,
-        "galleries": galleries,
-        "legend": LEGEND,
-        "events": [] if story.measured else event_rows(story),
-        "facts": facts(story),
-        "manifest_text": msgspec.json.format(msgspec.json.encode(story.manifest)).decode() if story.manifest else "",
-        # Of the page's own scripts; no other one is run.
-        "nonce": secrets.token_urlsafe(12),
-        "version": tidemill.__version__,
-        "style": trusted("templates/report.css"),
-        "script": trusted("templates/report.js"),
-        "fleet_script": trusted("templates/fleet.js"),
-        "uplot_style": trusted("vendor/uplot/uPlot.min.css"),
-        "uplot_script": trusted("vendor/uplot/uPlot.iife.min.js"),
-        "uplot_license": (HERE / "vendor/uplot/LICENSE").read_text(encoding="utf-8"),
-    }
-
-
-def trusted(name: str) -> str:
-    """A file of this package, put into the page as it is."""
-    return (HERE / name).read_text(encoding="utf-8")
+    environment.globals["asset"] = lambda name: (HERE / name).read_text(encoding="utf-8")
+    environment.filters |= {"script_json": script_json, "decimal": decimal}
+    nonce = secrets.token_urlsafe(12)
+    return environment.get_template(template.name).render(version=tidemill.__version__, nonce=nonce, **values)
 
 
 def script_json(value: Any) -> str:
-    """JSON that nothing inside can end its script element with: angle brackets and ampersands are escaped."""
+    """JSON for a script element: angle brackets and ampersands are escaped, so that no value can end the element."""
     text = msgspec.json.encode(value).decode()
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
 
 
-def held_out(story: RunData) -> dict[str, Any] | None:
-    """Figures of the before/after panel, or those of `tidemill eval`; None without an evaluation."""
-    if story.measured is not None:
-        rows = [_bar(*figure, is_share=figure[0] != REWARD) for figure in headline_figures(story.measured)]
-        if not rows:  # no reward was valid
-            return None
-        return {"rows": rows, "n": story.measured["n"], "what": "Completions", "also": ""}
-    before, after = before_and_after(story)
+def report_page(data: RunData) -> str:
+    """The page of a run or an evaluation."""
+    samples, workers, found = report_samples(data.run), timeline(data.events, data.metrics), data.model_evaluation
+    pairs, pairs_text = before_and_after(samples.evaluated_first, samples.evaluated_last)
+    galleries = [
+        {"steps": window.title, "best": best, "worst": worst}
+        for window in (samples.last, samples.first)
+        for best, worst in [best_and_worst(window)]
+        if best or worst
+    ]
+    return render_page(
+        HERE / "templates" / "report.html.j2",
+        data=data,
+        samples=samples,
+        headline=headline(data),
+        ending=EVALUATED if found else ENDINGS.get(data.outcome, ENDINGS["unknown"]),
+        held_out=held_out(data),
+        evaluation=evaluation_section(found) if found else None,
+        tiles=[] if found else tiles(data),
+        findings=findings(data),
+        fleet=fleet_section(data, workers) if workers else None,
+        chart_data=chart_data(data) | ({"fleets": [timeline_json(workers)]} if workers else {}),
+        histograms=histograms(samples.first, samples.last),
+        pairs=pairs,
+        pairs_text=pairs_text,
+        galleries=galleries,
+        legend=LEGEND,
+        events=[] if found else event_rows(data),
+        facts=facts(data),
+        manifest_text=msgspec.json.format(msgspec.json.encode(data.manifest)).decode() if data.manifest else "",
+    )
+
+
+ENDINGS = {
+    "finished": "The run is finished.",
+    "interrupted": "The run was interrupted; the same command resumes it.",
+    "failed": "The run ended with an error; the same command resumes it.",
+    "running": "The run is in progress.",
+    "killed": "The run was killed; the same command resumes it.",
+    "unknown": "No end was recorded: the run is in progress on another machine, or was killed.",
+}
+EVALUATED = "An evaluation, without training."
+
+
+def clearly_differs(one: Figure, other: Figure) -> bool:
+    """Whether two figures differ significantly (95 %): Newcombe's interval for a difference (1998), from the interval
+    of each figure."""
+    low, high = sorted((one, other), key=lambda figure: figure.value)
+    if low.interval is None or high.interval is None:
+        return low.value != high.value
+    return high.value - low.value > math.hypot(high.value - high.interval[0], low.interval[1] - low.value)
+
+
+def first_and_last(data: RunData) -> tuple[Evaluation | None, Evaluation | None]:
+    """The evaluation before the first step and the newest one after it."""
+    found = data.evaluations
+    before = next((evaluation for evaluation in found if evaluation.step == 0), None)
+    return before, found[-1] if found and found[-1].step > 0 else None
+
+
+def headline(data: RunData) -> str:
+    """One sentence: the result of the run."""
+    steps = data.metrics[-1].step if data.metrics else 0
+    before, after = first_and_last(data)
+    over = counted(steps, "step")
+    if before and after:
+        first, last = comparable((before, after))
+        change = f"from {decimal(first.value)} to {decimal(last.value)}"
+        if not clearly_differs(first, last):
+            return f"Held-out {first.name} went {change} in {over}, which is within sampling error."
+        verb = "rose" if last.value > first.value else "fell"
+        return f"Held-out {first.name} {verb} {change} in {over}."
+    if rewards := data.values(metrics.REWARD_MEAN):
+        return f"Mean reward went from {decimal(rewards[0])} to {decimal(rewards[-1])} in {over}."
+    for name, title in ((metrics.HELD_OUT_LOSS, "Held-out loss"), (metrics.LOSS, "Loss")):
+        losses = data.values(name)
+        if len(losses) > 1:
+            return f"{title} went from {decimal(losses[0])} to {decimal(losses[-1])} in {over}."
+    if before:
+        when = "" if data.outcome == "finished" else " before the first step"
+        (only,) = comparable((before,))
+        return f"Held-out {only.name} is {decimal(only.value)}{when}."
+    if data.model_evaluation is not None:
+        return "No held-out completion has a valid reward."
+    if steps:
+        without = ", none with a valid reward" if metrics.SAMPLES_INVALID in data.metrics[-1].values else ""
+        return f"{over} {'have' if steps > 1 else 'has'} been completed{without}."
+    return "No step has been completed yet."
+
+
+RECENT = 5
+TRUNCATED_HIGH, MISMATCH_HIGH, ENTROPY_LEFT, NO_SIGNAL_HIGH = 0.2, 1e-3, 0.1, 0.5
+
+
+class Finding(NamedTuple):
+    """A problem worth a look: a short title, and its meaning or what to do."""
+
+    title: str
+    text: str
+
+
+def findings(data: RunData) -> list[Finding]:
+    """Possible problems, most urgent first."""
+    found: list[Finding] = []
+    if data.damage:
+        found.append(Finding("The logs are damaged", f"Unreadable lines were skipped: {', '.join(data.damage)}."))
+    if invalid := sum(data.values(metrics.SAMPLES_INVALID)):
+        failures = data.events_named(REWARD_FAILED)
+        example = f" For example: {failures[-1].get('reason')}" if failures else ""
+        title = f"{compact(invalid)} samples without a valid reward"
+        found.append(Finding(title, f"They were excluded from training.{example}"))
+    found += _training_findings(data)
+    if workers := data.summary["quarantined"]:
+        text = "Their probe logprobs differed from the trainer's by more than fleet.probe_tolerance."
+        found.append(Finding(f"{counted(workers, 'worker')} quarantined", text))
+    # Errors of single workers are in the fleet section.
+    errors = [event for event in data.events if event.get("error") and event["event"] not in FLEET_EVENTS]
+    if errors:
+        last = f"Last: {errors[-1]['event']}, {errors[-1]['error']}"
+        found.append(Finding(f"{counted(len(errors), 'error')} in the event log", last))
+    if (sessions := data.summary["sessions"]) > 1:
+        times = "once" if sessions == 2 else f"{sessions - 1} times"
+        text = "Dashed lines in the curves. Figures count each step once; wall time counts all work."
+        found.append(Finding(f"Resumed {times}", text))
+    return found
+
+
+def _training_findings(data: RunData) -> Iterator[Finding]:
+    def recent(name: str) -> float:
+        values = data.values(name)[-RECENT:]
+        return fmean(values) if values else 0.0
+
+    groups = data.setting("batch", "prompts")
+    if groups and (share := recent(metrics.NO_SIGNAL) / groups) > NO_SIGNAL_HIGH:
+        text = "All samples of these groups got the same reward: the prompts are now too easy or too hard."
+        yield Finding(f"{percent(share)} of recent groups had no signal", text)
+    if (share := recent(metrics.TRUNCATED)) > TRUNCATED_HIGH:
+        title = f"{percent(share)} of recent completions were truncated"
+        yield Finding(title, "Consider a larger sampling.max_new_tokens.")
+    entropy = data.values(metrics.ENTROPY)
+    if len(entropy) > RECENT and entropy[0] > 0 and recent(metrics.ENTROPY) <= ENTROPY_LEFT * entropy[0]:
+        title = f"Entropy collapsed: {decimal(entropy[0])} → {decimal(entropy[-1])} nats"
+        yield Finding(title, "The samples of a group hardly differ any more.")
+    if (mismatch := recent(metrics.MISMATCH_KL)) > MISMATCH_HIGH:
+        text = f"KL {decimal(mismatch)} nats per token on the same tokens; this biases the gradients."
+        yield Finding("Engine and trainer logprobs differ", text)
+    _, after = first_and_last(data)
+    best = max(data.evaluations, key=lambda evaluation: evaluation.reward_mean, default=None)
+    if after and best and best.step != after.step:
+        highest, last = comparable((best, after))
+        if clearly_differs(highest, last):
+            text = f"{decimal(highest.value)} after step {best.step}, {decimal(last.value)} after the last step."
+            yield Finding(f"Held-out {last.name} fell below its best", text)
+
+
+def held_out(data: RunData) -> dict[str, Any] | None:
+    """The panel below the headline: before and after training, or of `tidemill eval`; None without evaluation."""
+    if (found := data.model_evaluation) is not None:
+        rows = [_bar_row(*figure, is_share=figure[0] != MEAN_REWARD) for figure in headline_figures(found)]
+        return {"rows": rows, "n": found["n"], "what": "Completions", "also": ""} if rows else None
+    before, after = first_and_last(data)
     shown = [(label, one) for label, one in (("before", before), ("after", after)) if one]
     if not shown:
         return None
-    rows, found = [], comparable([one for _, one in shown])
-    for (label, one), figure in zip(shown, found, strict=True):
+    rows, figures = [], comparable([one for _, one in shown])
+    for (label, one), figure in zip(shown, figures, strict=True):
         low, high = figure.interval or (figure.value, figure.value)
         remark = f"after step {one.step}" if one.step else "training"
         share = {"value": figure.value, "low": low, "high": high}
-        bar = _bar(label, remark, share, is_share=figure.name == "accuracy")
-        rows.append(bar if figure.interval else bar | {"interval": ""})
-    what = f"{found[0].name.capitalize()} of greedy completions"
+        row = _bar_row(label, remark, share, is_share=figure.name == "accuracy")
+        rows.append(row if figure.interval else row | {"interval": ""})
+    what = f"{figures[0].name.capitalize()} of greedy completions"
     rewards = ", ".join(f"{label} {decimal(one.reward_mean)}" for label, one in shown)
-    also = f"Mean reward: {rewards}." if found[0].name == "accuracy" else ""
+    also = f"Mean reward: {rewards}." if figures[0].name == "accuracy" else ""
     return {"rows": rows, "n": shown[-1][1].n, "what": what, "also": also}
 
 
-def _bar(label: str, remark: str, share: dict[str, float], *, is_share: bool) -> dict[str, Any]:
-    """A row; only a share has a bar, which is drawn from 0 to 1."""
+def _bar_row(label: str, remark: str, share: dict[str, float], *, is_share: bool) -> dict[str, Any]:
+    """A row; only shares have a bar, from 0 to 1."""
     low, high = share["low"], share["high"]
     return {
         "label": label,
@@ -284,93 +255,85 @@ def _bar(label: str, remark: str, share: dict[str, float], *, is_share: bool) ->
     }
 
 
-def measured_section(found: dict[str, Any]) -> dict[str, Any]:
+def evaluation_section(found: dict[str, Any]) -> dict[str, Any]:
     """The tables of an evaluation."""
     other = found.get("compared_with", {})
     return {
-        "figures": figures(found),
-        "compared": compared(found),
+        "figures": evaluation_rows(found),
+        "compared": other.get("figures", {}),
         "other": " ".join(str(other.get(key, "")) for key in ("model", "weights_digest")),
-        "answers": answers(found),
+        "answers": answer_pairs(found),
     }
 
 
-def tiles(story: RunData) -> list[tuple[str, str, str]]:
-    """(label, figure, remark)."""
-    summary = story.summary
+def tiles(data: RunData) -> list[tuple[str, str, str]]:
+    """(label, figure, remark)"""
+    summary, forecast = data.summary, data.forecast
     steps = f"{summary['steps']} / {summary['total_steps']}" if summary["total_steps"] else str(summary["steps"])
-    sessions = summary["sessions"]
-    speed, idle = summary["tokens_per_s"], summary["trainer_idle_share"]
+    sessions, speed, idle = summary["sessions"], summary["tokens_per_s"], summary["trainer_idle_share"]
     rows = [
         ("Steps", steps, f"version {summary['policy_version']}"),
         ("Wall time", duration(summary["wall_s"]), f"in {sessions} sessions" if sessions > 1 else "one session"),
-        ("Training", duration(summary["training_s"]), "steps that count, without evaluation"),
+        ("Training", duration(summary["training_s"]), "surviving steps, without evaluation"),
         ("Tokens generated", compact(summary["tokens_generated"]), f"{compact(speed)} tokens/s" if speed else ""),
         ("Tokens trained", compact(summary["tokens_trained"]), f"{summary['optimizer_steps']} optimizer steps"),
-        ("Peak memory", gigabytes(summary["peak_rss_bytes"]), "largest of all sessions"),
+        ("Peak memory", gigabytes(summary["peak_rss_bytes"]), "maximum over all sessions"),
     ]
-    if story.forecast is not None:
-        rows.insert(2, ("Forecast", duration(story.forecast.total_s.mean), forecast_words(story)))
+    if forecast is not None:
+        rows.insert(2, ("Forecast", duration(forecast.total_s.mean), forecast_error(data)))
     if idle is not None:
-        rows.insert(3 + (story.forecast is not None), ("Trainer idle", percent(idle), "of that, waiting for samples"))
-    return rows if story.metrics else rows[:2]
+        rows.insert(3 + (forecast is not None), ("Trainer idle", percent(idle), "of training, waiting for samples"))
+    return rows if data.metrics else rows[:2]
 
 
-def forecast_words(story: RunData) -> str:
-    """How far off the forecast was, of the whole run once that is finished, of its steps before."""
-    forecast = story.forecast
+def forecast_error(data: RunData) -> str:
+    """How far off the forecast was: in total for a run finished in one session, else over the steps so far."""
+    forecast = data.forecast
     if forecast is None:
         return ""
-    if story.outcome == "finished" and story.summary["sessions"] == 1:
-        actual, expected, of = story.summary["wall_s"], forecast.total_s.mean, "in all"
+    if data.outcome == "finished" and data.summary["sessions"] == 1:
+        actual, expected, scope = data.summary["wall_s"], forecast.total_s.mean, "in total"
     else:
-        lines = [line for line in story.metrics if line.step > 0 and STEP_TIME in line.values]
-        actual = sum(line.values[STEP_TIME] for line in lines)
-        expected, of = sum(forecast.of_step(line.step).mean for line in lines), "so far, steps alone"
+        lines = [line for line in data.metrics if line.step > 0 and metrics.STEP_TIME in line.values]
+        actual = sum(line.values[metrics.STEP_TIME] for line in lines)
+        expected, scope = sum(forecast.of_step(line.step).mean for line in lines), "so far, steps only"
     if not expected or not actual:
-        return f"of {forecast.profile}"
+        return f"from {forecast.profile}"
     off = actual / expected - 1
-    return f"it took {percent(abs(off))} {'longer' if off >= 0 else 'less'} {of}"
+    return f"the run took {percent(abs(off))} {'longer' if off >= 0 else 'less'} {scope}"
 
 
-def steps_words(window: SampleWindow) -> str:
-    """`steps 1-3`; empty without any."""
-    if not window.steps:
-        return ""
-    low, high = window.steps[0], window.steps[-1]
-    return f"steps {low}-{high}" if high > low else f"step {low}"
-
-
-def facts(story: RunData) -> list[tuple[str, str]]:
-    """(label, text) of the newest session: how it was started, with what, on what."""
-    sessions = story.manifest.get("sessions") or [{}]
+def facts(data: RunData) -> list[tuple[str, str]]:
+    """(label, text): command, versions and machine of the newest session."""
+    sessions = data.manifest.get("sessions") or [{}]
     newest = {key: value for key, value in sessions[-1].items() if value}
-    git, machine, digest = newest.get("git", {}), newest.get("machine", {}), story.summary["weights_digest"]
-    forecast = "; ".join((story.forecast.profile, *story.forecast.notes)) if story.forecast else ""
+    git, machine, digest = newest.get("git", {}), newest.get("machine", {}), data.summary["weights_digest"]
+    hardware = [
+        str(machine.get("processor", "")),
+        f"{machine['cores']} cores" if machine.get("cores") else "",
+        gigabytes(machine["memory_bytes"]) if machine.get("memory_bytes") else "",
+        str(machine.get("system", "")),
+    ]
     rows = [
         ("Command", " ".join(newest.get("argv", []))),
         ("Versions", ", ".join(f"{package} {number}" for package, number in newest.get("versions", {}).items())),
         ("Commit", git.get("commit", "") + (" with local changes" if git.get("changed") else "")),
-        ("Machine", ", ".join(_machine_words(machine))),
-        ("Forecast", forecast and f"from {forecast}"),
-        ("Weights", f"version {story.summary['policy_version']}, digest {digest}" if digest else ""),
+        ("Machine", ", ".join(filter(None, hardware))),
+        ("Forecast", "; ".join((f"from {data.forecast.profile}", *data.forecast.notes)) if data.forecast else ""),
+        ("Weights", f"version {data.summary['policy_version']}, digest {digest}" if digest else ""),
     ]
     return [(label, text) for label, text in rows if text]
 
 
-def _machine_words(machine: dict[str, Any]) -> list[str]:
-    words = [str(machine.get("processor", ""))]
-    words += [f"{machine['cores']} cores"] if machine.get("cores") else []
-    words += [gigabytes(machine["memory_bytes"])] if machine.get("memory_bytes") else []
-    return [word for word in (*words, str(machine.get("system", ""))) if word]
+EVENTS_SHOWN = 500
 
 
-def event_rows(story: RunData) -> list[dict[str, Any]]:
-    """The turns of the story, newest first: everything but the spans of ordinary steps."""
-    told = [
+def event_rows(data: RunData) -> list[dict[str, Any]]:
+    """Important events and errors, newest first; spans of ordinary steps are omitted."""
+    listed = [
         event
-        for event in story.events
-        if event["event"] in TOLD_EVENTS or (event.get("error") and event["event"] not in FLEET_EVENTS)
+        for event in data.events
+        if event["event"] in LISTED_EVENTS or (event.get("error") and event["event"] not in FLEET_EVENTS)
     ]
     return [
         {
@@ -378,12 +341,10 @@ def event_rows(story: RunData) -> list[dict[str, Any]]:
             "session": event.get("session", ""),
             "event": event["event"],
             "fields": ", ".join(
-                f"{key} {_field(value)}" for key, value in event.items() if key not in PLAIN_KEYS and value is not None
+                f"{key} {decimal(value) if isinstance(value, float) else value}"
+                for key, value in event.items()
+                if key not in HEADER and value is not None
             ),
         }
-        for event in reversed(told[-EVENTS_SHOWN:])
+        for event in reversed(listed[-EVENTS_SHOWN:])
     ]
-
-
-def _field(value: Any) -> str:
-    return decimal(value) if isinstance(value, float) else str(value)

@@ -1,6 +1,6 @@
-"""The timeline of workers: which rows there are, and the bars and marks on them, as numbers the page's script draws.
+"""The fleet section of the report: the timeline of workers as rows, bars and marks for fleet.js, figures, and costs.
 
-One row per worker where there are few; where there are many, machines that follow each other share a row.
+One row per worker; if there are many workers, machines that follow each other share a row.
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from statistics import median
 from typing import Any, Literal, get_args
 
-from tidemill.core.formatting import compact, counted, dollars, duration, natural
+from tidemill.core.formatting import compact, counted, decimal, dollars, duration, natural, percent
 from tidemill.core.records import Record
 from tidemill.telemetry.events import (
     CHECKPOINT,
@@ -23,19 +24,35 @@ from tidemill.telemetry.events import (
     PUBLISH,
     PULL,
     QUARANTINE,
+    TRAINING,
+    event_text,
 )
-from tidemill.telemetry.fleet_figures import HeldLease, Session, amount, held_leases, migrations, moment, sessions_of
-from tidemill.telemetry.fleet_view import fleet_words
+from tidemill.telemetry.fleet_figures import (
+    HeldLease,
+    LeaseKey,
+    Session,
+    amount,
+    evictions_sentence,
+    held_leases,
+    lease_key,
+    migrations,
+    moment,
+    sessions_of,
+    stretch,
+)
 from tidemill.telemetry.metrics import MetricLine
+from tidemill.telemetry.run_data import RunData
+from tidemill.telemetry.run_dir import TRAINING_PURPOSE
 
 NAMED_ROWS = 40
-"""With more names than this, rows are shared by whoever follows."""
+"""With more worker names, rows are shared."""
 MOST_BARS = 20_000
-FINEST = 4000  # of the whole time: bars nearer to each other are drawn as one where there are too many
+FINEST = 4000
+"""With more than MOST_BARS bars, those closer than this fraction of the whole time are merged."""
 TRAINER = "trainer"
 
 BarKind = Literal["held", "boot", "pull", "decode", "evaluate", "notice", "learn", "train", "checkpoint"]
-MarkKind = Literal["eviction", "handed", "quarantine", "failed"]
+MarkKind = Literal["eviction", "drained", "quarantine", "failed"]
 MARKS: dict[str, MarkKind] = {
     EVICTION: "eviction",
     CRASH: "failed",
@@ -49,18 +66,18 @@ class Bar(Record):
     kind: BarKind
     start_s: float
     end_s: float
-    words: str
+    text: str
 
 
 class Mark(Record):
     row: int
     kind: MarkKind
     at_s: float
-    words: str
+    text: str
 
 
 class Timeline(Record):
-    """All times on the run's own axis."""
+    """Times are seconds of work since the run started."""
 
     rows: tuple[str, ...]
     named: bool  # rows are workers; otherwise they are shared
@@ -68,15 +85,15 @@ class Timeline(Record):
     bars: tuple[Bar, ...]
     marks: tuple[Mark, ...]
     publishes: tuple[tuple[float, str], ...]
-    sessions: tuple[tuple[float, str], ...]  # where the second and later ones begin
-    serving: tuple[tuple[float, int], ...]  # preemptible workers there from then on
+    sessions: tuple[tuple[float, str], ...]  # starts of the second and later ones
+    serving: tuple[tuple[float, int], ...]  # number of preemptible workers from each time on
     end_s: float
 
 
 def timeline(
     events: Sequence[dict[str, Any]], metrics: Sequence[MetricLine], *, reserved_only: bool = False
 ) -> Timeline | None:
-    """None for a run that had no preemptible worker, unless `reserved_only` ones are wanted, too."""
+    """None for a run without preemptible workers, unless `reserved_only` asks for a timeline anyway."""
     sessions = sessions_of(events, metrics)
     leases = held_leases(events, sessions)
     preemptible = [one for one in leases.values() if one.kind == "preemptible"]
@@ -85,29 +102,33 @@ def timeline(
     reserved = [one for one in leases.values() if one.kind == "reserved"]
     named = len({one.worker for one in preemptible}) <= NAMED_ROWS
     groups = [*_by_worker(reserved), *(_by_worker(preemptible) if named else [("", preemptible)])]
-    rows, row_of = [TRAINER], dict[tuple[int, str], int]()
+    rows, row_of = [TRAINER], dict[LeaseKey, int]()
     for label, group in groups:
         for lane in lanes(group):
             row_of |= {(one.session, one.lease_id): len(rows) for one in lane}
             rows.append(label)
-    ups = _ups(events, sessions)
-    bars = [*_lease_bars(leases, row_of, ups, events, sessions), *_work_bars(events, row_of, sessions)]
+    joins = (event for event in events if event["event"] == JOIN and not event.get("error"))
+    starts = {lease_key(event): stretch(event, sessions) for event in joins}
+    bars = [*_lease_bars(leases, row_of, starts, events, sessions), *_work_bars(events, row_of, sessions)]
     end_s = max(one.end_s for one in sessions.values())
     return Timeline(
         rows=tuple(rows),
         named=named,
         first_preemptible=min((row_of[one.session, one.lease_id] for one in preemptible), default=len(rows)),
         bars=tuple(bars if len(bars) <= MOST_BARS else merged(bars, end_s / FINEST)),
-        marks=(*_marks(events, row_of, sessions), *_handed(events, row_of, sessions)),
+        marks=(*_marks(events, row_of, sessions), *_drained(events, row_of, sessions)),
         publishes=tuple(_publishes(events, sessions)),
-        sessions=tuple(_sessions(list(sessions.values()))),
-        serving=tuple(serving(preemptible, ups)),
+        sessions=tuple(
+            (one.start_s, f"session {one.number}" + (", after a kill" if earlier.killed else ""))
+            for earlier, one in pairwise(sessions.values())
+        ),
+        serving=tuple(serving(preemptible, starts)),
         end_s=end_s,
     )
 
 
 def lanes(leases: Iterable[HeldLease]) -> list[list[HeldLease]]:
-    """Leases that do not overlap share a lane; each goes to the first one that is free."""
+    """Leases grouped into lanes without overlap; each lease goes to the first free lane."""
     found: list[list[HeldLease]] = []
     for one in sorted(leases, key=lambda one: (one.start_s, natural(one.worker))):
         free = next((lane for lane in found if lane[-1].end_s <= one.start_s), None)
@@ -119,8 +140,8 @@ def lanes(leases: Iterable[HeldLease]) -> list[list[HeldLease]]:
 
 
 def merged(bars: Iterable[Bar], step_s: float) -> list[Bar]:
-    """Neighbours of one kind in one row become one bar where the gap between them is too small to be seen."""
-    found: list[tuple[Bar, float, int]] = []  # (the first of them, end of the last, how many)
+    """Bars with neighbours of one kind in one row merged if the gap between them is at most `step_s`."""
+    found: list[tuple[Bar, float, int]] = []  # (first bar, end of the last, number of bars)
     open_at = dict[tuple[int, BarKind], int]()
     for bar in sorted(bars, key=lambda bar: bar.start_s):
         at = open_at.get((bar.row, bar.kind))
@@ -132,19 +153,17 @@ def merged(bars: Iterable[Bar], step_s: float) -> list[Bar]:
             found[at] = (first, max(end_s, bar.end_s), count + 1)
     return [
         Bar(row=bar.row, kind=bar.kind, start_s=bar.start_s, end_s=end_s,
-            words=bar.words if count == 1 else f"{bar.words}\nand {count - 1} more until here")
+            text=bar.text if count == 1 else f"{bar.text}\nand {count - 1} more until here")
         for bar, end_s, count in found
     ]  # fmt: skip
 
 
-def serving(
-    preemptible: Sequence[HeldLease], ups: dict[tuple[int, str], tuple[float, float]]
-) -> list[tuple[float, int]]:
-    """(time, workers that are up from then on), one entry per change."""
+def serving(preemptible: Sequence[HeldLease], starts: dict[LeaseKey, tuple[float, float]]) -> list[tuple[float, int]]:
+    """(time, number of workers that are up from then on), one entry per change."""
     changes = dict[float, int]()
     for one in preemptible:
-        if up := ups.get((one.session, one.lease_id)):
-            changes[up[1]] = changes.get(up[1], 0) + 1
+        if start := starts.get((one.session, one.lease_id)):
+            changes[start[1]] = changes.get(start[1], 0) + 1
             changes[one.end_s] = changes.get(one.end_s, 0) - 1
     count, found = 0, [(0.0, 0)]
     for at_s in sorted(changes):
@@ -160,124 +179,103 @@ def _by_worker(leases: Iterable[HeldLease]) -> list[tuple[str, list[HeldLease]]]
     return sorted(groups.items(), key=lambda item: natural(item[0]))
 
 
-def _key(event: dict[str, Any]) -> tuple[int, str]:
-    return int(amount(event, "session")), str(event.get("lease", ""))
-
-
-def _stretch(event: dict[str, Any], sessions: dict[int, Session]) -> tuple[float, float]:
-    end_s = moment(event, sessions)
-    return end_s - amount(event, "duration_s"), end_s
-
-
-def _ups(events: Iterable[dict[str, Any]], sessions: dict[int, Session]) -> dict[tuple[int, str], tuple[float, float]]:
-    """When each worker's start began and ended, by lease."""
-    joins = (event for event in events if event["event"] == JOIN and not event.get("error"))
-    return {_key(event): _stretch(event, sessions) for event in joins}
-
-
 def _lease_bars(
-    leases: dict[tuple[int, str], HeldLease],
-    row_of: dict[tuple[int, str], int],
-    ups: dict[tuple[int, str], tuple[float, float]],
+    leases: dict[LeaseKey, HeldLease],
+    row_of: dict[LeaseKey, int],
+    starts: dict[LeaseKey, tuple[float, float]],
     events: Iterable[dict[str, Any]],
     sessions: dict[int, Session],
 ) -> Iterable[Bar]:
-    """The lease itself, its worker's start, and what was left of it after a notice."""
+    """Each lease, the start of its worker, and the time from a notice to its end."""
     for key, lease in leases.items():
         row = row_of[key]
-        yield Bar(row=row, kind="held", start_s=lease.start_s, end_s=lease.end_s, words=_lease_words(lease))
-        if up := ups.get(key):
-            words = f"{lease.worker} started\n{duration(up[1] - up[0])}"
-            yield Bar(row=row, kind="boot", start_s=max(lease.start_s, up[0]), end_s=up[1], words=words)
+        cost = f", {dollars(lease.cost_usd)}" if lease.cost_usd else ""
+        tokens = f"\n{counted(lease.tokens, 'token')}" if lease.tokens is not None else ""
+        held = f"held {duration(lease.end_s - lease.start_s)}{cost}{tokens}\nend: {lease.cause or 'none recorded'}"
+        text = f"{lease.worker}, {lease.kind}\n{held}"
+        yield Bar(row=row, kind="held", start_s=lease.start_s, end_s=lease.end_s, text=text)
+        if key in starts:
+            start_s, end_s = starts[key]
+            text = f"{lease.worker} started\n{duration(end_s - start_s)}"
+            yield Bar(row=row, kind="boot", start_s=max(lease.start_s, start_s), end_s=end_s, text=text)
     for event in events:
-        if event["event"] == NOTICE and (one := leases.get(_key(event))):
-            at_s, words = moment(event, sessions), fleet_words(NOTICE, event)
-            yield Bar(row=row_of[_key(event)], kind="notice", start_s=at_s, end_s=one.end_s, words=words)
-
-
-def _lease_words(lease: HeldLease) -> str:
-    cost = f", {dollars(lease.cost_usd)}" if lease.cost_usd else ""
-    made = f"\n{counted(lease.tokens, 'token')}" if lease.tokens is not None else ""
-    cause = lease.cause or "none recorded"
-    return f"{lease.worker}, {lease.kind}\nheld {duration(lease.end_s - lease.start_s)}{cost}{made}\nend: {cause}"
+        if event["event"] == NOTICE and (one := leases.get(lease_key(event))):
+            at_s, text = moment(event, sessions), event_text(NOTICE, event)
+            yield Bar(row=row_of[lease_key(event)], kind="notice", start_s=at_s, end_s=one.end_s, text=text)
 
 
 def _work_bars(
-    events: Iterable[dict[str, Any]], row_of: dict[tuple[int, str], int], sessions: dict[int, Session]
+    events: Iterable[dict[str, Any]], row_of: dict[LeaseKey, int], sessions: dict[int, Session]
 ) -> Iterable[Bar]:
-    """Pulls and decoding by lease, and the trainer's own work in row 0."""
+    """Pulls and generation by lease, and the trainer's work in row 0."""
     for event in events:
         name = event["event"]
-        start_s, end_s = _stretch(event, sessions)
+        start_s, end_s = stretch(event, sessions)
         took = duration(end_s - start_s)
-        if name in (DECODE, PULL) and _key(event) in row_of:
-            kind: BarKind = "pull" if name == PULL else "decode" if event.get("purpose") == "train" else "evaluate"
-            words = (_pull_words if name == PULL else _decode_words)(event, took)
-            yield Bar(row=row_of[_key(event)], kind=kind, start_s=start_s, end_s=end_s, words=words)
-        elif name in ("training", CHECKPOINT):
-            kind, what = ("train", "optimizer") if name == "training" else ("checkpoint", "checkpoint of")
-            yield Bar(row=0, kind=kind, start_s=start_s, end_s=end_s, words=f"{what} step {event.get('step')}\n{took}")
+        if name in (DECODE, PULL) and (row := row_of.get(lease_key(event))) is not None:
+            training = event.get("purpose") == TRAINING_PURPOSE
+            kind: BarKind = "pull" if name == PULL else "decode" if training else "evaluate"
+            text = (_pull_text if name == PULL else _decode_text)(event, took)
+            yield Bar(row=row, kind=kind, start_s=start_s, end_s=end_s, text=text)
+        elif name in (TRAINING, CHECKPOINT):
+            kind, what = ("train", "optimizer") if name == TRAINING else ("checkpoint", "checkpoint of")
+            yield Bar(row=0, kind=kind, start_s=start_s, end_s=end_s, text=f"{what} step {event.get('step')}\n{took}")
 
 
-def _decode_words(event: dict[str, Any], took: str) -> str:
+def _decode_text(event: dict[str, Any], took: str) -> str:
     tokens, samples, seconds = (amount(event, key) for key in ("tokens", "samples", "duration_s"))
     speed = f", {compact(tokens / seconds)} tok/s" if seconds else ""
-    purpose = "" if event.get("purpose") == "train" else f" ({event.get('purpose')})"
-    made = f"{counted(int(tokens), 'token')} of {counted(int(samples), 'sample')}"
-    return f"{event.get('worker')} generated, step {event.get('step')}{purpose}\n{took}{speed}\n{made}"
+    purpose = "" if event.get("purpose") == TRAINING_PURPOSE else f" ({event.get('purpose')})"
+    amounts = f"{counted(int(tokens), 'token')} of {counted(int(samples), 'sample')}"
+    return f"{event.get('worker')} generated, step {event.get('step')}{purpose}\n{took}{speed}\n{amounts}"
 
 
-def _pull_words(event: dict[str, Any], took: str) -> str:
-    what = "whole" if event.get("full") else "as a delta"
-    retries = f"\npulled again {counted(int(amount(event, 'retries')), 'time')}" if event.get("retries") else ""
-    swap = f"stood still {1000 * amount(event, 'swap_s'):.0f} ms"
+def _pull_text(event: dict[str, Any], took: str) -> str:
+    kind = "a snapshot" if event.get("full") else "a delta"
+    retries = f"\n{counted(int(amount(event, 'retries')), 'damaged transfer')}" if event.get("retries") else ""
+    swap = f"generation paused {1000 * amount(event, 'swap_s'):.0f} ms"
     size = f"{amount(event, 'nbytes') / 1e6:.1f} MB in {took}"
-    return f"{event.get('worker')} pulled version {event.get('version')} {what}\n{size}, {swap}{retries}"
+    return f"{event.get('worker')} pulled version {event.get('version')} as {kind}\n{size}, {swap}{retries}"
 
 
 def _marks(
-    events: Iterable[dict[str, Any]], row_of: dict[tuple[int, str], int], sessions: dict[int, Session]
+    events: Iterable[dict[str, Any]], row_of: dict[LeaseKey, int], sessions: dict[int, Session]
 ) -> Iterable[Mark]:
     for event in events:
-        kind, row = MARKS.get(event["event"]), row_of.get(_key(event))
+        kind, row = MARKS.get(event["event"]), row_of.get(lease_key(event))
         if kind and row is not None:
-            words = fleet_words(event["event"], event)
-            yield Mark(row=row, kind=kind, at_s=moment(event, sessions), words=words)
+            text = event_text(event["event"], event)
+            yield Mark(row=row, kind=kind, at_s=moment(event, sessions), text=text)
 
 
-def _handed(
-    events: Iterable[dict[str, Any]], row_of: dict[tuple[int, str], int], sessions: dict[int, Session]
+def _drained(
+    events: Iterable[dict[str, Any]], row_of: dict[LeaseKey, int], sessions: dict[int, Session]
 ) -> Iterable[Mark]:
-    """One for each warned machine whose samples went on elsewhere, when the first of them did."""
-    first = dict[tuple[int, str], dict[str, Any]]()
-    samples, tokens = Counter[tuple[int, str]](), Counter[tuple[int, str]]()
+    """One mark per machine under notice whose samples migrated, at the first migration."""
+    first = dict[LeaseKey, dict[str, Any]]()
+    samples, tokens = Counter[LeaseKey](), Counter[LeaseKey]()
     for event, cause in migrations(events):
-        if cause == "warned" and (key := _key(event)) in row_of:
+        if cause == "noticed" and (key := lease_key(event)) in row_of:
             first.setdefault(key, event)
             samples[key] += int(amount(event, "samples"))
             tokens[key] += int(amount(event, "tokens_kept"))
     for key, event in first.items():
-        words = f"{event.get('worker')} handed back {counted(samples[key], 'sample')}\n"
-        kept = f"{counted(tokens[key], 'token')} went along"
-        yield Mark(row=row_of[key], kind="handed", at_s=moment(event, sessions), words=words + kept)
+        kept = f"{counted(tokens[key], 'token')} kept"
+        text = f"{event.get('worker')} returned {counted(samples[key], 'sample')}\n{kept}"
+        yield Mark(row=row_of[key], kind="drained", at_s=moment(event, sessions), text=text)
 
 
 def _publishes(events: Iterable[dict[str, Any]], sessions: dict[int, Session]) -> Iterable[tuple[float, str]]:
-    """Only those that wrote something: loading the trainer's own parameters is no news to a worker."""
+    """Publishes that wrote files; loading the trainer's own parameters is not of interest."""
     for event in events:
         if event["event"] == PUBLISH and event.get("nbytes"):
-            delta = f", as a delta {amount(event, 'delta_nbytes') / 1e6:.1f} MB" if event.get("delta_nbytes") else ""
+            delta = f", delta {amount(event, 'delta_nbytes') / 1e6:.1f} MB" if event.get("delta_nbytes") else ""
             size = f"{amount(event, 'nbytes') / 1e6:.1f} MB{delta}"
             yield moment(event, sessions), f"version {event.get('version')} published\n{size}"
 
 
-def _sessions(sessions: Sequence[Session]) -> Iterable[tuple[float, str]]:
-    for earlier, one in pairwise(sessions):
-        yield one.start_s, f"session {one.number}" + (", after a kill" if earlier.killed else "")
-
-
-def drawn(found: Timeline) -> dict[str, Any]:
-    """What the page's script is given: lists instead of records, times to the millisecond."""
+def timeline_json(found: Timeline) -> dict[str, Any]:
+    """JSON for fleet.js: arrays instead of records, times rounded to milliseconds."""
     kinds = list(get_args(BarKind))
     return {
         "rows": found.rows,
@@ -285,12 +283,86 @@ def drawn(found: Timeline) -> dict[str, Any]:
         "first": found.first_preemptible,
         "kinds": kinds,
         "bars": [
-            [bar.row, kinds.index(bar.kind), round(bar.start_s, 3), round(bar.end_s, 3), bar.words]
+            [bar.row, kinds.index(bar.kind), round(bar.start_s, 3), round(bar.end_s, 3), bar.text]
             for bar in sorted(found.bars, key=lambda bar: kinds.index(bar.kind))
         ],
-        "marks": [[mark.row, mark.kind, round(mark.at_s, 3), mark.words] for mark in found.marks],
-        "publishes": [[round(at_s, 3), words] for at_s, words in found.publishes],
-        "sessions": [[round(at_s, 3), words] for at_s, words in found.sessions],
+        "marks": [[mark.row, mark.kind, round(mark.at_s, 3), mark.text] for mark in found.marks],
+        "publishes": [[round(at_s, 3), text] for at_s, text in found.publishes],
+        "sessions": [[round(at_s, 3), text] for at_s, text in found.sessions],
         "serving": [[round(at_s, 3), count] for at_s, count in found.serving],
         "end": round(found.end_s, 3),
     }
+
+
+class CostBar(Record):
+    """A bar of two parts, in per cent of the longest bar."""
+
+    label: str
+    remark: str
+    reserved: float
+    preemptible: float
+    figure: str
+
+
+def fleet_section(data: RunData, found: Timeline) -> dict[str, Any]:
+    """Template values."""
+    return {
+        "sentence": evictions_sentence(data.summary) or "No evictions",
+        "tiles": fleet_tiles(data, found),
+        "costs": cost_bars(data.summary),
+    }
+
+
+def fleet_tiles(data: RunData, found: Timeline) -> list[tuple[str, str, str]]:
+    """(label, figure, remark)"""
+    summary, decoded = data.summary, data.events_named(DECODE)
+    tokens = sum(amount(event, "tokens") for event in decoded)
+    remote = sum(amount(event, "tokens") for event in decoded if event.get("kind") == "preemptible")
+    starts = [amount(event, "duration_s") for event in data.events_named(JOIN) if not event.get("error")]
+    goodput, alone = summary["goodput_tokens_per_s"], summary["reserved_only_usd"]
+    kept, lost = compact(summary["tokens_kept"]), compact(summary["tokens_lost"])
+    rows = [
+        ("Workers", f"{mean_serving(found):.1f}", f"mean, at most {max(count for _, count in found.serving)}"),
+        ("Leases", str(summary["leases"]), f"started in {duration(median(starts))} (median)" if starts else "none up"),
+        ("Evictions", str(summary["evictions"]), f"{summary['evictions_noticed']} with notice"),
+        ("Samples migrated", str(summary["migrations"]), f"{kept} tokens kept, {lost} lost"),
+        ("Preemptible share", percent(remote / tokens) if tokens else "-", f"of {compact(tokens)} generated tokens"),
+        ("Goodput", decimal(goodput), "trained tokens per second of wall time"),
+    ]
+    if summary["cost_usd"]:
+        remark = f"{dollars(alone)} on reserved machines only" if alone else "of all machines"
+        rows.append(("Cost", dollars(summary["cost_usd"]), remark))
+    if summary["crashes"]:
+        rows.append(("Crashed", counted(summary["crashes"], "worker"), "raised errors; see the events"))
+    if summary["quarantined"]:
+        rows.append(("Quarantined", counted(summary["quarantined"], "worker"), "their logprobs differed"))
+    return rows
+
+
+def mean_serving(found: Timeline) -> float:
+    """Number of preemptible workers that were up, mean over the time of work."""
+    ends = [at_s for at_s, _ in found.serving[1:]] + [found.end_s]
+    busy = sum(count * (end_s - at_s) for (at_s, count), end_s in zip(found.serving, ends, strict=True))
+    return busy / found.end_s if found.end_s else 0.0
+
+
+def cost_bars(summary: dict[str, Any]) -> list[CostBar]:
+    """Cost of this run and the estimate for reserved machines only; empty without prices."""
+    by_kind, alone = summary["cost_by_kind_usd"], summary["reserved_only_usd"]
+    if not summary["cost_usd"]:
+        return []
+    longest = max(summary["cost_usd"], alone or 0.0)
+    parts = f"reserved {dollars(by_kind['reserved'])}, preemptible {dollars(by_kind['preemptible'])}"
+    shares = {kind: 100 * usd / longest for kind, usd in by_kind.items()}
+    bars = [CostBar(label="this run", remark=parts, **shares, figure=dollars(summary["cost_usd"]))]
+    if alone:
+        bars.append(
+            CostBar(
+                label="reserved only",
+                remark="the same tokens at the reserved side's measured rate",
+                reserved=100 * alone / longest,
+                preemptible=0.0,
+                figure=dollars(alone),
+            )
+        )
+    return bars

@@ -53,7 +53,6 @@ def test_prompt_tokens_that_were_not_counted_are_none(seen: Observed, tmp_path: 
         (lambda run: run.manifest.write_text("{"), "manifest.json", "does not say which machine"),
         (lambda run: replaced(run.manifest, '"cores": 2', '"cores": 0'), "manifest.json", "does not say which machine"),
         (lambda run: replaced(run.metrics, '"time_step_s":', '"time_step_s":"s","x":'), "run", "0 timed steps"),
-        (lambda run: replaced(run.metrics, '"time_step_s":', '"time_step_s":1e308,"x":'), "run", "0 timed steps"),
         (lambda run: replaced(run.metrics, '"cpu_train_s":', '"cpu_train_s":1e90,"x":'), "run", "are damaged: train_"),
         (lambda run: replaced(run.metrics, '"samples":', '"x":'), "run", "did not tell what they computed"),
         (lambda run: replaced(run.events, '"work":', '"work":3,"x":'), "run", "did not tell what they computed"),

@@ -1,4 +1,4 @@
-"""What a critic in another process receives teaches it the very bits that the microbatch would."""
+"""A critic learns the same bits from a microbatch that was sent to another process."""
 
 from __future__ import annotations
 
@@ -12,17 +12,26 @@ from tests.trajectories import trajectory
 from tidemill.config.algorithm import CriticConfig
 from tidemill.models.attention import use_packed_attention
 from tidemill.models.reward_model import reward_head
-from tidemill.runtime.cluster.ray_critic import ReceivedTokens, SentTokens, floats, received, sent, to_bytes
-from tidemill.runtime.cluster.wire import decode, encode
+from tidemill.runtime.cluster.ray_calls import decode, encode
+from tidemill.runtime.cluster.ray_critic import (
+    ReceivedTokens,
+    SentTokens,
+    floats,
+    pack_microbatch,
+    to_bytes,
+    unpack_microbatch,
+)
 from tidemill.trainer.critic import ModelCritic
-from tidemill.trainer.packing import Microbatch, Weighted, pack
+from tidemill.trainer.packing import Microbatch, WeightedSample, pack
 
 CPU = torch.device("cpu")
 
 
 def _microbatch() -> Microbatch:
     samples = [trajectory([5, 6, 7, 8], [9, 10, 11], 1.0), trajectory([5, 6, 7, 8], [9, 12], 0.0, index=1)]
-    return pack([Weighted(trajectory=t, advantage=0.5, token_weight=1 / t.completion_length) for t in samples], CPU)
+    return pack(
+        [WeightedSample(trajectory=t, advantage=0.5, token_weight=1 / t.completion_length) for t in samples], CPU
+    )
 
 
 def _learned(microbatch: Microbatch | ReceivedTokens, returns: Tensor) -> list[Tensor]:
@@ -35,8 +44,8 @@ def _learned(microbatch: Microbatch | ReceivedTokens, returns: Tensor) -> list[T
     return [values, *(parameter.detach() for parameter in model.parameters()), critic.head.weight.detach()]
 
 
-def test_values_and_what_is_learned_are_the_same_to_the_last_bit() -> None:
+def test_values_and_updates_are_identical() -> None:
     microbatch, returns = _microbatch(), torch.linspace(-1, 2, 5)
-    crossed = received(decode(encode(sent(microbatch)), SentTokens), CPU)
+    crossed = unpack_microbatch(decode(encode(pack_microbatch(microbatch)), SentTokens), CPU)
     ours, theirs = _learned(microbatch, returns), _learned(crossed, floats(to_bytes(returns), CPU))
     assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))

@@ -1,4 +1,4 @@
-"""Leases of a Ray cluster follow its nodes. Virtual time; the nodes are made up."""
+"""Leases follow the nodes of a (fake) Ray cluster, in virtual time."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from tidemill.config.pool import RayConfig, RayPool
 from tidemill.core.protocols import LoopClock
 from tidemill.core.records import LeaseEnded, LeaseEvent, LeaseGranted, LeaseNoticed
 from tidemill.pool.provider import BackOff
-from tidemill.runtime.cluster import nodes as module
-from tidemill.runtime.cluster.nodes import NodeView, NodeWatch, RayProvider
+from tidemill.runtime.cluster import ray_backend as module
+from tidemill.runtime.cluster.connection import NodeView, NodeWatch
+from tidemill.runtime.cluster.ray_backend import RayProvider
 
 UNIX_S = 1_000_000.0
 
 
 class FakeNodes:
-    """A cluster that looks as a test says."""
+    """A cluster with nodes set by the test."""
 
     lost = None
 
@@ -30,9 +31,7 @@ class FakeNodes:
     def put(self, name: str, cpus: float, drains_unix_s: float | None = None, **labels: str) -> None:
         free = {"CPU": cpus}
         labels = labels or {"market": "spot"}
-        self.nodes[name] = NodeView(
-            node_id=name, name=name, labels=labels, total=free, free=free, drains_unix_s=drains_unix_s
-        )
+        self.nodes[name] = NodeView(node_id=name, name=name, labels=labels, free=free, drains_unix_s=drains_unix_s)
 
     def fitting(self, selector: Mapping[str, str]) -> list[NodeView]:
         return [node for node in self.nodes.values() if node.fits(selector)]
@@ -59,14 +58,14 @@ class Case:
         )
 
     async def events(self) -> list[LeaseEvent]:
-        """All there are for now."""
+        """All pending events."""
         found = []
         while (event := await self.provider.next_event(0.0)) is not None:
             found.append(event)
         return found
 
     async def granted(self) -> list[tuple[str, str]]:
-        """(lease, node) of what is granted now, and nothing else is told."""
+        """(lease, node) of pending events, all of which are grants."""
         events = await self.events()
         assert all(isinstance(event, LeaseGranted) for event in events), events
         return [(event.lease.lease_id, event.lease.node) for event in events if isinstance(event, LeaseGranted)]
@@ -74,7 +73,7 @@ class Case:
 
 @pytest.fixture(autouse=True)
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, object]]:
-    """What the autoscaler was asked for: bundles and their selectors."""
+    """Requests to the autoscaler: number of bundles, and selectors."""
     found: list[tuple[int, object]] = []
 
     def request(*, bundles: list[dict[str, float]], bundle_label_selectors: list[dict[str, str]]) -> None:
@@ -85,20 +84,20 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, object]]:
     return found
 
 
-def test_a_lease_for_every_worker_that_fits_where_the_labels_do() -> None:
+def test_one_lease_for_each_worker_that_fits_on_a_matching_node() -> None:
     async def case() -> None:
         one = Case()
         one.nodes.put("a", 5)  # 5 CPUs, 2 each: 2 workers
         one.nodes.put("b", 2)
         one.nodes.put("c", 8, market="on-demand")
         assert await one.granted() == [("lease-4-1", "a"), ("lease-4-2", "a"), ("lease-4-3", "b")]
-        one.nodes.put("a", 1)  # they run there now
+        one.nodes.put("a", 1)  # the workers run there
         assert await one.granted() == []
 
     run_virtual(case())
 
 
-def test_no_more_than_wanted_and_more_when_more_is(asked: list[tuple[int, object]]) -> None:
+def test_leases_are_limited_by_the_wanted_workers(asked: list[tuple[int, object]]) -> None:
     async def case() -> None:
         one = Case(max_workers=3)
         one.nodes.put("a", 12)
@@ -107,12 +106,12 @@ def test_no_more_than_wanted_and_more_when_more_is(asked: list[tuple[int, object
         one.provider.want(9)
         assert len(await one.granted()) == 2  # three at most
         one.provider.want(0)
-        assert await one.events() == []  # none is taken away
+        assert await one.events() == []  # no lease ends
 
     run_virtual(case())
 
 
-async def test_the_autoscaler_is_asked_for_what_is_wanted(asked: list[tuple[int, object]]) -> None:
+async def test_the_autoscaler_gets_the_wanted_workers(asked: list[tuple[int, object]]) -> None:
     one = Case(max_workers=3)
     one.provider.want(2)
     one.provider.want(2)
@@ -120,7 +119,7 @@ async def test_the_autoscaler_is_asked_for_what_is_wanted(asked: list[tuple[int,
     assert asked == [(2, [{"market": "spot"}] * 2), (0, [])]
 
 
-def test_a_node_that_drains_warns_and_takes_no_more() -> None:
+def test_a_draining_node_gives_notice_and_no_new_leases() -> None:
     async def case() -> None:
         one = Case()
         one.nodes.put("a", 2)
@@ -130,14 +129,14 @@ def test_a_node_that_drains_warns_and_takes_no_more() -> None:
         assert await one.events() == [
             LeaseNoticed(lease_id=lease, deadline_s=now_s + 20, cause="its node a is being drained")
         ]
-        assert await one.events() == []  # told once
+        assert await one.events() == []  # one notice
         one.nodes.nodes.clear()
         assert await one.events() == [LeaseEnded(lease_id=lease, cause="its node node a is gone")]
 
     run_virtual(case())
 
 
-def test_a_lease_given_back_comes_again_later_and_later() -> None:
+def test_a_released_lease_is_granted_again_with_back_off() -> None:
     async def case() -> None:
         one = Case()
         one.nodes.put("a", 2)
@@ -156,7 +155,7 @@ def test_a_lease_given_back_comes_again_later_and_later() -> None:
     run_virtual(case())
 
 
-def test_waiting_for_a_node_that_appears() -> None:
+def test_next_event_waits_for_a_new_node() -> None:
     async def case() -> None:
         one = Case()
         assert await one.provider.next_event(2.5) is None

@@ -1,4 +1,4 @@
-"""The actors' side of a reader, without Ray: messages in and out."""
+"""Reader actors without Ray."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tidemill.core.errors import TidemillError, UserError
 from tidemill.core.records import Growth, Read, count
 from tidemill.models.codec import load_codec
 from tidemill.models.reward_model import load_reward_model, reward_head, save_head
-from tidemill.runtime.cluster.ray_reader import ReaderActor
+from tidemill.runtime.cluster.ray_calls import encode, read_answer
+from tidemill.runtime.cluster.ray_reader import ReaderActor, ReaderPlan
 from tidemill.runtime.cluster.ray_trainer import TrainerActor
-from tidemill.runtime.cluster.wire import ReaderPlan, encode, read_answer
 from tidemill.trainer.scoring import reward_scores
 
 PROMPT, IDS = 5, tokens(21)
@@ -45,7 +45,7 @@ async def started(plan: bytes) -> ReaderActor:
     return actor
 
 
-async def test_a_reward_model_scores_what_grew(folder: Path) -> None:
+async def test_a_reward_model_scores_a_growing_sample(folder: Path) -> None:
     actor = await started(plan(folder, str(folder)))
     growth = Growth(sample_id=named(0), prompt_tokens=PROMPT, start=0, token_ids=IDS[: 17 * 4])
     read_answer(await actor.grow(encode([growth])), type(None))
@@ -61,7 +61,7 @@ async def test_a_reward_model_scores_what_grew(folder: Path) -> None:
     await actor.reader.close()
 
 
-async def test_the_reference_says_something_of_every_token_after_the_prompt(folder: Path) -> None:
+async def test_the_reference_gives_a_logprob_for_every_completion_token(folder: Path) -> None:
     actor = await started(plan(folder))
     read = read_answer(await actor.read(encode(named(0)), IDS, PROMPT), Read)
     assert count(read.numbers) == 21 - PROMPT
@@ -69,9 +69,9 @@ async def test_the_reference_says_something_of_every_token_after_the_prompt(fold
     await actor.reader.close()
 
 
-async def test_faults_come_in_words(folder: Path, tmp_path: Path) -> None:
+async def test_errors_of_actors(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no reward model"):
         await started(plan(folder, str(save_folder(llama(), tmp_path / "plain"))))
     for actor in (ReaderActor(), TrainerActor()):
-        with pytest.raises(TidemillError, match="this actor reads nothing"):
+        with pytest.raises(TidemillError, match="this actor has no reader"):
             read_answer(await actor.read(encode(named(0)), IDS, PROMPT), Read)

@@ -8,7 +8,7 @@ from tests.fabricated_forecast import make_forecast
 from tidemill.telemetry.manifest import write_forecast
 from tidemill.telemetry.metrics import METRICS
 from tidemill.telemetry.report.charts import chart_data
-from tidemill.telemetry.report.run_data import read_run
+from tidemill.telemetry.run_data import RunData
 from tidemill.telemetry.run_dir import RunDirectory
 
 
@@ -16,10 +16,10 @@ def charts_of(tmp_path: Path, metrics: str, events: str = "") -> dict[str, Any]:
     run = RunDirectory(tmp_path)
     run.metrics.write_text(metrics)
     run.events.write_text(events)
-    return chart_data(read_run(run))
+    return chart_data(RunData.load(run))
 
 
-def test_only_what_was_measured_is_drawn(tmp_path: Path) -> None:
+def test_only_measured_metrics_are_drawn(tmp_path: Path) -> None:
     data = charts_of(tmp_path, '{"step":1,"entropy":0.5}\n{"step":2,"entropy":0.25,"kl_ref":1e-4}\n')
     assert data["steps"] == [1, 2]
     assert [chart["title"] for chart in data["charts"]] == ["Entropy", "KL"]
@@ -37,12 +37,12 @@ def test_evaluations_have_their_steps_even_without_a_metrics_line(tmp_path: Path
     assert data["charts"][1]["series"] == [{"label": "mean", "values": [0.75, 1.5]}]
 
 
-def test_graded_rewards_have_no_curve_of_accuracy(tmp_path: Path) -> None:
+def test_graded_rewards_have_no_accuracy_chart(tmp_path: Path) -> None:
     (chart,) = charts_of(tmp_path, '{"step":1,"eval/reward_mean":1.5,"eval/reward_stderr":0.1,"eval/n":8}\n')["charts"]
     assert (chart["title"], chart["series"]) == ("Held-out reward", [{"label": "mean", "values": [1.5]}])
 
 
-def test_the_band_is_the_deviation(tmp_path: Path) -> None:
+def test_the_band_is_the_standard_deviation(tmp_path: Path) -> None:
     (chart,) = charts_of(tmp_path, '{"step":1,"reward_mean":0.5,"reward_std":0.25}\n')["charts"]
     assert (chart["title"], chart["band"]) == ("Reward", [0.25])
 
@@ -55,19 +55,19 @@ def test_shares_are_drawn_in_per_cent_and_with_few_figures(tmp_path: Path) -> No
 def test_several_rewards_share_a_chart_and_unknown_metrics_get_their_own(tmp_path: Path) -> None:
     data = charts_of(tmp_path, '{"step":1,"reward/exact":1,"reward/length":0.5,"my_metric":3}\n')
     titles = {chart["title"]: [one["label"] for one in chart["series"]] for chart in data["charts"]}
-    assert titles == {"Rewards apart": ["exact", "length"], "my_metric": ["my_metric"]}
+    assert titles == {"Single rewards": ["exact", "length"], "my_metric": ["my_metric"]}
 
 
-def test_no_figure_of_a_run_of_ours_is_drawn_under_its_raw_name(tmp_path: Path) -> None:
+def test_no_registered_metric_is_drawn_under_its_raw_name(tmp_path: Path) -> None:
     charts = charts_of(tmp_path, json.dumps({"step": 1, **dict.fromkeys(METRICS, 1.0)}) + "\n")["charts"]
     assert {chart["title"] for chart in charts} & set(METRICS) == set()
 
 
-def test_what_is_held_out_stands_beside_the_same_of_training(tmp_path: Path) -> None:
+def test_held_out_metrics_share_the_chart_of_training_metrics(tmp_path: Path) -> None:
     (chart,) = charts_of(tmp_path, '{"step":1,"score_margin":2,"eval/score_margin":1.5,"eval/score_mean":-1}\n')[
         "charts"
     ]
-    assert chart["title"] == "Scores"
+    assert chart["title"] == "Reward model scores"
     assert [(one["label"], one["values"]) for one in chart["series"]] == [
         ("margin", [2]),
         ("margin, held-out", [1.5]),
@@ -75,12 +75,12 @@ def test_what_is_held_out_stands_beside_the_same_of_training(tmp_path: Path) -> 
     ]
 
 
-def test_a_negative_estimate_is_not_cut_off(tmp_path: Path) -> None:
+def test_a_chart_of_possibly_negative_values_has_no_lower_limit(tmp_path: Path) -> None:
     (chart,) = charts_of(tmp_path, '{"step":1,"kl_ref_k1":-0.05}\n')["charts"]
     assert chart["low"] is None
 
 
-def test_figures_that_stay_at_zero_are_left_out_where_that_is_normal(tmp_path: Path) -> None:
+def test_charts_that_stay_at_zero_are_omitted(tmp_path: Path) -> None:
     assert charts_of(tmp_path, '{"step":1,"tokens_recovered":0,"tokens_other_weights":0}\n')["charts"] == []
     assert len(charts_of(tmp_path, '{"step":1,"tokens_recovered":5,"tokens_other_weights":0}\n')["charts"]) == 1
 
@@ -89,14 +89,14 @@ def test_an_empty_run_has_no_charts(tmp_path: Path) -> None:
     assert charts_of(tmp_path, "") == {"steps": [], "resumed": [], "charts": []}
 
 
-def test_how_old_the_tokens_were_is_stacked_by_lag(tmp_path: Path) -> None:
+def test_tokens_are_stacked_by_lag(tmp_path: Path) -> None:
     lines = '{"step":1,"lag/0":1.0}\n{"step":2,"lag/0":0.5,"lag/2":0.3,"lag/10":0.2}\n'
     (chart,) = charts_of(tmp_path, lines)["charts"]
     assert (chart["title"], chart["kind"]) == ("Tokens by lag", "stacked")
     assert [(one["label"], one["values"][1]) for one in chart["series"]] == [("0", 50.0), ("2", 30.0), ("10", 20.0)]
 
 
-def test_nothing_is_drawn_of_lags_where_every_token_is_the_trainers_own(tmp_path: Path) -> None:
+def test_lag_charts_are_omitted_on_policy(tmp_path: Path) -> None:
     assert charts_of(tmp_path, '{"step":1,"lag/0":1.0,"policy_lag_mean":0,"policy_lag_max":0}\n')["charts"] == []
 
 
@@ -104,13 +104,13 @@ def test_a_correction_that_changes_nothing_is_not_drawn(tmp_path: Path) -> None:
     nothing = '{"step":1,"correction_masked":0.0,"correction_truncated":0.0}\n'
     assert charts_of(tmp_path, nothing)["charts"] == []
     (chart,) = charts_of(tmp_path, '{"step":1,"correction_masked":0.25,"correction_truncated":0.0}\n')["charts"]
-    assert chart["series"][0] == {"label": "left out", "values": [25.0]}
+    assert chart["series"][0] == {"label": "masked", "values": [25.0]}
 
 
-def test_the_forecast_stands_beside_the_step_times(tmp_path: Path) -> None:
+def test_the_forecast_is_drawn_with_the_step_times(tmp_path: Path) -> None:
     write_forecast(tmp_path, make_forecast(3.0))
     data = charts_of(tmp_path, '{"step":0}\n{"step":1,"time_step_s":3.5}\n{"step":2,"time_step_s":1.5}\n')
-    (chart,) = [chart for chart in data["charts"] if chart["title"] == "Step time against the forecast"]
+    (chart,) = [chart for chart in data["charts"] if chart["title"] == "Step time and forecast"]
     assert chart["series"] == [
         {"label": "forecast", "values": [None, 3.0, 2.0]},
         {"label": "actual", "values": [None, 3.5, 1.5]},

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from tidemill.telemetry.report.run_data import SampleWindow
-from tidemill.telemetry.report.showcase import BINS, histograms, make_bins
+from tidemill.telemetry.report.charts import BINS, histograms, make_bins
+from tidemill.telemetry.report.sample_cards import SampleWindow
 from tidemill.telemetry.sample_files import Sample
 
 
@@ -42,7 +42,7 @@ def test_a_span_fixes_the_edges() -> None:
     assert bins.first[0] == bins.first[-1] == 0.5 and bins.last[-1] == 1
 
 
-def test_invalid_rewards_and_values_that_are_no_numbers_are_left_out() -> None:
+def test_invalid_rewards_and_nan_are_excluded_from_histograms() -> None:
     assert make_bins([float("nan"), 1.0], []).first == (1.0,)
     samples = (
         Sample(step=1, reward=5.0, valid=False, token_ids=(1, 2, 3), logprobs=(-20.0, None)),
@@ -50,7 +50,7 @@ def test_invalid_rewards_and_values_that_are_no_numbers_are_left_out() -> None:
     )
     found = histograms(SampleWindow(steps=(1,), samples=samples), SampleWindow())
     assert [one.title for one in found] == ["Completion length", "Token logprob"]
-    assert found[1].bars[0].first_height > 0, "what lies below the floor is counted in the lowest bin"
+    assert found[1].bars[0].first > 0, "values below the floor are counted in the lowest bin"
 
 
 def test_no_samples_make_no_histograms() -> None:

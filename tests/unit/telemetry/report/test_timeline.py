@@ -9,8 +9,17 @@ import pytest
 from tests.fabricated_fleet import FabricatedFleet
 from tests.fabricated_run import FabricatedRun
 from tidemill.telemetry.fleet_figures import HeldLease
-from tidemill.telemetry.report.run_data import read_run
-from tidemill.telemetry.report.timeline import NAMED_ROWS, Bar, Timeline, drawn, lanes, merged, serving, timeline
+from tidemill.telemetry.report.timeline import (
+    NAMED_ROWS,
+    Bar,
+    Timeline,
+    lanes,
+    merged,
+    serving,
+    timeline,
+    timeline_json,
+)
+from tidemill.telemetry.run_data import RunData
 from tidemill.telemetry.run_dir import RunDirectory
 
 START = {"event": "session_start", "session": 1, "elapsed_s": 0.0, "earlier_wall_s": 0.0}
@@ -25,8 +34,8 @@ def lease(elapsed_s: float, name: str, kind: str = "preemptible", worker: str = 
 
 
 def of_run(run: RunDirectory) -> Timeline | None:
-    story = read_run(run)
-    return timeline(story.events, story.metrics)
+    data = RunData.load(run)
+    return timeline(data.events, data.metrics)
 
 
 def timeline_of(tmp_path: Path, *events: dict[str, Any]) -> Timeline | None:
@@ -64,12 +73,12 @@ STORY = (
 )  # fmt: skip
 
 
-def test_a_run_that_held_no_preemptible_machine_has_no_timeline(tmp_path: Path) -> None:
+def test_a_run_without_preemptible_machines_has_no_timeline(tmp_path: Path) -> None:
     assert timeline_of(tmp_path, START, lease(0, "local", kind="reserved")) is None
     assert of_run(FabricatedRun(tmp_path / "run", steps=2).make()) is None
 
 
-def test_reserved_machines_alone_are_drawn_where_that_is_wanted() -> None:
+def test_reserved_machines_alone_are_drawn_on_request() -> None:
     decoded = at(9.0, "decode", lease="local", worker="local", kind="reserved", purpose="train", duration_s=4.0)
     found = timeline([START, decoded], [], reserved_only=True)
     assert found is not None
@@ -79,32 +88,32 @@ def test_reserved_machines_alone_are_drawn_where_that_is_wanted() -> None:
     ]
 
 
-def test_bars_say_who_did_what_for_how_long(tmp_path: Path) -> None:
+def test_bars_have_worker_activity_and_duration(tmp_path: Path) -> None:
     found = timeline_of(tmp_path, *STORY)
     assert found is not None
     assert found.rows == ("trainer", "local", "spot-2", "spot-10") and found.first_preemptible == 2
-    assert [(bar.row, bar.kind, bar.start_s, bar.end_s, bar.words) for bar in found.bars if bar.row != 1] == [
+    assert [(bar.row, bar.kind, bar.start_s, bar.end_s, bar.text) for bar in found.bars if bar.row != 1] == [
         (2, "held", 1.0, 13.0, "spot-2, preemptible\nheld 12 s, $0.0060\n400 tokens\nend: taken"),
         (2, "boot", 1.0, 4.0, "spot-2 started\n3.0 s"),
         # Never ended: it costs 1.8 $/h for 5 s, until the last line of the session.
         (3, "held", 15.0, 20.0, "spot-10, preemptible\nheld 5.0 s, $0.0025\nend: none recorded"),
-        (2, "notice", 11.0, 13.0, "spot-2 will be taken in 2.0 s (SIGTERM)"),
+        (2, "notice", 11.0, 13.0, "spot-2 will be evicted in 2.0 s (SIGTERM)"),
         (
             2,
             "pull",
             4.5,
             5.0,
-            "spot-2 pulled version 3 as a delta\n2.5 MB in 0.5 s, stood still 12 ms\npulled again 1 time",
+            "spot-2 pulled version 3 as a delta\n2.5 MB in 0.5 s, generation paused 12 ms\n1 damaged transfer",
         ),
         (2, "decode", 5.0, 9.0, "spot-2 generated, step 4\n4.0 s, 100 tok/s\n400 tokens of 8 samples"),
         (0, "train", 9.0, 10.0, "optimizer step 4\n1.0 s"),
     ]
-    assert [(bar.kind, bar.words.splitlines()[0]) for bar in found.bars if bar.row == 1] == [
+    assert [(bar.kind, bar.text.splitlines()[0]) for bar in found.bars if bar.row == 1] == [
         ("held", "local, reserved"),
         ("evaluate", "local generated, step 4 (eval:held_out)"),
     ]
     assert [(mark.row, mark.kind, mark.at_s) for mark in found.marks] == [(2, "eviction", 13.0), (3, "failed", 20.0)]
-    assert found.publishes == ((10.5, "version 4 published\n270.0 MB, as a delta 1.0 MB"),)
+    assert found.publishes == ((10.5, "version 4 published\n270.0 MB, delta 1.0 MB"),)
     assert found.serving == ((0.0, 0), (4.0, 1), (13.0, 0)) and found.end_s == 20.0
 
 
@@ -122,12 +131,12 @@ def test_leases_share_a_lane_unless_they_overlap() -> None:
     assert [[one.worker for one in lane] for lane in lanes(leases)] == [["a", "c"], ["b", "d"]]
 
 
-def test_a_worker_of_two_leases_at_once_has_two_rows(tmp_path: Path) -> None:
+def test_a_worker_with_two_concurrent_leases_has_two_rows(tmp_path: Path) -> None:
     found = timeline_of(tmp_path, START, lease(1, "a", worker="w"), lease(2, "b", worker="w"), at(5, "x"))
     assert found is not None and found.rows == ("trainer", "w", "w")
 
 
-def test_very_many_names_share_rows(tmp_path: Path) -> None:
+def test_many_workers_share_rows(tmp_path: Path) -> None:
     events = []
     for number in range(NAMED_ROWS + 10):
         name = f"s{number}"
@@ -139,12 +148,12 @@ def test_very_many_names_share_rows(tmp_path: Path) -> None:
     assert len(found.bars) == NAMED_ROWS + 10
 
 
-def test_too_many_bars_become_fewer() -> None:
+def test_close_bars_are_merged() -> None:
     def bar(start_s: float, end_s: float, kind: Any = "decode", row: int = 1) -> Bar:
-        return Bar(row=row, kind=kind, start_s=start_s, end_s=end_s, words="w")
+        return Bar(row=row, kind=kind, start_s=start_s, end_s=end_s, text="w")
 
     bars = [bar(0, 1), bar(1.05, 2), bar(1.1, 1.2, "pull"), bar(2.2, 3), bar(2.05, 2.1, row=2), bar(0, 1, "held")]
-    found = [(one.row, one.kind, one.start_s, one.end_s, one.words) for one in merged(bars, 0.1)]
+    found = [(one.row, one.kind, one.start_s, one.end_s, one.text) for one in merged(bars, 0.1)]
     assert found == [
         (1, "decode", 0, 2, "w\nand 1 more until here"),
         (1, "held", 0, 1, "w"),
@@ -154,23 +163,23 @@ def test_too_many_bars_become_fewer() -> None:
     ]
 
 
-def test_a_hand_back_is_marked_by_what_went_on_elsewhere(tmp_path: Path) -> None:
+def test_a_drain_is_marked_with_the_migrated_samples(tmp_path: Path) -> None:
     moved: dict[str, Any] = {"lease": "a", "worker": "spot-2", "to_worker": "local"}
     found = timeline_of(
         tmp_path,
         START,
         lease(0, "a", worker="spot-2"),
-        at(5, "migration", **moved, samples=9, tokens_kept=9),  # to even out the load: nobody had warned it
+        at(5, "migration", **moved, samples=9, tokens_kept=9),  # rebalanced, without a notice
         at(11, "notice", lease="a", worker="spot-2", grace_s=2.0),
-        at(12, "hand_back", lease="a", worker="spot-2", samples=5),
+        at(12, "drain", lease="a", worker="spot-2", samples=5),
         at(12.1, "migration", **moved, samples=1, tokens_kept=20),
         at(12.2, "migration", **moved, samples=2, tokens_kept=22),
         at(13, "eviction", lease="a", worker="spot-2", noticed=True, samples=1, tokens_kept=4, tokens_lost=0),
-        at(13.1, "migration", **moved, samples=1, tokens_kept=4),  # the eviction's own mark says that
+        at(13.1, "migration", **moved, samples=1, tokens_kept=4),  # shown by the mark of the eviction
     )
     assert found is not None
-    handed = [(mark.row, mark.at_s, mark.words) for mark in found.marks if mark.kind == "handed"]
-    assert handed == [(1, 12.1, "spot-2 handed back 3 samples\n42 tokens went along")]
+    handed = [(mark.row, mark.at_s, mark.text) for mark in found.marks if mark.kind == "drained"]
+    assert handed == [(1, 12.1, "spot-2 returned 3 samples\n42 tokens kept")]
 
 
 def test_workers_over_time() -> None:
@@ -181,17 +190,17 @@ def test_workers_over_time() -> None:
 
 
 @pytest.mark.parametrize("places", [3, 60])
-def test_the_fabricated_fleet_is_drawn_whole(tmp_path: Path, places: int) -> None:
+def test_the_whole_fabricated_fleet_is_drawn(tmp_path: Path, places: int) -> None:
     run = FabricatedFleet(tmp_path, places=places).make()
     found = of_run(run)
     assert found is not None
-    data = drawn(found)
+    data = timeline_json(found)
     assert len(data["bars"]) == len(found.bars) and data["named"] is (places <= NAMED_ROWS)
     assert all(
         0 <= bar[0] < len(data["rows"]) and -0.01 <= bar[2] <= bar[3] <= data["end"] + 0.01 for bar in data["bars"]
     )
     kinds = {data["kinds"][bar[1]] for bar in data["bars"]}
     assert kinds == {"held", "boot", "pull", "decode", "evaluate", "notice", "train", "checkpoint"}
-    assert {mark[1] for mark in data["marks"]} == {"eviction", "handed"}
+    assert {mark[1] for mark in data["marks"]} == {"eviction", "drained"}
     assert data["sessions"][0][1] == "session 2, after a kill"
     assert max(count for _, count in data["serving"]) <= places

@@ -1,4 +1,4 @@
-"""The small engine that lives in the trainer's process."""
+"""The built-in engine, which runs in the process of the trainer or a worker."""
 
 from tidemill.rollout.engines.embedded.engine import EmbeddedEngine
 

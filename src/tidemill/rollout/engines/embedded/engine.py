@@ -1,7 +1,7 @@
-"""The embedded engine: continuous batching over slots, on the very parameters that are being trained.
+"""The embedded engine: continuous batching over slots, on the parameters of the trained model.
 
-A step admits waiting samples into free slots, runs the model once (see `packed` and `fixed`), draws one token for every
-sample that has its logits, and frees the slots of those that finished.
+A step admits waiting samples into free slots, runs the model once (see `forwards`), draws one token for each sample
+whose prompt is computed, and frees the slots of finished samples.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class EmbeddedEngine:
 
     Args:
         model: with packed attention; its parameters are read at every step, never copied.
-        decode: text of token ids, for stop strings.
-        slots: samples decoded at once.
-        context: longest prompt plus completion, tokens.
-        prefill_chunk_tokens: prompt tokens computed in one step beside the running samples.
-        batch_invariant: fixed shapes, bit-identical results whatever the neighbours, cuts and restarts.
-        refresh: called at every load, where `model` is a copy (in bf16, say) of the trained one.
+        decode: converts token ids to text, for stop strings.
+        slots: samples decoded concurrently.
+        context: limit of prompt plus completion, tokens.
+        prefill_chunk_tokens: prompt tokens computed per step.
+        batch_invariant: compute with fixed shapes; results do not depend on batch composition, chunks and restarts.
+        refresh: called at every load, if `model` is a copy of the trained model (in bf16, for example).
     """
 
     def __init__(
@@ -76,16 +76,16 @@ class EmbeddedEngine:
         )
 
     def submit(self, requests: Seq[GenerateRequest]) -> None:
-        """Queue samples in the order given.
+        """Queue samples in the given order.
 
         Raises:
-            UserError: when a prompt leaves no room for a single new token; nothing of the call is queued then.
+            UserError: a prompt is empty, or fills the context; no sample of the call is queued.
         """
         sequences = [self._sequence(request) for request in requests]
-        self._waiting.extend(sequence for sequence in sequences if not self._refused(sequence))
+        self._waiting.extend(sequence for sequence in sequences if not self._abort_if_other_version(sequence))
 
-    def _refused(self, sequence: Sequence) -> bool:
-        """End a sample that wants another version than this one."""
+    def _abort_if_other_version(self, sequence: Sequence) -> bool:
+        """Abort a sample that requires another version; returns whether it was aborted."""
         wanted = sequence.request.exact_version
         if wanted is None or wanted == self._version.number:
             return False
@@ -97,24 +97,24 @@ class EmbeddedEngine:
     def _sequence(self, request: GenerateRequest) -> Sequence:
         length = (len(request.prompt_ids) + len(request.prefix_ids)) // 4
         if not request.prompt_ids:
-            raise UserError("an empty prompt has nothing to continue", where=request.sample_id.prompt_id)
+            raise UserError("the prompt is empty", where=f"prompt {request.sample_id.prompt_id}")
         if length >= self._context:
             raise UserError(
-                f"a prompt of {length} tokens leaves no room for new ones in a context of {self._context}",
+                f"the prompt has {length} tokens, which leaves no room in a context of {self._context} tokens",
                 where=f"prompt {request.sample_id.prompt_id}",
-                hint="shorten the prompt or raise engine.context_tokens (up to the model's own limit)",
+                hint="shorten the prompt, or raise engine.context_tokens up to the model's limit",
             )
         return Sequence(request, self._context)
 
     def poll(self, deadline_s: float) -> list[TokenDelta]:
-        """Decode for about `deadline_s` seconds, at least one step; one delta for every sample with news."""
+        """Decode for about `deadline_s` seconds, at least one step; returns one delta per sample with new tokens."""
         until = time.monotonic() + deadline_s
-        while self._runnable():
-            began_s, began_cpu_s = time.monotonic(), time.thread_time()
+        while self._scheduler.running or self._can_admit:
+            started_s, started_cpu_s = time.monotonic(), time.thread_time()
             self._step()
             now_s = time.monotonic()
-            self._busy_s += now_s - began_s
-            self._cpu_s += time.thread_time() - began_cpu_s
+            self._busy_s += now_s - started_s
+            self._cpu_s += time.thread_time() - started_cpu_s
             if now_s >= until:
                 break
         ended, self._ended = self._ended, []
@@ -123,19 +123,19 @@ class EmbeddedEngine:
 
     @torch.inference_mode()
     def abort(self, sample_ids: Seq[SampleId]) -> list[TokenDelta]:
-        """Forget samples; their last deltas."""
-        gone = set(sample_ids)
-        victims = [s for s in (*self._waiting, *self._scheduler.running) if s.request.sample_id in gone]
-        self._waiting = deque(s for s in self._waiting if s.request.sample_id not in gone)
-        for sequence in victims:
+        """Remove samples; returns their last deltas."""
+        ids = set(sample_ids)
+        aborted = [s for s in (*self._waiting, *self._scheduler.running) if s.request.sample_id in ids]
+        self._waiting = deque(s for s in self._waiting if s.request.sample_id not in ids)
+        for sequence in aborted:
             sequence.finish = "aborted"
         self._scheduler.release()
-        return [delta for delta in (sequence.flush(self._version) for sequence in victims) if delta is not None]
+        return [delta for delta in (sequence.flush(self._version) for sequence in aborted) if delta is not None]
 
     def load(self, version: PolicyVersion) -> None:
-        """Swap weights at a token boundary. Running samples keep their tokens and recompute their keys and values.
+        """Swap weights between two tokens. Running samples keep their tokens and recompute their keys and values.
 
-        Tokens made under the old version must have been polled before.
+        Tokens of the old version must have been polled before.
         """
         for sequence in reversed(self._scheduler.forget()):
             sequence.computed = 0
@@ -143,10 +143,10 @@ class EmbeddedEngine:
         if self._refresh is not None:
             self._refresh()
         self._version = version
-        self._waiting = deque(sequence for sequence in self._waiting if not self._refused(sequence))
+        self._waiting = deque(sequence for sequence in self._waiting if not self._abort_if_other_version(sequence))
 
     def probe(self, token_ids: TokenBuffer) -> LogprobBuffer:
-        """Logprobs float32 [N - 1] of a fixed sequence int32 [N]; running samples are not touched."""
+        """Logprobs float32 [N - 1] of a fixed sequence int32 [N]. Does not affect running samples."""
         return probe_logprobs(self._model, token_ids)
 
     def status(self) -> EngineStatus:
@@ -169,9 +169,9 @@ class EmbeddedEngine:
             ),
         )
 
-    def _runnable(self) -> bool:
-        ready = bool(self._waiting) and self._waiting[0].request.min_version <= self._version.number
-        return ready or bool(self._scheduler.running)
+    @property
+    def _can_admit(self) -> bool:
+        return bool(self._waiting) and self._waiting[0].request.min_version <= self._version.number
 
     @torch.inference_mode()
     def _step(self) -> None:
@@ -188,13 +188,12 @@ class EmbeddedEngine:
             sequences, drawn.token_ids.tolist(), drawn.logprobs.tolist(), strict=True
         ):
             sequence.append(token_id, logprob)
-            self._judge(sequence, token_id)
+            self._finish_if_ended(sequence, token_id)
         self._generated += len(sequences)
         self._ended.extend(s for s in sequences if s.finish is not None)
         self._scheduler.release()
 
-    def _judge(self, sequence: Sequence, token_id: int) -> None:
-        """Decide whether a sample ends with its newest token."""
+    def _finish_if_ended(self, sequence: Sequence, token_id: int) -> None:
         sampling = sequence.request.sampling
         if token_id in sampling.stop_token_ids or self._at_stop_string(sequence):
             sequence.finish = "stop"

@@ -1,14 +1,11 @@
-"""The two forwards of the embedded engine, fast and batch-invariant, and their KV cache.
+"""Forward passes of the embedded engine, packed (fast) and batch-invariant, and their KV cache.
 
-A slot's contents stay usable as a shared prefix after its sample has finished, until the slot is taken again.
+Packed: new samples are computed as trees of tokens (jobs), each continuing a prefix that is in a row of the cache.
+Siblings of a group add no node, and prompts with a common header share its nodes.
 
-New samples are packed as trees of the tokens that nobody has computed yet. A job is one such tree, hanging on a prefix
-that some row already holds; siblings of a group add no node, prompts with a common header share its nodes.
-
-On a given machine a row of a fixed-shape matrix product does not depend on the other rows, so a token computed through
-the same shape is the same to the last bit whatever its slot and its neighbours. Prompt tokens always go through the
-prompt shape [1, CHUNK], completion tokens (also those of a prefix that is continued) always through the decode shape
-[slots, 1], against the whole capacity of the cache. That is what it costs.
+Batch-invariant: on a given machine, a row of a fixed-shape matrix product does not depend on the other rows. Prompt
+tokens are always computed with shape [1, CHUNK] and completion tokens (also of a continued prefix) with shape
+[slots, 1], against the whole capacity of the cache, so the bits of a token do not depend on slot or batch composition.
 """
 
 from __future__ import annotations
@@ -19,6 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
@@ -37,41 +35,42 @@ from tidemill.models.token_tree import Tokens, TokenTree, build_tree, common_pre
 
 
 class SlotCache:
-    """`rows` rows of `context` tokens each.
+    """Keys and values of `rows` rows with `context` tokens each.
 
-    A layer's keys [rows, kv_heads, context + 1, head_dim] and values [rows, kv_heads, context + 1, value_dim] are
-    allocated when it is first written. Position `context` takes what nobody reads.
+    Keys [rows, kv_heads, context + 1, head_dim] and values [rows, kv_heads, context + 1, value_dim] of a layer are
+    allocated at its first write. Position `context` is for padding and never read. A row remains usable as a shared
+    prefix after its sample has finished, until the row is reused.
     """
 
     def __init__(self, *, rows: int, context: int) -> None:
         self.rows, self.context = rows, context
-        self._keys: list[torch.Tensor] = []
-        self._values: list[torch.Tensor] = []
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
         self._tokens = np.full((rows, context), -1, np.int32)
-        self._resident = np.zeros(rows, np.int64)  # tokens of a row whose keys and values may be shared
+        self._resident = np.zeros(rows, np.int64)  # per row, tokens whose keys and values can be shared
 
-    def layer(self, index: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer; `key` and `value` [1, kv_heads, N, *] give shape, dtype and device."""
         while len(self._keys) <= index:
-            # zeros, not empty: a masked garbage value of NaN would still poison the sum it has weight 0 in
+            # zeros, not empty: masked positions have weight 0, but 0 * NaN is NaN
             self._keys.append(self._zeros(key))
             self._values.append(self._zeros(value))
         return self._keys[index], self._values[index]
 
-    def _zeros(self, like: torch.Tensor) -> torch.Tensor:
+    def _zeros(self, like: Tensor) -> Tensor:
         return like.new_zeros((self.rows, like.shape[1], self.context + 1, like.shape[3]))
 
     def keep(self, row: int, tokens: Tokens) -> None:
-        """Declare that `row` holds keys and values of `tokens`, for others to share."""
+        """Declare that `row` contains keys and values of `tokens`."""
         self._tokens[row, : len(tokens)] = tokens
         self._resident[row] = len(tokens)
 
     def forget(self) -> None:
-        """The weights changed: nothing resident may be shared any more."""
+        """Invalidate all rows, after a change of the weights."""
         self._resident[:] = 0
 
     def longest_prefix(self, tokens: Tokens) -> tuple[int, int]:
-        """(row, length) of the longest resident prefix of `tokens`; length 0 when there is none."""
+        """(row, length) of the longest cached prefix of `tokens`; length 0 if there is none."""
         if not len(tokens) or not self._resident.any():
             return 0, 0
         equal = self._tokens[:, : len(tokens)] == tokens
@@ -80,7 +79,7 @@ class SlotCache:
         return row, int(lengths[row])
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Copy a row's first `length` keys and values, and what is resident, to another row."""
+        """Copy the first `length` keys and values of a row to another row."""
         for tensor in (*self._keys, *self._values):
             tensor[target, :, :length] = tensor[source, :, :length]
         self._tokens[target] = self._tokens[source]
@@ -88,8 +87,10 @@ class SlotCache:
 
 
 class Sequence:
-    """Tokens known (prompt, prefix, generated), how many of them have keys and values in the cache, and what was made
-    since the last delta."""
+    """A sample in the engine: known tokens (prompt, prefix, generated), and the logprobs since the last delta.
+
+    `computed` counts the tokens with keys and values in the cache.
+    """
 
     def __init__(self, request: GenerateRequest, context: int) -> None:
         self.request = request
@@ -125,7 +126,7 @@ class Sequence:
         self._logprobs.append(logprob)
 
     def flush(self, version: PolicyVersion) -> TokenDelta | None:
-        """What is new since the last flush, or None when nothing is."""
+        """The delta since the last flush, or None if there is nothing new."""
         if not self._logprobs and self.finish is None:
             return None
         start = self._flushed
@@ -148,7 +149,7 @@ class Sequence:
 
 @dataclass(slots=True)
 class Job:
-    """Sequences whose first `past` tokens stand in row `source`, and the rows their keys and values go to."""
+    """Sequences whose first `past` tokens are in row `source`, and the rows for their keys and values."""
 
     source: int
     past: int
@@ -156,16 +157,13 @@ class Job:
     rows: list[int] = field(default_factory=list)
 
     def cost(self, suffix: Tokens) -> int:
-        """Nodes that one more sequence would add."""
-        shared = max((common_prefix(other, suffix) for other in self._distinct()), default=0)
-        return len(suffix) - shared
-
-    def _distinct(self) -> list[Tokens]:
-        return [s for i, s in enumerate(self.suffixes) if not i or not np.array_equal(s, self.suffixes[i - 1])]
+        """Number of nodes that one more sequence would add."""
+        distinct = [s for i, s in enumerate(self.suffixes) if not i or not np.array_equal(s, self.suffixes[i - 1])]
+        return len(suffix) - max((common_prefix(other, suffix) for other in distinct), default=0)
 
 
 class PackedPlan:
-    """Attention of one packed call: the trees of all jobs first, then one token of each running row 0..R-1."""
+    """Attention of a packed forward pass: the trees of all jobs, then one token of each running row 0..R-1."""
 
     def __init__(self, cache: SlotCache, jobs: Seq[Job], running: Seq[Sequence], device: torch.device) -> None:
         self._cache, self._device = cache, device
@@ -175,18 +173,12 @@ class PackedPlan:
         self._lengths = torch.tensor([s.computed for s in running], dtype=torch.int64, device=device)
         self._longest = max((s.computed for s in running), default=-1) + 1
         self._row_index = torch.arange(self._running, device=device)
-        self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
+        self._masks: dict[tuple[int, int | None], Tensor] = {}
         self._targets = [_write_index(job, tree, device) for job, tree in zip(jobs, self.trees, strict=True)]
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float,
-        window: int | None,
-    ) -> torch.Tensor:
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
         keys, values = self._cache.layer(layer, key, value)
         outputs, writes, start = [], [], 0
         for index, (job, tree) in enumerate(zip(self.jobs, self.trees, strict=True)):
@@ -202,15 +194,15 @@ class PackedPlan:
             keys[rows, :, positions] = key[0, :, start:].transpose(0, 1)
             values[rows, :, positions] = value[0, :, start:].transpose(0, 1)
             outputs.append(self._attend_running(query[:, :, start:], keys, values, scaling, window))
-        # Only now: a row written here may be the source of a job above.
+        # At the end, because a row written here can be the source of a job.
         for (job_keys, job_values), (rows, places) in zip(writes, self._targets, strict=True):
             keys[rows, :, : places.shape[1]] = job_keys[:, places].transpose(0, 1)
             values[rows, :, : places.shape[1]] = job_values[:, places].transpose(0, 1)
         return torch.cat(outputs, 2)
 
     def _attend_running(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, window: int | None
-    ) -> torch.Tensor:
+        self, query: Tensor, keys: Tensor, values: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
         if (-1, window) not in self._masks:
             positions = torch.arange(self._longest, device=self._device)
             mask = positions[None] <= self._lengths[:, None]
@@ -220,7 +212,7 @@ class PackedPlan:
         key, value = keys[: self._running, :, : self._longest], values[: self._running, :, : self._longest]
         return decode_attention(query, key, value, self._masks[-1, window], scaling)
 
-    def _tree_mask(self, index: int, tree: TokenTree, past: int, window: int | None) -> torch.Tensor:
+    def _tree_mask(self, index: int, tree: TokenTree, past: int, window: int | None) -> Tensor:
         if (index, window) not in self._masks:
             mask = tree.ancestor_mask(self._device, window=window)
             before = torch.ones(tree.size, past, dtype=torch.bool, device=self._device)
@@ -231,14 +223,16 @@ class PackedPlan:
         return self._masks[index, window]
 
 
-def decode_attention(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scaling: float
-) -> torch.Tensor:
-    """One query a row: [1, heads, R, D] against keys [R, kv_heads, L, D] and values [R, kv_heads, L, W].
+def decode_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scaling: float) -> Tensor:
+    """Attention of one query per row.
 
-    `mask` is [R, 1, 1, L].
+    Args:
+        query: [1, heads, R, D].
+        keys: [R, kv_heads, L, D].
+        values: [R, kv_heads, L, W].
+        mask: [R, 1, 1, L].
 
-    The query heads that share a key-value head stand in the query-length dimension, so no key is repeated.
+    Query heads that share a key-value head are moved to the query-length dimension, so keys need not be repeated.
     """
     heads, rows, width = query.shape[1:]
     grouped = query[0].transpose(0, 1).reshape(rows, keys.shape[1], heads // keys.shape[1], width)
@@ -246,9 +240,11 @@ def decode_attention(
     return out.reshape(rows, heads, values.shape[-1]).transpose(0, 1)[None]
 
 
-def _write_index(job: Job, tree: TokenTree, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows [n] and, per row, where in (past + nodes) each of its tokens stands [n, longest]; the padding repeats
-    position 0 and lands beyond the row's length."""
+def _write_index(job: Job, tree: TokenTree, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(rows [n], for each row the index of its tokens in past + nodes [n, longest]).
+
+    Padding has index 0, and is written after the end of the row.
+    """
     longest = max(len(path) for path in tree.paths)
     index = np.zeros((len(job.rows), job.past + longest), np.int64)
     index[:, : job.past] = np.arange(job.past)
@@ -259,8 +255,8 @@ def _write_index(job: Job, tree: TokenTree, device: torch.device) -> tuple[torch
 
 def packed_forward(
     model: PreTrainedModel, cache: SlotCache, jobs: Seq[Job], running: Seq[Sequence], device: torch.device
-) -> torch.Tensor:
-    """Logits float32 [sequences of the jobs in order, then running rows; V] for each one's next token."""
+) -> Tensor:
+    """Logits float32 [n, V] of the next token: sequences of the jobs in order, then running rows."""
     plan = PackedPlan(cache, jobs, running, device)
     tokens = [tree.token_ids for tree in plan.trees]
     positions = [tree.depths + job.past for job, tree in zip(jobs, plan.trees, strict=True)]
@@ -269,13 +265,13 @@ def packed_forward(
     packed, places = np.concatenate(tokens), np.concatenate(positions)
     hidden = hidden_states(model, torch.from_numpy(packed).to(device), torch.from_numpy(places).to(device), plan)
 
-    wanted: list[int] = []
+    last_nodes: list[int] = []
     start = 0
     for tree in plan.trees:
-        wanted.extend(start + int(path[-1]) for path in tree.paths)
+        last_nodes.extend(start + int(path[-1]) for path in tree.paths)
         start += tree.size
-    wanted.extend(range(start, start + len(running)))
-    distinct, spread = np.unique(np.array(wanted, np.int64), return_inverse=True)
+    last_nodes.extend(range(start, start + len(running)))
+    distinct, spread = np.unique(np.array(last_nodes, np.int64), return_inverse=True)
     logits = vocabulary_logits(model, hidden[torch.from_numpy(distinct).to(device)])
     return logits[torch.from_numpy(spread).to(device)]
 
@@ -284,21 +280,15 @@ CHUNK = 32
 
 
 class FixedPlan:
-    """Writes each token's key and value at (row, position), then attends over the row's whole capacity."""
+    """Attention with fixed shapes: writes keys and values at (row, position), then attends over the whole row."""
 
-    def __init__(self, cache: SlotCache, rows: torch.Tensor, positions: torch.Tensor, *, one_row: bool) -> None:
+    def __init__(self, cache: SlotCache, rows: Tensor, positions: Tensor, *, one_row: bool) -> None:
         self._cache, self._rows, self._positions, self._one_row = cache, rows, positions, one_row
-        self._masks: dict[int | None, torch.Tensor] = {}
+        self._masks: dict[int | None, Tensor] = {}
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float,
-        window: int | None,
-    ) -> torch.Tensor:
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
         keys, values = self._cache.layer(layer, key, value)
         keys[self._rows, :, self._positions] = key[0].transpose(0, 1)
         values[self._rows, :, self._positions] = value[0].transpose(0, 1)
@@ -309,7 +299,7 @@ class FixedPlan:
         count = len(self._rows)
         return decode_attention(query, keys[:count], values[:count], mask[:, None, None], scaling)
 
-    def _mask(self, window: int | None) -> torch.Tensor:
+    def _mask(self, window: int | None) -> Tensor:
         if window not in self._masks:
             places = torch.arange(self._cache.context + 1, device=self._positions.device)
             mask = places[None] <= self._positions[:, None]
@@ -321,8 +311,8 @@ class FixedPlan:
 
 def prompt_forward(
     model: PreTrainedModel, cache: SlotCache, row: int, sequence: Sequence, device: torch.device
-) -> torch.Tensor | None:
-    """Compute up to CHUNK further prompt tokens; logits [V] when the prompt's last token was among them."""
+) -> Tensor | None:
+    """Compute up to CHUNK more prompt tokens; returns logits [V] if they include the last token of the prompt."""
     start, end = sequence.computed, min(sequence.computed + CHUNK, sequence.prompt_length)
     tokens = torch.zeros(CHUNK, dtype=torch.int64, device=device)
     positions = torch.full((CHUNK,), cache.context, dtype=torch.int64, device=device)
@@ -339,8 +329,8 @@ def prompt_forward(
 
 def decode_forward(
     model: PreTrainedModel, cache: SlotCache, rows: Seq[Sequence | None], device: torch.device
-) -> torch.Tensor:
-    """One step of every row; logits float32 [slots, V]. Empty rows compute a token that nobody reads."""
+) -> Tensor:
+    """Decode one token of every row; logits float32 [slots, V]. Empty rows compute a padding token."""
     tokens = torch.tensor([0 if s is None else int(s.tokens[s.computed]) for s in rows], device=device)
     positions = torch.tensor([cache.context if s is None else s.computed for s in rows], device=device)
     plan = FixedPlan(cache, torch.arange(len(rows), device=device), positions, one_row=False)

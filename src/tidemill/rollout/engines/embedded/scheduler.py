@@ -1,4 +1,4 @@
-"""Which sample holds which slot, and what one step computes: one scheduler per forward."""
+"""Schedulers of the embedded engine: assign samples to cache rows and run one step."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ from tidemill.rollout.engines.embedded.forwards import (
     prompt_forward,
 )
 
-_REMEMBERED_PROMPTS = 64  # whose last logits are kept for siblings (one vocabulary row each)
+_CACHED_PROMPTS = 64  # prompts whose last logits are kept for siblings (one vocabulary row each)
 
 
 class PackedScheduler:
-    """Running samples hold the rows 0..R-1, so that decoding reads a slice of the cache; the row after the last slot is
-    where a prompt longer than one step's budget is computed chunk by chunk, to be shared by whoever needs it."""
+    """Running samples have the rows 0..R-1, so that decoding reads a slice of the cache.
+
+    A prompt longer than the budget of a step is computed in chunks in the row after the last slot (the staging row),
+    from which samples copy it.
+    """
 
     def __init__(self, model: PreTrainedModel, *, slots: int, context: int, prefill_chunk_tokens: int) -> None:
         self._model, self._slots, self._budget = model, slots, prefill_chunk_tokens
@@ -38,7 +41,7 @@ class PackedScheduler:
         return self._slots - len(self.running)
 
     def step(self, waiting: deque[Sequence], version: int) -> tuple[list[Sequence], torch.Tensor]:
-        """Run the model once; the sequences that may draw their next token, and their logits [n, V]."""
+        """Run the model once; returns the sequences that can draw their next token, and their logits [n, V]."""
         running = list(self.running)
         jobs, admitted = self._admit(waiting, version)
         staged = not admitted and bool(waiting) and self.free > 0 and waiting[0].request.min_version <= version
@@ -52,19 +55,19 @@ class PackedScheduler:
         if staged:
             past, chunk = jobs[0].past, len(jobs[0].suffixes[0])
             self._cache.keep(self._slots, waiting[0].tokens[: past + chunk])
-            logits = logits[1:]  # the staged prompt is not finished: nothing to draw from
+            logits = logits[1:]  # the staged prompt is incomplete
         self.running = [*running, *admitted]
-        in_job_order = [s for job in jobs for s in _of_rows(self.running, job.rows)] if not staged else []
+        in_job_order = [self.running[row] for job in jobs for row in job.rows] if not staged else []
         return [*in_job_order, *running], logits
 
     def _admit(self, waiting: deque[Sequence], version: int) -> tuple[list[Job], list[Sequence]]:
-        """Take waiting samples into free slots while their new tokens fit the step's budget."""
+        """Move waiting samples into free slots while their new tokens fit the budget of the step."""
         jobs: dict[tuple[int, int], Job] = {}
         admitted: list[Sequence] = []
         budget = self._budget
         while waiting and len(admitted) < self.free and waiting[0].request.min_version <= version:
             tokens = waiting[0].tokens
-            source, past = self._cache.longest_prefix(tokens[:-1])  # the last token's logits are always computed
+            source, past = self._cache.longest_prefix(tokens[:-1])  # always compute the logits of the last token
             job = jobs.get((source, past)) or Job(source, past)
             cost = job.cost(tokens[past:])
             if cost > budget:
@@ -79,20 +82,20 @@ class PackedScheduler:
         return list(jobs.values()), admitted
 
     def _stage(self, sequence: Sequence) -> Job:
-        """The next chunk of a prompt that does not fit one step."""
+        """The next chunk of a prompt that exceeds the budget of a step."""
         source, past = self._cache.longest_prefix(sequence.tokens[:-1])
         chunk = sequence.tokens[past : past + self._budget].copy()
         self.prompt_tokens_computed += len(chunk)
-        self.prompt_tokens_reused -= len(chunk)  # admission will count them as reused
+        self.prompt_tokens_reused -= len(chunk)  # admission counts them as reused
         return Job(source, past, [chunk], [self._slots])
 
     def release(self) -> None:
-        """Free the rows of ended samples and close the gaps, so that the running ones are 0..R-1 again."""
-        alive = [row for row, sequence in enumerate(self.running) if sequence.finish is None]
-        count = len(alive)
-        movers = [row for row in alive if row >= count]
-        holes = [row for row in range(count) if self.running[row].finish is not None]
-        for source, target in zip(movers, holes, strict=True):
+        """Free the rows of ended samples, and move running samples to the rows 0..R-1."""
+        running = [row for row, sequence in enumerate(self.running) if sequence.finish is None]
+        count = len(running)
+        sources = [row for row in running if row >= count]
+        targets = [row for row in range(count) if self.running[row].finish is not None]
+        for source, target in zip(sources, targets, strict=True):
             self._cache.copy(source, target, self.running[source].computed)
             self.running[target] = self.running[source]
         del self.running[count:]
@@ -105,7 +108,7 @@ class PackedScheduler:
 
 
 class FixedScheduler:
-    """Every sample keeps its row; prompts are computed one chunk at a time, then all rows decode together."""
+    """Samples keep their rows. A step computes prompts one chunk at a time, then decodes all rows together."""
 
     def __init__(self, model: PreTrainedModel, *, slots: int, context: int, prefill_chunk_tokens: int) -> None:
         self._model = model
@@ -126,7 +129,7 @@ class FixedScheduler:
         return self._rows.count(None)
 
     def step(self, waiting: deque[Sequence], version: int) -> tuple[list[Sequence], torch.Tensor]:
-        """Prompt chunks up to the budget, then one decode step of all rows whose prompt is done."""
+        """Compute prompt chunks up to the budget, then decode all rows whose prompt is complete; returns as above."""
         drawing: list[Sequence] = []
         logits: list[torch.Tensor] = []
         chunks = self._chunks
@@ -134,7 +137,9 @@ class FixedScheduler:
             sequence = self._rows[row]
             assert sequence is not None
             while chunks and sequence.computed < sequence.prompt_length:
-                if (found := self._prompt(row, sequence)) is not None and sequence.known == sequence.prompt_length:
+                if (
+                    found := self._continue_prompt(row, sequence)
+                ) is not None and sequence.known == sequence.prompt_length:
                     drawing.append(sequence)
                     logits.append(found)
                 chunks -= 1
@@ -144,26 +149,26 @@ class FixedScheduler:
         if any(decoding):
             decoded = decode_forward(self._model, self._cache, decoding, self._device)
             for row, sequence in enumerate(decoding):
-                if sequence is not None and sequence.computed == sequence.known:  # a replayed prefix draws nothing
+                if sequence is not None and sequence.computed == sequence.known:  # not while a prefix is recomputed
                     drawing.append(sequence)
                     logits.append(decoded[row])
         return drawing, torch.stack(logits) if logits else torch.empty(0, 0)
 
     def _admissible(self, waiting: deque[Sequence], version: int) -> Iterable[int]:
-        """Rows whose prompt is not done: those of before, then newly admitted ones."""
+        """Rows with an incomplete prompt: rows in use, then newly admitted samples."""
         yield from (r for r, s in enumerate(self._rows) if s is not None and s.computed < s.prompt_length)
         for row, sequence in enumerate(self._rows):
             if sequence is None and waiting and waiting[0].request.min_version <= version:
                 self._rows[row] = waiting.popleft()
                 yield row
 
-    def _prompt(self, row: int, sequence: Sequence) -> torch.Tensor | None:
-        """Continue a prompt: from what another row holds, or by one chunk; its last logits when it is done."""
+    def _continue_prompt(self, row: int, sequence: Sequence) -> torch.Tensor | None:
+        """Copy a prefix from another row, or compute one chunk; returns the last logits if the prompt is complete."""
         prompt = sequence.tokens[: sequence.prompt_length]
         name = prompt.tobytes()
         source, past = self._cache.longest_prefix(prompt)
         if past == len(prompt) and name not in self._last_logits:
-            past -= 1  # the last token is computed again for its logits
+            past -= 1  # recompute the last token for its logits
         if past <= sequence.computed:
             before = sequence.computed
             found = prompt_forward(self._model, self._cache, row, sequence, self._device)
@@ -177,7 +182,7 @@ class FixedScheduler:
         if found is not None:
             self._last_logits[name] = found
             self._last_logits.move_to_end(name)
-            while len(self._last_logits) > _REMEMBERED_PROMPTS:
+            while len(self._last_logits) > _CACHED_PROMPTS:
                 self._last_logits.popitem(last=False)
         return found
 
@@ -191,7 +196,3 @@ class FixedScheduler:
         self._last_logits.clear()
         running, self._rows = self.running, [None] * len(self._rows)
         return running
-
-
-def _of_rows(running: list[Sequence], rows: Iterable[int]) -> list[Sequence]:
-    return [running[row] for row in rows]

@@ -1,21 +1,21 @@
 "use strict";
-// One for each element of class timeline, in their order; the element before it has the keys.
+// One timeline per element of class timeline, in document order; the element before it gets the keys.
 const drawTimeline = (fleet, home, keys) => {
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const faded = (name, alpha) => css(name) + Math.round(alpha * 255).toString(16).padStart(2, "0");
 
   const count = fleet.rows.length;
   const tall = Math.max(4, Math.min(24, Math.floor(640 / count)));
-  const elastic = fleet.first < count; // or nobody comes and goes
+  const elastic = fleet.first < count; // no preemptible workers
   const LEFT = 84, RIGHT = 10, HEAD = 22, GAP = elastic ? 12 : 0, CURVE = elastic ? 46 : 0, FOOT = 22;
   const bottom = HEAD + count * tall;
   const height = bottom + GAP + CURVE + FOOT;
   const KINDS = {
     held: ["leased", "--accent-4", 0.26], boot: ["starting", "--accent-4", 0.85], pull: ["pulling weights", "--accent-3", 1],
-    decode: ["generating", "--accent", 1], evaluate: ["evaluating", "--accent", 0.5], notice: ["warned", "--bad", 0.6],
-    learn: ["learning", "--accent-2", 1], train: ["optimizer step", "--accent-2", 1], checkpoint: ["checkpoint", "--accent-2", 0.5],
+    decode: ["generating", "--accent", 1], evaluate: ["evaluating", "--accent", 0.5], notice: ["notice", "--bad", 0.6],
+    learn: ["training", "--accent-2", 1], train: ["optimizer step", "--accent-2", 1], checkpoint: ["checkpoint", "--accent-2", 0.5],
   };
-  const MARKS = { eviction: "evicted", handed: "handed back", quarantine: "quarantined", failed: "did not start" };
+  const MARKS = { eviction: "evicted", drained: "drained", quarantine: "quarantined", failed: "failed to start" };
 
   const canvas = document.createElement("canvas");
   const tip = document.createElement("div");
@@ -50,7 +50,7 @@ const drawTimeline = (fleet, home, keys) => {
       if (end < view[0] || start > view[1]) continue;
       const [, hue, alpha] = KINDS[fleet.kinds[kind]];
       const left = x(start), wide = Math.max(0.75, x(end) - left);
-      // Lower than generation, so that both are seen where they coincide.
+      // Lower than generation, so that both are visible where they overlap.
       const low = (tall - 2 * inset) * ({ pull: 0.35, notice: 0.65 }[fleet.kinds[kind]] || 0);
       context.fillStyle = faded(hue, alpha);
       context.beginPath();
@@ -64,7 +64,7 @@ const drawTimeline = (fleet, home, keys) => {
     for (const [row, kind, time] of fleet.marks) {
       if (time < view[0] || time > view[1]) continue;
       const at = x(time), top = HEAD + row * tall, middle = top + tall / 2;
-      context.strokeStyle = context.fillStyle = css(kind === "handed" ? "--accent-2" : "--bad");
+      context.strokeStyle = context.fillStyle = css(kind === "drained" ? "--accent-2" : "--bad");
       context.lineWidth = tall >= 10 ? 2 : 1.5;
       context.beginPath();
       if (kind === "eviction") {
@@ -72,7 +72,7 @@ const drawTimeline = (fleet, home, keys) => {
         context.moveTo(at + size, middle - size); context.lineTo(at - size, middle + size);
         context.moveTo(at, top + 1); context.lineTo(at, top + tall - 1);
         context.stroke();
-      } else if (kind === "handed") {
+      } else if (kind === "drained") {
         context.moveTo(at - size, top + 1); context.lineTo(at + size, top + 1); context.lineTo(at, top + 1 + 1.6 * size);
         context.fill();
       } else {
@@ -146,9 +146,9 @@ const drawTimeline = (fleet, home, keys) => {
     drawBars();
     drawMarks();
     const [most, y] = elastic ? drawCurve() : [];
-    for (const [time, words] of fleet.sessions) {
+    for (const [time, text] of fleet.sessions) {
       upright(time, css("--ink"), 0, height - FOOT);
-      label(words, x(time) + 5, 6, "--ink", "left");
+      label(text, x(time) + 5, 6, "--ink", "left");
     }
     context.restore();
     if (tall >= 11) fleet.rows.forEach((name, row) => name && label(name.length > 10 ? name.slice(0, 9) + "…" : name, LEFT - 8, HEAD + (row + 0.5) * tall, "--ink", "right"));
@@ -183,10 +183,10 @@ const drawTimeline = (fleet, home, keys) => {
     const from = dragged === null ? left : Math.min(dragged, left);
     ruler.hidden = left < LEFT || left > width - RIGHT;
     ruler.style.cssText = `left:${inside(from)}px;width:${dragged === null ? 1 : Math.abs(inside(left) - dragged)}px;height:${height - FOOT}px`;
-    const words = dragged === null ? found(left, top) : undefined;
-    tip.hidden = !words;
-    if (!words) return;
-    tip.textContent = `${words}\nat ${clock(timeAt(left), true)}`;
+    const text = dragged === null ? found(left, top) : undefined;
+    tip.hidden = !text;
+    if (!text) return;
+    tip.textContent = `${text}\nat ${clock(timeAt(left), true)}`;
     tip.style.left = `${Math.min(left + 14, width - tip.offsetWidth - 4)}px`;
     tip.style.top = `${top + 18}px`;
   });
@@ -201,18 +201,18 @@ const drawTimeline = (fleet, home, keys) => {
   });
   canvas.addEventListener("dblclick", () => { view = [0, Math.max(fleet.end, 1e-3)]; draw(); });
 
-  const key = (words, hue, alpha, shape) => {
+  const key = (text, hue, alpha, shape) => {
     const one = document.createElement("span"), swatch = document.createElement("i");
     swatch.className = shape || "";
-    one.append(swatch, words);
+    one.append(swatch, text);
     keys.append(one);
     return () => { swatch.style.setProperty("--hue", faded(hue, alpha)); };
   };
   const present = new Set(fleet.bars.map((one) => fleet.kinds[one[1]]));
   const marked = new Set(fleet.marks.map((one) => one[1]));
   const colours = Object.entries(KINDS).filter(([kind]) => present.has(kind)).map(([, of]) => key(...of));
-  if (fleet.publishes.length) colours.push(key("published", "--accent-3", 1, "handed"));
-  for (const kind of Object.keys(MARKS)) if (marked.has(kind)) colours.push(key(MARKS[kind], kind === "handed" ? "--accent-2" : "--bad", 1, kind));
+  if (fleet.publishes.length) colours.push(key("published", "--accent-3", 1, "drained"));
+  for (const kind of Object.keys(MARKS)) if (marked.has(kind)) colours.push(key(MARKS[kind], kind === "drained" ? "--accent-2" : "--bad", 1, kind));
 
   const redraw = () => { colours.forEach((colour) => colour()); draw(); };
   redraw();

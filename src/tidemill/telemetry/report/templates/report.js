@@ -8,7 +8,7 @@
   const HUES = ["--accent", "--accent-2", "--accent-3", "--accent-4"];
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const canvasColour = (name, alpha) => {
-    // A canvas of an older browser knows no color-mix; hexadecimal alpha is understood everywhere.
+    // Canvases of older browsers do not support color-mix; hexadecimal alpha works everywhere.
     const hex = css(name);
     return hex.length === 7 ? hex + Math.round(alpha * 255).toString(16).padStart(2, "0") : hex;
   };
@@ -29,7 +29,7 @@
     return null;
   };
 
-  // A stacked chart draws sums, and fills between each one and the one below it.
+  // A stacked chart draws cumulative sums and fills the area between neighbours.
   const stack = (series) => {
     const sums = [];
     const known = series[0].values.map((_, i) => series.some((one) => one.values[i] != null));
@@ -37,7 +37,7 @@
     return sums;
   };
 
-  // Long runs are noisy: the values are drawn faintly, and their running mean over a fiftieth of the run clearly.
+  // Long runs are noisy: draw the values faintly, and their running mean over 2 % of the run in full colour.
   const smooth = (values) => {
     const reach = Math.ceil(values.length / 100);
     return values.map((value, at) => {
@@ -94,7 +94,7 @@
       keys.append(key);
       return { one, mark, text };
     });
-    const tell = (index) => figures.forEach(({ one, text }) => {
+    const showValues = (index) => figures.forEach(({ one, text }) => {
       const value = index == null ? lastOf(one.values) : one.values[index];
       text.textContent = `${chart.series.length > 1 || index != null ? one.label + " " : "now "}${show(value)}`;
     });
@@ -137,12 +137,12 @@
         ],
         series: [{ label: "step" }, ...series],
         bands,
-        hooks: { drawClear: [resumeLines], setCursor: [(plot) => tell(plot.cursor.idx)] },
+        hooks: { drawClear: [resumeLines], setCursor: [(plot) => showValues(plot.cursor.idx)] },
       }, [data.steps, ...columns], plotHome);
     };
 
     let plot = build();
-    tell(null);
+    showValues(null);
     new ResizeObserver(() => plot.setSize({ width: plotHome.clientWidth, height: 158 })).observe(plotHome);
     return () => {
       plot.destroy();

@@ -5,18 +5,17 @@ from pathlib import Path
 import pytest
 
 from tests.fabricated_run import FabricatedRun
-from tidemill.telemetry.report.findings import clearly_differs, findings, headline
-from tidemill.telemetry.report.run_data import RunData, read_run
+from tidemill.telemetry.report.pages import clearly_differs, findings, headline
+from tidemill.telemetry.run_data import Evaluation, RunData, comparable
 from tidemill.telemetry.run_dir import RunDirectory
-from tidemill.telemetry.summary import Evaluation, comparable
 
 
-def story_of(tmp_path: Path, metrics: str = "", events: str = "", config: str = "") -> RunData:
+def data_of(tmp_path: Path, metrics: str = "", events: str = "", config: str = "") -> RunData:
     run = RunDirectory(tmp_path)
     run.metrics.write_text(metrics)
     run.events.write_text(events)
     run.config.write_text(config)
-    return read_run(run)
+    return RunData.load(run)
 
 
 def lines(name: str, values: list[float]) -> str:
@@ -39,20 +38,20 @@ ONE_STEP = lines("entropy", [1.0])
     ("before", "after", "n", "clear"),
     [(0.28, 0.83, 64, True), (0.83, 0.28, 64, True), (0.50, 0.55, 64, False), (0.50, 0.55, 5000, True)],
 )
-def test_chance_is_told_from_change(before: float, after: float, n: int, clear: bool) -> None:
+def test_shares_differ_significantly_or_not(before: float, after: float, n: int, clear: bool) -> None:
     first, last = comparable([Evaluation(0, before, None, before, n), Evaluation(5, after, None, after, n)])
     assert clearly_differs(first, last) is clear
 
 
 @pytest.mark.parametrize(("stderr", "clear"), [(0.03, True), (0.04, False), (None, True)])
-def test_means_differ_by_more_than_their_standard_errors_allow(stderr: float | None, clear: bool) -> None:
+def test_means_differ_significantly_or_not(stderr: float | None, clear: bool) -> None:
     # 95 % of the difference of 0.1: 1.96 · sqrt(2) · 0.03 = 0.083, with 0.04 it is 0.111
     first, last = comparable([Evaluation(0, 1.5, stderr, None, 64), Evaluation(5, 1.6, stderr, None, 64)])
     assert clearly_differs(first, last) is clear
 
 
 @pytest.mark.parametrize(
-    ("metrics", "events", "said"),
+    ("metrics", "events", "sentence"),
     [
         ("", "", "No step has been completed yet."),
         (lines("samples_invalid", [8.0, 8.0]), "", "2 steps have been completed, none with a valid reward."),
@@ -63,7 +62,7 @@ def test_means_differ_by_more_than_their_standard_errors_allow(stderr: float | N
         (
             ONE_STEP,
             evaluated(0, 0.50) + evaluated(1, 0.55),
-            "Held-out accuracy went from 0.500 to 0.550 in 1 step: no more than chance may do.",
+            "Held-out accuracy went from 0.500 to 0.550 in 1 step, which is within sampling error.",
         ),
         ("", graded(0, 0.9), "Held-out mean reward is 0.900 before the first step."),
         (ONE_STEP, graded(0, 0.9) + graded(1, 1.5), "Held-out mean reward rose from 0.900 to 1.500 in 1 step."),
@@ -71,31 +70,31 @@ def test_means_differ_by_more_than_their_standard_errors_allow(stderr: float | N
         (
             ONE_STEP,
             graded(0, 1.5, 0.5) + graded(1, 0.9, 0.5),
-            "Held-out mean reward went from 1.500 to 0.900 in 1 step: no more than chance may do.",
+            "Held-out mean reward went from 1.500 to 0.900 in 1 step, which is within sampling error.",
         ),
     ],
 )  # fmt: skip
-def test_headlines(tmp_path: Path, metrics: str, events: str, said: str) -> None:
-    assert headline(story_of(tmp_path, metrics, events)) == said
+def test_headlines(tmp_path: Path, metrics: str, events: str, sentence: str) -> None:
+    assert headline(data_of(tmp_path, metrics, events)) == sentence
 
 
 @pytest.mark.parametrize(
     ("metrics", "events", "config", "title"),
     [
         (lines("samples_invalid", [0, 2, 1]), "", "", "3 samples without a valid reward"),
-        (lines("groups_without_signal", [7] * 6), "", "[batch]\nprompts = 8\n", "88 % of recent groups gave no signal"),
-        (lines("truncated_fraction", [0.0, 0.5]), "", "", "25 % of recent completions were cut"),
-        (lines("entropy", [2.0] + [0.1] * 6), "", "", "Entropy is nearly used up"),
-        (lines("mismatch_kl", [0.01]), "", "", "Engine and trainer disagree"),
-        (lines("loss", [1, 1]), evaluated(1, 0.9) + evaluated(2, 0.4), "", "Held-out accuracy is past its best"),
-        (lines("loss", [1, 1]), graded(1, 1.5) + graded(2, 0.9), "", "Held-out mean reward is past its best"),
-        ("", '{"event":"checkpoint","error":"OSError"}\n', "", "1 errors in the event log"),
+        (lines("groups_without_signal", [7] * 6), "", "[batch]\nprompts = 8\n", "88 % of recent groups had no signal"),
+        (lines("truncated_fraction", [0.0, 0.5]), "", "", "25 % of recent completions were truncated"),
+        (lines("entropy", [2.0] + [0.1] * 6), "", "", "Entropy collapsed: 2.000 → 0.100 nats"),
+        (lines("mismatch_kl", [0.01]), "", "", "Engine and trainer logprobs differ"),
+        (lines("loss", [1, 1]), evaluated(1, 0.9) + evaluated(2, 0.4), "", "Held-out accuracy fell below its best"),
+        (lines("loss", [1, 1]), graded(1, 1.5) + graded(2, 0.9), "", "Held-out mean reward fell below its best"),
+        ("", '{"event":"checkpoint","error":"OSError"}\n', "", "1 error in the event log"),
         ("", '{"event":"quarantine","session":1,"worker":"w"}\n', "", "1 worker quarantined"),
         ("", '{"event":"session_start","session":3,"elapsed_s":0}\n', "", "Resumed 2 times"),
     ],
 )
-def test_what_deserves_a_look(tmp_path: Path, metrics: str, events: str, config: str, title: str) -> None:
-    assert [finding.title for finding in findings(story_of(tmp_path, metrics, events, config))] == [title]
+def test_each_finding_is_reported(tmp_path: Path, metrics: str, events: str, config: str, title: str) -> None:
+    assert [finding.title for finding in findings(data_of(tmp_path, metrics, events, config))] == [title]
 
 
 @pytest.mark.parametrize(
@@ -110,17 +109,17 @@ def test_what_deserves_a_look(tmp_path: Path, metrics: str, events: str, config:
         (lines("mismatch_kl", [1e-6]), ""),
     ],
 )
-def test_what_is_as_it_should_be_is_not_mentioned(tmp_path: Path, metrics: str, config: str) -> None:
-    assert findings(story_of(tmp_path, metrics, "", config)) == []
+def test_a_healthy_run_has_no_findings(tmp_path: Path, metrics: str, config: str) -> None:
+    assert findings(data_of(tmp_path, metrics, "", config)) == []
 
 
-def test_a_worker_that_fails_to_start_is_no_error_of_the_run(tmp_path: Path) -> None:
-    assert findings(story_of(tmp_path, "", '{"event":"join","session":1,"error":"WorkerLost"}\n')) == []
+def test_a_worker_that_fails_to_start_is_not_a_finding(tmp_path: Path) -> None:
+    assert findings(data_of(tmp_path, "", '{"event":"join","session":1,"error":"WorkerLost"}\n')) == []
 
 
 def test_the_fabricated_run_was_resumed_and_had_invalid_samples(tmp_path: Path) -> None:
-    story = read_run(FabricatedRun(tmp_path).make())
-    assert [finding.title.split(" ", 1)[-1] for finding in findings(story)] == [
+    data = RunData.load(FabricatedRun(tmp_path).make())
+    assert [finding.title.split(" ", 1)[-1] for finding in findings(data)] == [
         "samples without a valid reward",
         "once",
     ]

@@ -1,6 +1,6 @@
-"""A fleet in virtual time that things happen to: real controller, workers, weights and pulls; engines that pretend.
+"""Faulty machines in virtual time: real controller, workers, weights and pulls with deterministic engines.
 
-What a worker generates is a function of the bytes it pulled, so that a wrong byte is a wrong token.
+Generated tokens are a function of the pulled bytes, so a wrong byte gives wrong tokens.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from tests.fake_engine import FakeCompute, FakeEngine, FakeReader
-from tests.fake_samples import number
-from tests.fake_session import Session
-from tests.fault_simulation.world import ToldProvider
+from tests.doubles.engine import FakeCompute, FakeEngine, FakeReader
+from tests.doubles.provider import EventProvider
+from tests.doubles.samples import number
+from tests.doubles.session import Session
 from tidemill.config.pool import FleetConfig
 from tidemill.controller.fleet import Fleet
 from tidemill.core.errors import WorkerLost
@@ -45,8 +45,8 @@ from tidemill.weights.snapshot import Blob, MemoryTransport, Snapshot, allocate
 from tidemill.weights.store import WeightStore
 
 T = TypeVar("T")
-Mend = Callable[[list[WorkerReport]], list[WorkerReport]]
-Lie = Callable[[WorkerReport], WorkerReport]
+Redelivery = Callable[[list[WorkerReport]], list[WorkerReport]]
+Corruption = Callable[[WorkerReport], WorkerReport]
 
 NOWHERE = PolicyVersion(number=-1, digest="none")
 PROBE = pack_tokens([1, 2, 3])
@@ -59,7 +59,7 @@ BOOT_S, TICK_S, GRACE_S, FETCH_S = 0.3, 0.1, 1.2, 0.15
 
 
 def weights_of(version: PolicyVersion) -> Blob:
-    """They carry the version's digest; of the rest one element in twenty differs from one version to the next."""
+    """Weights that contain the version's digest; one other element in twenty differs between versions."""
     blob = allocate(LAYOUT[-1].offset + LAYOUT[-1].nbytes)
     blob[:] = np.arange(len(blob)) % 251
     blob[:NAME_BYTES] = np.frombuffer(version.digest.encode().ljust(NAME_BYTES), np.uint8)
@@ -69,7 +69,7 @@ def weights_of(version: PolicyVersion) -> Blob:
 
 
 def tensor_bytes(snapshot: Blob) -> bytes:
-    """What lies between tensors means nothing."""
+    """The bytes of all tensors, without padding."""
     return b"".join(bytes(snapshot[entry.offset : entry.offset + entry.nbytes]) for entry in LAYOUT)
 
 
@@ -93,7 +93,7 @@ class Publisher:
 
 
 class Processor(FakeCompute):
-    """A machine's own: it may be stopped, and then nothing on it goes on."""
+    """The processor of a machine; `runs` can be cleared to stop it."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(seconds)
@@ -107,10 +107,10 @@ class Processor(FakeCompute):
             return function()
 
 
-class Pulls:
-    """A `WeightSource` that says when a pull begins."""
+class ObservedPulls:
+    """A `WeightSource` that reports the start of each pull to its machine."""
 
-    def __init__(self, machine: Machine, engine: ReadingEngine, puller: Puller) -> None:
+    def __init__(self, machine: Machine, engine: WeightReadingEngine, puller: Puller) -> None:
         self._machine, self._engine, self._puller, self._pulls = machine, engine, puller, 0
 
     async def prepare(self, version: PolicyVersion) -> Pulled:
@@ -125,8 +125,8 @@ class Pulls:
         self._puller.close()
 
 
-class ReadingEngine(FakeEngine):
-    """Takes the digest that it computes with from the bytes it was given, not from what they are called."""
+class WeightReadingEngine(FakeEngine):
+    """Reads the digest that determines its tokens from the weights, not from the version."""
 
     snapshot: Blob
 
@@ -140,15 +140,15 @@ class ReadingEngine(FakeEngine):
 
 
 class Machine:
-    """A lease, the worker on it, and what may happen to them. `at` says what happens at which stage of its life."""
+    """A lease and its worker; `at` schedules a fault at a stage of its life."""
 
     def __init__(self, world: World, name: str) -> None:
         self.world, self.name = world, name
         self.lease_id = f"lease-{name}"
         self.processor = Processor(TICK_S)
-        self.worker: Line | None = None
-        self.engine: ReadingEngine | None = None
-        self.broken: Exception | None = None  # raised by a start that is under way
+        self.worker: Connection | None = None
+        self.engine: WeightReadingEngine | None = None
+        self.broken: Exception | None = None  # raised by a start in progress
         self.ended = self.noticed = False
         self._plans: dict[str, tuple[float, Callable[[Machine], None]]] = {}
 
@@ -161,7 +161,7 @@ class Machine:
 
     @property
     def spared(self) -> bool:
-        """Something was planned for it that its life never came to."""
+        """Whether a scheduled stage was never reached."""
         return bool(self._plans)
 
     def grant(self) -> None:
@@ -183,25 +183,25 @@ class Machine:
         if self.broken is not None:
             raise self.broken
 
-    # What may happen to it.
+    # Faults.
 
-    def taken(self) -> None:
+    def evict(self) -> None:
         self.ended = True
-        self.world.provider.tell(LeaseEnded(lease_id=self.lease_id, cause="taken away"))
+        self.world.provider.tell(LeaseEnded(lease_id=self.lease_id, cause="evicted"))
 
-    def warned(self) -> None:
+    def notice(self) -> None:
         now_s = asyncio.get_running_loop().time()
         self.world.provider.tell(LeaseNoticed(lease_id=self.lease_id, deadline_s=now_s + GRACE_S))
         self.noticed = True
         self.reached("notice")
-        self.world.after(GRACE_S, self.taken)
+        self.world.after(GRACE_S, self.evict)
 
-    def dies(self) -> None:
+    def die(self) -> None:
         self.broken = WorkerLost("its process was killed")
         if self.worker is not None:
             self.worker.inner.kill()
 
-    def crashes(self) -> None:
+    def crash(self) -> None:
         self.broken = ValueError("engine on fire")
         if self.engine is not None:
             self.engine.on_poll = self._burn
@@ -209,43 +209,42 @@ class Machine:
     def _burn(self) -> None:
         raise ValueError("engine on fire")
 
-    def stops(self) -> None:
+    def stop(self) -> None:
         self.processor.runs.clear()
         if self.worker is not None:
             self.worker.up.clear()
 
-    def wakes(self) -> None:
+    def resume(self) -> None:
         self.processor.runs.set()
         if self.worker is not None:
             self.worker.restore(list)
 
-    def stops_for(self, seconds: float) -> None:
-        self.stops()
-        self.world.after(seconds, self.wakes)
+    def stop_for(self, seconds: float) -> None:
+        self.stop()
+        self.world.after(seconds, self.resume)
 
-    def slows(self) -> None:
+    def slow_down(self) -> None:
         self.processor.seconds *= 10
 
-    def is_cut_off(self, seconds: float, mend: Mend) -> None:
-        """Nothing reaches it, and nothing of it arrives, until everything does, as `mend` has it."""
+    def disconnect(self, seconds: float, redelivery: Redelivery) -> None:
+        """Disconnect it for `seconds`; then all messages are delivered as `redelivery` orders them."""
         if self.worker is not None:
             self.worker.up.clear()
-            self.world.after(seconds, partial(self.worker.restore, mend))
+            self.world.after(seconds, partial(self.worker.restore, redelivery))
 
-    def lies(self, lie: Lie) -> None:
+    def corrupt_reports(self, corruption: Corruption) -> None:
         if self.worker is not None:
-            self.worker.lie = lie
+            self.worker.corruption = corruption
 
 
-class Line:
-    """The controller's line to a worker. Who is told to leave while the line is down hears it when it is up again, and
-    until then may say what it likes."""
+class Connection:
+    """The connection between the controller and a worker. A kill during a disconnection takes effect afterwards."""
 
     def __init__(self, inner: EngineWorker, machine: Machine) -> None:
         self.inner, self.machine = inner, machine
         self.up = asyncio.Event()
         self.up.set()
-        self.lie: Lie = lambda report: report
+        self.corruption: Corruption = lambda report: report
         self.killed = False
         self._arrived: deque[WorkerReport] = deque()
 
@@ -257,7 +256,7 @@ class Line:
     async def abort(self, sample_ids: Sequence[SampleId]) -> None:
         await self.up.wait()
         if self.machine.noticed:
-            self.machine.reached("hand back")
+            self.machine.reached("drain")
         await self.inner.abort(sample_ids)
 
     async def load(self, version: PolicyVersion) -> Loaded:
@@ -273,19 +272,19 @@ class Line:
         except TimeoutError:
             return None
         report = self._arrived.popleft() if self._arrived else await self.inner.next_report(timeout_s)
-        return self.lie(report) if report is not None and report.deltas else report
+        return self.corruption(report) if report is not None and report.deltas else report
 
-    def restore(self, mend: Mend) -> None:
-        self.machine.world.spawn(self._restore(mend))
+    def restore(self, redelivery: Redelivery) -> None:
+        self.machine.world.spawn(self._restore(redelivery))
 
-    async def _restore(self, mend: Mend) -> None:
+    async def _restore(self, redelivery: Redelivery) -> None:
         reports: list[WorkerReport] = []
         try:
             while (report := await self.inner.next_report(0.0)) is not None:
                 reports.append(report)
         except WorkerLost:
             return
-        reports = mend(reports)
+        reports = redelivery(reports)
         self.up.set()
         if self.killed:
             self.machine.world.arrives_late(reports)
@@ -304,7 +303,7 @@ class Line:
 
 @dataclass
 class World(Session):
-    """A session on machines that `setting` puts there; `setting` is called when its loop runs."""
+    """A session with the machines and faults that `setting` schedules when the loop runs."""
 
     setting: Callable[[World], None] = lambda world: None
     config: FleetConfig = field(default_factory=FleetConfig)
@@ -314,11 +313,11 @@ class World(Session):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.machines: dict[str, Machine] = {}
-        self.provider = ToldProvider()
+        self.provider = EventProvider()
         self.transport = MemoryTransport(zero_copy=False)
         self.transport.delay_s = FETCH_S
         self.publisher = Publisher(WeightStore(self.transport, compute=FakeCompute()))
-        self.late = 0  # reports of workers whose leases had ended
+        self.late = 0  # reports of workers with ended leases
         self._jobs: set[asyncio.Task[None]] = set()
         self._timers: list[asyncio.TimerHandle] = []
         self.fleet = Fleet(
@@ -334,7 +333,7 @@ class World(Session):
         )
 
     async def live(self) -> None:
-        """Train among everything that happens; whatever the end, nothing goes on afterwards."""
+        """Train with all scheduled faults; check that no task remains."""
         self.setting(self)
         try:
             async with asyncio.timeout(LONG_S):
@@ -352,10 +351,10 @@ class World(Session):
         assert {task.get_name() for task in asyncio.all_tasks() - {asyncio.current_task()}} == set()
 
     async def start(self, lease: Lease) -> Worker:
-        """The world is the host of its machines."""
+        """Implements `WorkerHost.start`."""
         machine = self.machines[lease.lease_id]
         await machine.boot()
-        machine.engine = engine = ReadingEngine(NOWHERE, slots=self.slots)
+        machine.engine = engine = WeightReadingEngine(NOWHERE, slots=self.slots)
         puller = Puller(self.transport, machine.processor, clock=LoopClock(), timeout_s=60.0)
         inner = EngineWorker(
             engine,
@@ -364,9 +363,9 @@ class World(Session):
             tick_s=TICK_S,
             worker_id=lease.worker_id,
             lease_id=lease.lease_id,
-            source=Pulls(machine, engine, puller),
+            source=ObservedPulls(machine, engine, puller),
         )
-        machine.worker = Line(inner, machine)
+        machine.worker = Connection(inner, machine)
         return machine.worker
 
     async def close(self) -> None:
@@ -381,7 +380,7 @@ class World(Session):
         task.add_done_callback(self._jobs.discard)
 
     def arrives_late(self, reports: Sequence[WorkerReport]) -> None:
-        """Letters that were under way when their sender's lease ended. They are wrong: nobody should look at them."""
+        """Deliver corrupted reports of workers whose leases have ended; the controller must ignore them."""
         spoiled = [spoil(report) for report in reports]
         if self.fleet._mailbox is not None:
             self.late += sum(bool(report.deltas) for report in spoiled)
@@ -393,11 +392,11 @@ class World(Session):
 
 
 LONG_S = 3600.0
-"""Virtual seconds after which a run hangs: ten thousand ticks and more."""
+"""Virtual seconds after which a run counts as hung."""
 
 
 def spoil(report: WorkerReport) -> WorkerReport:
-    """Every token another one, every sample at its end."""
+    """Change every token and finish every sample."""
     replace = msgspec.structs.replace
     deltas = [
         replace(delta, token_ids=bytes(byte ^ 1 for byte in delta.token_ids), finish="stop") for delta in report.deltas
@@ -405,11 +404,11 @@ def spoil(report: WorkerReport) -> WorkerReport:
     return replace(report, deltas=tuple(deltas))
 
 
-def shuffled(seed: int) -> Mend:
-    def mend(reports: list[WorkerReport]) -> list[WorkerReport]:
+def shuffled(seed: int) -> Redelivery:
+    def redeliver(reports: list[WorkerReport]) -> list[WorkerReport]:
         return random.Random(seed).sample(reports, len(reports))
 
-    return mend
+    return redeliver
 
 
 def repeated(reports: list[WorkerReport]) -> list[WorkerReport]:

@@ -1,4 +1,4 @@
-"""Which nodes a cluster on this machine has, and who may run where."""
+"""Nodes of a local cluster, and selectors of nodes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from typing import Any
 
 from tidemill.config.pool import RayConfig
 from tidemill.config.schema import RunSpec
-from tidemill.runtime.cluster.connection import local_nodes, reserved_selector, selector_of
-from tidemill.runtime.cluster.nodes import NodeView
+from tidemill.runtime.cluster.connection import NodeView, local_nodes, reserved_selector, selector_of
 
 
 def _spec(**sections: Any) -> RunSpec:
@@ -15,15 +14,15 @@ def _spec(**sections: Any) -> RunSpec:
 
 
 def _node(labels: dict[str, str], **free: float) -> NodeView:
-    return NodeView(node_id="n", name="n", labels=labels, total=free, free=free)
+    return NodeView(node_id="n", name="n", labels=labels, free=free)
 
 
-def test_no_workers_need_no_node_of_their_own() -> None:
+def test_without_workers_there_is_one_node() -> None:
     (head,) = local_nodes(_spec(ray={"trainer_cpus": 2}))
     assert (head.name, head.cpus, head.labels) == ("reserved", 2, {})
 
 
-def test_actors_beside_the_trainer_have_room_on_its_node() -> None:
+def test_the_reserved_node_has_room_for_all_actors() -> None:
     placement = {"critic": "actor", "reference": "actor", "actor_cpus": 1.5, "actor_gpus": 1}
     (head,) = local_nodes(_spec(placement=placement, ray={"trainer_cpus": 2, "trainer_gpus": 1}))
     assert (head.cpus, head.gpus) == (5.0, 3.0)  # 2 + 2 · 1.5 and 1 + 2 · 1
@@ -35,7 +34,7 @@ def test_actors_beside_the_trainer_have_room_on_its_node() -> None:
 def test_workers_are_spread_over_two_nodes_with_one_place_to_spare() -> None:
     _, *spot = local_nodes(_spec(pool={"kind": "static", "workers": 3}, ray={"worker_cpus": 0.5}))
     # 3 workers on 2 nodes: 2 places each and one for a worker that is slow to die, half a CPU each
-    assert [node.cpus for node in spot] == [2, 2]  # three places of half a CPU each; a node has whole ones
+    assert [node.cpus for node in spot] == [2, 2]  # three places of half a CPU each; Ray takes whole numbers only
     assert [node.labels for node in spot] == [{"ray.io/market-type": "spot"}] * 2
 
 
@@ -45,9 +44,9 @@ def test_the_pool_of_nodes_has_as_many_places_as_workers() -> None:
     assert (spot.cpus, spot.labels) == (1, {"market": "spot"})
 
 
-def test_every_node_sees_gpus_of_its_own() -> None:
+def test_no_two_nodes_see_the_same_gpu() -> None:
     nodes = local_nodes(_spec(pool={"kind": "static", "workers": 2}, ray={"trainer_gpus": 1, "worker_gpus": 0.5}))
-    # one worker of half a GPU on each node rounds up to a GPU of its own
+    # one worker of half a GPU on each node rounds up to a whole GPU
     assert [node.visible_gpus for node in nodes] == ["0", "1", "2"]
 
 
@@ -58,16 +57,16 @@ def test_the_trainer_stays_off_preemptible_nodes() -> None:
     assert reserved_selector(RayConfig(), {"kind": "!good"}) == {"kind": "good"}
 
 
-def test_labels_fit_selectors_as_ray_reads_them() -> None:
+def test_labels_match_selectors_as_in_ray() -> None:
     spot = _node({"market": "spot", "zone": "a"})
     assert spot.fits({"market": "spot", "zone": "in(a, b)"})
     assert not spot.fits({"market": "!spot"})
     assert not spot.fits({"zone": "!in(a, b)"})
-    assert spot.fits({"disk": "!slow"})  # a label that is not there is not that label
+    assert spot.fits({"disk": "!slow"})  # a missing label differs from any value
     assert not spot.fits({"disk": "slow"})
 
 
-def test_places_are_counted_by_what_is_scarce() -> None:
+def test_places_are_limited_by_the_scarcest_resource() -> None:
     assert _node({}, CPU=7.0, GPU=2.0).places(2.0, 1.0) == 2
     assert _node({}, CPU=3.0, GPU=2.0).places(2.0, 1.0) == 1
     assert _node({}, CPU=0.3).places(0.1, 0.0) == 3  # 0.3 / 0.1 is a little less than 3

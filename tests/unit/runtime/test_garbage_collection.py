@@ -7,7 +7,7 @@ import pytest
 from tidemill.runtime.compute import RARELY, collected_rarely
 
 
-def test_the_thresholds_are_put_back_also_after_a_fault() -> None:
+def test_the_thresholds_are_restored_also_after_an_error() -> None:
     before = gc.get_threshold()
 
     def fail() -> None:

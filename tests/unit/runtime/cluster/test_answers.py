@@ -1,4 +1,4 @@
-"""What crosses between processes comes out as it went in, faults included."""
+"""Records and errors survive the way between processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from tidemill.core.errors import TidemillError, TrainerLost, UserError, WeightsError, WorkerLost
 from tidemill.core.records import PolicyVersion
-from tidemill.runtime.cluster.wire import RemoteError, answered, answering, read_answer
+from tidemill.runtime.cluster.ray_calls import RemoteError, answering, read_answer
 
 
 async def _through(outcome: object, kind: Any = None) -> Any:
@@ -28,7 +28,7 @@ async def test_records_and_nothing() -> None:
     assert await _through(None) is None
 
 
-async def test_a_users_fault_keeps_its_words() -> None:
+async def test_a_user_error_keeps_its_fields() -> None:
     fault = UserError("the disk is full", where="runs/a", hint="free some space")
     with pytest.raises(UserError) as caught:
         await _through(fault)
@@ -40,7 +40,7 @@ async def test_a_users_fault_keeps_its_words() -> None:
     assert str(caught.value) == str(fault)
 
 
-async def test_other_faults_keep_their_kind() -> None:
+async def test_other_errors_keep_their_type() -> None:
     with pytest.raises(WorkerLost) as lost:
         await _through(WorkerLost("its node died", hint="wait"))
     assert (lost.value.cause, lost.value.hint) == ("its node died", "wait")
@@ -53,14 +53,14 @@ async def test_other_faults_keep_their_kind() -> None:
     assert not isinstance(other.value, RemoteError)
 
 
-async def test_what_nobody_foresaw_brings_its_traceback() -> None:
+async def test_an_unexpected_exception_brings_its_traceback() -> None:
     with pytest.raises(RemoteError) as caught:
         await _through(ZeroDivisionError("no"))
     assert str(caught.value) == "ZeroDivisionError: no"
     assert "raise outcome" in caught.value.__notes__[0]
 
 
-async def test_a_traceback_survives_a_second_crossing() -> None:
+async def test_a_traceback_survives_a_second_process() -> None:
     with pytest.raises(RemoteError) as first:
         await _through(ZeroDivisionError("no"))
     with pytest.raises(RemoteError) as second:
@@ -68,8 +68,8 @@ async def test_a_traceback_survives_a_second_crossing() -> None:
     assert (str(second.value), second.value.__notes__) == (str(first.value), first.value.__notes__)
 
 
-def test_a_plain_method_answers_alike() -> None:
-    @answered
+def test_plain_methods_answer_like_coroutines() -> None:
+    @answering
     def half(number: int) -> int:
         if number % 2:
             raise UserError("odd", where="number", hint="give an even one")

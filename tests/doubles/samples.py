@@ -1,4 +1,4 @@
-"""Prompts, plans, tokens and reports made up for tests, and what a fake model says: a function of its weights."""
+"""Prompts, plans, tokens and reports for tests, and a fake model whose output is a function of its weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tidemill.core.records import (
 VOCABULARY = 50
 MAX_NEW = 12
 V3 = PolicyVersion(number=3, digest="a")
-V3_AGAIN = PolicyVersion(number=3, digest="b")  # made again after a restart, a little different
+V3_AGAIN = PolicyVersion(number=3, digest="b")  # recomputed after a restart, slightly different
 
 
 def digest_of(*parts: object) -> str:
@@ -70,9 +70,9 @@ def make_report(*deltas: TokenDelta) -> WorkerReport:
 
 
 GROUPS = plan_groups(PROMPTS, first_position=9, from_version=3)
-"""Of step 4: three groups of two samples each."""
+"""Groups of step 4: three groups of two samples."""
 FIRST = 18
-"""The ordinal of the first of their samples."""
+"""The ordinal of their first sample."""
 
 
 def make_plan(group_size: int = 2, seed: int = 0, *, exact: bool = True) -> SamplingPlan:
@@ -90,13 +90,13 @@ def make_in_flight(**changes: Any) -> InFlight:
 
 
 def prompt_of(position: int) -> tuple[int, Prompt]:
-    """The (epoch, prompt) at a position, as the journal asks for it."""
+    """The (epoch, prompt) at a position."""
     epoch, prompt = PROMPTS[position % 3]
     return epoch + 2 * (position // 3 - 3), prompt
 
 
 def completion(sample_id: SampleId, version: PolicyVersion, limit: int = MAX_NEW) -> tuple[list[int], Finish]:
-    """What the fake model says: a function of the sample and of the weights."""
+    """The fake model's completion, a function of sample and weights."""
     length = 1 + number("length", sample_id.key, version.digest) % (limit + limit // 3)
     tokens = [number(sample_id.key, version.digest, at) % VOCABULARY for at in range(min(length, limit))]
     return tokens, "stop" if length <= limit else "length"
@@ -106,8 +106,8 @@ def logprob(token: int) -> float:
     return -token / 16  # exact in float32
 
 
-def said_of(completion: Completion, version: PolicyVersion) -> LogprobBuffer:
-    """What the fake trainer says of a completion: each token by itself."""
+def logprobs_of(completion: Completion, version: PolicyVersion) -> LogprobBuffer:
+    """The fake trainer's logprobs of a completion."""
     return pack_logprobs(
         logprob(number(version.digest, at, token) % VOCABULARY)
         for at, token in enumerate(unpack_tokens(completion.token_ids))
@@ -129,8 +129,8 @@ class FakeCodec:
         return (0,)
 
 
-class FakeSource:
-    """An endless supply: the prompts of a step are named after it."""
+class FakePrompts:
+    """An endless prompt source."""
 
     def __init__(self, prompts: int, held_out: int = 4) -> None:
         self.prompts, self._held_out = prompts, held_out

@@ -1,4 +1,4 @@
-"""What engines compute with: the trained model itself, or a copy that says what it said at the last load."""
+"""Engines use the trained model itself, or a copy that is updated at every load."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def parts_of(folder: Path, *, rank: int, precision: str = "fp32", lag: int = 0) 
     return load_model_bundle(spec, progress=lambda _: None)
 
 
-def test_a_reward_model_is_no_policy(tmp_path: Path) -> None:
+def test_a_reward_model_is_refused_as_policy(tmp_path: Path) -> None:
     (tmp_path / DESCRIPTION).write_text('{"kind": "reward_model"}')
     with pytest.raises(UserError, match="holds a reward model"):
         parts_of(tmp_path, rank=0)
@@ -42,7 +42,7 @@ def test_a_reward_model_is_no_policy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 4])
-def test_at_lag_0_in_fp32_they_compute_with_the_trained_model(rank: int, tmp_path: Path) -> None:
+def test_at_lag_0_in_fp32_engines_use_the_trained_model(rank: int, tmp_path: Path) -> None:
     parts = parts_of(tmp_path, rank=rank)
     assert parts.rollout_model is parts.model
     engine = parts.engine(V0, prompt_tokens=4)
@@ -52,7 +52,7 @@ def test_at_lag_0_in_fp32_they_compute_with_the_trained_model(rank: int, tmp_pat
 
 @pytest.mark.parametrize("rank", [0, 4])
 @pytest.mark.parametrize(("precision", "lag"), [("bf16", 0), ("fp32", 1), ("bf16", 1)])
-def test_a_copy_follows_at_a_load(rank: int, precision: str, lag: int, tmp_path: Path) -> None:
+def test_a_load_updates_the_copy(rank: int, precision: str, lag: int, tmp_path: Path) -> None:
     parts = parts_of(tmp_path, rank=rank, precision=precision, lag=lag)
     engine = parts.engine(V0, prompt_tokens=4)
     first = engine.probe(IDS)

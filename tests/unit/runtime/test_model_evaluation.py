@@ -1,4 +1,4 @@
-"""Figures of evaluations, by hand."""
+"""Evaluation metrics, computed by hand."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from tests.char_codec import make_prompt, make_trajectory
-from tidemill.controller.evaluation import Evaluation, judged
-from tidemill.controller.journal_entries import EvalResult
+from tidemill.controller.evaluation import Evaluation, eval_result
+from tidemill.controller.ledger import EvalResult
 from tidemill.core.records import Group, PolicyVersion, Prompt, Reward, Trajectory
 from tidemill.runtime.model_evaluation import ModelEvaluation, comparison, figures
 from tidemill.telemetry.statistics import wilson_interval
@@ -27,7 +27,7 @@ def answered(prompt: Prompt, completion: str, index: int = 0) -> Trajectory:
 def measured(
     greedy: Sequence[str], drawn: Sequence[str] = (), scores: dict[str, tuple[Reward, ...]] | None = None
 ) -> ModelEvaluation:
-    """One greedy completion a prompt; of each prompt the characters of a word, a sample each."""
+    """One greedy completion per prompt, and one sample per character of a word."""
     samples = tuple(answered(prompt, text) for prompt, text in zip(PROMPTS, greedy, strict=True))
     right = sum(sample.text == prompt.answer for sample, prompt in zip(samples, PROMPTS, strict=True))
     result = EvalResult(
@@ -71,7 +71,7 @@ def test_greedy_figures() -> None:
 
 
 def graded(values: Sequence[float | None], drawn: Sequence[Sequence[float]] = ()) -> ModelEvaluation:
-    """Greedy completions with these rewards, None for an invalid one, and samples of each prompt."""
+    """Greedy completions with these rewards (None is invalid), and samples of each prompt."""
 
     def with_reward(sample: Trajectory, value: float | None) -> Trajectory:
         reward = Reward(value=0.0, valid=False) if value is None else Reward(value=value)
@@ -83,7 +83,7 @@ def graded(values: Sequence[float | None], drawn: Sequence[Sequence[float]] = ()
         msgspec.structs.replace(group, trajectories=tuple(map(with_reward, group.trajectories, rewards)))
         for group, rewards in zip(plain.drawn, drawn, strict=True)
     )
-    result = judged("held_out", 0, plain.greedy.result.version, samples, 1.0)
+    result = eval_result("held_out", 0, plain.greedy.result.version, samples, 1.0)
     return replace(plain, greedy=Evaluation(result=result, samples=samples), drawn=groups)
 
 
@@ -122,7 +122,7 @@ def test_drawn_figures() -> None:
     assert math.isnan(found["distinct_2"]) and math.isnan(found["distinct_2_in_prompt"])  # no completion has two
 
 
-def test_scores_leave_invalid_ones_out_and_count_them() -> None:
+def test_invalid_scores_are_left_out_and_counted() -> None:
     rewards = (Reward(value=1.0), Reward(value=3.0), Reward(value=9.0, valid=False), Reward(value=2.0))
     found = figures(measured(["0"] * 4, scores={"liked": rewards}), ks=())["scores"]["liked"]
     assert (found["value"], found["invalid"]) == (2.0, 1)

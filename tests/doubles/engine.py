@@ -1,4 +1,4 @@
-"""Small deterministic engines: one that generates, one that reads, and what they compute on."""
+"""Deterministic doubles: an engine, a reader, and the thread they compute on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from tests.fake_samples import VOCABULARY, completion, logprob, number
+from tests.doubles.samples import VOCABULARY, completion, logprob, number
 from tidemill.controller.reading import Reading
 from tidemill.core.protocols import EngineCapabilities, EngineStatus
 from tidemill.core.records import (
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class FakeCompute:
-    """One call at a time in the order asked for; each takes `seconds` of the loop's time."""
+    """Runs one call at a time, in order; each takes `seconds` of virtual time."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.seconds = seconds
@@ -42,16 +42,16 @@ class FakeCompute:
 
 
 class FakeEngine:
-    """Decodes `completion`, `per_poll` tokens of each of its `slots` a poll."""
+    """Decodes `completion`: `per_poll` tokens for each of its `slots` per poll."""
 
     def __init__(self, version: PolicyVersion, *, slots: int = 3, per_poll: int = 2, keeps_jobs: bool = False) -> None:
         self.version, self.slots, self.per_poll = version, slots, per_poll
-        self.logprobs = True  # it returns those of the tokens it samples
-        self.keeps_jobs = keeps_jobs  # samples under way go on under new weights
+        self.logprobs = True  # whether it returns logprobs
+        self.keeps_jobs = keeps_jobs  # samples in flight continue under new weights
         self.jobs: dict[SampleId, tuple[GenerateRequest, int]] = {}  # request, tokens so far
         self.generated = 0
         self.submitted: list[SampleId] = []
-        self.handed_back: dict[SampleId, int] = {}  # with the tokens they had
+        self.handed_back: dict[SampleId, int] = {}  # tokens by recalled sample
         self.on_poll: Callable[[], None] = lambda: None
 
     @property
@@ -63,8 +63,8 @@ class FakeEngine:
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
         for request in requests:
             if request.exact_version is not None:
-                assert request.exact_version == self.version.number, "asked for weights that are not loaded"
-            assert request.min_version <= self.version.number, "asked for weights that are not loaded"
+                assert request.exact_version == self.version.number, "request needs other weights"
+            assert request.min_version <= self.version.number, "request needs other weights"
             assert request.sample_id not in self.jobs, "submitted twice"
             self.jobs[request.sample_id] = (request, count(request.prefix_ids))
             self.submitted.append(request.sample_id)
@@ -76,7 +76,7 @@ class FakeEngine:
     def _decode(self, sample_id: SampleId) -> TokenDelta:
         request, at = self.jobs[sample_id]
         tokens, ending = completion(sample_id, self.version, request.sampling.max_new_tokens)
-        end = max(at, min(at + self.per_poll, len(tokens)))  # other weights may have wanted more
+        end = max(at, min(at + self.per_poll, len(tokens)))  # the completion under other weights may be longer
         self.jobs[sample_id] = (request, end)
         finish = ending if end >= len(tokens) else None
         if finish:
@@ -106,7 +106,7 @@ class FakeEngine:
         self.version = version
 
     def probe(self, token_ids: TokenBuffer) -> LogprobBuffer:
-        """A function of the weights, like what it generates."""
+        """Logprobs as a function of the weights."""
         tokens = unpack_tokens(token_ids)[1:]
         return pack_logprobs(logprob(number(self.version.digest, token) % VOCABULARY) for token in tokens)
 
@@ -124,7 +124,7 @@ class FakeEngine:
 
 
 class FakeReader:
-    """Implements `Reader`; what it says of a token depends on all before it. `grow` checks that nothing is missing."""
+    """Implements `Reader`; its number for a token depends on all earlier tokens. `grow` checks that none is missing."""
 
     def __init__(self, *, chunk_tokens: int = 4) -> None:
         self.chunk_tokens = chunk_tokens
@@ -140,7 +140,7 @@ class FakeReader:
     def grow(self, grown: Sequence[Growth]) -> None:
         for growth in grown:
             before = self.known.get(growth.sample_id, b"") if growth.start else b""
-            assert count(before) == growth.start, "something in between was not told"
+            assert count(before) == growth.start, "missing tokens"
             self.known[growth.sample_id] = before + growth.token_ids
         self.growths += grown
 
@@ -149,7 +149,7 @@ class FakeReader:
         if self.failure is not None:
             raise self.failure
         ahead = self.known.pop(sample_id, b"")
-        assert token_ids.startswith(ahead), "it was told of other tokens"
+        assert token_ids.startswith(ahead), "other tokens than announced"
         self.was_read.append(sample_id)
         tokens = unpack_tokens(token_ids)
         said = [logprob(number(tokens[: at + 1]) % VOCABULARY) for at in range(prompt_tokens, len(tokens))]

@@ -1,4 +1,4 @@
-"""One life of a training process among small deterministic stand-ins, and a disk that outlives it."""
+"""Training sessions in virtual time with deterministic components, with or without a pool of workers."""
 
 from __future__ import annotations
 
@@ -8,26 +8,38 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.fake_engine import FakeCompute, FakeEngine, FakeReader
-from tests.fake_samples import MAX_NEW, FakeCodec, FakeSource, digest_of, number, said_of
-from tests.memory_journal import MemoryJournal, PowerCut
+from tests.doubles.engine import FakeCompute, FakeEngine, FakeReader
+from tests.doubles.journal import MemoryJournal, PowerCut
+from tests.doubles.provider import ScriptedProvider
+from tests.doubles.samples import MAX_NEW, FakeCodec, FakePrompts, digest_of, logprobs_of, number
+from tidemill.config.pool import FleetConfig
 from tidemill.config.schema import RunSpec
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.loop import LoopResult, train_loop
 from tidemill.controller.waiting import Timeouts
-from tidemill.core.protocols import LoopClock
+from tidemill.core.errors import WorkerLost
+from tidemill.core.protocols import LoopClock, Worker
 from tidemill.core.records import (
     Completion,
     FleetRow,
     Group,
+    Lease,
+    LeaseEnded,
+    LeaseEvent,
+    LeaseGranted,
+    LeaseNoticed,
     LogprobBuffer,
     PolicyVersion,
     Prompt,
+    Pulled,
     Reward,
     SampleId,
     StepMetrics,
     Trajectory,
+    WeightManifest,
+    pack_logprobs,
+    pack_tokens,
     unpack_tokens,
 )
 from tidemill.rollout.worker import EngineWorker
@@ -35,7 +47,7 @@ from tidemill.rollout.worker import EngineWorker
 
 @dataclass
 class Disk:
-    """What survives a kill."""
+    """The durable state."""
 
     journal: bytes = b""
     checkpoints: dict[int, TrainerState] = field(default_factory=dict)
@@ -43,14 +55,14 @@ class Disk:
 
 @dataclass(frozen=True)
 class TrainerState:
-    """Its history is its weights: every batch learned from, group by group."""
+    """The weights: every trained batch, group by group."""
 
     version: PolicyVersion = field(default_factory=lambda: PolicyVersion(number=0, digest="init"))
     history: tuple[tuple[object, ...], ...] = ()
 
 
 def seen(group: Group) -> tuple[object, ...]:
-    """All of a group that a trainer learns from."""
+    """All inputs of a group to training."""
     return (
         group.position,
         group.prompt_id,
@@ -65,7 +77,7 @@ def seen(group: Group) -> tuple[object, ...]:
                 t.weight,
                 t.versions,
                 *t.publish_logprobs,
-                *([t.ref_logprobs] if t.ref_logprobs else []),  # last, where a reference reads
+                *([t.ref_logprobs] if t.ref_logprobs else []),  # last, with a reference
             )
             for t in group.trajectories
         ),
@@ -76,8 +88,8 @@ class FakeTrainer:
     def __init__(self, compute: FakeCompute, engine: Callable[[], FakeEngine] | None = None) -> None:
         self.state = TrainerState()
         self.open: list[tuple[object, ...]] = []
-        self.positions: list[list[int]] = []  # in the order learned from, batch by batch
-        self.salt = ""  # as if another machine rounded differently
+        self.positions: list[list[int]] = []  # by batch, in training order
+        self.salt = ""  # simulates other rounding
         self._compute, self._engine = compute, engine
 
     @property
@@ -88,14 +100,14 @@ class FakeTrainer:
         await self._compute.run(lambda: self.open.append(seen(group)))
 
     async def logprobs(self, completions: Sequence[Completion]) -> list[LogprobBuffer]:
-        return await self._compute.run(lambda: [said_of(completion, self.version) for completion in completions])
+        return await self._compute.run(lambda: [logprobs_of(completion, self.version) for completion in completions])
 
     async def commit(self, step: int) -> StepMetrics:
         return await self._compute.run(lambda: self._commit(step))
 
     def _commit(self, step: int) -> StepMetrics:
         assert self._engine is None or self._engine().keeps_jobs or not self._engine().jobs, (
-            "the weights moved while samples were in flight"
+            "the weights changed while samples were in flight"
         )
         assert step == self.state.version.number + 1
         batch, self.open = tuple(self.open), []
@@ -112,7 +124,7 @@ class FakeTrainer:
 
 
 class FakeCheckpoints:
-    """`power` is asked before and after every write; it may cut."""
+    """Calls `power` before and after every write, which may raise PowerCut."""
 
     def __init__(self, disk: Disk, trainer: FakeTrainer, power: Callable[[], None] = lambda: None) -> None:
         self.disk, self.trainer, self.power = disk, trainer, power
@@ -133,7 +145,7 @@ class FakeCheckpoints:
 
 
 class FakeScorer:
-    """Takes a moment; the reward depends on the tokens, and every 17th sample's is invalid."""
+    """Takes a short time; the reward depends on the tokens; every 17th is invalid."""
 
     def __init__(self) -> None:
         self.scored: list[SampleId] = []
@@ -198,7 +210,7 @@ def small_spec(**sections: Any) -> RunSpec:
 
 @dataclass
 class Session:
-    """One process's life: everything but the disk is new."""
+    """One process; everything except the disk is new."""
 
     disk: Disk = field(default_factory=Disk)
     spec: RunSpec = field(default_factory=small_spec)
@@ -206,7 +218,7 @@ class Session:
     timeouts: Timeouts = field(default_factory=Timeouts)
     slots: int = 3
     stop: asyncio.Event = field(default_factory=asyncio.Event)
-    reader: FakeReader | None = None  # of the reference
+    reader: FakeReader | None = None  # the reference
     result: LoopResult | None = None
 
     def __post_init__(self) -> None:
@@ -219,7 +231,7 @@ class Session:
         self.scorer, self.eval_scorer = FakeScorer(), FakeScorer()
         self.telemetry = FakeTelemetry()
         self.checkpoints = FakeCheckpoints(self.disk, self.trainer)
-        self.source = FakeSource(self.spec.batch.prompts)
+        self.source = FakePrompts(self.spec.batch.prompts)
         self.ledger = Ledger(self.journal, round_size=self.spec.batch.prompts)
         self.fleet = Fleet(
             self.worker,
@@ -231,7 +243,7 @@ class Session:
         )
 
     async def run(self) -> LoopResult:
-        """Train; whatever happens, the disk has what it had at the end."""
+        """Train; the disk keeps the journal also on failure."""
         try:
             async with self.fleet:
                 return await train_loop(
@@ -255,8 +267,164 @@ class Session:
             await self.worker.close()
 
     async def run_until_power_cut(self) -> LoopResult | None:
-        """None when the power went."""
+        """Train; None after a power cut."""
         try:
             return await self.run()
         except PowerCut:
             return None
+
+
+PROBE = pack_tokens([1, 2, 3])
+PROBE_LOGPROBS = pack_logprobs([-0.5, -1.0])
+NOWHERE = PolicyVersion(number=-1, digest="none")
+
+
+def granted(name: str, at_s: float = 0.0) -> tuple[float, LeaseEvent]:
+    lease = Lease(
+        lease_id=f"lease-{name}",
+        worker_id=f"spot-{name}",
+        kind="preemptible",
+        price_usd_per_hour=3.6,
+        start_s=at_s,
+    )
+    return at_s, LeaseGranted(lease=lease)
+
+
+def noticed(name: str, at_s: float, deadline_s: float) -> tuple[float, LeaseEvent]:
+    return at_s, LeaseNoticed(lease_id=f"lease-{name}", deadline_s=deadline_s)
+
+
+def ended(name: str, at_s: float) -> tuple[float, LeaseEvent]:
+    return at_s, LeaseEnded(lease_id=f"lease-{name}", cause="evicted")
+
+
+class FakeWeightSource:
+    """A weight source that takes `pull_s` per version."""
+
+    def __init__(self, publisher: FakePublisher, pull_s: float) -> None:
+        self.publisher, self.pull_s = publisher, pull_s
+
+    async def prepare(self, version: PolicyVersion) -> Pulled:
+        await asyncio.sleep(self.pull_s)
+        return Pulled(manifest=self.publisher.manifests[version.number], nbytes=100, full=True, pull_s=0.1, retries=0)
+
+    def swap(self, pulled: Pulled) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class FakePublisher:
+    def __init__(self) -> None:
+        self.manifests: dict[int, WeightManifest] = {}
+
+    async def publish(self, version: PolicyVersion) -> WeightManifest:
+        await asyncio.sleep(0.05)
+        manifest = WeightManifest(
+            version=version,
+            digest=version.digest,
+            nbytes=100,
+            tensors=(),
+            probe_ids=PROBE,
+            probe_logprobs=PROBE_LOGPROBS,
+        )
+        self.manifests[version.number] = manifest
+        return manifest
+
+    async def close(self) -> None:
+        pass
+
+
+class PoolEngine(FakeEngine):
+    """An engine of a pool worker; probed after every swap."""
+
+    probe_logprobs = PROBE_LOGPROBS
+
+    def probe(self, token_ids: bytes) -> bytes:
+        assert token_ids == PROBE
+        return self.probe_logprobs
+
+
+@dataclass
+class FakeHost:
+    """Starts workers with fake engines; `prepare` may make one faulty."""
+
+    publisher: FakePublisher
+    boot_s: float = 0.2
+    pull_s: float = 0.3
+    slots: int = 3
+    tick_s: float = 0.1
+    per_poll: int = 2
+    source_type: type[FakeWeightSource] = FakeWeightSource
+    prepare: Callable[[Lease, PoolEngine], None] = lambda lease, engine: None
+    engines: dict[str, PoolEngine] = field(default_factory=dict)
+    workers: dict[str, EngineWorker] = field(default_factory=dict)
+
+    async def start(self, lease: Lease) -> Worker:
+        await asyncio.sleep(self.boot_s)
+        engine = PoolEngine(NOWHERE, slots=self.slots, per_poll=self.per_poll)
+        self.prepare(lease, engine)
+        self.engines[lease.lease_id] = engine
+        worker = EngineWorker(
+            engine,
+            FakeCompute(self.tick_s),
+            clock=LoopClock(),
+            tick_s=self.tick_s,
+            worker_id=lease.worker_id,
+            lease_id=lease.lease_id,
+            source=self.source_type(self.publisher, self.pull_s),
+        )
+        self.workers[lease.lease_id] = worker
+        return worker
+
+    async def close(self) -> None:
+        for worker in self.workers.values():
+            worker.kill()
+
+
+class BrokenHost(FakeHost):
+    """A host whose workers never start: they raise, or hang if `silent`."""
+
+    silent = False
+
+    async def start(self, lease: Lease) -> Worker:
+        if self.silent:
+            await asyncio.sleep(10**9)
+        raise WorkerLost("no such machine", hint="try another zone")
+
+
+@dataclass
+class PoolSession(Session):
+    """A session with a scripted pool."""
+
+    script: Sequence[tuple[float, LeaseEvent]] = ()
+    config: FleetConfig = field(default_factory=FleetConfig)
+    seeding_worker: bool = True  # whether the reserved side has an engine
+    host_type: type[FakeHost] = FakeHost
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.publisher = FakePublisher()
+        self.host = self.host_type(self.publisher, slots=self.slots)
+        self.provider = ScriptedProvider(self.script)
+        self.fleet = Fleet(
+            self.worker if self.seeding_worker else None,
+            slots=self.slots,
+            clock=LoopClock(),
+            telemetry=self.telemetry,
+            config=self.config,
+            timeouts=self.timeouts,
+            provider=self.provider,
+            host=self.host,
+            publisher=self.publisher,
+            needs_logprobs=self.spec.algorithm.needs_rollout_logprobs,
+        )
+
+
+def trained(session: Session) -> object:
+    """The trainer's state: all training inputs and the weights."""
+    trainer, telemetry = session.trainer, session.telemetry
+    assert isinstance(trainer, FakeTrainer)
+    assert isinstance(telemetry, FakeTelemetry)
+    return trainer.state

@@ -1,11 +1,23 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 
-from tidemill.telemetry.report.run_data import RunData, SampleWindow
-from tidemill.telemetry.report.showcase import LEGEND, best_and_worst, colour, level, pairs, shorten, shown
+from tests.fabricated_run import FabricatedRun
+from tidemill.telemetry.report.sample_cards import (
+    LEGEND,
+    SampleWindow,
+    before_and_after,
+    best_and_worst,
+    colour,
+    level,
+    report_samples,
+    sample_card,
+    shorten,
+)
+from tidemill.telemetry.run_dir import RunDirectory
 from tidemill.telemetry.sample_files import Sample
 
 
@@ -36,7 +48,7 @@ def test_tokens_are_coloured_one_by_one() -> None:
     assert tokens[0].title == "'a'  p 99 %, logprob -0.010"
 
 
-def test_an_end_mark_has_a_sign() -> None:
+def test_an_end_token_is_shown_as_a_sign() -> None:
     tokens = colour(sample("a", tokens=("a", ""), logprobs=(-0.01, -0.5)))
     assert [token.text for token in tokens] == ["a", "∎"]
 
@@ -49,16 +61,16 @@ def test_without_fitting_tokens_the_completion_is_one_piece(tokens: tuple[str, .
 
 def test_a_sample_without_logprobs_is_shown_uncoloured() -> None:
     assert [token.level for token in colour(sample("ab", logprobs=()))] == [None, None]
-    assert shown(sample("ab", logprobs=())).logprob == "-"
+    assert sample_card(sample("ab", logprobs=())).logprob == "-"
 
 
-def test_very_long_completions_are_cut_and_say_so() -> None:
-    card = shown(sample("x" * 1000))
+def test_very_long_completions_are_shortened() -> None:
+    card = sample_card(sample("x" * 1000))
     assert (len(card.tokens), card.left_out, card.length) == (800, 200, 1000)
     assert shorten("a" * 700 + "?") == "… " + "a" * 599 + "?"
 
 
-def test_the_worst_are_the_confident_mistakes_and_the_invalid() -> None:
+def test_the_worst_are_invalid_samples_and_confident_mistakes() -> None:
     unsure = sample(reward=0.0, prompt="unsure", logprob=-3.0)
     sure = sample(reward=0.0, prompt="sure", logprob=-0.1)
     right = sample(reward=1.0, prompt="right")
@@ -74,38 +86,43 @@ def test_each_prompt_is_shown_once_and_equal_rewards_have_no_worst() -> None:
     assert best_and_worst(SampleWindow()) == ([], [])
 
 
-def story_with(first: tuple[Sample, ...], last: tuple[Sample, ...]) -> RunData:
-    return RunData(
-        name="r",
-        outcome="finished",
-        summary={},
-        metrics=(),
-        evaluations=(),
-        events=(),
-        manifest={},
-        config_text="",
-        groups=0,
-        first=SampleWindow(),
-        last=SampleWindow(),
-        evaluated_first=SampleWindow(steps=(0,), samples=first),
-        evaluated_last=SampleWindow(steps=(9,), samples=last),
-    )
+def window(*samples: Sample) -> SampleWindow:
+    return SampleWindow(samples=samples)
 
 
-def test_held_out_prompts_side_by_side_changed_ones_first() -> None:
+def test_held_out_prompts_with_changed_rewards_come_first() -> None:
     first = (sample("a", 1.0, "shots\n1 + 1"), sample("b", 0.0, "shots\n2 + 2"), sample("c", 1.0, "shots\n3 + 3"))
     last = (sample("d", 1.0, "shots\n1 + 1"), sample("e", 1.0, "shots\n2 + 2"), sample("f", 0.0, "shots\n3 + 3"))
-    found, words = pairs(story_with(first, (*last, sample("g", 1.0, "shots\nnew"))))
+    found, text = before_and_after(window(*first), window(*last, sample("g", 1.0, "shots\nnew")))
     assert [(pair.prompt, pair.before, pair.after) for pair in found] == [
         ("2 + 2", "b", "e"),
         ("3 + 3", "c", "f"),
         ("1 + 1", "a", "d"),
     ]
-    assert words == "1 of 3 gained reward, 1 lost"
+    assert text == "1 of 3 gained reward, 1 lost"
 
 
 def test_prompts_with_nothing_in_common_stay_whole() -> None:
     first = (sample("a", 1.0, "x\ny"), sample("b", 0.0, "z\ny"))
-    assert {pair.prompt for pair in pairs(story_with(first, first))[0]} == {"x\ny", "z\ny"}
-    only = (sample("a", 1.0, "x\ny"),)
-    assert pairs(story_with(only, only))[0][0].prompt == "x\ny"
+    assert {pair.prompt for pair in before_and_after(window(*first), window(*first))[0]} == {"x\ny", "z\ny"}
+    only = window(sample("a", 1.0, "x\ny"))
+    assert before_and_after(only, only)[0][0].prompt == "x\ny"
+
+
+def test_the_first_and_the_last_steps_make_the_windows(tmp_path: Path) -> None:
+    found = report_samples(FabricatedRun(tmp_path).make())
+    assert found.first.steps == (1, 2, 3) and found.last.steps == (18, 19, 20)
+    assert found.evaluated_first.steps == (0,) and found.evaluated_last.steps == (20,)
+    assert len(found.first.samples) == 3 * 64
+
+
+@pytest.mark.parametrize(
+    ("steps", "first", "last"), [(1, (1,), ()), (2, (1,), (2,)), (3, (1,), (3,)), (4, (1, 2), (3, 4))]
+)
+def test_windows_do_not_overlap(tmp_path: Path, steps: int, first: tuple[int, ...], last: tuple[int, ...]) -> None:
+    run = RunDirectory(tmp_path)
+    run.samples.mkdir()
+    for step in range(1, steps + 1):
+        (run.samples / f"step_{step:06d}.jsonl").write_text(f'{{"step":{step}}}\n')
+    found = report_samples(run)
+    assert (found.first.steps, found.last.steps) == (first, last)

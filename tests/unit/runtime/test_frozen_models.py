@@ -18,7 +18,7 @@ from tidemill.runtime.model_bundle import FrozenModels
 IDS = pack_tokens(range(2, 30))
 
 
-def test_a_folder_is_loaded_once_however_it_is_spelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_is_loaded_once_under_any_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     judge, other = save_folder(llama(), tmp_path / "judge"), save_folder(qwen3(), tmp_path / "other")
     monkeypatch.chdir(tmp_path)
     frozen = FrozenModels(torch.device("cpu"))
@@ -29,7 +29,7 @@ def test_a_folder_is_loaded_once_however_it_is_spelled(tmp_path: Path, monkeypat
     assert not any(parameter.requires_grad for parameter in first.parameters())
 
 
-def test_adapters_of_several_roles_lie_on_one_base(tmp_path: Path) -> None:
+def test_adapters_of_several_roles_share_one_base(tmp_path: Path) -> None:
     folder, frozen = save_folder(llama(), tmp_path), FrozenModels(torch.device("cpu"))
     policy, critic = (frozen.with_adapter(folder, lora_config(seed=seed)) for seed in (0, 1))
     base = {id(parameter) for parameter in frozen.load(folder).parameters()}
@@ -40,6 +40,6 @@ def test_adapters_of_several_roles_lie_on_one_base(tmp_path: Path) -> None:
         id(p) for p in learned_parameters(critic).values()
     }
     before = probe_logprobs(critic, IDS)
-    assert before == probe_logprobs(policy, IDS)  # neither adds anything yet
+    assert before == probe_logprobs(policy, IDS)  # new adapters change nothing
     teach(policy)
     assert probe_logprobs(critic, IDS) == before != probe_logprobs(policy, IDS)

@@ -1,4 +1,4 @@
-"""A journal in memory that can lose power in the middle of a write: the simulated twin of the one on disk."""
+"""A journal in memory that can lose power in the middle of a write."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ HEADER = struct.Struct("<qII")  # step, payload bytes, CRC-32 of the payload
 
 
 class PowerCut(Exception):
-    """The simulated machine is gone; whoever sees this must not do anything that outlives it."""
+    """The simulated machine lost power; no handler may have lasting effects."""
 
 
 class MemoryJournal:
     """Implements `core.protocols.Journal` over a byte string, framed and checksummed.
 
     Args:
-        disk: what an earlier journal left behind (its `disk`).
-        power_cut_after: bytes it may still write; the append that reaches it is torn there, and never returns.
+        disk: the `disk` of an earlier journal.
+        power_cut_after: bytes until the power cut; the append that reaches it is torn and never returns.
     """
 
     def __init__(self, disk: bytes = b"", *, power_cut_after: int | None = None) -> None:
         self._disk = bytearray(disk)
         self._left = power_cut_after
-        self.written = 0  # bytes, over this journal's life
+        self.written = 0  # bytes written
         self.appends = 0
 
     @property
     def disk(self) -> bytes:
-        """What survives."""
+        """The durable bytes."""
         return bytes(self._disk)
 
     async def append(self, blobs: Sequence[tuple[int, bytes]]) -> None:
@@ -42,7 +42,7 @@ class MemoryJournal:
 
     async def load(self) -> list[tuple[int, bytes]]:
         frames, end = self._frames()
-        del self._disk[end:]  # torn; what is appended from now on must not follow it
+        del self._disk[end:]  # torn; later appends must not follow it
         return [(step, blob) for step, blob in frames]
 
     async def prune(self, through_step: int) -> None:
@@ -59,7 +59,7 @@ class MemoryJournal:
             raise PowerCut
 
     def _frames(self) -> tuple[list[tuple[int, bytes]], int]:
-        """Every whole frame, and where the last one ends."""
+        """All complete frames, and the end of the last one."""
         frames, at = [], 0
         while at + HEADER.size <= len(self._disk):
             step, length, checksum = HEADER.unpack_from(self._disk, at)

@@ -1,5 +1,7 @@
-"""The faults there are, by name: what can happen to a worker at which stage of its life, the lies it may tell, and what
-befalls everybody. A seed picks some and says when."""
+"""Named faults for sessions with real workers: of a machine at a stage of its life, of its reports, of the whole fleet.
+
+A seed chooses faults and times.
+"""
 
 from __future__ import annotations
 
@@ -9,75 +11,77 @@ from functools import partial
 
 import msgspec
 
-from tests.chaos.world import Lie, Machine, World, repeated, shuffled
+from tests.doubles.machines import Corruption, Machine, World, repeated, shuffled
 from tidemill.config.pool import FleetConfig
 from tidemill.core.records import TokenDelta, WorkerReport
 from tidemill.weights.snapshot import corrupt, torn
 
-SILENCE_S, JOIN_S, HAND_BACK_S = 3.0, 15.0, 0.5
+HEARTBEAT_TIMEOUT_S, JOIN_S, DRAIN_MARGIN_S = 3.0, 15.0, 0.5
 
 Fault = Callable[[World, random.Random, str], None]
-"""Puts something into a world that will happen to it; the text is a name for machines that no other fault uses."""
+"""Schedules a fault in a world; the text is a unique prefix for machine names."""
 
-STAGES = ("boot", "first pull", "later pull", "decode", "notice", "hand back")
+STAGES = ("boot", "first pull", "later pull", "decode", "notice", "drain")
 
-BLOWS: dict[str, Callable[[random.Random], Callable[[Machine], None]]] = {
-    "taken": lambda rng: Machine.taken,
-    "dies": lambda rng: Machine.dies,
-    "crashes": lambda rng: Machine.crashes,
-    "stops for ever": lambda rng: Machine.stops,
-    "stops too long": lambda rng: partial(Machine.stops_for, seconds=SILENCE_S * rng.uniform(1.5, 3)),
-    "stops a while": lambda rng: partial(Machine.stops_for, seconds=SILENCE_S * rng.uniform(0.1, 0.7)),
-    "slows": lambda rng: Machine.slows,
-    "cut off": lambda rng: partial(Machine.is_cut_off, seconds=_cut_s(rng), mend=list),
-    "cut off, heard twice": lambda rng: partial(Machine.is_cut_off, seconds=_cut_s(rng), mend=repeated),
-    "cut off, heard in disorder": lambda rng: partial(
-        Machine.is_cut_off, seconds=_cut_s(rng), mend=shuffled(rng.getrandbits(32))
+MACHINE_FAULTS: dict[str, Callable[[random.Random], Callable[[Machine], None]]] = {
+    "evicted": lambda rng: Machine.evict,
+    "dies": lambda rng: Machine.die,
+    "crashes": lambda rng: Machine.crash,
+    "stops": lambda rng: Machine.stop,
+    "stops past the heartbeat timeout": lambda rng: partial(
+        Machine.stop_for, seconds=HEARTBEAT_TIMEOUT_S * rng.uniform(1.5, 3)
+    ),
+    "stops briefly": lambda rng: partial(Machine.stop_for, seconds=HEARTBEAT_TIMEOUT_S * rng.uniform(0.1, 0.7)),
+    "slows": lambda rng: Machine.slow_down,
+    "disconnected": lambda rng: partial(Machine.disconnect, seconds=_cut_s(rng), redelivery=list),
+    "disconnected, repeated": lambda rng: partial(Machine.disconnect, seconds=_cut_s(rng), redelivery=repeated),
+    "disconnected, reordered": lambda rng: partial(
+        Machine.disconnect, seconds=_cut_s(rng), redelivery=shuffled(rng.getrandbits(32))
     ),
 }
 
 
 def _cut_s(rng: random.Random) -> float:
-    return SILENCE_S * rng.uniform(0.1, 2.5)
+    return HEARTBEAT_TIMEOUT_S * rng.uniform(0.1, 2.5)
 
 
 def machine(
     world: World, rng: random.Random, name: str, *, stage: str = "", happens: Callable[[Machine], None] | None = None
 ) -> Machine:
-    """One that comes early on; it is warned if what happens does so only to the warned."""
+    """A machine that is granted early; it gets a notice if the stage needs one."""
     made = Machine(world, name)
-    if stage in ("notice", "hand back"):
-        made.at("decode", rng.uniform(0.0, 2.0), Machine.warned)
+    if stage in ("notice", "drain"):
+        made.at("decode", rng.uniform(0.0, 2.0), Machine.notice)
     if happens is not None:
         made.at(stage, rng.uniform(0.0, 0.4), happens)
     world.after(rng.uniform(0.0, 4.0), made.grant)
     return made
 
 
-def _blow(blow: str, stage: str) -> Fault:
+def _machine_fault(kind: str, stage: str) -> Fault:
     def fault(world: World, rng: random.Random, name: str) -> None:
-        machine(world, rng, name, stage=stage, happens=BLOWS[blow](rng))
+        machine(world, rng, name, stage=stage, happens=MACHINE_FAULTS[kind](rng))
 
     return fault
 
 
-# What a worker may say that is not so: its reports from some moment on.
+# Corrupted reports, from some moment on.
 
 
-def _each(change: Callable[[TokenDelta], TokenDelta]) -> Lie:
-    def lie(report: WorkerReport) -> WorkerReport:
+def _each(change: Callable[[TokenDelta], TokenDelta]) -> Corruption:
+    def corruption(report: WorkerReport) -> WorkerReport:
         return msgspec.structs.replace(report, deltas=tuple(map(change, report.deltas)))
 
-    return lie
+    return corruption
 
 
 _replace = msgspec.structs.replace
 
 
-def _in_others_names(world: World, own: str) -> Lie:
-    """Besides its own it ends, with wrong tokens, what others have."""
+def _in_others_names(world: World, own: str) -> Corruption:
+    """It also finishes samples of other workers, with wrong tokens."""
 
-    def lie(report: WorkerReport) -> WorkerReport:
+    def corruption(report: WorkerReport) -> WorkerReport:
         engines = [world.engine, *(one.engine for one in world.present if one.engine is not None)]
         jobs = [job for engine in engines for job in engine.jobs.values() if job[0].lease_id != own]
         wrong = [
@@ -93,46 +97,47 @@ def _in_others_names(world: World, own: str) -> Lie:
         ]
         return _replace(report, deltas=(*report.deltas, *wrong))
 
-    return lie
+    return corruption
 
 
-LIES: dict[str, Lie] = {
-    "leaves tokens out": _each(lambda delta: _replace(delta, start=delta.start + 2)),
-    "names other weights": _each(
+REPORT_CORRUPTIONS: dict[str, Corruption] = {
+    "omits tokens": _each(lambda delta: _replace(delta, start=delta.start + 2)),
+    "names another version": _each(
         lambda delta: _replace(delta, version=_replace(delta.version, number=delta.version.number + 1))
     ),
-    "forgets logprobs": _each(lambda delta: _replace(delta, logprobs=delta.logprobs[:-4])),
+    "omits logprobs": _each(lambda delta: _replace(delta, logprobs=delta.logprobs[:-4])),
     "breaks tokens": _each(lambda delta: _replace(delta, token_ids=delta.token_ids[:-1])),
-    "makes up samples": _each(
+    "invents samples": _each(
         lambda delta: _replace(delta, sample_id=_replace(delta.sample_id, prompt_id="nobody's"), finish="stop")
     ),
-    "says everything twice": lambda report: _replace(report, deltas=report.deltas * 2),
-    "says it again and again": _each(lambda delta: _replace(delta, start=0)),
-    "speaks nonsense": lambda report: b"\xff",  # type: ignore[dict-item, return-value]
+    "repeats deltas": lambda report: _replace(report, deltas=report.deltas * 2),
+    "restarts at token 0": _each(lambda delta: _replace(delta, start=0)),
+    "sends garbage": lambda report: b"\xff",  # type: ignore[dict-item, return-value]
 }
 
 
-def _lie(told: str) -> Fault:
+def _corrupted_reports(kind: str) -> Fault:
     def fault(world: World, rng: random.Random, name: str) -> None:
-        machine(world, rng, name, stage="decode", happens=partial(Machine.lies, lie=LIES[told]))
+        corrupt = partial(Machine.corrupt_reports, corruption=REPORT_CORRUPTIONS[kind])
+        machine(world, rng, name, stage="decode", happens=corrupt)
 
     return fault
 
 
 def _impostor(world: World, rng: random.Random, name: str) -> None:
-    lie = _in_others_names(world, f"lease-{name}")
-    machine(world, rng, name, stage="decode", happens=partial(Machine.lies, lie=lie))
+    corruption = _in_others_names(world, f"lease-{name}")
+    machine(world, rng, name, stage="decode", happens=partial(Machine.corrupt_reports, corruption=corruption))
 
 
-# What befalls everybody.
+# Faults of the whole fleet.
 
 
 def _outage(world: World, rng: random.Random, name: str) -> None:
-    """Everybody who is there goes at once, and later others come."""
+    """All machines are evicted at once; others come later."""
 
     def begins() -> None:
         for one in world.present:
-            one.taken()
+            one.evict()
         world.after(rng.uniform(5, 40), Machine(world, name).grant)
 
     machine(world, rng, f"{name}-before")
@@ -140,16 +145,16 @@ def _outage(world: World, rng: random.Random, name: str) -> None:
 
 
 def herd(world: World, rng: random.Random, name: str, *, size: int = 40) -> None:
-    """They come together and die within seconds, each at its own stage."""
+    """Many machines join together and are evicted within seconds, each at another stage."""
     at_s = rng.uniform(0.0, 3.0)
     for each in range(size):
         one = Machine(world, f"{name}-{each}")
         world.after(at_s, one.grant)
-        world.after(at_s + rng.expovariate(1 / 1.5), one.taken)
+        world.after(at_s + rng.expovariate(1 / 1.5), one.evict)
 
 
 def _spoiled_pulls(world: World, rng: random.Random, name: str) -> None:
-    """Some of what is read arrives torn or with a wrong bit; it is read again."""
+    """Some reads are torn or have a flipped bit, and are repeated."""
     for kind in ("manifest", "snapshot", "delta"):
         for fault in (torn, corrupt):
             world.transport.spoil(kind, fault, times=rng.randint(1, 3))
@@ -163,20 +168,20 @@ def _slow_publisher(world: World, rng: random.Random, name: str) -> None:
 
 
 def _slow_network(world: World, rng: random.Random, name: str) -> None:
-    """What a pull began with is no longer published when it ends."""
+    """A pull takes so long that its version is deleted meanwhile."""
     world.transport.delay_s = rng.uniform(0.5, 2.5)
     machine(world, rng, name)
 
 
 FAULTS: dict[str, Fault] = {
     **{
-        f"{blow}: {stage}": _blow(blow, stage)
-        for blow in BLOWS
+        f"{fault}: {stage}": _machine_fault(fault, stage)
+        for fault in MACHINE_FAULTS
         for stage in STAGES
-        if not (stage == "boot" and blow.startswith("cut off"))  # there is no line yet
+        if not (stage == "boot" and fault.startswith("disconnected"))  # there is no connection yet
     },
-    **{f"lies: {told}": _lie(told) for told in LIES},
-    "lies: speaks for others": _impostor,
+    **{f"corrupts: {kind}": _corrupted_reports(kind) for kind in REPORT_CORRUPTIONS},
+    "corrupts: finishes samples of others": _impostor,
     "outage": _outage,
     "herd": herd,
     "spoiled pulls": _spoiled_pulls,
@@ -186,7 +191,7 @@ FAULTS: dict[str, Fault] = {
 
 
 def setting(seed: int, names: Sequence[str], *, helpers: int) -> Callable[[World], None]:
-    """Puts the faults into a world, among `helpers` machines that nothing is planned for."""
+    """Schedules the faults in a world with `helpers` undisturbed machines."""
 
     def put(world: World) -> None:
         rng = random.Random(seed)
@@ -201,9 +206,9 @@ def setting(seed: int, names: Sequence[str], *, helpers: int) -> Callable[[World
 
 def fleet_config(rng: random.Random) -> FleetConfig:
     return FleetConfig(
-        heartbeat_timeout_s=SILENCE_S,
+        heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
         join_timeout_s=JOIN_S,
-        drain_margin_s=HAND_BACK_S,
+        drain_margin_s=DRAIN_MARGIN_S,
         seed_window_s=rng.choice([0.0, 0.5, 5.0]),
         queue_limit=rng.choice([1, 8]),
         max_moves=rng.choice([0, 2]),

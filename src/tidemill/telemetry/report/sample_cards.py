@@ -1,0 +1,308 @@
+"""Samples in the report: cards with coloured tokens, prompts before and after training, tables of an evaluation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from statistics import fmean
+from typing import Any
+
+from tidemill.core.formatting import between, compact, decimal, percent
+from tidemill.core.records import Record
+from tidemill.telemetry.run_dir import TRAINING_PURPOSE, RunDirectory
+from tidemill.telemetry.sample_files import Sample, read_samples
+
+WINDOW_STEPS = 3
+
+
+class SampleWindow(Record):
+    """Samples of consecutive steps."""
+
+    steps: tuple[int, ...] = ()
+    samples: tuple[Sample, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """`steps 1-3`; empty for no steps."""
+        if not self.steps:
+            return ""
+        low, high = self.steps[0], self.steps[-1]
+        return f"steps {low}-{high}" if high > low else f"step {low}"
+
+
+class ReportSamples(Record):
+    """The samples on the page. The windows do not overlap; `last` and `evaluated_last` may be empty."""
+
+    first: SampleWindow  # training samples of the first and the last steps
+    last: SampleWindow
+    evaluated_first: SampleWindow  # held-out samples of the first and the last evaluation
+    evaluated_last: SampleWindow
+
+
+def report_samples(run: RunDirectory) -> ReportSamples:
+    def window(files: Sequence[tuple[int, str, Any]]) -> SampleWindow:
+        samples = tuple(sample for _, _, path in files for sample in read_samples(path))
+        return SampleWindow(steps=tuple(step for step, _, _ in files), samples=samples)
+
+    files = run.sample_files()
+    training = [file for file in files if file[1] == TRAINING_PURPOSE]
+    held_out = [file for file in files if file[1].startswith("eval")]
+    size = min(WINDOW_STEPS, max(1, len(training) // 2))
+    return ReportSamples(
+        first=window(training[:size]),
+        last=window(training[-size:] if len(training) > 1 else []),
+        evaluated_first=window(held_out[:1]),
+        evaluated_last=window(held_out[-1:] if len(held_out) > 1 else []),
+    )
+
+
+CARDS = 4
+PAIRS_SHOWN = 10
+PROMPT_CHARACTERS = 600
+TOKENS_SHOWN = 800
+PROBABILITY_STEPS = (0.95, 0.8, 0.5, 0.2, 0.05)
+LEGEND = ("≥ 95 %", "80-95 %", "50-80 %", "20-50 %", "5-20 %", "< 5 %")
+
+
+class Token(Record):
+    text: str
+    level: int | None  # index into LEGEND; None for tokens the model did not generate
+    title: str
+
+
+class SampleCard(Record):
+    """A sample as the page shows it."""
+
+    step: int
+    prompt: str
+    answer: str
+    tokens: tuple[Token, ...]
+    left_out: int  # tokens not shown
+    reward: str
+    components: str
+    valid: bool
+    reason: str
+    finish: str
+    length: int
+    logprob: str
+
+
+class Pair(Record):
+    """One prompt with two completions: before and after training, or of two models."""
+
+    prompt: str
+    answer: str
+    before: str
+    before_reward: float | None
+    after: str
+    after_reward: float | None
+
+
+def level(logprob: float) -> int:
+    """0 for the most probable tokens, up to len(PROBABILITY_STEPS) for the least probable."""
+    probability = math.exp(min(0.0, logprob))
+    return next((index for index, step in enumerate(PROBABILITY_STEPS) if probability >= step), len(PROBABILITY_STEPS))
+
+
+def colour(sample: Sample) -> tuple[Token, ...]:
+    """The completion as coloured tokens; as one piece if its tokens are unknown."""
+    if not sample.tokens or "".join(sample.tokens).strip() != sample.completion.strip():
+        return (Token(text=sample.completion, level=None, title=""),)
+    logprobs = [*sample.logprobs, *[None] * (len(sample.tokens) - len(sample.logprobs))]
+    return tuple(
+        _token(text, logprob)
+        for text, logprob in zip(sample.tokens, logprobs, strict=False)
+        if text or logprob is not None
+    )
+
+
+def _token(text: str, logprob: float | None) -> Token:
+    visible = text.replace("\n", "↵\n") if text else "∎"  # an end token has no text
+    if logprob is None:
+        return Token(text=visible, level=None, title="")
+    title = f"{text!r}  p {percent(math.exp(min(0.0, logprob)))}, logprob {decimal(logprob)}"
+    return Token(text=visible, level=level(logprob), title=title)
+
+
+def sample_card(sample: Sample) -> SampleCard:
+    tokens = colour(sample)
+    logprob = _mean_logprob(sample)
+    return SampleCard(
+        step=sample.step,
+        prompt=shorten(sample.prompt),
+        answer=sample.answer,
+        tokens=tokens[:TOKENS_SHOWN],
+        left_out=max(0, len(tokens) - TOKENS_SHOWN),
+        reward="-" if sample.reward is None else compact(sample.reward),
+        components=", ".join(f"{name} {compact(value)}" for name, value in sample.components.items()),
+        valid=sample.valid,
+        reason=sample.reason,
+        finish=sample.finish,
+        length=sample.length,
+        logprob=decimal(logprob),
+    )
+
+
+def _mean_logprob(sample: Sample) -> float:
+    """Of the generated tokens; -inf if there is none."""
+    generated = [value for value in sample.logprobs if value is not None]
+    return fmean(generated) if generated else -math.inf
+
+
+def shorten(text: str) -> str:
+    """The end of a long prompt, which usually has the question."""
+    return text if len(text) <= PROMPT_CHARACTERS else "… " + text[-PROMPT_CHARACTERS:]
+
+
+def best_and_worst(window: SampleWindow) -> tuple[list[SampleCard], list[SampleCard]]:
+    """Cards of the highest and of the lowest rewards, one per prompt.
+
+    Among equal rewards the most confident samples come first. The worst start with an invalid sample, if there is one,
+    and exclude samples with the highest reward.
+    """
+    scored = [(sample.reward, sample) for sample in window.samples if sample.valid and sample.reward is not None]
+    highest = max((reward for reward, _ in scored), default=0.0)
+    best = [sample for _, sample in sorted(scored, key=lambda pair: (-pair[0], -_mean_logprob(pair[1])))]
+    worst = [
+        sample
+        for reward, sample in sorted(scored, key=lambda pair: (pair[0], -_mean_logprob(pair[1])))
+        if reward < highest
+    ]
+    invalid = [sample for sample in window.samples if not sample.valid][:1]
+    return (
+        [sample_card(sample) for sample in _one_per_prompt(best)[:CARDS]],
+        [sample_card(sample) for sample in [*invalid, *_one_per_prompt(worst)][:CARDS]],
+    )
+
+
+def _one_per_prompt(samples: Iterable[Sample]) -> list[Sample]:
+    seen: dict[str, Sample] = {}
+    for sample in samples:
+        seen.setdefault(sample.prompt_id or sample.prompt, sample)
+    return list(seen.values())
+
+
+def before_and_after(first: SampleWindow, last: SampleWindow) -> tuple[list[Pair], str]:
+    """Held-out prompts of the first and the last evaluation, those with a changed reward first.
+
+    Returns:
+        Some of the pairs, and a text with the numbers of all pairs that gained and lost reward.
+    """
+    earlier = {sample.prompt_id: sample for sample in first.samples}
+    both = [(earlier[now.prompt_id], now) for now in last.samples if now.prompt_id in earlier]
+    changes = [(now.reward or 0.0) - (before.reward or 0.0) for before, now in both]
+    gained, lost = sum(change > 0 for change in changes), sum(change < 0 for change in changes)
+    ordered = sorted(both, key=lambda two: two[0].reward == two[1].reward)
+    lead = common_lines([now.prompt for _, now in ordered])
+    pairs = [
+        Pair(
+            prompt=shorten(now.prompt[lead:]),
+            answer=now.answer,
+            before=before.completion,
+            before_reward=before.reward,
+            after=now.completion,
+            after_reward=now.reward,
+        )
+        for before, now in ordered[:PAIRS_SHOWN]
+    ]
+    return pairs, f"{gained} of {len(both)} gained reward, {lost} lost"
+
+
+def common_lines(prompts: Sequence[str]) -> int:
+    """Number of characters in the complete lines that all prompts start with (few-shot examples)."""
+    if len(set(prompts)) < 2:
+        return 0
+    low, high = min(prompts), max(prompts)
+    same = next((index for index, pair in enumerate(zip(low, high, strict=False)) if pair[0] != pair[1]), len(low))
+    return low[:same].rfind("\n") + 1
+
+
+# Tables of `tidemill eval`. `found` is its summary.json, as runtime/model_evaluation.py writes it.
+
+DISTINCT = "distinct_"
+GREEDY = "greedy"
+MEAN_REWARD = "mean reward"
+
+
+class EvaluationRow(Record):
+    """A row of the table of figures."""
+
+    of: str  # which completions
+    name: str
+    value: str
+    interval: str = ""  # 95 %
+
+
+def headline_figures(found: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, float]]]:
+    """(figure, which completions, value with its interval): accuracy, else the mean reward; then pass@k by k."""
+    for name, key in (("accuracy", "greedy_accuracy"), (MEAN_REWARD, "reward_mean")):
+        if found.get(key) is not None:
+            yield name, GREEDY, _interval(found, key)
+            break
+    for k, share in found.get("drawn", {}).get("pass_at", {}).items():
+        yield f"pass@{k}", _drawn_title(found), share
+
+
+def evaluation_rows(found: dict[str, Any]) -> list[EvaluationRow]:
+    """All figures of the evaluated model, those of greedy completions first."""
+    rows = [_with_interval(of, name, figure) for name, of, figure in headline_figures(found)]
+    if found.get("greedy_accuracy") is not None and found.get("reward_mean") is not None:
+        rows.insert(1, _with_interval(GREEDY, MEAN_REWARD, _interval(found, "reward_mean")))
+    for name, score in found.get("scores", {}).items():
+        rows.append(_with_interval(GREEDY, f"score of {name}", score))
+    rows += _completion_rows(GREEDY, found)
+    if "drawn" in found:
+        if reward := found["drawn"].get("reward_mean"):
+            rows.append(_with_interval(_drawn_title(found), MEAN_REWARD, reward))
+        rows += _completion_rows(_drawn_title(found), found["drawn"])
+    return sorted(rows, key=lambda row: row.of != GREEDY)
+
+
+def answer_pairs(found: dict[str, Any]) -> list[Pair]:
+    """Some prompts with the completions of this model and of the other, if there is one.
+
+    Prompts whose rewards differ come first, then those with low rewards.
+    """
+    samples = found.get("samples", [])
+    others = found.get("compared_with", {}).get("samples") or samples
+    both = sorted(
+        zip(others, samples, strict=True),
+        key=lambda two: (two[0]["reward"] == two[1]["reward"], two[1]["reward"] or 0.0),
+    )
+    lead = common_lines([sample["prompt"] for sample in samples])
+    return [
+        Pair(
+            prompt=shorten(this["prompt"][lead:]),
+            answer=this["answer"],
+            before=other["completion"],
+            before_reward=other["reward"],
+            after=this["completion"],
+            after_reward=this["reward"],
+        )
+        for other, this in both[:PAIRS_SHOWN]
+    ]
+
+
+def _interval(found: dict[str, Any], name: str) -> dict[str, float]:
+    low, high = found[f"{name}_interval"]
+    return {"value": found[name], "low": low, "high": high}
+
+
+def _drawn_title(found: dict[str, Any]) -> str:
+    return f"{found['drawn']['samples_per_prompt']} per prompt"
+
+
+def _with_interval(of: str, name: str, share: dict[str, float]) -> EvaluationRow:
+    interval = between(share["low"], share["high"])
+    return EvaluationRow(of=of, name=name, value=decimal(share["value"]), interval=interval)
+
+
+def _completion_rows(of: str, found: dict[str, Any]) -> Iterator[EvaluationRow]:
+    """Lengths, truncated and invalid completions, and diversity."""
+    lengths = ", ".join(f"{name} {decimal(value)}" for name, value in found["completion_tokens"].items())
+    yield EvaluationRow(of=of, name="completion tokens", value=lengths)
+    yield EvaluationRow(of=of, name="truncated", value=decimal(found["truncated_fraction"]))
+    yield EvaluationRow(of=of, name="without a valid reward", value=str(found["invalid"]))
+    for name, value in found.items():
+        if name.startswith(DISTINCT):
+            yield EvaluationRow(of=of, name=name.replace("_", "-", 1).replace("_", " "), value=decimal(value))

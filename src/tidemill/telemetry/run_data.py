@@ -1,0 +1,359 @@
+"""Read a run directory: configuration, logs, samples, and the figures of summary.json computed from them."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Self
+
+from tidemill.config.load import from_toml
+from tidemill.config.schema import RunSpec
+from tidemill.core.errors import UserError
+from tidemill.core.formatting import counted
+from tidemill.telemetry.events import (
+    EVALUATION,
+    PLAN,
+    RESUME,
+    SESSION_END,
+    SESSION_START,
+    past_sessions,
+    read_events,
+)
+from tidemill.telemetry.fleet_figures import Session, amount, fleet_figures, sessions_of
+from tidemill.telemetry.jsonl import complete_lines, finite_number
+from tidemill.telemetry.manifest import Forecast, read_forecast
+from tidemill.telemetry.metrics import (
+    EVAL_TIME,
+    HELD_OUT,
+    PEAK_RSS,
+    ROLLOUT_TIME,
+    SCORE_TIME,
+    STEP_TIME,
+    TOKENS_GENERATED,
+    TOKENS_TRAINED,
+    TRAIN_TIME,
+    TRAINER_IDLE,
+    MetricLine,
+    read_metrics,
+)
+from tidemill.telemetry.run_dir import TRAINING_PURPOSE, RunDirectory
+from tidemill.telemetry.sample_files import Sample, read_samples
+from tidemill.telemetry.statistics import normal_interval, wilson_interval
+
+NO_RUN = "name the directory given to `tidemill train` as --run.dir"
+
+
+class Evaluation(NamedTuple):
+    """One evaluation of held-out prompts."""
+
+    step: int
+    reward_mean: float
+    reward_stderr: float | None  # None for a single reward
+    greedy_accuracy: float | None  # None if the rewards do not define correctness
+    n: int
+
+
+class Figure(NamedTuple):
+    """The headline number of an evaluation."""
+
+    name: Literal["accuracy", "mean reward"]
+    value: float
+    interval: tuple[float, float] | None  # 95 %
+
+
+def comparable(found: Sequence[Evaluation]) -> list[Figure]:
+    """The same figure of each evaluation: accuracy if all of them have it, else the mean reward."""
+    if all(one.greedy_accuracy is not None for one in found):
+        return [_accuracy(one.greedy_accuracy or 0.0, one.n) for one in found]
+    return [
+        Figure(
+            "mean reward",
+            one.reward_mean,
+            None if one.reward_stderr is None else normal_interval(one.reward_mean, one.reward_stderr),
+        )
+        for one in found
+    ]
+
+
+def _accuracy(share: float, n: int) -> Figure:
+    return Figure("accuracy", share, wilson_interval(share, n) if n and 0 <= share <= 1 else None)
+
+
+def read_evaluation(step: int, values: Mapping[str, Any], *, prefix: str = "") -> Evaluation | None:
+    """From an event or a step's metrics; None without a mean reward."""
+    numbers = (finite_number(values.get(f"{prefix}{name}")) for name in Evaluation._fields[1:])
+    reward, stderr, accuracy, n = numbers
+    return None if reward is None else Evaluation(step, reward, stderr, accuracy, int(n or 0))
+
+
+def evaluations(events: Iterable[dict[str, Any]], metrics: Sequence[MetricLine]) -> list[Evaluation]:
+    """Evaluations of the surviving history, by step.
+
+    Both logs are read: the event is written first, and metrics of rewound steps are gone.
+    """
+    logged: dict[int, Evaluation] = {}
+    for event in events:
+        step = event.get("step")
+        if not isinstance(step, int):
+            continue
+        if event["event"] == RESUME:
+            logged = {at: evaluation for at, evaluation in logged.items() if at <= step}
+        elif event["event"] == EVALUATION and (one := read_evaluation(step, event)):
+            logged[step] = one
+    found = {line.step: one for line in metrics if (one := read_evaluation(line.step, line.values, prefix=HELD_OUT))}
+    found |= logged
+    return [found[step] for step in sorted(found)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunData:
+    """The files of a run directory, each read once and without a lock: the run may be in progress.
+
+    Missing files are empty; unreadable lines are skipped and listed in `damage`.
+    """
+
+    run: RunDirectory
+    config_text: str  # empty without config.toml
+    settings: dict[str, Any]  # tables of config.toml, not validated; empty if it is not TOML
+    manifest: dict[str, Any]
+    events: tuple[dict[str, Any], ...]
+    metrics: tuple[MetricLine, ...]  # of the surviving history, by step
+    stored_summary: dict[str, Any]  # summary.json as last written
+    forecast: Forecast | None
+
+    @classmethod
+    def read(cls, path: Path, *, where: str = "") -> Self:
+        """Read the run in `path`.
+
+        Args:
+            where: for errors, the argument that named the run; by default its path.
+
+        Raises:
+            UserError: there is no run, it has another format, or no line of its metrics can be read.
+        """
+        run = RunDirectory(path)
+        if not any(file.exists() for file in (run.config, run.manifest, run.events, run.metrics)):
+            raise UserError("no run there", where=where or str(path), hint=NO_RUN)
+        run.refuse_other_format()
+        damaged_logs(run)
+        return cls.load(run)
+
+    @classmethod
+    def load(cls, run: RunDirectory) -> Self:
+        """Read whatever is there, without any check."""
+        return cls(
+            run=run,
+            config_text=run.config.read_text(encoding="utf-8", errors="replace") if run.exists else "",
+            settings=run.read_settings(),
+            manifest=run.read_manifest(),
+            events=tuple(read_events(run.events)),
+            metrics=tuple(read_metrics(run.metrics)),
+            stored_summary=run.read_summary(),
+            forecast=read_forecast(run.path),
+        )
+
+    @property
+    def spec(self) -> RunSpec:
+        """The validated configuration.
+
+        Raises:
+            UserError: config.toml is missing or not valid.
+        """
+        text = self.run.read_config()
+        if text is None:
+            raise UserError("no run there (no config.toml)", where=str(self.run.path), hint=NO_RUN)
+        return from_toml(text, source=str(self.run.config))
+
+    @cached_property
+    def damage(self) -> tuple[str, ...]:
+        return damaged_logs(self.run)
+
+    @cached_property
+    def sessions(self) -> dict[int, Session]:
+        return sessions_of(self.events, self.metrics)
+
+    @cached_property
+    def evaluations(self) -> list[Evaluation]:
+        return evaluations(self.events, self.metrics)
+
+    @cached_property
+    def outcome(self) -> str:
+        """finished, interrupted, failed, running, killed or unknown."""
+        return outcome_of(self.events)
+
+    @property
+    def name(self) -> str:
+        return str(self.manifest.get("run", self.run.path.name))
+
+    @property
+    def total_steps(self) -> int:
+        """Planned steps: of the newest `plan` event, else trainer.steps; 0 if neither says."""
+        planned = [event["steps"] for event in self.events_named(PLAN) if isinstance(event.get("steps"), int)]
+        return planned[-1] if planned else int(self.setting("trainer", "steps"))
+
+    @property
+    def model_evaluation(self) -> dict[str, Any] | None:
+        """The figures of `tidemill eval` or of an evaluation stage; None for a training run."""
+        return self.stored_summary if "completion_tokens" in self.stored_summary else None
+
+    def setting(self, section: str, key: str) -> float:
+        """A number of config.toml; 0 if it is not there."""
+        table = self.settings.get(section)
+        return amount(table, key) if isinstance(table, dict) else 0.0
+
+    def events_named(self, *names: str) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["event"] in names]
+
+    def values(self, metric: str) -> list[float]:
+        """A metric of every step that has it, by step."""
+        return [line.values[metric] for line in self.metrics if metric in line.values]
+
+    def samples(self, *, training: bool | None = None) -> list[Sample]:
+        """Training samples, held-out samples, or by default both, by step. Read from disk on each call."""
+        return [
+            sample
+            for _, purpose, path in self.run.sample_files()
+            if training is None or training == (purpose == TRAINING_PURPOSE)
+            for sample in read_samples(path)
+        ]
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        """The figures of summary.json, computed from the logs."""
+        return self.summarize(
+            outcome=self.outcome,
+            total_steps=self.total_steps,
+            peak_rss_bytes=int(amount(self.stored_summary, PEAK_RSS)),
+        )
+
+    def summarize(
+        self, *, outcome: str, total_steps: int, wall_s: float | None = None, peak_rss_bytes: int = 0
+    ) -> dict[str, Any]:
+        """The figures of summary.json. Each step counts once, however often the run was killed and resumed.
+
+        `wall_s`, `sessions` and the fleet's figures include repeated work.
+
+        Args:
+            outcome: "finished", "interrupted" (by the user), "failed" or "running".
+            total_steps: planned steps.
+            wall_s: of all sessions; read from the logs by default.
+            peak_rss_bytes: of this process; peaks of earlier sessions are in the metrics.
+        """
+        past = past_sessions(self.run.events, self.run.metrics)
+        steps = [line for line in self.metrics if line.step > 0]
+        last = self.metrics[-1] if self.metrics else None
+        rollout_s = _total(steps, ROLLOUT_TIME)
+        timed = [line for line in steps if TRAINER_IDLE in line.values]
+        timed_s = _total(timed, STEP_TIME)
+        wall_s = past.wall_s if wall_s is None else wall_s
+        generated, trained = int(_total(steps, TOKENS_GENERATED)), int(_total(steps, TOKENS_TRAINED))
+        times = {"rollout_s": ROLLOUT_TIME, "train_s": TRAIN_TIME, "score_s": SCORE_TIME, "eval_s": EVAL_TIME}
+        return {
+            "run": self.name,
+            "model": self.manifest.get("model", ""),
+            "seed": self.manifest.get("seed"),
+            "outcome": outcome,
+            "finished": outcome == "finished",
+            "interrupted": outcome == "interrupted",
+            "steps": last.step if last else 0,
+            "total_steps": total_steps,
+            "optimizer_steps": sum(line.optimizer_steps for line in steps),
+            "policy_version": last.policy_version if last else 0,
+            "weights_digest": last.weights_digest if last else "",
+            "sessions": past.count,
+            "wall_s": round(wall_s, 3),
+            "training_s": round(_total(steps, STEP_TIME), 3),
+            "time": {key: round(_total(self.metrics, name), 3) for key, name in times.items()},
+            # None if nothing was generated, or no step was timed.
+            "trainer_idle_share": round(_total(timed, TRAINER_IDLE) / timed_s, 4) if timed_s > 0 else None,
+            TOKENS_GENERATED: generated,
+            TOKENS_TRAINED: trained,
+            "tokens_per_s": round(generated / rollout_s, 2) if rollout_s > 0 else None,
+            "eval": _evaluation_summary(self.evaluations),
+            **fleet_figures(
+                self.events,
+                self.metrics,
+                wall_s=wall_s,
+                tokens_trained=trained,
+                reserved_usd_per_hour=self.setting("fleet", "reserved_usd_per_hour"),
+            ),
+            PEAK_RSS: max([peak_rss_bytes, *(int(line.values.get(PEAK_RSS, 0)) for line in self.metrics)]),
+        }
+
+
+def _total(lines: Iterable[MetricLine], name: str) -> float:
+    return sum(line.values.get(name, 0.0) for line in lines)
+
+
+def _evaluation_summary(found: Sequence[Evaluation]) -> dict[str, Any]:
+    """Before the first step, the newest, and the best; null fields where there is none."""
+    before = next((evaluation for evaluation in found if evaluation.step == 0), None)
+    after = found[-1] if found and found[-1].step > 0 else None
+    best = max(found, key=lambda evaluation: (evaluation.reward_mean, -evaluation.step), default=None)
+    entries = {
+        name: one._asdict() if one else dict.fromkeys(Evaluation._fields)
+        for name, one in (("before", before), ("after", after), ("best", best))
+    }
+    return {**entries, "n": found[-1].n if found else 0}
+
+
+def held_out_changes(summary: dict[str, Any], digits: int) -> str:
+    """Mean reward and accuracy before and after, from the `eval` of a summary; empty if there is no such pair."""
+    before, after = ((summary.get(when) or {}) for when in ("before", "after"))
+    changes = []
+    for key, name in (("reward_mean", "mean reward"), ("greedy_accuracy", "greedy accuracy")):
+        if before.get(key) is not None and after.get(key) is not None:
+            changes.append(f"{name} {before[key]:.{digits}f} → {after[key]:.{digits}f}")
+    return f"held-out {', '.join(changes)}" if changes else ""
+
+
+def read_run_samples(path: Path) -> list[Sample]:
+    """All samples of a run directory, which needs nothing but samples/, or of one samples file.
+
+    Raises:
+        UserError: the run directory has another format.
+    """
+    if not path.is_dir():
+        return read_samples(path)
+    run = RunDirectory(path)
+    run.refuse_other_format()
+    return [sample for _, _, file in run.sample_files() for sample in read_samples(file)]
+
+
+def damaged_logs(run: RunDirectory) -> tuple[str, ...]:
+    """`2 of 40 lines of metrics.jsonl cannot be read`, for each log with unreadable lines.
+
+    Raises:
+        UserError: there are metrics, and none of them can be read.
+    """
+    found = []
+    for log in (run.metrics, run.events):
+        readable = [record is not None for _, record in complete_lines(log)]
+        if log == run.metrics and readable and not any(readable):
+            raise UserError("no line can be read", where=str(log), hint="restore the file from a copy")
+        if not all(readable):
+            found.append(f"{readable.count(False)} of {counted(len(readable), 'line')} of {log.name} cannot be read")
+    return tuple(found)
+
+
+def outcome_of(events: Sequence[dict[str, Any]]) -> str:
+    """How the newest session ended. Without a `session_end`, whether its process is alive on this machine."""
+    sessions = [event for event in events if event["event"] in (SESSION_START, SESSION_END)]
+    if not sessions:
+        return "unknown"
+    newest = sessions[-1]
+    if newest["event"] == SESSION_END:
+        return str(newest.get("outcome", "unknown"))
+    if newest.get("host") != platform.node() or not isinstance(newest.get("pid"), int):
+        return "unknown"
+    try:
+        os.kill(newest["pid"], 0)
+    except PermissionError:  # alive, of another user
+        return "running"
+    except OSError:
+        return "killed"
+    return "running"

@@ -18,17 +18,17 @@ StageKind: TypeAlias = Literal["demonstrations", "pairs", "sft", "reward_model",
 Product: TypeAlias = Literal["a model", "a reward model", "demonstrations", "preference pairs", "prompts"]
 """What one stage may take from another. No kind outputs prompts."""
 
-REFERENCE_KEYS: dict[KeyPath, Product | None] = {
-    ("model", "source"): "a model",
-    ("critic", "source"): "a model",
-    ("task", "path"): "prompts",
-    ("task", "held_out_path"): "prompts",
-    ("data", "path"): None,
-    ("data", "held_out_path"): None,
-    ("scoring", "rewards", ITEM, "model"): "a reward model",
-    ("eval", "compare_with"): "a model",
+REFERENCE_KEYS: dict[KeyPath, tuple[Product, ...]] = {
+    ("model", "source"): ("a model",),
+    ("critic", "source"): ("a model", "a reward model"),
+    ("task", "path"): ("prompts",),
+    ("task", "held_out_path"): ("prompts",),
+    ("data", "path"): (),
+    ("data", "held_out_path"): (),
+    ("scoring", "rewards", ITEM, "model"): ("a reward model",),
+    ("eval", "compare_with"): ("a model",),
 }
-"""The keys that name a model or file, and the product they accept; None: the data of the kind of stage."""
+"""The keys that name a model or file, and the products they accept; (): the data of the kind of stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -421,16 +421,16 @@ def _reference_issues(
     name = reference.stage
     given = f'"{PREFIX}{name}"'
     accepted = REFERENCE_KEYS[tuple(ITEM if isinstance(part, int) else part for part in reference.key)]
-    needed = accepted or KINDS[stage.kind].data
+    needed = accepted or (KINDS[stage.kind].data,)
     if name not in kinds:
         what = f"{given} names no stage"
         hint = did_you_mean(name, kinds) or f"stages before it: {', '.join(earlier) or 'none'}"
     elif name not in earlier:
         what = f"{given} is a later stage, and stages run in the recipe's order"
         hint = f"move stage {name} before stage {stage.name}"
-    elif (output := KINDS[kinds[name]].output) != needed:
-        what = f"needs {needed}, and {given} is of kind {kinds[name]}, which outputs {output or 'nothing'}"
-        sources = [kind for kind, row in KINDS.items() if row.output == needed]
+    elif (output := KINDS[kinds[name]].output) not in needed:
+        what = f"needs {' or '.join(map(str, needed))}, and {given} is of kind {kinds[name]}, which outputs {output or 'nothing'}"
+        sources = [kind for kind, row in KINDS.items() if row.output in needed]
         hint = f"name a stage of kind {' or '.join(sources)}" if sources else "name a file"
     else:
         return

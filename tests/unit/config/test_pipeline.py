@@ -294,8 +294,9 @@ def test_the_sections_of_kinds_exist() -> None:
     }
 
 
-def stage(name: str, source: str = "char", kind: StageKind = "rl") -> StageSpec:
-    return StageSpec(name=name, kind=kind, spec=RunSpec.model_validate({"model": {"source": source}}))
+def stage(name: str, source: str = "char", kind: StageKind = "rl", critic: str | None = None) -> StageSpec:
+    spec = RunSpec.model_validate({"model": {"source": source}, "critic": {"source": critic}})
+    return StageSpec(name=name, kind=kind, spec=spec)
 
 
 @pytest.mark.parametrize(
@@ -305,6 +306,7 @@ def stage(name: str, source: str = "char", kind: StageKind = "rl") -> StageSpec:
         [stage("a")],
         [stage("a"), stage("b", "stage:a"), stage("c", "stage:a"), stage("d", "stage:c", "eval")],
         [stage("a", kind="sft"), stage("b", "stage:a", "dpo"), stage("c", "stage:b", "export"), stage("d", "stage:c")],
+        [stage("rm", kind="reward_model"), stage("b", critic="stage:rm")],
     ],
 )
 def test_valid_references(stages: Sequence[StageSpec]) -> None:

@@ -429,7 +429,10 @@ def _reference_issues(
         what = f"{given} is a later stage, and stages run in the recipe's order"
         hint = f"move stage {name} before stage {stage.name}"
     elif (output := KINDS[kinds[name]].output) not in needed:
-        what = f"needs {' or '.join(map(str, needed))}, and {given} is of kind {kinds[name]}, which outputs {output or 'nothing'}"
+        what = (
+            f"needs {' or '.join(map(str, needed))}, and {given} is of kind {kinds[name]}, which outputs "
+            f"{output or 'nothing'}"
+        )
         sources = [kind for kind, row in KINDS.items() if row.output in needed]
         hint = f"name a stage of kind {' or '.join(sources)}" if sources else "name a file"
     else:

@@ -126,7 +126,7 @@ wieght = 1
             "change the kind",
         ),
         (("--task.kind", "file"), "task.path", "missing", '--task.path VALUE (path), which task.kind = "file" needs'),
-        (("--task.kind", "fille"), "task.kind", '"fille"', "did you mean file?"),
+        (("--task.kind", "filex"), "task.kind", '"filex"', "did you mean file?"),
         (("--trainer", "5"), "trainer", "needs a table, was given 5", "trainer.steps, trainer.precision, "),
         (("--task", "5"), "task", "needs a table, was given 5", "task.kind, task.operators, task.digits, ..."),
         (("--scoring.rewards", "[{weight=1.0}]"), "scoring.rewards[0].kind", "missing", "add kind to that table (one"),

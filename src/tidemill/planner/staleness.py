@@ -248,9 +248,8 @@ def plan_staleness(rows: Sequence[Measured]) -> StalenessPlan:
 
 def _progress(lag: float, group: Sequence[Measured], base: float, sheet: Derivation) -> LagProgress:
     reward, utilisation = fmean(row.reward_per_step for row in group), fmean(row.utilisation for row in group)
-    progress = sheet.note(
+    progress = sheet.compute(
         f"lag_{lag:g}.progress",
-        reward * utilisation / base,
         "reward per step of the smallest lag's duration",
         formula="reward_per_step * utilisation / utilisation_of_smallest_lag",
         source=SOURCE,

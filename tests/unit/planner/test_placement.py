@@ -21,7 +21,6 @@ from tidemill.planner.placement.estimate import (
     TooSmall,
     best_engine,
     estimate,
-    pull_seconds,
 )
 from tidemill.planner.placement.search import MOST_PLACEMENTS, Candidates, counts, counts_tried, plan_placement
 from tidemill.planner.placement.training import Group, Offer, PlacementQuestion, TooLarge, Training, best_training
@@ -153,7 +152,7 @@ def test_with_a_lag_the_longer_side_sets_the_step() -> None:
 def test_many_pull_from_one_trainer() -> None:
     # six machines of 50 Gbit/s ask for 300, and the trainer has 200: 28e9 * 6 / 25e9
     placement = Placement(training=TRAINING, dedicated=side(SPOT, 6))
-    assert pull_seconds(PLAIN, placement) == pytest.approx(28e9 * 6 / 25e9, rel=1e-4)
+    assert estimate(PLAIN, placement).pull_s == pytest.approx(28e9 * 6 / 25e9, rel=1e-4)
 
 
 def test_only_machines_that_are_there_are_paid_for() -> None:

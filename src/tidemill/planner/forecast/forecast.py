@@ -225,9 +225,8 @@ def derive(forecast: Forecast, sheet: Derivation) -> None:
     in_steps = sum(step.mean for step in forecast.step_s)
     usual = forecast.usual_step_s.mean
     beside = forecast.beside_s
-    sheet.note(
+    sheet.compute(
         "total_s",
-        forecast.total_s.mean,
         "s",
         formula="start + simulated_steps_s + (steps - simulated) * usual_step_s + evaluation + checkpoints",
         source=f"{SIMULATED}; {forecast.profile}",
@@ -240,18 +239,16 @@ def derive(forecast: Forecast, sheet: Derivation) -> None:
         checkpoints=beside["checkpoints"],
     )
     for name, seconds in forecast.split_s.items():
-        sheet.note(
+        sheet.compute(
             f"share of {name}",
-            seconds / usual,
             "",
             formula="seconds / usual_step_s",
             source=f"{SIMULATED}; what the trainer did, one after another",
             seconds=seconds,
             usual_step_s=usual,
         )
-    sheet.note(
+    sheet.compute(
         "cost_usd_per_hour",
-        3600 * forecast.cost_usd / forecast.total_s.mean,
         "USD/h",
         formula="3600 * cost_usd / total_s",
         source="prices of the fleet, each machine for as long as it was held",
@@ -292,9 +289,8 @@ def memory_on_this_machine(spec: RunSpec, models: Models, profile: RunProfile, s
     activations, logits = _microbatch(spec, models.policy, profile, sheet)
     cache = _cache(spec, models.policy, profile, element, sheet)
     libraries = 0.0 if on_gpu else LIBRARIES
-    return sheet.note(
+    return sheet.compute(
         "memory_bytes",
-        held + activations + logits + cache + libraries,
         "bytes",
         formula="models + activations + logits + kv + libraries",
         source="of the process that trains; libraries as measured on a CPU, none on a GPU",
@@ -351,9 +347,8 @@ def _role(role: str, spec: RunSpec, shape: ModelShape, sheet: Derivation, *, bas
     """
     learned = learned_parameters(spec, shape)
     frozen = shape.parameters if spec.model.lora.enabled and not base_elsewhere else 0.0
-    return sheet.note(
+    return sheet.compute(
         f"{role}_bytes",
-        learned * LEARNED + frozen * FP32,
         "bytes",
         formula="learned_parameters * learned_bytes + frozen_parameters * frozen_bytes",
         source=HELD,
@@ -366,9 +361,8 @@ def _role(role: str, spec: RunSpec, shape: ModelShape, sheet: Derivation, *, bas
 
 def _plain(name: str, parameters: float, element: int, source: str, sheet: Derivation) -> float:
     """Bytes of weights alone."""
-    return sheet.note(
+    return sheet.compute(
         f"{name}_bytes",
-        parameters * element,
         "bytes",
         formula="parameters * element_bytes",
         source=source,
@@ -383,18 +377,16 @@ def _microbatch(spec: RunSpec, shape: ModelShape, profile: RunProfile, sheet: De
     recompute: Recompute = "full" if spec.trainer.activation_checkpointing else "none"
     packed = profile["packed_prompt_tokens"] + batch.group_size * spec.sampling.max_new_tokens
     tokens = min(batch.microbatch_tokens, batch.prompts * packed)
-    activations = sheet.note(
+    activations = sheet.compute(
         "activation_bytes",
-        BF16_TO_FP32 * activation_bytes(shape, tokens=tokens, recompute=recompute, tp=1),
         "bytes",
         formula="tokens * bytes_per_token",
         source=f"{SOURCE}; a microbatch, at most the whole batch",
         tokens=tokens,
         bytes_per_token=BF16_TO_FP32 * activation_bytes(shape, tokens=1, recompute=recompute, tp=1),
     )
-    logits = sheet.note(
+    logits = sheet.compute(
         "logits_bytes",
-        min(spec.trainer.logits_budget_mb * MEGABYTE, 2 * FP32 * tokens * shape.vocab),
         "bytes",
         formula="min(budget, 2 * 4 * tokens * vocab)",
         source="logits and their gradients, in pieces of trainer.logits_budget_mb",
@@ -409,9 +401,8 @@ def _cache(spec: RunSpec, shape: ModelShape, profile: RunProfile, element: int, 
     """Bytes of keys and values of the engines in this process."""
     context = profile["prompt_tokens"] + max(spec.sampling.max_new_tokens, spec.eval.max_new_tokens)
     engines = 1 + (workers_of(spec) if spec.runtime == "inprocess" else 0)
-    return sheet.note(
+    return sheet.compute(
         "kv_bytes",
-        engines * (spec.engine.slots + 1) * context * shape.kv_bytes_per_token(element),
         "bytes",
         formula="engines * (slots + 1) * context * bytes_per_token",
         source="every slot of every engine in this process at its full length",

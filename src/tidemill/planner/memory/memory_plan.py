@@ -211,9 +211,8 @@ def plan_memory(question: MemoryQuestion, *, gpus: int | None = None) -> MemoryP
     sheet = Derivation()
     states = all_states(question, sheet)
     total, on_gpus = sum(each.total for each in states), sum(each.on_gpus for each in states)
-    sheet.note(
+    sheet.compute(
         "total_bytes",
-        total,
         "bytes",
         formula=" + ".join(each.role for each in states),
         source="weights, gradients and optimizer state of every role",
@@ -238,11 +237,10 @@ def plan_memory(question: MemoryQuestion, *, gpus: int | None = None) -> MemoryP
 def _states_only(question: MemoryQuestion, on_gpus: float, sheet: Derivation) -> int:
     step, memory = training_unit(question), question.gpu.memory_bytes
     return int(
-        sheet.note(
+        sheet.compute(
             "min_gpus",
-            rounded_up(on_gpus / memory, step),
             "GPUs",
-            formula="ceil(state_bytes / memory_bytes / step) * step",
+            formula="max(ceil(state_bytes / memory_bytes / step * (1 - 1e-12)), 1) * step",
             source=f"{question.gpu.source}; states alone, sharded over all GPUs, nothing beside them",
             state_bytes=on_gpus,
             memory_bytes=memory,
@@ -255,13 +253,11 @@ def _everything(question: MemoryQuestion, parts: Shares, sheet: Derivation) -> i
     fewest = fewest_gpus(question, parts)
     if fewest is None:
         return None
-    found = fit(question, parts, fewest)
     shards = question.parallel.fsdp * question.parallel.model_gpus or fewest
-    sheet.note(
+    sheet.compute(
         "per_gpu.bytes",
-        found.bytes_per_gpu,
         "bytes",
-        formula="state_bytes / shards + kv_bytes / gpus + activations + logits + gathered + engine + runtime",
+        formula="state_bytes / shards + kv_bytes / gpus + (activations + logits + gathered + engine + runtime)",
         source="everything at once on every GPU; the smallest number of GPUs for which it is at most the usable memory",
         state_bytes=parts.states,
         shards=shards,
@@ -273,9 +269,8 @@ def _everything(question: MemoryQuestion, parts: Shares, sheet: Derivation) -> i
         engine=parts.engine,
         runtime=parts.runtime,
     )
-    sheet.note(
+    sheet.compute(
         "per_gpu.usable_bytes",
-        found.usable_bytes,
         "bytes",
         formula="memory_bytes * (1 - margin)",
         source=f"{question.gpu.source}; the margin for fragmentation is assumed",

@@ -9,12 +9,9 @@ from tidemill.hardware.model_shape import DTYPE_BYTES
 from tidemill.hardware.trainer_profile import (
     GATHERED_LAYERS,
     LOGITS_BYTES,
-    activation_bytes,
-    gathered_bytes,
     kept_layers,
     layer_activation_bytes,
     layer_parts,
-    logits_bytes,
 )
 from tidemill.planner.figures import Derivation
 from tidemill.planner.memory.states import GENERATE_NOTHING, MemoryQuestion
@@ -56,9 +53,8 @@ def shares(question: MemoryQuestion, states: float, sheet: Derivation) -> Shares
         states=states,
         kv=kv if generates_here(question) else 0.0,
         activations=_activations(question, sheet),
-        logits=sheet.note(
+        logits=sheet.compute(
             "per_gpu.logits_bytes",
-            logits_bytes(shape, tokens=load.tokens, tp=parallel.tp),
             "bytes",
             formula="tokens * vocab * bytes_each / tp",
             source="logits and their gradients in fp32, not cut in pieces; assumed",
@@ -86,9 +82,8 @@ def kv_bytes(question: MemoryQuestion) -> float:
 def _gathered(question: MemoryQuestion, sheet: Derivation) -> float:
     parallel = question.parallel
     dense, experts = layer_parts(question.shape)
-    return sheet.note(
+    return sheet.compute(
         "per_gpu.gathered_bytes",
-        gathered_bytes(question.shape, tp=parallel.tp, ep=parallel.ep),
         "bytes",
         formula="layers_at_once * 2 * (dense_parameters / tp + expert_parameters / ep)",
         source="PyTorch FSDP, arXiv 2304.11277: the layer in use and the next are gathered in bf16",
@@ -103,9 +98,8 @@ def _gathered(question: MemoryQuestion, sheet: Derivation) -> float:
 def _activations(question: MemoryQuestion, sheet: Derivation) -> float:
     shape, load, tp = question.shape, question.load, question.parallel.tp
     inputs, whole = kept_layers(shape, load.recompute)
-    return sheet.note(
+    return sheet.compute(
         "per_gpu.activation_bytes",
-        activation_bytes(shape, tokens=load.tokens, recompute=load.recompute, tp=tp),
         "bytes",
         formula="tokens * (recomputed_layers * 2 * hidden + kept_layers * layer_bytes) / tp",
         source=ACTIVATIONS,
@@ -120,9 +114,8 @@ def _activations(question: MemoryQuestion, sheet: Derivation) -> float:
 
 def _kv(question: MemoryQuestion, sheet: Derivation) -> float:
     load = question.load
-    return sheet.note(
+    return sheet.compute(
         "kv_bytes",
-        kv_bytes(question),
         "bytes",
         formula="samples_in_flight * context * kv_bytes_per_token",
         source="2 * layers * kv_heads * head_dim * 2 bytes a token (bf16); every sample at its full length",
@@ -134,11 +127,9 @@ def _kv(question: MemoryQuestion, sheet: Derivation) -> float:
 
 def _engine(question: MemoryQuestion, sheet: Derivation) -> float:
     """An engine's own copy of the weights: training has them sharded otherwise."""
-    weights = question.shape.parameters * DTYPE_BYTES["bf16"]
     tp = engine_gpus(question)
-    return sheet.note(
+    return sheet.compute(
         "per_gpu.engine_bytes",
-        weights / tp,
         "bytes",
         formula="parameters * 2 / engine_tp",
         source="every GPU also generates: a copy in bf16, spread over the GPUs of one engine",

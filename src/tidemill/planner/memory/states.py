@@ -14,7 +14,6 @@ from tidemill.hardware.model_shape import (
     ModelShape,
     Optimizer,
     adapted_widths,
-    adapter_parameters,
 )
 from tidemill.hardware.trainer_profile import Recompute
 from tidemill.planner.figures import Derivation
@@ -228,9 +227,8 @@ def role_states(
     frozen = 0.0 if trained or base_elsewhere else shape.parameters
     learning = shape.parameters if trained else _adapter(role, shape, holding, sheet)
     each = TRAINED[holding.optimizer]
-    weights = sheet.note(
+    weights = sheet.compute(
         f"{role.name}.weights_bytes",
-        frozen * FROZEN_BYTES + learning * each.weights,
         "bytes",
         formula="frozen_parameters * frozen_bytes + trained_parameters * trained_bytes",
         source=MIXED_PRECISION,
@@ -241,18 +239,16 @@ def role_states(
     )
     gradients = optimizer = 0.0
     if learning:
-        gradients = sheet.note(
+        gradients = sheet.compute(
             f"{role.name}.gradients_bytes",
-            learning * each.gradients,
             "bytes",
             formula="trained_parameters * bytes_each",
             source=MIXED_PRECISION,
             trained_parameters=learning,
             bytes_each=each.gradients,
         )
-        optimizer = sheet.note(
+        optimizer = sheet.compute(
             f"{role.name}.optimizer_bytes",
-            learning * each.optimizer,
             "bytes",
             formula="trained_parameters * (moments + master)",
             source=f"{MIXED_PRECISION}; {OFFLOAD}" if holding.offload else MIXED_PRECISION,
@@ -276,9 +272,8 @@ def _adapter(role: Role, shape: ModelShape, holding: Holding, sheet: Derivation)
     if not (role.trained and holding.lora_rank):
         return 0.0
     attention, mlp, dense_layers = adapted_widths(shape)
-    return sheet.note(
+    return sheet.compute(
         f"{role.name}.adapter_parameters",
-        adapter_parameters(shape, holding.lora_rank),
         "parameters",
         formula="rank * (layers * attention + dense_layers * mlp)",
         source=f"{LORA}; experts get none",

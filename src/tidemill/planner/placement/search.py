@@ -305,7 +305,7 @@ def plan_placement(question: PlacementQuestion) -> PlacementPlan:
         why=tuple(comparison(question, best, other) for other in others),
         warnings=tuple(warnings_on(question, best)),
         tried=len(found),
-        figures=tuple(derive(question, best).figures),
+        figures=tuple(derive(question, best.placement).figures),
     )
 
 

@@ -9,7 +9,6 @@ import pytest
 from tests.planted import planted, spec_of
 from tidemill.core.errors import UserError
 from tidemill.planner.calibration.profile import (
-    Machine,
     cost_settings,
     kept_path,
     kept_profiles,

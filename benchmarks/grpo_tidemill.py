@@ -32,7 +32,7 @@ def tidemill_side(turns: Turns, settings: Mapping[str, Any]) -> None:
 def _spec(folder: Path, settings: Mapping[str, Any]) -> RunSpec:
     _write_prompts(folder / "prompts.jsonl", settings["prompts"])
     _write_prompts(folder / "held_out.jsonl", ["0+0="])
-    task = {"kind": "jsonl", "path": folder / "prompts.jsonl", "held_out_path": folder / "held_out.jsonl"}
+    task = {"kind": "file", "path": folder / "prompts.jsonl", "held_out_path": folder / "held_out.jsonl"}
     return RunSpec.model_validate(
         {
             "run": {"dir": folder / "run"},

@@ -1,6 +1,6 @@
-"""Stages that take no time: each writes its inputs to a file, after a few steps that can be interrupted.
+"""Stages that take no time: a few steps that can be cut, and an output that records its inputs.
 
-The result of a stage is its configuration and its inputs, so that a stale input shows in the result.
+The output contains the stage's seed and the content of its input, so that a stale input is visible in the result.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tidemill.config.pipeline import KINDS, PipelineSpec, StageKind
-from tidemill.config.stages import load_recipe
+from tidemill.config.pipeline import KINDS, PipelineSpec, StageKind, load_recipe
 from tidemill.pipeline.stage_kinds import Job, Outcome, RunStage
 from tidemill.pipeline.stage_plan import Plan, PlannedStage, StageResult
 
@@ -20,40 +19,40 @@ STEPS = 3
 
 
 class PowerCut(BaseException):
-    """Ends the process. Not an Exception, so that no handler catches it."""
+    """The process was killed. Not an Exception, so that no handler catches it."""
 
 
 class Quiet:
-    """Implements pipeline.run.Teller and records the calls."""
+    """Implements pipeline.execution.PipelineReporter; records the calls."""
 
     def __init__(self) -> None:
         self.plans: list[Plan] = []
-        self.begun: list[str] = []
+        self.started: list[str] = []
         self.said: list[str] = []
 
     def plan(self, plan: Plan) -> None:
         self.plans.append(plan)
 
     def begins(self, planned: PlannedStage, number: int, of: int) -> None:
-        self.begun.append(planned.stage.name)
+        self.started.append(planned.stage.name)
 
-    def achieved(self, planned: PlannedStage, mark: StageResult) -> None:
-        self.said.append(f"{planned.stage.name}: {mark.headline}")
+    def achieved(self, planned: PlannedStage, result: StageResult) -> None:
+        self.said.append(f"{planned.stage.name}: {result.headline}")
 
     def say(self, line: str) -> None:
         self.said.append(line)
 
 
 class Stages:
-    """Runners for every kind of stage, with a record of their jobs.
+    """Runners for every kind, with the steps that they did.
 
     Args:
-        power: called before every step; if it raises, the process ends there.
+        power: called before every step; an exception that it raises ends the process.
     """
 
     def __init__(self, power: Callable[[], None] = lambda: None) -> None:
         self.power = power
-        self.worked: list[tuple[str, int]] = []  # (folder, step) in order
+        self.worked: list[tuple[str, int]] = []  # (folder, step), in order
         self.interrupt_at: int | None = None
 
     @property
@@ -61,7 +60,7 @@ class Stages:
         return dict.fromkeys(KINDS, self.run)
 
     def run(self, job: Job) -> Outcome:
-        """Run some steps, each recorded in the stage's folder like a checkpoint; then write the result."""
+        """Some steps, each recorded in the stage's folder as a checkpoint would be; then the output."""
         done = job.directory / "steps"
         for step in range(int(done.read_text()) if done.exists() else 0, STEPS):
             if self.interrupt_at is not None and len(self.worked) >= self.interrupt_at:
@@ -82,7 +81,7 @@ class Stages:
 
 
 def read(source: Path) -> Any:
-    """The model input of a stage: another stage's result, a file's text, or a name."""
+    """The content of a stage's input: another stage's output, a file's text, or a name."""
     if (source / "made.json").exists():
         return json.loads((source / "made.json").read_text())
     weights = source / "weights"
@@ -90,7 +89,7 @@ def read(source: Path) -> Any:
 
 
 def pipeline(folder: Path, text: str, *overrides: str) -> PipelineSpec:
-    """The pipeline of a recipe's text, to be run below `folder`."""
+    """The pipeline of a recipe's text, with its directory below `folder`."""
     recipe = folder / "r.toml"
     recipe.write_text(text, encoding="utf-8")
     found = load_recipe([f"@{recipe}", f"--run.dir={folder / 'D'}", *overrides])

@@ -143,8 +143,8 @@ def _sections(rng: random.Random) -> dict[str, Any]:
         "membership": rng.choice(["planned", "first_finished"]),
         "unfinished": rng.choice(["continue", "finish", "restart"]),
         "on_lag_limit": rng.choice(["wait", "restart", "drop"]),
-        "max_redraws": rng.randint(0, 3),
     }
+    max_redraws = rng.randint(0, 3)
     overcommit = rng.choice(["none", "adaptive", "some", "fresh"])
     if lag and overcommit == "some":
         schedule["overcommit"] = rng.randint(0, lag * prompts)
@@ -161,7 +161,11 @@ def _sections(rng: random.Random) -> dict[str, Any]:
         },
         "sampling": {"max_new_tokens": rng.choice([2, 12, 30])},
         "trainer": {"steps": rng.randint(2, 5)},
-        "algorithm": {"dynamic_sampling": rng.random() < 0.25, **(MU_STEP if lag and rng.random() < 0.5 else {})},
+        "algorithm": {
+            "max_redraws": max_redraws,
+            "dynamic_sampling": rng.random() < 0.25,
+            **(MU_STEP if lag and rng.random() < 0.5 else {}),
+        },
         "eval": {"every_steps": rng.choice([0, 2]), "prompts": rng.choice([1, 3])},
         "checkpoint": {"every_steps": rng.choice([0, 1, 2])},
         "fleet": {

@@ -130,8 +130,8 @@ def assert_refused(ran: Ran, *says: str) -> None:
         (["--engine.context_tokens=3"], ["sampling.max_new_tokens = 3", "raise context_tokens"]),
         (["@nowhere.toml"], ["nowhere.toml"]),
         (["--task.kind=arithmatic"], ["task.kind", "arithmetic"]),
-        (["--run.name=../outside"], ["run.name", "cannot name a folder", "run.dir"]),
-        (["--trainer=3", "--trainer.steps=2"], ["trainer: is a table of settings", "was given 3"]),
+        (["--run.name=../outside"], ["run.name", "not a folder name", "run.dir"]),
+        (["--trainer=3", "--trainer.steps=2"], ["trainer: needs a table, was given 3"]),
         (["--runtime=ray", "--ray.trainer_gpus=64"], ["ray.trainer_gpus", "64 GPUs are reserved"]),
     ],
     ids=lambda value: value[0] if value[0].startswith(("-", "@")) else "",
@@ -151,8 +151,8 @@ def test_a_wrong_type_in_a_recipe_names_file_and_line(folder: Path) -> None:
     [
         (["--model.source=./nowhere"], ["nowhere", "no such folder", "config.json"]),
         (["--model.source=smolm2-135m"], ["smolm2-135m", "smollm2-135m"]),
-        (["--task.kind=jsonl", "--task.path=nowhere.jsonl"], ["nowhere.jsonl", "task.path"]),
-        (["--task.kind=jsonl", "--task.path=rewards.py"], ["rewards.py, line 1", "one JSON object per line"]),
+        (["--task.kind=file", "--task.path=nowhere.jsonl"], ["nowhere.jsonl", "task.path"]),
+        (["--task.kind=file", "--task.path=rewards.py"], ["rewards.py, line 1", "one JSON object per line"]),
         (['--scoring.rewards=[{kind="python",function="rewards.py:rises"}]'], ["rewards.py", "rises", "did you mean"]),
         (["--engine.context_tokens=1000"], ["engine.context_tokens", "limit of 256", "lower it to 256"]),
     ],
@@ -168,14 +168,14 @@ def test_a_corrected_path_can_use_the_same_run_directory(argv: list[str], says: 
 def test_a_broken_line_is_reported_with_its_number(folder: Path) -> None:
     whole = json.dumps({"prompt": "1+1=", "answer": "2"})
     (folder / "prompts.jsonl").write_text(f'{whole}\n\n{whole}\n{{"prompt": "1+2=", "ans\n', encoding="utf-8")
-    asked = ("--task.kind=jsonl", "--task.path=prompts.jsonl")
+    asked = ("--task.kind=file", "--task.path=prompts.jsonl")
     assert_refused(train(*asked), "prompts.jsonl, line 4", "broken JSON", "one JSON object per line")
 
 
 def test_a_prompt_longer_than_the_context_is_reported(folder: Path) -> None:
     lines = [json.dumps({"prompt": f"{number}=", "answer": "1"}) for number in (*range(5), int("7" * 260))]
     (folder / "prompts.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    asked = ("--task.kind=jsonl", "--task.path=prompts.jsonl")
+    asked = ("--task.kind=file", "--task.path=prompts.jsonl")
     assert_refused(
         train(*asked), "prompts.jsonl, line 6", "'7777", "261 tokens", "context of 256", "shorten the prompt"
     )

@@ -59,7 +59,7 @@ def test_a_critic_is_trained_with_the_policy_and_resumed(critic: dict[str, Any],
 
 @pytest.mark.parametrize("kind", ["own", "shared"])
 def test_the_policy_is_unchanged_during_critic_warmup(kind: str, tmp_path: Path) -> None:
-    lines = run(ppo(tmp_path, critic={"kind": kind}, critic_warmup_steps=4))
+    lines = run(ppo(tmp_path, critic={"kind": kind, "warmup_steps": 4}))
     assert [line.optimizer_steps for line in lines] == [0, 0, 2, 2]
     assert lines[0].weights_digest == lines[1].weights_digest != lines[2].weights_digest
     assert lines[0].values["explained_variance"] == pytest.approx(0.0, abs=1e-6)  # values of 0 explain nothing

@@ -11,7 +11,7 @@ import pytest
 from scripts.make_data import main
 from tests.conftest import REPOSITORY
 from tidemill.config.load import load_spec
-from tidemill.config.supervised import DataConfig
+from tidemill.config.task import DataConfig
 from tidemill.core.records import unpack_tokens
 from tidemill.envs.text import build_task
 from tidemill.envs.text.examples import load_demonstrations, load_pairs

@@ -202,7 +202,7 @@ def test_every_stage_leaves_its_documented_files() -> None:
     for (name, weight), (_, original) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
         assert torch.equal(weight, original.to(torch.bfloat16)), name
     card = (exported / "README.md").read_text(encoding="utf-8")
-    assert "1. began as char" in card
+    assert "1. initial model: char" in card
     assert "2. sft (sft): " in card
     assert "3. rl (rl): held-out mean reward" in card
 

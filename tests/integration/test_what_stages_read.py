@@ -83,6 +83,6 @@ def _seen(stage: StageSpec, directory: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     with monkeypatch.context() as watched:
         watched.setattr(Config, "__getattribute__", remember)
-        job = Job(name="a", kind=stage.kind, digest="d", spec=spec, earlier=[], say=lambda _: None)
+        job = Job(name="a", kind=stage.kind, digest="d", spec=spec, earlier=[], progress=lambda _: None)
         RUNNERS[stage.kind](job)
     return seen

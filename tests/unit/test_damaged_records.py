@@ -19,7 +19,7 @@ from tidemill.models.folder import DESCRIPTION
 from tidemill.models.reward_model import HeadDescription, read_description
 from tidemill.models.saving import ORIGIN, Origin, read_origin
 from tidemill.pipeline.stage_plan import StageResult
-from tidemill.pipeline.state import MARK, PipelineFolder
+from tidemill.pipeline.state import RESULT_FILE, PipelineFolder
 from tidemill.planner.calibration.profile import read_profile
 from tidemill.runtime.batch_generation import CachedCompletions, CompletionCache
 from tidemill.telemetry.manifest import FORECAST, read_forecast
@@ -37,7 +37,7 @@ RECORDS: dict[str, tuple[bytes, str, Callable[[Path], object]]] = {
     "profile": (msgspec.json.encode(planted(spec_of())), "p.json", lambda folder: read_profile(folder / "p.json")),
     "head": (msgspec.json.encode(HEAD), DESCRIPTION, lambda folder: read_description(folder, "reward_model")),
     "adapter": (Origin(model=ModelConfig(), digest="ab").model_dump_json().encode(), ORIGIN, read_origin),
-    "stage": (msgspec.json.encode(MARKED), f"stages/s-1/{MARK}", lambda folder: PipelineFolder(folder).found()),
+    "stage": (msgspec.json.encode(MARKED), f"stages/s-1/{RESULT_FILE}", lambda folder: PipelineFolder(folder).found()),
     "answers": (msgspec.json.encode(ANSWERED) + b"\n", "a.jsonl", lambda folder: answer_in(folder / "a.jsonl")),
     "ledger": (
         encode(Rewarded(((0, Reward(value=1.0, reason="right")),))),

@@ -234,7 +234,7 @@ TERMS: dict[str, dict[str, Term]] = {
         "value_clip": Term(
             "max((V - R)², (V_start + clamp(V - V_start, ±value_clip) - R)²);  value_clip = 0: (V - R)²",
             '"Implementation matters in deep policy gradients", arXiv 2005.12729',
-            ("algorithm.value_clip", "algorithm.value_coefficient"),
+            ("critic.value_clip", "critic.value_coefficient"),
         ),
         "normalize": Term(
             "V and R as (x - mean) / std of the returns so far", "PopArt, arXiv 1602.07714", ("critic.normalize",)
@@ -253,7 +253,7 @@ TERMS: dict[str, dict[str, Term]] = {
         "reward_model": Term(
             "-log σ(r_w - r_l - margin) + centring (r_w + r_l)²",
             'Bradley and Terry, 1952; Llama 2, arXiv 2307.09288 (margin); "Helping or herding?", arXiv 2312.09244',
-            ("reward_model.centring", "reward_model.margins"),
+            ("reward_model.centring",),
         ),
     },
 }

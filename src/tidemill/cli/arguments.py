@@ -16,8 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tidemill.cli.output import Result, note
-from tidemill.config.derive import derive
-from tidemill.config.explain import as_lines, topics
+from tidemill.config.explain import as_lines, derive, topics
 from tidemill.config.issues import Purpose
 from tidemill.config.keys import Key, all_keys
 from tidemill.config.load import load_spec, split_arguments
@@ -136,7 +135,7 @@ def meaning(key: Key) -> str:
 
 def accepted(key: Key) -> str:
     """`integer >= 1, default 8`."""
-    return f"{key.words}, {'required' if key.required else f'default {shown_default(key)}'}"
+    return f"{key.accepts}, {'required' if key.required else f'default {shown_default(key)}'}"
 
 
 def shown_default(key: Key) -> str:

@@ -246,7 +246,7 @@ def user_text(error: UserError) -> str:
     from tidemill.config.issues import ConfigError
 
     if isinstance(error, ConfigError):
-        return "\n".join(f"error: {fault.line}" for fault in error.faults)
+        return "\n".join(f"error: {issue.line}" for issue in error.issues)
     return f"error: {error}"
 
 
@@ -254,13 +254,13 @@ def user_data(error: UserError) -> dict[str, Any]:
     """The error for `--json`."""
     from tidemill.config.issues import ConfigError
 
-    faults = [asdict(fault) for fault in error.faults] if isinstance(error, ConfigError) else []
+    issues = [asdict(issue) for issue in error.issues] if isinstance(error, ConfigError) else []
     return {
         "kind": "input",
         "message": error.what,
         "where": error.where,
         "hint": error.hint,
-        "faults": faults,
+        "issues": issues,
     }
 
 

@@ -10,9 +10,8 @@ from cyclopts import Parameter
 from tidemill.cli.arguments import Items
 from tidemill.cli.arguments import dry_run as show_dry_run
 from tidemill.cli.output import INTERRUPTED_CODE, DryRun, Json, Result
-from tidemill.config.pipeline import PipelineSpec
+from tidemill.config.pipeline import PipelineSpec, load_recipe
 from tidemill.config.schema import RunSpec
-from tidemill.config.stages import load_recipe
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import duration_in_words
 from tidemill.pool.build_provider import remarks

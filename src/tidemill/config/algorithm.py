@@ -1,12 +1,13 @@
-"""The algorithm: how rewards become advantages, advantages a loss, and what corrects for older or other policies."""
+"""The RL algorithm: presets, advantages, loss, KL penalty, off-policy correction and critic."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
-from tidemill.config.base import Config, Probability, refuse
+from tidemill.config.base import Config, Probability
 
 CorrectionKind = Literal["none", "tis", "icepop", "sequence_tis", "geometric", "clip_range", "mu_step"]
 AdvantageName = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae"]
@@ -16,7 +17,7 @@ PresetName = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_ba
 
 
 class Limits(NamedTuple):
-    """Bounds of an importance ratio; None where the correction has no such bound."""
+    """Bounds of an importance ratio; None: the correction has no such bound."""
 
     low: float | None
     high: float | None
@@ -31,54 +32,45 @@ CORRECTION_LIMITS: dict[CorrectionKind, Limits] = {
     "clip_range": Limits(0.5, 2.0),
     "mu_step": Limits(None, 2.0),
 }
-"""What `low` and `high` are where they are not given."""
+"""Default `low` and `high` of each correction."""
 
 
 class CorrectionConfig(Config):
-    """How a token's loss is weighted by r = exp(proximal - rollout), its ratio to the policy that generated it."""
+    """Off-policy correction: weight of a token's loss, a function of the ratio r = exp(proximal − rollout logprob)."""
 
     kind: CorrectionKind = "tis"
-    """none; tis: min(r, high); icepop: 0 outside [low, high]; sequence_tis: the whole sample's ratio, at most high;
-    geometric: whole samples left out whose mean ratio is outside [low, high]; clip_range: held in [low, high]; mu_step:
-    as tis, each published version between the two apart. `tidemill algorithms` has the formulas. Not given: tis, and
-    sequence_tis for gspo."""
+    """none; tis: min(r, high); icepop: 0 outside [low, high]; sequence_tis: the ratio of the whole sample, at most
+    high; geometric: samples whose mean ratio is outside [low, high] are dropped; clip_range: r clipped to [low, high];
+    mu_step: tis with one factor for each version published in between. `tidemill algorithms` lists the formulas.
+    Default: tis, and sequence_tis with loss = "gspo"."""
     low: float | None = Field(None, gt=0)
-    """Lower bound of the ratio; none takes what is usual for the kind."""
+    """Lower bound of the ratio; none: the default of the kind."""
     high: float | None = Field(None, gt=0)
-    """Upper bound of the ratio; none takes what is usual for the kind."""
+    """Upper bound of the ratio; none: the default of the kind."""
 
     @model_validator(mode="before")
     @classmethod
-    def _usual_limits(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
+    def _default_limits(cls, given: Any) -> Any:
+        limits = _lookup(CORRECTION_LIMITS, given, "kind", "tis")
+        if limits is None:
             return given
-        kind = given.get("kind", "tis")
-        usual = CORRECTION_LIMITS.get(kind) if isinstance(kind, str) else None  # type: ignore[call-overload]
-        if usual is None:
-            return given
-        return given | {name: value for name, value in usual._asdict().items() if given.get(name) is None}
+        return given | {name: value for name, value in limits._asdict().items() if given.get(name) is None}
 
-    @model_validator(mode="after")
-    def _in_order(self) -> CorrectionConfig:
-        faults = []
-        for name, usual in CORRECTION_LIMITS[self.kind]._asdict().items():
-            if usual is None and getattr(self, name) is not None:
+    def issues(self) -> Iterator[str]:
+        for name, default in CORRECTION_LIMITS[self.kind]._asdict().items():
+            if default is None and getattr(self, name) is not None:
                 others = [kind for kind, limits in CORRECTION_LIMITS.items() if limits._asdict()[name] is not None]
-                faults.append(
-                    f'{name} = {getattr(self, name):g} means nothing to kind = "{self.kind}"; leave it out (none) or '
-                    f"take one of {', '.join(others)}"
+                yield (
+                    f'{name} = {getattr(self, name):g} has no meaning for kind = "{self.kind}"; leave it out (none) or '
+                    f"choose one of {', '.join(others)}"
                 )
         if self.low is not None and self.high is not None and not self.low < 1 < self.high:
-            faults.append(
-                f"low = {self.low:g} and high = {self.high:g} do not enclose 1, so that tokens which the trainer's own "
-                "policy made would be corrected; choose low < 1 < high"
+            yield (
+                f"low = {self.low:g} and high = {self.high:g} do not enclose 1, the ratio of on-policy tokens; choose "
+                "low < 1 < high"
             )
         elif self.low is None and self.high is not None and self.high < 1:
-            faults.append(
-                f"high = {self.high:g} is below 1, so that tokens which the trainer's own policy made would be "
-                "corrected; choose at least 1"
-            )
-        return refuse(faults, self)
+            yield f"high = {self.high:g} is below 1, the ratio of on-policy tokens; choose at least 1"
 
 
 LOSS_DEFAULTS: dict[LossName, dict[str, Any]] = {
@@ -86,11 +78,11 @@ LOSS_DEFAULTS: dict[LossName, dict[str, Any]] = {
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "correction": {"kind": "sequence_tis"}},
     "cispo": {"clip_high": 5.0},
 }
-"""The clip's widths, and a correction other than tis, where neither they nor a preset of this loss are given."""
+"""Default clip range and correction of each loss, unless the preset has the same loss and sets them."""
 
 
 class Preset(NamedTuple):
-    """A published algorithm: what it says of the section's keys; what it does not say stays at its default."""
+    """A published algorithm: the keys of [algorithm] that it sets. The others keep their defaults."""
 
     settings: dict[str, Any]
     source: str
@@ -112,7 +104,7 @@ PRESETS: dict[PresetName, Preset] = {
     ),
     "dapo": Preset(
         {"clip_high": 0.28, "normalize": "token", "dynamic_sampling": True},
-        "DAPO, arXiv 2503.14476; its overlong shaping has a length of one's own: set overlong_buffer_tokens",
+        "DAPO, arXiv 2503.14476; set overlong_buffer_tokens for its overlong penalty",
     ),
     "gspo": Preset({"loss": "gspo", **LOSS_DEFAULTS["gspo"]}, "GSPO, arXiv 2507.18071"),
     "cispo": Preset({"loss": "cispo", **LOSS_DEFAULTS["cispo"], "normalize": "token"}, "MiniMax-M1, arXiv 2506.13585"),
@@ -121,111 +113,104 @@ PRESETS: dict[PresetName, Preset] = {
         "PPO, arXiv 1707.06347; for language models, arXiv 1909.08593",
     ),
 }
-"""By `algorithm.name`. Keys that may be none stay out of it: a written configuration could not unset them."""
+"""By `algorithm.name`. Must not set keys that accept none: config.toml cannot unset them."""
+
+
+def _lookup(table: dict[Any, Any], given: Any, key: str, default: str) -> Any:
+    """The table's row for the value of `key` in the input; None for invalid input, which validation reports."""
+    value = given.get(key, default) if isinstance(given, dict) else None
+    return table.get(value) if isinstance(value, str) else None
 
 
 class AlgorithmConfig(Config):
     name: PresetName = "grpo"
-    """A published algorithm: it sets what the keys below are where they are not given. `tidemill algorithms` lists
-    them."""
+    """Published algorithm that sets the defaults of the keys below. `tidemill algorithms` lists them."""
     advantage: AdvantageName = "grpo"
-    """How rewards become advantages; gae learns a critic beside the policy (see [critic])."""
+    """Advantage estimator; gae trains a critic (see [critic])."""
     whiten: bool = False
-    """Advantages to mean 0 and deviation 1 over the batch's tokens; learning then waits for the whole batch."""
+    """Normalize advantages to mean 0 and standard deviation 1 over the batch's tokens. Training then starts when the
+    whole batch is complete."""
     gamma: float = Field(1.0, gt=0, le=1)
-    """Discount per token (gae, reinforce_pp)."""
+    """gae, reinforce_pp: discount per token."""
     lam: Probability = 0.95
-    """gae: how far ahead rewards are believed rather than values; 1 is the plain return."""
+    """gae: λ of generalized advantage estimation; 1 is the Monte Carlo return."""
     bootstrap_truncated: bool = False
-    """gae: a completion cut by max_new_tokens goes on with the value of where it was cut. Only where its reward says
-    nothing of what is missing: a reward that judges the cut text already is its whole return."""
+    """gae: bootstrap a completion truncated by max_new_tokens with its last value. Use it only where the reward does
+    not already score the truncated text."""
     loss: LossName = "ppo_clip"
-    """The policy objective."""
+    """Policy loss."""
     normalize: NormalizeName = "sample"
-    """sample: mean over a sample's tokens, then over samples (GRPO). token: mean over the batch's tokens (DAPO).
-    constant: sum over tokens, divided by samples × sampling.max_new_tokens (Dr. GRPO)."""
+    """Reduction of the loss. sample: mean over a sample's tokens, then over samples (GRPO). token: mean over the
+    batch's tokens (DAPO). constant: sum over tokens, divided by samples × sampling.max_new_tokens (Dr. GRPO)."""
     clip_low: float = Field(0.2, gt=0, lt=1)
-    """Importance ratios below 1 - clip_low are clipped; of no meaning to cispo. Not given: 0.2, and 0.0003 for gspo."""
+    """Importance ratios below 1 − clip_low are clipped; unused by cispo. Default: 0.2, and 0.0003 for gspo."""
     clip_high: float = Field(0.2, gt=0)
-    """Importance ratios above 1 + clip_high are clipped; for cispo it is the largest ratio itself. Not given: 0.2 (0.28
-    under dapo), 0.0004 for gspo and 5 for cispo."""
+    """Importance ratios above 1 + clip_high are clipped; for cispo it is the maximum ratio. Default: 0.2 (0.28 for
+    dapo), 0.0004 for gspo and 5 for cispo."""
     dual_clip: float | None = Field(None, gt=1)
-    """Floor c·A on the objective where the advantage is negative; none by default."""
+    """Dual-clip PPO: lower bound c·A of the objective for negative advantages; none: no bound."""
     entropy_bonus: float = Field(0.0, ge=0)
-    """Weight of the policy's entropy in the objective."""
+    """Weight of the entropy bonus."""
     kl_beta: float = Field(0.0, ge=0)
-    """Weight of the KL divergence to the reference (the initial model); 0 keeps no reference copy."""
+    """Weight of the KL penalty against the reference model (the initial policy); 0: no reference model."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """loss: k3 estimate as a loss term. reward: log(rollout / reference) is taken off each token's reward."""
+    """loss: the k3 estimator as a loss term. reward: kl_beta × log(rollout / reference) is subtracted from each token's
+    reward."""
     kl_ratio: bool = False
-    """kl_in = "loss": weight the term by the importance ratio, so that off policy, too, its gradient is that of the
-    divergence."""
+    """kl_in = "loss": multiply the KL term by the importance ratio, which gives the gradient of the KL divergence for
+    off-policy samples too."""
     kl_target: float | None = Field(None, gt=0)
-    """Nats per token: after each batch kl_beta moves, by at most 2 %, so that kl_ref approaches this. None: fixed."""
+    """Adaptive KL: after each batch, change kl_beta by at most 2 % so that kl_ref approaches this value, in nats per
+    token. none: kl_beta is constant."""
     kl_stop: float | None = Field(None, gt=0)
-    """Stop the update's remaining epochs and minibatches when approximate KL passes this."""
-    value_clip: float = Field(0.2, ge=0)
-    """gae: a value may move so far from that of the update's start; 0 for no limit."""
-    value_coefficient: float = Field(0.5, gt=0)
-    """gae: weight of the value loss where critic and policy share a trunk."""
-    critic_warmup_steps: int = Field(0, ge=0)
-    """gae: so many optimizer steps teach the critic alone."""
+    """Skip the remaining minibatches and epochs of a batch when the approximate KL exceeds this value."""
     dynamic_sampling: bool = False
-    """Groups whose rewards are all equal are replaced by others."""
+    """Replace groups whose rewards are all equal (DAPO)."""
+    max_redraws: int = Field(3, ge=0)
+    """dynamic_sampling: maximum number of batches' worth of groups replaced in one step."""
     overlong_buffer_tokens: int = Field(0, ge=0)
-    """In the last so many tokens before sampling.max_new_tokens the reward falls linearly, by 1 at the limit; 0 for no
-    such penalty."""
+    """Overlong penalty (DAPO): over the last this many tokens before sampling.max_new_tokens the reward decreases
+    linearly, by 1 at the limit; 0: no penalty."""
     proximal: Literal["recomputed", "rollout", "interpolated"] = "recomputed"
-    """What clipping is measured from. recomputed: the policy at the update's start. rollout: the one that generated,
-    without a correction. interpolated: between rollout and now by lag, which saves a forward pass per minibatch.
-    Approximate KL, and kl_stop with it, counts from there."""
+    """Policy from which clipping, approximate KL and kl_stop are measured. recomputed: the policy at the start of the
+    update. rollout: the policy that generated the sample; there is no correction. interpolated: between the rollout
+    policy and the current one, by lag, which saves a forward pass per minibatch."""
     correction: CorrectionConfig = CorrectionConfig()
 
     @model_validator(mode="before")
     @classmethod
-    def _preset(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        name = given.get("name", "grpo")
-        preset = PRESETS.get(name) if isinstance(name, str) else None  # type: ignore[call-overload]
+    def _apply_preset(cls, given: Any) -> Any:
+        preset = _lookup(PRESETS, given, "name", "grpo")
         if preset is None:
             return given
-        usual, own = dict(preset.settings), preset.settings.get("loss", "ppo_clip")
-        loss = given.get("loss", own)
-        if loss != own and isinstance(loss, str):  # the preset's limits and correction are for another objective
-            usual.pop("correction", None)
-            usual |= LOSS_DEFAULTS.get(loss, {})  # type: ignore[call-overload]
+        defaults, preset_loss = dict(preset.settings), preset.settings.get("loss", "ppo_clip")
+        loss = given.get("loss", preset_loss)
+        if loss != preset_loss and isinstance(loss, str):  # the preset's limits and correction are for its own loss
+            defaults.pop("correction", None)
+            defaults |= LOSS_DEFAULTS.get(loss, {})  # type: ignore[call-overload]
         correction = given.get("correction")
-        if isinstance(correction, dict):  # limits without a kind are for the usual kind
-            usual["correction"] = usual.get("correction", {}) | correction
+        if isinstance(correction, dict):  # limits without a kind belong to the default kind
+            defaults["correction"] = defaults.get("correction", {}) | correction
             given = {key: value for key, value in given.items() if key != "correction"}
-        return usual | given
+        return defaults | given
 
-    @model_validator(mode="after")
-    def _coherent(self) -> AlgorithmConfig:
-        faults = []
+    def issues(self) -> Iterator[str]:
         if self.loss == "gspo" and self.normalize != "sample":
-            faults.append(
-                f'normalize = "{self.normalize}" would weigh whole sequences by their length, and loss = "gspo" has '
-                'one ratio a sequence; set normalize = "sample"'
+            yield (
+                f'normalize = "{self.normalize}" weights sequences by length, and loss = "gspo" has one ratio per '
+                'sequence; set normalize = "sample"'
             )
         if self.loss == "cispo" and self.clip_high < 1:
-            faults.append(
-                f'clip_high = {self.clip_high:g} is the largest ratio itself for loss = "cispo" and would shrink every '
-                "gradient; leave clip_high out, which takes 5"
+            yield (
+                f'clip_high = {self.clip_high:g} is the maximum ratio with loss = "cispo" and scales down every '
+                "gradient; leave clip_high out (default 5)"
             )
         if self.dual_clip is not None and self.loss != "ppo_clip":
-            faults.append(f'dual_clip is only for loss = "ppo_clip", and loss is "{self.loss}"; leave dual_clip out')
+            yield f'dual_clip is only for loss = "ppo_clip", and loss is "{self.loss}"; leave dual_clip out'
         if self.kl_target is not None and not self.kl_beta:
-            faults.append("kl_target moves kl_beta, and kl_beta is 0; give kl_beta a start, for example 0.01")
+            yield "kl_target adapts kl_beta, and kl_beta is 0; set kl_beta to an initial value, for example 0.01"
         if self.kl_ratio and self.kl_in == "reward":
-            faults.append('kl_ratio is for kl_in = "loss", and kl_in is "reward"; set one of them')
-        if self.critic_warmup_steps and not self.needs_critic:
-            faults.append(
-                f'critic_warmup_steps teaches a critic, and advantage = "{self.advantage}" has none; set advantage = '
-                '"gae" or leave it out'
-            )
-        return refuse(faults, self)
+            yield 'kl_ratio is for kl_in = "loss", and kl_in is "reward"; change one of them'
 
     @property
     def needs_critic(self) -> bool:
@@ -233,7 +218,7 @@ class AlgorithmConfig(Config):
 
     @property
     def needs_rollout_logprobs(self) -> list[str]:
-        """Settings that nothing can be done about without the logprobs of the tokens at sampling time."""
+        """The settings that require logprobs of the rollout."""
         settings = [f'algorithm.correction.kind = "{self.correction.kind}"'] if self.correction.kind != "none" else []
         if self.proximal != "recomputed":
             settings.append(f'algorithm.proximal = "{self.proximal}"')
@@ -243,50 +228,48 @@ class AlgorithmConfig(Config):
 
     @property
     def compares_siblings(self) -> bool:
-        """Whether a sample's advantage depends on the others of its group."""
+        """Whether a sample's advantage depends on the other samples of its group."""
         return self.advantage in ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
 
     def changed_from_preset(self) -> list[str]:
-        """The keys whose value is not what `name` alone would give, in the schema's order."""
-        plain = AlgorithmConfig(name=self.name)
-        return [key for key in AlgorithmConfig.model_fields if getattr(self, key) != getattr(plain, key)]
+        """The keys whose value differs from the preset's, in the schema's order."""
+        preset = AlgorithmConfig(name=self.name)
+        return [key for key in AlgorithmConfig.model_fields if getattr(self, key) != getattr(preset, key)]
 
 
 CRITIC_LEARNING_RATES = {"own": 1e-5, "shared": 1e-3}
-"""By `critic.kind`, where `learning_rate` is not given. A head at a model's own rate still says zero after 20 steps."""
+"""Default `critic.learning_rate` by `critic.kind`. At 1e-5 a new head still outputs about 0 after 20 steps."""
 
 
 class CriticConfig(Config):
-    """The value function of algorithm.advantage = "gae"; of no meaning elsewhere."""
+    """The value function; only with algorithm.advantage = "gae"."""
 
     kind: Literal["own", "shared"] = "own"
-    """own: a second model with a value head (under model.lora a second adapter). shared: a head on the policy's own
+    """own: a separate model with a value head (with model.lora, a second adapter). shared: a value head on the policy's
     hidden states."""
     source: str | None = None
-    """own: where its weights come from, as model.source; none takes the policy's own. A reward model brings its head
-    (where rewards are its scores, values then begin near them); any other head begins with zeros."""
+    """kind = "own": the critic's initial weights, as model.source; none: those of the policy. A reward model keeps its
+    head, so that values start near its scores; any other model gets a head initialised to output 0."""
     learning_rate: float = Field(CRITIC_LEARNING_RATES["own"], gt=0)
-    """Of the critic's own parameters; a shared trunk moves at optimizer.learning_rate. By default 1e-5 for a model of
-    its own and 1e-3 for a head, which begins with zeros and learns alone."""
+    """Learning rate of the critic's own parameters; a shared trunk uses optimizer.learning_rate. Default: 1e-5 for
+    kind = "own", 1e-3 for "shared"."""
     max_grad_norm: float = Field(1.0, gt=0)
-    """Global gradient norm of the critic's own parameters is clipped to this."""
+    """Maximum global gradient norm of the critic's own parameters."""
+    value_clip: float = Field(0.2, ge=0)
+    """Clip range of the value loss; 0: no clipping."""
+    value_coefficient: float = Field(0.5, gt=0)
+    """kind = "shared": weight of the value loss."""
+    warmup_steps: int = Field(0, ge=0)
+    """Number of optimizer steps at the start that train only the critic."""
     normalize: bool = False
-    """Learn returns scaled to mean 0 and deviation 1 (running figures), and scale values back."""
+    """Train on returns normalized by their running mean and standard deviation, and scale values back."""
 
     @model_validator(mode="before")
     @classmethod
-    def _usual_learning_rate(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        kind = given.get("kind", "own")
-        usual = CRITIC_LEARNING_RATES.get(kind) if isinstance(kind, str) else None
-        return {"learning_rate": usual} | given if usual else given
+    def _default_learning_rate(cls, given: Any) -> Any:
+        rate = _lookup(CRITIC_LEARNING_RATES, given, "kind", "own")
+        return {"learning_rate": rate} | given if rate else given
 
-    @model_validator(mode="after")
-    def _coherent(self) -> CriticConfig:
-        faults = []
+    def issues(self) -> Iterator[str]:
         if self.source is not None and self.kind == "shared":
-            faults.append(
-                'source is where a critic of its own comes from, and kind is "shared"; set kind = "own" or leave it out'
-            )
-        return refuse(faults, self)
+            yield 'source is for kind = "own", and kind is "shared"; set kind = "own" or leave source out'

@@ -1,50 +1,52 @@
-"""Issues of a configuration: invalid values, and values that training needs."""
+"""Issues of a configuration: validation errors with source and hint, and settings that cannot work or do nothing."""
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args, get_origin
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args, get_origin
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from tidemill.config.keys import (
     ITEM,
     Key,
+    did_you_mean,
     dotted,
-    element_type,
-    element_words,
     find,
     is_section,
     keys_by_path,
     sections,
     suggest,
+    type_text,
     variants,
     without_none,
 )
+from tidemill.config.pool import StaticPool, SyntheticPool
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 
 Location = tuple[str | int, ...]
 Locate = Callable[[Location], str]
-"""Where a key was given ("recipes/a.toml:3", "command line"); empty when it was not given at all."""
+"""The source of a key ("recipes/a.toml:3", "command line"); empty if it was not given."""
+Purpose: TypeAlias = Literal["train", "eval", "generate", "read"]
+"""What a configuration is loaded for; "read" checks only the configuration itself."""
 
 COMMAND_LINE = "command line"
 CREDENTIALS = re.compile(r"://[^/\s\"]*@")
-SHOWN_VALUE_CHARS = 60
+MAX_VALUE_CHARS = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigIssue:
-    """One thing wrong: the key, what about it, the file and line or flag that says so, and the hint."""
+    """One error of a configuration."""
 
     what: str
-    key: str = ""
-    source: str = ""
+    key: str = ""  # dotted
+    source: str = ""  # file and line, or "command line"
     hint: str = ""
 
     @property
@@ -56,89 +58,97 @@ class ConfigIssue:
 
 
 class ConfigError(UserError):
-    """Every fault found in a configuration, a line each. `faults` holds them one by one."""
+    """All issues found in a configuration."""
 
-    def __init__(self, faults: Sequence[ConfigIssue]) -> None:
-        self.faults = tuple(faults)
-        super().__init__("\n".join(fault.line for fault in faults))
+    def __init__(self, issues: Sequence[ConfigIssue]) -> None:
+        self.issues = tuple(issues)
+        super().__init__("\n".join(issue.line for issue in issues))
 
 
-def translate(error: ValidationError, data: dict[str, Any], locate: Locate) -> list[ConfigIssue]:
-    """The faults in pydantic's report, in the order of the schema; `data` is what was validated."""
-    faults: list[ConfigIssue] = []
+def issues_from(error: ValidationError, data: dict[str, Any], locate: Locate) -> list[ConfigIssue]:
+    """The issues in pydantic's error, in the schema's order.
+
+    Args:
+        data: the validated input.
+    """
+    issues: list[ConfigIssue] = []
     for details in error.errors(include_url=False):
-        location = without_tags(details["loc"], data)
+        location = _without_variant(details["loc"], data)
         if details["type"] == "too_short" and details["input"]:
-            continue  # its elements are at fault, and reported
+            continue  # the invalid elements are reported
         if details["type"] == "value_error":
             source = locate(location) if location else ""
             lines = str(details["ctx"]["error"]).splitlines()
-            faults += [split_hint(line, key=dotted(location), source=source) for line in lines]
+            issues += [split_hint(line, key=dotted(location), source=source) for line in lines]
         else:
-            faults.append(_fault(details, location, data, locate))
-    return list(dict.fromkeys(faults))  # a value that fits no member of a union is reported once for each
+            issues.append(_issue(details, location, data, locate))
+    return list(dict.fromkeys(issues))  # pydantic reports a value that fits no member of a union once per member
 
 
-def without_tags(location: Location, data: dict[str, Any]) -> Location:
-    """pydantic names the variant inside a location: ("task", "jsonl", "path") is the key task.path."""
-    for table, kinds in variants().items():
-        size = len(table)
-        if location[:size] == table and len(location) > size and location[size] in kinds:
+def _without_variant(location: Location, data: dict[str, Any]) -> Location:
+    """pydantic includes the variant in a location: ("task", "jsonl", "path") is the key task.path."""
+    for section, kinds in variants().items():
+        size = len(section)
+        if location[:size] == section and len(location) > size and location[size] in kinds:
             return location[:size] + location[size + 1 :]
     return location
 
 
-def shown(value: Any) -> str:
-    """A value nearly as the user wrote it, shortened, and without the credentials of a URL."""
+def shown_value(value: Any) -> str:
+    """A value as JSON, shortened, and without credentials in URLs."""
     text = CREDENTIALS.sub("://...@", json.dumps(value, ensure_ascii=False, default=str))
-    return text if len(text) <= SHOWN_VALUE_CHARS else text[: SHOWN_VALUE_CHARS - 3] + "..."
+    return text if len(text) <= MAX_VALUE_CHARS else text[: MAX_VALUE_CHARS - 3] + "..."
 
 
 def split_hint(line: str, *, key: str = "", source: str = "") -> ConfigIssue:
-    """The fault in a validator's line, "what; hint"."""
+    """The issue in a validator's message, "what; hint"."""
     what, _, hint = line.partition("; ")
     return ConfigIssue(key=key, what=what, source=source, hint=hint)
 
 
-def no_table(location: Location, given: Any, source: str) -> ConfigIssue:
-    """The fault of a value in place of a section."""
-    what = f"is a table of settings, was given {shown(given)}"
-    hint = f"set its keys one by one: {_first_keys(location)}"
+def value_for_section(location: Location, given: Any, source: str) -> ConfigIssue:
+    """The issue of a plain value where a section is expected."""
+    names = list(dict.fromkeys(dotted(path) for path in keys_by_path() if path[: len(location)] == location))
+    hint = f"set its keys: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+    what = f"needs a table, was given {shown_value(given)}"
     return ConfigIssue(key=dotted(location), what=what, source=source, hint=hint)
 
 
-def _fault(details: ErrorDetails, location: Location, data: dict[str, Any], locate: Locate) -> ConfigIssue:
-    kind, given = details["type"], details["input"]
-    if kind == "extra_forbidden":
+def _issue(details: ErrorDetails, location: Location, data: dict[str, Any], locate: Locate) -> ConfigIssue:
+    error, given = details["type"], details["input"]
+    if error == "extra_forbidden":
         return unknown_key(location, data, locate(location))
-    if kind.startswith("union_tag"):
+    if error.startswith("union_tag"):
         location = (*location, "kind")
         given = given.get("kind") if isinstance(given, dict) else given
-    if kind == "missing" and isinstance(location[-1], int):  # an array too short for its fixed length
-        location, given, kind = location[:-1], details["input"], "too_few"
-    location, key = _owner(location, _kind(data, location[:1]))
+    if error == "missing" and isinstance(location[-1], int):  # an array shorter than its fixed length
+        location, error = location[:-1], "wrong_length"
+    location, key = _nearest_key(location, _kind(data, location[:1]))
     name, source = dotted(location), locate(location)
     if key is None:
-        return no_table(location, given, source)
-    if kind == "missing":
-        return ConfigIssue(
-            key=name, what="not given, and there is no default", source=source, hint=_how_to_give(key, data)
-        )
-    if kind == "too_short":
-        return ConfigIssue(key=name, what="is empty", source=source, hint="give at least one")
-    if kind == "string_too_short":
-        return ConfigIssue(
-            key=name, what="is empty", source=source, hint="give at least one character, or leave it out"
-        )
+        return value_for_section(location, given, source)
+    if error == "missing":
+        hint = f"give --{key.dotted} VALUE ({key.accepts})"
+        if ITEM in key.path:
+            hint = f"add {key.path[-1]} to that table ({key.accepts})"
+        elif key.variant:
+            kind = f'{dotted(key.path[:-1])}.kind = "{_kind(data, key.path[:-1])}"'
+            hint = f"give --{key.dotted} VALUE ({key.accepts}), which {kind} needs"
+        return ConfigIssue(key=name, what="missing", source=source, hint=hint)
+    if error == "too_short":
+        return ConfigIssue(key=name, what="is empty", source=source, hint="give at least one element")
+    if error == "string_too_short":
+        return ConfigIssue(key=name, what="is empty", source=source, hint="give at least one character or leave it out")
     if len(location) > len(key.path):
-        words, hint = element_words(key), _closest(element_type(key), given)
+        accepts, hint = type_text(key.element_type), _closest_choice(key.element_type, given)
     else:
-        words, hint = key.words, _closest(without_none(key.annotation), given) or _as_array(key, given, source)
-    return ConfigIssue(key=name, what=f"needs {words}, was given {shown(given)}", source=source, hint=hint)
+        hint = _closest_choice(without_none(key.annotation), given) or _array_hint(key, given, source)
+        accepts = key.accepts
+    return ConfigIssue(key=name, what=f"needs {accepts}, was given {shown_value(given)}", source=source, hint=hint)
 
 
-def _owner(location: Location, kind: str) -> tuple[Location, Key | None]:
-    """The location cut to what a user can name, and the key it is or is part of; None for a section."""
+def _nearest_key(location: Location, kind: str) -> tuple[Location, Key | None]:
+    """The location up to the key's element, with the key; None for a section."""
     if (key := find(location, kind=kind)) or location in sections():
         return location, key
     for size in range(len(location) - 1, 0, -1):
@@ -148,129 +158,216 @@ def _owner(location: Location, kind: str) -> tuple[Location, Key | None]:
 
 
 def unknown_key(location: Location, data: dict[str, Any], source: str = "") -> ConfigIssue:
-    """The fault of a key that is not in the schema, with what was probably meant."""
-    plain = tuple(ITEM if isinstance(part, int) else part for part in location)
-    table = next((table for table in variants() if plain[: len(table)] == table), None)
-    kind = _kind(data, table) if table else ""
-    elsewhere = [key for key in keys_by_path().get(plain, ()) if key.variant and key.variant != kind]
-    if table and elsewhere:
-        what = f'belongs to {dotted(table)}.kind = "{elsewhere[0].variant}", and the kind here is "{kind}"'
+    """The issue of a key that is not in the schema, with the closest key as hint."""
+    path = tuple(ITEM if isinstance(part, int) else part for part in location)
+    section = next((section for section in variants() if path[: len(section)] == section), None)
+    kind = _kind(data, section) if section else ""
+    elsewhere = [key for key in keys_by_path().get(path, ()) if key.variant and key.variant != kind]
+    if section and elsewhere:
+        what = f'belongs to {dotted(section)}.kind = "{elsewhere[0].variant}", and kind is "{kind}"'
         return ConfigIssue(key=dotted(location), what=what, source=source, hint="change the kind or leave the key out")
-    meant = suggest(location, kind=kind)
-    what = "unknown section" if len(location) == 1 and not meant.count(".") else "unknown key"
-    hint = f"did you mean {meant}?" if meant else "`tidemill train --help` lists every key"
+    closest = suggest(location, kind=kind)
+    what = "unknown section" if len(location) == 1 and not closest.count(".") else "unknown key"
+    hint = f"did you mean {closest}?" if closest else "`tidemill train --help` lists every key"
     return ConfigIssue(key=dotted(location), what=what, source=source, hint=hint)
 
 
-def _kind(data: dict[str, Any], table: Location) -> str:
+def _kind(data: dict[str, Any], section: Location) -> str:
     node: Any = data
-    for part in table:
+    for part in section:
         node = node.get(part, {}) if isinstance(node, dict) else {}
     return str(node.get("kind", "")) if isinstance(node, dict) else ""
 
 
-def _how_to_give(key: Key, data: dict[str, Any]) -> str:
-    if ITEM in key.path:
-        return f"add {key.path[-1]} to that table ({key.words})"
-    needed = ""
-    if key.variant:
-        needed = f', which {dotted(key.path[:-1])}.kind = "{_kind(data, key.path[:-1])}" needs'
-    return f"give --{key.dotted} VALUE ({key.words}{needed})"
+def _closest_choice(annotation: Any, given: Any) -> str:
+    if get_origin(annotation) is Literal and isinstance(given, str):
+        return did_you_mean(given, get_args(annotation))
+    return ""
 
 
-def _first_keys(section: Location) -> str:
-    names = list(dict.fromkeys(dotted(path) for path in keys_by_path() if path[: len(section)] == section))
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-
-
-def _closest(annotation: Any, given: Any) -> str:
-    """The choice that a misspelt one was probably meant to be."""
-    choices = [str(choice) for choice in get_args(annotation)] if get_origin(annotation) is Literal else []
-    close = difflib.get_close_matches(given, choices, 1, 0.6) if isinstance(given, str) else []
-    return f'did you mean "{close[0]}"?' if close else ""
-
-
-def _as_array(key: Key, given: Any, source: str) -> str:
-    """How to write an array, given something else."""
+def _array_hint(key: Key, given: Any, source: str) -> str:
+    """How to write an array, where another value was given."""
     if get_origin(without_none(key.annotation)) is not tuple or isinstance(given, (list, dict)):
         return ""
     if isinstance(given, str) and given.startswith(("[", "{")) and source.startswith(COMMAND_LINE):
-        return "it is not valid TOML: close every bracket and quote every text"
-    if is_section(element_type(key)):
-        return "write each table in braces, and brackets around them: [{ KEY = VALUE }]"
-    return f"write it in brackets: [{shown(given)}]"
-
-
-Purpose: TypeAlias = Literal["train", "eval", "generate", "read"]
-"""What a configuration is loaded for; "read" only wants to know what it says."""
+        return "not valid TOML: close every bracket and quote every text"
+    if is_section(key.element_type):
+        return "write an array of tables: [{ KEY = VALUE }]"
+    return f"write an array: [{shown_value(given)}]"
 
 
 def refuse_untrainable(spec: RunSpec) -> None:
-    """Raises ConfigError if training on `spec` could not work or would optimise something else than it says."""
-    if faults := contradictions(spec, "train"):
-        raise ConfigError(faults)
+    """
+    Raises:
+        ConfigError: training on `spec` cannot work, or would optimize something else than the configuration states.
+    """
+    if issues := list(purpose_issues(spec, "train")):
+        raise ConfigError(issues)
 
 
-def contradictions(spec: RunSpec, purpose: Purpose) -> list[ConfigIssue]:
-    """What is wrong with `spec` for this purpose, beyond what is wrong with it for any."""
-    faults = list[ConfigIssue]()
-    if purpose in ("train", "generate", "eval"):
-        faults += _context_faults(spec, purpose)
-    if purpose == "eval" and spec.eval.samples_per_prompt > 1 and spec.sampling.temperature == 0:
-        what = f"0 is greedy: all {spec.eval.samples_per_prompt} samples of a prompt would be the same"
-        faults.append(
-            ConfigIssue(key="sampling.temperature", what=what, hint="set it above 0, or eval.samples_per_prompt to 0")
-        )
+def purpose_issues(spec: RunSpec, purpose: Purpose) -> Iterator[ConfigIssue]:
+    """The issues that a valid configuration has for this purpose."""
+    sampling, context = spec.sampling, spec.model.char.context
+    limits = {"sampling.max_new_tokens": sampling.max_new_tokens, "eval.max_new_tokens": spec.eval.max_new_tokens}
+    for name, limit in limits.items():
+        relevant = purpose in ("train", "eval") or (purpose == "generate" and name.startswith("sampling"))
+        if relevant and spec.model.source == "char" and limit >= context:
+            what = f"{limit} new tokens leave no room for a prompt in the model's {context} (model.char.context)"
+            yield ConfigIssue(key=name, what=what, hint=f"lower {name} or raise model.char.context")
+    if purpose == "eval" and spec.eval.samples_per_prompt > 1 and sampling.temperature == 0:
+        what = f"0 is greedy, so that all {spec.eval.samples_per_prompt} samples of a prompt would be equal"
+        hint = "set it above 0, or eval.samples_per_prompt to 0"
+        yield ConfigIssue(key="sampling.temperature", what=what, hint=hint)
     if purpose == "train":
-        faults += _sampling_faults(spec) + _batch_faults(spec)
-    return faults
+        yield from _training_issues(spec)
 
 
-def _context_faults(spec: RunSpec, purpose: Purpose) -> list[ConfigIssue]:
-    limits = {"sampling.max_new_tokens": spec.sampling.max_new_tokens}
-    if purpose != "generate":
-        limits["eval.max_new_tokens"] = spec.eval.max_new_tokens
-    context = spec.model.char.context
-    return [
-        ConfigIssue(
-            key=name,
-            what=f"{limit} new tokens leave no room for a prompt in the model's {context} (model.char.context)",
-            hint=f"lower {name} or raise model.char.context",
-        )
-        for name, limit in limits.items()
-        if spec.model.source == "char" and limit >= context
-    ]
-
-
-def _sampling_faults(spec: RunSpec) -> list[ConfigIssue]:
-    sampling, faults = spec.sampling, []
-    why = "the loss takes importance ratios over the whole vocabulary, and a cut-off distribution is another one"
-    if sampling.top_p < 1:
-        hint = "set sampling.top_p = 1 (evaluation is greedy in any case)"
-        faults.append(
-            ConfigIssue(key="sampling.top_p", what=f"{sampling.top_p} cannot be trained on: {why}", hint=hint)
-        )
-    if sampling.top_k > 0:
-        hint = "set sampling.top_k = 0 (evaluation is greedy in any case)"
-        faults.append(
-            ConfigIssue(key="sampling.top_k", what=f"{sampling.top_k} cannot be trained on: {why}", hint=hint)
-        )
+def _training_issues(spec: RunSpec) -> Iterator[ConfigIssue]:
+    sampling, batch = spec.sampling, spec.batch
+    for name, value, neutral in (("top_p", sampling.top_p, 1), ("top_k", sampling.top_k, 0)):
+        if value != neutral:
+            what = f"{value} cannot be used in training: importance ratios are over the whole vocabulary"
+            yield ConfigIssue(key=f"sampling.{name}", what=what, hint=f"set sampling.{name} = {neutral}")
     if sampling.temperature == 0:
-        what = "0 is greedy: every sample of a group would be the same and none better than its siblings"
-        faults.append(ConfigIssue(key="sampling.temperature", what=what, hint="set it above 0, usually to 1"))
-    return faults
-
-
-def _batch_faults(spec: RunSpec) -> list[ConfigIssue]:
-    faults = []
-    if spec.batch.microbatch_tokens < spec.sampling.max_new_tokens:
-        what = (
-            f"{spec.batch.microbatch_tokens} tokens cannot hold one completion of "
-            f"sampling.max_new_tokens = {spec.sampling.max_new_tokens}, let alone its prompt"
-        )
-        hint = "raise batch.microbatch_tokens well above it, or lower sampling.max_new_tokens"
-        faults.append(ConfigIssue(key="batch.microbatch_tokens", what=what, hint=hint))
+        what = "0 is greedy, so that all samples of a group would be equal"
+        yield ConfigIssue(key="sampling.temperature", what=what, hint="set it above 0, usually to 1")
+    if batch.microbatch_tokens < sampling.max_new_tokens:
+        limit = f"sampling.max_new_tokens = {sampling.max_new_tokens}"
+        what = f"{batch.microbatch_tokens} tokens are too few for a prompt and a completion of {limit}"
+        hint = "raise batch.microbatch_tokens, or lower sampling.max_new_tokens"
+        yield ConfigIssue(key="batch.microbatch_tokens", what=what, hint=hint)
     if not any(reward.weight for reward in spec.scoring.rewards):
-        what = "every weight is 0, so that all samples score alike and nothing is learned"
-        faults.append(ConfigIssue(key="scoring.rewards", what=what, hint="give at least one reward a weight"))
-    return faults
+        what, hint = "every weight is 0, so that all samples have the same reward", "give a reward a weight"
+        yield ConfigIssue(key="scoring.rewards", what=what, hint=hint)
+
+
+class Inactive(NamedTuple):
+    """Keys that have an effect only under a condition."""
+
+    keys: str  # separated by spaces
+    active: Callable[[RunSpec], bool]
+    reason: str
+
+
+def preemptible(spec: RunSpec) -> bool:
+    """Whether there are preemptible workers."""
+    return not isinstance(spec.pool, StaticPool) or spec.pool.workers > 0
+
+
+def has_readers(spec: RunSpec) -> bool:
+    """Whether there is a reward model or a reference."""
+    return bool(spec.scoring.model_folders) or spec.algorithm.kl_beta > 0
+
+
+def _runs_ahead(spec: RunSpec) -> bool:
+    return spec.schedule.max_policy_lag > 0
+
+
+INACTIVE = (
+    Inactive(
+        "schedule.fresh_fraction schedule.membership schedule.unfinished",
+        _runs_ahead,
+        "schedule.max_policy_lag = 0 leaves no groups for another batch",
+    ),
+    Inactive(
+        "schedule.on_lag_limit",
+        lambda spec: _runs_ahead(spec) and spec.schedule.membership == "first_finished",
+        'only with schedule.max_policy_lag above 0 and membership = "first_finished"',
+    ),
+    Inactive(
+        "algorithm.max_redraws", lambda spec: spec.algorithm.dynamic_sampling, "algorithm.dynamic_sampling is false"
+    ),
+    Inactive(
+        "fleet.size fleet.seed_window_s fleet.window_gain fleet.queue_limit fleet.max_moves fleet.tail_fraction "
+        "fleet.join_timeout_s fleet.drain_margin_s fleet.probe_tolerance fleet.hand_over fleet.window_floor_s "
+        "fleet.remember_windows fleet.known_windows fleet.preemptible_usd_per_hour",
+        preemptible,
+        "the pool has no preemptible workers",
+    ),
+    Inactive("fleet.known_windows", lambda spec: spec.fleet.remember_windows, "fleet.remember_windows is false"),
+    Inactive(
+        "fleet.hand_over",
+        lambda spec: not _runs_ahead(spec) or not preemptible(spec),
+        "only with schedule.max_policy_lag = 0",
+    ),
+    Inactive(
+        "fleet.heartbeat_timeout_s",
+        lambda spec: spec.runtime == "ray" and preemptible(spec),
+        "no preemptible worker is a separate process",
+    ),
+    Inactive(
+        "pool.noticed",
+        lambda spec: not isinstance(spec.pool, SyntheticPool) or spec.pool.notice_s > 0,
+        "pool.notice_s is 0",
+    ),
+    Inactive(
+        "ray.address ray.reserved_selector ray.trainer_cpus ray.trainer_gpus ray.worker_cpus ray.worker_gpus",
+        lambda spec: spec.runtime == "ray",
+        'runtime is not "ray"',
+    ),
+    Inactive(
+        "placement.actor_cpus placement.actor_gpus",
+        lambda spec: bool(spec.placement.on_actors),
+        "no model is placed on an actor",
+    ),
+    Inactive("placement.reward_model", lambda spec: bool(spec.scoring.model_folders), 'no reward is of kind "model"'),
+    Inactive(
+        "placement.reference algorithm.kl_in algorithm.kl_ratio",
+        lambda spec: spec.algorithm.kl_beta > 0,
+        "algorithm.kl_beta = 0 needs no reference",
+    ),
+    Inactive("reading.ahead", has_readers, "there is no reward model and no reference"),
+    Inactive("reading.own_thread", lambda spec: spec.reading.ahead, "reading.ahead is false"),
+    Inactive(
+        "reading.chunk_tokens reading.cache_tokens",
+        lambda spec: spec.reading.ahead or bool(spec.placement.on_actors),
+        "reading.ahead is false, and no model is on an actor",
+    ),
+    Inactive(
+        "placement.critic critic.kind critic.source critic.learning_rate critic.max_grad_norm critic.value_clip "
+        "critic.value_coefficient critic.warmup_steps critic.normalize algorithm.lam algorithm.bootstrap_truncated",
+        lambda spec: spec.algorithm.needs_critic,
+        'there is no critic: algorithm.advantage is not "gae"',
+    ),
+    Inactive(
+        "algorithm.gamma",
+        lambda spec: not spec.algorithm.compares_siblings,
+        "the advantage is the same for all tokens of a sample",
+    ),
+    Inactive("algorithm.clip_low", lambda spec: spec.algorithm.loss != "cispo", 'loss = "cispo" has no lower limit'),
+    Inactive(
+        "algorithm.kl_stop",
+        lambda spec: spec.batch.minibatches * spec.batch.epochs > 1,
+        "each batch is a single optimizer step",
+    ),
+    Inactive(
+        "optimizer.min_learning_rate_ratio",
+        lambda spec: spec.optimizer.schedule != "constant",
+        'optimizer.schedule is "constant"',
+    ),
+    Inactive(
+        "eval.samples_per_prompt eval.pass_at eval.compare_with",
+        lambda spec: False,
+        "evaluations during training are greedy and of one model; use `tidemill eval`",
+    ),
+)
+
+
+def without_effect(spec: RunSpec) -> list[str]:
+    """One message for each reason why keys that differ from their defaults have no effect in this run."""
+    messages = []
+    for keys, active, reason in INACTIVE:
+        changed = [] if active(spec) else [key for key in keys.split() if _is_changed(spec, key)]
+        if changed:
+            messages.append(f"{', '.join(changed)} {'has' if len(changed) == 1 else 'have'} no effect: {reason}")
+    return messages
+
+
+def _is_changed(spec: RunSpec, key: str) -> bool:
+    """Whether a key differs from its default; in [algorithm], from the preset."""
+    section, name = key.split(".")
+    node: BaseModel = getattr(spec, section)
+    if section == "algorithm":
+        return name in spec.algorithm.changed_from_preset()
+    field = type(node).model_fields.get(name)  # absent in pools of another kind
+    return field is not None and getattr(node, name) != field.get_default(call_default_factory=True)

@@ -1,10 +1,10 @@
-"""The space of configuration keys, read off the schema: paths, types in words, defaults, documentation, suggestions."""
+"""The configuration keys, derived from the schema: path, accepted values, default, documentation, suggestions."""
 
 from __future__ import annotations
 
 import difflib
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -12,26 +12,31 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 
 from tidemill.config.schema import RunSpec
 
 KeyPath = tuple[str, ...]
-ITEM = "[]"  # the path component that stands for any element of an array of tables
+ITEM = "[]"  # the path component of an element of an array of tables
 SCALARS = {bool: "true or false", int: "integer", float: "number", str: "text", Path: "path"}
+BOUNDS = (
+    (">=", annotated_types.Ge, "ge"),
+    (">", annotated_types.Gt, "gt"),
+    ("<=", annotated_types.Le, "le"),
+    ("<", annotated_types.Lt, "lt"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """One settable key. `variant` is the value of `kind` it belongs to, empty where it belongs to all."""
+    """One configuration key."""
 
     path: KeyPath
     annotation: Any
-    words: str  # what it accepts, for people
+    accepts: str  # accepted values, for users
     default: Any
     required: bool
     doc: str
-    variant: str = ""
+    variant: str = ""  # the `kind` of its section that has this key; empty: every kind
 
     @property
     def dotted(self) -> str:
@@ -43,7 +48,7 @@ class Key:
 
     @property
     def accepts_text(self) -> bool:
-        """True for text, paths and choices: a command-line value is then taken as it stands."""
+        """True for text, paths and choices, whose command-line values need no quotes."""
         kind = without_none(self.annotation)
         return kind in (str, Path) or get_origin(kind) is Literal
 
@@ -54,6 +59,13 @@ class Key:
     @property
     def is_flag(self) -> bool:
         return without_none(self.annotation) is bool
+
+    @property
+    def element_type(self) -> Any:
+        """Type of an array's elements, or of a free-form table's values."""
+        kind = without_none(self.annotation)
+        parts = get_args(kind)
+        return parts[-1] if get_origin(kind) is dict else parts[0] if parts else kind
 
 
 def dotted(path: Sequence[str | int]) -> str:
@@ -69,15 +81,26 @@ def dotted(path: Sequence[str | int]) -> str:
     return text
 
 
+def flattened(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of nested tables by dotted key; arrays stay whole."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            flat |= flattened(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
 def without_none(annotation: Any) -> Any:
-    """`X | None` as `X`; anything else, a wider union included, as it is."""
-    if is_union(annotation):
+    """`X | None` as `X`; other annotations, wider unions included, unchanged."""
+    if _is_union(annotation):
         rest = [part for part in get_args(annotation) if part is not types.NoneType]
         return rest[0] if len(rest) == 1 else annotation
     return annotation
 
 
-def is_union(annotation: Any) -> bool:
+def _is_union(annotation: Any) -> bool:
     return get_origin(annotation) in (Union, types.UnionType)
 
 
@@ -85,54 +108,31 @@ def is_section(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
-def type_words(annotation: Any, bounds: Sequence[Any] = ()) -> str:
-    """What a key accepts, in words: `integer >= 1`, `one of "a", "b"`, `array of text`, `path or none`."""
+def type_text(annotation: Any, bounds: Sequence[Any] = ()) -> str:
+    """The values a type accepts: `integer >= 1`, `one of "a", "b"`, `array of text`, `path or none`."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return type_words(parts[0], [bound for field in parts[1:] for bound in getattr(field, "metadata", [field])])
-    if is_union(annotation):
-        return " or ".join("none" if part is types.NoneType else type_words(part, bounds) for part in parts)
+        return type_text(parts[0], [bound for field in parts[1:] for bound in getattr(field, "metadata", [field])])
+    if _is_union(annotation):
+        return " or ".join("none" if part is types.NoneType else type_text(part, bounds) for part in parts)
     if origin is Literal:
         choices = ", ".join(f'"{part}"' for part in parts)
         return choices if len(parts) == 1 else f"one of {choices}"
     if origin is tuple:
         if parts[-1] is Ellipsis:
-            return "array of tables" if is_section(parts[0]) else f"array of {type_words(parts[0])}"
-        return f"array of {len(parts)}: {', '.join(type_words(part) for part in parts)}"
+            return "array of tables" if is_section(parts[0]) else f"array of {type_text(parts[0])}"
+        return f"array of {len(parts)}: {', '.join(type_text(part) for part in parts)}"
     if origin is dict or is_section(annotation):
         return "table"
-    limits = " and ".join(words for words in map(bound_words, bounds) if words)
-    return f"{SCALARS.get(annotation, str(annotation))} {limits}".rstrip()
-
-
-def element_type(key: Key) -> Any:
-    """The type of one element of an array, or of one value of a free table."""
-    kind = without_none(key.annotation)
-    parts = get_args(kind)
-    return parts[-1] if get_origin(kind) is dict else parts[0] if parts else kind
-
-
-def element_words(key: Key) -> str:
-    """What one element of an array or one value of a free table accepts, in words."""
-    return type_words(element_type(key))
-
-
-def bound_words(bound: Any) -> str:
-    """`Ge(ge=1)` as `>= 1`; empty for metadata that is no bound."""
-    for sign, kind, name in (
-        (">=", annotated_types.Ge, "ge"),
-        (">", annotated_types.Gt, "gt"),
-        ("<=", annotated_types.Le, "le"),
-        ("<", annotated_types.Lt, "lt"),
-    ):
-        if isinstance(bound, kind):
-            return f"{sign} {getattr(bound, name)}"
-    return ""
+    limits = [
+        f"{sign} {getattr(bound, name)}" for bound in bounds for sign, kind, name in BOUNDS if type(bound) is kind
+    ]
+    return f"{SCALARS.get(annotation, str(annotation))} {' and '.join(limits)}".rstrip()
 
 
 @cache
 def all_keys() -> tuple[Key, ...]:
-    """Every key of a run, in the schema's order; a key that several variants share appears once for each."""
+    """Every key of a run, in the schema's order. A key of several variants appears once for each."""
     return tuple(_section_keys(RunSpec, ()))
 
 
@@ -151,54 +151,61 @@ def sections() -> frozenset[KeyPath]:
 
 
 def is_table(path: KeyPath) -> bool:
-    """Whether it is a section, whose keys are set one by one, rather than a key."""
+    """Whether the path is a section rather than a key."""
     return path in sections() and find(path) is None
 
 
 @cache
 def variants() -> dict[KeyPath, dict[str, type[BaseModel]]]:
-    """The tables whose keys depend on their `kind`: path -> kind -> model."""
-    found: dict[KeyPath, dict[str, type[BaseModel]]] = {}
-    for name, field in RunSpec.model_fields.items():
-        if field.discriminator == "kind":
-            found[(name,)] = {_kind_of(model): model for model in get_args(field.annotation)}
-    return found
+    """The sections whose keys depend on their `kind`: path -> kind -> model."""
+    return {
+        (name,): {_kind_of(model): model for model in get_args(field.annotation)}
+        for name, field in RunSpec.model_fields.items()
+        if field.discriminator == "kind"
+    }
 
 
-def default_kind(table: KeyPath) -> str:
-    """The kind of a table that names none."""
-    return str(RunSpec.model_fields[table[0]].get_default().kind)
+def default_kind(section: KeyPath) -> str:
+    return str(RunSpec.model_fields[section[0]].get_default().kind)
 
 
 def find(path: Sequence[str | int], *, kind: str = "") -> Key | None:
-    """The key at a path (array positions match any element), or None. Of several kinds' keys that of `kind`, else the
-    first."""
+    """The key at a path, where an array index matches any element; None if there is none.
+
+    Of the keys of several variants: the key of `kind`, else the first.
+    """
     found = keys_by_path().get(tuple(ITEM if isinstance(part, int) else part for part in path))
     return next((key for key in found if key.variant == kind), found[0]) if found else None
 
 
-def suggest(path: Sequence[str | int], *, kind: str = "") -> str:
-    """The key someone who wrote `path` most likely meant, dotted; empty if nothing is close.
+def did_you_mean(given: str, names: Iterable[str]) -> str:
+    """A hint with the name that is closest to a misspelt one; empty if none is close."""
+    close = difflib.get_close_matches(given, list(names), 1, 0.6)
+    return f"did you mean {close[0]}?" if close else ""
 
-    A slip or initials in the last word come first, then the same word in another section; then, if the section is
-    unknown too, whatever looks alike as a whole. Keys of other kinds than `kind` are not offered.
+
+def suggest(path: Sequence[str | int], *, kind: str = "") -> str:
+    """The key closest to a misspelt path, dotted; empty if none is close.
+
+    In order: a similar name or the initials in the same section, the same name in another section, and, if the section
+    is unknown too, the most similar path. Keys of other variants than `kind` are excluded.
     """
-    plain = tuple(part for part in path if isinstance(part, str))
-    section, leaf = plain[:-1], plain[-1].replace("-", "_")
-    offered = [key.path for key in all_keys() if not key.variant or key.variant == kind]
-    offered += [known for known in sorted(sections()) if known != section and known not in offered]
-    flat = {dotted(known).replace(ITEM, ""): known for known in offered}
-    siblings = {known[-1]: known for known in offered if tuple(p for p in known[:-1] if p != ITEM) == section}
+    names = tuple(part for part in path if isinstance(part, str))
+    section, leaf = names[:-1], names[-1].replace("-", "_")
+    candidates = [key.path for key in all_keys() if not key.variant or key.variant == kind]
+    candidates += [known for known in sorted(sections()) if known != section and known not in candidates]
+    siblings = {known[-1]: known for known in candidates if tuple(p for p in known[:-1] if p != ITEM) == section}
     for close in difflib.get_close_matches(leaf, siblings, 1, 0.6):
         return dotted(siblings[close])
     for name, known in siblings.items():
         if "_" in name and leaf == "".join(word[:1] for word in name.split("_")):
             return dotted(known)
-    same_word = [known for known in offered if known[-1] == leaf and known not in sections()]
-    if same_word:
-        return dotted(min(same_word, key=len))
-    alike = [] if section in sections() else difflib.get_close_matches(".".join(plain), flat, 1, 0.6)
-    return dotted(flat[alike[0]]) if alike else ""
+    same_name = [known for known in candidates if known[-1] == leaf and known not in sections()]
+    if same_name:
+        return dotted(min(same_name, key=len))
+    by_text = {dotted(known).replace(ITEM, ""): known for known in candidates}
+    similar = [] if section in sections() else difflib.get_close_matches(".".join(names), by_text, 1, 0.6)
+    return dotted(by_text[similar[0]]) if similar else ""
 
 
 def _section_keys(model: type[BaseModel], prefix: KeyPath, variant: str = "") -> Iterator[Key]:
@@ -207,35 +214,30 @@ def _section_keys(model: type[BaseModel], prefix: KeyPath, variant: str = "") ->
         if is_section(kind):
             yield from _section_keys(kind, path, variant)
         elif field.discriminator:
-            models = get_args(kind)
-            choices = ", ".join(f'"{_kind_of(each)}"' for each in models)
+            kinds = {_kind_of(each): each for each in get_args(kind)}
+            annotation: Any = Literal[tuple(kinds)]
             yield Key(
                 path=(*path, "kind"),
-                annotation=Literal[tuple(_kind_of(each) for each in models)],
-                words=f"one of {choices}",
+                annotation=annotation,
+                accepts=type_text(annotation),
                 default=field.get_default().kind,
                 required=False,
-                doc="Decides which of the keys below there are.",
+                doc="Selects which of the keys below exist.",
             )
-            for each in models:
-                rest = _section_keys(each, path, _kind_of(each))
-                yield from (key for key in rest if key.path[-1] != "kind")
+            for each, section in kinds.items():
+                yield from (key for key in _section_keys(section, path, each) if key.path[-1] != "kind")
         else:
-            yield _field_key(field, path, variant)
+            yield Key(
+                path=path,
+                annotation=field.annotation,
+                accepts=type_text(field.annotation, field.metadata),
+                default=None if field.is_required() else field.get_default(call_default_factory=True),
+                required=field.is_required(),
+                doc=" ".join((field.description or "").split()),
+                variant=variant,
+            )
             if get_origin(kind) is tuple and is_section(get_args(kind)[0]):
                 yield from _section_keys(get_args(kind)[0], (*path, ITEM), variant)
-
-
-def _field_key(field: FieldInfo, path: KeyPath, variant: str) -> Key:
-    return Key(
-        path=path,
-        annotation=field.annotation,
-        words=type_words(field.annotation, field.metadata),
-        default=None if field.is_required() else field.get_default(call_default_factory=True),
-        required=field.is_required(),
-        doc=" ".join((field.description or "").split()),
-        variant=variant,
-    )
 
 
 def _kind_of(model: type[BaseModel]) -> str:

@@ -1,117 +1,153 @@
-"""How samples become new weights: batch, optimizer, trainer, and how far generation may run ahead."""
+"""Optimization: batches, schedule, optimizer and trainer, and the objectives of supervised and preference stages."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from tidemill.config.base import Config, Probability, refuse
+from tidemill.config.base import Config, Probability
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class BatchConfig(Config):
     prompts: int = Field(8, ge=1)
-    """Groups learned from per published version."""
+    """Groups per batch. The policy is published once per batch."""
     group_size: int = Field(8, ge=1)
-    """Samples per prompt; 1 only for advantages that do not compare the samples of a group."""
+    """Samples per prompt. 1 only with advantages that do not compare the samples of a group."""
     minibatches: int = Field(1, ge=1)
     """Optimizer steps per epoch over the batch; must divide `prompts`."""
     epochs: int = Field(1, ge=1)
     """Passes over each batch."""
     microbatch_tokens: int = Field(2048, ge=1)
-    """Packed tokens (shared prefixes once) per forward and backward; a larger group is split by samples."""
+    """Tokens of one forward and backward pass, shared prefixes counted once. A larger group is split by samples."""
     order: Literal["canonical", "arrival"] = "canonical"
-    """canonical: fixed microbatches, bit-identical weights for a seed. arrival: starts earliest."""
+    """canonical: fixed microbatches, so that a seed gives bit-identical weights. arrival: samples are packed in the
+    order in which they finish, so that training starts earlier."""
 
 
 class OptimizerConfig(Config):
     learning_rate: float = Field(1e-5, gt=0)
     """Peak learning rate of AdamW."""
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
-    """AdamW moment decay."""
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
+    """AdamW betas."""
     eps: float = Field(1e-8, gt=0)
-    """AdamW denominator floor."""
+    """AdamW epsilon."""
     weight_decay: float = Field(0.0, ge=0)
-    """Decoupled, on matrices only."""
+    """Decoupled weight decay, applied to matrices only."""
     warmup_steps: int = Field(0, ge=0)
     """Optimizer steps of linear warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After warm-up, down to min_learning_rate_ratio at the last step; steps of the critic alone do not count."""
+    """Learning rate after the warm-up, down to min_learning_rate_ratio at the last step. Optimizer steps that train
+    only the critic do not count."""
     min_learning_rate_ratio: Probability = 0.1
-    """Final learning rate as a share of the peak."""
+    """Final learning rate as a fraction of the peak."""
     max_grad_norm: float = Field(1.0, gt=0)
-    """Global gradient norm is clipped to this."""
+    """Maximum global gradient norm; larger gradients are clipped."""
 
 
 class TrainerConfig(Config):
     steps: int = Field(20, ge=1)
-    """Batches to learn from (published versions)."""
+    """Number of batches to train on; each publishes one policy version."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """bf16 autocasts the forward and backward; weights and optimizer stay fp32. auto: bf16 on a GPU, fp32 else."""
+    """bf16: forward and backward under autocast; weights and optimizer stay fp32. auto: bf16 on a GPU, else fp32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes a GPU when there is one."""
+    """auto: a GPU if there is one."""
     threads: int = Field(0, ge=0)
-    """CPU threads of one operation; 0 measures one against all when a run begins and keeps the faster. Give a number
-    where two runs must agree bit for bit: another number may round sums differently."""
+    """CPU threads of one operation. 0: measure one thread against all at the start and use the faster. Set a number
+    when two runs must agree bit for bit, because the number of threads affects rounding."""
     logits_budget_mb: int = Field(256, ge=1)
-    """Largest [tokens, vocabulary] block held at once; beyond it the vocabulary logprobs are computed in chunks."""
+    """Maximum size of a [tokens, vocabulary] block in MB; larger ones are computed in chunks."""
     activation_checkpointing: bool = False
-    """Recompute layers in the backward pass to save memory."""
+    """Recompute activations in the backward pass to save memory."""
 
 
 class ScheduleConfig(Config):
     max_policy_lag: int = Field(0, ge=0)
-    """Newest policy version minus the oldest one a trained token came from: 0 generates strictly on policy, 1 generates
-    the next batch while this one is learned from, more lets generation run further ahead."""
+    """Maximum age of a trained token, in policy versions. 0: strictly on policy. 1: the next batch is generated while
+    this one is trained on. Larger values allow generation to run further ahead."""
     overcommit: Annotated[int, Field(ge=0)] | Literal["adaptive"] | None = None
-    """Groups under way beyond those of the batch that is due; at most max_policy_lag times batch.prompts, which is also
-    what is taken when nothing is set. adaptive: more while the reward improves, fewer when it does not."""
+    """Groups in flight beyond those of the next batch, at most max_policy_lag × batch.prompts, which is the default.
+    adaptive: more while the reward improves, fewer while it does not."""
     fresh_fraction: float = Field(0.0, ge=0, le=1)
-    """At least this share of each batch's groups is begun under the very weights it is learned with; what is left over
-    for a later batch is bounded accordingly. 0.5 renews half of every batch."""
+    """Minimum fraction of each batch that is started under the policy version the batch is trained with (partial
+    refresh); limits overcommit accordingly."""
     membership: Literal["planned", "first_finished"] = "planned"
-    """planned: each batch has the prompts of its step. first_finished: a batch is the groups that are finished first,
-    and stragglers go into a later one."""
+    """planned: a batch contains the prompts planned for its step. first_finished: a batch contains the groups that
+    finish first, and slower groups go into a later batch."""
     unfinished: Literal["continue", "finish", "restart", "wait"] = "continue"
-    """What a sample under way does when new weights are published: goes on under them, is finished under those it began
-    with (its worker takes no new samples until then; an evaluation calls it back all the same), or begins again. wait:
-    the publish waits until every sample under way is finished and scored. With membership = "planned" the version that
-    makes a sample then does not depend on timing, so evictions and kills do not change what is learned at any lag."""
+    """What happens to samples in flight when new weights are published. continue: they continue under the new weights.
+    finish: they finish under the old ones; their worker takes no new samples until then. restart: they start again.
+    wait: publishing waits until all samples in flight are finished and scored. With wait and membership = "planned",
+    timing does not affect which version generates a sample, so evictions do not change the result at any lag."""
     on_lag_limit: Literal["wait", "restart", "drop"] = "wait"
-    """A group that would grow older than max_policy_lag: the batch waits for it, it begins again, or it is given up
-    (which favours short completions, and is counted)."""
-    max_redraws: int = Field(3, ge=0)
-    """With algorithm.dynamic_sampling: batches' worth of groups without signal replaced in one step, at most; beyond
-    that they are taken as they are."""
+    """What happens to a group that would exceed max_policy_lag. wait: the batch waits for it. restart: it is generated
+    again. drop: it is discarded and counted, which biases training towards short completions."""
 
     def most_left_over(self, batch_groups: int) -> int:
-        """Groups of B that may be under way beyond the due batch: when new weights come they are what later batches
-        have of older ones."""
-        if not isinstance(self.overcommit, int):
-            renewed = math.ceil(self.fresh_fraction * batch_groups)
-            most = self.max_policy_lag * batch_groups
-            return min(most, batch_groups - renewed) if renewed else most
-        return self.overcommit
+        """Maximum number of groups in flight beyond the next batch, where a batch has `batch_groups` groups."""
+        if isinstance(self.overcommit, int):
+            return self.overcommit
+        fresh, most = math.ceil(self.fresh_fraction * batch_groups), self.max_policy_lag * batch_groups
+        return min(most, batch_groups - fresh) if fresh else most
 
     @property
     def one_version(self) -> bool:
-        """Whether the newest version alone makes every sample: nothing is under way when it is published."""
+        """Whether every sample is generated by a single version: no sample is in flight at a publish."""
         return self.max_policy_lag == 0 or self.unfinished == "wait"
 
-    @model_validator(mode="after")
-    def _possible(self) -> ScheduleConfig:
-        faults = []
+    def issues(self) -> Iterator[str]:
         if self.max_policy_lag == 0 and self.overcommit:
-            faults.append(
-                f"overcommit = {self.overcommit!r} leaves groups for a later batch, and max_policy_lag = 0 allows none "
-                "to be older than its batch; raise max_policy_lag, or leave overcommit out"
+            yield (
+                f"overcommit = {self.overcommit!r} needs max_policy_lag above 0: groups beyond the next batch would be "
+                "trained on by a later version; raise max_policy_lag, or leave overcommit out"
             )
         if self.fresh_fraction > 0 and isinstance(self.overcommit, int):
-            faults.append(
-                f"overcommit = {self.overcommit} and fresh_fraction = {self.fresh_fraction:g} both say how many groups "
-                'are left over for a later batch; leave one of them out, or set overcommit = "adaptive"'
+            yield (
+                f"overcommit = {self.overcommit} and fresh_fraction = {self.fresh_fraction:g} both limit the groups "
+                'in flight; leave one of them out, or set overcommit = "adaptive"'
             )
-        return refuse(faults, self)
+
+
+class SupervisedConfig(Config):
+    epochs: int = Field(1, ge=0)
+    """Passes over the training examples; 0: train for trainer.steps optimizer steps."""
+    minibatch_tokens: int = Field(8192, ge=1)
+    """Tokens per optimizer step, shared prefixes counted once."""
+    microbatch_tokens: int = Field(2048, ge=1)
+    """Tokens per forward and backward pass, shared prefixes counted once; a larger example runs alone."""
+    evaluate_every_steps: int = Field(10, ge=0)
+    """Optimizer steps between evaluations on the held-out examples; 0: evaluate only before and after training."""
+    patience: int = Field(0, ge=0)
+    """Stop after this many evaluations in a row without a lower held-out loss, and write a checkpoint at each new
+    minimum; 0: no early stopping."""
+
+    def issues(self) -> Iterator[str]:
+        if self.microbatch_tokens > self.minibatch_tokens:
+            yield (
+                f"microbatch_tokens = {self.microbatch_tokens} is more than minibatch_tokens = "
+                f"{self.minibatch_tokens}; lower the first or raise the second"
+            )
+        if self.patience and not self.evaluate_every_steps:
+            yield f"patience = {self.patience} needs evaluations; set evaluate_every_steps above 0"
+
+
+class RewardModelConfig(Config):
+    centring: float = Field(0.01, ge=0)
+    """Weight of (chosen + rejected)² in the loss, which keeps the mean score near 0."""
+
+
+class PreferenceConfig(Config):
+    loss: Literal["dpo", "ipo"] = "dpo"
+    """dpo: logistic loss on summed logprobs. ipo: squared loss on logprobs averaged over a completion's tokens."""
+    beta: float = Field(0.1, gt=0)
+    """Strength of the constraint to the initial model."""
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    """dpo: assumed fraction of pairs with swapped labels."""
+
+    def issues(self) -> Iterator[str]:
+        if self.loss == "ipo" and self.label_smoothing:
+            yield 'label_smoothing is only for loss = "dpo"; leave it out'

@@ -1,62 +1,63 @@
-"""The stages of a recipe: kinds, sections, inputs and outputs, and the graph between them."""
+"""Recipes with stages: the kinds of stages, the references between them, and loading."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from tidemill.config.issues import ConfigIssue, Purpose
-from tidemill.config.keys import ITEM, KeyPath, dotted
-from tidemill.config.load import PREFIX, STAGES
+from tidemill.config.issues import ConfigError, ConfigIssue, Purpose
+from tidemill.config.keys import ITEM, KeyPath, did_you_mean, dotted
+from tidemill.config.load import PREFIX, STAGES, Layer, Tree, compose, has_stages, read_sources
 from tidemill.config.schema import RunConfig, RunSpec
 
 StageKind: TypeAlias = Literal["demonstrations", "pairs", "sft", "reward_model", "dpo", "rl", "eval", "export"]
 Product: TypeAlias = Literal["a model", "a reward model", "demonstrations", "preference pairs", "prompts"]
-"""What one stage may take from another. (No kind gives prompts.)"""
+"""What one stage may take from another. No kind outputs prompts."""
 
-ASKED: dict[KeyPath, Product | None] = {
-    ("model", "source"): "a model",
-    ("critic", "source"): "a model",
-    ("task", "path"): "prompts",
-    ("task", "held_out_path"): "prompts",
-    ("data", "path"): None,
-    ("data", "held_out_path"): None,
-    ("scoring", "rewards", ITEM, "model"): "a reward model",
-    ("eval", "compare_with"): "a model",
+REFERENCE_KEYS: dict[KeyPath, tuple[Product, ...]] = {
+    ("model", "source"): ("a model",),
+    ("critic", "source"): ("a model", "a reward model"),
+    ("task", "path"): ("prompts",),
+    ("task", "held_out_path"): ("prompts",),
+    ("data", "path"): (),
+    ("data", "held_out_path"): (),
+    ("scoring", "rewards", ITEM, "model"): ("a reward model",),
+    ("eval", "compare_with"): ("a model",),
 }
-"""The keys that name a model or file, and which; None: what the kind of stage learns from."""
+"""The keys that name a model or file, and the products they accept; (): the data of the kind of stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageKindSpec:
     """A row of the table of kinds."""
 
-    sections: tuple[str, ...]  # top-level keys of a run that mean something to it
-    gives: Product | None
-    learns_from: Product | None = None  # rows of [data]
+    sections: tuple[str, ...]  # sections of the configuration that this kind uses
+    output: Product | None
+    data: Product | None = None  # rows of [data]
     purpose: Purpose = "read"
-    required: KeyPath = ()  # a key without a default that works for it
-    # Keys, or "section.", that do not change what it gives; beside NEUTRAL. One that is forgotten here repeats a stage
-    # without need, one too many gives a stale result. Of a kind that trains, a resume must allow their change.
+    required: KeyPath = ()  # a key without a usable default
+    # Keys, or "section.", that do not affect the output, in addition to NEUTRAL. A missing entry repeats stages without
+    # need, and a wrong one keeps stale results. For kinds that train, a resume must allow changes of these keys.
     neutral: tuple[str, ...] = ()
 
 
 NEUTRAL = ("run.dir", "run.name", "trainer.threads", "checkpoint.keep_last", "telemetry.")
-"""Of every kind: where things are put, how many are kept, how fast it goes and what is told of it."""
+"""Keys that do not affect the output of any kind."""
 _SCORING = ("engine.tick_s", "scoring.concurrency", "scoring.timeout_s")
 _TRAINING = ("scoring.truncated", "trainer.steps", "trainer.logits_budget_mb", "trainer.activation_checkpointing")
-"""In sections that say how answers are computed and judged, too: of no consequence where nothing is trained."""
+"""Keys that affect only training, in sections that kinds without training use too."""
 _SUPERVISED = ("run", "model", "data", "supervised", "optimizer", "trainer", "checkpoint", "telemetry")
 
 KINDS: dict[StageKind, StageKindSpec] = {
     "demonstrations": StageKindSpec(
         sections=("run", "model", "task", "sampling", "data_generation"),
-        gives="demonstrations",
+        output="demonstrations",
         purpose="generate",
-        # Nothing is drawn: the model gives its tokenizer, `sampling` what ends an answer.
+        # Nothing is sampled: the model provides its tokenizer, and `sampling` the stop strings.
         neutral=(
             *("model.lora.", "sampling.max_new_tokens", "sampling.temperature", "sampling.top_k", "sampling.top_p"),
             *("data_generation.samples_per_prompt", "data_generation.pairs_per_prompt"),
@@ -64,24 +65,22 @@ KINDS: dict[StageKind, StageKindSpec] = {
     ),
     "pairs": StageKindSpec(
         sections=("run", "model", "task", "scoring", "sampling", "engine", "trainer", "data_generation"),
-        gives="preference pairs",
+        output="preference pairs",
         purpose="generate",
         neutral=(*_SCORING, *_TRAINING),
     ),
-    # Supervised stages may give their best checkpoint: how often one is written is no matter of taste there.
-    "sft": StageKindSpec(
-        sections=_SUPERVISED, gives="a model", learns_from="demonstrations", required=("data", "path")
-    ),
+    # A supervised stage may output its best checkpoint, so checkpoint.every_steps affects its output.
+    "sft": StageKindSpec(sections=_SUPERVISED, output="a model", data="demonstrations", required=("data", "path")),
     "reward_model": StageKindSpec(
         sections=(*_SUPERVISED, "reward_model"),
-        gives="a reward model",
-        learns_from="preference pairs",
+        output="a reward model",
+        data="preference pairs",
         required=("data", "path"),
     ),
     "dpo": StageKindSpec(
         sections=(*_SUPERVISED, "preference"),
-        gives="a model",
-        learns_from="preference pairs",
+        output="a model",
+        data="preference pairs",
         required=("data", "path"),
     ),
     "rl": StageKindSpec(
@@ -90,7 +89,7 @@ KINDS: dict[StageKind, StageKindSpec] = {
             *("placement", "reading", "batch", "schedule", "algorithm", "optimizer", "critic", "trainer", "eval"),
             *("checkpoint", "telemetry", "simulation"),
         ),
-        gives="a model",
+        output="a model",
         purpose="train",
         neutral=(
             *(*_SCORING, "eval.", "checkpoint.", "runtime", "pool.", "fleet.", "ray.", "placement.", "reading."),
@@ -99,13 +98,13 @@ KINDS: dict[StageKind, StageKindSpec] = {
     ),
     "eval": StageKindSpec(
         sections=("run", "model", "task", "scoring", "sampling", "engine", "trainer", "eval"),
-        gives=None,
+        output=None,
         purpose="eval",
         neutral=(*_SCORING, *_TRAINING, "eval.every_steps"),
     ),
     "export": StageKindSpec(
         sections=("run", "model", "export"),
-        gives="a model",
+        output="a model",
         neutral=("run.seed", "model.lora.", "model.chat_template"),
     ),
 }
@@ -115,57 +114,39 @@ KINDS: dict[StageKind, StageKindSpec] = {
 class Reference:
     """One `stage:NAME`."""
 
-    key: tuple[str | int, ...]  # where it stands in the stage's configuration
-    stage: str  # whose product is asked for
+    key: tuple[str | int, ...]  # its location in the stage's configuration
+    stage: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSpec:
-    """One stage, fully resolved but for what earlier stages will give."""
+    """One stage, complete except for the outputs of earlier stages."""
 
     name: str
     kind: StageKind
-    spec: RunSpec  # only the sections its kind knows mean anything
+    spec: RunSpec  # only the sections of its kind have a meaning
 
     @property
     def references(self) -> tuple[Reference, ...]:
         return tuple(
             Reference(key=key, stage=value.removeprefix(PREFIX))
-            for key, value in asked_for(self.spec, self.kind)
+            for key, value in self.sources()
             if value.startswith(PREFIX)
         )
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Names of the stages it takes something from, each once."""
+        """Names of the stages whose outputs it uses, each once."""
         return tuple(dict.fromkeys(reference.stage for reference in self.references))
 
     def sections(self) -> dict[str, Any]:
-        """Its configuration as plain data: the sections its kind knows, in the schema's order."""
-        return known_sections(self.spec.model_dump(mode="json"), self.kind)
+        """Its configuration as plain data: the sections of its kind, in the schema's order."""
+        return _only(self.spec.model_dump(mode="json"), KINDS[self.kind].sections)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineSpec:
-    """A recipe with stages, in the order they run."""
-
-    run: RunConfig
-    stages: tuple[StageSpec, ...]
-    unused: tuple[str, ...] = field(default=(), compare=False)  # in words: sections that no stage has a use for
-
-    @property
-    def directory(self) -> Path:
-        return self.run.dir or Path("runs") / self.run.name
-
-
-def known_sections(tree: dict[str, Any], kind: StageKind) -> dict[str, Any]:
-    return {name: value for name, value in tree.items() if name in KINDS[kind].sections}
-
-
-def asked_for(spec: RunSpec, kind: StageKind) -> list[tuple[tuple[str | int, ...], str]]:
-    """(location, value) of every key that names a model or file, in this kind's sections; unset ones left out."""
-    sections = known_sections(spec.model_dump(mode="json"), kind)
-    return [found for path in ASKED for found in _values(sections, path, ())]
+    def sources(self) -> list[tuple[tuple[str | int, ...], str]]:
+        """(location, value) of every key that names a model or file and is set."""
+        sections = _only(self.spec.model_dump(mode="json"), KINDS[self.kind].sections)
+        return [found for path in REFERENCE_KEYS for found in _values(sections, path, ())]
 
 
 def _values(node: Any, path: KeyPath, at: tuple[str | int, ...]) -> list[tuple[tuple[str | int, ...], str]]:
@@ -177,64 +158,299 @@ def _values(node: Any, path: KeyPath, at: tuple[str | int, ...]) -> list[tuple[t
     return _values(node[first], rest, (*at, first)) if isinstance(node, dict) and first in node else []
 
 
-def graph_faults(stages: Sequence[StageSpec], *, faulty: Container[str] = ()) -> list[ConfigIssue]:
-    """What is wrong with who takes what from whom.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineSpec:
+    """A recipe with stages, in the order in which they run."""
+
+    run: RunConfig
+    stages: tuple[StageSpec, ...]
+    unused: tuple[str, ...] = field(default=(), compare=False)  # messages about sections that no stage uses
+
+    @property
+    def directory(self) -> Path:
+        return self.run.dir or Path("runs") / self.run.name
+
+
+STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")  # used in --stage.NAME.key and as a folder name
+
+
+def load_recipe(args: Sequence[str]) -> RunSpec | PipelineSpec:
+    """Load the run or pipeline that `args` describe, as `config.load.load_spec` does with purpose "train".
+
+    Raises:
+        ConfigError: every issue found, including circular references and missing inputs of stages.
+    """
+    return read_sources(args).composed(
+        lambda layers: compose_stages(layers) if has_stages(layers) else compose(layers, purpose="train")
+    )
+
+
+def compose_stages(layers: Sequence[Layer]) -> PipelineSpec:
+    """Merge and validate every stage.
+
+    From weak to strong: the recipes' top-level sections, the stage's own sections, `--section.key` on the command line,
+    `--stage.NAME.section.key`. References between stages are kept when `--section.key` sets the same key.
 
     Args:
-        faulty: names of further stages, of which nothing else is known.
+        layers: the recipes, then the command line.
+
+    Raises:
+        ConfigError: the issues of all stages.
     """
+    recipes, command = layers[:-1], layers[-1]
+    issues = list[ConfigIssue]()
+    tables: dict[str, list[Layer]] = {}
+    for recipe in recipes:
+        for layer in _stage_tables(recipe, issues):
+            tables.setdefault(layer.stage, []).append(layer)
+    overrides = _stage_overrides(command, list(tables), issues)
+    stages = []
+    for name, own in tables.items():
+        try:
+            stages.append(_compose_stage(name, own, recipes, command, overrides.get(name)))
+        except ConfigError as error:
+            issues += error.issues
+    kinds = [stage.kind for stage in stages]
+    issues += _unknown_sections([*recipes, command])
+    if len(stages) == len(tables):
+        issues += [
+            ConfigIssue(
+                key=section,
+                what="no stage of this recipe has this section",
+                source=command.name,
+                hint=f"leave it out, or add a stage of kind {' or '.join(users)}",
+            )
+            for section, users in _unused_sections(command, kinds)
+        ]
+    issues += graph_issues(stages, invalid=tables.keys() - {stage.name for stage in stages})
+    if issues:
+        raise ConfigError(list(dict.fromkeys(issues)))
+    run = compose([replace(layer, tree=_only(layer.tree, ("run",))) for layer in layers], purpose="read").run
+    unused = tuple(
+        f"{recipe.locate((section,))}: no stage uses [{section}] (only {', '.join(users)})"
+        for recipe in recipes
+        for section, users in _unused_sections(recipe, kinds)
+    )
+    return PipelineSpec(run=run, stages=tuple(stages), unused=unused)
+
+
+def _stage_tables(recipe: Layer, issues: list[ConfigIssue]) -> Iterator[Layer]:
+    """The stages of a recipe as layers; tables without a valid name go to `issues`."""
+    tables = recipe.tree.get(STAGES, [])
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        hint = f'write [[{STAGES}]] and below it name = "...", kind = "..."'
+        what, source = "needs an array of tables", recipe.locate((STAGES,))
+        issues.append(ConfigIssue(key=STAGES, what=what, source=source, hint=hint))
+        return
+    if STAGES in recipe.tree and not tables:
+        hint = "add a stage, or leave it out"
+        issues.append(ConfigIssue(key=STAGES, what="is empty", source=recipe.name, hint=hint))
+    names: set[str] = set()
+    for index, table in enumerate(tables):
+        name, what = table.get("name"), ""
+        if name is None:
+            what, hint = "missing", 'give the stage a name, such as "sft"'
+        elif not isinstance(name, str) or not STAGE_NAME.fullmatch(name):
+            what, hint = f"{name!r} is not a valid name", "use letters, digits, - and _"
+        elif name in names:
+            what, hint = f'two stages have the name "{name}"', "rename one of them"
+        if what:
+            source = recipe.locate((STAGES, index))
+            issues.append(ConfigIssue(key=f"{STAGES}[{index}].name", what=what, source=source, hint=hint))
+        else:
+            names.add(name)
+            yield Layer(name=recipe.name, tree=table, text=recipe.text, at=(STAGES, index), stage=name)
+
+
+def _stage_overrides(command: Layer, names: Sequence[str], issues: list[ConfigIssue]) -> dict[str, Layer]:
+    """The options `--stage.NAME.section.key`, by stage."""
+    found: dict[str, Layer] = {}
+    tables = command.tree.get(STAGES, {})
+    if not isinstance(tables, dict):
+        hint = f"write --{STAGES}.NAME.section.key VALUE"
+        issues.append(ConfigIssue(key=f"--{STAGES}", what="needs a key", hint=hint))
+        return found
+    for name, table in tables.items():
+        option = f"--{STAGES}.{name}"
+        if name not in names:
+            hint = did_you_mean(name, names) or f"stages: {', '.join(names)}"
+            issues.append(ConfigIssue(key=option, what="no stage of that name", hint=hint))
+        elif not isinstance(table, dict):
+            issues.append(ConfigIssue(key=option, what="needs a key", hint=f"write {option}.section.key VALUE"))
+        else:
+            found[name] = replace(command, tree=table, at=(STAGES, name), stage=name)
+    return found
+
+
+def _compose_stage(
+    name: str, tables: Sequence[Layer], recipes: Sequence[Layer], command: Layer, override: Layer | None
+) -> StageSpec:
+    """Merge and validate one stage.
+
+    Raises:
+        ConfigError: every issue of this stage.
+    """
+    own = [*tables, override] if override else list(tables)
+    kind = _stage_kind(own)
+    issues = [issue for layer in own for issue in _misplaced(layer, kind)]
+    row = KINDS[kind]
+    references = _reference_keys(tables)
+    options = {
+        section: {key: value for key, value in table.items() if (section, key) not in references}
+        if isinstance(table, dict)
+        else table
+        for section, table in _only(command.tree, row.sections).items()
+    }
+    layers = [
+        *(replace(recipe, tree=_only(recipe.tree, row.sections)) for recipe in recipes),
+        *(replace(layer, tree=_settings(layer.tree)) for layer in tables),
+        replace(command, tree=options),
+        *([replace(override, tree=_settings(override.tree))] if override else []),
+        Layer(name=f"stage {name}", tree={"run": {"name": name, "dir": None}}),
+    ]
+    try:
+        spec = compose(layers, purpose=row.purpose)
+    except ConfigError as error:
+        placed = [issue if issue.source else replace(issue, source=f"stage {name}") for issue in error.issues]
+        raise ConfigError([*issues, *placed]) from None
+    if row.required and reduce(getattr, row.required, spec) is None:
+        key = dotted(row.required)
+        hint = f"give --{STAGES}.{name}.{key} VALUE"
+        issues.append(ConfigIssue(key=key, what="missing", source=f"stage {name}", hint=hint))
+    if issues:
+        raise ConfigError(issues)
+    return StageSpec(name=name, kind=kind, spec=spec)
+
+
+def _stage_kind(layers: Sequence[Layer]) -> StageKind:
+    """
+    Raises:
+        ConfigError: the kind is missing or unknown.
+    """
+    layer = next((each for each in reversed(layers) if "kind" in each.tree), layers[0])
+    given, choices = layer.tree.get("kind"), ", ".join(f'"{kind}"' for kind in KINDS)
+    for kind in KINDS:
+        if kind == given:
+            return kind
+    what, hint = "missing", f"give one of {choices}"
+    if given is not None:
+        what, hint = f"needs one of {choices}, was given {given!r}", did_you_mean(str(given), KINDS)
+    source = layer.locate(("kind",)) or layer.locate(())
+    raise ConfigError([ConfigIssue(key=f"{STAGES}.{layer.stage}.kind", what=what, source=source, hint=hint)])
+
+
+def _misplaced(layer: Layer, kind: StageKind) -> Iterator[ConfigIssue]:
+    """Sections that the kind does not use, and keys that only the pipeline has."""
+    for section in layer.tree:
+        if section in RunSpec.model_fields and section not in KINDS[kind].sections:
+            users = [other for other, row in KINDS.items() if section in row.sections]
+            what = f"a stage of kind {kind} does not have this section"
+            hint = f"leave it out ({', '.join(users)} {'have' if len(users) > 1 else 'has'} it)"
+            yield ConfigIssue(key=section, what=what, source=layer.locate((section,)), hint=hint)
+    run = layer.tree.get("run", {})
+    for key in ("dir", "name"):
+        if isinstance(run, dict) and key in run:
+            what = "belongs to the whole pipeline"
+            hint = f"set run.{key} at the top of the recipe; each stage has a subfolder with its name"
+            yield ConfigIssue(key=f"run.{key}", what=what, source=layer.locate(("run", key)), hint=hint)
+
+
+def _reference_keys(tables: Sequence[Layer]) -> set[tuple[str, ...]]:
+    """The keys outside arrays with which these tables refer to another stage."""
+    found = set()
+    for layer in tables:
+        for path in REFERENCE_KEYS:
+            node: Any = layer.tree
+            for part in path:
+                node = node.get(part) if isinstance(node, dict) else None
+            if isinstance(node, str) and node.startswith(PREFIX):
+                found.add(path)
+    return found
+
+
+def _only(tree: Tree, sections: Sequence[str]) -> Tree:
+    return {name: value for name, value in tree.items() if name in sections}
+
+
+def _settings(tree: Tree) -> Tree:
+    """A stage's table without its name and kind."""
+    return {name: value for name, value in tree.items() if name not in ("name", "kind")}
+
+
+def _unknown_sections(layers: Sequence[Layer]) -> Iterator[ConfigIssue]:
+    for layer in layers:
+        unknown = {name: value for name, value in layer.tree.items() if name not in (*RunSpec.model_fields, STAGES)}
+        if unknown:
+            try:
+                compose([replace(layer, tree=unknown)], purpose="read")
+            except ConfigError as error:
+                yield from error.issues
+
+
+def _unused_sections(layer: Layer, kinds: Sequence[StageKind]) -> Iterator[tuple[str, list[StageKind]]]:
+    """Top-level sections that no stage of these kinds uses, each with the kinds that use it."""
+    for section in layer.tree:
+        users = [kind for kind, row in KINDS.items() if section in row.sections]
+        if section in RunSpec.model_fields and section != "run" and not set(users) & set(kinds):
+            yield section, users
+
+
+def graph_issues(stages: Sequence[StageSpec], *, invalid: Container[str] = ()) -> list[ConfigIssue]:
+    """The issues of the references between stages.
+
+    Args:
+        invalid: names of stages that failed validation; references to them are not checked.
+    """
+    if cycle := _cycle({stage.name: stage.needs for stage in stages}):
+        what = f"circular references: {' → '.join(cycle)}"
+        return [ConfigIssue(key=STAGES, what=what, hint="change the input of one of them")]
     kinds = {stage.name: stage.kind for stage in stages}
-    faults = list[ConfigIssue]()
-    if circle := _circle({stage.name: stage.needs for stage in stages}):
-        what = f"the stages {' → '.join(circle)} wait for one another"
-        return [ConfigIssue(key=STAGES, what=what, hint="let one of them take its input from elsewhere")]
+    issues = list[ConfigIssue]()
     earlier: list[str] = []
     for stage in stages:
-        for reference in (each for each in stage.references if each.stage not in faulty):
-            faults += _reference_faults(stage, reference, kinds, earlier)
+        for reference in stage.references:
+            if reference.stage not in invalid:
+                issues += _reference_issues(stage, reference, kinds, earlier)
         earlier.append(stage.name)
-    return faults
+    return issues
 
 
-def _reference_faults(
+def _reference_issues(
     stage: StageSpec, reference: Reference, kinds: Mapping[str, StageKind], earlier: Sequence[str]
-) -> list[ConfigIssue]:
+) -> Iterator[ConfigIssue]:
     name = reference.stage
-    given = f"{PREFIX}{name}"
-    key = f"{STAGES}.{stage.name}.{dotted(reference.key)}"
+    given = f'"{PREFIX}{name}"'
+    accepted = REFERENCE_KEYS[tuple(ITEM if isinstance(part, int) else part for part in reference.key)]
+    needed = accepted or (KINDS[stage.kind].data,)
     if name not in kinds:
+        what = f"{given} names no stage"
         hint = did_you_mean(name, kinds) or f"stages before it: {', '.join(earlier) or 'none'}"
-        return [ConfigIssue(key=key, what=f'"{given}" names no stage', hint=hint)]
-    if name not in earlier:
-        what = f'"{given}" comes later in the recipe, and stages run in its order'
-        return [ConfigIssue(key=key, what=what, hint=f"move stage {name} before stage {stage.name}")]
-    asked = ASKED[tuple(ITEM if isinstance(part, int) else part for part in reference.key)]
-    wanted = asked or KINDS[stage.kind].learns_from
-    gives = KINDS[kinds[name]].gives
-    if gives == wanted:
-        return []
-    what = f'asks for {wanted}, and "{given}", a stage of kind {kinds[name]}, gives {gives or "none"}'
-    able = [kind for kind, row in KINDS.items() if row.gives == wanted]
-    hint = f"name a stage of kind {' or '.join(able)}" if able else "name a file"
-    return [ConfigIssue(key=key, what=what, hint=hint)]
+    elif name not in earlier:
+        what = f"{given} is a later stage, and stages run in the recipe's order"
+        hint = f"move stage {name} before stage {stage.name}"
+    elif (output := KINDS[kinds[name]].output) not in needed:
+        what = (
+            f"needs {' or '.join(map(str, needed))}, and {given} is of kind {kinds[name]}, which outputs "
+            f"{output or 'nothing'}"
+        )
+        sources = [kind for kind, row in KINDS.items() if row.output in needed]
+        hint = f"name a stage of kind {' or '.join(sources)}" if sources else "name a file"
+    else:
+        return
+    yield ConfigIssue(key=f"{STAGES}.{stage.name}.{dotted(reference.key)}", what=what, hint=hint)
 
 
-def _circle(needs: Mapping[str, Sequence[str]]) -> list[str]:
-    """Names of stages that need one another, the first one again at the end; empty if there are none."""
-    settled: set[str] = set()
+def _cycle(needs: Mapping[str, Sequence[str]]) -> list[str]:
+    """The names along a cycle of references, the first one again at the end; empty if there is none."""
+    visited: set[str] = set()
 
     def search(path: list[str]) -> list[str]:
         for other in needs.get(path[-1], ()):
             if other in path:
                 return [*path[path.index(other) :], other]
-            if other not in settled and (found := search([*path, other])):
+            if other not in visited and (found := search([*path, other])):
                 return found
-        settled.add(path[-1])
+        visited.add(path[-1])
         return []
 
     return next((found for name in needs if (found := search([name]))), [])
-
-
-def did_you_mean(given: str, names: Iterable[str]) -> str:
-    close = difflib.get_close_matches(given, list(names), 1, 0.6)
-    return f"did you mean {close[0]}?" if close else ""

@@ -1,138 +1,136 @@
-"""Where preemptible workers come from, how they are used, and which machines a simulation has."""
+"""Compute: preemptible workers, the fleet, the Ray cluster, and the machines of a simulation."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from tidemill.config.base import Config, Probability, refuse
+from tidemill.config.base import Config, Probability
 
-SHORTEST_HEARTBEAT_TIMEOUT_S = 1.0
+MIN_HEARTBEAT_TIMEOUT_S = 1.0
 
 
 class StaticPool(Config):
     kind: Literal["static"] = "static"
     workers: int = Field(0, ge=0)
-    """Preemptible workers, there from the start; 0 generates everything on the reserved side."""
+    """Preemptible workers, all available from the start. 0: the reserved side generates everything."""
 
 
 class TracePool(Config):
     kind: Literal["trace"]
     path: Path
-    """A capacity trace: CSV lines `seconds,count`, or JSON `{"metadata": {"gap_seconds": …}, "data": [count, …]}`."""
+    """Capacity trace: CSV lines `seconds,count`, or JSON `{"metadata": {"gap_seconds": …}, "data": [count, …]}`."""
     start_s: float = Field(0.0, ge=0)
-    """Where in the trace the run begins, in seconds of the trace."""
+    """Position in the trace at which the run starts, in seconds."""
     max_workers: int = Field(8, ge=1)
-    """Machines taken at most, whatever the trace offers."""
+    """Maximum number of workers, even where the trace offers more."""
     notice_s: float = Field(0.0, ge=0)
-    """Warning before each eviction, in seconds of the run; 0 evicts without a word."""
+    """Notice before each eviction, in seconds; 0: no notice."""
     seed: int = Field(0, ge=0)
-    """Chooses which machine goes when the count falls."""
+    """Seed that selects which machine is evicted when the count drops."""
 
 
 class SyntheticPool(Config):
     kind: Literal["synthetic"]
     workers: int = Field(2, ge=1)
-    """Machines there are when none is away."""
+    """Number of workers when none is evicted."""
     mean_time_to_eviction_s: float = Field(20.0, gt=0)
-    """Of one machine; the times are exponential."""
+    """Mean time until a worker is evicted, in seconds (exponential distribution)."""
     mean_time_to_return_s: float = Field(5.0, gt=0)
-    """Until an evicted machine's place is filled again."""
+    """Mean time until an evicted worker is replaced, in seconds (exponential distribution)."""
     burst: float = Field(0.3, ge=0, lt=1)
-    """Probability that an eviction takes the next machine along, and that one the next."""
+    """Probability that an eviction also evicts the next worker, and so on."""
     notice_s: float = Field(0.0, ge=0)
-    """Warning before an eviction that gives one."""
+    """Notice before an eviction that is announced, in seconds."""
     noticed: Probability = 0.0
-    """Share of evictions that give notice."""
+    """Fraction of evictions that are announced."""
     seed: int = Field(0, ge=0)
-    """Seeds the times and the victims."""
+    """Seed of eviction times and victims."""
 
 
 class RayPool(Config):
     kind: Literal["ray"]
     max_workers: int = Field(64, ge=1)
-    """Workers held at most."""
+    """Maximum number of workers."""
     selector: dict[str, str] = {"ray.io/market-type": "spot"}
-    """Labels of the nodes that preemptible workers may run on."""
+    """Ray labels of the nodes on which preemptible workers run."""
 
 
 PoolConfig = Annotated[StaticPool | TracePool | SyntheticPool | RayPool, Field(discriminator="kind")]
 
 
 class FleetConfig(Config):
-    """How preemptible workers are used. Where they come from is `pool`."""
+    """How preemptible workers are used. `pool` defines where they come from."""
 
     size: Literal["pool", "adaptive"] = "pool"
-    """pool: every worker the pool offers. adaptive: as many as the balance of generation and training asks for."""
+    """pool: use every worker of the pool. adaptive: use as many as balance generation and training."""
     seeding: bool = True
-    """The reserved side generates too, at the start of a step and whenever no preemptible worker is there."""
+    """The reserved side also generates at the start of a step, and whenever there is no preemptible worker."""
     hand_over: Literal["window", "balance"] = "window"
     """When the reserved side stops generating in a step. window: after a time that adapts from step to step. balance:
-    then, too, but not before preemptible workers can be expected to finish the rest by the time the trainer has learned
-    from all; only at lag 0, and not before the first step has shown how fast both sides are."""
+    also wait until workers are projected to finish before the trainer does. Only with schedule.max_policy_lag = 0, and
+    only after the first step has measured both sides."""
     seed_window_s: float = Field(10.0, ge=0)
-    """How long it does so in the first step; later windows adapt to who waited for whom."""
+    """Length of the seeding window in the first step, in seconds; later windows adapt."""
     window_gain: float = Field(3.0, gt=0)
-    """Divides the imbalance (seconds the trainer waited minus seconds workers idled) by which the window moves."""
+    """The window changes by (trainer wait − worker idle time) / window_gain per step."""
     window_floor_s: float = Field(0.0, ge=0)
-    """It never gets shorter than this by adapting."""
+    """Minimum length to which the window adapts, in seconds."""
     remember_windows: bool = True
-    """A window is remembered by the number of preemptible workers; else only the last one counts."""
+    """Keep one window for each number of preemptible workers. false: keep only the last window."""
     known_windows: tuple[Annotated[float, Field(ge=0)], ...] = ()
-    """What earlier runs found: seconds with one worker, with two, and so on; the memory begins with them."""
+    """Initial windows in seconds for 1, 2, … workers, for example from an earlier run."""
     queue_limit: int = Field(8, ge=1)
-    """Samples queued at one worker beyond those it decodes; more wait with the controller."""
+    """Maximum number of samples queued at a worker beyond those it decodes."""
     max_moves: int = Field(2, ge=0)
-    """Times one sample may be moved to even out the load; evictions do not count."""
+    """How often one sample may be moved to balance the load. Evictions do not count."""
     tail_fraction: float = Field(0.0, ge=0, lt=1)
-    """When no more than this share of the samples under way is unfinished, they go on together on as few workers as can
-    decode them at once, the reserved engine last, and the others are free; 0 for never, 0.2 as RLHFuse does."""
+    """Tail consolidation: when at most this fraction of the samples in flight is unfinished, move them to as few
+    workers as can decode them at once. 0: disabled; RLHFuse uses 0.2."""
     heartbeat_timeout_s: float = Field(15.0, gt=0)
-    """A worker that has not been heard of for so long loses its lease; only where workers are processes. An idle one
-    speaks four times as often, and at least once a second."""
+    """A worker process that sends nothing for this long loses its lease, in seconds. Idle workers send a heartbeat
+    four times as often, and at least every second."""
     join_timeout_s: float = Field(300.0, gt=0)
-    """A worker that is not generating so long after its lease began is given up."""
+    """A worker that does not generate this long after its lease started is abandoned, in seconds."""
     drain_margin_s: float = Field(1.0, ge=0)
-    """Before the end of a notice period, when a worker that was warned hands its samples back."""
+    """A worker under notice hands its samples back this long before the end of the grace period, in seconds."""
     probe_tolerance: float = Field(0.1, gt=0)
-    """Largest mean difference between a worker's logprobs of the probe and the publisher's; beyond it the worker is
-    quarantined."""
+    """Maximum mean difference between a worker's and the publisher's logprobs of the probe, in nats; a worker beyond it
+    is quarantined."""
     reserved_usd_per_hour: float = Field(0.0, ge=0)
-    """Price of the reserved side."""
+    """Price of the reserved side, in USD per hour."""
     preemptible_usd_per_hour: float = Field(0.0, ge=0)
-    """Price of one preemptible worker."""
+    """Price of one preemptible worker, in USD per hour."""
 
     @property
     def heartbeat_s(self) -> float:
-        """An idle worker says so often that it is there."""
+        """Interval between the heartbeats of an idle worker, in seconds."""
         return min(1.0, self.heartbeat_timeout_s / 4)
 
-    @model_validator(mode="after")
-    def _possible(self) -> FleetConfig:
-        faults = []
-        if self.heartbeat_timeout_s < SHORTEST_HEARTBEAT_TIMEOUT_S:
-            faults.append(
-                f"heartbeat_timeout_s = {self.heartbeat_timeout_s:g} ends leases of healthy workers, which send "
-                f"nothing while they load weights; set it to {SHORTEST_HEARTBEAT_TIMEOUT_S:g} or more"
+    def issues(self) -> Iterator[str]:
+        if self.heartbeat_timeout_s < MIN_HEARTBEAT_TIMEOUT_S:
+            yield (
+                f"heartbeat_timeout_s = {self.heartbeat_timeout_s:g} is too short: workers send nothing while they "
+                f"load weights; set it to {MIN_HEARTBEAT_TIMEOUT_S:g} or more"
             )
-        return refuse(faults, self)
 
 
 class RayConfig(Config):
-    """Only with `runtime = "ray"`."""
+    """Only with runtime = "ray"."""
 
     address: str = ""
-    """A running cluster's address; empty starts one on this machine, and stops it at the end."""
+    """Address of a running cluster; empty: start a local cluster and stop it at the end."""
     reserved_selector: dict[str, str] = {}
-    """Labels of the node that trains; empty takes any node that preemptible workers may not use."""
+    """Ray labels of the trainer's node; empty: any node on which preemptible workers may not run."""
     trainer_cpus: float = Field(1.0, ge=0)
     """CPUs reserved for the trainer."""
     trainer_gpus: float = Field(0.0, ge=0)
-    """GPUs reserved for the trainer. Where the cluster is started here, this machine must have them."""
+    """GPUs reserved for the trainer. A local cluster needs them on this machine."""
     worker_cpus: float = Field(1.0, ge=0)
-    """CPUs reserved for each worker; also its threads inside one operation."""
+    """CPUs reserved for each worker; also the number of threads of one operation."""
     worker_gpus: float = Field(0.0, ge=0)
     """GPUs reserved for each worker."""
 
@@ -143,62 +141,46 @@ ScheduleName: TypeAlias = Literal[
 
 
 class SimulationConfig(Config):
-    """Batch, limits, pool, prices, steps and seed are the run's own."""
+    """What `tidemill simulate` simulates. Batch, limits, pool, prices, steps and seed come from the other sections."""
 
     schedules: tuple[ScheduleName, ...] = Field(
         ("colocated", "disaggregated", "one_step_off", "bounded_staleness", "streamed", "rlboost", "tidemill"),
         min_length=1,
     )
-    """Compared side by side on the same samples and machines. tidemill: the recipe's own [schedule] and [pool];
-    rlboost: the same [pool]; the others have the reserved machines only, and are what their names say."""
+    """Schedules compared on the same samples and machines. tidemill uses [schedule] and [pool]; rlboost uses [pool];
+    the others use the reserved machines only."""
     staleness: int = Field(4, ge=1)
-    """Lag of bounded_staleness."""
+    """Maximum policy lag of bounded_staleness."""
     parameters: float | None = Field(None, ge=1)
-    """Of the model, whose shape is then assumed; or give a model."""
+    """Number of parameters of the model, whose shape is then estimated; alternative to `model`."""
     model: Path | None = None
-    """A Hugging Face folder or its config.json: the model's shape."""
+    """Hugging Face folder or config.json that gives the model's shape."""
     catalog: Path | None = None
-    """GPUs and machines of one's own, beside those of `tidemill plan catalog`."""
+    """TOML file with more GPUs and machines than `tidemill plan catalog` lists."""
     machine: str = "rlboost-8xh100"
-    """Each reserved machine."""
+    """Machine type of the reserved side."""
     machines: int = Field(1, ge=1)
-    """Reserved machines. Where fleet.reserved_usd_per_hour is 0, they cost what the catalogue says."""
+    """Number of reserved machines. With fleet.reserved_usd_per_hour = 0 the catalog's price is used."""
     worker_machine: str = "rlboost-2xh100"
-    """Each preemptible worker's machine; priced in the same way."""
+    """Machine type of a preemptible worker. With fleet.preemptible_usd_per_hour = 0 the catalog's price is used."""
     engine_gpus: int = Field(1, ge=1)
-    """GPUs that one engine is spread over, all of one machine, which has as many engines as fit."""
+    """GPUs per engine, all in one machine. A machine runs as many engines as fit."""
     engine_dtype: Literal["bf16", "fp8"] = "bf16"
-    """Of an engine's weights and arithmetic."""
+    """Data type of an engine's weights and arithmetic."""
     boot_s: float = Field(60.0, ge=0)
-    """From a machine to an engine that waits for weights."""
-    changed_weights: Probability = 0.03
-    """Share of the weights that a step changes, as bf16 has them; with the difference tidemill's workers catch up."""
+    """Time from the grant of a machine until its engine can load weights, in seconds."""
     prompt_tokens: int = Field(512, ge=1)
-    """Of each prompt."""
-    different_prompts: int = Field(100_000, ge=1)
-    """After so many they come again."""
-    lengths: Literal["log_normal", "fixed", "run"] = "log_normal"
-    """Of completions, up to sampling.max_new_tokens. run: those of the samples in lengths_from."""
+    """Length of each prompt, in tokens."""
     completion_tokens: float = Field(2000.0, ge=1)
-    """Their mean, or the length of all."""
+    """Mean completion length, in tokens; lengths are log-normal, up to sampling.max_new_tokens."""
     completion_sigma: float = Field(0.8, ge=0, le=4)
-    """log_normal: the spread of the logarithm; 0.8 makes the 95th percentile 3.7 times the median."""
+    """Standard deviation of the logarithm of a completion's length; 0.8 puts the 95th percentile at 3.7 times the
+    median, 0 makes all lengths equal."""
     lengths_from: Path | None = None
-    """A run directory."""
+    """Run directory whose samples give the completion lengths, instead of completion_tokens and completion_sigma."""
     prompt_correlation: Probability = 0.0
-    """How far a prompt decides its completions' lengths: 0 not at all, 1 wholly."""
+    """Correlation of completion lengths within a prompt: 0 independent, 1 equal."""
     solved: Probability = 0.5
-    """Share of samples with reward 1; the others have 0."""
-    score_s: float = Field(0.0, ge=0)
-    """To judge a sample."""
+    """Fraction of samples with reward 1; the others have reward 0."""
     hours: float = Field(0.0, ge=0)
-    """Simulated time; 0 for as long as trainer.steps take. Steps that are not finished then do not count."""
-
-    @model_validator(mode="after")
-    def _possible(self) -> SimulationConfig:
-        faults = []
-        if (self.lengths == "run") != (self.lengths_from is not None):
-            faults.append('lengths = "run" and lengths_from go together; give both or none')
-        if len(set(self.schedules)) < len(self.schedules):
-            faults.append("schedules names one twice; leave it out")
-        return refuse(faults, self)
+    """Simulated time, in hours; 0: until trainer.steps are complete. Unfinished steps do not count."""

@@ -1,224 +1,170 @@
-"""Where prompts come from, and what completions are rewarded for."""
+"""Prompts, rewards, and the data of supervised stages."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from tidemill.config.base import Config, refuse
-from tidemill.config.supervised import DataFormat
+from tidemill.config.base import Config
 
 
 class ArithmeticTask(Config):
     kind: Literal["arithmetic"] = "arithmetic"
     operators: str = "+"
-    """Any of + - * ; one is drawn per prompt."""
+    """Any of + - * ; one is drawn for each prompt."""
     digits: int = Field(1, ge=1, le=6)
-    """Largest number of digits of an operand."""
+    """Maximum number of digits of an operand."""
     largest: int | None = Field(None, ge=9, le=99)
-    """Largest operand, for a difficulty between one and two digits; none takes all numbers of so many digits."""
+    """Largest operand, for a difficulty between one and two digits; none: all numbers of `digits` digits."""
     shots: int = Field(2, ge=0, le=16)
-    """Worked examples before the question, the same for every prompt."""
+    """Number of worked examples before the question, the same for every prompt."""
     held_out_fraction: float = Field(0.25, gt=0, lt=1)
-    """Share of the problems kept for evaluation; a + b and b + a always fall on the same side."""
+    """Fraction of the problems held out for evaluation. a + b and b + a are always in the same split."""
 
-    @model_validator(mode="after")
-    def _possible(self) -> ArithmeticTask:
-        faults = []
+    def issues(self) -> Iterator[str]:
         if not self.operators:
-            faults.append('operators is empty; name at least one of + - *, for example "+"')
+            yield 'operators is empty; name at least one of + - *, for example "+"'
         if unknown := "".join(sorted(set(self.operators) - set("+-*"))):
-            faults.append(
-                f"operators = {self.operators!r} holds {unknown!r}; only + - * are known, written without spaces"
-            )
+            yield f"operators = {self.operators!r} contains {unknown!r}; use only + - *, without spaces"
         if self.largest is not None and len(str(self.largest)) != self.digits:
-            faults.append(
-                f"largest = {self.largest} is not a number of digits = {self.digits} digits; set digits = "
-                f"{len(str(self.largest))}"
-            )
-        return refuse(faults, self)
+            digits = len(str(self.largest))
+            yield f"largest = {self.largest} does not have digits = {self.digits} digits; set digits = {digits}"
 
     @property
     def operands(self) -> int:
-        """How many numbers an operand may be, from 0 on."""
+        """Number of possible operands: 0, 1, …, operands - 1."""
         return 10**self.digits if self.largest is None else self.largest + 1
 
 
 class ReasoningGymTask(Config):
     kind: Literal["reasoning_gym"]
     name: str
-    """A reasoning-gym generator, for example `simple_equations`."""
+    """Name of a reasoning-gym generator, for example `simple_equations`."""
     params: dict[str, bool | int | float | str] = {}
-    """Passed to the generator."""
+    """Parameters of the generator."""
     train_size: int = Field(1000, ge=1)
-    """Training prompts per epoch."""
+    """Number of training prompts per epoch."""
     held_out_size: int = Field(100, ge=1)
-    """Evaluation prompts, none of which is a training prompt."""
+    """Number of evaluation prompts, all different from the training prompts."""
     system_prompt: str = ""
-    """Put before every question."""
+    """Text before every question."""
 
 
-class PromptFiles(Config):
-    kind: str
-    path: Path
-    """Prompts with their answers, one a row: `prompt` or `messages` (role and content each), and `answer`; the rest is
-    metadata."""
-    held_out_path: Path | None = None
-    """Evaluation prompts; by default a share of `path`, chosen by content hash."""
-    held_out_fraction: float = Field(0.1, gt=0, lt=1)
-    """Share kept for evaluation when there is no held_out_path."""
-
-
-class FileTask(PromptFiles):
+class FileTask(Config):
     kind: Literal["file"]
-    format: DataFormat = "auto"
-    """auto: a folder is one that `datasets` saved (save_to_disk), *.parquet is Parquet, any other file JSON lines."""
+    path: Path
+    """Prompts, one per row: JSON Lines, Parquet (*.parquet), or a folder written by save_to_disk of `datasets`. A row
+    has `prompt` or `messages` (each with role and content), and `answer`; other fields are metadata."""
+    held_out_path: Path | None = None
+    """File with the evaluation prompts; none: a fraction of `path`, selected by content hash."""
+    held_out_fraction: float = Field(0.1, gt=0, lt=1)
+    """Fraction of the prompts held out for evaluation when held_out_path is not set."""
 
 
-class JsonlTask(PromptFiles):
-    """`file` for JSON lines, whatever the file's name ends with."""
+TaskConfig = Annotated[ArithmeticTask | ReasoningGymTask | FileTask, Field(discriminator="kind")]
 
-    kind: Literal["jsonl"]
-
-    @property
-    def format(self) -> DataFormat:
-        return "jsonl"
-
-
-TaskConfig = Annotated[ArithmeticTask | ReasoningGymTask | FileTask | JsonlTask, Field(discriminator="kind")]
-
-
-ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+ENVIRONMENT_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 HEADER_NAME = re.compile(r"[A-Za-z0-9-]+")
 PYTHON_FUNCTION = re.compile(r"([A-Za-z_][\w.]*|.+\.py):[A-Za-z_]\w*")
+REWARD_KEYS = {
+    "pattern": "regex",
+    "target_tokens": "length",
+    "function": "python",
+    "model": "model",
+    "url": "http",
+    "auth_env": "http",
+}
+"""Keys of a reward that only one kind has."""
 
 
 class RewardConfig(Config):
     kind: Literal["exact", "numeric", "math_verify", "regex", "length", "task", "random", "python", "model", "http"]
-    """`task` is the task's own checker (reasoning-gym); `random` is a control; `python` is `function` below; `model` is
-    a reward model in this process; `http` asks a server."""
+    """exact, numeric, math_verify: compare with the answer. regex: search for `pattern`. length: score the completion's
+    length. task: the task's own scorer (reasoning_gym). random: a control. python: `function`. model: a reward model.
+    http: a server."""
     weight: float = 1.0
-    """The sample's reward is the weighted sum of all rewards."""
+    """Weight in the sample's reward, which is the weighted sum of all rewards."""
     pattern: str = ""
-    """regex: the expression searched for in the completion."""
+    """regex: regular expression to search for in the completion."""
     target_tokens: int = Field(0, ge=0)
-    """length: completion length that scores 1, falling off linearly to 0 at twice that or at none."""
+    """length: completion length with score 1; the score decreases linearly to 0 at length 0 and at twice the target."""
     function: str = ""
-    """python: `package.module:function` or `path/file.py:function`, taking (prompt, completion, answer, metadata).
-    A finished stage is repeated when that file changes; what it imports in turn is not looked at."""
+    """python: `package.module:function` or `path/file.py:function`, called with (prompt, completion, answer, metadata).
+    A finished stage runs again when that file changes; modules that the file imports are not tracked."""
     model: str = ""
-    """model: the folder of a reward model with the policy's tokenizer, for example what a reward_model stage gave."""
+    """model: folder of a reward model with the policy's tokenizer, for example the output of a reward_model stage."""
     url: str = ""
-    """http: where {"samples": [{"id", "prompt", "completion", "answer", "metadata"}, ...]} is posted as JSON, and
-    answered with {"scores": [...]}: a number each, or null where there is none. Credentials do not belong here: see
-    auth_env."""
+    """http: URL to which {"samples": [{"id", "prompt", "completion", "answer", "metadata"}, ...]} is posted as JSON.
+    The response is {"scores": [...]}: a number for each sample, or null. Put credentials into auth_env, not here."""
     auth_env: str = ""
-    """http: name of an environment variable whose value, such as `Bearer …`, is sent with every request as
-    `auth_header`. Only the name is stored; the process that trains must have the variable."""
+    """http: name of an environment variable with the credentials, such as `Bearer …`, sent as `auth_header`. Only the
+    name is stored; the training process must have the variable."""
     auth_header: str = "authorization"
-    """http: the header that carries it."""
+    """http: header that carries the credentials."""
     batch: int = Field(64, ge=1)
-    """model, http: samples scored together, at most. With 1 a reward model's score does not depend on what else was
-    finished just then, not even in its last bit; nor does it where the model reads sample by sample ([reading])."""
+    """model, http: maximum number of samples per forward pass or request. With 1, or with [reading], the score of a
+    sample is bit-identical whatever other samples are scored."""
     timeout_s: float = Field(0.0, ge=0)
-    """model, http: a sample without a score for so long is invalid, waiting and retries included; 0 takes 60 s for http
-    and 600 s for model, which waits for its turn between training steps."""
+    """model, http: a sample without a score after this many seconds, queueing and retries included, is invalid.
+    0: 60 s for http, 600 s for model, which waits between training steps."""
     retries: int = Field(2, ge=0)
-    """http: how often a request that failed or timed out is sent again."""
+    """http: how often a failed request is sent again."""
 
     @property
     def longest_wait_s(self) -> float:
-        """For kinds that score several samples at once."""
+        """Timeout of the kinds that score several samples at once, in seconds."""
         return self.timeout_s or (600.0 if self.kind == "model" else 60.0)
 
-    @model_validator(mode="after")
-    def _complete(self) -> RewardConfig:
-        faults = []
+    def issues(self) -> Iterator[str]:
         if self.kind == "regex" and not self.pattern:
-            faults.append('kind = "regex" needs a pattern; set pattern to the expression to search for')
+            yield 'kind = "regex" needs a pattern; set pattern to the expression to search for'
         if self.kind == "length" and not self.target_tokens:
-            faults.append('kind = "length" needs target_tokens; set it to the completion length that scores 1')
+            yield 'kind = "length" needs target_tokens; set it to the completion length that scores 1'
         if self.kind == "python" and not self.function:
-            faults.append(
-                'kind = "python" needs a function; set function = "package.module:function" or "file.py:function"'
-            )
+            yield 'kind = "python" needs a function; set function = "package.module:function" or "file.py:function"'
         if self.kind == "model" and not self.model:
-            faults.append('kind = "model" needs a model; set model to the folder of a reward model')
-        if self.kind == "http":
-            faults += _url_faults(self.url)
-        owners = {
-            "pattern": "regex",
-            "target_tokens": "length",
-            "function": "python",
-            "model": "model",
-            "url": "http",
-            "auth_env": "http",
-        }
-        for name, kind in owners.items():
+            yield 'kind = "model" needs a model; set model to the folder of a reward model'
+        url_issues = list(_url_issues(self.url)) if self.kind == "http" else []
+        yield from url_issues
+        for name, kind in REWARD_KEYS.items():
             if getattr(self, name) and self.kind != kind:
-                faults.append(
-                    f'{name} is only for kind = "{kind}", and kind is "{self.kind}"; change kind or leave {name} out'
-                )
+                yield f'{name} is only for kind = "{kind}", and kind is "{self.kind}"; change kind or leave {name} out'
         if self.function and not PYTHON_FUNCTION.fullmatch(self.function):
-            faults.append(
-                f'function = "{self.function}" names no function; write "package.module:function" or "file.py:function"'
+            yield (
+                f'function = "{self.function}" does not name a function; write "package.module:function" or '
+                '"file.py:function"'
             )
         try:
             re.compile(self.pattern)
         except re.error as error:
-            faults.append(f"pattern {self.pattern!r} is not a regular expression ({error}); correct it")
-        return refuse(faults, self)
-
-    @model_validator(mode="after")
-    def _keeps_its_secret(self) -> RewardConfig:
-        faults = []
-        if self.auth_env and not ENVIRONMENT_NAME.fullmatch(self.auth_env):
-            faults.append(
-                "auth_env is no variable's name; put the secret into a variable, and the variable's name here"
-            )
+            yield f"pattern {self.pattern!r} is not a valid regular expression ({error}); correct it"
+        if self.auth_env and not ENVIRONMENT_VARIABLE.fullmatch(self.auth_env):
+            yield "auth_env is not the name of an environment variable; put the secret into a variable and name it here"
         if not HEADER_NAME.fullmatch(self.auth_header):
-            faults.append(f"auth_header = {self.auth_header!r} is no header's name; write for example x-api-key")
-        if self.auth_env and self.url.startswith("http://") and not _is_loopback(self.url):
-            faults.append(
-                f"auth_env sends a secret, and {self.url} is not encrypted; use https:// or a loopback address"
-            )
-        return refuse(faults, self)
+            yield f"auth_header = {self.auth_header!r} is not a header name; write for example x-api-key"
+        if self.auth_env and not url_issues and self.url.startswith("http://") and not _is_loopback(self.url):
+            yield f"auth_env would send a secret to {self.url} without encryption; use https:// or a loopback address"
 
 
-class ScoringConfig(Config):
-    rewards: tuple[RewardConfig, ...] = Field((RewardConfig(kind="exact"),), min_length=1)
-    """Summed, each with its weight."""
-    timeout_s: float = Field(10.0, gt=0)
-    """A reward that takes longer is invalid for that sample."""
-    concurrency: int = Field(8, ge=1)
-    """Samples scored at once."""
-    truncated: Literal["trained", "masked"] = "trained"
-    """What a completion cut by max_new_tokens counts: like any other, or left out of loss and statistics."""
-
-    @property
-    def model_folders(self) -> tuple[Path, ...]:
-        """Of reward models, each once."""
-        return tuple(dict.fromkeys(Path(each.model).expanduser() for each in self.rewards if each.kind == "model"))
-
-
-def _url_faults(url: str) -> list[str]:
-    """What is wrong with a server's address. One with an "@" may hold a password and is not repeated."""
+def _url_issues(url: str) -> Iterator[str]:
+    """Issues of a reward server's URL. A URL with an "@" may contain a password and is not repeated."""
     if "@" in re.split("[/?#]", url.partition("://")[2])[0]:
-        return ["url has credentials, which the logs would keep; leave them out and use auth_env"]
+        yield "url contains credentials, which would be logged; leave them out and use auth_env"
+        return
     try:
         parts = urlsplit(url)
-        complete = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # the port is no number
-        complete = False
-    if complete:
-        return []
-    given = "this one" if "@" in url else f'"{url}"'
-    return [f'kind = "http" needs a url with a host, and {given} is not; set url = "http://host:port/path"']
+        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # the port is not a number
+        valid = False
+    if not valid:
+        given = "the given url" if "@" in url else f'"{url}"'
+        yield f'kind = "http" needs a url with a host, and {given} has none; set url = "http://host:port/path"'
 
 
 def _is_loopback(url: str) -> bool:
@@ -227,3 +173,54 @@ def _is_loopback(url: str) -> bool:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+class ScoringConfig(Config):
+    rewards: tuple[RewardConfig, ...] = Field((RewardConfig(kind="exact"),), min_length=1)
+    """The rewards; a sample's reward is their weighted sum."""
+    timeout_s: float = Field(10.0, gt=0)
+    """A reward that takes longer is invalid for that sample, in seconds."""
+    concurrency: int = Field(8, ge=1)
+    """Maximum number of samples scored at the same time."""
+    truncated: Literal["trained", "masked"] = "trained"
+    """Completions cut off by max_new_tokens. trained: treated like any other. masked: excluded from loss and
+    statistics."""
+
+    @property
+    def model_folders(self) -> tuple[Path, ...]:
+        """The folders of the reward models, each once."""
+        return tuple(dict.fromkeys(Path(each.model).expanduser() for each in self.rewards if each.kind == "model"))
+
+
+class DataConfig(Config):
+    path: Path | None = None
+    """Demonstrations (`completion`) or preference pairs (`chosen`, `rejected`, optionally `margin`), one per row, each
+    with `prompt` or `messages`; formats as for task.path. Required by sft, reward_model and dpo stages."""
+    held_out_path: Path | None = None
+    """File with the evaluation rows; none: a fraction of `path`, selected by content hash."""
+    held_out_fraction: float = Field(0.1, ge=0, lt=1)
+    """Fraction of the prompts held out for evaluation when held_out_path is not set; 0: no evaluation."""
+    max_tokens: int = Field(0, ge=0)
+    """Maximum length of prompt plus completion, in tokens; 0: the model's limit."""
+    too_long: Literal["refuse", "drop"] = "refuse"
+    """Rows longer than max_tokens. refuse: an error. drop: skipped and counted."""
+    end_token: bool = True
+    """Append the model's end-of-turn token to every completion. Set false where completions end with a stop string
+    (`sampling.stop`, or the task's), so that data and samples end alike."""
+    seed: int | None = Field(None, ge=0)
+    """Seed of the order of the rows; none: run.seed."""
+
+    def issues(self) -> Iterator[str]:
+        if self.path is None and self.held_out_path is not None:
+            yield "held_out_path is set without path; set path to the training rows"
+
+
+class DataGenerationConfig(Config):
+    prompts: int = Field(1000, ge=1)
+    """Stages of kind demonstrations and pairs: maximum number of prompts to generate rows from."""
+    split: Literal["train", "held_out"] = "train"
+    """The task's training or evaluation prompts. Use rows of held_out as data.held_out_path."""
+    samples_per_prompt: int = Field(8, ge=2)
+    """pairs: number of samples per prompt."""
+    pairs_per_prompt: int = Field(4, ge=1)
+    """pairs: maximum number of pairs per prompt."""

@@ -219,7 +219,7 @@ class Run:
             return False
         if not self.spec.algorithm.dynamic_sampling or self.rollout.ledger.in_stored_batch(position):
             return True
-        counters, most = self.in_flight.counters, self.spec.schedule.max_redraws * self.spec.batch.prompts
+        counters, most = self.in_flight.counters, self.spec.algorithm.max_redraws * self.spec.batch.prompts
         if counters.groups_redrawn < most and not has_signal(self.assembly.complete[position]):
             counters.groups_redrawn += 1
             await self._drop_group(position)

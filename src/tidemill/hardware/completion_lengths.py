@@ -1,4 +1,4 @@
-"""Distributions of completion lengths: fixed, log-normal, or empirical, as quantile functions.
+"""Distributions of completion lengths: log-normal or empirical, as quantile functions.
 
 To draw a length, draw a uniform share: equal shares give equal lengths.
 """
@@ -13,8 +13,7 @@ from typing import Protocol
 
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
-from tidemill.telemetry.run_dir import RunDirectory
-from tidemill.telemetry.sample_files import read_samples
+from tidemill.telemetry.run_data import read_run_samples
 
 GRID = 256
 """Quantiles used to compute means over a distribution."""
@@ -29,13 +28,6 @@ class Lengths(Protocol):
     def quantile(self, share: float) -> int:
         """The quantile function; 0 < share < 1."""
         ...
-
-
-class FixedLengths(Record):
-    tokens: int
-
-    def quantile(self, share: float) -> int:
-        return self.tokens
 
 
 class LogNormalLengths(Record):
@@ -99,8 +91,7 @@ def lengths_of_run(run_dir: Path) -> EmpiricalLengths:
     Raises:
         UserError: the run has no samples.
     """
-    files = [path for _, _, path in RunDirectory(run_dir).sample_files()] if run_dir.is_dir() else [run_dir]
-    tokens = [sample.length for file in files for sample in read_samples(file) if sample.length]
+    tokens = [sample.length for sample in read_run_samples(run_dir) if sample.length]
     if not tokens:
         raise UserError("no samples found", where=str(run_dir), hint="name a run directory with samples/")
     return lengths_of(tokens)

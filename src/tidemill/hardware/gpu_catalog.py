@@ -189,11 +189,6 @@ def fan_out_s(size_bytes: float, *, source: Link, sink: Link, receivers: int) ->
     return max(source.seconds(size_bytes, sharers=receivers), sink.seconds(size_bytes))
 
 
-def broadcast_s(size_bytes: float, *, slowest: Link, receivers: int) -> float:
-    """Time of a pipelined ring broadcast, as in NCCL: only the latency grows with the number of receivers."""
-    return size_bytes / slowest.bytes_per_s + slowest.latency_s * receivers
-
-
 def all_reduce_s(size_bytes: float, *, members: int, link: Link) -> float:
     """Time of a ring all-reduce: each member sends 2 (n - 1) / n of the size (Thakur et al. 2005, section 4)."""
     if members == 1:

@@ -192,18 +192,7 @@ def activation_bytes(shape: ModelShape, *, tokens: float, recompute: Recompute, 
     return tokens * (inputs * ELEMENT * shape.hidden + whole * layer_activation_bytes(shape)) / tp
 
 
-def logits_bytes(shape: ModelShape, *, tokens: float, tp: int) -> float:
-    """Logits of a microbatch of `tokens` per GPU."""
-    return tokens * shape.vocab * LOGITS_BYTES / tp
-
-
 def layer_parts(shape: ModelShape) -> tuple[float, float]:
     """Return (parameters of a layer without routed experts, of its experts)."""
     experts = shape.expert_parameters / max(shape.layers - shape.dense_layers, 1)
     return max(shape.layer_parameters - experts, 0.0), experts
-
-
-def gathered_bytes(shape: ModelShape, *, tp: int, ep: int) -> float:
-    """Bytes of gathered layers per GPU; expert parallelism divides the experts."""
-    dense, experts = layer_parts(shape)
-    return GATHERED_LAYERS * ELEMENT * (dense / tp + experts / ep)

@@ -16,7 +16,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils import tqdm
+from huggingface_hub.utils.tqdm import tqdm
 
 from tidemill.core.errors import UserError
 from tidemill.models.cache import Progress
@@ -73,7 +73,7 @@ def _progress_lines(hub_id: str, progress: Progress) -> type[tqdm]:
     """A progress bar that reports the downloaded bytes as a line from time to time."""
     started = reported = time.monotonic()
 
-    class ProgressLines(tqdm):  # type: ignore[misc]
+    class ProgressLines(tqdm):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **{**kwargs, "file": io.StringIO(), "disable": False})
 

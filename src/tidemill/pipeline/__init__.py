@@ -1,1 +1,1 @@
-"""Stages of a recipe: what is finished, what is due, and running it in order."""
+"""Pipelines: planning the stages of a recipe, running them in order, and reporting on them."""

@@ -1,4 +1,4 @@
-"""Runs a pipeline: one stage after another, each in its folder."""
+"""Running a pipeline: the stages that are due, one after another, each in its folder."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from tidemill.config.derive import derive
-from tidemill.config.explain import without_effect
+from tidemill.config.explain import derive
+from tidemill.config.issues import without_effect
 from tidemill.config.keys import dotted
 from tidemill.config.load import STAGES
 from tidemill.config.pipeline import KINDS, PipelineSpec, StageKind, StageSpec
@@ -30,45 +30,46 @@ from tidemill.pipeline.stage_plan import (
     StageResult,
     contents_of,
     make_plan,
+    put,
 )
-from tidemill.pipeline.state import Ending, PipelineFolder, PipelineState
+from tidemill.pipeline.state import PipelineFolder, PipelineOutcome, PipelineState
 from tidemill.telemetry.events import timestamp
 from tidemill.telemetry.jsonl import write_atomically
 
-SHOWN_CHANGES = 3
-NEXT: dict[Action, str] = {"done": "done", "resume": "resume", "run": "run", "wait": "waits", "leave": "left out"}
+MAX_CHANGED_KEYS = 3  # listed in the plan's table
+ACTIONS: dict[Action, str] = {"done": "done", "resume": "resume", "run": "run", "wait": "waits", "leave": "left out"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A line of the plan."""
+    """A row of the plan's table."""
 
     stage: str
     kind: str
     model: str
     inputs: str
-    next: str  # what will happen
+    next: str  # the action
     size: str
 
 
 def pipeline_toml(pipeline: PipelineSpec) -> str:
-    """Every value of every stage, written out; reading it back gives an equal pipeline."""
+    """Every value of every stage as TOML, which parses back to an equal pipeline."""
     stages = []
     for stage in pipeline.stages:
-        sections = stage.sections()
-        sections["run"] = {"seed": stage.spec.run.seed}
+        sections = stage.sections() | {"run": {"seed": stage.spec.run.seed}}
         stages.append({"name": stage.name, "kind": stage.kind, **sections})
     return tables_to_toml({"run": pipeline.run.model_dump(mode="json"), STAGES: stages})
 
 
 def rows(plan: Plan) -> list[Row]:
+    """The plan as a table."""
     return [
         Row(
             stage=planned.stage.name,
             kind=planned.stage.kind,
             model=planned.stage.spec.model.source,
             inputs=", ".join(planned.stage.needs),
-            next=_next(planned),
+            next=_action_text(planned),
             size=size(planned.stage),
         )
         for planned in plan.stages
@@ -94,159 +95,158 @@ def row_data(plan: Plan) -> list[dict[str, Any]]:
 
 
 def size(stage: StageSpec) -> str:
-    """How much work it is, where the configuration says."""
+    """The amount of work, as far as the configuration determines it."""
     spec = stage.spec
     if stage.kind == "rl":
-        derived = derive(spec)
-        return f"{counted(spec.trainer.steps, 'step')}, {counted(derived.samples, 'sample')}"
+        return f"{counted(spec.trainer.steps, 'step')}, {counted(derive(spec).samples, 'sample')}"
     if stage.kind == "eval":
         return f"up to {counted(spec.eval.prompts, 'prompt')}"
     if stage.kind in ("demonstrations", "pairs"):
-        drawn = f" × {counted(spec.data_generation.samples_per_prompt, 'sample')}" if stage.kind == "pairs" else ""
-        return f"up to {counted(spec.data_generation.prompts, 'prompt')}{drawn}"
+        samples = counted(spec.data_generation.samples_per_prompt, "sample")
+        prompts = f"up to {counted(spec.data_generation.prompts, 'prompt')}"
+        return f"{prompts} × {samples}" if stage.kind == "pairs" else prompts
     if stage.kind == "export":
         return spec.export.dtype
     epochs = spec.supervised.epochs
     return counted(epochs, "epoch") if epochs else counted(spec.trainer.steps, "step")
 
 
-def _next(planned: PlannedStage) -> str:
-    words = NEXT[planned.action]
+def _action_text(planned: PlannedStage) -> str:
+    text = ACTIONS[planned.action]
     if planned.due and planned.changed:
-        shown = _changes(planned)
-        more = len(shown) - SHOWN_CHANGES
-        words += f" ({', '.join(shown[:SHOWN_CHANGES])}{f' and {more} more' if more > 0 else ''} changed)"
-    return words
-
-
-def _changes(planned: PlannedStage) -> list[str]:
-    """Changed keys, those that take from a stage by that stage's name."""
-    stages = {f"{dotted(reference.key)}.stage": reference.stage for reference in planned.stage.references}
-    words = [stages.get(key) or key.removesuffix(".stage").removesuffix(".content") for key in planned.changed]
-    return list(dict.fromkeys(words))
+        # A changed input is named by its stage.
+        stages = {f"{dotted(reference.key)}.stage": reference.stage for reference in planned.stage.references}
+        names = [stages.get(key) or key.removesuffix(".stage").removesuffix(".content") for key in planned.changed]
+        names = list(dict.fromkeys(names))
+        more = len(names) - MAX_CHANGED_KEYS
+        text += f" ({', '.join(names[:MAX_CHANGED_KEYS])}{f' and {more} more' if more > 0 else ''} changed)"
+    return text
 
 
 def plan_notes(plan: Plan) -> list[str]:
-    """Lines about settings that no stage has a use for, and results that nothing asks for, if there are any."""
-    notes = [f"warning: {words}" for words in plan.unused]
+    """Notes on unused sections, keys without effect, and stale results."""
+    notes = [f"warning: {message}" for message in plan.unused]
     if plan.stale:
-        names = ", ".join(plan.stale)
-        notes.append(f"stale, kept: {names} (of another configuration; --prune-stale deletes them)")
+        notes.append(f"stale, kept: {', '.join(plan.stale)} (another configuration; --prune-stale deletes them)")
     return notes
 
 
 class PipelineReporter(Protocol):
-    """Whoever watches."""
+    """Shows the progress of a pipeline."""
 
     def plan(self, plan: Plan) -> None: ...
 
     def begins(self, planned: PlannedStage, number: int, of: int) -> None: ...
 
-    def achieved(self, planned: PlannedStage, mark: StageResult) -> None: ...
+    def achieved(self, planned: PlannedStage, result: StageResult) -> None: ...
 
     def say(self, line: str) -> None: ...
 
 
 def plan_pipeline(pipeline: PipelineSpec, *, choice: Choice = EVERYTHING) -> Plan:
-    """What running it would do now; nothing is written.
+    """Plan a run of the pipeline without writing anything.
 
     Raises:
-        UserError: an input is missing or faulty, or `choice` cannot be.
+        UserError: an input is missing or invalid, or `choice` is not possible.
     """
     folder = PipelineFolder(pipeline.directory)
     folder.refuse_single_run()
     plan = make_plan(pipeline.stages, contents=contents_of(pipeline.stages), found=folder.found(), choice=choice)
     check_inputs([planned.stage for planned in plan.due], pipeline.stages)
-    idle = [f"stage {one.stage.name}: {why}" for one in plan.due for why in _without_effect(one.stage)]
-    return replace(plan, unused=(*pipeline.unused, *idle))
-
-
-def _without_effect(stage: StageSpec) -> list[str]:
-    return without_effect(stage.spec) if KINDS[stage.kind].purpose == "train" else []
+    no_effect = [
+        f"stage {planned.stage.name}: {message}"
+        for planned in plan.due
+        if KINDS[planned.stage.kind].purpose == "train"
+        for message in without_effect(planned.stage.spec)
+    ]
+    return replace(plan, unused=(*pipeline.unused, *no_effect))
 
 
 def run_pipeline(
     pipeline: PipelineSpec,
     *,
-    teller: PipelineReporter,
+    reporter: PipelineReporter,
     choice: Choice = EVERYTHING,
     prune_stale: bool = False,
     runners: Mapping[StageKind, RunStage] = RUNNERS,
     unix_time: Callable[[], float] = time.time,
 ) -> dict[str, Any]:
-    """Run or go on with a pipeline until done or interrupted; returns its summary.
+    """Run or resume a pipeline until it is finished or interrupted; returns its summary.
 
     Args:
-        prune_stale: delete results that the recipe asks for no more, before anything is run.
+        prune_stale: first delete results of other configurations.
 
     Raises:
-        UserError: a fault of the input, a stage or the disk; nothing finished is lost.
+        UserError: an error of the input, a stage or the disk. Finished stages are kept.
     """
-    plan = plan_pipeline(pipeline, choice=choice)  # before anything is made
+    plan = plan_pipeline(pipeline, choice=choice)  # before anything is written
     with PipelineFolder.open(pipeline.directory) as folder:
-        teller.plan(plan)
+        reporter.plan(plan)
         if prune_stale:
             folder.prune(plan.stale)
         write_atomically(folder.config, pipeline_toml(pipeline).encode())
-        story = PipelineState(pipeline.run.name, plan, folder, stale=() if prune_stale else plan.stale)
-        ending: Ending = "failed"
+        state = PipelineState(pipeline.run.name, plan, folder, stale=() if prune_stale else plan.stale)
+        outcome: PipelineOutcome = "failed"
         try:
-            ending = _run(folder, plan, story, teller, runners, unix_time)
-        except KeyboardInterrupt:  # in a stage that does not catch it: what it has is kept, or it is done anew
-            ending = "interrupted"
+            outcome = _run_stages(folder, plan, state, reporter, runners, unix_time)
+        except KeyboardInterrupt:  # in a stage that does not handle it: a resume repeats or continues the stage
+            outcome = "interrupted"
         finally:
-            summary = story.end(ending)
+            summary = state.end(outcome)
             write_page(folder)
     return summary
 
 
-def _run(
+def _run_stages(
     folder: PipelineFolder,
     plan: Plan,
-    story: PipelineState,
-    teller: PipelineReporter,
+    state: PipelineState,
+    reporter: PipelineReporter,
     runners: Mapping[StageKind, RunStage],
     unix_time: Callable[[], float],
-) -> Ending:
-    """Everything that is due, in order."""
-    marks = {planned.stage.name: planned.mark for planned in plan.stages if planned.mark}
+) -> PipelineOutcome:
+    """Run every stage that is due."""
+    results = {planned.stage.name: planned.result for planned in plan.stages if planned.result}
     folders = {planned.stage.name: planned.folder for planned in plan.stages}
     due = plan.due
     for number, planned in enumerate(due, 1):
-        teller.begins(planned, number, len(due))
-        story.begun(planned)
-        stage, began_s = planned.stage, time.monotonic()
-        products = {name: folder.product(folders[name], marks[name]) for name in stage.needs}
-        spec = resolved(stage, products, run=story.name, directory=folder.stages / planned.folder)
-        directory = folder.begin(planned.folder, to_toml(spec))
-        history = [marks[name] for name in _ancestors(stage, plan) if name in marks]
-        job = Job(name=stage.name, kind=stage.kind, digest=planned.digest, spec=spec, earlier=history, say=teller.say)
+        reporter.begins(planned, number, len(due))
+        state.stage_started(planned)
+        stage, start_s = planned.stage, time.monotonic()
+        products = {name: folder.product(folders[name], results[name]) for name in stage.needs}
+        spec = resolved(stage, products, run=state.name, directory=folder.stages / planned.folder)
+        directory = folder.start(planned.folder, to_toml(spec))
+        job = Job(
+            name=stage.name,
+            kind=stage.kind,
+            digest=planned.digest,
+            spec=spec,
+            earlier=[results[name] for name in _ancestors(stage, plan) if name in results],
+            progress=reporter.say,
+        )
         outcome = runners[stage.kind](job)
         if outcome.interrupted:
             return "interrupted"
         _refuse_changed_inputs(planned)
-        mark = _mark(planned, outcome, directory, time.monotonic() - began_s, timestamp(unix_time()))
-        folder.finish(planned.folder, mark)
-        marks[stage.name] = mark
-        story.finished(planned, mark)
-        teller.achieved(planned, mark)
-        gc.collect()  # a model lies in reference cycles, and the next stage brings its own
+        result = _result(planned, outcome, directory, time.monotonic() - start_s, timestamp(unix_time()))
+        folder.finish(planned.folder, result)
+        results[stage.name] = result
+        state.stage_finished(planned, result)
+        reporter.achieved(planned, result)
+        gc.collect()  # models are in reference cycles; free this one before the next stage loads its own
     return "finished"
 
 
 def resolved(stage: StageSpec, products: Mapping[str, Path | None], *, run: str, directory: Path) -> RunSpec:
-    """The stage's configuration with a path in place of every `stage:NAME`, a name and a directory of its own."""
+    """The stage's configuration with paths in place of references, and its run name and directory."""
     tree = stage.spec.model_dump(mode="json")
     tree["run"] |= {"name": f"{run}-{stage.name}", "dir": str(directory)}
     for reference in stage.references:
-        node: Any = tree
-        for part in reference.key[:-1]:
-            node = node[part]
-        node[reference.key[-1]] = str(products[reference.stage])
+        put(tree, reference.key, str(products[reference.stage]))
     return RunSpec.model_validate(tree)
 
 
-def _mark(planned: PlannedStage, outcome: Outcome, directory: Path, wall_s: float, finished: str) -> StageResult:
+def _result(planned: PlannedStage, outcome: Outcome, directory: Path, wall_s: float, finished: str) -> StageResult:
     product = outcome.product
     if product is not None and product.is_relative_to(directory):
         product = product.relative_to(directory)  # the pipeline's directory may be moved
@@ -264,24 +264,24 @@ def _mark(planned: PlannedStage, outcome: Outcome, directory: Path, wall_s: floa
 
 
 def _refuse_changed_inputs(planned: PlannedStage) -> None:
-    """A result must not stand under the address of files that changed while it was made."""
+    """The result would be stored under the digest of the old files."""
     now = contents_of([planned.stage])[planned.stage.name]
     for key, digest in now.items():
         if planned.contents[key] != digest:
             raise UserError(
-                "this file changed while the stage was running, whose result is of neither form of it",
+                "input changed while the stage ran",
                 where=f"{key} of stage {planned.stage.name}",
-                hint="run the same command again; the stage is done anew",
+                hint="run the same command again; it repeats the stage",
             )
 
 
 def _ancestors(stage: StageSpec, plan: Plan) -> list[str]:
-    """Every stage it is built on, in the order they run."""
+    """The stages it depends on, directly or not, in the order in which they run."""
     needs = {planned.stage.name: planned.stage.needs for planned in plan.stages}
-    wanted, waiting = set[str](), list(stage.needs)
-    while waiting:
-        name = waiting.pop()
-        if name not in wanted:
-            wanted.add(name)
-            waiting += needs[name]
-    return [name for name in needs if name in wanted]
+    found, remaining = set[str](), list(stage.needs)
+    while remaining:
+        name = remaining.pop()
+        if name not in found:
+            found.add(name)
+            remaining += needs[name]
+    return [name for name in needs if name in found]

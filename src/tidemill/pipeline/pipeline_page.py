@@ -1,4 +1,4 @@
-"""A pipeline's report.html: what each stage achieved, the key figures, and links to the stages' own reports."""
+"""A pipeline's report.html: results and figures of the stages, and links to their reports."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from tidemill.telemetry.statistics import wilson_interval
 
 TEMPLATE = Path(__file__).parent / "templates" / "pipeline.html.j2"
 ENDINGS = {
-    "finished": "Every stage that was asked for is finished.",
-    "interrupted": "The pipeline was interrupted; the same command goes on with it.",
-    "failed": "A stage ended with an error; the same command goes on from there.",
-    "running": "The pipeline is in progress, or was killed; the same command goes on with it.",
+    "finished": "All selected stages are finished.",
+    "interrupted": "The pipeline was interrupted; the same command resumes it.",
+    "failed": "A stage failed; the same command resumes the pipeline.",
+    "running": "The pipeline is running or was killed; the same command resumes it.",
 }
 DOTS = {
     "done": "finished",
     "running": "running",
     "interrupted": "interrupted",
     "failed": "failed",
-    "begun": "interrupted",
+    "started": "interrupted",
 }
 SHARES = ("greedy_accuracy", "pairwise_accuracy")
-"""Figures between 0 and 1 that are drawn as bars, the first one a stage has."""
+"""Figures between 0 and 1; the first one that a stage has is shown as a bar."""
 INTERVAL = "_interval"
-"""Ends the name of the two ends of a figure's 95 % interval, which are shown below it."""
+"""Suffix of the figure that contains the 95 % interval of another."""
 HIDDEN = ("model", "weights_digest")
 
 
 def write_page(folder: PipelineFolder) -> Path:
-    """Write report.html from pipeline.json and summary.json as they are now.
+    """Write report.html from pipeline.json and summary.json.
 
     Raises:
         UserError: it cannot be written.
@@ -45,10 +45,10 @@ def write_page(folder: PipelineFolder) -> Path:
 
 
 def context(folder: PipelineFolder) -> dict[str, Any]:
-    """What the template is given."""
+    """The variables of the template."""
     state, summary = folder.read_state(), read_json(folder.summary)
-    told = {stage["name"]: stage for stage in summary.get("stages", [])}
-    stages = [_stage(folder, stage, told.get(stage["name"], {})) for stage in state.get("stages", [])]
+    summaries = {stage["name"]: stage for stage in summary.get("stages", [])}
+    stages = [_stage(folder, stage, summaries.get(stage["name"], {})) for stage in state.get("stages", [])]
     done = sum(stage["state"] == "done" for stage in stages)
     outcome = state.get("outcome", "running")
     return {
@@ -64,18 +64,18 @@ def context(folder: PipelineFolder) -> dict[str, Any]:
     }
 
 
-def _stage(folder: PipelineFolder, stage: dict[str, Any], told: dict[str, Any]) -> dict[str, Any]:
-    figures = told.get("figures") or {}
+def _stage(folder: PipelineFolder, stage: dict[str, Any], summary: dict[str, Any]) -> dict[str, Any]:
+    figures = summary.get("figures") or {}
     report = folder.path / stage["folder"] / "report.html"
     return {
         **stage,
         "dot": DOTS.get(stage["state"], "unknown"),
-        "headline": told.get("headline", ""),
-        "took": duration(told["wall_s"]) if "wall_s" in told else "",
+        "headline": summary.get("headline", ""),
+        "took": duration(summary["wall_s"]) if "wall_s" in summary else "",
         "figures": [
             (name.replace("_", " "), figure(name, value), _interval(figures.get(f"{name}{INTERVAL}")))
             for name, value in figures.items()
-            if _shown(name, value)
+            if value is not None and name not in HIDDEN and not name.endswith(INTERVAL)
         ],
         "bar": _bar(figures),
         "report": os.path.relpath(report, folder.path) if report.is_file() else "",
@@ -83,7 +83,7 @@ def _stage(folder: PipelineFolder, stage: dict[str, Any], told: dict[str, Any]) 
 
 
 def figure(name: str, value: Any) -> str:
-    """A figure as people read it."""
+    """A figure's value as text."""
     if name.endswith("bytes"):
         return gigabytes(value)
     if name.endswith("_s"):
@@ -93,16 +93,12 @@ def figure(name: str, value: Any) -> str:
     return decimal(value) if isinstance(value, float) else str(value)
 
 
-def _shown(name: str, value: Any) -> bool:
-    return value is not None and name not in HIDDEN and not name.endswith(INTERVAL)
-
-
 def _interval(ends: list[float] | None) -> str:
     return between(*ends) if ends else ""
 
 
 def _bar(figures: dict[str, Any]) -> dict[str, Any] | None:
-    """The share that tells most of a stage, with its 95 % interval."""
+    """The bar of a stage: its main share with the 95 % interval."""
     for name in SHARES:
         share, n = figures.get(name), figures.get("n")
         if isinstance(share, (int, float)) and 0 <= share <= 1:

@@ -1,24 +1,22 @@
-"""What stages would refuse, found before the first one starts.
+"""Checks of all stages before the first one runs: models, tokenizers, data, tasks, rewards and devices.
 
-What an earlier stage will make is not looked at, for it is not there yet; but its tokenizer is that of the model at the
-root of its chain.
+The outputs of earlier stages do not exist yet and are not checked, but their tokenizer is known: it is that of the
+model from which the chain of stages starts.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from tidemill.config.issues import ConfigError, ConfigIssue
 from tidemill.config.load import PREFIX
 from tidemill.config.model import ModelConfig
 from tidemill.config.pipeline import KINDS, Product, StageSpec
-from tidemill.config.schema import RunSpec
-from tidemill.config.supervised import DataConfig
+from tidemill.config.task import DataConfig
 from tidemill.core.errors import UserError
 from tidemill.core.records import Message
 from tidemill.envs.text.build_task import build_task
@@ -30,36 +28,32 @@ from tidemill.models.codec import TextCodec, load_codec
 from tidemill.models.folder import refuse_reward_model
 from tidemill.models.reward_model import check_same_vocabulary, other_tokenizer, read_description
 from tidemill.models.snapshots import check_adapter, stored_context_limit
-from tidemill.pipeline.stage_plan import fault_of_stage
+from tidemill.pipeline.stage_plan import stage_issue
 from tidemill.runtime.export import refuse_foreign
 from tidemill.runtime.model_bundle import check_critic_vocabulary, fitting_task, own_source
 from tidemill.runtime.train import runtime_of
 
+LOADERS: Mapping[Product, Callable[..., object]] = {
+    "demonstrations": load_demonstrations,
+    "preference pairs": load_pairs,
+}
+
 
 def check_inputs(due: Sequence[StageSpec], stages: Sequence[StageSpec]) -> None:
-    """
+    """Check the stages that are due. Inputs that several stages share are checked once.
+
     Args:
-        due: the stages that are to run; what several of them share is looked at once.
-        stages: all of them.
+        due: the stages to check.
+        stages: all stages of the pipeline.
 
     Raises:
-        ConfigError: the first fault of each input, a line each.
+        ConfigError: the first issue of each input.
     """
-    if not due:
-        return  # what follows takes seconds to import
-
-    models, made, faults = KnownModels(stages), set[str](), list[ConfigIssue]()
+    preflight = Preflight(stages)
     for stage in due:
-        for check in checks_of(stage, models):
-            if (name := repr(check.of)) in made:
-                continue
-            made.add(name)
-            try:
-                check.call()
-            except UserError as error:
-                faults.append(fault_of_stage(stage, error))
-    if faults:
-        raise ConfigError(list(dict.fromkeys(faults)))
+        preflight.check(stage)
+    if preflight.issues:
+        raise ConfigError(list(dict.fromkeys(preflight.issues)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,49 +65,9 @@ class KnownModel:
     context_limit: int  # tokens
 
 
-class KnownModels:
-    """Models that stages begin with, each looked at once."""
-
-    def __init__(self, stages: Sequence[StageSpec]) -> None:
-        self._by_name = {stage.name: stage for stage in stages}
-        self._found: dict[str, KnownModel | UserError | None] = {}
-
-    def began_as(self, source: str, config: ModelConfig) -> ModelConfig:
-        """What a source of a stage's configuration is read from: of what a stage makes, the model at the root of its
-        chain."""
-        while source.startswith(PREFIX):
-            config = self._by_name[source.removeprefix(PREFIX)].spec.model
-            source = config.source
-        return config if source == config.source else config.model_copy(update={"source": source, "revision": None})
-
-    def look(self, config: ModelConfig) -> KnownModel | None:
-        """None for a model that is still to be built or merged.
-
-        Raises:
-            UserError: there is no such model.
-        """
-        name = repr((config.source, config.revision, config.char))
-        if name not in self._found:
-            try:
-                self._found[name] = _read_model_facts(config)
-            except UserError as error:
-                self._found[name] = error
-        found = self._found[name]
-        if isinstance(found, UserError):
-            raise found
-        return found
-
-    def known(self, config: ModelConfig) -> KnownModel | None:
-        """As `look`, and None for a model at fault, which is told where it is named."""
-        try:
-            return self.look(config)
-        except UserError:
-            return None
-
-
 class AnyCodec:
-    """Implements core.protocols.CompletionCodec where no tokenizer is known yet: every text is one token of its own, so
-    that rows and tasks are read as ever, and none is too long."""
+    """Implements core.protocols.CompletionCodec for an unknown tokenizer: every text is one token of its own, so that
+    rows and tasks are read as usual and no row is too long."""
 
     stop_token_ids = ()
 
@@ -134,148 +88,178 @@ class AnyCodec:
         raise NotImplementedError("nothing is generated before a stage runs")
 
 
-def _read_model_facts(config: ModelConfig) -> KnownModel | None:
-    folder = resolve_shell(config, progress=lambda _: None)
-    return None if folder is None else KnownModel(folder, load_codec(folder), stored_context_limit(folder))
+class Preflight:
+    """Runs the checks of stages and collects their issues."""
+
+    def __init__(self, stages: Sequence[StageSpec]) -> None:
+        self.issues: list[ConfigIssue] = []
+        self._stages = {stage.name: stage for stage in stages}
+        self._models: dict[str, KnownModel | UserError | None] = {}
+        self._checked: set[str] = set()
+
+    def check(self, stage: StageSpec) -> None:
+        """Run every check of a stage."""
+        kind, spec = KINDS[stage.kind], stage.spec
+        sources = self._model_sources(stage)
+        configs = {key: self._root_config(source, spec.model) for key, source in sources.items()}
+        for key, config in configs.items():
+            if not sources[key].startswith(PREFIX):
+                name = ("model", config.source, config.revision, config.char)
+                self._once(stage, name, partial(self._load_named, config, key))
+                if key != "critic.source" and stage.kind != "export":  # an export copies any model
+                    writes = ("generates", config.source)
+                    self._once(stage, writes, partial(refuse_reward_model, config.source))
+        models = {key: self._load_valid(config) for key, config in configs.items()}
+        policy = models["model.source"]
+        if "trainer" in kind.sections:
+            devices = (spec.runtime, spec.trainer.device, spec.ray, spec.placement, spec.pool)
+            self._once(stage, ("devices", *devices), lambda: runtime_of(spec).check_devices(spec))
+            if spec.model.lora.enabled and policy is not None:
+                adapter = ("adapter", policy, spec.model.lora)
+                self._once(stage, adapter, lambda: check_adapter(policy.folder, spec.model))
+        if kind.data is not None:
+            self._check_rows(stage, LOADERS[kind.data], policy)
+        compared = models.get("eval.compare_with")
+        for model in (policy, compared) if compared is not None else (policy,):
+            if "task" in kind.sections:
+                self._check_task(stage, model)
+            if "scoring" in kind.sections:
+                self._check_reward_models(stage, model)
+        critic = models.get("critic.source")
+        if critic is not None and policy is not None:
+            source = str(spec.critic.source)
+            vocabulary = ("critic", critic, policy)
+            self._once(stage, vocabulary, lambda: check_critic_vocabulary(source, critic.codec, policy.codec))
+        if stage.kind == "export" and spec.export.path is not None:
+            target = spec.export.path.expanduser().absolute()
+            self._once(stage, ("export", target), lambda: refuse_foreign(target))
+
+    def _once(self, stage: StageSpec, key: tuple[object, ...], check: Callable[[], object]) -> None:
+        """Run a check unless one with an equal key has run."""
+        if repr(key) in self._checked:
+            return
+        self._checked.add(repr(key))
+        try:
+            check()
+        except UserError as error:
+            self.issues.append(stage_issue(stage, error))
+
+    def _model_sources(self, stage: StageSpec) -> dict[str, str]:
+        """The language models that a stage loads, by key."""
+        spec, sources = stage.spec, {"model.source": stage.spec.model.source}
+        if stage.kind == "rl" and (critic := own_source(spec)) is not None:
+            sources["critic.source"] = critic
+        if stage.kind == "eval" and spec.eval.compare_with is not None:
+            sources["eval.compare_with"] = spec.eval.compare_with
+        return sources
+
+    def _root_config(self, source: str, config: ModelConfig) -> ModelConfig:
+        """The model that a source is derived from: for the output of a stage, the first model of its chain."""
+        while source.startswith(PREFIX):
+            config = self._stages[source.removeprefix(PREFIX)].spec.model
+            source = config.source
+        return config if source == config.source else config.model_copy(update={"source": source, "revision": None})
+
+    def _load(self, config: ModelConfig) -> KnownModel | None:
+        """None for a model that has to be built or merged first.
+
+        Raises:
+            UserError: there is no such model.
+        """
+        name = repr((config.source, config.revision, config.char))
+        if name not in self._models:
+            try:
+                folder = resolve_shell(config, progress=lambda _: None)
+                known = None if folder is None else KnownModel(folder, load_codec(folder), stored_context_limit(folder))
+                self._models[name] = known
+            except UserError as error:
+                self._models[name] = error
+        found = self._models[name]
+        if isinstance(found, UserError):
+            raise found
+        return found
+
+    def _load_named(self, config: ModelConfig, key: str) -> None:
+        with asked_for_by(key):
+            self._load(config)
+
+    def _load_valid(self, config: ModelConfig) -> KnownModel | None:
+        """None also for an invalid model, which is reported where it is named."""
+        try:
+            return self._load(config)
+        except UserError:
+            return None
+
+    def _check_rows(self, stage: StageSpec, load: Callable[..., object], policy: KnownModel | None) -> None:
+        data, chat = _existing_data(stage.spec.data), stage.spec.model.chat_template
+        if data is None:
+            return
+
+        def check() -> None:
+            if policy is None:
+                unlimited = data.model_copy(update={"max_tokens": 0})
+                load(unlimited, chat_template=chat, codec=AnyCodec(), context_limit=sys.maxsize)
+            else:
+                load(data, chat_template=chat, codec=policy.codec, context_limit=policy.context_limit)
+
+        self._once(stage, ("rows", load, data, chat, policy), check)
+
+    def _check_task(self, stage: StageSpec, policy: KnownModel | None) -> None:
+        """The task, and its rewards other than reward models."""
+        spec = stage.spec
+        generates = "engine" in KINDS[stage.kind].sections
+
+        def check() -> None:
+            if policy is not None and generates:
+                task = fitting_task(spec, policy.codec, limit=policy.context_limit)
+            else:
+                task = build_task(
+                    spec.task,
+                    codec=AnyCodec() if policy is None else policy.codec,
+                    batch_prompts=spec.batch.prompts,
+                    seed=spec.run.seed,
+                    chat_template=spec.model.chat_template,
+                )
+            rewards = [reward for reward in spec.scoring.rewards if reward.kind != "model"]
+            build_rewards(rewards, Context(task=task, seed=spec.run.seed, stop_strings=task.default_stop_strings))
+
+        lengths = (spec.sampling.max_new_tokens, spec.eval.max_new_tokens, spec.engine.context_tokens)
+        chat = spec.model.chat_template
+        self._once(stage, ("task", spec.task, spec.scoring.rewards, lengths, generates, chat, policy), check)
+
+    def _check_reward_models(self, stage: StageSpec, policy: KnownModel | None) -> None:
+        for index, reward in enumerate(stage.spec.scoring.rewards):
+            if reward.kind == "model":
+                key, source = f"scoring.rewards[{index}].model", reward.model
+                self._once(
+                    stage,
+                    ("reward model", key, source, policy),
+                    partial(self._check_reward_model, source, policy, key),
+                )
+
+    def _check_reward_model(self, source: str, policy: KnownModel | None, key: str) -> None:
+        """A reward model's folder, or the stage that trains it, needs the policy's tokenizer."""
+        if not source.startswith(PREFIX):
+            folder = Path(source).expanduser()
+            description = read_description(folder, "reward_model")
+            if policy is not None:
+                check_same_vocabulary(description, folder, policy.codec, where=key)
+            return
+        root = self._load_valid(self._root_config(source, ModelConfig()))
+        if root is None or policy is None:
+            return
+        if root.codec.vocabulary_digest != policy.codec.vocabulary_digest:
+            raise other_tokenizer(key)
 
 
-LEARNED_FROM: Mapping[Product, Callable[..., object]] = {
-    "demonstrations": load_demonstrations,
-    "preference pairs": load_pairs,
-}
+def _existing_data(data: DataConfig) -> DataConfig | None:
+    """`data` without files that other stages will write; None if nothing is left."""
+    train_only = {"held_out_path": None, "held_out_fraction": 0.0}
+    held_out = None if _is_reference(data.held_out_path) else data.held_out_path
+    if _is_reference(data.path):
+        return None if held_out is None else data.model_copy(update={**train_only, "path": held_out})
+    return data.model_copy(update=train_only) if _is_reference(data.held_out_path) else data
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
-    """Raises UserError when called; of those that look at the same one is enough."""
-
-    call: Callable[[], object]
-    of: tuple[object, ...]
-
-
-def checks_of(stage: StageSpec, models: KnownModels) -> Iterator[Check]:
-    """Everything of a stage that can be known to be at fault before it runs."""
-    kind, spec = KINDS[stage.kind], stage.spec
-    began = {key: models.began_as(source, spec.model) for key, source in _models_named(stage).items()}
-    for key, config in began.items():
-        if not _models_named(stage)[key].startswith(PREFIX):
-            yield Check(partial(_look, models, config, key), ("model", config.source, config.revision, config.char))
-            if key != "critic.source" and stage.kind != "export":  # copying one does not ask what for
-                yield Check(partial(refuse_reward_model, config.source), ("writes", config.source))
-    known = {key: models.known(config) for key, config in began.items()}
-    policy = known["model.source"]
-    if "trainer" in kind.sections:
-        yield from _computing(spec, policy)
-    if kind.learns_from is not None:
-        yield from _rows(LEARNED_FROM[kind.learns_from], spec, policy)
-    critic, other = known.get("critic.source"), known.get("eval.compare_with")
-    for asked in (policy, other) if other is not None else (policy,):
-        if "task" in kind.sections:
-            yield _task(stage, asked)
-        if "scoring" in kind.sections:
-            yield from _reward_models(spec, asked, models)
-    if critic is not None and policy is not None:
-        source = str(spec.critic.source)
-        yield Check(partial(check_critic_vocabulary, source, critic.codec, policy.codec), ("critic", critic, policy))
-    if stage.kind == "export" and spec.export.path is not None:
-        target = spec.export.path.expanduser().absolute()
-        yield Check(partial(refuse_foreign, target), ("export", target))
-
-
-def _models_named(stage: StageSpec) -> dict[str, str]:
-    """By key, the sources of the language models that a stage will load."""
-    spec, named = stage.spec, {"model.source": stage.spec.model.source}
-    critic = own_source(spec)
-    if stage.kind == "rl" and critic is not None:
-        named["critic.source"] = critic
-    if stage.kind == "eval" and spec.eval.compare_with is not None:
-        named["eval.compare_with"] = str(spec.eval.compare_with)
-    return named
-
-
-def _look(models: KnownModels, config: ModelConfig, key: str) -> None:
-    with asked_for_by(key):
-        models.look(config)
-
-
-def _computing(spec: RunSpec, policy: KnownModel | None) -> Iterator[Check]:
-    asked = (spec.runtime, spec.trainer.device, spec.ray, spec.placement, spec.pool)
-    yield Check(partial(runtime_of(spec).check_devices, spec), ("devices", *asked))
-    if spec.model.lora.enabled and policy is not None:
-        yield Check(partial(check_adapter, policy.folder, spec.model), ("adapter", policy, spec.model.lora))
-
-
-def _rows(load: Callable[..., object], spec: RunSpec, policy: KnownModel | None) -> Iterator[Check]:
-    data = _of_files_there(spec.data)
-    if data is None:
-        return
-    settings: dict[str, Any] = {"codec": AnyCodec(), "context_limit": sys.maxsize}
-    if policy is None:
-        data = data.model_copy(update={"max_tokens": 0})
-    else:
-        settings = {"codec": policy.codec, "context_limit": policy.context_limit}
-    chat = spec.model.chat_template
-    yield Check(partial(load, data, chat_template=chat, **settings), ("rows", load, data, chat, policy))
-
-
-def _of_files_there(data: DataConfig) -> DataConfig | None:
-    """Without the files that a stage is to make; None where there is no other."""
-    alone = {"held_out_path": None, "held_out_fraction": 0.0}
-    held_out = None if _to_be_made(data.held_out_path) else data.held_out_path
-    if _to_be_made(data.path):
-        return None if held_out is None else data.model_copy(update={**alone, "path": held_out})
-    return data.model_copy(update=alone) if _to_be_made(data.held_out_path) else data
-
-
-def _to_be_made(path: Path | None) -> bool:
+def _is_reference(path: Path | None) -> bool:
     return str(path).startswith(PREFIX)
-
-
-def _task(stage: StageSpec, policy: KnownModel | None) -> Check:
-    """The task, and the rewards of it that are no models."""
-    spec = stage.spec
-    fits = "engine" in KINDS[stage.kind].sections  # its prompts are to be answered
-
-    def check() -> None:
-        if policy is not None and fits:
-            task = fitting_task(spec, policy.codec, limit=policy.context_limit)
-        else:
-            task = _task_alone(spec, policy)
-        rewards = [reward for reward in spec.scoring.rewards if reward.kind != "model"]
-        build_rewards(rewards, Context(task=task, seed=spec.run.seed, stop_strings=task.default_stop_strings))
-
-    lengths = (spec.sampling.max_new_tokens, spec.eval.max_new_tokens, spec.engine.context_tokens)
-    return Check(check, ("task", spec.task, spec.scoring.rewards, lengths, fits, spec.model.chat_template, policy))
-
-
-def _task_alone(spec: RunSpec, policy: KnownModel | None) -> Task:
-    return build_task(
-        spec.task,
-        codec=AnyCodec() if policy is None else policy.codec,
-        batch_prompts=spec.batch.prompts,
-        seed=spec.run.seed,
-        chat_template=spec.model.chat_template,
-    )
-
-
-def _reward_models(spec: RunSpec, policy: KnownModel | None, models: KnownModels) -> Iterator[Check]:
-    for at, reward in enumerate(spec.scoring.rewards):
-        key = f"scoring.rewards[{at}].model"
-        if reward.kind == "model":
-            check = partial(_check_reward_model, reward.model, policy, models, key)
-            yield Check(check, ("reward model", key, reward.model, policy))
-
-
-def _check_reward_model(source: str, policy: KnownModel | None, models: KnownModels, key: str) -> None:
-    """A folder holds a reward model, or a stage makes one, with the policy's tokenizer as far as that is known."""
-    if not source.startswith(PREFIX):
-        folder = Path(source).expanduser()
-        description = read_description(folder, "reward_model")
-        if policy is not None:
-            check_same_vocabulary(description, folder, policy.codec, where=key)
-        return
-    made_from = models.known(models.began_as(source, ModelConfig()))
-    if made_from is None or policy is None:
-        return
-    if made_from.codec.vocabulary_digest != policy.codec.vocabulary_digest:
-        raise other_tokenizer(key)

@@ -1,8 +1,7 @@
-"""How each kind of stage runs: one function for each kind.
+"""Running a stage: one function for each kind.
 
-A stage that was stopped or killed goes on when it is run again: one that learns from its newest checkpoint, `pairs` and
-`eval` from the prompts answered so far (answers.jsonl, gone when they have finished). `demonstrations` and `export` are
-done anew: that takes seconds.
+An interrupted stage resumes: training kinds from the newest checkpoint, `pairs` and `eval` from the completions in
+answers.jsonl, which is deleted when the stage is finished. `demonstrations` and `export` take seconds and start again.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ ANSWERS = "answers.jsonl"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A stage whose turn it is."""
+    """A stage to run."""
 
     name: str
     kind: StageKind
     digest: str
-    spec: RunSpec  # every `stage:NAME` replaced by a path; run.dir is the stage's own folder
-    earlier: Sequence[StageResult]  # the finished stages it is built on, nearest last
-    say: Callable[[str], None]
+    spec: RunSpec  # with paths in place of references; run.dir is the stage's folder
+    earlier: Sequence[StageResult]  # the results of all stages it depends on, in order
+    progress: Callable[[str], None]
 
     @property
     def directory(self) -> Path:
@@ -51,38 +50,35 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What running a stage came to."""
+    """The outcome of a stage."""
 
-    product: Path | None = None  # what it gives to later stages
+    product: Path | None = None  # its output
     headline: str = ""
     figures: dict[str, Any] = field(default_factory=dict)
-    interrupted: bool = False  # by the user: not finished, and the same command goes on with it
-    wall_s: float | None = None  # where the stage itself knows it over several sessions
+    interrupted: bool = False  # by the user
+    wall_s: float | None = None  # over all sessions, where the stage measures it
 
 
 RunStage: TypeAlias = Callable[[Job], Outcome]
 
 
-def run_making(job: Job) -> Outcome:
-    """Write rows to learn from, or to be measured on, of the task's prompts: its own answers, or a model's right ones
-    against wrong ones; gives that file."""
+def run_data_generation(job: Job) -> Outcome:
+    """Write demonstrations or preference pairs for the task's prompts; outputs the file."""
     from tidemill.runtime.batch_generation import make_demonstrations, make_pairs
 
-    path, data_generation = job.directory / DATA, job.spec.data_generation
-    path.unlink(missing_ok=True)  # of a session that was killed before it could say that it had finished
+    path, config = job.directory / DATA, job.spec.data_generation
+    path.unlink(missing_ok=True)  # of a session that was killed before stage.json was written
     if job.kind == "demonstrations":
-        found = make_demonstrations(
-            job.spec, path, prompts=data_generation.prompts, split=data_generation.split, progress=job.say
-        )
+        found = make_demonstrations(job.spec, path, prompts=config.prompts, split=config.split, progress=job.progress)
     else:
         found = make_pairs(
             job.spec,
             path,
-            prompts=data_generation.prompts,
-            split=data_generation.split,
-            samples_per_prompt=data_generation.samples_per_prompt,
-            pairs_per_prompt=data_generation.pairs_per_prompt,
-            progress=job.say,
+            prompts=config.prompts,
+            split=config.split,
+            samples_per_prompt=config.samples_per_prompt,
+            pairs_per_prompt=config.pairs_per_prompt,
+            progress=job.progress,
             answers=job.directory / ANSWERS,
         )
         (job.directory / ANSWERS).unlink(missing_ok=True)
@@ -91,7 +87,7 @@ def run_making(job: Job) -> Outcome:
 
 
 def run_rl(job: Job) -> Outcome:
-    """Reinforcement learning, or going on with it; gives its last checkpoint."""
+    """Train or resume with reinforcement learning; outputs the last checkpoint."""
     from tidemill.runtime.train import train
     from tidemill.trainer.checkpoint_store import CheckpointStore
 
@@ -99,7 +95,7 @@ def run_rl(job: Job) -> Outcome:
     if summary.get("interrupted"):
         return Outcome(interrupted=True)
     newest = CheckpointStore(job.directory / "checkpoints", keep_last=1).latest().checkpoint
-    assert newest is not None, "a finished run has a checkpoint of its last step"
+    assert newest is not None, "a finished run has a checkpoint"
     measured = summary["eval"]
     steps = counted(summary["steps"], "step")
     headline = steps
@@ -116,20 +112,20 @@ def run_rl(job: Job) -> Outcome:
         "tokens_trained": summary["tokens_trained"],
         "peak_rss_bytes": summary["peak_rss_bytes"],
     }
-    return Outcome(product=_plain(newest.path, job), headline=headline, figures=figures, wall_s=summary["wall_s"])
+    return Outcome(product=_merged(newest.path, job), headline=headline, figures=figures, wall_s=summary["wall_s"])
 
 
 def run_supervised(job: Job) -> Outcome:
-    """Learning from demonstrations or preference pairs; gives the best checkpoint where that is kept, else the last."""
+    """Train on demonstrations or preference pairs; outputs the best checkpoint if it is kept, else the last."""
     from tidemill.runtime.train_supervised import OBJECTIVES, train_supervised
 
     summary = train_supervised(job.spec, next(kind for kind in OBJECTIVES if kind == job.kind))
     if summary["interrupted"]:
         return Outcome(interrupted=True)
     held_out = summary["held_out"]
-    told = [f"{name.replace('_', ' ')} {decimal(value)}" for name, value in held_out.items()]
+    measured = [f"{name.replace('_', ' ')} {decimal(value)}" for name, value in held_out.items()]
     steps = counted(summary["steps"], "step")
-    headline = f"held out: {', '.join(told)}; {steps}" if told else steps
+    headline = f"held out: {', '.join(measured)}; {steps}" if measured else steps
     figures = {
         "steps": summary["steps"],
         **held_out,
@@ -137,22 +133,24 @@ def run_supervised(job: Job) -> Outcome:
         "peak_rss_bytes": summary["peak_rss_bytes"],
     }
     return Outcome(
-        product=_plain(Path(summary["model"]), job), headline=headline, figures=figures, wall_s=summary["wall_s"]
+        product=_merged(Path(summary["model"]), job), headline=headline, figures=figures, wall_s=summary["wall_s"]
     )
 
 
 def run_eval(job: Job) -> Outcome:
-    """Measure a model on the task's held-out prompts; gives figures and every completion."""
+    """Evaluate a model on the task's held-out prompts; has no output."""
     from tidemill.runtime.model_evaluation import evaluate
 
-    found = evaluate(job.spec, compare=job.spec.eval.compare_with, progress=job.say, answers=job.directory / ANSWERS)
-    figures = write_measured(job.directory, job.spec, found)
+    found = evaluate(
+        job.spec, compare=job.spec.eval.compare_with, progress=job.progress, answers=job.directory / ANSWERS
+    )
+    figures = write_evaluation(job.directory, job.spec, found)
     (job.directory / ANSWERS).unlink(missing_ok=True)
-    return Outcome(headline=measured_words(found), figures=figures)
+    return Outcome(headline=evaluation_headline(found), figures=figures)
 
 
 def run_export(job: Job) -> Outcome:
-    """Write a model as a plain Hugging Face folder; gives that folder."""
+    """Export a model as a Hugging Face folder; outputs the folder."""
     from tidemill.runtime.export import export_model
 
     settings = job.spec.export
@@ -164,9 +162,8 @@ def run_export(job: Job) -> Outcome:
     )
 
 
-def _plain(checkpoint: Path, job: Job) -> Path:
-    """What later stages take: the checkpoint itself, or, of one that holds an adapter, the adapter merged into its
-    base."""
+def _merged(checkpoint: Path, job: Job) -> Path:
+    """The checkpoint, or, if it is an adapter, a checkpoint with the adapter merged into its base model."""
     from tidemill.models.catalog import resolve
     from tidemill.models.checkpoint_manifest import read_manifest, seal
     from tidemill.models.folder import holds_adapter
@@ -175,22 +172,22 @@ def _plain(checkpoint: Path, job: Job) -> Path:
     if not holds_adapter(checkpoint):
         return checkpoint
     merged = job.directory / "model"
-    shutil.rmtree(merged, ignore_errors=True)  # of a session that was killed before it could say that it had finished
-    export_merged(checkpoint, merged, resolve_base=lambda model: resolve(model, progress=job.say))
+    shutil.rmtree(merged, ignore_errors=True)  # of a session that was killed before stage.json was written
+    export_merged(checkpoint, merged, resolve_base=lambda model: resolve(model, progress=job.progress))
     seal(merged, step=read_manifest(checkpoint).step, score=None)
     return merged
 
 
 def _history(job: Job) -> list[str]:
-    """How the model of this job came to be: what it began as, then what each stage made of it."""
-    began = next((name for mark in job.earlier if (name := mark.values.get("model.source"))), None)
-    stages = [f"{mark.name} ({mark.kind}): {mark.headline}" for mark in job.earlier]
-    return [f"began as {began}", *stages] if began else stages
+    """How the exported model was made: the initial model and each stage's result."""
+    initial = next((name for result in job.earlier if (name := result.values.get("model.source"))), None)
+    stages = [f"{result.name} ({result.kind}): {result.headline}" for result in job.earlier]
+    return [f"initial model: {initial}", *stages] if initial else stages
 
 
 RUNNERS: dict[StageKind, RunStage] = {
-    "demonstrations": run_making,
-    "pairs": run_making,
+    "demonstrations": run_data_generation,
+    "pairs": run_data_generation,
     "sft": run_supervised,
     "reward_model": run_supervised,
     "dpo": run_supervised,
@@ -204,11 +201,14 @@ PURPOSE = "eval:held_out"
 _INTERVALS = (f"greedy_accuracy{INTERVAL}", f"reward_mean{INTERVAL}")
 
 
-def write_measured(directory: Path, spec: RunSpec, found: dict[str, Any]) -> dict[str, Any]:
-    """Write what `runtime.evaluate.evaluate` found; returns its scalar figures.
+def write_evaluation(directory: Path, spec: RunSpec, found: dict[str, Any]) -> dict[str, Any]:
+    """Write the run directory of an evaluation; returns its scalar figures.
+
+    Args:
+        found: the result of `runtime.model_evaluation.evaluate`.
 
     Raises:
-        UserError: the directory cannot be written, or another process works on it.
+        UserError: the directory cannot be written, or is locked by another process.
     """
     figures = {name: value for name, value in found.items() if isinstance(value, (int, float, str))}
     figures |= {name: found[name] for name in _INTERVALS if name in found}
@@ -219,20 +219,12 @@ def write_measured(directory: Path, spec: RunSpec, found: dict[str, Any]) -> dic
     for name, pair in _compared(found).items():
         figures |= {**_with_interval(f"{name}_difference", pair["difference"]), f"{name}_p_value": pair["p_value"]}
     lines = [
-        {
-            "step": 0,
-            "purpose": PURPOSE,
-            "prompt_id": str(number),
-            **sample,
-            "valid": sample["reward"] is not None,
-        }
+        {"step": 0, "purpose": PURPOSE, "prompt_id": str(number), **sample, "valid": sample["reward"] is not None}
         for number, sample in enumerate(found["samples"])
     ]
     with RunDirectory.open(directory) as run:
-        earlier = run.read_manifest()
-        run.write_manifest(
-            build_manifest(earlier, run=spec.run.name, model=spec.model.source, seed=spec.run.seed, unix_s=time.time())
-        )
+        earlier, names = run.read_manifest(), {"run": spec.run.name, "model": spec.model.source}
+        run.write_manifest(build_manifest(earlier, **names, seed=spec.run.seed, unix_s=time.time()))
         write_samples(run.samples / samples_name(0, PURPOSE), lines)
         _write_events(run, figures)
         run.write_summary(found)
@@ -240,23 +232,23 @@ def write_measured(directory: Path, spec: RunSpec, found: dict[str, Any]) -> dic
     return figures
 
 
-def measured_words(found: dict[str, Any]) -> str:
-    """The figures that matter most, in a sentence, with their 95 % intervals."""
-    words = []
+def evaluation_headline(found: dict[str, Any]) -> str:
+    """The main figures with their 95 % intervals, in one line."""
+    parts = []
     for name, key in (("held-out mean reward", "reward_mean"), ("held-out greedy accuracy", "greedy_accuracy")):
         if key in found:
-            words.append(f"{name} {found[key]:.3f} (95 %: {between(*found[f'{key}{INTERVAL}'])}; n = {found['n']})")
-    if not words:
-        words.append(f"no valid reward of {found['n']} held-out completions")
-    if shares := _pass_at(found):
-        largest = list(shares)[-1]  # the others are figures and in the report
-        words.append(_words(f"pass@{largest}", shares[largest]))
-    words += [_words(f"score of {name}", score) for name, score in found.get("scores", {}).items()]
+            parts.append(f"{name} {found[key]:.3f} (95 %: {between(*found[f'{key}{INTERVAL}'])}; n = {found['n']})")
+    if not parts:
+        parts.append(f"no valid reward in {found['n']} held-out completions")
+    shares = {f"pass@{k}": share for k, share in list(_pass_at(found).items())[-1:]}  # the largest k
+    scores = {f"score of {name}": score for name, score in found.get("scores", {}).items()}
+    for name, figure in (shares | scores).items():
+        parts.append(f"{name} {decimal(figure['value'])} ({between(figure['low'], figure['high'])})")
     for name, pair in _compared(found).items():
         if name != "completion_tokens":
             change = f"{pair['difference']['value']:+.3f} (p = {decimal(pair['p_value'])})"
-            words.append(f"{name.replace('_', ' ')} against the other model {change}")
-    return ", ".join(words)
+            parts.append(f"{name.replace('_', ' ')} {change} compared with the other model")
+    return ", ".join(parts)
 
 
 def _pass_at(found: dict[str, Any]) -> dict[str, Any]:
@@ -268,26 +260,20 @@ def _with_interval(name: str, figure: dict[str, float]) -> dict[str, Any]:
     return {name: figure["value"], f"{name}{INTERVAL}": [figure["low"], figure["high"]]}
 
 
-def _words(name: str, figure: dict[str, float]) -> str:
-    return f"{name} {decimal(figure['value'])} ({between(figure['low'], figure['high'])})"
-
-
 def _compared(found: dict[str, Any]) -> dict[str, Any]:
     figures: dict[str, Any] = found.get("compared_with", {}).get("figures", {})
     return figures
 
 
 def _write_events(run: RunDirectory, figures: dict[str, Any]) -> None:
-    took_s = float(figures.get("duration_s") or 0.0)
-    turns: list[tuple[str, dict[str, Any], float]] = [
-        (SESSION_START, {"pid": os.getpid(), "host": platform.node()}, 0.0),
-        (EVALUATION, {"step": 0, **figures}, took_s),
-        (SESSION_END, {"outcome": "finished"}, took_s),
-    ]
+    wall_s, session = float(figures.get("duration_s") or 0.0), run.past.count + 1
     log = JsonlWriter(run.events)
     try:
-        for name, fields, elapsed_s in turns:
-            session = run.past.count + 1
+        for name, fields, elapsed_s in (
+            (SESSION_START, {"pid": os.getpid(), "host": platform.node()}, 0.0),
+            (EVALUATION, {"step": 0, **figures}, wall_s),
+            (SESSION_END, {"outcome": "finished"}, wall_s),
+        ):
             log.write(event_line(name, fields, unix_s=time.time(), session=session, elapsed_s=elapsed_s))
     finally:
         log.close()

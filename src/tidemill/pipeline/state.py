@@ -1,8 +1,8 @@
-"""A pipeline's directory, pipeline.json and summary.json.
+"""A pipeline's directory, and the state of its stages in pipeline.json and summary.json.
 
-config.toml    every stage, every value explicit       stages/NAME-DIGEST/            a run directory each
-pipeline.json  what is finished, begun and due         stages/NAME-DIGEST/stage.json  written last: it is finished
-summary.json   figures of every stage                  report.html                    the figures, and links
+config.toml    every value of every stage              stages/NAME-DIGEST/            a stage's run directory
+pipeline.json  which stages are finished or due        stages/NAME-DIGEST/stage.json  result, written last
+summary.json   figures of every stage                  report.html                    figures and links
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from typing import Any, Literal, Self, TypeAlias
 import msgspec
 
 from tidemill.core.errors import UserError
-from tidemill.core.records import decode_json
 from tidemill.pipeline.stage_plan import Action, FoundStage, Plan, PlannedStage, StageResult
 from tidemill.telemetry.jsonl import disk_error, encode, write_atomically
 from tidemill.telemetry.run_dir import LockedDirectory, RunDirectory, read_json
 
-MARK = "stage.json"
-DOOMED = ".deleting-"
+RESULT_FILE = "stage.json"
+DELETING = ".deleting-"  # prefix of folders that are being deleted
 
 
 class PipelineFolder(LockedDirectory):
@@ -37,10 +36,10 @@ class PipelineFolder(LockedDirectory):
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Create the directory if needed, lock it for this process, and remove what a kill left half-deleted.
+        """Create and lock the directory, and finish an interrupted deletion.
 
         Raises:
-            UserError: it cannot be written, holds a single run, or another process works on it.
+            UserError: it cannot be written, contains a single run, or is locked by another process.
         """
         folder = cls(path)
         folder.refuse_single_run()
@@ -48,82 +47,84 @@ class PipelineFolder(LockedDirectory):
             folder.stages.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError) as error:
             hint = "choose another --run.dir or move the file away"
-            raise UserError("a file stands where a directory should be", where=str(path), hint=hint) from error
+            raise UserError("a file is in the place of a directory", where=str(path), hint=hint) from error
         except OSError as error:
             raise disk_error(error, path) from error
-        folder.acquire(lambda: "another process is working on this pipeline")
-        for doomed in folder.stages.glob(f"{DOOMED}*"):
-            shutil.rmtree(doomed, ignore_errors=True)
+        folder.acquire(lambda: "another process is using this pipeline")
+        for deleted in folder.stages.glob(f"{DELETING}*"):
+            shutil.rmtree(deleted, ignore_errors=True)
         return folder
 
     def refuse_single_run(self) -> None:
-        """Raises UserError where a run without stages has its directory."""
+        """
+        Raises:
+            UserError: it is the directory of a run without stages.
+        """
         if RunDirectory(self.path).manifest.exists():
-            what = "this directory holds a single run, and the recipe has stages"
+            what = "this directory contains a single run, and the recipe has stages"
             raise UserError(what, where=str(self.path), hint="choose another --run.dir")
 
     def found(self) -> dict[str, FoundStage]:
-        """Every stage's folder there is, whether of this recipe or an earlier form of it."""
+        """The stages on disk by folder, including those of earlier configurations."""
         if not self.stages.is_dir():
             return {}
         folders = (each for each in sorted(self.stages.iterdir()) if each.is_dir() and not each.name.startswith("."))
-        return {each.name: FoundStage(name=each.name.rpartition("-")[0], mark=self._whole(each)) for each in folders}
+        return {each.name: FoundStage(name=each.name.rpartition("-")[0], result=self._result(each)) for each in folders}
 
-    def product(self, folder: str, mark: StageResult) -> Path | None:
-        """Where what a finished stage gives lies; None if it gives nothing."""
-        return None if mark.product is None else self.stages / folder / mark.product
-
-    def _whole(self, folder: Path) -> StageResult | None:
-        """The mark of a finished stage whose product is still there."""
+    def _result(self, folder: Path) -> StageResult | None:
+        """The result of a finished stage whose output exists."""
         try:
-            mark = decode_json((folder / MARK).read_bytes(), StageResult)
-        except (FileNotFoundError, msgspec.DecodeError):
+            result = msgspec.json.decode((folder / RESULT_FILE).read_bytes(), type=StageResult)
+        except (FileNotFoundError, msgspec.DecodeError, UnicodeDecodeError):
             return None
-        product = self.product(folder.name, mark)
-        return mark if product is None or product.exists() else None
+        product = self.product(folder.name, result)
+        return result if product is None or product.exists() else None
 
-    def begin(self, folder: str, config: str) -> Path:
-        """A stage's folder, ready to be begun or gone on with.
+    def product(self, folder: str, result: StageResult) -> Path | None:
+        """The path of a finished stage's output, if its kind has one."""
+        return None if result.product is None else self.stages / folder / result.product
 
-        Its stored configuration is replaced: the folder's name says that it is the same in all that matters, and the
-        paths in it may have changed.
+    def start(self, folder: str, config: str) -> Path:
+        """Create a stage's folder, or prepare it for resuming.
+
+        Its configuration is replaced: equal folder names mean equal values in all that matters, but paths may differ.
         """
         path = self.stages / folder
         try:
             path.mkdir(exist_ok=True)
-            (path / MARK).unlink(missing_ok=True)  # of a result whose product is gone
+            (path / RESULT_FILE).unlink(missing_ok=True)  # of a result whose output is missing
         except OSError as error:
             raise disk_error(error, path) from error
-        write_atomically(path / RunDirectory(path).config.name, config.encode())
+        write_atomically(path / self.config.name, config.encode())
         return path
 
-    def finish(self, folder: str, mark: StageResult) -> None:
-        """From now on the stage is finished."""
-        write_atomically(self.stages / folder / MARK, msgspec.json.format(encode(mark)) + b"\n")
+    def finish(self, folder: str, result: StageResult) -> None:
+        """Mark the stage as finished."""
+        self.write_json(self.stages / folder / RESULT_FILE, result)
 
     def prune(self, stale: Iterable[str]) -> None:
-        """Delete results that nothing asks for any more, each out of sight first."""
+        """Delete stale results. A folder is renamed first, so that a kill leaves no half of it."""
         for name in stale:
-            doomed = self.stages / f"{DOOMED}{name}"
+            deleted = self.stages / f"{DELETING}{name}"
             try:
-                (self.stages / name).rename(doomed)
-                shutil.rmtree(doomed)
+                (self.stages / name).rename(deleted)
+                shutil.rmtree(deleted)
             except OSError as error:
                 raise disk_error(error, self.stages / name) from error
 
-    def write(self, path: Path, data: dict[str, Any]) -> None:
+    def write_json(self, path: Path, data: Any) -> None:
         write_atomically(path, msgspec.json.format(encode(data)) + b"\n")
 
     def read_state(self) -> dict[str, Any]:
         return read_json(self.state)
 
 
-Ending: TypeAlias = Literal["finished", "interrupted", "failed"]
-State: TypeAlias = Literal["done", "running", "interrupted", "failed", "begun", "due", "left out"]
+PipelineOutcome: TypeAlias = Literal["finished", "interrupted", "failed"]
+StageState: TypeAlias = Literal["done", "running", "interrupted", "failed", "started", "due", "left out"]
 
-_AT_FIRST: dict[Action, State] = {
+_INITIAL_STATES: dict[Action, StageState] = {
     "done": "done",
-    "resume": "begun",
+    "resume": "started",
     "run": "due",
     "wait": "due",
     "leave": "left out",
@@ -131,73 +132,70 @@ _AT_FIRST: dict[Action, State] = {
 
 
 class PipelineState:
-    """
+    """Keeps pipeline.json and summary.json up to date while stages run.
+
     Args:
-        stale: folders of results that the recipe asks for no more.
+        stale: folders with results of other configurations.
     """
 
     def __init__(self, name: str, plan: Plan, folder: PipelineFolder, *, stale: Sequence[str]) -> None:
         self.name = name
         self._plan, self._folder, self._stale = plan, folder, stale
-        self._states = {planned.stage.name: _AT_FIRST[planned.action] for planned in plan.stages}
-        self._marks = {planned.stage.name: planned.mark for planned in plan.stages if planned.mark}
+        self._states = {planned.stage.name: _INITIAL_STATES[planned.action] for planned in plan.stages}
+        self._results = {planned.stage.name: planned.result for planned in plan.stages if planned.result}
         self._ran: list[str] = []  # in this session
         self._running: str | None = None
         self._write("running")
 
-    def begun(self, planned: PlannedStage) -> None:
+    def stage_started(self, planned: PlannedStage) -> None:
         self._running = planned.stage.name
         self._states[self._running] = "running"
         self._write("running")
 
-    def finished(self, planned: PlannedStage, mark: StageResult) -> None:
+    def stage_finished(self, planned: PlannedStage, result: StageResult) -> None:
         name, self._running = planned.stage.name, None
-        self._states[name], self._marks[name] = "done", mark
+        self._states[name], self._results[name] = "done", result
         self._ran.append(name)
         self._write("running")
 
-    def end(self, ending: Ending) -> dict[str, Any]:
-        """Write everything a last time; returns the summary."""
-        if self._running is not None and ending != "finished":
-            self._states[self._running] = ending
-        return self._write(ending)
+    def end(self, outcome: PipelineOutcome) -> dict[str, Any]:
+        """Write both files for the last time; returns the summary."""
+        if self._running is not None and outcome != "finished":
+            self._states[self._running] = outcome
+        return self._write(outcome)
 
     def _write(self, outcome: str) -> dict[str, Any]:
-        state = {"name": self.name, "outcome": outcome, "stages": list(map(self._stage, self._plan.stages))}
-        self._folder.write(self._folder.state, state | {"stale": list(self._stale)})
-        summary = self._summary(outcome)
-        self._folder.write(self._folder.summary, summary)
-        return summary
-
-    def _stage(self, planned: PlannedStage) -> dict[str, Any]:
-        stage, mark = planned.stage, self._marks.get(planned.stage.name)
-        return {
-            "name": stage.name,
-            "kind": stage.kind,
-            "state": self._states[stage.name],
-            "digest": planned.digest,
-            "folder": f"{self._folder.stages.name}/{planned.folder}",
-            "model": stage.spec.model.source,
-            "needs": list(stage.needs),
-            "product": mark.product if mark else None,
-            "finished": mark.finished if mark else None,
-        }
-
-    def _summary(self, outcome: str) -> dict[str, Any]:
-        stages = []
+        states, summaries = [], []
         for planned in self._plan.stages:
-            name, mark = planned.stage.name, self._marks.get(planned.stage.name)
-            told = {"name": name, "kind": planned.stage.kind, "state": self._states[name], "ran": name in self._ran}
-            told["run_dir"] = f"{self._folder.stages.name}/{planned.folder}"
-            if mark:
-                told |= {"headline": mark.headline, "wall_s": mark.wall_s, "figures": mark.figures}
-            stages.append(told)
-        finished = all(state == "done" for state in self._states.values())
-        return {
+            name, kind, result = planned.stage.name, planned.stage.kind, self._results.get(planned.stage.name)
+            state, folder = self._states[name], f"{self._folder.stages.name}/{planned.folder}"
+            states.append(
+                {
+                    "name": name,
+                    "kind": kind,
+                    "state": state,
+                    "digest": planned.digest,
+                    "folder": folder,
+                    "model": planned.stage.spec.model.source,
+                    "needs": list(planned.stage.needs),
+                    "product": result.product if result else None,
+                    "finished": result.finished if result else None,
+                }
+            )
+            summary = {"name": name, "kind": kind, "state": state, "ran": name in self._ran, "run_dir": folder}
+            if result:
+                summary |= {"headline": result.headline, "wall_s": result.wall_s, "figures": result.figures}
+            summaries.append(summary)
+        stale = list(self._stale)
+        pipeline = {"name": self.name, "outcome": outcome, "stages": states, "stale": stale}
+        self._folder.write_json(self._folder.state, pipeline)
+        whole = {
             "pipeline": self.name,
             "outcome": outcome,
-            "finished": finished,
+            "finished": all(state == "done" for state in self._states.values()),
             "interrupted": outcome == "interrupted",
-            "wall_s": round(sum(mark.wall_s for mark in self._marks.values()), 3),
-            "stages": stages,
+            "wall_s": round(sum(result.wall_s for result in self._results.values()), 3),
+            "stages": summaries,
         }
+        self._folder.write_json(self._folder.summary, whole)
+        return whole

@@ -1,1 +1,1 @@
-"""What a run needs and costs, before it is paid for: pure arithmetic on profiles, each number with its derivation."""
+"""Plans: memory, placement, weight transfer, overlap, staleness and run time, each number with formula and source."""

@@ -1,13 +1,26 @@
-"""Numbers that explain themselves: each with its formula, what went in, and where the formula is from.
+"""Numbers that are computed from a written formula and keep its inputs and source.
 
-A formula is arithmetic over the names of its inputs (`+ - * / // ** ceil max min`), so that it can be computed again.
+A formula is arithmetic on the names of its inputs: `+ - * / // **`, `ceil`, `max`, `min` and `positive`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from functools import cache
+from types import CodeType
 
 from tidemill.core.records import Record
+
+ROUNDING = 1e-9
+
+
+def positive(value: float) -> float:
+    """The value, or 0 if it is at most a rounding error."""
+    return value if value > ROUNDING else 0.0
+
+
+FUNCTIONS = {"ceil": math.ceil, "max": max, "min": min, "positive": positive, "__builtins__": {}}
 
 
 class Figure(Record):
@@ -22,16 +35,30 @@ class Figure(Record):
 
 
 class Derivation:
-    """The figures of a plan, in the order of their making."""
+    """Computes figures and keeps them in the order of their computation."""
 
     def __init__(self) -> None:
         self._figures: dict[str, Figure] = {}
 
-    def note(self, name: str, value: float, unit: str, *, formula: str, source: str, **inputs: float) -> float:
-        """Keep the figure, and hand its value back; a figure of the same name is replaced."""
+    def compute(self, name: str, unit: str, *, formula: str, source: str, **inputs: float) -> float:
+        """Evaluate a formula and keep the figure; it replaces one of the same name.
+
+        Args:
+            source: where the formula and its constants are from.
+            inputs: a value for every name in the formula.
+
+        Returns:
+            The value.
+        """
+        value: float = eval(_compiled(formula), FUNCTIONS, inputs)
         self._figures[name] = Figure(name=name, value=value, unit=unit, formula=formula, inputs=inputs, source=source)
         return value
 
     @property
     def figures(self) -> Sequence[Figure]:
         return tuple(self._figures.values())
+
+
+@cache
+def _compiled(formula: str) -> CodeType:
+    return compile(formula, "<formula>", "eval")

@@ -1,4 +1,4 @@
-"""`plan overlap`: how busy the trainer is when generating and training alternate, overlap, or share machines evenly."""
+"""`plan overlap`: the trainer's utilisation when generation and training alternate, overlap, or divide the GPUs."""
 
 from __future__ import annotations
 
@@ -9,71 +9,67 @@ from tidemill.core.records import Record
 from tidemill.planner.figures import Derivation, Figure
 
 TYPICAL = (0.90, 0.95)
-"""Of the trainer once both sides are sized to take equally long: what is left over goes to stragglers, publishes and
-whole machines. As reported by others; plan with the lower one."""
+"""Range of the trainer's utilisation with balanced sides, as reported by others; the rest is lost to stragglers,
+publishing and the rounding to whole machines. Plan with the lower one."""
 
 
 class OverlapPlan(Record):
-    in_sequence: float  # the trainer's utilisation, a share
+    in_sequence: float  # utilisation of the trainer, a fraction
     overlapped: float
-    rollout_share: float  # of the machines, so that both sides take equally long
-    resized: float | None  # utilisation with a whole number of GPUs on each side; None without a number of GPUs
+    rollout_share: float  # fraction of the machines that generate when both sides take equally long
+    resized: float | None  # utilisation with whole GPUs on each side; None if no number of GPUs is given
     rollout_gpus: int | None
     figures: tuple[Figure, ...]
 
 
 def plan_overlap(rollout: float, training: float, *, gpus: int | None = None) -> OverlapPlan:
-    """What the trainer's utilisation is.
+    """Compare the ways to combine generation and training.
 
     Args:
-        rollout: how long generating a batch takes with all machines, in any unit.
-        training: how long learning from it takes, in the same unit.
+        rollout: time to generate a batch on all machines, in any unit.
+        training: time to train on it on all machines, in the same unit.
 
     Raises:
-        UserError: what cannot be asked.
+        UserError: a time is not positive, or fewer than 2 GPUs.
     """
     if not (0 < rollout < math.inf and 0 < training < math.inf):
-        what = f"rollout {rollout:g} and training {training:g}: both take some time"
+        what = f"both times need to be above 0, rollout is {rollout:g} and training is {training:g}"
         raise UserError(what, where="--rollout, --training", hint="give both in one unit, for example 60 and 40")
     if gpus is not None and gpus < 2:
         raise UserError(f"{gpus} GPUs cannot be divided", where="--gpus", hint="give 2 or more")
     sheet = Derivation()
-    in_sequence = sheet.note(
+    in_sequence = sheet.compute(
         "utilisation_in_sequence",
-        training / (rollout + training),
         "of the time",
         formula="training / (rollout + training)",
         source="one after the other on the same machines",
         rollout=rollout,
         training=training,
     )
-    overlapped = sheet.note(
+    overlapped = sheet.compute(
         "utilisation_overlapped",
-        training / max(rollout, training),
         "of the time",
         formula="training / max(rollout, training)",
-        source="at once, each side as fast as before: the longer one sets the step",
+        source="at the same time, each side as fast as before: the longer one determines the step",
         rollout=rollout,
         training=training,
     )
-    share = sheet.note(
+    share = sheet.compute(
         "rollout_share",
-        rollout / (rollout + training),
         "of the machines",
         formula="rollout / (rollout + training)",
-        source="time falls with the number of machines, so that these many make both sides equally long",
+        source="time is inversely proportional to the number of machines; both sides take equally long",
         rollout=rollout,
         training=training,
     )
     resized = rollout_gpus = None
     if gpus is not None:
-        rollout_gpus = _best_split(rollout, training, gpus)
-        resized = sheet.note(
+        rollout_gpus = min(range(1, gpus), key=lambda given: max(rollout / given, training / (gpus - given)))
+        resized = sheet.compute(
             "utilisation_resized",
-            _utilisation(rollout, training, rollout_gpus, gpus),
             "of the time",
             formula="(training / training_gpus) / max(rollout / rollout_gpus, training / training_gpus)",
-            source="whole GPUs on either side, of all splits the one with the shortest step; nothing else is lost",
+            source="whole GPUs on each side, the split with the shortest step; no other losses",
             rollout=rollout,
             training=training,
             rollout_gpus=rollout_gpus,
@@ -87,12 +83,3 @@ def plan_overlap(rollout: float, training: float, *, gpus: int | None = None) ->
         rollout_gpus=rollout_gpus,
         figures=tuple(sheet.figures),
     )
-
-
-def _best_split(rollout: float, training: float, gpus: int) -> int:
-    return min(range(1, gpus), key=lambda given: max(rollout / given, training / (gpus - given)))
-
-
-def _utilisation(rollout: float, training: float, given: int, gpus: int) -> float:
-    learning = training / (gpus - given)
-    return learning / max(rollout / given, learning)

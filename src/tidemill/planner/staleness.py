@@ -1,4 +1,4 @@
-"""`plan staleness`: which policy lag gains most per hour, from a table or from runs."""
+"""`plan staleness`: the policy lag with the most progress per hour, from a table or from runs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from tidemill.config.load import from_toml
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import counted
 from tidemill.core.records import Record
 from tidemill.planner.figures import Derivation, Figure
-from tidemill.telemetry.metrics import STEP_TIME, read_metrics
-from tidemill.telemetry.run_dir import RunDirectory
+from tidemill.telemetry.metrics import STEP_TIME
+from tidemill.telemetry.run_data import RunData
 
 FIELDS = ("lag", "reward_per_step", "utilisation", "uncertainty")
 NAMES = {
@@ -36,13 +35,13 @@ NAMES = {
     "reward_stderr": "uncertainty",
 }
 SHAPE = (
-    "a line looks like `3,0.10,75%`: lag, reward per step, utilisation, and if known the standard error of the reward; "
-    "several lines of one lag are repeats"
+    "a line looks like `3,0.10,75%`: lag, reward per step, utilisation, and optionally the standard error of the "
+    "reward; several lines with the same lag are repeats"
 )
 
 
 class Measured(Record):
-    """One row: what a run at this lag gained per step, and how busy its trainer was."""
+    """One row: the reward gained per step at this lag, and the trainer's utilisation."""
 
     lag: float
     reward_per_step: float
@@ -52,7 +51,11 @@ class Measured(Record):
 
 
 def read_table(path: Path) -> list[Measured]:
-    """Raises UserError: naming file, row and field."""
+    """Read a table of measurements.
+
+    Raises:
+        UserError: with file, row and field.
+    """
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -63,10 +66,10 @@ def read_table(path: Path) -> list[Measured]:
 
 
 def parse_table(text: str, *, source: str) -> list[Measured]:
-    """What begins with a bracket is JSON: a list of objects or of arrays, or one such list under any key.
+    """Parse JSON (a list of objects or arrays, or an object that contains one) or CSV.
 
     Raises:
-        UserError: naming `source`, row and field.
+        UserError: with `source`, row and field.
     """
     plain = text.strip().replace("\N{MINUS SIGN}", "-")
     rows = _json_rows(plain, source) if plain[:1] in ("[", "{") else _csv_rows(plain, source)
@@ -79,18 +82,17 @@ def parse_table(text: str, *, source: str) -> list[Measured]:
 def _csv_rows(text: str, source: str) -> list[tuple[str, dict[str, Any]]]:
     delimiter = next((each for each in ("\t", ";", ",") if each in text), " ")
     cells_of = csv.reader(text.replace(" %", "%").splitlines(), delimiter=delimiter, skipinitialspace=True)
-    try:
-        lines = [
-            (f"{source}:{number}", [cell.strip() for cell in cells if cell.strip() or delimiter != " "])
-            for number, cells in enumerate(cells_of, 1)
-            if any(cell.strip() for cell in cells) and not cells[0].strip().startswith("#")
-        ]
-    except csv.Error as error:
-        raise UserError(f"broken CSV: {error}", where=f"{source}:{cells_of.line_num}", hint=SHAPE) from error
+    lines = [
+        (f"{source}:{number}", [cell.strip() for cell in cells if cell.strip() or delimiter != " "])
+        for number, cells in enumerate(cells_of, 1)
+        if any(cell.strip() for cell in cells) and not cells[0].strip().startswith("#")
+    ]
     if not lines:
         return []
     names: Sequence[str] = FIELDS
-    if not _is_number(lines[0][1][0]):
+    try:
+        float(lines[0][1][0])
+    except ValueError:
         names = [_name(cell, lines[0][0]) for cell in lines[0][1]]
         lines = lines[1:]
     return [(where, _named(cells, names, where)) for where, cells in lines]
@@ -101,12 +103,12 @@ def _json_rows(text: str, source: str) -> list[tuple[str, dict[str, Any]]]:
         tree = json.loads(text)
     except json.JSONDecodeError as error:
         raise UserError(f"broken JSON: {error.msg}", where=f"{source}:{error.lineno}", hint=SHAPE) from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"broken JSON: {error}", where=source, hint=SHAPE) from error
     if isinstance(tree, dict):
         tree = next((value for value in tree.values() if isinstance(value, list)), None)
     if not isinstance(tree, list):
-        raise UserError("holds no list of rows", where=source, hint='[{"lag": 0, "reward_per_step": 0.15, ...}, ...]')
+        raise UserError(
+            "contains no list of rows", where=source, hint='[{"lag": 0, "reward_per_step": 0.15, ...}, ...]'
+        )
     rows = []
     for number, row in enumerate(tree):
         where = f"{source}: [{number}]"
@@ -115,13 +117,13 @@ def _json_rows(text: str, source: str) -> list[tuple[str, dict[str, Any]]]:
         elif isinstance(row, dict):
             rows.append((where, {_name(str(name), where): value for name, value in row.items()}))
         else:
-            raise UserError(f"{row!r} is no row", where=where, hint=SHAPE)
+            raise UserError(f"{row!r} is not a row", where=where, hint=SHAPE)
     return rows
 
 
 def _named(cells: Sequence[Any], names: Sequence[str], where: str) -> dict[str, Any]:
     if len(cells) > len(names):
-        raise UserError(f"{len(cells)} fields where {len(names)} are known", where=where, hint=SHAPE)
+        raise UserError(f"has {len(cells)} fields, and {len(names)} are known", where=where, hint=SHAPE)
     return dict(zip(names, cells, strict=False))
 
 
@@ -143,9 +145,11 @@ def _measured(fields: dict[str, Any], where: str) -> Measured:
         None if fields.get("uncertainty") in (None, "") else _number(fields["uncertainty"], "uncertainty", where)
     )
     if lag < 0:
-        raise UserError(f"lag {lag:g} cannot be", where=where, hint="a lag is 0 or more versions")
+        raise UserError(f"lag is {lag:g}, needs 0 or more", where=where, hint="a lag is 0 or more versions")
     if uncertainty is not None and uncertainty < 0:
-        raise UserError(f"uncertainty {uncertainty:g} cannot be", where=where, hint="a standard error is 0 or more")
+        raise UserError(
+            f"uncertainty is {uncertainty:g}, needs 0 or more", where=where, hint="a standard error is 0 or more"
+        )
     return Measured(
         lag=lag,
         reward_per_step=reward,
@@ -156,12 +160,12 @@ def _measured(fields: dict[str, Any], where: str) -> Measured:
 
 
 def _share(given: Any, where: str) -> float:
-    """0.35, 35 % and 35 alike."""
+    """Parse a fraction or a percentage: 0.35, 35 % and 35 are equal."""
     text = str(given)
     value = _number(text.rstrip(" %") if "%" in text else given, "utilisation", where)
     share = value / 100 if "%" in text or value > 1 else value
     if not 0 < share <= 1:
-        what = f"utilisation {given!r} is not above 0 and at most 100 %"
+        what = f"utilisation is {given!r}, needs more than 0 and at most 100 %"
         raise UserError(what, where=where, hint="write 0.35 or 35%")
     return share
 
@@ -169,59 +173,51 @@ def _share(given: Any, where: str) -> float:
 def _number(given: Any, name: str, where: str) -> float:
     try:
         value = math.nan if isinstance(given, bool) else float(given)
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError):
         value = math.nan
     if not math.isfinite(value):
         raise UserError(f"{name} {given!r} is not a number", where=where, hint=SHAPE)
     return value
 
 
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
 RESAMPLES = 2000
 SEED = 0
 LEVEL = 0.95
 CONTENDER = 0.05
-"""A lag that chance makes the best more often than this is not ruled out."""
+"""A lag is a contender if the probability that it is the best exceeds this."""
 FEW = 5
-"""Fewer repeats than this, resampled, say too little about how different others might be."""
-SOURCE = "steps per hour rise with the trainer's utilisation, taken relative to the smallest lag's"
+"""With fewer repeats the bootstrap underestimates the spread."""
+SOURCE = "steps per hour are proportional to the trainer's utilisation, here relative to the smallest lag's"
 
 Draw = Callable[[random.Random], tuple[float, float]]  # (reward per step, utilisation)
 
 
 class LagProgress(Record):
-    """What one lag gains, in reward per step of the smallest lag's duration."""
+    """Progress of one lag, in reward per step of the smallest lag's duration."""
 
     lag: float
     reward_per_step: float  # mean of the repeats
     utilisation: float
     repeats: int
     progress: float
-    low: float | None = None  # of the 95 % interval; None where nothing says how uncertain the rows are
+    low: float | None = None  # of the 95 % interval; None if the uncertainty is unknown
     high: float | None = None
     chance_best: float | None = None
 
 
 class StalenessPlan(Record):
     best_lag: float
-    contenders: tuple[float, ...]  # lags that may as well be the best; the best alone where nothing is known
+    contenders: tuple[float, ...]  # lags that may be the best; only the best one if the uncertainty is unknown
     lags: tuple[LagProgress, ...]  # by lag
-    uncertainty: str  # where it is from, in words
+    uncertainty: str  # its source, for the user
     figures: tuple[Figure, ...]
 
 
 def plan_staleness(rows: Sequence[Measured]) -> StalenessPlan:
-    """The best lag by progress per wall-clock time.
+    """Find the lag with the most progress per wall-clock time.
 
-    Repeats of a lag are resampled (a bootstrap over runs, Efron 1979); a stated standard error is drawn from a normal
-    distribution; a lag with neither is taken as certain.
+    The uncertainty is from a bootstrap over the repeats of a lag (Efron 1979), or from normal deviates with the
+    given standard error; a lag with neither is taken as exact.
 
     Args:
         rows: at least one.
@@ -248,9 +244,8 @@ def plan_staleness(rows: Sequence[Measured]) -> StalenessPlan:
 
 def _progress(lag: float, group: Sequence[Measured], base: float, sheet: Derivation) -> LagProgress:
     reward, utilisation = fmean(row.reward_per_step for row in group), fmean(row.utilisation for row in group)
-    progress = sheet.note(
+    progress = sheet.compute(
         f"lag_{lag:g}.progress",
-        reward * utilisation / base,
         "reward per step of the smallest lag's duration",
         formula="reward_per_step * utilisation / utilisation_of_smallest_lag",
         source=SOURCE,
@@ -266,7 +261,7 @@ def _varies(group: Sequence[Measured]) -> bool:
 
 
 def _drawing(group: Sequence[Measured]) -> Draw:
-    """How a lag's mean row might as well have come out."""
+    """A function that draws another possible mean row of a lag."""
     if len(group) == 1:
         (row,) = group
         return lambda rng: (rng.gauss(row.reward_per_step, row.uncertainty or 0.0), row.utilisation)
@@ -298,54 +293,52 @@ def _with_chances(lags: Sequence[LagProgress], draws: Sequence[Draw]) -> list[La
 
 
 def _words(groups: Collection[Sequence[Measured]]) -> str:
-    """Where the uncertainty is from, and what has none."""
+    """Describe the source of the uncertainty, and name the lags without any."""
     repeated = sum(len(group) > 1 for group in groups)
     certain = [f"{group[0].lag:g}" for group in groups if not _varies(group)]
-    text = "bootstrap over repeats" if repeated else "the standard errors given"
+    text = "bootstrap over repeats" if repeated else "the given standard errors"
     few = [group for group in groups if 1 < len(group) < FEW]
     text += f"; with fewer than {FEW} repeats of a lag its interval is too narrow" if few else ""
-    return f"{text}; taken as certain, for want of either: lag {', '.join(certain)}" if certain else text
+    return f"{text}; no uncertainty is known for lag {', '.join(certain)}" if certain else text
 
 
 FEWEST_STEPS = 5
 
 
 def measure_runs(run_dirs: Sequence[Path]) -> list[Measured]:
-    """A row a run; runs of one lag are repeats.
+    """One row per run; runs with the same lag are repeats.
 
     Raises:
-        UserError: naming the run that is none, is too short, or is given twice.
+        UserError: a directory has no run, the run is too short, or it is given twice.
     """
     places = [run_dir.resolve() for run_dir in run_dirs]
     for at, run_dir in enumerate(run_dirs):
         if places[at] in places[:at]:
-            raise UserError("that run is given twice", where=f"--runs {run_dir}", hint="a repeat is a run of its own")
+            raise UserError("this run is given twice", where=f"--runs {run_dir}", hint="a repeat needs a separate run")
     return [measure_run(run_dir) for run_dir in run_dirs]
 
 
 def measure_run(run_dir: Path) -> Measured:
-    """Reward per step is the slope of the mean reward over the steps, by least squares with its standard error;
-    utilisation the share of the steps' time in which the trainer computed.
+    """Measure a run.
+
+    The reward per step is the slope of the mean reward over the steps by least squares, with its standard error.
+    The utilisation is the fraction of the steps' time in which the trainer computed.
 
     Raises:
-        UserError: it is no run, its configuration is none, or it has fewer than five steps with a reward.
+        UserError: there is no run, its configuration is invalid, or it has fewer than five steps with a reward.
     """
-    run = RunDirectory(run_dir)
-    text = run.read_config()
-    if text is None:
-        raise UserError("no run there", where=f"--runs {run_dir}", hint="name directories given as --run.dir")
-    lines = read_metrics(run.metrics)
-    points = [(float(line.step), line.values["reward_mean"]) for line in lines if "reward_mean" in line.values]
+    run = RunData.read(run_dir, where=f"--runs {run_dir}")
+    points = [(float(line.step), line.values["reward_mean"]) for line in run.metrics if "reward_mean" in line.values]
     if len(points) < FEWEST_STEPS:
-        what = f"{counted(len(points), 'step')} with a reward, and a slope needs {FEWEST_STEPS}"
-        raise UserError(what, where=f"--runs {run_dir}", hint="let it train on")
-    timed = [line.values for line in lines if {"time_train_s", STEP_TIME} <= line.values.keys()]
+        what = f"has {counted(len(points), 'step')} with a reward, a slope needs {FEWEST_STEPS}"
+        raise UserError(what, where=f"--runs {run_dir}", hint="train for more steps")
+    timed = [line.values for line in run.metrics if {"time_train_s", STEP_TIME} <= line.values.keys()]
     busy_s, all_s = (math.fsum(values[name] for values in timed) for name in ("time_train_s", STEP_TIME))
     if not 0 < busy_s <= all_s:
         raise UserError("its steps have no times", where=f"--runs {run_dir}", hint="take another run")
     slope, error = slope_of(points)
     return Measured(
-        lag=float(from_toml(text, source=str(run.config)).schedule.max_policy_lag),
+        lag=float(run.spec.schedule.max_policy_lag),
         reward_per_step=slope,
         utilisation=busy_s / all_s,
         uncertainty=error,
@@ -354,7 +347,7 @@ def measure_run(run_dir: Path) -> Measured:
 
 
 def slope_of(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Least squares: (slope, its standard error); of three points or more, not all at one place."""
+    """Fit a line by least squares and return (slope, its standard error); needs three points with different x."""
     count = len(points)
     x_mean, y_mean = (math.fsum(each) / count for each in zip(*points, strict=True))
     spread = math.fsum((x - x_mean) ** 2 for x, _ in points)

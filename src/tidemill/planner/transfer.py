@@ -1,4 +1,4 @@
-"""`plan weights`: how long a version travels to the workers by each path, and whether that hides behind a step."""
+"""`plan weights`: time to send a version to the workers by each path, and whether a step hides it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import math
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
 from tidemill.hardware.engine_profile import CODED_PER_CORE_S, DELTA_ELEMENT_BYTES
-from tidemill.hardware.gpu_catalog import BITS, ETHERNET_LATENCY_S, Link, broadcast_s, fan_out_s
+from tidemill.hardware.gpu_catalog import BITS, ETHERNET_LATENCY_S
 from tidemill.hardware.model_shape import DTYPE_BYTES
 from tidemill.planner.figures import Derivation, Figure
 
 GIGABIT = 1e9 / BITS
-"""In bytes."""
+"""Bytes per second of 1 Gbit/s."""
 
 PCIE_5_X16 = 63e9
 """Bytes per second and direction: 32 GT/s × 16 lanes × 128/130. MoonshotAI's checkpoint-engine (README, H800 and H20
@@ -23,25 +23,25 @@ class TransferQuestion(Record):
     """Rates in bytes per second and one direction, times in seconds."""
 
     parameters: float
-    link: float  # of the trainer's machine
+    link: float  # network of the trainer's machine
     dtype: str = "bf16"
-    worker_link: float | None = None  # None: like the trainer's
-    store: float | None = None  # of the object store in all; None: as fast as is asked of it
-    file: float = 2e9  # of the shared file system in all
-    load: float = PCIE_5_X16  # from a worker's host memory into its engine, all of its GPUs together
+    worker_link: float | None = None  # network of a worker's machine; None: as the trainer's
+    store: float | None = None  # total rate of the object store; None: no limit
+    file: float = 2e9  # total rate of the shared file system
+    load: float = PCIE_5_X16  # from a worker's host memory to all GPUs of its engine
     workers: int = 1
-    changed: float = 0.03  # share of the elements that differ from the version before
+    changed: float = 0.03  # fraction of the elements that differ from the previous version
     cores: int = 16  # that encode a delta
-    step_s: float | None = None  # that the transfer may hide behind
+    step_s: float | None = None  # duration of a step, which the transfer may overlap
 
 
 class PathTime(Record):
-    """One way for the weights to take."""
+    """Time and size of one path."""
 
     path: str
     size: float  # bytes that one worker receives
     seconds: float
-    slack_s: float | None  # left of the step; negative where the transfer does not hide; None without a step
+    slack_s: float | None  # step minus transfer; negative: the step does not hide it; None: no step is given
 
     @property
     def hides(self) -> bool | None:
@@ -52,29 +52,31 @@ class TransferPlan(Record):
     seconds: float  # of the broadcast
     size: float  # bytes of a full version
     paths: tuple[PathTime, ...]  # fastest first
-    double_buffer: float  # bytes of the version served and the one that arrives, on one worker's engine
+    double_buffer: float  # bytes of the served and the arriving version, on one worker's engine
     figures: tuple[Figure, ...]
 
 
 def plan_transfer(question: TransferQuestion) -> TransferPlan:
-    """Raises UserError: what cannot be asked."""
+    """Estimate the transfer by broadcast, object store, file system and deltas.
+
+    Raises:
+        UserError: a rate, count or fraction is out of range.
+    """
     _check(question)
     sheet = Derivation()
-    size = sheet.note(
+    size = sheet.compute(
         "bytes",
-        question.parameters * DTYPE_BYTES[question.dtype],
         "bytes",
         formula="parameters * element_bytes",
         source="a full version",
         parameters=question.parameters,
         element_bytes=DTYPE_BYTES[question.dtype],
     )
-    delta = sheet.note(
+    delta = sheet.compute(
         "delta.bytes",
-        question.parameters * question.changed * DELTA_ELEMENT_BYTES,
         "bytes",
         formula="parameters * changed * bytes_each",
-        source="changed elements with their places; bytes measured on a small model (benchmarks/results/weights.json)",
+        source="changed elements with their positions; measured on a small model (benchmarks/results/weights.json)",
         parameters=question.parameters,
         changed=question.changed,
         bytes_each=DELTA_ELEMENT_BYTES,
@@ -89,8 +91,12 @@ def plan_transfer(question: TransferQuestion) -> TransferPlan:
         PathTime(path=path, size=each, seconds=took, slack_s=_slack(question, path, took, sheet))
         for path, (each, took) in timed.items()
     ]
-    buffers = sheet.note(
-        "double_buffer_bytes", 2 * size, "bytes", formula="2 * bytes", source="old served while new arrives", bytes=size
+    buffers = sheet.compute(
+        "double_buffer_bytes",
+        "bytes",
+        formula="2 * bytes",
+        source="old version serves while new one arrives",
+        bytes=size,
     )
     return TransferPlan(
         seconds=timed["broadcast"][1],
@@ -115,13 +121,11 @@ def _check(question: TransferQuestion) -> None:
 
 
 def _broadcast(question: TransferQuestion, size: float, sheet: Derivation) -> float:
-    slowest = min(question.link, question.worker_link or question.link, question.load)
-    return sheet.note(
+    return sheet.compute(
         "broadcast.seconds",
-        broadcast_s(size, slowest=Link(bytes_per_s=slowest, latency_s=0.0), receivers=question.workers),
         "s",
         formula="bytes / min(link, worker_link, load)",
-        source="broadcast in pieces, loaded while the next piece arrives; every receiver must be there",
+        source="broadcast in pieces, each loaded while the next arrives; all receivers must be present",
         bytes=size,
         link=question.link,
         worker_link=question.worker_link or question.link,
@@ -130,11 +134,10 @@ def _broadcast(question: TransferQuestion, size: float, sheet: Derivation) -> fl
 
 
 def _pulled(question: TransferQuestion, path: str, size: float, shared: float, sheet: Derivation) -> float:
-    """Moved through a store, then loaded: a worker checks a version as a whole before it loads it."""
+    """Seconds through a store: a worker verifies the whole version before it loads it."""
     moved = _moved(question, f"{path}.moved_s", size, shared, sheet)
-    return sheet.note(
+    return sheet.compute(
         f"{path}.seconds",
-        moved + size / question.load,
         "s",
         formula="moved + bytes / load",
         source="loaded after the checksum of the whole version is verified",
@@ -145,21 +148,17 @@ def _pulled(question: TransferQuestion, path: str, size: float, shared: float, s
 
 
 def _moved(question: TransferQuestion, name: str, size: float, shared: float, sheet: Derivation) -> float:
-    """Written whole, then read by every worker at once."""
-    store, sink = Link(bytes_per_s=shared, latency_s=0.0), question.worker_link or question.link
-    up = min(question.link, shared)
-    down = fan_out_s(size, source=store, sink=Link(bytes_per_s=sink, latency_s=0.0), receivers=question.workers)
-    return sheet.note(
+    """Seconds to write a version to a store and for all workers to read it."""
+    return sheet.compute(
         name,
-        size / up + down + 2 * ETHERNET_LATENCY_S,
         "s",
         formula="bytes / min(link, shared) + max(bytes * workers / shared, bytes / worker_link) + 2 * latency",
-        source="written whole, then read by all workers at once; latency assumed",
+        source="written completely, then read by all workers at once; latency assumed",
         bytes=size,
         link=question.link,
         shared=shared,
         workers=question.workers,
-        worker_link=sink,
+        worker_link=question.worker_link or question.link,
         latency=ETHERNET_LATENCY_S,
     )
 
@@ -167,12 +166,11 @@ def _moved(question: TransferQuestion, name: str, size: float, shared: float, sh
 def _delta(question: TransferQuestion, delta: float, sheet: Derivation) -> float:
     moved = _moved(question, "delta.moved_s", delta, question.store or question.link * question.workers, sheet)
     size = question.parameters * DTYPE_BYTES[question.dtype]
-    return sheet.note(
+    return sheet.compute(
         "delta.seconds",
-        2 * question.parameters / (CODED_PER_CORE_S * question.cores) + moved + size / question.load,
         "s",
         formula="2 * parameters / (per_core * cores) + moved + bytes / load",
-        source="encoded, moved through the store, applied as slowly as encoded (one CPU core measured), loaded whole",
+        source="encoded, moved through the store, applied at the speed of encoding (measured on one CPU core), loaded",
         parameters=question.parameters,
         per_core=CODED_PER_CORE_S,
         cores=question.cores,
@@ -185,12 +183,11 @@ def _delta(question: TransferQuestion, delta: float, sheet: Derivation) -> float
 def _slack(question: TransferQuestion, path: str, seconds: float, sheet: Derivation) -> float | None:
     if question.step_s is None:
         return None
-    return sheet.note(
+    return sheet.compute(
         f"{path}.slack_s",
-        question.step_s - seconds,
         "s",
         formula="step - transfer",
-        source="hides where the next batch is generated meanwhile (lag 1 or more); at lag 0 workers wait for it",
+        source="hidden if the next batch is generated meanwhile (lag 1 or more); at lag 0 workers wait for it",
         step=question.step_s,
         transfer=seconds,
     )

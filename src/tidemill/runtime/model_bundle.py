@@ -280,8 +280,8 @@ def build_critic(bundle: ModelBundle, *, progress: Callable[[str], None]) -> Cri
         bundle.model,
         ScalarHead(hidden_size(bundle.model)).to(bundle.device),
         config,
-        value_coefficient=algorithm.value_coefficient,
-        value_clip=algorithm.value_clip,
+        value_coefficient=config.value_coefficient,
+        value_clip=config.value_clip,
         autocast=bundle.autocast,
     )
 
@@ -327,7 +327,7 @@ def build_model_critic(
         head,
         spec.critic,
         source=folder,
-        value_clip=spec.algorithm.value_clip,
+        value_clip=spec.critic.value_clip,
         autocast=autocast,
     )
 

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from typing import Any, TextIO, TypeAlias
 
-from tidemill.config.explain import without_effect
-from tidemill.config.issues import refuse_untrainable
+from tidemill.config.issues import refuse_untrainable, without_effect
 from tidemill.config.load import differences, from_toml
 from tidemill.config.schema import RunSpec
 from tidemill.config.toml import to_toml

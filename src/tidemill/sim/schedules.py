@@ -16,7 +16,7 @@ from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import counted
 from tidemill.core.records import Record
-from tidemill.hardware.completion_lengths import FixedLengths, Lengths, lengths_of_run, log_normal_of_mean
+from tidemill.hardware.completion_lengths import Lengths, lengths_of_run, log_normal_of_mean
 from tidemill.hardware.engine_profile import (
     CODED_PER_CORE_S,
     DELTA_ELEMENT_BYTES,
@@ -134,6 +134,7 @@ SCHEDULES: dict[ScheduleName, Callable[[RunSpec], Schedule]] = {
 }
 
 
+CHANGED_WEIGHTS = 0.03  # fraction of the bf16 weights that change in a step
 CODING_CORES = 16
 """Cores per machine that encode and apply deltas; assumed."""
 HELD = 0.9
@@ -276,7 +277,7 @@ class SimulatedCluster(Record):
     def weights(self, *, deltas: bool) -> WeightCosts:
         """Costs of publishing and pulling; deltas only if encoding, sending and applying one beats a snapshot."""
         downlink = self.worker_machine.network_bytes_per_s
-        delta = self.trained_parameters * self.spec.simulation.changed_weights * DELTA_ELEMENT_BYTES
+        delta = self.trained_parameters * CHANGED_WEIGHTS * DELTA_ELEMENT_BYTES
         coding_s = self.trained_parameters / (CODED_PER_CORE_S * CODING_CORES)
         deltas = deltas and 2 * coding_s + delta / downlink < self.nbytes / downlink
         return WeightCosts(
@@ -294,10 +295,8 @@ class SimulatedCluster(Record):
         return Workload(
             lengths=self.lengths,
             prompt_tokens=given.prompt_tokens,
-            different_prompts=given.different_prompts,
             prompt_correlation=given.prompt_correlation,
             solved=given.solved,
-            score_s=given.score_s,
         )
 
     def balanced(self, *, overlapping: bool) -> int:
@@ -399,8 +398,6 @@ def _lengths(spec: RunSpec) -> Lengths:
     given, limit = spec.simulation, spec.sampling.max_new_tokens
     if given.lengths_from is not None:
         return lengths_of_run(given.lengths_from)
-    if given.lengths == "fixed":
-        return FixedLengths(tokens=round(given.completion_tokens))
     try:
         return log_normal_of_mean(given.completion_tokens, sigma=given.completion_sigma, limit=limit)
     except UserError as error:

@@ -145,7 +145,7 @@ VALUE_LOSS: Final = _define(
     "value_loss", "", "the critic's loss, normalised as the policy's, mean over its optimizer steps"
 )
 VALUE_CLIP_FRACTION: Final = _define(
-    "value_clip_fraction", "", "share of tokens whose value moved beyond algorithm.value_clip"
+    "value_clip_fraction", "", "share of tokens whose value moved beyond critic.value_clip"
 )
 VALUE_GRAD_NORM: Final = _define(
     "value_grad_norm", "", "global gradient norm of the critic's parameters before clipping"

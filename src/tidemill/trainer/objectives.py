@@ -92,7 +92,7 @@ class RewardObjective(Objective[PreferencePair]):
         loss_P = bradley_terry(
             chosen_P,
             rejected_P,
-            margins_P=margins_P if self._config.margins else None,
+            margins_P=margins_P,
             centring=self._config.centring,
         )
         difference_P = (chosen_P - rejected_P).detach()

@@ -192,7 +192,7 @@ class PolicyTrainer:
     @property
     def _critic_warmup(self) -> bool:
         """Whether only the critic is trained."""
-        return self._critic is not None and self.critic_steps < self.spec.algorithm.critic_warmup_steps
+        return self._critic is not None and self.critic_steps < self.spec.critic.warmup_steps
 
     def _process_pending(self, all_but: int = 0) -> None:
         """Compute the advantages of pending groups, except the newest `all_but`, and add them to their minibatches."""

@@ -29,7 +29,7 @@ REWARDS = st.one_of(
 )
 TASKS = st.one_of(
     st.fixed_dictionaries({"kind": st.just("arithmetic"), "operators": st.sampled_from(["+", "-*", "+-*"])}),
-    st.fixed_dictionaries({"kind": st.just("jsonl"), "path": TEXTS.filter(lambda text: "\0" not in text)}),
+    st.fixed_dictionaries({"kind": st.just("file"), "path": TEXTS.filter(lambda text: "\0" not in text)}),
     st.fixed_dictionaries(
         {
             "kind": st.just("reasoning_gym"),

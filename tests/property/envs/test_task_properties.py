@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.char_codec import CharCodec
-from tidemill.config.task import ArithmeticTask, JsonlTask
+from tidemill.config.task import ArithmeticTask, FileTask
 from tidemill.core.records import Prompt
 from tidemill.envs.text import Task, build_task
 from tidemill.envs.text.prompts import ListedSource, question_key, renderer, split_by_content, text_item
@@ -115,7 +115,7 @@ def test_repeated_lines_never_leak_and_the_seed_keeps_the_split(numbers: list[in
         path.write_text("".join(json.dumps({"prompt": f"q{n}", "answer": str(n % 3)}) + "\n" for n in numbers))
         tasks = [
             build_task(
-                JsonlTask(kind="jsonl", path=path), codec=CharCodec(), batch_prompts=3, seed=s, chat_template=False
+                FileTask(kind="file", path=path), codec=CharCodec(), batch_prompts=3, seed=s, chat_template=False
             )
             for s in (seed, seed + 1)
         ]

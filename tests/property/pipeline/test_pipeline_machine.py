@@ -126,7 +126,7 @@ class Pipelines(RuleBasedStateMachine):
             with patch("tidemill.pipeline.state.write_atomically", cut_write), UNCHECKED:
                 summary = run_pipeline(
                     self._pipeline(),
-                    teller=quiet,
+                    reporter=quiet,
                     choice=choice,
                     prune_stale=prune_stale,
                     runners=self.stages.runners,
@@ -186,7 +186,7 @@ class Pipelines(RuleBasedStateMachine):
             assert made == self._expected(stage["name"]), "made from something stale"
 
     def _finished(self) -> set[str]:
-        return {name for name, each in PipelineFolder(self.folder / "D").found().items() if each.mark}
+        return {name for name, each in PipelineFolder(self.folder / "D").found().items() if each.result}
 
 
 TestPipelines = Pipelines.TestCase

@@ -32,7 +32,7 @@ def test_defaults_are_those_that_hold_when_the_row_is_chosen(run: Run) -> None:
     assert rows["cispo"]["defaults"] == {"clip_high": 5.0}
     assert rows["gae"]["defaults"] == {"gamma": 1.0, "lam": 0.95}
     assert rows["grpo"]["defaults"] == {}
-    assert rows["reward_model"]["defaults"] == {"centring": 0.01, "margins": True}
+    assert rows["reward_model"]["defaults"] == {"centring": 0.01}
     assert rows["value_clip"]["defaults"] == {"value_clip": 0.2, "value_coefficient": 0.5}
     assert rows["overlong"]["defaults"] == {"overlong_buffer_tokens": 0}
     assert rows["kl_stop"]["defaults"] == {}

@@ -80,7 +80,7 @@ def test_faults_as_json(run: Run) -> None:
     ran = run("train", "--trainer.stpes", "3", "--json")
     assert ran.data["exit_code"] == ran.code == 2
     assert ran.data["error"]["kind"] == "input"
-    assert ran.data["error"]["faults"] == [
+    assert ran.data["error"]["issues"] == [
         {"what": "unknown key", "key": "trainer.stpes", "source": "command line", "hint": "did you mean trainer.steps?"}
     ]
 

@@ -129,4 +129,4 @@ def test_several_faults_each_with_its_parts() -> None:
     )
     failure = explain(error)
     assert failure.text == "error: a.b: wrong (x.toml:1); mend it\nerror: bad"
-    assert [fault["key"] for fault in failure.data["faults"]] == ["a.b", ""]
+    assert [issue["key"] for issue in failure.data["issues"]] == ["a.b", ""]

@@ -7,7 +7,7 @@ import pytest
 
 from tests.pretend_stages import Stages
 from tests.unit.cli.conftest import Run
-from tidemill.config.stages import load_recipe
+from tidemill.config.pipeline import load_recipe
 from tidemill.pipeline import stage_kinds
 
 RECIPE = """\
@@ -130,7 +130,7 @@ def test_dry_run_shows_plan_and_configuration_and_makes_nothing(run: Run, stages
 
 def test_a_section_that_no_stage_has_a_use_for_is_told_in_the_plan(run: Run, stages: Stages, tmp_path: Path) -> None:
     (tmp_path / "r.toml").write_text("[preference]\nbeta = 0.2\n" + RECIPE, encoding="utf-8")
-    words = "r.toml:1: no stage has a use for [preference] (kinds that do: dpo)"
+    words = "r.toml:1: no stage uses [preference] (only dpo)"
     assert run("train", "@r.toml", "--run.dir=D", "--dry-run", "--json").data["unused"] == [words]
     ran = run("train", "@r.toml", "--run.dir=D")
     assert ran.code == 0
@@ -140,7 +140,7 @@ def test_a_section_that_no_stage_has_a_use_for_is_told_in_the_plan(run: Run, sta
 def test_only_from_and_prune(run: Run, stages: Stages) -> None:
     ran = run("train", "@r.toml", "--run.dir=D", "--only", "second")
     assert ran.code == 2
-    assert "stage second: takes from stage first, which is not finished" in ran.err
+    assert "stage second: needs stage first, which is not finished" in ran.err
     assert run("train", "@r.toml", "--run.dir=D", "--only", "first").code == 0
     assert run("train", "@r.toml", "--run.dir=D", "--from=second").code == 0
     assert [name.rpartition("-")[0] for name, _ in stages.worked] == ["first"] * 3 + ["second"] * 3

@@ -87,7 +87,7 @@ def test_a_number_of_gpus_of_ones_own(run: Run) -> None:
         (("memory", "--params", "7b", "--gpu", "h10"), "--gpu: the catalogue has no GPU 'h10'"),
         (("memory", "--params", "7b", "--gpus", "1.5"), "--gpus: '1.5' is not an integer"),
         (("memory", "--params", "7b", "--context", "4e3"), "--context: '4e3' is not an integer"),
-        (("memory", "--params", "7b", "--gpus", "1000000000000"), "--gpus: needs 1 to 1,000,000"),
+        (("memory", "--params", "7b", "--gpus", "0"), "--gpus: needs 1 or more"),
         (("memory", "--params", "7b", "--gpuz", "8"), "see `tidemill plan memory --help`"),
         (("overlap", "--rollout", "3", "--training", "1", "--gpus", "1.5"), "--gpus: '1.5' is not an integer"),
         (("weights", "--params", "7b", "--link-gbps", "0"), "--link-gbps: needs a number above 0"),
@@ -147,8 +147,8 @@ def test_a_number_of_gpus_that_is_rounded_is_told(run: Run) -> None:
     # an engine of 70e9 parameters takes 4 GPUs: 140e9 bytes, at most 36e9 on each
     out = run("plan", "memory", "--params", "70e9", "--gpus", "5").out
     assert "8 GPUs lack" in out
-    assert "--gpus 5 is looked at as 8: training and whole engines take multiples of 4" in out
-    assert "is looked at as" not in run("plan", "memory", "--params", "70e9", "--gpus", "8").out
+    assert "--gpus 5 is rounded up to 8" in out
+    assert "is rounded up" not in run("plan", "memory", "--params", "70e9", "--gpus", "8").out
 
 
 MACHINES = ("--machines", "rlboost-8xh100", "--preemptible", "rlboost-2xh100:3")
@@ -162,7 +162,7 @@ def test_a_placement_with_its_runners_up(run: Run) -> None:
     assert {each["kind"] for each in (best, *data["runners_up"])} == {"colocated", "split", "hybrid"}
     out = run("plan", "placement", "--params", "8b", *MACHINES).out
     assert f"best of {data['tried']} placements: {best['kind']}: training on 1 × rlboost-8xh100" in out
-    assert "evictions are counted only as machines that are not there" in out
+    assert "tidemill simulate" in out
 
 
 def test_the_catalogue_is_listed_with_ones_own_rows(run: Run, tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_a_run_on_this_machine_needs_a_profile(run: Run, tmp_path: Path, monkeyp
     monkeypatch.setenv("TIDEMILL_CACHE", str(tmp_path))
     ran = run("plan", "run", "--model.source", "char", "--json")
     assert ran.code == 2
-    assert "no run of this machine was calibrated yet" in ran.data["error"]["message"]
+    assert "no run on this machine" in ran.data["error"]["message"]
     missing = run("plan", "run", "--profile", str(tmp_path / "none.json"), "--json")
     assert missing.code == 2
     assert "no profile there" in missing.data["error"]["message"]

@@ -30,7 +30,11 @@ machine = "rlboost-8xh100"
 completion_tokens = 100
 boot_s = 1
 """
-LONG = ["--sampling.max_new_tokens=9000000", "--simulation.lengths=fixed", "--simulation.completion_tokens=9000000"]
+LONG = [
+    "--sampling.max_new_tokens=9000000",
+    "--simulation.completion_sigma=0",
+    "--simulation.completion_tokens=9000000",
+]
 PROMISED = {"throughput_tokens_per_s", "tokens_per_usd", "cost_usd", "trainer_idle_share", "tokens_recomputed"}
 
 
@@ -89,7 +93,7 @@ def test_a_full_cache_is_reported(run: Run) -> None:
     # Of an H100's 80 GB, 90 % are used; beside 2 GB of workspace and 60 GB of weights, 10 GB are left, of which a token
     # takes 59 layers x 2 x 8 heads x 128 x 2 bytes. That is 41,380 tokens, 13 samples of 3,128.
     crowd = ["--simulation.parameters=30e9", "--simulation.engine_gpus=1", "--sampling.max_new_tokens=3000"]
-    crowd += ["--simulation.lengths=fixed", "--simulation.completion_tokens=3000", "--simulation.machines=2"]
+    crowd += ["--simulation.completion_sigma=0", "--simulation.completion_tokens=3000", "--simulation.machines=2"]
     crowd += ["--batch.prompts=512", "--simulation.schedules", '["colocated"]']
     crowded = run("simulate", "@tiny.toml", *crowd, "--simulation.prompt_tokens=128", "--engine.slots=64", "--json")
     (note,) = crowded.data["notes"]
@@ -100,7 +104,7 @@ def test_a_full_cache_is_reported(run: Run) -> None:
 
 def test_the_smallest_cache_is_reported(run: Run) -> None:
     crowd = ["--simulation.parameters=14e9", "--simulation.engine_gpus=1", "--sampling.max_new_tokens=3000"]
-    crowd += ["--simulation.lengths=fixed", "--simulation.completion_tokens=3000", "--simulation.machines=3"]
+    crowd += ["--simulation.completion_sigma=0", "--simulation.completion_tokens=3000", "--simulation.machines=3"]
     crowd += ["--simulation.machine=aws-p4d.24xlarge-block", "--simulation.worker_machine=aws-p5e.48xlarge-block"]
     crowd += ["--batch.prompts=768", "--engine.slots=64", "--fleet.queue_limit=1000", "--fleet.seed_window_s=10000"]
     told = run("simulate", "@tiny.toml", *crowd, "--simulation.schedules", '["colocated", "tidemill"]').out
@@ -155,7 +159,7 @@ def test_dry_run_reports_unused_gpus(run: Run) -> None:
             ["--simulation.machin", "x"],
             "simulation.machin: unknown key (command line); did you mean simulation.machine",
         ),
-        (["--simulation.schedules", '["colocatd"]'], 'did you mean "colocated"?'),
+        (["--simulation.schedules", '["colocatd"]'], "did you mean colocated?"),
         (["--simulation.parameters", "none"], "simulation: no model given"),
         (["--simulation.parameters", "36e9"], ": 2.0 GB are missing"),
         (["--simulation.parameters", "70e9", "--simulation.engine_gpus", "4"], "GB of 1120 GB are missing"),
@@ -166,7 +170,6 @@ def test_dry_run_reports_unused_gpus(run: Run) -> None:
         ),
         (LONG, "9,000,512 tokens"),
         (["--simulation.completion_tokens", "300"], "a mean of 300 tokens"),
-        (["--simulation.lengths", "run"], 'lengths = "run" and lengths_from go together'),
         (["--html", "nowhere/a.html"], "--html nowhere/a.html: the page cannot be written: No such file or directory"),
         (["--html", "."], "--html .: the page cannot be written: Is a directory"),
         (["--simulation.hours", "1e-7"], "simulation.hours: no step finished within 1e-07 h"),

@@ -74,7 +74,7 @@ def test_dry_run_trains_nothing(run: Run, pretend: Pretend) -> None:
     assert ran.code == 0
     text, words = ran.out.split("\nmodel  ", 1)
     assert from_toml(text).run.seed == 3
-    assert "8 prompts × 8 samples = 64 samples per step" in words
+    assert "8 prompts × 8 samples = 64 samples" in words
     data = run("train", "--dry-run", "--json").data
     assert data["config"]["batch"]["prompts"] == 8
     assert data["derived"]["samples_per_step"] == 64
@@ -109,8 +109,8 @@ def test_a_dry_run_tells_what_is_odd_about_the_trace(run: Run, tmp_path: Path) -
 def test_help_lists_the_keys(run: Run) -> None:
     out = run("train", "--help").out
     assert "scoring.rewards[].kind" in out
-    assert "Weight of the policy's entropy in the objective. (number >= 0, default 0.0)" in out
-    assert 'kind = "jsonl"' in out
+    assert "Weight of the entropy bonus. (number >= 0, default 0.0)" in out
+    assert 'kind = "file"' in out
     assert "required" in out
 
 

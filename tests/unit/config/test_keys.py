@@ -10,11 +10,10 @@ from tidemill.config.keys import (
     all_keys,
     default_kind,
     dotted,
-    element_words,
     find,
     sections,
     suggest,
-    type_words,
+    type_text,
     variants,
     without_none,
 )
@@ -38,7 +37,7 @@ def test_dotted(path: tuple[str | int, ...], text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("annotation", "words"),
+    ("annotation", "text"),
     [
         (int, "integer"),
         (Path | None, "path or none"),
@@ -54,12 +53,12 @@ def test_dotted(path: tuple[str | int, ...], text: str) -> None:
         (bool | str, "true or false or text"),
     ],
 )
-def test_type_words(annotation: Any, words: str) -> None:
-    assert type_words(annotation) == words
+def test_type_text(annotation: Any, text: str) -> None:
+    assert type_text(annotation) == text
 
 
-def test_metadata_that_is_no_bound_says_nothing() -> None:
-    assert type_words(int, ["unrelated"]) == "integer"
+def test_metadata_other_than_bounds_is_ignored() -> None:
+    assert type_text(int, ["unrelated"]) == "integer"
 
 
 def test_without_none_keeps_wider_unions() -> None:
@@ -67,51 +66,49 @@ def test_without_none_keeps_wider_unions() -> None:
     assert without_none(int | str) == int | str
 
 
-def test_every_key_has_words_and_documentation() -> None:
-    undocumented = [key.dotted for key in all_keys() if not key.words]
-    # Sections are explained by their keys; reward fields carry their own text.
-    assert undocumented == []
+def test_every_key_has_a_type_and_documentation() -> None:
+    assert [key.dotted for key in all_keys() if not key.accepts] == []
     assert [key.dotted for key in all_keys() if not key.doc] == []
 
 
 def test_every_key_that_may_be_unset_is_unset_by_default() -> None:
-    # to_toml leaves unset keys out, which reads back only if their default is "not set".
+    # to_toml omits unset keys, so their default must be None.
     assert [key.dotted for key in all_keys() if key.optional and key.default is not None] == []
 
 
 def test_sections_and_variants() -> None:
     assert ("model", "char") in sections()
-    assert set(variants()[("task",)]) == {"arithmetic", "reasoning_gym", "file", "jsonl"}
+    assert set(variants()[("task",)]) == {"arithmetic", "reasoning_gym", "file"}
     assert default_kind(("task",)) == "arithmetic"
 
 
 def test_find_matches_any_array_position() -> None:
     found = find(("scoring", "rewards", 7, "weight"))
     assert found is not None
-    assert found.words == "number"
+    assert found.accepts == "number"
     assert find(("scoring", "nothing")) is None
 
 
-def test_element_words() -> None:
+def test_element_types() -> None:
     params, stop, seed = (find(path) for path in (("task", "params"), ("sampling", "stop"), ("run", "seed")))
     assert params and stop and seed
-    assert element_words(params) == "true or false or integer or number or text"
-    assert element_words(stop) == "text"
-    assert element_words(seed) == "integer"
+    assert type_text(params.element_type) == "true or false or integer or number or text"
+    assert type_text(stop.element_type) == "text"
+    assert type_text(seed.element_type) == "integer"
 
 
 @pytest.mark.parametrize(
     ("written", "meant"),
     [
-        ("trainer.stpes", "trainer.steps"),  # a slip in the last word
+        ("trainer.stpes", "trainer.steps"),  # a typo in the name
         ("batch.group-size", "batch.group_size"),  # a hyphen
-        ("trainer.learning_rate", "optimizer.learning_rate"),  # the right word in the wrong section
+        ("trainer.learning_rate", "optimizer.learning_rate"),  # the right name in the wrong section
         ("steps", "trainer.steps"),  # no section at all
         ("trian.steps", "trainer.steps"),
         ("samplng", "sampling"),
         ("task.digts", "task.digits"),
         ("optimizer.lr", "optimizer.learning_rate"),  # initials
-        ("optimizer.momentum", ""),  # the right section does not make another key alike
+        ("optimizer.momentum", ""),  # no similar key in the right section
         ("bogus", ""),
     ],
 )
@@ -120,7 +117,7 @@ def test_suggestions(written: str, meant: str) -> None:
 
 
 def test_keys_of_other_kinds_are_not_suggested() -> None:
-    assert suggest(("task", "digts"), kind="jsonl") != "task.digits"
+    assert suggest(("task", "digts"), kind="file") != "task.digits"
 
 
 def test_inside_an_array_of_tables() -> None:

@@ -5,22 +5,23 @@ from typing import Any
 
 import pytest
 
-from tidemill.config.issues import COMMAND_LINE, ConfigError
+from tests.config_issues import issues_of
+from tidemill.config.issues import COMMAND_LINE, ConfigIssue
 from tidemill.config.keys import find
 from tidemill.config.load import (
     Layer,
     command_line,
     merge,
+    missing_values,
     nearby_recipes,
     parse_value,
     recipe_layer,
     split_arguments,
     with_absolute_paths,
-    without_value,
 )
 
 
-def test_arguments_are_taken_apart() -> None:
+def test_arguments_are_split() -> None:
     found = split_arguments(
         ["@a.toml", "--run.seed", "-5", "prompt", "--sampling.top_p=0.5", "--engine.batch_invariant", "@b.toml"]
     )
@@ -44,11 +45,11 @@ def test_a_known_key_may_take_a_value_that_looks_like_a_recipe() -> None:
     assert split_arguments(["--unknown", "@x"]).recipes == ["x"]
 
 
-def test_values_with_an_equals_sign_survive() -> None:
+def test_a_value_may_contain_an_equals_sign() -> None:
     assert split_arguments(["--task.operators=a=b"]).assignments == [(("task", "operators"), "a=b")]
 
 
-def test_arguments_and_back() -> None:
+def test_arguments_round_trip() -> None:
     args = ["@a.toml", "--run.seed=3", "--engine.batch_invariant"]
     assert split_arguments(args).items == args
 
@@ -57,12 +58,12 @@ def test_arguments_and_back() -> None:
     ("path", "text", "value"),
     [
         ("trainer.steps", "5", 5),
-        ("trainer.steps", "007", 7),  # no TOML number, and plain enough
+        ("trainer.steps", "007", 7),  # not a TOML number, but clear
         ("trainer.steps", "-5", -5),
         ("sampling.top_p", ".5", 0.5),
         ("sampling.top_p", "1e-3", 0.001),
         ("trainer.steps", "many", "many"),
-        ("run.name", "2024", "2024"),  # text needs no quotes, even if it looks like a number
+        ("run.name", "2024", "2024"),  # text needs no quotes, even if it is numeric
         ("run.name", '"quoted"', "quoted"),
         ("run.name", "true", "true"),
         ("run.dir", "runs/x", "runs/x"),
@@ -85,10 +86,10 @@ def test_values(path: str, text: str, value: Any) -> None:
     assert type(parsed) is type(value)
 
 
-def test_overrides_make_one_tree_whatever_their_order() -> None:
-    one = command_line([(("task", "path"), "/x"), (("task", "kind"), "jsonl")])
-    other = command_line([(("task", "kind"), "jsonl"), (("task", "path"), "/x")])
-    assert one.tree == other.tree == {"task": {"kind": "jsonl", "path": "/x"}}
+def test_the_order_of_overrides_does_not_matter() -> None:
+    one = command_line([(("task", "path"), "/x"), (("task", "kind"), "file")])
+    other = command_line([(("task", "kind"), "file"), (("task", "path"), "/x")])
+    assert one.tree == other.tree == {"task": {"kind": "file", "path": "/x"}}
     assert one.name == COMMAND_LINE
 
 
@@ -98,7 +99,7 @@ def test_the_last_of_equal_overrides_wins() -> None:
 
 
 @pytest.mark.parametrize("prefix", [(), ("stage", "sft")])
-def test_a_value_in_place_of_a_section_stays_to_be_refused(prefix: tuple[str, ...]) -> None:
+def test_a_value_in_place_of_a_section_is_kept_for_validation(prefix: tuple[str, ...]) -> None:
     value, key = ((*prefix, "run"), "1"), ((*prefix, "run", "seed"), "2")
     for assignments in ([value, key], [key, value]):
         layer = command_line(assignments)
@@ -106,21 +107,21 @@ def test_a_value_in_place_of_a_section_stays_to_be_refused(prefix: tuple[str, ..
 
 
 @pytest.mark.parametrize(
-    ("path", "line"),
+    ("path", "what", "hint"),
     [
-        ("trainer.steps", "--trainer.steps: needs a value; write --trainer.steps VALUE (integer >= 1)"),
-        ("dry-rnu", "--dry-rnu: unknown option; did you mean --dry-run?"),
-        ("trainer.stpes", "--trainer.stpes: unknown option; did you mean --trainer.steps?"),
-        ("xyzzy", "--xyzzy: unknown option; `tidemill train --help` lists every option"),
+        ("trainer.steps", "needs a value", "write --trainer.steps VALUE (integer >= 1)"),
+        ("dry-rnu", "unknown option", "did you mean --dry-run?"),
+        ("trainer.stpes", "unknown option", "did you mean --trainer.steps?"),
+        ("xyzzy", "unknown option", "`tidemill train --help` lists every option"),
     ],
 )
-def test_options_without_a_value(path: str, line: str) -> None:
+def test_options_without_a_value(path: str, what: str, hint: str) -> None:
     assignment = (tuple(path.split(".")), None)
-    assert [fault.line for fault in without_value([assignment])] == [line]
+    assert missing_values([assignment]) == [ConfigIssue(key=f"--{path}", what=what, hint=hint)]
     assert command_line([assignment]).tree == {}
 
 
-def test_tables_merge_and_all_else_is_replaced() -> None:
+def test_tables_merge_and_other_values_are_replaced() -> None:
     base = {"a": {"x": 1, "y": [1, 2]}, "b": 1}
     over = {"a": {"y": [3]}, "b": {"z": 1}}
     assert merge(base, over) == {"a": {"x": 1, "y": [3]}, "b": {"z": 1}}
@@ -130,18 +131,18 @@ def test_tables_merge_and_all_else_is_replaced() -> None:
 @pytest.mark.parametrize(
     ("base", "over", "merged"),
     [
-        ({"kind": "jsonl", "path": "x"}, {"kind": "arithmetic"}, {"kind": "arithmetic"}),
-        ({"kind": "jsonl", "path": "x"}, {"kind": "jsonl"}, {"kind": "jsonl", "path": "x"}),
-        ({"kind": "jsonl", "path": "x"}, {"path": "y"}, {"kind": "jsonl", "path": "y"}),
-        ({"digits": 2}, {"kind": "arithmetic"}, {"digits": 2, "kind": "arithmetic"}),  # the kind it had all along
-        ({"digits": 2}, {"kind": "jsonl"}, {"kind": "jsonl"}),
+        ({"kind": "file", "path": "x"}, {"kind": "arithmetic"}, {"kind": "arithmetic"}),
+        ({"kind": "file", "path": "x"}, {"kind": "file"}, {"kind": "file", "path": "x"}),
+        ({"kind": "file", "path": "x"}, {"path": "y"}, {"kind": "file", "path": "y"}),
+        ({"digits": 2}, {"kind": "arithmetic"}, {"digits": 2, "kind": "arithmetic"}),  # the default kind
+        ({"digits": 2}, {"kind": "file"}, {"kind": "file"}),
     ],
 )
-def test_a_changed_kind_starts_anew(base: dict[str, Any], over: dict[str, Any], merged: dict[str, Any]) -> None:
+def test_a_changed_kind_drops_the_old_keys(base: dict[str, Any], over: dict[str, Any], merged: dict[str, Any]) -> None:
     assert merge({"task": base}, {"task": over}) == {"task": merged}
 
 
-def test_a_kind_elsewhere_is_an_ordinary_value() -> None:
+def test_a_kind_in_a_free_table_is_an_ordinary_value() -> None:
     base, over = {"kind": "a", "x": 1}, {"kind": "b"}
     assert merge({"params": base}, {"params": over}) == {"params": {"kind": "b", "x": 1}}
 
@@ -149,7 +150,7 @@ def test_a_kind_elsewhere_is_an_ordinary_value() -> None:
 def test_input_paths_start_at_the_folder(tmp_path: Path) -> None:
     tree = {
         "run": {"dir": "runs/x"},
-        "task": {"kind": "jsonl", "path": "../data/x.jsonl", "held_out_path": "/abs/y.jsonl"},
+        "task": {"kind": "file", "path": "../data/x.jsonl", "held_out_path": "/abs/y.jsonl"},
         "data": {"path": "pairs", "held_out_path": "../held_out.parquet"},
         "pool": {"kind": "trace", "path": "spot.csv"},
         "model": {"source": "./weights"},
@@ -163,7 +164,7 @@ def test_input_paths_start_at_the_folder(tmp_path: Path) -> None:
         },
     }
     changed = with_absolute_paths(tree, tmp_path / "recipes")
-    assert changed["run"] == {"dir": "runs/x"}  # an output: it starts at the working directory
+    assert changed["run"] == {"dir": "runs/x"}  # an output stays relative to the working directory
     assert changed["task"]["path"] == str(tmp_path / "data/x.jsonl")
     assert changed["task"]["held_out_path"] == "/abs/y.jsonl"
     assert changed["data"] == {
@@ -179,19 +180,19 @@ def test_input_paths_start_at_the_folder(tmp_path: Path) -> None:
     assert changed["scoring"]["rewards"][2:] == [{"kind": "exact"}, "not a table"]
 
 
-def test_hub_ids_are_no_paths_and_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_ids_are_not_paths_and_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/someone")
     tree = {"model": {"source": "organisation/name"}, "run": {"dir": "~/runs"}}
     changed = with_absolute_paths(tree, tmp_path)
     assert changed == {"model": {"source": "organisation/name"}, "run": {"dir": "/home/someone/runs"}}
 
 
-def test_wrong_shapes_pass_through_for_the_validator_to_name(tmp_path: Path) -> None:
+def test_invalid_types_are_left_to_validation(tmp_path: Path) -> None:
     tree = {"task": 3, "scoring": {"rewards": 1}, "model": {"source": 5}, "run": [], "pool": {"path": 1}}
     assert with_absolute_paths(tree, tmp_path) == tree
 
 
-def test_a_layer_knows_its_lines() -> None:
+def test_a_layer_locates_its_keys() -> None:
     text = '[run]\nname = "a"\n\n[[scoring.rewards]]\nkind = "exact"\n'
     layer = Layer(name="r.toml", tree={"run": {"name": "a"}, "scoring": {"rewards": [{"kind": "exact"}]}}, text=text)
     assert layer.locate(("run", "name")) == "r.toml:2"
@@ -201,33 +202,32 @@ def test_a_layer_knows_its_lines() -> None:
     assert Layer(name=COMMAND_LINE, tree={"run": {}}).locate(("run",)) == COMMAND_LINE
 
 
-def one_fault(name: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        recipe_layer(name)
-    return str(caught.value)
+def recipe_issue(name: str) -> ConfigIssue:
+    (issue,) = issues_of(lambda: recipe_layer(name))
+    assert issue.key == f"@{name}"
+    return issue
 
 
 def test_a_missing_recipe_suggests_the_closest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "smollm2-addition.toml").touch()
-    assert one_fault("smollm-addition.toml") == (
-        "@smollm-addition.toml: no such file; did you mean @recipes/smollm2-addition.toml?"
-    )
-    assert nearby_recipes(Path("zzz.toml")) == "recipes at hand: @recipes/smollm2-addition.toml"
+    issue = recipe_issue("smollm-addition.toml")
+    assert (issue.what, issue.hint) == ("no such file", "did you mean @recipes/smollm2-addition.toml?")
+    assert nearby_recipes(Path("zzz.toml")).endswith(": @recipes/smollm2-addition.toml")
     (tmp_path / "recipes" / "smollm2-addition.toml").unlink()
     assert nearby_recipes(Path("zzz.toml")) == "name an existing TOML file"
 
 
 def test_unreadable_recipes(tmp_path: Path) -> None:
-    assert one_fault(str(tmp_path)).endswith("cannot be read: is a directory; name a readable TOML file")
+    assert recipe_issue(str(tmp_path)).what == "cannot be read: is a directory"
     (tmp_path / "latin.toml").write_bytes(b'a = "\xe9"')
-    assert "not UTF-8 text" in one_fault(str(tmp_path / "latin.toml"))
+    assert recipe_issue(str(tmp_path / "latin.toml")).what == "not UTF-8 text"
     (tmp_path / "file").touch()
-    assert "no such file" in one_fault(str(tmp_path / "file" / "x.toml"))
+    assert recipe_issue(str(tmp_path / "file" / "x.toml")).what == "no such file"
 
 
-def test_a_reward_model_beside_its_recipe_is_found_there(tmp_path: Path) -> None:
+def test_the_path_of_a_reward_model_starts_at_its_recipe(tmp_path: Path) -> None:
     rewards = [{"kind": "model", "model": each} for each in ("./reward", "stage:reward", "/elsewhere")]
     changed = with_absolute_paths({"scoring": {"rewards": rewards}}, tmp_path)
     found = [each["model"] for each in changed["scoring"]["rewards"]]

@@ -1,14 +1,13 @@
 from __future__ import annotations
 
 import tomllib
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tidemill.config.issues import ConfigError
+from tests.config_issues import issues_of
 from tidemill.config.schema import RunSpec
-from tidemill.config.toml import line_of, parse_toml, to_toml, write_value
+from tidemill.config.toml import line_of, parse_toml, tables_to_toml, to_toml, write_value
 
 TEXT = """\
 # a comment
@@ -34,7 +33,7 @@ weight = 2.0
         (("trainer",), 3),
         (("trainer", "steps"), 4),
         (("trainer", "precision"), 5),
-        (("trainer", "threads"), 3),  # not set: where its table begins
+        (("trainer", "threads"), 3),  # not set: the header of its table
         (("model", "char", "layers"), 8),
         (("scoring", "rewards", 0, "kind"), 10),
         (("scoring", "rewards", 1, "kind"), 12),
@@ -89,46 +88,51 @@ def test_lines_in_inline_arrays() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "place", "says"),
+    ("text", "place", "what"),
     [
         ("a = 1\nb = = 2\n", "r.toml:2", "column 5: invalid value"),
         ("a = 1\nb = [1,\n", "r.toml:2", "invalid value"),  # at the end of the document
         ("a = 1\na = 2\n", "r.toml:2", "cannot overwrite a value"),
-        ("a = " + "[" * 100_000, "r.toml:1", "recursion"),
-        ("a = " + "1" * 5000, "r.toml:1", "exceeds the limit"),
     ],
 )
-def test_syntax_errors_name_file_and_line(text: str, place: str, says: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse_toml(text, source="r.toml")
-    assert caught.value.faults[0].key == place
-    assert says in str(caught.value)
-    assert "\n" not in str(caught.value)
+def test_syntax_errors_name_file_and_line(text: str, place: str, what: str) -> None:
+    (issue,) = issues_of(lambda: parse_toml(text, source="r.toml"))
+    assert issue.key == place
+    assert what in issue.what
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (True, "true"),
-        (3, "3"),
-        (1e-05, "1e-05"),
-        (1.0, "1.0"),
-        ('a"b\\c\n\x00\x7f', '"a\\"b\\\\c\\n\\u0000\\u007f"'),
-        (Path("x/y"), '"x/y"'),
-        (["a", 1], '["a", 1]'),
-        ({"k v": 1, "n": None}, '{ "k v" = 1 }'),
-        ({}, "{}"),
-    ],
-)
-def test_values(value: Any, text: str) -> None:
-    assert write_value(value) == text
+VALUES: list[Any] = [
+    *(True, False, 0, 3, -7, 2**64 - 1, 1e-05, 1.0, -0.5, 1e300, 1e22),
+    *("", "plain", 'a"b\\c\n\t\r\x00\x1f\x7f', "é 😀 \u2028", "# no comment", "[no] = table"),
+    *([], ["a", 1], [[1, 2], [3]], [True, 1.5, "x"], [{"a": 1}, {"b": [2]}]),
+    *({}, {"k v": 1, "": 2, "a.b": {"c": [{"d": "e"}]}, "é": False, 'quo"te': 1, "new\nline": 1}),
+]
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_a_written_value_parses_back_equal(value: Any) -> None:
+    parsed = tomllib.loads(f"value = {write_value(value)}")["value"]
+    assert parsed == value
+    assert type(parsed) is type(value)
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_a_written_document_parses_back_equal(value: Any) -> None:
+    tables = {"table": {"value": value, "last": 1}, "value": value, "array": [{"value": value}, {"last": 1}]}
+    assert tomllib.loads(tables_to_toml(tables)) == tables
+
+
+def test_unset_values_become_comments() -> None:
+    text = tables_to_toml({"run": {"dir": None, "seed": 1}})
+    assert tomllib.loads(text) == {"run": {"seed": 1}}
+    assert "# dir is not set" in text.splitlines()
 
 
 def test_every_section_is_written_with_every_value() -> None:
     text = to_toml(RunSpec())
     tree = tomllib.loads(text)
-    assert list(tree) == list(RunSpec.model_fields)
+    assert set(tree) == set(RunSpec.model_fields)
     assert tree["scoring"]["rewards"][0]["kind"] == "exact"
-    assert "# dir is not set" in text  # said, since TOML has no null
+    assert "# dir is not set" in text
     assert text.startswith('runtime = "inprocess"\n\n[run]\n')
     assert text.endswith("\n")

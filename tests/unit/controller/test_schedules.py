@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.doubles.samples import logprobs_of, number
 from tests.doubles.session import Disk, Session, small_spec
 from tests.virtual_time import run_virtual
-from tidemill.config.explain import without_effect
+from tidemill.config.issues import without_effect
 from tidemill.controller.in_flight import PlannedGroup
 from tidemill.core.records import Completion, Prompt, Reward, SampleId, Trajectory, pack_tokens
 
@@ -196,8 +196,8 @@ def test_without_unfinished_wait_worker_speed_decides_the_versions(
 
 @pytest.mark.parametrize("redraws", [1, 3])
 def test_with_unfinished_wait_redrawn_groups_use_the_version_of_those_they_replace(redraws: int) -> None:
-    algorithm = {"dynamic_sampling": True}
-    session = run(algorithm, max_policy_lag=2, unfinished="wait", max_redraws=redraws)
+    algorithm = {"dynamic_sampling": True, "max_redraws": redraws}
+    session = run(algorithm, max_policy_lag=2, unfinished="wait")
 
     check(session, 2)
     assert totals(session, "groups_redrawn") > 0
@@ -266,7 +266,6 @@ def test_publish_logprobs_are_computed_only_if_needed(algorithm: dict[str, Any],
         (0, {"on_lag_limit": "drop", "membership": "first_finished"}),
         (2, {"on_lag_limit": "drop"}),
         (2, {"on_lag_limit": "restart"}),
-        (2, {"max_redraws": 0}),
     ],
 )
 def test_keys_documented_without_effect_have_none(lag: int, idle: dict[str, Any]) -> None:
@@ -276,6 +275,13 @@ def test_keys_documented_without_effect_have_none(lag: int, idle: dict[str, Any]
     )
 
     assert without_effect(spec(max_policy_lag=lag, **idle)) != []
+    assert changed.trainer.state == plain.trainer.state
+
+
+def test_max_redraws_has_no_effect_without_dynamic_sampling() -> None:
+    plain, changed = (run(algorithm, max_policy_lag=2, rewards=Slow(every=4)) for algorithm in ({}, {"max_redraws": 0}))
+
+    assert without_effect(spec({"max_redraws": 0}, max_policy_lag=2)) != []
     assert changed.trainer.state == plain.trainer.state
 
 
@@ -335,7 +341,7 @@ def test_redrawing_ends_if_no_group_has_signal() -> None:
     async def dull(prompt: Prompt, trajectory: Trajectory) -> Reward:
         return Reward(value=1.0)
 
-    session = run({"dynamic_sampling": True}, rewards=dull, max_redraws=2)
+    session = run({"dynamic_sampling": True, "max_redraws": 2}, rewards=dull)
 
     check(session, 0)
     told = [step.values["groups_redrawn"] for step in session.telemetry.steps if step.step]
@@ -348,7 +354,7 @@ def test_a_replayed_batch_keeps_its_groups_without_signal() -> None:
     async def dull(prompt: Prompt, trajectory: Trajectory) -> Reward:
         return Reward(value=1.0)
 
-    disk, configured = Disk(), spec({"dynamic_sampling": True}, max_redraws=1)
+    disk, configured = Disk(), spec({"dynamic_sampling": True, "max_redraws": 1})
 
     async def life(cut: int | None) -> Session:
         session = Session(spec=configured, slots=4, disk=disk, power_cut_after=cut)

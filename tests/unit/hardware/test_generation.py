@@ -5,7 +5,7 @@ import math
 import pytest
 
 from tests.unit.hardware.test_engine import PLAIN
-from tidemill.hardware.completion_lengths import FixedLengths, lengths_of, quantiles
+from tidemill.hardware.completion_lengths import LogNormalLengths, lengths_of, quantiles
 from tidemill.hardware.engine_profile import EngineProfile, Rollout, generation_s, rollout_of, steady_tokens_per_s
 
 # a step takes 10 ms whatever runs; nothing else costs anything
@@ -55,7 +55,7 @@ def test_steady_rate_keeps_slots_full() -> None:
     # 4 tokens every 10 ms; with two samples in flight 2
     assert steady_tokens_per_s(EVEN, rollout(10, 100)) == pytest.approx(400)
     assert steady_tokens_per_s(EVEN, rollout(10, 100), 2) == pytest.approx(200)
-    fixed = rollout_of(FixedLengths(tokens=7), samples=4, group_size=2, prompt_tokens=0)
+    fixed = rollout_of(LogNormalLengths(median=7, sigma=0.0, limit=7), samples=4, group_size=2, prompt_tokens=0)
     assert (fixed.mean, fixed.tokens) == (7, 28)
 
 

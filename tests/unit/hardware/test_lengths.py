@@ -9,7 +9,6 @@ import pytest
 from tidemill.core.errors import UserError
 from tidemill.hardware.completion_lengths import (
     EmpiricalLengths,
-    FixedLengths,
     LogNormalLengths,
     lengths_of,
     lengths_of_run,
@@ -46,7 +45,7 @@ def test_empirical_lengths() -> None:
     assert [lengths.quantile(share) for share in (0.01, 0.3, 0.6, 0.999)] == [1, 10, 20, 30]
     assert mean_length(lengths) == pytest.approx(61 / 4)
     assert quantiles(lengths, 4) == (1, 10, 20, 30)
-    assert FixedLengths(tokens=7).quantile(0.9) == 7
+    assert LogNormalLengths(median=7, sigma=0.0, limit=7).quantile(0.9) == 7
 
 
 def test_lengths_of_a_run(tmp_path: Path) -> None:

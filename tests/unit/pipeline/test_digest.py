@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from tests.pretend_stages import pipeline
-from tidemill.config.load import flattened
+from tidemill.config.keys import flattened
 from tidemill.config.pipeline import KINDS, NEUTRAL, StageKind, StageSpec
-from tidemill.pipeline.stage_plan import contents_of, effective, file_inputs, folder_name, stage_digest
+from tidemill.pipeline.stage_plan import contents_of, file_inputs, folder_name, output_values, stage_digest
 from tidemill.runtime.train import RESUMABLE
 
 RL = '[[stage]]\nname = "a"\nkind = "rl"\nmodel.source = "char"\n[[stage]]\nname = "b"\nkind = "rl"\n'
@@ -18,7 +18,7 @@ EXPORT = '[[stage]]\nname = "a"\nkind = "export"\nmodel.source = "char"\n'
 
 
 def digest(stage: StageSpec, upstream: str = "u", **contents: str) -> str:
-    return stage_digest(stage, effective(stage, upstream=dict.fromkeys(stage.needs, upstream), contents=contents))
+    return stage_digest(stage, output_values(stage, upstream=dict.fromkeys(stage.needs, upstream), contents=contents))
 
 
 def first(tmp_path: Path, text: str, *overrides: str) -> StageSpec:
@@ -41,7 +41,7 @@ def first(tmp_path: Path, text: str, *overrides: str) -> StageSpec:
         "--engine.tick_s=0.2",
     ],
 )
-def test_what_does_not_change_the_result_does_not_change_the_address(tmp_path: Path, override: str) -> None:
+def test_neutral_keys_do_not_change_the_digest(tmp_path: Path, override: str) -> None:
     assert digest(first(tmp_path, RL, override)) == digest(first(tmp_path, RL))
 
 
@@ -61,50 +61,49 @@ def test_what_does_not_change_the_result_does_not_change_the_address(tmp_path: P
         '--scoring.rewards=[{kind="numeric"}]',
     ],
 )
-def test_what_changes_the_result_changes_the_address(tmp_path: Path, override: str) -> None:
+def test_other_keys_change_the_digest(tmp_path: Path, override: str) -> None:
     assert digest(first(tmp_path, RL, override)) != digest(first(tmp_path, RL))
 
 
-def test_an_evaluation_is_decided_by_other_keys_than_training(tmp_path: Path) -> None:
+def test_eval_keys_change_the_digest_of_an_evaluation(tmp_path: Path) -> None:
     plain = digest(first(tmp_path, EVAL))
     assert digest(first(tmp_path, EVAL, "--eval.prompts=3")) != plain
     assert digest(first(tmp_path, EVAL, "--eval.every_steps=3")) == plain
 
 
-def test_a_supervised_stage_may_give_its_best_checkpoint_so_its_cadence_counts(tmp_path: Path) -> None:
+def test_the_checkpoint_interval_changes_the_digest_of_a_supervised_stage(tmp_path: Path) -> None:
     text = '[[stage]]\nname = "a"\nkind = "sft"\ndata.path = "x.jsonl"\n'
     contents = {"data.path": "1"}
     plain = digest(first(tmp_path, text), **contents)
     assert digest(first(tmp_path, text, "--checkpoint.every_steps=1"), **contents) != plain
     assert digest(first(tmp_path, text, "--checkpoint.keep_last=5"), **contents) == plain
-    # Epochs decide how long it is, unless there are none.
+    # trainer.steps matters only without epochs.
     assert digest(first(tmp_path, text, "--trainer.steps=3"), **contents) == plain
     without = digest(first(tmp_path, text, "--supervised.epochs=0"), **contents)
     assert digest(first(tmp_path, text, "--supervised.epochs=0", "--trainer.steps=3"), **contents) != without
 
 
-def test_kinds_of_one_configuration_have_addresses_of_their_own(tmp_path: Path) -> None:
+def test_the_kind_changes_the_digest(tmp_path: Path) -> None:
     assert digest(first(tmp_path, EVAL)) != digest(first(tmp_path, EXPORT))
     assert digest(first(tmp_path, EXPORT, "--export.dtype=bf16")) != digest(first(tmp_path, EXPORT))
     assert digest(first(tmp_path, EXPORT, "--export.path=x")) != digest(first(tmp_path, EXPORT))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_key_decides_or_is_neutral(tmp_path: Path, kind: StageKind) -> None:
-    """Which keys a kind overlooks is said in one place."""
+def test_every_key_is_neutral_or_changes_the_digest(tmp_path: Path, kind: StageKind) -> None:
     text = f'[data]\npath = "x.jsonl"\n[[stage]]\nname = "a"\nkind = "{kind}"\nmodel.source = "char"\n'
     stage = first(tmp_path, text)
     neutral = (*NEUTRAL, *KINDS[kind].neutral)
     contents = {file.key: "1" for file in file_inputs(stage)}
-    keys = flattened(stage.sections()).keys() - {"data.path"}  # counts by content
-    unmoved = {key for key in keys if digest(_changed(stage, key), **contents) == digest(stage, **contents)}
+    keys = flattened(stage.sections()).keys() - {"data.path"}  # its content counts
+    neutral_keys = {key for key in keys if digest(_changed(stage, key), **contents) == digest(stage, **contents)}
     if "supervised" in KINDS[kind].sections:
-        unmoved.remove("trainer.steps")  # epochs decide
-    assert unmoved == {key for key in keys if key.startswith(neutral)}
+        neutral_keys.remove("trainer.steps")  # epochs decide
+    assert neutral_keys == {key for key in keys if key.startswith(neutral)}
 
 
 def _changed(stage: StageSpec, key: str) -> StageSpec:
-    """With another value of a key, whatever it would mean."""
+    """The stage with another value of a key, valid or not."""
 
     class Changed(StageSpec):
         def sections(self) -> dict[str, Any]:
@@ -141,7 +140,7 @@ def _changed(stage: StageSpec, key: str) -> StageSpec:
         ("export", "--model.char.seed=1", True),
     ],
 )
-def test_a_stage_that_does_not_train_overlooks_what_only_training_reads(
+def test_keys_of_training_do_not_change_the_digest_of_other_kinds(
     tmp_path: Path, kind: str, override: str, repeats: bool
 ) -> None:
     source = "./folder" if override == "--model.chat_template" else "char"
@@ -150,19 +149,19 @@ def test_a_stage_that_does_not_train_overlooks_what_only_training_reads(
     assert (digest(first(tmp_path, text, override), **contents) != digest(first(tmp_path, text), **contents)) == repeats
 
 
-def test_what_it_takes_from_is_part_of_it_and_the_name_is_not(tmp_path: Path) -> None:
+def test_the_digest_depends_on_inputs_and_not_on_the_name(tmp_path: Path) -> None:
     stage = pipeline(tmp_path, RL).stages[1]
     assert digest(stage, "one") != digest(stage, "two")
     renamed = pipeline(tmp_path, RL.replace('"a"', '"z"').replace("stage:a", "stage:z")).stages[1]
     assert digest(renamed, "one") == digest(stage, "one")
-    # How a model of characters is built matters only where one is built.
+    # model.char matters only for source = "char".
     assert digest(pipeline(tmp_path, RL, "--model.char.layers=2").stages[1]) == digest(stage)
 
 
-def test_files_count_by_content_not_by_place(tmp_path: Path) -> None:
+def test_the_digest_depends_on_the_content_of_files_and_not_on_their_path(tmp_path: Path) -> None:
     reward = f'{{kind = "python", function = "{tmp_path}/r.py:f"}}'
     text = (
-        f'[task]\nkind = "jsonl"\npath = "x.jsonl"\n[scoring]\nrewards = [{reward}]\n'
+        f'[task]\nkind = "file"\npath = "x.jsonl"\n[scoring]\nrewards = [{reward}]\n'
         '[[stage]]\nname = "a"\nkind = "rl"\nmodel.source = "./folder"\n'
     )
     stage = first(tmp_path, text)
@@ -181,10 +180,14 @@ def test_files_count_by_content_not_by_place(tmp_path: Path) -> None:
     assert digest(first(tmp_path, text.replace("r.py:f", "r.py:g")), **contents) != plain
 
 
-def test_a_reward_function_of_a_module_counts_by_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_digest_depends_on_the_file_of_a_reward_function_in_a_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "modules"
     (folder / "of_mine").mkdir(parents=True)
-    (folder / "of_mine" / "__init__.py").write_text("raise SystemExit('planning imports nothing')\n", encoding="utf-8")
+    (folder / "of_mine" / "__init__.py").write_text(
+        "raise SystemExit('planning imports no modules')\n", encoding="utf-8"
+    )
     (folder / "of_mine" / "score.py").write_text("one", encoding="utf-8")
     monkeypatch.syspath_prepend(folder)
     text = '[scoring]\nrewards = [{kind = "python", function = "of_mine.score:f"}]\n'
@@ -197,31 +200,29 @@ def test_a_reward_function_of_a_module_counts_by_its_file(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("source", ["smollm2-135m", "char", "organisation/name"])
-def test_names_of_models_are_no_files(tmp_path: Path, source: str) -> None:
+def test_names_of_models_are_not_files(tmp_path: Path, source: str) -> None:
     text = f'[[stage]]\nname = "a"\nkind = "export"\nmodel.source = "{source}"\n'
     stage = first(tmp_path, text)
     assert file_inputs(stage) == []
-    assert effective(stage, upstream={}, contents={})["model.source"] == source
+    assert output_values(stage, upstream={}, contents={})["model.source"] == source
 
 
-def test_a_folder_that_is_called_like_a_built_in_model_is_not_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_with_the_name_of_a_built_in_model_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "char").mkdir()
     assert file_inputs(first(tmp_path, EXPORT)) == []
 
 
-def test_the_address_does_not_depend_on_the_order_of_keys(tmp_path: Path) -> None:
+def test_the_digest_does_not_depend_on_the_order_of_keys(tmp_path: Path) -> None:
     stage = first(tmp_path, RL)
-    values: dict[str, Any] = effective(stage, upstream={}, contents={})
+    values: dict[str, Any] = output_values(stage, upstream={}, contents={})
     assert stage_digest(stage, dict(reversed(values.items()))) == stage_digest(stage, values)
     assert folder_name(stage, stage_digest(stage, values)) == f"a-{stage_digest(stage, values)[:10]}"
 
 
-def test_a_training_stage_can_go_on_in_its_folder_whatever_neutral_key_changes() -> None:
-    """Equal addresses share a folder, and a folder takes a run on only with the keys that a resume may change."""
+def test_a_training_stage_resumes_after_a_change_of_neutral_keys() -> None:
+    """Equal digests share a folder, and a resume in a folder allows changes only of certain keys."""
     neutral = (*NEUTRAL, *KINDS["rl"].neutral)
     assert all(key.startswith(RESUMABLE) for key in neutral)
-    # What a resume may change and an address does not overlook: more steps go on in a run, and are another stage.
+    # More steps resume a run, but are another stage of a pipeline.
     assert [key for key in RESUMABLE if not key.startswith(neutral)] == ["trainer.steps", "supervised.epochs"]

@@ -1,4 +1,4 @@
-"""What an evaluation stage tells of what it measured, and where."""
+"""The headline, figures and report of an evaluation stage."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.telemetry.report.test_report import Page
 from tidemill.config.schema import RunSpec
-from tidemill.pipeline.stage_kinds import measured_words, write_measured
+from tidemill.pipeline.stage_kinds import evaluation_headline, write_evaluation
 
 FOUND: dict[str, Any] = {
     "reward_mean": 0.55,
@@ -74,17 +74,17 @@ GRADED: dict[str, Any] = {
 }
 
 
-def test_the_sentence_has_pass_at_k_and_intervals() -> None:
-    assert measured_words(FOUND) == (
+def test_the_headline_has_pass_at_k_and_intervals() -> None:
+    assert evaluation_headline(FOUND) == (
         "held-out mean reward 0.550 (95 %: 0.200 to 0.900; n = 4), "
         "held-out greedy accuracy 0.500 (95 %: 0.150 to 0.850; n = 4), pass@2 0.750 (0.300 to 0.950), "
-        "score of liked 0.700 (0.410 to 0.930), greedy accuracy against the other model +0.250 (p = 0.875)"
+        "score of liked 0.700 (0.410 to 0.930), greedy accuracy +0.250 (p = 0.875) compared with the other model"
     )
-    assert measured_words(GRADED) == "held-out mean reward 1.500 (95 %: 1.250 to 1.750; n = 4)"
+    assert evaluation_headline(GRADED) == "held-out mean reward 1.500 (95 %: 1.250 to 1.750; n = 4)"
 
 
 def test_the_figures_have_pass_at_k_and_intervals(tmp_path: Path) -> None:
-    figures = write_measured(tmp_path, RunSpec(), FOUND)
+    figures = write_evaluation(tmp_path, RunSpec(), FOUND)
     assert figures["greedy_accuracy_interval"] == [0.15, 0.85]
     assert (figures["reward_mean"], figures["reward_mean_interval"]) == (0.55, [0.2, 0.9])
     assert (figures["pass@1"], figures["pass@2_interval"]) == (0.375, [0.3, 0.95])
@@ -94,8 +94,8 @@ def test_the_figures_have_pass_at_k_and_intervals(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("found", [FOUND, ALONE], ids=["everything", "accuracy alone"])
-def test_its_page_is_of_an_evaluation_not_of_training(tmp_path: Path, found: dict[str, Any]) -> None:
-    write_measured(tmp_path, RunSpec(), found)
+def test_the_report_of_an_evaluation_has_no_training_sections(tmp_path: Path, found: dict[str, Any]) -> None:
+    write_evaluation(tmp_path, RunSpec(), found)
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
     page = Page(text)
     assert page.mismatched == [] and page.open == []
@@ -128,8 +128,8 @@ def test_its_page_is_of_an_evaluation_not_of_training(tmp_path: Path, found: dic
     assert len(brackets) == (3 if found is FOUND else 1)
 
 
-def test_the_page_of_graded_rewards_has_their_mean_and_no_accuracy(tmp_path: Path) -> None:
-    assert write_measured(tmp_path, RunSpec(), GRADED)["reward_mean"] == 1.5
+def test_the_report_of_graded_rewards_has_their_mean_and_no_accuracy(tmp_path: Path) -> None:
+    assert write_evaluation(tmp_path, RunSpec(), GRADED)["reward_mean"] == 1.5
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
     page, told = Page(text), " ".join(re.sub(r"<[^>]*>", " ", text).split())
     assert page.mismatched == [] and page.open == []
@@ -139,12 +139,12 @@ def test_the_page_of_graded_rewards_has_their_mean_and_no_accuracy(tmp_path: Pat
     assert not [tag for tag, attributes in page.tags if attributes.get("class") == "track"], "a mean is not a share"
 
 
-def test_the_page_and_the_sentence_without_any_valid_reward(tmp_path: Path) -> None:
+def test_report_and_headline_without_valid_rewards(tmp_path: Path) -> None:
     sample = {"prompt": "1+1=", "completion": "2", "answer": "2", "reward": None, "correct": None}
     figures = {name: value for name, value in GRADED.items() if not name.startswith("reward_mean")}
     found = {**figures, "invalid": 4, "samples": [sample]}
-    assert measured_words(found) == "no valid reward of 4 held-out completions"
-    write_measured(tmp_path, RunSpec(), found)
+    assert evaluation_headline(found) == "no valid reward in 4 held-out completions"
+    write_evaluation(tmp_path, RunSpec(), found)
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
     page, told = Page(text), " ".join(re.sub(r"<[^>]*>", " ", text).split())
     assert page.mismatched == [] and page.open == []
@@ -153,9 +153,9 @@ def test_the_page_and_the_sentence_without_any_valid_reward(tmp_path: Path) -> N
 
 
 def test_answers_whose_rewards_differ_come_first(tmp_path: Path) -> None:
-    write_measured(tmp_path, RunSpec(), FOUND)
+    write_evaluation(tmp_path, RunSpec(), FOUND)
     told = Page((tmp_path / "report.html").read_text(encoding="utf-8")).words
     assert told.index("1+1=") < told.index("1+2=")
-    write_measured(tmp_path / "alone", RunSpec(), ALONE)
+    write_evaluation(tmp_path / "alone", RunSpec(), ALONE)
     told = Page((tmp_path / "alone" / "report.html").read_text(encoding="utf-8")).words
     assert told.index("1+2=") < told.index("1+1=")

@@ -12,11 +12,11 @@ from tidemill.pipeline.state import PipelineFolder
 def made(path: Path, *, figures: dict[str, Any], name: str = "rm") -> PipelineFolder:
     folder = PipelineFolder(path)
     stage = {"name": name, "kind": "reward_model", "state": "done", "folder": "stages/rm-1", "model": "char"}
-    told = {"name": name, "headline": "all <well>", "wall_s": 61.0, "figures": figures}
-    folder.write(
+    summary = {"name": name, "headline": "all <well>", "wall_s": 61.0, "figures": figures}
+    folder.write_json(
         folder.state, {"name": "p", "outcome": "finished", "stages": [stage | {"needs": []}], "stale": ["x-1"]}
     )
-    folder.write(folder.summary, {"stages": [told], "wall_s": 61.0})
+    folder.write_json(folder.summary, {"stages": [summary], "wall_s": 61.0})
     return folder
 
 
@@ -30,11 +30,11 @@ def made(path: Path, *, figures: dict[str, Any], name: str = "rm") -> PipelineFo
         ("kind", "pairs", "pairs"),
     ],
 )
-def test_figures_are_told_as_people_read_them(name: str, value: Any, text: str) -> None:
+def test_figures_as_text(name: str, value: Any, text: str) -> None:
     assert figure(name, value) == text
 
 
-def test_a_share_is_drawn_with_its_interval(tmp_path: Path) -> None:
+def test_a_share_is_shown_as_a_bar_with_its_interval(tmp_path: Path) -> None:
     (stage,) = context(made(tmp_path, figures={"loss": 0.5, "pairwise_accuracy": 0.75, "n": 100}))["stages"]
     # Wilson, z = 1.96: centre (0.75 + 0.038416 / 2) / 1.038416 = 0.7408, half 1.96 / 1.038416 *
     # sqrt(0.75 * 0.25 / 100 + 0.038416 / 400) = 0.0838.
@@ -44,7 +44,7 @@ def test_a_share_is_drawn_with_its_interval(tmp_path: Path) -> None:
     assert stage["bar"] is None
 
 
-def test_the_page_tells_what_was_achieved_and_escapes_it(tmp_path: Path) -> None:
+def test_the_page_shows_headlines_escaped(tmp_path: Path) -> None:
     folder = made(tmp_path, figures={"pairwise_accuracy": 0.75})
     page = write_page(folder).read_text(encoding="utf-8")
     assert "all &lt;well&gt;" in page
@@ -57,7 +57,7 @@ def test_the_page_tells_what_was_achieved_and_escapes_it(tmp_path: Path) -> None
     assert 'href="stages/rm-1/report.html"' in write_page(folder).read_text(encoding="utf-8")
 
 
-def test_a_pipeline_that_was_killed_before_its_first_word_has_a_page(tmp_path: Path) -> None:
+def test_an_empty_directory_has_a_page(tmp_path: Path) -> None:
     page = write_page(PipelineFolder(tmp_path)).read_text(encoding="utf-8")
     assert "0 of 0 stages finished" in page
-    assert "in progress, or was killed" in page
+    assert "running or was killed" in page

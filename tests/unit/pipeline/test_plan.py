@@ -41,7 +41,7 @@ def actions(plan: Plan) -> dict[str, str]:
 
 
 def finished(each: PlannedStage, at: str = "2026-01-01") -> tuple[str, FoundStage]:
-    mark = StageResult(
+    result = StageResult(
         name=each.stage.name,
         kind=each.stage.kind,
         digest=each.digest,
@@ -52,14 +52,14 @@ def finished(each: PlannedStage, at: str = "2026-01-01") -> tuple[str, FoundStag
         finished=at,
         values=each.values,
     )
-    return each.folder, FoundStage(name=each.stage.name, mark=mark)
+    return each.folder, FoundStage(name=each.stage.name, result=result)
 
 
-def begun(each: PlannedStage) -> tuple[str, FoundStage]:
-    return each.folder, FoundStage(name=each.stage.name, mark=None)
+def started(each: PlannedStage) -> tuple[str, FoundStage]:
+    return each.folder, FoundStage(name=each.stage.name, result=None)
 
 
-def test_at_first_everything_is_due(tmp_path: Path) -> None:
+def test_a_new_pipeline_is_due(tmp_path: Path) -> None:
     plan = planned(tmp_path)
     assert actions(plan) == {"a": "run", "b": "wait", "c": "run", "d": "wait"}
     assert [each.stage.name for each in plan.due] == ["a", "b", "c", "d"]
@@ -67,16 +67,16 @@ def test_at_first_everything_is_due(tmp_path: Path) -> None:
     assert len({each.folder for each in plan.stages}) == 4
 
 
-def test_what_is_finished_is_not_repeated_and_what_is_begun_goes_on(tmp_path: Path) -> None:
+def test_finished_stages_are_skipped_and_started_ones_resume(tmp_path: Path) -> None:
     a, b, c, d = planned(tmp_path).stages
-    plan = planned(tmp_path, found=dict([finished(a), begun(b), finished(c)]))
+    plan = planned(tmp_path, found=dict([finished(a), started(b), finished(c)]))
     assert actions(plan) == {"a": "done", "b": "resume", "c": "done", "d": "wait"}
     plan = planned(tmp_path, found=dict(map(finished, (a, b, c, d))))
     assert actions(plan) == dict.fromkeys("abcd", "done")
     assert plan.due == ()
 
 
-def test_a_change_invalidates_what_follows_and_nothing_else(tmp_path: Path) -> None:
+def test_a_change_affects_only_the_stages_that_depend_on_it(tmp_path: Path) -> None:
     before = planned(tmp_path).stages
     found = dict(map(finished, before))
     plan = planned(tmp_path, "--stage.a.trainer.steps=3", found=found)
@@ -90,24 +90,24 @@ def test_a_change_invalidates_what_follows_and_nothing_else(tmp_path: Path) -> N
     assert plan.stale == tuple(sorted(before[index].folder for index in (0, 1, 3)))
     plan = planned(tmp_path, "--stage.d.eval.prompts=3", found=found)
     assert actions(plan) == {"a": "done", "b": "done", "c": "done", "d": "run"}
-    # Back to the former configuration, the former results count again.
+    # With the former configuration, the former results are valid again.
     assert actions(planned(tmp_path, found=found)) == dict.fromkeys("abcd", "done")
 
 
-def test_a_result_whose_upstream_is_gone_is_still_the_result(tmp_path: Path) -> None:
+def test_a_result_stays_valid_when_its_input_is_missing(tmp_path: Path) -> None:
     a, b, _, d = planned(tmp_path).stages
-    plan = planned(tmp_path, found=dict([begun(a), finished(b), finished(d)]))
+    plan = planned(tmp_path, found=dict([started(a), finished(b), finished(d)]))
     assert actions(plan) == {"a": "resume", "b": "done", "c": "run", "d": "done"}
 
 
-def test_changes_are_told_against_the_newest_result(tmp_path: Path) -> None:
+def test_changed_keys_are_relative_to_the_newest_result(tmp_path: Path) -> None:
     older = finished(planned(tmp_path, "--stage.a.trainer.steps=3").stages[0], "2026-01-01")
     newer = finished(planned(tmp_path, "--stage.a.run.seed=3").stages[0], "2026-01-02")
     plan = planned(tmp_path, found=dict([newer, older]))
     assert plan.stages[0].changed == ("run.seed",)
 
 
-def test_a_mark_of_another_address_is_not_believed(tmp_path: Path) -> None:
+def test_a_result_with_another_digest_is_ignored(tmp_path: Path) -> None:
     a, b, *_ = planned(tmp_path).stages
     _, foreign = finished(b)
     assert actions(planned(tmp_path, found={a.folder: foreign}))["a"] == "resume"
@@ -124,21 +124,17 @@ def test_only_and_from(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("choice", "says"),
+    ("choice", "where", "what", "hint"),
     [
-        (Choice(only="x"), "--only x: no stage of that name\n  stages: a, b, c, d"),
-        (Choice(start="x"), "--from x: no stage of that name\n  stages: a, b, c, d"),
-        (Choice(only="a", start="b"), "--only, --from: choose one of the two\n  leave one of them out"),
-        (
-            Choice(only="b"),
-            (
-                "stage b: takes from stage a, which is not finished as it is now configured\n"
-                "  run the whole pipeline, or begin --from an earlier stage"
-            ),
-        ),
+        (Choice(only="x"), "--only x", "no stage of that name", "a, b, c, d"),
+        (Choice(start="x"), "--from x", "no stage of that name", "a, b, c, d"),
+        (Choice(only="a", start="b"), "--only, --from", "mutually exclusive", "leave one of them out"),
+        (Choice(only="b"), "stage b", "needs stage a", "--from an earlier stage"),
     ],
 )
-def test_a_choice_that_cannot_be(tmp_path: Path, choice: Choice, says: str) -> None:
+def test_an_impossible_choice_is_refused(tmp_path: Path, choice: Choice, where: str, what: str, hint: str) -> None:
     with pytest.raises(UserError) as caught:
         planned(tmp_path, choice=choice)
-    assert str(caught.value) == says
+    assert caught.value.where == where
+    assert what in caught.value.what
+    assert hint in caught.value.hint

@@ -1,4 +1,4 @@
-"""The shipped recipe of a pipeline: what its stages are, without running any."""
+"""The stages of recipes/rlhf.toml, without running them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.commands import run_here
-from tidemill.config.pipeline import PipelineSpec
-from tidemill.config.stages import load_recipe
+from tidemill.config.pipeline import PipelineSpec, load_recipe
 
 RECIPE = f"@{Path(__file__).parents[3] / 'recipes' / 'rlhf.toml'}"
 
 
-def test_the_recipe_of_rlhf_is_what_the_words_in_it_say(tmp_path: Path) -> None:
+def test_the_stages_of_rlhf(tmp_path: Path) -> None:
     data: dict[str, Any] = run_here("train", RECIPE, f"--run.dir={tmp_path / 'D'}", "--dry-run", "--json").data
     assert [(row["stage"], row["kind"], row["action"], row["inputs"]) for row in data["plan"]] == [
         ("written", "demonstrations", "run", []),
@@ -31,7 +30,7 @@ def test_ppo_has_four_models() -> None:
     assert isinstance(recipe, PipelineSpec)
     ppo = next(stage.spec for stage in recipe.stages if stage.name == "ppo")
     assert ppo.model.source == "stage:sft"
-    assert ppo.algorithm.advantage == "gae"  # which a critic is for
+    assert ppo.algorithm.advantage == "gae"  # needs a critic
     assert ppo.critic.kind == "shared"
-    assert ppo.algorithm.kl_beta > 0  # which a reference is for
+    assert ppo.algorithm.kl_beta > 0  # needs a reference
     assert [(reward.kind, reward.model) for reward in ppo.scoring.rewards] == [("model", "stage:rm")]

@@ -11,7 +11,7 @@ from filelock import FileLock
 from tests.model_folders import save_folder
 from tests.model_shapes import llama
 from tests.pretend_stages import PowerCut, Quiet, Stages, pipeline, read
-from tidemill.config.stages import load_recipe
+from tidemill.config.pipeline import load_recipe
 from tidemill.core.errors import UserError
 from tidemill.pipeline.execution import plan_pipeline, run_pipeline
 from tidemill.pipeline.stage_plan import EVERYTHING, Choice
@@ -36,7 +36,7 @@ model.source = "stage:second"
 
 
 class World:
-    """One pipeline's directory, and the stages that work in it."""
+    """One pipeline's directory, and its stages."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.stages = folder, Stages()
@@ -47,18 +47,18 @@ class World:
         self.stages.worked.clear()
         return run_pipeline(
             pipeline(self.folder, RECIPE, *overrides),
-            teller=self.quiet,
+            reporter=self.quiet,
             choice=choice,
             prune_stale=prune_stale,
             runners=self.stages.runners,
         )
 
     def results(self) -> dict[str, Any]:
-        """What every finished stage of the newest run says it was made from."""
-        told = json.loads((self.folder / "D" / "pipeline.json").read_text())
+        """The recorded inputs of every finished stage of the newest run."""
+        state = json.loads((self.folder / "D" / "pipeline.json").read_text())
         return {
             stage["name"]: read(self.folder / "D" / stage["folder"] / stage["product"])
-            for stage in told["stages"]
+            for stage in state["stages"]
             if stage["product"]
         }
 
@@ -68,9 +68,9 @@ def world(tmp_path: Path) -> World:
     return World(tmp_path)
 
 
-def test_stages_run_in_order_each_from_what_the_one_before_gave(world: World) -> None:
+def test_stages_run_in_order_with_the_outputs_of_earlier_ones(world: World) -> None:
     summary = world.run()
-    assert world.quiet.begun == ["first", "second", "third"]
+    assert world.quiet.started == ["first", "second", "third"]
     assert world.quiet.said == ["first: seed 0", "second: seed 0", "third: seed 0"]
     first = {"seed": 0, "from": "char"}
     second = {"seed": 0, "from": first}
@@ -86,7 +86,7 @@ def test_stages_run_in_order_each_from_what_the_one_before_gave(world: World) ->
     assert stored == summary
 
 
-def test_nothing_finished_is_repeated(world: World) -> None:
+def test_finished_stages_are_not_repeated(world: World) -> None:
     world.run()
     summary = world.run("--telemetry.live=false", "--run.name=other")
     assert world.stages.worked == []
@@ -94,18 +94,18 @@ def test_nothing_finished_is_repeated(world: World) -> None:
     assert summary["finished"]
 
 
-def test_a_change_is_followed_by_what_depends_on_it(world: World) -> None:
+def test_a_changed_stage_and_its_dependents_run_again(world: World) -> None:
     world.run()
     world.run("--stage.second.run.seed=5")
-    assert world.quiet.begun == ["second", "third"]
+    assert world.quiet.started == ["second", "third"]
     assert world.results()["third"] == {"seed": 0, "from": {"seed": 5, "from": {"seed": 0, "from": "char"}}}
     assert [name.rpartition("-")[0] for name in world.quiet.plans[0].stale] == ["second", "third"]
-    world.run()  # as it was: the former results are still there
+    world.run()  # unchanged: the former results still exist
     assert world.stages.worked == []
     assert world.results()["third"]["from"]["seed"] == 0
 
 
-def test_stale_results_are_kept_until_told_otherwise(world: World) -> None:
+def test_stale_results_are_kept_until_pruned(world: World) -> None:
     world.run()
     world.run("--run.seed=5")
     folders = sorted((world.folder / "D" / "stages").iterdir())
@@ -118,7 +118,7 @@ def test_stale_results_are_kept_until_told_otherwise(world: World) -> None:
     assert world.stages.worked == []
 
 
-def test_interrupted_it_says_so_and_goes_on_where_it_was(world: World) -> None:
+def test_an_interrupted_pipeline_resumes(world: World) -> None:
     world.stages.interrupt_at = 4  # of 9 steps: one into the second stage
     summary = world.run()
     assert (summary["interrupted"], summary["finished"]) == (True, False)
@@ -129,7 +129,7 @@ def test_interrupted_it_says_so_and_goes_on_where_it_was(world: World) -> None:
     assert [step for _, step in world.stages.worked] == [1, 2, 0, 1, 2]
 
 
-def test_an_error_of_a_stage_leaves_what_was_finished(world: World) -> None:
+def test_a_failed_stage_keeps_finished_ones(world: World) -> None:
     def fails() -> None:
         if len(world.stages.worked) == 4:
             raise UserError("no more of it", where="here", hint="try again")
@@ -137,16 +137,16 @@ def test_an_error_of_a_stage_leaves_what_was_finished(world: World) -> None:
     world.stages.power = fails
     with pytest.raises(UserError, match="no more of it"):
         world.run()
-    told = json.loads((world.folder / "D" / "summary.json").read_text())
-    assert told["outcome"] == "failed"
-    assert [stage["state"] for stage in told["stages"]] == ["done", "failed", "due"]
-    assert "A stage ended with an error" in (world.folder / "D" / "report.html").read_text()
+    state = json.loads((world.folder / "D" / "summary.json").read_text())
+    assert state["outcome"] == "failed"
+    assert [stage["state"] for stage in state["stages"]] == ["done", "failed", "due"]
+    assert "A stage failed" in (world.folder / "D" / "report.html").read_text()
     world.stages.power = lambda: None
     assert world.run()["finished"]
-    assert world.quiet.begun == ["second", "third"]
+    assert world.quiet.started == ["second", "third"]
 
 
-def test_a_file_that_changes_meanwhile_spoils_the_result(world: World) -> None:
+def test_an_input_that_changes_while_the_stage_runs_is_an_error(world: World) -> None:
     model = save_folder(llama(), world.folder / "base")
     (model / "weights").write_text("old")
 
@@ -160,24 +160,24 @@ def test_a_file_that_changes_meanwhile_spoils_the_result(world: World) -> None:
     assert caught.value.where == "model.source of stage first"
     world.stages.power = lambda: None
     world.run(f"--model.source={model}")
-    assert world.quiet.begun == ["first", "second", "third"]
+    assert world.quiet.started == ["first", "second", "third"]
     assert world.results()["first"] == {"seed": 0, "from": "new"}
 
 
-def test_a_result_that_was_deleted_is_made_again(world: World) -> None:
+def test_a_deleted_output_is_made_again(world: World) -> None:
     world.run()
-    told = json.loads((world.folder / "D" / "pipeline.json").read_text())["stages"][0]
-    (world.folder / "D" / told["folder"] / told["product"] / "made.json").unlink()
-    (world.folder / "D" / told["folder"] / told["product"]).rmdir()
+    state = json.loads((world.folder / "D" / "pipeline.json").read_text())["stages"][0]
+    (world.folder / "D" / state["folder"] / state["product"] / "made.json").unlink()
+    (world.folder / "D" / state["folder"] / state["product"]).rmdir()
     world.run()
-    assert world.quiet.begun == ["first"]
+    assert world.quiet.started == ["first"]
     assert world.results()["first"] == {"seed": 0, "from": "char"}
 
 
-def test_half_of_a_result_made_again_is_not_taken_for_the_whole(world: World) -> None:
+def test_an_unfinished_repetition_is_not_a_result(world: World) -> None:
     world.run()
-    told = json.loads((world.folder / "D" / "pipeline.json").read_text())["stages"][0]
-    product = world.folder / "D" / told["folder"] / told["product"]
+    state = json.loads((world.folder / "D" / "pipeline.json").read_text())["stages"][0]
+    product = world.folder / "D" / state["folder"] / state["product"]
     (product / "made.json").unlink()
     product.rmdir()
 
@@ -191,7 +191,7 @@ def test_half_of_a_result_made_again_is_not_taken_for_the_whole(world: World) ->
     assert product.exists()
     world.stages.power = lambda: None
     world.run()
-    assert world.quiet.begun == ["first"]
+    assert world.quiet.started == ["first"]
     assert world.results()["first"] == {"seed": 0, "from": "char"}
 
 
@@ -210,49 +210,51 @@ def test_the_directory_may_be_moved(world: World, tmp_path: Path) -> None:
 
 def test_only_one_stage(world: World) -> None:
     world.run(choice=Choice(only="first"))
-    assert world.quiet.begun == ["first"]
-    with pytest.raises(UserError, match="takes from stage second, which is not finished"):
+    assert world.quiet.started == ["first"]
+    with pytest.raises(UserError, match="needs stage second") as caught:
         world.run(choice=Choice(only="third"))
+    assert caught.value.where == "stage third"
     assert not world.run(choice=Choice(start="second", only=None))["interrupted"]
-    assert world.quiet.begun == ["second", "third"]
+    assert world.quiet.started == ["second", "third"]
 
 
-def test_the_written_configuration_is_the_same_pipeline(world: World) -> None:
+def test_the_written_configuration_parses_back_equal(world: World) -> None:
     recipe = pipeline(world.folder, RECIPE, "--stage.second.trainer.steps=3")
     world.run("--stage.second.trainer.steps=3")
     again = load_recipe([f"@{world.folder / 'D' / 'config.toml'}"])
     assert again == recipe
 
 
-def test_a_dry_look_writes_nothing(world: World) -> None:
+def test_planning_writes_nothing(world: World) -> None:
     plan = plan_pipeline(pipeline(world.folder, RECIPE))
     assert [each.action for each in plan.stages] == ["run", "wait", "wait"]
     assert not (world.folder / "D").exists()
 
 
-def test_two_processes_do_not_work_on_one_pipeline(world: World) -> None:
+def test_a_locked_pipeline_is_refused(world: World) -> None:
     world.run()
-    with FileLock(world.folder / "D" / ".lock"), pytest.raises(UserError, match="another process is working"):
+    with FileLock(world.folder / "D" / ".lock"), pytest.raises(UserError, match="another process") as caught:
         world.run("--run.seed=1")
+    assert caught.value.where == str(world.folder / "D")
 
 
 def test_a_directory_of_a_single_run_is_refused(world: World) -> None:
     (world.folder / "D").mkdir()
     (world.folder / "D" / "manifest.json").write_text("{}")
-    with pytest.raises(UserError, match="holds a single run"):
+    with pytest.raises(UserError, match="single run") as caught:
         world.run()
+    assert caught.value.where == str(world.folder / "D")
     assert sorted(path.name for path in (world.folder / "D").iterdir()) == ["manifest.json"]
 
 
-def test_a_file_in_the_way_is_told(world: World) -> None:
+def test_a_file_in_place_of_the_directory_is_an_error(world: World) -> None:
     (world.folder / "D").write_text("")
-    with pytest.raises(UserError, match="a file stands where a directory should be"):
+    with pytest.raises(UserError) as caught:
         world.run()
+    assert caught.value.where == str(world.folder / "D")
 
 
-def test_a_kill_while_stale_results_are_deleted_leaves_no_half_of_one(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_while_pruning_leaves_no_partial_result(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.run()
 
     def cut(path: Path) -> None:
@@ -263,5 +265,5 @@ def test_a_kill_while_stale_results_are_deleted_leaves_no_half_of_one(
         with pytest.raises(PowerCut):
             world.run("--run.seed=5", prune_stale=True)
     world.run("--run.seed=5")
-    assert world.quiet.begun == ["first", "second", "third"]
+    assert world.quiet.started == ["first", "second", "third"]
     assert not [each for each in (world.folder / "D" / "stages").iterdir() if each.name.startswith(".")]

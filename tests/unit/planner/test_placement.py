@@ -7,7 +7,7 @@ import pytest
 
 from tests.formulas import check_figures
 from tidemill.core.errors import UserError
-from tidemill.hardware.completion_lengths import FixedLengths, log_normal_of_mean
+from tidemill.hardware.completion_lengths import LogNormalLengths, log_normal_of_mean
 from tidemill.hardware.engine_profile import EngineProfile, rollout_of
 from tidemill.hardware.gpu_catalog import load_catalog
 from tidemill.hardware.model_shape import shape_of_parameters
@@ -21,7 +21,6 @@ from tidemill.planner.placement.estimate import (
     TooSmall,
     best_engine,
     estimate,
-    pull_seconds,
 )
 from tidemill.planner.placement.search import MOST_PLACEMENTS, Candidates, counts, counts_tried, plan_placement
 from tidemill.planner.placement.training import Group, Offer, PlacementQuestion, TooLarge, Training, best_training
@@ -57,7 +56,8 @@ EVEN = EngineProfile(
     prefill_token_s=0.0,
 )
 PLAIN = msgspec.structs.replace(
-    QUESTION, rollout=rollout_of(FixedLengths(tokens=10), samples=100, group_size=10, prompt_tokens=0.0)
+    QUESTION,
+    rollout=rollout_of(LogNormalLengths(median=10, sigma=0.0, limit=10), samples=100, group_size=10, prompt_tokens=0.0),
 )
 TRAINING = Training(
     group=Group(members=((RESERVED, 1),)),
@@ -152,7 +152,7 @@ def test_with_a_lag_the_longer_side_sets_the_step() -> None:
 def test_many_pull_from_one_trainer() -> None:
     # six machines of 50 Gbit/s ask for 300, and the trainer has 200: 28e9 * 6 / 25e9
     placement = Placement(training=TRAINING, dedicated=side(SPOT, 6))
-    assert pull_seconds(PLAIN, placement) == pytest.approx(28e9 * 6 / 25e9, rel=1e-4)
+    assert estimate(PLAIN, placement).pull_s == pytest.approx(28e9 * 6 / 25e9, rel=1e-4)
 
 
 def test_only_machines_that_are_there_are_paid_for() -> None:
@@ -179,7 +179,7 @@ def test_the_shortest_time_within_a_budget() -> None:
     assert fastest.step_s == min(each.step_s for each in found)
     tight = msgspec.structs.replace(fast, budget_usd=cheapest.usd * 1.001)
     assert plan_placement(tight).best.usd == pytest.approx(cheapest.usd)
-    with pytest.raises(UserError, match="no placement does 100 steps") as caught:
+    with pytest.raises(UserError, match="no placement trains 100 steps") as caught:
         plan_placement(msgspec.structs.replace(fast, budget_usd=cheapest.usd - 1))
     assert "$1.00 more" in caught.value.hint
 
@@ -194,7 +194,7 @@ def test_a_model_that_fits_nowhere_says_what_is_missing() -> None:
     large = msgspec.structs.replace(QUESTION, shape=shape_of_parameters(70e9))
     with pytest.raises(UserError, match="fits no placement") as caught:
         plan_placement(large)
-    assert "1 × rlboost-8xh100 lack " in caught.value.what
+    assert "1 × rlboost-8xh100" in caught.value.what
     assert "GPUs; or --offload, --lora-rank" in caught.value.hint
 
 
@@ -233,7 +233,7 @@ def test_an_engine_that_fits_a_machine_but_not_beside_the_training_states() -> N
     question = msgspec.structs.replace(
         QUESTION, shape=shape_of_parameters(70e9), offers=(offer("aws-p5.48xlarge", 3),), longest=8_704
     )
-    with pytest.raises(UserError, match="beside its part of the training states") as caught:
+    with pytest.raises(UserError, match="no machine holds an engine") as caught:
         plan_placement(question)
     assert "one aws-p5.48xlarge lacks 2.82 GB" in caught.value.what  # 8,704 tokens of 79 * 4096 bytes
     assert "take more machines" in caught.value.hint
@@ -273,7 +273,7 @@ def test_weak_links_and_prices_to_check_are_warned_of() -> None:
         QUESTION, offers=(offer("aws-g6e.48xlarge", 4),), shape=shape_of_parameters(14e9), lag=1
     )
     plan = plan_placement(question)
-    assert any("PCIe 4.0 x16 (32 GB/s): weak for tensor parallelism" in line for line in plan.warnings)
+    assert any("PCIe 4.0 x16 (32 GB/s)" in line for line in plan.warnings)
     assert any(line.startswith("price of aws-g6e.48xlarge: ") for line in plan.warnings)
 
 
@@ -330,21 +330,23 @@ def test_many_kinds_of_many_machines_are_still_few_placements() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "where", "what"),
     [
-        ({"algorithm": "sft"}, "sft generates nothing"),
-        ({"offers": (SPOT,)}, "no reserved machines to train on"),
-        ({"offers": (offer("rlboost-2xh100", 1),)}, "the catalogue has no price for it"),
-        ({"offers": (RESERVED, RESERVED)}, "rlboost-8xh100 is offered twice"),
-        ({"offers": (offer("rlboost-8xh100", 0),)}, "0 machines cannot be"),
-        ({"lag": -1}, "--lag"),
-        ({"steps": 0}, "--steps"),
-        ({"budget_usd": 0.0}, "0 dollars are no budget"),
-        ({"objective": "time"}, "the shortest time needs a budget"),
-        ({"offers": (RESERVED, offer("rlboost-2xh100", 1, preemptible=True, availability=0.0))}, "--availability"),
+        ({"algorithm": "sft"}, "--algorithm", "sft"),
+        ({"offers": (SPOT,)}, "--machines", "no reserved machines"),
+        ({"offers": (offer("rlboost-2xh100", 1),)}, "--machines rlboost-2xh100", "price"),
+        ({"offers": (RESERVED, RESERVED)}, "--machines", "rlboost-8xh100 is given twice"),
+        ({"offers": (offer("rlboost-8xh100", 0),)}, "--machines rlboost-8xh100", "0"),
+        ({"lag": -1}, "--lag", ""),
+        ({"steps": 0}, "--steps", ""),
+        ({"budget_usd": 0.0}, "--budget-usd", "0"),
+        ({"objective": "time"}, "--objective time", "budget"),
+        ({"offers": (RESERVED, offer("rlboost-2xh100", 1, preemptible=True, availability=0.0))}, "--availability", "0"),
     ],
 )
-def test_what_cannot_be_asked(changes: dict[str, object], says: str) -> None:
+def test_an_invalid_question_is_refused(changes: dict[str, object], where: str, what: str) -> None:
     with pytest.raises(UserError) as caught:
         plan_placement(msgspec.structs.replace(QUESTION, **changes))
-    assert says in str(caught.value)
+    assert caught.value.where == where
+    assert what in caught.value.what
+    assert caught.value.hint

@@ -59,7 +59,7 @@ def test_what_is_no_run(tmp_path: Path) -> None:
     [
         ("\ufeff[schedule]\nmax_policy_lag = 2\n", "config.toml:1: not valid TOML"),
         ("garbage", "config.toml:1: not valid TOML"),
-        ("schedule = 3", "schedule: is a table of settings"),
+        ("schedule = 3", "schedule: needs a table"),
         ('[schedule]\nmax_policy_lag = "x"', "schedule.max_policy_lag: needs integer"),
     ],
 )

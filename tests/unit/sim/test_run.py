@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.doubles.costs import ConstantEngine, ConstantTrainer
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
-from tidemill.hardware.completion_lengths import FixedLengths, LogNormalLengths
+from tidemill.hardware.completion_lengths import LogNormalLengths
 from tidemill.pool.build_provider import static_timetable
 from tidemill.pool.provider import Change
 from tidemill.pool.synthetic import Market, market_timetable
@@ -33,7 +33,7 @@ PLANT = CostModel(
     reserved_load_s=0.5,
     worker=msgspec.structs.replace(ENGINE, boot_s=3.0),
 )
-WORK = Workload(lengths=FixedLengths(tokens=20), prompt_tokens=4)
+WORK = Workload(lengths=LogNormalLengths(median=20, sigma=0.0, limit=20), prompt_tokens=4)
 VARIED = Workload(lengths=LogNormalLengths(median=20, sigma=0.8, limit=64), prompt_tokens=4, prompt_correlation=0.5)
 
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from tidemill.core.records import SampleId
-from tidemill.hardware.completion_lengths import NORMAL, FixedLengths, LogNormalLengths
+from tidemill.hardware.completion_lengths import NORMAL, LogNormalLengths
 from tidemill.sim.workload import Workload
 
 WIDE = Workload(lengths=LogNormalLengths(median=1000, sigma=1.0, limit=10**9))
@@ -47,6 +47,6 @@ def test_rewards_have_the_configured_mean() -> None:
 
 
 def test_no_sample_is_longer_than_the_longest() -> None:
-    assert Workload(lengths=FixedLengths(tokens=7)).longest == 7
+    assert Workload(lengths=LogNormalLengths(median=7, sigma=0.0, limit=7)).longest == 7
     limited = Workload(lengths=LogNormalLengths(median=1000, sigma=2.0, limit=5000))
     assert limited.longest == 5000 == max(limited.length(sample(prompt, 0)) for prompt in range(200))

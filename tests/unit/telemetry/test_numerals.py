@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tidemill.core.formatting import compact, decimal, dollars, duration, gigabytes, natural, percent
+from tidemill.core.formatting import compact, counted, decimal, dollars, duration, gigabytes, natural, percent
 
 
 @pytest.mark.parametrize(
@@ -58,3 +58,16 @@ def test_dollars(value: float, shown: str) -> None:
 def test_names_with_numbers_sort_by_them() -> None:
     names = ["spot-10", "local", "spot-2", "7", "spot"]
     assert sorted(names, key=natural) == ["7", "local", "spot", "spot-2", "spot-10"]
+
+
+@pytest.mark.parametrize(
+    ("value", "noun", "text"),
+    [
+        (1, "sample", "1 sample"),
+        (1280, "sample", "1,280 samples"),
+        (2, "microbatch", "2 microbatches"),
+        (2, "epoch", "2 epochs"),
+    ],
+)
+def test_counted(value: int, noun: str, text: str) -> None:
+    assert counted(value, noun) == text

@@ -44,6 +44,10 @@ def spec(algorithm: dict[str, Any], **batch: Any) -> RunSpec:
     return RunSpec.model_validate(sections)
 
 
+def warming_up(steps: int) -> RunSpec:
+    return spec(PPO).model_copy(update={"critic": CriticConfig(warmup_steps=steps)})
+
+
 def trainer(
     settings: RunSpec,
     critic: Critic | None = None,
@@ -124,7 +128,7 @@ def test_the_critic_has_the_token_weights_and_denominator_of_the_policy() -> Non
 def test_warm_up_trains_only_the_critic(kind: str) -> None:
     model = llama()
     critic = real_critic(kind, model)
-    subject = trainer(spec({**PPO, "critic_warmup_steps": 2}), critic, model=model)
+    subject = trainer(warming_up(2), critic, model=model)
     start, head = weights_digest(model), critic.head.weight.detach().clone()
     for step in (1, 2):
         for one in batch():
@@ -142,7 +146,7 @@ def test_warm_up_trains_only_the_critic(kind: str) -> None:
 
 
 def test_the_schedule_counts_only_policy_steps() -> None:
-    settings = spec({**PPO, "critic_warmup_steps": 2}).model_copy(update={"trainer": TrainerConfig(steps=5)})
+    settings = warming_up(2).model_copy(update={"trainer": TrainerConfig(steps=5)})
     optimizer = OptimizerConfig(learning_rate=1e-3, schedule="linear", min_learning_rate_ratio=0.2)
     subject = trainer(settings.model_copy(update={"optimizer": optimizer}), FixedCritic())
     rates = [train_batch(subject, step=step).get("learning_rate") for step in range(1, 6)]

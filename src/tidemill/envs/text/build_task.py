@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
-
-from tidemill.config.task import ArithmeticTask, FileTask, JsonlTask, ReasoningGymTask, TaskConfig
+from tidemill.config.task import ArithmeticTask, FileTask, ReasoningGymTask, TaskConfig
 from tidemill.core.protocols import Codec
 from tidemill.envs.text.arithmetic import build_arithmetic
 from tidemill.envs.text.examples import read_split
@@ -13,14 +11,13 @@ from tidemill.envs.text.reasoning_gym import build_reasoning_gym
 from tidemill.envs.text.rows import read_items
 
 
-def build_files(config: FileTask | JsonlTask, *, batch_prompts: int, seed: int, render: Render) -> Task:
+def build_files(config: FileTask, *, batch_prompts: int, seed: int, render: Render) -> Task:
     """The task of one file, or of a training and an evaluation file.
 
     Raises:
         UserError: naming file and row, when a file cannot be read or has too little in it.
     """
-    read = partial(read_items, data_format=config.format)
-    sides = read_split(read, config.path, config.held_out_path, config.held_out_fraction, section="task")
+    sides = read_split(read_items, config.path, config.held_out_path, config.held_out_fraction, section="task")
     train, held_out = sides.train, sides.held_out
     return Task(
         source=ListedSource(train, held_out, batch_prompts=batch_prompts, seed=seed, render=render),

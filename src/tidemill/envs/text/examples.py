@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from tidemill.config.supervised import DataConfig
+from tidemill.config.task import DataConfig
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import CompletionCodec
 from tidemill.core.records import Demonstration, PreferencePair, TokenBuffer, count, pack_tokens
@@ -192,8 +191,7 @@ def load_demonstrations(
         UserError: naming file, row and field of the first fault, and what to do.
     """
     encoder = Encoder(codec, chat_template=chat_template, end_token=config.end_token)
-    read = partial(read_demonstrations, data_format=config.format)
-    return _load(config, read, encoder.demonstration, _demonstration_tokens, context_limit)
+    return _load(config, read_demonstrations, encoder.demonstration, _demonstration_tokens, context_limit)
 
 
 def load_pairs(
@@ -201,7 +199,7 @@ def load_pairs(
 ) -> Examples[PreferencePair]:
     """The preference pairs of the `[data]` section; arguments and errors as `load_demonstrations`."""
     encoder = Encoder(codec, chat_template=chat_template, end_token=config.end_token)
-    return _load(config, partial(read_pairs, data_format=config.format), encoder.pair, _pair_tokens, context_limit)
+    return _load(config, read_pairs, encoder.pair, _pair_tokens, context_limit)
 
 
 def _demonstration_tokens(example: Demonstration) -> int:

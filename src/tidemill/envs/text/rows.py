@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from tidemill.config.supervised import DataFormat
 from tidemill.core.errors import UserError
 from tidemill.core.records import Message, Prompt, Record
 from tidemill.envs.text.prompts import Item, Question
@@ -91,7 +90,7 @@ def read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
         raise UserError(
             f"not a Parquet file that can be read: {reason}",
             where=str(path),
-            hint="write it again, or name its format (jsonl, parquet, datasets)",
+            hint="write it again, or rename a file of JSON lines to .jsonl",
         ) from error
 
 
@@ -124,9 +123,6 @@ def read_saved(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _no_data_set(path: Path) -> UserError:
-    if not path.is_dir():
-        what = "is a file, not a folder that `datasets` saved"
-        return UserError(what, where=str(path), hint="name its format: jsonl or parquet")
     if splits := sorted(each.name for each in path.iterdir() if (each / STATE).is_file()):
         named = " or ".join(str(path / split) for split in splits)
         return UserError(f"holds several splits: {', '.join(splits)}", where=str(path), hint=f"give one: {named}")
@@ -156,7 +152,7 @@ Rows = Callable[[Path], Iterator[tuple[str, Any]]]
 READERS: dict[str, Rows] = {"jsonl": read_json_lines, "parquet": read_parquet, "datasets": read_saved}
 
 
-def read_rows(path: Path, data_format: DataFormat, *, section: str, shape: str) -> Iterator[Row]:
+def read_rows(path: Path, *, section: str, shape: str) -> Iterator[Row]:
     """The rows of a file or folder, one at a time.
 
     Args:
@@ -169,7 +165,7 @@ def read_rows(path: Path, data_format: DataFormat, *, section: str, shape: str) 
     if not path.exists():
         keys = f"check {section}.path and {section}.held_out_path"
         raise UserError("cannot read the data: No such file or folder", where=str(path), hint=keys)
-    read = READERS[detected_format(path) if data_format == "auto" else data_format]
+    read = READERS[detected_format(path)]
     empty = True
     try:
         for where, value in read(path):
@@ -184,7 +180,7 @@ def read_rows(path: Path, data_format: DataFormat, *, section: str, shape: str) 
         raise UserError("there are no rows in it", where=str(path), hint=shape)
 
 
-def detected_format(path: Path) -> DataFormat:
+def detected_format(path: Path) -> str:
     """By what the path is; the content has the last word when it is read."""
     if path.is_dir():
         return "datasets"
@@ -228,13 +224,13 @@ class PairText(Question, kw_only=True):
         return (self.chosen, self.rejected)
 
 
-def read_items(path: Path, data_format: DataFormat = "auto") -> Iterator[Item]:
+def read_items(path: Path) -> Iterator[Item]:
     """Prompts with their answers; what else a row holds is metadata.
 
     Raises:
         UserError: naming file, row and field of the first fault, and what to do.
     """
-    for row in read_rows(path, data_format, section="task", shape=PROMPT_SHAPE):
+    for row in read_rows(path, section="task", shape=PROMPT_SHAPE):
         yield Item(
             messages=_messages(row, PROMPT_SHAPE),
             answer=_answer(row),
@@ -244,13 +240,13 @@ def read_items(path: Path, data_format: DataFormat = "auto") -> Iterator[Item]:
         )
 
 
-def read_demonstrations(path: Path, data_format: DataFormat = "auto") -> Iterator[DemonstrationText]:
+def read_demonstrations(path: Path) -> Iterator[DemonstrationText]:
     """Prompts with the completion to learn.
 
     Raises:
         UserError: as `read_items`.
     """
-    for row in read_rows(path, data_format, section="data", shape=DEMONSTRATION_SHAPE):
+    for row in read_rows(path, section="data", shape=DEMONSTRATION_SHAPE):
         messages, completion = _messages(row, DEMONSTRATION_SHAPE), row.get("completion")
         if completion is None and row.get("prompt") is None and messages[-1].role == ASSISTANT:
             *asked, last = messages
@@ -265,13 +261,13 @@ def read_demonstrations(path: Path, data_format: DataFormat = "auto") -> Iterato
         )
 
 
-def read_pairs(path: Path, data_format: DataFormat = "auto") -> Iterator[PairText]:
+def read_pairs(path: Path) -> Iterator[PairText]:
     """Prompts with a better and a worse completion.
 
     Raises:
         UserError: as `read_items`; also for two sides that are the same text.
     """
-    for row in read_rows(path, data_format, section="data", shape=PAIR_SHAPE):
+    for row in read_rows(path, section="data", shape=PAIR_SHAPE):
         pair = PairText(
             messages=_messages(row, PAIR_SHAPE),
             chosen=_reply(row.get("chosen"), "chosen", row, PAIR_SHAPE),

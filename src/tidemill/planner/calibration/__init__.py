@@ -1,1 +1,1 @@
-"""A profile of engine, trainer and controller, fitted to the logs of a real run."""
+"""`tidemill calibrate`: a profile of engine, trainer and controller, fitted to the logs of a run."""

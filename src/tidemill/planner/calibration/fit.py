@@ -1,4 +1,4 @@
-"""From the logs of a run to a profile of the machine."""
+"""Fits the profile of a machine to the logs of a run."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from statistics import fmean, median, stdev
 import msgspec
 
 from tidemill.config.schema import RunSpec
-from tidemill.core.errors import UserError
 from tidemill.hardware.measured_profile import Packing
 from tidemill.planner.calibration.least_squares import MAD_TO_DEVIATION, Solution, solve, solve_with_few
-from tidemill.planner.calibration.profile import FORMAT, Machine, Measure, RunProfile, cost_settings, fault
+from tidemill.planner.calibration.profile import FORMAT, Machine, Measure, RunProfile, cost_settings
 from tidemill.planner.calibration.run_observations import PASSES, TRAINING, Observed, observe
 from tidemill.planner.forecast.one_machine import simulate_recipe
 from tidemill.sim.outcome import SimulatedRun
@@ -31,9 +30,9 @@ ENGINE = {
 LEARNING = {"optimizer_steps": "train_step_s", "tokens_packed": "train_token_s", "pairs_packed": "train_pair_s"}
 WORDS = {
     "passes": "passes",
-    "rows": "the number of samples running",
+    "rows": "the number of running samples",
     "prefilled": "the length of prompts",
-    "drawn": "the number of tokens drawn",
+    "drawn": "the number of sampled tokens",
     "context_tokens": "the length of contexts",
     "optimizer_steps": "optimizer steps",
     "tokens_packed": "the number of tokens",
@@ -42,7 +41,7 @@ WORDS = {
 
 
 def fit(observed: Observed) -> RunProfile:
-    """Everything but `call_s`, which is 0, and the boots that shared the machine's cores with others."""
+    """Fit everything except `call_s`, which is 0, and boot times that shared the machine's cores."""
     engine, training = (
         solve(PASSES, *observed.engine_work),
         solve_with_few(TRAINING, *observed.training(observed.usual)),
@@ -94,11 +93,11 @@ def _measures(solution: Solution, names: dict[str, str]) -> dict[str, Measure]:
 
 def _not_told(solution: Solution, of: str) -> list[str]:
     causes = " and ".join(WORDS[cause] for cause in solution.merged)
-    return [f"{of} could not be told by {causes}: by themselves they did not vary"] if causes else []
+    return [f"{of}: {causes} did not vary independently, so their costs are merged"] if causes else []
 
 
 def _first(observed: Observed, solution: Solution) -> Measure:
-    """What first steps took beyond what their work explains."""
+    """Additional time of first steps, beyond their work."""
     lines = [line for line in observed.metrics if line.step in observed.first_steps]
     amounts, seconds = observed.training(lines)
     usual = amounts @ [solution.values[cause] for cause in TRAINING]
@@ -120,7 +119,7 @@ def _latencies(observed: Observed) -> dict[str, Measure]:
 
 
 def _amounts(observed: Observed, new_by_depth: tuple[float, ...]) -> dict[str, Measure]:
-    """What there is to compute; of training so that its mean over the run is the one that was seen."""
+    """Amounts of work; those of training are scaled so that the mean over the run equals the observed one."""
     batch, metrics = observed.spec.batch, observed.metrics
 
     def total(name: str) -> float:
@@ -147,14 +146,14 @@ def _amounts(observed: Observed, new_by_depth: tuple[float, ...]) -> dict[str, M
 def _never_seen(observed: Observed) -> list[str]:
     notes = []
     if not observed.checkpoint_s:
-        notes.append("no checkpoint was written: one is taken to take no time")
+        notes.append("no checkpoint was written; checkpoints are assumed to take no time")
     if not observed.joins_s:
-        notes.append("no preemptible worker joined: boots and pulls are taken to take no time")
+        notes.append("no preemptible worker joined; boots and pulls are assumed to take no time")
     if observed.on_processor and not observed.quiet:
         share = f"{observed.processor_share:.0%}".replace("%", " %")
         notes.append(
-            f"the machine was busy, or engines were many: they had a processor for {share} of their time, and what was "
-            "fitted is processor time"
+            f"the machine was busy, or had many engines: they were on a processor for {share} of their time; fitted "
+            "times are processor times"
         )
     return notes
 
@@ -170,7 +169,7 @@ def _mean(values: Sequence[float]) -> Measure:
 
 
 def _median(values: Sequence[float]) -> Measure:
-    """With the standard error that a median of normal deviations has, by their median deviation."""
+    """Median with its standard error, estimated from the median absolute deviation of a normal distribution."""
     if not values:
         return Measure(value=0.0, error=0.0, count=0)
     middle = median(values)
@@ -179,30 +178,31 @@ def _median(values: Sequence[float]) -> Measure:
 
 
 MOST_STEPS = 60
-"""Of the run, simulated to find what is left over."""
+"""Maximum number of steps to simulate when fitting call_s."""
 ROUNDS = 6
 NEAR = 0.002
-"""Relative difference of step times that is as good as none."""
+"""Relative tolerance of step times."""
 FIRST_TRIAL = 0.1
-"""Of what a step's time lacks, as the first guess of one message's."""
+"""First guess of call_s, as a fraction of the unexplained step time."""
 
 
 def calibrate(run_dir: Path) -> RunProfile:
-    """
+    """Fit a profile to a run.
+
     Raises:
-        UserError: there is no run, it says too little, or what cannot have been.
+        UserError: there is no run, its logs are incomplete or damaged.
     """
     observed = observe(run_dir)
-    profile = fit(observed)
-    if wrong := fault(profile):
-        raise UserError(f"its logs are damaged: {wrong}", where=str(run_dir), hint="calibrate on another run")
-    return settle(profile, observed)
+    return settle(fit(observed), observed)
 
 
 def settle(profile: RunProfile, observed: Observed) -> RunProfile:
-    """With the time of a message such that the run's simulation takes as long for a step as the run did without its
-    waits for a processor, and boots such that its workers join as fast: what they take by themselves does not show
-    where everything shares cores."""
+    """Fit `call_s` and boot times by simulation.
+
+    `call_s` is chosen so that a simulated step takes as long as a step of the run without its waits for a
+    processor; boot times so that simulated workers join as fast. Neither can be read from the logs where parts
+    share cores.
+    """
     spec = shortened(observed.spec, len(observed.metrics))
     target_s = fmean(observed.unhindered_step_s(spec.trainer.steps))
     tried: list[tuple[float, float]] = []  # (call_s, step_s)
@@ -228,12 +228,12 @@ def settle(profile: RunProfile, observed: Observed) -> RunProfile:
 
 
 def shortened(spec: RunSpec, steps: int) -> RunSpec:
-    """The same for so many steps, and not for longer than is simulated here."""
+    """The recipe with fewer steps."""
     return spec.model_copy(update={"trainer": spec.trainer.model_copy(update={"steps": min(steps, MOST_STEPS)})})
 
 
 def _next_trial(tried: list[tuple[float, float]], target_s: float) -> float:
-    """By the secant through the last two trials."""
+    """The next value by the secant through the last two."""
     (last, last_s) = tried[-1]
     if len(tried) == 1:
         return FIRST_TRIAL * max(0.0, target_s - last_s)

@@ -1,5 +1,4 @@
-"""Least squares for costs: never negative, robust against disturbed observations, and honest about what they cannot
-tell apart."""
+"""Least squares for costs: non-negative, robust against outliers, and merging causes that cannot be separated."""
 
 from __future__ import annotations
 
@@ -16,33 +15,33 @@ from tidemill.core.records import Record
 Array: TypeAlias = npt.NDArray[np.float64]
 
 TELLS_APART = 0.03
-"""A cause whose amounts follow those of the ones before but for so small a part is not told apart from them."""
+"""A cause is merged if less than this fraction of it is independent of the causes before it."""
 HUBER = 1.345
-"""Standard deviations from which on an observation counts less; 95 % as efficient where nothing was disturbed."""
+"""Residuals above this number of standard deviations get less weight (95 % efficiency for normal errors)."""
 MAD_TO_DEVIATION = 1.4826
 EXACT = 1e-9
-"""Deviations that are only rounding, relative to the largest observation."""
+"""Residuals that are rounding errors, relative to the largest observation."""
 ROUNDS = 30
 NEARLY = 0.95
-"""Of what is left unexplained, the share that is no improvement worth another set of causes."""
+"""Another set of causes must reduce the residual below this fraction."""
 
 
 class Solution(Record):
-    """What one of each cause takes, in seconds."""
+    """Cost of one unit of each cause, in seconds."""
 
     values: dict[str, float]  # of every cause
-    errors: dict[str, float]  # standard errors; 0 of what was not fitted
-    absent: tuple[str, ...]  # causes of which there were none
-    merged: tuple[str, ...]  # not told apart from the ones before: their time is in those
+    errors: dict[str, float]  # standard errors; 0 for causes that were not fitted
+    absent: tuple[str, ...]  # causes with no observations
+    merged: tuple[str, ...]  # causes that cannot be separated from those before them; their time is included there
     residual: float  # sum of |seconds - fitted| / sum of seconds
     count: int  # observations
 
 
 def solve(names: Sequence[str], amounts: Array, seconds: Array) -> Solution:
-    """Explain `seconds` [N] by `amounts` [N, K] of causes, the ones that matter most first.
+    """Fit `seconds` [N] by `amounts` [N, K] of causes, the most important first.
 
-    An observation is a sum over many passes, so that its variance is taken to rise with its seconds. Observations
-    without time are left out.
+    The variance of an observation is assumed to be proportional to its seconds, because it sums many passes.
+    Observations without time are ignored.
     """
     there = seconds > 0
     root = np.sqrt(seconds[there])
@@ -61,14 +60,16 @@ def solve(names: Sequence[str], amounts: Array, seconds: Array) -> Solution:
 
 
 def solve_with_few(names: Sequence[str], amounts: Array, seconds: Array, causes: int = 2) -> Solution:
-    """By the `causes` that explain most; of sets that do so nearly alike, the one of the first causes. For causes that
-    rise together, so that few observations do not tell more of them apart."""
+    """Fit the `causes` causes that explain most; prefers the first ones among nearly equal sets.
+
+    For causes that increase together, which few observations cannot separate.
+    """
     found: Solution | None = None
     for chosen in combinations(range(len(names)), causes):
         one = solve([names[at] for at in chosen], amounts[:, chosen], seconds)
         if found is None or one.residual < NEARLY * found.residual:
             found = one
-    assert found is not None, "there are more causes than are to be chosen"
+    assert found is not None, "fewer causes than requested"
     there = {name for name, column in zip(names, amounts.T, strict=True) if column.any()}
     nothing = dict.fromkeys(names, 0.0)
     used = {name for name, value in found.values.items() if value}
@@ -82,12 +83,12 @@ def solve_with_few(names: Sequence[str], amounts: Array, seconds: Array, causes:
 
 
 def _told_apart(rows: Array) -> list[int]:
-    """Columns that are no mixture of the ones before them (Gram-Schmidt)."""
+    """Columns that are not linear combinations of those before them (Gram-Schmidt)."""
     told: list[int] = []
     basis = np.zeros((len(rows), 0))
     for at, column in enumerate(rows.T):
         left = column - basis @ (basis.T @ column)
-        left -= basis @ (basis.T @ left)  # once more, for what rounding left
+        left -= basis @ (basis.T @ left)  # repeated against rounding errors
         if (length := float(np.linalg.norm(left))) > TELLS_APART * np.linalg.norm(column):
             told.append(at)
             basis = np.column_stack([basis, left / length])
@@ -95,7 +96,7 @@ def _told_apart(rows: Array) -> list[int]:
 
 
 def _robust(rows: Array, right: Array) -> tuple[Array, Array]:
-    """(values [K], weights [N]) by iterated reweighting after Huber."""
+    """Return (values [K], weights [N]) by iteratively reweighted least squares (Huber)."""
     weights = np.ones(len(rows))
     if not len(rows):
         return np.zeros(rows.shape[1]), weights
@@ -111,7 +112,7 @@ def _robust(rows: Array, right: Array) -> tuple[Array, Array]:
 
 
 def _not_negative(rows: Array, right: Array, weights: Array) -> Array:
-    """Weighted least squares; causes that would give time back are left out, the worst first."""
+    """Weighted least squares; removes causes with negative values, the worst first."""
     values = np.zeros(rows.shape[1])
     root = np.sqrt(weights)
     left = list(range(rows.shape[1]))
@@ -120,14 +121,14 @@ def _not_negative(rows: Array, right: Array, weights: Array) -> Array:
         if found.min() >= 0:
             values[left] = found
             break
-        # Relative to what it would explain: seconds by themselves have no common measure.
+        # Relative to the time that it explains, because causes have different units.
         worst = int(np.argmin(found * np.abs(rows[:, left]).mean(axis=0)))
         del left[worst]
     return values
 
 
 def _errors(rows: Array, values: Array, weights: Array, left: Array) -> Array:
-    """Standard errors of the values, 0 of those at their limit."""
+    """Standard errors of the values; 0 for values at their limit."""
     errors = np.zeros(len(values))
     free = np.flatnonzero(values)
     if len(rows) > len(free) > 0:

@@ -1,1 +1,1 @@
-"""What a real recipe will take on this machine or on a described cluster, by running its controller in virtual time."""
+"""`tidemill plan run`: forecasts of a recipe on this machine or on a described cluster, by simulation."""

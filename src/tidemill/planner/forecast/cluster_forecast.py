@@ -1,4 +1,4 @@
-"""A recipe on machines that are not here: placed by `plan placement`, then its own controller in virtual time."""
+"""Forecast of a recipe on other machines: placed by `plan placement`, then simulated with the run's controller."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from tidemill.sim.simulation import CostModel, simulate_run
 from tidemill.sim.workload import Workload
 from tidemill.telemetry.manifest import Forecast
 
-SENT_BYTES = 2  # of a parameter in bf16
+SENT_BYTES = 2  # per parameter, bf16
 OFF = 0.4
-"""How far what engines and trainer take may be off either way while efficiencies are assumed; assumed, too."""
+"""Assumed relative error of engine and trainer times, in both directions, if efficiencies are assumed."""
 
 P = TypeVar("P", EngineProfile, TrainerProfile)
 
@@ -39,14 +39,14 @@ P = TypeVar("P", EngineProfile, TrainerProfile)
 class ClusterForecast(Record):
     forecast: Forecast
     plan: PlacementPlan
-    bytes_per_gpu: float  # of the training GPUs, everything at once
+    bytes_per_gpu: float  # of the training GPUs, all parts at once
     usable_bytes: float
 
 
 def question_of(
     spec: RunSpec, shape: ModelShape, offers: tuple[Offer, ...], lengths: Lengths, prompt_tokens: int
 ) -> PlacementQuestion:
-    """What `plan placement` would be asked for this recipe."""
+    """The question of `plan placement` for this recipe."""
     batch, algorithm = spec.batch, spec.algorithm
     samples = batch.prompts * batch.group_size
     return PlacementQuestion(
@@ -65,13 +65,13 @@ def question_of(
 def forecast_on_cluster(
     spec: RunSpec, question: PlacementQuestion, lengths: Lengths, prompt_tokens: int, *, seeds: int, boot_s: float
 ) -> ClusterForecast:
-    """The best placement over the machines, simulated.
+    """Find the best placement on the machines, and simulate it.
 
     Args:
-        boot_s: seconds of a preemptible machine, until its engine is up.
+        boot_s: time until the engine of a preemptible machine is ready, in seconds.
 
     Raises:
-        UserError: prompts or seconds that cannot be, nothing fits, or nobody would generate.
+        UserError: an option is invalid, nothing fits, or no machine generates.
     """
     if prompt_tokens < 1:
         raise UserError(f"needs 1 or more, was given {prompt_tokens}", where="--prompt-tokens", hint="correct it")
@@ -93,16 +93,18 @@ def forecast_on_cluster(
             drawn(priced, steps, seed),
             cost_model_of(spec, question, placement, boot_s=boot_s, slowness=slowness),
             work,
-            timetable_of(played) if machines else None,  # each can be played once
+            timetable_of(played) if machines else None,  # one per simulation, because a timetable is consumed
             most_workers=max(machines, 1),
         )
         for seed, slowness in enumerate(_evenly_slow(seeds))
     ]
-    notes = [*plan.warnings, "starting machines and loading the model is not in it", _of_speeds(seeds)]
+    notes = [*plan.warnings, "the time to start machines and load the model is not included", _of_speeds(seeds)]
     if steps < spec.trainer.steps:
-        notes.append(f"{steps} of {spec.trainer.steps} steps were simulated, and the others taken to be like them")
+        notes.append(
+            f"{steps} of {spec.trainer.steps} steps were simulated; the others are assumed to be equal on average"
+        )
     if len(placement.dedicated.engines) > 1 or len(placement.shared.engines) > 1:
-        notes.append("engines of several kinds are simulated as the first of them")
+        notes.append("engines of several kinds are simulated as the first kind")
     forecast = summarised(priced, runs, start_s=0.0, about=placement.words, notes=notes)
     training = placement.training
     memory = memory_question(question, training.group, training.tp, training.pp)
@@ -113,21 +115,21 @@ def forecast_on_cluster(
 
 
 def _evenly_slow(seeds: int) -> list[float]:
-    """Of each simulation, what engines and trainer take relative to their profiles: on average as long."""
+    """Relative times of engines and trainer for each simulation, 1 on average."""
     return [1 + OFF * (2 * seed + 1 - seeds) / seeds for seed in range(seeds)]
 
 
 def _of_speeds(seeds: int) -> str:
     if seeds == 1:
-        return "speeds are assumed, and one simulation has no spread: times can be off by half"
+        return "speeds are assumed, and one simulation has no spread: times can be wrong by half"
     off = percent(OFF)
-    return f"speeds are assumed: the spread is of engines and trainer that take {off} less to {off} more"
+    return f"speeds are assumed: the range covers engines and trainer that take from {off} less to {off} more time"
 
 
 def cost_model_of(
     spec: RunSpec, question: PlacementQuestion, placement: Placement, *, boot_s: float, slowness: float = 1.0
 ) -> CostModel:
-    """A placement as costs of what computes in it, which takes `slowness` times as long as its profiles say."""
+    """The costs of a placement, with the times of its profiles multiplied by `slowness`."""
     training, shared, dedicated = placement.training, _only(placement.shared), _only(placement.dedicated)
     return CostModel(
         trainer=ProfiledTrainer(
@@ -146,7 +148,7 @@ def cost_model_of(
 
 
 def _slowed(profile: P, slowness: float) -> P:
-    """With all its times multiplied."""
+    """The profile with all its times multiplied."""
     times = {name: slowness * getattr(profile, name) for name in profile.__struct_fields__ if name.endswith("_s")}
     return msgspec.structs.replace(profile, **times)
 
@@ -161,7 +163,7 @@ def _only(side: Side) -> Engine | None:
 
 
 def _priced(spec: RunSpec, placement: Placement) -> RunSpec:
-    """The recipe at the prices of these machines."""
+    """The recipe with the prices of these machines."""
     dedicated = _only(placement.dedicated)
     fleet = spec.fleet.model_copy(
         update={

@@ -1,4 +1,4 @@
-"""The forecast of a recipe from several simulations, with its uncertainty, derivation and memory."""
+"""Forecast of a recipe on this machine from several simulations, with uncertainty, derivation and memory."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from tidemill.telemetry.metrics import STEP_TIME, TRAINER_IDLE
 
 SEEDS = 5
 MOST_SAMPLES = 8000
-"""Of one simulation: a second or three."""
+"""Samples per simulation, which take one to three seconds."""
 FEWEST_STEPS = 2
-"""The first, and a usual one."""
+"""The first step, which warms up, and one other."""
 DEVIATIONS = 2.0
 
 
@@ -42,7 +42,7 @@ def forecast_recipe(
     most_samples: int = MOST_SAMPLES,
     watch: Callable[[], None] | None = None,
 ) -> Forecast:
-    """What a recipe takes on the machine of a profile.
+    """Forecast a recipe on the machine of a profile.
 
     Args:
         watch: see `simulate_recipe`.
@@ -51,18 +51,20 @@ def forecast_recipe(
     runs = [simulate_recipe(drawn(spec, steps, seed), uncertain(profile, seed), watch=watch) for seed in range(seeds)]
     notes = list(profile.notes)
     if steps < spec.trainer.steps:
-        notes.append(f"{steps} of {spec.trainer.steps} steps were simulated, and the others taken to be like them")
+        notes.append(
+            f"{steps} of {spec.trainer.steps} steps were simulated; the others are assumed to be equal on average"
+        )
     about = f"a profile of {profile.run}, {counted(profile.steps, 'step')} on {counted(profile.machine.cores, 'core')}"
     return summarised(spec, runs, start_s=profile["start_s"], about=about, notes=notes)
 
 
 def simulated_steps(spec: RunSpec, most_samples: int) -> int:
-    """As many as so many samples make."""
+    """The number of steps with at most `most_samples` samples."""
     return min(spec.trainer.steps, max(FEWEST_STEPS, most_samples // (spec.batch.prompts * spec.batch.group_size)))
 
 
 def uncertain(profile: RunProfile, seed: int) -> RunProfile:
-    """The profile with its numbers drawn within their errors, never negative; as it is for the first seed."""
+    """The profile with its numbers drawn from normal distributions, at least 0; unchanged for seed 0."""
     if seed == 0:
         return profile
     rng = random.Random(seed)
@@ -74,7 +76,7 @@ def uncertain(profile: RunProfile, seed: int) -> RunProfile:
 
 
 def drawn(spec: RunSpec, steps: int, seed: int) -> RunSpec:
-    """The recipe with other samples, for so many steps."""
+    """The recipe with another seed and number of steps."""
     run = spec.run.model_copy(update={"seed": spec.run.seed + seed})
     return spec.model_copy(update={"run": run, "trainer": spec.trainer.model_copy(update={"steps": steps})})
 
@@ -82,10 +84,11 @@ def drawn(spec: RunSpec, steps: int, seed: int) -> RunSpec:
 def summarised(
     spec: RunSpec, runs: Sequence[SimulatedRun], *, start_s: float, about: str, notes: Sequence[str]
 ) -> Forecast:
-    """
+    """Combine simulations to a forecast.
+
     Args:
-        runs: of one recipe, each for as many of its steps.
-        start_s: before the controller's loop.
+        runs: simulations of one recipe with the same number of steps.
+        start_s: time before the controller's loop, in seconds.
     """
     steps = [[line for line in run.metrics if line.step > 0] for run in runs]
     simulated = len(steps[0])
@@ -121,7 +124,7 @@ def summarised(
 
 
 def _split(runs: Sequence[SimulatedRun]) -> dict[str, float]:
-    """Of a usual step, what the trainer did, one after another."""
+    """The phases of the trainer in an average step, in seconds."""
     learning_s, waiting_s = (_mean_of_usual(runs, name) for name in ("time_train_s", TRAINER_IDLE))
     publish_s = fmean(amount(event, "duration_s") for run in runs for event in _named(run, PUBLISH))
     rest_s = max(0.0, _mean_of_usual(runs, STEP_TIME) - learning_s - waiting_s - publish_s)
@@ -134,7 +137,7 @@ def _mean_of_usual(runs: Sequence[SimulatedRun], name: str) -> float:
 
 
 def _beside(run: SimulatedRun, name: str, spec: RunSpec) -> float:
-    """Seconds of evaluations or checkpoints in the whole run, where only its beginning was simulated."""
+    """Time of all evaluations or checkpoints of the whole run, extrapolated from the simulated steps, in seconds."""
     durations = [amount(event, "duration_s") for event in _named(run, name)]
     if not durations:
         return 0.0
@@ -142,7 +145,7 @@ def _beside(run: SimulatedRun, name: str, spec: RunSpec) -> float:
         {EVALUATION: spec.eval.every_steps, CHECKPOINT: spec.checkpoint.every_steps}[name],
         spec.trainer.steps,
     )
-    count = (steps - 1) // every if every else 0  # before the end
+    count = (steps - 1) // every if every else 0  # before the last step
     count += 2 if name == EVALUATION else 1
     return fmean(durations) * count
 
@@ -158,44 +161,46 @@ def _spread(values: Sequence[float]) -> Spread:
 
 
 QUICK_SAMPLES = 600
-"""Of one simulation when a run begins, which nobody should wait for."""
+"""Samples per simulation at the start of a run, which must be quick."""
 QUICK_SEEDS = 3
 QUICK_S = 5.0
-"""Of all of them together, whatever a recipe and a profile make of a simulation."""
+"""Limit for all simulations at the start of a run, in seconds."""
 NAMED = 3
-"""Differences told of the profile that comes nearest."""
+"""Number of differences to the nearest profile in an error message."""
 
 
 class TooSlow(TidemillError):
-    """A simulation took longer than anybody should wait for it."""
+    """A simulation exceeded its time limit."""
 
 
 def fitting_profile(spec: RunSpec) -> RunProfile:
-    """The newest one of this machine and of runs like this.
+    """The newest profile of this machine and of runs like this.
 
     Raises:
-        UserError: there is none; it says how to get one.
+        UserError: there is none.
     """
     kept = kept_profiles(machine())
     for profile in kept:
         if not unlike(profile, spec):
             return profile
     hint = (
-        "let the recipe train for ten steps and `tidemill calibrate` its run directory; or give --measure, which does "
-        "so, --profile FILE, or --machines"
+        "train the recipe for ten steps and run `tidemill calibrate` on its run directory; or give --measure, which "
+        "does both, --profile FILE, or --machines"
     )
     if not kept:
-        raise UserError("no run of this machine was calibrated yet", where="plan run", hint=hint)
+        raise UserError("no run on this machine has been calibrated yet", where="plan run", hint=hint)
     nearest = min(kept, key=lambda profile: len(unlike(profile, spec)))
     differences = "; ".join(unlike(nearest, spec)[:NAMED])
-    raise UserError(f"no run like this one was calibrated on this machine ({differences})", where="plan run", hint=hint)
+    raise UserError(
+        f"no run like this one has been calibrated on this machine ({differences})", where="plan run", hint=hint
+    )
 
 
 def foretell(spec: RunSpec) -> Forecast | None:
-    """Of a run that begins: quick, and None where nothing is known of such a run on this machine.
+    """Forecast a run that starts, in a few seconds; None if this machine has no fitting profile.
 
     Raises:
-        TooSlow: it is not there soon.
+        TooSlow: the simulation exceeds its time limit.
     """
     profile = next((each for each in kept_profiles(machine()) if not unlike(each, spec)), None)
     if profile is None:
@@ -206,7 +211,7 @@ def foretell(spec: RunSpec) -> Forecast | None:
 
 
 def _no_longer_than(seconds: float) -> Callable[[], None]:
-    """Raises TooSlow when called after so long."""
+    """A function that raises TooSlow after this time."""
     ends_s = time.monotonic() + seconds
 
     def watch() -> None:
@@ -220,14 +225,13 @@ SIMULATED = "the run's own controller in virtual time"
 
 
 def derive(forecast: Forecast, sheet: Derivation) -> None:
-    """Of the means over all simulations."""
+    """Add the figures of a forecast, from means over all simulations."""
     simulated, steps = len(forecast.step_s), forecast.steps
     in_steps = sum(step.mean for step in forecast.step_s)
     usual = forecast.usual_step_s.mean
     beside = forecast.beside_s
-    sheet.note(
+    sheet.compute(
         "total_s",
-        forecast.total_s.mean,
         "s",
         formula="start + simulated_steps_s + (steps - simulated) * usual_step_s + evaluation + checkpoints",
         source=f"{SIMULATED}; {forecast.profile}",
@@ -240,21 +244,19 @@ def derive(forecast: Forecast, sheet: Derivation) -> None:
         checkpoints=beside["checkpoints"],
     )
     for name, seconds in forecast.split_s.items():
-        sheet.note(
+        sheet.compute(
             f"share of {name}",
-            seconds / usual,
             "",
             formula="seconds / usual_step_s",
-            source=f"{SIMULATED}; what the trainer did, one after another",
+            source=f"{SIMULATED}; phases of the trainer",
             seconds=seconds,
             usual_step_s=usual,
         )
-    sheet.note(
+    sheet.compute(
         "cost_usd_per_hour",
-        3600 * forecast.cost_usd / forecast.total_s.mean,
         "USD/h",
         formula="3600 * cost_usd / total_s",
-        source="prices of the fleet, each machine for as long as it was held",
+        source="prices of the fleet, for the time that each machine was leased",
         cost_usd=forecast.cost_usd,
         total_s=forecast.total_s.mean,
     )
@@ -262,29 +264,27 @@ def derive(forecast: Forecast, sheet: Derivation) -> None:
 
 FP32, BF16 = 4, 2
 LEARNED = 16
-"""Weights, gradients and Adam's two moments in fp32."""
+"""Bytes per trained parameter: weights, gradients and Adam's two moments in fp32."""
 SNAPSHOTS = 2
-"""Published versions that are kept for workers in the same process."""
+"""Published versions kept for workers in the same process."""
 BF16_TO_FP32 = 2
 LIBRARIES = 450e6
-"""Resident in a CPU process before it loads a model: Python, PyTorch, transformers; measured on Linux x86-64."""
+"""Resident bytes of a CPU process with Python, PyTorch and transformers, without a model; measured on Linux x86-64."""
 MEGABYTE = 1e6
 SOURCE = "the embedded engine and trainer, in fp32; Korthikanti et al., arXiv 2205.05198, for activations"
-HELD = (
-    "learned: weights, gradients and two moments in fp32; frozen: weights in fp32, once for all roles that share them"
-)
+HELD = "trained: weights, gradients and two moments in fp32; frozen: weights in fp32, shared ones counted once"
 
 
 class Models(Record):
     """The shapes of a recipe's models."""
 
     policy: ModelShape
-    critic: ModelShape | None = None  # of critic.source; None where a critic begins as the policy
-    rewards: tuple[ModelShape, ...] = ()  # one for each folder
+    critic: ModelShape | None = None  # of critic.source; None if the critic starts from the policy
+    rewards: tuple[ModelShape, ...] = ()  # one per folder
 
 
 def memory_on_this_machine(spec: RunSpec, models: Models, profile: RunProfile, sheet: Derivation) -> float:
-    """Bytes of the process that trains: its models, the open microbatch, keys and values, and the libraries."""
+    """Bytes of the training process: models, one microbatch, keys and values, and libraries."""
     on_gpu = profile.machine.device != "cpu"
     bf16 = spec.trainer.precision == "bf16" or (spec.trainer.precision == "auto" and on_gpu)
     element = BF16 if bf16 else FP32
@@ -292,12 +292,11 @@ def memory_on_this_machine(spec: RunSpec, models: Models, profile: RunProfile, s
     activations, logits = _microbatch(spec, models.policy, profile, sheet)
     cache = _cache(spec, models.policy, profile, element, sheet)
     libraries = 0.0 if on_gpu else LIBRARIES
-    return sheet.note(
+    return sheet.compute(
         "memory_bytes",
-        held + activations + logits + cache + libraries,
         "bytes",
         formula="models + activations + logits + kv + libraries",
-        source="of the process that trains; libraries as measured on a CPU, none on a GPU",
+        source="of the training process; libraries as measured on a CPU, none on a GPU",
         models=held,
         activations=activations,
         logits=logits,
@@ -307,16 +306,16 @@ def memory_on_this_machine(spec: RunSpec, models: Models, profile: RunProfile, s
 
 
 def _models(spec: RunSpec, models: Models, element: int, sheet: Derivation) -> float:
-    """Bytes of the policy and everything beside it that is in this process."""
+    """Bytes of the policy and all other models in the training process."""
     policy = models.policy
     total = _role("policy", spec, policy, sheet, base_elsewhere=False)
     learned = learned_parameters(spec, policy)
     if element != FP32 or spec.schedule.max_policy_lag > 0:
         # In fp32 a copy shares the frozen base with the policy.
         copied = policy.parameters + (learned if spec.model.lora.enabled else 0.0) if element != FP32 else learned
-        total += _plain("engine_copy", copied, element, "weights that engines compute with beside the trainer's", sheet)
+        total += _plain("engine_copy", copied, element, "the engine's copy of the weights", sheet)
     if spec.algorithm.kl_beta > 0 and spec.placement.reference == "trainer":
-        # Under an adapter the reference is the policy's own frozen base.
+        # With LoRA the reference is the policy's frozen base.
         frozen = 0.0 if spec.model.lora.enabled else policy.parameters
         total += _plain("reference", frozen, FP32, HELD, sheet)
     if spec.algorithm.needs_critic and spec.placement.critic == "trainer" and spec.critic.kind == "own":
@@ -330,13 +329,13 @@ def _models(spec: RunSpec, models: Models, element: int, sheet: Derivation) -> f
 
 
 def learned_parameters(spec: RunSpec, shape: ModelShape) -> float:
-    """Of a model that learns: all, or those of its adapter (with model.lora.targets at most so many)."""
+    """Trained parameters of a model: all, or those of its adapter (an upper bound with model.lora.targets)."""
     lora = spec.model.lora
     return adapter_parameters(shape, lora.rank) if lora.enabled else shape.parameters
 
 
 def workers_of(spec: RunSpec) -> int:
-    """Simulated workers that may be in the process at once."""
+    """Maximum number of simulated workers in the process."""
     pool = spec.pool
     if isinstance(pool, TracePool):
         return pool.max_workers
@@ -344,16 +343,15 @@ def workers_of(spec: RunSpec) -> int:
 
 
 def _role(role: str, spec: RunSpec, shape: ModelShape, sheet: Derivation, *, base_elsewhere: bool) -> float:
-    """Bytes of a model that learns.
+    """Bytes of a trained model.
 
     Args:
-        base_elsewhere: under an adapter, its frozen weights are counted with another role.
+        base_elsewhere: with LoRA, its frozen weights are counted with another role.
     """
     learned = learned_parameters(spec, shape)
     frozen = shape.parameters if spec.model.lora.enabled and not base_elsewhere else 0.0
-    return sheet.note(
+    return sheet.compute(
         f"{role}_bytes",
-        learned * LEARNED + frozen * FP32,
         "bytes",
         formula="learned_parameters * learned_bytes + frozen_parameters * frozen_bytes",
         source=HELD,
@@ -365,10 +363,9 @@ def _role(role: str, spec: RunSpec, shape: ModelShape, sheet: Derivation, *, bas
 
 
 def _plain(name: str, parameters: float, element: int, source: str, sheet: Derivation) -> float:
-    """Bytes of weights alone."""
-    return sheet.note(
+    """Bytes of weights without training state."""
+    return sheet.compute(
         f"{name}_bytes",
-        parameters * element,
         "bytes",
         formula="parameters * element_bytes",
         source=source,
@@ -378,26 +375,24 @@ def _plain(name: str, parameters: float, element: int, source: str, sheet: Deriv
 
 
 def _microbatch(spec: RunSpec, shape: ModelShape, profile: RunProfile, sheet: Derivation) -> tuple[float, float]:
-    """Bytes of the open one: (activations, logits)."""
+    """Bytes of one microbatch: (activations, logits)."""
     batch = spec.batch
     recompute: Recompute = "full" if spec.trainer.activation_checkpointing else "none"
     packed = profile["packed_prompt_tokens"] + batch.group_size * spec.sampling.max_new_tokens
     tokens = min(batch.microbatch_tokens, batch.prompts * packed)
-    activations = sheet.note(
+    activations = sheet.compute(
         "activation_bytes",
-        BF16_TO_FP32 * activation_bytes(shape, tokens=tokens, recompute=recompute, tp=1),
         "bytes",
         formula="tokens * bytes_per_token",
         source=f"{SOURCE}; a microbatch, at most the whole batch",
         tokens=tokens,
         bytes_per_token=BF16_TO_FP32 * activation_bytes(shape, tokens=1, recompute=recompute, tp=1),
     )
-    logits = sheet.note(
+    logits = sheet.compute(
         "logits_bytes",
-        min(spec.trainer.logits_budget_mb * MEGABYTE, 2 * FP32 * tokens * shape.vocab),
         "bytes",
         formula="min(budget, 2 * 4 * tokens * vocab)",
-        source="logits and their gradients, in pieces of trainer.logits_budget_mb",
+        source="logits and their gradients, in chunks of trainer.logits_budget_mb",
         budget=spec.trainer.logits_budget_mb * MEGABYTE,
         tokens=tokens,
         vocab=shape.vocab,
@@ -409,9 +404,8 @@ def _cache(spec: RunSpec, shape: ModelShape, profile: RunProfile, element: int, 
     """Bytes of keys and values of the engines in this process."""
     context = profile["prompt_tokens"] + max(spec.sampling.max_new_tokens, spec.eval.max_new_tokens)
     engines = 1 + (workers_of(spec) if spec.runtime == "inprocess" else 0)
-    return sheet.note(
+    return sheet.compute(
         "kv_bytes",
-        engines * (spec.engine.slots + 1) * context * shape.kv_bytes_per_token(element),
         "bytes",
         formula="engines * (slots + 1) * context * bytes_per_token",
         source="every slot of every engine in this process at its full length",

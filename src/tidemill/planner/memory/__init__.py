@@ -1,1 +1,1 @@
-"""`tidemill plan memory`: bytes per role and per GPU, how many GPUs they need, and why fewer do not do."""
+"""`tidemill plan memory`: bytes per role and per GPU, and the number of GPUs that they need."""

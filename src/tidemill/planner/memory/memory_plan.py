@@ -1,4 +1,4 @@
-"""`plan memory`: the whole answer, why a number of GPUs is too small, and what would make it enough."""
+"""`plan memory`: the plan, why a number of GPUs is too small, and the options that help."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ USUAL_RANK = 16
 
 
 class MemoryOption(Record):
-    """One change, and what it comes to."""
+    """One change of the question and its result."""
 
-    option: str  # as it is written on the command line
+    option: str  # as written on the command line
     bytes_per_gpu: float
     missing_bytes: float
 
@@ -42,16 +42,16 @@ class MemoryOption(Record):
 
 
 class WhyNot(Record):
-    """A number of GPUs that is too small."""
+    """Why a number of GPUs is too small."""
 
     gpus: int
     missing_bytes: float  # on each
-    parts: dict[str, float]  # bytes on each, largest first
-    hints: tuple[MemoryOption, ...]  # that help, the most helpful first
+    parts: dict[str, float]  # bytes per GPU, largest first
+    hints: tuple[MemoryOption, ...]  # options that help, the most effective first
 
 
 def why_not(question: MemoryQuestion, parts: Shares, found: Fit) -> WhyNot | None:
-    """None where it fits."""
+    """None if it fits."""
     if found.fits:
         return None
     tried = (_tried(option, changed, found.gpus) for option, changed in _changes(question))
@@ -74,7 +74,7 @@ def why_not(question: MemoryQuestion, parts: Shares, found: Fit) -> WhyNot | Non
 
 
 def _tried(option: str, question: MemoryQuestion, gpus: int) -> MemoryOption | None:
-    """None where so many GPUs cannot be divided that way."""
+    """None if this number of GPUs cannot be divided in that way."""
     if gpus % unit(question):
         return None
     found = fit(
@@ -84,7 +84,7 @@ def _tried(option: str, question: MemoryQuestion, gpus: int) -> MemoryOption | N
 
 
 def _changes(question: MemoryQuestion) -> Iterator[tuple[str, MemoryQuestion]]:
-    """(option, the question with it), each change by itself; only those that are not made yet."""
+    """(option, changed question) for every single change that is not yet made."""
     holding, parallel, load = question.holding, question.parallel, question.load
 
     def with_holding(**changes: object) -> MemoryQuestion:
@@ -111,7 +111,7 @@ def _changes(question: MemoryQuestion) -> Iterator[tuple[str, MemoryQuestion]]:
 
 
 def notes_on(question: MemoryQuestion, states: Sequence[RoleStates], parts: Shares) -> Iterator[str]:
-    """In the order to read them."""
+    """Notes for the user, most important first."""
     yield from _one_machine(question, states)
     if fewest_gpus(question, parts) is None:
         yield _never(question, parts)
@@ -119,19 +119,19 @@ def notes_on(question: MemoryQuestion, states: Sequence[RoleStates], parts: Shar
         shape = question.shape
         proportions = f"{shape.layers} layers, width {shape.hidden}, {shape.kv_heads} heads of keys and values"
         yield (
-            f"the model's shape is assumed from its parameters ({proportions}, vocabulary {shape.vocab:,}); "
-            "--model takes it from a config.json"
+            f"the model's shape is estimated from its parameters ({proportions}, vocabulary {shape.vocab:,}); "
+            "--model reads it from a config.json"
         )
     tp, machine = question.parallel.tp, question.gpu.gpus_per_machine
     if tp > machine:
         yield (
-            f"tensor parallelism over {tp} GPUs leaves the machine, which has {machine}; its messages then cross the "
-            "network, at a small part of the speed"
+            f"tensor parallelism over {tp} GPUs exceeds the {machine} GPUs of a machine; its messages then cross the "
+            "network, which is much slower"
         )
 
 
 def _one_machine(question: MemoryQuestion, states: Sequence[RoleStates]) -> Iterator[str]:
-    """Trained roles whose states alone are more than a machine has."""
+    """Notes on trained roles whose states alone exceed the memory of one machine."""
     gpu = question.gpu
     machine = f"one machine of {gpu.gpus_per_machine} {gpu.name}"
     for role in states:
@@ -139,8 +139,8 @@ def _one_machine(question: MemoryQuestion, states: Sequence[RoleStates]) -> Iter
         if not role.trained or share <= gpu.memory_bytes:
             continue
         text = (
-            f"{machine} does not hold the {role.role}'s training state: {size(role.on_gpus)} / {gpu.gpus_per_machine} "
-            f"= {size(share)} per GPU, {size(share - gpu.memory_bytes)} more than it has"
+            f"{machine} cannot hold the {role.role}'s training state: {size(role.on_gpus)} / {gpu.gpus_per_machine} "
+            f"= {size(share)} per GPU, {size(share - gpu.memory_bytes)} more than its memory"
         )
         without = (role.weights + role.gradients) / gpu.gpus_per_machine
         hint = f"shard it over {rounded_up(role.on_gpus / gpu.memory_bytes, 1)} GPUs or more"
@@ -151,7 +151,7 @@ def _one_machine(question: MemoryQuestion, states: Sequence[RoleStates]) -> Iter
 
 
 def _never(question: MemoryQuestion, parts: Shares) -> str:
-    """Why no number of GPUs is enough, and which of the parts that are not sharded is to blame."""
+    """Explain why no number of GPUs suffices, and name the largest part that is not sharded."""
     room = usable(question)
     each = {
         "activations": (parts.activations, "--tp or a smaller --microbatch-tokens"),
@@ -165,55 +165,50 @@ def _never(question: MemoryQuestion, parts: Shares) -> str:
     needed = sum(value for value, _ in each.values()) + parts.runtime
     largest, (value, hint) = max(each.items(), key=lambda item: item[1][0])
     return (
-        f"no number of these GPUs is enough: what each must hold whatever their number is {size(needed)}, "
-        f"{size(needed - room)} more than the {size(room)} it can use; {largest} take {size(value)} of it, try {hint}"
+        f"no number of these GPUs is enough: every GPU must hold at least {size(needed)}, "
+        f"{size(needed - room)} more than its usable {size(room)}; {largest} take {size(value)} of it, try {hint}"
     )
-
-
-MOST_GPUS = 1_000_000
-"""That can be asked for."""
 
 
 class MemoryPlan(Record):
     """Bytes over the whole cluster unless a name says otherwise."""
 
-    total: float  # model states only, wherever they are
+    total: float  # model states only, on GPUs and hosts
     on_host: float
-    min_gpus: int  # that hold the states alone, with nothing beside them
-    min_gpus_with_activations: int | None  # that hold everything with a margin; None: no number does
+    min_gpus: int  # minimum number for the states alone
+    min_gpus_with_activations: int | None  # minimum number for everything, with a margin; None: no number is enough
     states: tuple[RoleStates, ...]
     parts: Shares
-    kv: float  # keys and values of everything in flight, wherever it is generated
+    kv: float  # keys and values of all samples in flight, on any machine
     fits: tuple[Fit, ...]
-    why_not: WhyNot | None  # of the GPUs asked for, or of one machine; None where they do
+    why_not: WhyNot | None  # of the requested GPUs, or of one machine; None if it fits
     notes: tuple[str, ...]
     figures: tuple[Figure, ...]
 
     @property
     def activations(self) -> float:
-        """Of a microbatch on one GPU, with its logits."""
+        """Activations and logits of a microbatch on one GPU."""
         return self.parts.activations + self.parts.logits
 
 
 def plan_memory(question: MemoryQuestion, *, gpus: int | None = None) -> MemoryPlan:
-    """What a run keeps, and what holds it.
+    """Compute the memory of a run and the GPUs that it needs.
 
     Args:
-        gpus: a number of GPUs to look at beside those tried anyway, by default one machine's; rounded up to what the
-            degrees allow.
+        gpus: an additional number of GPUs to check, rounded up to a multiple of the parallel degrees; default: the
+            GPUs of one machine.
 
     Raises:
-        UserError: what cannot be asked.
+        UserError: an option is invalid.
     """
     check(question)
-    if gpus is not None and not 1 <= gpus <= MOST_GPUS:
-        raise UserError(f"needs 1 to {MOST_GPUS:,}, was given {gpus}", where="--gpus", hint="correct it")
+    if gpus is not None and gpus < 1:
+        raise UserError(f"needs 1 or more, was given {gpus}", where="--gpus", hint="correct it")
     sheet = Derivation()
     states = all_states(question, sheet)
     total, on_gpus = sum(each.total for each in states), sum(each.on_gpus for each in states)
-    sheet.note(
+    sheet.compute(
         "total_bytes",
-        total,
         "bytes",
         formula=" + ".join(each.role for each in states),
         source="weights, gradients and optimizer state of every role",
@@ -238,12 +233,11 @@ def plan_memory(question: MemoryQuestion, *, gpus: int | None = None) -> MemoryP
 def _states_only(question: MemoryQuestion, on_gpus: float, sheet: Derivation) -> int:
     step, memory = training_unit(question), question.gpu.memory_bytes
     return int(
-        sheet.note(
+        sheet.compute(
             "min_gpus",
-            rounded_up(on_gpus / memory, step),
             "GPUs",
-            formula="ceil(state_bytes / memory_bytes / step) * step",
-            source=f"{question.gpu.source}; states alone, sharded over all GPUs, nothing beside them",
+            formula="max(ceil(state_bytes / memory_bytes / step * (1 - 1e-12)), 1) * step",
+            source=f"{question.gpu.source}; states alone, sharded over all GPUs",
             state_bytes=on_gpus,
             memory_bytes=memory,
             step=step,
@@ -255,14 +249,12 @@ def _everything(question: MemoryQuestion, parts: Shares, sheet: Derivation) -> i
     fewest = fewest_gpus(question, parts)
     if fewest is None:
         return None
-    found = fit(question, parts, fewest)
     shards = question.parallel.fsdp * question.parallel.model_gpus or fewest
-    sheet.note(
+    sheet.compute(
         "per_gpu.bytes",
-        found.bytes_per_gpu,
         "bytes",
-        formula="state_bytes / shards + kv_bytes / gpus + activations + logits + gathered + engine + runtime",
-        source="everything at once on every GPU; the smallest number of GPUs for which it is at most the usable memory",
+        formula="state_bytes / shards + kv_bytes / gpus + (activations + logits + gathered + engine + runtime)",
+        source="everything on every GPU at once; the smallest number of GPUs for which it fits the usable memory",
         state_bytes=parts.states,
         shards=shards,
         kv_bytes=parts.kv,
@@ -273,9 +265,8 @@ def _everything(question: MemoryQuestion, parts: Shares, sheet: Derivation) -> i
         engine=parts.engine,
         runtime=parts.runtime,
     )
-    sheet.note(
+    sheet.compute(
         "per_gpu.usable_bytes",
-        found.usable_bytes,
         "bytes",
         formula="memory_bytes * (1 - margin)",
         source=f"{question.gpu.source}; the margin for fragmentation is assumed",
@@ -292,7 +283,7 @@ def _asked(question: MemoryQuestion, gpus: int | None) -> int:
 def _rounding(question: MemoryQuestion, gpus: int | None) -> Iterator[str]:
     asked = _asked(question, gpus)
     if gpus is not None and asked != gpus:
-        yield f"--gpus {gpus} is looked at as {asked}: training and whole engines take multiples of {unit(question)}"
+        yield f"--gpus {gpus} is rounded up to {asked}: training and whole engines need multiples of {unit(question)}"
 
 
 def _fits(question: MemoryQuestion, parts: Shares, gpus: int | None) -> Sequence[Fit]:

@@ -1,4 +1,4 @@
-"""What one GPU holds when a run is spread over several, and how many GPUs hold it."""
+"""Bytes on one GPU of a run, and the number of GPUs that it needs."""
 
 from __future__ import annotations
 
@@ -9,29 +9,26 @@ from tidemill.hardware.model_shape import DTYPE_BYTES
 from tidemill.hardware.trainer_profile import (
     GATHERED_LAYERS,
     LOGITS_BYTES,
-    activation_bytes,
-    gathered_bytes,
     kept_layers,
     layer_activation_bytes,
     layer_parts,
-    logits_bytes,
 )
 from tidemill.planner.figures import Derivation
 from tidemill.planner.memory.states import GENERATE_NOTHING, MemoryQuestion
 
 RUNTIME_BYTES = 2e9
-"""Of the driver's context and communication buffers on one GPU; assumed."""
+"""Driver context and communication buffers on one GPU; assumed."""
 ENGINE_SHARE = 0.5
-"""Of what a GPU can use, an engine's weights take this much at most; the rest is for training and the cache."""
+"""Maximum fraction of a GPU's usable memory for engine weights; the rest is for training and the cache."""
 ACTIVATIONS = (
     "Korthikanti et al., arXiv 2205.05198, attention fused; the first stage of a 1F1B pipeline keeps all layers"
 )
 
 
 class Shares(Record):
-    """Bytes on one GPU: what is divided by the number of GPUs that states are sharded over, and what is not."""
+    """Parts of a GPU's memory in bytes: those that are divided by the number of GPUs, and those that are not."""
 
-    states: float  # over the whole cluster, without what is on hosts
+    states: float  # over the whole cluster, without offloaded states
     kv: float  # over the whole cluster
     activations: float
     logits: float
@@ -41,7 +38,7 @@ class Shares(Record):
 
     @property
     def fixed(self) -> float:
-        """The same on every GPU, however many there are."""
+        """Bytes that every GPU holds, whatever the number of GPUs."""
         return self.activations + self.logits + self.gathered + self.engine + self.runtime
 
     def on_one(self, *, shards: int, gpus: int) -> float:
@@ -49,19 +46,18 @@ class Shares(Record):
 
 
 def shares(question: MemoryQuestion, states: float, sheet: Derivation) -> Shares:
-    """All the parts; each role's activations are at most the policy's, and roles learn one after another."""
+    """All parts. Roles train one after another, so the activations are those of the largest role, the policy."""
     shape, load, parallel = question.shape, question.load, question.parallel
     kv = _kv(question, sheet)
     return Shares(
         states=states,
         kv=kv if generates_here(question) else 0.0,
         activations=_activations(question, sheet),
-        logits=sheet.note(
+        logits=sheet.compute(
             "per_gpu.logits_bytes",
-            logits_bytes(shape, tokens=load.tokens, tp=parallel.tp),
             "bytes",
             formula="tokens * vocab * bytes_each / tp",
-            source="logits and their gradients in fp32, not cut in pieces; assumed",
+            source="logits and their gradients in fp32, not chunked; assumed",
             tokens=load.tokens,
             vocab=shape.vocab,
             bytes_each=LOGITS_BYTES,
@@ -77,7 +73,7 @@ def generates_here(question: MemoryQuestion) -> bool:
 
 
 def kv_bytes(question: MemoryQuestion) -> float:
-    """Keys and values of everything in flight, wherever it is generated."""
+    """Keys and values of all samples in flight, on any machine."""
     load = question.load
     in_flight = 0 if question.algorithm in GENERATE_NOTHING else load.samples_in_flight
     return in_flight * load.context * question.shape.kv_bytes_per_token()
@@ -86,9 +82,8 @@ def kv_bytes(question: MemoryQuestion) -> float:
 def _gathered(question: MemoryQuestion, sheet: Derivation) -> float:
     parallel = question.parallel
     dense, experts = layer_parts(question.shape)
-    return sheet.note(
+    return sheet.compute(
         "per_gpu.gathered_bytes",
-        gathered_bytes(question.shape, tp=parallel.tp, ep=parallel.ep),
         "bytes",
         formula="layers_at_once * 2 * (dense_parameters / tp + expert_parameters / ep)",
         source="PyTorch FSDP, arXiv 2304.11277: the layer in use and the next are gathered in bf16",
@@ -103,9 +98,8 @@ def _gathered(question: MemoryQuestion, sheet: Derivation) -> float:
 def _activations(question: MemoryQuestion, sheet: Derivation) -> float:
     shape, load, tp = question.shape, question.load, question.parallel.tp
     inputs, whole = kept_layers(shape, load.recompute)
-    return sheet.note(
+    return sheet.compute(
         "per_gpu.activation_bytes",
-        activation_bytes(shape, tokens=load.tokens, recompute=load.recompute, tp=tp),
         "bytes",
         formula="tokens * (recomputed_layers * 2 * hidden + kept_layers * layer_bytes) / tp",
         source=ACTIVATIONS,
@@ -120,12 +114,11 @@ def _activations(question: MemoryQuestion, sheet: Derivation) -> float:
 
 def _kv(question: MemoryQuestion, sheet: Derivation) -> float:
     load = question.load
-    return sheet.note(
+    return sheet.compute(
         "kv_bytes",
-        kv_bytes(question),
         "bytes",
         formula="samples_in_flight * context * kv_bytes_per_token",
-        source="2 * layers * kv_heads * head_dim * 2 bytes a token (bf16); every sample at its full length",
+        source="2 * layers * kv_heads * head_dim * 2 bytes per token (bf16); every sample at its full length",
         samples_in_flight=0 if question.algorithm in GENERATE_NOTHING else load.samples_in_flight,
         context=load.context,
         kv_bytes_per_token=question.shape.kv_bytes_per_token(),
@@ -133,22 +126,20 @@ def _kv(question: MemoryQuestion, sheet: Derivation) -> float:
 
 
 def _engine(question: MemoryQuestion, sheet: Derivation) -> float:
-    """An engine's own copy of the weights: training has them sharded otherwise."""
-    weights = question.shape.parameters * DTYPE_BYTES["bf16"]
+    """Bytes of the engine's copy of the weights, which is sharded differently from training."""
     tp = engine_gpus(question)
-    return sheet.note(
+    return sheet.compute(
         "per_gpu.engine_bytes",
-        weights / tp,
         "bytes",
         formula="parameters * 2 / engine_tp",
-        source="every GPU also generates: a copy in bf16, spread over the GPUs of one engine",
+        source="every GPU also generates: a bf16 copy, divided among the GPUs of one engine",
         parameters=question.shape.parameters,
         engine_tp=tp,
     )
 
 
 def engine_gpus(question: MemoryQuestion) -> int:
-    """GPUs of one engine: as given, or the smallest power of two that leaves room beside the weights."""
+    """GPUs of one engine: as given, or the smallest power of two that leaves room for more than weights."""
     if question.engine_tp:
         return question.engine_tp
     weights = question.shape.parameters * DTYPE_BYTES["bf16"]
@@ -161,7 +152,7 @@ ROUNDING = 1e-12
 
 
 class Fit(Record):
-    """One number of GPUs, tried."""
+    """The memory per GPU with one number of GPUs."""
 
     gpus: int
     bytes_per_gpu: float
@@ -169,7 +160,7 @@ class Fit(Record):
 
     @property
     def missing_bytes(self) -> float:
-        """On every GPU; 0 where it fits. Less than one byte is rounding."""
+        """Missing bytes per GPU; 0 if it fits. Less than one byte is a rounding error."""
         missing = self.bytes_per_gpu - self.usable_bytes
         return missing if missing >= 1 else 0.0
 
@@ -183,26 +174,26 @@ def usable(question: MemoryQuestion) -> float:
 
 
 def training_unit(question: MemoryQuestion) -> int:
-    """Training takes multiples of so many GPUs."""
+    """Training needs a multiple of this number of GPUs."""
     parallel = question.parallel
     return parallel.model_gpus * (parallel.fsdp or parallel.ep)
 
 
 def unit(question: MemoryQuestion) -> int:
-    """With whole engines on them, too, GPUs come in multiples of this."""
+    """The number of GPUs must be a multiple of this for training and for whole engines."""
     engine = engine_gpus(question) if generates_here(question) else 1
     return math.lcm(training_unit(question), engine)
 
 
 def fit(question: MemoryQuestion, parts: Shares, gpus: int) -> Fit:
-    """With so many GPUs, a multiple of `unit`."""
+    """The memory with `gpus` GPUs, a multiple of `unit`."""
     parallel = question.parallel
     shards = parallel.fsdp * parallel.model_gpus if parallel.fsdp else gpus
     return Fit(gpus=gpus, bytes_per_gpu=parts.on_one(shards=shards, gpus=gpus), usable_bytes=usable(question))
 
 
 def fewest_gpus(question: MemoryQuestion, parts: Shares) -> int | None:
-    """The smallest number that holds everything; None where no number does, as what is not sharded is too much."""
+    """The smallest number of GPUs that holds everything; None if the parts that are not sharded are too large."""
     step, parallel = unit(question), question.parallel
     per_gpu = parts.fixed + (parts.states / (parallel.fsdp * parallel.model_gpus) if parallel.fsdp else 0.0)
     sharded = parts.kv + (0.0 if parallel.fsdp else parts.states)
@@ -213,12 +204,12 @@ def fewest_gpus(question: MemoryQuestion, parts: Shares) -> int | None:
 
 
 def rounded_up(gpus: float, step: int) -> int:
-    """To the next multiple of `step`, at least one of them; what a division is too large by does not count."""
+    """The next multiple of `step`, at least one; ignores rounding errors of a division."""
     return max(math.ceil(gpus / step * (1 - ROUNDING)), 1) * step
 
 
 def tried(question: MemoryQuestion, parts: Shares, fewest: int | None) -> list[Fit]:
-    """From one machine's worth on, doubling, up to the first that fits; the fewest itself and the next fewer."""
+    """One machine and its doublings up to the first that fits, the smallest number that fits, and the one before it."""
     step = unit(question)
     machine = rounded_up(question.gpu.gpus_per_machine, step)
     counts = {machine * 2**power for power in range(SHOWN)}

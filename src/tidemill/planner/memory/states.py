@@ -1,4 +1,4 @@
-"""The question of `plan memory`, and model states of every role: weights, gradients, optimizer state, in bytes."""
+"""The question of `plan memory`, and the bytes of weights, gradients and optimizer state of every role."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from tidemill.hardware.model_shape import (
     ModelShape,
     Optimizer,
     adapted_widths,
-    adapter_parameters,
 )
 from tidemill.hardware.trainer_profile import Recompute
 from tidemill.planner.figures import Derivation
@@ -25,7 +24,7 @@ class Role(Record):
 
     name: str
     trained: bool
-    shares_base: bool = True  # under an adapter: the policy's frozen weights are also its own
+    shares_base: bool = True  # with LoRA: uses the policy's frozen weights
 
 
 ACTOR = Role(name="actor", trained=True)
@@ -33,7 +32,7 @@ CRITIC = Role(name="critic", trained=True)
 REFERENCE = Role(name="reference", trained=False)
 REWARD = Role(name="reward", trained=False, shares_base=False)
 
-# Rewards of the algorithms without a reward model are taken to be computed by rules; --reward-params adds one.
+# Algorithms without a reward model are assumed to use rule-based rewards; --reward-params adds one.
 ROLES: dict[str, tuple[Role, ...]] = {
     "ppo": (ACTOR, CRITIC, REFERENCE, REWARD),
     "grpo": (ACTOR, REFERENCE),
@@ -49,12 +48,16 @@ ROLES: dict[str, tuple[Role, ...]] = {
     "sft": (ACTOR,),
 }
 WHOLE_BATCH = ("ppo", "reinforce_pp", "reinforce_pp_baseline")
-"""They whiten advantages over the batch, so that learning begins when all of it is there."""
+"""Algorithms that whiten advantages over the batch, so training starts when the whole batch is generated."""
 GENERATE_NOTHING = ("dpo", "reward_model", "sft")
 
 
 def roles_of(algorithm: str) -> tuple[Role, ...]:
-    """Raises UserError: no such algorithm; the nearest is suggested."""
+    """Models of an algorithm.
+
+    Raises:
+        UserError: unknown algorithm; suggests the nearest one.
+    """
     if algorithm not in ROLES:
         close = difflib.get_close_matches(algorithm, ROLES, 1, 0.5)
         hint = f"did you mean {close[0]}? " if close else ""
@@ -63,32 +66,32 @@ def roles_of(algorithm: str) -> tuple[Role, ...]:
 
 
 class Holding(Record):
-    """How the trained roles are held."""
+    """How trained roles are stored."""
 
     optimizer: Optimizer = "adam"
-    lora_rank: int = 0  # 0: the whole model learns
-    offload: bool = False  # moments and master in the host's memory
+    lora_rank: int = 0  # 0: train the whole model
+    offload: bool = False  # moments and master weights in host memory
 
 
 class Parallel(Record):
     """Degrees of parallelism of the trainer. GPUs = fsdp * tp * pp * replicas."""
 
-    fsdp: int = 0  # GPUs over which states are sharded; 0: over all there are
+    fsdp: int = 0  # GPUs over which states are sharded; 0: all
     tp: int = 1
     pp: int = 1
-    ep: int = 1  # among the fsdp ones
+    ep: int = 1  # within fsdp
 
     @property
     def model_gpus(self) -> int:
-        """GPUs that hold one copy of the model before it is sharded any further."""
+        """GPUs that hold one copy of the model before FSDP."""
         return self.tp * self.pp
 
 
 class Load(Record):
-    """What is computed at once."""
+    """Sizes of the computation."""
 
-    context: int = 4096  # tokens of a prompt with its completion
-    microbatch_tokens: int = 0  # on one data-parallel rank; 0: one sample
+    context: int = 4096  # tokens of a prompt and its completion
+    microbatch_tokens: int = 0  # per data-parallel rank; 0: one sample
     samples_in_flight: int = 64  # over the whole cluster
     recompute: Recompute = "full"
 
@@ -98,20 +101,20 @@ class Load(Record):
 
 
 class MemoryQuestion(Record):
-    """Everything that memory depends on."""
+    """Everything that determines the memory."""
 
     algorithm: str
     shape: ModelShape
     gpu: Gpu
-    critic: ModelShape | None = None  # None: like the policy
+    critic: ModelShape | None = None  # None: as the policy
     reward: ModelShape | None = None
-    reference: bool | None = None  # None: as the algorithm has it
+    reference: bool | None = None  # None: as the algorithm requires
     holding: Holding = Holding()
     parallel: Parallel = Parallel()
     load: Load = Load()
-    engine_tp: int = 0  # GPUs of one engine; 0: as few as leave half of a GPU free
-    generates_here: bool = True  # every GPU also generates; otherwise machines of their own do
-    margin: float = 0.1  # share of a GPU's memory that fragmentation and other programs take
+    engine_tp: int = 0  # GPUs of one engine; 0: the fewest that leave half of a GPU free
+    generates_here: bool = True  # every GPU also generates; otherwise separate machines do
+    margin: float = 0.1  # fraction of a GPU's memory lost to fragmentation and other programs
 
 
 def _check_bounds(question: MemoryQuestion) -> None:
@@ -133,10 +136,10 @@ def _check_bounds(question: MemoryQuestion) -> None:
 
 
 def check(question: MemoryQuestion) -> MemoryQuestion:
-    """The question itself.
+    """Check a question and return it.
 
     Raises:
-        UserError: what cannot be asked.
+        UserError: an option is invalid.
     """
     parallel, shape = question.parallel, question.shape
     _check_bounds(question)
@@ -152,25 +155,25 @@ def check(question: MemoryQuestion) -> MemoryQuestion:
         what = f"{parallel.tp} does not divide the model's {shape.heads} attention heads"
         raise UserError(what, where="--tp", hint="take a divisor")
     if parallel.pp > shape.layers:
-        what = f"{parallel.pp} stages for {shape.layers} layers"
-        raise UserError(what, where="--pp", hint="a stage needs a layer")
+        what = f"{parallel.pp} stages exceed the model's {shape.layers} layers"
+        raise UserError(what, where="--pp", hint="a stage needs at least one layer")
     if parallel.ep > 1 and not shape.experts:
-        raise UserError("the model has no experts to spread", where="--ep", hint="leave it out, or give --model")
+        raise UserError("the model has no experts", where="--ep", hint="leave it out, or give --model")
     if parallel.ep > 1 and shape.experts % parallel.ep:
         what = f"{parallel.ep} does not divide the model's {shape.experts} experts"
         raise UserError(what, where="--ep", hint="take a divisor")
     if parallel.fsdp and parallel.fsdp % parallel.ep:
-        what = f"{parallel.ep} does not divide --fsdp {parallel.fsdp}, among whose GPUs the experts are spread"
+        what = f"{parallel.ep} does not divide --fsdp {parallel.fsdp}; the experts are divided among those GPUs"
         raise UserError(what, where="--ep", hint="take a divisor")
     return question
 
 
-LORA = "LoRA, arXiv 2106.09685: two matrices, rank × (in + out), beside each linear layer but the output head"
-OFFLOAD = "ZeRO-Offload, arXiv 2101.06840: optimizer state lives in the memory of the host"
+LORA = "LoRA, arXiv 2106.09685: two matrices, rank × (in + out), for each linear layer except the output head"
+OFFLOAD = "ZeRO-Offload, arXiv 2101.06840: optimizer state is kept in host memory"
 
 
 class RoleStates(Record):
-    """Bytes of one role over the whole cluster, wherever they are."""
+    """Bytes of one role over the whole cluster, on GPUs and hosts."""
 
     role: str
     trained: bool
@@ -194,7 +197,7 @@ class RoleStates(Record):
 
 
 def all_states(question: MemoryQuestion, sheet: Derivation) -> list[RoleStates]:
-    """Of every role, the policy first."""
+    """States of all roles, the policy first."""
     return [
         role_states(role, shape, question.holding, sheet, base_elsewhere=served)
         for role, shape, served in _models(question)
@@ -202,7 +205,7 @@ def all_states(question: MemoryQuestion, sheet: Derivation) -> list[RoleStates]:
 
 
 def _models(question: MemoryQuestion) -> list[tuple[Role, ModelShape, bool]]:
-    """(role, its shape, whether another role's weights serve it)"""
+    """(role, shape, whether it uses another role's frozen weights)"""
     roles = [role for role in roles_of(question.algorithm) if question.reference is not False or role != REFERENCE]
     roles += [REFERENCE] if question.reference and REFERENCE not in roles else []
     roles += [REWARD] if question.reward and REWARD not in roles else []
@@ -218,19 +221,18 @@ def _models(question: MemoryQuestion) -> list[tuple[Role, ModelShape, bool]]:
 def role_states(
     role: Role, shape: ModelShape, holding: Holding, sheet: Derivation, *, base_elsewhere: bool
 ) -> RoleStates:
-    """What one role keeps.
+    """Compute the states of one role.
 
     Args:
         shape: of this role's model.
-        base_elsewhere: under an adapter, its frozen weights are counted with another role.
+        base_elsewhere: with LoRA, its frozen weights are counted with another role.
     """
     trained = role.trained and not holding.lora_rank
     frozen = 0.0 if trained or base_elsewhere else shape.parameters
     learning = shape.parameters if trained else _adapter(role, shape, holding, sheet)
     each = TRAINED[holding.optimizer]
-    weights = sheet.note(
+    weights = sheet.compute(
         f"{role.name}.weights_bytes",
-        frozen * FROZEN_BYTES + learning * each.weights,
         "bytes",
         formula="frozen_parameters * frozen_bytes + trained_parameters * trained_bytes",
         source=MIXED_PRECISION,
@@ -241,18 +243,16 @@ def role_states(
     )
     gradients = optimizer = 0.0
     if learning:
-        gradients = sheet.note(
+        gradients = sheet.compute(
             f"{role.name}.gradients_bytes",
-            learning * each.gradients,
             "bytes",
             formula="trained_parameters * bytes_each",
             source=MIXED_PRECISION,
             trained_parameters=learning,
             bytes_each=each.gradients,
         )
-        optimizer = sheet.note(
+        optimizer = sheet.compute(
             f"{role.name}.optimizer_bytes",
-            learning * each.optimizer,
             "bytes",
             formula="trained_parameters * (moments + master)",
             source=f"{MIXED_PRECISION}; {OFFLOAD}" if holding.offload else MIXED_PRECISION,
@@ -276,12 +276,11 @@ def _adapter(role: Role, shape: ModelShape, holding: Holding, sheet: Derivation)
     if not (role.trained and holding.lora_rank):
         return 0.0
     attention, mlp, dense_layers = adapted_widths(shape)
-    return sheet.note(
+    return sheet.compute(
         f"{role.name}.adapter_parameters",
-        adapter_parameters(shape, holding.lora_rank),
         "parameters",
         formula="rank * (layers * attention + dense_layers * mlp)",
-        source=f"{LORA}; experts get none",
+        source=f"{LORA}; experts have none",
         rank=holding.lora_rank,
         layers=shape.layers,
         attention=attention,

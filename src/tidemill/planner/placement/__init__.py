@@ -1,1 +1,1 @@
-"""`tidemill plan placement`: on which machines to train and to generate, and over how many GPUs each."""
+"""`tidemill plan placement`: machines for training and for generation, and the GPUs of each part."""

@@ -1,22 +1,18 @@
-"""The figures of one placement with their formulas."""
+"""The figures of one placement, from the speed of its GPUs to its cost."""
 
 from __future__ import annotations
 
-import math
-
 from tidemill.hardware.engine_profile import steady_tokens_per_s
-from tidemill.hardware.gpu_catalog import ETHERNET_LATENCY_S
 from tidemill.hardware.model_shape import DTYPE_BYTES
 from tidemill.planner.figures import Derivation
-from tidemill.planner.placement.estimate import SECONDS_PER_HOUR, Engine, Estimate, Side, portions, streaming
-from tidemill.planner.placement.training import PlacementQuestion, Training, learned_parameters, learning
+from tidemill.planner.placement.estimate import Engine, Placement, Side, batch_tokens, estimate, portions
+from tidemill.planner.placement.training import PlacementQuestion, Training, learning
 
-ROOFLINE = "roofline, Williams et al. 2009: the longer of moving bytes and computing"
+ROOFLINE = "roofline, Williams et al. 2009: the longer of memory traffic and arithmetic"
 
 
-def derive_generation(question: PlacementQuestion, found: Estimate, sheet: Derivation) -> None:
-    """For each kind of engine a decoding step with full slots, and the rate that comes of it."""
-    placement = found.placement
+def derive_generation(question: PlacementQuestion, placement: Placement, sheet: Derivation) -> None:
+    """For each kind of engine the time of a decoding step with full slots; for each side its tokens per second."""
     sides = {"shared": placement.shared, "dedicated": placement.dedicated}
     for (name, side), portion in zip(sides.items(), portions(question, placement), strict=True):
         for engine, machines in side.engines:
@@ -32,12 +28,11 @@ def derive_generation(question: PlacementQuestion, found: Estimate, sheet: Deriv
 
 def _batch(question: PlacementQuestion, side: Side, samples: float, name: str, sheet: Derivation) -> None:
     seconds, mean = side.batch_s(question, samples), question.rollout.mean
-    sheet.note(
+    sheet.compute(
         f"{name}.tokens_per_s",
-        samples * mean / seconds,
         "tokens/s",
         formula="samples * mean / seconds",
-        source="lag 0: its portion of a batch; decoding steps summed over the lengths, with ever fewer samples running",
+        source="lag 0: this side's part of a batch; decoding steps are summed while fewer and fewer samples run",
         samples=samples,
         mean=mean,
         seconds=seconds,
@@ -50,21 +45,19 @@ def _flow(question: PlacementQuestion, side: Side, in_flight: float, name: str, 
     for number, (engine, machines) in enumerate(side.engines):
         inputs[f"engines_{number}"] = machines * engine.per_machine
         inputs[f"each_{number}"] = steady_tokens_per_s(engine.profile, question.rollout, in_flight / count)
-    sheet.note(
+    sheet.compute(
         f"{name}.tokens_per_s",
-        side.steady(question, in_flight),
         "tokens/s",
         formula=" + ".join(f"engines_{number} * each_{number}" for number in range(len(side.engines))),
-        source="lag 1 or more: slots are filled again at once, as far as the lag lets samples be in flight",
+        source="lag 1 or more: free slots are refilled at once, up to the samples in flight that the lag allows",
         **inputs,
     )
 
 
 def _engine(question: PlacementQuestion, engine: Engine, machines: float, label: str, sheet: Derivation) -> None:
     gpu, shape, profile, rollout = engine.offer.gpu, question.shape, engine.profile, question.rollout
-    sheet.note(
+    sheet.compute(
         f"{label}.engines",
-        machines * engine.per_machine,
         "engines",
         formula="machines * gpus_per_machine / gpus",
         source="whole engines on each machine",
@@ -72,9 +65,8 @@ def _engine(question: PlacementQuestion, engine: Engine, machines: float, label:
         gpus_per_machine=engine.per_machine * engine.gpus,
         gpus=engine.gpus,
     )
-    sheet.note(
+    sheet.compute(
         f"{label}.weights_s",
-        profile.weights_s,
         "s",
         formula="parameters_read * element_bytes / (gpus * bandwidth * efficiency)",
         source=f"every decoding step reads the weights; {gpu.source}; the efficiency is assumed",
@@ -84,22 +76,19 @@ def _engine(question: PlacementQuestion, engine: Engine, machines: float, label:
         bandwidth=gpu.bandwidth_bytes_per_s,
         efficiency=question.engine.bandwidth,
     )
-    running = profile.most_running(rollout.prompt_tokens + rollout.mean)
-    sheet.note(
+    running = sheet.compute(
         f"{label}.running",
-        running,
         "samples",
         formula="min(slots, cache_tokens // sample_tokens)",
-        source="what slots and the memory that is left for keys and values hold",
+        source="limited by the slots and by the memory for keys and values",
         slots=profile.slots,
         cache_tokens=profile.cache_tokens,
         sample_tokens=rollout.prompt_tokens + rollout.mean,
     )
     cached = running * rollout.running_context
     experts = profile.experts_s * (1 - (1 - profile.expert_share) ** running) if profile.expert_share else 0.0
-    sheet.note(
+    sheet.compute(
         f"{label}.decode_step_s",
-        profile.decode_step_s(running, cached),
         "s",
         formula="step + max(weights + experts + token * cached, sample * running + attended * cached)",
         source=f"{ROOFLINE}, with full slots",
@@ -114,41 +103,18 @@ def _engine(question: PlacementQuestion, engine: Engine, machines: float, label:
     )
 
 
-def derive_pull(question: PlacementQuestion, found: Estimate, sheet: Derivation) -> None:
-    """Nothing where no machine only generates."""
-    placement = found.placement
-    if not placement.dedicated.engines:
-        return
-    parameters = learned_parameters(question)
-    sheet.note(
-        "pull_s",
-        found.pull_s,
-        "s",
-        formula="max(parameters * 2 * receivers / trainer_rate, parameters * 2 / worker_rate) + latency",
-        source="a full version for every machine that only generates, over their networks; a delta is smaller",
-        parameters=parameters,
-        receivers=max(1, math.ceil(placement.dedicated.machines)),
-        trainer_rate=sum(
-            offer.machine.network_bytes_per_s * count for offer, count in placement.training.group.members
-        ),
-        worker_rate=min(engine.offer.machine.network_bytes_per_s for engine, _ in placement.dedicated.engines),
-        latency=ETHERNET_LATENCY_S,
-    )
-
-
 MEGATRON = "Megatron-LM, arXiv 1909.08053, two reductions a layer and pass; rings"
 FSDP = "PyTorch FSDP, arXiv 2304.11277: layers are gathered in every pass of every microbatch"
 
 
 def derive_training(question: PlacementQuestion, training: Training, sheet: Derivation) -> None:
-    """From the FLOPs of a token to the seconds of a batch."""
+    """From the FLOPs of one token to the training time of a batch."""
     profile, gpu, shape = training.profile, training.group.weakest, question.shape
     learned = learning(question)
     microbatches = profile.microbatches(learned.tokens, question.microbatch_tokens)
     peak = gpu.peak_flops("bf16")
-    sheet.note(
+    sheet.compute(
         "forward_token_s",
-        profile.token_s,
         "s",
         formula="2 * active_parameters / (gpus * peak_flops * efficiency)",
         source=f"Kaplan et al., arXiv 2001.08361; {gpu.source}; the efficiency is assumed",
@@ -157,36 +123,33 @@ def derive_training(question: PlacementQuestion, training: Training, sheet: Deri
         peak_flops=peak,
         efficiency=question.trainer.compute,
     )
-    sheet.note(
+    sheet.compute(
         "attention_pair_s",
-        profile.pair_s,
         "s",
         formula="4 * layers * width / (gpus * peak_flops * efficiency)",
-        source="a product with a key and one with a value, of every head",
+        source="one product with a key and one with a value for every head",
         layers=shape.layers,
         width=shape.attention_width,
         gpus=profile.gpus,
         peak_flops=peak,
         efficiency=question.trainer.compute,
     )
-    launched = sheet.note(
+    launched = sheet.compute(
         "training.launched_s",
-        microbatches * learned.passes * profile.launch_s,
         "s",
-        formula="microbatches * passes * layers / stages * launch_s",
-        source="the kernels of a layer are launched one by one by the host; its least time is assumed",
+        formula="microbatches * passes * (launch_s * layers / stages)",
+        source="the host launches the kernels of a layer one by one; the minimum time is assumed",
         microbatches=microbatches,
         passes=learned.passes,
         layers=shape.layers,
         stages=profile.stages,
         launch_s=question.trainer.launch_s,
     )
-    computed = sheet.note(
+    computed = sheet.compute(
         "training.computed_s",
-        max(learned.tokens * learned.passes * (profile.token_s + profile.pair_s * learned.context / 2), launched),
         "s",
         formula="max(tokens * passes * (forward_token_s + pair_s * context / 2), launched)",
-        source="forward-sized passes of all roles, activations computed again; each token sees half a sequence",
+        source="forward-sized passes of all roles with recomputation; a token attends to half a sequence on average",
         launched=launched,
         tokens=learned.tokens,
         passes=learned.passes,
@@ -194,9 +157,8 @@ def derive_training(question: PlacementQuestion, training: Training, sheet: Deri
         pair_s=profile.pair_s,
         context=learned.context,
     )
-    gathered = sheet.note(
+    gathered = sheet.compute(
         "training.gathered_s",
-        profile.gather_s * learned.passes * microbatches,
         "s",
         formula="gather_s * passes * microbatches",
         source=FSDP,
@@ -204,9 +166,8 @@ def derive_training(question: PlacementQuestion, training: Training, sheet: Deri
         passes=learned.passes,
         microbatches=microbatches,
     )
-    exchanged = sheet.note(
+    exchanged = sheet.compute(
         "training.exchanged_s",
-        learned.tokens * learned.passes * profile.exchanged_token_s,
         "s",
         formula="tokens * passes * exchanged_token_s",
         source=MEGATRON,
@@ -214,21 +175,19 @@ def derive_training(question: PlacementQuestion, training: Training, sheet: Deri
         passes=learned.passes,
         exchanged_token_s=profile.exchanged_token_s,
     )
-    update = sheet.note(
+    update = sheet.compute(
         "training.update_s",
-        profile.update_s,
         "s",
         formula="moved + step_s",
-        source="every state is read and written once; what the optimizer's step takes beside that is assumed",
+        source="every state is read and written once; the rest of the optimizer's step is assumed",
         moved=profile.update_s - question.trainer.step_s,
         step_s=question.trainer.step_s,
     )
-    sheet.note(
+    sheet.compute(
         "training_s",
-        training.seconds,
         "s",
         formula="computed * bubble + max(0, gathered - hidden * computed) + exchanged + update",
-        source="gathering hides behind a share of the computing, assumed; a pipeline is empty at its ends",
+        source="an assumed fraction of the computation hides gathering; a pipeline idles at its ends",
         computed=computed,
         bubble=1 + (profile.stages - 1) / microbatches,
         gathered=gathered,
@@ -238,144 +197,11 @@ def derive_training(question: PlacementQuestion, training: Training, sheet: Deri
     )
 
 
-def derive(question: PlacementQuestion, found: Estimate) -> Derivation:
-    """From what is computed and generated to what it costs."""
+def derive(question: PlacementQuestion, placement: Placement) -> Derivation:
+    """The figures of a placement, from the work of a batch to its cost."""
     sheet = Derivation()
-    sheet.note(
-        "tokens",
-        found.tokens,
-        "tokens",
-        formula="samples * mean",
-        source="completion tokens of a batch; the mean is of the lengths given",
-        samples=question.rollout.samples,
-        mean=question.rollout.mean,
-    )
-    derive_training(question, found.placement.training, sheet)
-    derive_generation(question, found, sheet)
-    derive_pull(question, found, sheet)
-    if question.lag:
-        _with_lag(question, found, sheet)
-    else:
-        _on_policy(question, found, sheet)
-    _idle(found, sheet)
-    _money(question, found, sheet)
+    batch_tokens(question, sheet)
+    derive_training(question, placement.training, sheet)
+    derive_generation(question, placement, sheet)
+    estimate(question, placement, sheet)
     return sheet
-
-
-def _on_policy(question: PlacementQuestion, found: Estimate, sheet: Derivation) -> None:
-    first, last = streaming(question)
-    sheet.note(
-        "seeding_s",
-        found.seeding_s,
-        "s",
-        formula="max(0, (tokens - dedicated * (1 - last) * training_s) / (shared + dedicated))"
-        if found.shared_rate
-        else "0",
-        source="RLBoost's seeding window, arXiv 2510.19225, where neither side waits; none without a shared side",
-        tokens=found.tokens,
-        shared=found.shared_rate,
-        dedicated=found.dedicated_rate,
-        last=last,
-        training_s=found.training_s,
-    )
-    sheet.note(
-        "generation_s",
-        found.generation_s,
-        "s",
-        formula="max((tokens - shared * seeding_s) / dedicated, longest_s)" if found.dedicated_rate else "seeding_s",
-        source="what is left is the dedicated side's, and no batch is done before its longest sample",
-        tokens=found.tokens,
-        shared=found.shared_rate,
-        seeding_s=found.seeding_s,
-        dedicated=found.dedicated_rate,
-        longest_s=found.longest_s,
-    )
-    sheet.note(
-        "step_s",
-        found.step_s,
-        "s",
-        formula="max(max(seeding_s, first * generation_s) + training_s, generation_s + last * training_s) + pull_s",
-        source="lag 0: learning goes on while the last samples are generated, if advantages let it; shares assumed",
-        seeding_s=found.seeding_s,
-        first=first,
-        generation_s=found.generation_s,
-        training_s=found.training_s,
-        last=last,
-        pull_s=found.exposed_pull_s,
-    )
-
-
-def _with_lag(question: PlacementQuestion, found: Estimate, sheet: Derivation) -> None:
-    sheet.note(
-        "step_s",
-        found.step_s,
-        "s",
-        formula="max((tokens + shared * learn) / (shared + dedicated), learn, longest_s / (lag + 1)) + pull",
-        source="lag 1 or more: both sides at work all the while; the longest sample has lag + 1 steps",
-        tokens=found.tokens,
-        shared=found.shared_rate,
-        learn=found.training_s,
-        dedicated=found.dedicated_rate,
-        longest_s=found.longest_s,
-        lag=question.lag,
-        pull=found.exposed_pull_s,
-    )
-
-
-def _idle(found: Estimate, sheet: Derivation) -> None:
-    sheet.note(
-        "trainer_idle_share",
-        found.trainer_idle,
-        "of a step",
-        formula="max(0, 1 - (training_s + seeding_s) / step_s)",
-        source="what the training GPUs neither learn nor generate",
-        training_s=found.training_s,
-        seeding_s=found.seeding_s,
-        step_s=found.step_s,
-    )
-
-
-def _money(question: PlacementQuestion, found: Estimate, sheet: Derivation) -> None:
-    placement = found.placement
-    used = [offer for offer, _ in placement.training.group.members]
-    used += [engine.offer for engine, _ in placement.dedicated.engines]
-    sheet.note(
-        "usd_per_hour",
-        placement.usd_per_hour,
-        "USD",
-        formula="training + generating",
-        source="; ".join(dict.fromkeys(f"{offer.name}: {offer.machine.price_source}" for offer in used)),
-        training=placement.training.group.usd_per_hour,
-        generating=placement.dedicated.usd_per_hour,
-    )
-    sheet.note(
-        "usd_per_million_tokens",
-        found.usd_per_million,
-        "USD",
-        formula="usd_per_hour * step_s / seconds_per_hour / tokens * million",
-        source="completion tokens trained",
-        usd_per_hour=placement.usd_per_hour,
-        step_s=found.step_s,
-        seconds_per_hour=SECONDS_PER_HOUR,
-        tokens=found.tokens,
-        million=1e6,
-    )
-    sheet.note(
-        "hours",
-        found.hours,
-        "h",
-        formula="steps * step_s / seconds_per_hour",
-        source="every step alike",
-        steps=question.steps,
-        step_s=found.step_s,
-        seconds_per_hour=SECONDS_PER_HOUR,
-    )
-    sheet.note(
-        "cost_usd",
-        found.usd,
-        "USD",
-        formula="usd_per_hour * hours",
-        source="of all steps",
-        usd_per_hour=placement.usd_per_hour,
-        hours=found.hours,
-    )

@@ -1,7 +1,7 @@
-"""The estimate of one placement: a step's parts, idle shares and money.
+"""Time, idle fractions and cost of one placement.
 
-Three ways to place, one formula. On the *shared* side the training GPUs also generate, on the *dedicated* side others
-do: colocated has only the first, split only the second, hybrid both (RLBoost, arXiv 2510.19225).
+The *shared* side are the training GPUs if they also generate, the *dedicated* side are machines that only generate. A
+colocated placement has only the first, a split one only the second, a hybrid one both (RLBoost, arXiv 2510.19225).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from tidemill.hardware.engine_profile import (
     generation_s,
     steady_tokens_per_s,
 )
-from tidemill.hardware.gpu_catalog import Link, fan_out_s
-from tidemill.hardware.model_shape import DTYPE_BYTES
+from tidemill.hardware.gpu_catalog import ETHERNET_LATENCY_S
+from tidemill.planner.figures import Derivation, positive
 from tidemill.planner.memory.states import WHOLE_BATCH
 from tidemill.planner.placement.training import Offer, PlacementQuestion, Training, learned_parameters
 
@@ -32,8 +32,8 @@ class Engine(Record):
     offer: Offer
     gpus: int
     profile: EngineProfile
-    fewest_gpus: int  # that hold the model and its longest sample
-    smallest: EngineProfile  # of an engine on those
+    fewest_gpus: int  # minimum number that holds the model and the longest sample
+    smallest: EngineProfile  # profile of an engine on fewest_gpus
 
     @property
     def per_machine(self) -> int:
@@ -41,22 +41,21 @@ class Engine(Record):
 
 
 class TooSmall(Record):
-    """A kind of machine that holds no engine."""
+    """A kind of machine that cannot hold an engine."""
 
     offer: Offer
-    missing_bytes: float  # in one machine, for the longest sample
-    missing_alone: float  # the same if nothing trained there
+    missing_bytes: float  # on one machine, for the longest sample
+    missing_alone: float  # the same without training states on it
 
 
 def best_engine(
     question: PlacementQuestion, offer: Offer, *, samples_per_gpu: float, held_per_gpu: float = 0.0
 ) -> Engine | TooSmall:
-    """The number of GPUs with which an engine's share of a batch is generated soonest: at lag 0 with its tail, else as
-    a stream.
+    """The engine size with the shortest time for its share of a batch; at lag 0 the time includes the tail.
 
     Args:
-        samples_per_gpu: of a batch, more or less.
-        held_per_gpu: bytes that training keeps there.
+        samples_per_gpu: approximate number of samples of a batch per GPU.
+        held_per_gpu: bytes of training states on each GPU.
     """
     needed = question.longest * question.shape.kv_bytes_per_token()
     sizes = [gpus for gpus in powers_of_two(offer.machine.gpus) if question.shape.heads % gpus == 0]
@@ -65,8 +64,14 @@ def best_engine(
     if not fit:
         alone = max(_free(question, offer, gpus, 0.0) for gpus in sizes)
         return TooSmall(offer=offer, missing_bytes=needed - max(free.values()), missing_alone=max(needed - alone, 0.0))
-    profiles = {gpus: _profile(question, offer, gpus, free[gpus]) for gpus in fit}
-    fewest = min(fit)
+    shape, fewest = question.shape, min(fit)
+    profiles = {
+        gpus: msgspec.structs.replace(
+            engine_profile(shape, offer.gpu, gpus=gpus, dtype=question.engine_dtype, efficiency=question.engine),
+            cache_tokens=free[gpus] / shape.kv_bytes_per_token(),
+        )
+        for gpus in fit
+    }
     engines = [
         Engine(offer=offer, gpus=gpus, profile=profile, fewest_gpus=fewest, smallest=profiles[fewest])
         for gpus, profile in profiles.items()
@@ -81,27 +86,21 @@ def best_engine(
     return min(engines, key=seconds)
 
 
-def powers_of_two(most: int) -> Sequence[int]:
-    return [2**power for power in range(most.bit_length()) if 2**power <= most]
+def powers_of_two(limit: int) -> Sequence[int]:
+    """The powers of two up to `limit`."""
+    return [2**power for power in range(limit.bit_length()) if 2**power <= limit]
 
 
 def _free(question: PlacementQuestion, offer: Offer, gpus: int, held_per_gpu: float) -> float:
-    """Bytes for keys and values; with training on the same GPUs, within its margin."""
+    """Bytes for keys and values; training on the same GPUs takes its states and its margin first."""
     free = cache_bytes(question.shape, offer.gpu, gpus=gpus, dtype=question.engine_dtype, efficiency=question.engine)
     if not held_per_gpu:
         return free
     return free - gpus * (held_per_gpu + offer.gpu.memory_bytes * (question.engine.memory - (1 - question.margin)))
 
 
-def _profile(question: PlacementQuestion, offer: Offer, gpus: int, free: float) -> EngineProfile:
-    profile = engine_profile(
-        question.shape, offer.gpu, gpus=gpus, dtype=question.engine_dtype, efficiency=question.engine
-    )
-    return msgspec.structs.replace(profile, cache_tokens=free / question.shape.kv_bytes_per_token())
-
-
 class Side(Record):
-    """Engines that generate at the same time: (engine, machines that are there on average)."""
+    """Engines that generate at the same time: (engine, mean number of machines)."""
 
     engines: tuple[tuple[Engine, float], ...] = ()
 
@@ -120,11 +119,11 @@ class Side(Record):
 
     @property
     def token_s(self) -> float:
-        """Least time of one token of one sample, on the slowest of them."""
+        """Minimum time per token of a sample on the slowest engine, in seconds."""
         return max((engine.profile.decode_step_s(1, 0) for engine, _ in self.engines), default=0.0)
 
     def steady(self, question: PlacementQuestion, samples: float = math.inf) -> float:
-        """Tokens per second while there is always another sample to begin, `samples` being in flight at most."""
+        """Tokens per second if free slots are always refilled, with at most `samples` in flight."""
         count = sum(machines * engine.per_machine for engine, machines in self.engines)
         return sum(
             machines * engine.per_machine * steady_tokens_per_s(engine.profile, question.rollout, samples / count)
@@ -132,7 +131,7 @@ class Side(Record):
         )
 
     def batch_s(self, question: PlacementQuestion, samples: float) -> float:
-        """Of `samples` begun together, each kind taking as many as its speed is of the whole."""
+        """Seconds to generate `samples` that start together, divided among engines in proportion to their speed."""
         rates = [
             machines * engine.per_machine * steady_tokens_per_s(engine.profile, question.rollout)
             for engine, machines in self.engines
@@ -145,16 +144,15 @@ class Side(Record):
 
 Kind: TypeAlias = Literal["colocated", "split", "hybrid"]
 FIRST = 0.1
-"""Of generating a batch at lag 0, the share after which there is something to learn from; assumed, and 1 where
-advantages need the whole batch."""
+"""Fraction of a batch's generation after which training starts at lag 0; assumed. 1 if advantages need the whole batch.
+"""
 LAST = 0.1
-"""Of a batch, what is still to be learned when its last sample arrives; the same."""
+"""Fraction of a batch's training that remains when its last sample arrives; assumed, and 1 in the same case."""
 SECONDS_PER_HOUR = 3600.0
-ROUNDING = 1e-9
 
 
 class Placement(Record):
-    """Where everything is."""
+    """Machines and GPUs of training and generation."""
 
     training: Training
     shared: Side = Side()
@@ -180,84 +178,200 @@ class Placement(Record):
 
 
 class Estimate(Record):
-    """A step of a placement, on average. Seconds, shares of the step's time, dollars."""
+    """An average step of a placement: seconds, fractions of the step, and USD."""
 
     placement: Placement
-    step_s: float
+    tokens: float  # completion tokens per step
+    shared_rate: float  # tokens per second
+    dedicated_rate: float  # tokens per second
+    longest_s: float  # the longest sample on an otherwise idle engine
     training_s: float
     seeding_s: float  # the training GPUs generate
-    generation_s: float  # from the first token of a batch to its last, or what one step's share of generating takes
-    pull_s: float  # new weights travel to the dedicated engines
-    exposed_pull_s: float  # of which nothing else goes on
-    tokens: float  # completion tokens trained per step
-    shared_rate: float  # tokens per second of each side
-    dedicated_rate: float
-    longest_s: float  # the longest sample, with an engine to itself
+    generation_s: float  # lag 0: from a batch's first token to its last; otherwise the dedicated side's time per step
+    pull_s: float  # transfer of new weights to the dedicated engines
+    exposed_pull_s: float  # part of pull_s in which training and generation wait
+    step_s: float
     trainer_idle: float
     dedicated_idle: float
+    usd_per_million: float  # per million completion tokens
     hours: float  # of all steps
+    usd: float  # of all steps
 
     @property
     def tokens_per_s(self) -> float:
         return self.tokens / self.step_s
 
-    @property
-    def usd_per_million(self) -> float:
-        return self.placement.usd_per_hour * self.step_s / SECONDS_PER_HOUR / self.tokens * 1e6
 
-    @property
-    def usd(self) -> float:
-        return self.placement.usd_per_hour * self.hours
+def estimate(question: PlacementQuestion, placement: Placement, sheet: Derivation | None = None) -> Estimate:
+    """Estimate an average step.
 
-
-def estimate(question: PlacementQuestion, placement: Placement) -> Estimate:
-    return _on_policy(question, placement) if question.lag == 0 else _with_lag(question, placement)
-
-
-def _on_policy(question: PlacementQuestion, placement: Placement) -> Estimate:
-    """Lag 0: a batch is generated, learned from while its last samples are finished, published, and only then the next.
-
-    The seeding window is the one in which neither side waits for the other: with rates r of the shared and d of the
-    dedicated side, W tokens and X seconds of training, t_seed r + t_gen d = W and t_gen = t_seed + (1 - last) X.
+    Args:
+        sheet: keeps the figures with their formulas.
     """
-    work, training_s = question.rollout.tokens, placement.training.seconds
+    sheet = Derivation() if sheet is None else sheet
+    tokens = batch_tokens(question, sheet)
     shared, dedicated = _rates(question, placement)
-    first, last = streaming(question)
-    overlap_s = (1 - last) * training_s
-    seeding_s = max(0.0, (work - dedicated * overlap_s) / (shared + dedicated)) if shared else 0.0
-    generation_s = seeding_s
-    if dedicated:
-        generation_s = max((work - shared * seeding_s) / dedicated, longest_seconds(question, placement))
-    start_s = max(seeding_s, first * generation_s)
-    pull_s = pull_seconds(question, placement)
-    step_s = max(start_s + training_s, generation_s + last * training_s) + pull_s
-    return _estimate(
-        question,
-        placement,
-        rates=(shared, dedicated),
-        step_s=step_s,
-        seeding_s=seeding_s,
-        generation_s=generation_s,
-        pull_s=pull_s,
-        exposed_pull_s=pull_s,
-        dedicated_idle=1 - generation_s / step_s if dedicated else 0.0,
+    side = placement.dedicated if placement.dedicated.engines else placement.shared
+    rates = Rates(
+        tokens=tokens,
+        shared=shared,
+        dedicated=dedicated,
+        longest_s=question.rollout.lengths[-1] * side.token_s,
+        training_s=placement.training.seconds,
+        pull_s=_pull_s(question, placement, sheet),
+    )
+    times = _step_with_lag(question, rates, sheet) if question.lag else _step_on_policy(question, rates, sheet)
+    trainer_idle = sheet.compute(
+        "trainer_idle_share",
+        "of a step",
+        formula="positive(1 - (training_s + seeding_s) / step_s)",
+        source="time in which the training GPUs neither train nor generate",
+        training_s=rates.training_s,
+        seeding_s=times.seeding_s,
+        step_s=times.step_s,
+    )
+    usd_per_million, hours, usd = _cost(question, placement, tokens, times.step_s, sheet)
+    return Estimate(
+        placement=placement,
+        tokens=tokens,
+        shared_rate=shared,
+        dedicated_rate=dedicated,
+        longest_s=rates.longest_s,
+        training_s=rates.training_s,
+        seeding_s=times.seeding_s,
+        generation_s=times.generation_s,
+        pull_s=rates.pull_s,
+        exposed_pull_s=times.exposed_pull_s,
+        step_s=times.step_s,
+        trainer_idle=trainer_idle,
+        dedicated_idle=positive(1 - times.generation_s / times.step_s) if dedicated else 0.0,
+        usd_per_million=usd_per_million,
+        hours=hours,
+        usd=usd,
     )
 
 
+def batch_tokens(question: PlacementQuestion, sheet: Derivation) -> float:
+    """Completion tokens of a batch."""
+    return sheet.compute(
+        "tokens",
+        "tokens",
+        formula="samples * mean",
+        source="completion tokens of a batch, from the mean of the given lengths",
+        samples=question.rollout.samples,
+        mean=question.rollout.mean,
+    )
+
+
+class Rates(Record):
+    """Inputs of a step's formulas; rates in tokens per second."""
+
+    tokens: float
+    shared: float
+    dedicated: float
+    longest_s: float
+    training_s: float
+    pull_s: float
+
+
+class Times(Record):
+    """Seconds of a step and its parts; see Estimate."""
+
+    step_s: float
+    seeding_s: float
+    generation_s: float
+    exposed_pull_s: float
+
+
+def _step_on_policy(question: PlacementQuestion, rates: Rates, sheet: Derivation) -> Times:
+    """Lag 0: training starts during the last samples of its batch; the next batch starts after the publish.
+
+    In the seeding window neither side waits for the other: with rates r of the shared and d of the dedicated side, W
+    tokens and X seconds of training, t_seed r + t_gen d = W and t_gen = t_seed + (1 - last) X.
+    """
+    first, last = streaming(question)
+    seeding_s = sheet.compute(
+        "seeding_s",
+        "s",
+        formula="max(0, (tokens - dedicated * ((1 - last) * training_s)) / (shared + dedicated))"
+        if rates.shared
+        else "0.0",
+        source="RLBoost's seeding window, arXiv 2510.19225, in which neither side waits; 0 without a shared side",
+        tokens=rates.tokens,
+        shared=rates.shared,
+        dedicated=rates.dedicated,
+        last=last,
+        training_s=rates.training_s,
+    )
+    generation_s = sheet.compute(
+        "generation_s",
+        "s",
+        formula="max((tokens - shared * seeding_s) / dedicated, longest_s)" if rates.dedicated else "seeding_s",
+        source="the dedicated side generates the rest; a batch takes at least as long as its longest sample",
+        tokens=rates.tokens,
+        shared=rates.shared,
+        seeding_s=seeding_s,
+        dedicated=rates.dedicated,
+        longest_s=rates.longest_s,
+    )
+    step_s = sheet.compute(
+        "step_s",
+        "s",
+        formula="max(max(seeding_s, first * generation_s) + training_s, generation_s + last * training_s) + pull_s",
+        source="lag 0: training overlaps the generation of the last samples if advantages allow it; fractions assumed",
+        seeding_s=seeding_s,
+        first=first,
+        generation_s=generation_s,
+        training_s=rates.training_s,
+        last=last,
+        pull_s=rates.pull_s,
+    )
+    return Times(step_s=step_s, seeding_s=seeding_s, generation_s=generation_s, exposed_pull_s=rates.pull_s)
+
+
+def _step_with_lag(question: PlacementQuestion, rates: Rates, sheet: Derivation) -> Times:
+    """Lag 1 or more: the next batch is generated during training, so slots stay full and there is no tail.
+
+    In a step the training GPUs generate for f seconds and train for X, and the dedicated ones generate all the time:
+    f r + step d = W. The longest sample has lag + 1 steps to finish, or the trainer waits for it.
+    """
+    busy_s = max(
+        (rates.tokens + rates.shared * rates.training_s) / (rates.shared + rates.dedicated),
+        rates.training_s,
+        rates.longest_s / (question.lag + 1),
+    )
+    exposed_s = max(0.0, rates.pull_s - question.lag * busy_s)
+    seeding_s = max(0.0, rates.tokens - rates.dedicated * busy_s) / rates.shared if rates.shared else 0.0
+    step_s = sheet.compute(
+        "step_s",
+        "s",
+        formula="max((tokens + shared * learn) / (shared + dedicated), learn, longest_s / (lag + 1)) + pull",
+        source="lag 1 or more: both sides work all the time; the longest sample has lag + 1 steps",
+        tokens=rates.tokens,
+        shared=rates.shared,
+        learn=rates.training_s,
+        dedicated=rates.dedicated,
+        longest_s=rates.longest_s,
+        lag=question.lag,
+        pull=exposed_s,
+    )
+    generation_s = (rates.tokens - rates.shared * seeding_s) / rates.dedicated if rates.dedicated else seeding_s
+    return Times(step_s=step_s, seeding_s=seeding_s, generation_s=generation_s, exposed_pull_s=exposed_s)
+
+
 def streaming(question: PlacementQuestion) -> tuple[float, float]:
-    """(share of generating after which learning begins, share of learning that is left when generating ends), lag 0"""
+    """At lag 0: (fraction of the generation before training starts, fraction of the training after generation ends)."""
     return (1.0, 1.0) if question.algorithm in WHOLE_BATCH else (FIRST, LAST)
 
 
 def portions(question: PlacementQuestion, placement: Placement) -> tuple[float, float]:
-    """The shares of a batch that the shared and the dedicated side generate: as their speeds are."""
+    """The fractions of a batch that the shared and the dedicated side generate, in proportion to their speed."""
     shared, dedicated = placement.shared.steady(question), placement.dedicated.steady(question)
     return shared / (shared + dedicated), dedicated / (shared + dedicated)
 
 
 def _rates(question: PlacementQuestion, placement: Placement) -> tuple[float, float]:
-    """Tokens per second of the shared and the dedicated side, each with its portion: at lag 0 of a batch and with its
-    tail, else of what is in flight."""
+    """Tokens per second of the shared and the dedicated side; at lag 0 the mean over a batch with its tail."""
     rates = []
     for side, portion in zip((placement.shared, placement.dedicated), portions(question, placement), strict=True):
         samples = question.rollout.samples * portion
@@ -270,81 +384,65 @@ def _rates(question: PlacementQuestion, placement: Placement) -> tuple[float, fl
     return rates[0], rates[1]
 
 
-def _with_lag(question: PlacementQuestion, placement: Placement) -> Estimate:
-    """Lag 1 or more: the next batch is generated meanwhile, so that slots stay full and there is no tail.
-
-    In a step the training GPUs generate for f seconds and learn for X, and the dedicated ones generate all the while:
-    f r + step d = W. The longest sample has lag + 1 steps to finish, or the trainer waits for it.
-    """
-    work, training_s = question.rollout.tokens, placement.training.seconds
-    shared, dedicated = _rates(question, placement)
-    longest_s = longest_seconds(question, placement)
-    busy_s = max((work + shared * training_s) / (shared + dedicated), training_s, longest_s / (question.lag + 1))
-    pull_s = pull_seconds(question, placement)
-    exposed_s = max(0.0, pull_s - question.lag * busy_s)
-    seeding_s = max(0.0, work - dedicated * busy_s) / shared if shared else 0.0
-    return _estimate(
-        question,
-        placement,
-        rates=(shared, dedicated),
-        step_s=busy_s + exposed_s,
-        seeding_s=seeding_s,
-        generation_s=(work - shared * seeding_s) / dedicated if dedicated else seeding_s,
-        pull_s=pull_s,
-        exposed_pull_s=exposed_s,
-        dedicated_idle=1 - (work - shared * seeding_s) / dedicated / (busy_s + exposed_s) if dedicated else 0.0,
-    )
-
-
-def longest_seconds(question: PlacementQuestion, placement: Placement) -> float:
-    """Of the longest sample alone on the slowest engine of those that generate all the time, if there are any."""
-    side = placement.dedicated if placement.dedicated.engines else placement.shared
-    return question.rollout.lengths[-1] * side.token_s
-
-
-def pull_seconds(question: PlacementQuestion, placement: Placement) -> float:
-    """Of a full version, or an adapter, by all dedicated machines at once from the training ones."""
+def _pull_s(question: PlacementQuestion, placement: Placement, sheet: Derivation) -> float:
+    """Seconds to send a full version, or an adapter, from the training machines to all dedicated machines at once."""
     if not placement.dedicated.engines:
         return 0.0
-    size = learned_parameters(question) * DTYPE_BYTES["bf16"]
-    slowest = min(engine.offer.machine.network_bytes_per_s for engine, _ in placement.dedicated.engines)
-    sources = sum(offer.machine.network_bytes_per_s * count for offer, count in placement.training.group.members)
-    receivers = max(1, math.ceil(placement.dedicated.machines))
-    source, sink = Link(bytes_per_s=sources), Link(bytes_per_s=slowest)
-    return fan_out_s(size, source=source, sink=sink, receivers=receivers)
-
-
-def _estimate(
-    question: PlacementQuestion,
-    placement: Placement,
-    *,
-    rates: tuple[float, float],
-    step_s: float,
-    seeding_s: float,
-    generation_s: float,
-    pull_s: float,
-    exposed_pull_s: float,
-    dedicated_idle: float,
-) -> Estimate:
-    training_s = placement.training.seconds
-    return Estimate(
-        placement=placement,
-        step_s=step_s,
-        training_s=training_s,
-        seeding_s=seeding_s,
-        generation_s=generation_s,
-        pull_s=pull_s,
-        exposed_pull_s=exposed_pull_s,
-        tokens=question.rollout.tokens,
-        shared_rate=rates[0],
-        dedicated_rate=rates[1],
-        longest_s=longest_seconds(question, placement),
-        trainer_idle=_share(1 - (training_s + seeding_s) / step_s),
-        dedicated_idle=_share(dedicated_idle),
-        hours=question.steps * step_s / SECONDS_PER_HOUR,
+    return sheet.compute(
+        "pull_s",
+        "s",
+        formula="max(latency + parameters * 2 * receivers / trainer_rate, latency + parameters * 2 / worker_rate)",
+        source="a full version for every dedicated machine, over their networks; a delta is smaller",
+        parameters=learned_parameters(question),
+        receivers=max(1, math.ceil(placement.dedicated.machines)),
+        trainer_rate=sum(
+            offer.machine.network_bytes_per_s * count for offer, count in placement.training.group.members
+        ),
+        worker_rate=min(engine.offer.machine.network_bytes_per_s for engine, _ in placement.dedicated.engines),
+        latency=ETHERNET_LATENCY_S,
     )
 
 
-def _share(value: float) -> float:
-    """Without what rounding leaves of nothing."""
-    return value if value > ROUNDING else 0.0
+def _cost(
+    question: PlacementQuestion, placement: Placement, tokens: float, step_s: float, sheet: Derivation
+) -> tuple[float, float, float]:
+    """USD per million tokens, hours and USD of all steps."""
+    used = [offer for offer, _ in placement.training.group.members]
+    used += [engine.offer for engine, _ in placement.dedicated.engines]
+    usd_per_hour = sheet.compute(
+        "usd_per_hour",
+        "USD",
+        formula="training + generating",
+        source="; ".join(dict.fromkeys(f"{offer.name}: {offer.machine.price_source}" for offer in used)),
+        training=placement.training.group.usd_per_hour,
+        generating=placement.dedicated.usd_per_hour,
+    )
+    usd_per_million = sheet.compute(
+        "usd_per_million_tokens",
+        "USD",
+        formula="usd_per_hour * step_s / seconds_per_hour / tokens * million",
+        source="completion tokens trained on",
+        usd_per_hour=usd_per_hour,
+        step_s=step_s,
+        seconds_per_hour=SECONDS_PER_HOUR,
+        tokens=tokens,
+        million=1e6,
+    )
+    hours = sheet.compute(
+        "hours",
+        "h",
+        formula="steps * step_s / seconds_per_hour",
+        source="all steps are assumed to be equal",
+        steps=question.steps,
+        step_s=step_s,
+        seconds_per_hour=SECONDS_PER_HOUR,
+    )
+    usd = sheet.compute(
+        "cost_usd",
+        "USD",
+        formula="usd_per_hour * hours",
+        source="of all steps",
+        usd_per_hour=usd_per_hour,
+        hours=hours,
+    )
+    return usd_per_million, hours, usd

@@ -1,4 +1,4 @@
-"""The best placement, its runners-up, the reasons, and warnings."""
+"""Search for the best placement, with runners-up, reasons and warnings."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from tidemill.planner.placement.training import (
 )
 
 MOST_COUNTS = 12
-"""Numbers of machines of one kind that are tried; of more, they are spread evenly on a logarithmic scale."""
+"""Maximum count of numbers of machines per kind; more are thinned out on a logarithmic scale."""
 FEWEST_COUNTS = 2
-"""One and all that are available."""
+"""The numbers 1 and all."""
 MOST_PLACEMENTS = 5000
-"""With more, fewer numbers of machines of each kind are tried; of more than ten kinds there are more all the same."""
+"""Above this limit fewer numbers of machines are tried per kind; with more than ten kinds it can be exceeded."""
 KINDS_TOGETHER = 2
-"""Kinds of machines, at most, that generate beside the training ones."""
+"""Maximum number of kinds of dedicated machines in one placement."""
 
 
 class Refused(Record):
-    """What holds no part of the run."""
+    """Groups and machines that are too small."""
 
     training: list[TooLarge] = []
     engines: list[TooSmall] = []
 
 
 class Candidates:
-    """Generates placements; what did not fit is in `refused` afterwards."""
+    """Generates placements; afterwards `refused` has what did not fit."""
 
     def __init__(self, question: PlacementQuestion) -> None:
         self.refused = Refused(training=[], engines=[])
@@ -61,7 +61,7 @@ class Candidates:
                     yield from self._placed(group, chosen, shares=False)
 
     def beside(self, placement: Placement) -> Iterator[Placement]:
-        """Those with another number of machines of one kind, by a power of two: what thinned out numbers leave out."""
+        """Placements that differ in the number of machines of one kind by a power of two, which thinning may omit."""
         group, shares = placement.training.group, bool(placement.shared.engines)
         chosen = [
             msgspec.structs.replace(engine.offer, count=round(machines / engine.offer.availability))
@@ -81,7 +81,7 @@ class Candidates:
                 yield from self._placed(group, [*chosen[:index], changed, *chosen[index + 1 :]], shares=shares)
 
     def _placed(self, group: Group, chosen: Sequence[Offer], *, shares: bool) -> Iterator[Placement]:
-        """The placement in which `chosen` generate, with the training GPUs or without; none if something fits not."""
+        """The placement in which `chosen` generate, also the training GPUs if `shares`; nothing if one does not fit."""
         training = self._training(group)
         if isinstance(training, TooLarge):
             return
@@ -118,7 +118,7 @@ class Candidates:
 
 
 def counts_tried(question: PlacementQuestion) -> int:
-    """Numbers of machines of each kind for which there are not too many placements."""
+    """Count of numbers of machines to try per kind, so that there are not too many placements."""
     most = MOST_COUNTS
     while most > FEWEST_COUNTS and _placements(question, most) > MOST_PLACEMENTS:
         most -= 1
@@ -126,14 +126,14 @@ def counts_tried(question: PlacementQuestion) -> int:
 
 
 def _placements(question: PlacementQuestion, most: int) -> int:
-    """How many there are, or somewhat more."""
+    """Upper bound on the number of placements."""
     numbers = [len(counts(offer.count, most)) for offer in question.offers]
     sides = sum(prod(chosen) for kinds in range(KINDS_TOGETHER + 1) for chosen in combinations(numbers, kinds))
     return sum(len(counts(offer.count, most)) for offer in question.reserved) * sides
 
 
 def _choices(offers: Sequence[Offer], most: int) -> Iterator[tuple[Offer, ...]]:
-    """Every choice of a few kinds and of numbers of machines of them; the first is none."""
+    """Every combination of a few kinds and numbers of machines, starting with none."""
     for kinds in range(KINDS_TOGETHER + 1):
         for chosen in combinations(offers, kinds):
             for numbers in product(*(counts(offer.count, most) for offer in chosen)):
@@ -143,7 +143,7 @@ def _choices(offers: Sequence[Offer], most: int) -> Iterator[tuple[Offer, ...]]:
 
 
 def groups(reserved: Sequence[Offer], most: int) -> Iterator[Group]:
-    """Some machines of one kind; and all of all kinds, as a warning example or a last resort."""
+    """Groups of one kind of machine, and one group of all machines of all kinds as a last resort."""
     for offer in reserved:
         for count in counts(offer.count, most):
             yield Group(members=((offer, count),))
@@ -152,20 +152,20 @@ def groups(reserved: Sequence[Offer], most: int) -> Iterator[Group]:
 
 
 def counts(available: int, most: int) -> list[int]:
-    """1 to `available`, thinned out to `most` numbers; one and all that are available are always among them."""
+    """1 to `available`, thinned out to `most` numbers; always includes 1 and `available`."""
     if available <= most:
         return list(range(1, available + 1))
     return sorted({round(available ** (part / (most - 1))) for part in range(most)})
 
 
 def _near(count: int, most: int) -> list[int]:
-    """Numbers from 1 to `most` that are a power of two away."""
+    """Numbers from 1 to `most` that differ by a power of two."""
     steps = [2**power for power in range(count.bit_length())]
     return [number for step in steps for number in (count - step, count + step) if 1 <= number <= most]
 
 
 def _left(offers: Sequence[Offer], group: Group) -> list[Offer]:
-    """What the group leaves, with the numbers that are left."""
+    """The offers without the machines of the group."""
     taken = {offer.name: count for offer, count in group.members}
     left = [
         msgspec.structs.replace(offer, count=offer.count - (0 if offer.preemptible else taken.get(offer.name, 0)))
@@ -175,11 +175,11 @@ def _left(offers: Sequence[Offer], group: Group) -> list[Offer]:
 
 
 NOTABLE = 0.02
-"""Differences below this share are not worth a word."""
+"""Differences below this fraction are not mentioned."""
 
 
 def comparison(question: PlacementQuestion, best: Estimate, other: Estimate) -> str:
-    """What the other loses by, and the largest difference behind it."""
+    """The disadvantage of a runner-up and its main cause."""
     dearer, slower = other.usd_per_million / best.usd_per_million - 1, other.step_s / best.step_s - 1
     first = _than(dearer, "dearer", "as dear", "cheaper")
     second = _than(slower, "slower", "as fast", "faster")
@@ -192,55 +192,55 @@ def _than(change: float, more: str, equal: str, less: str) -> str:
 
 
 def _reason(best: Estimate, other: Estimate) -> str:
-    """Where the other's time or money goes that the best's does not."""
+    """The main cause of the other placement's higher time or cost."""
     reasons = {
         "its trainer waits {} of the time": other.trainer_idle - best.trainer_idle,
-        "its generating machines wait {} of the time": other.dedicated_idle - best.dedicated_idle,
-        "new weights hold up {} of the step": other.exposed_pull_s / other.step_s - best.exposed_pull_s / best.step_s,
+        "its dedicated machines wait {} of the time": other.dedicated_idle - best.dedicated_idle,
+        "new weights delay {} of the step": other.exposed_pull_s / other.step_s - best.exposed_pull_s / best.step_s,
     }
     shares = {
         "its trainer waits {} of the time": other.trainer_idle,
-        "its generating machines wait {} of the time": other.dedicated_idle,
-        "new weights hold up {} of the step": other.exposed_pull_s / other.step_s,
+        "its dedicated machines wait {} of the time": other.dedicated_idle,
+        "new weights delay {} of the step": other.exposed_pull_s / other.step_s,
     }
     words, difference = max(reasons.items(), key=lambda item: item[1])
     if difference > NOTABLE:
         return words.format(percent(shares[words]))
     if other.training_s > best.training_s * (1 + NOTABLE):
-        return f"learning takes {other.training_s / best.training_s:.1f} times as long"
-    return "its machines cost more for what they do" if other.usd_per_million > best.usd_per_million else ""
+        return f"training takes {other.training_s / best.training_s:.1f} times as long"
+    return "its machines cost more for the same work" if other.usd_per_million > best.usd_per_million else ""
 
 
 WEAK_LINK = 100e9
-"""Bytes per second and direction below which tensor parallelism loses much: PCIe is below, NVLink above."""
+"""Bytes per second and direction, below which tensor parallelism is slow: PCIe is below, NVLink above."""
 NOTABLE_PULL = 0.1
 NOTABLE_GATHERING = 0.2
 NOTABLE_IDLE = 0.25
 
 
 def warnings_on(question: PlacementQuestion, best: Estimate) -> Iterator[str]:
-    """In the order to read them."""
+    """Warnings, most important first."""
     placement = best.placement
     for engine, _ in (*placement.shared.engines, *placement.dedicated.engines):
         yield from _partitioned(question, engine)
     yield from _group(question, best)
     if best.exposed_pull_s > NOTABLE_PULL * best.step_s:
         yield (
-            f"new weights hold up {percent(best.exposed_pull_s / best.step_s)} of a step; deltas are a small part of "
-            "that (tidemill plan weights), and at lag 1 it hides"
+            f"sending weights delays {percent(best.exposed_pull_s / best.step_s)} of a step; deltas are much smaller "
+            "(tidemill plan weights), and at lag 1 training hides it"
         )
     if best.trainer_idle > NOTABLE_IDLE:
         waits = percent(best.trainer_idle)
-        yield f"the trainer waits {waits} of the time; more machines that generate, or a lag, fill that"
+        yield f"the trainer waits {waits} of the time; add generating machines, or allow a lag"
     if best.dedicated_idle > NOTABLE_IDLE:
-        yield f"machines that only generate wait {percent(best.dedicated_idle)} of the time: at lag 0, for the trainer"
+        yield f"dedicated machines wait {percent(best.dedicated_idle)} of the time: at lag 0 they wait for the trainer"
     used = [offer for offer, _ in placement.training.group.members]
     used += [engine.offer for engine, _ in placement.dedicated.engines]
     for offer in {offer.name: offer for offer in used}.values():
         if "check" in offer.machine.price_source:
             yield f"price of {offer.name}: {offer.machine.price_source} ({offer.machine.priced})"
     if any(offer.preemptible for offer in used):
-        yield "evictions are counted only as machines that are not there; what they cost else, a simulation says"
+        yield "evictions only reduce the mean number of machines here; `tidemill simulate` includes their other costs"
 
 
 def _partitioned(question: PlacementQuestion, engine: Engine) -> Iterator[str]:
@@ -248,14 +248,14 @@ def _partitioned(question: PlacementQuestion, engine: Engine) -> Iterator[str]:
     if engine.gpus > engine.fewest_gpus:
         alone = steady_tokens_per_s(engine.smallest, question.rollout) / engine.fewest_gpus
         each = steady_tokens_per_s(engine.profile, question.rollout) / engine.gpus
-        text = f"engines on {offer.name} are partitioned over {engine.gpus} GPUs, and {engine.fewest_gpus} would do"
+        text = f"engines on {offer.name} are partitioned over {engine.gpus} GPUs, {engine.fewest_gpus} would be enough"
         if each < alone:
             text += f": {percent(1 - each / alone)} fewer tokens per GPU with full slots"
-        yield f"{text}; all the same they do their part of a batch soonest"
+        yield f"{text}; they still finish their part of a batch first"
     if engine.gpus > 1 and offer.gpu.link_bytes_per_s < WEAK_LINK:
         yield (
             f"engines on {offer.name} exchange every layer's results over {offer.gpu.interconnect} "
-            f"({offer.gpu.link_bytes_per_s / 1e9:.0f} GB/s): weak for tensor parallelism over {engine.gpus} GPUs"
+            f"({offer.gpu.link_bytes_per_s / 1e9:.0f} GB/s): slow for tensor parallelism over {engine.gpus} GPUs"
         )
 
 
@@ -263,14 +263,14 @@ def _group(question: PlacementQuestion, best: Estimate) -> Iterator[str]:
     training = best.placement.training
     gpu = training.group.weakest
     if training.group.mixed:
-        yield f"GPUs of several kinds train in one group ({gpu.name}): all wait for the slowest"
+        yield f"GPUs of several kinds train in one group ({gpu.name}): the slowest determines the speed"
     if training.tp > 1 and gpu.link_bytes_per_s < WEAK_LINK:
-        yield f"training is tensor parallel over {training.tp} GPUs on {gpu.interconnect}: weak for it"
+        yield f"training is tensor parallel over {training.tp} GPUs on {gpu.interconnect}, which is slow for it"
     profile = training.profile
     if profile.gather_s > NOTABLE_GATHERING * question.microbatch_tokens * profile.ranks * profile.token_s:
         share = profile.gather_s / (question.microbatch_tokens * profile.ranks * profile.token_s)
         yield (
-            f"gathering sharded layers takes {percent(share)} of the computing time of a pass; a larger microbatch "
+            f"gathering sharded layers takes {percent(share)} of the compute time of a pass; a larger microbatch "
             "hides more of it"
         )
 
@@ -280,15 +280,19 @@ RUNNERS_UP = 4
 
 class PlacementPlan(Record):
     best: Estimate
-    runners_up: tuple[Estimate, ...]  # the best of other kinds or machines, best first
-    why: tuple[str, ...]  # a line a runner-up: what it loses
+    runners_up: tuple[Estimate, ...]  # the best ones of other kinds or machines, best first
+    why: tuple[str, ...]  # for each runner-up its disadvantage
     warnings: tuple[str, ...]
     tried: int
-    figures: tuple[Figure, ...]  # of the best
+    figures: tuple[Figure, ...]  # of the best placement
 
 
 def plan_placement(question: PlacementQuestion) -> PlacementPlan:
-    """Raises UserError: what cannot be asked, what fits nowhere (by how much), what no budget pays for."""
+    """Search for the best placement.
+
+    Raises:
+        UserError: an option is invalid, nothing fits (with the missing memory), or the budget is too small.
+    """
     check(question)
     candidates = Candidates(question)
     found = {_numbers(placement): estimate(question, placement) for placement in candidates}
@@ -305,12 +309,12 @@ def plan_placement(question: PlacementQuestion) -> PlacementPlan:
         why=tuple(comparison(question, best, other) for other in others),
         warnings=tuple(warnings_on(question, best)),
         tried=len(found),
-        figures=tuple(derive(question, best).figures),
+        figures=tuple(derive(question, best.placement).figures),
     )
 
 
 def _numbers(placement: Placement) -> tuple[object, ...]:
-    """What no other placement has."""
+    """The identity of a placement."""
     trained = tuple((offer.name, count) for offer, count in placement.training.group.members)
     generating = tuple((engine.offer.words, machines) for engine, machines in placement.dedicated.engines)
     return placement.kind, trained, generating
@@ -319,13 +323,13 @@ def _numbers(placement: Placement) -> tuple[object, ...]:
 def _unseen(
     candidates: Candidates, leaders: Sequence[Estimate], seen: Container[tuple[object, ...]]
 ) -> dict[tuple[object, ...], Placement]:
-    """What is close to the leaders and was not looked at: thinned out numbers seldom have the best one."""
+    """Placements close to the leaders that were not tried, because thinned-out numbers rarely include the best."""
     close = (placement for leader in leaders for placement in candidates.beside(leader.placement))
     return {numbers: placement for placement in close if (numbers := _numbers(placement)) not in seen}
 
 
 def _ranked(question: PlacementQuestion, found: Sequence[Estimate]) -> list[Estimate]:
-    """Best first; of equals the one with fewer machines, and that does fewer things with them."""
+    """Best first; equal ones by the number of machines, then the simpler kind."""
 
     def machines(each: Estimate) -> tuple[float, bool]:
         placement = each.placement
@@ -340,14 +344,14 @@ def _ranked(question: PlacementQuestion, found: Sequence[Estimate]) -> list[Esti
     if not ranked:
         cheapest = min(found, key=lambda each: each.usd)
         lacking = cheapest.usd - (question.budget_usd or 0.0)
-        what = f"no placement does {counted(question.steps, 'step')} for ${question.budget_usd:,.2f}"
+        what = f"no placement trains {counted(question.steps, 'step')} for ${question.budget_usd:,.2f}"
         hint = f"the cheapest, {cheapest.placement.words}, costs ${cheapest.usd:,.2f}: ${lacking:,.2f} more"
         raise UserError(what, where="--budget-usd", hint=hint)
     return ranked
 
 
 def _distinct(ranked: Sequence[Estimate]) -> list[Estimate]:
-    """The best of each way and each set of kinds of machines: neighbours that differ in a number say little."""
+    """The best of each kind of placement and set of machines, because close neighbours are not informative."""
     seen: dict[tuple[object, ...], Estimate] = {}
     for each in ranked:
         placement = each.placement
@@ -358,7 +362,7 @@ def _distinct(ranked: Sequence[Estimate]) -> list[Estimate]:
 
 
 def _nowhere(refused: Refused) -> UserError:
-    """By how much the closest group, or machine, is too small. Engines are looked for only where training fits."""
+    """The missing memory of the closest group or machine. Engines are only tried where training fits."""
     if refused.engines:
         nearest = min(refused.engines, key=lambda each: (each.missing_alone, each.missing_bytes))
         lacks = f"one {nearest.offer.name} lacks {size(nearest.missing_bytes)} for weights and the longest sample"
@@ -366,13 +370,13 @@ def _nowhere(refused: Refused) -> UserError:
             what = f"no machine holds an engine: {lacks}"
             hint = "take machines with more memory, --engine-dtype fp8, or a shorter --limit"
         else:
-            what = f"no machine holds an engine beside its part of the training states: {lacks}"
+            what = f"no machine holds an engine in addition to its part of the training states: {lacks}"
             hint = "take more machines, --offload, or --engine-dtype fp8"
         return UserError(what, where="--machines", hint=hint)
     closest = min(refused.training, key=lambda each: each.missing_per_gpu)
     lacking = size(closest.missing_per_gpu)
-    what = f"the model fits no placement: {closest.group.words} lack {lacking} on each GPU, and are the closest"
+    what = f"the model fits no placement: {closest.group.words}, the closest, lack {lacking} on each GPU"
     more = "no number of these GPUs is enough; take a smaller microbatch or larger GPUs"
     if closest.needs_gpus is not None:
         more = f"it needs about {closest.needs_gpus} of these GPUs; or --offload, --lora-rank"
-    return UserError(what, where="--machines", hint=f"{more}; `tidemill plan memory` says what takes the room")
+    return UserError(what, where="--machines", hint=f"{more}; `tidemill plan memory` lists the parts")

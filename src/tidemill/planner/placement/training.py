@@ -1,4 +1,4 @@
-"""The question of `plan placement`, and where training goes: machines, degrees of parallelism, memory."""
+"""The question of `plan placement`; training on a group of machines: parallel degrees, memory and time."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ Objective: TypeAlias = Literal["cost", "time"]
 
 
 class Offer(Record):
-    """Machines of one kind that may be rented."""
+    """Machines of one kind that can be rented."""
 
     machine: Machine
     gpu: Gpu
     count: int  # at most
     preemptible: bool = False
-    availability: float = 1.0  # mean share of those wanted that are there; only those are paid for
+    availability: float = 1.0  # mean fraction of the requested machines that is available; only those are paid for
 
     @property
     def name(self) -> str:
@@ -45,27 +45,27 @@ class Offer(Record):
 
     @property
     def usd_per_hour(self) -> float:
-        """Of one machine while it is there; 0 where no price is known."""
+        """Price of one available machine; 0 if unknown."""
         price = self.machine.preemptible_usd_per_hour if self.preemptible else self.machine.usd_per_hour
         return price or 0.0
 
 
 class PlacementQuestion(Record):
-    """Everything that a placement is judged by."""
+    """Everything that determines a placement."""
 
     algorithm: str
     shape: ModelShape
     offers: tuple[Offer, ...]
     rollout: Rollout
-    longest: int  # tokens of the longest prompt with its completion
+    longest: int  # tokens of the longest prompt and its completion
     lag: int = 0
     objective: Objective = "cost"
     steps: int = 100
     budget_usd: float | None = None  # for all steps
     holding: Holding = Holding()
-    microbatch_tokens: int = 16_384  # on one data-parallel rank
-    margin: float = 0.1  # share of a GPU's memory that fragmentation takes
-    engine_dtype: str = "bf16"  # of an engine's weights and arithmetic
+    microbatch_tokens: int = 16_384  # per data-parallel rank
+    margin: float = 0.1  # fraction of a GPU's memory lost to fragmentation
+    engine_dtype: str = "bf16"  # engine weights and arithmetic
     engine: EngineEfficiency = EngineEfficiency()
     trainer: TrainerEfficiency = TrainerEfficiency()
 
@@ -79,42 +79,44 @@ class PlacementQuestion(Record):
 
 
 def check(question: PlacementQuestion) -> PlacementQuestion:
-    """The question itself.
+    """Check a question and return it.
 
     Raises:
-        UserError: what cannot be asked.
+        UserError: an option is invalid or missing.
     """
     if question.algorithm in GENERATE_NOTHING:
-        what = f"{question.algorithm} generates nothing, and a placement is of what generates and what learns"
-        raise UserError(what, where="--algorithm", hint="see `tidemill plan memory` for how many GPUs it needs")
+        what = f"{question.algorithm} does not generate; a placement is for algorithms that generate and train"
+        raise UserError(what, where="--algorithm", hint="`tidemill plan memory` computes how many GPUs it needs")
     if not question.reserved:
         raise UserError(
             "no reserved machines to train on", where="--machines", hint="give NAME:COUNT from the catalogue"
         )
     names = [offer.words for offer in question.offers]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise UserError(f"{twice[0]} is offered twice", where="--machines", hint="name it once, with all there are")
+        raise UserError(f"{twice[0]} is given twice", where="--machines", hint="give it once, with the total number")
     for offer in question.offers:
         where = f"{'--preemptible' if offer.preemptible else '--machines'} {offer.name}"
         if offer.count < 1:
-            raise UserError(f"{offer.count} machines cannot be", where=where, hint="write NAME:COUNT")
+            raise UserError(f"needs 1 or more machines, was given {offer.count}", where=where, hint="write NAME:COUNT")
         if not offer.usd_per_hour:
             kind = "preemptible_usd_per_hour" if offer.preemptible else "usd_per_hour"
             hint = f"give --price, or a row with {kind} in --catalog FILE"
-            raise UserError("the catalogue has no price for it", where=where, hint=hint)
+            raise UserError("the catalogue has no price for this machine", where=where, hint=hint)
         if not 0 < offer.availability <= 1:
             what = f"needs a share above 0 and at most 1, was given {offer.availability:g}"
             raise UserError(what, where="--availability", hint="correct it")
     for option, value in {"--lag": question.lag, "--steps": question.steps - 1}.items():
         if value < 0:
-            raise UserError("is too small", where=option, hint="a lag is 0 or more, steps are 1 or more")
+            raise UserError("is too small", where=option, hint="the lag is 0 or more, steps are 1 or more")
     if question.budget_usd is not None and not question.budget_usd > 0:
         raise UserError(
-            f"{question.budget_usd:g} dollars are no budget", where="--budget-usd", hint="give more, or none"
+            f"needs a budget above 0, was given {question.budget_usd:g}",
+            where="--budget-usd",
+            hint="raise it, or leave it out",
         )
     if question.objective == "time" and question.budget_usd is None:
         hint = "give --budget-usd, or --objective cost"
-        raise UserError("the shortest time needs a budget", where="--objective time", hint=hint)
+        raise UserError("the objective time needs a budget", where="--objective time", hint=hint)
     return question
 
 
@@ -124,7 +126,7 @@ PIPELINES = (1, 2, 4)
 class Group(Record):
     """Machines that train together."""
 
-    members: tuple[tuple[Offer, int], ...]  # and how many of each kind
+    members: tuple[tuple[Offer, int], ...]  # (kind, number of machines)
 
     @property
     def gpus(self) -> int:
@@ -136,7 +138,7 @@ class Group(Record):
 
     @property
     def weakest(self) -> Gpu:
-        """What every GPU of the group is at least: all wait for the slowest, and hold as much as the smallest."""
+        """The common properties of all GPUs: the group is as fast as its slowest and holds as much as its smallest."""
         gpus = [offer.gpu for offer, _ in self.members]
         dtypes = set.intersection(*(set(gpu.flops_per_s) for gpu in gpus))
         return msgspec.structs.replace(
@@ -154,7 +156,7 @@ class Group(Record):
 
     @property
     def network(self) -> Link:
-        """Of one machine, the slowest."""
+        """Network of one machine, the slowest of the group."""
         return Link(bytes_per_s=min(offer.machine.network_bytes_per_s for offer, _ in self.members))
 
     @property
@@ -167,14 +169,14 @@ class Group(Record):
 
 
 class Training(Record):
-    """A group with its degrees."""
+    """A group and its parallel degrees."""
 
     group: Group
     tp: int
     pp: int
     profile: TrainerProfile
-    seconds: float  # of learning from a batch
-    held_per_gpu: float  # bytes of model states that stay while the GPU generates
+    seconds: float  # training time of a batch
+    held_per_gpu: float  # bytes of model states that stay on the GPU during generation
 
     @property
     def fsdp(self) -> int:
@@ -182,15 +184,15 @@ class Training(Record):
 
 
 class TooLarge(Record):
-    """A group that does not hold the model."""
+    """A group whose memory is too small for the model."""
 
     group: Group
-    missing_per_gpu: float  # at its best degrees
-    needs_gpus: int | None  # of this kind; None: no number of them is enough
+    missing_per_gpu: float  # bytes, with the best degrees
+    needs_gpus: int | None  # number of these GPUs that would fit; None: no number
 
 
 def best_training(question: PlacementQuestion, group: Group) -> Training | TooLarge:
-    """The degrees with the shortest step, or how far the best of them is from fitting."""
+    """The degrees with the shortest step, or the missing memory of the best ones."""
     found: list[Training] = []
     refused: list[TooLarge] = []
     for tp, pp in _degrees(question, group):
@@ -223,15 +225,15 @@ def best_training(question: PlacementQuestion, group: Group) -> Training | TooLa
 
 
 class Learning(Record):
-    """What is computed for a batch."""
+    """The training work of a batch."""
 
-    tokens: float  # with the prompts, each once for its group
+    tokens: float  # with the prompts, each once per group
     context: float  # mean length of a sequence
-    passes: int  # forward-sized, of all roles
+    passes: int  # forward-sized passes of all roles
 
 
 def learning(question: PlacementQuestion) -> Learning:
-    """A critic learns as the policy does, frozen models only look; activations are computed again."""
+    """The training work of a batch with recomputed activations; frozen roles only cost a forward pass."""
     rollout = question.rollout
     each = learning_passes(recompute=True, adapter=question.holding.lora_rank > 0)
     return Learning(
@@ -242,7 +244,7 @@ def learning(question: PlacementQuestion) -> Learning:
 
 
 def learned_parameters(question: PlacementQuestion) -> float:
-    """Of the policy: what an update changes, and what is sent to workers afterwards."""
+    """Parameters of the policy that an update changes and a publish sends."""
     rank = question.holding.lora_rank
     return adapter_parameters(question.shape, rank) if rank else question.shape.parameters
 
@@ -261,7 +263,7 @@ def _update_s(question: PlacementQuestion, group: Group) -> float:
 
 
 def _degrees(question: PlacementQuestion, group: Group) -> Iterator[tuple[int, int]]:
-    """Powers of two within a machine that divide the heads, by pipelines that divide what is left."""
+    """(tensor, pipeline) degrees: powers of two within a machine that divide the heads, times pipeline stages."""
     tp = 1
     while tp <= group.gpus_per_machine:
         for pp in PIPELINES:
@@ -271,7 +273,7 @@ def _degrees(question: PlacementQuestion, group: Group) -> Iterator[tuple[int, i
 
 
 def memory_question(question: PlacementQuestion, group: Group, tp: int, pp: int) -> MemoryQuestion:
-    """Without an engine: one on the same GPUs gives its weights and cache back while they train."""
+    """The memory question of training, without an engine: colocated engines free their memory during training."""
     return MemoryQuestion(
         algorithm=question.algorithm,
         shape=question.shape,

@@ -10,7 +10,7 @@ import pytest
 from tests.char_codec import CharCodec
 from tests.unit.envs.text.data import files
 from tests.unit.envs.text.data.files import FORMATS
-from tidemill.config.task import FileTask, JsonlTask
+from tidemill.config.task import FileTask
 from tidemill.core.errors import UserError
 from tidemill.envs.text import Task, build_task
 from tidemill.envs.text.rows import read_items
@@ -22,7 +22,7 @@ def write(path: Path, *rows: object) -> Path:
 
 
 def build(path: Path, **settings: object) -> Task:
-    config = JsonlTask.model_validate({"kind": "jsonl", "path": path, **settings})
+    config = FileTask.model_validate({"kind": "file", "path": path, **settings})
     return build_task(config, codec=CharCodec(), batch_prompts=2, seed=0, chat_template=False)
 
 
@@ -41,7 +41,7 @@ def test_every_format_is_the_same_task(tmp_path: Path, data_format: str) -> None
     named = FileTask(kind="file", path=files.write(tmp_path, data_format, asked))
     task, reference = (
         build_task(config, codec=CharCodec(), batch_prompts=4, seed=0, chat_template=False)
-        for config in (named, JsonlTask(kind="jsonl", path=files.write(tmp_path, "jsonl", asked, "reference")))
+        for config in (named, FileTask(kind="file", path=files.write(tmp_path, "jsonl", asked, "reference")))
     )
     assert task.digest == reference.digest
     assert task.source.train_batch(2) == reference.source.train_batch(2)  # metadata included

@@ -52,7 +52,7 @@ def test_what_a_run_cannot_tell_it_says() -> None:
     spec = spec_of()
     notes = " ".join(fit(observed(spec, planted(spec))).notes)
     assert "no preemptible worker joined" in notes
-    assert "training's time could not be told by the square of the tokens" in notes
+    assert "training's time: the square of the tokens" in notes
 
 
 def on_a_busy_machine(seen: Observed) -> Observed:

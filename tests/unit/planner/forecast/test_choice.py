@@ -48,7 +48,7 @@ def test_of_another_kind_of_run_nothing_is_known(kept: Any) -> None:
 def test_of_another_machine_nothing_is_known(kept: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forecast, "machine", lambda: ABACUS | {"cores": 3})
     assert foretell(spec_of()) is None
-    with pytest.raises(UserError, match="no run of this machine was calibrated yet") as raised:
+    with pytest.raises(UserError, match="no run on this machine has been calibrated yet") as raised:
         fitting_profile(spec_of())
     assert "--measure" in str(msgspec.to_builtins(raised.value.hint))
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.char_codec import CharCodec
 from tests.unit.envs.text.data.files import FORMATS, write
-from tidemill.config.supervised import DataConfig
+from tidemill.config.task import DataConfig
 from tidemill.core.errors import UserError
 from tidemill.core.records import Demonstration, PreferencePair, unpack_tokens
 from tidemill.envs.text.examples import Examples, load_demonstrations, load_pairs

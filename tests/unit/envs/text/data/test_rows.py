@@ -20,7 +20,7 @@ ROWS = [
 
 
 def read(path: Path) -> list[Row]:
-    return list(read_rows(path, "auto", section="data", shape="a row looks like this"))
+    return list(read_rows(path, section="data", shape="a row looks like this"))
 
 
 @pytest.mark.parametrize("data_format", FORMATS)
@@ -42,12 +42,6 @@ def test_rows_beyond_one_decoded_batch_keep_their_numbers(tmp_path: Path, data_f
 def test_what_a_row_of_a_table_lacks_is_not_there(tmp_path: Path) -> None:
     row = read(write(tmp_path, "parquet", [{"prompt": "q", "margin": float("nan"), "answer": None}]))[0]
     assert (row.get("prompt"), row.get("margin"), row.get("answer"), row.get("never")) == ("q", None, None, None)
-
-
-def test_a_format_may_be_named_whatever_the_file_is_called(tmp_path: Path) -> None:
-    path = write(tmp_path, "parquet", ROWS).rename(tmp_path / "rows.data")
-    rows = read_rows(path, "parquet", section="data", shape="")
-    assert [row.fields for row in rows] == ROWS
 
 
 def test_a_file_called_parquet_that_is_none(tmp_path: Path) -> None:

@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.config_issues import issues_of
+from tests.pretend_stages import pipeline
+from tidemill.config.issues import INACTIVE, purpose_issues, refuse_untrainable, shown_value, without_effect
+from tidemill.config.keys import find
+from tidemill.config.learning import BatchConfig
+from tidemill.config.load import load_spec
+from tidemill.config.model import CharModelConfig, ModelConfig
+from tidemill.config.schema import EvalConfig, RunSpec, SamplingConfig
+from tidemill.config.task import RewardConfig, ScoringConfig
+from tidemill.pipeline.execution import plan_pipeline
+
+
+def test_values_are_shown_without_the_credentials_of_a_url() -> None:
+    assert shown_value({"url": "http://me:hush@host/score"}) == '{"url": "http://...@host/score"}'
+    assert shown_value("https://host/a@b") == '"https://host/a@b"'
+
+
+@pytest.mark.parametrize(
+    ("spec", "key", "what", "hint"),
+    [
+        (RunSpec(sampling=SamplingConfig(top_p=0.9)), "sampling.top_p", "importance ratios", "sampling.top_p = 1"),
+        (RunSpec(sampling=SamplingConfig(top_k=1)), "sampling.top_k", "importance ratios", "sampling.top_k = 0"),
+        (RunSpec(sampling=SamplingConfig(temperature=0)), "sampling.temperature", "greedy", "above 0"),
+        (
+            RunSpec(batch=BatchConfig(microbatch_tokens=63), sampling=SamplingConfig(max_new_tokens=64)),
+            "batch.microbatch_tokens",
+            "sampling.max_new_tokens = 64",
+            "raise batch.microbatch_tokens",
+        ),
+        (
+            RunSpec(scoring=ScoringConfig(rewards=(RewardConfig(kind="exact", weight=0),))),
+            "scoring.rewards",
+            "every weight is 0",
+            "weight",
+        ),
+    ],
+)
+def test_training_refuses(spec: RunSpec, key: str, what: str, hint: str) -> None:
+    (issue,) = issues_of(lambda: refuse_untrainable(spec))
+    assert issue.key == key
+    assert what in issue.what
+    assert hint in issue.hint
+    for purpose in ("generate", "eval", "read"):
+        assert list(purpose_issues(spec, purpose)) == []
+
+
+def test_a_completion_must_leave_room_for_a_prompt_in_the_char_model() -> None:
+    model = ModelConfig(source="char", char=CharModelConfig(context=64))
+    full = RunSpec(model=model, sampling=SamplingConfig(max_new_tokens=64))
+    room = RunSpec(model=model, sampling=SamplingConfig(max_new_tokens=63), eval=EvalConfig(max_new_tokens=64))
+    assert [issue.key for issue in purpose_issues(full, "generate")] == ["sampling.max_new_tokens"]
+    assert list(purpose_issues(room, "generate")) == []
+    assert [issue.key for issue in purpose_issues(room, "eval")] == ["eval.max_new_tokens"]
+    other = RunSpec(model=ModelConfig(char=CharModelConfig(context=64)), sampling=SamplingConfig(max_new_tokens=64))
+    assert list(purpose_issues(other, "train")) == []  # the context of other models is not known here
+
+
+def test_the_default_run_trains() -> None:
+    refuse_untrainable(RunSpec())
+
+
+def test_samples_for_pass_at_k_must_differ() -> None:
+    greedy = SamplingConfig(temperature=0)
+    (issue,) = purpose_issues(RunSpec(sampling=greedy, eval=EvalConfig(samples_per_prompt=4)), "eval")
+    assert issue.key == "sampling.temperature"
+    assert "4 samples" in issue.what
+    assert list(purpose_issues(RunSpec(sampling=greedy), "eval")) == []
+
+
+MODEL = '--scoring.rewards=[{kind="model", model="./m"}]'
+SETTINGS: list[tuple[list[str], list[str]]] = [  # settings without effect, and what activates them
+    (["--schedule.fresh_fraction=0.5"], ["--schedule.max_policy_lag=1"]),
+    (["--schedule.membership=first_finished", "--schedule.unfinished=restart"], ["--schedule.max_policy_lag=1"]),
+    (["--schedule.on_lag_limit=drop"], ["--schedule.max_policy_lag=1", "--schedule.membership=first_finished"]),
+    (["--algorithm.max_redraws=1"], ["--algorithm.dynamic_sampling=true"]),
+    (["--fleet.tail_fraction=0.2", "--fleet.size=adaptive"], ["--pool.workers=1"]),
+    (["--fleet.preemptible_usd_per_hour=2"], ["--pool.kind=synthetic"]),
+    (["--fleet.heartbeat_timeout_s=30"], ["--pool.workers=1", "--runtime=ray"]),
+    (["--pool.kind=synthetic", "--pool.noticed=0.5"], ["--pool.notice_s=5"]),
+    (["--ray.trainer_cpus=2"], ["--runtime=ray"]),
+    (["--placement.actor_cpus=2"], ["--runtime=ray", "--placement.reward_model=actor", MODEL]),
+    (["--placement.reward_model=actor", "--runtime=ray"], [MODEL]),
+    (["--placement.reference=actor", "--runtime=ray"], ["--algorithm.kl_beta=0.1"]),
+    (["--algorithm.kl_ratio=true"], ["--algorithm.kl_beta=0.1"]),
+    (["--reading.ahead=true"], ["--algorithm.kl_beta=0.1"]),
+    (["--reading.own_thread=true"], ["--reading.ahead=true", MODEL]),
+    (["--reading.chunk_tokens=8"], ["--reading.ahead=true", MODEL]),
+    (["--critic.max_grad_norm=2", "--algorithm.lam=0.9"], ["--algorithm.name=ppo"]),
+    (["--critic.warmup_steps=3"], ["--algorithm.name=ppo"]),
+    (["--algorithm.gamma=0.9"], ["--algorithm.name=reinforce_pp"]),
+    (["--algorithm.name=cispo", "--algorithm.clip_low=0.1"], ["--algorithm.loss=ppo_clip"]),
+    (["--algorithm.kl_stop=0.1"], ["--batch.epochs=2"]),
+    (["--optimizer.min_learning_rate_ratio=0.5"], ["--optimizer.schedule=linear"]),
+]
+
+
+def messages(args: list[str]) -> list[str]:
+    return without_effect(load_spec(args, purpose="read"))
+
+
+@pytest.mark.parametrize(("idle", "needed"), SETTINGS)
+def test_a_key_without_effect_is_reported_until_it_has_one(idle: list[str], needed: list[str]) -> None:
+    (line,) = messages(idle)
+    assert any(arg.removeprefix("--").split("=")[0] in line for arg in idle)
+    assert messages([*idle, *needed]) == []
+
+
+def test_keys_with_the_same_reason_share_a_message() -> None:
+    (both,) = messages(["--schedule.membership=first_finished", "--schedule.unfinished=restart"])
+    assert both.startswith("schedule.membership, schedule.unfinished have no effect: ")
+    (one,) = messages(["--fleet.tail_fraction=0.2"])
+    assert one.startswith("fleet.tail_fraction has no effect: ")
+
+
+def test_values_of_a_preset_are_not_reported() -> None:
+    assert messages(["--algorithm.name=ppo", "--algorithm.kl_beta=0"]) == []  # the preset sets kl_in = "reward"
+
+
+def test_samples_per_prompt_has_no_effect_in_training() -> None:
+    (line,) = messages(["--eval.samples_per_prompt=4"])
+    assert line.startswith("eval.samples_per_prompt has no effect: ")
+
+
+def test_the_table_of_inactive_keys_contains_only_keys() -> None:
+    for row in INACTIVE:
+        for key in row.keys.split():
+            assert find(tuple(key.split("."))), key
+
+
+def test_keys_without_effect_are_reported_for_training_stages(tmp_path: Path) -> None:
+    recipe = (
+        '[model]\nsource = "char"\n[[stage]]\nname = "one"\nkind = "rl"\nfleet.tail_fraction = 0.2\n'
+        '[[stage]]\nname = "two"\nkind = "eval"\neval.samples_per_prompt = 4\n'
+    )
+    (message,) = plan_pipeline(pipeline(tmp_path, recipe)).unused
+    assert message.startswith("stage one: fleet.tail_fraction has no effect")

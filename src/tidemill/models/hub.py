@@ -75,7 +75,7 @@ def _progress_lines(hub_id: str, progress: Progress) -> type[tqdm]:
 
     class ProgressLines(tqdm):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **{**kwargs, "file": io.StringIO(), "disable": False})
+            super().__init__(*args, **{**kwargs, "file": io.StringIO(), "disable": False})  # type: ignore[no-untyped-call]
 
         def display(self, *_: Any, **__: Any) -> None:
             nonlocal reported

@@ -21,7 +21,7 @@ from tidemill.core.errors import UserError
 from tidemill.core.records import Message
 from tidemill.envs.text.build_task import build_task
 from tidemill.envs.text.examples import load_demonstrations, load_pairs
-from tidemill.envs.text.prompts import Task, hash_number
+from tidemill.envs.text.prompts import hash_number
 from tidemill.envs.text.rewards import Context, build_rewards
 from tidemill.models.catalog import asked_for_by, resolve_shell
 from tidemill.models.codec import TextCodec, load_codec

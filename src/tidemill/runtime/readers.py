@@ -334,7 +334,7 @@ def model_rewards(spec: RunSpec, compute: Compute | None, readers: Readers) -> C
 
 
 def model_scores(samples: Sequence[Trajectory]) -> dict[str, tuple[Reward, ...]]:
-    """QueuedReward of reward models that `evaluation_scoring` includes with weight 0: one per sample, by component name."""
+    """Rewards of reward models that `evaluation_scoring` includes with weight 0: one per sample, by component name."""
     rewards = [sample.reward or Reward(value=0.0, valid=False) for sample in samples]
     names = dict.fromkeys(name for reward in rewards for name in reward.components if MODEL_COMPONENT.fullmatch(name))
     return {

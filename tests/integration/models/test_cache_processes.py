@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from tidemill.models.cache import build_once, fault
+from tidemill.models.cache import build_once, damage
 
 DEADLINE_S = 30.0
 
@@ -72,7 +72,7 @@ def test_two_concurrent_processes_build_once(tmp_path: Path) -> None:
     waiting = [line for output in outputs for line in output.splitlines() if line.startswith("waiting for")]
     assert waiting and all(f"process {builder} on " in line for line in waiting)
     assert [output.splitlines()[-1] for output in outputs] == ["done", "done"]
-    assert fault(tmp_path / "entry") is None
+    assert damage(tmp_path / "entry") == ""
     assert sorted(path.name for path in (tmp_path / "entry").glob("[fs]*")) == ["first", "second"]
 
 
@@ -92,7 +92,7 @@ def test_a_killed_build_is_completed_by_the_next_process(tmp_path: Path) -> None
     assert output.splitlines() == ["done"]  # the dead process's lock delays nobody
     assert builders(tmp_path) == [str(victim.pid), str(successor.pid)]
     assert not list(tmp_path.glob(".entry.partial-*"))
-    assert fault(tmp_path / "entry") is None
+    assert damage(tmp_path / "entry") == ""
 
     def forbidden(_: Path) -> None:
         raise AssertionError("built again")
@@ -113,4 +113,4 @@ def test_a_waiting_process_takes_over_from_a_killed_one(tmp_path: Path) -> None:
     victim.communicate(timeout=DEADLINE_S)
     heir.communicate(timeout=DEADLINE_S)
     assert heir.returncode == 0
-    assert fault(tmp_path / "entry") is None
+    assert damage(tmp_path / "entry") == ""

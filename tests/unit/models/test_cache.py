@@ -13,7 +13,7 @@ import pytest
 from filelock import FileLock
 
 from tidemill.core.errors import DeadlineError, UserError
-from tidemill.models.cache import MANIFEST, build_once, cache_dir, fault, is_built
+from tidemill.models.cache import MANIFEST, build_once, cache_dir, damage, is_built
 
 Build = Callable[[Path], None]
 
@@ -50,7 +50,7 @@ def test_a_folder_is_built_once_and_then_only_checked(tmp_path: Path) -> None:
     folder = tmp_path / "not" / "yet" / "there"
     assert not is_built(folder)
     assert build_once(folder, writer(), progress=ignore) == folder
-    assert is_built(folder) and fault(folder) is None
+    assert is_built(folder) and damage(folder) == ""
     assert build_once(folder, forbidden, progress=ignore) == folder
     assert (folder / "model.safetensors").read_bytes() == b"weights"
     assert folder.stat().st_mode & 0o777 == 0o755  # others on the machine may read it
@@ -81,25 +81,23 @@ def _remove_the_manifest(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("spoil", "told"),
     [
         (_truncate, "model.safetensors has 4 bytes instead of 7"),
         (_flip_a_bit, "model.safetensors does not match its checksum"),
-        (_remove_a_file, "config.json is missing"),
-        (_break_the_manifest, f"{MANIFEST} is not readable"),
-        (_empty_the_manifest, f"{MANIFEST} is not readable"),
-        (_remove_the_manifest, f"{MANIFEST} is missing"),
+        (_remove_a_file, "config.json: No such file"),
+        (_break_the_manifest, f"{MANIFEST} is damaged"),
+        (_empty_the_manifest, f"{MANIFEST} is damaged"),
+        (_remove_the_manifest, f"{MANIFEST}: No such file"),
     ],
 )
-def test_a_damaged_folder_is_reported_and_built_again(
-    damage: Callable[[Path], None], told: str, tmp_path: Path
-) -> None:
+def test_a_damaged_folder_is_reported_and_built_again(spoil: Callable[[Path], None], told: str, tmp_path: Path) -> None:
     folder = build_once(tmp_path / "model", writer(), progress=ignore)
-    damage(folder)
+    spoil(folder)
     lines: list[str] = []
     build_once(folder, writer(), progress=lines.append)
     assert len(lines) == 1 and told in lines[0] and str(folder) in lines[0]
-    assert fault(folder) is None
+    assert damage(folder) == ""
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["model"]
 
 
@@ -157,7 +155,7 @@ def test_too_little_space_is_told_before_building(tmp_path: Path) -> None:
     ("number", "told"),
     [(errno.ENOSPC, "the disk is full"), (errno.EROFS, "cannot be written"), (errno.EACCES, "cannot be written")],
 )
-def test_faults_of_the_disk_are_the_users_to_cure(number: int, told: str, tmp_path: Path) -> None:
+def test_disk_errors_are_user_errors(number: int, told: str, tmp_path: Path) -> None:
     def build(folder: Path) -> None:
         (folder / "half").write_bytes(b"x")
         raise OSError(number, "as it is")
@@ -204,4 +202,4 @@ def test_the_manifest_lists_every_file(tmp_path: Path) -> None:
     files = json.loads((folder / MANIFEST).read_text())["files"]
     assert {name: entry["bytes"] for name, entry in files.items()} == {"model.safetensors": 7, "more/config.json": 2}
     shutil.rmtree(folder)
-    assert fault(folder) == "it is not there"
+    assert damage(folder) == f"{MANIFEST}: No such file or directory"

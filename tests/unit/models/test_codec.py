@@ -64,7 +64,7 @@ def test_a_beginning_that_is_also_the_end_token_is_kept() -> None:
 
 
 def test_a_character_outside_the_vocabulary_is_named() -> None:
-    with pytest.raises(UserError, match="cannot express 'é'"):
+    with pytest.raises(UserError, match="vocabulary lacks 'é'"):
         codec(small_tokenizer()).encode("caf\u00e9")
 
 
@@ -194,7 +194,7 @@ def test_a_vocabulary_with_more_ids_than_embeddings_is_refused(tmp_path: Path) -
     )
     folder = in_model_folder(tmp_path, larger)
     with pytest.raises(
-        UserError, match=f"has ids up to {VOCABULARY + 3}, and the model {VOCABULARY} embeddings"
+        UserError, match=f"has id {VOCABULARY + 3}, but the model has only {VOCABULARY} embeddings"
     ) as caught:
         load_codec(folder)
     assert caught.value.where == str(folder)
@@ -206,7 +206,9 @@ def test_a_vocabulary_with_more_ids_than_embeddings_is_refused(tmp_path: Path) -
     ids=lambda used: next(iter(used)),
 )
 def test_an_added_token_that_is_in_use_needs_an_embedding(tmp_path: Path, used: dict[str, str]) -> None:
-    with pytest.raises(UserError, match=f"'<more>' has id {VOCABULARY}, and the model {VOCABULARY} embeddings"):
+    with pytest.raises(
+        UserError, match=f"'<more>' has id {VOCABULARY}, but the model has only {VOCABULARY} embeddings"
+    ):
         load_codec(in_model_folder(tmp_path, grown(**used)))
 
 
@@ -238,10 +240,10 @@ def test_a_template_that_fails_is_refused(template: str) -> None:
     assert codec(tokenizer).end_token_id(chat=True) == 1
 
 
-@pytest.mark.parametrize("ids", ["x", [["a"]], {"a": 1}, 2.5, [None], True, 10**30])
+@pytest.mark.parametrize("ids", ["x", [["a"]], {"a": 1}, 2.5, [None], True])
 @pytest.mark.parametrize("file", ["generation_config", "config"])
-def test_end_tokens_that_are_no_token_ids_are_refused(ids: object, file: str, tmp_path: Path) -> None:
+def test_invalid_end_tokens_are_refused(ids: object, file: str, tmp_path: Path) -> None:
     saved(tmp_path, small_tokenizer(), **{file: {"eos_token_id": ids}})
-    with pytest.raises(UserError, match="needs token ids") as caught:
+    with pytest.raises(UserError, match="must be a token id") as caught:
         load_codec(tmp_path)
     assert caught.value.where == f"{tmp_path / file}.json: eos_token_id"

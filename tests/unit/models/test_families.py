@@ -98,7 +98,7 @@ class _Neighbours(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_check_passes_a_whole_model_and_finds_what_no_configuration_names(dtype: torch.dtype) -> None:
+def test_the_forward_check_finds_models_that_mix_packed_sequences(dtype: torch.dtype) -> None:
     for build in (llama, gemma3):
         check_forward(build().to(dtype))  # type: ignore[arg-type, call-arg, unused-ignore]
     mixing: Any = llama().to(dtype)  # type: ignore[arg-type, call-arg, unused-ignore]
@@ -107,7 +107,7 @@ def test_the_check_passes_a_whole_model_and_finds_what_no_configuration_names(dt
     transformed.forward = _with_head_transform(transformed)
     for model in (mixing, transformed):
         assert forward_difference(model) > 1.5 * TOLERANCE[dtype]
-        with pytest.raises(UserError, match="computes another function"):
+        with pytest.raises(UserError, match="computes other logits when sequences are packed"):
             check_forward(model)
 
 

@@ -103,8 +103,8 @@ def test_a_folder_gives_back_what_was_saved(tmp_path: Path) -> None:
     check_same_vocabulary(loaded.description, folder, codec, where="scoring.rewards")
 
 
-def test_a_plain_model_is_no_reward_model(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no reward model: it has no tidemill\.json") as caught:
+def test_a_plain_model_is_not_a_reward_model(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"not a reward model: the folder has no tidemill\.json") as caught:
         load_reward_model(save_folder(llama(), tmp_path), device=CPU)
     assert "stage that trains a reward model" in caught.value.hint
 
@@ -124,20 +124,23 @@ def test_a_reward_model_is_refused_as_what_writes_and_a_model_with_a_value_head_
 
 def test_another_kind_of_head_is_refused(tmp_path: Path) -> None:
     folder, _ = reward_folder(tmp_path, kind="value_model")
-    with pytest.raises(UserError, match="holds a value model, and a reward model is needed"):
+    with pytest.raises(UserError, match="holds a value model, expected a reward model"):
         load_reward_model(folder, device=CPU)
 
 
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda folder: (folder / HEAD).unlink(), "weight file is missing"),
-        (lambda folder: (folder / HEAD).write_bytes((folder / HEAD).read_bytes()[:-3]), "its header promises"),
+        (lambda folder: (folder / HEAD).unlink(), "weight file of the head is missing"),
+        (
+            lambda folder: (folder / HEAD).write_bytes((folder / HEAD).read_bytes()[:-3]),
+            "weight file of the head is damaged",
+        ),
         (lambda folder: (folder / DESCRIPTION).write_text("{"), "cannot be read"),
         (lambda folder: (folder / DESCRIPTION).write_text('{"kind": "reward_model"}'), "cannot be read"),
     ],
 )
-def test_torn_files_are_named(tmp_path: Path, damage: object, words: str) -> None:
+def test_damaged_files_are_named(tmp_path: Path, damage: object, words: str) -> None:
     folder, _ = reward_folder(tmp_path)
     assert callable(damage)
     damage(folder)
@@ -148,7 +151,7 @@ def test_torn_files_are_named(tmp_path: Path, damage: object, words: str) -> Non
 
 @pytest.mark.parametrize(
     ("field", "value", "words"),
-    [("format", 9, "format 9 of the head"), ("hidden_size", 32, "where its description promises")],
+    [("format", 9, "the head has format 9"), ("hidden_size", 32, "do not fit its description")],
 )
 def test_a_description_that_does_not_fit_is_refused(tmp_path: Path, field: str, value: int, words: str) -> None:
     folder, _ = reward_folder(tmp_path)
@@ -161,7 +164,7 @@ def test_a_description_that_does_not_fit_is_refused(tmp_path: Path, field: str, 
 def test_a_head_of_another_model_is_refused(tmp_path: Path) -> None:
     folder, _ = reward_folder(tmp_path)
     save_head(folder, ScalarHead(7), kind="reward_model", pooling="last_token", vocabulary_digest="")
-    with pytest.raises(UserError, match="hidden states of 7 numbers, and the model's have 64"):
+    with pytest.raises(UserError, match="the head has hidden size 7, and the model 64"):
         load_reward_model(folder, device=CPU)
 
 

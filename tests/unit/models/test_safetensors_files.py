@@ -26,12 +26,11 @@ def write(folder: Path, header: object = HEADER, *, data: int = 26, name: str = 
     return folder / name
 
 
-def test_tensors_are_found_at_their_bytes(tmp_path: Path) -> None:
+def test_dtypes_and_shapes_are_read(tmp_path: Path) -> None:
     file = write(tmp_path)
-    start = 8 + len(json.dumps(HEADER))
     assert stored_tensors(tmp_path) == {
-        "a": StoredTensor(file=file, offset=start, nbytes=24, dtype="F32", shape=(2, 3)),
-        "b": StoredTensor(file=file, offset=start + 24, nbytes=2, dtype="BF16", shape=()),
+        "a": StoredTensor(file=file, dtype="F32", shape=(2, 3)),
+        "b": StoredTensor(file=file, dtype="BF16", shape=()),
     }
 
 
@@ -63,7 +62,7 @@ def test_a_folder_without_weights_has_none(tmp_path: Path) -> None:
 def test_a_broken_index_is_named(index: str, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors.index.json"
     path.write_text(index)
-    with pytest.raises(UserError, match="list of weight files is not readable") as caught:
+    with pytest.raises(UserError, match="index of the weight files is not readable") as caught:
         weight_files(tmp_path)
     assert caught.value.where == str(path)
 
@@ -78,7 +77,7 @@ def test_an_index_cannot_reach_outside_its_folder(tmp_path: Path) -> None:
 def test_a_file_cut_short_is_refused(keep: int, tmp_path: Path) -> None:
     file = write(tmp_path)
     file.write_bytes(file.read_bytes()[:keep])
-    with pytest.raises(UserError, match=r"cut short|has .* bytes where its header promises") as caught:
+    with pytest.raises(UserError, match="the weight file is damaged") as caught:
         stored_tensors(tmp_path)
     assert caught.value.where == str(file)
     assert caught.value.hint
@@ -86,7 +85,7 @@ def test_a_file_cut_short_is_refused(keep: int, tmp_path: Path) -> None:
 
 def test_a_file_with_bytes_to_spare_is_refused(tmp_path: Path) -> None:
     write(tmp_path, data=27)
-    with pytest.raises(UserError, match=r"has .* bytes where its header promises"):
+    with pytest.raises(UserError, match="the weight file is damaged"):
         stored_tensors(tmp_path)
 
 
@@ -100,21 +99,21 @@ def test_a_file_with_bytes_to_spare_is_refused(tmp_path: Path) -> None:
         [0, 26],
     ],
 )
-def test_a_header_that_makes_no_sense_is_refused(entry: object, tmp_path: Path) -> None:
+def test_a_header_of_the_wrong_form_is_refused(entry: object, tmp_path: Path) -> None:
     file = write(tmp_path, {"a": entry})
-    with pytest.raises(UserError, match="header of the weight file is corrupt") as caught:
+    with pytest.raises(UserError, match="the weight file is damaged") as caught:
         stored_tensors(tmp_path)
     assert caught.value.where == str(file)
 
 
 def test_a_header_that_is_not_json_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 4) + b"\xff\x00{}")
-    with pytest.raises(UserError, match="corrupt"):
+    with pytest.raises(UserError, match="damaged"):
         stored_tensors(tmp_path)
 
 
 def test_a_text_file_under_the_name_of_weights_is_refused(tmp_path: Path) -> None:
     # What a checkout without large files leaves; its first 8 bytes read as a length are astronomic.
     (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n")
-    with pytest.raises(UserError, match="not a safetensors file"):
+    with pytest.raises(UserError, match="damaged"):
         stored_tensors(tmp_path)

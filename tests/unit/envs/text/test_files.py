@@ -48,15 +48,11 @@ def test_every_format_is_the_same_task(tmp_path: Path, data_format: str) -> None
     assert task.source.held_out() == reference.source.held_out()
 
 
-def test_what_the_codec_refuses_is_placed(tmp_path: Path) -> None:
+def test_a_codec_error_names_file_and_line(tmp_path: Path) -> None:
     path = write(tmp_path / "f.jsonl", *rows(3), {"prompt": "a\tb", "answer": "c"})
     with pytest.raises(UserError, match="cannot express") as caught:
         build(path)
     assert caught.value.where == f"{path}, line 4"
-
-
-def test_jsonl_reads_json_lines_whatever_the_name(tmp_path: Path) -> None:
-    assert build(write(tmp_path / "lines.parquet", *rows(9))).train_size > 0
 
 
 def test_every_line_is_on_one_side(tmp_path: Path) -> None:
@@ -163,9 +159,9 @@ def test_windows_line_ends_and_byte_order_marks_are_fine(tmp_path: Path) -> None
     assert [item.answer for item in read_items(path)] == ["a", "a"]
 
 
-def test_a_missing_file_a_folder_and_an_empty_file_are_said(tmp_path: Path) -> None:
+def test_a_missing_file_a_folder_and_an_empty_file_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text(" \n\n")
-    for name, fault in (("none.jsonl", "No such file"), (".", "Is a directory"), ("empty.jsonl", "no rows")):
+    for name, fault in (("none.jsonl", "No such file"), (".", "state.json"), ("empty.jsonl", "no rows")):
         with pytest.raises(UserError, match=fault):
             build(tmp_path / name)
 

@@ -29,7 +29,7 @@ from tidemill.core.records import (
     count,
     unpack_logprobs,
 )
-from tidemill.envs.text.batch_rewards import Batches, Sample
+from tidemill.envs.text.batch_rewards import BatchedReward, Sample
 from tidemill.envs.text.rewards import QueuedReward
 from tidemill.models.catalog import resolve
 from tidemill.models.codec import load_codec
@@ -274,7 +274,7 @@ class ModelScorer:
         self._compute = compute
         self._reward, self._budget, self._autocast = reward, budget, autocast
 
-    async def judge(self, samples: Sequence[Sample]) -> Sequence[float | Exception]:
+    async def score_batch(self, samples: Sequence[Sample]) -> Sequence[float | Exception]:
         sequences = [sample.token_ids for sample in samples]
         return await self._compute.run(
             lambda: reward_scores(self._reward, sequences, budget=self._budget, autocast=self._autocast)
@@ -328,7 +328,7 @@ def model_rewards(spec: RunSpec, compute: Compute | None, readers: Readers) -> C
             budget=1 if spec.engine.batch_invariant else spec.batch.microbatch_tokens,
             autocast=choose_precision(spec.trainer, device),
         )
-        return Batches(scorer, most=config.batch)
+        return BatchedReward(scorer, most=config.batch)
 
     return scores
 

@@ -102,7 +102,7 @@ def _pretend_installed(monkeypatch: pytest.MonkeyPatch, package: Path) -> None:
 
 def test_the_wheel_holds_no_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     _pretend_installed(monkeypatch, tmp_path)
-    with pytest.raises(UserError, match="not in the installed package"):
+    with pytest.raises(UserError, match="the installed package does not contain the model file"):
         builtin.find_gguf()
 
 

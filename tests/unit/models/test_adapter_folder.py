@@ -206,8 +206,8 @@ def test_a_damaged_or_foreign_adapter_folder(base: Path, stored: Path) -> None:
     with pytest.raises(UserError, match="weights cannot be read"):
         load_adapter(stored, loaded(base))
     (stored / ORIGIN).write_text(json.dumps({"digest": ""}))
-    with pytest.raises(UserError, match="base_model.json cannot be read"):
+    with pytest.raises(UserError, match=r"base_model\.json cannot be read"):
         load_adapter(stored, loaded(base))
     (stored / ORIGIN).unlink()
-    with pytest.raises(UserError, match="base_model.json is missing"):
+    with pytest.raises(UserError, match=r"base_model\.json is missing"):
         load_adapter(stored, loaded(base))

@@ -1,4 +1,4 @@
-"""Few-shot arithmetic: "2+3=5\\n4+1=5\\n7+6=" and the model goes on."""
+"""Few-shot arithmetic: prompts such as "2+3=5\\n4+1=5\\n7+6=", which the model completes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tidemill.core.records import Record
 from tidemill.envs.text.prompts import (
     Item,
     ListedSource,
-    Longest,
+    LongestPrompt,
     Render,
     SampledSource,
     Task,
@@ -19,7 +19,7 @@ from tidemill.envs.text.prompts import (
     hash_number,
     hash_share,
     in_content_order,
-    longest_of,
+    longest_prompt,
     text_item,
 )
 
@@ -31,17 +31,17 @@ OPERATIONS: dict[str, Callable[[int, int], int]] = {
 }
 COMMUTATIVE = "+*"
 LISTED_DIGITS = 2
-"""Up to here all problems are listed (at most 30,000); beyond, they are drawn."""
+"""Up to this number of digits all problems are listed (at most 30,000); above, they are drawn at random."""
 MEASURED_ITEMS = 1000
-"""Up to so many prompts each is tokenized at the start to find the longest; beyond, a bound is used."""
+"""Up to this number of prompts, each is tokenized at the start to find the longest; above, a bound is used."""
 SAMPLED_HELD_OUT = 1024
-"""Held-out prompts where problems are drawn rather than listed."""
+"""Number of held-out prompts if problems are drawn at random."""
 RAREST_SHARE = 0.01
-"""Drawing a problem of either side must not take hundreds of tries."""
+"""Smallest share of either side; below it, drawing one problem would take hundreds of attempts."""
 
 
 class Problem(Record):
-    """left ∘ right, neither below 0."""
+    """left ∘ right, both non-negative."""
 
     operator: str
     left: int
@@ -57,7 +57,7 @@ class Problem(Record):
 
     @property
     def kind(self) -> tuple[str, int, int]:
-        """What it shares with its commuted twin."""
+        """Equal for a problem and its commuted form."""
         left, right = self.left, self.right
         if self.operator in COMMUTATIVE:
             left, right = min(left, right), max(left, right)
@@ -65,12 +65,12 @@ class Problem(Record):
 
 
 def format_prompt(shots: Sequence[Problem], problem: Problem) -> str:
-    """Worked examples, one a line, then the question: the shots are a prefix that all prompts share."""
+    """Worked examples, one per line, then the question; all prompts share the examples as a prefix."""
     return "".join(f"{shot.question}{shot.answer}{STOP}" for shot in shots) + problem.question
 
 
 def draw_problem(config: ArithmeticTask, *key: object) -> Problem:
-    """The problem a key stands for: operator and operands uniform and independent."""
+    """The problem of a key: operator and operands are uniform and independent."""
     return Problem(
         operator=config.operators[hash_number("operator", key) % len(config.operators)],
         left=hash_number("left", key) % config.operands,
@@ -79,7 +79,7 @@ def draw_problem(config: ArithmeticTask, *key: object) -> Problem:
 
 
 def choose_shots(config: ArithmeticTask) -> list[Problem]:
-    """The same for every seed: operators take turns, no two are twins, and no 0 or 1 hides what an operator does."""
+    """The worked examples, equal for every seed: operators alternate, no two are commuted forms, no 0 or 1."""
     shots: dict[tuple[str, int, int], Problem] = {}
     number = 0
     while len(shots) < config.shots:
@@ -92,7 +92,8 @@ def choose_shots(config: ArithmeticTask) -> list[Problem]:
 
 
 def split_listed(config: ArithmeticTask, shots: Sequence[Problem]) -> tuple[list[Problem], list[Problem]]:
-    """(training, held-out) of all problems but the shots: of each operator the kinds lowest by hash are held out."""
+    """(training, held-out) of all problems except the shots; of each operator the kinds with the lowest hash are held
+    out."""
     train: list[Problem] = []
     held_out: list[Problem] = []
     shot_kinds = {shot.kind for shot in shots}
@@ -109,10 +110,10 @@ def split_listed(config: ArithmeticTask, shots: Sequence[Problem]) -> tuple[list
 
 
 def build_arithmetic(config: ArithmeticTask, *, batch_prompts: int, seed: int, render: Render) -> Task:
-    """The arithmetic task; the split depends on the task's settings alone, the order of training prompts on `seed`.
+    """The arithmetic task. The split depends only on the task's settings; `seed` orders the training prompts.
 
     Raises:
-        UserError: for a held-out share that drawing could not meet in sensible time.
+        UserError: the held-out share is too small or too large to draw from.
     """
     config = config.model_copy(update={"operators": "".join(dict.fromkeys(config.operators))})
     shots = choose_shots(config)
@@ -130,7 +131,7 @@ def build_arithmetic(config: ArithmeticTask, *, batch_prompts: int, seed: int, r
         train, held_out = ([item(problem) for problem in side] for side in split_listed(config, shots))
         train_size, held_out = len(train), in_content_order(held_out)
         if train_size + len(held_out) <= MEASURED_ITEMS:
-            longest = longest_of([*train, *held_out], render)
+            longest = longest_prompt([*train, *held_out], render)
         source: PromptSource = ListedSource(train, held_out, batch_prompts=batch_prompts, seed=seed, render=render)
     else:
         draw = draw_from(config, shots)
@@ -155,12 +156,12 @@ def build_arithmetic(config: ArithmeticTask, *, batch_prompts: int, seed: int, r
 
 
 def draw_from(config: ArithmeticTask, shots: Sequence[Problem]) -> Callable[..., Problem]:
-    """draw(held_out, *key): the problem of that side that a key stands for."""
+    """Returns draw(held_out, *key): the problem of that side for a key."""
     if not RAREST_SHARE <= config.held_out_fraction <= 1 - RAREST_SHARE:
         raise UserError(
-            f"{config.held_out_fraction} leaves one side too rare to be drawn from {config.digits}-digit problems",
+            f"{config.held_out_fraction} leaves one side too rare to draw from {config.digits}-digit problems",
             where="task.held_out_fraction",
-            hint=f"take a share between {RAREST_SHARE} and {1 - RAREST_SHARE}",
+            hint=f"set a share between {RAREST_SHARE} and {1 - RAREST_SHARE}",
         )
     shot_kinds = {shot.kind for shot in shots}
 
@@ -186,7 +187,7 @@ def _drawn_held_out(draw: Callable[..., Problem]) -> list[Problem]:
     return list(found.values())
 
 
-def _bound(item: Item, widest: Problem, render: Render) -> Longest:
-    # A byte-level tokenizer makes at most one token of a byte: another question adds at most its bytes.
-    longest = longest_of([item], render)
-    return Longest(tokens=longest.tokens + len(widest.question), text=longest.text, where=longest.where)
+def _bound(item: Item, widest: Problem, render: Render) -> LongestPrompt:
+    # A byte-level tokenizer makes at most one token per byte, so another question adds at most its bytes.
+    longest = longest_prompt([item], render)
+    return LongestPrompt(tokens=longest.tokens + len(widest.question), text=longest.text, where=longest.where)

@@ -23,42 +23,42 @@ from tidemill.core.records import Prompt, SampleId, TokenBuffer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What a reward sees."""
+    """The input of a reward."""
 
     prompt: Prompt
-    completion: str  # decoded, with the stop string that ended it
+    completion: str  # decoded, including the stop string that ended it
     completion_tokens: int
     sample_id: SampleId
-    token_ids: TokenBuffer = b""  # int32 [P + T], prompt and completion as they were generated
+    token_ids: TokenBuffer = b""  # int32 [P + T], prompt and completion as generated
 
 
 class BatchScorer(Protocol):
     """Scores samples together."""
 
-    async def judge(self, samples: Sequence[Sample]) -> Sequence[float | Exception]:
-        """One score or fault a sample, in order; an exception raised is the fault of all of them."""
+    async def score_batch(self, samples: Sequence[Sample]) -> Sequence[float | Exception]:
+        """Return one score or exception per sample, in order. An exception raised applies to all of them."""
 
     async def close(self) -> None: ...
 
 
-class Batches:
-    """One sample's score at a time for whoever asks, batches for the judge. Each sample is scored as soon as the judge
-    is free: nothing waits for a batch to fill.
+class BatchedReward:
+    """Collects single requests into batches for a scorer. A batch is sent as soon as the scorer is free; no request
+    waits for a batch to fill.
 
-    Args:
-        most: samples of one batch, at most.
-        overtake_s: a batch that takes longer no longer holds up the next, which is judged beside it; None holds it up
-            for as long as it takes.
+        Args:
+            most: maximum number of samples per batch.
+            overtake_s: after this time the next batch is sent even if the previous one has not returned; None waits
+                without limit.
     """
 
-    def __init__(self, judge: BatchScorer, *, most: int, overtake_s: float | None = None) -> None:
-        self._judge, self._most, self._overtake_s = judge, most, overtake_s
+    def __init__(self, scorer: BatchScorer, *, most: int, overtake_s: float | None = None) -> None:
+        self._scorer, self._most, self._overtake_s = scorer, most, overtake_s
         self._waiting: deque[tuple[Sample, asyncio.Future[float]]] = deque()
         self._answering: set[asyncio.Task[None]] = set()
         self._serving: asyncio.Task[None] | None = None
 
     async def __call__(self, sample: Sample) -> float:
-        """The sample's score, or the exception that is its fault."""
+        """Return the sample's score, or raise the exception of its batch."""
         future: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self._waiting.append((sample, future))
         if self._serving is None:
@@ -66,7 +66,7 @@ class Batches:
         return await future
 
     async def close(self) -> None:
-        """Give up what is being judged, and what waits."""
+        """Cancel the batches being scored and the requests that wait."""
         under_way = {*self._answering, *([self._serving] if self._serving else ())}
         for task in under_way:
             task.cancel()
@@ -74,11 +74,11 @@ class Batches:
             await asyncio.wait(under_way)
         _fail(self._waiting)
         self._waiting.clear()
-        await self._judge.close()
+        await self._scorer.close()
 
     async def _serve(self) -> None:
         try:
-            await asyncio.sleep(0)  # samples that finished in the same moment come along
+            await asyncio.sleep(0)  # include samples that finish in the same loop iteration
             while batch := self._next_batch():
                 answering = asyncio.create_task(self._answer(batch))
                 self._answering.add(answering)
@@ -91,14 +91,14 @@ class Batches:
         batch: list[tuple[Sample, asyncio.Future[float]]] = []
         while self._waiting and len(batch) < self._most:
             entry = self._waiting.popleft()
-            if not entry[1].done():  # nobody waits any more for one past its deadline
+            if not entry[1].done():  # already timed out
                 batch.append(entry)
         return batch
 
     async def _answer(self, batch: list[tuple[Sample, asyncio.Future[float]]]) -> None:
         results: Sequence[float | Exception]
         try:
-            results = await self._judge.judge([sample for sample, _ in batch])
+            results = await self._scorer.score_batch([sample for sample, _ in batch])
             if len(results) != len(batch):
                 raise ValueError(f"{len(results)} scores for {len(batch)} samples")
         except asyncio.CancelledError:
@@ -118,48 +118,48 @@ class Batches:
 def _fail(entries: Iterable[tuple[Sample, asyncio.Future[float]]]) -> None:
     for _, future in entries:
         if not future.done():
-            future.set_exception(RuntimeError("closed before there was a score"))
+            future.set_exception(RuntimeError("closed before the sample was scored"))
 
 
-PAUSE_S = 0.25  # before the first retry; doubled for each further one
-TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
-LONGEST_ANSWER_BYTES = 16 << 20
+PAUSE_S = 0.25  # before the first retry; doubles with each further one
+TEMPORARY_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
+MAX_RESPONSE_BYTES = 16 << 20
 
 
 class RemoteError(Exception):
-    """The server did not give scores; says which server and why."""
+    """The server returned no scores; the message names server and reason."""
 
 
 class _TemporaryError(RemoteError):
-    """Another try may succeed."""
+    """A retry may succeed."""
 
 
 class HttpScorer:
-    """Implements `batches.Judge`: one request a batch, sent again while there is hope.
+    """Implements `BatchScorer` with one HTTP request per batch and retries for temporary errors.
 
-    Each request has a deadline as a whole, from connecting to the last byte of the answer; a sample's deadline is
-    divided among the tries.
+    Each request has a deadline from connecting to the last byte of the response; a sample's deadline is divided
+    evenly among the attempts.
 
     Args:
         pause_s: before the first retry.
 
     Raises:
-        UserError: the variable that `auth_env` names is not set, or holds what no header can.
+        UserError: the variable that `auth_env` names is not set or is not a valid header value.
     """
 
     def __init__(self, config: RewardConfig, *, pause_s: float = PAUSE_S) -> None:
         self._url, self._tries, self._pause_s = config.url, config.retries + 1, pause_s
         self._request_s = config.longest_wait_s / self._tries
         self._headers = {"content-type": "application/json", "accept": "application/json", **_authorization(config)}
-        # No proxy or other credentials from the environment, and no redirect to a server nobody named.
+        # No proxy or credentials from the environment, and no redirect to another server.
         self._client = httpx2.AsyncClient(trust_env=False, follow_redirects=False, timeout=None)
 
-    async def judge(self, samples: Sequence[Sample]) -> Sequence[float | Exception]:
+    async def score_batch(self, samples: Sequence[Sample]) -> Sequence[float | Exception]:
         """
         Raises:
-            RemoteError: no answer, or one that is not a score for every sample.
+            RemoteError: no response, or a response without one score per sample.
         """
-        body = msgspec.json.encode({"samples": [_told(sample) for sample in samples]})
+        body = msgspec.json.encode({"samples": [_request_fields(sample) for sample in samples]})
         for number in range(self._tries):
             try:
                 return self._scores(await self._ask(body), len(samples))
@@ -167,7 +167,7 @@ class HttpScorer:
                 if number + 1 == self._tries:
                     raise
                 await asyncio.sleep(self._pause_s * 2**number)
-        raise AssertionError("there is at least one try")
+        raise AssertionError("there is at least one attempt")
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -178,7 +178,7 @@ class HttpScorer:
                 asyncio.timeout(self._request_s),
                 self._client.stream("POST", self._url, content=body, headers=self._headers) as answer,
             ):
-                if answer.status_code in TRY_AGAIN:
+                if answer.status_code in TEMPORARY_STATUS:
                     raise _TemporaryError(f"{self._url} answered {answer.status_code}")
                 if answer.status_code != 200:
                     raise RemoteError(f"{self._url} answered {answer.status_code}")
@@ -186,11 +186,11 @@ class HttpScorer:
                 async for part in answer.aiter_bytes():
                     parts.append(part)
                     size += len(part)
-                    if size > LONGEST_ANSWER_BYTES:
-                        raise RemoteError(f"{self._url} answered with more than {LONGEST_ANSWER_BYTES:,} bytes")
+                    if size > MAX_RESPONSE_BYTES:
+                        raise RemoteError(f"{self._url} answered with more than {MAX_RESPONSE_BYTES:,} bytes")
                 return b"".join(parts)
         except TimeoutError:
-            raise _TemporaryError(f"{self._url} gave no whole answer within {self._request_s:g} s") from None
+            raise _TemporaryError(f"{self._url} did not answer within {self._request_s:g} s") from None
         except httpx2.HTTPError as error:
             raise _TemporaryError(f"{self._url}: {type(error).__name__} {error}".rstrip()) from error
 
@@ -211,20 +211,20 @@ class HttpScorer:
 
 
 def _authorization(config: RewardConfig) -> dict[str, str]:
-    """The header with the secret; it is in memory only, and no error has it in its words."""
+    """The header with the secret, which is kept in memory only and never part of an error message."""
     if not config.auth_env:
         return {}
     where, secret = "scoring.rewards.auth_env", os.environ.get(config.auth_env, "").strip()
     if not secret:
-        hint = f"export {config.auth_env} before starting, or leave auth_env out"
+        hint = f"export {config.auth_env} before starting, or remove auth_env"
         raise UserError(f"the environment variable {config.auth_env} is not set", where=where, hint=hint)
     if not (secret.isascii() and secret.isprintable()):
-        what = f"the value of {config.auth_env} has characters that no header can carry"
+        what = f"the value of {config.auth_env} has characters that are not allowed in a header"
         raise UserError(what, where=where, hint="set it to one line of plain ASCII")
     return {config.auth_header: secret}
 
 
-def _told(sample: Sample) -> dict[str, Any]:
+def _request_fields(sample: Sample) -> dict[str, Any]:
     named = sample.sample_id
     return {
         "id": f"{named.purpose}/{named.prompt_id}/{named.epoch}/{named.index}",

@@ -1,4 +1,4 @@
-"""Training and evaluation examples of a supervised stage: split, encoded, in a reproducible order."""
+"""Loads the examples of supervised stages: splits them, encodes them and orders them reproducibly."""
 
 from __future__ import annotations
 
@@ -21,33 +21,32 @@ from tidemill.envs.text.prompts import (
     encode_question,
     in_chat,
     in_content_order,
-    placed,
     question_key,
     split_by_content,
+    with_location,
 )
 from tidemill.envs.text.rows import DemonstrationText, PairText, identical_replies, read_demonstrations, read_pairs
 
 
 class Encoder:
-    """Prompt and completions of a row as a model would see them while generating: the prompt's ids first, then the
-    completion's, encoded apart.
+    """Encodes rows as a model sees them during generation: prompt and completion separately, then concatenated.
 
     Args:
-        chat_template: wrap plain prompts too in the model's chat template.
-        end_token: close every completion with the token that ends the model's turn, unless it ends with one already.
+        chat_template: also apply the model's chat template to plain prompts.
+        end_token: append the token that ends the model's turn to completions that do not end with one.
     """
 
     def __init__(self, codec: CompletionCodec, *, chat_template: bool, end_token: bool) -> None:
         self._codec, self._chat_template, self._end_token = codec, chat_template, end_token
 
     def demonstration(self, row: DemonstrationText) -> Demonstration:
-        """Raises UserError: the codec refuses the text."""
+        """Raises UserError: the codec rejects the text."""
         return Demonstration(
             id=content_id(row), prompt_ids=self._prompt(row), completion_ids=self._completion(row, row.completion)
         )
 
     def pair(self, row: PairText) -> PreferencePair:
-        """Raises UserError: the codec refuses the text, or both sides have the same tokens."""
+        """Raises UserError: the codec rejects the text, or both sides have the same tokens."""
         chosen, rejected = self._completion(row, row.chosen), self._completion(row, row.rejected)
         if chosen == rejected:
             raise identical_replies(row)
@@ -66,7 +65,7 @@ class Encoder:
         try:
             token_ids = self._codec.encode_completion(text)
         except UserError as error:
-            raise placed(error, row) from error
+            raise with_location(error, row) from error
         if self._end_token and token_ids[-1:] and token_ids[-1] not in self._codec.stop_token_ids:
             chat = in_chat(row, chat_template=self._chat_template)
             token_ids = [*token_ids, self._codec.end_token_id(chat=chat)]
@@ -78,16 +77,16 @@ Read = Callable[[Path], Iterable[QuestionT]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainEvalSplit(Generic[QuestionT]):
-    """Rows apart: no question is on both sides."""
+    """Rows split by question: no question is on both sides."""
 
     train: list[QuestionT]
-    held_out: list[QuestionT]  # in content order: any first n are a fair selection
-    repeated: int  # rows of `path` that say what another says
-    kept: int  # of `path`, left out of training because the evaluation file asks the same
+    held_out: list[QuestionT]  # in content order: any first n are a random sample
+    repeated: int  # duplicate rows of `path`
+    kept: int  # rows of `path` left out of training because the evaluation file has the same question
 
     @property
     def left_out(self) -> str:
-        """`3 repeated, 1 kept for evaluation`; empty where nothing is."""
+        """`3 repeated, 1 kept for evaluation`; empty if none."""
         counts = {"repeated": self.repeated, "kept for evaluation": self.kept}
         return ", ".join(f"{count} {why}" for why, count in counts.items() if count)
 
@@ -95,17 +94,17 @@ class TrainEvalSplit(Generic[QuestionT]):
 def read_split(
     read: Read[QuestionT], path: Path, held_out_path: Path | None, held_out_fraction: float, *, section: str
 ) -> TrainEvalSplit[QuestionT]:
-    """One file split, or a training and an evaluation file.
+    """Split one file, or read a training and an evaluation file.
 
-    Rows appended or moved leave every other on its side. A row repeated is taken once. A question in both files, or in
-    one file with several answers, is on one side only.
+    Appending or moving rows does not change the side of any other row. A duplicate row is used once. A question in
+    both files, or with several answers in one file, is on one side only.
 
     Args:
-        held_out_fraction: share of the questions of `path`; 0 keeps none.
+        held_out_fraction: share of the questions of `path`; 0 holds out none.
         section: of the configuration: "task" or "data".
 
     Raises:
-        UserError: a file cannot be read or has a faulty row; one side would be empty.
+        UserError: a file cannot be read or has an invalid row; one side would be empty.
     """
     rows = list(read(path))
     items = distinct(rows)
@@ -113,56 +112,48 @@ def read_split(
     if held_out_path is None:
         train, held_out = split_by_content(items, held_out_fraction) if held_out_fraction else (items, [])
         if held_out_fraction and not (train and held_out):
-            raise _one_question(path, section)
+            raise UserError(
+                "a single question cannot be split into training and evaluation",
+                where=str(path),
+                hint=f"add rows, or give {section}.held_out_path",
+            )
         return TrainEvalSplit(train=train, held_out=in_content_order(held_out), repeated=repeated, kept=0)
     held_out = distinct(read(held_out_path))
     asked = {question_key(item) for item in held_out}
     train = [item for item in items if question_key(item) not in asked]
     if not train:
-        raise _none_left(path, held_out_path)
+        raise UserError(
+            "every question is also an evaluation question; no training data is left",
+            where=str(path),
+            hint=f"remove the shared rows from {held_out_path}",
+        )
     kept = len(items) - len(train)
     return TrainEvalSplit(train=train, held_out=in_content_order(held_out), repeated=repeated, kept=kept)
 
 
-def _one_question(path: Path, section: str) -> UserError:
-    return UserError(
-        "one question alone cannot be split into training and evaluation",
-        where=str(path),
-        hint=f"add rows, or give {section}.held_out_path",
-    )
-
-
-def _none_left(path: Path, held_out_path: Path) -> UserError:
-    return UserError(
-        "every question is also an evaluation question, so none is left to train on",
-        where=str(path),
-        hint=f"take the shared rows out of {held_out_path}",
-    )
-
-
 ExampleT = TypeVar("ExampleT", bound=Demonstration | PreferencePair)
 NAMED_ROWS = 3
-"""So many of the rows that are too long are named."""
+"""Number of rows that are too long to list in the message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examples(Generic[ExampleT]):
-    """Both sides of a data set, tokenized. No question is on both."""
+    """Both sides of a data set, tokenized. No question is on both sides."""
 
     train: tuple[ExampleT, ...]
     held_out: tuple[ExampleT, ...]
     longest_tokens: int  # prompt plus the longer completion, over both sides
     dropped: int  # rows of both sides that were too long
-    digest: str  # of the texts of both sides, dropped ones included: another one on resume means other data
-    description: str  # the file, and what was left out of it
+    digest: str  # of the texts of both sides, including dropped ones; changes if the data change
+    description: str  # the file, and what was left out
 
     def order(self, *, batch: int, seed: int) -> ExampleOrder[ExampleT]:
-        """The training examples in steps of `batch`, shuffled by `seed` in every epoch anew."""
+        """The training examples in steps of `batch`, shuffled in every epoch."""
         return ExampleOrder(self.train, batch=batch, seed=seed)
 
 
 class ExampleOrder(Generic[ExampleT]):
-    """Training examples by position: a resumed stage needs to know its step and nothing else."""
+    """Training examples by step; to resume, only the step is needed."""
 
     def __init__(self, examples: tuple[ExampleT, ...], *, batch: int, seed: int) -> None:
         self._examples, self._batch = examples, batch
@@ -170,11 +161,11 @@ class ExampleOrder(Generic[ExampleT]):
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps until every example has been taken; the last of them may begin the next epoch."""
+        """Steps until every example has been used; the last one may include the start of the next epoch."""
         return -(-len(self._examples) // self._batch)
 
     def train_batch(self, step: int) -> list[tuple[int, ExampleT]]:
-        """The (epoch, example) pairs of 1-based `step`: a pure function of seed, step and the training side."""
+        """The (epoch, example) pairs of 1-based `step`, a pure function of seed, step and the training side."""
         return [(epoch, self._examples[index]) for epoch, index in self._order.batch(step)]
 
 
@@ -184,14 +175,18 @@ def load_demonstrations(
     """The demonstrations of the `[data]` section.
 
     Args:
-        context_limit: the longest sequence the model was made for, in tokens.
-        chat_template: wrap plain prompts too in the model's chat template (`model.chat_template`).
+        context_limit: maximum sequence length of the model, in tokens.
+        chat_template: also apply the model's chat template to plain prompts (`model.chat_template`).
 
     Raises:
-        UserError: naming file, row and field of the first fault, and what to do.
+        UserError: a row is invalid; names file, row and field.
     """
     encoder = Encoder(codec, chat_template=chat_template, end_token=config.end_token)
-    return _load(config, read_demonstrations, encoder.demonstration, _demonstration_tokens, context_limit)
+
+    def tokens(example: Demonstration) -> int:
+        return count(example.prompt_ids) + count(example.completion_ids)
+
+    return _load(config, read_demonstrations, encoder.demonstration, tokens, context_limit)
 
 
 def load_pairs(
@@ -199,15 +194,11 @@ def load_pairs(
 ) -> Examples[PreferencePair]:
     """The preference pairs of the `[data]` section; arguments and errors as `load_demonstrations`."""
     encoder = Encoder(codec, chat_template=chat_template, end_token=config.end_token)
-    return _load(config, read_pairs, encoder.pair, _pair_tokens, context_limit)
 
+    def tokens(example: PreferencePair) -> int:
+        return count(example.prompt_ids) + max(count(example.chosen_ids), count(example.rejected_ids))
 
-def _demonstration_tokens(example: Demonstration) -> int:
-    return count(example.prompt_ids) + count(example.completion_ids)
-
-
-def _pair_tokens(example: PreferencePair) -> int:
-    return count(example.prompt_ids) + max(count(example.chosen_ids), count(example.rejected_ids))
+    return _load(config, read_pairs, encoder.pair, tokens, context_limit)
 
 
 def _load(
@@ -219,7 +210,7 @@ def _load(
 ) -> Examples[ExampleT]:
     if config.path is None:
         hint = "give --data.path FILE (JSON lines, Parquet, or a folder that `datasets` saved)"
-        raise UserError("not given, and this stage learns from a file", where="data.path", hint=hint)
+        raise UserError("is not set, but this stage needs a data file", where="data.path", hint=hint)
     limit = _longest_allowed(config, context_limit)
     sides = read_split(read, config.path, config.held_out_path, config.held_out_fraction, section="data")
     kept: list[list[ExampleT]] = []
@@ -250,20 +241,20 @@ def _load(
 def _longest_allowed(config: DataConfig, context_limit: int) -> int:
     if config.max_tokens > context_limit:
         raise UserError(
-            f"{config.max_tokens} tokens are more than the model's own limit of {context_limit}",
+            f"{config.max_tokens} tokens exceed the model's limit of {context_limit}",
             where="data.max_tokens",
-            hint=f"lower it to {context_limit}, or set it to 0 to take the model's limit",
+            hint=f"lower it to {context_limit}, or set it to 0 to use the model's limit",
         )
     return config.max_tokens or context_limit
 
 
 def _too_long(rows: list[tuple[str, int]], limit: int, *, all_of_them: bool) -> UserError:
     number = "1 row is" if len(rows) == 1 else f"{len(rows)} rows are"
-    hint = "shorten the rows, or take a model with a longer context"
+    hint = "shorten the rows, or use a model with a longer context"
     return UserError(
         f"{number} longer than {limit} tokens with prompt and completion: {_named(rows)}",
         where="data.path",
-        hint=f"{hint}; none is left to train on" if all_of_them else f'set data.too_long = "drop", {hint}',
+        hint=f"{hint}; no training data is left" if all_of_them else f'set data.too_long = "drop", {hint}',
     )
 
 

@@ -15,7 +15,7 @@ from tidemill.core.records import Message, Prompt, Record, count, pack_tokens
 
 
 class Question(Record, kw_only=True):
-    """What a model is asked (a plain text prompt is one user message) and where it came from."""
+    """The messages for a model (a plain text prompt is one user message) and their origin."""
 
     messages: tuple[Message, ...]
     plain: bool = True  # False: only a chat template can render it
@@ -23,7 +23,7 @@ class Question(Record, kw_only=True):
 
     @property
     def replies(self) -> tuple[str, ...]:
-        """What goes with the question and makes two rows of one question different."""
+        """The texts stored with the question that distinguish two rows with the same question."""
         return ()
 
 
@@ -47,7 +47,7 @@ def text_item(text: str, answer: str, **fields: Any) -> Item:
 
 
 def hash_number(*parts: object) -> int:
-    """A 64-bit number from the `repr` of its parts, the same on every machine and Python."""
+    """A 64-bit number from the `repr` of its parts, equal on every machine and Python version."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
 
@@ -57,18 +57,18 @@ def hash_share(*parts: object) -> float:
 
 
 def content_id(question: Question) -> str:
-    """Names a question by its messages and what goes with it, in 32 hex digits."""
+    """32 hex digits from a question's messages and replies."""
     messages = [[message.role, message.content] for message in question.messages]
     return hashlib.blake2b(json.dumps([messages, *question.replies]).encode(), digest_size=16).hexdigest()
 
 
 def content_digest(*parts: Sequence[Question]) -> str:
-    """One name for several sets of items; the order within a set does not matter."""
+    """One digest for several sets of items; the order within a set does not matter."""
     return hashlib.blake2b(repr([sorted(map(content_id, part)) for part in parts]).encode(), digest_size=16).hexdigest()
 
 
 def question_key(item: Question) -> str:
-    """What makes two items the same question: all messages, answers left out, white space collapsed."""
+    """Equal for items with the same question: all messages without answers, white space collapsed."""
     return json.dumps([[message.role, " ".join(message.content.split())] for message in item.messages])
 
 
@@ -81,9 +81,9 @@ def distinct(items: Iterable[QuestionT]) -> list[QuestionT]:
 
 
 def split_by_content(items: Sequence[QuestionT], held_out_fraction: float) -> tuple[list[QuestionT], list[QuestionT]]:
-    """(training, held-out): each question's side depends on its content alone, and neither side is empty.
+    """(training, held-out): each question's side depends only on its content.
 
-    With at least two different questions the side that would be empty gets the question nearest to the boundary.
+    With at least two different questions no side is empty: it gets the question nearest to the boundary.
     """
     share = {key: hash_share("held out", key) for key in {question_key(item) for item in items}}
     boundary = held_out_fraction
@@ -96,12 +96,12 @@ def split_by_content(items: Sequence[QuestionT], held_out_fraction: float) -> tu
 
 
 def in_content_order(items: Iterable[QuestionT]) -> list[QuestionT]:
-    """Shuffled by content hash, so that any first n are a fair and always the same selection."""
+    """Shuffled by content hash, so that the first n are always the same random sample."""
     return sorted(items, key=lambda item: hash_number("order", content_id(item)))
 
 
 def in_chat(question: Question, *, chat_template: bool) -> bool:
-    """Whether the chat template renders it: because the configuration says so, or because nothing else can."""
+    """Whether the chat template renders it, either because the configuration says so or because it is not plain."""
     return chat_template or not question.plain
 
 
@@ -109,7 +109,7 @@ def encode_question(question: Question, codec: Codec, *, chat_template: bool) ->
     """Text and token ids as the model sees them: in the chat template, or plain with a blank line between messages.
 
     Raises:
-        UserError: the codec refuses the text.
+        UserError: the codec rejects the text.
     """
     try:
         if in_chat(question, chat_template=chat_template):
@@ -117,16 +117,16 @@ def encode_question(question: Question, codec: Codec, *, chat_template: bool) ->
         text = "\n\n".join(message.content for message in question.messages)
         return text, codec.encode(text)
     except UserError as error:
-        raise placed(error, question) from error
+        raise with_location(error, question) from error
 
 
-def placed(error: UserError, question: Question) -> UserError:
-    """The codec knows what is wrong with a text; only here is known where the text is from."""
+def with_location(error: UserError, question: Question) -> UserError:
+    """The error with the location of the question's text, which the codec does not know."""
     return UserError(error.what, where=question.where or error.where, hint=error.hint)
 
 
 def renderer(codec: Codec, *, chat_template: bool) -> Callable[[Item], Prompt]:
-    """How an item becomes a prompt."""
+    """Returns the function that makes a prompt from an item."""
 
     def render(item: Item) -> Prompt:
         text, token_ids = encode_question(item, codec, chat_template=chat_template)
@@ -143,15 +143,15 @@ def renderer(codec: Codec, *, chat_template: bool) -> Callable[[Item], Prompt]:
 
 
 class EpochOrder:
-    """Which examples a step takes: step s the positions [(s-1)·B, s·B), position p being in epoch p // N.
+    """The examples of each step: step s has the positions [(s-1)·B, s·B), and position p is in epoch p // N.
 
-    Every epoch is a permutation of all N examples that is a function of seed, epoch and their ids, whatever order they
-    are listed in. With N ≥ 2B no batch holds an example twice, also where it straddles two epochs; in a smaller set it
-    may, under different epochs.
+    Every epoch is a permutation of all N examples that depends only on seed, epoch and ids, not on the order in
+    which they are listed. With N ≥ 2B no batch holds an example twice, even if it spans two epochs; in a smaller
+    set it may, from different epochs.
 
     Args:
         ids: the examples' names, all different.
-        batch: B, examples a step.
+        batch: B, examples per step.
     """
 
     def __init__(self, ids: Sequence[str], *, batch: int, seed: int) -> None:
@@ -174,7 +174,7 @@ class EpochOrder:
         drawn, carried = self._drawn(epoch), (epoch * len(self._ids)) % self._batch
         if not epoch or not carried or len(drawn) < 2 * self._batch:
             return drawn
-        # The last B places stay as drawn: so the next epoch can look at them without knowing what was moved here.
+        # The last B positions are never moved, so that the next epoch can read them without computing this reordering.
         movable, fixed = drawn[: -self._batch], drawn[-self._batch :]
         just_seen = set(self._drawn(epoch - 1)[-carried:])
         return sorted(movable, key=lambda index: index in just_seen) + fixed
@@ -184,7 +184,7 @@ Render = Callable[[Item], Prompt]
 
 
 class _HeldOut:
-    """The evaluation half of both sources: the same prompts in the same order, tokenized when first asked for."""
+    """The held-out prompts of both sources, in a fixed order, tokenized on first use."""
 
     def __init__(self, items: Sequence[Item], render: Render) -> None:
         self._items, self._render = items, render
@@ -207,15 +207,15 @@ class ListedSource(_HeldOut):
         self._order = EpochOrder([content_id(item) for item in train], batch=batch_prompts, seed=seed)
 
     def train_batch(self, step: int) -> list[tuple[int, Prompt]]:
-        """The (epoch, prompt) pairs of 1-based `step`: a pure function of seed, step and the training set."""
+        """The (epoch, prompt) pairs of 1-based `step`, a pure function of seed, step and the training set."""
         return [(epoch, self._render(self._train[index])) for epoch, index in self._order.batch(step)]
 
 
 class SampledSource(_HeldOut):
-    """Training prompts drawn from more than can be listed: each step is an epoch of its own, without repeats in it.
+    """Training prompts drawn from a set too large to list: each step is its own epoch, without duplicates.
 
     Args:
-        draw: the training item number `n` of a stream named by `key`; the same arguments, the same item.
+        draw: returns the training item with number `n` of the stream `key`; a pure function.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class SampledSource(_HeldOut):
         self._draw_item, self._batch, self._seed = draw, batch_prompts, seed
 
     def train_batch(self, step: int) -> list[tuple[int, Prompt]]:
-        """The (epoch, prompt) pairs of 1-based `step`, epoch being step - 1: a pure function of seed and step."""
+        """The (epoch, prompt) pairs of 1-based `step`, with epoch = step - 1; a pure function of seed and step."""
         key = hash_number("step", self._seed, step)
         items: dict[str, Item] = {}
         number = 0
@@ -247,7 +247,7 @@ Check: TypeAlias = Callable[[str, Prompt], float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Longest:
+class LongestPrompt:
     """The longest prompt of a task: its tokens (or an upper bound), the start of its text, and its origin."""
 
     tokens: int
@@ -257,15 +257,15 @@ class Longest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """Prompts in order, how the task itself judges a completion, and the figures a run is planned with."""
+    """Prompts in order, the task's own scorer, and the figures needed to plan a run."""
 
     source: PromptSource
     default_stop_strings: tuple[str, ...]
-    check: Check | None  # the task's own scorer; None where comparing with the answer is all there is
-    train_size: int  # distinct training prompts; an estimate where they are drawn from too many to list
+    check: Check | None  # the task's own scorer; None if completions are only compared with the answer
+    train_size: int  # distinct training prompts; an estimate if they are drawn from a set too large to list
     held_out_size: int
-    longest: Longest
-    digest: str  # of the content of both sides: another one on resume means that the prompts are no longer the same
+    longest: LongestPrompt
+    digest: str  # of the content of both sides; changes if the prompts change
     description: str
 
     @property
@@ -273,21 +273,21 @@ class Task:
         return self.longest.tokens
 
 
-def longest_of(items: Iterable[Item], render: Callable[[Item], Prompt]) -> Longest:
-    """Tokenizes every item once; nothing of it is kept but the longest."""
-    longest = Longest(tokens=-1, text="")
+def longest_prompt(items: Iterable[Item], render: Callable[[Item], Prompt]) -> LongestPrompt:
+    """Tokenizes every item once and returns the longest."""
+    longest = LongestPrompt(tokens=-1, text="")
     for item in items:
         prompt = render(item)
         if count(prompt.token_ids) > longest.tokens:
-            longest = Longest(tokens=count(prompt.token_ids), text=prompt.text, where=item.where)
+            longest = LongestPrompt(tokens=count(prompt.token_ids), text=prompt.text, where=item.where)
     return longest
 
 
 def check_fits(task: Task, context_limit: int, max_new_tokens: int) -> None:
-    """Every prompt of the task must leave room for its completion. All lengths in tokens.
+    """Check that every prompt of the task leaves room for its completion. All lengths in tokens.
 
     Raises:
-        UserError: naming the longest prompt, when prompt and `max_new_tokens` together pass `context_limit`.
+        UserError: prompt and `max_new_tokens` together exceed `context_limit`; names the longest prompt.
     """
     longest = task.longest
     if longest.tokens + max_new_tokens <= context_limit:
@@ -299,5 +299,5 @@ def check_fits(task: Task, context_limit: int, max_new_tokens: int) -> None:
         f"does not fit the context of {context_limit}",
         where=longest.where,
         hint=(f"set sampling.max_new_tokens to at most {room}, or " if room > 0 else "")
-        + "shorten the prompt, or take a model (or engine.context_tokens) with a longer context",
+        + "shorten the prompt, or use a model (or engine.context_tokens) with a longer context",
     )

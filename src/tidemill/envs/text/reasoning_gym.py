@@ -1,4 +1,4 @@
-"""Any generator of the reasoning-gym package, judged by its own scorer."""
+"""Tasks of the reasoning-gym package, scored by its own functions."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from tidemill.envs.text.prompts import (
     content_id,
     hash_share,
     in_content_order,
-    longest_of,
+    longest_prompt,
     question_key,
 )
 from tidemill.envs.text.rows import import_extra
 
 DATA_SEED = 0
-"""Seeds the generator, so that every run seed learns from and is evaluated on the same prompts."""
+"""Seed of the generator; every run seed trains and evaluates on the same prompts."""
 GENERATION_TIMEOUT_S = 300
-"""Looked at between prompts."""
+"""Checked between prompts."""
 TRIES_PER_PROMPT = 20
-"""A generator that repeats itself this often is said to have no more prompts."""
+"""After this number of repeated prompts in a row, the generator is considered exhausted."""
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
@@ -41,7 +41,7 @@ def build_reasoning_gym(config: ReasoningGymTask, *, batch_prompts: int, seed: i
     """The task of one generator.
 
     Raises:
-        UserError: when the package is missing, the generator unknown, its parameters refused or its prompts too few.
+        UserError: the package is missing, the generator unknown, its parameters invalid or its prompts too few.
     """
     dataset = _create(config)
     entries, train, held_out = _collect(config, dataset)
@@ -51,14 +51,14 @@ def build_reasoning_gym(config: ReasoningGymTask, *, batch_prompts: int, seed: i
         check=_checker(dataset, entries),
         train_size=len(train),
         held_out_size=len(held_out),
-        longest=longest_of([*train, *held_out], render),
+        longest=longest_prompt([*train, *held_out], render),
         digest=content_digest(train, held_out),
         description=f"reasoning-gym {config.name}",
     )
 
 
 def answer_of(completion: str) -> str:
-    """What a completion says is its answer: the inside of its last <answer> tag, else all of it, stripped."""
+    """The answer in a completion: the content of its last <answer> tag, else all of it, stripped."""
     tagged = ANSWER.findall(completion)
     return str(tagged[-1] if tagged else completion).strip()
 
@@ -79,9 +79,9 @@ def _create(config: ReasoningGymTask) -> Any:
     except Exception as error:
         known = sorted(field.name for field in dataclasses.fields(datasets[config.name][1]))
         raise UserError(
-            f"{config.name} refuses its parameters: {type(error).__name__}: {error}",
+            f"{config.name} rejects its parameters: {type(error).__name__}: {error}",
             where="task.params",
-            hint=f"it takes {', '.join(known)}",
+            hint=f"its parameters are {', '.join(known)}",
         ) from error
 
 
@@ -90,7 +90,7 @@ def _most_tries(config: ReasoningGymTask) -> int:
 
 
 def _collect(config: ReasoningGymTask, dataset: Any) -> tuple[dict[str, Any], list[Item], list[Item]]:
-    """Entries by prompt id, training items and held-out items; a question's content decides its side."""
+    """Entries by prompt id, training items and held-out items; the content of a question decides its side."""
     fraction = config.held_out_size / (config.train_size + config.held_out_size)
     entries: dict[str, Any] = {}
     train: list[Item] = []
@@ -106,7 +106,7 @@ def _collect(config: ReasoningGymTask, dataset: Any) -> tuple[dict[str, Any], li
             raise UserError(
                 f"{config.name} fails at prompt {index}: {type(error).__name__}: {error}",
                 where="task.params",
-                hint="change the parameters, or take another generator",
+                hint="change the parameters, or use another generator",
             ) from error
         item = _item(config, entry)
         question = question_key(item)
@@ -120,15 +120,15 @@ def _collect(config: ReasoningGymTask, dataset: Any) -> tuple[dict[str, Any], li
         if len(train) == config.train_size and len(held_out) == config.held_out_size:
             return entries, train, held_out
     raise UserError(
-        f"{config.name} makes too few different prompts, or takes over {GENERATION_TIMEOUT_S} s: "
+        f"{config.name} has too few different prompts, or takes over {GENERATION_TIMEOUT_S} s: "
         f"{len(train)} of {config.train_size} for training, {len(held_out)} of {config.held_out_size} for evaluation",
         where="task.train_size",
-        hint="lower task.train_size and task.held_out_size together, or widen task.params",
+        hint="lower task.train_size and task.held_out_size together, or extend task.params",
     )
 
 
 def _generate(dataset: Any, index: int) -> Any:
-    # Some generators draw from the global random numbers beside their own: a prompt must not depend on what ran before.
+    # Some generators also draw from the global random state: a prompt must not depend on what ran before.
     before = random.getstate()
     random.seed(index)
     try:
@@ -139,7 +139,7 @@ def _generate(dataset: Any, index: int) -> Any:
 
 def _item(config: ReasoningGymTask, entry: Any) -> Item:
     system = (Message(role="system", content=config.system_prompt),) if config.system_prompt else ()
-    # Entries hold sets, dates and fractions; what travels with the prompt must be plain data.
+    # Entries hold sets, dates and fractions; the prompt's metadata must be plain data.
     metadata = json.loads(json.dumps(entry["metadata"], default=str, skipkeys=True))
     return Item(
         messages=(*system, Message(role="user", content=entry["question"])),

@@ -23,28 +23,28 @@ import regex
 
 from tidemill.config.task import RewardConfig
 from tidemill.core.errors import UserError, exception_text
-from tidemill.envs.text.batch_rewards import Batches, HttpScorer, Sample
+from tidemill.envs.text.batch_rewards import BatchedReward, HttpScorer, Sample
 from tidemill.envs.text.prompts import Task, hash_number
 from tidemill.envs.text.rows import import_extra
 from tidemill.envs.text.user_calls import CallTimeout, call_blocking
 
 WHERE_FUNCTION = "scoring.rewards.function"
 IMPORT_DEADLINE_S = 300.0
-"""A module may load a model while it is imported."""
+"""Long, because a module may load a model on import."""
 SIGNATURE = "function(prompt: str, completion: str, answer: str, metadata: dict) -> float"
 
 
 def import_function(path: str) -> Callable[..., Any]:
-    """The function, checked to take (prompt, completion, answer, metadata) by position.
+    """Import the function and check that it takes (prompt, completion, answer, metadata) by position.
 
     Raises:
-        UserError: it cannot be imported within `IMPORT_DEADLINE_S`, is not there, or takes something else.
+        UserError: it cannot be imported within `IMPORT_DEADLINE_S`, does not exist, or has another signature.
     """
     try:
         return call_blocking(lambda: _import_function(path), timeout_s=IMPORT_DEADLINE_S)
     except CallTimeout:
         what = f"importing {path.rpartition(':')[0]} takes longer than {IMPORT_DEADLINE_S:g} s"
-        hint = "do at the first call what the module does at import"
+        hint = "move slow initialization from the import to the first call"
         raise UserError(what, where=WHERE_FUNCTION, hint=hint) from None
 
 
@@ -57,7 +57,7 @@ def _import_function(path: str) -> Callable[..., Any]:
     except (Exception, SystemExit) as error:
         hint = "correct the module"
         if isinstance(error, ModuleNotFoundError) and str(error.name) in source:
-            hint = "install the package, or give the file itself: path/file.py:function"
+            hint = "install the package, or give a file: path/file.py:function"
         raise UserError(f"cannot import {source}: {exception_text(error)}", where=WHERE_FUNCTION, hint=hint) from error
     function: Callable[..., Any] | None = getattr(module, name, None)
     if not callable(function):
@@ -69,12 +69,12 @@ def _import_function(path: str) -> Callable[..., Any]:
 
 
 def source_file(path: str) -> Path | None:
-    """The file that holds the function, found without importing anything, not even the packages around it; None where
-    there is none: the module is missing or built in."""
+    """The file that holds the function, found without importing anything, including parent packages; None if the module
+    is missing or built in."""
     source, _, _ = path.rpartition(":")
     if source.endswith(".py"):
         return Path(source)
-    folders: list[str] | None = None  # at first, wherever modules are imported from
+    folders: list[str] | None = None  # None searches the import path
     spec: ModuleSpec | None = None
     parts = source.split(".")
     for depth in range(1, len(parts) + 1):
@@ -91,7 +91,7 @@ def _import_file(file: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None, "a .py file always has a loader"
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickling look their module up
+    sys.modules[name] = module  # dataclasses and pickle look it up
     try:
         spec.loader.exec_module(module)
     except BaseException:
@@ -103,7 +103,7 @@ def _import_file(file: Path) -> ModuleType:
 def _check_signature(function: Callable[..., Any], path: str) -> None:
     try:
         signature = inspect.signature(function)
-    except ValueError:  # a builtin without one
+    except ValueError:  # a builtin without a signature
         return
     try:
         signature.bind("prompt", "completion", "answer", {})
@@ -114,7 +114,7 @@ def _check_signature(function: Callable[..., Any], path: str) -> None:
 
 
 WHERE = "scoring.rewards"
-REGEX_DEADLINE_S = 60.0  # the scorer gives up a sample earlier; this ends the search itself
+REGEX_DEADLINE_S = 60.0  # the scorer gives up on a sample earlier; this ends the search itself
 NUMBER = re.compile(
     r"(?:(?<![0-9.)])[-+])?"  # a sign, not a subtraction
     r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
@@ -127,7 +127,7 @@ RewardFunction: TypeAlias = Callable[[Sample], Any]
 
 
 class QueuedReward(Protocol):
-    """A reward with a queue of its own: it is asked about every sample at once, beside the others."""
+    """A reward that queues its samples; it gets every sample at once, concurrently with the other rewards."""
 
     async def __call__(self, sample: Sample) -> float: ...
 
@@ -136,31 +136,29 @@ class QueuedReward(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedReward:
-    """A reward ready to be called: `inline` ones cost microseconds and run on the loop, others run in a thread."""
+    """A reward ready to call. `inline` rewards take microseconds and run on the event loop, others in a thread."""
 
     name: str
     weight: float
     function: RewardFunction
     inline: bool
-    scores: QueuedReward | None = None  # the function itself where it has a queue of its own
-    timeout_s: float | None = None  # instead of the scorer's
-    right_at_one: bool = False  # 1 is a right answer and anything less is a wrong one
+    scores: QueuedReward | None = None  # the same function if it queues its samples
+    timeout_s: float | None = None  # overrides the scorer's
+    correct_at_one: bool = False  # 1 means correct and any lower value incorrect
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """What building a reward may need beside its own configuration."""
+    """Inputs for building rewards, besides their configuration."""
 
     task: Task
     seed: int
     stop_strings: tuple[str, ...]
-    open_model: Callable[[RewardConfig], QueuedReward] | None = (
-        None  # what a reward model scores with, where one can be had
-    )
+    open_model: Callable[[RewardConfig], QueuedReward] | None = None  # scores with a reward model, if available
 
 
 def until_stop(completion: str, stop_strings: Sequence[str]) -> str:
-    """The completion up to the first stop string in it, which is left out."""
+    """The completion up to its first stop string, which is removed."""
     cuts = [completion.find(stop) for stop in stop_strings if stop and stop in completion]
     return completion[: min(cuts)] if cuts else completion
 
@@ -168,14 +166,14 @@ def until_stop(completion: str, stop_strings: Sequence[str]) -> str:
 def last_number(text: str) -> Decimal | None:
     """The last decimal number in a text: sign, digits (commas between thousands allowed), fraction, exponent.
 
-    A minus right after a digit, a point or a closing bracket is a subtraction, not a sign.
+    A minus directly after a digit, a point or a closing bracket is a subtraction, not a sign.
     """
     found = NUMBER.findall(text.replace("\u2212", "-"))
     return Decimal(found[-1].replace(",", "")) if found else None
 
 
 def _exact(config: RewardConfig, context: Context) -> RewardFunction:
-    """1 if the completion up to the first stop string is the answer, both stripped of white space; else 0."""
+    """1 if the completion up to the first stop string equals the answer, ignoring surrounding white space; else 0."""
 
     def exact(sample: Sample) -> float:
         return float(until_stop(sample.completion, context.stop_strings).strip() == sample.prompt.answer.strip())
@@ -189,7 +187,7 @@ def _numeric(config: RewardConfig, context: Context) -> RewardFunction:
     def numeric(sample: Sample) -> float:
         expected = last_number(sample.prompt.answer)
         if expected is None:
-            raise ValueError(f"the answer {sample.prompt.answer[:40]!r} has no number in it")
+            raise ValueError(f"the answer {sample.prompt.answer[:40]!r} contains no number")
         return float(last_number(until_stop(sample.completion, context.stop_strings)) == expected)
 
     return numeric
@@ -198,10 +196,10 @@ def _numeric(config: RewardConfig, context: Context) -> RewardFunction:
 def _math_verify(config: RewardConfig, context: Context) -> RewardFunction:
     """1 if math-verify finds the completion's mathematical expression equal to the answer's; else 0."""
     package = import_extra("math_verify", package="math-verify", needed_by="the reward math_verify")
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeout is off
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeout is off
 
     def parse(text: str) -> Any:
-        return package.parse(text, parsing_timeout=None)  # its timeouts are signals, which only the main thread may set
+        return package.parse(text, parsing_timeout=None)  # its timeouts use signals, which only work in the main thread
 
     def math_verify(sample: Sample) -> float:
         answer = sample.prompt.answer
@@ -216,8 +214,8 @@ def _math_verify(config: RewardConfig, context: Context) -> RewardFunction:
 def _regex(config: RewardConfig, context: Context) -> RewardFunction:
     """1 if the pattern is found anywhere in the completion; else 0.
 
-    A pattern that backtracks for ages must cost its sample only: the standard library's matcher would hold the
-    interpreter's lock meanwhile and cannot be stopped, this one lets go of it and ends by itself.
+    The `regex` package is used because it can time out and releases the interpreter lock; with the standard
+    library, a pattern that backtracks exponentially would block the process.
     """
     pattern = regex.compile(config.pattern)
     return lambda sample: float(
@@ -232,11 +230,11 @@ def _length(config: RewardConfig, context: Context) -> RewardFunction:
 
 
 def _task(config: RewardConfig, context: Context) -> RewardFunction:
-    """What the task's own scorer says."""
+    """The score of the task's own scorer."""
     check = context.task.check
     if check is None:
         raise UserError(
-            "this task has no scorer of its own",
+            "this task has no scorer",
             where=WHERE,
             hint='compare with the answer: reward kind "exact" or "numeric"',
         )
@@ -244,13 +242,12 @@ def _task(config: RewardConfig, context: Context) -> RewardFunction:
 
 
 def _random(config: RewardConfig, context: Context) -> RewardFunction:
-    """A fair coin, 0 or 1, decided by run seed and sample id: a control that nothing can be learned from."""
+    """0 or 1 with equal probability, from run seed and sample id: a control that cannot be learned."""
     return lambda sample: float(hash_number("random reward", context.seed, sample.sample_id.key) % 2)
 
 
 def _python(config: RewardConfig, context: Context) -> RewardFunction:
-    """The user's function of (prompt, completion, answer, metadata). Each call gets a copy of the metadata: what it
-    changes there, no other sample of the prompt sees."""
+    """The user's function of (prompt, completion, answer, metadata). Each call gets its own copy of the metadata."""
     function = import_function(config.function)
 
     def call(sample: Sample) -> Any:
@@ -261,16 +258,16 @@ def _python(config: RewardConfig, context: Context) -> RewardFunction:
 
 
 def _model(config: RewardConfig, context: Context) -> RewardFunction:
-    """What a reward model says of prompt and completion, as token ids."""
+    """The score of a reward model for the token ids of prompt and completion."""
     if context.open_model is None:
-        raise UserError("no reward model can be run here", where=WHERE, hint='serve it and use kind = "http"')
+        raise UserError("reward models are not available here", where=WHERE, hint='serve it and use kind = "http"')
     return context.open_model(config)
 
 
 def _http(config: RewardConfig, context: Context) -> RewardFunction:
-    """What a server says of prompt and completion, as text."""
+    """The score of a server for prompt and completion as text."""
     first_try_s = config.longest_wait_s / max(2, config.retries + 1)
-    return Batches(HttpScorer(config), most=config.batch, overtake_s=first_try_s)
+    return BatchedReward(HttpScorer(config), most=config.batch, overtake_s=first_try_s)
 
 
 REWARDS: dict[str, Callable[[RewardConfig, Context], RewardFunction]] = {
@@ -287,14 +284,14 @@ REWARDS: dict[str, Callable[[RewardConfig, Context], RewardFunction]] = {
 }
 INLINE = frozenset({"exact", "numeric", "length", "random"})
 QUEUED = frozenset({"model", "http"})
-RIGHT_AT_ONE = frozenset({"exact", "numeric", "math_verify", "regex", "task"})
+CORRECT_AT_ONE = frozenset({"exact", "numeric", "math_verify", "regex", "task"})
 
 
 def build_rewards(configs: Sequence[RewardConfig], context: Context) -> tuple[NamedReward, ...]:
-    """The configured rewards, named by kind (a python one by its function); a name used again gets a number.
+    """The configured rewards, named by kind or, for Python functions, by function; repeated names get a number.
 
     Raises:
-        UserError: for a reward that cannot work, before any sample is generated.
+        UserError: a reward cannot work; raised before any sample is generated.
     """
     rewards: dict[str, NamedReward] = {}
     for config in configs:
@@ -311,6 +308,6 @@ def build_rewards(configs: Sequence[RewardConfig], context: Context) -> tuple[Na
             inline=config.kind in INLINE,
             scores=scores,
             timeout_s=config.longest_wait_s if scores else None,
-            right_at_one=config.kind in RIGHT_AT_ONE,
+            correct_at_one=config.kind in CORRECT_AT_ONE,
         )
     return tuple(rewards.values())

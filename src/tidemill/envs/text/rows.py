@@ -18,10 +18,10 @@ CURE = "one JSON object per line, as UTF-8"
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    """(where, value) of every line that is not blank, lines counted from 1.
+    """(where, value) of every non-blank line, counted from 1.
 
     Raises:
-        UserError: naming file and line of the first that is not JSON text.
+        UserError: a line is not JSON; names file and line.
         OSError: the file cannot be read.
     """
     with path.open("rb") as stream:
@@ -35,7 +35,7 @@ def read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
 def _parsed(line: bytes, where: str) -> Any:
     try:
         value = json.loads(line.decode(), parse_constant=_refuse_constant)
-        json.dumps(value, ensure_ascii=False).encode()  # an escaped half of a character pair cannot be encoded
+        json.dumps(value, ensure_ascii=False).encode()  # fails for lone surrogates
     except UnicodeError as error:
         raise UserError("not valid UTF-8 text", where=where, hint="save the file as UTF-8") from error
     except (ValueError, RecursionError) as error:
@@ -49,13 +49,13 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def import_extra(module: str, *, package: str, needed_by: str, extra: str = "tasks") -> Any:
-    """The module of an optional package, untyped.
+    """Import a module of an optional package.
 
     Args:
-        extra: the extra of Tidemill that brings it.
+        extra: the extra of Tidemill that installs it.
 
     Raises:
-        UserError: with the command that installs it.
+        UserError: it is not installed; with the command that installs it.
     """
     try:
         return importlib.import_module(module)
@@ -66,14 +66,14 @@ def import_extra(module: str, *, package: str, needed_by: str, extra: str = "tas
 
 
 BATCH_ROWS = 1024
-"""Rows decoded at once."""
+"""Rows decoded at a time."""
 
 
 def read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
     """(where, fields) of every row, counted from 0 as tables do.
 
     Raises:
-        UserError: pyarrow is not installed, or the file is damaged or something else.
+        UserError: pyarrow is not installed, or the file is not a valid Parquet file.
         OSError: the file cannot be read.
     """
     arrow = import_extra("pyarrow", package="pyarrow", needed_by="reading Parquet", extra="data")
@@ -88,7 +88,7 @@ def read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
     except arrow.ArrowException as error:
         reason = str(error).strip().split("\n", 1)[0][:200]
         raise UserError(
-            f"not a Parquet file that can be read: {reason}",
+            f"not a readable Parquet file: {reason}",
             where=str(path),
             hint="write it again, or rename a file of JSON lines to .jsonl",
         ) from error
@@ -98,22 +98,23 @@ STATE = "state.json"
 
 
 def read_saved(path: Path) -> Iterator[tuple[str, Any]]:
-    """(where, fields) of every row of a folder written by `save_to_disk`, counted from 0. Nothing is fetched.
+    """(where, fields) of every row of a folder written by `save_to_disk`, counted from 0. Downloads nothing.
 
     Raises:
-        UserError: `datasets` is not installed, or the folder is none of its own, holds several splits or is damaged.
+        UserError: `datasets` is not installed, or the folder is not a saved data set, holds several splits or is
+            damaged.
     """
     if not (path / STATE).is_file():
         raise _no_data_set(path)
     datasets = import_extra("datasets", package="datasets", needed_by="reading a saved data set", extra="data")
     try:
-        # As Arrow tables: its own format would decode images and sounds, which nobody asked for.
+        # As Arrow tables, because the default format decodes images and audio.
         saved = datasets.load_from_disk(str(path)).with_format("arrow")
-    except Exception as error:  # whatever a damaged file makes of it
+    except Exception as error:  # a damaged file can raise anything
         raise UserError(
             f"the saved data set cannot be loaded: {type(error).__name__}: {error}",
             where=str(path),
-            hint="save it again with save_to_disk, at least one row of it",
+            hint="save it again with save_to_disk; it needs at least one row",
         ) from error
     number = 0
     for table in saved.iter(batch_size=BATCH_ROWS):
@@ -128,26 +129,23 @@ def _no_data_set(path: Path) -> UserError:
         return UserError(f"holds several splits: {', '.join(splits)}", where=str(path), hint=f"give one: {named}")
     files = sorted(each.name for each in path.iterdir() if each.suffix in (".parquet", ".jsonl", ".json"))
     hint = f"give one of its files, {files[0]}" if files else "give a file, or a folder written by save_to_disk"
-    return UserError("is no folder that `datasets` saved (it has no state.json)", where=str(path), hint=hint)
+    return UserError("is not a folder that `datasets` saved (it has no state.json)", where=str(path), hint=hint)
 
 
 class Row(Record):
     """One row."""
 
     fields: dict[str, Any]
-    where: str  # "file, line 3"; of a table "file, row 2 (from 0)"
+    where: str  # "file, line 3", or for tables "file, row 2 (from 0)"
 
     def get(self, name: str) -> Any:
-        """A field's value; None where it is absent or empty.
-
-        A table has every column in every row: what a row lacks is null there, or NaN where numbers were missing.
-        """
+        """A field's value; None if it is missing, null or NaN (tables have every column in every row)."""
         value = self.fields.get(name)
         return None if isinstance(value, float) and math.isnan(value) else value
 
 
 Rows = Callable[[Path], Iterator[tuple[str, Any]]]
-"""(where, JSON value) of every row; raises UserError naming the place that cannot be read."""
+"""(where, JSON value) of every row; raises UserError at a row that cannot be read."""
 
 READERS: dict[str, Rows] = {"jsonl": read_json_lines, "parquet": read_parquet, "datasets": read_saved}
 
@@ -157,10 +155,10 @@ def read_rows(path: Path, *, section: str, shape: str) -> Iterator[Row]:
 
     Args:
         section: of the configuration that names the file: "task" or "data".
-        shape: what a row looks like, for the hints.
+        shape: an example of a row, for the hints.
 
     Raises:
-        UserError: naming file and place, when it cannot be read, has no rows or something else than rows in it.
+        UserError: it cannot be read, is empty, or has a row that is not an object; names file and row.
     """
     if not path.exists():
         keys = f"check {section}.path and {section}.held_out_path"
@@ -177,11 +175,11 @@ def read_rows(path: Path, *, section: str, shape: str) -> Iterator[Row]:
         what = f"cannot read the data: {error.strerror or error}"
         raise UserError(what, where=str(path), hint=f"check {section}.path, {section}.held_out_path") from error
     if empty:
-        raise UserError("there are no rows in it", where=str(path), hint=shape)
+        raise UserError("the file has no rows", where=str(path), hint=shape)
 
 
 def detected_format(path: Path) -> str:
-    """By what the path is; the content has the last word when it is read."""
+    """The format that the path suggests."""
     if path.is_dir():
         return "datasets"
     return "parquet" if path.suffix.lower() == ".parquet" else "jsonl"
@@ -203,7 +201,7 @@ CONTENT_FIELDS = frozenset({"prompt", "messages", "answer"})
 
 
 class DemonstrationText(Question, kw_only=True):
-    """A demonstration before any tokenizer has seen it."""
+    """A demonstration before tokenization."""
 
     completion: str
 
@@ -213,7 +211,7 @@ class DemonstrationText(Question, kw_only=True):
 
 
 class PairText(Question, kw_only=True):
-    """A preference pair before any tokenizer has seen it. Two rows that differ in the margin only are the same pair."""
+    """A preference pair before tokenization. Two rows that differ only in the margin are the same pair."""
 
     chosen: str
     rejected: str
@@ -225,10 +223,10 @@ class PairText(Question, kw_only=True):
 
 
 def read_items(path: Path) -> Iterator[Item]:
-    """Prompts with their answers; what else a row holds is metadata.
+    """Prompts with their answers; all other fields are metadata.
 
     Raises:
-        UserError: naming file, row and field of the first fault, and what to do.
+        UserError: a row is invalid; names file, row and field.
     """
     for row in read_rows(path, section="task", shape=PROMPT_SHAPE):
         yield Item(
@@ -251,7 +249,7 @@ def read_demonstrations(path: Path) -> Iterator[DemonstrationText]:
         if completion is None and row.get("prompt") is None and messages[-1].role == ASSISTANT:
             *asked, last = messages
             if not asked:
-                _fault("`messages` holds nothing but the assistant's turn", row, DEMONSTRATION_SHAPE)
+                _fault("`messages` holds only the assistant's turn", row, DEMONSTRATION_SHAPE)
             messages, completion = tuple(asked), last.content
         yield DemonstrationText(
             messages=messages,
@@ -265,7 +263,7 @@ def read_pairs(path: Path) -> Iterator[PairText]:
     """Prompts with a better and a worse completion.
 
     Raises:
-        UserError: as `read_items`; also for two sides that are the same text.
+        UserError: as `read_items`; also if both sides have the same text.
     """
     for row in read_rows(path, section="data", shape=PAIR_SHAPE):
         pair = PairText(
@@ -282,11 +280,11 @@ def read_pairs(path: Path) -> Iterator[PairText]:
 
 
 def identical_replies(pair: PairText) -> UserError:
-    """The fault of a pair that prefers nothing."""
+    """The error for a pair with two equal sides."""
     return UserError(
         f"`chosen` and `rejected` are the same, {pair.chosen[:40]!r}",
         where=pair.where,
-        hint="leave the row out: a pair of equal sides says nothing",
+        hint="remove the row",
     )
 
 
@@ -298,43 +296,43 @@ def _messages(row: Row, shape: str) -> tuple[Message, ...]:
     if prompt is not None:
         if not isinstance(prompt, str) or not prompt.strip():
             hint = "; a list of messages goes under `messages`" if isinstance(prompt, list) else ""
-            _fault(f"`prompt` must be a text that is not empty{hint}", row, shape)
+            _fault(f"`prompt` must be a non-empty text{hint}", row, shape)
         return (Message(role="user", content=prompt),)
     if not isinstance(messages, list) or not messages:
-        _fault("`messages` must be a list that is not empty", row, shape)
+        _fault("`messages` must be a non-empty list", row, shape)
     return tuple(_message(message, "messages", row, shape) for message in messages)
 
 
 def _message(message: Any, field: str, row: Row, shape: str) -> Message:
-    # A table gives every message every field that any has, empty where there is none.
+    # A table gives every message all fields that any message has, with null values.
     given = {name: value for name, value in message.items() if value is not None} if isinstance(message, dict) else {}
     if set(given) != {"role", "content"}:
-        _fault(f"each of `{field}` must have `role` and `content` and nothing else", row, shape)
+        _fault(f"each of `{field}` must have exactly the fields `role` and `content`", row, shape)
     if not all(isinstance(value, str) and value for value in given.values()):
-        _fault(f"`role` and `content` of `{field}` must be texts that are not empty", row, shape)
+        _fault(f"`role` and `content` of `{field}` must be non-empty texts", row, shape)
     return Message(**given)
 
 
 def _answer(row: Row) -> str:
     answer = row.get("answer")
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-        _fault('`answer` must be there, a text or a number ("" where no reward needs it)', row, PROMPT_SHAPE)
+        _fault('`answer` must be a text or a number ("" if no reward needs it)', row, PROMPT_SHAPE)
     return str(answer)
 
 
 def _reply(value: Any, field: str, row: Row, shape: str) -> str:
-    """A completion: its text, or a list with the assistant's message alone."""
+    """A completion: its text, or a list with one assistant message."""
     if isinstance(value, list):
         messages = [_message(message, field, row, shape) for message in value]
         if len(messages) != 1 or messages[0].role != ASSISTANT:
-            _fault(f"`{field}` must be a text, or one message of the role {ASSISTANT}", row, shape)
+            _fault(f"`{field}` must be a text, or one message with the role {ASSISTANT}", row, shape)
         value = messages[0].content
     if value is None:
-        _fault(f"`{field}` must be there", row, shape)
+        _fault(f"the row has no `{field}`", row, shape)
     if not isinstance(value, str):
         _fault(f"`{field}` must be a text, found {type(value).__name__}", row, shape)
     if not value.strip():
-        _fault(f"`{field}` is empty", row, "leave the row out, or write the completion")
+        _fault(f"`{field}` is empty", row, "remove the row, or add the completion")
     return value
 
 
@@ -343,7 +341,7 @@ def _margin(row: Row) -> float:
     if margin is None:
         return 0.0
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin) or margin < 0:
-        _fault(f"`margin` must be a number that is not negative, found {margin!r:.40}", row, PAIR_SHAPE)
+        _fault(f"`margin` must be a non-negative number, found {margin!r:.40}", row, PAIR_SHAPE)
     return float(margin)
 
 
@@ -353,7 +351,9 @@ def _metadata(row: Row, name: str) -> Any:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError):
         found = type(value).__name__
-        _fault(f"`{name}` holds a {found} that JSON cannot write", row, "convert that column to text, or leave it out")
+        _fault(
+            f"`{name}` holds a {found}, which JSON cannot represent", row, "convert that column to text, or remove it"
+        )
     return value
 
 
@@ -365,7 +365,7 @@ RowFields = dict[str, Any]
 
 
 class ScoredCompletion(NamedTuple):
-    """One completion of a prompt; its place among the prompt's samples names it."""
+    """One completion of a prompt, identified by its position among the prompt's samples."""
 
     text: str
     right: bool
@@ -376,22 +376,22 @@ def demonstration_row(prompt: Prompt, *, ending: str) -> RowFields:
     """The prompt with its answer as the completion.
 
     Args:
-        ending: what ends a completion of this task, a stop string or nothing.
+        ending: appended to the answer: a stop string or nothing.
 
     Raises:
         UserError: the prompt has no answer.
     """
     if not prompt.answer.strip():
-        raise UserError(
-            f"the prompt {prompt.text[:40]!r} has no answer to write out", where="task", hint="take a task with answers"
-        )
+        raise UserError(f"the prompt {prompt.text[:40]!r} has no answer", where="task", hint="use a task with answers")
     return {**question_row(prompt), "completion": prompt.answer + ending}
 
 
 def pair_rows(prompt: Prompt, samples: Sequence[ScoredCompletion], *, most: int) -> list[RowFields]:
-    """Up to `most` pairs of one prompt: each different wrong completion once, against the different right ones in turn.
+    """Up to `most` pairs of one prompt: each different incorrect completion once, paired with the different correct
+    ones in turn.
 
-    A right one must have been ended by the model; a wrong one may have been cut. Empty completions prefer nothing.
+        A correct completion must have been ended by the model; an incorrect one may have been truncated. Empty
+        completions are skipped.
     """
     right = list(_different(samples, right=True))
     wrong = list(_different(samples, right=False))[:most]
@@ -411,14 +411,14 @@ def pair_rows(prompt: Prompt, samples: Sequence[ScoredCompletion], *, most: int)
 
 
 def question_row(prompt: Prompt) -> RowFields:
-    """The prompt's own fields: as it is read back, the model sees the same tokens."""
+    """The prompt's fields; when read again, they give the same tokens."""
     if prompt.messages:
         return {"messages": [{"role": message.role, "content": message.content} for message in prompt.messages]}
     return {"prompt": prompt.text}
 
 
 def _different(samples: Sequence[ScoredCompletion], *, right: bool) -> Iterator[int]:
-    """Places of the first sample of each text."""
+    """Indices of the first sample with each text."""
     seen = set[str]()
     for index, sample in enumerate(samples):
         usable = sample.right is right and (sample.ended or not right) and sample.text.strip()

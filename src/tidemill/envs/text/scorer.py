@@ -1,4 +1,4 @@
-"""Judges finished samples: a fault of a reward function marks its sample and never ends the run."""
+"""Scores finished samples. An error of a reward function makes its sample invalid and never ends the run."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import Any
 
 from tidemill.config.task import RewardConfig, ScoringConfig
 from tidemill.core.errors import ReaderLost, exception_text
-from tidemill.core.records import RIGHT, Prompt, Reward, SampleId, Trajectory
+from tidemill.core.records import RIGHT, Prompt, Reward, Trajectory
 from tidemill.envs.text.batch_rewards import Sample
 from tidemill.envs.text.prompts import Task
 from tidemill.envs.text.rewards import Context, NamedReward, QueuedReward, build_rewards
 from tidemill.envs.text.user_calls import CallError, CallTimeout, HangingError, UserCalls
 
 TOO_LARGE = "and no reward may be larger than 1e18"
-MOST_HANGING = 64
-"""With so many calls hanging past their deadline, further ones fail at once instead of taking threads."""
-JUDGES_THE_ANSWER = frozenset({"exact", "numeric", "math_verify", "task"})
-SAYS_NOTHING_OF_CORRECTNESS = frozenset({"random", "length", "model"})
+MAX_HANGING = 64
+"""With this number of calls past their deadline, further calls fail at once instead of using more threads."""
+CHECKS_THE_ANSWER = frozenset({"exact", "numeric", "math_verify", "task"})
+NOT_ABOUT_CORRECTNESS = frozenset({"random", "length", "model"})
 LARGEST = 1e18
-"""Of a reward's size: float32 holds its square, which deviations are made of."""
+"""Largest absolute reward: its square must fit float32, for standard deviations."""
 
 
 class RewardScorer:
-    """Implements core.protocols.Scorer over a weighted list of rewards.
+    """Implements core.protocols.Scorer with a weighted list of rewards.
 
     Args:
-        calls: where functions are called; closed with the scorer. By default one that no other scorer shares.
+        calls: runs the functions; closed with the scorer. By default a new one.
     """
 
     def __init__(
@@ -42,19 +42,19 @@ class RewardScorer:
     ) -> None:
         self._rewards, self._timeout_s = rewards, timeout_s
         counted = [reward for reward in rewards if reward.weight]
-        self._tells_correctness = len(counted) == 1 and counted[0].right_at_one and counted[0].weight == 1
+        self._tells_correctness = len(counted) == 1 and counted[0].correct_at_one and counted[0].weight == 1
         self._turns = asyncio.Semaphore(concurrency)
-        self._calls = calls or UserCalls(most_hanging=max(MOST_HANGING, concurrency))
+        self._calls = calls or UserCalls(max_hanging=max(MAX_HANGING, concurrency))
 
     async def score(self, prompt: Prompt, trajectory: Trajectory) -> Reward:
-        """The weighted sum of all rewards; `components` holds each before its weight. `correct` is known where the only
-        reward that counts is one whose value is 1 for a right answer and less for a wrong one.
+        """The weighted sum of all rewards; `components` holds each before weighting. `correct` is set only if the one
+        reward with a non-zero weight is 1 for correct answers and less for incorrect ones.
 
-        One that raises, passes its deadline or returns no finite number makes the sample's reward invalid: value 0,
-        and a reason naming reward, fault and sample.
+                A reward that raises, times out or returns no finite number makes the sample's reward invalid: value 0
+                and a reason that names reward, error and sample.
 
-        Raises:
-            ReaderLost: a reward model in a process of its own is gone for good.
+                Raises:
+                    ReaderLost: the process of a reward model ended and cannot be restarted.
         """
         sample = Sample(
             prompt=prompt,
@@ -66,28 +66,30 @@ class RewardScorer:
         found: dict[str, float] = {}
         faults: list[str] = []
         together = [self._note(reward, sample, found, faults) for reward in self._rewards if reward.scores]
-        alone = self._ask_in_turn(sample, found, faults)
+        alone = self._score_unqueued(sample, found, faults)
         await (asyncio.gather(alone, *together) if together else alone)
         components = {reward.name: found[reward.name] for reward in self._rewards if reward.name in found}
         weighted = [reward.weight * components.get(reward.name, 0.0) for reward in self._rewards]
         if any(abs(each) > LARGEST for each in weighted):
-            faults.append(f"with their weights rewards are {', '.join(f'{each:g}' for each in weighted)}, {TOO_LARGE}")
+            faults.append(f"the weighted rewards are {', '.join(f'{each:g}' for each in weighted)}, {TOO_LARGE}")
         if faults:
-            reason = f"{'; '.join(faults)} (sample {_name(sample.sample_id)})"
+            of = sample.sample_id
+            named = f"{of.purpose} {of.prompt_id} epoch {of.epoch} index {of.index}"
+            reason = f"{'; '.join(faults)} (sample {named})"
             return Reward(value=0.0, components=components, valid=False, reason=reason)
         value = math.fsum(weighted)
         return Reward(value=value, components=components, correct=value >= RIGHT if self._tells_correctness else None)
 
     async def close(self) -> None:
-        """End idle threads and cancel what is awaited; calls that hang stay until the process ends."""
+        """End idle threads and cancel awaitables; calls that hang stay until the process ends."""
         await self._calls.close()
         for reward in self._rewards:
             if reward.scores:
                 await reward.scores.close()
 
-    async def _ask_in_turn(self, sample: Sample, found: dict[str, float], faults: list[str]) -> None:
-        """Those that judge one sample at a time, so many samples at once as are allowed. (The others are asked beside
-        them: a limit would be one of their batches.)"""
+    async def _score_unqueued(self, sample: Sample, found: dict[str, float], faults: list[str]) -> None:
+        """Call the rewards that score one sample at a time, limited to `concurrency` samples. Queued rewards run
+        concurrently without this limit, which would also limit their batches."""
         alone = [reward for reward in self._rewards if not reward.scores]
         async with contextlib.nullcontext() if all(reward.inline for reward in alone) else self._turns:
             for reward in alone:
@@ -100,10 +102,10 @@ class RewardScorer:
         except (CallTimeout, TimeoutError):
             faults.append(f"reward {reward.name}: no result within {timeout_s:g} s")
         except HangingError as error:
-            faults.append(f"reward {reward.name}: not asked, {error}")
+            faults.append(f"reward {reward.name}: not called, {error}")
         except CallError as error:
             faults.append(f"reward {reward.name}: {error}")
-        except ReaderLost:  # of every sample from now on: nothing would be learned from
+        except ReaderLost:  # affects every further sample
             raise
         except Exception as error:  # noqa: BLE001 -- whatever a reward raises is its sample's fault, not the run's
             faults.append(f"reward {reward.name}: {exception_text(error)}")
@@ -129,12 +131,12 @@ def build_scorer(
     """The scorer of a run.
 
     Args:
-        stop_strings: where `exact` and `numeric` stop reading a completion; the task's own by default.
-        open_model: makes the function of a reward of kind "model"; without it there can be none.
-        calls: where functions are called; None makes them.
+        stop_strings: where `exact` and `numeric` stop reading a completion; by default the task's.
+        open_model: makes the function of rewards of kind "model"; None refuses them.
+        calls: runs the functions; by default a new one.
 
     Raises:
-        UserError: for a reward that cannot work.
+        UserError: a reward cannot work.
     """
     stops = task.default_stop_strings if stop_strings is None else stop_strings
     rewards = build_rewards(scoring.rewards, Context(task=task, seed=seed, stop_strings=stops, open_model=open_model))
@@ -142,17 +144,18 @@ def build_scorer(
 
 
 def evaluation_scoring(scoring: ScoringConfig, *, task: Task) -> ScoringConfig:
-    """What evaluation judges by: being right where that can be told, whatever training adds up.
+    """The rewards used for evaluation: they measure correctness if possible, whatever training optimizes.
 
-    It is the run's first reward that compares with the answer, with weight 1. Without one it is the others as they are,
-    but for those that say nothing of being right. With none left it is the task's own scorer or the comparison with the
-    answer: so a control run is still measured. Reward models are asked too, with weight 0: what they say of held-out
-    samples stands beside the truth.
+    The run's first reward that compares with the answer, with weight 1. Without one: the run's other rewards,
+    except
+    random, length and model rewards. If none is left: the task's scorer or the comparison with the answer, so that
+    a control run is measured too. Reward models are included with weight 0, so that their scores of held-out
+    samples can be compared with correctness.
     """
     models = tuple(each.model_copy(update={"weight": 0.0}) for each in scoring.rewards if each.kind == "model")
     judging = tuple(each.model_copy(update={"weight": 1.0}) for each in scoring.rewards if each.kind in
-                    JUDGES_THE_ANSWER)  # fmt: skip
-    others = tuple(each for each in scoring.rewards if each.kind not in SAYS_NOTHING_OF_CORRECTNESS)
+                    CHECKS_THE_ANSWER)  # fmt: skip
+    others = tuple(each for each in scoring.rewards if each.kind not in NOT_ABOUT_CORRECTNESS)
     fallback = RewardConfig(kind="exact" if task.check is None else "task")
     return scoring.model_copy(update={"rewards": (judging[:1] or others or (fallback,)) + models})
 
@@ -160,17 +163,13 @@ def evaluation_scoring(scoring: ScoringConfig, *, task: Task) -> ScoringConfig:
 def _finite(result: Any) -> float:
     """
     Raises:
-        CallError: the result is not a finite number of a size that can be used.
+        CallError: the result is not a finite number within `LARGEST`.
     """
     if isinstance(result, str | bytes) or not hasattr(type(result), "__float__"):
-        raise CallError(exception_text(TypeError(f"returned {result!r:.60}, which is no number")))
+        raise CallError(exception_text(TypeError(f"returned {result!r:.60}, which is not a number")))
     value = float(result)
     if not math.isfinite(value):
         raise CallError(f"ValueError: returned {value}, which is not finite")
     if abs(value) > LARGEST:
         raise CallError(f"ValueError: returned {value:g}, {TOO_LARGE}")
     return value
-
-
-def _name(sample_id: SampleId) -> str:
-    return f"{sample_id.purpose} {sample_id.prompt_id} epoch {sample_id.epoch} index {sample_id.index}"

@@ -1,11 +1,11 @@
-"""Calls of user functions, each under a deadline and on threads that can be abandoned.
+"""Runs user functions with a deadline, on threads that can be abandoned.
 
-All awaitables share it, because clients, locks and semaphores of a user's module belong to the loop that first used
-them.
+All awaitables share one event loop, because clients, locks and semaphores of a user's module belong to the loop that
+first used them.
 
-Everything that may run code of the user's is done there: the function itself, an awaitable it returns, the conversion
-of its result, and the text of its exception. A call that hangs never holds the caller's event loop or the process's
-exit. (The standard executors do not serve: their threads are joined when the interpreter ends.)
+All user code runs on these threads: the function, an awaitable that it returns, the conversion of its result, and the
+text of its exception. A call that hangs never blocks the caller's event loop or the exit of the process. (The standard
+executors cannot be used: the interpreter joins their threads at exit.)
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from typing import Any, TypeVar
 from tidemill.core.errors import UserError, exception_text
 
 RESPONSE_S = 1.0
-"""A loop that runs no callback for so long after a deadline is blocked."""
+"""A loop that runs no callback for this long after a deadline is considered blocked."""
 CLOSE_S = 1.0
-"""For cancelled awaitables to end."""
+"""Deadline for cancelled awaitables to end."""
 
 
 class CallTimeout(Exception):
@@ -35,8 +35,8 @@ class CallTimeout(Exception):
 
 
 class LoopThread:
-    """Started when first needed. A loop that a call blocks is replaced at that call's deadline: the other awaitables on
-    it are lost, later ones run on the next loop."""
+    """A thread with an event loop, started on first use. If a call blocks the loop past its deadline, a new loop
+    replaces it: its other awaitables are lost, later ones run on the new loop."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -48,8 +48,8 @@ class LoopThread:
         """The awaitable's result, or the exception it raised; for callers on other threads.
 
         Raises:
-            CallTimeout: none after `timeout_s` seconds; the awaitable is cancelled. Where the loop is blocked, this
-                is raised only when it responds again: meanwhile the caller's thread counts as hanging.
+            CallTimeout: none after `timeout_s` seconds; the awaitable is cancelled. If the loop is blocked,
+                this is raised once it responds again; until then the caller's thread counts as hanging.
         """
         loop = self._running_loop()
         future = asyncio.run_coroutine_threadsafe(_awaited_outcome(awaitable), loop)
@@ -66,8 +66,7 @@ class LoopThread:
         return result
 
     async def close(self) -> None:
-        """Cancel what is awaited and end the thread; awaitables that ignore it keep their thread until the process
-        ends."""
+        """Cancel all awaitables and end the thread; one that ignores cancellation keeps it until the process ends."""
         with self._lock:
             loop, thread, self._loop, self._closed = self._loop, self._thread, None, True
         if loop is None or thread is None:
@@ -75,7 +74,7 @@ class LoopThread:
         ending = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_end(), loop))
         done, _ = await asyncio.wait({ending}, timeout=CLOSE_S + RESPONSE_S)
         if done and ending.result():
-            thread.join(CLOSE_S)  # it has nothing left to do but return
+            thread.join(CLOSE_S)  # it only has to return
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         with self._lock:
@@ -118,7 +117,7 @@ async def _awaited_outcome(awaitable: Awaitable[Any]) -> tuple[Any, BaseExceptio
 
 
 async def _end() -> bool:
-    """Stop the running loop once all other tasks have ended; whether they have."""
+    """Stop the running loop once all other tasks have ended; returns whether they have."""
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()
@@ -139,7 +138,7 @@ class CallError(Exception):
 
 
 class HangingError(Exception):
-    """Too many earlier calls still hang; no further thread is spent."""
+    """Too many earlier calls still hang; no further thread is started."""
 
 
 class _Job:
@@ -152,14 +151,14 @@ class _Job:
 
 
 class UserCalls:
-    """Runs the user's functions for one event loop: each thread one call at a time, awaitables on one loop thread.
+    """Runs user functions for one event loop: each thread one call at a time, awaitables on one loop thread.
 
     Args:
-        most_hanging: calls abandoned at their deadline that have not returned; with so many of them `call` refuses.
+        max_hanging: with this number of abandoned calls that have not returned, `call` raises HangingError.
     """
 
-    def __init__(self, *, most_hanging: int) -> None:
-        self._most_hanging = most_hanging
+    def __init__(self, *, max_hanging: int) -> None:
+        self._most_hanging = max_hanging
         self._hanging = 0
         self._idle: list[SimpleQueue[_Job | None]] = []
         self._loop_thread = LoopThread()
@@ -175,8 +174,9 @@ class UserCalls:
 
         Raises:
             CallError: either of them raised.
-            CallTimeout: no result after `timeout_s` seconds; the thread is abandoned, an awaitable is cancelled.
-            HangingError: at once, when `most_hanging` calls hang.
+            CallTimeout: no result after `timeout_s` seconds; the thread is abandoned, an awaitable is
+                cancelled.
+            HangingError: `max_hanging` calls hang.
         """
         if self._closed:
             raise RuntimeError("closed")
@@ -198,7 +198,7 @@ class UserCalls:
         return result
 
     async def close(self) -> None:
-        """End idle threads and cancel what is awaited; calls that hang stay until the process ends."""
+        """End idle threads and cancel awaitables; calls that hang stay until the process ends."""
         self._closed = True
         for inbox in self._idle:
             inbox.put(None)
@@ -221,9 +221,9 @@ class UserCalls:
             result, error = _outcome(job.function)
             try:
                 loop.call_soon_threadsafe(self._finished, job, inbox, result, error)
-            except RuntimeError:  # the loop is closed: nobody waits any more
+            except RuntimeError:  # the loop is closed
                 return
-            del job, result, error  # an idle thread holds on to nothing
+            del job, result, error  # release references while idle
 
     def _finished(self, job: _Job, inbox: SimpleQueue[_Job | None], result: Any, error: Exception | None) -> None:
         if job.future.cancelled():
@@ -239,12 +239,12 @@ class UserCalls:
 
 
 def call_blocking(function: Callable[[], T], *, timeout_s: float) -> T:
-    """What `function` returns, for a caller without an event loop.
+    """The result of `function`, for a caller without an event loop.
 
     Raises:
         CallError: it raised.
         CallTimeout: it has not returned after `timeout_s` seconds; its thread is abandoned.
-        UserError: it raised one.
+        UserError: it raised a UserError.
     """
     outcomes: SimpleQueue[tuple[Any, Exception | None]] = SimpleQueue()
     _start_daemon(lambda: outcomes.put(_outcome(function)))
@@ -268,10 +268,6 @@ def _outcome(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
     except (CallError, CallTimeout, UserError) as error:
         return None, error
     except BaseException as error:  # noqa: BLE001 -- a thread must report whatever a function of the user's raises
-        return None, CallError(exception_text(error) + _place(error))
-
-
-def _place(error: BaseException) -> str:
-    """The last line of the traceback."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
+        frames = traceback.extract_tb(error.__traceback__)
+        place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
+        return None, CallError(exception_text(error) + place)

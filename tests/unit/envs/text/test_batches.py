@@ -12,7 +12,7 @@ from tidemill.config.task import ArithmeticTask, RewardConfig, ScoringConfig
 from tidemill.core.errors import ReaderLost, UserError
 from tidemill.core.records import Reward
 from tidemill.envs.text import build_scorer, build_task, evaluation_scoring
-from tidemill.envs.text.batch_rewards import Batches, BatchScorer, Sample
+from tidemill.envs.text.batch_rewards import BatchedReward, BatchScorer, Sample
 from tidemill.envs.text.scorer import RewardScorer
 
 TASK = build_task(ArithmeticTask(), codec=CharCodec(), batch_prompts=4, seed=0, chat_template=False)
@@ -29,7 +29,7 @@ class LengthJudge:
         self.short = False
         self.closed = False
 
-    async def judge(self, samples: Sequence[Sample]) -> Sequence[float | Exception]:
+    async def score_batch(self, samples: Sequence[Sample]) -> Sequence[float | Exception]:
         self.batches.append([sample.completion for sample in samples])
         await self.gate.acquire()
         if self.fault:
@@ -46,7 +46,7 @@ class LengthJudge:
 def scorer(judge: BatchScorer, *others: RewardConfig, timeout_s: float = 5.0, batch: int = 64) -> RewardScorer:
     config = RewardConfig(kind="model", model="folder", batch=batch, timeout_s=timeout_s, weight=0.5)
     scoring = ScoringConfig(rewards=(*others, config), concurrency=1)
-    return build_scorer(scoring, task=TASK, seed=0, open_model=lambda reward: Batches(judge, most=reward.batch))
+    return build_scorer(scoring, task=TASK, seed=0, open_model=lambda reward: BatchedReward(judge, most=reward.batch))
 
 
 async def ask(subject: RewardScorer, completion: str) -> Reward:
@@ -93,7 +93,7 @@ async def test_the_judge_sees_the_tokens_as_they_were_generated() -> None:
     seen: list[bytes] = []
 
     class Seeing(LengthJudge):
-        async def judge(self, samples: Sequence[Sample]) -> Sequence[float | Exception]:
+        async def score_batch(self, samples: Sequence[Sample]) -> Sequence[float | Exception]:
             seen.extend(sample.token_ids for sample in samples)
             return [0.0] * len(samples)
 
@@ -147,7 +147,7 @@ async def test_closing_ends_what_is_judged() -> None:
 
 def test_without_a_place_for_models_there_are_none() -> None:
     scoring = ScoringConfig(rewards=(RewardConfig(kind="model", model="folder"),))
-    with pytest.raises(UserError, match="no reward model can be run here"):
+    with pytest.raises(UserError, match="reward models are not available here"):
         build_scorer(scoring, task=TASK, seed=0)
 
 

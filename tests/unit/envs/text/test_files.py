@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.char_codec import CharCodec
-from tests.unit.envs.text.data import files
-from tests.unit.envs.text.data.files import FORMATS
+from tests.unit.envs.text import data_files as files
+from tests.unit.envs.text.data_files import FORMATS
 from tidemill.config.task import FileTask
 from tidemill.core.errors import UserError
 from tidemill.envs.text import Task, build_task
@@ -124,15 +124,15 @@ GOOD = '{"prompt": "q", "answer": "a"}'
         ("[" * 100_000, "broken JSON"),
         ('{"answer": "a"}', "either `prompt` or `messages`"),
         ('{"prompt": "q", "messages": [], "answer": "a"}', "either `prompt` or `messages`"),
-        ('{"prompt": 3, "answer": "a"}', "`prompt` must be a text"),
-        ('{"prompt": "  ", "answer": "a"}', "`prompt` must be a text that is not empty"),
-        ('{"messages": [], "answer": "a"}', "`messages` must be a list"),
-        ('{"messages": "hi", "answer": "a"}', "`messages` must be a list"),
-        ('{"messages": [{"role": "user"}], "answer": "a"}', "must have `role` and `content`"),
-        ('{"messages": [{"role": "user", "content": 1}], "answer": "a"}', "must be texts"),
-        ('{"prompt": "q"}', "`answer` must be there"),
-        ('{"prompt": "q", "answer": null}', "`answer` must be there"),
-        ('{"prompt": "q", "answer": true}', "`answer` must be there"),
+        ('{"prompt": 3, "answer": "a"}', "`prompt` must be a non-empty text"),
+        ('{"prompt": "  ", "answer": "a"}', "`prompt` must be a non-empty text"),
+        ('{"messages": [], "answer": "a"}', "`messages` must be a non-empty list"),
+        ('{"messages": "hi", "answer": "a"}', "`messages` must be a non-empty list"),
+        ('{"messages": [{"role": "user"}], "answer": "a"}', "must have exactly the fields `role` and `content`"),
+        ('{"messages": [{"role": "user", "content": 1}], "answer": "a"}', "must be non-empty texts"),
+        ('{"prompt": "q"}', "`answer` must be a text or a number"),
+        ('{"prompt": "q", "answer": null}', "`answer` must be a text or a number"),
+        ('{"prompt": "q", "answer": true}', "`answer` must be a text or a number"),
         ('{"prompt": "q", "answer": NaN}', "NaN is not JSON"),
         ('{"prompt": "\\ud800", "answer": "a"}', "not valid UTF-8"),
     ],
@@ -174,5 +174,5 @@ def test_one_question_cannot_be_split(tmp_path: Path) -> None:
 
 def test_an_evaluation_file_that_swallows_all_training_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "f.jsonl", *rows(2))
-    with pytest.raises(UserError, match="none is left to train on"):
+    with pytest.raises(UserError, match="no training data is left"):
         build(path, held_out_path=path)

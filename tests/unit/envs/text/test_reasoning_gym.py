@@ -80,7 +80,7 @@ def test_params_reach_the_generator() -> None:
         ({"name": "simple_equation"}, "no generator 'simple_equation'", "simple_equations"),
         ({"name": "zzzzqq"}, "no generator", "chain_sum"),
         ({"params": {"max_term": 3}}, "max_term", "max_terms"),
-        ({"params": {"min_terms": 5, "max_terms": 2}}, "refuses its parameters: AssertionError", "it takes"),
+        ({"params": {"min_terms": 5, "max_terms": 2}}, "rejects its parameters: AssertionError", "its parameters are"),
         (
             {"name": "chain_sum", "params": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}}
             | {"train_size": 500},

@@ -112,7 +112,7 @@ def test_numeric(completion: str, answer: str, expected: float) -> None:
 
 
 def test_an_answer_without_a_number_is_a_fault_and_not_a_zero() -> None:
-    with pytest.raises(ValueError, match="'none' has no number"):
+    with pytest.raises(ValueError, match="'none' contains no number"):
         value("12", "none", kind="numeric")
 
 
@@ -147,7 +147,7 @@ def test_task_asks_the_tasks_own_checker() -> None:
 
 
 def test_task_without_a_checker_is_refused_before_the_run() -> None:
-    with pytest.raises(UserError, match="no scorer of its own"):
+    with pytest.raises(UserError, match="this task has no scorer"):
         value("12", kind="task")
 
 

@@ -21,7 +21,7 @@ from tidemill.config.task import ArithmeticTask, RewardConfig, ScoringConfig
 from tidemill.core.records import Reward, SampleId
 from tidemill.envs.text import build_scorer, build_task, evaluation_scoring
 from tidemill.envs.text.rewards import NamedReward
-from tidemill.envs.text.scorer import MOST_HANGING, RewardScorer
+from tidemill.envs.text.scorer import MAX_HANGING, RewardScorer
 
 TASK = build_task(ArithmeticTask(), codec=CharCodec(), batch_prompts=4, seed=0, chat_template=False)
 PROMPT = make_prompt("5+7=", "12")
@@ -43,7 +43,7 @@ def scorer(*functions: Callable[..., Any], timeout_s: float = 10.0, concurrency:
     return RewardScorer(rewards, timeout_s=timeout_s, concurrency=concurrency)
 
 
-async def judge(scorer: RewardScorer, completion: str = "12\n", index: int = 0) -> Reward:
+async def scored(scorer: RewardScorer, completion: str = "12\n", index: int = 0) -> Reward:
     return await scorer.score(PROMPT, make_trajectory(PROMPT, completion, index=index))
 
 
@@ -55,7 +55,7 @@ async def test_weighted_rewards_are_summed_and_kept_apart() -> None:
             RewardConfig(kind="regex", pattern="9"),
         )
     )
-    reward = await judge(build_scorer(scoring, task=TASK, seed=0))
+    reward = await scored(build_scorer(scoring, task=TASK, seed=0))
     # 3 tokens against a target of 4: 0.75. 2·1 - 0.5·0.75 + 1·0 = 1.625.
     assert reward == Reward(value=1.625, components={"exact": 1.0, "length": 0.75, "regex": 0.0})
 
@@ -79,33 +79,33 @@ async def test_only_a_comparison_with_the_answer_decides_whether_it_is_right(
     rewards: tuple[RewardConfig, ...], completion: str, correct: bool | None
 ) -> None:
     built = build_scorer(ScoringConfig(rewards=rewards), task=TASK, seed=0)
-    assert (await judge(built, completion)).correct is correct
+    assert (await scored(built, completion)).correct is correct
 
 
 async def test_part_of_a_reward_is_a_wrong_answer() -> None:
     task = replace(TASK, check=lambda completion, _: 1.0 if "12" in completion else 0.25)
     built = build_scorer(ScoringConfig(rewards=(RewardConfig(kind="task"),)), task=task, seed=0)
-    assert await judge(built, "13\n") == Reward(value=0.25, components={"task": 0.25}, correct=False)
-    assert await judge(built, "12\n") == Reward(value=1.0, components={"task": 1.0}, correct=True)
+    assert await scored(built, "13\n") == Reward(value=0.25, components={"task": 0.25}, correct=False)
+    assert await scored(built, "12\n") == Reward(value=1.0, components={"task": 1.0}, correct=True)
 
 
 @pytest.mark.parametrize("grade", [0.0, 0.9, 1.0, 1.5])
 async def test_a_function_does_not_tell_whether_an_answer_is_right(grade: float) -> None:
-    reward = await judge(scorer(lambda _: grade))
+    reward = await scored(scorer(lambda _: grade))
     assert (reward.value, reward.correct) == (grade, None)
 
 
 async def test_stop_strings_of_the_run_replace_those_of_the_task() -> None:
     scoring = ScoringConfig()
-    assert (await judge(build_scorer(scoring, task=TASK, seed=0), "12\nx")).value == 1
-    assert (await judge(build_scorer(scoring, task=TASK, seed=0, stop_strings=("x",)), "12\nx")).value == 1
-    assert (await judge(build_scorer(scoring, task=TASK, seed=0, stop_strings=()), "12\nx")).value == 0
+    assert (await scored(build_scorer(scoring, task=TASK, seed=0), "12\nx")).value == 1
+    assert (await scored(build_scorer(scoring, task=TASK, seed=0, stop_strings=("x",)), "12\nx")).value == 1
+    assert (await scored(build_scorer(scoring, task=TASK, seed=0, stop_strings=()), "12\nx")).value == 0
 
 
 async def test_inline_rewards_take_no_thread() -> None:
     before = threading.active_count()
     built = build_scorer(ScoringConfig(), task=TASK, seed=0)
-    await asyncio.gather(*(judge(built) for _ in range(20)))
+    await asyncio.gather(*(scored(built) for _ in range(20)))
     assert threading.active_count() == before
 
 
@@ -137,7 +137,7 @@ async def test_sync_and_async_rewards_by_path(tmp_path: Path) -> None:
     names = ("plain", "later", "handed_on", "judge")
     scoring = ScoringConfig(rewards=tuple(RewardConfig(kind="python", function=f"{file}:{name}") for name in names))
     built = build_scorer(scoring, task=TASK, seed=0)
-    assert (await judge(built)).components == {"plain": 1.0, "later": 3.0, "handed_on": 3.0, "judge": 5.0}
+    assert (await scored(built)).components == {"plain": 1.0, "later": 3.0, "handed_on": 3.0, "judge": 5.0}
     await built.close()
 
 
@@ -152,7 +152,7 @@ async def test_a_fault_is_reported_with_reward_type_message_and_sample() -> None
         return 1.0
 
     built = scorer(fails, fine, fails_later)
-    reward = await judge(built, index=5)
+    reward = await scored(built, index=5)
     assert (reward.valid, reward.value, reward.components) == (False, 0.0, {"reward1": 1.0})
     assert re.sub(r":[0-9]+ in", ":1 in", reward.reason) == (
         "reward reward0: KeyError: 'no\\nsuch key' (test_scorer.py:1 in fails); "
@@ -167,16 +167,16 @@ async def test_a_fault_is_reported_with_reward_type_message_and_sample() -> None
     [
         (float("nan"), "not finite"),
         (float("-inf"), "not finite"),
-        (None, "no number"),
-        ("1.0", "no number"),
-        ([1.0], "no number"),
+        (None, "not a number"),
+        ("1.0", "not a number"),
+        ([1.0], "not a number"),
         (10**400, "OverflowError"),
         (-1e308, "returned -1e+308, and no reward may be larger than 1e18"),
     ],
 )
 async def test_what_is_no_finite_number_is_invalid(result: object, fault: str) -> None:
     built = scorer(lambda sample: result)
-    reward = await judge(built)
+    reward = await scored(built)
     assert not reward.valid
     assert fault in reward.reason
     await built.close()
@@ -184,15 +184,15 @@ async def test_what_is_no_finite_number_is_invalid(result: object, fault: str) -
 
 async def test_weights_that_make_rewards_huge_make_them_invalid() -> None:
     rewards = (named("small", lambda sample: 1.0), named("large", lambda sample: 1e18, weight=1e300))
-    reward = await judge(RewardScorer(rewards, timeout_s=10.0, concurrency=4))
+    reward = await scored(RewardScorer(rewards, timeout_s=10.0, concurrency=4))
     assert (reward.valid, reward.components) == (False, {"small": 1.0, "large": 1e18})
-    assert "with their weights rewards are 1, inf, and no reward may be larger than 1e18" in reward.reason
+    assert "the weighted rewards are 1, inf, and no reward may be larger than 1e18" in reward.reason
 
 
 @pytest.mark.parametrize(("result", "expected"), [(True, 1.0), (3, 3.0), (-0.5, -0.5)])
 async def test_what_is_a_number_counts(result: object, expected: float) -> None:
     built = scorer(lambda sample: result)
-    assert await judge(built) == Reward(value=expected, components={"reward0": expected})
+    assert await scored(built) == Reward(value=expected, components={"reward0": expected})
     await built.close()
 
 
@@ -207,7 +207,7 @@ async def test_a_reward_that_calls_exit_does_not_end_the_run() -> None:
         raise asyncio.CancelledError
 
     built = scorer(leaves, leaves_later, gives_up)
-    reward = await judge(built)
+    reward = await scored(built)
     assert reward.reason.count("SystemExit: 4") == 2
     assert "it was cancelled" in reward.reason
     await built.close()
@@ -220,7 +220,7 @@ async def test_a_hanging_reward_times_out_and_others_go_on(gate: threading.Event
         return 1.0
 
     built = scorer(hangs_on_the_first, timeout_s=0.3, concurrency=1)
-    rewards = await asyncio.gather(*(judge(built, index=index) for index in range(4)))
+    rewards = await asyncio.gather(*(scored(built, index=index) for index in range(4)))
     assert [reward.valid for reward in rewards] == [False, True, True, True]
     assert rewards[0].reason == "reward reward0: no result within 0.3 s (sample train p epoch 0 index 0)"
     await built.close()
@@ -237,7 +237,7 @@ async def test_an_async_reward_past_its_deadline_is_cancelled() -> None:
         return 1.0
 
     built = scorer(slow, timeout_s=0.05)
-    assert "no result within 0.05 s" in (await judge(built)).reason
+    assert "no result within 0.05 s" in (await scored(built)).reason
     assert await asyncio.to_thread(cancelled.wait, 10)
     await built.close()
 
@@ -249,7 +249,7 @@ async def test_a_number_that_blocks_its_conversion_leaves_the_loop_running(gate:
             return 1.0
 
     async def judged() -> Reward:
-        return await judge(built)
+        return await scored(built)
 
     built = scorer(lambda sample: Blocks(), timeout_s=0.3)
     judging = asyncio.create_task(judged())
@@ -269,15 +269,15 @@ async def test_a_result_whose_repr_raises_or_is_no_text_is_invalid() -> None:
             return "\ud800"
 
     built = scorer(lambda sample: Silent(), lambda sample: Half())
-    reason = (await judge(built)).reason
+    reason = (await scored(built)).reason
     assert "reward reward0: KeyError: 'name'" in reason
-    assert "reward reward1: TypeError: returned \\ud800, which is no number" in reason
+    assert "reward reward1: TypeError: returned \\ud800, which is not a number" in reason
     await built.close()
 
 
 async def test_a_reward_that_hangs_for_every_sample_fails_fast_in_the_end(gate: threading.Event) -> None:
     built = scorer(lambda sample: gate.wait(), timeout_s=0.01, concurrency=16)
-    rewards = await asyncio.gather(*(judge(built, index=index) for index in range(MOST_HANGING + 20)))
+    rewards = await asyncio.gather(*(scored(built, index=index) for index in range(MAX_HANGING + 20)))
     assert not any(reward.valid for reward in rewards)
     assert any("earlier calls still hang" in reward.reason for reward in rewards)
     await built.close()
@@ -285,7 +285,7 @@ async def test_a_reward_that_hangs_for_every_sample_fails_fast_in_the_end(gate: 
 
 async def test_the_time_a_sample_waits_for_its_turn_is_not_the_rewards_time() -> None:
     built = scorer(lambda sample: time.sleep(0.1), lambda sample: 1.0, timeout_s=0.9, concurrency=1)
-    rewards = await asyncio.gather(*(judge(built) for _ in range(12)))  # 1.2 s one after the other
+    rewards = await asyncio.gather(*(scored(built) for _ in range(12)))  # 1.2 s one after the other
     assert not any("no result within" in reward.reason for reward in rewards)
     await built.close()
 
@@ -302,7 +302,7 @@ async def test_no_more_samples_at_once_than_allowed() -> None:
         return 0.0
 
     built = scorer(counts, concurrency=3)
-    await asyncio.gather(*(judge(built) for _ in range(20)))
+    await asyncio.gather(*(scored(built) for _ in range(20)))
     assert most == 3
     await built.close()
 
@@ -355,14 +355,14 @@ async def test_math_verify_runs_in_a_thread_within_our_deadline() -> None:
     pytest.importorskip("math_verify")
     scoring = ScoringConfig(rewards=(RewardConfig(kind="math_verify"),), timeout_s=60)
     built = build_scorer(scoring, task=TASK, seed=0)
-    assert await judge(built, "24/2") == Reward(value=1.0, components={"math_verify": 1.0}, correct=True)
+    assert await scored(built, "24/2") == Reward(value=1.0, components={"math_verify": 1.0}, correct=True)
     await built.close()
 
 
 async def test_evaluation_of_a_control_run_still_measures() -> None:
     control = ScoringConfig(rewards=(RewardConfig(kind="random"),))
     built = build_scorer(evaluation_scoring(control, task=TASK), task=TASK, seed=0)
-    assert [(await judge(built, completion)).value for completion in ("12\n", "13\n")] == [1.0, 0.0]
+    assert [(await scored(built, completion)).value for completion in ("12\n", "13\n")] == [1.0, 0.0]
 
 
 def test_evaluation_asks_the_first_reward_that_compares_with_the_answer_and_no_other() -> None:
@@ -386,8 +386,8 @@ def test_evaluation_without_such_a_reward_keeps_those_that_may_tell_right_from_w
 async def test_the_random_reward_is_the_samples_own() -> None:
     control = ScoringConfig(rewards=(RewardConfig(kind="random"),))
     first, second = (build_scorer(control, task=TASK, seed=0) for _ in range(2))
-    tossed = [(await judge(first, "a", index=index)).value for index in range(16)]
-    assert tossed == [(await judge(second, "b", index=index)).value for index in range(16)]
+    tossed = [(await scored(first, "a", index=index)).value for index in range(16)]
+    assert tossed == [(await scored(second, "b", index=index)).value for index in range(16)]
     assert set(tossed) == {0.0, 1.0}
     assert SampleId(run_seed=0, purpose="train", prompt_id="p", epoch=0, index=0).key
 
@@ -404,7 +404,7 @@ async def test_a_pattern_that_backtracks_for_ages_costs_its_sample_and_leaves_th
             ticks += 1
 
     ticking = asyncio.create_task(tick())
-    reward = await judge(subject, "1" * 60 + "=")
+    reward = await scored(subject, "1" * 60 + "=")
     ticking.cancel()
     await subject.close()
     assert not reward.valid and "0.2 s" in reward.reason

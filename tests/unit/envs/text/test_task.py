@@ -8,14 +8,14 @@ from tests.char_codec import CharCodec
 from tidemill.config.task import ArithmeticTask
 from tidemill.core.errors import UserError
 from tidemill.envs.text import build_task, check_fits
-from tidemill.envs.text.prompts import longest_of, renderer, text_item
+from tidemill.envs.text.prompts import longest_prompt, renderer, text_item
 
 TASK = build_task(ArithmeticTask(shots=0), codec=CharCodec(), batch_prompts=4, seed=0, chat_template=False)
 
 
 def test_the_longest_is_found_with_its_origin() -> None:
     items = [text_item("ab", ""), text_item("abcd", "", where="f, line 2"), text_item("abc", "")]
-    longest = longest_of(items, renderer(CharCodec(), chat_template=False))
+    longest = longest_prompt(items, renderer(CharCodec(), chat_template=False))
     assert (longest.tokens, longest.text, longest.where) == (4, "abcd", "f, line 2")
 
 

@@ -23,7 +23,7 @@ def gate() -> Iterator[threading.Event]:
 
 @pytest.fixture
 async def calls() -> AsyncIterator[UserCalls]:
-    calls = UserCalls(most_hanging=2)
+    calls = UserCalls(max_hanging=2)
     yield calls
     await calls.close()
 
@@ -161,7 +161,7 @@ async def test_a_cancelled_caller_abandons_its_call(calls: UserCalls, gate: thre
 
 
 async def test_closed_calls_refuse_more() -> None:
-    calls = UserCalls(most_hanging=1)
+    calls = UserCalls(max_hanging=1)
     await calls.close()
     with pytest.raises(RuntimeError, match="closed"):
         await ask(calls, lambda: 1)

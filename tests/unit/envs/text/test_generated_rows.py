@@ -20,7 +20,7 @@ PROMPT = make_prompt("1+1=", "2")
 
 def test_a_demonstration_is_the_answer_with_what_ends_it() -> None:
     assert demonstration_row(PROMPT, ending="\n") == {"prompt": "1+1=", "completion": "2\n"}
-    with pytest.raises(UserError, match="has no answer to write out"):
+    with pytest.raises(UserError, match="has no answer"):
         demonstration_row(msgspec.structs.replace(PROMPT, answer=" "), ending="\n")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.envs.text.data.files import FORMATS, write
+from tests.unit.envs.text.data_files import FORMATS, write
 from tidemill.core.errors import UserError
 from tidemill.core.records import Message
 from tidemill.envs.text.prompts import Question, content_id
@@ -77,13 +77,13 @@ def faults(read: Callable[[Path], Any], tmp_path: Path, row: dict[str, Any], goo
 @pytest.mark.parametrize(
     ("row", "what"),
     [
-        ({"prompt": "q"}, "`completion` must be there"),
+        ({"prompt": "q"}, "the row has no `completion`"),
         ({"prompt": "q", "completion": ""}, "`completion` is empty"),
         ({"prompt": "q", "completion": " \n"}, "`completion` is empty"),
         ({"prompt": "q", "completion": 4}, "`completion` must be a text, found int"),
-        ({"prompt": "q", "completion": [USER]}, "`completion` must be a text, or one message of the role assistant"),
-        ({"messages": [USER]}, "`completion` must be there"),
-        ({"messages": [ASSISTANT]}, "`messages` holds nothing but the assistant's turn"),
+        ({"prompt": "q", "completion": [USER]}, "`completion` must be a text, or one message with the role assistant"),
+        ({"messages": [USER]}, "the row has no `completion`"),
+        ({"messages": [ASSISTANT]}, "`messages` holds only the assistant's turn"),
         ({"question": "q", "text": "a"}, "expected either `prompt` or `messages`, found `question`, `text`"),
         ({"prompt": [USER], "completion": "4"}, "a list of messages goes under `messages`"),
     ],
@@ -95,13 +95,13 @@ def test_faults_of_demonstrations(tmp_path: Path, row: dict[str, Any], what: str
 @pytest.mark.parametrize(
     ("row", "what"),
     [
-        ({"rejected": "b"}, "`chosen` must be there"),
-        ({"chosen": "a"}, "`rejected` must be there"),
+        ({"rejected": "b"}, "the row has no `chosen`"),
+        ({"chosen": "a"}, "the row has no `rejected`"),
         ({"chosen": "a", "rejected": "  "}, "`rejected` is empty"),
         ({"chosen": "a", "rejected": "a"}, "`chosen` and `rejected` are the same, 'a'"),
-        ({"chosen": "a", "rejected": "b", "margin": "1"}, "`margin` must be a number that is not negative, found '1'"),
-        ({"chosen": "a", "rejected": "b", "margin": -1}, "`margin` must be a number that is not negative, found -1"),
-        ({"chosen": "a", "rejected": "b", "margin": True}, "`margin` must be a number"),
+        ({"chosen": "a", "rejected": "b", "margin": "1"}, "`margin` must be a non-negative number, found '1'"),
+        ({"chosen": "a", "rejected": "b", "margin": -1}, "`margin` must be a non-negative number, found -1"),
+        ({"chosen": "a", "rejected": "b", "margin": True}, "`margin` must be a non-negative number"),
     ],
 )
 def test_faults_of_pairs(tmp_path: Path, row: dict[str, Any], what: str) -> None:
@@ -111,7 +111,7 @@ def test_faults_of_pairs(tmp_path: Path, row: dict[str, Any], what: str) -> None
 
 def test_metadata_that_json_cannot_write_is_named(tmp_path: Path) -> None:
     rows = [{"prompt": "q", "answer": "a", "asked_at": dt.date(2026, 1, 2)}]
-    with pytest.raises(UserError, match="`asked_at` holds a date that JSON cannot write") as caught:
+    with pytest.raises(UserError, match="`asked_at` holds a date, which JSON cannot represent") as caught:
         list(read_items(write(tmp_path, "parquet", rows)))
     assert caught.value.where.endswith("row 0 (from 0)")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from datasets import Dataset, DatasetDict
 
-from tests.unit.envs.text.data.files import FORMATS, write
+from tests.unit.envs.text.data_files import FORMATS, write
 from tidemill.core.errors import UserError
 from tidemill.envs.text.rows import Row, detected_format, read_rows
 
@@ -46,7 +46,7 @@ def test_what_a_row_of_a_table_lacks_is_not_there(tmp_path: Path) -> None:
 
 def test_a_file_called_parquet_that_is_none(tmp_path: Path) -> None:
     path = write(tmp_path, "jsonl", ROWS).rename(tmp_path / "rows.parquet")
-    with pytest.raises(UserError, match="not a Parquet file that can be read") as caught:
+    with pytest.raises(UserError, match="not a readable Parquet file") as caught:
         read(path)
     assert caught.value.where == str(path)
 
@@ -54,7 +54,7 @@ def test_a_file_called_parquet_that_is_none(tmp_path: Path) -> None:
 def test_a_torn_parquet_file(tmp_path: Path) -> None:
     path = write(tmp_path, "parquet", ROWS)
     path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(UserError, match="not a Parquet file"):
+    with pytest.raises(UserError, match="not a readable Parquet file"):
         read(path)
 
 
@@ -77,14 +77,14 @@ def test_a_saved_folder_with_several_splits_names_them(tmp_path: Path) -> None:
 
 def test_a_folder_of_files_names_one(tmp_path: Path) -> None:
     write(tmp_path, "parquet", ROWS)
-    with pytest.raises(UserError, match=r"no folder that `datasets` saved") as caught:
+    with pytest.raises(UserError, match=r"not a folder that `datasets` saved") as caught:
         read(tmp_path)
     assert caught.value.hint == "give one of its files, rows.parquet"
 
 
 def test_a_table_without_rows(tmp_path: Path) -> None:
     Dataset.from_dict({"prompt": []}).to_parquet(tmp_path / "none.parquet")
-    with pytest.raises(UserError, match="there are no rows in it"):
+    with pytest.raises(UserError, match="the file has no rows"):
         read(tmp_path / "none.parquet")
 
 

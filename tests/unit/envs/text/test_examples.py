@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.char_codec import CharCodec
-from tests.unit.envs.text.data.files import FORMATS, write
+from tests.unit.envs.text.data_files import FORMATS, write
 from tidemill.config.task import DataConfig
 from tidemill.core.errors import UserError
 from tidemill.core.records import Demonstration, PreferencePair, unpack_tokens
@@ -120,18 +120,18 @@ def test_many_long_rows_are_not_all_named(tmp_path: Path) -> None:
 
 
 def test_nothing_left_is_refused_even_when_dropping(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="none is left to train on"):
+    with pytest.raises(UserError, match="no training data is left"):
         demonstrations(write(tmp_path, "jsonl", rows(4)), max_tokens=5, too_long="drop", held_out_fraction=0)
 
 
 def test_more_than_the_model_can_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="65 tokens are more than the model's own limit of 64") as caught:
+    with pytest.raises(UserError, match="65 tokens exceed the model's limit of 64") as caught:
         demonstrations(write(tmp_path, "jsonl", rows(4)), max_tokens=65)
     assert caught.value.where == "data.max_tokens"
 
 
 def test_without_a_path_the_key_is_named() -> None:
-    with pytest.raises(UserError, match="not given, and this stage learns from a file") as caught:
+    with pytest.raises(UserError, match="is not set, but this stage needs a data file") as caught:
         demonstrations(None)
     assert caught.value.where == "data.path"
 

@@ -52,7 +52,7 @@ def interrupted(run: RunningProcess, rng: random.Random) -> None:
 def out_of_room(run: RunningProcess, rng: random.Random) -> None:
     said = run.ends(2)
     (error,) = re.findall(r"^error: .*", said, re.MULTILINE)
-    assert "disk" in error
+    assert "the ledger cannot be written" in error
     assert "run the same command again" in said
     assert "Traceback" not in said
 

@@ -41,7 +41,7 @@ def test_one_node_does_not_hold_a_70b_actors_training_state() -> None:
     # 1.12e12 / 8 = 140e9 per GPU, 60e9 too much; without the optimizer's 12 bytes of 16 it is 35e9
     data = plan("memory", "--params", "70e9", "--algorithm", "grpo", "--gpu", "h100-80gb")
     (note,) = (note for note in data["notes"] if "training state" in note)
-    assert "1.12 TB / 8 = 140 GB per GPU, 60 GB more than it has" in note
+    assert "1.12 TB / 8 = 140 GB per GPU, 60 GB more than its memory" in note
     assert "--offload: 35 GB per GPU" in note
     assert "14 GPUs or more" in note  # 1.12e12 / 80e9 = 14
 

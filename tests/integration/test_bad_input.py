@@ -132,7 +132,7 @@ def assert_refused(ran: Ran, *says: str) -> None:
         (["--task.kind=arithmatic"], ["task.kind", "arithmetic"]),
         (["--run.name=../outside"], ["run.name", "not a folder name", "run.dir"]),
         (["--trainer=3", "--trainer.steps=2"], ["trainer: needs a table, was given 3"]),
-        (["--runtime=ray", "--ray.trainer_gpus=64"], ["ray.trainer_gpus", "64 GPUs are reserved"]),
+        (["--runtime=ray", "--ray.trainer_gpus=64"], ["ray.trainer_gpus", "the run needs 64 GPUs"]),
     ],
     ids=lambda value: value[0] if value[0].startswith(("-", "@")) else "",
 )
@@ -207,14 +207,14 @@ def test_a_tokenizer_with_more_ids_than_embeddings_is_refused(folder: Path) -> N
     )
     shutil.copytree(small, folder / "model")
     shutil.copy(large / "tokenizer.json", folder / "model")
-    assert_refused(train("--model.source=./model"), "model", "the tokenizer has ids up to", "embeddings")
+    assert_refused(train("--model.source=./model"), "model", "but the model has only", "embeddings")
 
 
 def test_an_unwritable_run_directory_is_reported(folder: Path) -> None:
     (folder / "file").write_text("mine", encoding="utf-8")
     for place in ("file", "file/below"):
         assert_refused(
-            train(f"--run.dir={place}"), place, "a file stands where a directory should be", "another --run.dir"
+            train(f"--run.dir={place}"), place, "a file is in the way of the run directory", "another --run.dir"
         )
     assert (folder / "file").read_text(encoding="utf-8") == "mine"
     if Path("/proc").is_dir():

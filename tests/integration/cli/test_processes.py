@@ -98,14 +98,14 @@ def test_a_full_standard_output_is_reported(tmp_path: Path, argv: str, where: st
 def test_unencodable_characters_are_replaced(tmp_path: Path) -> None:
     done = shell(f"PYTHONIOENCODING=ascii {sys.executable} -m tidemill plan memory --params 7e9", tmp_path)
     assert done.returncode == 0
-    assert "? the model's shape is assumed" in done.stdout
+    assert "? the model's shape is estimated" in done.stdout
 
 
 @pytest.mark.parametrize("argv", ["train --help", "plan memory --params 7e9"])
 def test_a_terminal_without_columns_gets_the_full_output(tmp_path: Path, argv: str) -> None:
     done = shell(f"COLUMNS=0 {sys.executable} -m tidemill {argv}", tmp_path)
     assert done.returncode == 0
-    assert len(done.stdout.splitlines()) > 20
+    assert len(done.stdout.splitlines()) > 15
 
 
 def test_ctrl_c_during_imports(monkeypatch: pytest.MonkeyPatch) -> None:
